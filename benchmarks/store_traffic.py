@@ -14,6 +14,7 @@ import time
 
 from ronde.store.client import PlainConnection, StoreClient
 from ronde.store.local_socket import dial
+from ronde.store.protocol import Op
 
 NUM_ROUNDS = 15
 VALUE = b"x" * 200
@@ -33,9 +34,9 @@ def main() -> None:
     for number in range(NUM_ROUNDS + 1):
         keys = [f"{number}/{other}" for other in range(int(size))]
         started = time.perf_counter()
-        store.set([(keys[rank], VALUE)], LIMIT_S)
-        store.wait(keys, LIMIT_S)
-        if store.get(keys, LIMIT_S) != [VALUE] * len(keys):
+        store.ask(Op.SET, [keys[rank], VALUE], LIMIT_S)
+        store.ask(Op.WAIT, keys, LIMIT_S)
+        if store.ask(Op.GET, keys, LIMIT_S) != (VALUE,) * len(keys):
             raise SystemExit("all ranks must get what the others have set")
         seconds.append(time.perf_counter() - started)
     if rank == 0:

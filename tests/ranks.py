@@ -31,7 +31,7 @@ from ronde.collectives import Communicator, connect
 from ronde.errors import PeerLostError
 from ronde.store.local_socket import listen
 from ronde.store.server import serve_locally
-from ronde.world.rank_info import Launcher, Meeting, RankInfo
+from ronde.world import Launcher, Meeting, RankInfo
 
 PRELOAD = [
     *("torch", "torch._dynamo", "numpy", "cloudpickle", "pytest", "ronde.torch"),

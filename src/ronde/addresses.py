@@ -8,9 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-_IFF_UP = 0x1
-_IFF_LOOPBACK = 0x8
-_IFF_RUNNING = 0x40
+_IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 _NEEDED = _IFF_UP | _IFF_RUNNING
 _ANY_PORT = 9
 """Nothing is sent there: a port has to be named to ask for a route."""
@@ -95,11 +93,9 @@ def choose_address(
     sources: Sequence[Sequence[str]],
     mbit_per_s: Mapping[str, int],
 ) -> int | None:
-    """Return the index of the address of one host that others meet it at best.
+    """Return the index of the address of one host that all others reach best, or None.
 
-    All reach it, and at best without a router between; of several the first that is
-    IPv4 counts, on the fastest interface. None where there is none that all reach.
-
+    Best is one without a router between, then IPv4, then the fastest interface.
     ``sources`` has, for every other host, its own address towards each candidate, empty
     where it has no route there; ``mbit_per_s`` the known rates of the interfaces.
     """
@@ -115,7 +111,7 @@ def choose_address(
 
 
 def _is_neighbour(candidate: InterfaceAddress, source: str) -> bool:
-    """Say whether an address lies in the network of a candidate."""
+    """Return whether an address lies in the network of a candidate."""
     family = family_of(candidate.address)
     if family != family_of(source):
         return False
@@ -127,7 +123,7 @@ def _is_neighbour(candidate: InterfaceAddress, source: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether a numeric address never leaves its host."""
+    """Return whether a numeric address never leaves its host."""
     return address.startswith(("127.", "::ffff:127.")) or address == "::1"
 
 
@@ -139,8 +135,7 @@ def family_of(address: str) -> socket.AddressFamily:
 def source_towards(address: str) -> str:
     """Return the own address that a packet to a numeric address would leave by.
 
-    The kernel's routes are asked, and nothing is sent. For an address of this host it
-    is that address itself. Empty where no route leads there.
+    Nothing is sent. Empty where no route leads there.
     """
     family = family_of(address)
     try:

@@ -17,6 +17,12 @@ from typing import NamedTuple
 
 _UNLIMITED = 1 << 60
 _ROOT = Path("/")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_MAX_INT = (1 << 31) - 1
+_GLIBC_MMAP_BYTES = 32 << 20
+"""As high as glibc sets its threshold by itself, on machines of 64 bits."""
+_FIRST_WITHOUT_LIMIT = (2, 35)
+"""Before this version glibc takes no higher threshold than that."""
 
 
 class AvailableMemory(NamedTuple):
@@ -36,24 +42,18 @@ class _GroupFiles(NamedTuple):
     reclaimable: str
 
 
+# By the controllers' names in ``/proc/self/cgroup``; version 2 has an empty one.
 _VERSIONS: Mapping[str, _GroupFiles] = {
     "": _GroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": _GroupFiles(
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
+        *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
         "total_inactive_file",
     ),
 }
-"""By the controllers' names in ``/proc/self/cgroup``; version 2 has an empty one."""
 
 
 def available_memory(root: Path = _ROOT) -> AvailableMemory:
-    """Return how much memory this process and its children may still take.
-
-    ``root`` is the directory that holds ``proc`` and ``sys``, for other machines'
-    snapshots.
-    """
+    """Return how much memory this process may still take; ``root`` holds ``proc``."""
     of_machine = AvailableMemory(
         _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024,
         "MemAvailable of this machine",
@@ -145,14 +145,6 @@ def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | 
     if version < _FIRST_WITHOUT_LIMIT:
         mmap_bytes = _GLIBC_MMAP_BYTES
     return MallocThresholds(share // 2, mmap_bytes)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_MAX_INT = (1 << 31) - 1
-_GLIBC_MMAP_BYTES = 32 << 20
-"""As high as glibc sets its threshold by itself, on machines of 64 bits."""
-_FIRST_WITHOUT_LIMIT = (2, 35)
-"""Before this version glibc takes no higher threshold than that."""
 
 
 class _SymbolInfo(ctypes.Structure):

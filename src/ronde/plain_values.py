@@ -60,8 +60,7 @@ def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 
     if outer is tuple and isinstance(value, list):
         return _checked_items(cast("list[object]", value), wanted.__args__, where)
     if outer is dict and isinstance(value, dict):
-        entries = cast("dict[str, object]", value)
-        inner = wanted.__args__[1]
+        entries, inner = cast("dict[str, object]", value), wanted.__args__[1]
         return {k: _checked(v, inner, f"{where}[{k!r}]") for k, v in entries.items()}
     if outer is float and type(value) is int:
         value = float(value)
@@ -72,20 +71,18 @@ def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 
 
 def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401 - an annotation is any object
     """Return the member of a union that a value can be; records differ in fields."""
-    own = type(value)
-    fields: set[object] = {*cast("Any", value)} if isinstance(value, dict) else set()
+    own, fields = type(value), None
+    if isinstance(value, dict):
+        fields = cast("dict[object, object]", value).keys()
     for kind in union.__args__:
-        is_found = kind is own
-        if _is_record(kind) and isinstance(value, dict):
-            is_found = {*kind.__annotations__} == fields
-        if is_found:
+        if kind is own or (_is_record(kind) and kind.__annotations__.keys() == fields):
             return kind
     return union
 
 
 def _checked_member(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
     """Return the member of an enumeration that has a value."""
-    name = _name(wanted)
+    name = wanted.__name__ if isinstance(wanted, type) else str(wanted)
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         members: dict[object, Enum] = {member.value: member for member in wanted}
         if isinstance(value, str) and value in members:
@@ -108,7 +105,3 @@ def _checked_items(
         _checked(item, kind, f"{where}[{index}]")
         for index, (item, kind) in enumerate(zip(items, wanted, strict=True))
     )
-
-
-def _name(wanted: Any) -> str:  # noqa: ANN401 - an annotation is any object
-    return wanted.__name__ if isinstance(wanted, type) else str(wanted)

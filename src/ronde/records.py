@@ -19,6 +19,8 @@ from ronde.errors import UsageError
 
 SCHEMA = 1
 """Version of the form; a change that an older reader would misread raises it."""
+_TEXTS, _OBJECTS = ("kind", "created_at", "ronde"), ("machine", "values")
+_ENTRIES = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_OBJECTS, dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +59,10 @@ class Record:
 
     def to_json(self) -> str:
         """Return the record as one line of JSON, which has no form for NaN."""
-        content = {
-            "schema": SCHEMA,
-            "kind": self.kind,
-            "created_at": self.created_at,
-            "ronde": self.ronde,
-            "machine": asdict(self.machine),
-            "values": dict(self.values),
-        }
+        content = asdict(self)
+        ordered = {"schema": SCHEMA} | {name: content[name] for name in _ENTRIES}
         try:
-            return json.dumps(content, allow_nan=False)
+            return json.dumps(ordered, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"values of a record must be JSON's types, got {self.values!r}: "
@@ -77,7 +73,7 @@ class Record:
     def from_json(cls, text: str) -> "Record":
         """Read one line."""
         try:
-            content = json.loads(text)
+            content: Any = json.loads(text)
         except json.JSONDecodeError as error:
             raise UsageError(f"a record must be JSON, got {text[:60]!r}.") from error
         if not isinstance(content, dict) or "schema" not in content:
@@ -88,36 +84,28 @@ class Record:
                 f"schema must be {SCHEMA}, got {entries['schema']!r}. "
                 f"Read the file with the version of ronde that wrote it."
             )
-        texts = ("kind", "created_at", "ronde")
-        wrong = [name for name in texts if not isinstance(entries.get(name), str)]
-        maps = ("machine", "values")
-        wrong += [name for name in maps if not isinstance(entries.get(name), dict)]
+        known: dict[str, Any] = {name: entries.get(name) for name in _ENTRIES}
+        wrong = [n for n, kind in _ENTRIES.items() if not isinstance(known[n], kind)]
         if wrong:
             raise UsageError(
-                f"a record must have {', '.join((*texts, *maps))}, "
+                f"a record must have {', '.join(_ENTRIES)}, "
                 f"got none or another type for {', '.join(wrong)}."
             )
-        machine = cast("dict[str, Any]", entries["machine"])
+        machine: dict[str, Any] = entries["machine"]
         try:
             facts = {each.name: machine[each.name] for each in fields(MachineRecord)}
         except KeyError as error:
             raise UsageError(
                 f"machine of a record must have {error}, got {machine!r}."
             ) from error
-        return cls(
-            kind=entries["kind"],
-            values=entries["values"],
-            created_at=entries["created_at"],
-            ronde=entries["ronde"],
-            machine=MachineRecord(**facts),
-        )
+        known["machine"] = MachineRecord(**facts)
+        return cls(**known)
 
 
 def append_record(path: Path, record: Record, *, is_private: bool = False) -> None:
-    """Append one line to ``path``, which is made where it is not there.
+    """Append one line to ``path``, which is made if need be; with mode 600 if private.
 
-    Processes may append to one file at the same time; lines do not mix. A file that is
-    made here with ``is_private`` is its owner's alone.
+    Processes may append to one file at the same time; lines do not mix.
     """
     line = f"{record.to_json()}\n".encode()
     # One write to a file opened for appending: the kernel keeps lines whole.

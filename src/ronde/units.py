@@ -103,10 +103,7 @@ def format_duration(duration_s: float) -> str:
 
 
 def _digits(value: float, count: int) -> str:
-    """Write ``value`` with ``count`` significant digits and no exponent.
-
-    Digits before the point are all kept, zeros at the end of a fraction are not.
-    """
+    """Write ``value`` with ``count`` significant digits or more, and no exponent."""
     if value == 0:
         return "0"
     decimals = max(0, count - 1 - math.floor(math.log10(abs(value))))

@@ -9,7 +9,7 @@ from ronde.launch.environments import own_environment
 WRAPPERS_THAT_END = """
 import ctypes, os, random, signal
 from ronde.collectives.rendezvous import find_launcher
-from ronde.world.rank_info import RankInfo, Launcher
+from ronde.world import RankInfo, Launcher
 
 claim = RankInfo(Launcher.PLAIN, 7, 8, 7, 8)
 launcher = find_launcher(claim)

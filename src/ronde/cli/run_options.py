@@ -31,7 +31,6 @@ from ronde.render.lines import Tag, TagPlace, parse_tag
 from ronde.render.ranks import RankChoice, parse_ranks
 from ronde.world import Launcher, read_rank_info
 from ronde.world.environment import (
-    read_algorithm,
     read_engine,
     read_malloc_tuning,
     require_algorithm,
@@ -256,7 +255,7 @@ def _rank_env(
     known = {**environ, **env}
     env |= alias_environment(known, is_wanted=options.horovod_alias)
     read_engine(known)
-    read_algorithm(known)
+    require_algorithm(known.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
     read_horovod_config(known)
     read_malloc_tuning(known)
     return env

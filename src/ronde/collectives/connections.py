@@ -24,8 +24,8 @@ from ronde.collectives.engines.solo import SoloEngine
 from ronde.collectives.objects import broadcast_json, exchange_hosts
 from ronde.collectives.rendezvous import meet
 from ronde.errors import CollectiveError, UsageError
+from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
-from ronde.world.rank_info import RankInfo
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long a collective waits: rank 0 may evaluate or save meanwhile."""

@@ -57,6 +57,7 @@ from ronde.store.local_socket import (
 )
 from ronde.store.protocol import max_connections
 from ronde.store.server import serve_locally, serve_network
+from ronde.world import Launcher, Meeting, RankInfo
 from ronde.world.environment import (
     boot_identity,
     network_identity,
@@ -64,7 +65,6 @@ from ronde.world.environment import (
     select_variables,
 )
 from ronde.world.host_lists import expand_list
-from ronde.world.rank_info import Launcher, Meeting, RankInfo
 
 _RANK_VARIABLES = {
     Launcher.RONDE: "RANK",

@@ -11,7 +11,8 @@ from ronde.errors import CollectiveError, StoreError
 from ronde.store.authentication import Trust, dial_network
 from ronde.store.client import PlainConnection, StoreClient
 from ronde.store.local_socket import dial
-from ronde.world.rank_info import RankInfo
+from ronde.store.protocol import Op
+from ronde.world import RankInfo
 
 _PLACE = "ronde/place"
 
@@ -43,48 +44,49 @@ class JobStore(Store):
         self.address = address
         self._client = StoreClient(connect)
 
-    @property
-    def _limit_s(self) -> float:
+    def _ask(
+        self, op: Op, *fields: str | bytes, timeout: timedelta | None = None
+    ) -> tuple[bytes, ...]:
         own: Any = self  # torch's stub does not know its timeout
-        return own.timeout.total_seconds()
+        limit_s = (timeout or own.timeout).total_seconds()
+        return self._client.ask(op, fields, limit_s)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._client.set([(key, _as_bytes(value))], self._limit_s)
+        self._ask(Op.SET, key, value)
 
     def get(self, key: str) -> bytes:
-        return self._client.get([key], self._limit_s)[0]
+        return self._ask(Op.GET, key)[0]
 
     def add(self, key: str, value: int) -> int:
-        return self._client.add(key, value, self._limit_s)
+        return int(self._ask(Op.ADD, key, str(value))[0])
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        expected, new = _as_bytes(expected_value), _as_bytes(desired_value)
-        return self._client.compare_set(key, expected, new, self._limit_s)
+        return self._ask(Op.COMPARE_SET, key, expected_value, desired_value)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._client.check(keys, self._limit_s)
+        return self._ask(Op.CHECK, *keys) == (b"1",)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit_s = self._limit_s if timeout is None else timeout.total_seconds()
-        self._client.wait(keys, limit_s)
+        if keys:
+            self._ask(Op.WAIT, *keys, timeout=timeout)
 
     def delete_key(self, key: str) -> bool:
-        return self._client.delete(key, self._limit_s)
+        return self._ask(Op.DELETE, key) == (b"1",)
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._client.append(key, _as_bytes(value), self._limit_s)
+        self._ask(Op.APPEND, key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._client.get(keys, self._limit_s)
+        return [*self._ask(Op.GET, *keys)] if keys else []
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = zip(keys, map(_as_bytes, values), strict=True)
-        self._client.set(pairs, self._limit_s)
+        pairs = zip(keys, values, strict=True)
+        self._ask(Op.SET, *(field for pair in pairs for field in pair))
 
     def num_keys(self) -> int:
-        return self._client.count(self._limit_s)
+        return int(self._ask(Op.COUNT)[0])
 
     def has_extended_api(self) -> bool:
         return True
@@ -121,10 +123,6 @@ def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> Job
         return dial_network(address, port, trust, limit_s)
 
     return JobStore(connect, timeout_s, address)
-
-
-def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else value
 
 
 def join(store: JobStore, info: RankInfo) -> bool:

@@ -55,13 +55,13 @@ def get_version_mismatch_message(
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Say whether a front end exists: ``torch``, ``tensorflow`` or ``mxnet``."""
+    """Return whether a front end exists: ``torch``, ``tensorflow`` or ``mxnet``."""
     del verbose
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Say whether a front end sees a GPU."""
+    """Return whether a front end sees a GPU."""
     import torch
 
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
@@ -88,20 +88,18 @@ def env(**kwargs: str | None) -> Generator[None]:
     """Set this process's variables for a while; None leaves one as it is."""
     values = {name: value for name, value in kwargs.items() if value is not None}
     environ = os.environ  # noqa: TID251  to change it is what this is asked for
-    before = {name: environ.get(name) for name in values}
+    before = {name: environ[name] for name in values if name in environ}
     environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                environ.pop(name, None)
-            else:
-                environ[name] = value
+        for name in values:
+            environ.pop(name, None)
+        environ.update(before)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Say whether a number of ranks is a power of 2."""
+    """Return whether a number of ranks is a power of 2."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
@@ -113,7 +111,7 @@ def split_list(items: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
 
 
 def is_iterable(x: object) -> bool:
-    """Say whether ``iter(x)`` works."""
+    """Return whether ``iter(x)`` works."""
     try:
         iter(x)  # pyright: ignore[reportCallIssue, reportArgumentType]
     except TypeError:
@@ -122,11 +120,7 @@ def is_iterable(x: object) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Say whether ``ver`` is at least ``target``, a ``major.minor.patch``.
-
-    Raises:
-        ValueError: They are no versions, or ``target`` has not three parts.
-    """
+    """Return whether ``ver`` is at least ``target``, a ``major.minor.patch``."""
     from packaging.version import Version
 
     if target.count(".") != 2:

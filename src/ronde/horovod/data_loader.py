@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from queue import Empty, Full, Queue
 from threading import Event, Thread
 from typing import Any
@@ -30,14 +31,9 @@ class BaseDataLoader:
 class AsyncDataLoaderMixin(BaseDataLoader):
     """Has a thread read ahead; stands before a ``BaseDataLoader`` among the bases.
 
-    The thread goes on from epoch to epoch until ``close_async_loader``. An iteration
-    that is broken off is taken up by the next one.
-
-    Args:
-        async_loader_queue_size: Batches to read ahead; 0 for no thread.
-        debug_data_loader: Whether to log each batch.
-        args: For the next class.
-        kwargs: For the next class.
+    It goes on from epoch to epoch until ``close_async_loader``. An iteration that is
+    broken off is taken up by the next one. With ``async_loader_queue_size`` 0 there is
+    no thread; ``debug_data_loader`` logs each batch.
     """
 
     def __init__(
@@ -60,11 +56,9 @@ class AsyncDataLoaderMixin(BaseDataLoader):
         self.finished_event.set()
         if self.started:
             self.thread.join()
-        while True:
-            try:
+        with suppress(Empty):
+            while True:
                 self.queue.get_nowait()
-            except Empty:
-                return
 
     def __iter__(self) -> Iterator[Any]:
         if self.async_loader_queue_size <= 0:

@@ -76,33 +76,18 @@ def run(
     """Start ranks here, call a function on each, and return what the calls return.
 
     What the ranks print is shown while they run. ``func``, its arguments and its result
-    are anything that cloudpickle takes. The arguments below ``num_proc`` are
-    horovodrun's options; ``ronde run`` lists those of them that change nothing.
+    are anything that cloudpickle takes. The arguments from ``num_proc`` on are
+    horovodrun's options, and ``np``, ``min_np``, ``max_np`` and ``network_interface``
+    their old names. All hosts must be this machine. Not used are ``cooldown_range``,
+    ``ssh_port``, ``ssh_identity_file``, ``disable_cache`` and ``mpi_args``.
 
     Args:
-        num_proc: Number of ranks.
         min_num_proc: So many ranks suffice where there are fewer slots than
             ``num_proc``, and the results of the first so many are returned.
-        max_num_proc: Most ranks; there are never more than ``num_proc``.
         slots: Of a host that the discovery script names without.
-        reset_limit: How often ``hvd.elastic.run`` may have the ranks connect anew.
-        cooldown_range: Not used: ranks that fail are not replaced.
-        hosts: ``localhost:4``; a host that is not this machine is refused.
-        hostfile: Path of a file with such hosts, as ``localhost slots=4``.
-        host_discovery_script: Path of a program that prints such hosts.
         start_timeout: Seconds that the ranks may take to connect.
-        ssh_port: Not used: there is one machine. Nor are ``ssh_identity_file``,
-            ``disable_cache`` and ``mpi_args``.
         output_filename: Directory for what the ranks print.
-        verbose: Show each step of the start; Horovod's levels 1 and 2 are one here.
-        use_gloo: Do without MPI, as is the default.
-        use_mpi: Move tensors with MPI.
-        network_interfaces: Which ones Gloo and NCCL may use. The old names of this and
-            others are ``network_interface``, ``np``, ``min_np`` and ``max_np``.
         executable: Python for the ranks; None for this one.
-
-    Returns:
-        The result of each rank; of the first ``min_num_proc`` where that is given.
 
     Raises:
         UsageError: The arguments ask for what cannot be; nothing was started.
@@ -131,19 +116,14 @@ def run(
 
 
 class _CallOutcome(NamedTuple):
-    """How a call on one rank ended."""
-
     result: Any
-    traceback: str  # of what it raised; empty if it returned
+    traceback: str  # of what the call raised; empty if it returned
     ended_ns: int  # by ``time.monotonic_ns()``
     size: int  # number of ranks
 
 
 def run_rank(folder: Path) -> None:
-    """Make the call that ``run`` left in a folder as one of the ranks.
-
-    Nobody else may write to the folder: what lies there is unpickled.
-    """
+    """Make the call that ``run`` left in a folder; what lies there is unpickled."""
     rank_info = read_rank_info()
     path: list[str] = pickle.loads((folder / "path").read_bytes())  # noqa: S301  ours
     sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -164,11 +144,11 @@ def run_rank(folder: Path) -> None:
 
 def _collect_outcomes(folder: Path, max_size: int) -> list[_CallOutcome | None]:
     """Return the outcome of each rank; None for one that left none."""
-    files = [folder / f"outcome-{rank}" for rank in range(max_size)]
-    outcomes: list[_CallOutcome | None] = [
-        pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301  ours
-        for file in files
-    ]
+    outcomes: list[_CallOutcome | None] = []
+    for rank in range(max_size):
+        file = folder / f"outcome-{rank}"
+        found = pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301
+        outcomes.append(found)
     # Fewer may have started than were asked for.
     started = next((each.size for each in outcomes if each is not None), max_size)
     return outcomes[:started]
@@ -214,8 +194,7 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
 def _run_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
     """Run a command, showing what it prints; return its code and its last errors.
 
-    What it prints goes to this program's ``sys.stdout`` and ``sys.stderr``, which in a
-    notebook are not the process's own.
+    In a notebook ``sys.stdout`` and ``sys.stderr`` are not the process's own.
     """
     errors: deque[str] = deque(maxlen=_TAIL_LINES)
     with subprocess.Popen(
@@ -260,11 +239,7 @@ def _require_success(code: int, outcomes: Sequence[_CallOutcome | None]) -> None
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; 0 and 1 where none is set.
-
-    Raises:
-        RuntimeError: Of a pair only one is set.
-    """
+    """Return this process's rank and the number of ranks; 0 and 1 where none is set."""
     for prefix in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
         names = [f"{prefix}_RANK", f"{prefix}_SIZE"]
         values = select_variables(names)
@@ -285,11 +260,7 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> Thread:
-    """Call a function in a thread of its own; ``silent`` hides what it raises.
-
-    Raises:
-        ValueError: ``args`` is no tuple.
-    """
+    """Call a function in a thread of its own; ``silent`` hides what it raises."""
     _require_tuple(args)
 
     def call() -> None:
@@ -313,9 +284,6 @@ def on_event(
     """Call a function, in a thread of its own, once an event is set.
 
     ``stop`` ends the wait; it is looked at every ``check_stop_interval_s``.
-
-    Raises:
-        ValueError: ``args`` is no tuple, or nothing can end a thread that is no daemon.
     """
     _require_tuple(args)
     if stop is None and not daemon:
@@ -324,11 +292,10 @@ def on_event(
         )
 
     def wait_and_call() -> None:
-        if stop is None:
-            event.wait()
-        else:
-            while not event.is_set() and not stop.is_set():
-                event.wait(check_stop_interval_s)
+        interval_s = None if stop is None else check_stop_interval_s
+        while not event.wait(interval_s):
+            if stop is not None and stop.is_set():
+                return
         if stop is None or not stop.is_set():
             func(*args)
 

@@ -35,7 +35,7 @@ from ronde.launch.process_tree import adopt_orphans, children, sweep
 from ronde.launch.program import absolute_path
 from ronde.launch.running import RemotePrograms, Running, Starting
 from ronde.launch.signals import InterruptedStartError, interruption_code
-from ronde.world.rank_info import World
+from ronde.world import World
 
 if TYPE_CHECKING:
     from ronde.launch.placement import PlacementRequest

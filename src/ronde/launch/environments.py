@@ -15,8 +15,8 @@ from typing import NamedTuple
 from ronde.errors import UsageError
 from ronde.memory import malloc_thresholds
 from ronde.topology.machine import read_gpus
+from ronde.world import World
 from ronde.world.environment import read_malloc_tuning
-from ronde.world.rank_info import World
 
 _ALLOWED_NAMES = frozenset(
     {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "LANG", "TZ"}

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ronde.errors import StoreError, UsageError
 from ronde.store.client import PlainConnection
@@ -39,8 +39,10 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter, decode, encode
 MAGIC = b"ronde store 1\r\n\0"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
+_KEY_BYTES = 32
 _MAX_HELLO_BYTES = 8 << 10
-_READ_BYTES = 4096
+_GIVEN, _MUNGE, _FILE = 1, 2, 3  # kinds of credentials
+_UID_RESTRICTION = 9  # source: munge.h, ``MUNGE_OPT_UID_RESTRICTION``
 
 
 class Offer(NamedTuple):
@@ -80,9 +82,9 @@ class Seal:
 class LocalSession:
     """The store's side of a connection within this host, whose end the kernel named."""
 
-    is_trusted = True  # whether the other side may have its requests carried out
-
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.is_trusted = True  # the other side may have its requests carried out
+        self.unsent = bytearray()
         self._splitter = Splitter(max_bytes)
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -92,43 +94,32 @@ class LocalSession:
         """
         return self._splitter.feed(data)
 
-    def seal(self, frame: bytes) -> bytes:
-        """Return a reply as it is sent."""
-        return frame
-
-    def greeting(self) -> bytes:
-        """Return what is to be sent by itself, now; it is returned once."""
-        return b""
+    def send(self, frame: bytes) -> None:
+        """Add a reply to what is to be sent."""
+        self.unsent += frame
 
 
 class ProvenSession(LocalSession):
-    """The store's side of a connection on a network: see ``Trust.find_key``."""
+    """The store's side of a connection on a network.
+
+    ``find_key`` returns the key that an offer stands for, or None.
+    """
 
     def __init__(self, find_key: Callable[[int, bytes], bytes | None]) -> None:
         super().__init__(_MAX_HELLO_BYTES)
         self.is_trusted = False
         self._find_key = find_key
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._greeting = MAGIC + self._nonce
-        self._sent: Seal | None = None
-        self._received: Seal | None = None
+        self.unsent += MAGIC + self._nonce
 
     def feed(self, data: bytes) -> list[bytes]:
         bodies = self._splitter.feed(data)
-        if self._received is None and bodies:
+        if bodies and not self.is_trusted:
             self._admit(bodies.pop(0))
-        if self._received is None:
-            return []
         return [self._received.check(body) for body in bodies]
 
-    def seal(self, frame: bytes) -> bytes:
-        if self._sent is None:
-            raise AssertionError("strangers get no replies")
-        return self._sent.mark(frame)
-
-    def greeting(self) -> bytes:
-        greeting, self._greeting = self._greeting, b""
-        return greeting
+    def send(self, frame: bytes) -> None:
+        self.unsent += self._sent.mark(frame)
 
     def _admit(self, hello: bytes) -> None:
         kind, fields = decode(hello)
@@ -136,12 +127,11 @@ class ProvenSession(LocalSession):
             raise StoreError("a rank must show a nonce, a credential and a proof.")
         nonce, credential, proof = fields
         key, nonces = self._find_key(kind, credential), self._nonce + nonce
-        expected = None if key is None else _proof(key, b"rank", nonces)
-        if key is None or not hmac.compare_digest(proof, expected or b""):
+        if key is None or not hmac.compare_digest(proof, _proof(key, b"rank", nonces)):
             raise StoreError("who connects must be of the job, but is not.")
         self.is_trusted = True
         self._splitter = Splitter()
-        self._greeting += encode(0, [_proof(key, b"store", nonces)])
+        self.unsent += encode(0, [_proof(key, b"store", nonces)])
         self._received, self._sent = (Seal(key, r, nonces) for r in (b"rank", b"store"))
 
 
@@ -196,23 +186,6 @@ def _receive(sock: socket.socket, size: int, due_s: float) -> bytes:
     return received
 
 
-_GIVEN, _MUNGE, _FILE = 1, 2, 3
-_KEY_BYTES = 32
-_UID_RESTRICTION = 9  # source: munge.h, ``MUNGE_OPT_UID_RESTRICTION``
-
-
-class Trust(Protocol):
-    """Both sides' view of who is of a job."""
-
-    def offers(self) -> list[Offer]:
-        """Return what a rank may show, the best first."""
-        ...
-
-    def find_key(self, kind: int, credential: bytes) -> bytes | None:
-        """Return the key that an offer stands for, or None."""
-        ...
-
-
 class SharedKey:
     """Trusts whoever has a key that all ranks were given."""
 
@@ -235,12 +208,15 @@ class SameUser:
     def __init__(self, job: str, directory: Path) -> None:
         self._job = job.encode()
         self._directory = directory
-        self._munge = _Munge.load()
+        self._munge: _Munge | None = None
+        with suppress(OSError):  # it is not installed
+            self._munge = _Munge()
 
     def offers(self) -> list[Offer]:
+        """Return what a rank may show, the best first."""
         key = secrets.token_bytes(_KEY_BYTES)
         # One that was read once on a host is not read again: each is for one try.
-        credential = self._munge.encode(key + self._job) if self._munge else None
+        credential = self._munge and self._munge.encode(key + self._job)
         if credential is None:
             return [Offer(_FILE, b"", self._file_key())]
         offers = [Offer(_MUNGE, credential, key)]
@@ -254,13 +230,17 @@ class SameUser:
                 return self._file_key()
         if kind != _MUNGE or self._munge is None:
             return None
-        payload = self._munge.decode(credential) or b""
+        payload = self._munge.decode(credential)
         is_ours = hmac.compare_digest(payload[_KEY_BYTES:], self._job)
         return payload[:_KEY_BYTES] if is_ours else None
 
     def _file_key(self) -> bytes:
         secret = read_secret(self._directory / "secret")
         return hmac.digest(secret, b"ronde job " + self._job, "sha256")
+
+
+Trust = SharedKey | SameUser
+"""Both sides' view of who is of a job."""
 
 
 def dial_network(
@@ -279,7 +259,7 @@ def dial_network(
             return ProvenConnection(sock, offer, timeout_s)
         except (OSError, StoreError) as error:
             problem, sock = error, None
-    raise problem or StoreError("a job must have something to be known by.")
+    raise problem or AssertionError("whoever is of a job has something to offer")
 
 
 def read_secret(path: Path) -> bytes:
@@ -328,49 +308,33 @@ def _make_secret(path: Path) -> None:
 class _Munge:
     """MUNGE's library, as far as it is needed here."""
 
-    def __init__(self, library: Any) -> None:  # noqa: ANN401  ctypes'
-        library.munge_ctx_create.restype = ctypes.c_void_p
-        self._library = library
+    def __init__(self) -> None:
+        self._library: Any = ctypes.CDLL("libmunge.so.2")
+        self._library.munge_ctx_create.restype = ctypes.c_void_p
         self._free: Any = ctypes.CDLL(None).free
-
-    @classmethod
-    def load(cls) -> "_Munge | None":
-        """Return it where it is installed."""
-        try:
-            return cls(ctypes.CDLL("libmunge.so.2"))
-        except OSError:
-            return None
 
     def encode(self, payload: bytes) -> bytes | None:
         """Return a credential that only this user's processes can read, or None."""
-        credential = ctypes.c_void_p()
-        context = ctypes.c_void_p(self._library.munge_ctx_create())
-        user = ctypes.c_int(os.geteuid())
-        self._library.munge_ctx_set(context, _UID_RESTRICTION, user)
-        code = self._library.munge_encode(
-            ctypes.byref(credential), context, payload, len(payload)
-        )
+        library, credential = self._library, ctypes.c_void_p()
+        context = ctypes.c_void_p(library.munge_ctx_create())
+        library.munge_ctx_set(context, _UID_RESTRICTION, ctypes.c_int(os.geteuid()))
+        place = ctypes.byref(credential)
+        code = library.munge_encode(place, context, payload, len(payload))
         try:
             return ctypes.string_at(credential.value or 0) if code == 0 else None
         finally:
             self._free(credential)
-            self._library.munge_ctx_destroy(context)
+            library.munge_ctx_destroy(context)
 
-    def decode(self, credential: bytes) -> bytes | None:
-        """Return what a process of this user's has encoded, once; else None."""
+    def decode(self, credential: bytes) -> bytes:
+        """Return what a process of this user's has encoded, once; else nothing."""
         payload, length = ctypes.c_void_p(), ctypes.c_int()
         user, group = ctypes.c_uint(), ctypes.c_uint()
-        code = self._library.munge_decode(
-            credential,
-            None,
-            ctypes.byref(payload),
-            ctypes.byref(length),
-            ctypes.byref(user),
-            ctypes.byref(group),
-        )
+        places = map(ctypes.byref, (payload, length, user, group))
+        code = self._library.munge_decode(credential, None, *places)
         try:
             if code != 0 or user.value != os.geteuid() or not payload.value:
-                return None
+                return b""
             return ctypes.string_at(payload.value, length.value)
         finally:
             self._free(payload)

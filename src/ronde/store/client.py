@@ -4,8 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
 
 from ronde.errors import StoreError
 from ronde.store.protocol import Op, Splitter, Status, decode, encode
@@ -29,76 +28,33 @@ class StoreClient:
         self._idle: list[PlainConnection] = []
         self._pid = os.getpid()
 
-    def set(self, pairs: Iterable[tuple[str, bytes]], timeout_s: float) -> None:
-        """Give keys values, all at once."""
-        fields = [part for key, value in pairs for part in (key.encode(), value)]
-        self._ask(Op.SET, fields, timeout_s)
-
-    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Return the values of keys, once all have one."""
-        return list(self._ask(Op.GET, _encoded(keys), timeout_s)) if keys else []
-
-    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Return once all keys have values."""
-        if keys:
-            self._ask(Op.WAIT, _encoded(keys), timeout_s)
-
-    def check(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Return whether all keys have values."""
-        return self._ask(Op.CHECK, _encoded(keys), timeout_s) == (b"1",)
-
-    def add(self, key: str, amount: int, timeout_s: float) -> int:
-        """Add to a number, 0 where there is none; return the sum."""
-        fields = [key.encode(), b"%d" % amount]
-        return int(self._ask(Op.ADD, fields, timeout_s)[0])
-
-    def compare_set(
-        self, key: str, expected: bytes, new: bytes, timeout_s: float
-    ) -> bytes:
-        """Set a value if it is the one that is expected; return what it then is.
-
-        A key without value equals the empty one; expected to be another, it stays
-        without, and what was expected is returned.
-        """
-        fields = [key.encode(), expected, new]
-        return self._ask(Op.COMPARE_SET, fields, timeout_s)[0]
-
-    def delete(self, key: str, timeout_s: float) -> bool:
-        """Remove a key; return whether it was there."""
-        return self._ask(Op.DELETE, [key.encode()], timeout_s) == (b"1",)
-
-    def append(self, key: str, more: bytes, timeout_s: float) -> None:
-        """Put something at the end of a value."""
-        self._ask(Op.APPEND, [key.encode(), more], timeout_s)
-
-    def count(self, timeout_s: float) -> int:
-        """Return the number of keys."""
-        return int(self._ask(Op.COUNT, [], timeout_s)[0])
-
-    def _ask(
-        self, op: Op, fields: Sequence[bytes], timeout_s: float
+    def ask(
+        self, op: Op, fields: Sequence[str | bytes], timeout_s: float
     ) -> tuple[bytes, ...]:
-        frame = encode(op, fields)
+        """Have a request carried out; return the fields of the answer: see ``Op``."""
+        parts = [each.encode() if isinstance(each, str) else each for each in fields]
+        frame = encode(op, parts)
         due_s = time.monotonic() + timeout_s
         try:
             connection = self._take() or self._dial(timeout_s)
             try:
-                body = connection.ask(frame, due_s - time.monotonic())
-                reply = decode(body)
+                kind, answer = decode(connection.ask(frame, due_s - time.monotonic()))
             except BaseException:
                 # The reply may still come: nobody else may take it for his.
                 connection.close()
                 raise
         except TimeoutError:
-            _explain_lateness(op, fields, timeout_s)
+            raise StoreError(
+                f"timeout after {timeout_s:g} s: {_explain_lateness(op, parts)}"
+            ) from None
         except OSError as error:
             raise StoreError(
                 f"the store that the ranks meet in is gone: connection closed ({error})"
             ) from error
         self._give_back(connection)
-        if reply.kind != Status.DONE:
-            raise StoreError(b" ".join(reply.fields).decode(errors="replace"))
-        return reply.fields
+        if kind != Status.DONE:
+            raise StoreError(b" ".join(answer).decode(errors="replace"))
+        return answer
 
     def _take(self) -> "PlainConnection | None":
         with self._lock:
@@ -138,8 +94,7 @@ class PlainConnection:
             data = self._sock.recv(_READ_BYTES)
             if not data:
                 raise ConnectionResetError("its other end is gone")
-            bodies = self._splitter.feed(data)
-            if bodies:
+            if bodies := self._splitter.feed(data):
                 return bodies[0]
 
     def close(self) -> None:
@@ -151,19 +106,12 @@ class PlainConnection:
         self.close()
 
 
-def _encoded(keys: Sequence[str]) -> list[bytes]:
-    return [key.encode() for key in keys]
-
-
-def _explain_lateness(op: Op, fields: Sequence[bytes], timeout_s: float) -> NoReturn:
+def _explain_lateness(op: Op, fields: Sequence[bytes]) -> str:
     if op not in (Op.GET, Op.WAIT):
-        raise StoreError(
-            f"timeout after {timeout_s:g} s: the store that the ranks meet in does not "
-            "answer"
-        ) from None
+        return "the store that the ranks meet in does not answer"
     shown = ", ".join(key.decode(errors="replace") for key in fields[:_NUM_NAMED])
     more = f" and {len(fields) - _NUM_NAMED} more" if len(fields) > _NUM_NAMED else ""
-    raise StoreError(
-        f"timeout after {timeout_s:g} s: other ranks must have set {shown}{more} in "
-        "the store by then, but some did not"
-    ) from None
+    return (
+        f"other ranks must have set {shown}{more} in the store by then, but some did "
+        "not"
+    )

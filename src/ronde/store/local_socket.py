@@ -70,13 +70,12 @@ def is_own(sock: socket.socket) -> bool:
 
 def own_directories(prefix: str) -> Iterator[Path]:
     """Yield this user's directories for sockets that begin so, which nobody enters."""
-    for entry in os.scandir(temporary_directory()):
+    for path in temporary_directory().glob(f"{prefix}*"):
         with suppress(OSError):
-            if entry.name.startswith(prefix):
-                found = entry.stat(follow_symlinks=False)
-                is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-                if is_private and found.st_uid == os.geteuid():
-                    yield Path(entry.path)
+            found = path.lstat()
+            is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+            if is_private and found.st_uid == os.geteuid():
+                yield path
 
 
 def remove(directory: Path) -> None:

@@ -6,6 +6,7 @@ that size is waited for, and nothing is evaluated or unpickled.
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from struct import Struct
 from typing import Generic, NamedTuple, TypeVar
@@ -140,7 +141,7 @@ class StoreState(Generic[C]):
         if client in self._waiting:
             raise StoreError("a client must wait for its reply before it asks again.")
         try:
-            replies = self._carry_out(client, request)
+            replies = self._answer(client, request)
         except _RefusedError as error:
             return [(client, encode(Status.REFUSED, [str(error).encode()]))]
         return [(each, _reply(fields)) for each, fields in replies]
@@ -153,38 +154,36 @@ class StoreState(Generic[C]):
             if not self._by_key[key]:
                 del self._by_key[key]
 
-    def _carry_out(self, client: C, request: Frame) -> list[tuple[C, Sequence[bytes]]]:
+    def _answer(self, client: C, request: Frame) -> list[tuple[C, Sequence[bytes]]]:
         kind, fields = request
-        answer: Sequence[bytes] = ()
-        changed: list[tuple[bytes, bytes]] = []
         if kind in (Op.GET, Op.WAIT) and fields:
             return self._answer_or_wait(client, request)
         if kind == Op.SET and fields and not len(fields) % 2:
-            changed = list(zip(fields[::2], fields[1::2], strict=True))
-        elif kind == Op.CHECK:
-            answer = (b"%d" % all(key in self._values for key in fields),)
-        elif kind == Op.COUNT and not fields:
-            answer = (b"%d" % len(self._values),)
-        elif kind == Op.DELETE and len(fields) == 1:
-            value = self._values.pop(fields[0], None)
-            self._num_bytes -= _size(fields[0], value)
-            answer = (b"%d" % (value is not None),)
-        elif kind in (Op.ADD, Op.APPEND, Op.COMPARE_SET) and fields:
-            answer, new = self._changed(kind, *fields)
-            changed = [] if new is None else [(fields[0], new)]
-        else:
+            changed = zip(fields[::2], fields[1::2], strict=True)
+            return [(client, ()), *self._put(list(changed))]
+        if kind == Op.CHECK:
+            return [(client, (b"%d" % all(key in self._values for key in fields),))]
+        if kind == Op.COUNT and not fields:
+            return [(client, (b"%d" % len(self._values),))]
+        if not fields:
             raise StoreError(f"a request must be known, got {kind}.")
+        key, *more = fields
+        answer, new = self._change(kind, key, more)
+        changed = [] if new is None else [(key, new)]
         return [(client, answer), *self._put(changed)]
 
-    def _changed(
-        self, kind: int, key: bytes, *fields: bytes
+    def _change(
+        self, kind: int, key: bytes, fields: Sequence[bytes]
     ) -> tuple[Sequence[bytes], bytes | None]:
-        """Return the reply to a request that looks at a value first, and the new one.
+        """Return the answer to a request that looks at a value first, and the new one.
 
         The new value is None where it stays as it is.
         """
         before = self._values.get(key)
         match kind, fields:
+            case Op.DELETE, ():
+                self._num_bytes -= _size(key, self._values.pop(key, None))
+                return (b"%d" % (before is not None),), None
             case Op.ADD, (amount,):
                 total = b"%d" % (_integer(before or b"0") + _integer(amount))
                 return (total,), total
@@ -258,13 +257,10 @@ def _size(key: bytes, value: bytes | None) -> int:
 
 
 def _integer(text: bytes) -> int:
-    try:
-        number = int(text) if len(text) <= 20 else None
-    except ValueError:
-        number = None
-    if number is None:
-        raise _RefusedError(f"what is added to must be a number, got {text[:20]!r}")
-    return number
+    with suppress(ValueError):
+        if len(text) <= 20:
+            return int(text)
+    raise _RefusedError(f"what is added to must be a number, got {text[:20]!r}")
 
 
 def _shown(key: bytes) -> str:

@@ -6,8 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ronde.errors import StoreError
 from ronde.store.authentication import LocalSession, ProvenSession, Trust
@@ -25,7 +24,6 @@ class _Client:
     sock: socket.socket
     session: LocalSession
     due_s: float
-    unsent: bytearray = field(default_factory=bytearray)
 
 
 class StoreServer:
@@ -104,44 +102,37 @@ class StoreServer:
     def _read(self, client: _Client) -> None:
         try:
             data = client.sock.recv(_READ_BYTES)
-        except BlockingIOError:
-            data = None
-        except OSError:
-            data = b""
-        if data == b"":
-            self._drop(client)
-            return
-        try:
-            for body in client.session.feed(data or b""):
+            if not data:
+                raise ConnectionResetError
+            for body in client.session.feed(data):
                 for answered, reply in self._state.handle(client, body):
-                    answered.unsent += answered.session.seal(reply)
+                    answered.session.send(reply)
                     self._settle(answered)
-        except StoreError:
+        except BlockingIOError:
+            pass  # it takes more of what is to be sent
+        except (OSError, StoreError):
             self._drop(client)
-            return
         self._settle(client)
 
     def _settle(self, client: _Client) -> None:
         """Send what can be sent to a client, and see what it is now."""
         if client not in self._clients:
             return
-        client.unsent += client.session.greeting()
-        if client.session.is_trusted and client in self._strangers:
-            del self._strangers[client]
-        num_trusted = len(self._clients) - len(self._strangers)
-        is_gone = num_trusted > self._max_clients
+        unsent = client.session.unsent
+        if client.session.is_trusted:
+            self._strangers.pop(client, None)
+        is_gone = len(self._clients) - len(self._strangers) > self._max_clients
         try:
-            if client.unsent:
-                del client.unsent[: client.sock.send(client.unsent)]
+            if unsent:
+                del unsent[: client.sock.send(unsent)]
         except BlockingIOError:
-            is_gone = is_gone or len(client.unsent) > _MAX_UNSENT_BYTES
+            is_gone = is_gone or len(unsent) > _MAX_UNSENT_BYTES
         except OSError:
             is_gone = True
         if is_gone:
             self._drop(client)
             return
-        events = selectors.EVENT_READ
-        events |= selectors.EVENT_WRITE if client.unsent else 0
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
         self._selector.modify(client.sock, events, client)
 
     def _drop_oldest_stranger(self) -> None:
@@ -162,9 +153,8 @@ class StoreServer:
             self._drop(client)
         self._selector.close()
         self._listener.close()
-        for fd in (self._woken, self._closing):
-            with suppress(OSError):
-                os.close(fd)
+        os.close(self._woken)
+        os.close(self._closing)
 
 
 def serve_locally(listener: socket.socket, max_clients: int) -> StoreServer:

@@ -90,7 +90,7 @@ def require_adasum(process_set: ProcessSet, size: int) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Say whether this rank has only a part of it: FSDP2, tensor parallel."""
+    """Return whether this rank has only a part of it: FSDP2, tensor parallel."""
     if type(tensor) is Tensor:
         return False
     # Nobody has a DTensor who has not imported it, which takes a while.
@@ -111,11 +111,7 @@ def require_whole(tensors: Iterable[Tensor]) -> None:
 # Not frozen: one is made for each call, and that would take three times as long.
 @dataclass(slots=True)
 class CollectiveFunction:
-    """A collective on some tensors; its results are as many.
-
-    Every method raises ``UsageError`` for an unsupported dtype, a set that does not
-    exist and a name that is under way; ``CollectiveError`` if the job has ended.
-    """
+    """A collective on some tensors; its results are as many."""
 
     kind: ClassVar[OpKind]
 
@@ -130,16 +126,8 @@ class CollectiveFunction:
         """Return the results as tensors."""
         return results
 
-    def reversed(self, results: Tensors) -> "CollectiveFunction":
-        """Return the function whose ``gradients`` belong to these results."""
-        del results
-        return self
-
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Turn gradients of the results into those of the inputs; collective.
-
-        ``num_rows`` has the inputs' sizes in dimension 0.
-        """
+        """Turn gradients of the results into those of inputs of so many rows each."""
         raise NotImplementedError
 
     def start(self, tensors: Tensors, *, in_place: bool = False) -> Work[Any]:
@@ -165,17 +153,16 @@ class CollectiveFunction:
         return self.finish(state.coordinator.run(operation))
 
     @property
-    def state(self) -> ProcessSetState:
-        """This rank's part in the set."""
+    def _state(self) -> ProcessSetState:
         return state_of(self.process_set, self.kind)
 
     @property
-    def gradient_name(self) -> str | None:
-        """What its gradients' collectives are called."""
+    def _gradient_name(self) -> str | None:
         return self.name and f"{self.name}.gradient"
 
-    def _dtypes(self) -> Dtypes | None:
-        """Return what it is defined for; None for all."""
+    @property
+    def dtypes(self) -> Dtypes | None:
+        """What it is defined for; None for all."""
         return None
 
     def _complete(
@@ -188,7 +175,7 @@ class CollectiveFunction:
     def _prepare(
         self, tensors: Tensors, *, in_place: bool
     ) -> tuple[ProcessSetState, NamedOperation]:
-        dtypes = self._dtypes()
+        dtypes = self.dtypes
         for tensor in tensors:
             if type(tensor) is not Tensor:
                 require_whole(tensors)
@@ -196,7 +183,7 @@ class CollectiveFunction:
                 dtypes is not None and tensor.dtype not in dtypes
             ):
                 raise UsageError(f"Tensor type {tensor.type()} is not supported.")
-        state = self.state
+        state = self._state
         own = tuple([t.detach() if t.requires_grad else t for t in tensors])
         outputs: tuple[Tensor, ...] = ()
         if self.kind in _WITH_OUTPUTS:
@@ -218,7 +205,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: CollectiveFunction, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
         results = function.run_detached(tensors)
-        ctx.function = function.reversed(results)
+        ctx.function = function
+        if isinstance(function, AlltoallFunction):
+            # The way back takes what came from each rank.
+            ctx.function = replace(function, splits=results[1])
         ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
         return results
 
@@ -234,7 +224,9 @@ class AllreduceFunction(CollectiveFunction):
 
     kind = OpKind.ALLREDUCE
 
-    def _dtypes(self) -> Dtypes | None:
+    @property
+    def dtypes(self) -> Dtypes | None:
+        """What it is defined for."""
         return _REDUCIBLE[self.op]
 
     def _complete(
@@ -246,9 +238,9 @@ class AllreduceFunction(CollectiveFunction):
         return operation._replace(kind=OpKind.ADASUM)
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Reduce the gradients alike."""
+        """Return the gradients of the inputs."""
         del num_rows
-        return replace(self, name=self.gradient_name).run(gradients)
+        return replace(self, name=self._gradient_name).run(gradients)
 
 
 @dataclass(slots=True)
@@ -258,13 +250,13 @@ class AllgatherFunction(CollectiveFunction):
     kind = OpKind.ALLGATHER
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Average the gradients and take this rank's rows, wherever they lie."""
-        name = self.gradient_name
+        """Return the gradients of the inputs."""
+        name = self._gradient_name
         averaged = AllreduceFunction(self.process_set, name, self.is_group, Average)
         gathered = AllgatherFunction(self.process_set, name)
         results = averaged.run(gradients)
         (rows,) = gathered.run((torch.tensor([num_rows], device="cpu"),))
-        starts = cast("list[int]", rows[: self.state.rank].sum(0).tolist())
+        starts = cast("list[int]", rows[: self._state.rank].sum(0).tolist())
         return [
             result.narrow(0, start, length)
             for result, start, length in zip(results, starts, num_rows, strict=True)
@@ -289,11 +281,11 @@ class BroadcastFunction(CollectiveFunction):
         return operation._replace(root=state.ranks.index(self.root_rank))
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Average the gradients; they are the root's."""
+        """Return the gradients of the inputs."""
         del num_rows
-        averaged = AllreduceFunction(self.process_set, self.gradient_name, op=Average)
+        averaged = AllreduceFunction(self.process_set, self._gradient_name, op=Average)
         results = averaged.run(gradients)
-        if self.state.ranks[self.state.rank] == self.root_rank:
+        if self._state.ranks[self._state.rank] == self.root_rank:
             return results
         return [torch.zeros_like(result) for result in results]
 
@@ -304,7 +296,9 @@ class ReducescatterFunction(CollectiveFunction):
 
     kind = OpKind.REDUCESCATTER
 
-    def _dtypes(self) -> Dtypes | None:
+    @property
+    def dtypes(self) -> Dtypes | None:
+        """What it is defined for."""
         return _REDUCIBLE[Average]
 
     def _complete(
@@ -318,11 +312,11 @@ class ReducescatterFunction(CollectiveFunction):
         return operation
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Gather the scaled gradients."""
+        """Return the gradients of the inputs."""
         del num_rows
         factor = self.prescale * self.postscale
-        factor *= len(self.state.ranks) if self.op == Sum else 1
-        name = self.gradient_name
+        factor *= len(self._state.ranks) if self.op == Sum else 1
+        name = self._gradient_name
         gathered = AllgatherFunction(self.process_set, name, self.is_group)
         return gathered.run([gradient * factor for gradient in gradients])
 
@@ -360,16 +354,12 @@ class AlltoallFunction(CollectiveFunction):
         device = self.splits.device if isinstance(self.splits, Tensor) else None
         return received, torch.tensor(counts, dtype=torch.int32, device=device)
 
-    def reversed(self, results: Tensors) -> CollectiveFunction:
-        """Return the function with the received counts as splits."""
-        return replace(self, splits=results[1])
-
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Send the gradients back; rows past the splits' sum went nowhere: zeros."""
-        sent_back = replace(self, name=self.gradient_name)
+        """Return the gradients of the inputs."""
+        sent_back = replace(self, name=self._gradient_name)
         gradient = sent_back.run(gradients[:1])[0]
         num_dropped = num_rows[0] - gradient.shape[0]
-        if num_dropped:
+        if num_dropped:  # past the splits' sum: they went nowhere
             rest = gradient.new_zeros(num_dropped, *gradient.shape[1:])
             gradient = torch.cat([gradient, rest])
         return (gradient,)

@@ -37,8 +37,7 @@ from ronde.torch.session import ProcessSetState, current_session
 class Connector:
     """Connects one optimizer with its like, when it is first used in a session.
 
-    An optimizer outlives a session where ranks start anew after a failure (Horovod's
-    elastic training); it keeps its name then, so that it meets its like.
+    It keeps its name over sessions (Horovod's elastic training) to meet its like again.
     """
 
     key: ReducerKey  # its name, equal on all ranks
@@ -73,7 +72,7 @@ class Connector:
         self._state().participants.add(participant)
 
     def start(self) -> SyncPoint:
-        """Begin to connect, if that was not done; return where the ranks meet."""
+        """Begin to connect, if need be; return where the ranks meet."""
         return self._state().coordinator.point(self._ask().name)
 
     def connect(self, *, is_watched: bool = True) -> Steps[ReducerGroup]:
@@ -111,7 +110,6 @@ class Connector:
         return self._entry
 
     def _state(self) -> ProcessSetState:
-        """Return this rank's part in the set, which knows of this optimizer."""
         state = state_of(self._process_set, OpKind.ALLREDUCE)
         known = self._coordinator and self._coordinator()
         if known is not state.coordinator:

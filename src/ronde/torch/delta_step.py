@@ -25,10 +25,9 @@ Kind = tuple[torch.dtype, torch.device]
 class DeltaStep:
     """Steps of an optimizer whose deltas are combined over all ranks.
 
-    Collective to use, not to create: ranks connect in their first step. Every rank has
-    the same parameters in the same order. Every step begins with the number of ranks
-    that take it, for those that have joined and only keep up. ``last_round`` is the
-    number of the last step that this rank took.
+    Ranks connect in their first step. Every step begins with the number of ranks that
+    take it, for those that have joined and only keep up. ``last_round`` is the number
+    of the last step that this rank took.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class DeltaStep:
         return result
 
     def start_connecting(self) -> None:
-        """Begin to connect with the other ranks, if they have not; returns at once."""
+        """Begin to connect with the other ranks, if need be."""
         if self._communicator is None:
             self._connector.start()
 
@@ -76,10 +75,7 @@ class DeltaStep:
                 self._combine(communicator, nothing)
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Leave the other ranks, if abruptly, with what is under way failing there too.
-
-        The next use connects anew.
-        """
+        """Leave the other ranks; if abruptly, what is under way fails there, too."""
         self._connector.give_up()
         communicator, self._communicator = self._communicator, None
         if communicator is None:

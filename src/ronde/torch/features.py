@@ -25,9 +25,9 @@ import mpi4py.MPI
 
 @cache
 def mpi_built() -> bool:
-    """Say whether mpi4py is installed and loads an MPI, so that it can move tensors.
+    """Return whether mpi4py is installed and loads an MPI, so that it can move tensors.
 
-    The first call takes 0.1 s: it loads MPI in a process of its own, because here that
+    The first call takes 0.1 s: it tries that in a process of its own, because here it
     would initialise MPI, or take the choice from the program.
     """
     if "mpi4py.MPI" in sys.modules:
@@ -39,20 +39,16 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Say whether MPI started this job or moves its tensors; before ``init()`` not."""
+    """Return whether MPI started this job or moves its tensors; False before init."""
     if not is_initialized():
         return False
     session = current_session()
     is_launcher = session.rank_info.launcher in (Launcher.OPEN_MPI, Launcher.PMI)
-    return is_launcher or session.communicator.engine == "mpi"
+    return is_launcher or session.states[0].communicator.engine == "mpi"
 
 
 def mpi_threads_supported() -> bool:
-    """Say whether several threads may call MPI, as mpi4py lets a program do.
-
-    Raises:
-        UsageError: MPI has no part in this job.
-    """
+    """Return whether several threads may call MPI; ``UsageError`` in a job without."""
     if not mpi_enabled():
         raise UsageError(
             "Horovod MPI is not enabled; Please make sure it's installed and enabled."
@@ -63,13 +59,11 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Say whether torch has Gloo."""
+    """Return whether torch has Gloo."""
     return distributed.is_available() and distributed.is_gloo_available()
 
 
-def gloo_enabled() -> bool:
-    """Say whether Gloo may be used: wherever torch has it."""
-    return gloo_built()
+gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
@@ -91,10 +85,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Say whether torch was built for CUDA."""
+    """Return whether torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Say whether torch was built for ROCm."""
+    """Return whether torch was built for ROCm."""
     return torch.version.hip is not None

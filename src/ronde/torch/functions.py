@@ -29,9 +29,8 @@ def broadcast_parameters(
 ) -> None:
     """Copy ``root_rank``'s parameters into every rank's, in place; collective.
 
-    ``params`` is a ``state_dict()``, or tensors, or ``(name, tensor)`` pairs such as
-    ``named_parameters()`` gives; what is not a tensor is skipped. Those that have no
-    name are matched by their order.
+    ``params`` is a ``state_dict()``, or tensors, which are matched by their order, or
+    ``(name, tensor)`` pairs as of ``named_parameters()``; what is no tensor is skipped.
 
     Raises:
         UsageError: ``params`` is none of these, two have one name, or one is a DTensor.
@@ -55,14 +54,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank ``root_rank``'s optimizer state and options; collective.
 
-    As Horovod leaves it, parameters that have no gradient yet have one of zeros where
-    the optimizer had no state; Horovod took a step on those.
-
-    Args:
-        optimizer: The same class over the same parameters on every rank; its state may
-            be empty anywhere.
-        root_rank: The rank to copy from.
-        model: Its sparse embeddings stay without gradients.
+    The optimizer has the same class and parameters on every rank; its state may be
+    empty anywhere. As Horovod leaves it, parameters without a gradient have one of
+    zeros afterwards where there was no state, but for sparse embeddings of ``model``.
 
     Raises:
         UsageError: The optimizer is ``torch.optim.LBFGS``, or, on ``root_rank``, its
@@ -96,8 +90,7 @@ def broadcast_object(
     """Return ``root_rank``'s object on every rank of the set; collective.
 
     The object is anything cloudpickle takes, ignored on the other ranks; the root is
-    one among all ranks. ``name`` matches the ranks' calls; without one, their order
-    does. (Horovod takes the name of the object's class, which may differ.)
+    one among all ranks. ``name`` matches the ranks' calls; without one, their order.
 
     Raises:
         UsageError: The set is not there, or without this rank or ``root_rank``.
@@ -112,12 +105,7 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return every rank's object, in rank order; collective: see ``broadcast_object``.
-
-    Raises:
-        UsageError: The set is not there, or without this rank.
-        CollectiveError: A rank could not pickle its object, or is gone.
-    """
+    """Return every rank's object, by rank; collective: see ``broadcast_object``."""
     return all_gather_object(_Carrier(name, process_set), obj)
 
 
@@ -206,13 +194,8 @@ def _named_tensors(
 ) -> list[tuple[str, Tensor]]:
     if isinstance(params, Tensor | str | bytes) or not hasattr(params, "__iter__"):
         raise UsageError(f"invalid params of type: {type(params)}")
-    pairs: list[tuple[Any, Any]]
+    items: Iterable[Any] = params
     if isinstance(params, Mapping):
-        named = cast("Mapping[str, Any]", params)
-        pairs = [(name, named[name]) for name in sorted(named)]
-    else:
-        pairs = [
-            cast("tuple[Any, Any]", item) if isinstance(item, tuple) else ("", item)
-            for item in params
-        ]
+        items = sorted(cast("Mapping[str, Any]", params).items(), key=lambda i: i[0])
+    pairs: list[Any] = [i if isinstance(i, tuple) else ("", i) for i in items]
     return [(plain_name(str(n or "")), t) for n, t in pairs if isinstance(t, Tensor)]

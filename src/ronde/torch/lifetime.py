@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from ronde.collectives import Communicator, Connections, exchange_hosts
+from ronde.collectives import Connections, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import CoordinationOptions
@@ -26,11 +26,10 @@ from ronde.torch.session import (
     ProcessSetState,
     Session,
     SessionSettings,
-    begin,
     current_session,
     current_world,
-    end,
     is_initialized,
+    sessions,
 )
 from ronde.tuning import TuningLog, TuningOptions
 from ronde.world import RankInfo, World, read_rank_info
@@ -42,6 +41,7 @@ from ronde.world.horovod_config import (
     report_ignored,
 )
 
+_logger = logging.getLogger("ronde")
 _START_TIMEOUT_S = 300.0
 _DYNAMIC_SETS = "dynamic"
 _requested: set[str] = set()
@@ -63,9 +63,9 @@ def init(
 
     Args:
         comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
-        process_sets: Sets to register, equal on all ranks; or ``"dynamic"``, to allow
-            ``add_process_set()`` later.
-        engine: What moves tensors, equal on all ranks; empty takes the environment's.
+        process_sets: Sets to register; or ``"dynamic"``, to allow ``add_process_set()``
+            later. Equal on all ranks, as is ``engine``.
+        engine: What moves tensors; empty takes the environment's.
 
     Raises:
         UsageError: There is no such engine, it is not installed, or two process sets
@@ -83,9 +83,9 @@ def init(
 def shutdown() -> None:
     """Leave; pending handles are forgotten. ``init()`` may be called again."""
     atexit.unregister(_leave)
-    session = end()
-    if session is None:
+    if not sessions:
         return
+    session = sessions.pop()
     try:
         session.close()
     finally:
@@ -97,17 +97,12 @@ def shutdown() -> None:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to record what all ranks do; every rank should call this.
 
-    Rank 0 writes its own operations to the file while they happen, in Horovod's form.
-    After ``stop_timeline()`` or ``shutdown()`` the file holds those of all ranks, on
-    one clock. A timeline that runs already is ended first.
-
-    Args:
-        file_path: Rank 0's file; packed with gzip at the end where its name ends in
-            ``.gz``. Other ranks keep a part beside it, or in a temporary directory.
-        mark_cycles: Whether to mark when submissions are sent off.
+    Rank 0 writes its own operations to ``file_path`` while they happen, in Horovod's
+    form. After ``stop_timeline()`` or ``shutdown()`` the file holds those of all ranks,
+    on one clock, packed with gzip where its name ends in ``.gz``. ``mark_cycles`` marks
+    when submissions are sent off. A timeline that runs already is ended first.
 
     Raises:
-        NotInitializedError: ``init()`` was not called.
         UsageError: ``HOROVOD_TIMELINE`` was not set before ``init()``.
         OSError: Rank 0 cannot write the file.
     """
@@ -124,13 +119,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 @outside_compiler
 def stop_timeline() -> None:
-    """End the timeline; nothing happens where none runs.
+    """End the timeline, if one runs.
 
     Rank 0 returns when the file is complete. Ranks that have not begun a timeline are
     not waited for, and one that does not stop its own is left out after 5 s.
-
-    Raises:
-        NotInitializedError: ``init()`` was not called.
     """
     current_world()
     session = current_session()
@@ -144,8 +136,7 @@ def _set_recorders(session: Session) -> None:
 
 
 def _leave(pid: int) -> None:
-    """Shut down at the end of the program, and not of a process that it has forked."""
-    if os.getpid() == pid:
+    if os.getpid() == pid:  # and not that of a process that the program has forked
         send_exit_notice()
         shutdown()
 
@@ -154,22 +145,33 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
     config, rank_info = read_horovod_config(), read_rank_info()
     rank = rank_info.rank
     if config.log_level is not None:
-        logging.getLogger("ronde").setLevel(config.log_level)
+        _logger.setLevel(config.log_level)
     if rank == 0:
         report_ignored(config)
-        _report_stray(rank_info)
+        if rank_info.stray:
+            _logger.warning(
+                "Ignored %s: no launcher sets so little. This is rank 0 of %s. Unset "
+                "it, or start the program with ronde run.",
+                *(", ".join(rank_info.stray), rank_info.size),
+            )
     _check_comm(comm, rank_info)
     tuning = _tuning_options(config, rank)
+    has_hosts = rank_info.local_size < rank_info.size
+    is_hierarchical = (
+        config.is_hierarchical and rank_info.engine == "auto" and has_hosts
+    )
     connections = Connections(
         rank_info,
         timeout_s=config.collective_timeout_s or DEFAULT_TIMEOUT_S,
-        engine=engine or _hierarchical(rank_info, config),
+        engine=engine or ("hierarchical" if is_hierarchical else ""),
     )
     ranks = tuple(range(rank_info.size))
     communicator = connections.connect("set0", ranks)
     with ExitStack() as undo:
         undo.callback(communicator.close)
-        hosts = _hosts(rank_info, communicator)
+        hosts = (socket.gethostname(),) * rank_info.size
+        if has_hosts:
+            hosts = tuple(exchange_hosts(communicator, hosts[rank]))
         world = rank_info.world or World.from_hosts(rank, hosts)
         timeout_s = config.start_timeout_s or _START_TIMEOUT_S
         options = _coordination_options(config, tuning)
@@ -191,7 +193,7 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
     _tune_malloc(world.local_size)
     global_process_set.ranks = list(ranks)
     session.abort_on_stall(state)
-    begin(session)
+    sessions.append(session)
     atexit.register(_leave, os.getpid())
     session.recordings.open()
     if config.timeline not in ("", DYNAMIC):
@@ -208,15 +210,6 @@ def _tune_malloc(local_size: int) -> None:
     thresholds = malloc_thresholds(local_size)
     if thresholds is not None:
         thresholds.apply()
-
-
-def _report_stray(rank_info: RankInfo) -> None:
-    if rank_info.stray:
-        logging.getLogger("ronde").warning(
-            "Ignored %s: no launcher sets so little. This is rank %s of %s. Unset it, "
-            "or start the program with ronde run.",
-            *(", ".join(rank_info.stray), rank_info.rank, rank_info.size),
-        )
 
 
 @contextmanager
@@ -253,7 +246,6 @@ def _static_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[Proces
 
 
 def _register_all(session: Session, sets: list[ProcessSet]) -> None:
-    """Register the sets that ``init`` was given; those it had already stay."""
     before = {ranks: set_id for set_id, ranks in session.sets.items() if set_id}
     for number, process_set in enumerate(sets):
         process_set.process_set_id = before.pop(tuple(process_set.ranks), None)
@@ -280,23 +272,7 @@ def _check_comm(comm: Sequence[int] | Any, rank_info: RankInfo) -> None:  # noqa
     )
 
 
-def _hierarchical(rank_info: RankInfo, config: HorovodConfig) -> str:
-    """Return the engine that ``HOROVOD_HIERARCHICAL_*`` asks for, or empty."""
-    is_wanted = config.is_hierarchical and rank_info.engine == "auto"
-    has_hosts = rank_info.local_size < rank_info.size
-    return "hierarchical" if is_wanted and has_hosts else ""
-
-
-def _hosts(rank_info: RankInfo, communicator: Communicator) -> tuple[str, ...]:
-    """Return the host of every rank; collective where they may be on several."""
-    host = socket.gethostname()
-    if rank_info.local_size == rank_info.size:
-        return (host,) * rank_info.size
-    return tuple(exchange_hosts(communicator, host))
-
-
 def _tuning_options(config: HorovodConfig, rank: int) -> BucketTuningOptions | None:
-    """Return how reducers find their bucket sizes; None leaves them as they are."""
     if not config.is_autotuning:
         return None
     amount = TuningOptions(

@@ -161,9 +161,8 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the reduction of ``tensor`` over all ranks; the input stays as it is."""
-    op = choose_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, False, op, *factors)
+    factors = (choose_op(op, average), prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, False, *factors)
     return _run_compressed(function, compression, (tensor,))[0]
 
 
@@ -177,9 +176,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
-    op = choose_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, False, op, *factors)
+    factors = (choose_op(op, average), prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, False, *factors)
     function.run_detached((tensor,), in_place=True)
     return tensor
 
@@ -194,9 +192,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allreduce``; the handle's result is a new tensor."""
-    op = choose_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, False, op, *factors)
+    factors = (choose_op(op, average), prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, False, *factors)
     return _start(function, (tensor,))
 
 
@@ -210,9 +207,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``allreduce_``; the handle's result is ``tensor``."""
-    op = choose_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, False, op, *factors)
+    factors = (choose_op(op, average), prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, False, *factors)
     return _start(function, (tensor,), in_place=True)
 
 
@@ -227,9 +223,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; the inputs stay as they are."""
-    op = choose_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, True, op, *factors)
+    factors = (choose_op(op, average), prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, True, *factors)
     return _run_compressed(function, compression, tensors)
 
 
@@ -243,9 +238,8 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place and return them."""
-    op = choose_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, True, op, *factors)
+    factors = (choose_op(op, average), prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, True, *factors)
     given = tuple(tensors)
     if given:
         function.run_detached(given, in_place=True)
@@ -262,9 +256,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allreduce``; the handle's result is a tuple of new tensors."""
-    op = choose_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, True, op, *factors)
+    factors = (choose_op(op, average), prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, True, *factors)
     return _start(function, tensors)
 
 
@@ -278,9 +271,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start ``grouped_allreduce_``; the handle's result is the tuple of ``tensors``."""
-    op = choose_op(op, average)
-    factors = (prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, True, op, *factors)
+    factors = (choose_op(op, average), prescale_factor, postscale_factor)
+    function = AllreduceFunction(process_set, name, True, *factors)
     return _start(function, tensors, in_place=True)
 
 
@@ -292,9 +284,8 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start the sum, or with ``op=Average`` the average, of sparse (COO) tensors.
 
-    Returns:
-        A function that waits and returns the sparse result, not coalesced: the entries
-        of all ranks, one after the other.
+    The function that is returned waits for the result: all ranks' entries, one after
+    the other, not coalesced.
     """
     num_ranks = len(state_of(process_set, OpKind.ALLGATHER).ranks)
     # Gathering is along the first dimension, where an entry's index must be.
@@ -420,8 +411,8 @@ def reducescatter(
     ``op`` is Average or Sum. Where the size of the set does not divide the rows, the
     first ranks take one more.
     """
-    factors = (prescale_factor, postscale_factor)
-    function = ReducescatterFunction(process_set, name, False, op, *factors)
+    factors = (op, prescale_factor, postscale_factor)
+    function = ReducescatterFunction(process_set, name, False, *factors)
     return _run_compressed(function, compression, (tensor,))[0]
 
 
@@ -434,8 +425,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start ``reducescatter``."""
-    factors = (prescale_factor, postscale_factor)
-    function = ReducescatterFunction(process_set, name, False, op, *factors)
+    factors = (op, prescale_factor, postscale_factor)
+    function = ReducescatterFunction(process_set, name, False, *factors)
     return _start(function, (tensor,))
 
 
@@ -449,8 +440,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce several tensors and return this rank's rows of each."""
-    factors = (prescale_factor, postscale_factor)
-    function = ReducescatterFunction(process_set, name, True, op, *factors)
+    factors = (op, prescale_factor, postscale_factor)
+    function = ReducescatterFunction(process_set, name, True, *factors)
     return _run_compressed(function, compression, tensors)
 
 
@@ -463,8 +454,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start ``grouped_reducescatter``; the handle's result is a tuple."""
-    factors = (prescale_factor, postscale_factor)
-    function = ReducescatterFunction(process_set, name, True, op, *factors)
+    factors = (op, prescale_factor, postscale_factor)
+    function = ReducescatterFunction(process_set, name, True, *factors)
     return _start(function, tensors)
 
 
@@ -476,16 +467,10 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows of dimension 0 to the ranks and return those they sent here.
 
-    Args:
-        tensor: Any dtype; later dimensions are equal on all ranks.
-        splits: Rows for each rank, as a list or a one-dimensional int32 tensor; None
-            splits evenly. Rows past their sum are left out.
-        name: As above.
-        process_set: As above.
-
-    Returns:
-        The received rows in rank order; with ``splits`` also how many came from each
-        rank, int32, on the device of ``splits``.
+    Later dimensions are equal on all ranks. ``splits`` has the rows for each rank, as a
+    list or a one-dimensional int32 tensor; rows past their sum are left out, and
+    without it they are split evenly. With it, the result is a pair: the received rows
+    in rank order, and how many came from each rank, int32, on the device of ``splits``.
     """
     function = AlltoallFunction(process_set, name, splits=splits)
     received, counts = function.run((tensor,))
@@ -505,22 +490,17 @@ def alltoall_async(
 
 
 def poll(handle: int) -> bool:
-    """Say whether ``synchronize(handle)`` would return at once.
+    """Return whether ``synchronize(handle)`` would return at once.
 
-    Raises:
-        UsageError: There is no such handle, or it was synchronized.
-        CollectiveError: There is no session.
+    ``UsageError`` for a handle that does not exist or was synchronized.
     """
     return current_session().handles.poll(handle)
 
 
 def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own result
-    """Wait for the operation of ``handle``, forget it and return its result.
+    """Wait for the operation of ``handle`` and return its result, the first time.
 
-    None for a handle that is not known.
-
-    Raises:
-        CollectiveError: The operation failed, or there is no session.
+    None for a handle that does not exist; ``CollectiveError`` if the operation failed.
     """
     return current_session().handles.synchronize(handle)
 
@@ -536,18 +516,12 @@ def join(device: int = -1) -> int:
     """Take part in what the others still reduce, with zeros, until all have joined.
 
     For ranks whose data end earlier. Averages still divide by the number of all ranks.
-    All-reduces and optimizers go on; what else the others ask for fails, as nothing
-    could stand for this rank's part.
-
-    Args:
-        device: Accepted for Horovod's sake; zeros are made where they are needed.
+    All-reduces and optimizers go on; other collectives fail on the others. ``device``
+    is ignored.
 
     Returns:
         The rank that joined last, equal on all ranks; with optimizers one that took
         the last step.
-
-    Raises:
-        CollectiveError: A rank is gone.
     """
     del device
     session = current_session()

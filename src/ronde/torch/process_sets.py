@@ -34,10 +34,7 @@ class ProcessSet:
     mpi_comm: Any = None
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
-        """Name the ranks, in any order, or give an mpi4py communicator of them.
-
-        Not collective. ``UsageError`` for anything else.
-        """
+        """Name the ranks, in any order, or give an mpi4py communicator of them."""
         ranks: Any = ranks_or_comm
         if not isinstance(ranks_or_comm, Iterable):
             ranks = _ranks_of(ranks_or_comm)
@@ -53,8 +50,7 @@ class ProcessSet:
     def rank(self) -> int | None:
         """Return this rank's index in it; None while it is not registered.
 
-        Raises:
-            UsageError: This rank is not part of it.
+        ``UsageError`` if this rank is not part of it.
         """
         if self.process_set_id is None:
             return None
@@ -64,7 +60,7 @@ class ProcessSet:
         return ranks.index(own)
 
     def included(self) -> bool:
-        """Say whether this rank is part of it."""
+        """Return whether this rank is part of it."""
         return current_world().rank in self.ranks
 
     def __str__(self) -> str:
@@ -81,16 +77,10 @@ global_process_set.process_set_id = 0
 
 @outside_compiler
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set, or ranks; collective over all ranks, its own or not.
+    """Register a process set, or ranks, and return it; collective over all ranks.
 
-    Returns:
-        The set, with its number.
-
-    Raises:
-        UsageError: There is a set of these ranks already, a rank does not exist, or
-            sets may not come and go.
-        NotInitializedError: There is no session.
-        CollectiveError: A rank is gone.
+    ``UsageError`` if there is a set of these ranks already, a rank does not exist, or
+    sets may not come and go.
     """
     current_world()
     session = current_session()
@@ -104,18 +94,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 @outside_compiler
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set back; collective over all ranks, its own or not.
+    """Take a process set back; collective over all ranks. What it still does fails.
 
-    What is under way in it fails.
-
-    Returns:
-        Whether there was one: False for the set of all ranks and for one that is not
-        registered, and then not collective.
-
-    Raises:
-        UsageError: Sets may not come and go.
-        NotInitializedError: There is no session.
-        CollectiveError: A rank is gone.
+    Returns False, and is not collective, for the set of all ranks and for one that is
+    not registered. ``UsageError`` if sets may not come and go.
     """
     set_id = process_set.process_set_id
     if not set_id:
@@ -135,10 +117,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def register(session: Session, process_set: ProcessSet) -> bool:
-    """Give a process set its number and connect its ranks; collective over all ranks.
-
-    Does nothing and returns False where another set has its ranks.
-    """
+    """Number a set and connect its ranks; collective. False if another has the same."""
     ranks = tuple(process_set.ranks)
     size = session.world.size
     is_there = bool(ranks) and 0 <= ranks[0] <= ranks[-1] < size
@@ -150,7 +129,7 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     if ranks in session.sets.values():
         return False
     word = ".".join(map(str, ranks))
-    set_id = _agree(session, f"add.{word}", session.next_set_id())
+    set_id = _agree(session, f"add.{word}", next(session.set_ids))
     if session.world.rank in ranks:
         own = session.settings.connections.clone()
         settings = replace(session.settings, connections=own)
@@ -166,12 +145,7 @@ def register(session: Session, process_set: ProcessSet) -> bool:
 
 
 def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
-    """Return this rank's part in a process set; ``kind`` is of the operation.
-
-    Raises:
-        UsageError: There is no such set, or this rank is not one of it.
-        CollectiveError: There is no session.
-    """
+    """Return this rank's part in a process set; ``kind`` is of the operation."""
     session = current_session()
     set_id = process_set.process_set_id
     state = session.states.get(set_id) if set_id is not None else None
@@ -192,8 +166,7 @@ def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
 def _agree(session: Session, what: str, number: int) -> int:
     """Wait until every rank wants the same of process sets, and take rank 0's number.
 
-    By name, so that ranks may ask for several in any order and whoever is missing shows
-    up as any other that is waited for.
+    By name: ranks may ask for several in any order, and a stall names who is missing.
     """
     tensor = torch.tensor([number], device="cpu")
     operation = NamedOperation(
@@ -212,7 +185,6 @@ def _require_dynamic(session: Session, doing: str) -> None:
 
 
 def _registered(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the ranks of a set by its number, if the session has such a set."""
     current_world()
     ranks = current_session().sets.get(process_set.process_set_id or 0)
     # One that an earlier session registered may bear the number of another now.
@@ -222,7 +194,6 @@ def _registered(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def _ranks_of(comm: Any) -> list[int]:  # noqa: ANN401  mpi4py's
-    """Return the ranks of an mpi4py communicator among all of the job."""
     # Whoever has a communicator has loaded mpi4py; loading it here would start MPI.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(comm, mpi.Comm):

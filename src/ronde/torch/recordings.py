@@ -63,11 +63,11 @@ class Recordings:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Takes down what coordinators do; None for nothing."""
+        """Records what coordinators do; None for nothing."""
         if self._launcher and self._own:
             return _Both(self._launcher.recorder, self._own.recorder)
         recording = self._launcher or self._own
-        return recording.recorder if recording else None
+        return recording and recording.recorder
 
     def open(self) -> None:
         """Begin what ``ronde run --timeline`` asks for, if it does."""

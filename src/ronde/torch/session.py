@@ -31,19 +31,19 @@ class Handles:
         self._numbers = count()
 
     def add(self, work: Work[Any], finish: Callable[[Any], Any]) -> int:
-        """Return a new handle; its result is what ``finish`` makes of the work's."""
+        """Return a new handle for what ``finish`` makes of the work's result."""
         handle = next(self._numbers)
         self._works[handle] = work, finish
         return handle
 
     def poll(self, handle: int) -> bool:
-        """Say whether ``synchronize(handle)`` would return at once."""
+        """Return whether the work is done."""
         if handle not in self._works:
             raise UsageError(f"Handle {handle} was not created or has been cleared.")
         return self._works[handle][0].is_done()
 
     def synchronize(self, handle: int) -> Any:  # noqa: ANN401  each operation's own
-        """Wait, forget the handle and return the result; None for one not known."""
+        """Wait and return the result; None for an unknown handle."""
         if handle not in self._works:
             return None
         work, finish = self._works.pop(handle)
@@ -89,10 +89,7 @@ class ProcessSetState:
         ranks: Sequence[int],
         communicator: Communicator | None = None,
     ) -> "ProcessSetState":
-        """Connect the ranks of a set, ascending; collective over them.
-
-        No other set of the session has or had this ``set_id``.
-        """
+        """Connect a set's ranks, ascending, under a new ``set_id``; collective."""
         rank = ranks.index(settings.connections.info.rank)
         name = f"set{set_id}"
         if communicator is None:
@@ -118,10 +115,7 @@ class ProcessSetState:
         return cls(tuple(ranks), rank, communicator, coordinator)
 
     def claim_number(self, label: str, number: int | None = None) -> int:
-        """Return a number that nothing else of this set and label has or had here.
-
-        It is ``number`` if that is free: for what had it in an earlier session.
-        """
+        """Return a number that is new for this set and label: ``number`` if it is."""
         taken = self._numbers[label]
         if number is None or number in taken:
             number = next(i for i in count() if i not in taken)
@@ -152,18 +146,10 @@ class Session:
     tuning: BucketTuningOptions | None = None  # None leaves bucket sizes as they are
     handles: Handles = field(default_factory=Handles)
     _duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
-    _set_ids: "count[int]" = field(default_factory=lambda: count(1))
-
-    @property
-    def communicator(self) -> Communicator:
-        """Of all ranks; its calls are the coordinator's alone."""
-        return self.states[0].communicator
+    set_ids: "count[int]" = field(default_factory=lambda: count(1))
 
     def duplicate(self, set_id: int, number: int) -> Communicator:
-        """Return a communicator of a set with an order of calls of its own; collective.
-
-        ``number`` is equal on all ranks and used once.
-        """
+        """Connect a set's ranks once more, by a ``number`` that is used once."""
         # Not the set's communicator's own duplicate(), which would come between the
         # calls of the coordinator; and nothing below the set's own name, where that
         # communicator makes its duplicates.
@@ -182,12 +168,8 @@ class Session:
 
         state.coordinator.call_on_stop(abort)
 
-    def next_set_id(self) -> int:
-        """Return a number for a process set that none had in this session."""
-        return next(self._set_ids)
-
     def close(self) -> None:
-        """Forget what is pending and give everything back."""
+        """Give everything back."""
         self.handles.clear()
         for state in self.states.values():
             state.coordinator.close()
@@ -197,36 +179,27 @@ class Session:
             communicator.close()
 
 
-_sessions: list[Session] = []
-
-
-def begin(session: Session) -> None:
-    """Make a session the current one."""
-    _sessions.append(session)
-
-
-def end() -> Session | None:
-    """Take the current session, so that there is none; None where there was none."""
-    return _sessions.pop() if _sessions else None
+sessions: list[Session] = []
+"""The current one, or none."""
 
 
 def is_initialized() -> bool:
-    """Say whether ``init()`` was called, and ``shutdown()`` not since."""
-    return bool(_sessions)
+    """Return whether ``init()`` was called, and ``shutdown()`` not since."""
+    return bool(sessions)
 
 
 def current_world() -> World:
     """Return the world of the current session, or raise ``NotInitializedError``."""
-    if not _sessions:
+    if not sessions:
         raise NotInitializedError(_NOT_INITIALIZED)
-    return _sessions[0].world
+    return sessions[0].world
 
 
 def current_session() -> Session:
     """Return the current session, for a collective, or raise ``CollectiveError``."""
-    if not _sessions:
+    if not sessions:
         raise CollectiveError(_NOT_INITIALIZED)
-    return _sessions[0]
+    return sessions[0]
 
 
 def rank() -> int:
@@ -260,6 +233,6 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Say whether every host has the same number of ranks."""
+    """Return whether every host has the same number of ranks."""
     world = current_world()
     return world.local_size * world.cross_size == world.size

@@ -20,17 +20,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 class SyncBatchNorm(_BatchNorm):
     """Normalize as ``torch.nn.BatchNorm`` would over all ranks' batches together.
 
-    Runs on CPU and CUDA. The batches may differ in size from rank to rank, down to none
-    at all. One small reduction forward and one backward: all ranks must run the layer
-    as often as the others, in training. A rank that has joined counts as without data.
-
-    Args:
-        num_features: C of inputs of shape (N, C, ...).
-        eps: Added to the variance.
-        momentum: Of the running statistics; None for a plain average of all steps.
-        affine: Whether to learn a weight and a bias.
-        track_running_stats: Whether to keep statistics for evaluation.
-        process_set: The ranks whose batches count.
+    Runs on CPU and CUDA, on inputs of shape (N, C, ...); N may differ from rank to
+    rank, down to 0. In training, one small reduction forward and one backward: all
+    ranks of ``process_set`` must run the layer equally often. A rank that has joined
+    counts as without data. The other arguments are torch's.
     """
 
     def __init__(

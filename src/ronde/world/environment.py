@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from ronde.errors import WorldError
-from ronde.world.launcher_env import LauncherReading, integer, read_launcher_env
-from ronde.world.rank_info import Launcher, Meeting, RankInfo
+from ronde.world.launcher_env import (
+    Launcher,
+    LauncherReading,
+    Meeting,
+    RankInfo,
+    integer,
+    read_launcher_env,
+)
 
 Environ = Mapping[str, str]
 
 ENGINES = (
-    "auto",
-    "shared_memory",
-    "gloo",
-    "nccl",
-    "mpi",
-    "scheduled",
-    "hierarchical",
+    *("auto", "shared_memory", "gloo", "nccl", "mpi", "scheduled", "hierarchical"),
 )
 """The engines that ``ronde.collectives.connect`` makes, ``auto`` first."""
 ALGORITHMS = ("ring", "tree", "halving_doubling")
@@ -42,14 +42,13 @@ def read_rank_info(environ: Environ | None = None) -> RankInfo:
 
     Understands ronde, torchrun, Horovod, Open MPI, PMI (MPICH), Slurm steps and
     ``RANK`` with ``WORLD_SIZE`` set by hand. Without any of them: a world of one.
+    Variables that are left over, such as ``LOCAL_RANK=0`` alone, are ignored and
+    listed in the result.
 
-    Variables that are left over, such as ``LOCAL_RANK=0`` alone, do not count: see
-    ``LauncherReading.is_stray``. The result lists them.
-
-    What a launcher leaves open stays open: ``cross_rank`` and ``cross_size`` are None
-    then, on all ranks alike. Where nothing by hand describes this host, ``local_rank``
-    is 0 and ``local_size`` the least that fits; exchange hosts (``World.from_hosts``)
-    before you rely on them.
+    ``cross_rank`` and ``cross_size`` are None, on all ranks alike, where the launcher
+    leaves them open. Where nothing describes this host, ``local_rank`` is 0 and
+    ``local_size`` the least that fits; exchange hosts (``World.from_hosts``) before you
+    rely on them.
 
     Raises:
         WorldError: The variables are partial, no numbers, contradict each other, or
@@ -64,16 +63,16 @@ def read_rank_info(environ: Environ | None = None) -> RankInfo:
         readings = found
     stray = [text for each in found if each not in readings for text in each.found]
     if readings:
-        reading = _resolve_conflicts(readings)
-        rank_info = _rank_info(environ, reading, _read_meeting(environ))
+        rank_info = _rank_info(environ, _resolve_conflicts(readings))
     else:
         rank_info = RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
         stray += meeting if len(meeting) < len(_MEETING) else []
+    algorithm = environ.get("RONDE_ALGORITHM", "")
     return replace(
         rank_info,
         stray=tuple(stray),
         engine=read_engine(environ),
-        algorithm=read_algorithm(environ),
+        algorithm=require_algorithm(algorithm, "RONDE_ALGORITHM"),
     )
 
 
@@ -83,28 +82,19 @@ def read_engine(environ: Environ) -> str:
     return require_engine(engine, "RONDE_ENGINE")
 
 
-def read_algorithm(environ: Environ) -> str:
-    """Return the schedule that ``RONDE_ALGORITHM`` names, or empty."""
-    return require_algorithm(environ.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
-
-
-def require_engine(name: str, source: str) -> str:
+def require_engine(name: str, source: str, known: tuple[str, ...] = ENGINES) -> str:
     """Return ``name``, from an option or variable, if an engine is called so."""
-    return _require(name, ENGINES, source)
-
-
-def require_algorithm(name: str, source: str) -> str:
-    """Return ``name``, which may be empty: the engine's own choice."""
-    return _require(name, ALGORITHMS, source) if name else ""
-
-
-def _require(name: str, known: tuple[str, ...], source: str) -> str:
     if name not in known:
         raise WorldError(
             f"{source} must be one of {', '.join(known)}, got {name!r}. "
             "Leave it out to let ronde choose."
         )
     return name
+
+
+def require_algorithm(name: str, source: str) -> str:
+    """Return ``name``, which may be empty: the engine's own choice."""
+    return require_engine(name, source, ALGORITHMS) if name else ""
 
 
 def read_cpu_engine(environ: Environ) -> str:
@@ -234,14 +224,19 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
     if any(reading.is_above_slurm for reading in readings):
         readings = [r for r in readings if r is not slurm]
     for reading in readings:
-        if reading.is_complete and all(
+        if not reading.missing and all(
             other.agrees_with(reading)
-            or (other.is_complete and reading.is_inside(other))
+            or (not other.missing and reading.is_inside(other))
             for other in readings
         ):
-            return _with_local_of(reading, slurm)
+            is_local = {"local_rank", "local_size"} & reading.place.keys()
+            if is_local or not slurm or slurm.missing or not slurm.agrees_with(reading):
+                return reading
+            # Only Slurm knows the local numbers: with ``srun --mpi=pmi2``, and with
+            # RANK=$SLURM_PROCID by hand.
+            return reading._replace(place=slurm.place)
     for reading in readings:
-        if not reading.is_complete:
+        if reading.missing:
             everything = ", ".join(text for each in readings for text in each.found)
             missing = " and ".join(reading.missing)
             raise WorldError(
@@ -249,80 +244,46 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
                 f"and no {missing}. Set {missing}, start the program with a launcher, "
                 "or unset them all to run a world of one."
             )
-    differing = [r for r in readings if not r.agrees_with(readings[0])]
-    views = " but ".join(
-        f"{r.launcher.value} has {r.place.rank} of {r.place.size} "
+    views = [readings[0], *(r for r in readings if not r.agrees_with(readings[0]))]
+    shown = " but ".join(
+        f"{r.launcher.value} has {r.place['rank']} of {r.place['size']} "
         f"({', '.join(r.found)})"
-        for r in (readings[0], *differing)
+        for r in views
     )
-    unset = " or ".join(
-        " ".join(text.partition("=")[0] for text in r.found)
-        for r in (readings[0], *differing)
-    )
+    unset = (" ".join(text.partition("=")[0] for text in r.found) for r in views)
     raise WorldError(
-        f"rank and size must be the same in every launcher's variables: {views}. "
-        f"Start the program with one launcher, or unset {unset}."
+        f"rank and size must be the same in every launcher's variables: {shown}. "
+        f"Start the program with one launcher, or unset {' or '.join(unset)}."
     )
 
 
-def _with_local_of(
-    reading: LauncherReading, slurm: LauncherReading | None
-) -> LauncherReading:
-    """Take the local numbers from Slurm where only Slurm knows them.
-
-    So it is with ``srun --mpi=pmi2`` and with ``RANK=$SLURM_PROCID`` by hand.
-    """
-    place = reading.place
-    if slurm is None or not slurm.is_complete or not slurm.agrees_with(reading):
-        return reading
-    if place.local_rank is not None or place.local_size is not None:
-        return reading
-    return replace(reading, place=slurm.place)
-
-
-def _rank_info(
-    environ: Environ, reading: LauncherReading, meeting: Meeting | None
-) -> RankInfo:
+def _rank_info(environ: Environ, reading: LauncherReading) -> RankInfo:
     """Fill in what follows from the rest, and the least that fits where nothing does.
 
     Whether ``cross_rank`` is known must come out alike on all ranks: where it is not,
     they exchange hosts, together.
     """
-    place = reading.place
-    if place.rank is None or place.size is None:
-        raise AssertionError("the reading is partial")
-    local_rank, local_size = place.local_rank, place.local_size
-    cross = (place.cross_rank, place.cross_size)
-    if place.size in (local_size, 1):
-        local_rank = place.rank if local_rank is None else local_rank
-        local_size, cross = place.size, (0, 1)
+    place, is_ours = reading.place, reading.launcher is Launcher.RONDE
+    rank, size = place["rank"], place["size"]
+    local_rank, local_size = place.get("local_rank"), place.get("local_size")
+    cross = (place.get("cross_rank"), place.get("cross_size"))
+    if size in (local_size, 1):
+        local_rank = rank if local_rank is None else local_rank
+        local_size, cross = size, (0, 1)
     elif local_rank is None or local_size is None:
         local_rank = local_rank or 0
         local_size, cross = local_size or local_rank + 1, (None, None)
-    is_ours = reading.launcher is Launcher.RONDE
-    if meeting is not None and is_ours:
-        attempt = integer(environ, "RONDE_EPOCH") or 0
-        meeting = replace(meeting, attempt=attempt)
-    if meeting is not None and reading.launcher is Launcher.TORCHRUN:
-        is_hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = integer(environ, "TORCHELASTIC_RESTART_COUNT") or 0
-        meeting = replace(meeting, is_hosted=is_hosted, attempt=attempt)
-    host = environ.get("RONDE_HOST") if is_ours and place.num_nodes == 1 else None
+    host = environ.get("RONDE_HOST") if is_ours and place["num_nodes"] == 1 else None
     return RankInfo(
-        reading.launcher,
-        place.rank,
-        place.size,
-        local_rank,
-        local_size,
-        *cross,
-        meeting=meeting,
+        *(reading.launcher, rank, size, local_rank, local_size, *cross),
+        meeting=_read_meeting(environ, reading.launcher),
         store=environ.get("RONDE_STORE", "") if is_ours else "",
         job_id=reading.job_id,
         hosts=(host,) if host else (),
     )
 
 
-def _read_meeting(environ: Environ) -> Meeting | None:
+def _read_meeting(environ: Environ, launcher: Launcher) -> Meeting | None:
     address, port_text = (environ.get(name) for name in _MEETING)
     if address is None and port_text is None:
         return None
@@ -339,4 +300,14 @@ def _read_meeting(environ: Environ) -> Meeting | None:
             f"MASTER_PORT must be in 1..65535, got {port_text}. "
             f"Give a port that is free on {address}."
         )
-    return Meeting(address, port)
+    is_hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempts = {
+        Launcher.RONDE: "RONDE_EPOCH",
+        Launcher.TORCHRUN: "TORCHELASTIC_RESTART_COUNT",
+    }
+    return Meeting(
+        address,
+        port,
+        is_hosted=is_hosted and launcher is Launcher.TORCHRUN,
+        attempt=integer(environ, attempts.get(launcher, "")) or 0,
+    )

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,16 +13,6 @@ from ronde.errors import WorldError
 PREFIX = "HOROVOD_"
 DYNAMIC = "DYNAMIC"
 """The value of ``HOROVOD_TIMELINE`` with which programs start timelines."""
-
-# Those of logging, which nobody needs to load for them.
-_LEVELS = {
-    "TRACE": 10,
-    "DEBUG": 10,
-    "INFO": 20,
-    "WARNING": 30,
-    "ERROR": 40,
-    "FATAL": 50,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +59,13 @@ def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConf
         for name, value in sorted(environ.items())
         if name.startswith(PREFIX) and value.strip()
     }
-    values: dict[str, Any] = {
-        attribute: read(name, given[name])
-        for name, (attribute, read) in _READERS.items()
-        if name in given
-    }
-    hierarchical = [_boolean(name, given.get(name, "")) for name in _HIERARCHICAL]
+    values: dict[str, Any] = {}
+    for name, (attribute, read) in _READERS.items():
+        if name in given:
+            # Several variables ask for a hierarchical reduction; any of them will do.
+            values[attribute] = values.get(attribute) or read(name, given[name])
     remarks = _remarks(given)
-    if _boolean(_NO_STALL_CHECK, given.get(_NO_STALL_CHECK, "")):
+    if values.pop("", False):
         values |= {"stall_warning_s": 0.0, "stall_shutdown_s": 0.0}
     warning_s = values.get("stall_warning_s", HorovodConfig().stall_warning_s)
     if 0 < values.get("stall_shutdown_s", 0) < warning_s:
@@ -88,9 +77,8 @@ def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConf
         )
     return HorovodConfig(
         **values,
-        is_hierarchical=any(hierarchical),
         explicit=frozenset(given),
-        without_effect=tuple(filter(_has_no_effect, given)),
+        without_effect=tuple(filter(_WITHOUT_EFFECT.fullmatch, given)),
         remarks=tuple(remarks),
     )
 
@@ -109,8 +97,11 @@ def report_ignored(config: HorovodConfig) -> None:
 
 
 def _remarks(given: Mapping[str, str]) -> list[str]:
-    unknown = [name for name in given if not _is_known(name)]
-    ccl = [name for name in _ENGINES if given.get(name, "").lower() == "ccl"]
+    others = (_READ_ELSEWHERE, _WITHOUT_EFFECT)
+    named = [name for name in given if name not in _READERS]
+    unknown = [n for n in named if not any(each.fullmatch(n) for each in others)]
+    engines = ("CPU_OPERATIONS", "CONTROLLER")
+    ccl = [name for name in engines if given.get(name, "").lower() == "ccl"]
     remarks: list[str] = []
     if unknown:
         remarks.append(
@@ -122,17 +113,8 @@ def _remarks(given: Mapping[str, str]) -> list[str]:
     return remarks
 
 
-def _full(names: list[str] | tuple[str, ...]) -> str:
+def _full(names: Sequence[str]) -> str:
     return ", ".join(PREFIX + name for name in names)
-
-
-def _is_known(name: str) -> bool:
-    others = (_NO_STALL_CHECK, *_ENGINES, *_HIERARCHICAL, *_PLACE)
-    return name in _READERS or name in others or _has_no_effect(name)
-
-
-def _has_no_effect(name: str) -> bool:
-    return name in _WITHOUT_EFFECT or _OF_THE_BUILD.match(name) is not None
 
 
 def _refused(name: str, rule: str, text: str) -> WorldError:
@@ -143,10 +125,8 @@ def _refused(name: str, rule: str, text: str) -> WorldError:
 
 def _boolean(name: str, text: str) -> bool:
     word = text.lower()
-    if word in ("", "false", "no", "off"):
-        return False
-    if word in ("true", "yes", "on"):
-        return True
+    if word in ("false", "no", "off", "true", "yes", "on"):
+        return word in ("true", "yes", "on")
     if re.fullmatch(r"[+-]?[0-9]{1,18}", word) is None:
         raise _refused(name, "1 or 0", text)
     return int(word) > 0
@@ -172,20 +152,18 @@ def _milliseconds(name: str, text: str) -> float:
     return _number(name, text) / 1000
 
 
-def _text(name: str, text: str) -> str:
-    del name
-    return text
-
-
 def _timeline(name: str, text: str) -> str:
     del name
     return DYNAMIC if text.upper() == DYNAMIC else text
 
 
 def _level(name: str, text: str) -> int:
-    if text.upper() not in _LEVELS:
-        raise _refused(name, f"one of {', '.join(_LEVELS)}", text)
-    return _LEVELS[text.upper()]
+    import logging  # which nobody needs to load for the other variables
+
+    levels = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+    if text.upper() not in levels:
+        raise _refused(name, f"one of {', '.join(levels)}", text)
+    return getattr(logging, text.upper(), logging.DEBUG)
 
 
 def _cores(name: str, text: str) -> tuple[int, ...]:
@@ -199,12 +177,16 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "CYCLE_TIME": ("cycle_time_s", _milliseconds),
     "CACHE_CAPACITY": ("cache_capacity", _integer),
     "DISABLE_GROUP_FUSION": ("is_group_alone", _boolean),
+    "HIERARCHICAL_ALLREDUCE": ("is_hierarchical", _boolean),
+    "HIERARCHICAL_ALLGATHER": ("is_hierarchical", _boolean),
+    "TORUS_ALLREDUCE": ("is_hierarchical", _boolean),
     "TIMELINE": ("timeline", _timeline),
     "TIMELINE_MARK_CYCLES": ("has_timeline_cycles", _boolean),
     "STALL_CHECK_TIME_SECONDS": ("stall_warning_s", _number),
     "STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_s", _number),
+    "STALL_CHECK_DISABLE": ("", _boolean),
     "AUTOTUNE": ("is_autotuning", _boolean),
-    "AUTOTUNE_LOG": ("autotune_log", _text),
+    "AUTOTUNE_LOG": ("autotune_log", lambda _, path: path),
     "AUTOTUNE_WARMUP_SAMPLES": ("autotune_warmup_samples", _integer),
     "AUTOTUNE_STEPS_PER_SAMPLE": ("autotune_steps_per_sample", _integer),
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_max_samples", _integer),
@@ -216,22 +198,14 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "LOG_LEVEL": ("log_level", _level),
     "THREAD_AFFINITY": ("thread_affinity", _cores),
 }
-_NO_STALL_CHECK = "STALL_CHECK_DISABLE"
-_HIERARCHICAL = ("HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLGATHER", "TORUS_ALLREDUCE")
-_ENGINES = ("CPU_OPERATIONS", "CONTROLLER")
 # Read elsewhere, or written by a launcher for whoever reads it.
-_PLACE = frozenset(
-    (
-        *("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK"),
-        *("CROSS_SIZE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "GLOO_IFACE"),
-    )
+_READ_ELSEWHERE = re.compile(
+    "HOSTNAME|(LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT)|GLOO_IFACE"
+    "|CPU_OPERATIONS|CONTROLLER"
 )
-_WITHOUT_EFFECT = frozenset(
-    (
-        *("BATCH_D2D_MEMCOPIES", "NUM_NCCL_STREAMS", "ENABLE_ASYNC_COMPLETION"),
-        *("MPI_THREADS_DISABLE", "ADASUM_MPI_CHUNK_SIZE", "CCL_CACHE"),
-        *("DISABLE_NVTX_RANGES", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "LOG_HIDE_TIME"),
-        "ELASTIC_TIMEOUT",
-    )
+_WITHOUT_EFFECT = re.compile(
+    "(WITH|WITHOUT|GPU|NCCL|CUDA|ROCM|BUILD|MPICXX)_.*"  # of the build
+    "|BATCH_D2D_MEMCOPIES|NUM_NCCL_STREAMS|ENABLE_ASYNC_COMPLETION|MPI_THREADS_DISABLE"
+    "|ADASUM_MPI_CHUNK_SIZE|CCL_CACHE|DISABLE_NVTX_RANGES|LOG_HIDE_TIME|ELASTIC_TIMEOUT"
+    "|AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
 )
-_OF_THE_BUILD = re.compile("(WITH|WITHOUT|GPU|NCCL|CUDA|ROCM|BUILD|MPICXX)_")

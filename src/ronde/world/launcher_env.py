@@ -1,11 +1,14 @@
-"""What each launcher's variables report of this process."""
+"""This process among the ranks: the values, and what each launcher's variables give."""
 
+import operator
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 from ronde.errors import WorldError
-from ronde.world.rank_info import Launcher
 
 _PSEUDO_STEPS = range(4294967290, 4294967293)
 """Interactive, batch and extern: shells that Slurm counts as steps, not ``srun``."""
@@ -16,87 +19,117 @@ _COUNTS = {
     "cross_rank": "cross_size",
     "node_rank": "num_nodes",
 }
+Place = dict[str, int]
+"""What is known of a place: the numbers of ``World``, ``node_rank``, ``num_nodes``."""
+
+
+class Launcher(StrEnum):
+    """Whose environment the numbers were read from."""
+
+    RONDE = "ronde"
+    TORCHRUN = "torchrun"
+    HOROVOD = "horovod"
+    OPEN_MPI = "openmpi"
+    PMI = "pmi"
+    SLURM = "slurm"
+    PLAIN = "plain"  # RANK and WORLD_SIZE set by hand or by a cluster's operator
+    NONE = "none"  # no launcher: a world of one
 
 
 @dataclass(frozen=True, slots=True)
-class KnownPlace:
-    """A place among the ranks, with None for what is unknown; as in ``World``."""
+class World:
+    """One rank's place among all ranks."""
 
-    rank: int | None = None
-    size: int | None = None
-    local_rank: int | None = None
-    local_size: int | None = None
+    rank: int  # this process among all
+    size: int
+    local_rank: int  # this process among those of its host
+    local_size: int
+    cross_rank: int  # this host among the hosts that have ``local_rank``
+    cross_size: int
+    hosts: tuple[str, ...] = ()  # in node order; empty where they are unknown
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "local_rank", "cross_rank"):
+            index, count = getattr(self, name), getattr(self, _COUNTS[name])
+            if not 0 <= index < count:
+                raise WorldError(
+                    f"{name} must be in 0..{_COUNTS[name]}-1, got {name} {index} and "
+                    f"{_COUNTS[name]} {count}."
+                )
+        if self.local_size > self.size or self.cross_size > self.size:
+            raise WorldError(
+                f"size must be at least local_size and cross_size, got {self.size}, "
+                f"{self.local_size} and {self.cross_size}."
+            )
+
+    @classmethod
+    def from_hosts(cls, rank: int, hosts: Sequence[str]) -> "World":
+        """Derive all numbers from the host of every rank; hosts may interleave."""
+        counts = Counter(hosts)
+        own = hosts[rank]
+        local_rank = hosts[:rank].count(own)
+        peers = [name for name, count in counts.items() if count > local_rank]
+        local, cross = (local_rank, counts[own]), (peers.index(own), len(peers))
+        return cls(rank, len(hosts), *local, *cross, tuple(counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a job meet, according to the launcher."""
+
+    address: str  # of rank 0's node
+    port: int
+    # The launcher itself answers there (torchrun's agent store): every rank, 0
+    # included, is a client.
+    is_hosted: bool = False
+    # How often the launcher has restarted the ranks. A hosted store outlives them, so
+    # what a dead attempt wrote there must not be taken for this one's.
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What the environment reports of this process; the numbers are as in ``World``.
+
+    MPI's and PMI's environments do not name the node; ``cross_rank`` and ``cross_size``
+    are None then, until the ranks have exchanged their hosts (``World.from_hosts``).
+    """
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
     cross_rank: int | None = None
     cross_size: int | None = None
-    node_rank: int | None = None  # this node among the nodes
-    num_nodes: int | None = None
+    meeting: Meeting | None = None
+    job_id: str = ""  # the launcher's name for the job
+    hosts: tuple[str, ...] = ()
+    engine: str = "auto"  # which engine moves the bytes
+    algorithm: str = ""  # which schedule it follows, where it has several
+    # Where a launcher of ronde's answers for the ranks' store: the path of a socket on
+    # this host, or ``ADDRESS:PORT KEYFILE``.
+    store: str = ""
+    stray: tuple[str, ...] = ()  # variables that were ignored, as ``NAME=value``
 
-    def known(self) -> dict[str, int]:
-        """Return what is known, by attribute."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def check(self, names: Mapping[str, str]) -> None:
-        """Refuse numbers that cannot all be true.
-
-        ``names`` has the variable that each attribute was read from.
-        """
-        known = self.known()
-        for count in _COUNTS.values():
-            if known.get(count) == 0:
-                raise WorldError(
-                    f"{names[count]} must be at least 1, got 0. "
-                    f"Set it anew, or unset it to run a world of one."
-                )
-        others = list(_COUNTS.items())[1:]
-        rules = [
-            *((index, "below", count) for index, count in _COUNTS.items()),
-            *((count, "at most", "size") for _, count in others),
-            *((index, "below", "size") for index, _ in others),
-        ]
-        if known.get("num_nodes") == 1:
-            equal = f"equal where {names['num_nodes']}=1 to"
-            rules.append(("local_size", equal, "size"))
-        for low, rule, high in rules:
-            if not {low, high} <= known.keys():
-                continue
-            if known[low] == known[high]:
-                is_kept = rule != "below"
-            else:
-                is_kept = known[low] < known[high] and not rule.startswith("equal")
-            if is_kept:
-                continue
-            raise WorldError(
-                f"{names[low]} must be {rule} {names[high]}, got "
-                f"{names[low]}={known[low]} and {names[high]}={known[high]}. "
-                f"Set the variables anew, all from one launcher."
-            )
-        if known.keys() >= {"size", "local_size", "num_nodes"}:
-            local_size, num_nodes = known["local_size"], known["num_nodes"]
-            least = local_size + num_nodes - 1  # every node has a rank
-            if known["size"] < least:
-                raise WorldError(
-                    f"{names['size']} must be at least {names['local_size']} + "
-                    f"{names['num_nodes']} - 1 = {local_size} + {num_nodes} - 1 = "
-                    f"{least}, got {known['size']}. Set the variables anew, all from "
-                    "one launcher."
-                )
+    @property
+    def world(self) -> World | None:
+        """The whole world, or None until the ranks have exchanged their hosts."""
+        if self.cross_rank is None or self.cross_size is None:
+            return None
+        local = (self.local_rank, self.local_size)
+        cross = (self.cross_rank, self.cross_size)
+        return World(self.rank, self.size, *local, *cross, self.hosts)
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherReading:
+class LauncherReading(NamedTuple):
     """One launcher's view of this process."""
 
     launcher: Launcher
-    place: KnownPlace
+    place: Place
     found: tuple[str, ...]  # its variables, as ``NAME=value``
-    missing: tuple[str, ...] = ()  # variables that it always sets and that are not set
-    job_id: str = ""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it gives at least this process's rank and the size."""
-        return not self.missing
+    missing: tuple[str, ...]  # variables that it always sets and that are not set
+    job_id: str
 
     @property
     def is_stray(self) -> bool:
@@ -104,37 +137,36 @@ class LauncherReading:
 
         So is ``LOCAL_RANK=0`` alone. A launcher's own variables are never left over.
         """
-        known = self.place.known()
-        is_of_one = all(known[name] == (name not in _COUNTS) for name in known)
-        return self.launcher is Launcher.PLAIN and "rank" not in known and is_of_one
+        is_of_one = all(n == (name not in _COUNTS) for name, n in self.place.items())
+        return (
+            self.launcher is Launcher.PLAIN and "rank" not in self.place and is_of_one
+        )
 
     @property
     def is_above_slurm(self) -> bool:
         """Whether Slurm's variables are left over from starting this launcher."""
         by_hand = (Launcher.SLURM, Launcher.PLAIN)
-        return self.is_complete and self.launcher not in by_hand
+        return not self.missing and self.launcher not in by_hand
 
     def agrees_with(self, other: "LauncherReading") -> bool:
-        """Say whether nothing that both know differs."""
-        ours, theirs = self.place.known(), other.place.known()
-        return all(theirs.get(name, value) == value for name, value in ours.items())
+        """Return whether nothing that both know differs."""
+        return all(other.place.get(name, n) == n for name, n in self.place.items())
 
     def is_inside(self, other: "LauncherReading") -> bool:
-        """Say whether ``other`` started one launcher a node and this is that one."""
-        place = self.place
-        node = (place.node_rank, place.num_nodes)
-        if place.num_nodes is None:
-            node = (place.cross_rank, place.cross_size)
-        return None not in node and node == (other.place.rank, other.place.size)
+        """Return whether ``other`` started one launcher a node and this is that one."""
+        pair = ("node_rank", "num_nodes")
+        if "num_nodes" not in self.place:
+            pair = ("cross_rank", "cross_size")
+        node = [self.place.get(name) for name in pair]
+        return node == [other.place["rank"], other.place["size"]]
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherEnv:
+class LauncherEnv(NamedTuple):
     """One launcher's variables."""
 
     launcher: Launcher
-    names: Mapping[str, str]  # the variable for each attribute of ``KnownPlace``
-    required: tuple[str, ...] = ("rank", "size")  # the attributes that it always sets
+    names: Mapping[str, str]  # the variable for each number of a ``Place``
+    required: tuple[str, ...] = ("rank", "size")  # the numbers that it always sets
     job_id: str = ""  # the variable that names the job
     is_marked: bool = False  # ``job_id`` alone already shows the launcher
 
@@ -144,25 +176,55 @@ class LauncherEnv:
         found = [name for name in (*marks, *self.names.values()) if name in environ]
         if not found:
             return None
-        place = KnownPlace(**{k: integer(environ, n) for k, n in self.names.items()})
-        place.check(self.names)
-        return LauncherReading(
-            launcher=self.launcher,
-            place=place,
-            found=tuple(f"{name}={environ[name]}" for name in found),
-            missing=self._missing(environ),
-            job_id=environ.get(self.job_id, ""),
-        )
-
-    def _missing(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        wanted = [self.names[key] for key in self.required]
+        values = {key: integer(environ, name) for key, name in self.names.items()}
+        place = {key: value for key, value in values.items() if value is not None}
+        _check(place, self.names)
+        wanted = list(self.required)
         # An index without its count, or the reverse, is half a pair.
         for index in ("cross_rank", "node_rank"):
-            keys = (index, _COUNTS[index])
-            pair = [self.names[key] for key in keys if key in self.names]
-            if any(name in environ for name in pair):
-                wanted += pair
-        return tuple(dict.fromkeys(name for name in wanted if name not in environ))
+            pair = (index, _COUNTS[index])
+            wanted += pair if {*pair} & place.keys() else ()
+        return LauncherReading(
+            self.launcher,
+            place,
+            tuple(f"{name}={environ[name]}" for name in found),
+            tuple(self.names[k] for k in dict.fromkeys(wanted) if k not in place),
+            environ.get(self.job_id, ""),
+        )
+
+
+def _check(place: Place, names: Mapping[str, str]) -> None:
+    """Refuse numbers that cannot all be true."""
+    for count in _COUNTS.values():
+        if place.get(count) == 0:
+            raise WorldError(
+                f"{names[count]} must be at least 1, got 0. "
+                f"Set it anew, or unset it to run a world of one."
+            )
+    rules = [(index, "below", operator.lt, count) for index, count in _COUNTS.items()]
+    for index, count in list(_COUNTS.items())[1:]:
+        rules.append((count, "at most", operator.le, "size"))
+        rules.append((index, "below", operator.lt, "size"))
+    if place.get("num_nodes") == 1:
+        equal = f"equal where {names['num_nodes']}=1 to"
+        rules.append(("local_size", equal, operator.eq, "size"))
+    for low, rule, is_kept, high in rules:
+        if {low, high} <= place.keys() and not is_kept(place[low], place[high]):
+            raise WorldError(
+                f"{names[low]} must be {rule} {names[high]}, got "
+                f"{names[low]}={place[low]} and {names[high]}={place[high]}. "
+                f"Set the variables anew, all from one launcher."
+            )
+    if place.keys() >= {"size", "local_size", "num_nodes"}:
+        local_size, num_nodes = place["local_size"], place["num_nodes"]
+        least = local_size + num_nodes - 1  # every node has a rank
+        if place["size"] < least:
+            raise WorldError(
+                f"{names['size']} must be at least {names['local_size']} + "
+                f"{names['num_nodes']} - 1 = {local_size} + {num_nodes} - 1 = "
+                f"{least}, got {place['size']}. Set the variables anew, all from "
+                "one launcher."
+            )
 
 
 _TORCH_NAMES = {
@@ -177,6 +239,14 @@ _TORCH_NAMES = {
 }
 # torchrun does not write CROSS_*: what stands there is somebody else's.
 _TORCHRUN_NAMES = {k: v for k, v in _TORCH_NAMES.items() if not k.startswith("cross")}
+_HOROVOD_NAMES = {key: f"HOROVOD_{key.upper()}" for key in list(_TORCH_NAMES)[:6]}
+_OPEN_MPI_NAMES = {k: f"OMPI_COMM_WORLD_{k.upper()}" for k in list(_TORCH_NAMES)[:4]}
+_PMI_NAMES = {
+    "rank": "PMI_RANK",
+    "size": "PMI_SIZE",
+    "local_rank": "MPI_LOCALRANKID",
+    "local_size": "MPI_LOCALNRANKS",
+}
 
 RONDE = LauncherEnv(
     Launcher.RONDE, _TORCH_NAMES, tuple(_TORCH_NAMES), "RONDE_JOB_ID", is_marked=True
@@ -189,32 +259,13 @@ TORCHRUN = LauncherEnv(
     is_marked=True,
 )
 PLAIN = LauncherEnv(Launcher.PLAIN, _TORCH_NAMES)
-HOROVOD = LauncherEnv(
-    Launcher.HOROVOD,
-    {name: f"HOROVOD_{name.upper()}" for name in list(KnownPlace.__annotations__)[:6]},
-)
+HOROVOD = LauncherEnv(Launcher.HOROVOD, _HOROVOD_NAMES)
+# OMPI_COMM_WORLD_NODE_RANK is no node's index, whatever its name: on 2 nodes of 2 ranks
+# it is 0, 1, 0, 1. No variable has the node.
 OPEN_MPI = LauncherEnv(
-    Launcher.OPEN_MPI,
-    {
-        "rank": "OMPI_COMM_WORLD_RANK",
-        "size": "OMPI_COMM_WORLD_SIZE",
-        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    },
-    # OMPI_COMM_WORLD_NODE_RANK is no node's index, whatever its name: on 2 nodes of
-    # 2 ranks it is 0, 1, 0, 1. No variable has the node.
-    ("rank", "size", "local_rank", "local_size"),
-    "PMIX_NAMESPACE",
+    Launcher.OPEN_MPI, _OPEN_MPI_NAMES, tuple(_OPEN_MPI_NAMES), "PMIX_NAMESPACE"
 )
-PMI = LauncherEnv(
-    Launcher.PMI,
-    {
-        "rank": "PMI_RANK",
-        "size": "PMI_SIZE",
-        "local_rank": "MPI_LOCALRANKID",
-        "local_size": "MPI_LOCALNRANKS",
-    },
-)
+PMI = LauncherEnv(Launcher.PMI, _PMI_NAMES)
 
 
 def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
@@ -236,16 +287,15 @@ def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
         known.append(PLAIN)  # of equal values the launcher's own know more
     else:
         known.insert(0, RONDE if ours is not None else TORCHRUN)
-    found = [each.read(environ) for each in known]
-    readings = [reading for reading in found if reading is not None]
+    readings = [found for each in known if (found := each.read(environ))]
     # Left over from another launcher's start they may well be at odds: do not look.
-    if not any(r.is_above_slurm and r.place.local_rank is not None for r in readings):
-        slurm = read_slurm(environ)
+    if not any(each.is_above_slurm and "local_rank" in each.place for each in readings):
+        slurm = _read_slurm(environ)
         readings += [slurm] if slurm else []
     return readings
 
 
-def read_slurm(environ: Mapping[str, str]) -> LauncherReading | None:
+def _read_slurm(environ: Mapping[str, str]) -> LauncherReading | None:
     """Read what ``srun`` gives the tasks of a step; None outside a step.
 
     In an allocation without a step (``salloc``, a batch script) nobody is a rank yet,
@@ -265,22 +315,18 @@ def read_slurm(environ: Mapping[str, str]) -> LauncherReading | None:
         "node_rank": "SLURM_NODEID",
         "num_nodes": first("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     }
+    env = LauncherEnv(Launcher.SLURM, names, job_id="SLURM_STEP_ID", is_marked=True)
+    reading = env.read(environ)
+    if reading is None:
+        raise AssertionError("a step has at least its number")
+    reading = reading._replace(job_id=f"{environ.get('SLURM_JOB_ID', '')}.{step}")
     tasks_name = first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    place = KnownPlace(**{key: integer(environ, name) for key, name in names.items()})
-    place.check(names)
-    if tasks_name in environ:
-        tasks = parse_tasks_per_node(environ[tasks_name], tasks_name)
-        shown = f"{tasks_name}={environ[tasks_name]}"
-        place = _place_among(place, tasks, shown, names)
-    found = ("SLURM_STEP_ID", *names.values(), tasks_name)
-    wanted = (names["rank"], names["size"])
-    return LauncherReading(
-        launcher=Launcher.SLURM,
-        place=place,
-        found=tuple(f"{name}={environ[name]}" for name in found if name in environ),
-        missing=tuple(name for name in wanted if name not in environ),
-        job_id=f"{environ.get('SLURM_JOB_ID', '')}.{step}",
-    )
+    if tasks_name not in environ:
+        return reading
+    shown = f"{tasks_name}={environ[tasks_name]}"
+    tasks = parse_tasks_per_node(environ[tasks_name], tasks_name)
+    place = reading.place | _place_among(reading.place, tasks, shown, names)
+    return reading._replace(place=place, found=(*reading.found, shown))
 
 
 def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
@@ -301,32 +347,31 @@ def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
 
 
 def _place_among(
-    place: KnownPlace, tasks: list[int], shown: str, names: Mapping[str, str]
-) -> KnownPlace:
-    """Complete ``place`` from the number of tasks on every node."""
-    if place.size is not None and sum(tasks) != place.size:
+    place: Place, tasks: list[int], shown: str, names: Mapping[str, str]
+) -> Place:
+    """Return what the number of tasks on every node adds to ``place``."""
+    if place.get("size", sum(tasks)) != sum(tasks):
         raise WorldError(
             f"{names['size']} must be the sum of the tasks of all nodes: {shown} is "
-            f"{' + '.join(map(str, tasks))} = {sum(tasks)}, got {place.size}. "
+            f"{' + '.join(map(str, tasks))} = {sum(tasks)}, got {place['size']}. "
             f"Start the program with srun, which sets both."
         )
-    node = 0 if len(tasks) == 1 else place.node_rank
-    local_rank = place.local_rank
+    node = 0 if len(tasks) == 1 else place.get("node_rank")
+    local_rank = place.get("local_rank")
     if node is None or local_rank is None:
-        return place
+        return {}
     if node >= len(tasks) or local_rank >= tasks[node]:
         raise WorldError(
             f"{names['local_rank']} must be below the tasks of node {node} in {shown}, "
             f"got {local_rank}. Start the program with srun, which sets all three."
         )
-    return replace(
-        place,
-        local_size=tasks[node],
-        cross_rank=sum(count > local_rank for count in tasks[:node]),
-        cross_size=sum(count > local_rank for count in tasks),
-        node_rank=node,
-        num_nodes=len(tasks),
-    )
+    return {
+        "local_size": tasks[node],
+        "cross_rank": sum(count > local_rank for count in tasks[:node]),
+        "cross_size": sum(count > local_rank for count in tasks),
+        "node_rank": node,
+        "num_nodes": len(tasks),
+    }
 
 
 def integer(environ: Mapping[str, str], name: str) -> int | None:

@@ -148,7 +148,7 @@ def measure(options: TrainOptions, on_progress: OnProgress) -> TrainingOutcome:
             num_steps = max(1, min(_MAX_STEPS, math.ceil(_BLOCK_S / step_s)))
         rounds = _run_rounds(replicas, num_steps, options.rounds, device, on_progress)
         is_in_step = _is_in_step(replicas)
-    engine = current_session().communicator.engine if size > 1 else ""
+    engine = current_session().states[0].communicator.engine if size > 1 else ""
     where = (size, torch.get_num_threads(), device.type, name, engine)
     setting = Setting(*where, torch.__version__)
     return TrainingOutcome(options, setting, num_steps, rounds, is_in_step)

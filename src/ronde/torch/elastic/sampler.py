@@ -28,7 +28,6 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        """Divide the first epoch; ``seed`` is that of the epochs' orders."""
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -41,12 +40,12 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch of every rank, of ``batch_size`` samples each, as processed."""
+        """Count a batch of ``batch_size`` samples on every rank as processed."""
         del batch_idx
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the sampler is: ``epoch`` and ``processed_num``."""
+        """Return ``epoch`` and ``processed_num``."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from enum import IntFlag
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -41,22 +41,11 @@ class HostUpdateResult(IntFlag):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
-    """The hosts have changed: training is to start again from where it is.
-
-    ``skip_sync`` is set where all ranks that are left have the state already.
-    """
+    """The hosts have changed; ``skip_sync`` if all that are left have the state."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__(skip_sync)
         self.skip_sync = skip_sync
-
-
-class Listener(Protocol):
-    """Is called, from any thread, when the hosts have changed."""
-
-    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Take note of a change at ``timestamp``, in seconds since the epoch."""
-        ...
 
 
 class WorkerNotificationManager:
@@ -64,14 +53,14 @@ class WorkerNotificationManager:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._listeners: list[Listener] = []
+        self._listeners: list[State] = []
 
-    def register_listener(self, listener: Listener) -> None:
+    def register_listener(self, listener: "State") -> None:
         """Call ``listener`` at every change from now on."""
         with self._lock:
             self._listeners.append(listener)
 
-    def remove_listener(self, listener: Listener) -> None:
+    def remove_listener(self, listener: "State") -> None:
         """Call ``listener`` no more."""
         with self._lock:
             self._listeners.remove(listener)
@@ -79,7 +68,7 @@ class WorkerNotificationManager:
     def handle_hosts_updated(
         self, timestamp: float, update_res: HostUpdateResult
     ) -> None:
-        """Call all listeners."""
+        """Pass a change at ``timestamp``, in seconds since the epoch, on to all."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
@@ -104,10 +93,7 @@ class State(ABC):
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Have functions called after ranks were added or removed.
-
-        Say, one that scales the learning rate to the new size.
-        """
+        """Have functions called after ranks were added or removed."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -118,26 +104,16 @@ class State(ABC):
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Take note of a change of hosts: see ``Listener``."""
+        """Take note of a change of hosts; from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, so that ``restore`` comes back to here; then check for new hosts.
-
-        Collective. It copies all that is saved: not for every step of a large model.
-
-        Raises:
-            HostsUpdatedInterrupt: See ``check_host_updates``.
-        """
+        """Save, which copies everything, and check for new hosts; collective."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """See whether rank 0 has learned of a change of hosts; collective.
-
-        Raises:
-            HostsUpdatedInterrupt: It has; raised on all ranks alike.
-        """
+        """Raise ``HostsUpdatedInterrupt`` on all ranks if rank 0 knows of a change."""
         changes = HostUpdateResult.no_update
         last, is_changed = self._last_updated_timestamp, False
         while True:
@@ -186,16 +162,16 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def save(self) -> None:
-        """Copy the attributes, what they hold included."""
+        """Take a copy for ``restore``."""
         self._saved_state = deepcopy(self._attributes())
 
     def restore(self) -> None:
-        """Set the attributes to copies of what was saved."""
+        """Go back to the last ``save``."""
         for name, value in self._saved_state.items():
             setattr(self, name, deepcopy(value))
 
     def sync(self) -> None:
-        """Save rank 0's attributes, as they are, and set them; collective."""
+        """Take over rank 0's state; collective."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._attributes())
             ObjectState.restore(self)
@@ -239,16 +215,16 @@ class StateDictHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """Copy the state."""
+        """Take a copy for ``restore``."""
         self._saved = deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load the copy."""
         # A copy again: optimizers keep what they load, and go on to change it.
+        """Go back to the last ``save``."""
         self.value.load_state_dict(deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load and save rank 0's state."""
+        """Take over rank 0's state; collective."""
         self._saved = broadcast_object(self.value.state_dict(), root_rank=0)
         self.restore()
 
@@ -257,7 +233,7 @@ class ModelStateHandler(StateDictHandler):
     """Handles a module."""
 
     def sync(self) -> None:
-        """Copy rank 0's parameters and buffers in place, and save them."""
+        """Take over rank 0's state; collective."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
         self.save()
 
@@ -266,7 +242,7 @@ class OptimizerStateHandler(StateDictHandler):
     """Handles an optimizer."""
 
     def sync(self) -> None:
-        """Copy rank 0's state, and save it."""
+        """Take over rank 0's state; collective."""
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
@@ -300,7 +276,7 @@ def get_handler_registry() -> HandlerRegistry:
 
 
 def set_handler_registry(registry: HandlerRegistry) -> None:
-    """Set what handles which type, in states that are made from now on."""
+    """Set what handles which type, from now on."""
     _registry[:] = registry
 
 
@@ -333,25 +309,25 @@ class TorchState(ObjectState):
         )
 
     def save(self) -> None:
-        """Copy everything."""
+        """Take a copy for ``restore``."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to the last ``save`` with everything."""
+        """Go back to the last ``save``."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Take over all that rank 0 has, and save it; collective."""
+        """Take over rank 0's state; collective."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Divide what samplers have left among the new ranks."""
+        """Adapt to the new ranks; not collective."""
         for handler in self._handlers.values():
             handler.reset()
         super().reset()
@@ -371,14 +347,11 @@ R = TypeVar("R")
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a training function, so that it survives failures and new hosts.
 
-    The function takes the state first and must begin with where the state is. It is
-    called with rank 0's state on all ranks. When a collective fails
-    (``HorovodInternalError``), the state goes back to its last commit; when hosts have
-    changed, it stays as it is. In both cases the ranks connect anew and the function is
-    called again. Any other exception ends it.
-
-    The first try comes at once; where failures follow each other fast, the pause before
-    the next one doubles, up to 10 s.
+    The function takes the state first and begins where the state is, which is rank 0's
+    on all ranks. When a collective fails (``HorovodInternalError``), the state goes
+    back to its last commit; when hosts have changed, it stays. In both cases the ranks
+    connect anew and the function is called again; where failures follow each other
+    fast, after a pause that doubles, up to 10 s. Any other exception ends it.
 
     Raises:
         CollectiveError: From the decorated function: the ranks were to connect anew
