@@ -102,6 +102,7 @@ def test_ranks_find_it(environment, tmp_path, launcher, size) -> None:
     assert done.stdout.splitlines() == [line] * size, done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_notebook_kernel_finds_it(environment, tmp_path) -> None:
     install = ["-m", "pip", "--python", str(environment.python), "install", "--quiet"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.conformance.samples import ALL, SHAPES, layouts, sample
+from tests.conformance.samples import ALL, SHAPES, cases, layouts, sample
 from torch import Tensor
 
 from ronde.collectives import (
@@ -26,12 +26,11 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def broadcast_every_root_dtype_and_shape(communicator: Communicator, device: str):
-    for root in range(communicator.size):
-        for dtype in ALL:
-            for shape in SHAPES:
-                tensor = sample(shape, dtype, communicator.rank, device=device)
-                assert communicator.broadcast(tensor, root).wait() is tensor
-                assert_same_bits(tensor, sample(shape, dtype, root))
+    size = communicator.size
+    for root, dtype, shape in cases(size, range(size), ALL, SHAPES):
+        tensor = sample(shape, dtype, communicator.rank, device=device)
+        assert communicator.broadcast(tensor, root).wait() is tensor
+        assert_same_bits(tensor, sample(shape, dtype, root))
 
 
 def broadcast_keeps_layouts(communicator: Communicator, device: str):
@@ -52,19 +51,17 @@ def broadcast_keeps_layouts(communicator: Communicator, device: str):
 
 def all_gather_even_and_uneven(communicator: Communicator, device: str):
     ranks = range(communicator.size)
-    for dtype in ALL:
-        for counts in (
-            [3 for _ in ranks],
-            [2 * r + 1 for r in ranks],
-            [0 if r % 2 == 0 else 5 for r in ranks],
-            [0 for _ in ranks],
-        ):
-            for rest in ((), (2, 3), (0,)):
-                parts = [
-                    sample((counts[r], *rest), dtype, r, device=device) for r in ranks
-                ]
-                gathered = communicator.all_gather(parts[communicator.rank]).wait()
-                assert_same_bits(gathered, concatenated(parts))
+    plans = (
+        [3 for _ in ranks],
+        [2 * r + 1 for r in ranks],
+        [0 if r % 2 == 0 else 5 for r in ranks],
+        [0 for _ in ranks],
+    )
+    rests = ((), (2, 3), (0,))
+    for dtype, counts, rest in cases(communicator.size, ALL, plans, rests):
+        parts = [sample((counts[r], *rest), dtype, r, device=device) for r in ranks]
+        gathered = communicator.all_gather(parts[communicator.rank]).wait()
+        assert_same_bits(gathered, concatenated(parts))
 
 
 def concatenated(parts: list[Tensor]) -> Tensor:
@@ -91,15 +88,14 @@ def all_gather_takes_layouts(communicator: Communicator, device: str):
 
 def all_to_all_with_and_without_splits(communicator: Communicator, device: str):
     size, rank = communicator.size, communicator.rank
-    for dtype in ALL:
-        for plan in (
-            [[2] * size for _ in range(size)],
-            [[(r + to) % 3 for to in range(size)] for r in range(size)],
-            [[0] * size for _ in range(size)],
-            [[3 if to == 0 else 0 for to in range(size)] for _ in range(size)],
-        ):
-            for rest in ((), (3,), (0,)):
-                check_exchange(communicator, plan, rest, dtype, device)
+    plans = (
+        [[2] * size for _ in range(size)],
+        [[(r + to) % 3 for to in range(size)] for r in range(size)],
+        [[0] * size for _ in range(size)],
+        [[3 if to == 0 else 0 for to in range(size)] for _ in range(size)],
+    )
+    for dtype, plan, rest in cases(size, ALL, plans, ((), (3,), (0,))):
+        check_exchange(communicator, plan, rest, dtype, device)
     even = torch.arange(2 * size, device=device) + 100 * rank
     received, counts = communicator.all_to_all(even).wait()
     assert counts == [2] * size
@@ -111,25 +107,23 @@ def all_to_all_with_and_without_splits(communicator: Communicator, device: str):
 def all_gather_into_a_place(communicator: Communicator, device: str):
     """Every rank gives one, or every other one; it may hold the rank's own rows."""
     size, rank = communicator.size, communicator.rank
-    for dtype in ALL:
-        for counts in ([3] * size, [2 * r + 1 for r in range(size)], [0] * size):
-            parts = [
-                sample((n, 2), dtype, r, device=device) for r, n in enumerate(counts)
-            ]
-            expected = concatenated(parts)
-            first = sum(counts[:rank])
-            for is_own in (False, True):
-                out = torch.zeros(sum(counts), 2, device=device).to(dtype)
-                given = parts[rank]
-                if is_own:
-                    given = out[first : first + counts[rank]]
-                    given.copy_(parts[rank])
-                assert communicator.all_gather(given, out=out).wait() is out
-                assert_same_bits(out, expected)
-            place = out if rank % 2 else None
-            assert_same_bits(
-                communicator.all_gather(parts[rank], out=place).wait(), expected
-            )
+    plans = ([3] * size, [2 * r + 1 for r in range(size)], [0] * size)
+    for dtype, counts in cases(size, ALL, plans):
+        parts = [sample((n, 2), dtype, r, device=device) for r, n in enumerate(counts)]
+        expected = concatenated(parts)
+        first = sum(counts[:rank])
+        for is_own in (False, True):
+            out = torch.zeros(sum(counts), 2, device=device).to(dtype)
+            given = parts[rank]
+            if is_own:
+                given = out[first : first + counts[rank]]
+                given.copy_(parts[rank])
+            assert communicator.all_gather(given, out=out).wait() is out
+            assert_same_bits(out, expected)
+        place = out if rank % 2 else None
+        assert_same_bits(
+            communicator.all_gather(parts[rank], out=place).wait(), expected
+        )
 
 
 def all_gather_takes_rows_from_anywhere_in_the_place(
@@ -190,13 +184,12 @@ def send_and_recv_around_the_ring(communicator: Communicator, device: str):
                 call(torch.ones(1, device=device), 0)
         return
     after, before = (rank + 1) % size, (rank - 1) % size
-    for dtype in ALL:
-        for shape in ((), (5,), (0,), (2, 3)):
-            sent = communicator.send(sample(shape, dtype, rank, device=device), after)
-            target = sample(shape, dtype, rank, seed=9, device=device)
-            assert communicator.recv(target, before).wait() is target
-            sent.wait()
-            assert_same_bits(target, sample(shape, dtype, before))
+    for dtype, shape in cases(size, ALL, ((), (5,), (0,), (2, 3))):
+        sent = communicator.send(sample(shape, dtype, rank, device=device), after)
+        target = sample(shape, dtype, rank, seed=9, device=device)
+        assert communicator.recv(target, before).wait() is target
+        sent.wait()
+        assert_same_bits(target, sample(shape, dtype, before))
     with pytest.raises(UsageError, match="must be another rank"):
         communicator.send(torch.ones(1, device=device), rank)
 

@@ -1,10 +1,11 @@
 """Where tensors lie must change nothing but speed. Each function runs on every rank."""
 
+import functools
 import gc
 
 import torch
 from tests.conformance.data_movement import assert_same_bits, concatenated
-from tests.conformance.samples import FLOATS, Reduced, sample
+from tests.conformance.samples import FLOATS, Reduced, cases, sample
 from torch import Tensor
 
 from ronde.collectives import Communicator, ReduceOp, rows
@@ -71,42 +72,58 @@ def reductions_are_the_same_everywhere(communicator: Communicator, device: str):
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+@functools.lru_cache(maxsize=1)
+def scaled(
+    size: int, length: int, dtype: torch.dtype, op: ReduceOp, device: str
+) -> tuple[list[Tensor], Reduced]:
+    """Return what the ranks put in, and what scaling and reducing it must give."""
+    inputs = [sample((length,), dtype, rank, device=device) for rank in range(size)]
+    return inputs, Reduced(inputs, op, 0.5, 2.0)
+
+
 def large_reductions_of_every_kind(communicator: Communicator, device: str):
     rank, size = communicator.rank, communicator.size
-    for dtype, op, length in (
+    kinds = (
         *((dtype, op, 70_003) for dtype in FLOATS for op in ReduceOp),
         (torch.complex64, ReduceOp.AVERAGE, 70_003),
         (torch.int32, ReduceOp.AVERAGE, 9_001),
         (torch.uint16, ReduceOp.MAX, 9_001),
-    ):
-        inputs = [sample((length,), dtype, r, device=device) for r in range(size)]
-        expected = Reduced(inputs, op, 0.5, 2.0)
-        for where in placements(communicator)[:4]:
-            tensor = place(communicator, inputs[rank], where[rank])
-            communicator.all_reduce(tensor, op, prescale=0.5, postscale=2.0).wait()
-            expected.check(tensor)
+    )
+    for (dtype, op, length), where in cases(size, kinds, placements(communicator)[:4]):
+        inputs, expected = scaled(size, length, dtype, op, device)
+        tensor = place(communicator, inputs[rank], where[rank])
+        communicator.all_reduce(tensor, op, prescale=0.5, postscale=2.0).wait()
+        expected.check(tensor)
+
+
+@functools.lru_cache(maxsize=1)
+def scattered(
+    size: int, num_rows: int, dtype: torch.dtype, begin: int, end: int, device: str
+) -> tuple[list[Tensor], Reduced]:
+    """Return what the ranks put in, and what some rows of their sum must be."""
+    shape = (num_rows, 70)
+    inputs = [sample(shape, dtype, rank, device=device) for rank in range(size)]
+    return inputs, Reduced([each[begin:end] for each in inputs], ReduceOp.SUM)
 
 
 def large_reduce_scatter(communicator: Communicator, device: str):
     rank, size = communicator.rank, communicator.size
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for num_rows in (size * 500, size * 500 + 1):
-            counts = rows(num_rows, size)
-            first = sum(counts[:rank])
-            inputs = [
-                sample((num_rows, 70), dtype, r, device=device) for r in range(size)
-            ]
-            own = [each[first : first + counts[rank]] for each in inputs]
-            expected = Reduced(own, ReduceOp.SUM)
-            for where in placements(communicator):
-                flat = inputs[rank].reshape(-1)
-                tensor = place(communicator, flat, where[rank]).view(num_rows, 70)
-                result = communicator.reduce_scatter(tensor).wait()
-                expected.check(result)
-                assert torch.equal(tensor, inputs[rank])
-                target = tensor[first : first + counts[rank]]
-                communicator.reduce_scatter(tensor, out=target).wait()
-                assert torch.equal(target, result)
+    kinds = (torch.float32, torch.bfloat16, torch.int64)
+    nums_rows = (size * 500, size * 500 + 1)
+    for dtype, num_rows, where in cases(
+        size, kinds, nums_rows, placements(communicator)
+    ):
+        counts = rows(num_rows, size)
+        begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
+        inputs, expected = scattered(size, num_rows, dtype, begin, end, device)
+        flat = inputs[rank].reshape(-1)
+        tensor = place(communicator, flat, where[rank]).view(num_rows, 70)
+        result = communicator.reduce_scatter(tensor).wait()
+        expected.check(result)
+        assert torch.equal(tensor, inputs[rank])
+        target = tensor[begin:end]
+        communicator.reduce_scatter(tensor, out=target).wait()
+        assert torch.equal(target, result)
 
 
 def large_movements(communicator: Communicator, device: str):

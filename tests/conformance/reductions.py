@@ -9,6 +9,7 @@ from tests.conformance.samples import (
     MOVED_ONLY,
     SHAPES,
     assert_reduced,
+    cases,
     layouts,
     sample,
 )
@@ -27,6 +28,13 @@ def ops_of(dtype: torch.dtype) -> list[ReduceOp]:
     return [op for op in ReduceOp if not (dtype in COMPLEX and op in ORDERED)]
 
 
+def dtypes_and_ops(
+    dtypes: list[torch.dtype],
+) -> list[tuple[int, torch.dtype, ReduceOp]]:
+    """Return each dtype with its number and each operation that it has."""
+    return [(seed, d, op) for seed, d in enumerate(dtypes) for op in ops_of(d)]
+
+
 def inputs_of(
     communicator: Communicator,
     shape: tuple[int, ...],
@@ -42,14 +50,11 @@ def inputs_of(
 def all_reduce_every_dtype_op_and_shape(communicator: Communicator, device: str):
     """Issue all, then wait for the last first."""
     under_way = []
-    for seed, dtype in enumerate([*FLOATS, *INTEGERS, torch.bool, *COMPLEX]):
-        for op in ops_of(dtype):
-            for shape in SHAPES:
-                inputs = inputs_of(communicator, shape, dtype, seed, device)
-                tensor = inputs[communicator.rank].clone()
-                under_way.append(
-                    (communicator.all_reduce(tensor, op), tensor, inputs, op)
-                )
+    kinds = dtypes_and_ops([*FLOATS, *INTEGERS, torch.bool, *COMPLEX])
+    for (seed, dtype, op), shape in cases(communicator.size, kinds, SHAPES):
+        inputs = inputs_of(communicator, shape, dtype, seed, device)
+        tensor = inputs[communicator.rank].clone()
+        under_way.append((communicator.all_reduce(tensor, op), tensor, inputs, op))
     for work, tensor, inputs, op in reversed(under_way):
         assert work.wait() is tensor
         assert work.is_done()
@@ -61,15 +66,16 @@ def all_reduce_every_dtype_op_and_shape(communicator: Communicator, device: str)
 
 
 def all_reduce_scales(communicator: Communicator, device: str):
-    for seed, dtype in enumerate([*FLOATS, *INTEGERS, *COMPLEX]):
-        for op in ops_of(dtype):
-            for prescale, postscale in ((0.5, 1.0), (1.0, 0.3), (0.7, 0.5)):
-                inputs = inputs_of(communicator, (5, 3), dtype, seed, device)
-                tensor = inputs[communicator.rank].clone()
-                communicator.all_reduce(
-                    tensor, op, prescale=prescale, postscale=postscale
-                ).wait()
-                assert_reduced(tensor, inputs, op, prescale, postscale)
+    kinds = dtypes_and_ops([*FLOATS, *INTEGERS, *COMPLEX])
+    scales = [(0.5, 1.0), (1.0, 0.3), (0.7, 0.5)]
+    for (seed, dtype, op), scale in cases(communicator.size, kinds, scales):
+        inputs = inputs_of(communicator, (5, 3), dtype, seed, device)
+        tensor = inputs[communicator.rank].clone()
+        prescale, postscale = scale
+        communicator.all_reduce(
+            tensor, op, prescale=prescale, postscale=postscale
+        ).wait()
+        assert_reduced(tensor, inputs, op, prescale, postscale)
 
 
 def all_reduce_keeps_layouts(communicator: Communicator, device: str):
@@ -182,21 +188,17 @@ def reductions_agree_bit_for_bit(communicator: Communicator, device: str):
 
 def reduce_scatter_keeps_own_rows(communicator: Communicator, device: str):
     size, rank = communicator.size, communicator.rank
-    for seed, dtype in enumerate([*FLOATS, *INTEGERS, torch.bool, *COMPLEX]):
-        for op in ops_of(dtype):
-            for num_rows in (0, 1, size, 2 * size + 1):
-                shape = (num_rows, 3)
-                inputs = inputs_of(communicator, shape, dtype, seed, device)
-                given = inputs[rank].clone()
-                result = communicator.reduce_scatter(given, op).wait()
-                assert torch.equal(
-                    given.view(torch.uint8), inputs[rank].view(torch.uint8)
-                )
-                counts = rows(num_rows, size)
-                assert result.shape == (counts[rank], 3)
-                first = sum(counts[:rank])
-                own = [t[first : first + counts[rank]] for t in inputs]
-                assert_reduced(result, own, op)
+    kinds = dtypes_and_ops([*FLOATS, *INTEGERS, torch.bool, *COMPLEX])
+    for (seed, dtype, op), num_rows in cases(size, kinds, (0, 1, size, 2 * size + 1)):
+        inputs = inputs_of(communicator, (num_rows, 3), dtype, seed, device)
+        given = inputs[rank].clone()
+        result = communicator.reduce_scatter(given, op).wait()
+        assert torch.equal(given.view(torch.uint8), inputs[rank].view(torch.uint8))
+        counts = rows(num_rows, size)
+        assert result.shape == (counts[rank], 3)
+        first = sum(counts[:rank])
+        own = [t[first : first + counts[rank]] for t in inputs]
+        assert_reduced(result, own, op)
 
 
 def reduce_scatter_scales_and_takes_layouts(communicator: Communicator, device: str):

@@ -4,8 +4,10 @@ The expected values come from Python's own integers and from float64, not from t
 under test.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,19 @@ COMPLEX = [torch.complex64, torch.complex128]
 MOVED_ONLY = [torch.float8_e4m3fn, torch.float8_e5m2]
 ALL = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX, *MOVED_ONLY]
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4, 5), (0,), (4, 0)]
+
+
+def cases(size: int, *axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return all combinations on three ranks, and on others a third of them.
+
+    Each value of an axis is in some, and each pair of values where a third is free.
+    """
+    every = itertools.product(*map(enumerate, axes))
+    return [
+        tuple(value for _, value in case)
+        for case in every
+        if size == 3 or sum(index for index, _ in case) % 3 == size % 3
+    ]
 
 
 def sample(

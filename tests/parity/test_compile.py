@@ -352,16 +352,17 @@ def compare_training(*, is_synchronized: bool) -> None:
     assert torch.equal(hvd.broadcast(weights, 0), weights)  # the same on all ranks
 
 
-def compare_both_trainings() -> None:
-    compare_training(is_synchronized=False)
-    compare_training(is_synchronized=True)
-
-
 @pytest.mark.parametrize(
-    ("size", "work"),
-    [(2, compare_both_trainings), (3, partial(compare_training, is_synchronized=True))],
+    ("size", "is_synchronized"),
+    [
+        (2, False),
+        (3, True),
+        pytest.param(2, True, marks=pytest.mark.long),
+        pytest.param(3, False, marks=pytest.mark.long),
+    ],
 )
-def test_training(environment, size, work):
+def test_training(environment, size, is_synchronized):
+    work = partial(compare_training, is_synchronized=is_synchronized)
     run_sessions(size, work, environment=environment, timeout_s=LIMIT_S)
 
 
