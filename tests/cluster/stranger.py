@@ -99,26 +99,34 @@ def speak_to_unix_sockets():
 
 
 def speak_to_ports(places):
+    """Speak to all at once."""
+    threads = [threading.Thread(target=speak_to_port, args=(p,)) for p in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def speak_to_port(place):
     """Ask as torch's clients do, say rubbish, and come in great number."""
-    for place in places:
-        for words in (TORCH_HELLO, CHECK, b"\xff" * 200):
-            try:
-                with socket.create_connection(place, 1.0) as sock:
-                    sock.sendall(words)
-                    sock.settimeout(0.5)
-                    said = sock.recv(100)
-                    if words == TORCH_HELLO and len(said) == 8:
-                        gained.append(f"torch's store at {place} obeyed")
-            except OSError:
-                pass
-        for number in range(CROWD):
-            try:
-                sock = socket.create_connection(place, 1.0)
-                if number % 2:
-                    sock.sendall(b"\xff" * 7)
-                held.append(sock)
-            except OSError:
-                break
+    for words in (TORCH_HELLO, CHECK, b"\xff" * 200):
+        try:
+            with socket.create_connection(place, 1.0) as sock:
+                sock.sendall(words)
+                sock.settimeout(0.5)
+                said = sock.recv(100)
+                if words == TORCH_HELLO and len(said) == 8:
+                    gained.append(f"torch's store at {place} obeyed")
+        except OSError:
+            pass
+    for number in range(CROWD):
+        try:
+            sock = socket.create_connection(place, 1.0)
+            if number % 2:
+                sock.sendall(b"\xff" * 7)
+            held.append(sock)
+        except OSError:
+            break
 
 
 def pose(address, port):

@@ -5,7 +5,7 @@ import select
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,11 +87,16 @@ class Job:
     def tell(self, word):
         (self.folder / word).touch()
 
-    def let_in(self, host: Machine, stage, taken=()) -> Stranger:
-        """Start a stranger, and wait until it has tried all.
+    def let_in(self, hosts, stage, taken=lambda _: ()) -> list[Stranger]:
+        """Start a stranger on each host, and wait until all have tried all."""
+        strangers = [self._start(host, stage, taken(host)) for host in hosts]
+        for stranger in strangers:
+            stranger.wait_for("ready")
+            assert stranger.lines[-1]["user"] == NOBODY
+        return strangers
 
-        It is told what others would have to find out: what the ranks listen on.
-        """
+    def _start(self, host: Machine, stage, taken) -> Stranger:
+        """Start one; it is told what others must find out: where the ranks listen."""
         found = self._cluster.listening(host)
         # mpirun and srun listen too, and are easily put out of step: not our affair.
         of_ranks = [s for s in found if list(s.words[1:3]) == RANK[1:]]
@@ -103,8 +108,6 @@ class Job:
         self._closing.callback(process.kill)
         stranger = Stranger(process)
         self._strangers.append(stranger)
-        stranger.wait_for("ready")
-        assert stranger.lines[-1]["user"] == NOBODY
         return stranger
 
     def assert_unharmed(self):
@@ -130,24 +133,21 @@ def run_beside_strangers(job, hosts, before):
     """
     told = json.loads(job.wait_all("started")[0])
     ports = [int(port) for port in before(told)]
-    first, *_ = [
-        job.let_in(
-            host, "before", [[told["MASTER_ADDR"] or host.address, p] for p in ports]
-        )
-        for host in hosts
-    ]
+    first, *_ = job.let_in(
+        hosts,
+        "before",
+        lambda host: [[told["MASTER_ADDR"] or host.address, p] for p in ports],
+    )
     job.tell("go")
     if told["SLURM_JOB_ID"]:
         # Rank 0 comes late: the others have found the stranger by then.
         first.wait_for("visited")
     job.tell("go.0")
     job.wait_all("ready")
-    for host in hosts:
-        job.let_in(host, "during")
+    job.let_in(hosts, "during")
     job.tell("stop")
     assert job.wait_all("done") == ["right"] * job.num_ranks
-    for host in hosts:
-        job.let_in(host, "after")
+    job.let_in(hosts, "after")
     job.assert_unharmed()
 
 
@@ -183,18 +183,18 @@ def test_on_three_hosts(cluster, tmp_path):
         run_beside_strangers(job, cluster.hosts, master_port)
 
 
-@contextmanager
-def batch_system(cluster):
+@pytest.fixture(scope="module")
+def batch(three_hosts):
     if reason := why_no_slurm():
         pytest.skip(reason)
-    with slurm(cluster) as running:
+    with slurm(three_hosts) as running:
         yield running
 
 
 @pytest.mark.parametrize("secret", ["munge", "file"])
-def test_under_slurm(cluster, tmp_path, secret):
+def test_under_slurm(cluster, batch, tmp_path, secret):
     """The strangers know the ports: they follow from numbers that everybody sees."""
-    with batch_system(cluster) as batch, Job(cluster, tmp_path, 3) as job:
+    with Job(cluster, tmp_path, 3) as job:
         words = ["srun", "-N3", "-n3", "--kill-on-bad-exit=1"]
         if secret == "file":  # noqa: S105  a word
             words += ["env", f"LD_LIBRARY_PATH={without_munge(tmp_path)}"]
