@@ -1,23 +1,89 @@
-"""Reads the options of every command; an error is one sentence."""
+"""Options of every command, declared by the lines of its help text."""
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ronde.errors import UsageError
 
+_OPTION = re.compile(r"  (-\S+(?:, -\S+)*)(?: ([^\s-]\S*))?( \.\.\.)?(?:  +\S.*)?")
+_OPTIONAL = "[no-]"
 
-class Parser(argparse.ArgumentParser):
-    """Raises ``UsageError`` where argparse would print its usage and exit with 2."""
 
-    def __init__(self, prog: str, **more: Any) -> None:  # noqa: ANN401  argparse's own
-        super().__init__(
-            prog=prog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            **more,
-        )
+class CommandParser(argparse.ArgumentParser):
+    """Reads the words of a command as its help text declares them.
+
+    A line of two blanks and a name that begins with ``-`` declares an option:
+    ``  -n, --num-proc N  ranks`` takes a value, ``  --json  print JSON`` takes none. A
+    value in braces must be one of those words, one in brackets may be left out, and
+    with ``...`` behind it the option may be given several times. ``--[no-]x`` is both
+    ``--x`` and ``--no-x``. Options that were not given are None, [] or False.
+
+    Raises ``UsageError`` where argparse would print its usage and exit with 2.
+
+    Args:
+        types: What reads a value, by the word that stands for it in the help.
+        positionals: ``nargs`` of the words that are no options, by name.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        help_text: str,
+        *,
+        types: Mapping[str, Callable[[str], Any]] | None = None,
+        positionals: Mapping[str, str | None] | None = None,
+    ) -> None:
+        super().__init__(prog=command, add_help=False, allow_abbrev=False)
+        self._help, self._types = help_text, types or {}
+        self.declare(help_text)
+        for name, nargs in (positionals or {}).items():
+            self.add_argument(name, nargs=nargs, metavar=name.rstrip("s").upper())
+
+    def declare(self, text: str) -> None:
+        """Add the options of further lines, which the help need not show."""
+        for line in text.splitlines():
+            if match := _OPTION.fullmatch(line):
+                names, value, repeated = match.groups()
+                self._declare(names.split(", "), value or "", has_more=bool(repeated))
+
+    def _declare(self, names: list[str], value: str, *, has_more: bool) -> None:
+        if _OPTIONAL in names[0]:
+            names = [names[0].replace(_OPTIONAL, "")]
+            self.add_argument(*names, action=argparse.BooleanOptionalAction)
+        elif not value:
+            self.add_argument(*names, action="store_true")
+        elif has_more:
+            self.add_argument(*names, action="append", default=[], metavar=value)
+        else:
+            choices = value[1:-1].split(",") if value.startswith("{") else None
+            is_optional = value.startswith("[") and value.endswith("]")
+            nargs = "?" if is_optional else None
+            kind = self._types.get(value, str)
+            how: dict[str, Any] = {"metavar": value, "type": kind, "choices": choices}
+            self.add_argument(*names, nargs=nargs, const="" if nargs else None, **how)
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace | None:
+        """Return the options; None where help was asked for, and shown."""
+        if "-h" in words or "--help" in words:
+            self.print_help()
+            return None
+        return self.parse_args(words)
+
+    def format_help(self) -> str:
+        """Return the text as it was given."""
+        return self._help
+
+    def given(self, options: argparse.Namespace) -> dict[str, str]:
+        """Return how each option is typed that was given, by its attribute."""
+        given: dict[str, str] = {}
+        for action in self._actions:
+            value = getattr(options, action.dest, action.default)
+            is_this = action.const in (None, value)
+            if action.option_strings and value != action.default and is_this:
+                given[action.dest] = action.option_strings[0]
+        return given
 
     def alias(self, option: str, *names: str) -> None:
         """Let further names stand for an option; the help does not show them."""
@@ -64,6 +130,37 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_foreign(self, word: str) -> None:
         """Refuse a well-known option of another launcher, with what stands for it."""
+
+
+def require_alone(options: argparse.Namespace, *names: str) -> None:
+    given = [name for name in names if getattr(options, attribute_of(name))]
+    if len(given) > 1:
+        raise UsageError(f"{given[0]} must stand alone, got {given[1]} too. Drop one.")
+
+
+def attribute_of(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def read_number(
+    option: str, text: str, cure: str, *, least: int = 0, most: int | None = None
+) -> int:
+    """Read a whole number of at most nine decimal digits."""
+    if text.isascii() and text.isdecimal() and len(text) < 10:
+        number = int(text)
+        if number >= least and (most is None or number <= most):
+            return number
+    rule = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise UsageError(f"{option} must be a whole number {rule}, got {text!r}. {cure}")
+
+
+def read_one_of(option: str, word: str, words: Sequence[str]) -> str:
+    if word not in words:
+        raise UsageError(
+            f"{option} must be {', '.join(words[:-1])} or {words[-1]}, got {word!r}. "
+            f"Type: {option} {words[0]}"
+        )
+    return word
 
 
 def refuse_verb(word: str, verbs: Sequence[str], command: str) -> NoReturn:

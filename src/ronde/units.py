@@ -31,18 +31,22 @@ _DURATION_UNITS = {
 _NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}"
 
 
-def parse_size_bytes(text: str) -> int:
-    """Read a size such as ``4096``, ``25MiB``, ``8K`` or ``1.5GB`` in bytes."""
+def parse_size_bytes(text: str, option: str = "") -> int:
+    """Read a size such as ``4096``, ``25MiB``, ``8K`` or ``1.5GB`` in bytes.
+
+    An error names the option that it is the value of.
+    """
+    of = f"{option}: " if option else ""
     match = re.fullmatch(rf"({_NUMBER})\s*([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in _SIZE_UNITS:
         raise UsageError(
-            f"size must be a number of bytes or one with a unit, got {text!r}. "
+            f"{of}size must be a number of bytes or one with a unit, got {text!r}. "
             f"Write it as 4096, 25MiB or 1.5GB."
         )
     size = Fraction(match[1]) * _SIZE_UNITS[match[2]]
     if size.denominator != 1:
         raise UsageError(
-            f"size must be a whole number of bytes, got {text!r} = {float(size)} "
+            f"{of}size must be a whole number of bytes, got {text!r} = {float(size)} "
             f"bytes. Give it in a smaller unit."
         )
     return int(size)
@@ -61,8 +65,9 @@ def format_size(size_bytes: int) -> str:
     return f"{_digits(size_bytes / 1024**exponent, 4)}{_BINARY[exponent - 1]}"
 
 
-def parse_duration_s(text: str) -> float:
+def parse_duration_s(text: str, option: str = "") -> float:
     """Read a duration such as ``0.5`` (seconds), ``5s``, ``250ms`` or ``1h30m``."""
+    of = f"{option}: " if option else ""
     stripped = text.strip().lower()
     if re.fullmatch(_NUMBER, stripped, re.ASCII):
         return float(stripped)
@@ -72,8 +77,8 @@ def parse_duration_s(text: str) -> float:
     is_whole = re.fullmatch(rf"(?:{part})+", stripped, re.ASCII) is not None
     if not is_whole or factors != sorted(set(factors), reverse=True):
         raise UsageError(
-            f"duration must be seconds or numbers with units, the largest first, got "
-            f"{text!r}. Write it as 5s, 2m or 1h30m."
+            f"{of}duration must be seconds or numbers with units, the largest first, "
+            f"got {text!r}. Write it as 5s, 2m or 1h30m."
         )
     numbers = (Fraction(match[1]) for match in re.finditer(part, stripped))
     return float(sum(n * f for n, f in zip(numbers, factors, strict=True)))

@@ -6,17 +6,18 @@ from datetime import datetime
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.bench.measured import (
+from ronde.bench.options import parse
+from ronde.bench.results import (
     Device,
     Ending,
     Half,
     Heading,
     IterationTimes,
     Measured,
+    Row,
+    Side,
     Totals,
 )
-from ronde.bench.options import parse
-from ronde.bench.results import Row, Side
 from ronde.render.bench import ending_lines, heading_lines, number, row_line
 from ronde.topology.limits.bounds import Limit
 

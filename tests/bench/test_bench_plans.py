@@ -7,22 +7,25 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ronde.bench.capacity import FreeMemory, free_host_memory, largest_row, require_room
 from ronde.bench.catalog import (
     COLLECTIVES,
     DTYPES,
+    FreeMemory,
     Traffic,
     base_bytes,
     find_collective,
+    free_host_memory,
     in_elements,
+    largest_row,
     read_matrix,
+    require_room,
     shape_of,
     shape_of_matrix,
 )
 from ronde.bench.checking import pieces_of
-from ronde.bench.measured import IterationTimes
 from ronde.bench.operations import Buffers, CallSpec
 from ronde.bench.options import Loop
+from ronde.bench.results import IterationTimes
 from ronde.bench.timing import Clock, combine
 from ronde.errors import UsageError
 

@@ -5,8 +5,8 @@ import torch
 from tests.bench.rank_benches import by_shared_memory, options_of, sweep_bench
 
 from ronde.bench.catalog import COLLECTIVES, DTYPES, OPS
-from ronde.bench.measured import Measured
 from ronde.bench.options import Loop
+from ronde.bench.results import Measured
 from ronde.collectives import ReduceOp, Work
 
 

@@ -245,7 +245,7 @@ def test_devices_that_the_figures_contradict() -> None:
     run = read_one(log("all_reduce", [all_reduce_row(1 << 30, n=16)]))
     assert run.ranks.value == 2
     assert run.warnings == (
-        "lists 2 devices, which its ratio of busbw to algbw contradicts",
+        "lists 2 devices, but its ratio of busbw to algbw differs",
     )
 
 

@@ -9,7 +9,15 @@ import torch
 
 import ronde.torch as hvd
 from ronde.bench.training.catalogue import MODELS
-from ronde.bench.training.measurement import _is_in_step, measure, time_block
+from ronde.bench.training.measurement import (
+    Footprint,
+    Replica,
+    _is_in_step,
+    batches,
+    measure,
+    measure_footprint,
+    time_block,
+)
 from ronde.bench.training.outcome import (
     DeviceKind,
     Dtype,
@@ -20,7 +28,6 @@ from ronde.bench.training.outcome import (
     Variant,
     WireFormat,
 )
-from ronde.bench.training.replica import Footprint, Replica, batches, measure_footprint
 from ronde.errors import UsageError
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from ronde.bench.training.catalogue import (
     MODELS,
     TransformerShape,
 )
+from ronde.bench.training.measurement import AUXILIARY_WEIGHT, loss_of, make_samples
 from ronde.bench.training.models import FACTORIES, PaddedShortcut, Transformer, build
-from ronde.bench.training.replica import AUXILIARY_WEIGHT, loss_of, make_samples
 
 # The zoo rounds to a million multiply-adds; the other figures are sums and exact.
 ROUNDED = {"alexnet", "googlenet", "resnet18", "resnet50"}

@@ -201,4 +201,4 @@ def test_a_full_disk_ends_the_timeline_and_not_the_program(caplog):
     full.close()
     assert (len(sound.records), sound.num_lost) == (2, 0)
     assert broken.num_lost is None
-    assert "timeline must be written, but that fails" in caplog.text
+    assert "the timeline cannot be written" in caplog.text

@@ -7,9 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
+from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ronde.errors import UsageError
+from ronde.memory import available_memory
+from ronde.units import format_size
 
 
 class NumberKind(Enum):
@@ -29,9 +33,7 @@ class DType:
     num_bytes: int  # of one element
     kind: NumberKind  # what its bits are
     significand_bits: int = 0  # of a float, the hidden one included; 0 for integers
-    # of a float: the greatest power of two below which all significands are finite; 0
-    # for integers
-    max_exponent: int = 0
+    max_exponent: int = 0  # of a float: below 2**this all significands are finite
 
     @property
     def is_float(self) -> bool:
@@ -55,18 +57,16 @@ _ALL = (
 )
 
 DTYPES: Mapping[str, DType] = MappingProxyType({each.name: each for each in _ALL})
-"""By nccl-tests' name, in the order in which ``-d all`` takes them."""
+"""By nccl-tests' name, in the order of ``-d all``."""
 
 _ALIASES = {each.torch_name: each for each in _ALL} | {"bf16": DTYPES["bfloat16"]}
 
 OPS = ("sum", "prod", "max", "min", "avg", "mulsum")
-"""The operations, in the order in which ``-o all`` takes them."""
 
 _OP_ALIASES = {"product": "prod", "average": "avg"}
 
 
 def parse_dtypes(text: str) -> tuple[DType, ...]:
-    """Read ``-d``: a name of nccl-tests' or of torch's, or ``all``."""
     if text == "all":
         return _ALL
     dtype = DTYPES.get(text) or _ALIASES.get(text)
@@ -78,7 +78,6 @@ def parse_dtypes(text: str) -> tuple[DType, ...]:
 
 
 def parse_ops(text: str) -> tuple[str, ...]:
-    """Read ``-o``: a name, or ``all``."""
     if text == "all":
         return OPS
     name = _OP_ALIASES.get(text, text)
@@ -119,11 +118,11 @@ class Factor(StrEnum):
 class Collective:
     """One collective as nccl-tests measures it."""
 
-    name: str  # as ``ronde bench`` spells it
-    spread: Spread  # how a row's bytes are given to the ranks
+    name: str
+    spread: Spread
     factor: Factor  # from algbw to busbw
     has_op: bool = False
-    has_root: bool = False  # one rank is special
+    has_root: bool = False
     is_in_place_checked: bool = True  # the in-place half can be verified
     redop: str = "none"  # the cell where ``has_op`` is False
     emulation: str = ""  # what it is made of, where no engine has it; or empty
@@ -188,7 +187,6 @@ _OTHER_NAMES = {
 
 
 def find_collective(name: str) -> Collective:
-    """Return a test by its name, or by that of nccl-tests' program."""
     short = name.removesuffix("_perf")
     short = _OTHER_NAMES.get(short, short)
     if short not in COLLECTIVES:
@@ -237,12 +235,10 @@ Matrix = tuple[tuple[int, ...], ...]
 """``matrix[i][j]`` bytes go from rank i to rank j."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What decides the matrix."""
 
-    # 0 gives every pair the same, 1 in proportion to the distance of ranks
-    spread: float = 1.0
+    spread: float = 1.0  # 0: every pair the same; 1: as the distance of ranks
     given: Matrix = ()
 
     def matrix(self, total_bytes: int, size: int) -> Matrix:
@@ -299,3 +295,43 @@ def read_matrix(text: str, scale: float) -> Matrix:
 
 def _chunks(num_bytes: int) -> int:
     return num_bytes // _CHUNK_BYTES * _CHUNK_BYTES
+
+
+_GIB = 1 << 30
+_RESERVE_PER_BYTES = 16 * _GIB
+_MAX_RESERVE_BYTES = 4 * _GIB
+
+
+class FreeMemory(NamedTuple):
+    """The free part of the memory that the buffers are in."""
+
+    free_bytes: int
+    what: str  # its name, for a sentence
+
+
+def free_host_memory(root: Path = Path("/")) -> FreeMemory:
+    """Return the scarcest of available memory and control group limits."""
+    available = available_memory(root)
+    return FreeMemory(available.num_bytes, available.source)
+
+
+def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
+    """Return the bytes of the largest row for which a rank can have its buffers.
+
+    Keeps a reserve of 1 GiB for every started 16 GiB, at most 4, and another GiB; of
+    little memory at most half. Two buffers are needed, a third to verify results.
+    Source: nccl-tests.
+    """
+    started = -(-free_bytes // _RESERVE_PER_BYTES)
+    reserve = min(started * _GIB, _MAX_RESERVE_BYTES) + _GIB
+    usable = free_bytes - min(reserve, free_bytes // 2)
+    return usable // num_sharing // (3 if is_checked else 2)
+
+
+def require_room(min_bytes: int, largest_bytes: int, memory: FreeMemory) -> None:
+    if min_bytes > largest_bytes:
+        raise UsageError(
+            f"-b must be at most {largest_bytes} ({format_size(largest_bytes)}), for "
+            f"which every rank's buffers fit {memory.what}, {memory.free_bytes} bytes; "
+            f"got {min_bytes}. Give -b {largest_bytes} or less."
+        )

@@ -33,11 +33,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ronde.bench.catalog import (
-    DType,
-    NumberKind,
-    premultiplier,
-)
+from ronde.bench.catalog import DType, NumberKind, premultiplier
 from ronde.bench.operations import CallSpec, Views
 
 REDUCED = -1
@@ -107,7 +103,6 @@ class ReductionInputs:
 
     @property
     def tolerance(self) -> int:
-        """Representable numbers that a result may be away from the right one."""
         return 0 if self.is_exact else TOLERANCE
 
     @property
@@ -116,12 +111,10 @@ class ReductionInputs:
         return not is_divided or self.size & (self.size - 1) == 0
 
     def input_of(self, rank: int, start: int, count: int) -> Tensor:
-        """Return elements ``start`` to ``start + count`` of a rank's input."""
         draw = Draw(self.seed, start, count, self.device)
         return _cast(self._wide(draw, rank), self.dtype)
 
     def result(self, start: int, count: int) -> Tensor:
-        """Return elements of what the reduction of all inputs must be."""
         draw = Draw(self.seed, start, count, self.device)
         total = self._scaled(draw, 0)
         for rank in range(1, self.size):
@@ -141,10 +134,8 @@ class ReductionInputs:
         if self.op not in ("min", "max"):
             return left.add_(right)
         # torch orders no unsigned integers; with the top bit turned, signed ones do.
-        is_unsigned = (
-            self.dtype.kind is NumberKind.UNSIGNED and self.dtype.num_bytes >= 4
-        )
-        turn = torch.iinfo(left.dtype).min if is_unsigned else 0
+        is_turned = self.dtype.kind is NumberKind.UNSIGNED and self.dtype.num_bytes >= 4
+        turn = torch.iinfo(left.dtype).min if is_turned else 0
         choose = torch.minimum if self.op == "min" else torch.maximum
         return choose(left ^ turn, right ^ turn) ^ turn
 
@@ -190,10 +181,8 @@ class ReductionInputs:
 
     def _small_integer(self, draw: "Draw", rank: int) -> Tensor:
         """Return numbers of at least 0 that can be added up, or doubled, unharmed."""
-        num_bytes, is_unsigned = (
-            self.dtype.num_bytes,
-            self.dtype.kind is NumberKind.UNSIGNED,
-        )
+        num_bytes = self.dtype.num_bytes
+        is_unsigned = self.dtype.kind is NumberKind.UNSIGNED
         highest = 2 ** (8 * num_bytes - (0 if is_unsigned else 1)) - 1
         if self.op == "mulsum":
             # The doubling goes by way of float64.

@@ -4,44 +4,38 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ronde.bench.results import Row, Run, Side
-
-PLACES = ("out_of_place", "in_place")
+from ronde.bench.results import PLACES, Row, Run, Side
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RowKey:
+class RowKey(NamedTuple):
     """What two rows must share to be compared; sizes alone repeat."""
 
-    test: str  # the collective; empty where the log does not tell
-    engine: str  # what moved the bytes, in results of several engines; else empty
+    test: str  # the collective; empty where it is unknown
+    engine: str  # in results of several engines; else empty
     dtype: str  # nccl-tests' name of the type
     redop: str  # ``none`` where there is none
     root: int  # -1 where there is none
-    size_bytes: int  # the row's size
+    size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """One half of a row in both results."""
 
     key: RowKey
     place: str  # ``out_of_place`` or ``in_place``
-    # the first result's; the median where the row came repeatedly
-    a_busbw_gb_per_s: float
+    a_busbw_gb_per_s: float  # the median where the row came repeatedly
     b_busbw_gb_per_s: float
-    # the second by the first; None where either is 0 or no finite number
-    ratio: float | None
+    ratio: float | None  # b by a; None where either is 0 or no finite number
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Two results, side by side."""
 
     pairs: tuple[Pair, ...]
-    only_a: tuple[RowKey, ...]  # rows that the first alone has
-    only_b: tuple[RowKey, ...]  # rows that the second alone has
+    only_a: tuple[RowKey, ...]
+    only_b: tuple[RowKey, ...]
     warnings: tuple[str, ...]
 
     def mean_ratio(self) -> float | None:
@@ -50,9 +44,8 @@ class Comparison:
         return statistics.geometric_mean(ratios) if ratios else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """The medians of one half of a row over all that is in a result."""
+class _Figures(NamedTuple):
+    """Medians of one half of a row over all of a result."""
 
     busbw_gb_per_s: float
     time_us: float | None
@@ -68,7 +61,8 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
     first, second = _collect(a), _collect(b)
     pairs: list[Pair] = []
     # Out of place stands first in a log, and so here.
-    for key, place in sorted(first.keys() & second.keys(), key=_in_order):
+    halves = first.keys() & second.keys()
+    for key, place in sorted(halves, key=lambda half: (half[0], half[1] == PLACES[1])):
         left, right = first[key, place], second[key, place]
         ratio = _ratio(left, right)
         pairs.append(Pair(key, place, left.busbw_gb_per_s, right.busbw_gb_per_s, ratio))
@@ -79,10 +73,6 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
         only_b=tuple(sorted(keys_b - keys_a)),
         warnings=tuple(_warnings(a, b)),
     )
-
-
-def _in_order(half: tuple[RowKey, str]) -> tuple[RowKey, int]:
-    return half[0], PLACES.index(half[1])
 
 
 def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
@@ -146,12 +136,10 @@ def _warnings(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(NamedTuple):
     """One row on every engine."""
 
-    # by engine, in the order of asking; each has one half, the other is None
-    rows: Mapping[str, Row]
+    rows: Mapping[str, Row]  # by engine; each has one half, the other is None
 
     def side(self, engine: str) -> Side:
         return self.rows[engine].sides()[0]

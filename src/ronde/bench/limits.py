@@ -50,16 +50,12 @@ _CACHES = "sys/devices/system/cpu/cpu*/cache/index*"
 _SIZE = re.compile(r"(\d+)([KMG]?)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TIMES_CACHE = 2
-_MIN_BYTES = 64 << 20
-"""Of all ranks together."""
-_MAX_BYTES = 1 << 30
-"""Likewise."""
+_MIN_BYTES, _MAX_BYTES = 64 << 20, 1 << 30  # of all ranks together
 _SHARE_OF_MEMORY = 8
 _NUM_ROUNDS = 5
 _ROUND_S = 0.06
 _PIECE_BYTES = 8 << 20
-_TOUCH_S = 0.4
-"""How long a rank may take to get its pages; in a virtual machine that may be slow."""
+_TOUCH_S = 0.4  # for a rank to get its pages; in a virtual machine that may be slow
 
 
 def cache_bytes(root: Path = _ROOT) -> int:
@@ -82,10 +78,9 @@ def cache_bytes(root: Path = _ROOT) -> int:
 
 
 def buffer_bytes(cache: int, available: int, num_ranks: int) -> int:
-    """Return how large each of a rank's two buffers should be.
+    """Return the size of each of a rank's two buffers.
 
-    Together all are several times the caches, and no more than an eighth of the memory
-    that is free.
+    All together are twice the caches, and at most an eighth of the free memory.
     """
     wanted = min(max(_TIMES_CACHE * cache, _MIN_BYTES), _MAX_BYTES)
     total = min(wanted, available // _SHARE_OF_MEMORY)
@@ -95,14 +90,10 @@ def buffer_bytes(cache: int, available: int, num_ranks: int) -> int:
 def measure_memory(
     communicator: Communicator, host: str
 ) -> tuple[dict[str, float], str]:
-    """Copy on all ranks at once and add their rates up by host; collective.
+    """Copy on all ranks at once, for about a second; collective.
 
-    It takes about a second. Of several rounds the best counts: a bound must not suffer
-    from what else the machine did.
-
-    Returns:
-        Each host's rate in GB/s, bytes read and written together, and when a figure
-        may exceed it.
+    Returns each host's rate in GB/s, bytes read and written together, of the best of
+    several rounds; and when a figure may exceed it.
     """
     hosts = all_gather_json(communicator, host)
     available = min(all_gather_json(communicator, available_memory().num_bytes))
@@ -162,10 +153,8 @@ _NO_RATE = "the link rate is not known: {}; --link-rate gives it"
 class Wires:
     """What the user knows of the links between hosts."""
 
-    # this host's that carries what no RDMA adapter does; empty finds it
-    interface: str = ""
-    # the rate of a host's links, one direction; None reads it. Equal on all ranks.
-    gb_per_s: float | None = None
+    interface: str = ""  # this host's for TCP; empty finds it
+    gb_per_s: float | None = None  # of a host's links, one direction, on all ranks
 
 
 def search_limit(

@@ -18,10 +18,10 @@ from ronde.bench.log_state import (
     ParserState,
     name_in,
 )
-from ronde.bench.log_table import IN_PLACE, OUT_OF_PLACE
 from ronde.bench.log_text import read_text
 from ronde.bench.results import (
     KIND,
+    PLACES,
     Extra,
     RankCount,
     RankSource,
@@ -72,7 +72,7 @@ def read_json(
 
 
 def _parse(text: str, source: str, *, keeps_partial: bool) -> tuple[_Object, int]:
-    """Return the top object, and the line where the file is cut or 0."""
+    """Return the top object, and the line where the file is cut, or 0."""
     try:
         return _load(text), 0
     except json.JSONDecodeError as error:
@@ -157,15 +157,10 @@ def _read_result(result: _Object, state: ParserState) -> None:
     for name in ("type", "redop"):
         if not isinstance(result.get(name), str):
             raise UsageError(f"{name} must be text, got {result.get(name)!r}.")
-    row = Row(
-        size_bytes=_integer(result, "size"),
-        count=_integer(result, "count"),
-        dtype=result["type"].strip(),
-        redop=result["redop"].strip(),
-        root=root,
-        out_of_place=_side(result, OUT_OF_PLACE, extras),
-        in_place=_side(result, IN_PLACE, extras),
-    )
+    size_bytes, count = _integer(result, "size"), _integer(result, "count")
+    kinds = (result["type"].strip(), result["redop"].strip())
+    sides = [_side(result, place, extras) for place in PLACES]
+    row = Row(size_bytes, count, *kinds, root, sides[0], sides[1])
     if result.get("actual_iterations") is not None:
         extras["actual_iterations"] = float(_integer(result, "actual_iterations"))
     percent = _number("limit_percent", _object(result, "ronde").get("limit_percent"))
@@ -256,8 +251,7 @@ def read_log(
 ) -> list[Run]:
     """Read nccl-tests' text or JSON, or records of ronde's.
 
-    Pure: it opens nothing. What a log lacks is warned of in its runs, what is damaged
-    is an error.
+    Runs have warnings of what their log lacks; damage is an error.
     """
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return read_text(text, source, test=test, keeps_partial=keeps_partial)

@@ -1,7 +1,7 @@
 """A run while its log is being read, and what follows from all of it together.
 
 busbw is algbw times a factor that depends on the collective and the number of ranks
-alone: a log that names neither still tells much.
+alone, so that a log that names neither still shows much of them.
 """
 
 import math
@@ -12,7 +12,6 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from ronde.bench.catalog import COLLECTIVES, Factor
-from ronde.bench.log_table import Columns
 from ronde.bench.results import Extra, RankCount, RankSource, Row, Run
 from ronde.errors import UsageError
 
@@ -38,10 +37,9 @@ class _Interval(NamedTuple):
 
 
 def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
-    """Return how many ranks a test's figures speak of.
+    """Return the numbers of ranks that agree with a test's figures, which are rounded.
 
-    Printed figures are rounded, so that several numbers may agree with them: ``low``
-    to ``high``. Nothing is known where the factor hardly depends on the number.
+    Unknown where the factor hardly depends on the number.
     """
     known, intervals = COLLECTIVES.get(test), _intervals(rows)
     if known is None or known.factor is Factor.ONE or not intervals:
@@ -65,7 +63,7 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
 
 
 def agrees(test: str, num_ranks: int, rows: Sequence[Row]) -> bool:
-    """Say whether the figures may be those of ``num_ranks`` ranks."""
+    """Return whether the figures may be those of ``num_ranks`` ranks."""
     known, intervals = COLLECTIVES.get(test), _intervals(rows)
     if known is None or not intervals or num_ranks == 1:
         return True
@@ -88,12 +86,10 @@ def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
         if known.has_root == has_root or row.root is None
         if _could_be(known.factor, best, num_ranks)
     ]
-    # A column of operations is blank in hypercube alone, since there is one of roots.
-    if row.root is not None and "hypercube" in names:
-        names = ["hypercube"] if row.redop == "" else names
-    if row.redop == "none" and "hypercube" in names:
-        names.remove("hypercube")
-    return names
+    # With a column of roots, the operation is blank in hypercube alone.
+    if "hypercube" in names and row.root is not None and row.redop == "":
+        return ["hypercube"]
+    return [name for name in names if name != "hypercube" or row.redop != "none"]
 
 
 def _could_be(factor: Factor, interval: _Interval, num_ranks: int | None) -> bool:
@@ -118,10 +114,8 @@ def _intervals(rows: Sequence[Row]) -> list[_Interval]:
 
 
 def _half_unit(printed: float) -> float:
-    """Return by how much a figure printed six characters wide may be off."""
-    if printed < 1000:
-        return 0.005
-    return 0.05 if printed < 10000 else 0.5
+    """Return the rounding error of a figure printed six characters wide."""
+    return 0.005 if printed < 1000 else 0.05 if printed < 10000 else 0.5
 
 
 AVERAGE = "Avg bus bandwidth"
@@ -135,8 +129,7 @@ _NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan)(?!\S)")
 _MAX_LISTED = 3
 
 
-@dataclass(slots=True)
-class ListedDevice:
+class ListedDevice(NamedTuple):
     """One line of the list of devices."""
 
     rank: int
@@ -158,11 +151,8 @@ class ParserState:
     places: list[str] = field(default_factory=list[str])
     devices: list[ListedDevice] = field(default_factory=list[ListedDevice])
     is_list_cut: bool = False
-    # the table's, once its header was read; None for JSON, which has none
-    columns: Columns | None = None
     has_table: bool = False  # whether the results have begun
-    # the number of ranks, where it need not be counted or inferred
-    given: RankCount | None = None
+    given: RankCount | None = None  # where ranks need not be counted or inferred
     facts: dict[str, object] = field(default_factory=dict[str, object])
     engine: str = ""
     rows: list[Row] = field(default_factory=list[Row])
@@ -174,9 +164,8 @@ class ParserState:
     is_over: bool = False  # whether the footer was read
 
     def add_device(self, comment: str) -> bool:
-        """Take one line of the list of devices; say whether it was one."""
-        found = _DEVICE.match(comment)
-        if found is not None:
+        """Take a line of the list of devices; return whether it was one."""
+        if found := _DEVICE.match(comment):
             rank, group = int(found["rank"]), int(found["group"] or 0)
             name = found["name"].strip()
             self.devices.append(ListedDevice(rank, group, found["host"], name))
@@ -193,7 +182,7 @@ class ParserState:
         self.is_over = self.is_over or name == AVERAGE
 
     def finish(self, test: str = "") -> Run:
-        """Return the run; ``test`` is what the user says it is of."""
+        """Return the run; ``test`` is its name if the user gives one."""
         warnings = list(self.warnings)
         listed = self._num_listed()
         name = test or self._find_test(listed, warnings)
@@ -250,16 +239,14 @@ class ParserState:
     ) -> RankCount:
         if self.given is not None:
             return self.given
-        if listed is not None:
-            if not agrees(test, listed, self.rows):
-                warnings.append(
-                    f"lists {listed} devices, which its ratio of busbw to algbw "
-                    "contradicts"
-                )
-            return RankCount.exactly(listed, RankSource.DEVICES)
-        if self.devices:
-            warnings.append("its list of devices is cut")
-        return infer_ranks(test, self.rows)
+        if listed is None:
+            warnings += ["its list of devices is cut"] if self.devices else []
+            return infer_ranks(test, self.rows)
+        if not agrees(test, listed, self.rows):
+            warnings.append(
+                f"lists {listed} devices, but its ratio of busbw to algbw differs"
+            )
+        return RankCount.exactly(listed, RankSource.DEVICES)
 
     def _find_test(self, listed: int | None, warnings: list[str]) -> str:
         stated = self.title or self.mention
@@ -275,7 +262,7 @@ class ParserState:
 
 
 def _odd_average(run: Run) -> str:
-    """Return what is odd about the average that a log states, or nothing."""
+    """Return how a log's average differs from that of its rows; empty for not."""
     values, stated = run.all_busbw_gb_per_s(), run.average_busbw_gb_per_s
     if not values or stated is None or not all(map(math.isfinite, values)):
         return ""
@@ -288,7 +275,7 @@ def _odd_average(run: Run) -> str:
 
 
 def name_in(text: str) -> str:
-    """Return the test that a file's or program's name speaks of, or nothing."""
+    """Return the test that a file's or program's name contains, or nothing."""
     bare = text.lower().replace("_", "").replace("-", "")
     spelled = {name.replace("_", ""): name for name in COLLECTIVES}
     found = [each for each in spelled if each in bare]

@@ -1,27 +1,42 @@
-"""The text that nccl-tests prints, in all its releases' forms.
+"""The text that nccl-tests prints, in the forms of all its releases.
 
-What is drift is read and warned of; what is damage is an error with its line. A row is
-damaged when a cell is missing or no number: to skip it in silence would lose a figure,
-to guess would invent one. The last line of a log may be cut anywhere where no line
-break ends it, so that it is never believed.
+Releases differ in columns, and some rows lack cells that the header names. In all of
+them a row begins with size, count and type, and its numbers stand at the right end in
+the header's order.
+
+Drift is read, with a warning. Damage is an error with its line: a row in which a cell
+is missing or no number. To skip it would lose a figure, to guess would invent one. A
+last line without a line break may be cut anywhere and is never used.
 """
 
+import itertools
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 from ronde.bench.log_state import AVERAGE, OUT_OF_BOUNDS, ParserState, name_in
-from ronde.bench.log_table import (
-    Columns,
-    Line,
-    is_number,
-    parse_header,
-    parse_row,
-    split_lines,
-)
-from ronde.bench.results import Run
+from ronde.bench.results import PLACES, Extra, Row, Run, Side
 from ronde.errors import UsageError
 
+_PREFIX = re.compile(
+    r"""\s*(?:
+        \[[^\]\s]*\]<std(?:out|err)>:       # mpirun --tag-output
+      | \d+:(?=\s|$)                        # srun --label
+      | \[\d+\]\+?[ ]                       # ronde run
+      | \d{4}-\d\d-\d\dT[\d:.]+Z?[ ]        # kubectl logs --timestamps
+    )""",
+    re.VERBOSE,
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_NCCL = re.compile(
+    r"""(?:\[\d[\d:. -]*\][ ])?             # WARN may have the time
+    (?P<host>\S+):\d+:\d+[ ]\[\d+\][ ]
+    (?:\S+:\d+[ ](?:\(\S+\)[ ])?)?          # WARN has file:line and the function
+    NCCL[ ](?P<level>[A-Z]+)(?P<message>.*)""",
+    re.VERBOSE,
+)
+_CELL = re.compile(r"N/A|-?\d+(?:\.\d+)?(?:e[+-]\d+)?")
 _BANNERS = (
     ("version", re.compile(r"(?:nccl-tests|rccl-tests|ronde(?: bench)?) version\b")),
     ("start", re.compile(r"Collective test starting:\s*(?P<name>\S+)")),
@@ -36,17 +51,43 @@ _ELISION = re.compile(r"[.\u2026]*(?:\.{3}|\u2026)")
 _CONCLUDED = "# Collective test concluded:"
 _MAX_STRAYS = 1000
 
+_OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
+_TIMES = ("time", "cputime")
+# What follows the rates and #wrong in a half; the old column `error` is the largest
+# deviation and no number of elements.
+_UNITS = {
+    "cputime": "cputime_us",
+    "i_min": "i_min_us",
+    "i_max": "i_max_us",
+    "i_p99": "i_p99_us",
+    "i_cv%": "i_cv_percent",
+    "error": "error",
+}
+_OF_A_SIDE = frozenset({"time", "algbw", "busbw", "#wrong", *_UNITS})
+_NUMBER = re.compile(
+    r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|-?inf|-?nan", re.IGNORECASE
+)
+_INTEGER = re.compile(r"\d{1,18}")
+_ROOT = re.compile(r"-?\d{1,9}")
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_NOTHING = frozenset({"N/A", "-", "--"})
+_MIN_GAP = 24
+"""Blanks in place of a half; between cells there are at most a dozen."""
+
 
 def read_text(
     text: str, source: str, *, test: str = "", keeps_partial: bool = False
 ) -> list[Run]:
     reader = _Reader(source, test)
-    lines, rest = split_lines(text)
-    for line in lines:
-        reader.feed(line)
-    reader.end(rest, keeps_partial=keeps_partial)
+    *lines, rest = text.removeprefix("\ufeff").split("\n")
+    try:
+        for number, line in enumerate(lines, 1):
+            reader.feed(number, line)
+        reader.end(len(lines) + 1, rest, keeps_partial=keeps_partial)
+    except UsageError as error:
+        raise UsageError(f"{source}:{reader.at}: {error}") from error
     if not reader.runs:
-        last = len(lines) + (rest is not None)
+        last = len(lines) + bool(rest.strip())
         raise UsageError(
             f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got none "
             "up to here. Its header begins with: # size count type."
@@ -59,111 +100,141 @@ class _Reader:
 
     def __init__(self, source: str, test: str) -> None:
         self.runs: list[Run] = []
+        self.at = 1  # the line that an error is about
         self._source = source
         self._test = test
         self._state = ParserState(source, 1)
-        # A row whose numbers may go on below: where it began, and its text so far.
-        self._row: Line | None = None
+        self._columns: _Columns | None = None
+        # A row whose numbers may go on below, and where it began.
+        self._row, self._row_at = "", 0
+        self._hosts: set[str] = set()
 
-    def feed(self, line: Line) -> None:
-        if line.warning:
-            self._state.warnings.append(f"line {line.number}: NCCL: {line.warning}")
-        text = line.text.strip()
+    def feed(self, number: int, raw: str) -> None:
+        self.at = number
+        line, warning = self._clean(raw)
+        if warning:
+            self._state.warnings.append(f"line {number}: NCCL: {warning}")
+        text = line.strip()
         if not text:
             return
         if text.startswith("#"):
-            self._comment(line, text[1:].strip())
+            self._comment(text[1:].strip())
         elif _ELISION.fullmatch(text):
-            self._elision(line)
-        elif self._state.columns is None or self._state.is_over:
-            self._outside(line, text)
+            self._elision()
+        elif self._columns is None or self._state.is_over:
+            self._outside(text)
         else:
-            self._inside(line, self._state.columns)
+            self._inside(line, self._columns)
 
-    def end(self, rest: Line | None, *, keeps_partial: bool) -> None:
-        """Take what no line break ended, and close the last run."""
-        state = self._state
-        if rest is not None:
-            self._rest(rest, keeps_partial=keeps_partial)
-        if self._row is not None:
+    def end(self, number: int, raw: str, *, keeps_partial: bool) -> None:
+        """Take the last line, which no line break ends, and close the last run."""
+        self.at = number
+        line, _ = self._clean(raw)
+        if line.strip():
+            self._rest(line, keeps_partial=keeps_partial)
+        if self._row:
             if not keeps_partial:
-                self._refuse_row(self._row)
-            state.warnings.append(f"line {self._row.number}: a cut row was left out")
-            self._row = None
-        self._close(state.first_line)
+                self._refuse_row()
+            self._state.warnings.append(f"line {self._row_at}: a cut row was left out")
+            self._row = ""
+        self._close()
 
-    def _rest(self, line: Line, *, keeps_partial: bool) -> None:
-        state, text = self._state, line.text.strip()
-        columns = None if state.is_over else state.columns
+    def _clean(self, raw: str) -> tuple[str, str]:
+        """Return the benchmark's part of a line, and what NCCL warns of in it.
+
+        NCCL writes at any time: its line may begin in the middle of a row, with no
+        blank between.
+        """
+        bare = _COLOUR.sub("", raw.rstrip())
+        if prefix := _PREFIX.match(bare):
+            bare = bare[prefix.end() :]
+        found = _NCCL.search(bare)
+        if found is None:
+            return bare, ""
+        own, host = bare[: found.start()], found["host"]
+        if own.strip() or bare[:1].isspace():
+            own += self._glued_cell(host)
+        else:
+            self._hosts.add(host)
+        warning = found["message"].strip() if found["level"] == "WARN" else ""
+        return own.rstrip(), warning
+
+    def _glued_cell(self, word: str) -> str:
+        """Return the cell that a host's name was printed right behind, or nothing."""
+        for host in sorted(self._hosts, key=len, reverse=True):
+            if word.endswith(host):
+                return word.removesuffix(host)
+        cell = _CELL.match(word)
+        # A host that begins with a digit cannot be told from a number before it.
+        if cell is None or not word[cell.end() : cell.end() + 1].isalpha():
+            return ""
+        return cell[0]
+
+    def _rest(self, line: str, *, keeps_partial: bool) -> None:
+        text = line.strip()
         words = text.split("#", 1)[0].split()
+        columns = None if self._state.is_over else self._columns
         if columns is not None and words and _claims_to_be_row(words):
-            row = self._continued(line)
-            num_words = len(row.text.split())
-            if not keeps_partial and num_words < columns.num_words(row.text.split()):
-                self._refuse_row(row)
-            self._row = None
+            self._extend_row(line)
+            words = self._row.split()
+            if not keeps_partial and len(words) < columns.num_words(words):
+                self._refuse_row()
+            self._row = ""
         elif _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
             return
-        state.warnings.append(
-            f"line {line.number} ends without a line break and may be cut: it was "
-            "left out"
+        self._state.warnings.append(
+            f"line {self.at} ends without a line break and may be cut: it was left out"
         )
 
-    def _comment(self, line: Line, comment: str) -> None:
+    def _comment(self, comment: str) -> None:
         words = comment.split()
-        if not words:
-            return
         if [word.lower() for word in words[:2]] == ["size", "count"]:
-            self._open_table(line, words)
+            self._open_table(words)
             return
         for kind, pattern in _BANNERS:
-            found = pattern.match(comment)
-            if found is not None:
-                self._open_run(line, kind)
+            if found := pattern.match(comment):
+                self._open_run(kind)
                 if kind == "start":
                     self._state.title = name_in(found["name"])
                 elif kind == "nThread":
                     self._state.arguments = comment
                 return
-        if self._state.columns is None:
+        if self._columns is None:
             self._before_table(comment)
         else:
-            self._below_table(line, comment)
+            self._below_table(comment)
 
-    def _open_run(self, line: Line, kind: str) -> None:
+    def _open_run(self, kind: str) -> None:
         state = self._state
-        if state.columns is not None or kind in state.banners:
-            self._close(line.number)
+        if self._columns is not None or kind in state.banners:
+            self._close()
         elif not state.banners:
-            state.first_line = line.number
+            state.first_line = self.at
         self._state.banners.add(kind)
 
-    def _open_table(self, line: Line, words: list[str]) -> None:
+    def _open_table(self, words: list[str]) -> None:
         state = self._state
-        if state.columns is not None:
-            self._close(line.number)
+        if self._columns is not None:
+            self._close()
             if not state.is_over:
                 # The same program goes on: its ranks are still the same.
                 self._state.devices = state.devices
                 self._state.title, self._state.mention = state.title, state.mention
         elif not state.banners and not state.devices:
-            state.first_line = line.number
-        with _position(self._source, line.number):
-            self._state.columns = parse_header(words, self._state.places)
+            state.first_line = self.at
+        self._columns = _parse_header(words, self._state.places)
         self._state.has_table = True
 
-    def _close(self, next_line: int) -> None:
-        if self._row is not None:
-            self._refuse_row(self._row)
-        state = self._state
-        if state.columns is not None or state.banners:
-            self.runs.append(state.finish(self._test))
-        self._state = ParserState(self._source, next_line)
+    def _close(self) -> None:
+        if self._row:
+            self._refuse_row()
+        if self._columns is not None or self._state.banners:
+            self.runs.append(self._state.finish(self._test))
+        self._state, self._columns = ParserState(self._source, self.at), None
 
     def _before_table(self, comment: str) -> None:
         state = self._state
-        engine = _ENGINE.fullmatch(comment)
-        if engine is not None:
+        if engine := _ENGINE.fullmatch(comment):
             state.engine = engine[1]
         elif not state.add_device(comment):
             places = [each.replace("-", "_") for each in _PLACES.findall(comment)]
@@ -171,99 +242,212 @@ class _Reader:
         elif comment.endswith("..."):
             state.is_list_cut = True
 
-    def _below_table(self, line: Line, comment: str) -> None:
+    def _below_table(self, comment: str) -> None:
         found = _FOOTER.match(comment)
         if found is None:
             return
-        name = found["name"]
-        if self._row is not None:
-            # alltoallv tells of its traffic inside a row; a footer ends the table.
+        name, value = found["name"], found["value"] or ""
+        if self._row:
+            # alltoallv reports its traffic inside a row; a footer ends the table.
             if name not in (AVERAGE, OUT_OF_BOUNDS):
                 return
-            self._refuse_row(self._row)
-        with _position(self._source, line.number):
-            self._state.add_footer(name, found["value"] or "")
+            self._refuse_row()
+        self._state.add_footer(name, value)
         if name == "error":
-            self._state.warnings.append(f"line {line.number}: {found['value']}")
+            self._state.warnings.append(f"line {self.at}: {found['value']}")
 
-    def _elision(self, line: Line) -> None:
+    def _elision(self) -> None:
         state = self._state
-        if self._row is not None:
-            self._refuse_row(self._row)
-        if state.columns is not None and not state.is_over:
+        if self._row:
+            self._refuse_row()
+        if self._columns is not None and not state.is_over:
             state.has_gap = True
-            state.warnings.append(f"line {line.number}: rows were left out here")
+            state.warnings.append(f"line {self.at}: rows were left out here")
         elif state.devices:
             state.is_list_cut = True
 
-    def _outside(self, line: Line, text: str) -> None:
-        """Take a line that stands in no table, where rows are lost ones."""
+    def _outside(self, text: str) -> None:
+        """Take a line outside a table, where a row is an error."""
         words = text.split()
         if len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words):
             raise UsageError(
-                f"{self._source}:{line.number}: row must stand below a header (# size "
-                f"count type ...), got {text[:60]!r} without one."
+                "row must stand below a header (# size count type ...), got "
+                f"{text[:60]!r} without one."
             )
-        found = _PROGRAM.search(text)
-        if found is not None and not self._state.mention:
+        if not self._state.mention and (found := _PROGRAM.search(text)):
             self._state.mention = name_in(found[1])
         if text.endswith("...") and self._state.devices:
             self._state.is_list_cut = True
 
-    def _inside(self, line: Line, columns: Columns) -> None:
-        """Take a line of a table: a row, a part of one, or somebody else's."""
-        text = line.text.split("#", 1)[0]
+    def _inside(self, line: str, columns: "_Columns") -> None:
+        """Take a line of a table: a row, a part of one, or something else."""
+        text = line.split("#", 1)[0]
         words = text.split()
         if not _claims_to_be_row(words):
             if len(self._state.strays) < _MAX_STRAYS:
-                stray = f"line {line.number}: {line.text.strip()[:50]!r}"
-                self._state.strays.append(stray)
+                self._state.strays.append(f"line {self.at}: {line.strip()[:50]!r}")
             return
-        if self._row is not None and not all(
-            is_number(word) or _TIME_OF_DAY.fullmatch(word) for word in words
+        if self._row and not all(
+            _is_number(word) or _TIME_OF_DAY.fullmatch(word) for word in words
         ):
-            self._refuse_row(self._row)
-        row = self._row = self._continued(Line(line.number, text))
-        words = row.text.split()
-        has_blank_half = " " * 30 in row.text.strip() and len(words) >= 7
+            self._refuse_row()
+        self._extend_row(text)
+        words = self._row.split()
+        has_blank_half = " " * 30 in self._row.strip() and len(words) >= 7
         if len(words) >= columns.num_words(words) or has_blank_half:
-            self._take_row(row, columns)
+            self._take_row(columns)
 
-    def _continued(self, line: Line) -> Line:
-        """Return the row that is under way, if any, with what ``line`` adds to it."""
-        row = self._row
-        return line if row is None else Line(row.number, f"{row.text} {line.text}")
+    def _extend_row(self, text: str) -> None:
+        if self._row:
+            self._row += f" {text}"
+        else:
+            self._row, self._row_at = text, self.at
 
-    def _take_row(self, line: Line, columns: Columns) -> None:
-        with _position(self._source, line.number):
-            row, extras = parse_row(line.text, columns)
-            above = self._state.rows[-1:]
-            # The operation is blank in all rows of a table or in none.
-            if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
-                raise UsageError(
-                    f"operation of a row must be there as above it, got {row.redop!r}."
-                )
-        self._row = None
+    def _take_row(self, columns: "_Columns") -> None:
+        self.at = self._row_at
+        row, extras = _parse_row(self._row, columns)
+        above = self._state.rows[-1:]
+        # The operation is blank in all rows of a table or in none.
+        if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
+            raise UsageError(
+                f"operation of a row must be there as above it, got {row.redop!r}."
+            )
+        self._row = ""
         self._state.rows.append(row)
         self._state.extras.append(extras)
 
-    def _refuse_row(self, line: Line) -> None:
-        with _position(self._source, line.number):
-            if self._state.columns is not None:
-                parse_row(line.text, self._state.columns)
-            raise UsageError(f"row must be whole, got {line.text.strip()[:60]!r}.")
-
-
-@contextmanager
-def _position(source: str, number: int) -> Generator[None]:
-    """Put file and line before the message of a ``UsageError``."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(f"{source}:{number}: {error}") from error
+    def _refuse_row(self) -> NoReturn:
+        self.at = self._row_at
+        if self._columns is not None:
+            _parse_row(self._row, self._columns)
+        raise UsageError(f"row must be whole, got {self._row.strip()[:60]!r}.")
 
 
 def _claims_to_be_row(words: list[str]) -> bool:
     """Say whether a line of a table begins as a row, or is full of numbers as one."""
     begins = len(words) > 1 and words[0].isdecimal() and words[1].isdecimal()
-    return begins or 2 * sum(map(is_number, words)) >= max(len(words), 1)
+    return begins or 2 * sum(map(_is_number, words)) >= max(len(words), 1)
+
+
+def _is_number(word: str) -> bool:
+    return word in _NOTHING or _NUMBER.fullmatch(word.rstrip("*")) is not None
+
+
+class _Columns(NamedTuple):
+    """What a table's header promises."""
+
+    has_root: bool
+    # The halves' places and the names of their columns.
+    sides: tuple[tuple[str, tuple[str, ...]], ...]
+    tail: tuple[str, ...]  # columns after the halves; ``timestamp`` has two words a row
+
+    @property
+    def num_numbers(self) -> int:
+        """Words at the right end of a row, from the first half on."""
+        num_tail = sum(2 if name == "timestamp" else 1 for name in self.tail)
+        return sum(len(names) for _, names in self.sides) + num_tail
+
+    def num_words(self, words: Sequence[str]) -> int:
+        """Return how many words the row that begins with ``words`` must have."""
+        has_operation = len(words) > 3 and _WORD.fullmatch(words[3]) is not None
+        return 3 + has_operation + self.has_root + self.num_numbers
+
+
+def _parse_header(words: Sequence[str], places: Sequence[str]) -> _Columns:
+    names = [word.lower() for word in words]
+    starts = [index for index, name in enumerate(names) if name in _TIMES]
+    if names[:3] != ["size", "count", "type"] or not 1 <= len(starts) <= 2:
+        raise UsageError(
+            "header of a table must be size, count, type and one or two halves from "
+            f"time on, got {' '.join(words)!r}."
+        )
+    end = starts[-1]
+    while end < len(names) and names[end] in _OF_A_SIDE:
+        end += 1
+    halves = [tuple(names[a:b]) for a, b in itertools.pairwise([*starts, end])]
+    if any("busbw" not in half or "algbw" not in half for half in halves):
+        raise UsageError(
+            f"each half of a table must have algbw and busbw, got {' '.join(words)!r}."
+        )
+    titles = places if len(places) == len(halves) else PLACES[: len(halves)]
+    sides = tuple(zip(titles, halves, strict=True))
+    return _Columns("root" in names[: starts[0]], sides, tuple(names[end:]))
+
+
+def _parse_row(text: str, columns: _Columns) -> tuple[Row, dict[str, Extra]]:
+    """Return a row, and those of its cells that a ``Row`` has no place for."""
+    head, numbers, is_half = _divide(text, columns)
+    operation, root = _operation_and_root(head[3:])
+    for name, word in zip(("size", "count"), head, strict=False):
+        if _INTEGER.fullmatch(word) is None:
+            raise UsageError(f"{name} of a row must be an integer, got {word!r}.")
+    dtype = head[2]
+    if _WORD.fullmatch(dtype) is None or dtype in _OPERATIONS:
+        raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
+    extras: dict[str, Extra] = {}
+    sides: dict[str, Side] = {}
+    rest = iter(numbers)
+    for place, names in columns.sides[is_half:]:
+        cells = {name: _number(name, next(rest)) for name in names}
+        more = {n: v for n, v in cells.items() if n in _UNITS and v is not None}
+        extras |= {f"{place}.{_UNITS[name]}": value for name, value in more.items()}
+        sides[place] = Side(*map(cells.get, ("time", "algbw", "busbw", "#wrong")))
+    # A column that comes once for each half belongs to that half.
+    places = [place for place, _ in columns.sides]
+    seen: Counter[str] = Counter()
+    for name in columns.tail:
+        if name == "timestamp":
+            extras[name] = f"{next(rest)} {next(rest)}"
+            continue
+        is_twice = columns.tail.count(name) == len(places) == 2
+        number = _number(name, next(rest).removesuffix("%"))
+        if number is not None:
+            extras[f"{places[seen[name]]}.{name}" if is_twice else name] = number
+        seen[name] += 1
+    size_bytes, count = int(head[0]), int(head[1])
+    halves = (sides.get(place) for place in PLACES)
+    return Row(size_bytes, count, dtype, operation, root, *halves), extras
+
+
+def _divide(text: str, columns: _Columns) -> tuple[list[str], list[str], bool]:
+    """Return a row's head, its numbers, and whether its first half was left blank."""
+    words = text.split()
+    needed, num_numbers = columns.num_words(words), columns.num_numbers
+    first = len(columns.sides[0][1])
+    is_short = len(columns.sides) == 2 and len(words) == needed - first
+    is_half = is_short and " " * _MIN_GAP in text.strip()
+    if is_half:
+        num_numbers -= first
+    # Old tables put a root where their header has no column for it.
+    has_stray_root = not columns.has_root and len(words) == needed + 1
+    if not (is_half or has_stray_root or len(words) == needed):
+        raise UsageError(
+            f"row must have {needed} cells, as its header has, got {len(words)}: "
+            f"{' '.join(words)[:90]!r}."
+        )
+    return words[:-num_numbers], words[-num_numbers:], is_half
+
+
+def _operation_and_root(words: list[str]) -> tuple[str, int | None]:
+    """Read what stands between type and numbers, either of which may be missing."""
+    operation, root, rest = "", None, words
+    if rest and _WORD.fullmatch(rest[0]):
+        operation, *rest = rest
+    if rest and _ROOT.fullmatch(rest[0]):
+        root, rest = int(rest[0]), rest[1:]
+    if rest:
+        raise UsageError(
+            "between type and numbers a row must have an operation and a root, got "
+            f"{' '.join(rest)!r}."
+        )
+    return operation, root
+
+
+def _number(name: str, word: str) -> float | None:
+    """Return a cell's number; None where nothing was measured."""
+    if word in _NOTHING:
+        return None
+    bare = word.rstrip("*")  # how rccl-tests marks an error above its threshold
+    if _NUMBER.fullmatch(bare) is None:
+        raise UsageError(f"{name} of a row must be a number, got {word!r}.")
+    return float(bare)

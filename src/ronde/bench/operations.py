@@ -7,7 +7,7 @@ the timed loop: an operation is a function without arguments.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +45,10 @@ class CallSpec:
 
     @property
     def prescale(self) -> float:
-        """What this rank's input is multiplied by first."""
         return float(premultiplier(self.rank)) if self.op == "mulsum" else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Views:
+class Views(NamedTuple):
     """One operation's arguments; in place both are of one buffer."""
 
     send: Tensor
@@ -62,10 +60,7 @@ class Buffers:
     """Two buffers that are allocated once and hold the largest row."""
 
     def __init__(
-        self,
-        allocate: Callable[[int], Tensor],
-        capacity_bytes: int,
-        unaligned_by: int,
+        self, allocate: Callable[[int], Tensor], capacity_bytes: int, unaligned_by: int
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self._unaligned_by = unaligned_by
@@ -101,8 +96,8 @@ class Buffers:
     def fill(self, pattern: Tensor, num_bytes: int) -> None:
         """Repeat the bytes of ``pattern`` through the first part of both buffers.
 
-        Timing needs no more. What the timed operations reduce is soon infinite or has
-        wrapped; that costs no more time. Zeros, or numbers that become denormal, could.
+        Timed reductions are soon infinite or have wrapped, which costs no more time;
+        zeros, or numbers that become denormal, could.
         """
         end = min(num_bytes + 2 * CANARY_BYTES, self._send.numel())
         for buffer in (self._send, self._receive):
@@ -233,12 +228,8 @@ def _broadcast(spec: CallSpec, communicator: Communicator, views: Views) -> Oper
 
 
 def _all_to_all(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
-    call, send, receive, splits = (
-        communicator.all_to_all,
-        views.send,
-        views.receive,
-        None,
-    )
+    call, send, receive = communicator.all_to_all, views.send, views.receive
+    splits = None
     if spec.matrix:
         splits = list(spec.matrix[spec.rank])
         send = send[: sum(splits)]
@@ -290,30 +281,24 @@ def _hypercube(spec: CallSpec, communicator: Communicator, views: Views) -> Oper
     return _after_copy(Views(views.send, own, views.is_in_place), exchange)
 
 
-_OPS = MappingProxyType(
-    {
-        "sum": ReduceOp.SUM,
-        "prod": ReduceOp.PRODUCT,
-        "max": ReduceOp.MAX,
-        "min": ReduceOp.MIN,
-        "avg": ReduceOp.AVERAGE,
-        "mulsum": ReduceOp.SUM,
-    }
-)
-_MAKERS: Mapping[str, Callable[[CallSpec, Communicator, Views], Operation]] = (
-    MappingProxyType(
-        {
-            "all_reduce": _all_reduce,
-            "all_gather": _all_gather,
-            "reduce_scatter": _reduce_scatter,
-            "broadcast": _broadcast,
-            "reduce": _reduce,
-            "alltoall": _all_to_all,
-            "alltoallv": _all_to_all,
-            "gather": _gather,
-            "scatter": _scatter,
-            "sendrecv": _sendrecv,
-            "hypercube": _hypercube,
-        }
-    )
-)
+_OPS = {
+    "sum": ReduceOp.SUM,
+    "prod": ReduceOp.PRODUCT,
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+    "avg": ReduceOp.AVERAGE,
+    "mulsum": ReduceOp.SUM,
+}
+_MAKERS: Mapping[str, Callable[[CallSpec, Communicator, Views], Operation]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "alltoall": _all_to_all,
+    "alltoallv": _all_to_all,
+    "gather": _gather,
+    "scatter": _scatter,
+    "sendrecv": _sendrecv,
+    "hypercube": _hypercube,
+}

@@ -3,13 +3,13 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from ronde.bench.measured import Device
 from ronde.bench.options import Options, UnsupportedError
+from ronde.bench.results import Device
 from ronde.bench.variables import Variables
 from ronde.collectives import Communicator, all_gather_json, connect, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
@@ -22,8 +22,7 @@ _AFTER_WATCHDOG_S = 5.0
 _CUDA_ENGINES = frozenset({"auto", "nccl"})
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(NamedTuple):
     """What this rank has in common with the others."""
 
     control: Communicator
@@ -42,7 +41,6 @@ class Ranks:
         return self.control.rank == 0
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all ranks of the world; collective."""
         own = torch.tensor([list(values)], dtype=torch.float64)
         gathered: list[list[float]] = self.control.all_gather(own).wait().tolist()  # pyright: ignore[reportUnknownVariableType]
         return gathered
@@ -110,7 +108,7 @@ def _connect(info: RankInfo, name: str, options: Options) -> Communicator:
 def _group_info(
     info: RankInfo, colours: Sequence[int], hosts: Sequence[str]
 ) -> RankInfo:
-    """Return a info of this rank's group alone, to meet where all have met."""
+    """Return what this rank's group alone meets by, where all have met."""
     mine = colours[info.rank]
     members = [rank for rank, colour in enumerate(colours) if colour == mine]
     local = [rank for rank in members if hosts[rank] == hosts[info.rank]]

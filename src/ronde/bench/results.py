@@ -1,25 +1,26 @@
-"""One run of a benchmark: rows, ranks, and how far it came; and its record."""
+"""A benchmark as values: while it runs, afterwards, and as a record; no torch."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from enum import StrEnum
-from typing import Any, TypeVar, cast
+from datetime import datetime
+from enum import IntEnum, StrEnum
+from typing import Any, NamedTuple, TypeVar, cast
 
+from ronde.bench.options import Options
 from ronde.errors import UsageError
 from ronde.records import MachineRecord, Record
+from ronde.topology.limits.bounds import Limit
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
     """One half of a row: out of place or in place."""
 
-    # microseconds an operation; None where the cell was not printed
-    time_us: float | None
-    algbw_gb_per_s: float | None  # bytes of the operation by its time, in 1e9 bytes/s
+    time_us: float | None  # of an operation; None where the cell was not printed
+    algbw_gb_per_s: float | None  # bytes of the operation by its time
     busbw_gb_per_s: float | None
-    # wrong elements over all ranks; None where nothing was checked
-    num_wrong: float | None
+    num_wrong: float | None  # elements, over all ranks; None where nothing was checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,16 @@ class Row:
     in_place: Side | None
 
     def sides(self) -> list[Side]:
-        """Return the halves that were measured."""
         return [side for side in (self.out_of_place, self.in_place) if side is not None]
 
 
+PLACES = ("out_of_place", "in_place")
 Extra = float | str
 """A cell that only some logs have."""
 
 
 class RankSource(StrEnum):
-    """What tells how many ranks took part."""
+    """What shows how many ranks took part."""
 
     GIVEN = "given"
     DEVICES = "devices"  # the list of devices, one line a rank
@@ -56,7 +57,7 @@ class RankSource(StrEnum):
 class RankCount:
     """How many ranks took part, and how sure that is."""
 
-    value: int | None = None  # the number; None where nothing tells
+    value: int | None = None  # None where it is unknown
     source: RankSource = RankSource.UNKNOWN
     # The least and the largest number that agree with what was printed.
     low: int | None = None
@@ -89,7 +90,6 @@ class Run:
     facts: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def all_busbw_gb_per_s(self) -> list[float]:
-        """Return every busbw of the rows, out of place before in place."""
         values = [side.busbw_gb_per_s for row in self.rows for side in row.sides()]
         return [value for value in values if value is not None]
 
@@ -107,10 +107,7 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
-    """Return a run as a record of kind ``bench``; one record is one run.
-
-    JSON has no infinity and no NaN: they are written as text.
-    """
+    """Return a run as a record of kind ``bench``; infinity and NaN become text."""
     values = cast("dict[str, Any]", _finite(asdict(run)))
     machine = MachineRecord.here() if was_measured_here else _ELSEWHERE
     return Record(KIND, values, machine=machine)
@@ -130,11 +127,8 @@ def from_record(record: Record) -> Run:
 
 
 def _run(values: Mapping[str, Any]) -> Run:
-    ranks = values["ranks"]
-    value, low, high = (
-        _optional(int, ranks[name]) for name in ("value", "low", "high")
-    )
-    extras: list[dict[str, Any]] = values["extras"]
+    ranks, extras = values["ranks"], values["extras"]
+    value, low, high = (_optional(int, ranks[n]) for n in ("value", "low", "high"))
     return Run(
         test=str(values["test"]),
         ranks=RankCount(value, RankSource(ranks["source"]), low, high),
@@ -152,11 +146,9 @@ def _run(values: Mapping[str, Any]) -> Run:
 
 def _row(values: Mapping[str, Any]) -> Row:
     size_bytes, count = int(values["size_bytes"]), int(values["count"])
-    root = _optional(int, values["root"])
-    sides = (_side(values[name]) for name in ("out_of_place", "in_place"))
-    return Row(
-        size_bytes, count, str(values["dtype"]), str(values["redop"]), root, *sides
-    )
+    kinds, root = (str(values["dtype"]), str(values["redop"])), values["root"]
+    sides = [_side(values[place]) for place in PLACES]
+    return Row(size_bytes, count, *kinds, _optional(int, root), sides[0], sides[1])
 
 
 def _side(values: Mapping[str, Any] | None) -> Side | None:
@@ -183,3 +175,167 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in cast("list[object]", value)]
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class IterationTimes:
+    """Times of single iterations, and their figures without the skipped ones."""
+
+    times_us: tuple[float, ...]  # of the slowest rank in each
+    rank_times_us: tuple[tuple[float, ...], ...]  # by rank and iteration
+    num_skipped: int
+    min_us: float
+    max_us: float
+    mean_us: float
+    median_us: float  # of an even number the upper, as nccl-tests takes it
+    deviation_us: float
+
+    @classmethod
+    def of_ranks(
+        cls, rank_times_us: Sequence[Sequence[float]], num_skipped: int
+    ) -> "IterationTimes":
+        times = tuple(max(column) for column in zip(*rank_times_us, strict=True))
+        kept = sorted(times[num_skipped:])
+        mean = sum(kept) / len(kept)
+        return cls(
+            times,
+            tuple(tuple(each) for each in rank_times_us),
+            num_skipped,
+            kept[0],
+            kept[-1],
+            mean,
+            kept[len(kept) // 2],
+            math.sqrt(sum((t - mean) ** 2 for t in kept) / len(kept)),
+        )
+
+    @property
+    def variation_percent(self) -> float:
+        return 100 * self.deviation_us / self.mean_us if self.mean_us else 0.0
+
+    def percentile_us(self, percent: int) -> float:
+        """Return the time that ``percent`` of the iterations do not exceed."""
+        times = sorted(self.times_us[self.num_skipped :])
+        return times[max(0, math.ceil(percent / 100 * len(times)) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one rank runs on."""
+
+    rank: int  # of the world
+    group: int
+    pid: int
+    host: str
+    index: int  # of the device on its host
+    bus_id: tuple[int, int, int]  # PCI domain, bus and device; zeros for a CPU
+    name: str
+
+    @property
+    def bus_text(self) -> str:
+        return "{:04x}:{:02x}:{:02x}".format(*self.bus_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What is known before the first row."""
+
+    options: Options
+    engine: str
+    devices: tuple[Device, ...]  # one per rank
+    size: int  # ranks of the group that is shown
+    versions: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    shown_variables: tuple[str, ...] = ()  # the environment, as far as it may be quoted
+    limit: Limit | None = None  # the physical bound, where one is known
+    call_overhead_us: float | None = None  # of an operation on next to nothing
+    nccl_version: int = 0  # as NCCL writes it in one number; 0 without it
+    started_at: datetime = field(default_factory=datetime.now)
+
+
+class Half(NamedTuple):
+    """One place of one row."""
+
+    side: Side
+    iterations: IterationTimes | None = None  # where each was timed
+    num_failed: int = 0  # checks that failed
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured row."""
+
+    row: Row
+    out_of_place: Half
+    in_place: Half
+    cycle: int  # number of the sweep, from 0 on
+    num_iterations: int  # timed iterations of each half
+    at: datetime  # local time of its end
+
+
+class Reason(IntEnum):
+    """Why there are no more rows; where ranks differ the greatest counts."""
+
+    COMPLETE = 0
+    DURATION = 1  # the time that the user gave it is over
+    STOPPED = 2  # by the user
+
+
+class Remark(NamedTuple):
+    """A sentence between the rows."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class Totals:
+    """What is kept of all rows: a soak must not grow."""
+
+    num_rows: int = 0
+    num_busbw: int = 0  # bandwidths in the sum
+    sum_busbw_gb_per_s: float = 0.0  # of all rows and places
+    peak_busbw_gb_per_s: float = 0.0
+    peak_size_bytes: int = 0
+    num_failed: int = 0  # checks that failed
+    num_wrong: float = 0.0
+    is_checked: bool = False  # something was verified
+
+    def add(self, measured: Measured) -> None:
+        self.num_rows += 1
+        for half in (measured.out_of_place, measured.in_place):
+            busbw = half.side.busbw_gb_per_s or 0.0
+            self.num_busbw += 1
+            self.sum_busbw_gb_per_s += busbw
+            if busbw > self.peak_busbw_gb_per_s:
+                self.peak_busbw_gb_per_s = busbw
+                self.peak_size_bytes = measured.row.size_bytes
+            self.num_failed += half.num_failed
+            if half.side.num_wrong is not None:
+                self.is_checked = True
+                self.num_wrong += half.side.num_wrong
+
+    @property
+    def average_busbw_gb_per_s(self) -> float:
+        return self.sum_busbw_gb_per_s / self.num_busbw if self.num_busbw else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What is known after the last row."""
+
+    totals: Totals
+    least_busbw_gb_per_s: float | None = None  # the average must reach 0.9 of it
+    memory: str = ""  # the memory line, or empty
+    errors: tuple[str, ...] = ()  # what went wrong, one sentence each
+    reason: Reason = Reason.COMPLETE
+    ended_at: datetime = field(default_factory=datetime.now)
+
+    @property
+    def is_fast_enough(self) -> bool | None:
+        if self.least_busbw_gb_per_s is None:
+            return None
+        average = self.totals.average_busbw_gb_per_s
+        return average >= 0.9 * self.least_busbw_gb_per_s
+
+    @property
+    def is_failed(self) -> bool:
+        return self.totals.num_failed > 0 or self.is_fast_enough is False

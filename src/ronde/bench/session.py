@@ -1,20 +1,25 @@
 """From options to rows: everything before the first and after the last."""
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ronde.bench.capacity import FreeMemory, free_host_memory, largest_row, require_room
-from ronde.bench.catalog import Spread, is_possible
+from ronde.bench.catalog import (
+    FreeMemory,
+    Spread,
+    free_host_memory,
+    is_possible,
+    largest_row,
+    require_room,
+)
 from ronde.bench.limits import Wires, search_limit
-from ronde.bench.measured import Heading, Reason
 from ronde.bench.operations import IN_PLACE_ONLY, Buffers
 from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
-from ronde.bench.sweeps import Case, Event, RowBench, SweepBench
+from ronde.bench.results import Heading
+from ronde.bench.sweeps import Case, RowBench
 from ronde.bench.timing import Clock, CudaEvent, Expired, Watchdog
 from ronde.bench.variables import Variables
 from ronde.collectives import Communicator
@@ -26,15 +31,18 @@ from ronde.world.environment import select_variables
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-@dataclass(frozen=True, slots=True)
-class BenchSession:
+class BenchSession(NamedTuple):
     """A benchmark that is ready to run."""
 
-    options: Options  # what was asked for, sizes cut to what fits
+    options: Options  # sizes cut to what fits
     variables: Variables
     ranks: Ranks
     benches: dict[str, RowBench]  # by engine
     notes: tuple[str, ...]  # how it is measured
+
+    @property
+    def first(self) -> RowBench:
+        return next(iter(self.benches.values()))
 
     def heading(self) -> Heading:
         """Return what is known before the first row; collective."""
@@ -62,17 +70,8 @@ class BenchSession:
             nccl_version=version,
         )
 
-    def sweep(self, is_stopped: Callable[[], bool]) -> Generator[Event, None, Reason]:
-        """Yield the rows of the first engine; see ``SweepBench.run``."""
-        bench = next(iter(self.benches.values()))
-        is_shown = self.variables.is_traffic_shown
-        return SweepBench(bench, self.options, is_stopped, is_shown).run()
-
-    def close(self) -> None:
-        self.ranks.close()
-
     def _limit(self) -> tuple[Limit | None, str]:
-        """Find the physical bound, or say why there is none; collective."""
+        """Find the physical bound, or why there is none; collective."""
         shown, ranks = self.options.shown, self.ranks
         if not shown.has_limit:
             return None, ""
@@ -85,7 +84,7 @@ class BenchSession:
 
     def _call_overhead_us(self) -> float | None:
         """Return the time of an operation on next to nothing."""
-        bench = next(iter(self.benches.values()))
+        bench = self.first
         test, sweep, loop = self.options.test, self.options.sweep, self.options.loop
         size, num_bytes = bench.communicator.size, sweep.dtypes[0].num_bytes
         if test.spread is not Spread.WHOLE:
@@ -108,8 +107,6 @@ def open_session(
 ) -> BenchSession:
     """Connect, find room, allocate; collective.
 
-    ``on_expired`` gets the name of what took longer than ``-T``.
-
     Raises:
         UsageError: Something asked for cannot be.
         CollectiveError: The ranks did not meet.
@@ -126,6 +123,7 @@ def open_session(
     watchdog = Watchdog(options.loop.timeout_s, on_expired)
     clock = _clock(ranks)
     benches: dict[str, RowBench] = {}
+    loop, num_bytes = options.loop, options.sweep.max_bytes
     for name, communicator in ranks.engines.items():
 
         def allocate(num_bytes: int, own: Communicator = communicator) -> Tensor:
@@ -133,12 +131,9 @@ def open_session(
                 return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             return own.allocate(num_bytes, torch.uint8, device)
 
-        loop, num_bytes = options.loop, options.sweep.max_bytes
         buffers = Buffers(allocate, num_bytes, loop.unaligned_by)
-        traffic = variables.traffic
-        benches[name] = RowBench(
-            ranks, communicator, buffers, clock, loop, traffic, watchdog
-        )
+        how = (clock, loop, variables.traffic, watchdog)
+        benches[name] = RowBench(ranks, communicator, buffers, *how)
     notes = (*_notes(options, size, device), *cut)
     return BenchSession(options, variables, ranks, benches, notes)
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from functools import lru_cache
 from itertools import count, islice, product
 from time import monotonic
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +25,18 @@ from ronde.bench.catalog import (
 )
 from ronde.bench.checking import ReductionInputs, count_wrong, prepare, random_bytes
 from ronde.bench.comparison import Compared
-from ronde.bench.measured import Half, IterationTimes, Measured, Reason, Remark
 from ronde.bench.operations import Buffers, CallSpec, Operation, make_operation
 from ronde.bench.options import Loop, Options, UnsupportedError
 from ronde.bench.ranks import Ranks
-from ronde.bench.results import Row, Side
+from ronde.bench.results import (
+    Half,
+    IterationTimes,
+    Measured,
+    Reason,
+    Remark,
+    Row,
+    Side,
+)
 from ronde.bench.timing import Clock, Elapsed, Watchdog, combine
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
@@ -36,8 +44,7 @@ from ronde.errors import UsageError
 _TILE_BYTES = 1 << 17
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """What one row is of."""
 
     test: Collective
@@ -104,14 +111,11 @@ class RowBench:
 
     def row(self, case: Case, out_of_place: Side | None, in_place: Side | None) -> Row:
         shape, dtype = self.spec(case).shape, case.dtype
-        size_bytes, call = (
-            shape.span * dtype.num_bytes,
-            (dtype.name, case.op, case.root),
-        )
+        call = (dtype.name, case.op, case.root)
+        size_bytes = shape.span * dtype.num_bytes
         return Row(size_bytes, shape.count, *call, out_of_place, in_place)
 
     def time(self, case: Case, *, is_in_place: bool) -> list[Elapsed]:
-        """Time one place of a case; return every rank's times."""
         if self.loop.checks:
             self._fill(case)
         operations = self.operations(case, is_in_place=is_in_place)
@@ -129,7 +133,7 @@ class RowBench:
         return combine(times_s, self.loop.average) / count * 1e6
 
     def check(self, case: Case, cycle: int, *, is_in_place: bool) -> list[float]:
-        """Return the wrong elements of every check, over all ranks."""
+        """Return the wrong elements of each check, over all ranks."""
         if not self.loop.checks or (is_in_place and not case.test.is_in_place_checked):
             return []
         spec = self.spec(case)
@@ -245,7 +249,7 @@ class SweepBench:
                 yield from cases
 
     def agree_to_stop(self, started_s: float) -> Reason:
-        """Say whether it is to end here, and why, alike on all ranks; collective."""
+        """Return whether to end here, and why, alike on all ranks; collective."""
         duration_s = self.options.loop.duration_s
         is_over = bool(duration_s) and monotonic() - started_s > duration_s
         own = Reason.DURATION if is_over else Reason.COMPLETE
@@ -292,10 +296,7 @@ class SweepBench:
 
 @dataclass(frozen=True, slots=True)
 class EngineComparison:
-    """Runs the same rows on several engines, on the same ranks.
-
-    They take turns on every row, so that a slow minute hits all.
-    """
+    """Runs the same rows on several engines, in turns: a slow minute hits all."""
 
     benches: Mapping[str, RowBench]  # the first is the one others are compared with
     options: Options

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from statistics import fmean
 from time import perf_counter_ns
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -32,7 +32,6 @@ class CudaEvent:
         self._event.record()
 
     def seconds_to(self, later: Self) -> float:
-        """Return the time between two moments that are both over."""
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
@@ -41,10 +40,10 @@ Expired = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """Calls somebody, from another thread, when a stretch of work takes too long."""
+    """Reports from another thread when a stretch of work takes too long."""
 
     timeout_s: float  # 0 watches nothing
-    on_expired: Expired
+    on_expired: Expired  # gets the name of the work
 
     @contextmanager
     def watching(self, what: str) -> Generator[None]:
@@ -65,9 +64,8 @@ WAIT = 2
 WAIT_AND_BARRIER_OUTSIDE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Elapsed:
-    """What one rank's clock says of one loop."""
+class Elapsed(NamedTuple):
+    """What one rank measured of one loop."""
 
     total_s: float  # from the first call to the end of the last operation
     called_s: float  # from the first call to the return of the last
@@ -114,7 +112,6 @@ class Clock:
         return Elapsed((end - start) / 1e9, (called - start) / 1e9)
 
     def _in_steps(self, calls: Sequence[Operation], loop: Loop) -> Elapsed:
-        """Do what comes after each operation, and after each iteration."""
         is_closed = loop.blocking == WAIT_AND_BARRIER_OUTSIDE
         marks: list[tuple[TimingEvent, TimingEvent]] = []
         untimed = 0
@@ -148,7 +145,7 @@ class Clock:
 
 
 def combine(times_s: Sequence[float], average: int) -> float:
-    """Make one time of those of all ranks, as nccl-tests' ``-a`` says."""
+    """Make one time of those of all ranks, as nccl-tests' ``-a`` asks."""
     if average == 0:
         return times_s[0]
     return (fmean, min, max)[average - 1](times_s)

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ Times = dict[tuple[str, int], dict[str, float]]
 """Seconds of each candidate, by collective and bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
+class Effort(NamedTuple):
     """How long a candidate is measured."""
 
     rounds: int = 5  # how often; the median counts
@@ -70,7 +69,7 @@ def _sizes(name: str, effort: Effort) -> tuple[int, ...]:
 
 
 class _Bench:
-    """One candidate and its buffers, which lie where it likes them best."""
+    """One candidate and buffers that it has allocated."""
 
     def __init__(self, communicator: Communicator, max_bytes: int) -> None:
         self.communicator = communicator
@@ -80,7 +79,6 @@ class _Bench:
         self._out = self._allocate(max(max_bytes, gathered))
 
     def call(self, name: str, num_bytes: int) -> Call:
-        """Return what makes the call once, on so many bytes a rank."""
         comm, size = self.communicator, self._size
         if name == "barrier":
             return lambda: comm.barrier().wait()
@@ -155,17 +153,14 @@ def _table(times: Times, effort: Effort) -> EngineTable:
                 _choice(t, f"at {format_size(s)}") for s, t in by_size.items()
             )
             continue
-        means = {
-            label: statistics.geometric_mean(t[label] for t in by_size.values())
-            for label in next(iter(by_size.values()))
-        }
+        labels, mean = next(iter(by_size.values())), statistics.geometric_mean
+        means = {n: mean(times_s[n] for times_s in by_size.values()) for n in labels}
         choices[name] = (_choice(means, "in the mean"),)
     choices["recv"] = choices["send"]
     return EngineTable(choices, f"measurement, medians of {effort.rounds} rounds")
 
 
 def _choice(times_s: Mapping[str, float], where: str) -> Choice:
-    """Choose the least; the first candidate where two are equal."""
     best = min(times_s, key=lambda label: times_s[label])
     text = ", ".join(f"{label} {s * 1e6:.0f} us" for label, s in times_s.items())
     return Choice.of(best, f"{text} {where}")

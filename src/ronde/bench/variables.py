@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ronde.bench.catalog import Traffic, read_matrix
 from ronde.errors import UsageError
@@ -20,14 +20,13 @@ SHOWN = (
     "RONDE_ENGINE",
     "RONDE_ALGORITHM",
 )
-"""What a result may quote. nccl-tests writes all variables down, secrets included."""
+"""What a result may quote. nccl-tests writes down all variables, secrets included."""
 
 _SPLIT = re.compile(r"\s*(AND|OR|MOD|DIV|[&|%/])\s*(\w+)\s*", re.IGNORECASE)
 _SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """How the ranks are cut into groups: those of one colour are together."""
 
     operator: str  # AND, OR, MOD or DIV
@@ -45,15 +44,13 @@ class Split:
                 return rank // self.operand
 
 
-@dataclass(frozen=True, slots=True)
-class Variables:
+class Variables(NamedTuple):
     """What the environment asks for."""
 
     split: Split | None = None  # None for one group
     first_device: int | None = None  # the first GPU to use; None for the local rank's
-    # the average must reach nine tenths of it; None for any
-    least_busbw_gb_per_s: float | None = None
-    traffic: Traffic = field(default_factory=Traffic)
+    least_busbw_gb_per_s: float | None = None  # the average must reach 0.9 of it
+    traffic: Traffic = Traffic()
     is_traffic_shown: bool = False  # print what every rank sent
     shown: tuple[str, ...] = ()  # the variables that a result may quote
 
@@ -63,11 +60,10 @@ def read_variables(environ: Mapping[str, str] | None = None) -> Variables:
     values = select_variables(("NCCL_TESTS_*",), environ)
     shown = select_variables(SHOWN, environ)
     device = values.get("NCCL_TESTS_DEVICE")
-    least = _number(values, "NCCL_TESTS_MIN_BW")
     return Variables(
         split=_split(values),
         first_device=None if device is None else _integer("NCCL_TESTS_DEVICE", device),
-        least_busbw_gb_per_s=least,
+        least_busbw_gb_per_s=_number(values, "NCCL_TESTS_MIN_BW"),
         traffic=_traffic(values),
         is_traffic_shown=values.get("NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY", "0") != "0",
         shown=tuple(f"{name}={value}" for name, value in shown.items()),

@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from ronde.cli.options import CommandParser, require_alone
+from ronde.arguments import CommandParser, require_alone
 from ronde.errors import UsageError
 from ronde.launch.environments import ALIAS_DIRECTORY, find_horovod
 

@@ -5,8 +5,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.bench.capacity import free_host_memory, largest_row, require_room
-from ronde.bench.options import Exit, Options, UnsupportedError, help_text, parse
+from ronde.bench.catalog import free_host_memory, largest_row, require_room
+from ronde.bench.options import HELP, Exit, Options, UnsupportedError, parse
 from ronde.bench.variables import read_variables
 from ronde.cli.exits import give_up_output, is_unwritten
 from ronde.cli.self_launch import run_self
@@ -63,7 +63,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _bench(words: list[str]) -> int:
     if not words or "-h" in words or "--help" in words:
-        print(help_text(), end="")
+        print(HELP, end="")
         return Exit.OK
     options, variables, info = parse(words), read_variables(), read_rank_info()
     if not options.parent:

@@ -15,12 +15,23 @@ from typing import TextIO, TypeVar
 import torch
 
 from ronde.bench.comparison import Compared, Ratios
-from ronde.bench.measured import Ending, Heading, Measured, Reason, Remark, Totals
 from ronde.bench.options import Exit, Options
 from ronde.bench.ranks import Ranks, meet_ranks
-from ronde.bench.results import RankCount, RankSource, Row, Run, to_record
+from ronde.bench.results import (
+    Ending,
+    Heading,
+    Measured,
+    RankCount,
+    RankSource,
+    Reason,
+    Remark,
+    Row,
+    Run,
+    Totals,
+    to_record,
+)
 from ronde.bench.session import BenchSession, open_session
-from ronde.bench.sweeps import EngineComparison
+from ronde.bench.sweeps import EngineComparison, SweepBench
 from ronde.bench.tuning import tune
 from ronde.bench.variables import Variables
 from ronde.collectives.choice import TableKey, explain, find_table, save
@@ -53,26 +64,24 @@ _SEVERAL_HOSTS = (
 _Event = TypeVar("_Event")
 
 
-class _Stop:
-    """Whether the user wants an end; the second time it ends at once."""
+@contextmanager
+def _stopping() -> Generator[Callable[[], bool]]:
+    """Let Ctrl-C and SIGTERM end the benchmark between two rows, or at once if again.
 
-    is_asked = False
+    Yields whether the user has asked for it.
+    """
+    received: list[int] = []
 
-    def ask(self, number: int, _frame: object) -> None:
-        if self.is_asked:
+    def stop(number: int, _frame: object) -> None:
+        if received:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.is_asked = True
+        received.append(number)
 
-
-@contextmanager
-def _stopping() -> Generator[_Stop]:
-    """Take note of Ctrl-C and SIGTERM: the benchmark ends between two rows."""
-    stop = _Stop()
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stop.ask) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield stop
+        yield lambda: bool(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -87,8 +96,7 @@ def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
             ranks = meet_ranks(info, options, variables)
             if ranks.is_speaker:
                 print("\n".join(_explained(ranks)), flush=True)
-            ranks.control.barrier().wait()
-            ranks.close()
+            _part(ranks)
         return Exit.OK
     reporter = Reporter(options, is_shown=info.rank == 0)
     try:
@@ -97,21 +105,25 @@ def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
         raise UsageError(
             f"all {info.size} ranks that {info.launcher} has started must meet: {error}"
         ) from error
-    with _stopping() as stop:
+    with _stopping() as is_stopped:
         try:
             if options.is_explained and session.ranks.is_speaker:
                 lines = _explained(session.ranks)
                 print("\n".join(f"# {line}" for line in lines), flush=True)
             measure = _compare if options.is_compared else _sweep
-            code = measure(session, reporter, stop)
+            code = measure(session, reporter, is_stopped)
         except BaseException as error:
             reporter.fail(str(error) or type(error).__name__)
-            session.close()
+            session.ranks.close()
             raise
-        # Nobody may leave before rank 0 has reported all: a launcher would end it.
-        session.ranks.control.barrier().wait()
-        session.close()
+        _part(session.ranks)
     return code
+
+
+def _part(ranks: Ranks) -> None:
+    # Nobody may leave before rank 0 has reported all: a launcher would end it.
+    ranks.control.barrier().wait()
+    ranks.close()
 
 
 def _follow(
@@ -125,18 +137,18 @@ def _follow(
         take(event)
 
 
-def _sweep(session: BenchSession, reporter: "Reporter", stop: _Stop) -> int:
+def _sweep(
+    session: BenchSession, reporter: "Reporter", is_stopped: Callable[[], bool]
+) -> int:
     reporter.begin(session.heading())
-    reason = _follow(session.sweep(lambda: stop.is_asked), reporter.take)
+    is_shown = session.variables.is_traffic_shown
+    sweep = SweepBench(session.first, session.options, is_stopped, is_shown)
+    reason = _follow(sweep.run(), reporter.take)
     # A soak has no other end.
     is_cut = reason is Reason.STOPPED and session.options.loop.cycles > 0
-    ending = Ending(
-        totals=reporter.totals,
-        least_busbw_gb_per_s=session.variables.least_busbw_gb_per_s,
-        memory=_memory(session),
-        errors=("interrupted",) if is_cut else (),
-        reason=reason,
-    )
+    errors = ("interrupted",) if is_cut else ()
+    least = session.variables.least_busbw_gb_per_s
+    ending = Ending(reporter.totals, least, _memory(session), errors, reason)
     reporter.end(ending)
     if ending.errors:
         return Exit.INTERRUPTED
@@ -146,8 +158,7 @@ def _sweep(session: BenchSession, reporter: "Reporter", stop: _Stop) -> int:
 def _memory(session: BenchSession) -> str:
     if not session.options.shown.has_memory:
         return ""
-    bench = next(iter(session.benches.values()))
-    own = format_size(2 * bench.buffers.capacity_bytes)
+    own = format_size(2 * session.first.buffers.capacity_bytes)
     if session.ranks.device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(session.ranks.device)
         return f"GPU memory usage : User-Allocated {own} | Reserved {format_size(peak)}"
@@ -155,8 +166,9 @@ def _memory(session: BenchSession) -> str:
     return f"Host memory usage : User-Allocated {own} | Peak RSS {format_size(peak)}"
 
 
-def _compare(session: BenchSession, reporter: "Reporter", stop: _Stop) -> int:
-    """Measure the engines in turn; report on rank 0; collective."""
+def _compare(
+    session: BenchSession, reporter: "Reporter", is_stopped: Callable[[], bool]
+) -> int:
     heading, shown = session.heading(), session.options.shown
     ratios = Ratios()
     rows: dict[str, list[Row]] = {name: [] for name in session.benches}
@@ -171,9 +183,7 @@ def _compare(session: BenchSession, reporter: "Reporter", stop: _Stop) -> int:
         reporter.show(compared_line(event))
 
     reporter.show(*facts_lines(heading), *comparison_titles(heading, list(rows)))
-    comparison = EngineComparison(
-        session.benches, session.options, lambda: stop.is_asked
-    )
+    comparison = EngineComparison(session.benches, session.options, is_stopped)
     reason = _follow(comparison.run(), take)
     was_stopped = reason is Reason.STOPPED
     reporter.show(*comparison_summary(ratios, "interrupted" if was_stopped else ""))
@@ -195,21 +205,19 @@ def _run_tuning(options: Options, variables: Variables, info: RankInfo) -> None:
         names = _ONE_HOST if info.local_size == info.size else _SEVERAL_HOSTS
     engines = replace(options.engines, names=names, device="cpu")
     ranks = meet_ranks(info, replace(options, engines=engines), variables)
-    is_shown = ranks.is_speaker and options.has_terminal
+    is_shown = ranks.is_speaker and options.parent == "terminal"
     table = tune(ranks.engines, on_progress=_show_tuning if is_shown else None)
     if ranks.is_speaker:
         key = TableKey.here(Counter(ranks.hosts))
         path = save(table, key, read_cache_directory())
         print(f"{explain(table)}\nkept in {path}", flush=True)
-    ranks.control.barrier().wait()
-    ranks.close()
+    _part(ranks)
 
 
 def _show_tuning(num_done: int, num_sizes: int) -> None:
     is_over = num_done == num_sizes
     text = "\r \r" if is_over else f"\rtuning: {num_done}/{num_sizes} sizes"
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def _explained(ranks: Ranks) -> list[str]:
@@ -228,7 +236,7 @@ class Reporter:
         self._rows: list[Row] = []
         self._cycle = 0
         self._started_s = self._drawn_s = monotonic()
-        is_terminal = options.has_terminal or sys.stderr.isatty()
+        is_terminal = options.parent == "terminal" or sys.stderr.isatty()
         self._has_progress = is_shown and is_terminal
         path = options.shown.json_path
         self._json = JsonReport(_open_new(path)) if is_shown and path else None
@@ -267,8 +275,7 @@ class Reporter:
             self._drawn_s = now_s
             num_rows, elapsed_s = self._num_rows(heading), now_s - self._started_s
             text = progress_text(self.totals, num_rows, elapsed_s, self._cycle)
-            sys.stderr.write(f"\r{text}")
-            sys.stderr.flush()
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
     def end(self, ending: Ending) -> None:
         heading, shown = self._heading, self._options.shown
@@ -306,8 +313,7 @@ class Reporter:
         """End this process: a synchronisation took too long."""
         limit_s = self._options.loop.timeout_s
         reason = f"{what} must end within -T {limit_s:g} s, and did not"
-        sys.stderr.write(f"ronde: {reason}.\n")
-        sys.stderr.flush()
+        print(f"ronde: {reason}.", file=sys.stderr, flush=True)
         self.fail(reason)
         sys.stdout.flush()
         # The main thread waits for ranks that may never answer.
@@ -316,10 +322,9 @@ class Reporter:
     def _wipe(self, *, is_last: bool = False) -> None:
         """Take the line of progress away; the launcher's console does it by itself."""
         if self._has_progress and sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         elif self._has_progress and is_last:
-            sys.stderr.write("\r \r")
-        sys.stderr.flush()
+            print("\r \r", end="", file=sys.stderr, flush=True)
 
     def _num_rows(self, heading: Heading) -> int:
         options, sweep = self._options, self._options.sweep
@@ -355,9 +360,7 @@ def _plot(heading: Heading, rows: Mapping[str, Sequence[Row]]) -> None:
 
 
 def _point(row: Row) -> Point:
-    """Return the better half of a row."""
-    sides = [side for side in (row.in_place, row.out_of_place) if side is not None]
-    best = max(sides, key=lambda side: side.busbw_gb_per_s or 0.0)
+    best = max(row.sides(), key=lambda side: side.busbw_gb_per_s or 0.0)
     return Point(row.size_bytes, best.busbw_gb_per_s or 0.0, best.time_us)
 
 

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ronde.arguments import CommandParser, read_one_of
 from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.comparison import compare
 from ronde.bench.log_reading import read_log
 from ronde.bench.options import Exit
 from ronde.bench.results import Run, to_record
-from ronde.cli.options import CommandParser, read_one_of
 from ronde.errors import UsageError
 from ronde.records import append_record
 from ronde.render.bench_tables import draw_comparison, draw_rows, draw_runs

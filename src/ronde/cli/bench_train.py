@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ronde.arguments import CommandParser
 from ronde.bench.options import Exit
 from ronde.bench.training.catalogue import MODELS
 from ronde.bench.training.outcome import (
@@ -16,7 +17,6 @@ from ronde.bench.training.outcome import (
     WireFormat,
     find_model,
 )
-from ronde.cli.options import CommandParser
 from ronde.cli.self_launch import run_self
 from ronde.errors import UsageError
 from ronde.launch.environments import own_environment
@@ -25,8 +25,6 @@ from ronde.launch.program import absolute_path
 from ronde.world import Launcher, RankInfo, read_rank_info
 from ronde.world.environment import require_engine
 
-_BAR = 24
-
 _HELP = """\
 usage: ronde bench train --model NAME [-n N] [options]
 
@@ -34,37 +32,39 @@ Measure training steps of a well-known model.
 
 options:
   --model NAME          one of the models below
-  --batch N             samples a step of one rank
+  --batch N             samples per step and rank (default: the model's)
   --dtype {float32,bfloat16}
-                        of the forward
+                        type of the forward pass (default: float32)
   --optimizer {sgd,adam}
+                        (default: sgd)
   --compression {none,fp16,bf16}
-                        what gradients travel as
+                        type in which gradients are sent (default: none)
   --input {prepared,gathered}
-                        batches made before, or gathered from samples at every
-                        step
-  --channels-last       lay images out that way
-  --compile             let torch.compile compile the model
+                        batches made beforehand, or gathered from samples at
+                        each step (default: prepared)
+  --channels-last       use the channels-last memory format for images
+  --compile             compile the model with torch.compile
   -n, -np, --num-proc N
-                        ranks to start; without it one a GPU, else one a core
+                        ranks to start (default: one per GPU, else one per core)
   --device {auto,cpu,cuda}
+                        (default: auto)
   --engine NAME         what moves the tensors, as for ronde run
-  --rounds N            default: 5
-  --steps N             steps a round; without it as many as last about 0.4 s
-  --warmup N            steps before; default: 3
-  --json FILE           append a record to this file
+  --rounds N            rounds (default: 5)
+  --steps N             steps per round (default: as many as take about 0.4 s)
+  --warmup N            untimed steps before the first round (default: 3)
+  --json FILE           append a record to FILE
   -h, --help            show this help and exit
 
 Three runs take turns, a few steps each, over several rounds: 1 rank, all ranks, and all
-ranks without communication, which is the ceiling of what reducing gradients could give.
-Data is synthetic. "exposed" is the communication that backward does not hide: what
-backward takes longer with communication than without.
+ranks without communication, which is the most that reducing gradients could reach. The
+data is synthetic. "exposed" is the communication that the backward pass does not hide:
+its time with communication minus its time without.
 
 Without a launcher the command starts its own ranks on this machine; under ronde run,
 torchrun or mpirun it joins theirs.
 
-exit code: 0; 6 for what cannot be measured as asked; 7 when the ranks' weights differ
-at the end.
+exit code: 0; 6 if it cannot be measured as asked; 7 if the ranks' weights differ at the
+end.
 
 models:
 """
@@ -99,9 +99,8 @@ def run_train(words: Sequence[str]) -> int:
         )
     info = read_rank_info()
     if info.launcher is Launcher.NONE:
-        own_words = ["bench", "train", *words]
-        if sys.stderr.isatty():
-            own_words.append("--progress")
+        shown = ["--progress"] if sys.stderr.isatty() else []
+        own_words = ["bench", "train", *words, *shown]
         engine = options.engine or info.engine
         size = given.num_proc
         if size is None:
@@ -129,7 +128,7 @@ def _run_rank(options: TrainOptions, info: RankInfo, given: argparse.Namespace) 
     is_shown = is_root and (given.progress or sys.stderr.isatty())
     hvd.init(engine=options.engine)
     try:
-        outcome = measure(options, _show_progress if is_shown else _show_nothing)
+        outcome = measure(options, _show_progress if is_shown else None)
     finally:
         hvd.shutdown()
     if is_root:
@@ -146,19 +145,14 @@ def _run_rank(options: TrainOptions, info: RankInfo, given: argparse.Namespace) 
     return Exit.OK if outcome.is_in_step else Exit.FAILED
 
 
-def _show_nothing(_num_done: int, _num_blocks: int) -> None:
-    pass
-
-
 def _show_progress(num_done: int, num_blocks: int) -> None:
-    filled = _BAR * num_done // num_blocks
-    bar = "#" * filled + "-" * (_BAR - filled)
-    text = f"\r[{bar}] {num_done}/{num_blocks} blocks of steps"
+    from ronde.render.bench import bar
+
+    text = f"\r{bar(num_done, num_blocks)} blocks of steps"
     if num_done == num_blocks:
         # The launcher's console knows no escapes.
         text = "\r\x1b[K" if sys.stderr.isatty() else "\r \r"
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def _options(given: argparse.Namespace) -> TrainOptions:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
+from ronde.arguments import CommandParser, read_one_of
 from ronde.check.catalogue import all_checks, plan_for
 from ronde.check.check import ENVIRONMENT, Check, Family, Fleet, Severity, Value
 from ronde.check.cluster import ABSENT, TAKING_PART
@@ -18,7 +19,6 @@ from ronde.check.history import Earlier, Kept, compare, load_last, save
 from ronde.check.judging import Judgement, Readiness, decide, fit_together, judge
 from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS
 from ronde.cli.hosts import HOST_DEFAULTS, find_hosts, make_spawner
-from ronde.cli.options import CommandParser, read_duration_s, read_one_of
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
@@ -42,6 +42,7 @@ from ronde.render.check import (
     tabulate_hosts,
 )
 from ronde.render.text import WIDTH
+from ronde.units import parse_duration_s
 from ronde.world.environment import select_variables
 
 EXIT_READY = 0
@@ -189,7 +190,7 @@ def read_request(
     for path in (*options.path, *options.file):
         if not path:
             raise UsageError("--path and --file must name something, got ''. Name it.")
-    burn_s = read_duration_s("--burn", options.burn)
+    burn_s = parse_duration_s(options.burn, "--burn")
     if burn_s > _MAX_BURN_S:
         raise UsageError(
             f"--burn must be at most a day, got {options.burn}. Give less."

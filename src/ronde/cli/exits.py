@@ -27,11 +27,7 @@ def exit_code_of(error: RondeError) -> int:
 
 
 def is_unwritten(error: OSError) -> bool:
-    """Whether nobody reads standard output, or a file takes no more.
-
-    A file that cannot be opened is another matter, and so is a broken pipe that is not
-    standard output.
-    """
+    """Whether nobody reads standard output, or a file takes no more."""
     if isinstance(error, BrokenPipeError):
         poll = select.poll()
         poll.register(1, 0)

@@ -1,6 +1,6 @@
 """The help of ``ronde`` and ``ronde run``, and options that several commands have.
 
-The lines of options are their declarations, too: see ``ronde.cli.options``. Nothing is
+The lines of options are their declarations, too: see ``ronde.arguments``. Nothing is
 imported here, so that help is shown at once.
 """
 

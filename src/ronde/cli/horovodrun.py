@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import ronde
+from ronde.arguments import read_number
 from ronde.cli.hosts import find_run_hosts, read_text
-from ronde.cli.options import read_number
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
 from ronde.launch.output.files import Generation, OutputSink, SinkWrapper, attempt_dir
@@ -52,6 +52,7 @@ Available Tensor Operations:
     [{gloo}] Gloo
     [X] shared memory"""
 
+_LIBRARIES = ("mpi", "gloo", "nccl")
 # Options with a value that is a variable's, by its name without HOROVOD_.
 _VALUES = {
     "fusion-threshold-mb": "FUSION_THRESHOLD",
@@ -119,12 +120,12 @@ class HorovodOptions(NamedTuple):
     """What horovodrun's options ask for."""
 
     env: dict[str, str]  # variables for all ranks
-    engine: str  # what is to move tensors, or empty
+    engine: str  # or empty
     hosts: tuple[Host, ...]  # where ranks may run, at least one
     min_ranks: int | None  # how many suffice where there are fewer slots; None for all
-    ssh_args: tuple[str, ...]  # what ssh is to be given
-    output_dir: str  # directory for what the ranks print, or empty
-    ignored: tuple[str, ...]  # the options that change nothing
+    ssh_args: tuple[str, ...]
+    output_dir: str  # directory for the ranks' output, or empty
+    ignored: tuple[str, ...]  # options that have no effect
 
 
 def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
@@ -137,14 +138,10 @@ def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
             from ronde.horovod import __version__ as horovod
             from ronde.torch import features
 
-            built = {
-                "mpi": features.mpi_built(),
-                "gloo": features.gloo_built(),
-                "nccl": features.nccl_built(),
-            }
+            versions = {"version": ronde.__version__, "horovod": horovod}
+            built = {n: getattr(features, f"{n}_built")() for n in _LIBRARIES}
             marks = {name: "X" if has else " " for name, has in built.items()}
-            text = _CHECK.format(version=ronde.__version__, horovod=horovod, **marks)
-            print(text)
+            print(_CHECK.format(**versions, **marks))
         case _:
             taken_for = shlex.join(["ronde", "run", *words]).replace("\n", "\\n")
             print(f"horovodrun: runs {taken_for}", file=sys.stderr)
@@ -153,7 +150,7 @@ def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
 
 
 def add_horovod_options(parser: argparse.ArgumentParser) -> None:
-    """Let a parser take what horovodrun takes, besides ``-np`` and its hosts."""
+    """Let a parser take horovodrun's options, but for ``-np`` and hosts."""
 
     def add(name: str, dest: str = "", **how: Any) -> None:  # noqa: ANN401  argparse's own
         names = [f"--{name}", *_OTHER_NAMES.get(name, [])]
@@ -171,10 +168,7 @@ def add_horovod_options(parser: argparse.ArgumentParser) -> None:
 def read_horovod_options(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> HorovodOptions:
-    """Return what the options that were given ask for.
-
-    Reads the configuration and host files, and runs the discovery script, once.
-    """
+    """Read the options and their files; run the discovery script, once."""
     known = (*_VALUES, *_SWITCHES, *_READ_HERE, *_VALUES_IGNORED, *_FLAGS_IGNORED)
     given = {name: getattr(options, name) for name in (*known, *_CONTROLLERS)}
     given = {name: value for name, value in given.items() if value is not None}
@@ -290,15 +284,12 @@ def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, 
         is_section = isinstance(values, dict)
         pairs = cast("dict[str, Any]", values if is_section else {"": values})
         for key, value in pairs.items():
-            is_switch = isinstance(value, bool)
-            yield section, str(key), str(int(value)) if is_switch else str(value)
+            text = str(int(value)) if isinstance(value, bool) else str(value)
+            yield section, str(key), text
 
 
 class LinkedOutputs(SinkWrapper):
-    """Also links the ranks' files where horovodrun puts them.
-
-    That is ``DIR/rank.<r>/stdout`` and ``stderr``, with zeros before ``<r>``.
-    """
+    """Also links the ranks' files as horovodrun does: ``DIR/rank.<r>/stdout``."""
 
     def __init__(self, inner: OutputSink, directory: str) -> None:
         super().__init__(inner)

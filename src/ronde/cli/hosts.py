@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ronde.cli.options import attribute_of, read_number, require_alone
+from ronde.arguments import attribute_of, read_number, require_alone
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 from ronde.launch.spawners.base import Spawner
@@ -50,23 +50,26 @@ def find_run_hosts(
 def find_hosts(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
-    """Return the hosts that ranks may run on, at least one.
+    """Return the hosts of an option, else of Slurm's allocation, else this machine.
 
-    They are those that an option names, else those of Slurm's allocation, else this
-    machine. Reads the host file, and runs the discovery script, once.
+    Reads the host file, and runs the discovery script, once.
     """
     require_alone(options, *_SOURCES)
     given = {name: getattr(options, attribute_of(name)) for name in _SOURCES}
     named = [name for name, value in given.items() if value is not None]
     slots = read_slots(options)
-    if not named:
-        hosts = _unnamed_hosts(environ)
-    else:
+    hosts: Sequence[Host] | None = None
+    if named:
         hosts = _read_hosts(named[0], given[named[0]])
+    elif "SLURM_JOB_ID" in environ:
+        from ronde.launch.hosts.sources import read_allocation
+
+        hosts = read_allocation(environ)
+    hosts = hosts or (Host(os.uname().nodename, said_at="this machine"),)
     if slots == SLOTS_OPEN:
-        return hosts
-    is_useless = all(host.slots != SLOTS_OPEN for host in hosts)
-    if named and is_useless and named[0] != "--host-discovery-script":
+        return tuple(hosts)
+    is_unused = all(host.slots != SLOTS_OPEN for host in hosts)
+    if named and is_unused and named[0] != "--host-discovery-script":
         raise UsageError(
             "--slots must be for hosts without slots of their own, got "
             f"{slots}, but all have some, as {hosts[0].name} with {hosts[0].slots}. "
@@ -87,15 +90,6 @@ def read_slots(options: argparse.Namespace) -> int:
     return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
 
 
-def _unnamed_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    hosts: Sequence[Host] | None = None
-    if "SLURM_JOB_ID" in environ:
-        from ronde.launch.hosts.sources import read_allocation
-
-        hosts = read_allocation(environ)
-    return tuple(hosts or (Host(os.uname().nodename, said_at="this machine"),))
-
-
 def _read_hosts(source: str, text: str) -> tuple[Host, ...]:
     # Imported where they are needed: most jobs start without.
     if source == "--host-discovery-script":
@@ -109,12 +103,12 @@ def _read_hosts(source: str, text: str) -> tuple[Host, ...]:
     return parse_hostfile(read_text(text, source), text)
 
 
-def read_text(path: str, said_by: str) -> str:
+def read_text(path: str, option: str) -> str:
     try:
         return Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{said_by} must be a file that can be read, got {path!r} ({error}). "
+            f"{option} must be a file that can be read, got {path!r} ({error}). "
             "Check the path."
         ) from None
 

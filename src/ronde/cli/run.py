@@ -10,12 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from ronde.cli.exits import EXIT_UNREACHABLE, exit_code_of
-from ronde.cli.options import read_duration_s
 from ronde.cli.run_options import (
     RunRequest,
     make_parser,
@@ -38,6 +37,7 @@ from ronde.launch.output.files import JobRecords, write_report
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.launch.spawners.base import Spawner
+from ronde.units import parse_duration_s, parse_size_bytes
 
 _Agent = subprocess.Popen[bytes]
 
@@ -52,14 +52,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
     require_listen_or_agent(options, parser.given(options))
     if options.agent:
         return _run_node(options, environ, agent, signal_fd)
-    if options.timeline_limit and not options.timeline:
-        raise UsageError(
-            "--timeline-limit must come with --timeline, got it alone. Type: ronde "
-            "run --timeline trace.json.gz --timeline-limit 32MiB ..."
-        )
-    recorded: AbstractContextManager[dict[str, str]] = nullcontext({})
-    if options.timeline:
-        recorded = _recorded(options.timeline, options.timeline_limit)
+    recorded = _recorded(options.timeline or "", options.timeline_limit)
     try:
         with _limited(options.timeout or ""), recorded as timeline_env:
             request = read_request(options, environ, timeline_env)
@@ -70,11 +63,10 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
     except InterruptedStartError as error:
         return interruption_code(error.number)
     except RondeError as error:
-        code = exit_code_of(error)
-        # The error itself is what the user must see, not that the file cannot be.
-        with suppress(OSError):
-            if options.error_file:
-                write_report(options.error_file, code, str(error))
+        if options.error_file:
+            # The user must see the error itself, not that the file cannot be written.
+            with suppress(OSError):
+                write_report(options.error_file, exit_code_of(error), str(error))
         raise
 
 
@@ -152,8 +144,8 @@ def _job_hosts(
 
 @contextmanager
 def _limited(text: str) -> Generator[None]:
-    """Have ``signals.TIMED_OUT`` come when the time of ``--timeout`` is over."""
-    limit_s = read_duration_s("--timeout", text) if text else 0.0
+    """Send this process ``signals.TIMED_OUT`` after the time of ``--timeout``."""
+    limit_s = parse_duration_s(text, "--timeout") if text else 0.0
     if text and not limit_s:
         raise UsageError(
             f"--timeout must be longer than 0, got {text!r}. Leave it out for no limit."
@@ -181,7 +173,7 @@ def _joined_nodes(
     signal_fd: int,
     timeouts: Timeouts,
 ) -> Generator[JobHosts]:
-    """Wait until all nodes have joined; at the end send them the job's exit code."""
+    """Wait until all nodes have joined; at the end send them the exit code."""
     from ronde.launch.joining.channel import choose_address, parse_endpoint, release
     from ronde.launch.joining.join_server import (
         JoinConfig,
@@ -203,7 +195,7 @@ def _joined_nodes(
         token=read_token(token_file(options, environ)),
         head=os.uname().nodename,
         num_nodes=int(text) - 1,
-        timeout_s=read_duration_s("--join-timeout", options.join_timeout),
+        timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
     )
     head = Host(config.head, own_slots(options))
     nodes = wait_for_nodes(config, signal_fd, _report)
@@ -249,7 +241,7 @@ def _run_node(
         port=port,
         token=read_token(token_file(options, environ)),
         node_info=NodeInfo(host_name(os.uname().nodename), own_slots(options)),
-        timeout_s=read_duration_s("--join-timeout", options.join_timeout),
+        timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
     )
     adopt_orphans()
     try:
@@ -269,13 +261,19 @@ def _run_node(
 
 @contextmanager
 def _recorded(file: str, limit: str | None) -> Generator[dict[str, str]]:
-    """Give the variables that have ranks record; then write the trace of all.
+    """Yield the variables that make ranks record; then write the trace of all.
 
-    However the job ends: what each rank had written down by then is in the trace. The
-    parts are removed once they are in it.
+    However the job ends: what each rank had recorded by then is in the trace.
     """
+    if not file:
+        if limit:
+            raise UsageError(
+                "--timeline-limit must come with --timeline, got it alone. Type: ronde "
+                "run --timeline trace.json.gz --timeline-limit 32MiB ..."
+            )
+        yield {}
+        return
     from ronde.timeline.recording import DEFAULT_LIMIT_BYTES
-    from ronde.units import parse_size_bytes
 
     path = absolute_path(file)
     limit_bytes = parse_size_bytes(limit) if limit else DEFAULT_LIMIT_BYTES

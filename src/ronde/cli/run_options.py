@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from ronde.arguments import CommandParser, read_number, read_one_of, require_alone
 from ronde.cli.help import RUN_HELP
 from ronde.cli.horovodrun import (
     HorovodOptions,
@@ -15,7 +16,6 @@ from ronde.cli.horovodrun import (
     read_horovod_options,
 )
 from ronde.cli.hosts import HOST_DEFAULTS, read_slots, require_launcher
-from ronde.cli.options import CommandParser, read_duration_s, read_number, read_one_of
 from ronde.errors import UsageError, WorldError
 from ronde.launch.controller import JobRequest, JobSpec, Restarts
 from ronde.launch.environments import (
@@ -29,6 +29,7 @@ from ronde.launch.program import absolute_path
 from ronde.render.console import Console
 from ronde.render.lines import Tag, TagPlace, parse_tag
 from ronde.render.ranks import RankChoice, parse_ranks
+from ronde.units import parse_duration_s
 from ronde.world import Launcher, read_rank_info
 from ronde.world.environment import (
     read_engine,
@@ -158,7 +159,7 @@ def read_request(
         cwd=options.chdir or "",
         grace_s=15.0
         if options.grace == _DEFAULTS["grace"]
-        else read_duration_s("--grace", options.grace),
+        else parse_duration_s(options.grace, "--grace"),
         master_port=read_number(
             "--master-port", options.master_port, port_cure, most=65535
         ),
@@ -207,10 +208,7 @@ def _num_ranks(options: argparse.Namespace) -> int | None:
 
 
 def read_num_each(options: argparse.Namespace) -> int | None:
-    """Return how many ranks each host may have; None for no limit.
-
-    It may be ``SLOTS_GPUS`` or ``SLOTS_CORES``.
-    """
+    """Return the limit on ranks per host, or ``SLOTS_GPUS`` or ``SLOTS_CORES``."""
     text = options.nproc_per_node
     if text == "auto":
         return None
@@ -243,7 +241,7 @@ def _restarts(options: argparse.Namespace) -> Restarts:
 def _rank_env(
     options: argparse.Namespace, horovod: HorovodOptions, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables for all ranks; refuse those that have no meaning."""
+    """Return the variables for all ranks; refuse meaningless ones."""
     env = select_forwarded(environ) | horovod.env
     env |= read_assignments(options.env, environ)
     if engine := options.engine or horovod.engine:
@@ -325,18 +323,15 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 def make_sink(options: argparse.Namespace, output_dir: str = "") -> OutputSink:
     """Return what shows and writes a job's output as the options ask."""
+    from ronde.launch.output.files import ErrorFile, RankLogs
+
     log_dir = output_dir or options.log_dir or ""
     log_dir = str(absolute_path(log_dir)) if log_dir else ""
-    sink: OutputSink = Console(
-        1, 2, tag=_tag(options), only=_only(options), log_dir=log_dir
-    )
+    tag, only = _tag(options), _only(options)
+    sink: OutputSink = Console(1, 2, tag=tag, only=only, log_dir=log_dir)
     if log_dir:
-        from ronde.launch.output.files import RankLogs
-
         sink = RankLogs(sink, log_dir)
     if options.error_file:
-        from ronde.launch.output.files import ErrorFile
-
         sink = ErrorFile(sink, options.error_file)
     if output_dir:
         from ronde.cli.horovodrun import LinkedOutputs
@@ -346,10 +341,7 @@ def make_sink(options: argparse.Namespace, output_dir: str = "") -> OutputSink:
 
 
 def require_tee(options: argparse.Namespace) -> str:
-    """Return a warning about torchrun's ``--tee``; empty for none.
-
-    What it asks for is what ``--log-dir`` does: all output in files, and shown.
-    """
+    """Return a warning about torchrun's ``--tee``, which is ``--log-dir`` here."""
     if options.tee is None:
         return ""
     if not re.fullmatch(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*", options.tee):
@@ -362,19 +354,14 @@ def require_tee(options: argparse.Namespace) -> str:
 
 
 def _tag(options: argparse.Namespace) -> Tag:
-    if not options.no_prefix:
-        return parse_tag(options.tag) if options.tag is not None else Tag()
-    if options.tag is not None:
-        raise UsageError("--no-prefix must stand alone, got --tag too. Drop one.")
-    return Tag(TagPlace.NONE)
+    require_alone(options, "--no-prefix", "--tag")
+    if options.no_prefix:
+        return Tag(TagPlace.NONE)
+    return Tag() if options.tag is None else parse_tag(options.tag)
 
 
 def _only(options: argparse.Namespace) -> RankChoice | None:
-    local = options.local_ranks_filter
-    if options.only is not None and local is not None:
-        raise UsageError(
-            "--only must stand alone, got --local-ranks-filter too. Drop one."
-        )
-    if local is not None:
+    require_alone(options, "--only", "--local-ranks-filter")
+    if (local := options.local_ranks_filter) is not None:
         return parse_ranks(local, "--local-ranks-filter", is_local=True)
     return None if options.only is None else parse_ranks(options.only, "--only")

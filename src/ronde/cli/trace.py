@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.arguments import refuse_verb
-from ronde.cli.options import CommandParser
+from ronde.arguments import CommandParser, refuse_verb
 from ronde.render.trace import draw_trace
 from ronde.timeline.chrome import write_trace
 from ronde.timeline.recording import DEFAULT_LIMIT_BYTES

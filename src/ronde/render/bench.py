@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import ronde
 from ronde.bench.comparison import Compared, Ratios
-from ronde.bench.measured import Ending, Half, Heading, Measured, Totals
-from ronde.bench.options import Options
+from ronde.bench.results import Ending, Half, Heading, Measured, Totals
 from ronde.units import format_duration, format_size
 
 _TIME_WIDTH, _RATE_WIDTH = 7, 6
@@ -33,11 +32,23 @@ def heading_lines(heading: Heading) -> list[str]:
 
 
 def facts_lines(heading: Heading) -> list[str]:
+    options = heading.options
+    sweep, loop = options.sweep, options.loop
+    step = f"{sweep.step_bytes}(bytes)"
+    if sweep.factor > 1:
+        step = f"{sweep.factor}(factor)"
     versions = " ".join(f"{k}={v}" for k, v in heading.versions.items())
+    settings = (
+        f"# nThread {options.num_threads} nGpus {options.num_gpus} "
+        f"minBytes {sweep.min_bytes} maxBytes {sweep.max_bytes} step: {step} "
+        f"warmup iters: {loop.warmup} iters: {loop.iterations} "
+        f"agg iters: {loop.aggregated} validation: {loop.checks} graph: 0 "
+        f"unalign: {loop.unaligned_by}"
+    )
     return [
         f"# ronde version {ronde.__version__} {versions}",
-        f"# Collective test starting: {heading.options.test.binary_name}",
-        _settings(heading.options),
+        f"# Collective test starting: {options.test.binary_name}",
+        settings,
         *_comments(heading),
         "#",
         "# Using devices",
@@ -48,19 +59,6 @@ def facts_lines(heading: Heading) -> list[str]:
         ),
         "#",
     ]
-
-
-def _settings(options: Options) -> str:
-    sweep, loop = options.sweep, options.loop
-    is_factor = sweep.factor > 1
-    step = f"{sweep.factor}(factor)" if is_factor else f"{sweep.step_bytes}(bytes)"
-    return (
-        f"# nThread {options.num_threads} nGpus {options.num_gpus} "
-        f"minBytes {sweep.min_bytes} maxBytes {sweep.max_bytes} step: {step} "
-        f"warmup iters: {loop.warmup} iters: {loop.iterations} "
-        f"agg iters: {loop.aggregated} validation: {loop.checks} graph: 0 "
-        f"unalign: {loop.unaligned_by}"
-    )
 
 
 def _comments(heading: Heading) -> list[str]:
@@ -148,7 +146,7 @@ def _half(half: Half) -> str:
 
 
 def number(value: float, width: int) -> str:
-    """Write a number with as many decimals, up to two, as ``width`` leaves room for."""
+    """Write a number with as many decimals, up to two, as fit into ``width``."""
     for decimals in (2, 1, 0):
         text = f"{value:{width}.{decimals}f}"
         if len(text) <= width:
@@ -168,8 +166,7 @@ def ending_lines(heading: Heading, ending: Ending) -> list[str]:
     ]
     if ending.memory:
         lines.append(_footer(*ending.memory.split(" : ", 1)))
-    peak = totals.peak_busbw_gb_per_s
-    if peak:
+    if peak := totals.peak_busbw_gb_per_s:
         at = format_size(totals.peak_size_bytes)
         lines.append(_footer("Peak bus bandwidth", f"{peak:g} at {at}"))
         if heading.limit is not None and (doubt := heading.limit.doubt(peak)):
@@ -182,14 +179,16 @@ def _footer(name: str, value: str) -> str:
     return f"# {name:<20} : {value}"
 
 
+def bar(num_done: int, num_all: int) -> str:
+    filled = _BAR * num_done // num_all
+    return f"[{'#' * filled + '-' * (_BAR - filled)}] {num_done}/{num_all}"
+
+
 def progress_text(totals: Totals, num_rows: int, elapsed_s: float, cycle: int) -> str:
     """Return how far a benchmark is; ``num_rows`` is 0 for a soak, which has no end."""
     done = totals.num_rows
-    if num_rows:
-        filled = _BAR * done // num_rows
-        text = f"[{'#' * filled + '-' * (_BAR - filled)}] {done}/{num_rows} rows"
-    else:
-        text = f"soak: cycle {cycle + 1}, {done} rows"
+    text = f"{bar(done, num_rows)} rows" if num_rows else f"soak: cycle {cycle + 1}"
+    text += "" if num_rows else f", {done} rows"
     text += f", {format_duration(elapsed_s)}"
     if totals.peak_busbw_gb_per_s:
         text += f", peak {totals.peak_busbw_gb_per_s:.2f} GB/s"

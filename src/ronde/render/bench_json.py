@@ -7,10 +7,9 @@ order; ours are under one key, ``ronde``.
 import json
 import math
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any, TextIO
 
-from ronde.bench.measured import Ending, Half, Heading, IterationTimes, Measured
+from ronde.bench.results import PLACES, Ending, Heading, IterationTimes, Measured
 from ronde.render.bench import limit_percent
 
 VERSION = 3
@@ -29,7 +28,7 @@ class JsonReport:
         self._heading = heading
         head = {
             "version": VERSION,
-            "start_time": _time(heading.started_at),
+            "start_time": heading.started_at.strftime(_STAMP),
             "args": ["ronde", "bench", *heading.options.words],
             "env": list(heading.shown_variables),
             "nccl_version": heading.nccl_version,
@@ -40,8 +39,7 @@ class JsonReport:
         self._file.flush()
 
     def row(self, measured: Measured) -> None:
-        text = json.dumps(_finite(self._entry(measured)), allow_nan=False)
-        self._file.write((",\n" if self._num_rows else "\n") + text)
+        self._file.write((",\n" if self._num_rows else "\n") + self._entry(measured))
         self._file.flush()
         self._num_rows += 1
         self._num_cycles = measured.cycle + 1
@@ -58,17 +56,16 @@ class JsonReport:
                 "okay": "unchecked" if fast is None else _bool(fast),
             },
             "errors": list(ending.errors),
-            "end_time": _time(ending.ended_at),
+            "end_time": ending.ended_at.strftime(_STAMP),
             "ronde": _ours(self._heading, ending) | {"num_cycles": self._num_cycles},
         }
-        text = json.dumps(_finite(tail), allow_nan=False)
-        self._file.write("\n], " + text[1:] + "\n")
+        self._file.write("\n], " + _dump(tail)[1:] + "\n")
         self._file.close()
 
-    def _entry(self, measured: Measured) -> dict[str, Any]:
+    def _entry(self, measured: Measured) -> str:
         row = measured.row
         root = -1 if row.root is None else row.root
-        is_cpu_time = self._heading.options.loop.is_cpu_time
+        time = "cpu_time" if self._heading.options.loop.is_cpu_time else "time"
         entry: dict[str, Any] = {
             "size": row.size_bytes,
             "count": row.count,
@@ -76,19 +73,25 @@ class JsonReport:
             "redop": row.redop,
             "root": f"{root:6d}",
         }
-        for name, half in (
-            ("out_of_place", measured.out_of_place),
-            ("in_place", measured.in_place),
-        ):
-            entry[name] = _half(half, is_cpu_time=is_cpu_time)
-            if half.iterations is not None:
-                entry[f"{name}_per_iter"] = _iterations(half.iterations)
+        for place in PLACES:
+            side, times, _ = getattr(measured, place)
+            entry[place] = {
+                time: side.time_us,
+                "alg_bw": side.algbw_gb_per_s,
+                "bus_bw": side.busbw_gb_per_s,
+                "nwrong": None if side.num_wrong is None else float(side.num_wrong),
+            }
+            if times is not None:
+                entry[f"{place}_per_iter"] = _iterations(times)
         entry["actual_iterations"] = measured.num_iterations
         entry["experiment_name"] = ""
-        ours: dict[str, Any] = {"cycle": measured.cycle, "at": _time(measured.at)}
+        ours: dict[str, Any] = {
+            "cycle": measured.cycle,
+            "at": measured.at.strftime(_STAMP),
+        }
         if self._heading.limit is not None:
             ours["limit_percent"] = limit_percent(measured, self._heading)
-        return entry | {"ronde": ours}
+        return _dump(entry | {"ronde": ours})
 
 
 def _config(heading: Heading) -> dict[str, Any]:
@@ -97,6 +100,11 @@ def _config(heading: Heading) -> dict[str, Any]:
     step = {"step_bytes": sweep.step_bytes}
     if sweep.factor > 1:
         step = {"step_factor": sweep.factor}
+    names = ("rank", "group", "pid", "hostname", "device", "device_hex", "device_info")
+    devices = [
+        (d.rank, d.group, d.pid, d.host, d.index, d.bus_text, d.name)
+        for d in heading.devices
+    ]
     return {
         "nthreads": options.num_threads,
         "ngpus": options.num_gpus,
@@ -112,32 +120,19 @@ def _config(heading: Heading) -> dict[str, Any]:
         "per_iter_timing": _bool(loop.is_each_timed),
         "per_iter_skip": loop.skipped,
         "parallel_init": "false",
-        "devices": [
-            {
-                "rank": device.rank,
-                "group": device.group,
-                "pid": device.pid,
-                "hostname": device.host,
-                "device": device.index,
-                "device_hex": device.bus_text,
-                "device_info": device.name,
-            }
-            for device in heading.devices
-        ],
+        "devices": [dict(zip(names, device, strict=True)) for device in devices],
     }
 
 
 def _ours(heading: Heading, ending: Ending) -> dict[str, Any]:
-    limit = heading.limit
-    bound = None
-    if limit is not None:
-        bound = {
-            "busbw_gb_per_s": limit.bus_bandwidth_gb_per_s,
-            "link": limit.link,
-            "note": limit.note,
-            "practical_busbw_gb_per_s": limit.practical_gb_per_s,
-            "practical_link": limit.practical_link,
-        }
+    limit, totals = heading.limit, ending.totals
+    bound = limit and {
+        "busbw_gb_per_s": limit.bus_bandwidth_gb_per_s,
+        "link": limit.link,
+        "note": limit.note,
+        "practical_busbw_gb_per_s": limit.practical_gb_per_s,
+        "practical_link": limit.practical_link,
+    }
     return {
         "test": heading.options.test.name,
         "engine": heading.engine,
@@ -146,19 +141,9 @@ def _ours(heading: Heading, ending: Ending) -> dict[str, Any]:
         "notes": list(heading.notes),
         "limit": bound,
         "call_overhead_us": heading.call_overhead_us,
-        "peak_busbw_gb_per_s": ending.totals.peak_busbw_gb_per_s,
-        "num_wrong": ending.totals.num_wrong if ending.totals.is_checked else None,
+        "peak_busbw_gb_per_s": totals.peak_busbw_gb_per_s,
+        "num_wrong": totals.num_wrong if totals.is_checked else None,
         "ended_by": ending.reason.name.lower(),
-    }
-
-
-def _half(half: Half, *, is_cpu_time: bool) -> dict[str, Any]:
-    side = half.side
-    return {
-        "cpu_time" if is_cpu_time else "time": side.time_us,
-        "alg_bw": side.algbw_gb_per_s,
-        "bus_bw": side.busbw_gb_per_s,
-        "nwrong": None if side.num_wrong is None else float(side.num_wrong),
     }
 
 
@@ -184,8 +169,8 @@ def _bool(value: bool) -> str:  # noqa: FBT001  theirs are words
     return "true" if value else "false"
 
 
-def _time(at: datetime) -> str:
-    return at.strftime(_STAMP)
+def _dump(entry: dict[str, Any]) -> str:
+    return json.dumps(_finite(entry), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401  whatever JSON has

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from ronde.bench.comparison import PLACES, Comparison, RowKey
-from ronde.bench.results import RankCount, Run, Side
+from ronde.bench.comparison import Comparison, RowKey
+from ronde.bench.results import PLACES, Run, Side
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.outcome import Phase, TrainingOutcome, Variant
 from ronde.render.text import align, counted
@@ -18,13 +18,7 @@ _ROW_HEADINGS = ("size", "count", "type", "op", "root")
 _SIDE_HEADINGS = ("time us", "algbw", "busbw", "wrong")
 _TEXT = frozenset({"log", "test", "engine", "type", "op", "known by", "complete"})
 _NONE = "-"
-_PHASES = {
-    Phase.INPUT: "input",
-    Phase.HOST_TO_DEVICE: "to-device",
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.UPDATE: "update",
-}
+_PHASES = {phase: str(phase) for phase in Phase} | {Phase.HOST_TO_DEVICE: "to-device"}
 _WIDTH = 10
 
 
@@ -35,18 +29,13 @@ def draw_runs(runs: Sequence[tuple[str, Run]]) -> str:
 
 def draw_rows(run: Run) -> str:
     headings = (*_ROW_HEADINGS, *_SIDE_HEADINGS, *_SIDE_HEADINGS)
-    lines = [
-        [
-            str(row.size_bytes),
-            str(row.count),
-            row.dtype,
-            row.redop or _NONE,
-            _NONE if row.root is None else str(row.root),
-            *_side_cells(row.out_of_place),
-            *_side_cells(row.in_place),
-        ]
-        for row in run.rows
-    ]
+    lines: list[list[str]] = []
+    for row in run.rows:
+        root = _NONE if row.root is None else str(row.root)
+        line = [str(row.size_bytes), str(row.count), row.dtype, row.redop or _NONE]
+        lines.append(
+            [*line, root, *_side_cells(row.out_of_place), *_side_cells(row.in_place)]
+        )
     return _table(headings, lines)
 
 
@@ -68,33 +57,25 @@ def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
 
 
 def _comparison_table(comparison: Comparison) -> str:
-    has_engine = any(pair.key.engine for pair in comparison.pairs)
     cells: dict[RowKey, list[str]] = {}
     for pair in comparison.pairs:
-        line = cells.setdefault(pair.key, [_NONE] * 3 * len(PLACES))
-        start = 3 * PLACES.index(pair.place)
+        key = pair.key
+        titles = [key.test or "?", key.engine or _NONE, key.dtype, key.redop]
+        titles += [str(key.root), format_size(key.size_bytes)]
+        line = cells.setdefault(key, titles + [_NONE] * 3 * len(PLACES))
+        start = len(titles) + 3 * PLACES.index(pair.place)
         line[start : start + 3] = [
             _number(pair.a_busbw_gb_per_s),
             _number(pair.b_busbw_gb_per_s),
             _NONE if pair.ratio is None else f"{pair.ratio:.2f}",
         ]
-    headings = (
-        *("test", *(("engine",) if has_engine else ()), "type", "op", "root", "size"),
-        *("A", "B", "B/A", "A in place", "B in place", "B/A"),
-    )
-    lines = [
-        [
-            key.test or "?",
-            *((key.engine or _NONE,) if has_engine else ()),
-            key.dtype,
-            key.redop,
-            str(key.root),
-            format_size(key.size_bytes),
-            *line,
-        ]
-        for key, line in cells.items()
-    ]
-    return _table(headings, lines)
+    headings = ["test", "engine", "type", "op", "root", "size"]
+    headings += ["A", "B", "B/A", "A in place", "B in place", "B/A"]
+    lines = [headings, *cells.values()]
+    if not any(pair.key.engine for pair in comparison.pairs):
+        for line in lines:
+            del line[1]
+    return _table(lines[0], lines[1:])
 
 
 def _name_keys(keys: Sequence[RowKey]) -> str:
@@ -105,25 +86,28 @@ def _name_keys(keys: Sequence[RowKey]) -> str:
         if key.root >= 0:
             kind += f" root {key.root}"
         kinds.setdefault(kind, []).append(key.size_bytes)
-    return "; ".join(f"{kind}: {_name_sizes(sizes)}" for kind, sizes in kinds.items())
-
-
-def _name_sizes(sizes: Sequence[int]) -> str:
-    if len(sizes) <= 3:
-        return ", ".join(format_size(size) for size in sizes)
-    low, high = format_size(min(sizes)), format_size(max(sizes))
-    return f"{len(sizes)} sizes from {low} to {high}"
+    texts: list[str] = []
+    for kind, sizes in kinds.items():
+        text = ", ".join(map(format_size, sizes))
+        if len(sizes) > 3:
+            low, high = format_size(min(sizes)), format_size(max(sizes))
+            text = f"{len(sizes)} sizes from {low} to {high}"
+        texts.append(f"{kind}: {text}")
+    return "; ".join(texts)
 
 
 def _run_cells(name: str, run: Run) -> list[str]:
     values = [value for value in run.all_busbw_gb_per_s() if not math.isnan(value)]
     sizes = [row.size_bytes for row in run.rows]
     wrong = run.num_wrong()
-    average = run.average_busbw_gb_per_s
+    average, count = run.average_busbw_gb_per_s, run.ranks
+    ranks = "?" if count.value is None else str(count.value)
+    if count.value is not None and count.low != count.high:
+        ranks += f" ({count.low}-{count.high})"
     return [
         name,
         run.test or "?",
-        _rank_count(run.ranks),
+        ranks,
         str(run.ranks.source),
         _several(row.dtype for row in run.rows),
         _several(row.redop or _NONE for row in run.rows),
@@ -134,14 +118,6 @@ def _run_cells(name: str, run: Run) -> list[str]:
         "unchecked" if wrong is None else f"{wrong:g}",
         "yes" if run.is_complete else "no",
     ]
-
-
-def _rank_count(ranks: RankCount) -> str:
-    if ranks.value is None:
-        return "?"
-    if ranks.low == ranks.high:
-        return str(ranks.value)
-    return f"{ranks.value} ({ranks.low}-{ranks.high})"
 
 
 def _several(words: Iterable[str]) -> str:

@@ -41,30 +41,27 @@ class FdWriter:
         self._write_fd = -1
         self._waiting: deque[memoryview] = deque()
         self.waiting_bytes = 0
-        self.is_broken = False
-        self._is_pipe = False
         self._piece_bytes = _PIECE_BYTES
         self._ready = select.poll()
         self._ready.register(fd, select.POLLOUT)
         try:
-            mode = os.fstat(fd).st_mode
+            self._mode = os.fstat(fd).st_mode
+            self.is_broken = False
         except OSError:
-            self.is_broken = True
-            return
-        self._is_pipe = stat.S_ISFIFO(mode)
-        if stat.S_ISREG(mode):
-            self._piece_bytes = _FILE_PIECE_BYTES
+            self._mode, self.is_broken = 0, True
 
     def _open(self) -> None:
         """Open a pipe once more, if that is allowed, in a mode of our own.
 
-        Sixteen times as much goes into one write then, and the reader is woken as much
-        less often. Not before the first write, which another process may do.
+        Then a write takes sixteen times as much, and wakes the reader less often. Not
+        before the first write, which another process may do.
         """
         self._write_fd = self.fd
-        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        with suppress(OSError):
-            if self._is_pipe:
+        if stat.S_ISREG(self._mode):
+            self._piece_bytes = _FILE_PIECE_BYTES
+        elif stat.S_ISFIFO(self._mode):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            with suppress(OSError):
                 self._write_fd = os.open(f"/proc/self/fd/{self.fd}", flags)
                 weakref.finalize(self, os.close, self._write_fd)
                 self._piece_bytes = _PIPE_PIECE_BYTES
@@ -79,7 +76,7 @@ class FdWriter:
         self.waiting_bytes = 0
 
     def write(self) -> None:
-        """Write while the descriptor is ready; it must be so when this is called."""
+        """Write while the descriptor is ready, as it must be at the call."""
         if self._write_fd < 0:
             self._open()
         for _ in range(_MAX_PIECES):
@@ -93,7 +90,7 @@ class FdWriter:
             except OSError as error:
                 self.is_broken = True
                 self.discard()
-                # With its number: EIO says that a terminal was closed.
+                # With its number: EIO is a closed terminal.
                 raise BrokenPipeError(error.errno, error.strerror) from error
             self.waiting_bytes -= taken
             if taken < len(piece):
@@ -127,14 +124,14 @@ class Screen:
         self._writer.put(self._erased() + text + self._drawn())
 
     def set_bar(self, key: tuple[int, int], text: bytes | None) -> None:
-        """Show, change or, with None, take away one bar; bars are ordered by key."""
+        """Show, change or, with None, remove one bar; bars are ordered by key."""
         if self._bars.get(key) == text:
             return
         if text is None:
             del self._bars[key]
         else:
             self._bars[key] = text
-        self._writer.put(self._erased() + self._drawn())
+        self.print(b"")
 
     def _erased(self) -> bytes:
         if not self._num_drawn:
@@ -146,28 +143,24 @@ class Screen:
     def _drawn(self) -> bytes:
         if not self._bars:
             return b""
-        columns, rows = self._size()
-        num_bars = max(1, min(_MAX_BARS, rows - _RESERVED_ROWS))
-        keys = sorted(self._bars)[:num_bars]
-        self._num_drawn = len(keys)
-        # One column less: a full line would make the terminal wrap.
-        cut = [self._bars[k].decode()[: columns - 1].encode() for k in keys]
-        return b"\n".join(cut)
-
-    def _size(self) -> tuple[int, int]:
         try:
             columns, rows = os.get_terminal_size(self._writer.fd)
         except OSError:
             columns, rows = 0, 0
         # A terminal whose size was never set reports 0.
-        return columns or 80, rows or 24
+        columns, rows = columns or 80, rows or 24
+        num_bars = max(1, min(_MAX_BARS, rows - _RESERVED_ROWS))
+        keys = sorted(self._bars)[:num_bars]
+        self._num_drawn = len(keys)
+        # One column less: a full line would make the terminal wrap.
+        return b"\n".join(self._bars[k].decode()[: columns - 1].encode() for k in keys)
 
 
 class Console:
-    """Shows a job's output on two descriptors; a ``launch.sink.Sink``.
+    """Shows a job's output on two descriptors; an ``OutputSink``.
 
-    Each rank's standard output goes to ours and its standard error to ours, line by
-    line, each after a tag with its rank. It never waits for a descriptor.
+    Each stream of a rank goes to ours of the same kind, each line after a tag with its
+    rank. It never waits for a descriptor.
     """
 
     def __init__(
@@ -202,10 +195,9 @@ class Console:
 
     def begin(self, generation: Generation) -> None:
         hosts = generation.hosts
-        only = self._only
-        self._shown = (
-            frozenset(range(len(hosts))) if only is None else only.among(hosts)
-        )
+        self._shown = frozenset(range(len(hosts)))
+        if self._only is not None:
+            self._shown = self._only.among(hosts)
         self._tagger.begin(hosts)
         self._generation = generation
         self._assemblers.clear()
@@ -228,15 +220,13 @@ class Console:
             self._show_progress(key, assembler.progress, now_s)
 
     def notice(self, text: str) -> None:
-        line = f"ronde: {text.removesuffix('.')}.\n"
-        self._print(Stream.STDERR, line.encode("utf-8", "backslashreplace"))
+        self._report(f"ronde: {text.removesuffix('.')}.\n")
 
     def stacks(self, taken: Sequence[RankStacks]) -> None:
         # Hardly any job is asked.
         from ronde.render.job_end import draw_stacks
 
-        text = draw_stacks(taken)
-        self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
+        self._report(draw_stacks(taken))
 
     def finished(self, result: JobResult) -> None:
         for key in sorted(self._holding):
@@ -247,8 +237,7 @@ class Console:
         # Most jobs end well, and start without this.
         from ronde.render.job_end import summarize
 
-        text = summarize(result, self._generation, self._log_dir)
-        self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
+        self._report(summarize(result, self._generation, self._log_dir))
 
     def tick(self, now_s: float) -> float | None:
         """Show what has rested long enough; return when the next will have."""
@@ -306,7 +295,7 @@ class Console:
         rank, stream = key[0], Stream(key[1])
         screen = self._screens.get(stream)
         if screen is None:
-            # The first state says little; the clock runs from there.
+            # The first state shows little; the clock runs from there.
             due_s = self._progress_due_s.setdefault(key, now_s + FILE_PROGRESS_S)
         else:
             due_s = self._progress_due_s.get(key, now_s)
@@ -320,6 +309,9 @@ class Console:
         else:
             screen.set_bar(key, shown)
             self._progress_due_s[key] = now_s + SCREEN_PROGRESS_S
+
+    def _report(self, text: str) -> None:
+        self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
 
     def _print(self, stream: Stream, text: bytes) -> None:
         if not text:
@@ -340,10 +332,10 @@ def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
 
 
 class SelfLaunchConsole(Console):
-    """Shows ranks as if they were one process; a ``launch.sink.Sink``.
+    """Shows ranks as if they were one process; an ``OutputSink``.
 
-    A sentence that several ranks say is shown once, and a rank that ends with one of
-    the command's own codes is not explained again.
+    A message of several ranks is shown once, and a rank that ends with one of the
+    command's own codes is not explained again.
     """
 
     def __init__(self) -> None:
@@ -352,16 +344,14 @@ class SelfLaunchConsole(Console):
 
     def output(self, output: Output, now_s: float) -> None:
         data = output.data
-        is_sentence = data.startswith(b"ronde: ") and data.endswith(b"\n")
-        is_shown = output.stream is not Stream.STDERR or not is_sentence
+        is_message = data.startswith(b"ronde: ") and data.endswith(b"\n")
+        is_shown = output.stream is not Stream.STDERR or not is_message
         if is_shown or self._printed.setdefault(data, output.rank) == output.rank:
             super().output(output, now_s)
 
     def finished(self, result: JobResult) -> None:
         cause = result.cause
-        is_rank = isinstance(cause, RankEnd)
-        is_explained = cause is None or (is_rank and 0 <= cause.status <= MAX_OWN_CODE)
-        is_stopped = result.interrupted_by is not None
-        if is_explained or is_stopped:
+        is_own = isinstance(cause, RankEnd) and 0 <= cause.status <= MAX_OWN_CODE
+        if cause is None or is_own or result.interrupted_by is not None:
             result = replace(result, cause=None, also_failed=(), interrupted_by=None)
         super().finished(result)

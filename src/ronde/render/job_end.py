@@ -2,6 +2,7 @@
 
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from ronde.errors import HostFailure
@@ -46,18 +47,13 @@ def tabulate_failures(
 
 def draw_stacks(taken: Sequence[RankStacks]) -> str:
     """Return the stacks of ranks in a frame; each place once, with who is there."""
-    groups: dict[_Place, list[tuple[RankStacks, ProcessStack]]] = {}
-    silent: list[RankStacks] = []
-    for rank in sorted(taken):
-        for process in rank.processes:
-            groups.setdefault(_place(process), []).append((rank, process))
-        if not rank.processes:
-            silent.append(rank)
+    ranks = sorted(taken)
+    groups = grouped((_place(p), (rank, p)) for rank in ranks for p in rank.processes)
     body: list[str] = []
     for place, members in groups.items():
         body += [*_draw_place(place, members), ""]
-    if silent:
-        body += [f"{format_places([(r.rank, r.host) for r in silent])}: no answer", ""]
+    if silent := [(rank.rank, rank.host) for rank in ranks if not rank.processes]:
+        body += [f"{format_places(silent)}: no answer", ""]
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in body[:-1]]
     return _frame("where the ranks are, most recent call first", lines)
 
@@ -93,17 +89,12 @@ def _draw_place(
         return
     yield f"{places} ({process})"
     main, *others = threads
-    yield from _draw_frames(main)
-    for frames in dict.fromkeys(others):
-        count = others.count(frames)
-        yield "  another thread" if count == 1 else f"  {count} other threads"
-        yield from _draw_frames(frames)
-
-
-def _draw_frames(frames: _Frames) -> Iterator[str]:
-    yield from (f"    {frame}" for frame in frames[:_MAX_FRAMES])
-    if len(frames) > _MAX_FRAMES:
-        yield f"    [{len(frames) - _MAX_FRAMES} more]"
+    for frames, count in [(main, 0), *Counter(others).items()]:
+        if count:
+            yield "  another thread" if count == 1 else f"  {count} other threads"
+        yield from (f"    {frame}" for frame in frames[:_MAX_FRAMES])
+        if len(frames) > _MAX_FRAMES:
+            yield f"    [{len(frames) - _MAX_FRAMES} more]"
 
 
 def summarize(
@@ -120,13 +111,11 @@ def summarize(
     if facts:
         body.append("")
         body += [f"{f'{label}:':<{_LABEL_WIDTH}} {fact}" for label, fact in facts]
-    attempt = ""
-    if generation is not None and generation.epoch > 0:
-        attempt = f" at start {generation.epoch + 1}"
+    epoch = 0 if generation is None else generation.epoch
+    attempt = f" at start {epoch + 1}" if epoch else ""
+    title = f"the job failed{attempt}, exit code {result.exit_code}"
     if result.interrupted_by is not None:
         title = f"{_interruption(result.interrupted_by)}{attempt}"
-    else:
-        title = f"the job failed{attempt}, exit code {result.exit_code}"
     return _frame(title, body)
 
 
@@ -172,7 +161,7 @@ def _draw_cause(cause: RankEnd | LostHost) -> list[str]:
 
 def _quoted(end: RankEnd) -> list[str]:
     """Return the exception that ended a rank, else its last lines on stderr."""
-    # One that a signal ended may have survived the exception that it printed.
+    # A rank that a signal ended may have survived the exception that it printed.
     is_raised = end.traceback and (
         end.status > 0 or end.status == -signal.SIGABRT or end.was_leaving
     )
@@ -189,7 +178,7 @@ def _quoted(end: RankEnd) -> list[str]:
 def _failures(
     result: JobResult, cause: RankEnd | LostHost
 ) -> Iterator[tuple[str, str]]:
-    """Yield what failed by itself besides the cause, the alike together."""
+    """Yield what failed by itself besides the cause, equal failures together."""
     for lost in result.also_lost:
         yield "lost too", f"{lost.host} ({_ranks(lost.ranks)}): {lost.reason}"
     groups = grouped((_fate(e), e) for e in result.also_failed if not e.is_secondary)
@@ -205,7 +194,7 @@ def _fate(end: RankEnd) -> str:
 
 
 def _by_fate(label: str, fates: dict[str, list[RankEnd]]) -> Iterator[tuple[str, str]]:
-    """Yield ranks by their fates; of many fates the rarest are counted only."""
+    """Yield ranks by how they ended; the rarest of many ways are only counted."""
     by_size = sorted(fates.items(), key=lambda fate: -len(fate[1]))
     for fate, ends in by_size[:_MAX_GROUPS]:
         yield label, f"{_places(ends)}, {fate}"

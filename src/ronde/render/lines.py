@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 
@@ -12,21 +12,19 @@ HELD_S = 2.0  # a line that rests unfinished so long is shown as it is
 _TIME = "time"
 
 
-@dataclass(frozen=True, slots=True)
-class RankLines:
+class RankLines(NamedTuple):
     """One whole line, or several that follow each other."""
 
     text: bytes  # UTF-8 without the last line's end; undecodable bytes are escaped
-    # true when the beginning of the first was shown before
-    is_continuation: bool = False
+    is_continuation: bool = False  # the beginning of the first was shown before
 
 
 class LineAssembler:
     """Cuts one stream into lines.
 
-    A line is whole at its newline, at the end of the stream, at ``HELD_BYTES``, or
-    when it rests ``HELD_S`` unfinished; in the latter two what follows is marked as
-    its continuation. Of a line with carriage returns only the newest part counts.
+    A line ends at its newline, at the end of the stream, at ``HELD_BYTES``, or after
+    ``HELD_S`` unfinished; in the latter two what follows is marked as its continuation.
+    Of a line with carriage returns only the newest part counts.
     """
 
     def __init__(self) -> None:
@@ -72,9 +70,8 @@ class LineAssembler:
     def rest(self, now_s: float) -> list[RankLines]:
         """Return the unfinished line if it has rested long enough."""
         due_s = self.due_s
-        if due_s is None or now_s < due_s:
-            return []
-        if not whole_length(bytes(self._held)):
+        is_due = due_s is not None and now_s >= due_s
+        if not is_due or not whole_length(bytes(self._held)):
             return []
         return [self._cut(len(self._held))]
 
@@ -87,7 +84,7 @@ class LineAssembler:
 
     @property
     def _is_overwriting(self) -> bool:
-        """Whether a progress bar is held; ``_forget_overwritten`` marks it so."""
+        """Whether a progress bar is held, as ``_forget_overwritten`` marks it."""
         return self._held.startswith(b"\r")
 
     def _lines(self, raw: bytes) -> RankLines:
@@ -108,7 +105,7 @@ class LineAssembler:
         return line
 
     def _forget_overwritten(self) -> None:
-        """Keep the newest part, and the return before it that tells what it is."""
+        """Keep the newest part, and the return before it that marks it."""
         newest = newest_part(bytes(self._held))
         is_ended = self._held.endswith(b"\r")
         self._held[:] = b"\r" + newest + (b"\r" if is_ended and newest else b"")
@@ -140,7 +137,7 @@ def printable(raw: bytes) -> bytes:
 
 
 class TagPlace(StrEnum):
-    """How much is said of where a line comes from."""
+    """What the prefix of a line shows."""
 
     AUTO = "auto"  # the rank, and its host where there are several
     RANK = "rank"
@@ -148,12 +145,11 @@ class TagPlace(StrEnum):
     NONE = "none"
 
 
-@dataclass(frozen=True, slots=True)
-class Tag:
+class Tag(NamedTuple):
     """What stands before each line."""
 
-    place: TagPlace = TagPlace.AUTO  # the rank, its host and rank, or nothing
-    has_time: bool = False  # whether the time of day comes first
+    place: TagPlace = TagPlace.AUTO
+    has_time: bool = False  # the time of day comes first
 
     def places(self, hosts: Sequence[str]) -> tuple[bytes, ...]:
         """Return the prefix of each rank: ``[3]``, ``[node2:3]`` or nothing."""
@@ -170,7 +166,7 @@ class Tag:
 
 
 def parse_tag(text: str) -> Tag:
-    """Read what ``--tag`` says: ``rank``, ``host``, ``none``, each with ``,time``."""
+    """Read ``--tag``: ``rank``, ``host``, ``none``, each with ``,time``."""
     words = [word.strip() for word in text.split(",")]
     places = [word for word in words if word != _TIME]
     if len(places) > 1 or words.count(_TIME) > 1 or not set(places) <= set(TagPlace):
@@ -194,14 +190,9 @@ class Tagger:
         self._places = self._tag.places(hosts)
 
     def tagged(self, rank: int, lines: RankLines) -> bytes:
-        """Return lines of a rank as they are to be shown, with their last end.
-
-        One that goes on from what was shown before has ``+`` in place of the blank.
-        """
+        """Return lines of a rank as they are shown; a continuation is marked by +."""
         first = self.tag(rank)
-        head = first
-        if lines.is_continuation and first:
-            head = first[:-1] + b"+"
+        head = first[:-1] + b"+" if lines.is_continuation and first else first
         return head + lines.text.replace(b"\n", b"\n" + first) + b"\n"
 
     def tag(self, rank: int) -> bytes:

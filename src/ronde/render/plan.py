@@ -16,21 +16,20 @@ _UNSET = "(unset)"
 
 
 def plan_text(plan: JobPlan, notices: Sequence[str] = ()) -> str:
-    """Return all of a plan; hosts and ranks that are alike share a line.
-
-    The values of variables that look like secrets are not shown.
-    """
-    num_ranks, num_hosts = plan.size, len(plan.shares)
+    """Return all of a plan but secrets; hosts and ranks that are alike share a line."""
     shared, own = _environments(plan)
-    size = f"{counted(num_ranks, 'rank')} on {counted(num_hosts, 'host')}"
+    size = f"{counted(plan.size, 'rank')} on {counted(len(plan.shares), 'host')}"
     lines = [
         f"{size}, meeting at {plan.address}: {shlex.join(plan.request.argv)}",
         "",
         align([_TITLES, *_rows(plan)]),
         *(f"note: {notice}" for notice in notices),
         *([""] if notices else []),
-        "variables of all ranks, on top of what each host has:",
-        *(f"  {name}={_shown(value)}" for name, value in shared.items()),
+        "variables of all ranks, in addition to each host's own:",
+        *(
+            f"  {name}={shlex.quote(value) if value.isprintable() else repr(value)}"
+            for name, value in shared.items()
+        ),
         "",
         "variables of each rank, by rank:",
         *(f"  {name}: {value}" for name, value in own.items()),
@@ -75,7 +74,7 @@ def _span(numbers: range) -> str:
 
 
 def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that all ranks have alike, and the others in words."""
+    """Return the variables that are equal on all ranks, and the others in words."""
     ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.ranks]
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
@@ -88,7 +87,3 @@ def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
         else:
             own[name] = format_runs([shown[value] for value in values])
     return shared, own
-
-
-def _shown(value: str) -> str:
-    return shlex.quote(value) if value.isprintable() else repr(value)

@@ -17,11 +17,9 @@ SUFFIXES = (".svg", ".png")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", "-.", ":")
-_WIDTH_IN, _HEIGHT_IN, _DPI = 11.0, 4.8, 150
 _MAX_SIZE_LABELS = 8
 _MAX_LINK_LETTERS = 48
-_MAX_LEGEND_LETTERS = 140
-_HANDLE_LETTERS = 9
+_MAX_COLUMNS = 4
 
 
 class Point(NamedTuple):
@@ -59,36 +57,54 @@ def draw(
 ) -> None:
     """Draw bandwidth at the left and time at the right, both axes logarithmic."""
     check_path(path)
-    points = [p for each in series for p in each.points if _is_drawn(p)]
-    if not points:
+    points = {
+        each.name: [
+            point
+            for point in sorted(each.points, key=lambda point: point.size_bytes)
+            if point.size_bytes >= 1 and 0 < point.busbw_gb_per_s < float("inf")
+        ]
+        for each in series
+    }
+    drawn = [point for each in points.values() for point in each]
+    if not drawn:
         raise UsageError("--plot must have a size with a bandwidth above 0, got none.")
-    figure = _figure_class()(
-        figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=_DPI, layout="constrained"
-    )
-    has_times = any(point.time_us for point in points)
-    bandwidth, *others = figure.subplots(1, 1 + has_times, squeeze=False)[0]
-    sizes = sorted({point.size_bytes for point in points})
-    for axes in (bandwidth, *others):
-        _set_up(axes, sizes)
+    figure = _figure_class()(figsize=(11.0, 4.8), dpi=150, layout="constrained")
+    num_panels = 2 if any(point.time_us for point in drawn) else 1
+    bandwidth, *times = figure.subplots(1, num_panels, squeeze=False)[0]
+    for axes in (bandwidth, *times):
+        _set_up(axes, sorted({point.size_bytes for point in drawn}))
     bandwidth.set_ylabel("bus bandwidth (GB/s)")
     bandwidth.yaxis.set_major_formatter("{x:g}")
-    for time in others:
-        time.set_ylabel("time")
-        time.yaxis.set_major_formatter(_time_label)
-    for index, each in enumerate(series):
-        _draw_line(bandwidth, others, each, index)
+    for axes in times:
+        axes.set_ylabel("time")
+        axes.yaxis.set_major_formatter(_time_label)
+    for index, (name, own) in enumerate(points.items()):
+        look = {
+            "color": _COLOURS[index % len(_COLOURS)],
+            "marker": _MARKERS[index % len(_MARKERS)],
+            "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+            "markersize": 4.5,
+            "linewidth": 1.6,
+        }
+        sizes, rates = [p.size_bytes for p in own], [p.busbw_gb_per_s for p in own]
+        bandwidth.plot(sizes, rates, label=name, **look)
+        timed = [point for point in own if point.time_us]
+        for axes in times:
+            axes.plot([p.size_bytes for p in timed], [p.time_us for p in timed], **look)
     if limit is not None:
         _draw_limit(bandwidth, limit)
-    handles, labels = bandwidth.get_legend_handles_labels()
-    num_letters = sum(len(label) + _HANDLE_LETTERS for label in labels)
-    num_columns = len(labels) if num_letters <= _MAX_LEGEND_LETTERS else 4
     place = {"loc": "outside lower center", "frameon": False}
-    figure.legend(handles, labels, ncols=num_columns, **place)
+    handles, labels = bandwidth.get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=min(len(labels), _MAX_COLUMNS), **place)
     if title:
         figure.suptitle(title)
     # Without a date and with a fixed salt, one result is one file, byte for byte.
     is_svg = path.suffix.lower() == ".svg"
     figure.savefig(path, metadata={"Date": None} if is_svg else None)
+
+
+def _time_label(time_us: float, _place: int | None) -> str:
+    return format_duration(time_us / 1e6)
 
 
 def _figure_class() -> Any:  # noqa: ANN401  a class of a library without types
@@ -105,78 +121,30 @@ def _figure_class() -> Any:  # noqa: ANN401  a class of a library without types
     return Figure
 
 
-def _draw_line(
-    bandwidth: Any,  # noqa: ANN401
-    others: Sequence[Any],
-    series: Series,
-    index: int,
-) -> None:
-    points = sorted(
-        (point for point in series.points if _is_drawn(point)),
-        key=lambda point: point.size_bytes,
-    )
-    look = {
-        "color": _COLOURS[index % len(_COLOURS)],
-        "marker": _MARKERS[index % len(_MARKERS)],
-        "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
-        "markersize": 4.5,
-        "linewidth": 1.6,
-    }
-    sizes = [point.size_bytes for point in points]
-    rates = [point.busbw_gb_per_s for point in points]
-    bandwidth.plot(sizes, rates, label=series.name, **look)
-    timed = [(p.size_bytes, p.time_us) for p in points if p.time_us]
-    for time in others:
-        time.plot([size for size, _ in timed], [value for _, value in timed], **look)
-
-
 def _set_up(axes: Any, sizes: Sequence[int]) -> None:  # noqa: ANN401
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("size")
-    ticks = _ticks(sizes)
-    axes.set_xticks(ticks, [_size_label(size) for size in ticks])
+    # Powers of two over all sizes, a regular step apart and few enough.
+    first, last = sizes[0].bit_length() - 1, (sizes[-1] - 1).bit_length()
+    step = max(1, -(-(last - first + 1) // _MAX_SIZE_LABELS))
+    ticks = [1 << exponent for exponent in range(first, last + 1, step)]
+    texts = [format_size(size) for size in ticks]
+    numbers = [text.rstrip("BKMGTPEi") for text in texts]
+    labels = [f"{n} {text[len(n) :]}" for n, text in zip(numbers, texts, strict=True)]
+    axes.set_xticks(ticks, labels)
     axes.set_xticks([], minor=True)
     axes.grid(visible=True, which="major", color="#D8D8D8", linewidth=0.6)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_limit(axes: Any, limit: Limit) -> None:  # noqa: ANN401
-    rate = limit.bus_bandwidth_gb_per_s
-    link = limit.link
+    rate, link = limit.bus_bandwidth_gb_per_s, limit.link
     if len(link) > _MAX_LINK_LETTERS:
         link = f"{link[: _MAX_LINK_LETTERS - 1]}…"
     label = f"limit {rate:.3g} GB/s: {link}"
     axes.axhline(rate, color="black", linestyle="--", linewidth=1.2, label=label)
     # At the left end, where small sizes leave room.
-    axes.annotate(
-        "limit",
-        (0, rate),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, 3),
-        textcoords="offset points",
-    )
-
-
-def _ticks(sizes: Sequence[int]) -> list[int]:
-    """Return powers of two over all sizes, a regular step apart and few enough."""
-    first, last = sizes[0].bit_length() - 1, (sizes[-1] - 1).bit_length()
-    step = max(1, -(-(last - first + 1) // _MAX_SIZE_LABELS))
-    return [1 << exponent for exponent in range(first, last + 1, step)]
-
-
-def _size_label(size: int) -> str:
-    text = format_size(size)
-    number = text.rstrip("BKMGTPEi")
-    return f"{number} {text[len(number) :]}"
-
-
-def _time_label(time_us: float, _place: int | None) -> str:
-    return format_duration(time_us / 1e6)
-
-
-def _is_drawn(point: Point) -> bool:
-    rate = point.busbw_gb_per_s
-    return point.size_bytes >= 1 and 0 < rate < float("inf")
+    at = {"xy": (0, rate), "xycoords": ("axes fraction", "data")}
+    axes.annotate("limit", **at, xytext=(4, 3), textcoords="offset points")

@@ -1,7 +1,8 @@
 """Ranks in words, both ways: ``0,4-7`` or ``0-63:8``."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 
@@ -9,20 +10,24 @@ _MAX_RANGES = 4
 _MAX_HOSTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class RankChoice:
+class RankChoice(NamedTuple):
     """Some of a job's ranks."""
 
     ranges: tuple[range, ...]
-    said_by: str  # the option that named them, for messages
+    option: str  # that named them, for messages
     is_local: bool = False  # the numbers count from 0 on every host
 
     def among(self, hosts: Sequence[str]) -> frozenset[int]:
-        numbers = _local_ranks(hosts) if self.is_local else list(range(len(hosts)))
+        numbers = list(range(len(hosts)))
+        if self.is_local:
+            seen: Counter[str] = Counter()
+            for rank, host in enumerate(hosts):
+                numbers[rank] = seen[host]
+                seen[host] += 1
         highest = max(each[-1] for each in self.ranges)
         if highest > max(numbers):
             raise UsageError(
-                f"{self.said_by} must name ranks of 0..{max(numbers)}, got {highest}. "
+                f"{self.option} must name ranks of 0..{max(numbers)}, got {highest}. "
                 "Name others, or leave the option out to see all."
             )
         return frozenset(
@@ -32,19 +37,18 @@ class RankChoice:
         )
 
 
-def parse_ranks(text: str, said_by: str, *, is_local: bool = False) -> RankChoice:
+def parse_ranks(text: str, option: str, *, is_local: bool = False) -> RankChoice:
     """Read ``3``, ``0-7``, ``0-7:2`` (every second) or several with commas between."""
     ranges = tuple(_parse_range(part.strip()) for part in text.split(","))
     if not all(ranges):
         raise UsageError(
-            f"{said_by} must be ranks as 0,4-7 or 0-63:8, got {text!r}. "
-            f"Type: {said_by} 0"
+            f"{option} must be ranks as 0,4-7 or 0-63:8, got {text!r}. Type: {option} 0"
         )
-    return RankChoice(ranges, said_by, is_local)
+    return RankChoice(ranges, option, is_local)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ``0-3, 5``; the end of a long enumeration is counted only."""
+    """Return ``0-3, 5``; the end of a long list is only counted."""
     ordered = sorted(ranks)
     runs: list[range] = []
     for rank in ordered:
@@ -66,15 +70,6 @@ def _parse_range(text: str) -> range:
         return range(0)
     start, end, by = map(int, words)
     return range(start, end + 1, by) if by else range(0)
-
-
-def _local_ranks(hosts: Sequence[str]) -> list[int]:
-    num_seen: dict[str, int] = {}
-    numbers: list[int] = []
-    for host in hosts:
-        numbers.append(num_seen.get(host, 0))
-        num_seen[host] = numbers[-1] + 1
-    return numbers
 
 
 def format_places(places: Sequence[tuple[int, str]]) -> str:

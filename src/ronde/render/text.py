@@ -36,7 +36,7 @@ def list_first(names: Sequence[str], most: int, sign: str = ", ") -> str:
 
 
 def list_some(names: Sequence[str], most: int = 8, noun: str = "times") -> str:
-    """Return ``a``, or ``2 times: a, b``; the end of many is counted only."""
+    """Return ``a``, or ``2 times: a, b``; the end of many is only counted."""
     if len(names) == 1:
         return names[0]
     return f"{len(names)} {noun}: {list_first(names, most)}"
@@ -55,11 +55,8 @@ def align(
 ) -> str:
     """Return rows as columns under the first row, the headings.
 
-    Args:
-        rows: Those with fewer cells than the first widen no column.
-        right: Headings of columns whose cells stand at the right.
-        gap: Between columns.
-        most: Characters of a column that make it wider.
+    Rows with fewer cells widen no column, nor do characters of a cell beyond ``most``;
+    ``right`` names the headings of columns that are aligned to the right.
     """
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [min(most, max(map(len, cells))) for cells in zip(*full, strict=True)]
@@ -82,11 +79,7 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
 
 
 def format_runs(values: Sequence[str]) -> str:
-    """Return values in few words: ``0-7, 125 times``.
-
-    They keep their order; equal ones and those that count up stand together. Of what
-    stays long after that, the end is counted only.
-    """
+    """Return values in order, repeats and counts joined: ``0-7, 125 times``."""
     joined: list[tuple[list[str], int]] = []
     for value, same in groupby(values):
         count = len(list(same))
@@ -103,7 +96,7 @@ def format_runs(values: Sequence[str]) -> str:
 
 
 def _follows(before: str, after: str) -> bool:
-    """Whether the two are alike but for a number at the end that is one higher."""
+    """Whether the two are equal but for a number at the end that is one higher."""
     number = before[len(before.rstrip("0123456789")) :]
     name = before.removesuffix(number)
     return bool(number) and after == f"{name}{int(number) + 1:0{len(number)}d}"

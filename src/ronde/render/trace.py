@@ -24,15 +24,8 @@ def draw_trace(name: str, summary: TraceSummary, num_tensors: int) -> str:
         f"{format_duration(summary.span_s)}, "
         f"{counted(summary.num_operations, 'operation')}.\n"
     )
-    parts = [
-        head,
-        _clocks(summary.ranks),
-        _ranks(summary),
-        _KEY,
-        _tensors(summary, num_tensors),
-        _fusion(summary.fusion),
-        _notes(summary),
-    ]
+    parts = [head, _clocks(summary.ranks), _ranks(summary), _KEY]
+    parts += [_tensors(summary, num_tensors), _fusion(summary.fusion), _notes(summary)]
     return "\n".join(part for part in parts if part)
 
 
@@ -42,8 +35,8 @@ def _clocks(ranks: Sequence[RankSummary]) -> str:
     unknown = [rank.rank for rank in ranks if rank.clock_error_s is None]
     if unknown:
         return (
-            f"The clocks of {_names(unknown)} were not measured: they are put in place "
-            "by their hosts' time of day, so it is unknown which rank came late.\n"
+            f"The clocks of {_names(unknown)} were not measured but aligned by their "
+            "hosts' time of day, so it is unknown which rank came late.\n"
         )
     worst = max(ranks, key=lambda rank: rank.clock_error_s or 0)
     if not worst.clock_error_s:
@@ -89,7 +82,7 @@ def _tensors(summary: TraceSummary, num_tensors: int) -> str:
     if summary.num_unclear:
         lines.append(
             f"  For {counted(summary.num_unclear, 'operation')} it is unknown which "
-            "rank came last: they were closer together than the clocks are certain."
+            "rank came last: the difference is below the clocks' error."
         )
     return "\n".join([*lines, ""])
 
@@ -129,8 +122,8 @@ def _notes(summary: TraceSummary) -> str:
     cut = [rank.rank for rank in summary.ranks if not rank.is_whole]
     if cut:
         notes.append(
-            f"The program did not end in order on {_names(cut)}: what it did in its "
-            "last half second may be missing."
+            f"The program did not end in order on {_names(cut)}: its last half second "
+            "may be missing."
         )
     if dropped := sum(rank.num_dropped for rank in summary.ranks):
         notes.append(

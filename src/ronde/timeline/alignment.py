@@ -1,6 +1,6 @@
 """Tracks of all ranks on one clock, and which rank came late; pure.
 
-Ranks on one kernel share ``CLOCK_MONOTONIC``; ``clock_identity`` tells which. Between
+Ranks on one kernel share ``CLOCK_MONOTONIC``; ``clock_identity`` names it. Between
 others an offset is bounded by exchanges: who asks another for its time, at ``asked_ns``
 by its own clock, and has the answer at ``answered_ns``, knows that the answer was true
 at some moment between the two.
@@ -23,11 +23,7 @@ DRIFT = 1e-4
 
 
 def clock_identity() -> str:
-    """Name the clock that ``time.monotonic_ns()`` reads here.
-
-    Equal in two processes means that they read the same clock: the same boot of the
-    same kernel, in the same time namespace.
-    """
+    """Name the clock of ``time.monotonic_ns()``: a boot and a time namespace."""
     try:
         space = Path("/proc/self/ns/time").readlink()
     except OSError:
@@ -36,8 +32,7 @@ def clock_identity() -> str:
     return f"{boot_identity()}-{number}"
 
 
-@dataclass(frozen=True, slots=True)
-class ClockReading:
+class ClockReading(NamedTuple):
     """One question for the reference's time, and its answer."""
 
     asked_ns: int  # by the own clock
@@ -46,7 +41,7 @@ class ClockReading:
 
 
 def bound_offset(exchanges: Sequence[ClockReading]) -> ClockBound:
-    """Return what a quick series of exchanges says together."""
+    """Return the bound that a quick series of exchanges gives together."""
     first, last = exchanges[0].asked_ns, exchanges[-1].answered_ns
     middle = (first + last) // 2
     slack = int((last - first) * DRIFT / 2)
@@ -107,27 +102,26 @@ class OperationKey(NamedTuple):
     turn: int  # how often the rest came before: numbers of sets are used again
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """When the ranks asked for one operation."""
 
-    late_rank: int  # who asked last; the lowest of those that did
+    late_rank: int  # the last; the lowest of several
     late_ns: int
     early_ns: int  # when the first did
     num_ranks: int  # how many are known
-    margin_ns: int  # how much later than the one before it the last one was
+    margin_ns: int  # by how much the last one was later than the one before it
 
     @classmethod
     def of(cls, times: Iterable[tuple[int, int]]) -> "Arrival":
+        """Return what pairs of a time and a negated rank show, two at least."""
         ordered = sorted(times)
         late_ns, rank = ordered[-1]
         before_ns, early_ns = ordered[-2][0], ordered[0][0]
         return cls(-rank, late_ns, early_ns, len(ordered), late_ns - before_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedTrack:
-    """A track with its times brought to the common clock."""
+class AlignedTrack(NamedTuple):
+    """A track with its times on the common clock."""
 
     track: Track
     clock: ClockMap
@@ -140,16 +134,16 @@ class AlignedTrack:
 
     @property
     def error_us(self) -> float | None:
-        """How far its times may be off, where that is most; None where unmeasured."""
+        """How far its times may be off, at most; None where unmeasured."""
         if not self.clock.is_measured:
             return None
         ends = [record.ended_ns for _, record in self.keyed]
+        if not ends:
+            return 0.0
         # The map takes times of the own clock; the difference is far below its drift.
-        offset = self.clock.offset_ns(ends[0]) if ends else 0
-        bounds = (min(ends), max(ends)) if ends else ()
-        return (
-            max((self.clock.error_ns(at - offset) for at in bounds), default=0) / 1000
-        )
+        offset = self.clock.offset_ns(ends[0])
+        bounds = (min(ends), max(ends))
+        return max(self.clock.error_ns(at - offset) for at in bounds) / 1000
 
 
 def align(tracks: Sequence[Track]) -> list[AlignedTrack]:
@@ -191,7 +185,7 @@ def _clock_maps(tracks: Sequence[Track]) -> dict[str, ClockMap]:
 def find_arrivals(
     ranks: Iterable[tuple[int, Iterable[tuple[OperationKey, Recorded]]]],
 ) -> dict[OperationKey, Arrival]:
-    """Say of each operation that several ranks asked for who asked last."""
+    """Return which rank asked last, for each operation that several asked for."""
     asked: dict[OperationKey, list[tuple[int, int]]] = {}
     for rank, records in ranks:
         for key, record in records:

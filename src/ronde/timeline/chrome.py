@@ -49,7 +49,7 @@ class Lanes:
         self.num_lanes = 0
 
     def place(self, begin: int, end: int) -> int:
-        """Return the lane of a span; one that ends where another begins is clear."""
+        """Return a span's lane; one may begin where another ends."""
         while self._taken and self._taken[0][0] <= begin:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
         if self._free:
@@ -97,7 +97,7 @@ class RankEvents:
         self._tids: dict[tuple[int, int], int] = {}
 
     def events(self, arrivals: Mapping[OperationKey, Arrival]) -> Iterator[Timed]:
-        """Yield everything that happened, in order; it is never all in memory."""
+        """Yield all events in order; they are never all in memory."""
         mark = f'"ph": "i", "name": "CYCLE_START", "pid": {self._rank}, "tid": 0'
         marks = ((at_ns, 0, f'{mark}, "s": "p"') for at_ns in sorted(self.cycles))
         return heapq.merge(self._operations(arrivals), marks)
@@ -110,7 +110,7 @@ class RankEvents:
         ]
 
     def lane_names(self) -> Iterator[str]:
-        """Yield what names the lanes, once ``events`` has found out which it needs."""
+        """Yield the names of lanes, after ``events`` has found which it needs."""
         for (set_id, lane), tid in self._tids.items():
             what = {"name": f"process set {set_id}, lane {lane}"}
             yield self._name("thread_name", what, tid)
@@ -138,7 +138,6 @@ class RankEvents:
 
 
 def begin_ns(record: Recorded) -> int:
-    """Return when an operation is first heard of on its rank."""
     return min(record.submitted_ns or record.begun_ns, record.begun_ns)
 
 

@@ -1,6 +1,5 @@
 """What coordinators and reducers report to a timeline; times by ``monotonic_ns``."""
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
@@ -20,9 +19,7 @@ class Recorded(NamedTuple):
     name: str  # on the wire, such as ``allreduce.x``
     kind: str  # in capitals, such as ``ALLREDUCE``
     submitted_ns: int  # when this rank asked for it; 0 where it has joined
-    # when this rank heard that all others had asked; 0 where that was never negotiated
-    # (gradient buckets)
-    agreed_ns: int
+    agreed_ns: int  # when all had asked; 0 without negotiation (gradient buckets)
     begun_ns: int  # when this rank began to carry it out
     ended_ns: int  # when the result was there
     dtype: str  # such as ``float32``
@@ -39,8 +36,7 @@ class Recorder(Protocol):
     def cycle(self, at_ns: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ClockBound:
+class ClockBound(NamedTuple):
     """What was measured of an offset at one time."""
 
     at_ns: int  # when, by the own clock

@@ -63,17 +63,16 @@ class Gathering:
         self._now_ns = now_ns
         self._is_leader = False
         self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._compare, name="ronde-timeline-clocks", daemon=True
-        )
+        name = "ronde-timeline-clocks"
+        self._thread = threading.Thread(target=self._compare, name=name, daemon=True)
 
     def start(self) -> None:
-        """Say that this rank records, and compare the clocks in a thread."""
+        """Announce that this rank records, and compare the clocks in a thread."""
         self._store.set(f"clock/{self._rank}", self._clock.encode())
         self._thread.start()
 
     def compare_again(self) -> None:
-        """Compare the clocks once more, at the end of the recording."""
+        """Compare the clocks again, at the end of the recording."""
         self._closing.set()
         self._thread.join()
         self._closing.clear()
@@ -85,12 +84,11 @@ class Gathering:
 
     def hand_in(self, part: bytes) -> bool:
         """Give rank 0 this rank's records; on any other rank."""
-        chunks = [
-            part[at : at + CHUNK_BYTES] for at in range(0, len(part), CHUNK_BYTES)
-        ]
-        for number, chunk in enumerate(chunks):
+        starts = range(0, len(part), CHUNK_BYTES)
+        for number, at in enumerate(starts):
+            chunk = part[at : at + CHUNK_BYTES]
             self._store.set(f"part/{self._rank}/{number}", chunk)
-        self._store.set(f"part/{self._rank}", str(len(chunks)).encode())
+        self._store.set(f"part/{self._rank}", str(len(starts)).encode())
         # One wait and no questions: rank 0 may end as soon as it has answered.
         try:
             self._store.wait([f"taken/{self._rank}"], timedelta(seconds=TAKE_S))
@@ -111,11 +109,10 @@ class Gathering:
                 continue
             deadline = time.monotonic() + END_PATIENCE_S
             count = int(self._take(f"part/{rank}"))
-            parts[rank] = b"".join(
-                self._take(f"part/{rank}/{number}") for number in range(count)
-            )
+            chunks = (self._take(f"part/{rank}/{number}") for number in range(count))
+            parts[rank] = b"".join(chunks)
             self._store.set(f"taken/{rank}", b"")
-        # An answer to this says that those before it are out.
+        # An answer to this shows that those before it are out.
         self._store.check([f"clock/{0}"])
         return parts, missing
 
@@ -133,8 +130,8 @@ class Gathering:
                     self._measure("start", deadline)
         except RuntimeError as error:
             _logger.warning(
-                "clocks of the timeline must be compared, but that fails: %s. Hosts "
-                "are put together by their time of day.",
+                "the clocks of the timeline cannot be compared: %s. Hosts are aligned "
+                "by their time of day.",
                 error,
             )
 

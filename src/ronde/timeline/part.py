@@ -21,6 +21,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -61,7 +62,7 @@ class Track:
     num_taken: int = 0
 
     def take(self, line: list[Any], kinds: list[list[Any]], last_ns: int) -> int:
-        """Add what one line says; return the time that the next counts from."""
+        """Add a line; return the time that the next one counts from."""
         match line:
             case ["d", _, *what]:
                 kinds.append(what)
@@ -117,11 +118,11 @@ class Encoder:
                 number = self._numbers[what] = len(self._numbers)
                 lines.append(json.dumps(["d", number, *what]))
             ended = record.ended_ns
+            submitted = ended - record.submitted_ns if record.submitted_ns else -1
+            agreed = ended - record.agreed_ns if record.agreed_ns else -1
             lines.append(
-                f"[{number},{record.sequence},{ended - self._last_ns},"
-                f"{_back(ended, record.submitted_ns)},"
-                f"{_back(ended, record.agreed_ns)},{ended - begun_ns},"
-                f"{record.num_fused}{parts}]"
+                f"[{number},{record.sequence},{ended - self._last_ns},{submitted},"
+                f"{agreed},{ended - begun_ns},{record.num_fused}{parts}]"
             )
             self._last_ns = ended
         return "\n".join([*lines, ""]).encode()
@@ -136,12 +137,8 @@ class Encoder:
         return f'["e",{num_taken},{num_lost}]\n'.encode()
 
 
-def _back(ended_ns: int, at_ns: int) -> int:
-    return ended_ns - at_ns if at_ns else -1
-
-
 def is_part(data: bytes) -> bool:
-    """Say whether bytes are a part, or the beginning of one."""
+    """Return whether bytes are a part, or the beginning of one."""
     if not data.startswith(MAGIC):
         return False
     text = zlib.decompressobj(wbits=31).decompress(data, 64)
@@ -222,24 +219,16 @@ def _decode(
     set_id, name, kind, dtype, shape = kinds[number]
     ended_ns = last_ns + since
     begun_ns = ended_ns - begun
+    submitted_ns = ended_ns - submitted if submitted >= 0 else 0
+    agreed_ns = ended_ns - agreed if agreed >= 0 else 0
     starts = [begun_ns + start for start in rest[1::3]]
-    return Recorded(
-        set_id=set_id,
-        sequence=sequence,
-        name=name,
-        kind=kind,
-        submitted_ns=ended_ns - submitted if submitted >= 0 else 0,
-        agreed_ns=ended_ns - agreed if agreed >= 0 else 0,
-        begun_ns=begun_ns,
-        ended_ns=ended_ns,
-        dtype=dtype,
-        shape=tuple(shape),
-        num_fused=num_fused,
-        activities=tuple(
-            Activity(name, start, start + length)
-            for name, start, length in zip(rest[::3], starts, rest[2::3], strict=True)
-        ),
+    activities = tuple(
+        Activity(name, start, start + length)
+        for name, start, length in zip(rest[::3], starts, rest[2::3], strict=True)
     )
+    times = (submitted_ns, agreed_ns, begun_ns, ended_ns)
+    about = (dtype, tuple(shape), num_fused, activities)
+    return Recorded(set_id, sequence, name, kind, *times, *about)
 
 
 NUM_SEGMENTS = 4
@@ -292,7 +281,7 @@ class PartFiles:
             self._put(self._packer.flush(zlib.Z_SYNC_FLUSH))
 
     def take_bound(self, bound: ClockBound) -> None:
-        """Write down what was measured of the clock; any thread may call this."""
+        """Write down what was measured of the clock; from any thread."""
         with self._lock:
             self._bounds.append(bound)
             self._put(self._packer.compress(self._encoder.bound(bound)))
@@ -305,22 +294,16 @@ class PartFiles:
             self._finish()
 
     def read(self) -> bytes:
-        """Return all that is there, one segment after another."""
         return b"".join(path.read_bytes() for path in self.paths)
 
     def remove(self, others: Iterable[int] = ()) -> None:
         """Delete the files, and the directory where nothing else is in it."""
-        theirs = [
-            path
-            for rank in others
-            for path in self.directory.glob(f"{_stem(rank, self._header)}*{SUFFIX}")
-        ]
+        stems = [_stem(rank, self._header) for rank in others]
+        theirs = (p for stem in stems for p in self.directory.glob(f"{stem}*{SUFFIX}"))
         for path in [*self.paths, *theirs]:
             path.unlink(missing_ok=True)
-        try:
+        with suppress(OSError):  # where others' parts are still there
             self.directory.rmdir()
-        except OSError:
-            return  # others' parts are still there
 
     def _open(self) -> None:
         header = self._header

@@ -40,16 +40,13 @@ class Sink(Protocol):
 
 
 class ThreadedRecorder:
-    """Takes down operations from any thread.
-
-    An operation costs its thread an append. Nothing runs while nothing is taken down.
+    """Takes down operations from any thread, at the cost of an append.
 
     Note [Kind to the trainer]
         The thread formats a few operations at a time, about 0.1 ms, and then lets go of
         the interpreter: otherwise a program that waits for it would wait for the whole
         switch interval, 5 ms. It runs at the program's own priority: at a lower one it
-        could be held up for long while it holds the interpreter, and the program with
-        it.
+        could be suspended while it holds the interpreter.
     """
 
     def __init__(
@@ -64,9 +61,8 @@ class ThreadedRecorder:
         self._losing = threading.Lock()
         self._has_some = threading.Event()
         self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="ronde-timeline", daemon=True
-        )
+        name = "ronde-timeline"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def operation(self, recorded: Recorded) -> None:
@@ -102,9 +98,8 @@ class ThreadedRecorder:
 
     def _hand_on(self) -> None:
         while self._operations or self._cycles:
-            records = _pop(self._operations)
-            cycles = _pop(self._cycles)
-            self._each(lambda sink, r=records, c=cycles: sink.take(r, c))
+            taken = _pop(self._operations), _pop(self._cycles)
+            self._each(lambda sink, taken=taken: sink.take(*taken))
             time.sleep(0)
         self._each(lambda sink: sink.flush())
 
@@ -115,8 +110,8 @@ class ThreadedRecorder:
             except OSError as error:
                 self._sinks.remove(sink)
                 _logger.warning(
-                    "timeline must be written, but that fails: %s. The job goes on; "
-                    "what comes now is not taken down.",
+                    "the timeline cannot be written: %s. The job goes on; further "
+                    "operations are not recorded.",
                     error,
                 )
 
@@ -132,8 +127,8 @@ _CYCLE = '{"ph": "i", "name": "CYCLE_START", "ts": %d, "s": "g"}'
 class LiveFile:
     """Writes one rank's timeline in Horovod's form: each tensor is a ``pid``.
 
-    The form is a JSON array of events of Chrome's trace format, times in us since
-    ``start_ns``. Its end is written over by every flush.
+    A JSON array of events in Chrome's trace format, times in us since ``start_ns``.
+    Every flush overwrites its end.
     """
 
     def __init__(
@@ -146,8 +141,7 @@ class LiveFile:
         self._waiting: list[str] = []
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._end_at = 0
-        start = {"start_time_since_epoch_in_micros": wall_us}
-        self._name_process(0, start)
+        self._name_process(0, {"start_time_since_epoch_in_micros": wall_us})
         self.flush()
 
     def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
@@ -188,11 +182,10 @@ class LiveFile:
         return (at_ns - self._start_ns) // 1000
 
     def _name_process(self, pid: int, args: Mapping[str, object]) -> None:
-        about = (("process_name", args), ("process_sort_index", {"sort_index": pid}))
-        self._waiting += [
-            json.dumps({"name": name, "ph": "M", "pid": pid, "args": what})
-            for name, what in about
-        ]
+        about = {"process_name": args, "process_sort_index": {"sort_index": pid}}
+        for name, what in about.items():
+            event = {"name": name, "ph": "M", "pid": pid, "args": what}
+            self._waiting.append(json.dumps(event))
 
     def _spans(self, record: Recorded) -> Iterator[str]:
         key = (record.set_id, record.name)
@@ -227,7 +220,7 @@ def _end(ts: int, pid: int, about: str = "") -> str:
 
 DEFAULT_LIMIT_BYTES = 32 << 20
 PACKED_RATIO = 2
-"""A part is about so much smaller than what becomes of it in a packed trace."""
+"""How much smaller a part is than its share of a packed trace."""
 
 _MIN_PART_BYTES = 64 << 10
 _GATHER_S = 0.5
@@ -257,20 +250,17 @@ class RankRecording:
         share_bytes = limit_bytes // (PACKED_RATIO * header.size)
         self._files = PartFiles(directory, header, max(share_bytes, _MIN_PART_BYTES))
         sinks: list[Sink] = [self._files, *([live] if live else [])]
+        gather_s = _LIVE_GATHER_S if live else _GATHER_S
         self.recorder = ThreadedRecorder(
-            sinks,
-            gather_s=_LIVE_GATHER_S if live else _GATHER_S,
-            has_cycles=has_cycles,
+            sinks, gather_s=gather_s, has_cycles=has_cycles
         )
         self._gathering: Gathering | None = None
         if store is not None:
+            # Not a method: a circle would keep the store's connection open.
+            on_bound = partial(_take_bound, self._files)
+            who = (header.rank, header.size)
             self._gathering = Gathering(
-                store,
-                header.rank,
-                header.size,
-                clock=header.clock,
-                # Not a method: a circle would keep the store's connection open.
-                on_bound=partial(_take_bound, self._files),
+                store, *who, clock=header.clock, on_bound=on_bound
             )
             self._gathering.start()
 
@@ -284,10 +274,9 @@ class RankRecording:
         self.recorder.close()
 
     def bring_together(self, path: Path, limit_bytes: int) -> None:
-        """After ``close``: have rank 0 write the trace of all ranks.
+        """After ``close``: have rank 0 write the trace of all ranks, and remove parts.
 
-        The parts are removed once they are in it. What cannot be brought together is
-        warned of; the parts stay then.
+        Where that fails, a warning is logged and the parts stay.
         """
         header, gathering = self._header, self._gathering
         try:
@@ -296,19 +285,15 @@ class RankRecording:
                 if gathering.hand_in(self._files.read()):
                     self._files.remove()
                 return
-            parts: dict[int, bytes] = {}
-            missing: list[int] = []
-            if gathering is not None:
-                parts, missing = gathering.collect()
+            parts, missing = gathering.collect() if gathering is not None else ({}, [])
             blobs = [self._files.read(), *parts.values()]
-            write_merged(
-                path, blobs, limit_bytes, _remarks(missing, header.size, parts)
-            )
+            remarks = _remarks(missing, header.size, parts)
+            write_merged(path, blobs, limit_bytes, remarks)
             self._files.remove(parts)
         except (OSError, RuntimeError, UsageError) as error:
             _logger.warning(
-                "timeline of rank %d is not in rank 0's file: %s. Its records are in "
-                "%s; join them with: ronde trace merge",
+                "the timeline of rank %d is not in rank 0's file: %s. Its records are "
+                "in %s; join them with: ronde trace merge",
                 header.rank,
                 error,
                 self._files.directory,
@@ -351,8 +336,7 @@ def open_horovod_recording(
     """Begin a timeline as Horovod has it: rank 0 writes ``path`` while it runs."""
     live = None
     if header.rank == 0:
-        start_ns, wall_us = time.monotonic_ns(), time.time_ns() // 1000
-        times = {"start_ns": start_ns, "wall_us": wall_us}
+        times = {"start_ns": time.monotonic_ns(), "wall_us": time.time_ns() // 1000}
         live = LiveFile(path, header.rank, limit_bytes=limit_bytes, **times)
     directory = path.parent / f"{path.name}.parts"
     if header.rank != 0 and not path.parent.is_dir():

@@ -8,41 +8,32 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from ronde.errors import UsageError
-from ronde.timeline.alignment import (
-    Arrival,
-    OperationKey,
-    align,
-    find_arrivals,
-)
+from ronde.timeline.alignment import Arrival, OperationKey, align, find_arrivals
 from ronde.timeline.events import Recorded
 from ronde.timeline.part import FORMAT, MAGIC, SUFFIX, Track, is_part, read_parts
 
 
-@dataclass(frozen=True, slots=True)
-class RankTrace:
+class RankTrace(NamedTuple):
     """One rank's records."""
 
     rank: int
-    host: str  # its name; empty where nobody said
-    # how far its times may be off rank 0's clock; None where nobody measured
-    clock_error_us: float | None
+    host: str  # empty where it is unknown
+    clock_error_us: float | None  # against rank 0's clock; None where unmeasured
     num_dropped: int  # operations that are missing
     is_whole: bool  # whether its recording ended in order
     operations: Sequence[tuple[OperationKey, Recorded]]  # on the common clock
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(NamedTuple):
     """Records of all ranks that are known."""
 
-    size: int  # number of ranks of the job; 0 where nobody said
+    size: int  # number of ranks of the job; 0 where it is unknown
     ranks: Sequence[RankTrace]
-    # who came last, for operations of which that is known
-    arrivals: Mapping[OperationKey, Arrival]
-    remarks: Sequence[str]  # what the file cannot tell, in sentences
+    arrivals: Mapping[OperationKey, Arrival]  # who came last, where that is known
+    remarks: Sequence[str]  # what the file does not show, in sentences
 
 
 _NEGOTIATE = "NEGOTIATE_"
@@ -57,7 +48,7 @@ _Done = tuple[Recorded, dict[int, int]]
 
 @dataclass(slots=True)
 class _Tensor:
-    """One tensor's events, as far as they were read."""
+    """One tensor's events so far."""
 
     name: str
     depth: int = 0
@@ -88,19 +79,10 @@ class _Tensor:
             return None
         begin, agreed = self.negotiation or (self.begun_ns, 0)
         about = event.get("args", {})
-        record = Recorded(
-            set_id=0,
-            sequence=self.num_done,
-            name=self.name,
-            kind=self.kind,
-            submitted_ns=self.ticks.get(0, begin) or 1,
-            agreed_ns=agreed,
-            begun_ns=self.begun_ns,
-            ended_ns=at_ns,
-            dtype=about.get("dtype", ""),
-            shape=tuple(map(int, re.findall(r"\b\d+\b", about.get("shape", "")))),
-            num_fused=1,
-        )
+        shape = tuple(map(int, re.findall(r"\b\d+\b", about.get("shape", ""))))
+        times = (self.ticks.get(0, begin) or 1, agreed, self.begun_ns, at_ns)
+        head = (0, self.num_done, self.name, self.kind)
+        record = Recorded(*head, *times, about.get("dtype", ""), shape, num_fused=1)
         ticks, self.ticks, self.negotiation = self.ticks, {}, None
         self.num_done += 1
         return record, ticks
@@ -119,9 +101,7 @@ def _read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
             key = OperationKey(0, 0, record.sequence, record.name, 0)
             operations.append((key, record))
             if len(ticks) > 1:
-                arrivals[key] = Arrival.of(
-                    (at_ns, -rank) for rank, at_ns in ticks.items()
-                )
+                arrivals[key] = Arrival.of((at, -rank) for rank, at in ticks.items())
     if not tensors:
         raise UsageError(
             "timeline must name its tensors or ranks, got events without any. It is "
@@ -176,15 +156,12 @@ def _joined(recordings: Iterable[RankTrace]) -> list[RankTrace]:
         before = ranks.setdefault(own.rank, own)
         if before is own:
             continue
-        errors_us = [before.clock_error_us, own.clock_error_us]
-        known_us = [error for error in errors_us if error is not None]
-        ranks[own.rank] = RankTrace(
-            own.rank,
-            before.host,
-            max(known_us) if len(known_us) == len(errors_us) else None,
-            before.num_dropped + own.num_dropped,
-            before.is_whole and own.is_whole,
-            [*before.operations, *own.operations],
+        one, other = before.clock_error_us, own.clock_error_us
+        ranks[own.rank] = before._replace(
+            clock_error_us=None if one is None or other is None else max(one, other),
+            num_dropped=before.num_dropped + own.num_dropped,
+            is_whole=before.is_whole and own.is_whole,
+            operations=[*before.operations, *own.operations],
         )
     return [ranks[rank] for rank in sorted(ranks)]
 
@@ -203,19 +180,10 @@ def _record(
     same = (event["pid"], args["session"], set_id, sequence, name)
     key = OperationKey(args["session"], set_id, sequence, name, turns[same])
     turns[same] += 1
-    return key, Recorded(
-        set_id=set_id,
-        sequence=sequence,
-        name=name,
-        kind=event["name"],
-        submitted_ns=absolute_ns(args["submitted_us"]),
-        agreed_ns=absolute_ns(args["agreed_us"]),
-        begun_ns=begun_ns,
-        ended_ns=begun_ns + round(event["dur"] * 1000),
-        dtype=args["dtype"],
-        shape=tuple(args["shape"]),
-        num_fused=args["fused"],
-    )
+    asked = (absolute_ns(args["submitted_us"]), absolute_ns(args["agreed_us"]))
+    times = (*asked, begun_ns, begun_ns + round(event["dur"] * 1000))
+    about = (args["dtype"], tuple(args["shape"]), args["fused"])
+    return key, Recorded(set_id, sequence, name, event["name"], *times, *about)
 
 
 def read_trace(path: Path) -> Trace:
@@ -268,17 +236,11 @@ def read_part_files(paths: Sequence[Path]) -> list[Track]:
 
 def trace_of(tracks: Sequence[Track]) -> Trace:
     aligned = align(tracks)
-    recordings = [
-        RankTrace(
-            each.rank,
-            each.track.header.host,
-            each.error_us,
-            each.track.num_dropped,
-            each.track.is_whole,
-            each.keyed,
-        )
-        for each in aligned
-    ]
+    recordings: list[RankTrace] = []
+    for each in aligned:
+        host, own = each.track.header.host, each.track
+        about = (each.error_us, own.num_dropped, own.is_whole, each.keyed)
+        recordings.append(RankTrace(each.rank, host, *about))
     size = max((track.header.size for track in tracks), default=0)
     arrivals = find_arrivals((track.rank, track.keyed) for track in aligned)
     return Trace(size, _joined(recordings), arrivals, [])

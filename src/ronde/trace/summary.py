@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.timeline.alignment import Arrival, OperationKey, waited_ns
 from ronde.trace.reading import RankTrace, Trace
@@ -18,56 +18,51 @@ _DTYPE_BYTES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RankSummary:
+class RankSummary(NamedTuple):
     """What one rank did."""
 
     rank: int
-    host: str  # its name; empty where nobody said
+    host: str  # empty where it is unknown
     num_operations: int  # of which there is a record
     waiting_s: float
     moving_s: float  # time in which an operation was carried out
     num_late: int  # operations for which it came last, beyond the clocks' error
     held_up_s: float
-    # how far its times may be off; None where nobody measured
-    clock_error_s: float | None
+    clock_error_s: float | None  # how far its times may be off; None where unmeasured
     num_dropped: int  # operations that are missing
     is_whole: bool  # whether its recording ended in order
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSummary:
-    """How one tensor fared."""
+class TensorSummary(NamedTuple):
+    """How long the ranks waited for one tensor."""
 
     name: str  # on the wire
     num_operations: int  # of which it is known who came last
     waiting_s: float  # from the first rank's submission to the last one's, in all
     longest_s: float  # the same, of the worst one
-    late_ranks: Sequence[tuple[int, int]]
+    late_ranks: Sequence[tuple[int, int]]  # each with its count, the most first
 
 
-@dataclass(frozen=True, slots=True)
-class FusionSummary:
+class FusionSummary(NamedTuple):
     """What was carried out together, on the rank with the most records."""
 
     num_tensors: int
     num_batches: int  # collectives that they took
-    mean_bytes: float  # a batch holds, on average; 0 where dtypes are not known
-    max_tensors: int  # the largest batch has
+    mean_bytes: float  # of a batch; 0 where dtypes are unknown
+    max_tensors: int  # of the largest batch
 
 
-@dataclass(frozen=True, slots=True)
-class TraceSummary:
-    """What a trace says."""
+class TraceSummary(NamedTuple):
+    """A trace in figures."""
 
     span_s: float  # from the first event to the last
-    size: int  # ranks of the job; 0 where nobody said
+    size: int  # ranks of the job; 0 where it is unknown
     num_operations: int  # different ones, over all ranks
-    num_unclear: int  # those whose last rank is not clear, for the clocks' error
+    num_unclear: int  # those whose last rank is unclear, for the clocks' error
     ranks: Sequence[RankSummary]
     tensors: Sequence[TensorSummary]  # those that waited longest in all, first
     fusion: FusionSummary | None  # None where nothing was recorded
-    remarks: Sequence[str]  # what the trace cannot tell, in sentences
+    remarks: Sequence[str]  # what the trace does not show, in sentences
 
 
 def summarize(trace: Trace) -> TraceSummary:
@@ -127,7 +122,6 @@ def _rank(rank: RankTrace, trace: Trace, clear: Iterable[Arrival]) -> RankSummar
 
 
 def covered(intervals: Iterable[tuple[int, int]]) -> int:
-    """Return the length of what intervals cover together."""
     total, end = 0, -1
     for first, last in sorted(intervals):
         if last > end:
@@ -147,17 +141,11 @@ def _tensors(
         counts = late.setdefault(key.name, Counter())
         if key in clear:
             counts[arrival.late_rank] += 1
-    order = sorted(waits_ns.items(), key=lambda item: (-sum(item[1]), item[0]))
-    return [
-        TensorSummary(
-            name,
-            len(all_ns),
-            sum(all_ns) * _NS,
-            max(all_ns) * _NS,
-            late[name].most_common(),
-        )
-        for name, all_ns in order
-    ]
+    found: list[TensorSummary] = []
+    for name, all_ns in waits_ns.items():
+        figures = (len(all_ns), sum(all_ns) * _NS, max(all_ns) * _NS)
+        found.append(TensorSummary(name, *figures, late[name].most_common()))
+    return sorted(found, key=lambda tensor: (-tensor.waiting_s, tensor.name))
 
 
 def _fusion(ranks: Sequence[RankTrace]) -> FusionSummary | None:

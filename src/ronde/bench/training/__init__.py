@@ -1,5 +1,5 @@
-"""`ronde bench train`: training steps of well-known models, and where a step goes.
+"""``ronde bench train``: steps of well-known models, and where their time goes.
 
-``catalogue``, ``options``, ``phases`` and ``outcome`` do not import torch: the command
-refuses bad words, and shows results, without waiting for it.
+``catalogue`` and ``outcome`` do not import torch: the command refuses bad words, and
+shows results, without waiting for it.
 """

@@ -1,16 +1,14 @@
-"""The models that can be trained, with what was published of them; no torch.
+"""The models that can be trained, with their published figures; no torch.
 
 Multiply-adds are those of convolutions and matrix products in one forward pass of one
-sample, as the field counts them (one multiply-add is two FLOP). Figures whose source is
-a formula are derived, not published; the formula stands beside them.
+sample, as the field counts them (one multiply-add is two FLOP). Figures with a formula
+beside them are derived, not published.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-
-_TORCHVISION = "torchvision's model zoo"
 
 
 class Unit(StrEnum):
@@ -26,15 +24,11 @@ class ModelFacts:
 
     name: str  # how the command calls it
     unit: Unit  # what its throughput counts
-    # one sample without the batch's dimension; of a language model the tokens of its
-    # context
-    sample_shape: tuple[int, ...]
+    sample_shape: tuple[int, ...]  # of a language model the tokens of its context
     num_classes: int  # classes, or words of the vocabulary
-    batch: int  # samples a step of one rank, where nobody says
+    batch: int  # samples a step of one rank, by default
     num_parameters: int
-    parameters_source: str  # who published that number
     forward_macs: int  # multiply-adds of one sample's forward pass, in inference
-    macs_source: str  # who published that number, or its formula
 
     @property
     def units_per_sample(self) -> int:
@@ -80,87 +74,41 @@ CHARACTERS = TransformerShape(4, 128, 4, 64, 65)
 def _image_net(
     name: str, batch: int, num_parameters: int, forward_macs: int
 ) -> ModelFacts:
-    facts = (num_parameters, _TORCHVISION, forward_macs, _TORCHVISION)
-    return ModelFacts(name, Unit.IMAGES, (3, 224, 224), 1000, batch, *facts)
-
-
-def _language_model(
-    name: str, shape: TransformerShape, batch: int, source: str
-) -> ModelFacts:
-    accounting = "nanoGPT's accounting: L (12 t d^2 + 2 t^2 d) + t d V"
-    facts = (shape.num_parameters, source, shape.forward_macs, accounting)
+    shape = (3, 224, 224)
     return ModelFacts(
-        name, Unit.TOKENS, (shape.context,), shape.num_words, batch, *facts
+        name, Unit.IMAGES, shape, 1000, batch, num_parameters, forward_macs
     )
 
 
+def _language_model(name: str, shape: TransformerShape, batch: int) -> ModelFacts:
+    figures = (shape.num_words, batch, shape.num_parameters, shape.forward_macs)
+    return ModelFacts(name, Unit.TOKENS, (shape.context,), *figures)
+
+
 _FACTS = (
+    # Source: torchvision's model zoo.
     _image_net("alexnet", 16, 61_100_840, 714_000_000),
     _image_net("googlenet", 8, 13_004_888, 1_498_000_000),
     _image_net("resnet18", 8, 11_689_512, 1_814_000_000),
     _image_net("resnet50", 4, 25_557_032, 4_089_000_000),
-    ModelFacts(
-        name="resnet20",
-        unit=Unit.IMAGES,
-        sample_shape=(3, 32, 32),
-        num_classes=10,
-        batch=32,
-        num_parameters=269_722,
-        parameters_source="He et al. 2016, table 6: 0.27 M, shortcuts without weights",
-        forward_macs=40_551_040,
-        macs_source="sum of k^2 c_in c_out h w over the layers",
-    ),
-    ModelFacts(
-        name="lenet5",
-        unit=Unit.IMAGES,
-        sample_shape=(1, 32, 32),
-        num_classes=10,
-        batch=100,
-        num_parameters=61_706,
-        parameters_source="LeCun et al. 1998 with C3 on all maps of S2: "
-        "156 + 2,416 + 48,120 + 10,164 + 850",
-        forward_macs=416_520,
-        macs_source="117,600 + 240,000 + 48,000 + 10,080 + 840",
-    ),
-    ModelFacts(
-        name="mnist_cnn",
-        unit=Unit.IMAGES,
-        sample_shape=(1, 28, 28),
-        num_classes=10,
-        batch=100,
-        num_parameters=21_840,
-        parameters_source="Horovod's MNIST example: 260 + 5,020 + 16,050 + 510",
-        forward_macs=480_500,
-        macs_source="144,000 + 320,000 + 16,000 + 500",
-    ),
-    ModelFacts(
-        name="mlp",
-        unit=Unit.IMAGES,
-        sample_shape=(784,),
-        num_classes=10,
-        batch=32,
-        num_parameters=15_832_074,
-        parameters_source="784-4096-3072-10: 3,215,360 + 12,585,984 + 30,730",
-        forward_macs=15_824_896,
-        macs_source="784 * 4096 + 4096 * 3072 + 3072 * 10",
-    ),
-    ModelFacts(
-        name="cnn",
-        unit=Unit.IMAGES,
-        sample_shape=(3, 32, 32),
-        num_classes=10,
-        batch=8,
-        num_parameters=8_635_530,
-        parameters_source="seven 3 x 3 convolutions and a classifier: 1,792 + 73,856 "
-        "+ 295,168 + 1,180,160 + 3 * 2,359,808 + 5,130",
-        forward_macs=794_498_048,
-        macs_source="sum of k^2 c_in c_out h w over the layers",
-    ),
-    _language_model(
-        "transformer", CHARACTERS, 12, "GPT-2's formula: (V + t) d + L (12 d^2 + 13 d)"
-    ),
-    _language_model("gpt2", GPT2_SMALL, 1, "OpenAI's GPT-2 small: 124,439,808"),
+    # Source: He et al. 2016, table 6: 0.27 M parameters, shortcuts without weights;
+    # multiply-adds are the sum of k^2 c_in c_out h w over the layers.
+    ModelFacts("resnet20", Unit.IMAGES, (3, 32, 32), 10, 32, 269_722, 40_551_040),
+    # Source: LeCun et al. 1998, with C3 on all maps of S2: 156 + 2,416 + 48,120 +
+    # 10,164 + 850 and 117,600 + 240,000 + 48,000 + 10,080 + 840.
+    ModelFacts("lenet5", Unit.IMAGES, (1, 32, 32), 10, 100, 61_706, 416_520),
+    # Source: Horovod's MNIST example: 260 + 5,020 + 16,050 + 510 and 144,000 + 320,000
+    # + 16,000 + 500.
+    ModelFacts("mnist_cnn", Unit.IMAGES, (1, 28, 28), 10, 100, 21_840, 480_500),
+    # 784-4096-3072-10: 3,215,360 + 12,585,984 + 30,730 and 784 * 4096 + 4096 * 3072 +
+    # 3072 * 10.
+    ModelFacts("mlp", Unit.IMAGES, (784,), 10, 32, 15_832_074, 15_824_896),
+    # Seven 3 x 3 convolutions and a classifier: 1,792 + 73,856 + 295,168 + 1,180,160 +
+    # 3 * 2,359,808 + 5,130, and the sum of k^2 c_in c_out h w over the layers.
+    ModelFacts("cnn", Unit.IMAGES, (3, 32, 32), 10, 8, 8_635_530, 794_498_048),
+    _language_model("transformer", CHARACTERS, 12),
+    # OpenAI's GPT-2 small: 124,439,808 parameters.
+    _language_model("gpt2", GPT2_SMALL, 1),
 )
 
 MODELS: Mapping[str, ModelFacts] = MappingProxyType({f.name: f for f in _FACTS})
-"""What can be trained, by name."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -91,24 +90,15 @@ class Inception(nn.Module):
     ) -> None:
         super().__init__()
         one, to_three, three, to_five, five, projection = widths
-        self.branches = nn.ModuleList(
-            [
-                _convolution(channels, one, 1),
-                nn.Sequential(
-                    _convolution(channels, to_three, 1),
-                    _convolution(to_three, three, 3),
-                ),
-                nn.Sequential(
-                    _convolution(channels, to_five, 1), _convolution(to_five, five, 3)
-                ),
-                nn.Sequential(
-                    nn.MaxPool2d(3, 1, padding=1), _convolution(channels, projection, 1)
-                ),
-            ]
+        branches = (
+            (_convolution(channels, one, 1),),
+            (_convolution(channels, to_three, 1), _convolution(to_three, three, 3)),
+            (_convolution(channels, to_five, 1), _convolution(to_five, five, 3)),
+            (nn.MaxPool2d(3, 1, padding=1), _convolution(channels, projection, 1)),
         )
+        self.branches = nn.ModuleList(nn.Sequential(*layers) for layers in branches)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Return the branches' maps, one after another in the channels."""
         return torch.cat([branch(maps) for branch in self.branches], dim=1)
 
 
@@ -150,10 +140,7 @@ class Residual(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Every second pixel, and zeros for the channels that are missing: no weights.
-
-    Source: option A of He et al. 2016, which their CIFAR networks use.
-    """
+    """Every second pixel, zeros for missing channels: option A of He et al. 2016."""
 
     def __init__(self, num_missing: int) -> None:
         super().__init__()
@@ -164,7 +151,7 @@ class PaddedShortcut(nn.Module):
 
 
 def make_resnet18(num_classes: int) -> nn.Module:
-    """Make the network of 18 layers for 224 x 224 pixels.
+    """Make 18 layers for 224 x 224 pixels.
 
     Source: He et al., "Deep residual learning for image recognition", 2016, table 1.
     """
@@ -181,10 +168,7 @@ def make_resnet50(num_classes: int) -> nn.Module:
 
 
 def make_resnet20(num_classes: int) -> nn.Module:
-    """Make the network of 20 layers for CIFAR's 32 x 32 pixels.
-
-    Source: as ``make_resnet18``, section 4.2 with n = 3.
-    """
+    """Make 20 layers for CIFAR: as ``make_resnet18``, section 4.2 with n = 3."""
     return nn.Sequential(
         _normalized(3, 16, 3),
         nn.ReLU(inplace=True),
@@ -229,11 +213,8 @@ def _basic_padded(channels: int, width: int, stride: int) -> nn.Module:
 
 
 def _two_convolutions(channels: int, width: int, stride: int) -> nn.Module:
-    return nn.Sequential(
-        _normalized(channels, width, 3, stride),
-        nn.ReLU(inplace=True),
-        _normalized(width, width, 3),
-    )
+    first = _normalized(channels, width, 3, stride)
+    return nn.Sequential(first, nn.ReLU(inplace=True), _normalized(width, width, 3))
 
 
 def _projection(channels: int, width: int, stride: int) -> nn.Module:
@@ -352,7 +333,6 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return features of the same shape, (n, tokens, width)."""
         features = features + self._attention(self.norm(features))
         return features + self.wide(features)
 
@@ -375,19 +355,17 @@ def _transformer(shape: TransformerShape) -> Callable[[int], nn.Module]:
     return make
 
 
-FACTORIES: Mapping[str, Callable[[int], nn.Module]] = MappingProxyType(
-    {
-        "alexnet": _alexnet,
-        "cnn": _cnn,
-        "googlenet": GoogLeNet,
-        "gpt2": _transformer(GPT2_SMALL),
-        "lenet5": _lenet5,
-        "mlp": _mlp,
-        "mnist_cnn": _mnist_cnn,
-        "resnet18": make_resnet18,
-        "resnet20": make_resnet20,
-        "resnet50": make_resnet50,
-        "transformer": _transformer(CHARACTERS),
-    }
-)
+FACTORIES: Mapping[str, Callable[[int], nn.Module]] = {
+    "alexnet": _alexnet,
+    "cnn": _cnn,
+    "googlenet": GoogLeNet,
+    "gpt2": _transformer(GPT2_SMALL),
+    "lenet5": _lenet5,
+    "mlp": _mlp,
+    "mnist_cnn": _mnist_cnn,
+    "resnet18": make_resnet18,
+    "resnet20": make_resnet20,
+    "resnet50": make_resnet50,
+    "transformer": _transformer(CHARACTERS),
+}
 """Makes a model for so many classes, by name."""

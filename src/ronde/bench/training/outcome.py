@@ -41,14 +41,10 @@ class WireFormat(StrEnum):
 
 
 class InputKind(StrEnum):
-    """Where a step's batch comes from; all data is synthetic.
+    """Where a step's batch comes from; all data is synthetic."""
 
-    PREPARED takes batches in turn that were made before. GATHERED puts each together
-    from random samples of a pool in memory, as a data loader does.
-    """
-
-    PREPARED = "prepared"
-    GATHERED = "gathered"
+    PREPARED = "prepared"  # batches that were made before, in turn
+    GATHERED = "gathered"  # each of random samples in memory, as a data loader does
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +56,11 @@ class TrainOptions:
     rounds: int = 5  # blocks of steps of each variant; figures are medians over them
     steps: int | None = None  # steps of a block; None takes as many as last about 0.4 s
     warmup: int = 3  # steps of each model before anything is timed
-    dtype: Dtype = Dtype.FLOAT32  # what forward computes in
-    device: DeviceKind = DeviceKind.AUTO  # where to train
-    optimizer: OptimizerKind = OptimizerKind.SGD  # what updates the weights
-    compression: WireFormat = WireFormat.NONE  # what gradients travel as
-    input: InputKind = InputKind.PREPARED  # where batches come from
+    dtype: Dtype = Dtype.FLOAT32
+    device: DeviceKind = DeviceKind.AUTO
+    optimizer: OptimizerKind = OptimizerKind.SGD
+    compression: WireFormat = WireFormat.NONE
+    input: InputKind = InputKind.PREPARED
     engine: str = ""  # what moves the gradients; empty takes the environment's
     is_channels_last: bool = False  # lay images and weights out with the channels last
     is_compiled: bool = False  # let ``torch.compile`` compile the model
@@ -151,7 +147,6 @@ class TrainingOutcome:
     is_in_step: bool  # whether all ranks' weights were equal, bit for bit, at the end
 
     def variants(self) -> list[Variant]:
-        """Return what was measured, in the order in which it is shown."""
         return [variant for variant in Variant if variant in self.rounds[0]]
 
     def step_s(self, variant: Variant) -> float:
@@ -172,22 +167,20 @@ class TrainingOutcome:
     def exposed_s(self) -> float:
         """Return the communication of a step that backward does not hide.
 
-        It is what ``backward()`` takes longer with communication than without, the
-        median of the rounds' differences. Noise can make it negative; it is not cut.
+        It is what ``backward()`` takes longer with communication than without; noise
+        can make it negative.
         """
         variants, phase = (Variant.ALL_RANKS, Variant.NO_COMMUNICATION), Phase.BACKWARD
         pairs = [[each[v].phases_s[phase] for v in variants] for each in self.rounds]
         return statistics.median(longer - shorter for longer, shorter in pairs)
 
     def speed_up(self) -> float:
-        """Return how many times one rank's throughput all ranks reach together."""
         return self.setting.num_ranks * self._ratio(Variant.ONE_RANK)
 
     def efficiency(self) -> float:
         return self.speed_up() / self.setting.num_ranks
 
     def fraction_of_ceiling(self) -> float:
-        """Return the throughput by that of the same ranks without communication."""
         return self._ratio(Variant.NO_COMMUNICATION)
 
     def _ratio(self, variant: Variant) -> float:
@@ -199,16 +192,14 @@ class TrainingOutcome:
 def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
     """Return a record's values: settings, medians, and every round's figures."""
     options, setting = outcome.options, outcome.setting
+    kinds = ("dtype", "optimizer", "compression", "input")
     values: dict[str, Any] = {
         "model": options.model.name,
         "unit": str(options.model.unit),
         "num_parameters": options.model.num_parameters,
         "forward_macs_a_sample": options.model.forward_macs,
         "batch_a_rank": options.batch,
-        "dtype": str(options.dtype),
-        "optimizer": str(options.optimizer),
-        "compression": str(options.compression),
-        "input": str(options.input),
+        **{kind: str(getattr(options, kind)) for kind in kinds},
         "is_channels_last": options.is_channels_last,
         "is_compiled": options.is_compiled,
         **asdict(setting),
