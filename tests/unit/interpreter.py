@@ -6,7 +6,7 @@ number: no contribution may come twice.
 
 from collections import Counter
 
-from ronde.collectives.schedule import Action, Round, Schedule
+from ronde.collectives.algorithms import Action, Round, Schedule
 
 Vectors = list[list[int]]
 

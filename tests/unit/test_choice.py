@@ -121,7 +121,7 @@ def test_what_was_never_measured_is_nothing_to_speak_of(tmp_path):
     ("damage", "said"),
     [
         (lambda _: "{", "Expecting"),
-        (lambda _: "[]", "holds no object"),
+        (lambda _: "[]", "it must be an object"),
         (lambda _: "\udcff", "is not used"),
         (lambda text: text.replace('"schema": 1', '"schema": 2'), "its schema is 2"),
         (lambda text: text.replace('"gloo"', '"gluu"'), "it names no engine"),

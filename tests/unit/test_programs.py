@@ -6,9 +6,15 @@ from collections import deque
 from hypothesis import given, settings, strategies as st
 from tests.unit.interpreter import Vectors
 
-from ronde.collectives.algorithms import ALGORITHMS
+from ronde.collectives.algorithms import (
+    ALGORITHMS,
+    Action,
+    Chunks,
+    Load,
+    Schedule,
+    ScheduleStep,
+)
 from ronde.collectives.engines.scheduled import ScheduledMessage, compile_program
-from ronde.collectives.schedule import Action, Chunks, Load, Schedule, ScheduleStep
 
 names = st.sampled_from(sorted(ALGORITHMS))
 many = settings(max_examples=120, deadline=None)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.unit.interpreter import heaviest, run
 
-from ronde.collectives.algorithms import ALGORITHMS, find_algorithm
-from ronde.collectives.schedule import Chunks, Schedule
+from ronde.collectives.algorithms import ALGORITHMS, Chunks, Schedule, find_algorithm
 from ronde.errors import UsageError
 from ronde.world.environment import ALGORITHMS as NAMES
 

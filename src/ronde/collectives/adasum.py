@@ -12,7 +12,7 @@ Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ def adasum(
 
     The result is equal on all ranks, bit by bit. Products and coefficients are float64.
     Tensors of ``lengths`` that lie one after the other are each combined as if alone.
-
-    Raises:
-        UsageError: Number of ranks, dtype or ``lengths`` cannot be.
     """
     size = communicator.size
     if size & (size - 1):
@@ -56,42 +53,34 @@ def adasum(
     flat = dense(tensor).view(-1)
     ends = list(accumulate(lengths or (flat.numel(),), initial=0))
     bounds = [slice(*pair) for pair in pairwise(ends)]
-    steps = _halve(communicator, flat, bounds)
-    for step in reversed(steps):
-        _exchange(communicator, step.partner, flat[step.kept], flat[step.given])
+    _combine_part(communicator, flat, slice(0, flat.numel()), bounds)
     put_back(flat.view(tensor.shape), tensor)
     return tensor
 
 
-class _Halving(NamedTuple):
-    partner: int
-    kept: slice
-    given: slice
-
-
-def _halve(
-    communicator: Communicator, flat: Tensor, bounds: Sequence[slice]
-) -> list[_Halving]:
-    """Combine until this rank holds a part of the result; return how it came to it."""
-    rank = communicator.rank
-    steps: list[_Halving] = []
-    mine = slice(0, flat.numel())
-    distance = 1
-    while distance < communicator.size:
-        middle = (mine.start + mine.stop) // 2
-        halves = slice(mine.start, middle), slice(middle, mine.stop)
-        is_upper = bool(rank & distance)
-        mine, given = halves[is_upper], halves[not is_upper]
-        step = _Halving(rank ^ distance, mine, given)
-        theirs = torch.empty_like(flat[mine])
-        _exchange(communicator, step.partner, flat[given], theirs)
-        pair = (theirs, flat[mine]) if is_upper else (flat[mine], theirs)
-        parts = [_overlap(mine, bound) for bound in bounds]
-        products = _sum(communicator, _products(*pair, parts), 2 * distance)
-        _combine(*pair, parts, products, out=flat[mine])
-        steps.append(step)
-        distance *= 2
-    return steps
+def _combine_part(
+    communicator: Communicator,
+    flat: Tensor,
+    part: slice,
+    bounds: Sequence[slice],
+    distance: int = 1,
+) -> None:
+    """Combine a part over ranks that are ``distance`` apart, or further."""
+    if distance == communicator.size:
+        return
+    middle = (part.start + part.stop) // 2
+    halves = slice(part.start, middle), slice(middle, part.stop)
+    is_upper = bool(communicator.rank & distance)
+    mine, given = halves[is_upper], halves[not is_upper]
+    partner = communicator.rank ^ distance
+    theirs = torch.empty_like(flat[mine])
+    _exchange(communicator, partner, flat[given], theirs)
+    pair = (theirs, flat[mine]) if is_upper else (flat[mine], theirs)
+    parts = [_overlap(mine, bound) for bound in bounds]
+    products = _sum(communicator, _products(*pair, parts), 2 * distance)
+    _combine(*pair, parts, products, out=flat[mine])
+    _combine_part(communicator, flat, mine, bounds, 2 * distance)
+    _exchange(communicator, partner, flat[mine], flat[given])
 
 
 def _products(lower: Tensor, upper: Tensor, parts: Sequence[slice]) -> Tensor:
@@ -126,10 +115,7 @@ def _coefficient(dot: float, norm: float) -> float:
 
 
 def _sum(communicator: Communicator, values: Tensor, size: int) -> Tensor:
-    """Sum over blocks of ``size`` neighbouring ranks.
-
-    Both of a pair add the same two numbers, so all get the same bits.
-    """
+    """Sum over blocks of ``size`` neighbouring ranks; all get the same bits."""
     distance = 1
     while distance < size:
         theirs = torch.empty_like(values)

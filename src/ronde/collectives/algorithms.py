@@ -1,45 +1,150 @@
-"""The algorithms: pure functions that return schedules.
+"""Which rank sends what to whom, round by round, as plain values; and the algorithms.
 
-The ring: every rank talks to its two neighbours only. All links carry the same at the
-same time, and no rank sends more than the collective needs: best for large messages.
-Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009.
+A schedule moves nothing. An engine executes it, a test interprets it, a predictor adds
+up its loads; all three see the same object. It never holds all ranks' parts: one rank's
+is computed when it is asked for, and the loads are known without any.
 
-Two binary trees, each of which carries half of the vector. A rank that has children in
-one tree is a leaf of the other, so each sends and receives about as much as in a ring,
-but in rounds that grow with the logarithm of the ranks: best for middling messages on
-many ranks, when they are cut into pieces. Source: Sanders, Speck and Träff, "Two-tree
-algorithms for full bandwidth broadcast, reduction and scan", 2009.
-
-Recursive halving and doubling, for any number of ranks.
-
-Each round halves what is left to be reduced, or doubles what is gathered: as few rounds
-as there can be, and a ring's bytes. Best for short and middling messages.
-
-Instead of a butterfly, which needs a power of two, the ranks stand in a circle and talk
-over distances that are halved and rounded up, so no rank is left over. Source: Träff,
-"Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024
-(arXiv:2410.14234); for broadcast: van de Geijn's scatter and all-gather, as in Chan,
-Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and
-experience", 2007.
+``docs/algorithms.md`` explains and compares the algorithms. Sources: for the ring,
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009; for two trees, each of which carries half of the vector, Sanders,
+Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+2009; for halving and doubling on any number of ranks, Träff, "Optimal, non-pipelined
+reduce-scatter and allreduce algorithms", 2024 (arXiv:2410.14234), and for its
+broadcast, Chan et al., "Collective communication: theory, practice, and experience",
+2007.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ronde.collectives.schedule import (
-    Action,
-    Chunks,
-    Load,
-    Round,
-    Schedule,
-    ScheduleStep,
-    renamed,
-    runs_of,
-)
 from ronde.errors import UsageError
+
+
+class Action(StrEnum):
+    """What a rank does with chunks of its vector in one round."""
+
+    SEND = "send"
+    REDUCE = "reduce"
+    """Receive and combine with what is there."""
+    COPY = "copy"
+    """Receive in place of what is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleStep:
+    """One message, as one of its two ranks sees it."""
+
+    action: Action
+    peer: int
+    first: int
+    """The first of ``count`` chunks."""
+    count: int = 1
+
+    @property
+    def is_receive(self) -> bool:
+        return self.action is not Action.SEND
+
+
+Round = tuple[ScheduleStep, ...]
+"""What one rank does at once: all that it sends is what it held before the round, and
+it writes nothing that it sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A vector cut into consecutive ranges of elements, some of which may be empty."""
+
+    num_chunks: int
+    numel: int
+    offsets: tuple[int, ...] | None = None
+    """Where each chunk begins, and the end; None where they are as even as can be, the
+    first ones being the larger."""
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int]) -> "Chunks":
+        offsets = (0, *itertools.accumulate(sizes))
+        return cls(len(sizes), offsets[-1], offsets)
+
+    def start(self, chunk: int) -> int:
+        """Return the first element of ``chunk``; of ``num_chunks``, the end."""
+        if self.offsets is not None:
+            return self.offsets[chunk]
+        base, extra = divmod(self.numel, self.num_chunks)
+        return chunk * base + min(chunk, extra)
+
+    def span(self, first: int, count: int = 1) -> tuple[int, int]:
+        return self.start(first), self.start(first + count)
+
+    def largest(self, count: int = 1) -> int:
+        """Return the most elements in ``count`` chunks; the first follows the last."""
+        if self.offsets is None:
+            base, extra = divmod(self.numel, self.num_chunks)
+            return count * base + min(count, extra)
+        twice = (*self.offsets, *(self.numel + offset for offset in self.offsets[1:]))
+        return max(twice[r + count] - twice[r] for r in range(self.num_chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the busiest rank has to do in some rounds."""
+
+    num_rounds: int
+    numel: int
+    """The most elements that any one rank sends, or receives, in any of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How ``size`` ranks carry one collective out."""
+
+    name: str
+    size: int
+    chunks: Chunks
+    loads: tuple[Load, ...]
+    of_rank: Callable[[int], Iterable[Round]]
+    """What one rank does, round by round; rounds in which it does nothing too."""
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(load.num_rounds for load in self.loads)
+
+    def num_sent(self, rank: int) -> int:
+        steps = itertools.chain.from_iterable(self.of_rank(rank))
+        return sum(self.numel_of(step) for step in steps if not step.is_receive)
+
+    def numel_of(self, step: ScheduleStep) -> int:
+        start, stop = self.chunks.span(step.first, step.count)
+        return stop - start
+
+    def seconds(self, alpha_s: float, beta_s: float) -> float:
+        """Return what the rounds take, one after the other.
+
+        Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, "Optimization of
+        collective communication operations in MPICH", 2005.
+        """
+        return sum(
+            load.num_rounds * (alpha_s + beta_s * load.numel) for load in self.loads
+        )
+
+
+def _in_turn(
+    name: str,
+    chunks: Chunks,
+    loads: tuple[Load, ...],
+    *parts: Callable[[int, int], Iterator[Round]],
+) -> Schedule:
+    """Return a schedule of one chunk a rank; each part takes the rank and the size."""
+    size = chunks.num_chunks
+
+    def of_rank(rank: int) -> Iterable[Round]:
+        return itertools.chain.from_iterable(part(rank, size) for part in parts)
+
+    return Schedule(name, size, chunks, loads, of_rank)
+
 
 # The ring.
 
@@ -47,31 +152,20 @@ from ronde.errors import UsageError
 def ring_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce a share on each rank, then hand the shares round: ``2 (n-1)`` rounds."""
     chunks = Chunks(size, numel)
-
-    def part(rank: int) -> Iterator[Round]:
-        yield from _collect(rank, size)
-        yield from _distribute(rank, size)
-
     loads = (Load(2 * (size - 1), chunks.largest()),)
-    return Schedule("ring all_reduce", size, chunks, loads, part)
+    return _in_turn("ring all_reduce", chunks, loads, _collect, _distribute)
 
 
 def ring_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``n - 1`` rounds."""
-    size = chunks.num_chunks
-    loads = (Load(size - 1, chunks.largest()),)
-    return Schedule(
-        "ring reduce_scatter", size, chunks, loads, lambda rank: _collect(rank, size)
-    )
+    loads = (Load(chunks.num_chunks - 1, chunks.largest()),)
+    return _in_turn("ring reduce_scatter", chunks, loads, _collect)
 
 
 def ring_all_gather(chunks: Chunks) -> Schedule:
     """Copy chunk r, which rank r has, to all: ``n - 1`` rounds."""
-    size = chunks.num_chunks
-    loads = (Load(size - 1, chunks.largest()),)
-    return Schedule(
-        "ring all_gather", size, chunks, loads, lambda rank: _distribute(rank, size)
-    )
+    loads = (Load(chunks.num_chunks - 1, chunks.largest()),)
+    return _in_turn("ring all_gather", chunks, loads, _distribute)
 
 
 def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
@@ -80,7 +174,7 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
     It pays where the vector is cut into many pieces, so that all links are busy.
     """
 
-    def part(rank: int) -> Iterator[Round]:
+    def of_rank(rank: int) -> Iterator[Round]:
         position = (rank - root) % size
         for index in range(size - 1):
             if index == position:
@@ -91,7 +185,7 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
                 yield ()
 
     loads = (Load(size - 1, numel),)
-    return Schedule("ring broadcast", size, Chunks(1, numel), loads, part)
+    return Schedule("ring broadcast", size, Chunks(1, numel), loads, of_rank)
 
 
 def _collect(rank: int, size: int) -> Iterator[Round]:
@@ -101,7 +195,6 @@ def _collect(rank: int, size: int) -> Iterator[Round]:
 
 
 def _distribute(rank: int, size: int) -> Iterator[Round]:
-    """Pass whole chunks on."""
     for index in range(size - 1):
         yield _pass_on(Action.COPY, rank, size, (rank - index) % size)
 
@@ -121,13 +214,14 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
     trees = _BinaryTree(size), _BinaryTree(size, is_mirrored=True)
     depth = trees[0].depth
 
-    def part(rank: int) -> Iterator[Round]:
+    def of_rank(rank: int) -> Iterator[Round]:
         rounds: list[list[ScheduleStep]] = [[] for _ in range(2 * depth)]
         for chunk, tree in enumerate(trees):
-            _reduce(tree, rank + 1, chunk, rounds[:depth])
-            _spread(tree, rank + 1, chunk, rounds[depth:])
-        for steps in rounds:
-            yield renamed(tuple(steps), lambda place: place - 1)
+            for index, action, place in tree.to_root(rank + 1):
+                rounds[index].append(ScheduleStep(action, place - 1, chunk))
+            for index, action, place in tree.from_root(rank + 1):
+                rounds[depth + index].append(ScheduleStep(action, place - 1, chunk))
+        return map(tuple, rounds)
 
     chunks = Chunks(len(trees), numel)
     # A height has two children that send, most often.
@@ -136,7 +230,7 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
         for height in range(depth)
     )
     loads = to_root + _spread_loads(trees[0], chunks)
-    return Schedule("tree all_reduce", size, chunks, loads, part)
+    return Schedule("tree all_reduce", size, chunks, loads, of_rank)
 
 
 def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
@@ -147,31 +241,32 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
     trees = _BinaryTree(size - 1), _BinaryTree(size - 1, is_mirrored=True)
     num_rounds = 1 + trees[0].depth
 
-    def part(rank: int) -> Iterator[Round]:
+    def of_rank(rank: int) -> Iterator[Round]:
         rounds: list[list[ScheduleStep]] = [[] for _ in range(num_rounds)]
-        place = (rank - root) % size
+        own = (rank - root) % size
         for chunk, tree in enumerate(trees if num_rounds else ()):
-            if not place:
-                rounds[0].append(ScheduleStep(Action.SEND, tree.root, chunk))
+            if not own:
+                top = (tree.root + root) % size
+                rounds[0].append(ScheduleStep(Action.SEND, top, chunk))
                 continue
-            if place == tree.root:
-                rounds[0].append(ScheduleStep(Action.COPY, 0, chunk))
-            _spread(tree, place, chunk, rounds[1:])
-        for steps in rounds:
-            yield renamed(tuple(steps), lambda place: (place + root) % size)
+            if own == tree.root:
+                rounds[0].append(ScheduleStep(Action.COPY, root, chunk))
+            for index, action, place in tree.from_root(own):
+                peer = (place + root) % size
+                rounds[1 + index].append(ScheduleStep(action, peer, chunk))
+        return map(tuple, rounds)
 
     chunks = Chunks(len(trees), numel)
     loads = (Load(min(1, num_rounds), numel), *_spread_loads(trees[0], chunks))
-    return Schedule("tree broadcast", size, chunks, loads, part)
+    return Schedule("tree broadcast", size, chunks, loads, of_rank)
 
 
 class _BinaryTree(NamedTuple):
     """A binary tree in order over the places 1 to ``num_places``.
 
     A place's height is the number of zeros that end it in binary: odd places are
-    leaves, and all that is left of a place is as high as can be. Mirrored, the tree is
-    turned round, which makes the even places leaves; of an odd number of places it is
-    shifted by one instead.
+    leaves. Mirrored, the tree is turned round, which makes the even places leaves; of
+    an odd number of places it is shifted by one instead.
     """
 
     num_places: int
@@ -184,37 +279,35 @@ class _BinaryTree(NamedTuple):
 
     @property
     def root(self) -> int:
-        return self._turned_back(1 << self.depth)
+        return self._turned(1 << self.depth, -1)
 
-    def height(self, place: int) -> int:
-        """Return the length of the longest way down."""
-        node = self._turned(place)
-        return (node & -node).bit_length() - 1
+    def to_root(self, place: int) -> Iterator[tuple[int, Action, int]]:
+        """Yield what ``place`` does to sum up: round, action and its peer's place."""
+        node = self._turned(place, 1)
+        for child in self._children(node):
+            yield _height(child), Action.REDUCE, self._turned(child, -1)
+        parent = self._parent(node)
+        if parent is not None:
+            yield _height(node), Action.SEND, self._turned(parent, -1)
 
-    def parent(self, place: int) -> int | None:
-        """Return the place above; None for the root."""
-        above = self._parent(self._turned(place))
-        return None if above is None else self._turned_back(above)
-
-    def level(self, place: int) -> int:
-        """Return the length of the way from the root."""
-        level, above = 0, self._parent(self._turned(place))
+    def from_root(self, place: int) -> Iterator[tuple[int, Action, int]]:
+        """Yield what ``place`` does to bring the root's to all, likewise."""
+        node = self._turned(place, 1)
+        parent = above = self._parent(node)
+        level = 0
         while above is not None:
             level, above = level + 1, self._parent(above)
-        return level
+        if parent is not None:
+            yield level - 1, Action.COPY, self._turned(parent, -1)
+        for child in self._children(node):
+            yield level, Action.SEND, self._turned(child, -1)
 
-    def children(self, place: int) -> list[int]:
-        """Return the places below, at most two."""
-        node = self._turned(place)
+    def _children(self, node: int) -> list[int]:
         reach = (node & -node) // 2
-        if not reach:
-            return []
-        found = [node - reach]
+        found = [node - reach] if reach else []
         while reach and node + reach > self.num_places:
             reach //= 2
-        if reach:
-            found.append(node + reach)
-        return [self._turned_back(child) for child in found]
+        return [*found, node + reach] if reach else found
 
     def _parent(self, node: int) -> int | None:
         reach = node & -node
@@ -225,41 +318,17 @@ class _BinaryTree(NamedTuple):
             node, reach = above, 2 * reach
         return None
 
-    def _turned(self, place: int) -> int:
+    def _turned(self, place: int, by: int) -> int:
+        """Return the node at a place; ``by`` -1: the place of a node."""
         if not self.is_mirrored:
             return place
         if self.num_places % 2:
-            return place % self.num_places + 1
+            return (place - 1 + by) % self.num_places + 1
         return self.num_places + 1 - place
 
-    def _turned_back(self, node: int) -> int:
-        if self.is_mirrored and self.num_places % 2:
-            return (node - 2) % self.num_places + 1
-        return self._turned(node)
 
-
-_Rounds = list[list[ScheduleStep]]
-
-
-def _reduce(tree: _BinaryTree, place: int, chunk: int, rounds: _Rounds) -> None:
-    """Enter what ``place`` does to bring the sum to the root: peers are places."""
-    for child in tree.children(place):
-        step = ScheduleStep(Action.REDUCE, child, chunk)
-        rounds[tree.height(child)].append(step)
-    parent = tree.parent(place)
-    if parent is not None:
-        step = ScheduleStep(Action.SEND, parent, chunk)
-        rounds[tree.height(place)].append(step)
-
-
-def _spread(tree: _BinaryTree, place: int, chunk: int, rounds: _Rounds) -> None:
-    """Enter what ``place`` does to bring the root's to all: peers are places."""
-    level = tree.level(place)
-    parent = tree.parent(place)
-    if parent is not None:
-        rounds[level - 1].append(ScheduleStep(Action.COPY, parent, chunk))
-    for child in tree.children(place):
-        rounds[level].append(ScheduleStep(Action.SEND, child, chunk))
+def _height(node: int) -> int:
+    return (node & -node).bit_length() - 1
 
 
 def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
@@ -280,46 +349,38 @@ def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
 def halving_doubling_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce a share on each rank, then gather: ``2 ceil(log2 n)`` rounds."""
     chunks = Chunks(size, numel)
-
-    def part(rank: int) -> Iterator[Round]:
-        yield from _halve(rank, size)
-        yield from _double(rank, size)
-
     loads = _halving_loads(chunks)
-    return Schedule(
-        "halving_doubling all_reduce", size, chunks, loads + loads[::-1], part
-    )
+    name = "halving_doubling all_reduce"
+    return _in_turn(name, chunks, loads + loads[::-1], _halve, _double)
 
 
 def halving_doubling_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``ceil(log2 n)`` rounds."""
-    size, loads = chunks.num_chunks, _halving_loads(chunks)
     name = "halving_doubling reduce_scatter"
-    return Schedule(name, size, chunks, loads, lambda rank: _halve(rank, size))
+    return _in_turn(name, chunks, _halving_loads(chunks), _halve)
 
 
 def halving_doubling_all_gather(chunks: Chunks) -> Schedule:
     """Copy chunk r, which rank r has, to all: ``ceil(log2 n)`` rounds."""
-    size, loads = chunks.num_chunks, _halving_loads(chunks)[::-1]
     name = "halving_doubling all_gather"
-    return Schedule(name, size, chunks, loads, lambda rank: _double(rank, size))
+    return _in_turn(name, chunks, _halving_loads(chunks)[::-1], _double)
 
 
 def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
     """Scatter the chunks, then gather them: ``2 ceil(log2 n)`` rounds."""
     chunks = Chunks(size, numel)
 
-    def part(rank: int) -> Iterator[Round]:
+    def of_rank(rank: int) -> Iterator[Round]:
         # Ranks are counted from the root here; so are the chunks.
         position = (rank - root) % size
         for steps in (*_scatter(position, size), *_double(position, size)):
-            yield renamed(steps, lambda peer: (peer + root) % size)
+            yield tuple(replace(s, peer=(s.peer + root) % size) for s in steps)
 
     # No rank holds more, or larger, chunks than the root.
     spans = [chunks.span(kept, live - kept) for live, kept in _distances(size)]
     scatter = tuple(Load(1, stop - start) for start, stop in spans)
     loads = scatter + _halving_loads(chunks)[::-1]
-    return Schedule("halving_doubling broadcast", size, chunks, loads, part)
+    return Schedule("halving_doubling broadcast", size, chunks, loads, of_rank)
 
 
 def _distances(size: int) -> list[tuple[int, int]]:
@@ -340,11 +401,9 @@ def _halve(rank: int, size: int) -> Iterator[Round]:
     """
     for live, kept in _distances(size):
         to, source = (rank + kept) % size, (rank - kept) % size
-        sent = runs_of(rank + kept, live - kept, size)
-        received = runs_of(rank, live - kept, size)
         yield (
-            *(ScheduleStep(Action.SEND, to, *run) for run in sent),
-            *(ScheduleStep(Action.REDUCE, source, *run) for run in received),
+            *_of_runs(Action.SEND, to, rank + kept, live - kept, size),
+            *_of_runs(Action.REDUCE, source, rank, live - kept, size),
         )
 
 
@@ -352,12 +411,21 @@ def _double(rank: int, size: int) -> Iterator[Round]:
     """Gather all chunks here: ``_halve`` backwards."""
     for live, kept in reversed(_distances(size)):
         to, source = (rank - kept) % size, (rank + kept) % size
-        sent = runs_of(rank, live - kept, size)
-        received = runs_of(rank + kept, live - kept, size)
         yield (
-            *(ScheduleStep(Action.SEND, to, *run) for run in sent),
-            *(ScheduleStep(Action.COPY, source, *run) for run in received),
+            *_of_runs(Action.SEND, to, rank, live - kept, size),
+            *_of_runs(Action.COPY, source, rank + kept, live - kept, size),
         )
+
+
+def _of_runs(
+    action: Action, peer: int, first: int, count: int, num_chunks: int
+) -> Iterator[ScheduleStep]:
+    """Cut chunks of which the first follows the last into runs that do not wrap."""
+    first %= num_chunks
+    fitting = min(count, num_chunks - first)
+    yield ScheduleStep(action, peer, first, fitting)
+    if fitting < count:
+        yield ScheduleStep(action, peer, 0, count - fitting)
 
 
 def _scatter(position: int, size: int) -> Iterator[Round]:

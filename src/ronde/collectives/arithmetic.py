@@ -1,9 +1,10 @@
 """What a reduction does to elements, whoever moves the bytes.
 
 Engines reduce only few dtypes. The others travel as one that they do reduce: ``encode``
-gives that tensor and ``decode`` the result in the dtype asked for. ``reduce_stack``
-reduces what already lies on this rank.
+gives that tensor and ``decode`` the result in the dtype asked for.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,16 +18,7 @@ _SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _UNSIGNED = frozenset({torch.uint8, torch.uint16, torch.uint32, torch.uint64})
 _INTEGERS = _SIGNED | _UNSIGNED
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
-PLAIN = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    }
-)
+PLAIN = _FLOATS - HALVES | {torch.int8, torch.uint8, torch.int32, torch.int64}
 """What engines reduce as it is, but for the averages of integers."""
 _WIDENED = {
     torch.int16: torch.int32,
@@ -36,6 +28,14 @@ _WIDENED = {
 _SIGN_BIT = torch.iinfo(torch.int64).min
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _ADDED = (ReduceOp.SUM, ReduceOp.AVERAGE)
+KERNELS: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVERAGE: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+"""What combines two ranks' elements; an average is divided afterwards."""
 
 
 def require_reducible(
@@ -69,8 +69,7 @@ def require_reducible(
 def rounds_often(dtype: torch.dtype, op: ReduceOp, size: int) -> bool:
     """Say whether 16-bit floats may not be combined two by two in their own dtype.
 
-    A sum over more than two ranks would be rounded once a rank, and that of two float16
-    may overflow where their average fits.
+    They would be rounded once a rank; two float16 overflow where their average fits.
     """
     if dtype not in HALVES or op in _ORDERED:
         return False
@@ -83,7 +82,6 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """View a row-major tensor as a vector."""
     # reshape() would keep the stride of a single element cut out of a larger tensor.
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -125,9 +123,7 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
     """Return a row-major tensor of a plain dtype whose reduction can be decoded.
 
-    AVERAGE is to be reduced by SUM. The result may share ``tensor``'s memory. Averages
-    of integers are summed in 64 bits; sums and products of integers wrap as they do in
-    their own dtype.
+    AVERAGE is to be reduced by SUM. The result may share ``tensor``'s memory.
     """
     values = dense(tensor)
     dtype = values.dtype
@@ -148,8 +144,7 @@ def decode(
 ) -> Tensor:
     """Return the result in ``dtype`` from the reduction of what ``encode`` made.
 
-    For AVERAGE the sum over ``size`` ranks is divided here. The result may share
-    ``reduced``'s memory, which is overwritten.
+    For AVERAGE the sum over ``size`` ranks is divided here. ``reduced`` is overwritten.
     """
     if op is ReduceOp.AVERAGE:
         _divide_(reduced, dtype, size)
@@ -181,7 +176,6 @@ def reduce_stack(stack: Tensor, op: ReduceOp, postscale: float = 1.0) -> Tensor:
 
 
 def _divide_(total: Tensor, dtype: torch.dtype, size: int) -> None:
-    """Divide in place; integers truncate toward zero."""
     if dtype is torch.uint64:
         # torch divides no uint64. Half of each number fits the sign; the quotient of
         # the halves, doubled, is at most one too small.

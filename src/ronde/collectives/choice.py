@@ -4,9 +4,8 @@ All ranks must choose alike, or they wait for each other for ever. So a choice d
 on nothing that differs between ranks: on the size only for collectives whose tensors
 are equal on all ranks, and on a table that all ranks have.
 
-A measured table is kept in a file of the user's cache directory. It is valid for the
-hosts, ranks and versions that it was measured with; its file is named by them, and
-holds them.
+A measured table is a file of the user's cache directory, which names and holds what it
+is valid for: hosts, ranks and versions.
 """
 
 import hashlib
@@ -17,11 +16,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
 
 from ronde import __version__
 from ronde.errors import UsageError
+from ronde.plain_values import from_plain
 from ronde.units import format_size
 from ronde.world.environment import ENGINES
 
@@ -59,7 +59,7 @@ class Choice:
 class EngineTable:
     """What each collective takes, on tensors of the CPU, by size."""
 
-    choices: Mapping[str, tuple[Choice, ...]]
+    choices: dict[str, tuple[Choice, ...]]
     """For each collective one choice a size class, or one for all sizes."""
     source: str
 
@@ -95,33 +95,23 @@ def default_table(ranks_per_host: Sequence[int]) -> EngineTable:
 
 
 def explain(table: EngineTable) -> str:
-    """Return lines: what each collective takes, and why."""
     lines = [f"auto chooses by {table.source}:"]
     for name in COLLECTIVES:
         by_class = table.choices[name]
         first = 0
-        for index, choice in enumerate(by_class):
-            last = index + 1 == len(by_class)
-            # Classes of one choice for one reason are one line.
-            if not last and (choice, choice.reason) == (
-                by_class[index + 1],
-                by_class[index + 1].reason,
-            ):
-                continue
-            sizes = _sizes(first, None if last else index)
-            lines.append(f"  {name:<15}{sizes:<20}{choice!s:<24}{choice.reason}")
-            first = index + 1
+        # Classes of one choice for one reason are one line.
+        for (choice, reason), group in groupby(by_class, lambda c: (c, c.reason)):
+            end = first + len(list(group))
+            above = format_size(CLASS_LIMITS_BYTES[first - 1]) if first else ""
+            if end < len(by_class):
+                up_to = f"to {format_size(CLASS_LIMITS_BYTES[end - 1])}"
+                sizes = f"{above} {up_to}" if above else f"up {up_to}"
+            else:
+                sizes = f"above {above}" if above else "every size"
+            lines.append(f"  {name:<15}{sizes:<20}{choice!s:<24}{reason}")
+            first = end
     lines.append(f"  {'accelerators':<15}{'every size':<20}nccl")
     return "\n".join(lines)
-
-
-def _sizes(first: int, last: int | None) -> str:
-    """Name the classes from one to another; None is the last there is."""
-    above = format_size(CLASS_LIMITS_BYTES[first - 1]) if first else ""
-    if last is None:
-        return f"above {above}" if above else "every size"
-    up_to = f"to {format_size(CLASS_LIMITS_BYTES[last])}"
-    return f"{above} {up_to}" if above else f"up {up_to}"
 
 
 SCHEMA = 1
@@ -147,18 +137,24 @@ class TableKey:
         return cls(tuple(hosts), tuple(hosts.values()), tuple(versions))
 
     def path(self, cache_directory: Path) -> Path:
-        digest = hashlib.sha256(_canonical(self).encode()).hexdigest()[:16]
+        canonical = json.dumps(asdict(self), sort_keys=True)
+        digest = hashlib.sha256(canonical.encode()).hexdigest()[:16]
         return cache_directory / f"tuned-{digest}.json"
 
 
+@dataclass(frozen=True, slots=True)
+class _TableFile:
+    schema: int
+    key: TableKey
+    class_limits_bytes: tuple[int, ...]
+    choices: dict[str, tuple[Choice, ...]]
+    source: str
+
+
 def to_json(table: EngineTable, key: TableKey) -> str:
-    content = {
-        "schema": SCHEMA,
-        "key": asdict(key),
-        "class_limits_bytes": CLASS_LIMITS_BYTES,
-        **table_to_plain(table),
-    }
-    return json.dumps(content, indent=1)
+    limits = CLASS_LIMITS_BYTES
+    file = _TableFile(SCHEMA, key, limits, table.choices, table.source)
+    return json.dumps(asdict(file), indent=1)
 
 
 def from_json(text: str, key: TableKey) -> EngineTable:
@@ -167,36 +163,22 @@ def from_json(text: str, key: TableKey) -> EngineTable:
     Raises:
         ValueError: It is something else, or for another key.
     """
-    content = _object(json.loads(text))
-    if content.get("schema") != SCHEMA:
-        raise ValueError(f"its schema is {content.get('schema')!r}, not {SCHEMA}")
-    if content.get("key") != json.loads(_canonical(key)):
+    file = from_plain(_TableFile, json.loads(text), "it")
+    if file.schema != SCHEMA:
+        raise ValueError(f"its schema is {file.schema!r}, not {SCHEMA}")
+    if file.key != key:
         raise ValueError("it is for other hosts, ranks or versions")
-    if content.get("class_limits_bytes") != list(CLASS_LIMITS_BYTES):
+    if file.class_limits_bytes != CLASS_LIMITS_BYTES:
         raise ValueError("it has other size classes")
-    return table_from_plain(content)
-
-
-def table_to_plain(table: EngineTable) -> dict[str, Any]:
-    choices = {
-        name: [asdict(choice) for choice in by_class]
-        for name, by_class in table.choices.items()
-    }
-    return {"source": table.source, "choices": choices}
-
-
-def table_from_plain(value: object) -> EngineTable:
-    """Return the table that JSON has given back.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    content = _object(value)
-    choices = _object(content.get("choices"))
-    if set(choices) != set(COLLECTIVES):
+    if set(file.choices) != set(COLLECTIVES):
         raise ValueError("it has other collectives")
-    table = {name: _by_class(choices[name]) for name in COLLECTIVES}
-    return EngineTable(table, str(content.get("source")))
+    for by_class in file.choices.values():
+        if len(by_class) not in (1, len(CLASS_LIMITS_BYTES) + 1):
+            raise ValueError("it has no choice for some size")
+        for choice in by_class:
+            if choice.engine not in ENGINES:
+                raise ValueError(f"it names no engine: {choice.engine!r:.60}")
+    return EngineTable(file.choices, file.source)
 
 
 def save(table: EngineTable, key: TableKey, cache_directory: Path) -> Path:
@@ -240,26 +222,3 @@ def find_table(hosts: Sequence[str], cache_directory: Path) -> tuple[EngineTable
     ranks_of = dict(Counter(hosts))
     table, note = load(TableKey.here(ranks_of), cache_directory)
     return table or default_table(list(ranks_of.values())), note
-
-
-def _by_class(value: object) -> tuple[Choice, ...]:
-    entries = cast("list[object]", value) if isinstance(value, list) else []
-    if len(entries) not in (1, len(CLASS_LIMITS_BYTES) + 1):
-        raise ValueError("it has no choice for some size")
-    choices: list[Choice] = []
-    for entry in map(_object, entries):
-        texts = [entry.get(name) for name in ("engine", "algorithm", "reason")]
-        if not all(isinstance(text, str) for text in texts) or texts[0] not in ENGINES:
-            raise ValueError(f"it names no engine: {entry!r:.60}")
-        choices.append(Choice(*cast("list[str]", texts)))
-    return tuple(choices)
-
-
-def _object(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds no object where one must be: {value!r:.60}")  # noqa: TRY004  one error for all that a file may hold
-    return cast("dict[str, Any]", value)
-
-
-def _canonical(key: TableKey) -> str:
-    return json.dumps(asdict(key), sort_keys=True)

@@ -18,6 +18,7 @@ Rules that hold for every call:
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import final
@@ -41,9 +42,7 @@ from ronde.collectives.choice import CLASS_LIMITS_BYTES
 from ronde.collectives.engine import (
     CPU,
     Engine,
-    Exchange,
-    Gather,
-    Native,
+    Plan,
     ReduceOp,
     Reduction,
     Work,
@@ -65,7 +64,8 @@ class Routes:
     """An engine for every kind of call; where there is one, that for all.
 
     Calls on one engine do not wait for calls on another; ``wait()`` does. An engine is
-    connected when it is first needed, which is in the same call on all ranks.
+    connected when it is first needed, which is in the same call on all ranks. The first
+    has the calls without a tensor. Messages may need others: those come connected.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class Routes:
         others: Mapping[str, Engine] = MappingProxyType({}),
         name: str = "0",
     ) -> None:
-        # The first has the calls without a tensor. Messages may need others: connected.
         self.are_many = choose is not None
         self._choose = choose
         self._connect = connect
@@ -88,25 +87,28 @@ class Routes:
         self._known: dict[tuple[str, bool, int], Engine] = {}
         self._is_closed = False
 
-    def of_size(self, call: str, tensor: Tensor) -> Engine:
-        """Return the engine for a tensor that is as large on all ranks."""
+    def of(self, call: str, tensor: Tensor, *, is_sized: bool = False) -> Engine:
+        """Return the engine for a tensor; ``is_sized``: as large on all ranks."""
         if self._choose is None:
             return self._first
-        return self._of(call, tensor, tensor.numel() * tensor.element_size())
-
-    def of_any_size(self, call: str, tensor: Tensor) -> Engine:
-        """Return the engine where sizes may differ from rank to rank."""
-        return self._first if self._choose is None else self._of(call, tensor, None)
+        num_bytes = tensor.numel() * tensor.element_size() if is_sized else None
+        bound = -1 if num_bytes is None else bisect_left(CLASS_LIMITS_BYTES, num_bytes)
+        key = (call, tensor.is_cpu, bound)
+        engine = self._known.get(key)
+        if engine is None:
+            engine = self.engine(call, num_bytes, tensor.device.type)
+            self._known[key] = engine
+        return engine
 
     def of_pair(self, tensor: Tensor) -> Engine:
-        """Return the engine for two ranks; the others could not help to connect one."""
+        """Return the engine for two ranks: the others cannot help to connect one."""
         if self._choose is None:
             return self._first
         chosen = self._choose("send", None, tensor.device.type)
         return self._engines.get(chosen, self._first)
 
     def engine(self, call: str, num_bytes: int | None, device_type: str) -> Engine:
-        """Return an engine, connected; where all is closed, one that says so."""
+        """Return an engine, connected; where all is closed, one that raises so."""
         if self._choose is None or self._connect is None:
             return self._first
         name = self._choose(call, num_bytes, device_type)
@@ -124,18 +126,8 @@ class Routes:
         return Routes(first, self._choose, self._connect, others, name)
 
     def end(self) -> list[Engine]:
-        """Connect no more; return all engines, to be closed."""
         self._is_closed = True
         return list(self._engines.values())
-
-    def _of(self, call: str, tensor: Tensor, num_bytes: int | None) -> Engine:
-        bound = -1 if num_bytes is None else bisect_left(CLASS_LIMITS_BYTES, num_bytes)
-        key = (call, tensor.is_cpu, bound)
-        engine = self._known.get(key)
-        if engine is None:
-            engine = self.engine(call, num_bytes, tensor.device.type)
-            self._known[key] = engine
-        return engine
 
 
 @final
@@ -143,7 +135,7 @@ class Communicator:
     """A fixed group of ranks that can exchange tensors, whatever moves the bytes.
 
     Attributes:
-        engine: Name of what moves the bytes.
+        engine: Its name; ``auto`` for several.
         algorithm: The schedule that it follows; empty where it has none.
         rank: This process in the group, ``0 <= rank < size``.
         size: Number of processes in the group.
@@ -159,7 +151,7 @@ class Communicator:
         self._engine = engine
         self._routes = routes or Routes(engine)
         self._only = None if self._routes.are_many else engine
-        self._known: dict[_Key, tuple[Native | None, Reduction]] = {}
+        self._known: dict[_Key, Reduction] = {}
 
     def all_reduce(
         self,
@@ -173,31 +165,28 @@ class Communicator:
         """Reduce ``tensor`` over all ranks, in place.
 
         Args:
-            tensor: Any shape, equal on all ranks.
+            tensor: Any shape, equal on all ranks; the work's result.
             op: AVERAGE divides the sum by ``size``; integers truncate toward zero.
-            prescale: Multiplies each rank's input, and is equal on all ranks; for
-                integers in float64, truncated.
-            postscale: Multiplies the result; for integers in float64, truncated.
+            prescale: Multiplies each rank's input; equal on all ranks. Integers are
+                multiplied in float64 and truncated.
+            postscale: Multiplies the result, likewise.
             source: Is reduced into ``tensor`` and stays as it was; of its shape, dtype
                 and device, and without memory in common.
-
-        Returns:
-            Work whose result is ``tensor`` itself.
 
         Raises:
             UsageError: ``op`` is not defined for the dtype.
         """
-        engine = self._only or self._routes.of_size("all_reduce", tensor)
+        engine = self._only or self._routes.of("all_reduce", tensor, is_sized=True)
         place = tensor.is_cpu or tensor.device.type
         key = (engine, "all_reduce", tensor.dtype, place, op, prescale, postscale)
-        native, reduction = self._known.get(key) or self._plan(key, tensor)
-        if native is not None and native.scales and _is_vector(tensor):
+        reduction = self._known.get(key) or self._plan(key, tensor)
+        if reduction.scales and _is_vector(tensor):
             taken = tensor if source is None else _vector(source)
             return engine.all_reduce(taken, tensor, reduction).giving(tensor)
         if not tensor.numel():
             engine.require_open()
             return Work(tensor)
-        if native is not None and native.scales:
+        if reduction.scales:
             target = flat(dense(tensor))
             taken = target if source is None else _vector(source)
             work = engine.all_reduce(taken, target, reduction)
@@ -205,10 +194,10 @@ class Communicator:
         values = tensor.detach()
         if source is not None:
             values.copy_(source)
-        if native is None:
+        if reduction.is_encoded:
             values = _widened(values)
         scale_(values, prescale)
-        encoded = dense(values) if native else encode(values, op)
+        encoded = encode(values, op) if reduction.is_encoded else dense(values)
         vector = flat(encoded)
         work = engine.all_reduce(vector, vector, reduction)
         left = ReduceOp.SUM if reduction.op is ReduceOp.AVERAGE else op
@@ -228,14 +217,11 @@ class Communicator:
             out: Where the result goes, contiguous and of the result's shape and dtype;
                 ``tensor`` may be this rank's rows of it. None makes a new tensor.
 
-        Returns:
-            Work whose result is ``out`` or a new tensor, equal on all ranks.
-
         Raises:
             UsageError: ``out`` cannot hold the result.
             CollectiveError: Dtypes or later dimensions differ; on every rank.
         """
-        engine = self._only or self._routes.of_any_size("all_gather", tensor)
+        engine = self._only or self._routes.of("all_gather", tensor)
         try:
             _require_device(tensor, engine)
             if out is not None:
@@ -253,13 +239,10 @@ class Communicator:
             results.append(_result(tensor, num_rows, out))
             return as_bytes(results[0])
 
-        gather = Gather(
-            Layout.of("all_gather", tensor, out),
-            as_bytes(data if _is_vector(data) else dense(data)),
-            _row_bytes(tensor),
-            place,
-        )
-        return engine.gather_rows(gather).then(results.pop)
+        layout = Layout.of("all_gather", tensor, out)
+        sent = as_bytes(data if _is_vector(data) else dense(data))
+        work = engine.gather_rows(layout, sent, _row_bytes(tensor), place)
+        return work.then(results.pop)
 
     def reduce_scatter(
         self,
@@ -276,22 +259,18 @@ class Communicator:
             tensor: At least one dimension, equal shape on all ranks; it is left as it
                 was. When ``size`` does not divide dimension 0, the first ranks take
                 one row more.
-            op: As in ``all_reduce``.
-            prescale: As there, as is ``postscale``.
+            op: As in ``all_reduce``, like ``prescale`` and ``postscale``.
             out: Where the result goes, contiguous and of the result's shape and dtype;
                 it may be this rank's rows of ``tensor``. None makes a new tensor.
-
-        Returns:
-            Work whose result is ``out`` or a new tensor: ``rows(n)[rank]`` rows.
 
         Raises:
             UsageError: ``op`` is not defined for the dtype, ``tensor`` has no
                 dimensions, or ``out`` cannot hold the result.
         """
-        engine = self._only or self._routes.of_size("reduce_scatter", tensor)
+        engine = self._only or self._routes.of("reduce_scatter", tensor, is_sized=True)
         place = tensor.is_cpu or tensor.device.type
         key = (engine, "reduce_scatter", tensor.dtype, place, op, prescale, postscale)
-        native, reduction = self._known.get(key) or self._plan(key, tensor)
+        reduction = self._known.get(key) or self._plan(key, tensor)
         _require_dimensions(tensor)
         num_rows = rows(tensor.shape[0], self.size)
         if out is not None:
@@ -300,17 +279,18 @@ class Communicator:
         if not tensor.numel():
             engine.require_open()
             return Work(result)
-        if native is not None and native.scales:
+        if reduction.scales:
             data = _unaliased(tensor, out, sum(num_rows[: self.rank]))
             per_row = tensor.shape[1:].numel()
             counts = [count * per_row for count in num_rows]
             source, target = flat(dense(data)), flat(result.detach())
-            return engine.reduce_scatter(source, target, counts, reduction).giving(
-                result
-            )
-        values = tensor.detach() if native else _widened(tensor.detach())
+            work = engine.reduce_scatter(source, target, counts, reduction)
+            return work.giving(result)
+        values = tensor.detach()
+        if reduction.is_encoded:
+            values = _widened(values)
         values = scaled(values, prescale)
-        encoded = dense(values) if native else encode(values, op)
+        encoded = encode(values, op) if reduction.is_encoded else dense(values)
         rest = encoded.shape[1:]
         reduced = encoded.new_empty((num_rows[self.rank], *rest))
         counts = [count * rest.numel() for count in num_rows]
@@ -328,7 +308,7 @@ class Communicator:
         """Copy ``root``'s tensor into every rank's of equal shape, in place."""
         if not 0 <= root < self.size:
             raise UsageError(f"root must be in 0..{self.size - 1}, got {root}.")
-        engine = self._only or self._routes.of_size("broadcast", tensor)
+        engine = self._only or self._routes.of("broadcast", tensor, is_sized=True)
         _require_device(tensor, engine)
         if not tensor.numel():
             engine.require_open()
@@ -359,12 +339,11 @@ class Communicator:
             order, and how many came from each rank.
 
         Raises:
-            UsageError: ``splits`` has not ``size`` entries, a negative one, or more
-                rows than there are; or it is None and ``size`` does not divide them;
-                or ``out`` cannot hold the result.
+            UsageError: ``splits`` do not fit ``size`` or ``tensor``, or ``out`` cannot
+                hold the result.
         """
         call = "all_to_all"
-        engine = self._routes.of_any_size(call, tensor)
+        engine = self._routes.of(call, tensor)
         try:
             _require_device(tensor, engine)
             sent = _require_splits(tensor, splits, self.size)
@@ -375,23 +354,17 @@ class Communicator:
             raise
         results: list[tuple[Tensor, list[int]]] = []
 
-        def place(
-            layouts: Sequence[LayoutSummary], plan: Sequence[Sequence[int]]
-        ) -> Tensor:
+        def place(layouts: Sequence[LayoutSummary], plan: Plan) -> Tensor:
             received = [sum(column) for column in zip(*plan, strict=True)]
             require_out_rows(call, layouts, self.rank, received)
             result = _result(tensor, received[self.rank], out)
             results.append((result, [row[self.rank] for row in plan]))
             return as_bytes(result)
 
-        exchange = Exchange(
-            Layout.of(call, tensor, out),
-            as_bytes(dense(_unaliased(tensor[: sum(sent)], out))),
-            sent,
-            _row_bytes(tensor),
-            place,
-        )
-        return engine.exchange_rows(exchange).then(results.pop)
+        layout = Layout.of(call, tensor, out)
+        data = as_bytes(dense(_unaliased(tensor[: sum(sent)], out)))
+        work = engine.exchange_rows(layout, data, sent, _row_bytes(tensor), place)
+        return work.then(results.pop)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
         """Send ``tensor`` to one rank, which must ``recv`` it."""
@@ -423,7 +396,7 @@ class Communicator:
 
         Returns:
             A tensor of shape ``(numel,)``, aligned to 64 bytes, which outlives
-            ``close()`` and, made in ``torch.inference_mode()``, may be used outside.
+            ``close()`` and ``torch.inference_mode()``.
 
         Raises:
             CollectiveError: There is not enough of that memory; on every rank.
@@ -435,8 +408,7 @@ class Communicator:
     def duplicate(self) -> "Communicator":
         """Make a communicator of the same ranks with an order of calls of its own.
 
-        Collective. Calls on the copy may interleave with calls on the original in any
-        way, differently on each rank. Source: MPI_Comm_dup.
+        Collective. Source: MPI_Comm_dup.
         """
         engine = self._engine.clone()
         return Communicator(engine, self._routes.clone(engine))
@@ -457,22 +429,21 @@ class Communicator:
         for engine in self._routes.end():
             engine.close()
 
-    def _plan(self, key: _Key, tensor: Tensor) -> tuple[Native | None, Reduction]:
+    def _plan(self, key: _Key, tensor: Tensor) -> Reduction:
         """Return how an engine reduces; the same object for equal calls."""
         engine, call, dtype, _, op, prescale, postscale = key
         _require_device(tensor, engine)
         require_reducible(dtype, op, prescale, postscale)
-        native = engine.native(call, dtype, op, tensor.device.type)
-        if native is None:
-            reduction = Reduction(ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
-        elif native.scales:
-            reduction = Reduction(native.op, prescale, postscale)
-        else:
-            reduction = Reduction(native.op)
+        reduction = engine.native(call, tensor, op)
+        if reduction is None:
+            left = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+            reduction = Reduction(left, is_encoded=True)
+        elif reduction.scales:
+            reduction = replace(reduction, prescale=prescale, postscale=postscale)
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self._known[key] = native, reduction
-        return native, reduction
+        self._known[key] = reduction
+        return reduction
 
     def _engine_to(self, name: str, peer: int, tensor: Tensor) -> Engine:
         """Return what moves a message; ``peer`` must be another rank."""
@@ -536,7 +507,6 @@ def _require_dimensions(tensor: Tensor) -> None:
 def _require_splits(
     tensor: Tensor, splits: Sequence[int] | None, size: int
 ) -> list[int]:
-    """Return how many rows each rank is sent."""
     _require_dimensions(tensor)
     num_rows = tensor.shape[0]
     if splits is None:
@@ -562,10 +532,7 @@ def _require_splits(
 
 
 def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None:
-    """Refuse a place that cannot hold a result.
-
-    ``num_rows`` is None where only the other ranks know how many rows it has.
-    """
+    """Refuse a place that cannot hold a result, of unknown rows if that is None."""
     rest = tuple(like.shape[1:])
     fits = (
         out.dtype is like.dtype
@@ -592,7 +559,7 @@ def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None
 def _unaliased(tensor: Tensor, out: Tensor | None, at_row: int | None = None) -> Tensor:
     """Return ``tensor``, or a copy where writing ``out`` would spoil it.
 
-    It may begin at row ``at_row`` of ``out`` and be written by itself; None: nowhere.
+    It may lie at row ``at_row`` of ``out``.
     """
     if out is None or not tensor.numel() or not out.numel():
         return tensor

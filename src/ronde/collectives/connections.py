@@ -4,26 +4,21 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from ronde.collectives.choice import (
-    Choice,
-    EngineTable,
-    find_table,
-    table_from_plain,
-    table_to_plain,
-)
+from ronde.collectives.choice import Choice, EngineTable, find_table
 from ronde.collectives.communicator import Communicator, Routes
 from ronde.collectives.engine import Engine, ReduceOp
 from ronde.collectives.engines.solo import SoloEngine
 from ronde.collectives.objects import broadcast_json, exchange_hosts
 from ronde.collectives.rendezvous import meet
 from ronde.errors import CollectiveError, UsageError
+from ronde.plain_values import from_plain
 from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
 
@@ -51,7 +46,6 @@ class EngineConfig:
         return meet(self.info, min(self.timeout_s, _MEETING_TIMEOUT_S))
 
     def at(self, store: Store, name: str) -> "EngineConfig":
-        """Return the same, to meet under a name in a store."""
         return replace(self, store=PrefixStore(name, store))
 
 
@@ -66,8 +60,7 @@ def connect(
 
     Args:
         info: This rank's place among the others.
-        timeout_s: How long any collective may wait for another rank. The ranks wait at
-            most 300 s for each other here.
+        timeout_s: How long a collective may wait for another rank; this, at most 300 s.
         engine: One of ``ENGINES``, equal on all ranks; empty takes ``info``'s.
         algorithm: The schedule to follow, for engines that have several; empty takes
             ``info``'s.
@@ -77,9 +70,7 @@ def connect(
         WorldError: The ranks are on several hosts, and it is unknown where to meet.
         CollectiveError: Not all ranks came in time, or the port is in use.
     """
-    name = _engine_name(info, engine)
-    config = EngineConfig(info, timeout_s, algorithm or info.algorithm)
-    return _connect(name, config)
+    return _connect(*_config(info, timeout_s, engine, algorithm))
 
 
 class Connections:
@@ -95,22 +86,18 @@ class Connections:
     ) -> None:
         """Meet the other ranks; collective. The arguments are those of ``connect``."""
         self.info = info
-        self._engine = _engine_name(info, engine)
-        self._config = EngineConfig(info, timeout_s, algorithm or info.algorithm)
+        self._engine, self._config = _config(info, timeout_s, engine, algorithm)
         self._store = self._config.meet() if info.size > 1 else None
 
     def connect(
         self, name: str, ranks: Sequence[int], hosts: Sequence[str] = ()
     ) -> Communicator:
-        """Connect these ranks; collective over them.
+        """Connect these ranks; in the communicator ``ranks[i]`` is rank i; collective.
 
         Args:
             name: Equal on all of them and used once.
             ranks: Ascending; this one is among them.
             hosts: The host of every rank of the job, where it is known.
-
-        Returns:
-            A communicator in which ``ranks[i]`` is rank i.
         """
         info = self.info
         is_part = len(ranks) < info.size
@@ -118,12 +105,9 @@ class Connections:
             here = {hosts[info.rank]} if hosts else set[str]()
             local = [r for r in ranks if hosts and hosts[r] in here]
             is_one_host = info.local_size == info.size or len(local) == len(ranks)
-            info = replace(
-                info,
-                rank=list(ranks).index(info.rank),
-                size=len(ranks),
-                local_size=len(ranks) if is_one_host else max(len(local), 1),
-            )
+            rank, size = list(ranks).index(info.rank), len(ranks)
+            local_size = size if is_one_host else max(len(local), 1)
+            info = replace(info, rank=rank, size=size, local_size=local_size)
         some = tuple(ranks) if is_part else ()
         config = replace(self._config, info=info, store=self.store(name), ranks=some)
         return _connect(self._engine, config)
@@ -131,8 +115,8 @@ class Connections:
     def clone(self) -> "Connections":
         """Return the same with a connection to the store of its own.
 
-        Whoever waits in a store keeps all others off it that have the same connection:
-        this is for threads that connect different ranks at the same time.
+        Whoever waits in a store blocks all others on its connection: threads that
+        connect different ranks at the same time have a clone each.
         """
         other = copy(self)
         if self._store is not None:
@@ -141,16 +125,17 @@ class Connections:
         return other
 
     def store(self, name: str) -> Store | None:
-        """Return a store that all ranks share under a name; None for a world of one."""
         return None if self._store is None else PrefixStore(name, self._store)
 
 
-def _engine_name(info: RankInfo, engine: str) -> str:
+def _config(
+    info: RankInfo, timeout_s: float, engine: str, algorithm: str
+) -> tuple[str, EngineConfig]:
     name = engine or info.engine
     if name not in (*ENGINES, _AUTO):
         known = ", ".join((_AUTO, *ENGINES))
         raise UsageError(f"engine must be one of {known}, got {name!r}.")
-    return name
+    return name, EngineConfig(info, timeout_s, algorithm or info.algorithm)
 
 
 def _connect(name: str, config: EngineConfig) -> Communicator:
@@ -194,16 +179,15 @@ def _connect_by_table(config: EngineConfig) -> Communicator:
 
 
 def agree_on_table(communicator: Communicator) -> EngineTable:
-    """Return rank 0's table on all ranks; collective."""
     hosts = exchange_hosts(communicator, socket.gethostname())
 
     def find() -> dict[str, Any]:
         table, note = find_table(hosts, read_cache_directory())
         if note:
             _logger.warning("%s", note)
-        return table_to_plain(table)
+        return asdict(table)
 
-    return table_from_plain(broadcast_json(communicator, find, 0))
+    return from_plain(EngineTable, broadcast_json(communicator, find, 0))
 
 
 # How a rank connects by each engine. Modules are imported when they are asked for: some
@@ -284,21 +268,15 @@ def two_levels(config: EngineConfig, host: str) -> Engine:
     local = SoloEngine() if size == 1 else _shared_memory_or_gloo(own_host)
     cross = None
     if groups.is_even or place == 0:
-        column = config.at(store, f"place{place}")
-        cross = Communicator(_connect_hosts(column, index, groups.num_hosts))
+        size = groups.num_hosts
+        is_one_host = config.info.local_size == config.info.size
+        local_size = size if is_one_host else 1
+        info = replace(config.info, rank=index, size=size, local_size=local_size)
+        column = replace(config, info=info).at(store, f"place{place}")
+        connect_hosts = _scheduled if config.algorithm else _torch_distributed
+        cross = Communicator(SoloEngine() if size == 1 else connect_hosts(column))
     engine = EvenHostsEngine if groups.is_even else LeadersEngine
     return engine(world, Communicator(local), cross, groups)
-
-
-def _connect_hosts(config: EngineConfig, index: int, size: int) -> Engine:
-    if size == 1:
-        return SoloEngine()
-    is_one_host = config.info.local_size == config.info.size
-    info = replace(
-        config.info, rank=index, size=size, local_size=size if is_one_host else 1
-    )
-    config = replace(config, info=info)
-    return _scheduled(config) if config.algorithm else _torch_distributed(config)
 
 
 _AUTO = "auto"

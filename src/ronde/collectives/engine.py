@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,8 +47,6 @@ class ErrorContext:
     timeout_s: float
 
     def explain(self, error: Exception) -> CollectiveError:
-        """Turn an error of torch's into the one to raise."""
-        place = f"{self.name} on rank {self.rank} of {self.size}"
         # torch puts its own source line, and the condition that it checked there,
         # before the first sentence, and advice after it.
         text = _SOURCE_LINE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
@@ -56,21 +54,30 @@ class ErrorContext:
         last = str(error).partition("Last error:")[2].strip().partition("\n")[0]
         text += f"; NCCL: {last}" if last else ""
         if _TIMED_OUT.search(text):
-            return CollectiveError(
-                f"{place} must complete within timeout_s, got no answer for "
-                f"{self.timeout_s:g} s ({text}). See which rank hangs or makes other "
-                "calls, or give a longer timeout_s."
-            )
+            return self.late(f" ({text})")
         if _PEER_LOST.search(text):
-            return PeerLostError(
-                f"{place} needs every rank, but one is gone ({text}). Its own error "
-                "says why."
-            )
-        return CollectiveError(f"{place} failed: {text}")
+            return self.lost(text)
+        return CollectiveError(f"{self.place} failed: {text}")
+
+    @property
+    def place(self) -> str:
+        return f"{self.name} on rank {self.rank} of {self.size}"
+
+    def late(self, whence: str) -> CollectiveError:
+        return CollectiveError(
+            f"{self.place} must complete within timeout_s, got no answer for "
+            f"{self.timeout_s:g} s{whence}. See which rank hangs or makes other calls, "
+            "or give a longer timeout_s."
+        )
+
+    def lost(self, loss: str) -> PeerLostError:
+        return PeerLostError(
+            f"{self.place} needs every rank, but one is gone ({loss}). Its own error "
+            "shows why."
+        )
 
     @contextmanager
     def guard(self) -> Generator[None]:
-        """Explain every error of torch's that leaves the block."""
         try:
             yield
         except CollectiveError:
@@ -88,8 +95,7 @@ def closed_error() -> CollectiveError:
 T = TypeVar("T")
 S = TypeVar("S")
 Look = Callable[[], float | None]
-"""What a thread calls while it waits: returns for how many seconds it need not be
-called again, or None to have it wait no longer."""
+"""Called while a thread waits: returns the seconds until the next call; None stops."""
 CPU = torch.device("cpu")
 
 
@@ -107,10 +113,7 @@ class ReduceOp(StrEnum):
 
 
 class Work(Generic[T]):
-    """A collective under way; made by itself, one that is over.
-
-    An engine derives its own, which sets ``is_over`` and, where it failed, ``failure``.
-    """
+    """A collective under way. An engine's own sets ``is_over`` and ``failure``."""
 
     __slots__ = ("_finish", "_result", "failure", "is_over")
 
@@ -144,10 +147,7 @@ class Work(Generic[T]):
         return self._result
 
     def wait_watched(self, look: Look) -> bool:
-        """Block until it is over or ``look`` says to stop; say whether it is over.
-
-        A failure counts as over, and is raised by ``wait()``.
-        """
+        """Block until it is over, or failed, or ``look`` returns None; say if over."""
         return self.is_over or self._block(look)
 
     def giving(self, result: S) -> "Work[S]":
@@ -167,7 +167,7 @@ class Work(Generic[T]):
         raise NotImplementedError
 
     def _block(self, look: Look | None) -> bool:
-        """Wait until it is over or ``look`` says to stop; say whether it is over."""
+        """Do what ``wait_watched`` does."""
         raise NotImplementedError
 
 
@@ -176,41 +176,21 @@ class Reduction:
     """What becomes of corresponding elements: one object for one call and dtype."""
 
     op: ReduceOp
-    prescale: float = 1.0
-    postscale: float = 1.0
-
-
-class Native(NamedTuple):
-    """How an engine reduces elements as they are."""
-
-    op: ReduceOp
     """SUM for an AVERAGE that is to be divided afterwards."""
     scales: bool = False
     """The engine applies both factors and divides averages. Else the factors are 1."""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    is_encoded: bool = False
+    """Elements travel as ``arithmetic.encode`` makes them."""
 
 
-class Gather(NamedTuple):
-    """An all_gather of which this rank does not know yet how much the others give."""
-
-    layout: Layout
-    data: Tensor
-    """Bytes."""
-    row_bytes: int
-    place: Callable[[Sequence[LayoutSummary]], Tensor]
-    """Returns the bytes of the result."""
-
-
-class Exchange(NamedTuple):
-    """An all_to_all of which this rank does not know yet how much it is sent."""
-
-    layout: Layout
-    data: Tensor
-    """Bytes."""
-    splits: Sequence[int]
-    """Rows for each rank."""
-    row_bytes: int
-    place: Callable[[Sequence[LayoutSummary], Sequence[Sequence[int]]], Tensor]
-    """Returns the bytes of the result; takes the rows that each rank sends to each."""
+Plan = Sequence[Sequence[int]]
+"""How much each rank sends to each."""
+PlaceRows = Callable[[Sequence[LayoutSummary]], Tensor]
+"""Returns the bytes of an all_gather's result."""
+PlaceExchange = Callable[[Sequence[LayoutSummary], Plan], Tensor]
+"""Returns the bytes of an all_to_all's; the plan is of rows."""
 
 
 class Engine(ABC):
@@ -239,17 +219,11 @@ class Engine(ABC):
 
     @abstractmethod
     def require_open(self) -> None:
-        """Refuse to start anything on what is closed or broken.
-
-        Raises:
-            CollectiveError: It is.
-        """
+        """Raise CollectiveError where it is closed or broken."""
 
     @abstractmethod
-    def native(
-        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
-    ) -> Native | None:
-        """Say how ``all_reduce`` or ``reduce_scatter`` takes elements of a dtype.
+    def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
+        """Say how ``all_reduce`` or ``reduce_scatter`` takes elements such as these.
 
         None where they must travel as another one: 16-bit floats as 32-bit ones, and
         what ``arithmetic.encode`` makes of the others, which it must take.
@@ -257,10 +231,7 @@ class Engine(ABC):
 
     @abstractmethod
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[Any]:
-        """Reduce every rank's ``source`` into ``out``.
-
-        They are the same tensor but where ``native`` says that the engine scales.
-        """
+        """Reduce every rank's ``source`` into ``out``; the same unless it scales."""
 
     @abstractmethod
     def reduce_scatter(
@@ -268,29 +239,31 @@ class Engine(ABC):
     ) -> Work[Any]:
         """Reduce consecutive parts, ``counts[r]`` elements for each rank r.
 
-        ``source`` is left as it was. Where the engine scales, ``out`` may be this
-        rank's part of it.
+        ``source`` is left as it was; where it scales, ``out`` may be this rank's part.
         """
 
-    @abstractmethod
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return every rank's vector of int64 on the CPU, a row a rank; blocks.
+        """Return every rank's int64 vector on the CPU, a row a rank; blocks.
 
         ``call`` names the collective in errors.
         """
+        gathered = own.new_empty((self.size, own.numel()))
+        data, out = own.view(torch.uint8), gathered.view(-1).view(torch.uint8)
+        self.all_gather(data, out, [own.nbytes] * self.size, call).wait()
+        return gathered
 
     @abstractmethod
-    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[Any]:
+    def all_gather(
+        self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
+    ) -> Work[Any]:
         """Concatenate the ranks' bytes; ``own`` may lie in its place in ``out``."""
 
-    @abstractmethod
-    def all_to_all(
-        self,
-        sent: Tensor,
-        received: Tensor,
-        plan: Sequence[Sequence[int]],
-    ) -> Work[Any]:
-        """Send ``plan[r][s]`` consecutive bytes from each rank r to each rank s."""
+    def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[Any]:
+        """Send ``plan[r][s]`` consecutive bytes from each rank r to each rank s.
+
+        Only ``exchange_rows`` calls it.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def broadcast(self, data: Tensor, root: int) -> Work[Any]:
@@ -332,32 +305,37 @@ class Engine(ABC):
         with suppress(CollectiveError):
             self.exchange_shapes(layout)
 
-    def gather_rows(self, what: Gather) -> Work[Any]:
-        """Gather rows of which every rank may have another number."""
-        summaries = self.exchange_shapes(what.layout)
-        result = what.place(summaries)
+    def gather_rows(
+        self, layout: Layout, data: Tensor, row_bytes: int, place: PlaceRows
+    ) -> Work[Any]:
+        """Gather rows, given as bytes, of which every rank may have another number."""
+        summaries = self.exchange_shapes(layout)
+        result = place(summaries)
         if not result.numel():
             return Work(None)
-        counts = [each.num_rows * what.row_bytes for each in summaries]
-        return self.all_gather(what.data, result, counts)
+        counts = [each.num_rows * row_bytes for each in summaries]
+        return self.all_gather(data, result, counts)
 
-    def exchange_rows(self, what: Exchange) -> Work[Any]:
-        """Send rows to every rank."""
-        summaries = self.exchange_shapes(what.layout)
-        splits = torch.tensor(what.splits, device="cpu")
-        plan = as_rows(self.gather_numbers(splits, what.layout.call))
-        result = what.place(summaries, plan)
-        sizes = [[count * what.row_bytes for count in row] for row in plan]
+    def exchange_rows(
+        self,
+        layout: Layout,
+        data: Tensor,
+        splits: Sequence[int],
+        row_bytes: int,
+        place: PlaceExchange,
+    ) -> Work[Any]:
+        """Send ``splits[r]`` rows, given as bytes, to each rank r."""
+        summaries = self.exchange_shapes(layout)
+        own = torch.tensor(splits, device="cpu")
+        plan = as_rows(self.gather_numbers(own, layout.call))
+        result = place(summaries, plan)
+        sizes = [[count * row_bytes for count in row] for row in plan]
         if not any(map(any, sizes)):
             return Work(None)
-        return self.all_to_all(what.data, result, sizes)
+        return self.all_to_all(data, result, sizes)
 
     def exchange_shapes(self, own: Layout) -> list[LayoutSummary]:
-        """Return what every rank was called for; blocks.
-
-        Raises:
-            CollectiveError: That does not fit together.
-        """
+        """Return what every rank was called for, which fits together; blocks."""
         numbers = torch.tensor(own.summarize(), device="cpu")
         gathered = as_rows(self.gather_numbers(numbers, own.call))
         summaries = [LayoutSummary(*each) for each in gathered]

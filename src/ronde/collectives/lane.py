@@ -14,7 +14,7 @@ from ronde.collectives.communicator import Communicator
 from ronde.collectives.engine import (
     Engine,
     Look,
-    Native,
+    Plan,
     ReduceOp,
     Reduction,
     Work,
@@ -24,69 +24,6 @@ from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.errors import CollectiveError, fresh
 
 T = TypeVar("T")
-
-
-class Lane:
-    """One thread and the communicators that it alone calls.
-
-    Once a collective has failed all later ones do, and the communicators are closed:
-    ranks that wait for this one, and not for the one that is gone, learn of it so.
-    """
-
-    def __init__(self, *communicators: Communicator | Engine) -> None:
-        self._communicators = communicators
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
-        self._lock = threading.Lock()
-        self._failure: CollectiveError | None = None
-        self._is_busy = False
-        self._is_closed = False
-
-    def submit(self, name: str, steps: Callable[[], None]) -> "FutureWork[None]":
-        """Call ``steps`` once all earlier ones are over.
-
-        Raises:
-            CollectiveError: The lane is closed.
-        """
-        self.require_open()
-        return FutureWork(
-            self._thread.submit(in_mode_of_caller(self._call), name, steps)
-        )
-
-    def require_open(self) -> None:
-        if self._is_closed:
-            raise closed_error()
-
-    def close(self, *, is_abrupt: bool = False) -> None:
-        with self._lock:
-            self._is_closed = True
-            # Nothing but an abort ends a message that the thread waits for.
-            is_abrupt = is_abrupt or self._is_busy
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        for communicator in self._communicators:
-            if is_abrupt:
-                communicator.abort()
-            else:
-                communicator.close()
-        self._thread.shutdown()
-
-    def _call(self, name: str, steps: Callable[[], None]) -> None:
-        with self._lock:
-            if self._is_closed:
-                raise _closed_under(name)
-            if self._failure is not None:
-                raise fresh(self._failure)
-            self._is_busy = True
-        try:
-            steps()
-        except CollectiveError as error:
-            if self._is_closed:
-                raise _closed_under(name) from error
-            self._failure = type(error)(f"{name}: {error}")
-            for communicator in self._communicators:
-                communicator.abort()
-            raise fresh(self._failure) from error
-        finally:
-            self._is_busy = False
 
 
 class FutureWork(Work[T]):
@@ -120,15 +57,24 @@ class FutureWork(Work[T]):
 class LaneEngine(Engine):
     """Made of other engines: reduces and copies in a lane, in several steps.
 
-    What it cannot do better (``all_to_all``, messages, ``barrier``) is done by an
-    engine of all ranks. The methods with an underscore run in the lane.
+    The lane is a thread that alone calls ``inner``; so do the methods with an
+    underscore. What it cannot do better (``all_to_all``, messages, ``barrier``) is done
+    by an engine of all ranks.
+
+    Once a collective has failed all later ones do, and ``inner`` is closed: ranks that
+    wait for this one, and not for the one that is gone, learn of it so.
     """
 
-    def __init__(self, world: Engine, lane: Lane) -> None:
-        """Take over an engine of all ranks; it is closed with this one."""
+    def __init__(self, world: Engine, *inner: Communicator | Engine) -> None:
+        """Take over an engine of all ranks, and more; they are closed with this one."""
         self.rank, self.size, self.timeout_s = world.rank, world.size, world.timeout_s
         self._world = world
-        self._lane = lane
+        self._inner = inner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
+        self._lock = threading.Lock()
+        self._failure: CollectiveError | None = None
+        self._is_busy = False
+        self._is_closed = False
 
     @abstractmethod
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None: ...
@@ -145,20 +91,20 @@ class LaneEngine(Engine):
 
     @abstractmethod
     def _copy(self, data: Tensor, root: int) -> None:
-        """Copy the root's bytes, in place."""
+        """Copy the root's bytes in place."""
 
     def require_open(self) -> None:
-        self._lane.require_open()
+        if self._is_closed:
+            raise closed_error()
 
-    def native(
-        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
-    ) -> Native | None:
+    def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
+        dtype = like.dtype
         is_average = op is ReduceOp.AVERAGE
         if dtype in HALVES:
             is_plain = not rounds_often(dtype, op, self.size)
         else:
             is_plain = dtype in PLAIN and (dtype.is_floating_point or not is_average)
-        return Native(ReduceOp.SUM if is_average else op) if is_plain else None
+        return Reduction(ReduceOp.SUM if is_average else op) if is_plain else None
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
         return self._submit("all_reduce", lambda: self._reduce(out, what.op))
@@ -175,16 +121,16 @@ class LaneEngine(Engine):
         self.require_open()
         return self._world.gather_numbers(own, call)
 
-    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
-        return self._submit("all_gather", lambda: self._gather(out, own, counts))
+    def all_gather(
+        self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
+    ) -> Work[None]:
+        return self._submit(call, lambda: self._gather(out, own, counts))
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
         place = data.view(torch.uint8)
         return self._submit("broadcast", lambda: self._copy(place, root))
 
-    def all_to_all(
-        self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
-    ) -> Work[Any]:
+    def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[Any]:
         return self._world.all_to_all(sent, received, plan)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[Any]:
@@ -197,16 +143,50 @@ class LaneEngine(Engine):
         return self._world.barrier()
 
     def abort(self) -> None:
-        self._lane.close(is_abrupt=True)
+        self._close(is_abrupt=True)
         self._world.abort()
 
     def close(self) -> None:
-        self._lane.close()
+        self._close(is_abrupt=False)
         self._world.close()
 
+    def _close(self, *, is_abrupt: bool) -> None:
+        with self._lock:
+            self._is_closed = True
+            # Nothing but an abort ends a message that the thread waits for.
+            is_abrupt = is_abrupt or self._is_busy
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for each in self._inner:
+            if is_abrupt:
+                each.abort()
+            else:
+                each.close()
+        self._thread.shutdown()
+
     def _submit(self, name: str, steps: Callable[[], None]) -> FutureWork[None]:
+        self.require_open()
         place = f"{name} on rank {self.rank} of {self.size} by {self.name}"
-        return self._lane.submit(place, steps)
+        call = in_mode_of_caller(self._call)
+        return FutureWork(self._thread.submit(call, place, steps))
+
+    def _call(self, name: str, steps: Callable[[], None]) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise _closed_under(name)
+            if self._failure is not None:
+                raise fresh(self._failure)
+            self._is_busy = True
+        try:
+            steps()
+        except CollectiveError as error:
+            if self._is_closed:
+                raise _closed_under(name) from error
+            self._failure = type(error)(f"{name}: {error}")
+            for each in self._inner:
+                each.abort()
+            raise fresh(self._failure) from error
+        finally:
+            self._is_busy = False
 
 
 def _closed_under(name: str) -> CollectiveError:

@@ -1,10 +1,11 @@
 """Python objects between ranks: pickled for users, JSON for ronde's own.
 
-Whoever sends a pickle runs code where it is read. So none is read before the program's
-own first call that sends objects.
+Whoever sends a pickle runs code where it is read: none is read unless the program
+itself sends objects.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -35,8 +36,7 @@ def broadcast_object(communicator: Carrier, obj: Any, root: int) -> Any:  # noqa
     """Return ``root``'s object on every rank; collective.
 
     Raises:
-        CollectiveError: ``root`` could not pickle its object. There it is the error
-            that pickling raised.
+        CollectiveError: ``root`` could not pickle it, and raised pickle's own error.
     """
     payload = _broadcast(communicator, lambda: cloudpickle.dumps(obj), root)
     return obj if communicator.rank == root else cloudpickle.loads(payload)
@@ -46,29 +46,22 @@ def all_gather_object(communicator: Carrier, obj: object) -> list[Any]:
     """Return the objects of all ranks, in rank order; collective.
 
     Raises:
-        CollectiveError: A rank could not pickle its object. There it is the error that
-            pickling raised.
+        CollectiveError: A rank could not pickle its own, and raised pickle's own error.
     """
     payloads = _all_gather(communicator, lambda: cloudpickle.dumps(obj))
     return [cloudpickle.loads(payload) for payload in payloads]
 
 
 def broadcast_json(communicator: Carrier, make: Callable[[], Any], root: int) -> Any:  # noqa: ANN401  JSON's
-    """Return on every rank what ``root`` makes, as JSON has it; collective.
-
-    Raises:
-        CollectiveError: ``root`` could not make it. There it is the error of that.
-    """
+    """Return on every rank what ``root`` makes, as JSON; collective."""
     return json.loads(_broadcast(communicator, lambda: _dump(make()), root))
 
 
 def all_gather_json(communicator: Carrier, value: Any) -> list[Any]:  # noqa: ANN401  JSON's
-    """Return what all ranks have, as JSON has it, in rank order; collective."""
     return [json.loads(p) for p in _all_gather(communicator, lambda: _dump(value))]
 
 
 def exchange_hosts(communicator: Communicator, host: str) -> list[str]:
-    """Return the host of every rank, in rank order; collective."""
     return [str(name) for name in all_gather_json(communicator, host)]
 
 
@@ -90,8 +83,8 @@ def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> b
     num_bytes = int(length.item())
     if num_bytes == _FAILED:
         raise CollectiveError(
-            "broadcast needs an object that can be sent, and rank "
-            f"{root} got none; the error there says why."
+            f"broadcast needs an object that can be sent, got none on rank {root}; the "
+            "error there shows why."
         )
     if not is_root:
         payload = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
@@ -109,21 +102,20 @@ def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]
     finally:
         message = torch.cat([length.view(torch.uint8), payload])
         gathered = communicator.all_gather(message).wait()
+    whole = gathered.numpy().tobytes()
     payloads: list[bytes] = []
-    start = 0
     failed: list[int] = []
+    start = 0
     for rank in range(communicator.size):
-        start += _HEADER_BYTES
-        header = gathered[start - _HEADER_BYTES : start].clone()
-        num_bytes = int(header.view(torch.int64).item())
+        end = start + _HEADER_BYTES
+        num_bytes = int.from_bytes(whole[start:end], sys.byteorder, signed=True)
         if num_bytes == _FAILED:
             failed.append(rank)
-            continue
-        payloads.append(gathered[start : start + num_bytes].numpy().tobytes())
-        start += num_bytes
+        start = end + max(0, num_bytes)
+        payloads.append(whole[end:start])
     if failed:
         raise CollectiveError(
-            "all_gather needs objects that can be sent, and ranks "
-            f"{failed[:8]} got none; the errors there say why."
+            "all_gather needs objects that can be sent, got none on ranks "
+            f"{failed[:8]}; the errors there show why."
         )
     return payloads

@@ -6,9 +6,8 @@ launched the ranks, so jobs do not mix.
 
 Slurm names the step's hosts, rank 0's first, and no port. So all ranks derive the same
 ports from the numbers of job and step; rank 0 answers on the first that is free, and
-the others try them until they find one that proves to be of their user and step.
-Everybody can derive them. Who takes some keeps nobody out: rank 0 goes on to the next,
-and the others, who try few at first, soon try all.
+the others try few at first, then all, until one proves to be of their user and step.
+Who takes some of the ports keeps nobody out.
 
 MPI connects the ranks and names no address. So rank 0 sends its addresses by MPI, all
 answer which of them they have a route to, and rank 0 listens on the best.
@@ -67,27 +66,22 @@ from ronde.world.environment import (
 from ronde.world.host_lists import expand_list
 
 _RANK_VARIABLES = {
-    Launcher.RONDE: "RANK",
-    Launcher.TORCHRUN: "RANK",
     Launcher.HOROVOD: "HOROVOD_RANK",
     Launcher.OPEN_MPI: "OMPI_COMM_WORLD_RANK",
     Launcher.PMI: "PMI_RANK",
     Launcher.SLURM: "SLURM_PROCID",
-    Launcher.PLAIN: "RANK",
 }
+"""Where the rank is; in ``RANK`` by the other launchers."""
 _IS_EXITING = 0x4
 """``PF_EXITING`` of Linux: the environment is gone, the children are not yet."""
 _EXITING_S = 3.0
-"""An exiting process hands its children on within this; one whose main thread alone has
-ended does not."""
+"""An exiting process hands its children on within this, unless other threads go on."""
 _ENDING_S = 10.0
 """How long ancestors may go on ending, one after the other."""
 _POLL_S = 0.02
 _SOCKET = "ronde/socket"
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-_NUM_PORTS = 256
-_NUM_AT_FIRST = 4
-_NUM_AT_ONCE = 16
+_NUM_PORTS, _NUM_AT_FIRST, _NUM_AT_ONCE = 256, 4, 16
 _FIRST_PORT, _END_PORT = 16384, 32768
 """Below what Linux gives to outgoing connections, unless it is set otherwise."""
 _ANSWER_S = 2.0
@@ -116,10 +110,7 @@ def meet(info: RankInfo, timeout_s: float) -> Store:
 
 @functools.cache
 def _store_of(info: RankInfo, timeout_s: float) -> Store:
-    """Open a job's store, once in a process.
-
-    It stays open: a rank that meets again must not find the last server still closing.
-    """
+    """Open a job's store and keep it: the next meeting must not find it closing."""
     if info.store:
         return _open_launchers(info, timeout_s)
     if info.meeting is not None:
@@ -185,8 +176,7 @@ def find_launcher(info: RankInfo) -> LauncherProcess:
     """Return the nearest ancestor that is not part of this rank.
 
     Shells and wrappers between launcher and rank have the rank's environment; the
-    launcher has not, or it is another user's and hides its own. All ranks of a host
-    that one launcher started find the same process.
+    launcher has not, or it is another user's and hides its own.
     """
     begun = time.monotonic()
     while True:
@@ -213,12 +203,11 @@ def _find_launcher(info: RankInfo, *, is_late: bool) -> LauncherProcess:
 
 
 def _is_of_rank(pid: int, info: RankInfo) -> bool:
-    """Say whether a process was given this rank's place in this very job."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError:
         return False
-    place = f"{_RANK_VARIABLES[info.launcher]}={info.rank}".encode()
+    place = f"{_RANK_VARIABLES.get(info.launcher, 'RANK')}={info.rank}".encode()
     job = f"={info.job_id}".encode()
     # A launcher that itself is a rank of another job may have the same number there.
     return place in entries and (
@@ -227,10 +216,6 @@ def _is_of_rank(pid: int, info: RankInfo) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/pid/stat`` from the third on.
-
-    The second is the program's name, in brackets; it may hold spaces and brackets.
-    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -262,8 +247,7 @@ def socket_name(info: RankInfo) -> str:
 def _prefix() -> str:
     """Return how directories begin that rank 0 may have made.
 
-    Others may have taken any name that can be guessed. So all have a random end, and
-    ranks look into all that are their user's.
+    Others may have taken any name that can be guessed: so the end is random.
     """
     return f"ronde-ranks-{os.geteuid()}-"
 
@@ -362,7 +346,7 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 
 def step_ports(job_id: str) -> list[int]:
-    """Derive what all ranks of a user's step, and hardly any other's, come to."""
+    """Derive what all ranks of a user's step, and hardly any others, come to."""
     drawing = random.Random(f"ronde {os.geteuid()} {job_id}")  # noqa: S311  no secret
     return drawing.sample(range(_FIRST_PORT, _END_PORT), _NUM_PORTS)
 
@@ -409,10 +393,7 @@ def _find_step(
 
 
 def _answering(places: Sequence[_Place], trust: SameUser) -> list[_Place]:
-    """Return the addresses and ports where somebody proves to be of this step.
-
-    All at once: a stranger may take long to send nothing.
-    """
+    """Return where somebody proves to be of this step; a stranger may take long."""
 
     def is_ours(place: _Place) -> bool:
         try:
@@ -430,7 +411,6 @@ def _answering(places: Sequence[_Place], trust: SameUser) -> list[_Place]:
 
 
 def _meet_by_mpi(info: RankInfo, timeout_s: float) -> JobStore:
-    """MPI is initialised by this, if the program has not done so before."""
     try:
         from ronde.collectives.engines.mpi import connect_world
 
@@ -443,8 +423,7 @@ def _meet_by_mpi(info: RankInfo, timeout_s: float) -> JobStore:
         raise WorldError(
             f"MASTER_ADDR and MASTER_PORT must be set where {info.size} ranks run on "
             f"several hosts and MPI does not tell them where to meet, as {problem}. "
-            "Set them on all ranks, to rank 0's host and a free port there; "
-            f"{cure}"
+            f"Set them on all ranks, to rank 0's host and a free port there; {cure}"
         ) from error
     mpi = Communicator(engine)
     address = _agree_on_address(mpi)
@@ -466,7 +445,6 @@ def _meet_by_mpi(info: RankInfo, timeout_s: float) -> JobStore:
 
 
 def _agree_on_address(mpi: Communicator) -> str:
-    """Return the address of rank 0's host that all hosts reach best, or empty."""
     own = [tuple(each) for each in read_interfaces()] if mpi.rank == 0 else []
     candidates = [InterfaceAddress(*e) for e in broadcast_json(mpi, lambda: own, 0)]
     sources = [source_towards(each.address) for each in candidates]

@@ -1,13 +1,13 @@
 """What the ranks exchange before tensors of unequal sizes move.
 
 Three numbers of every rank go to every other: a signature of all that must be equal,
-and its rows. Only where these do not fit do the ranks exchange their dtypes and shapes,
-for the error. What each rank sends to each goes separately, in ``all_to_all``.
+its rows, and those of its ``out``. Only where these do not fit do the ranks exchange
+their dtypes and shapes, for the error.
 """
 
 import functools
 import hashlib
-import zlib
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,17 +16,8 @@ from torch import Tensor
 
 from ronde.errors import CollectiveError, UsageError
 
-_MAX_NDIM = 64
-"""Dimensions that a tensor can have in torch."""
-NUM_NUMBERS = 3 + _MAX_NDIM
-"""What ``Layout.encode`` writes."""
-_DTYPES = {
-    zlib.crc32(str(value).encode()): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
-_CALLS = ("all_gather", "all_to_all")
-_REFUSED = -1
+LAYOUT_BYTES = 2048
+"""What ``Layout.encode`` fills: enough for the 64 dimensions that torch allows."""
 _NO_ROWS = -1
 
 
@@ -58,7 +49,6 @@ class Layout(NamedTuple):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  a small value
     def summarize(self) -> LayoutSummary:
-        """Return what the others must know in any case."""
         equal = f"{self.call} {self.dtype} {len(self.shape)} {tuple(self.shape[1:])}"
         digest = hashlib.sha256(equal.encode()).digest()
         return LayoutSummary(
@@ -68,24 +58,15 @@ class Layout(NamedTuple):
         )
 
     def encode(self) -> Tensor:
-        """Return what an error shows of it as int64 numbers, as many for every one."""
-        head = [
-            _CALLS.index(self.call),
-            zlib.crc32(str(self.dtype).encode()),
-            _REFUSED if self.is_refused else len(self.shape),
-        ]
-        padding = (0,) * (_MAX_NDIM - len(self.shape))
-        return torch.tensor([*head, *self.shape, *padding], device="cpu")
+        """Return it as int64 numbers, as many for every layout."""
+        text = json.dumps(self._replace(dtype=str(self.dtype)))
+        padded = bytearray(text.ljust(LAYOUT_BYTES).encode())
+        return torch.frombuffer(padded, dtype=torch.int64)
 
     @classmethod
     def decode(cls, encoded: Tensor) -> "Layout":
-        call, code, ndim, *shape = as_numbers(encoded)
-        return cls(
-            _CALLS[call],
-            _DTYPES.get(code, f"dtype {code:#x}"),
-            tuple(shape[: max(ndim, 0)]),
-            is_refused=ndim == _REFUSED,
-        )
+        call, dtype, shape, *rest = json.loads(encoded.numpy().tobytes())
+        return cls(call, dtype, tuple(shape), *rest)
 
 
 def do_fit(layouts: Sequence[LayoutSummary]) -> bool:
@@ -127,13 +108,9 @@ def disagreement(layouts: Sequence[Layout]) -> CollectiveError:
 def require_out_rows(
     call: str, layouts: Sequence[LayoutSummary], rank: int, results: Sequence[int]
 ) -> None:
-    """Refuse a result that does not fit its place on some rank, on every rank.
+    """Refuse, on every rank, a result that does not fit some rank's ``out``.
 
     ``results`` are the rows of each rank's result.
-
-    Raises:
-        UsageError: The result does not fit this rank's ``out``.
-        CollectiveError: It does not fit another's.
     """
     wrong = [
         r
@@ -168,10 +145,6 @@ def _name(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-def as_numbers(vector: Tensor) -> list[int]:
-    return vector.tolist()  # pyright: ignore[reportUnknownVariableType]
 
 
 def as_rows(numbers: Tensor) -> list[list[int]]:

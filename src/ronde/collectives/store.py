@@ -20,17 +20,13 @@ _PLACE = "ronde/place"
 class JobStore(Store):
     """What the ranks of a job meet in; means what ``TCPStore`` means.
 
-    torch's process groups call it from threads of their own. Any number of them may
-    call at once, so that ``clone()`` is this very object. An object of Python's that
-    torch is given must be kept: torch forgets what it was when Python drops it.
+    Any number of threads may call at once, so that ``clone()`` is this very object. It
+    must be kept: torch forgets what it was when Python drops it.
 
-    Note [Calls from torch's threads]
-    ---------------------------------
-    Such a thread takes the interpreter's lock for each call, and gives it up while it
-    waits for a reply. So a group that still asks when the interpreter ends would hang
-    or crash there: groups are closed before, by ``atexit``. Gloo asks only while a
-    group is being made; NCCL has a monitor that asks now and then, which could not be
-    tried without a GPU.
+    torch's groups call it from threads of their own, which take the interpreter's lock.
+    One that still asks when the interpreter ends would hang or crash there: groups are
+    closed before, by ``atexit``. Gloo asks only while a group is being made; NCCL has a
+    monitor that asks now and then, which could not be tried without a GPU.
     """
 
     def __init__(
@@ -92,8 +88,7 @@ class JobStore(Store):
         return True
 
     def clone(self) -> "JobStore":
-        """Return this: each call has a connection of its own."""
-        return self
+        return self  # each call has a connection of its own
 
     # torch's C++ asks for these two by other names than Python has them.
     deleteKey = delete_key  # noqa: N815
@@ -101,8 +96,6 @@ class JobStore(Store):
 
 
 def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
-    """Return the store that a process of this user's on this host answers for."""
-
     def connect(limit_s: float) -> PlainConnection:
         try:
             return PlainConnection(dial(path, limit_s))
@@ -117,8 +110,6 @@ def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
 
 
 def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> JobStore:
-    """Return the store that rank 0 answers for on another host."""
-
     def connect(limit_s: float) -> PlainConnection:
         return dial_network(address, port, trust, limit_s)
 
@@ -128,19 +119,13 @@ def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> Job
 def join(store: JobStore, info: RankInfo) -> bool:
     """Take this rank's place in a store; False if another process has it.
 
-    That is then the store of a program that the same launcher has started before, and
-    whose rank 0 has not ended yet.
+    The store is then an earlier program's of the same launcher.
     """
     own = secrets.token_hex(8).encode()
     return store.compare_set(f"{_PLACE}/{info.rank}", b"", own) == own
 
 
 def await_all(store: JobStore, info: RankInfo, timeout_s: float) -> None:
-    """Wait until all ranks have taken their places; on rank 0.
-
-    Raises:
-        CollectiveError: They did not come in time; those that are absent are named.
-    """
     places = [f"{_PLACE}/{rank}" for rank in range(info.size)]
     try:
         store.wait(places, timedelta(seconds=timeout_s))

@@ -18,10 +18,7 @@ _NOTHING = nullcontext()
 
 
 def in_mode_of_caller(work: Callable[P, T]) -> Callable[P, T]:
-    """Return ``work`` as it would be if this thread called it now.
-
-    A tensor that was made in ``torch.inference_mode()`` may be written to there alone.
-    """
+    """Return ``work`` in this thread's inference mode, which its tensors may need."""
     is_inference = torch.is_inference_mode_enabled()
 
     @wraps(work)
@@ -33,10 +30,7 @@ def in_mode_of_caller(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Enter inference mode where one of the tensors was made there.
-
-    In it all of them may be written to.
-    """
+    """Enter inference mode where one of the tensors was made there."""
     for tensor in tensors:
         if tensor.is_inference():
             return torch.inference_mode()
@@ -51,13 +45,10 @@ _REASON = "ronde talks to other ranks outside of compiled code"
 def outside_compiler(function: F) -> F:
     """Have ``torch.compile`` leave ``function``, and all that it calls, as they are.
 
-    A compiled function that calls it is compiled up to there and from there on.
-
-    Note [Not torch.compiler.disable]
-        That says the same by a wrapper. It imports ``torch._dynamo``, which takes
-        seconds, also for programs that compile nothing; every call costs a microsecond
-        more, and warnings point at the wrapper. Here the compiler finds the function's
-        code marked when it meets it, in the way in which it marks its own.
+    ``torch.compiler.disable`` does so by a wrapper. It imports ``torch._dynamo``, which
+    takes seconds, also for programs that compile nothing; every call costs a
+    microsecond more, and warnings point at the wrapper. Here the function's code is
+    marked, as the compiler marks its own.
     """
     try:
         skip = eval_frame._FrameAction.SKIP  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
@@ -80,10 +71,9 @@ _madvise: Callable[[int, int, int], int] = _libc.madvise
 
 
 def new_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor of the same shape, layout, dtype and device.
+    """Return an uninitialised tensor like another, in huge pages if it is large.
 
-    A large one on the CPU asks the kernel for huge pages: touching 64 MiB for the first
-    time costs 5 ms then, and 16 ms in pages of 4 KiB.
+    Touching 64 MiB for the first time costs 5 ms then, and 16 ms in pages of 4 KiB.
     """
     made = torch.empty_like(tensor)
     if made.is_cpu and made.nbytes >= _WORTH_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ronde.collectives import Communicator, Work
 from ronde.collectives.adasum import adasum
-from ronde.collectives.recent import Recent
 from ronde.collectives.torch_modes import writing_to
 from ronde.coordination.node import RunCommand
 from ronde.coordination.requests import Entry, OpKind, Request, StreamMark
@@ -89,7 +88,8 @@ class Execution:
         # One stretch for each dtype and device, as large as was ever needed, where the
         # communicator reduces it without a copy.
         self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._plans = Recent[tuple[int, int, int], list[_Batch]](_MAX_ITEMS)
+        self._plans: dict[tuple[int, int, int], list[_Batch]] = {}
+        self._num_items = 0
         self._activities: list[Activity] = []
         self._sequence = 0
         self._last: StreamMark | None = None
@@ -133,7 +133,12 @@ class Execution:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make_plan(run.requests)
-            self._plans.put(key, plan, sum(len(batch.items) for batch in plan))
+            num_items = sum(len(batch.items) for batch in plan)
+            if self._num_items + num_items > _MAX_ITEMS:
+                self._plans.clear()
+                self._num_items = 0
+            self._plans[key] = plan
+            self._num_items += num_items
         return plan
 
     def _make_plan(self, requests: Sequence[Request]) -> list[_Batch]:

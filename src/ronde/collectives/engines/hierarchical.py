@@ -6,7 +6,8 @@ each communicator in the same order, whatever comes first.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ronde.collectives.arithmetic import put_back
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.engine import Engine, ReduceOp, Work
-from ronde.collectives.lane import Lane, LaneEngine
+from ronde.collectives.lane import LaneEngine
 from ronde.collectives.shapes import rows
 
 PIECE_BYTES = 2 * 1024 * 1024
@@ -23,6 +24,8 @@ PIECE_BYTES = 2 * 1024 * 1024
 _UNDER_WAY = 2
 _MOST_PADDED = 2
 """How many times the bytes may travel so that all ranks' parts are of one length."""
+_Steps = Generator[Work[Tensor] | None, Any, None]
+"""Works on a piece: yields what goes on between hosts, and is sent the result."""
 
 
 class HostGroups(NamedTuple):
@@ -32,7 +35,6 @@ class HostGroups(NamedTuple):
 
     @classmethod
     def from_hosts(cls, hosts: Sequence[str]) -> "HostGroups":
-        """Group ranks by the host of each; hosts may interleave."""
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             found.setdefault(host, []).append(rank)
@@ -44,11 +46,9 @@ class HostGroups(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether all hosts have equally many ranks."""
         return len({len(ranks) for ranks in self.ranks}) == 1
 
     def of(self, rank: int) -> tuple[int, int]:
-        """Return the host of ``rank`` and its place there."""
         for host, ranks in enumerate(self.ranks):
             if rank in ranks:
                 return host, ranks.index(rank)
@@ -71,13 +71,11 @@ class HierarchicalEngine(LaneEngine):
         cross: Communicator | None,
         groups: HostGroups,
     ) -> None:
-        """Take communicators over; they are closed with this one."""
-        super().__init__(world, Lane(*([local, cross] if cross else [local])))
+        super().__init__(world, *([local, cross] if cross else [local]))
         self._local, self._cross = local, cross
         self._groups = groups
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate where the host's engine likes it: see ``Engine``."""
         self.require_open()
         return self._local.allocate(numel, dtype, device)
 
@@ -100,9 +98,6 @@ class HierarchicalEngine(LaneEngine):
         for root, part in enumerate(parts):
             self._copy(part, root)
 
-    def _copy_on_host(self, piece: Tensor, root: int) -> Callable[[], object]:
-        return lambda: self._local.broadcast(piece, root).wait()
-
 
 class EvenHostsEngine(HierarchicalEngine):
     """All hosts have equally many ranks: each exchanges its share with its likes.
@@ -114,18 +109,17 @@ class EvenHostsEngine(HierarchicalEngine):
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
         """Reduce shares on the host, each over the hosts, and gather."""
-        pipeline, local = _Pipeline(), self._local
+        local = self._local
 
-        def gather(share: Tensor, piece: Tensor) -> Callable[[], object]:
-            return lambda: local.all_gather(share, out=piece).wait()
-
-        for piece in _pieces(vector):
+        def reduce(piece: Tensor) -> _Steps:
             counts = rows(piece.numel(), local.size)
             first = sum(counts[: local.rank])
             share = piece[first : first + counts[local.rank]]
             local.reduce_scatter(piece, op, out=share).wait()
-            pipeline.add(self._cross.all_reduce(share, op), gather(share, piece))
-        pipeline.drain()
+            yield self._cross.all_reduce(share, op)
+            local.all_gather(share, out=piece).wait()
+
+        _overlap(map(reduce, _pieces(vector)))
 
     def _reduce_parts(
         self, vector: Tensor, counts: Sequence[int], op: ReduceOp
@@ -133,20 +127,19 @@ class EvenHostsEngine(HierarchicalEngine):
         """Reduce on the host what goes to each place, then over hosts."""
         parts = _parts(vector, counts)
         result = vector.new_empty(counts[self.rank])
-        pipeline = _Pipeline()
 
-        def put(work: Work[Tensor], target: Tensor) -> Callable[[], object]:
-            return lambda: target.copy_(work.wait()[0, : target.numel()])
-
-        for begin, end in _windows(vector, counts):
-            stack = vector.new_zeros(self._local.size, self._cross.size, end - begin)
-            for rank, place in self._slices(stack):
-                part = parts[rank][begin:end]
-                place[: part.numel()] = part
+        def reduce(window: slice) -> _Steps:
+            width = window.stop - window.start
+            stack = vector.new_zeros(self._local.size, self._cross.size, width)
+            for part, place in zip(parts, self._slices(stack), strict=True):
+                piece = part[window]
+                place[: piece.numel()] = piece
             column = self._local.reduce_scatter(stack, op).wait()[0]
-            work = self._cross.reduce_scatter(column, op)
-            pipeline.add(work, put(work, result[begin:end]))
-        pipeline.drain()
+            reduced = yield self._cross.reduce_scatter(column, op)
+            target = result[window]
+            target.copy_(reduced[0, : target.numel()])
+
+        _overlap(map(reduce, _windows(vector, counts)))
         return result
 
     def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
@@ -158,41 +151,34 @@ class EvenHostsEngine(HierarchicalEngine):
             super()._gather(out, own, counts)
             return
         parts = _parts(out, counts)
-        pipeline = _Pipeline()
 
-        def spread(work: Work[Tensor], begin: int, end: int) -> Callable[[], object]:
-            def finish() -> None:
-                stack = self._local.all_gather(work.wait().unsqueeze(0)).wait()
-                for rank, place in self._slices(stack):
-                    part = parts[rank][begin:end]
-                    part.copy_(place[: part.numel()])
+        def gather(window: slice) -> _Steps:
+            padded = out.new_zeros(1, window.stop - window.start)
+            piece = own[window]
+            padded[0, : piece.numel()] = piece
+            column = yield self._cross.all_gather(padded)
+            stack = self._local.all_gather(column.unsqueeze(0)).wait()
+            for part, place in zip(parts, self._slices(stack), strict=True):
+                target = part[window]
+                target.copy_(place[: target.numel()])
 
-            return finish
-
-        for begin, end in _windows(out, counts):
-            part = out.new_zeros(1, end - begin)
-            piece = own[begin:end]
-            part[0, : piece.numel()] = piece
-            work = self._cross.all_gather(part)
-            pipeline.add(work, spread(work, begin, end))
-        pipeline.drain()
+        _overlap(map(gather, _windows(out, counts)))
 
     def _copy(self, data: Tensor, root: int) -> None:
         """Copy to the ranks of the root's place, then on each host."""
         root_host, root_place = self._groups.of(root)
-        pipeline = _Pipeline()
-        for piece in _pieces(data):
-            work = None
-            if self._local.rank == root_place:
-                work = self._cross.broadcast(piece, root_host)
-            pipeline.add(work, self._copy_on_host(piece, root_place))
-        pipeline.drain()
 
-    def _slices(self, stack: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield each rank's vector of ``stack``, which is by place and host."""
-        for host, ranks in enumerate(self._groups.ranks):
-            for place, rank in enumerate(ranks):
-                yield rank, stack[place, host]
+        def copy(piece: Tensor) -> _Steps:
+            is_like_root = self._local.rank == root_place
+            yield self._cross.broadcast(piece, root_host) if is_like_root else None
+            self._local.broadcast(piece, root_place).wait()
+
+        _overlap(map(copy, _pieces(data)))
+
+    def _slices(self, stack: Tensor) -> list[Tensor]:
+        """Return each rank's vector of ``stack``, which is by place and host."""
+        places = map(self._groups.of, range(self.size))
+        return [stack[place, host] for host, place in places]
 
 
 class LeadersEngine(HierarchicalEngine):
@@ -203,46 +189,43 @@ class LeadersEngine(HierarchicalEngine):
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
         """Reduce on each host, over the leaders, and copy back."""
-        pipeline = _Pipeline()
-        for piece in _pieces(vector):
+
+        def reduce(piece: Tensor) -> _Steps:
             self._local.all_reduce(piece, op).wait()
-            work = self._cross.all_reduce(piece, op) if self._cross else None
-            pipeline.add(work, self._copy_on_host(piece, 0))
-        pipeline.drain()
+            yield self._cross.all_reduce(piece, op) if self._cross else None
+            self._local.broadcast(piece, 0).wait()
+
+        _overlap(map(reduce, _pieces(vector)))
 
     def _copy(self, data: Tensor, root: int) -> None:
         """Copy on the root's host, to the leaders, on the other hosts."""
         root_host, root_place = self._groups.of(root)
         is_home = self._groups.of(self.rank)[0] == root_host
-        pipeline = _Pipeline()
-        for piece in _pieces(data):
+
+        def copy(piece: Tensor) -> _Steps:
             if is_home:
                 self._local.broadcast(piece, root_place).wait()
-            work = self._cross.broadcast(piece, root_host) if self._cross else None
-            pipeline.add(work, None if is_home else self._copy_on_host(piece, 0))
-        pipeline.drain()
+            yield self._cross.broadcast(piece, root_host) if self._cross else None
+            if not is_home:
+                self._local.broadcast(piece, 0).wait()
+
+        _overlap(map(copy, _pieces(data)))
 
 
-class _Pipeline:
-    """Works between hosts under way, and what each host does when one is over."""
+def _overlap(pieces: Iterable[_Steps]) -> None:
+    """Begin one piece after the other; end each when enough are under way."""
+    under_way: deque[tuple[Work[Tensor] | None, _Steps]] = deque()
+    for steps in pieces:
+        under_way.append((next(steps), steps))
+        if len(under_way) > _UNDER_WAY:
+            _end(*under_way.popleft())
+    while under_way:
+        _end(*under_way.popleft())
 
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[Work[Any] | None, Callable[[], object] | None]] = (
-            deque()
-        )
 
-    def add(self, work: Work[Any] | None, finish: Callable[[], object] | None) -> None:
-        """Add one; finish the oldest where there are enough."""
-        self._under_way.append((work, finish))
-        self.drain(_UNDER_WAY)
-
-    def drain(self, num_left: int = 0) -> None:
-        while len(self._under_way) > num_left:
-            work, finish = self._under_way.popleft()
-            if work is not None:
-                work.wait()
-            if finish is not None:
-                finish()
+def _end(work: Work[Tensor] | None, steps: _Steps) -> None:
+    with suppress(StopIteration):
+        steps.send(None if work is None else work.wait())
 
 
 def _pieces(vector: Tensor) -> Iterator[Tensor]:
@@ -251,11 +234,11 @@ def _pieces(vector: Tensor) -> Iterator[Tensor]:
         yield vector[start : start + length]
 
 
-def _windows(vector: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _windows(vector: Tensor, sizes: Sequence[int]) -> Iterator[slice]:
     """Cut what each rank has so that all ranks' together are a piece."""
     width = max(1, PIECE_BYTES // (len(sizes) * vector.element_size()))
     for begin in range(0, max(sizes), width):
-        yield begin, min(begin + width, max(sizes))
+        yield slice(begin, min(begin + width, max(sizes)))
 
 
 def _parts(vector: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -6,10 +6,8 @@ MPI counts in 32 bits: a count, and the place of a rank's part in a whole, must 
 Note [The end of MPI]
     MPI_Finalize waits for all ranks. A rank that ends because of an error must not wait
     for those who still wait for it: it leaves without, and whoever launched the ranks
-    ends the others (``mpirun`` does so when a rank ends without Finalize, ``ronde run``
-    when one ends with an error). So Finalize is called at the end of a program that
-    neither an exception nor ``sys.exit(n)`` ended and none of whose collectives failed.
-    One that raises SystemExit itself waits there for the others.
+    ends the others. So Finalize is called at the end of a program that neither an
+    exception nor ``sys.exit(n)`` ended and none of whose collectives failed.
 """
 
 import atexit
@@ -29,7 +27,7 @@ from ronde.collectives.engine import (
     Engine,
     ErrorContext,
     Look,
-    Native,
+    Plan,
     ReduceOp,
     Reduction,
     Work,
@@ -90,7 +88,7 @@ _DATATYPES = {
 
 
 class MpiLibrary:
-    """MPI in this process, initialised."""
+    """MPI in this process, initialised; raises UsageError if for one thread alone."""
 
     def __init__(self) -> None:
         if not MPI.Is_initialized():
@@ -98,7 +96,8 @@ class MpiLibrary:
             watch_exit()
             atexit.register(self._finalize)
         self.has_failed = False
-        self._under_way: set[MpiWork] = set()
+        self.under_way: set[MpiWork] = set()
+        """Kept alive while MPI reads and writes their tensors; failed ones for ever."""
         provided = MPI.Query_thread()
         if provided < MPI.THREAD_SERIALIZED:
             raise UsageError(
@@ -111,34 +110,16 @@ class MpiLibrary:
         if provided < MPI.THREAD_MULTIPLE:
             self.calling = threading.RLock()
 
-    def hold(self, work: "MpiWork") -> None:
-        """Keep work alive while MPI reads and writes its tensors, waited for or not."""
-        if len(self._under_way) >= _MANY_UNDER_WAY:
-            for other in list(self._under_way):
-                other.is_done()
-        self._under_way.add(work)
-
-    def release(self, work: "MpiWork") -> None:
-        """Let go of work that MPI is through with; failed work it never is."""
-        self._under_way.discard(work)
-
     def _finalize(self) -> None:
         if not (is_failing() or self.has_failed or MPI.Is_finalized()):
             MPI.Finalize()
 
 
-@functools.cache
-def load() -> MpiLibrary:
-    """Return MPI, initialised at the first call.
-
-    Raises:
-        UsageError: The program has initialised MPI for one thread alone.
-    """
-    return MpiLibrary()
+load = functools.cache(MpiLibrary)
 
 
 class MpiEngine(Engine):
-    """Moves tensors of MPI's ranks, apart from whatever the program does with MPI.
+    """Moves tensors by a communicator of MPI's own.
 
     MPI moves bytes only inside of its calls: a collective under way goes on while this
     process waits for it, asks whether it is done, or makes another call.
@@ -147,18 +128,10 @@ class MpiEngine(Engine):
     name = "mpi"
 
     def __init__(
-        self,
-        library: MpiLibrary,
-        comm: MPI.Intracomm,
-        timeout_s: float,
-        max_count: int = MAX_COUNT,
+        self, library: MpiLibrary, comm: MPI.Intracomm, timeout_s: float
     ) -> None:
-        """Take over a communicator of MPI's that nobody else uses.
-
-        ``max_count`` is equal on all ranks.
-        """
         self.rank, self.size, self.timeout_s = comm.rank, comm.size, timeout_s
-        self.max_count = max_count
+        self.max_count = MAX_COUNT
         self._library = library
         self._comm: MPI.Intracomm | None = comm
 
@@ -166,14 +139,13 @@ class MpiEngine(Engine):
         if self._comm is None:
             raise closed_error()
 
-    def native(
-        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
-    ) -> Native | None:
+    def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
+        dtype = like.dtype
         if dtype not in _DATATYPES:
             return None
         if op is ReduceOp.AVERAGE:
-            return Native(ReduceOp.SUM) if dtype.is_floating_point else None
-        return None if dtype.is_complex and op is ReduceOp.SUM else Native(op)
+            return Reduction(ReduceOp.SUM) if dtype.is_floating_point else None
+        return None if dtype.is_complex and op is ReduceOp.SUM else Reduction(op)
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
         def start(comm: MPI.Intracomm) -> list[MPI.Request]:
@@ -203,16 +175,9 @@ class MpiEngine(Engine):
 
         return self._begin("reduce_scatter", start, (source, out))
 
-    def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        gathered = own.new_empty((self.size, own.numel()))
-
-        def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            return [comm.Iallgather(_bytes(own), _bytes(gathered))]
-
-        self._begin(call, start, (own, gathered)).wait()
-        return gathered
-
-    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
+    def all_gather(
+        self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
+    ) -> Work[None]:
         parts = torch.split(out, list(counts))
         if parts[self.rank].data_ptr() != own.data_ptr():
             parts[self.rank].copy_(own)
@@ -226,11 +191,9 @@ class MpiEngine(Engine):
                 for piece in self._pieces(part)
             ]
 
-        return self._begin("all_gather", start, (out,))
+        return self._begin(call, start, (out,))
 
-    def all_to_all(
-        self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
-    ) -> Work[None]:
+    def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[None]:
         leaving, arriving = plan[self.rank], [row[self.rank] for row in plan]
         totals = [sum(row) for row in (*plan, *zip(*plan, strict=True))]
 
@@ -240,20 +203,16 @@ class MpiEngine(Engine):
         def by_pairs(comm: MPI.Intracomm) -> list[MPI.Request]:
             highest = comm.Get_attr(MPI.TAG_UB)
             tag = 32767 if highest is None else int(highest)  # no caller's
-            sources = torch.split(received, arriving)
-            targets = torch.split(sent, list(leaving))
-            requests: list[MPI.Request] = []
-            for step in range(self.size):
-                source = (self.rank - step) % self.size
-                to = (self.rank + step) % self.size
-                requests += [
-                    comm.Irecv(_bytes(piece), source, tag)
-                    for piece in self._pieces(sources[source])
-                ]
-                requests += [
-                    comm.Isend(_bytes(piece), to, tag)
-                    for piece in self._pieces(targets[to])
-                ]
+            requests = [
+                comm.Irecv(_bytes(piece), source, tag)
+                for source, part in enumerate(torch.split(received, arriving))
+                for piece in self._pieces(part)
+            ]
+            requests += [
+                comm.Isend(_bytes(piece), to, tag)
+                for to, part in enumerate(torch.split(sent, list(leaving)))
+                for piece in self._pieces(part)
+            ]
             return requests
 
         start = at_once if max(totals) <= self.max_count else by_pairs
@@ -280,7 +239,9 @@ class MpiEngine(Engine):
             return [request]
 
         self._begin("duplicate", start, ()).wait()
-        return MpiEngine(self._library, made[0], self.timeout_s, self.max_count)
+        copy = MpiEngine(self._library, made[0], self.timeout_s)
+        copy.max_count = self.max_count
+        return copy
 
     def close(self) -> None:
         """Give the communicator back, unless something failed: then MPI may hang."""
@@ -302,7 +263,6 @@ class MpiEngine(Engine):
         )
 
     def _begin(self, name: str, start: Start, held: Sequence[Tensor]) -> "MpiWork":
-        """Start a collective; MPI reads and writes what is ``held`` until its end."""
         comm = self._comm
         if comm is None:
             raise closed_error()
@@ -319,10 +279,7 @@ class MpiEngine(Engine):
 
 
 class MpiWork(Work[None]):
-    """Requests of MPI's, and the tensors that MPI reads and writes meanwhile.
-
-    Once the communicator ``is_closed`` nobody waits any more.
-    """
+    """Requests of MPI's, and the tensors that MPI reads and writes meanwhile."""
 
     __slots__ = ("_context", "_held", "_is_closed", "_library", "_requests")
 
@@ -340,7 +297,10 @@ class MpiWork(Work[None]):
         self._context = context
         self._held = held
         self._is_closed = is_closed
-        library.hold(self)
+        if len(library.under_way) >= _MANY_UNDER_WAY:
+            for other in list(library.under_way):
+                other.is_done()
+        library.under_way.add(self)
 
     def _poll(self) -> bool:
         with self._library.calling:
@@ -350,15 +310,14 @@ class MpiWork(Work[None]):
                 self._fail(error)
                 return True
         if self.is_over:
-            self._library.release(self)
+            self._library.under_way.discard(self)
             self._requests, self._held = [], ()
         return self.is_over
 
     def _block(self, look: Look | None) -> bool:
         """Drive MPI until it is done, at first at every turn, then ever more rarely.
 
-        The turns are given to whoever else wants the core. As long as the bytes may
-        take, the rank stays awake: asleep it would move none of them.
+        As long as the bytes may take, the rank stays awake: asleep it would move none.
         """
         started_s = time.monotonic()
         sleep_s = _FIRST_SLEEP_S
@@ -381,7 +340,6 @@ class MpiWork(Work[None]):
         return True
 
     def _fail(self, error: Exception) -> None:
-        """Be over; MPI may go on to read and write the tensors, which are kept."""
         self._library.has_failed = True
         self.failure = self._context.explain(error)
         self.failure.__cause__ = error
@@ -389,7 +347,6 @@ class MpiWork(Work[None]):
 
 
 def connect_some(ranks: Sequence[int], *, timeout_s: float) -> MpiEngine:
-    """Connect some of the ranks that were started with MPI; collective over them."""
     library = load()
     world = MPI.COMM_WORLD
     with library.calling:
@@ -400,18 +357,12 @@ def connect_some(ranks: Sequence[int], *, timeout_s: float) -> MpiEngine:
 
 
 def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiEngine:
-    """Connect all ranks that were started with MPI; collective.
-
-    Raises:
-        UsageError: MPI knows of other ranks than the launcher.
-        CollectiveError: Not all ranks came in time.
-    """
     library = load()
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank, size):
         raise UsageError(
-            f"MPI must know the ranks that the launcher started, but it says rank "
-            f"{world.rank} of {world.size} where the launcher says {rank} of {size}. "
+            f"MPI must know the ranks that the launcher started, but its rank is "
+            f"{world.rank} of {world.size} where the launcher's is {rank} of {size}. "
             "Start the program with mpirun of the MPI that mpi4py loads "
             f"({MPI.Get_library_version().partition(',')[0]}), or with: ronde run "
             "--engine mpi"

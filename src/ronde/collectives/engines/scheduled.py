@@ -14,18 +14,24 @@ Note [Stages]
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ronde.collectives.algorithms import find_algorithm
-from ronde.collectives.arithmetic import put_back
+from ronde.collectives.algorithms import (
+    Action,
+    Chunks,
+    Schedule,
+    ScheduleStep,
+    find_algorithm,
+)
+from ronde.collectives.arithmetic import KERNELS, put_back
 from ronde.collectives.engine import Engine, ReduceOp, Work
-from ronde.collectives.lane import Lane, LaneEngine
-from ronde.collectives.schedule import Action, Chunks, Schedule, ScheduleStep
+from ronde.collectives.lane import LaneEngine
 
 PIECE_BYTES = 512 * 1024
 """The longest message: long enough that posting it costs little beside sending it."""
@@ -62,7 +68,6 @@ class _Draft:
 
     @property
     def posting(self) -> tuple[int, bool, int, int]:
-        """Return what the program is sorted by: receives come before sends."""
         earliest = max((need.stage + 1 for need in self.needs), default=0)
         stage = max(self.stage - _LOOKAHEAD, earliest)
         return stage, not self.step.is_receive, self.stage, self.span[0]
@@ -98,49 +103,33 @@ def compile_program(
 
 
 def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]:
+    """Cut long chunks into pieces; put short consecutive ones together."""
     chunks = schedule.chunks
-    num_pieces = -(-chunks.largest() // piece_numel)
+    largest = max(1, chunks.largest())
+    num_together = max(1, piece_numel // largest)
+    num_pieces = -(-largest // piece_numel)
     for index, steps in enumerate(schedule.of_rank(rank)):
         for step in steps:
-            if num_pieces > 1:
-                yield from _pieces(step, index, chunks, num_pieces)
-            else:
-                yield from _groups(step, index, chunks, piece_numel)
-
-
-def _pieces(
-    step: ScheduleStep, index: int, chunks: Chunks, num_pieces: int
-) -> Iterator[_Draft]:
-    """Cut each chunk into ``num_pieces``."""
-    for chunk in range(step.first, step.first + step.count):
-        start, stop = chunks.span(chunk)
-        for piece in range(num_pieces):
-            first = start + (stop - start) * piece // num_pieces
-            last = start + (stop - start) * (piece + 1) // num_pieces
-            if first < last:
-                yield _Draft(step, index + piece, (first, last), ((chunk, piece),), [])
-
-
-def _groups(
-    step: ScheduleStep, index: int, chunks: Chunks, piece_numel: int
-) -> Iterator[_Draft]:
-    """Put small chunks that follow each other into one message."""
-    per_group = max(1, piece_numel // max(1, chunks.largest()))
-    end = step.first + step.count
-    for chunk in range(step.first, end, per_group):
-        count = min(per_group, end - chunk)
-        start, stop = chunks.span(chunk, count)
-        if start < stop:
-            cells = tuple((cell, 0) for cell in range(chunk, chunk + count))
-            yield _Draft(step, index, (start, stop), cells, [])
+            end = step.first + step.count
+            for chunk in range(step.first, end, num_together):
+                some = range(chunk, min(chunk + num_together, end))
+                start, stop = chunks.span(chunk, len(some))
+                cuts = [
+                    start + (stop - start) * n // num_pieces
+                    for n in range(num_pieces + 1)
+                ]
+                for piece, span in enumerate(pairwise(cuts)):
+                    if span[0] < span[1]:
+                        cells = tuple((cell, piece) for cell in some)
+                        yield _Draft(step, index + piece, span, cells, [])
 
 
 def _connect(drafts: list[_Draft]) -> None:
     """Find what each message depends on.
 
     A send needs what was received into its elements before; a receive needs the sends
-    that still read them. Sums may come in any number at a time: they arrive beside the
-    vector and are added in the order of the program.
+    that still read them. Sums arrive beside the vector and are added in the order of
+    the program.
     """
     arriving: dict[tuple[int, int], list[_Draft]] = {}
     leaving: dict[tuple[int, int], list[_Draft]] = {}
@@ -193,100 +182,70 @@ def _program(
     return compile_program(schedule, rank, PIECE_BYTES // element_bytes)
 
 
+@dataclass(slots=True)
 class _Run:
     """One program under way, over an engine that does nothing else.
 
     ``free`` is memory for messages that are added to the vector.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        free: list[Tensor],
-        program: Sequence[ScheduledMessage],
-        vector: Tensor,
-        op: ReduceOp,
-    ) -> None:
-        self._engine = engine
-        self._free = free
-        self._program = program
-        self._vector = vector
-        self._op = op
-        self._works: dict[int, Work[Any]] = {}
-        self._arrivals: dict[int, Tensor] = {}
+    engine: Engine
+    free: list[Tensor]
+    program: Sequence[ScheduledMessage]
+    vector: Tensor
+    op: ReduceOp
+    works: dict[int, Work[Any]] = field(default_factory=dict[int, Work[Any]])
+    arrivals: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def run(self) -> None:
-        """Send, receive and reduce until the program is over.
-
-        Raises:
-            CollectiveError: A message failed; others may still be under way.
-        """
-        for index, message in enumerate(self._program):
+        """Send, receive and reduce until the program is over, or a message failed."""
+        for index, message in enumerate(self.program):
             for need in message.needs:
                 self._complete(need)
-            self._works[index] = self._post(index, message)
-        for index in sorted(self._works):
+            self.works[index] = self._post(index, message)
+        for index in sorted(self.works):
             self._complete(index)
 
     def _post(self, index: int, message: ScheduledMessage) -> Work[Any]:
-        tensor = self._vector[message.start : message.stop]
+        tensor = self.vector[message.start : message.stop]
         if message.action is Action.SEND:
-            return self._engine.send(tensor, message.peer, message.tag)
+            return self.engine.send(tensor, message.peer, message.tag)
         if message.action is Action.REDUCE:
-            if self._free:
-                memory = self._free.pop()
+            if self.free:
+                memory = self.free.pop()
             else:
                 with torch.inference_mode(mode=False):
                     memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
-            self._arrivals[index] = memory
+            self.arrivals[index] = memory
             tensor = memory.view(tensor.dtype)[: tensor.numel()]
-        return self._engine.recv(tensor, message.peer, message.tag)
+        return self.engine.recv(tensor, message.peer, message.tag)
 
     def _complete(self, index: int) -> None:
         """Wait for a message and add what it brought, unless that was done."""
-        work = self._works.pop(index, None)
+        work = self.works.pop(index, None)
         if work is None:
             return
         work.wait()
-        memory = self._arrivals.pop(index, None)
+        memory = self.arrivals.pop(index, None)
         if memory is not None:
-            message = self._program[index]
-            own = self._vector[message.start : message.stop]
-            _combine_(own, memory.view(own.dtype)[: own.numel()], self._op)
-            if len(self._free) < _MAX_FREE:
-                self._free.append(memory)
-
-
-def _combine_(own: Tensor, arrived: Tensor, op: ReduceOp) -> None:
-    """Reduce two ranks' elements into ``own``; AVERAGE adds."""
-    if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        own.add_(arrived)
-    elif op is ReduceOp.PRODUCT:
-        own.mul_(arrived)
-    else:
-        extreme = torch.minimum if op is ReduceOp.MIN else torch.maximum
-        extreme(own, arrived, out=own)
+            message = self.program[index]
+            own = self.vector[message.start : message.stop]
+            arrived = memory.view(own.dtype)[: own.numel()]
+            KERNELS[self.op](own, arrived, out=own)
+            if len(self.free) < _MAX_FREE:
+                self.free.append(memory)
 
 
 class ScheduledEngine(LaneEngine):
-    """Follows an algorithm's schedules.
-
-    It sends and receives over a clone of another engine, whose own calls do what has no
-    schedule.
-    """
+    """Follows an algorithm's schedules by messages over a clone of another engine."""
 
     name = "scheduled"
 
     def __init__(self, inner: Engine, algorithm: str = "ring") -> None:
-        """Take an engine over; collective.
-
-        Raises:
-            UsageError: There is no such algorithm.
-        """
         self.algorithm = find_algorithm(algorithm).name
         self._messages = inner.clone()
         self._free: list[Tensor] = []
-        super().__init__(inner, Lane(self._messages))
+        super().__init__(inner, self._messages)
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
         gathered = own.new_empty((self.size, own.numel()))
@@ -294,10 +253,10 @@ class ScheduledEngine(LaneEngine):
         sizes = (own.nbytes,) * self.size
         vector = gathered.view(-1).view(torch.uint8)
         # So short a message goes in the fewest rounds, whatever the algorithm is.
-        place = self.rank, self.size
-        program = _program(place, "halving_doubling", "all_gather", sizes, 1)
-        run = _Run(self._messages, self._free, program, vector, ReduceOp.SUM)
-        self._submit(call, run.run).wait()
+        fewest = "halving_doubling"
+        self._submit(
+            call, lambda: self._run("all_gather", sizes, vector, by=fewest)
+        ).wait()
         return gathered
 
     def clone(self) -> "ScheduledEngine":
@@ -309,9 +268,11 @@ class ScheduledEngine(LaneEngine):
         extent: Sequence[int],
         vector: Tensor,
         op: ReduceOp = ReduceOp.SUM,
+        by: str = "",
     ) -> None:
         place, itemsize = (self.rank, self.size), vector.element_size()
-        program = _program(place, self.algorithm, collective, tuple(extent), itemsize)
+        algorithm = by or self.algorithm
+        program = _program(place, algorithm, collective, tuple(extent), itemsize)
         _Run(self._messages, self._free, program, vector, op).run()
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:

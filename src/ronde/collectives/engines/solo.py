@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Never
 
-import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import scale_
 from ronde.collectives.engine import (
     Engine,
-    Native,
+    Plan,
     ReduceOp,
     Reduction,
     Work,
@@ -33,10 +32,8 @@ class SoloEngine(Engine):
         if self._is_closed:
             raise closed_error()
 
-    def native(
-        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
-    ) -> Native:
-        return Native(op, scales=True)
+    def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction:
+        return Reduction(op, scales=True)
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
         self.require_open()
@@ -54,13 +51,13 @@ class SoloEngine(Engine):
         self.require_open()
         return own.unsqueeze(0)
 
-    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
+    def all_gather(
+        self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
+    ) -> Work[None]:
         _copy(own, out)
         return Work(None)
 
-    def all_to_all(
-        self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
-    ) -> Work[None]:
+    def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[None]:
         _copy(sent, received)
         return Work(None)
 

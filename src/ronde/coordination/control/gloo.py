@@ -20,7 +20,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ronde.collectives.engines.torch_distributed.groups import (
+from ronde.collectives.process_groups import (
     Backend,
     BackendWork,
     Groups,

@@ -16,13 +16,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ronde.collectives.engines.shared_memory.peers import PeerProcess
 from ronde.collectives.engines.shared_memory.segment import (
     ExchangeBytes,
     Segment,
     share_segments,
 )
-from ronde.collectives.engines.shared_memory.waiting import IS_WEAKLY_ORDERED, fence
+from ronde.collectives.engines.shared_memory.waiting import (
+    IS_WEAKLY_ORDERED,
+    PeerProcess,
+    fence,
+)
 from ronde.coordination.control import doorbell, rounds
 from ronde.coordination.control.doorbell import NEAR, Doorbell, Waiter
 from ronde.coordination.control.tree import Loss, Tree
@@ -298,7 +301,7 @@ class SharedMemoryTransport:
                 if (loss := each.find_loss()) and not each.is_open():
                     raise PeerLostError(
                         f"{self._context} needs every rank, but one is gone "
-                        f"({loss.reason}). Its own error says why."
+                        f"({loss.reason}). Its own error shows why."
                     )
             if time.monotonic() > deadline:
                 ranks = [each.rank for each in absent[:8]]

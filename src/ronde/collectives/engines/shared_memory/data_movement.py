@@ -1,12 +1,11 @@
 """Moving bytes, as steps between phases."""
 
-import functools
 from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from ronde.collectives.engine import Exchange, Gather
+from ronde.collectives.engine import PlaceExchange, PlaceRows, Plan
 from ronde.collectives.engines.shared_memory.progress import Steps
 from ronde.collectives.engines.shared_memory.shared_state import (
     Call,
@@ -14,10 +13,10 @@ from ronde.collectives.engines.shared_memory.shared_state import (
     is_same_region,
 )
 from ronde.collectives.shapes import (
-    NUM_NUMBERS,
+    LAYOUT_BYTES,
     Layout,
     LayoutSummary,
-    as_numbers,
+    as_rows,
     disagreement,
     do_fit,
 )
@@ -26,31 +25,16 @@ _LINE_BYTES = 64
 _DIRECT_BYTES = 4 << 10
 """From here on one phase more costs less than a copy."""
 _BYTE = torch.uint8
-_EXCHANGE = Call("all_gather or all_to_all")
-_BARRIER = Call("barrier")
-
-
-def _synchronize(
-    state: SharedState, call: Call, location: int = 0
-) -> Generator[None, None, list[int]]:
-    """Complete a phase; return where the ranks' tensors lie.
-
-    Raises:
-        CollectiveError: Ranks were called for other things.
-    """
-    turn = state.announce(call.signature, location)
-    yield
-    if not state.is_agreed(turn, call.signature):
-        raise (yield from state.mismatch(call))
-    return state.locations(turn)
+_EXCHANGE = Call.of("all_gather or all_to_all")
+_BARRIER = Call.of("barrier")
 
 
 def barrier(state: SharedState) -> Steps[None]:
-    yield from _synchronize(state, _BARRIER)
+    yield from state.synchronize(_BARRIER)
 
 
 def broadcast(state: SharedState, elements: Tensor, root: int) -> Steps[None]:
-    call = _broadcast_call(str(elements.dtype), elements.numel(), root)
+    call = Call.of("broadcast", elements.dtype, elements.numel(), f" from {root}")
     data = elements.view(_BYTE)
     is_root = state.rank == root
     location = _locate(state, data)
@@ -58,7 +42,7 @@ def broadcast(state: SharedState, elements: Tensor, root: int) -> Steps[None]:
     slot = state.staging.take()
     if is_root and not location:
         _show(state, slot, data[:room])
-    locations = yield from _synchronize(state, call, location)
+    locations = yield from state.synchronize(call, location)
     if is_same_region(locations):
         if not is_root:
             data.copy_(state.heap.view(root, locations[root], _BYTE, data.numel()))
@@ -75,42 +59,33 @@ def broadcast(state: SharedState, elements: Tensor, root: int) -> Steps[None]:
             piece.copy_(state.staging.views(slot, _BYTE, piece.numel())[root])
 
 
-@functools.lru_cache(maxsize=1024)
-def _broadcast_call(dtype: str, numel: int, root: int) -> Call:
-    return Call("broadcast", dtype, numel, f" from {root}")
-
-
 def refuse(state: SharedState, layout: Layout) -> Steps[None]:
-    """Inform the others that this rank's arguments are wrong.
-
-    Raises:
-        CollectiveError: Always, as on the other ranks.
-    """
+    """Inform the others that this rank's arguments are wrong; raises on all ranks."""
     state.staging.take()
     yield from _exchange_layouts(state, layout, 0)
 
 
-def gather_rows(state: SharedState, what: Gather) -> Steps[None]:
+def gather_rows(
+    state: SharedState, layout: Layout, data: Tensor, row_bytes: int, place: PlaceRows
+) -> Steps[None]:
     """Concatenate every rank's rows; the first of them travel with the shapes."""
-    data = what.data
     location, slot = _locate(state, data), state.staging.take()
     if not location:
         _show(state, slot, data)
-    layouts, locations = yield from _exchange_layouts(state, what.layout, location)
-    counts = [layout.num_rows * what.row_bytes for layout in layouts]
-    parts = what.place(layouts).split_with_sizes(counts)
+    layouts, locations = yield from _exchange_layouts(state, layout, location)
+    counts = [each.num_rows * row_bytes for each in layouts]
+    parts = place(layouts).split_with_sizes(counts)
     yield from _gather(state, data, parts, locations, slot)
 
 
 def all_gather(
     state: SharedState, own: Tensor, out: Tensor, counts: Sequence[int]
 ) -> Steps[None]:
-    """Concatenate every rank's bytes, whose numbers are known."""
     location, slot = _locate(state, own), state.staging.take()
     if not location:
         _show(state, slot, own)
-    call = Call("all_gather", "torch.uint8", out.numel())
-    locations = yield from _synchronize(state, call, location)
+    call = Call.of("all_gather", _BYTE, out.numel())
+    locations = yield from state.synchronize(call, location)
     parts = out.split_with_sizes(list(counts))
     yield from _gather(state, own, parts, locations, slot)
 
@@ -145,31 +120,29 @@ def _gather(
         _copy_shown(state, slot, 0, parts, start, room)
 
 
-def exchange_rows(state: SharedState, what: Exchange) -> Steps[None]:
-    """Send every rank its rows; the splits travel with the shapes."""
-    location, slot = _locate(state, what.data), state.staging.take()
-    _show(state, slot, torch.tensor(what.splits, device="cpu").view(_BYTE))
-    layouts, locations = yield from _exchange_layouts(state, what.layout, location)
-    plan = [as_numbers(v) for v in state.staging.views(slot, torch.int64, state.size)]
-    result = what.place(layouts, plan)
-    sizes = [[count * what.row_bytes for count in row] for row in plan]
-    yield from _send_to_all(state, what.data, result, sizes, locations)
-
-
-def all_to_all(
-    state: SharedState, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
+def exchange_rows(
+    state: SharedState,
+    layout: Layout,
+    data: Tensor,
+    splits: Sequence[int],
+    row_bytes: int,
+    place: PlaceExchange,
 ) -> Steps[None]:
-    """Send every rank its bytes, whose numbers are known."""
-    call = Call("all_to_all", "torch.uint8", sum(map(sum, plan)))
-    locations = yield from _synchronize(state, call, _locate(state, sent))
-    yield from _send_to_all(state, sent, received, plan, locations)
+    """Send every rank its rows; the splits travel with the shapes."""
+    location, slot = _locate(state, data), state.staging.take()
+    _show(state, slot, torch.tensor(splits, device="cpu").view(_BYTE))
+    layouts, locations = yield from _exchange_layouts(state, layout, location)
+    plan = as_rows(torch.stack(state.staging.views(slot, torch.int64, state.size)))
+    result = place(layouts, plan)
+    sizes = [[count * row_bytes for count in row] for row in plan]
+    yield from _send_to_all(state, data, result, sizes, locations)
 
 
 def _send_to_all(
     state: SharedState,
     data: Tensor,
     result: Tensor,
-    plan: Sequence[Sequence[int]],
+    plan: Plan,
     locations: Sequence[int],
 ) -> Steps[None]:
     """Copy ``plan[r][s]`` bytes from each rank r to each rank s."""
@@ -198,11 +171,7 @@ def _send_to_all(
 def _exchange_layouts(
     state: SharedState, layout: Layout, location: int
 ) -> Generator[None, None, tuple[Sequence[LayoutSummary], list[int]]]:
-    """Return all ranks' layouts, once they fit together, and where their tensors are.
-
-    Raises:
-        CollectiveError: They do not; or ranks were called for other things.
-    """
+    """Return all ranks' layouts, which fit together, and where their tensors are."""
     turn = state.announce(_EXCHANGE.signature, location, layout.summarize())
     yield
     if not state.is_agreed(turn, _EXCHANGE.signature):
@@ -213,13 +182,12 @@ def _exchange_layouts(
         slot = state.staging.take()
         _show(state, slot, layout.encode().view(_BYTE))
         yield
-        views = state.staging.views(slot, torch.int64, NUM_NUMBERS)
+        views = state.staging.views(slot, torch.int64, LAYOUT_BYTES // 8)
         raise disagreement([Layout.decode(view) for view in views])
     return layouts, locations
 
 
 def _show(state: SharedState, slot: int, data: Tensor, offset: int = 0) -> None:
-    """Copy bytes into this rank's slot, as many as fit."""
     numel = data.numel()
     if numel > state.staging.slot_bytes:
         numel = state.staging.slot_bytes

@@ -10,17 +10,16 @@ from torch.distributed import Store
 from ronde.collectives.engine import (
     Engine,
     ErrorContext,
-    Exchange,
-    Gather,
-    Native,
+    PlaceExchange,
+    PlaceRows,
     ReduceOp,
     Reduction,
     Work,
 )
 from ronde.collectives.engines.shared_memory import data_movement
-from ronde.collectives.engines.shared_memory.peers import PeerProcess, Peers
 from ronde.collectives.engines.shared_memory.point_to_point import (
     CHANNEL_BYTES,
+    ChannelMemory,
     PointToPoint,
 )
 from ronde.collectives.engines.shared_memory.progress import ProgressEngine
@@ -40,6 +39,7 @@ from ronde.collectives.engines.shared_memory.shared_state import (
     StagingSlots,
     slot_bytes,
 )
+from ronde.collectives.engines.shared_memory.waiting import PeerProcess, Peers
 from ronde.collectives.shapes import Layout
 
 _PAGE_BYTES = 4096
@@ -54,8 +54,7 @@ class SharedMemoryEngine(Engine):
         """Connect to all other ranks; collective.
 
         Raises:
-            CollectiveError: Not all ranks came in time, they are not all on this
-                machine, or there is not enough memory.
+            CollectiveError: They are not all here in time, or memory is short.
         """
         with ErrorContext("connecting", rank, size, timeout_s).guard():
             exchange = through_store(store, rank, size, timeout_s)
@@ -77,17 +76,16 @@ class SharedMemoryEngine(Engine):
         self._state = SharedState(
             rank, blocks, StagingSlots(segments, staging_at, room)
         )
-        self._messages = PointToPoint(self._progress, blocks, segments, channels_at)
+        channels = ChannelMemory(blocks, segments, channels_at)
+        self._messages = PointToPoint(self._progress, channels)
         self._reductions = KnownReductions(size)
 
     def require_open(self) -> None:
         self._progress.require_usable()
 
-    def native(
-        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
-    ) -> Native:
+    def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction:
         # torch's kernels reduce every dtype as it is.
-        return Native(op, scales=True)
+        return Reduction(op, scales=True)
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
         known = self._reductions.find("all_reduce", out, what)
@@ -101,33 +99,32 @@ class SharedMemoryEngine(Engine):
         steps = reduce_scatter(self._state, source, out, counts, known)
         return self._progress.submit("reduce_scatter", steps)
 
-    def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        gathered = own.new_empty((self.size, own.numel()))
-        data, out = own.view(torch.uint8), gathered.view(-1).view(torch.uint8)
-        counts = [data.numel()] * self.size
-        steps = data_movement.all_gather(self._state, data, out, counts)
-        self._progress.submit(call, steps).wait()
-        return gathered
-
-    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
-        steps = data_movement.all_gather(self._state, own, out, counts)
-        return self._progress.submit("all_gather", steps)
-
-    def all_to_all(
-        self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
+    def all_gather(
+        self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
     ) -> Work[None]:
-        steps = data_movement.all_to_all(self._state, sent, received, plan)
-        return self._progress.submit("all_to_all", steps)
+        steps = data_movement.all_gather(self._state, own, out, counts)
+        return self._progress.submit(call, steps)
 
     def refuse(self, layout: Layout) -> None:
         self._progress.submit(layout.call, data_movement.refuse(self._state, layout))
 
-    def gather_rows(self, what: Gather) -> Work[None]:
-        steps = data_movement.gather_rows(self._state, what)
+    def gather_rows(
+        self, layout: Layout, data: Tensor, row_bytes: int, place: PlaceRows
+    ) -> Work[None]:
+        steps = data_movement.gather_rows(self._state, layout, data, row_bytes, place)
         return self._progress.submit("all_gather", steps)
 
-    def exchange_rows(self, what: Exchange) -> Work[None]:
-        steps = data_movement.exchange_rows(self._state, what)
+    def exchange_rows(
+        self,
+        layout: Layout,
+        data: Tensor,
+        splits: Sequence[int],
+        row_bytes: int,
+        place: PlaceExchange,
+    ) -> Work[None]:
+        steps = data_movement.exchange_rows(
+            self._state, layout, data, splits, row_bytes, place
+        )
         return self._progress.submit("all_to_all", steps)
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
@@ -144,7 +141,7 @@ class SharedMemoryEngine(Engine):
         return self._progress.submit("barrier", data_movement.barrier(self._state))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros that all ranks map: see ``Engine``."""
+        """Return zeros that all ranks map."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = _in_pages(numel * dtype.itemsize)

@@ -32,34 +32,33 @@ CHANNEL_BYTES = _NUM_PIECES * (_HEAD_BYTES + PIECE_BYTES)
 
 
 class MessageHeader(NamedTuple):
-    """What a message says of itself; ``kind`` is a number for its dtype."""
+    """What the ends of a message must agree on; ``kind`` is a number for its dtype."""
 
     tag: int
     num_bytes: int
     kind: int
 
 
+class ChannelMemory(NamedTuple):
+    """Where all channels are: ``start`` bytes into the segment of each sender."""
+
+    blocks: Sequence[ControlBlock]
+    segments: Sequence[Segment]
+    start: int
+
+
 class Channel:
-    """The slots of one ordered pair of ranks, as one of the two sees them.
+    """The slots of one ordered pair of ranks, as one of the two sees them."""
 
-    They begin ``start`` bytes into the sender's segment.
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[ControlBlock],
-        segment: Segment,
-        start: int,
-        *,
-        sender: int,
-        receiver: int,
-    ) -> None:
+    def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
+        blocks, segments, start = memory
         self.sender, self.receiver = sender, receiver
         self.sent_at = blocks[sender].sent + receiver
         self.taken_at = blocks[sender].taken + sender
         self._sent, self._taken = blocks[sender], blocks[receiver]
         self._heads: list[memoryview] = []
         self._pieces: list[Tensor] = []
+        segment = segments[sender]
         at = start + receiver * CHANNEL_BYTES
         for _ in range(_NUM_PIECES):
             self._heads.append(segment.view[at : at + _HEAD_BYTES].cast("q"))
@@ -95,22 +94,30 @@ class Channel:
         self._taken.publish(self.taken_at, number + 1)
 
 
-class Sending(Transfer):
-    """A message to one rank; over when its tensor may be changed."""
+class Message(Transfer):
+    """One end of a message; its tensor, as bytes, is in use until it is over."""
 
-    __slots__ = ("_data", "_num_done", "_queue", "header")
+    __slots__ = ("data", "header")
 
     def __init__(
-        self,
-        progress: ProgressEngine,
-        send_queue: "SendQueue",
-        header: MessageHeader,
-        data: Tensor,
+        self, progress: ProgressEngine, name: str, tensor: Tensor, tag: int
     ) -> None:
-        super().__init__(progress, "send")
-        self.header = header
-        self._queue = send_queue
-        self._data = data
+        super().__init__(progress, name)
+        self.data = tensor.view(torch.uint8)
+        kind = zlib.crc32(str(tensor.dtype).encode())
+        self.header = MessageHeader(tag, self.data.numel(), kind)
+
+
+class Sending(Message):
+    """A message to one rank."""
+
+    __slots__ = ("_num_done", "_queue")
+
+    def __init__(
+        self, progress: ProgressEngine, queue: "SendQueue", tensor: Tensor, tag: int
+    ) -> None:
+        super().__init__(progress, "send", tensor, tag)
+        self._queue = queue
         self._num_done = 0
 
     def start(self) -> None:
@@ -118,51 +125,45 @@ class Sending(Transfer):
 
     def advance(self) -> None:
         """Write what there is room for, when it is this message's turn."""
-        if self.is_over or self._queue.turn[0] is not self:
+        queue = self._queue
+        if self.is_over or queue.turn[0] is not self:
             return
-        channel = self._queue.channel
-        while channel.num_sent() - channel.num_taken() < _NUM_PIECES:
-            piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
-            channel.put(self.header, piece)
+        while queue.num_sent() - queue.num_taken() < _NUM_PIECES:
+            piece = self.data[self._num_done : self._num_done + PIECE_BYTES]
+            queue.put(self.header, piece)
             self._num_done += piece.numel()
             if self._num_done == self.header.num_bytes:
                 self.is_over = True
-                self._queue.turn.popleft()
+                queue.turn.popleft()
                 return
 
     def find_pending(self) -> PendingWord | None:
         """Return the receiver's word while there is no room."""
-        channel = self._queue.channel
-        taken = channel.num_taken()
-        if channel.num_sent() - taken < _NUM_PIECES:
+        queue = self._queue
+        taken = queue.num_taken()
+        if queue.num_sent() - taken < _NUM_PIECES:
             return None
-        return PendingWord(channel.receiver, channel.taken_at, taken, taken + 1)
+        return PendingWord(queue.receiver, queue.taken_at, taken, taken + 1)
 
 
-class SendQueue:
+class SendQueue(Channel):
     """Messages to one rank, in order."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
+        super().__init__(memory, sender, receiver)
         self.turn: deque[Sending] = deque()
 
 
-class Receiving(Transfer):
+class Receiving(Message):
     """A message from one rank."""
 
-    __slots__ = ("_queue", "data", "header")
+    __slots__ = ("_queue",)
 
     def __init__(
-        self,
-        progress: ProgressEngine,
-        receive_queue: "ReceiveQueue",
-        header: MessageHeader,
-        data: Tensor,
+        self, progress: ProgressEngine, queue: "ReceiveQueue", tensor: Tensor, tag: int
     ) -> None:
-        super().__init__(progress, "recv")
-        self.header = header
-        self.data = data
-        self._queue = receive_queue
+        super().__init__(progress, "recv", tensor, tag)
+        self._queue = queue
 
     def start(self) -> None:
         self._queue.add(self)
@@ -174,7 +175,7 @@ class Receiving(Transfer):
                 CollectiveError(
                     f"recv must be given as many bytes of the same dtype as were sent, "
                     f"{header.num_bytes}, got a tensor of {self.header.num_bytes} for "
-                    f"tag {header.tag} from rank {self._queue.channel.sender}."
+                    f"tag {header.tag} from rank {self._queue.sender}."
                 )
             )
             return
@@ -188,21 +189,21 @@ class Receiving(Transfer):
 
     def find_pending(self) -> PendingWord | None:
         """Return the sender's word while nothing has come."""
-        channel = self._queue.channel
-        sent = channel.num_sent()
-        if sent != channel.num_taken():
+        queue = self._queue
+        sent = queue.num_sent()
+        if sent != queue.num_taken():
             return None
-        return PendingWord(channel.sender, channel.sent_at, sent, sent + 1)
+        return PendingWord(queue.sender, queue.sent_at, sent, sent + 1)
 
 
-class ReceiveQueue:
+class ReceiveQueue(Channel):
     """Messages from one rank: they come in the order sent, and are received by tag.
 
     Whoever advances it reads for all that wait, in whatever inference mode they wait.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
+        super().__init__(memory, sender, receiver)
         self._waiting: list[Receiving] = []
         self._kept: list[tuple[MessageHeader, Tensor]] = []
         self._header: MessageHeader | None = None
@@ -220,16 +221,15 @@ class ReceiveQueue:
 
     def advance(self) -> None:
         """Read pieces as long as somebody waits for a message and some are there."""
-        channel = self.channel
         self._waiting = [each for each in self._waiting if not each.is_over]
-        while self._waiting and channel.num_sent() != channel.num_taken():
+        while self._waiting and self.num_sent() != self.num_taken():
             header = self._header
             if header is None:
-                header = self._header = channel.header()
+                header = self._header = self.header()
                 self._begin(header)
             piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
             with writing_to((piece,)):
-                channel.take(piece)
+                self.take(piece)
             self._num_done += piece.numel()
             if self._num_done == header.num_bytes:
                 self._header = None
@@ -254,55 +254,28 @@ class ReceiveQueue:
 
 
 class PointToPoint:
-    """The channels between this rank and all others, opened when they are needed.
+    """The channels between this rank and all others, opened when they are needed."""
 
-    They begin ``start`` bytes into every segment.
-    """
-
-    def __init__(
-        self,
-        progress: ProgressEngine,
-        blocks: Sequence[ControlBlock],
-        segments: Sequence[Segment],
-        start: int,
-    ) -> None:
+    def __init__(self, progress: ProgressEngine, memory: ChannelMemory) -> None:
         self._progress = progress
-        self._blocks = blocks
-        self._segments = segments
-        self._start = start
+        self._memory = memory
         self._send_queues: dict[int, SendQueue] = {}
         self._receive_queues: dict[int, ReceiveQueue] = {}
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
         queue = self._send_queues.get(to)
         if queue is None:
-            queue = SendQueue(self._channel(self._progress.rank, to))
+            queue = SendQueue(self._memory, self._progress.rank, to)
             self._send_queues[to] = queue
-        data = tensor.view(torch.uint8)
-        sending = Sending(self._progress, queue, _header(tensor, tag), data)
+        sending = Sending(self._progress, queue, tensor, tag)
         self._progress.deliver(sending)
         return sending
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Receiving:
         queue = self._receive_queues.get(source)
         if queue is None:
-            queue = ReceiveQueue(self._channel(source, self._progress.rank))
+            queue = ReceiveQueue(self._memory, source, self._progress.rank)
             self._receive_queues[source] = queue
-        data = tensor.view(torch.uint8)
-        receiving = Receiving(self._progress, queue, _header(tensor, tag), data)
+        receiving = Receiving(self._progress, queue, tensor, tag)
         self._progress.deliver(receiving)
         return receiving
-
-    def _channel(self, sender: int, receiver: int) -> Channel:
-        return Channel(
-            self._blocks,
-            self._segments[sender],
-            self._start,
-            sender=sender,
-            receiver=receiver,
-        )
-
-
-def _header(tensor: Tensor, tag: int) -> MessageHeader:
-    kind = zlib.crc32(str(tensor.dtype).encode())
-    return MessageHeader(tag, tensor.numel() * tensor.element_size(), kind)

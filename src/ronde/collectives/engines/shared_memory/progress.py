@@ -7,9 +7,8 @@ Note [Phases]
     run the same generators in the same order, so the numbers mean the same everywhere.
 
 Note [Who makes progress]
-    Nothing runs in the background by itself: a call goes as far as it can, and so do
-    all later calls, ``is_done()`` and ``wait()``. A rank that starts a collective and
-    then computes would so make the others wait for its share. Therefore whoever waits
+    A call goes as far as it can, and so do all later calls, ``is_done()`` and
+    ``wait()``. For a rank that starts a collective and then computes: whoever waits
     long rings the bell of those it waits for, and there the progress thread, which
     sleeps until then, carries the share out beside the computation. Whoever it is does
     so in the inference mode of the caller: elsewhere its tensors may not be written to.
@@ -18,13 +17,12 @@ Note [Who makes progress]
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from ronde.collectives.engine import Look, Work, closed_error
-from ronde.collectives.engines.shared_memory.peers import Peers
+from ronde.collectives.engine import ErrorContext, Look, Work, closed_error
 from ronde.collectives.engines.shared_memory.shared_state import (
     BELL,
     IS_CLOSED,
@@ -34,10 +32,11 @@ from ronde.collectives.engines.shared_memory.shared_state import (
 from ronde.collectives.engines.shared_memory.waiting import (
     CONTENTION,
     IS_WEAKLY_ORDERED,
+    Peers,
     fence,
     sleep_while,
 )
-from ronde.errors import CollectiveError, PeerLostError, UsageError, fresh
+from ronde.errors import CollectiveError, UsageError, fresh
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -50,9 +49,6 @@ _LOOK_EVERY_S = 0.25
 """Between two looks at whether the ranks that are waited for still live."""
 _FOR_EVER_S = 3600.0
 _RING_EVERY_S = 0.02
-
-STOPPED = CollectiveError("stopped")
-"""What ``WaitPolicy.wait`` returns where nothing failed, but ``look`` said to stop."""
 
 
 class PendingWord(NamedTuple):
@@ -125,147 +121,31 @@ class Transfer(SharedMemoryWork):
         raise NotImplementedError
 
 
-class WaitPolicy:
-    """Wait for other ranks: yield, then sleep; stop when one has died or is late."""
+class ProgressEngine:
+    """The collectives and messages of one communicator, and its waits."""
 
     def __init__(
         self, blocks: Sequence[ControlBlock], rank: int, peers: Peers, timeout_s: float
     ) -> None:
+        self.rank = rank
+        self.lock = threading.Lock()
         self._blocks = blocks
-        self._rank = rank
         self._peers = peers
         self._timeout_s = timeout_s
-
-    def wait(self, work: SharedMemoryWork, look: Look | None) -> CollectiveError | None:
-        """Return when something may have changed for ``work``."""
-        for _ in range(CONTENTION.num_looks(_NUM_YIELDS)):
-            if work.is_over or work.find_pending() is None:
-                return None
-            if not CONTENTION.pause():
-                break
-        return self._sleep(work, look)
-
-    def _sleep(
-        self, work: SharedMemoryWork, look: Look | None
-    ) -> CollectiveError | None:
-        now = time.monotonic()
-        deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
-        nap_s = _FIRST_NAP_S
-        error = None
-        while not work.is_over and error is None:
-            pending = work.find_pending()
-            if pending is None:
-                break
-            pause_s = nap_s if look is None else look()
-            if pause_s is None:
-                return STOPPED
-            self._nap(pending, min(nap_s, pause_s))
-            nap_s = min(2 * nap_s, _LAST_NAP_S)
-            now = time.monotonic()
-            if now >= look_at or self._blocks[pending.rank].words[IS_CLOSED]:
-                look_at = now + _LOOK_EVERY_S
-                error = self._find_error(work, is_late=now >= deadline)
-        return error
-
-    def _nap(self, pending: PendingWord, nap_s: float) -> None:
-        """Sleep until a word changes; if it does not, have its rank look."""
-        block = self._blocks[pending.rank]
-        block.fall_asleep(self._rank)
-        # The kernel looks at the word once more: see Note [Memory order].
-        sleep_while(block.address + 8 * pending.place, pending.value, nap_s)
-        block.wake_up(self._rank)
-        if block.words[pending.place] == pending.value:
-            block.ring()
-
-    def _find_error(
-        self, work: SharedMemoryWork, *, is_late: bool
-    ) -> CollectiveError | None:
-        pending = work.find_pending()
-        if pending is None:
-            return None
-        absent = [pending.rank]
-        if pending.place == PROGRESS:
-            absent = [
-                rank
-                for rank, block in enumerate(self._blocks)
-                if block.words[PROGRESS] < pending.wanted
-            ]
-        losses = [loss for rank in absent if (loss := self._find_loss(rank))]
-        # What a rank did just before it went may be all that was waited for.
-        if not (losses or is_late) or work.find_pending() is None:
-            return None
-        place = f"{work.name} on rank {self._rank} of {len(self._blocks)}"
-        if losses:
-            return PeerLostError(
-                f"{place} needs every rank, but one is gone ({losses[0]}). Its own "
-                "error says why."
-            )
-        return CollectiveError(
-            f"{place} must complete within timeout_s, got no answer for "
-            f"{self._timeout_s:g} s from ranks {absent[:8]}. See which rank hangs "
-            "or makes other calls, or give a longer timeout_s."
-        )
-
-    def _find_loss(self, rank: int) -> str:
-        if self._blocks[rank].words[IS_CLOSED]:
-            return f"rank {rank} closed its communicator"
-        return self._peers.find_loss(rank)
-
-
-class ProgressThread:
-    """Sleeps until the bell of this rank rings, then does what can be done."""
-
-    def __init__(self, block: ControlBlock, work: Callable[[], None]) -> None:
-        self._block = block
-        self._work: Callable[[], None] | None = work
-        self._is_closed = False
-        self._thread = threading.Thread(
-            target=self._run, name="ronde shared memory", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread; calls may be repeated."""
-        self._is_closed = True
-        # Another rank may ring at the same time, and undo it: see ControlBlock.ring.
-        while (
-            threading.current_thread() is not self._thread and self._thread.is_alive()
-        ):
-            self._block.ring()
-            self._thread.join(_RING_EVERY_S)
-        self._work = None  # no circle keeps the memory
-
-    def _run(self) -> None:
-        block = self._block
-        while not self._is_closed:
-            rung = block.words[BELL]
-            work = self._work
-            if work is not None:
-                work()
-            if not self._is_closed:
-                sleep_while(block.address + 8 * BELL, rung, _FOR_EVER_S)
-
-
-class ProgressEngine:
-    """The collectives and messages of one communicator."""
-
-    def __init__(
-        self, blocks: Sequence[ControlBlock], rank: int, peers: Peers, timeout_s: float
-    ) -> None:
-        self.blocks = blocks
-        self.rank = rank
         self._transfers: list[Transfer] = []
         self._own = blocks[rank]
         self._others = [(r, block) for r, block in enumerate(blocks) if r != rank]
         self._other_words = [block.words for _, block in self._others]
-        self._wait_policy = WaitPolicy(blocks, rank, peers, timeout_s)
         self._num_phases = 0
         self._queue: deque[CollectiveWork] = deque()
         self._failure: CollectiveError | None = None
-        self.lock = threading.Lock()
         CONTENTION.expect(len(blocks))
         self._num_spins = 0 if peers.is_crowded else _NUM_SPINS
-        self._thread = ProgressThread(self._own, self.poll)
+        self._is_ending = False
+        self._thread = threading.Thread(
+            target=self._serve, name="ronde shared memory", daemon=True
+        )
+        self._thread.start()
 
     def submit(self, name: str, steps: Steps[None]) -> CollectiveWork:
         """Start a collective, or queue it behind those under way."""
@@ -293,7 +173,6 @@ class ProgressEngine:
             raise fresh(self._failure)
 
     def poll(self) -> None:
-        """Carry on with whatever can go on now."""
         with self.lock:
             self._advance()
 
@@ -311,10 +190,24 @@ class ProgressEngine:
         with self.lock:
             self._own.publish(IS_CLOSED, 1)
             self._fail(closed_error())
-        self._thread.close()
+        self._is_ending = True
+        if threading.current_thread() is self._thread:
+            return
+        # Another rank may ring at the same time, and undo it: see ControlBlock.ring.
+        while self._thread.is_alive():
+            self._own.ring()
+            self._thread.join(_RING_EVERY_S)
+
+    def _serve(self) -> None:
+        """Sleep until this rank's bell rings, then do what can be done; a thread."""
+        block = self._own
+        while not self._is_ending:
+            rung = block.words[BELL]
+            self.poll()
+            if not self._is_ending:
+                sleep_while(block.address + 8 * BELL, rung, _FOR_EVER_S)
 
     def _advance(self) -> None:
-        """Carry on without waiting; the lock is held."""
         while self._queue and self._is_phase_complete():
             self._resume()
         if self._transfers:
@@ -334,8 +227,7 @@ class ProgressEngine:
     def spin(self, work: SharedMemoryWork) -> None:
         """Carry on, looking again and again for a short while; the lock is held.
 
-        This is fastest where every rank has a core. It is written for the time it
-        takes.
+        It is written for the time it takes.
         """
         others = self._other_words
         num_spins = num_left = CONTENTION.num_looks(self._num_spins)
@@ -394,7 +286,6 @@ class ProgressEngine:
                 queue.popleft()
 
     def _break(self, work: CollectiveWork) -> None:
-        """Have all ranks give up: this one is out of step."""
         self._own.publish(IS_CLOSED, 1)
         self._fail(
             CollectiveError(
@@ -404,7 +295,6 @@ class ProgressEngine:
         )
 
     def _fail(self, error: CollectiveError) -> None:
-        """Fail all that is under way, and all that is to come."""
         self._failure = error
         for work in self._queue:
             if not work.is_over:
@@ -415,13 +305,74 @@ class ProgressEngine:
         self._transfers = []
 
     def rest(self, work: SharedMemoryWork, look: Look | None) -> bool:
-        """Wait, without the lock, until something may have changed."""
-        error = self._wait_policy.wait(work, look)
-        if error is not None and error is not STOPPED:
+        """Wait, without the lock, until something may have changed: yield, then sleep.
+
+        Return whether to go on: ``look`` may end the wait.
+        """
+        for _ in range(CONTENTION.num_looks(_NUM_YIELDS)):
+            if work.is_over or work.find_pending() is None:
+                return True
+            if not CONTENTION.pause():
+                break
+        now = time.monotonic()
+        deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
+        nap_s, error = _FIRST_NAP_S, None
+        while not work.is_over and error is None:
+            pending = work.find_pending()
+            if pending is None:
+                break
+            pause_s = nap_s if look is None else look()
+            if pause_s is None:
+                return False
+            self._nap(pending, min(nap_s, pause_s))
+            nap_s = min(2 * nap_s, _LAST_NAP_S)
+            now = time.monotonic()
+            if now >= look_at or self._blocks[pending.rank].words[IS_CLOSED]:
+                look_at = now + _LOOK_EVERY_S
+                error = self._find_error(work, is_late=now >= deadline)
+        if error is not None:
             with self.lock:
                 # Another thread may have been reading the last that the rank sent.
                 self._advance()
                 is_lost = not work.is_over and work.find_pending() is not None
                 if is_lost and self._failure is None:
                     self._fail(error)
-        return error is not STOPPED
+        return True
+
+    def _nap(self, pending: PendingWord, nap_s: float) -> None:
+        """Sleep until a word changes; if it does not, have its rank look."""
+        block = self._blocks[pending.rank]
+        block.fall_asleep(self.rank)
+        # The kernel looks at the word once more: see Note [Memory order].
+        sleep_while(block.address + 8 * pending.place, pending.value, nap_s)
+        block.wake_up(self.rank)
+        if block.words[pending.place] == pending.value:
+            block.ring()
+
+    def _find_error(
+        self, work: SharedMemoryWork, *, is_late: bool
+    ) -> CollectiveError | None:
+        pending = work.find_pending()
+        if pending is None:
+            return None
+        absent = [pending.rank]
+        if pending.place == PROGRESS:
+            absent = [
+                rank
+                for rank, block in self._others
+                if block.words[PROGRESS] < pending.wanted
+            ]
+        losses = [loss for rank in absent if (loss := self._find_loss(rank))]
+        # What a rank did just before it went may be all that was waited for.
+        if not (losses or is_late) or work.find_pending() is None:
+            return None
+        size = len(self._blocks)
+        context = ErrorContext(work.name, self.rank, size, self._timeout_s)
+        if losses:
+            return context.lost(losses[0])
+        return context.late(f" from ranks {absent[:8]}")
+
+    def _find_loss(self, rank: int) -> str:
+        if self._blocks[rank].words[IS_CLOSED]:
+            return f"rank {rank} closed its communicator"
+        return self._peers.find_loss(rank)

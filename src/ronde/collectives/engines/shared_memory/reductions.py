@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ronde.collectives.arithmetic import HALVES, reduce_stack, scale_
+from ronde.collectives.arithmetic import HALVES, KERNELS, reduce_stack, scale_
 from ronde.collectives.engine import ReduceOp, Reduction
 from ronde.collectives.engines.shared_memory.progress import Steps
 from ronde.collectives.engines.shared_memory.shared_state import (
@@ -22,19 +22,12 @@ WHOLE_BYTES = 4 << 10
 _PIECE_BYTES = 512 << 10
 _LINE_BYTES = 64
 _MAX_KNOWN = 1024
-_KERNELS: dict[ReduceOp, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVERAGE: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
 _FLOATS = frozenset({torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 
 
 class Scratch:
-    """Memory for sums of 16-bit floats, for one at a time."""
+    """Memory for sums of 16-bit floats, one at a time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -49,12 +42,12 @@ class Scratch:
 class ReduceKernel:
     """One reduction of one dtype over a fixed number of ranks.
 
-    The ranks' elements are taken in rank order, so every rank that combines the same
-    elements gets the same bits. 16-bit floats are rounded once.
+    ``combine`` reduces one flat tensor a rank into ``out``, which may be one of them.
+    It takes them in rank order, so every rank that combines the same elements gets the
+    same bits. 16-bit floats are rounded once.
     """
 
     combine: Callable[[Sequence[Tensor], Tensor], None]
-    """Combine one flat tensor a rank into ``out``, which may be one of them."""
 
     def __init__(
         self,
@@ -67,7 +60,7 @@ class ReduceKernel:
         self._op = op
         self._size = size
         self._postscale = postscale
-        self._kernel = _KERNELS[op]
+        self._kernel = KERNELS[op]
         self._divisor = size if op is ReduceOp.AVERAGE else 1
         self._scratch = scratch
         if dtype in _FLOATS or (dtype in _INTEGERS and op is not ReduceOp.AVERAGE):
@@ -118,7 +111,6 @@ class KnownReduction:
     """A reduction of vectors of one length and dtype."""
 
     call: Call
-    signature: int
     prescale: float
     kernel: ReduceKernel
     all_reduce: "Callable[[SharedState, Tensor, Tensor, KnownReduction], Steps[None]]"
@@ -134,18 +126,14 @@ class KnownReductions:
         self._scratch = Scratch()
 
     def find(self, name: str, vector: Tensor, what: Reduction) -> KnownReduction:
-        numel = vector.numel()
+        numel, dtype = vector.numel(), vector.dtype
         known = self._known.get((what, numel))
         if known is None:
-            dtype = vector.dtype
-            call = Call(name, str(dtype), numel, f" by {what.op}")
-            kernel = ReduceKernel(
-                dtype, what.op, self._size, what.postscale, self._scratch
-            )
-            is_small = numel * vector.element_size() <= WHOLE_BYTES
-            all_reduce = _reduce_small if is_small else _reduce_large
             known = KnownReduction(
-                call, call.signature, what.prescale, kernel, all_reduce
+                Call.of(name, dtype, numel, f" by {what.op}"),
+                what.prescale,
+                ReduceKernel(dtype, what.op, self._size, what.postscale, self._scratch),
+                _reduce_small if vector.nbytes <= WHOLE_BYTES else _reduce_large,
             )
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
@@ -156,11 +144,8 @@ class KnownReductions:
 def _reduce_small(
     state: SharedState, source: Tensor, out: Tensor, what: KnownReduction
 ) -> Steps[None]:
-    """Show all ranks everything; each reduces all of it into ``out``.
-
-    This is written for the time it takes: a few microseconds in all.
-    """
-    staging, signature = state.staging, what.signature
+    """Show all ranks everything; each reduces all of it; for a few microseconds."""
+    staging, signature = state.staging, what.call.signature
     views = staging.views(staging.take(), out.dtype, out.numel())
     own = views[state.rank]
     own.copy_(source)
@@ -176,7 +161,6 @@ def _reduce_small(
 def _reduce_large(
     state: SharedState, source: Tensor, out: Tensor, what: KnownReduction
 ) -> Steps[None]:
-    """Reduce ``source``, this rank's elements, into ``out``, which may be the same."""
     location = state.heap.locate(out) if source is out else 0
     staging = state.staging
     slot = staging.take()
@@ -186,12 +170,8 @@ def _reduce_large(
     if not location:
         piece = source if is_whole else source[:step]
         views = _show(state, slot, piece, what.prescale)
-    turn = state.announce(what.signature, location)
-    yield
-    if not state.is_agreed(turn, what.signature):
-        raise (yield from state.mismatch(what.call))
-    locations = state.locations(turn)
-    plan = state.heap.plans.get((what.signature, *locations)) if location else None
+    locations = yield from state.synchronize(what.call, location)
+    plan = state.heap.plans.get((what.call.signature, *locations)) if location else None
     if plan is None and is_same_region(locations):
         plan = _plan(state, out, what, locations)
     if plan is not None:
@@ -221,7 +201,6 @@ def _show(
 def _reduce_in_place(
     state: SharedState, what: KnownReduction, plan: list[Pieces]
 ) -> None:
-    """Reduce this rank's share of all ranks' tensors where they lie."""
     # One's own is the nearest, and two can be combined in place of either.
     at = state.rank if state.size == 2 else 0
     for pieces in plan:
@@ -248,7 +227,7 @@ def _plan(
         for tensor in state.heap.views(locations, out)
     ]
     plan = list(zip(*columns, strict=True))
-    state.heap.plans.put((what.signature, *locations), plan, len(plan) * state.size)
+    state.heap.keep((what.call.signature, *locations), plan)
     return plan
 
 
@@ -258,7 +237,7 @@ def _reduce_shown(
     """Show the others one slot after the other.
 
     Two ranks reduce both the whole of it; more reduce a share each and read the others.
-    ``shown`` is the slot that has the first elements already, or -1.
+    The slot ``shown``, unless -1, has the first elements already.
     """
     staging, combine = state.staging, what.kernel.combine
     dtype, itemsize, rank = out.dtype, out.element_size(), state.rank
@@ -281,10 +260,10 @@ def _reduce_shown(
             _share(target.numel(), itemsize, state.size, each)
             for each in range(state.size)
         ]
-        for each, (first, last) in enumerate(shares):
-            if each == rank and last > first:
-                views = staging.views(slot, dtype, last - first, first * itemsize)
-                combine(views, views[rank])
+        first, last = shares[rank]
+        if last > first:
+            views = staging.views(slot, dtype, last - first, first * itemsize)
+            combine(views, views[rank])
         yield
         for each, (first, last) in enumerate(shares):
             if last > first:
@@ -299,14 +278,9 @@ def reduce_scatter(
     counts: Sequence[int],
     what: KnownReduction,
 ) -> Steps[None]:
-    """Reduce ``counts[r]`` elements of ``source`` for each rank r; see ``Engine``."""
     # Scaling where it lies would change the caller's tensor.
     location = 0 if what.prescale != 1.0 else state.heap.locate(source)
-    turn = state.announce(what.signature, location)
-    yield
-    if not state.is_agreed(turn, what.signature):
-        raise (yield from state.mismatch(what.call))
-    locations = state.locations(turn)
+    locations = yield from state.synchronize(what.call, location)
     itemsize = source.element_size()
     if is_same_region(locations):
         first = sum(counts[: state.rank])

@@ -1,10 +1,8 @@
 """Memory that several processes of one machine map.
 
-A segment is an anonymous file (``memfd_create``): it has no name in ``/dev/shm``, so
-nothing can be left there however the processes end, and the size of that file system,
-64 MiB in most containers, does not limit it. The other ranks open it through
-``/proc/PID/fd/N``; once all have mapped it, its descriptor is closed and only the
-mappings keep it alive.
+A segment is an anonymous file (``memfd_create``): nothing can be left in ``/dev/shm``,
+whose size, 64 MiB in most containers, does not limit it either. The other ranks open it
+through ``/proc/PID/fd/N``; then its descriptor is closed, and the mappings keep it.
 """
 
 import ctypes
@@ -13,7 +11,9 @@ import mmap
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from ctypes import c_int, c_size_t, c_ssize_t, c_void_p
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -31,21 +31,14 @@ ExchangeBytes = Callable[[bytes], Sequence[bytes]]
 MESSAGE_BYTES = 512
 _RESERVE_BYTES = 64 << 20
 """Left to the rest of the machine."""
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_ssize_t,
-)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _mmap: Callable[..., int] = _libc.mmap
+_libc.mmap.restype = c_void_p
+_libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_ssize_t)
 _munmap: Callable[[int, int], int] = _libc.munmap
+_libc.munmap.argtypes = (c_void_p, c_size_t)
 
 
 class Segment:
@@ -66,10 +59,7 @@ class Segment:
 def _map(
     descriptor: int, num_bytes: int, *, is_populated: bool
 ) -> "ctypes.Array[ctypes.c_char]":
-    """Map a file until nothing refers to what is returned.
-
-    ``mmap.mmap`` would keep a descriptor of its own open all the time.
-    """
+    """Map a file until what is returned is gone; ``mmap.mmap`` keeps a descriptor."""
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_populated else 0)
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address: int = _mmap(None, num_bytes, access, flags, descriptor, 0)
@@ -90,15 +80,6 @@ class _Offer(NamedTuple):
     host: str
 
 
-def pack(message: bytes) -> bytearray:
-    """Return a message with its length, as long for every message."""
-    return bytearray(len(message).to_bytes(8, "little") + message.ljust(MESSAGE_BYTES))
-
-
-def unpack(packed: bytes) -> bytes:
-    return packed[8 : 8 + int.from_bytes(packed[:8], "little")]
-
-
 def share_segments(
     exchange: ExchangeBytes, rank: int, num_bytes: int, *, is_populated: bool
 ) -> list[Segment]:
@@ -108,102 +89,82 @@ def share_segments(
         CollectiveError: The memory is not there, or not every rank can open the others'
             segments; in the same words on every rank.
     """
-    sharing = _Sharing(exchange, rank, num_bytes, is_populated=is_populated)
+    host = socket.gethostname()[:64]
+    descriptor = -1
+    offers: list[_Offer] = []
+    segments: list[Segment] = []
     try:
-        # After each step the ranks exchange how it went.
-        for step in (sharing.create, sharing.check, sharing.map_own, sharing.map_all):
-            sharing.take(step)
+        with _agreed(exchange, rank):
+            descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, num_bytes)
+        with _agreed(exchange, rank):
+            inode = os.fstat(descriptor).st_ino
+            offer = json.dumps(_Offer(os.getpid(), descriptor, inode, host))
+            offers = [_Offer(*json.loads(text)) for text in exchange(offer.encode())]
+            if is_populated:
+                _require_room(len(offers), num_bytes)
+        with _agreed(exchange, rank):
+            # One's own first: pages belong to the node of who touches them first.
+            segments = [Segment(descriptor, num_bytes, is_populated=is_populated)]
+        with _agreed(exchange, rank):
+            own = segments.pop()
+            for each, offer in enumerate(offers):
+                segments.append(
+                    own
+                    if each == rank
+                    else _open(each, offer, num_bytes, is_populated=is_populated)
+                )
     finally:
-        if sharing.descriptor >= 0:
-            os.close(sharing.descriptor)
-    return sharing.segments
-
-
-class _Sharing:
-    """The steps to segments that everybody has mapped."""
-
-    def __init__(
-        self, exchange: ExchangeBytes, rank: int, num_bytes: int, *, is_populated: bool
-    ) -> None:
-        self._is_populated = is_populated
-        self.segments: list[Segment] = []
-        self._exchange = exchange
-        self._rank = rank
-        self._num_bytes = num_bytes
-        self.descriptor = -1
-        self._offers: list[_Offer] = []
-
-    def take(self, step: Callable[[], None]) -> None:
-        """Take a step; refuse on every rank what failed on any."""
-        try:
-            step()
-            problem = ""
-        except OSError as error:
-            host = socket.gethostname()
-            problem = f"shared memory cannot be used on rank {self._rank} ({host}): "
-            problem += str(error)
-        except MemoryError as error:
-            problem = str(error)
-        for reply in self._exchange(problem.encode()[:MESSAGE_BYTES]):
-            if reply:
-                raise CollectiveError(reply.decode(errors="replace"))
-
-    def create(self) -> None:
-        self.descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, self._num_bytes)
-
-    def check(self) -> None:
-        """Refuse what does not fit.
-
-        The kernel would promise the memory all the same, and kill whoever touches it.
-        """
-        inode = os.fstat(self.descriptor).st_ino
-        host = socket.gethostname()[:64]
-        own = _Offer(os.getpid(), self.descriptor, inode, host)
-        self._offers = [
-            _Offer(*json.loads(text))
-            for text in self._exchange(json.dumps(own).encode())
-        ]
-        available = available_memory()
-        size = len(self._offers)
-        needed = size * self._num_bytes
-        if self._is_populated and needed + _RESERVE_BYTES > available.num_bytes:
-            raise MemoryError(
-                f"shared memory must fit: {size} ranks * "
-                f"{format_size(self._num_bytes)} = {format_size(needed)}, got "
-                f"{format_size(available.num_bytes)} available ({available.source}). "
-                f"{available.remedy}"
-            )
-
-    def map_own(self) -> None:
-        """Map one's own first: pages belong to the node of who touches them first."""
-        self._own = self._segment(self.descriptor)
-
-    def map_all(self) -> None:
-        for rank, offer in enumerate(self._offers):
-            is_own = rank == self._rank
-            self.segments.append(self._own if is_own else self._open(rank, offer))
-
-    def _open(self, rank: int, offer: _Offer) -> Segment:
-        path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
-        out_of_reach = OSError(
-            f"rank {rank} on {offer.host} has no process {offer.pid} that this may "
-            "look into, since it runs on another machine, in another container or as "
-            "another user"
-        )
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise out_of_reach from error
-        try:
-            if os.fstat(descriptor).st_ino != offer.inode:
-                raise out_of_reach
-            return self._segment(descriptor)
-        finally:
+        if descriptor >= 0:
             os.close(descriptor)
+    return segments
 
-    def _segment(self, descriptor: int) -> Segment:
-        return Segment(descriptor, self._num_bytes, is_populated=self._is_populated)
+
+@contextmanager
+def _agreed(exchange: ExchangeBytes, rank: int) -> Generator[None]:
+    """Refuse on every rank what fails on any."""
+    problem = ""
+    try:
+        yield
+    except OSError as error:
+        host = socket.gethostname()
+        problem = f"shared memory cannot be used on rank {rank} ({host}): {error}"
+    except MemoryError as error:
+        problem = str(error)
+    for reply in exchange(problem.encode()[:MESSAGE_BYTES]):
+        if reply:
+            raise CollectiveError(reply.decode(errors="replace"))
+
+
+def _require_room(size: int, num_bytes: int) -> None:
+    """Raise MemoryError where they do not fit: the kernel would kill their user."""
+    available = available_memory()
+    needed = size * num_bytes
+    if needed + _RESERVE_BYTES > available.num_bytes:
+        raise MemoryError(
+            f"shared memory must fit: {size} ranks * {format_size(num_bytes)} = "
+            f"{format_size(needed)}, got {format_size(available.num_bytes)} available "
+            f"({available.source}). {available.remedy}"
+        )
+
+
+def _open(rank: int, offer: _Offer, num_bytes: int, *, is_populated: bool) -> Segment:
+    path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
+    out_of_reach = OSError(
+        f"rank {rank} on {offer.host} has no process {offer.pid} that this may look "
+        "into, since it runs on another machine, in another container or as another "
+        "user"
+    )
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise out_of_reach from error
+    try:
+        if os.fstat(descriptor).st_ino != offer.inode:
+            raise out_of_reach
+        return Segment(descriptor, num_bytes, is_populated=is_populated)
+    finally:
+        os.close(descriptor)
 
 
 def through_store(
@@ -232,8 +193,11 @@ def among(engine: Engine) -> ExchangeBytes:
     """Return an exchange by way of an engine of the same ranks."""
 
     def exchange(message: bytes) -> list[bytes]:
-        own = torch.frombuffer(pack(message), dtype=torch.int64)
+        length = len(message).to_bytes(8, "little")
+        packed = bytearray(length + message.ljust(MESSAGE_BYTES))
+        own = torch.frombuffer(packed, dtype=torch.int64)
         gathered = engine.gather_numbers(own, "connecting")
-        return [unpack(each.numpy().tobytes()) for each in gathered]
+        texts = [each.numpy().tobytes() for each in gathered]
+        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     return exchange

@@ -1,11 +1,11 @@
 """What all ranks see of each other: control blocks, staging slots, allocated memory."""
 
+import functools
 import hashlib
 import threading
 import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,27 +17,19 @@ from ronde.collectives.engines.shared_memory.waiting import (
     fence,
     wake_all,
 )
-from ronde.collectives.recent import Recent
 from ronde.collectives.shapes import LayoutSummary, by_ranks
 from ronde.errors import CollectiveError
 
 _LINE = 8
 """Words of eight bytes in a cache line."""
 _TEXT_BYTES = 256
-# Where each word of a control block is.
-PROGRESS = 0
-"""How many phases this rank has completed."""
-BELL = _LINE
-"""Others change it to wake the rank's progress thread."""
-IS_CLOSED = 2 * _LINE
-_SIGNATURES = 3 * _LINE
-"""Two words, used in turn: the call that the rank makes."""
-_LOCATIONS = 3 * _LINE + 2
-"""Two words, used in turn: where the rank's tensor is."""
-_LAYOUTS = 4 * _LINE
-"""Twice four words, used in turn: a summary of the rank's layout."""
-_SLEEPERS = 5 * _LINE
-"""A byte for each rank: it sleeps until a word here changes."""
+# Where a control block has: how many phases this rank has completed; what others change
+# to wake it; twice, used in turn, the call that it makes, where its tensor is, and a
+# summary of its layout in four words; a byte for each rank that sleeps until a word
+# here changes.
+PROGRESS, BELL, IS_CLOSED = 0, _LINE, 2 * _LINE
+_SIGNATURES, _LOCATIONS = 3 * _LINE, 3 * _LINE + 2
+_LAYOUTS, _SLEEPERS = 4 * _LINE, 5 * _LINE
 
 _SLOT_BYTES = 256 << 10
 """Two ranks' slots and their tensors' pieces fit a core's second-level cache."""
@@ -45,8 +37,7 @@ _CROWDED_SLOT_BYTES = 4 << 20
 """Where ranks share cores a phase takes so long that there should be few."""
 _PART_BYTES = 32 << 10
 """Of each slot for each rank, at least: smaller copies are slow."""
-_MAX_VIEWS = 8192
-_MAX_PIECES = 4096
+_MAX_VIEWS, _MAX_PIECES = 8192, 4096
 """Tensors that are kept: each takes 0.6 KiB, whatever it shows."""
 _OFFSET_BITS = 44
 Pieces = tuple[Tensor, ...]
@@ -61,7 +52,7 @@ class ControlBlock:
     """The words of one rank, as this process sees them; see Note [Memory order].
 
     ``sent`` and ``taken`` are the first of a word for each rank: pieces of messages
-    written for it, and pieces of its messages that were read.
+    written for it, and pieces of its that were read.
     """
 
     __slots__ = (
@@ -97,15 +88,11 @@ class ControlBlock:
 
     @staticmethod
     def size_bytes(size: int) -> int:
-        """Return how long the blocks of ``size`` ranks are, in whole pages."""
         num_words = _SLEEPERS + _in_lines(-(-size // 8)) + 2 * _in_lines(size)
         return -(-(num_words * 8 + _TEXT_BYTES) // 4096) * 4096
 
     def publish(self, place: int, value: int) -> None:
-        """Store a word of this rank's own after all that was stored before; wake.
-
-        One thread at a time.
-        """
+        """Store an own word after all stored before, and wake; one thread at a time."""
         if IS_WEAKLY_ORDERED:
             fence()
         words = self.words
@@ -118,24 +105,19 @@ class ControlBlock:
                 return
 
     def fall_asleep(self, rank: int) -> None:
-        """Have ``publish`` wake ``rank``, this process; several threads may."""
+        """Have ``publish`` wake ``rank``, this process; any thread may."""
         with self._lock:
             self._num_asleep += 1
             self.bytes[8 * _SLEEPERS + rank] = 1
         fence()
 
     def wake_up(self, rank: int) -> None:
-        """Take one ``fall_asleep`` back."""
         with self._lock:
             self._num_asleep -= 1
             self.bytes[8 * _SLEEPERS + rank] = self._num_asleep > 0
 
     def ring(self) -> None:
-        """Wake the rank's progress thread.
-
-        Several may ring at once, and then one change may hide another: whoever waits
-        rings again as long as it does.
-        """
+        """Wake the rank's progress thread; of several at once one may be in vain."""
         self.words[BELL] = (self.words[BELL] + 1) & 0xFFFFFFFF
         wake_all(self.address + 8 * BELL)
 
@@ -157,10 +139,9 @@ class StagingSlots:
     """Two slots on each rank, taken in turn.
 
     Note [Two slots]
-        A rank may read the others' slots from the first phase after a slot was taken up
-        to the next taking, and it writes its own slot again only when it has taken the
-        other one and has completed a phase since. By then all ranks are past their
-        reading. So two slots are enough, whatever follows whatever.
+        A rank reads the others' slots between the first phase after it took a slot and
+        the next taking. It writes its own slot again only when it has taken the other
+        one and completed a phase since: by then all ranks are past their reading.
     """
 
     def __init__(
@@ -173,7 +154,6 @@ class StagingSlots:
         self._views: dict[tuple[object, ...], list[Tensor]] = {}
 
     def take(self) -> int:
-        """Return the slot that this rank may write now."""
         self._taken = 1 - self._taken
         return self._taken
 
@@ -184,7 +164,7 @@ class StagingSlots:
     def views(
         self, slot: int, dtype: torch.dtype, numel: int, offset: int = 0
     ) -> list[Tensor]:
-        """Return a part of a slot on every rank, ``offset`` bytes into it."""
+        """Return a part of a slot of every rank, ``offset`` bytes into it."""
         key = (slot, dtype, numel, offset)
         views = self._views.get(key)
         if views is None:
@@ -200,11 +180,10 @@ class StagingSlots:
 
 
 class Region(NamedTuple):
-    """What all ranks allocated in one call; ``number`` counts the calls."""
+    """What all ranks allocated in one call; here it begins at address ``start``."""
 
     number: int
     start: int
-    """The address of this rank's part."""
     num_bytes: int
     tensors: list[Tensor]
 
@@ -213,12 +192,11 @@ class SymmetricHeap:
     """The regions that are in use.
 
     ``plans`` has for a call and the locations of all ranks' tensors the pieces of them
-    that a reduction takes one after the other. A rank may forget any of them, whatever
-    the others do: to make it again costs a hundredth of its use.
+    that a reduction takes one after the other. Each rank may forget any of them.
     """
 
     def __init__(self) -> None:
-        self.plans = Recent[tuple[int, ...], list[Pieces]](_MAX_PIECES)
+        self.plans: dict[tuple[int, ...], list[Pieces]] = {}
         self._regions: list[Region] = []
         self._num_regions = 0
         # A finalizer may run in the middle of anything: it only leaves a note.
@@ -227,8 +205,8 @@ class SymmetricHeap:
     def add(self, segments: Sequence[Segment], rank: int) -> Tensor:
         """Take a region in and return this rank's bytes of it.
 
-        The region is given back when nothing is left of what is returned, by whatever
-        views. Views of ours do not count: they look through another buffer.
+        It is given back when no view of what is returned is left. Views of ours do not
+        count: they look through another buffer.
         """
         self._forget()
         self._num_regions += 1
@@ -273,13 +251,20 @@ class SymmetricHeap:
             for rank, location in enumerate(locations)
         ]
 
+    def keep(self, key: tuple[int, ...], plan: list[Pieces]) -> None:
+        """Keep a plan; where they are many, forget all others."""
+        num_kept = sum(map(len, self.plans.values()))
+        if (num_kept + len(plan)) * len(plan[0] if plan else ()) > _MAX_PIECES:
+            self.plans.clear()
+        self.plans[key] = plan
+
     def _forget(self) -> None:
         while self._gone:
             number = self._gone.popleft()
             self._regions = [each for each in self._regions if each.number != number]
             # A plan has locations in one region, the last word of it as good as any.
             for key in [k for k in self.plans if k[-1] >> _OFFSET_BITS == number]:
-                self.plans.remove(key)
+                del self.plans[key]
 
 
 def is_same_region(locations: Sequence[int]) -> bool:
@@ -287,24 +272,21 @@ def is_same_region(locations: Sequence[int]) -> bool:
     return len(numbers) == 1 and 0 not in numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What must be equal on all ranks; ``signature`` is the same in every process."""
+class Call(NamedTuple):
+    """What must be equal on all ranks; the signature is the same in every process."""
 
-    name: str
-    dtype: str = ""
-    numel: int = 0
-    detail: str = ""
-    """What else matters: the operation, the root."""
-    signature: int = field(init=False)
+    text: str
+    signature: int
 
-    def __post_init__(self) -> None:
-        digest = hashlib.sha256(str(self).encode()).digest()
-        object.__setattr__(self, "signature", int.from_bytes(digest[:8], "little"))
-
-    def __str__(self) -> str:
-        of = f" of {self.numel} elements of {self.dtype}" if self.dtype else ""
-        return f"{self.name}{of}{self.detail}"
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(
+        cls, name: str, dtype: torch.dtype | None = None, numel: int = 0, why: str = ""
+    ) -> "Call":
+        """Describe a call; ``why`` is what else matters: the operation, the root."""
+        text = f"{name} of {numel} elements of {dtype}{why}" if dtype else name
+        digest = hashlib.sha256(text.encode()).digest()
+        return cls(text, int.from_bytes(digest[:8], "little"))
 
 
 class SharedState:
@@ -328,9 +310,7 @@ class SharedState:
     ) -> int:
         """Publish, with the next phase, this rank's call and where its tensor is.
 
-        Returns:
-            The turn, for the questions after the phase. Two turns are enough for the
-            reason of Note [Two slots].
+        Return the turn, for the methods below: one of two, see Note [Two slots].
         """
         turn = self._turn = 1 - self._turn
         own = self._own
@@ -343,7 +323,6 @@ class SharedState:
         return turn
 
     def is_agreed(self, turn: int, signature: int) -> bool:
-        """Say whether all ranks make the same call."""
         at = _SIGNATURES + turn
         for words in self._words:  # noqa: SIM110  all() takes longer
             if words[at] != signature:
@@ -361,12 +340,19 @@ class SharedState:
             for words in self._layouts
         ]
 
-    def mismatch(self, call: Call) -> Generator[None, None, CollectiveError]:
-        """Exchange the calls that do not fit together; return what to raise.
+    def synchronize(
+        self, call: Call, location: int = 0
+    ) -> Generator[None, None, list[int]]:
+        """Complete a phase of equal calls; return where the ranks' tensors lie."""
+        turn = self.announce(call.signature, location)
+        yield
+        if not self.is_agreed(turn, call.signature):
+            raise (yield from self.mismatch(call))
+        return self.locations(turn)
 
-        It is the same on every rank.
-        """
-        self._blocks[self.rank].write_text(str(call))
+    def mismatch(self, call: Call) -> Generator[None, None, CollectiveError]:
+        """Exchange the calls that do not fit together; return what all ranks raise."""
+        self._blocks[self.rank].write_text(call.text)
         yield
         # One call has taken a slot where another did not.
         self.staging.reset()

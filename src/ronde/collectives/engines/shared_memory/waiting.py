@@ -1,4 +1,4 @@
-"""Wait for a word of shared memory: fences, futexes, and whether to spin or to sleep.
+"""Wait for a word of shared memory: fences, futexes, contention, and lost peers.
 
 Note [Memory order]
     A rank writes data, then a word that says so; another sees the word, then reads the
@@ -14,18 +14,16 @@ Note [Memory order]
 
     Sleeping needs one thing more, which no processor gives for nothing: that a store
     is seen before a later load is done. The sleeper stores its flag, then looks at the
-    word again; the writer stores the word, then looks at the flag. Were each load to
-    pass the store before it, the sleeper would miss the word and the writer the flag.
-    The fence between them, on either side, rules that out; and the kernel compares the
-    word before it puts anyone to sleep.
+    word again; the writer stores the word, then looks at the flag. A fence between the
+    two, on either side, keeps one of them from missing the other; and the kernel
+    compares the word before it puts anyone to sleep.
 
 Note [Yield or sleep]
-    Where every rank has a core, or ranks share cores among themselves, an answer comes
-    within microseconds, and to look for it, yielding the core in between, is quicker
-    than to sleep. Beside programs that compute, a yield may hand one of them the core
-    for tens of milliseconds; who sleeps gets the core at once when it is woken. So the
-    number of threads that want to run is read from time to time, which takes 10 us:
-    with more than there are cores, and more than there are ranks, waits sleep at once.
+    Among ranks alone an answer comes within microseconds, and looking for it, yielding
+    in between, is quicker than to sleep. Beside programs that compute, a yield may hand
+    one of them the core for tens of milliseconds; who sleeps gets the core at once when
+    it is woken. So the number of threads that want to run is read from time to time,
+    which takes 10 us: with more than cores and ranks, waits sleep at once.
 """
 
 import ctypes
@@ -35,6 +33,9 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from ctypes import POINTER, c_int, c_long, c_uint32, c_void_p
+from pathlib import Path
+from typing import NamedTuple
 
 IS_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
 _lock = threading.local()
@@ -66,26 +67,16 @@ sched_yield: Callable[[], int] = _libc.sched_yield
 
 
 class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+    _fields_ = (("seconds", c_long), ("nanoseconds", c_long))
 
 
 _syscall: Callable[..., int] = _libc.syscall
-_libc.syscall.argtypes = (
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.POINTER(_Timespec),
-)
-_libc.syscall.restype = ctypes.c_long
+_libc.syscall.argtypes = (c_long, c_void_p, c_int, c_uint32, POINTER(_Timespec))
+_libc.syscall.restype = c_long
 
 
 def sleep_while(address: int, value: int, timeout_s: float) -> None:
-    """Sleep until somebody wakes the 32 bits at ``address``, at most ``timeout_s``.
-
-    Returns at once where they are not ``value``: the kernel compares and goes to sleep
-    in one step. It may also return early, so the caller looks again.
-    """
+    """Sleep while the 32 bits at ``address`` are ``value``; may return early."""
     if _number is None:
         time.sleep(min(timeout_s, _NAP_S))
         return
@@ -98,7 +89,6 @@ def sleep_while(address: int, value: int, timeout_s: float) -> None:
 
 
 def wake_all(address: int) -> None:
-    """Wake every process that sleeps on the word at ``address``."""
     if _number is not None:
         _syscall(_number, address, _WAKE, _ALL, None)
 
@@ -118,7 +108,6 @@ class Contention:
         self._look_at_s = 0.0
 
     def expect(self, num_ranks: int) -> None:
-        """Take so many threads that want to run for this job's own."""
         self._num_expected = max(self._num_expected, num_ranks)
 
     def num_looks(self, most: int) -> int:
@@ -155,3 +144,76 @@ def _num_runnable() -> int:
 
 CONTENTION = Contention()
 """Of this process."""
+
+
+_ENDED, _STOPPED = "ZX", "T"
+_IS_STOPPED_AFTER = 4
+"""Looks in a row that must find a process stopped: a whole job may have been stopped
+and be just going on, one rank before the other."""
+
+
+class PeerProcess(NamedTuple):
+    """A process, identified also by its start time: a pid may be used again."""
+
+    pid: int
+    started_at: int
+    """In clock ticks since boot."""
+    cores: int
+    """A bit for each core that it may use."""
+
+    @classmethod
+    def of(cls, pid: int) -> "PeerProcess":
+        cores = sum(1 << core for core in os.sched_getaffinity(pid))
+        return cls(pid, int(_stat(pid)[19]), cores)
+
+    def encode(self) -> bytes:
+        return f"{self.pid} {self.started_at} {self.cores:x}".encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> "PeerProcess":
+        pid, started_at, cores = text.split()
+        return cls(int(pid), int(started_at), int(cores, 16))
+
+    def state(self) -> str:
+        """Return its state as ``/proc`` has it, a letter; nothing once it ended."""
+        try:
+            state, *fields = _stat(self.pid)
+        except OSError:
+            return ""
+        is_gone = int(fields[18]) != self.started_at or state in _ENDED
+        return "" if is_gone else state
+
+
+class Peers:
+    """All ranks' processes, in rank order."""
+
+    def __init__(self, processes: list[PeerProcess]) -> None:
+        self.processes = processes
+        self._num_stopped: dict[int, int] = {}
+        cores = 0
+        for process in processes:
+            cores |= process.cores
+        self.is_crowded = cores.bit_count() < len(processes)
+        """Whether there are fewer cores than ranks."""
+
+    def find_loss(self, rank: int) -> str:
+        """Return what is wrong with a rank's process; nothing where it runs.
+
+        To be called a few times a second while waiting for it.
+        """
+        process = self.processes[rank]
+        name = f"rank {rank}, process {process.pid},"
+        state = process.state()
+        if not state:
+            return f"{name} ended"
+        if state not in _STOPPED:
+            self._num_stopped.pop(rank, None)
+            return ""
+        count = self._num_stopped[rank] = self._num_stopped.get(rank, 0) + 1
+        if count < _IS_STOPPED_AFTER:
+            return ""
+        return f"{name} is stopped; kill -CONT {process.pid} lets it go on"
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ReduceOp as TorchOp, Store
-from torch.distributed.distributed_c10d import AllreduceOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from ronde.collectives.arithmetic import (
     HALVES,
@@ -20,18 +20,16 @@ from ronde.collectives.engine import (
     CPU,
     Engine,
     ErrorContext,
-    Native,
+    Plan,
     ReduceOp,
     Reduction,
     Work,
 )
-from ronde.collectives.engines.torch_distributed.groups import (
+from ronde.collectives.process_groups import (
     Backend,
     BackendWork,
     Groups,
     TorchWork,
-    all_gather_even,
-    broadcast,
 )
 from ronde.collectives.torch_modes import writing_to
 
@@ -45,10 +43,7 @@ _TORCH_OPS = {
 
 
 class TorchDistributedEngine(Engine):
-    """Moves tensors by process groups of its own.
-
-    torch's default group (``init_process_group``) is left to the program.
-    """
+    """Moves tensors by process groups of its own; torch's default is the program's."""
 
     name = "gloo"
     devices = frozenset({"cpu", "cuda"})
@@ -56,11 +51,6 @@ class TorchDistributedEngine(Engine):
     def __init__(
         self, store: Store, rank: int, size: int, *, timeout_s: float, is_one_host: bool
     ) -> None:
-        """Connect to all other ranks; collective.
-
-        Raises:
-            CollectiveError: Not all ranks came in time.
-        """
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._store = store
         self._is_one_host = is_one_host
@@ -76,45 +66,38 @@ class TorchDistributedEngine(Engine):
     def require_open(self) -> None:
         self._groups.of(CPU)
 
-    def native(
-        self, call: str, dtype: torch.dtype, op: ReduceOp, device_type: str
-    ) -> Native | None:
-        """Say what torch reduces: see ``Engine``.
+    def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
+        """Say what torch reduces.
 
         Gloo rounds a sum of 16-bit floats once a rank, so only two ranks' go that way;
         their average does not, since the sum of two float16 may overflow where the
         average fits. NCCL's average of them divides first. The rest goes by shares.
         """
+        dtype = like.dtype
         if call == "reduce_scatter":
-            return Native(op, scales=True)
+            return Reduction(op, scales=True)
         is_average = op is ReduceOp.AVERAGE
-        if dtype in HALVES and device_type == "cuda":
-            native = Native(op)
+        if dtype in HALVES and like.is_cuda:
+            native = Reduction(op)
         elif rounds_often(dtype, op, self.size) or (
             dtype.is_complex and op is ReduceOp.PRODUCT
         ):
-            native = Native(op, scales=True)
+            native = Reduction(op, scales=True)
         elif dtype.is_floating_point or (dtype in PLAIN and not is_average):
-            native = Native(ReduceOp.SUM if is_average else op)
+            native = Reduction(ReduceOp.SUM if is_average else op)
         else:
             native = None
         return native
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
         backend = self._groups.of(out.device)
-        if source is not out or self._goes_by_shares(out, what):
+        if what.scales:
             return self._all_reduce_by_shares(source, out, what)
         try:
             pending = backend.allreduce([out], self._options[what.op])
         except RuntimeError as error:
             raise self._all_reduce_context.explain(error) from error
         return TorchWork((pending,), self._all_reduce_context)
-
-    def _goes_by_shares(self, vector: Tensor, what: Reduction) -> bool:
-        if vector.dtype in PLAIN:
-            return False
-        native = self.native("all_reduce", vector.dtype, what.op, vector.device.type)
-        return native is not None and native.scales
 
     def _all_reduce_by_shares(
         self, source: Tensor, out: Tensor, what: Reduction
@@ -154,55 +137,52 @@ class TorchDistributedEngine(Engine):
 
         return self._start("reduce_scatter", start, finish)
 
-    def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        gathered = own.new_empty((self.size, own.numel()))
-        with self._context(call).guard():
-            gloo = self._groups.of(own.device)
-            place = gathered.view(-1).view(torch.uint8)
-            all_gather_even(gloo, place, own.view(torch.uint8)).wait()
-        return gathered
-
-    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> Work[None]:
-        context = self._context("all_gather")
+    def all_gather(
+        self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
+    ) -> Work[None]:
+        context = self._context(call)
         with context.guard():
             backend = self._groups.of(out.device)
             if len(set(counts)) == 1:
-                return TorchWork((all_gather_even(backend, out, own),), context)
+                return TorchWork((_all_gather_even(backend, out, own),), context)
             # torch gathers no uneven shares: every rank broadcasts its own into place.
             parts: tuple[Tensor, ...] = torch.split(out, list(counts))
             parts[self.rank].copy_(own)
             pending = [
-                broadcast(backend, part, root)
+                _broadcast(backend, part, root)
                 for root, part in enumerate(parts)
                 if part.numel()
             ]
         return TorchWork(pending, context)
 
-    def all_to_all(
-        self, sent: Tensor, received: Tensor, plan: Sequence[Sequence[int]]
-    ) -> Work[None]:
+    def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[None]:
+        arriving, leaving = [row[self.rank] for row in plan], list(plan[self.rank])
+
         def start() -> BackendWork:
-            arriving = [row[self.rank] for row in plan]
             backend = self._groups.of(sent.device)
-            return backend.alltoall_base(
-                received, sent, arriving, list(plan[self.rank])
-            )
+            return backend.alltoall_base(received, sent, arriving, leaving)
 
         return self._start("all_to_all", start)
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
         def start() -> BackendWork:
-            return broadcast(self._groups.of(data.device), data.view(torch.uint8), root)
+            return _broadcast(
+                self._groups.of(data.device), data.view(torch.uint8), root
+            )
 
         return self._start("broadcast", start)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
         values = data.view(torch.uint8)
-        return self._start("send", lambda: self._groups.send(values, to, tag))
+        return self._start(
+            "send", lambda: self._groups.message("send", values, to, tag)
+        )
 
     def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
         values = data.view(torch.uint8)
-        return self._start("recv", lambda: self._groups.recv(values, source, tag))
+        return self._start(
+            "recv", lambda: self._groups.message("recv", values, source, tag)
+        )
 
     def barrier(self) -> Work[None]:
         return self._start("barrier", lambda: self._groups.of(CPU).barrier())
@@ -244,13 +224,22 @@ class TorchDistributedEngine(Engine):
         return ErrorContext(name, self.rank, self.size, self.timeout_s)
 
 
+def _broadcast(backend: Backend, tensor: Tensor, root: int) -> BackendWork:
+    options: Any = BroadcastOptions()
+    options.rootRank = root
+    options.rootTensor = 0
+    return backend.broadcast([tensor.view(torch.uint8)], options)
+
+
+def _all_gather_even(backend: Backend, gathered: Tensor, own: Tensor) -> BackendWork:
+    """Gather equal, contiguous shares; ``gathered`` holds ``size`` times ``own``."""
+    return backend._allgather_base(gathered, own)  # noqa: SLF001  it has no other name
+
+
 def _reduce_by_shares(
     backend: Backend, size: int, source: Tensor, out: Tensor, what: Reduction
 ) -> None:
-    """Have each rank reduce one share of all, then gather the shares.
-
-    As many bytes travel as in a ring. Sums are rounded once, not once a rank.
-    """
+    """Have each rank reduce one share of all, rounding once, then gather the shares."""
     numel = source.numel()
     share = -(-numel // size)
     shares = torch.zeros(size * share, dtype=source.dtype, device=source.device)
@@ -260,5 +249,5 @@ def _reduce_by_shares(
     sent: Any = shares.view(torch.uint8)
     backend.alltoall_base(received.view(torch.uint8), sent, [], []).wait()
     reduced = reduce_stack(received.view(size, share), what.op, what.postscale)
-    all_gather_even(backend, sent, reduced.view(torch.uint8)).wait()
+    _all_gather_even(backend, sent, reduced.view(torch.uint8)).wait()
     out.copy_(shares[:numel])

@@ -1,5 +1,22 @@
-"""torch's process groups, and their works."""
+"""torch's process groups, and their works.
 
+Note [Gloo's sockets]
+    Left alone, Gloo looks its own host's name up, which on many a host leads to the
+    loopback, where no other host reaches it. The way to rank 0 is known to work: the
+    store is there.
+
+    Gloo goes on to listen for as long as its group lives, though nobody is to come any
+    more, and keeps every connection that comes: some hundred of a stranger's use up the
+    rank's descriptors, and Gloo ends the process (``accept: Too many open files``). The
+    socket cannot be closed under Gloo's hands. But a socket filter can have the kernel
+    drop every packet to it: open connections are sockets of their own.
+"""
+
+import ctypes
+import os
+import socket
+import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,17 +32,14 @@ from torch.distributed import (
     ProcessGroupGloo,
     Store,
 )
-from torch.distributed.distributed_c10d import BroadcastOptions
 
+from ronde.addresses import is_loopback, read_interfaces, source_towards
 from ronde.collectives.engine import ErrorContext, Look, Work, closed_error
-from ronde.collectives.engines.torch_distributed.gloo_sockets import (
-    find_own_address,
-    let_nobody_in,
-    make_listening,
-)
 from ronde.collectives.lane import FutureWork
+from ronde.collectives.store import JobStore
 from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.errors import UsageError
+from ronde.world.environment import select_variables
 
 _FOR_EVER = timedelta(0)
 """What torch takes for it."""
@@ -36,6 +50,14 @@ _SHORT = timedelta(milliseconds=1)
 _SHORTEST_PAUSE_S = 0.001
 _CLOSE_WITHIN_S = 5.0
 """How long what is under way may take to end by itself, and the peers to let go."""
+_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_making = threading.Lock()
+# The kernel's struct sock_filter, BPF_RET with 0: no byte of a packet is taken; and the
+# struct sock_fprog of this one instruction.
+_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_DROP))
 
 
 class BackendWork(Protocol):
@@ -43,16 +65,11 @@ class BackendWork(Protocol):
 
     def is_completed(self) -> bool: ...
 
-    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
-        """Block until the bytes are there; raises RuntimeError after the timeout."""
-        ...
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object: ...
 
 
 class TorchWork(Work[None]):
-    """One or more of torch's works and what is left to do after them.
-
-    Only one thread at a time may wait for it.
-    """
+    """torch's works and what is left to do after them; one thread at a time waits."""
 
     __slots__ = ("_after", "_context", "_pending")
 
@@ -100,10 +117,7 @@ class TorchWork(Work[None]):
 
 
 class AwaitedMessage:
-    """A send or receive: torch tells only whoever waits that it is over.
-
-    So a thread waits, from the first ``is_completed()`` on.
-    """
+    """A send or receive; torch completes it only for whoever waits: here, a thread."""
 
     __slots__ = ("_inner", "_outcome")
 
@@ -134,20 +148,17 @@ class AwaitedMessage:
 
 
 class Nccl:
-    """One process group of NCCL's, connected; collective to make.
+    """One process group of NCCL's; collective to make.
 
-    Connected at once, since the first call would do it, and wait there for the other
-    ranks: two groups whose first calls come in another order on another rank would wait
-    for ever.
+    It is connected at once. Left to the first calls, two groups whose first calls come
+    in another order on another rank would wait for ever.
     """
 
     def __init__(
         self,
         store: Store,
-        rank: int,
-        size: int,
-        *,
-        timeout: timedelta,
+        place: tuple[int, int],
+        limit: timedelta,
         device: torch.device,
     ) -> None:
         try:
@@ -158,24 +169,31 @@ class Nccl:
                 f"{torch.__version__}."
             ) from error
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout  # noqa: SLF001  the only name
+        options._timeout = limit  # noqa: SLF001  the only name
         self.device = device
-        self.group: Any = ProcessGroupNCCL(store, rank, size, options)
+        self.group: Any = ProcessGroupNCCL(store, *place, options)
         with torch.cuda.device(device):
             self.group.eager_connect_single_device(device)
         self._gathered: list[GroupedMessage] = []
 
-    def send(self, values: Tensor, to: int, tag: int) -> BackendWork:
-        return self._gather(tag, lambda: self.group.send([values], to, 0))
-
-    def recv(self, values: Tensor, source: int, tag: int) -> BackendWork:
-        return self._gather(tag, lambda: self.group.recv([values], source, 0))
+    def message(
+        self, call: str, values: Tensor, peer: int, tag: int
+    ) -> "GroupedMessage":
+        """Note a ``send`` or ``recv`` down, to be started with others."""
+        if tag:
+            raise UsageError(
+                f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
+                "it out, and receive in the order in which the other rank sends."
+            )
+        post = getattr(self.group, call)
+        message = GroupedMessage(self, lambda: post([values], peer, 0))
+        self._gathered.append(message)
+        return message
 
     def start_messages(self) -> None:
         """Start what was gathered, as one group.
 
-        A message keeps the stream until its counterpart runs. Started one by one, two
-        ranks that both receive first and then send would wait for ever.
+        Started one by one, two ranks that both first receive would wait for ever.
         """
         messages, self._gathered = self._gathered, []
         if not messages:
@@ -192,8 +210,8 @@ class Nccl:
     def close(self) -> None:
         """End connections and threads: gracefully if that is soon done, or else not.
 
-        Aborted at once, NCCL would drop what the network has not yet taken, which
-        another rank waits for. But a peer that is gone is waited for in vain.
+        Aborted at once, NCCL would drop what another rank waits for. But a peer that is
+        gone is waited for in vain.
         """
         self._gathered.clear()
         if not self._is_idle():
@@ -216,18 +234,7 @@ class Nccl:
         self._gathered.clear()
         self.group.abort()
 
-    def _gather(self, tag: int, post: Callable[[], object]) -> "GroupedMessage":
-        if tag:
-            raise UsageError(
-                f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
-                "it out, and receive in the order in which the other rank sends."
-            )
-        message = GroupedMessage(self, post)
-        self._gathered.append(message)
-        return message
-
     def _is_idle(self) -> bool:
-        """Wait a moment for the stream; say whether it has done all it was given."""
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         end_s = time.monotonic() + _CLOSE_WITHIN_S
@@ -239,7 +246,7 @@ class Nccl:
 
 
 class GroupedMessage:
-    """A send or receive that has started, or will with others: torch's ``Work``."""
+    """A send or receive that has started, or will with others."""
 
     __slots__ = ("_nccl", "_post", "_ready", "work")
 
@@ -251,7 +258,6 @@ class GroupedMessage:
         self.work: Any = None
 
     def post(self) -> None:
-        """Give it to NCCL, on whichever stream is current by now."""
         torch.cuda.current_stream(self._nccl.device).wait_event(self._ready)
         self._post()
 
@@ -259,7 +265,6 @@ class GroupedMessage:
         return bool(self._started().is_completed())
 
     def wait(self, timeout: timedelta = timedelta(0)) -> object:
-        """Order the current stream after them; with a timeout, block the thread."""
         return self._started().wait(timeout)
 
     def _started(self) -> Any:  # noqa: ANN401  torch's stubs give works no common type
@@ -270,23 +275,10 @@ class GroupedMessage:
         return self.work
 
 
-def broadcast(backend: Backend, tensor: Tensor, root: int) -> BackendWork:
-    options: Any = BroadcastOptions()
-    options.rootRank = root
-    options.rootTensor = 0
-    return backend.broadcast([tensor], options)
-
-
-def all_gather_even(backend: Backend, gathered: Tensor, own: Tensor) -> BackendWork:
-    """Gather equal, contiguous shares; ``gathered`` holds ``size`` times ``own``."""
-    return backend._allgather_base(gathered, own)  # noqa: SLF001  it has no other name
-
-
 class Groups:
-    """The process groups of one communicator, made when they are first needed.
+    """The process groups of one communicator: Gloo's, and NCCL's when it is needed.
 
     Making one is collective: the first CUDA tensor comes in the same call on all ranks.
-    Gloo's is made at once: all ranks agree on sizes through it.
     """
 
     def __init__(
@@ -300,19 +292,13 @@ class Groups:
         self._address = "127.0.0.1"
         if not is_one_host:
             addresses = PrefixStore("address", store)
-            self._address = find_own_address(addresses, rank, size, self._timeout)
+            self._address = _find_own_address(addresses, rank, size, self._timeout)
         self._is_closed = False
         self._thread: ThreadPoolExecutor | None = None
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
 
     def of(self, device: torch.device) -> Backend:
-        """Return the group that moves tensors of ``device``.
-
-        Raises:
-            UsageError: No engine here moves such tensors.
-            CollectiveError: The groups are closed.
-        """
         if self._nccl is not None:
             # Else what another rank waits for would wait for what is called now.
             self._nccl.start_messages()
@@ -323,49 +309,35 @@ class Groups:
 
     @property
     def cuda_device(self) -> torch.device | None:
-        """The device that NCCL is connected on; None where it is not."""
         return None if self._nccl is None else self._nccl.device
 
     def connect_nccl(self, device: torch.device) -> Nccl:
-        """Return the group that moves CUDA tensors; collective the first time.
-
-        Raises:
-            UsageError: No engine here moves tensors of ``device``.
-            CollectiveError: The groups are closed, or the ranks do not come together.
-        """
+        """Return the group that moves CUDA tensors; collective the first time."""
         self._require_open()
         if device.type != "cuda":
             raise UsageError(
                 f"device must be cpu or cuda, got {device}. Copy the tensor to the CPU."
             )
         if self._nccl is None:
-            self._nccl = Nccl(
-                PrefixStore("nccl", self._store),
-                self._rank,
-                self._size,
-                timeout=self._timeout,
-                device=device,
-            )
+            store, place = PrefixStore("nccl", self._store), (self._rank, self._size)
+            self._nccl = Nccl(store, place, self._timeout, device)
             self._backends["cuda"] = self._nccl.group
         return self._nccl
 
-    def send(self, values: Tensor, to: int, tag: int) -> BackendWork:
+    def message(self, call: str, values: Tensor, peer: int, tag: int) -> BackendWork:
+        """Start a ``send`` or ``recv``."""
         if not values.is_cpu:
-            return self.connect_nccl(values.device).send(values, to, tag)
-        return AwaitedMessage(self.of(values.device).send([values], to, tag))
-
-    def recv(self, values: Tensor, source: int, tag: int) -> BackendWork:
-        if not values.is_cpu:
-            return self.connect_nccl(values.device).recv(values, source, tag)
-        return AwaitedMessage(self.of(values.device).recv([values], source, tag))
+            return self.connect_nccl(values.device).message(call, values, peer, tag)
+        post = getattr(self.of(values.device), call)
+        return AwaitedMessage(post([values], peer, tag))
 
     def submit(
         self, context: ErrorContext, steps: Callable[[Backend], None]
     ) -> FutureWork[None]:
         """Call ``steps`` in a thread, once all earlier ones are over.
 
-        The second step may start only when the first is over, and all ranks must start
-        their steps in one order. So the steps have a group and a thread to themselves.
+        All ranks must start their steps in one order, the second when the first is
+        over. So the steps have a group and a thread to themselves.
         """
         self._require_open()
         if self._thread is None:
@@ -382,12 +354,12 @@ class Groups:
     def abort(self) -> None:
         """Close, and make what is under way fail here and on the other ranks.
 
-        Gloo has no call for that, and its groups live on in what is under way. But one
-        message that times out ends all connections of its group.
+        Gloo has no call for that. But one message that times out ends all connections
+        of its group.
         """
         for name in ("steps", "cpu"):
             if name in self._backends:
-                _break_off(self._backends[name], self._rank, self._size)
+                self._break_off(self._backends[name])
         if self._nccl is not None:
             self._nccl.abort()
             self._nccl = None
@@ -404,6 +376,17 @@ class Groups:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
+    def _break_off(self, gloo: Backend) -> None:
+        for peer in range(self._size):
+            if peer == self._rank:
+                continue
+            nothing = [torch.empty(1, device="cpu")]
+            try:
+                gloo.recv(nothing, peer, _UNUSED_TAG).wait(_SHORT)
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return  # with a peer that is gone it is no time-out
+
     def _require_open(self) -> None:
         if self._is_closed:
             raise closed_error()
@@ -416,23 +399,85 @@ class Groups:
         if self._address:
             options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
             options._timeout = self._timeout  # noqa: SLF001  likewise
-            device, listening = make_listening(
-                lambda: gloo.create_device(hostname=self._address), self._address
-            )
+            with _making:  # another thread's sockets still wait for its ranks
+                before = _listening(self._address)
+                device = gloo.create_device(hostname=self._address)
+                after = _listening(self._address)
+            listening = {fd: i for fd, i in after.items() if before.get(fd) != i}
             options._devices = [device]  # noqa: SLF001  likewise
         group: Backend = gloo(store, self._rank, self._size, options)
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         group.barrier().wait()
-        let_nobody_in(listening)
+        _let_nobody_in(listening)
         return group
 
 
-def _break_off(gloo: Backend, rank: int, size: int) -> None:
-    for peer in range(size):
-        if peer == rank:
-            continue
-        try:
-            gloo.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(_SHORT)
-        except RuntimeError as error:
-            if "Timed out" in str(error):
-                return  # with a peer that is gone it is no time-out
+def _let_nobody_in(listening: dict[int, int]) -> None:
+    """Have the kernel keep all from these sockets: see Note [Gloo's sockets]."""
+    if select_variables([_LAZY]).get(_LAZY, "0").lower() in ("1", "true", "yes", "y"):
+        return  # torch then connects two ranks when they first need it
+    for fd, inode in listening.items():
+        # A sandbox may have no filters: the port stays open there, and the job goes on.
+        with suppress(OSError):
+            if os.fstat(fd).st_ino == inode:
+                with socket.socket(fileno=os.dup(fd)) as sock:
+                    sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
+
+
+def _listening(address: str) -> dict[int, int]:
+    """Return the inodes of this process's sockets that listen there, by descriptor."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if (
+                    sock.family in (socket.AF_INET, socket.AF_INET6)
+                    and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    and sock.getsockname()[0] == address
+                ):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Return the address of this host that leads to where the ranks meet; collective.
+
+    Empty where the user has named an interface that does not lead there, or where no
+    route does: torch then decides. On the store's own host it is what others use: its
+    name may lead to the loopback there, and only the others know the address.
+    """
+    target = _find_target(store)
+    own = source_towards(target) if target else ""
+    is_near = not own or is_loopback(own)
+    store.set(f"target/{rank}", "" if is_near else target)
+    # The last rank is the likeliest to be on another host.
+    for other in reversed([r for r in range(size) if is_near and r != rank]):
+        key = f"target/{other}"
+        # The store's own time-out is not the caller's.
+        store.wait([key], timeout)
+        address = store.get(key).decode()
+        if address and source_towards(address) == address:
+            own = address
+            break
+    named = select_variables([_INTERFACE]).get(_INTERFACE)
+    addresses = [i.address for i in read_interfaces() if i.interface == named]
+    return "" if named and own not in addresses else own
+
+
+def _find_target(store: Store) -> str:
+    base: Any = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    host = base.address if isinstance(base, JobStore) else getattr(base, "host", "")
+    if not host:
+        return ""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    # In one order on all hosts: Gloo connects no IPv4 to IPv6.
+    addresses = sorted((str(entry[4][0]) for entry in found), key=lambda a: ":" in a)
+    return next((a for a in addresses if source_towards(a)), "")
