@@ -143,80 +143,58 @@ def test_a_size_that_is_not_exact_is_refused(size):
         make_factor(torch, size, 1)
 
 
+@pytest.fixture
+def run_first(monkeypatch, tmp_path):
+    """Give a function from a text to programs that begin with it."""
+
+    def run(text):
+        (tmp_path / "sitecustomize.py").write_text(text)
+        paths = (str(tmp_path), *filter(None, sys.path))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+    return run
+
+
+QUESTION = {"do": "burn", "seconds": 0.01, "size": 8, "seed": 5}
+
+
 def test_a_program_that_dies_is_told_and_one_without_torch_is_unreadable(
-    site, monkeypatch
+    site, run_first
 ):
-    question = {"do": "burn", "seconds": 0.01, "size": MAX_SIZE + 1, "seed": 5}
-    told = operations.burn(site, question)["products"]
+    told = operations.burn(site, QUESTION | {"size": MAX_SIZE + 1})["products"]
     (failed,) = told.values()
     assert "ended with code 1" in failed["failure"]
     assert f"got {MAX_SIZE + 1}" in failed["failure"]
-    blocked = "import sys; sys.modules['torch'] = None; "
-    monkeypatch.setattr(operations, "_BOOT", blocked + operations._BOOT)
+    run_first("import sys; sys.modules['torch'] = None")
     with pytest.raises(OSError, match="torch cannot be imported"):
-        operations.burn(site, question | {"size": 8})
+        operations.burn(site, QUESTION)
 
 
-def test_one_that_hangs_is_killed_and_told(site, monkeypatch):
+def test_one_that_hangs_is_killed_and_told(site, monkeypatch, run_first):
     monkeypatch.setattr(operations, "_BESIDES_S", 0.3)
-    monkeypatch.setattr(operations, "_BOOT", "import signal; signal.pause()")
-    question = {"do": "burn", "seconds": 0.0, "size": 8, "seed": 5}
-    (failed,) = operations.burn(site, question)["products"].values()
+    run_first("import signal; signal.pause()")
+    (failed,) = operations.burn(site, QUESTION)["products"].values()
     assert "hung" in failed["failure"]
 
 
 COMPUTED = {"checksum": "c0ffee", "num_wrong": 0, "model": "M"}
 RATE = {"model": "M", "is_near": True, "host_to_device_gb_per_s": 25.0}
-SAID = "print({!r}, flush=True); "
-
-
-def telling(*lines, then=""):
-    """Return the words of a program that writes lines of JSON."""
-    printed = "".join(SAID.format(json.dumps(line)) for line in lines)
-    return f"import os, signal; {SAID.format('NVRM: {not json')}{printed}{then}"
-
-
-@pytest.mark.parametrize(
-    ("then", "reason"),
-    [
-        ("os._exit(3)", "its program ended with code 3"),
-        ("os.kill(os.getpid(), 11)", "its program ended with code -11"),
-        ("signal.pause()", "its program hung, and was killed"),
-    ],
-)
-def test_copies_that_end_the_program_leave_the_products(
-    site, monkeypatch, then, reason
-):
-    products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
-    first = {"copies": {"cuda:0": RATE}}
-    boot = telling({"products": products}, first, then=then)
-    monkeypatch.setattr(operations, "_BOOT", boot)
-    if "pause" in then:
-        monkeypatch.setattr(operations, "_BESIDES_S", 5.0)
-    told = operations.burn(site, {"seconds": 0.0, "size": 8, "seed": 5})
-    assert told["products"] == products
-    assert told["copies"].keys() == {"cuda:0", "cuda:1"}
-    assert told["copies"]["cuda:0"] == RATE
-    assert told["copies"]["cuda:1"]["failure"].startswith(reason)
-
-
 TWO_GPUS = """
 import sys
-sys.path[:0] = sys.path_here
-import torch
-from tests.check.cuda_fake import FakeTorch, on_host
-from ronde.check.gpu import copies as copying
-copying.HOST_BYTES, copying.DEVICE_BYTES = 1 << 16, 1 << 18
-torch.Tensor.to = on_host(torch.Tensor.to)
-sys.modules["torch"] = FakeTorch((0, 0x1B, 0), (0, 0x1C, 0))
+if "ronde.check" in " ".join(sys.orig_argv):
+    import torch
+    from tests.check.cuda_fake import FakeTorch, on_host
+    from ronde.check.gpu import copies as copying
+    copying.HOST_BYTES, copying.DEVICE_BYTES = 1 << 16, 1 << 18
+    torch.Tensor.to = on_host(torch.Tensor.to)
+    sys.modules["torch"] = FakeTorch((0, 0x1B, 0), (0, 0x1C, 0))
 """
 
 
-def test_the_program_tells_of_each_gpu_what_it_computed_and_copied(site, monkeypatch):
+def test_the_program_tells_of_each_gpu_what_it_computed_and_copied(site, run_first):
     """Its GPUs are this machine's memory; see ``cuda_fake``."""
-    boot = TWO_GPUS.replace("sys.path_here", repr(sys.path)) + operations._BOOT
-    monkeypatch.setattr(operations, "_BOOT", boot)
-    told = operations.burn(site, {"seconds": 0.01, "size": 33, "seed": 5})
+    run_first(TWO_GPUS)
+    told = operations.burn(site, QUESTION | {"size": 33})
     products = told["products"]
     assert products.keys() == {"cpu", "cuda:0", "cuda:1"}
     assert {each["checksum"] for each in products.values()} == {exact_checksum(33, 5)}
@@ -225,6 +203,22 @@ def test_the_program_tells_of_each_gpu_what_it_computed_and_copied(site, monkeyp
         check_copies(copies)
         assert copies["model"] == products[name]["model"]
         assert products[name]["num_products"] % NUM_IN_ROUND == 0
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        ("os._exit(3)", "it ended with code 3"),
+        ("os.kill(os.getpid(), 11)", "it ended with code -11"),
+    ],
+)
+def test_copies_that_end_the_program_leave_the_products(site, run_first, then, reason):
+    run_first(f"{TWO_GPUS}    import os\n    copying.measure_gpu = lambda *_: {then}\n")
+    told = operations.burn(site, QUESTION)
+    assert all("checksum" in each for each in told["products"].values())
+    assert told["copies"].keys() == {"cuda:0", "cuda:1"}
+    for each in told["copies"].values():
+        assert each["failure"].startswith(f"its program failed: {reason}")
 
 
 def burn_answering(answer, num_gpus=None):

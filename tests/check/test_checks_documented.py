@@ -7,12 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from scripts.check_pages import draw_page
 from tests.check.fleets import CHECKS, make_check
 
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Family, Severity
 from ronde.cli.check import make_parser
-from ronde.render.check import draw_page, explain_check, list_checks
+from ronde.render.check import explain_check, list_checks
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOLD = ("title", "reads", "threshold", "source", "fix", "why")

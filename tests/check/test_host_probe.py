@@ -11,10 +11,10 @@ from hypothesis import given, settings, strategies as st
 from tests.check.fleets import of_family
 from tests.topology.saved_trees import Tree
 
+from ronde.check import limits
 from ronde.check.catalogue import PROBES
 from ronde.check.check import FactReader, Family, UnreadableError
-from ronde.check.host import limits
-from ronde.check.host.limits import UNLIMITED, parse_limit, parse_meminfo
+from ronde.check.limits import UNLIMITED, parse_limit, parse_meminfo
 from ronde.check.probing import run_probes
 
 HOST = tuple(check for check in of_family(Family.HOST) if "scheduler" not in check.id)
@@ -125,7 +125,7 @@ def test_this_machine_has_its_own_limits():
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     code = (
         "import resource, json; from ronde.check.check import FactReader; "
-        "from ronde.check.host import limits; "
+        "from ronde.check import limits; "
         f"resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, {before[1]})); "
         "reading = FactReader({}); limits.read(reading); "
         "print(json.dumps([reading.values, reading.unreadable]))"
@@ -206,7 +206,7 @@ def test_a_machine_that_does_not_tell_its_memory_is_not_without(tmp_path):
 WITHOUT_RIGHTS = """
 import ctypes, json, sys
 from ronde.check.check import FactReader
-from ronde.check.host import limits
+from ronde.check import limits
 # Version 3 of the kernel's structure, this process, and three empty sets.
 asked, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(asked, none) == 0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.topology.saved_trees import Tree
 
+from ronde.check import scheduler
 from ronde.check.catalogue import PROBES, all_checks
 from ronde.check.check import FactReader, Fleet, HostFacts, Severity, Value
-from ronde.check.host import scheduler
 from ronde.check.judging import Judgement, judge
 from ronde.check.probing import run_probes
 from ronde.launch.environments import own_environment

@@ -20,7 +20,8 @@ from ronde.check.check import (
     Severity,
     UnreadableError,
 )
-from ronde.check.host.software import (
+from ronde.check.probing import run_probes
+from ronde.check.software import (
     ABSENT,
     digest_code,
     find_nccl,
@@ -30,7 +31,6 @@ from ronde.check.host.software import (
     read_torch,
     select_environment,
 )
-from ronde.check.probing import run_probes
 
 HEALTHY: dict[str, Any] = {
     "versions.python": "3.11.7",
@@ -81,7 +81,7 @@ def test_torch_is_not_imported() -> None:
     program = """
 import sys
 from ronde.check.check import FactReader
-from ronde.check.host.software import read
+from ronde.check.software import read
 read(FactReader({}))
 sys.exit("torch" in sys.modules)
 """

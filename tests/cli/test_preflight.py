@@ -36,7 +36,7 @@ lost = int(os.read(read, 100))
 from ronde.launch.process_tree import read_process
 while read_process(lost).parent != 1:
     pass
-from ronde.check.storage.folders import find_leftovers
+from ronde.check.storage import find_leftovers
 found = find_leftovers()
 print(found["num"], found["pids"] == str(lost))
 """

@@ -10,18 +10,18 @@ from ronde.check.probing import FAILED, ProbeEntry
 
 _NETWORK = ("ronde.check.network.interfaces", "ronde.check.network.rdma")
 PROBES = {
-    "versions": ProbeEntry(("ronde.check.host.software",), 30.0, "versions."),
+    "versions": ProbeEntry(("ronde.check.software",), 30.0, "versions."),
     "gpu": ProbeEntry(("ronde.check.gpu.presence",), 45.0, "gpu."),
-    "host": ProbeEntry(("ronde.check.host.limits",), 5.0, "host."),
+    "host": ProbeEntry(("ronde.check.limits",), 5.0, "host."),
     "network": ProbeEntry(_NETWORK, 5.0, "network."),
     "storage": ProbeEntry(("ronde.check.storage",), 10.0, "storage."),
-    "scheduler": ProbeEntry(("ronde.check.host.scheduler",), 5.0, "scheduler."),
+    "scheduler": ProbeEntry(("ronde.check.scheduler",), 5.0, "scheduler."),
 }
 """By name; each runs in a process of its own."""
 
 _SUBJECTS = (
-    *("cluster", "compute", "host.software", "gpu.presence", "gpu.health"),
-    *("gpu.links", "gpu.copies", "host.limits", "host.scheduler"),
+    *("cluster", "compute", "software", "gpu.presence", "gpu.health"),
+    *("gpu.links", "gpu.copies", "limits", "scheduler"),
     *("network.interfaces", "network.reach", "network.rdma"),
     *("network.bandwidth", "network.pair_jobs", "storage"),
 )

@@ -267,10 +267,7 @@ def spell(value: Value) -> str:
 def find_odd(
     shown: Mapping[str, str], of: str = "hosts"
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield each host that differs, with its value and what most others have.
-
-    In a draw, or with only two, each host is yielded.
-    """
+    """Yield hosts that differ, with value and what most have; in a draw all."""
     counts = Counter(shown.values())
     if len(counts) < 2:
         return
@@ -303,10 +300,7 @@ class Few(NamedTuple):
 
 
 def find_few(amounts: Mapping[str, float], share: float) -> Few:
-    """Find the hosts that have less than a share of the upper median.
-
-    Where as many have little as have much, it is a draw; with two hosts always.
-    """
+    """Find those with less than a share of the upper median; of two it is a draw."""
     if not amounts:
         return Few((), 0.0, is_draw=False)
     usual = statistics.median_high(amounts.values())

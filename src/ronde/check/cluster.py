@@ -37,10 +37,8 @@ _TIMEOUT_S = 3.0
 def taking_part(fleet: Fleet) -> Problems:
     """The host can be reached, and ronde starts there.
 
-    reads: an agent started over ssh, srun or mpirun, as ronde run starts it, and its
-        first answer
-    threshold: an answer within 30 s, from the same version of ronde and the same minor
-        version of Python
+    reads: the first answer of an agent, started as ronde run starts it
+    threshold: an answer within 30 s, with the same ronde and minor version of Python
     source: ronde's own: what ronde run needs to start ranks there
     fix: ssh HOST true, and read its error
     why: ronde run starts nothing at all while one of its hosts is missing.
@@ -54,11 +52,9 @@ def probe_hung(fleet: Fleet) -> Problems:
     """No probe of the host hangs or breaks.
 
     reads: whether each probe, a process of its own, ends before its deadline
-    threshold: 5 to 45 s by probe; for a single GPU see gpu-lost. A probe that breaks is
-        a warning
+    threshold: 5 to 45 s by probe (a GPU: gpu-lost); one that breaks is a warning
     source: ronde's own
-    fix: Look at what hangs there: ps -eo pid,stat,wchan:32,cmd; for a driver or a dead
-        file server mostly a restart helps
+    fix: Look at what hangs: ps -eo pid,stat,wchan:32,cmd; mostly a restart helps
     why: A rank that asks the same hangs as well, and all others wait for it.
     """
     fix = "Type there: python -m ronde check; and report it if it fails as well"
@@ -76,10 +72,7 @@ def clock(_: NodeContext, _question: dict[str, Value]) -> dict[str, Value]:
 
 
 def compare_clocks(hosts: HostSet) -> None:
-    """Ask all hosts for the time, several times; the quickest answer counts.
-
-    Source: NTP's clock filter (RFC 5905, section 10): it has the least error.
-    """
+    """Ask all for the time; the quickest answer counts, as in NTP (RFC 5905, 10)."""
     best: dict[str, tuple[float, float]] = {}
     failures: dict[str, str] = {}
     for _ in range(_NUM_EXCHANGES):
@@ -103,10 +96,7 @@ def compare_clocks(hosts: HostSet) -> None:
 
 
 def compare(reply: Reply, epoch_s: float) -> tuple[float, float]:
-    """Return a host's clock less this one's, and by how much that may be wrong.
-
-    ``epoch_s`` is this machine's clock when its monotonic one was 0.
-    """
+    """Return a host's clock less this one's, and by how much that may be wrong."""
     middle_s = (reply.asked_s + reply.answered_s) / 2
     offset_s = reply.values["time_ns"] / 1e9 - (epoch_s + middle_s)
     return offset_s, (reply.answered_s - reply.asked_s) / 2
@@ -119,14 +109,12 @@ STEP = ProbeStep("clock", compare_clocks, (OFFSET, ERROR))
 def clock_offset(fleet: Fleet) -> Problems:
     """All clocks show the same time.
 
-    reads: each host's clock against this machine's, the quickest of several exchanges,
-        beyond what the exchange may be off
+    reads: each host's clock against this machine's, beyond the error of the exchange
     threshold: 100 ms from the middle host; a failure above 5 s
     source: ronde's own: below 100 ms traces of several hosts can be laid side by side
     fix: As root: timedatectl set-ntp true, or chronyc makestep
     needs: several hosts
-    why: Logs, traces and file times of several hosts contradict each other; tokens and
-        certificates are refused.
+    why: Logs and traces of several hosts contradict each other; tokens are refused.
     """
     known = {f.host: f.values for f in fleet.having(OFFSET, ERROR)}
     offsets = {host: float(values[OFFSET]) for host, values in known.items()}

@@ -34,14 +34,7 @@ def collect(
     plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
-    """Collect facts of hosts; nothing is left there when it returns or raises.
-
-    ``report`` is given the name of each step that begins.
-
-    Raises:
-        InterruptedStartError: The user has ended it.
-        LaunchError: An agent does not keep to its protocol.
-    """
+    """Collect facts of hosts; nothing is left there when it returns or raises."""
     adopt_orphans()
     controller = Controller(NoOutput(), signal_fd, starter)
     try:

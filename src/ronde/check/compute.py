@@ -1,8 +1,7 @@
 """How fast hosts compute: a little work always, a long matrix product with --burn.
 
-The product runs in a program of its own on all processors. It writes at once what it
-has found, a line of JSON each: the products, then what each GPU copies, one after the
-other with nothing else at work. The products are known whatever becomes of the copies.
+The product runs in a program of its own on all processors, and after it the copies of
+each GPU in another one, with nothing else at work.
 
 Note [Exact products]
     The factors hold whole numbers of at most 2^20. A product of two is at most 2^40,
@@ -14,22 +13,20 @@ Note [Exact products]
 
 import ctypes
 import hashlib
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 from ronde.check.check import (
     FAIL,
     WARN,
+    FactReader,
     Family,
     Fleet,
     Problem,
@@ -49,6 +46,7 @@ from ronde.check.gpu.judges import (
     fold_devices,
 )
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
+from ronde.check.probing import ProbeEntry, run_probes
 from ronde.launch.process_tree import die_with_parent
 
 # Facts: seconds for a fixed piece of work, while all hosts do it; and of CPU for it,
@@ -57,7 +55,7 @@ PACE, PACE_CPU = "cluster.compute_s", "cluster.compute_cpu_s"
 # Fact: by device, such as ``cpu`` or ``cuda:0``, what it made of the product.
 PRODUCTS = "cluster.products"
 _NUM_GPUS = "gpu.count"
-_BURN_TIMEOUT_S = 120.0
+_BURN_TIMEOUT_S = 130.0
 
 _SLOW, _VERY_SLOW, _SLOW_CPU = 2.0, 4.0, 1.5
 _SPIN_S, _SPIN_TIMEOUT_S, _MAX_ROUNDS = 0.2, 10.0, 5
@@ -76,14 +74,8 @@ _SHIFT = 11
 # Products that a GPU is given at once, so that it never waits for this program.
 NUM_IN_ROUND = 8
 # For torch to be imported, drivers to start, and each GPU to copy.
-_BESIDES_S = 110.0
-_KILLED_S = 1.0
+_BESIDES_S = 60.0
 _MAX_CHARS = 200
-_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
-_BOOT = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from ronde.check.compute import main; main()"
-)
 Torch = Any
 Tensor = Any
 
@@ -121,11 +113,7 @@ def _compute_piece() -> float:
 
 
 def measure_pace(hosts: HostSet) -> None:
-    """Store the best of some rounds; a second one only where one seems slow.
-
-    What is slow by chance is not so in all of them. All hosts take part in each round:
-    those that share a machine share it alike.
-    """
+    """Store the best of some rounds, in which all take part; one if none seems slow."""
     best: dict[str, tuple[float, float]] = {}
     for _ in range(_MAX_ROUNDS):
         replies = hosts.ask_all({"do": "spin", "seconds": _SPIN_S}, _SPIN_TIMEOUT_S)
@@ -160,12 +148,10 @@ def find_slow(paces: Mapping[str, float], limit: float) -> tuple[str, ...]:
 def slow_host(fleet: Fleet) -> Problems:
     """All hosts compute as fast.
 
-    reads: the time of a fixed computation on one CPU, done on all hosts at once and up
-        to five times, and its CPU time on the quickest of up to eight CPUs
+    reads: the time and CPU time of a fixed computation, on all hosts at once
     threshold: twice what most hosts need, four times a failure; 1.5 times the CPU time
     source: ronde's own: hosts that share two busy CPUs stay below twice
-    fix: Look at who else uses its CPUs and who limits it: top, taskset -p $$, nice,
-        cpu.max of its control group
+    fix: Look at who uses or limits its CPUs: top, taskset -p $$, nice, cpu.max
     needs: several hosts
     why: Every collective waits for the slowest host.
     """
@@ -200,64 +186,31 @@ def burn(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     Raises:
         OSError: There is no torch.
     """
-    seconds = float(question["seconds"])
-    given = json.dumps([seconds, int(question["size"]), int(question["seed"])])
-    words = [sys.executable, "-c", _BOOT, _PACKAGE_DIR, given]
-    output, failure = _run(words, seconds)
-    found = _merge(output)
-    if "missing" in found:
-        raise OSError(found["missing"])
-    if "products" not in found:
-        found["products"] = {"all processors": {"failure": failure}}
-    gpus = [name for name in found["products"] if name.startswith("cuda:")]
-    not_reached = {name: {"failure": f"its program {failure}"} for name in gpus}
-    return found | {"copies": not_reached | found.get("copies", {})}
+    limit_s = float(question["seconds"]) + _BESIDES_S
+    program = ProbeEntry((__name__,), limit_s, "", question)
+    values, unreadable, failure, _seconds = run_probes({"": program}, {})[""]
+    if unreadable:
+        raise OSError(unreadable["products"])
+    products = values.get("products", {"all processors": {"failure": failure}})
+    gpus = [name for name in products if name.startswith("cuda:")]
+    copies: dict[str, Value] = {}
+    if gpus:
+        program = ProbeEntry((measure_gpu.__module__,), _BESIDES_S, "")
+        copied = run_probes({"": program}, {})[""]
+        failed = {"failure": f"its program failed: {copied.failure}"}
+        copies = {name: copied.values.get(name, failed) for name in gpus}
+    return {"products": products, "copies": copies}
 
 
-def _run(words: list[str], seconds: float) -> tuple[bytes, str]:
-    """Run a program; return what it wrote, and how it ended, in half a sentence."""
-    process = subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        output, complaint = process.communicate(timeout=seconds + _BESIDES_S)
-    except subprocess.TimeoutExpired as late:
-        os.killpg(process.pid, signal.SIGKILL)
-        # What hangs in a driver dies when that lets go of it.
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_KILLED_S)
-        how = f"hung, and was killed {_BESIDES_S:g} s after its time"
-        return late.output or b"", how
-    last = complaint.decode(errors="replace").strip().splitlines()[-1:]
-    reason = f"ended with code {process.returncode}: {''.join(last)}"
-    return output, reason[:_MAX_CHARS]
-
-
-def _merge(output: bytes) -> dict[str, Any]:
-    """Return the lines of a program together, those that are JSON objects."""
-    found: dict[str, Any] = {}
-    for line in output.splitlines():
-        # Libraries write there as well.
-        with suppress(ValueError, AttributeError):
-            for name, value in cast("dict[str, Any]", json.loads(line)).items():
-                is_part = isinstance(value, dict)
-                found[name] = found.get(name, {}) | value if is_part else value
-    return found
-
-
-def main() -> None:
-    """Read seconds, size and seed from the command line; write what was found."""
+def read(reader: FactReader) -> None:
+    """Be the program that multiplies: the settings are the question."""
     # What asked may be killed, and this computes for long.
     die_with_parent(os.getppid(), signal.SIGKILL)
-    seconds, size, seed = json.loads(sys.argv[2])
+    seconds, size, seed = (reader.settings[n] for n in ("seconds", "size", "seed"))
     try:
         torch: Torch = import_module("torch")
     except ImportError as error:
-        _answer({"missing": f"torch cannot be imported there: {error}"})
+        reader.unreadable["products"] = f"torch cannot be imported there: {error}"
         return
     factors = [make_factor(torch, size, seed + number) for number in range(2)]
     found: dict[str, dict[str, Value]] = {}
@@ -276,23 +229,11 @@ def main() -> None:
         each.start()
     for each in computing:
         each.join()
-    _answer({"products": found})
-    for number, name in enumerate(gpus):
-        _answer({"copies": {name: measure_gpu(torch, number)}})
-
-
-def _answer(found: dict[str, Value]) -> None:
-    # A line of its own: libraries may have written something before.
-    sys.stdout.write(f"\n{json.dumps(found)}\n")
-    sys.stdout.flush()
+    reader.values["products"] = found
 
 
 def make_factor(torch: Torch, size: int, seed: int) -> Tensor:
-    """Return a square matrix in float64, the same for a seed with any torch.
-
-    Raises:
-        ValueError: So large a product would not be exact.
-    """
+    """Return a square matrix in float64, the same for a seed with any torch."""
     if not 1 <= size <= MAX_SIZE:
         raise ValueError(f"size must be from 1 to {MAX_SIZE}, got {size}")
     drawn = bytearray(random.Random(seed).randbytes(4 * size * size))  # noqa: S311
@@ -375,13 +316,10 @@ BURN_STEP = ProbeStep("burning", run_burn, (PRODUCTS, COPIES), (_NUM_GPUS,), "bu
 def product_checksum(fleet: Fleet) -> Problems:
     """All processors compute the same.
 
-    reads: the checksum of a matrix product of seeded whole numbers in float64, on the
-        CPUs and on each GPU, again and again for the time of --burn
-    threshold: the same bits everywhere and every time: all sums stay below 2^53 and are
-        exact, in any order
+    reads: the checksum of a float64 matrix product on CPUs and GPUs, for --burn's time
+    threshold: the same bits everywhere: sums below 2^53 are exact in any order
     source: IEEE 754; large clusters find silent errors by comparing hosts
-    fix: Take the host out of the job, and have CPU, memory or GPU tested: dcgmi diag -r
-        3, memtester, stress-ng --verify
+    fix: Take the host out and test it: dcgmi diag -r 3, memtester, stress-ng --verify
     needs: --burn, torch
     why: A processor that silently computes wrong results spoils the model of all ranks.
     """
@@ -415,8 +353,7 @@ _GPU_SPEED = SpeedMeasure("computed at", _show_flops, 0.9, 0.8)
 def product_speed(fleet: Fleet) -> Problems:
     """All processors compute as fast under load.
 
-    reads: the speed of that product: CPUs of all hosts are compared, and GPUs of one
-        model, of one host or of many
+    reads: the speed of that product, of all hosts' CPUs and of GPUs of one model
     threshold: CPUs: 80% of what most hosts reach, below 50% a failure; GPUs: 90% of
         what most of the model reach, below 80% a failure
     source: ronde's own

@@ -60,10 +60,7 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
 
 
 def _why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
-    """Return why a check cannot be made on a host; None where it can be made.
-
-    Empty where there is nothing to read: what only several hosts have, on one.
-    """
+    """Return why a check cannot be made; None if it can, '' with nothing to read."""
     for name in names:
         if name not in facts.values:
             # A probe that failed names what all its facts begin with.
@@ -122,10 +119,7 @@ def decide(
 def fit_together(
     hosts: Sequence[str], readiness: Readiness, *, is_strict: bool
 ) -> tuple[str, ...]:
-    """Return hosts that are ready, and no two of which are not ready together.
-
-    The host that is in most such pairs is left out first; in a draw, the later one.
-    """
+    """Leave out hosts until all pairs are ready: most pairs first, else the later."""
     left_out = {*readiness.faulty, *(readiness.warned if is_strict else ())}
     pairs = {*readiness.faulty_pairs, *(readiness.warned_pairs if is_strict else ())}
     left = [name for name in hosts if name not in left_out]

@@ -114,10 +114,7 @@ def look(path: str) -> TaskOutcome:
 
 
 def sample(path: str) -> TaskOutcome:
-    """Return a file's size and the beginning of a hash of it.
-
-    Of a file larger than all samples together, these are spread from begin to end.
-    """
+    """Return a file's size and the beginning of a hash of it, or of samples of it."""
     # Imported where it is needed: it takes longer than most tasks.
     import hashlib
 

@@ -148,10 +148,8 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
 
     reads: on each host the folders of --path; the one in which ranks start: the current
         one, or --chdir; and TMPDIR, else /tmp
-    threshold: each is a folder that can be entered; a warning if temporary files cannot
-        be written
-    source: ronde's own: ronde run refuses a host without the folder; Python and torch
-        need temporary files
+    threshold: each can be entered; a warning if temporary files cannot be written
+    source: ronde's own: ronde run refuses such a host; Python needs temporary files
     fix: mount it there, or mkdir -p it where it need not be shared
     why: Ranks there cannot start, or do not find their data and checkpoints.
     """
@@ -173,14 +171,12 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
 def dataset_files(fleet: Fleet) -> Problems:
     """Files are the same on all hosts.
 
-    reads: size and hash of the files of --file; above 1MiB, of 16 pieces of 64KiB,
-        spread evenly
+    reads: size and hash of the files of --file; above 1MiB, of 16 pieces of 64KiB
     threshold: each exists, with the same size and hash everywhere
     source: ronde's own; what most hosts have, of three or more
     fix: copy it again: rsync -a HOST:FILE FILE
     needs: --file
-    why: Ranks train on different data, or take a different number of steps and wait for
-        each other forever.
+    why: Ranks train on different data, or take fewer steps than the others and hang.
     """
     shown: dict[str, dict[str, str]] = {}
     for host, files in fleet.known(_FILES).items():
@@ -199,8 +195,7 @@ def dataset_files(fleet: Fleet) -> Problems:
 def hung_mount(values: Values, _: Fleet) -> Problems:
     """All file systems answer.
 
-    reads: statfs of network file systems, of the folder in which ranks start, of the
-        one for temporary files and of --path and --file, each in its own process
+    reads: statfs of network file systems, the folder where ranks start, TMPDIR, --path
     threshold: an answer within 5 s
     source: ronde's own; a quick answer takes milliseconds
     fix: look at its file server; then umount -f -l MOUNT, and mount it again
@@ -217,10 +212,8 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
 def disk_space(values: Values, _: Fleet) -> Problems:
     """There is room on disk, for bytes and for files.
 
-    reads: statfs of the folder in which ranks start, of the one for temporary files and
-        of --path, if they can be written to
-    threshold: 5 % or 50GiB free, and at least 1GiB; a failure below 16MiB. 5 % of the
-        files that a file system allows
+    reads: statfs of the folder where ranks start, of TMPDIR and of --path
+    threshold: 5 % or 50GiB free, and 1GiB; 5 % of the files; below 16MiB a failure
     source: 5 %: Imbue's host health checks; the sizes are ronde's own
     fix: make room there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER
     why: Writing a checkpoint fails, after hours of training.
@@ -332,11 +325,7 @@ STEP = ProbeStep("sharing", run, (SHARED,))
 
 
 def group(sight: Sight) -> list[list[str]]:
-    """Return groups of hosts that share a folder, the largest first.
-
-    Two hosts share it if each sees what the other left there, as far as it left
-    something; and so do two that share it with a third.
-    """
+    """Return groups of hosts that share a folder, maybe by a third; largest first."""
     left = list(sight)
     groups: list[list[str]] = []
     while left:
@@ -358,14 +347,12 @@ def _share(sight: Sight, one: str, other: str) -> bool:
 def shared_folder(fleet: Fleet) -> Problems:
     """A shared folder is the same one on all hosts.
 
-    reads: files that each host leaves in the folders of --path, and that all hosts look
-        for; they are removed again
+    reads: files that each host leaves in each --path, and all look for; then removed
     threshold: each host sees those of all others within 3 s
     source: ronde's own; what most hosts share, of three or more
     fix: findmnt -T FOLDER on each host; mount the same file system there
     needs: several hosts, --path, and permission to write there
-    why: A checkpoint is not found where a rank is restarted, or half of it is; where
-        a mount is missing, ranks write to the disk below its mount point.
+    why: Checkpoints are not found at a restart, or ranks write below a missing mount.
     """
     by_path: dict[str, dict[str, Mapping[str, bool]]] = {}
     for host, paths in fleet.known(SHARED).items():

@@ -45,10 +45,7 @@ from ronde.render.text import WIDTH
 from ronde.units import parse_duration_s
 from ronde.world.environment import select_variables
 
-EXIT_READY = 0
-EXIT_WARNED = 1
-EXIT_NOT_READY = 2
-EXIT_UNKNOWN = 3
+EXIT_READY, EXIT_WARNED, EXIT_NOT_READY, EXIT_UNKNOWN = range(4)
 
 _WAYS = ("auto", "tcp", "gloo", "nccl")
 _MAX_BURN_S = 24 * 3600.0
@@ -225,19 +222,23 @@ def read_request(
 
 def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check, ...]:
     known = [*Family, *(check.id for check in checks)]
-    names: dict[str, set[str]] = {}
-    for option, given in (("--only", options.only), ("--skip", options.skip)):
+
+    def read_names(option: str, given: Sequence[str]) -> set[str]:
         words = {word.strip() for text in given for word in text.split(",")} - {""}
         for word in words - {*known}:
             raise _unknown(word, known, option, "a family or a check's id")
-        names[option] = words
-    only, skipped = names["--only"], names["--skip"]
+        return words
+
+    only, skipped = (
+        read_names("--only", options.only),
+        read_names("--skip", options.skip),
+    )
+    # A host that does not answer is no answer to any question.
+    only |= {TAKING_PART} if only else {*Family}
     chosen = tuple(
         check
         for check in checks
-        # A host that does not answer is no answer to any question.
-        if not only or check.id == TAKING_PART or {check.id, check.family} & only
-        if not {check.id, check.family} & skipped
+        if {check.id, check.family} & only and not {check.id, check.family} & skipped
     )
     if not chosen:
         raise UsageError(
@@ -362,10 +363,10 @@ def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
 
 @contextmanager
 def _progress() -> Generator[Callable[[str], None]]:
-    is_shown = sys.stderr.isatty()
+    """Show the name of the step on a terminal, and clear it at the end."""
 
     def show(text: str) -> None:
-        if is_shown:
+        if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 

@@ -33,25 +33,7 @@ _INDENT = 4
 _NUMBERS = re.compile(r"([0-9]+)")
 _MAX_DIGITS = 9
 
-_PAGE_HEAD = """\
-# The checks of `ronde check`
-
-Each check with what it looks at, what is good enough and where that comes from, what
-happens to training otherwise, and what to do. `ronde check explain ID` shows the same.
-A check whose facts cannot be read is reported as such and is no fault. See
-[ronde check](check.md) for how to use it.
-
-This page is made from the checks themselves: `python scripts/check_pages.py`.
-"""
-_TITLES = {
-    Family.VERSIONS: "Versions and settings",
-    Family.GPU: "GPUs",
-    Family.HOST: "The host",
-    Family.NETWORK: "The network",
-    Family.STORAGE: "Storage",
-    Family.CLUSTER: "All hosts together",
-}
-_FIELDS = ("reads", "threshold", "source", "severity", "needs", "why", "fix")
+SHOWN_FIELDS = ("reads", "threshold", "source", "severity", "needs", "why", "fix")
 _FIELD_WIDTH = 14
 
 
@@ -96,17 +78,15 @@ def _marks(
     hosts: Sequence[str], judgement: Judgement, families: Mapping[str, Family]
 ) -> dict[tuple[str, Family], str]:
     """Return the mark of each cell that has one: the worst that is there."""
-    known = set(hosts)
-    marks = {
-        (each.host, families[each.check]): _UNREAD
-        for each in judgement.unread
-        if each.check in families
-    }
+    marks: dict[tuple[str, Family], str] = {}
+    for unread in judgement.unread:
+        if unread.check in families:
+            marks[unread.host, families[unread.check]] = _UNREAD
     marks |= dict.fromkeys(judgement.made, _FINE)
+    # The worst stands first, so it is written last.
     for each in reversed(judgement.findings):
-        for host in each.hosts if each.check in families else ():
-            if host in known:
-                # The worst stands first, so it is written last.
+        for host in hosts if each.check in families else ():
+            if host in each.hosts:
                 marks[host, families[each.check]] = _MARKS[each.severity]
     return marks
 
@@ -385,37 +365,8 @@ def list_checks(checks: Sequence[Check], width: int = WIDTH) -> str:
 
 def explain_check(check: Check, width: int = WIDTH) -> str:
     text = wrap(f"{check.id}: ", check.title, width, indent=2)
-    for name, value in _fields(check):
+    for name in SHOWN_FIELDS:
+        value = getattr(check, name)
         label = f"  {name:<{_FIELD_WIDTH - 2}}"
-        text += wrap(label, value, width, indent=_FIELD_WIDTH)
+        text += wrap(label, value, width, indent=_FIELD_WIDTH) if value else ""
     return text
-
-
-def _fields(check: Check) -> list[tuple[str, str]]:
-    fields = [(name, getattr(check, name)) for name in _FIELDS]
-    return [(name, value) for name, value in fields if value]
-
-
-def draw_page(checks: Sequence[Check]) -> str:
-    text = _PAGE_HEAD
-    for family, title in _TITLES.items():
-        own = [check for check in checks if check.family is family]
-        text += f"\n## {title} (`{family}`)\n" if own else ""
-        for check in own:
-            # A title is a sentence without its end, or a question.
-            end = "" if check.title.endswith(("?", ".")) else "."
-            sentence = f"{check.title[:1].upper()}{check.title[1:]}{end}"
-            text += f"\n### {check.id}\n\n{_escape(sentence)}\n\n"
-            for name, value in _fields(check):
-                text += f"- **{name.capitalize()}:** {_escape(value)}\n"
-    return text
-
-
-def _escape(text: str) -> str:
-    """Return text in which Markdown sees no HTML and no emphasis."""
-    for mark in ("\\", "*", "`"):
-        text = text.replace(mark, f"\\{mark}")
-    text = re.sub(r"<(?=[A-Za-z/!?])", r"\\<", text)
-    # Inside of a word an underscore is none.
-    text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
-    return " ".join(text.split())

@@ -2,15 +2,18 @@
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
+    FactReader,
     Family,
     Fleet,
     Problem,
@@ -24,6 +27,7 @@ from ronde.check.gpu.judges import (
     find_slow_devices,
     fold_devices,
 )
+from ronde.launch.process_tree import die_with_parent
 from ronde.topology.cpu_sets import members
 from ronde.topology.kernel_files import read_list
 from ronde.topology.pci import plain_address
@@ -49,6 +53,14 @@ _FLOORS_GB_PER_S = {
     "H200": 48.0,
 }
 """By the model's whole name: parts of a GPU and boards with other links have others."""
+
+
+def read(reader: FactReader) -> None:
+    """Be the program that measures one GPU after the other."""
+    die_with_parent(os.getppid(), signal.SIGKILL)
+    torch: Torch = import_module("torch")
+    for number in range(torch.cuda.device_count()):
+        reader.values[f"cuda:{number}"] = measure_gpu(torch, number)
 
 
 def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
@@ -84,11 +96,7 @@ def measure_copies(
     wait: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Return how many GB/s (1e9) are copied each way, the best of some rounds.
-
-    ``wait`` returns when all copies have ended. Within memory, what is read and what is
-    written both count.
-    """
+    """Return GB/s (1e9) copied, the best of some rounds; in memory read and written."""
     source, target = buffers
     part = source[: host.numel()]
 
@@ -116,11 +124,7 @@ def measure_copies(
 
 @contextmanager
 def _pinned(torch: Torch) -> Generator[Tensor]:
-    """Give memory of the host that GPUs copy by themselves; on this thread's side.
-
-    torch's own pinned memory is kept for whoever asks next, who may be elsewhere.
-    Nobody has touched this one: its pages are chosen when it is pinned.
-    """
+    """Give new memory, near this thread, that GPUs copy by themselves."""
     memory = torch.empty(HOST_BYTES, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
@@ -149,11 +153,7 @@ def address_of(properties: Any) -> str:  # noqa: ANN401  torch's, without types
 
 @contextmanager
 def staying_near(address: str, root: str = "") -> Generator[bool]:
-    """Keep this thread on the CPUs next to a GPU: memory that it takes lies there too.
-
-    It gives whether that could be done: not where the address is unknown, or no CPU
-    may be chosen, as in some containers.
-    """
+    """Keep this thread, and its new memory, next to a GPU; give whether that works."""
     allowed = os.sched_getaffinity(0)
     path = f"{root}/sys/bus/pci/devices/{address}/local_cpulist"
     near = allowed.intersection(members(read_list(path)))
@@ -192,8 +192,7 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
     threshold: 90% of what most GPUs of the model reach, on all hosts; below 80% a
         failure; with the host at least 21 GB/s on A100 SXM, 48 GB/s on H100 SXM and
         H200 SXM. A warning at most where no CPU next to the GPU could be chosen
-    source: the shares are ronde's own; 21 and 48 GB/s: Azure's node health checks (ND
-        A100 v4, ND H100 v5, ND H200 v5)
+    source: shares: ronde's own; 21 and 48 GB/s: Azure's node health checks (ND v4, v5)
     fix: Look at its PCI link under load (sudo lspci -vv | grep Lnk) and clocks; reseat
         it; for its own memory: dcgmi diag -r 3
     needs: --burn, torch, GPUs; to compare, several of one model

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from ronde.check.check import (
     FAIL,
@@ -70,8 +71,7 @@ def gpu_rows(rows: Value) -> Problems:
     """No broken row of a GPU's memory is in use.
 
     reads: NVML's remapped rows
-    threshold: none failed, none pending, at most 512 replaced after uncorrectable
-        errors
+    threshold: none failed, none pending, at most 512 replaced (uncorrectable errors)
     source: Azure's node health checks; NVIDIA's GPU memory error management
     fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU from Ampere on
@@ -91,8 +91,7 @@ def gpu_ecc_errors(counts: Value) -> Problems:
     """GPUs had no errors that ECC cannot correct, and few others.
 
     reads: NVML's error counters of caches (SRAM) and memory (DRAM)
-    threshold: caches: no uncorrectable since the driver was loaded, 4 ever, 10000
-        corrected; memory: 20000000 corrected
+    threshold: caches: 0 uncorrectable (4 ever), 10000 corrected; memory: 20000000
     source: Azure's node health checks; 4 ever: Stas Bekman's ML engineering book
     fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU with ECC
@@ -135,8 +134,7 @@ def gpu_clocks(reasons: Value) -> Problems:
     """Nothing slows the GPUs' clocks down.
 
     reads: NVML's reasons for clocks below the highest, at this moment
-    threshold: no slowdown by heat or by the power supply; a bare hardware slowdown,
-        which also shows for a moment when clocks change, is a warning
+    threshold: no slowdown by heat or power supply; a bare hardware slowdown warns
     source: NVIDIA's NVML manual: clocks event reasons; gpud
     fix: check fans, airflow and power supplies; nvidia-smi -q -d PERFORMANCE
     needs: an NVIDIA GPU
@@ -189,15 +187,12 @@ def gpu_power_limit(limit: Value) -> Problems:
 def gpu_firmware(fleet: Fleet) -> Problems:
     """GPUs of one model have the same firmware, and no damaged InfoROM.
 
-    reads: NVML's versions of VBIOS and GSP firmware, and its validation of the
-        InfoROM's checksums
-    threshold: valid checksums; the versions that most GPUs of the model have (others
-        are a warning)
+    reads: NVML's VBIOS and GSP versions, and its validation of the InfoROM
+    threshold: a valid InfoROM; versions as on most GPUs of the model, else a warning
     source: NVIDIA's NVML manual: NVML_ERROR_CORRUPTED_INFOROM; versions: ronde's own
     fix: install the firmware of the others; ask the vendor for it
     needs: an NVIDIA GPU; to compare, three of one model
-    why: Firmware controls clocks, power and errors. With a damaged InfoROM, the counts
-        of broken rows and of past errors are lost, and some features too.
+    why: Firmware controls clocks, power and errors; the InfoROM keeps counts of errors.
     """
     damaged = Problem(
         "its InfoROM is damaged",
@@ -247,10 +242,6 @@ def read_xids(root: str) -> list[Value]:
 
     Each has ``kind`` (``Xid`` or ``SXid``), ``address``, ``code``, ``times``, ``age_s``
     and ``is_fatal``, which the log has for SXid only.
-
-    Raises:
-        OSError: The log may not be read.
-        ValueError: A saved tree has no uptime.
     """
     now_s = read_clock_s(root)
     found: dict[tuple[str, str, int], Value] = {}
@@ -278,15 +269,11 @@ def read_clock_s(root: str) -> float:
     if not root:
         # Not /proc/uptime: that counts sleep, and a container's may be its own.
         return time.monotonic()
-    with open(f"{root}/proc/uptime", encoding="ascii") as uptime:  # noqa: PTH123
-        return float(uptime.read().split()[0])
+    return float(Path(f"{root}/proc/uptime").read_text("ascii").split()[0])
 
 
 def _records(path: str) -> Iterator[str]:
-    """Yield the records of a log of the kernel's, the oldest first.
-
-    A read gives one record and never waits; a file that holds a copy gives more.
-    """
+    """Yield the kernel's log, the oldest first; one read gives one record."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         rest, num_bytes = b"", 0
@@ -312,10 +299,8 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
     """The driver has logged no recent GPU error.
 
     reads: Xid and SXid in /dev/kmsg
-    threshold: no Xid of the hardware and no fatal SXid for 2 hours; those of programs
-        are only shown
-    source: Azure's node health checks; NVIDIA's catalogue of Xid errors; 144 to 150:
-        gpud
+    threshold: no Xid of hardware, no fatal SXid for 2 hours; others are only shown
+    source: Azure's node health checks; NVIDIA's catalogue of Xids; 144 to 150: gpud
     fix: look the number up in NVIDIA's catalogue of Xid errors; drain the host
     needs: an NVIDIA GPU; root where kernel.dmesg_restrict is 1
     why: A GPU that failed in the last two hours will probably fail again.

@@ -35,10 +35,7 @@ def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
 def each_gpu(
     severity: Severity, *facts: str
 ) -> Callable[[Callable[..., Problems]], Check]:
-    """Make a judge of one GPU a check; the first problem that it yields counts.
-
-    The facts are lists with an answer for each GPU; the judge gets one of each.
-    """
+    """Make a judge of a GPU's answers a check; its first problem counts."""
 
     def make(judge: Callable[..., Problems]) -> Check:
         def judge_all(fleet: Fleet) -> Problems:
@@ -58,10 +55,7 @@ def each_gpu(
 def odd_gpus(
     fleet: Fleet, fact: str, show: Callable[[Value], str], severity: Severity
 ) -> Problems:
-    """Yield GPUs that are not as more than half of their model are, on all hosts.
-
-    ``show`` writes a GPU's answer for people; empty for one that does not count.
-    """
+    """Yield GPUs that differ from over half of their model, as ``show`` writes them."""
     shown: dict[str, list[tuple[str, str]]] = {}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for facts in fleet.having(fact, "gpu.titles"):
@@ -106,10 +100,7 @@ class SpeedMeasure(NamedTuple):
 def find_slow_devices(
     amounts: Mapping[CheckedDevice, float], measure: SpeedMeasure
 ) -> dict[CheckedDevice, Problem]:
-    """Return the devices that have less of something than most of their model have.
-
-    All hosts count alike. In a draw, and with only two devices, all are shown.
-    """
+    """Return the devices slower than most of their model; in a draw all."""
     found: dict[CheckedDevice, Problem] = {}
     models: dict[str, dict[str, CheckedDevice]] = defaultdict(dict)
     for device in amounts:

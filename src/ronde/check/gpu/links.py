@@ -3,6 +3,7 @@
 import re
 import struct
 from collections.abc import Iterable
+from pathlib import Path
 
 from ronde.check.check import (
     FAIL,
@@ -16,6 +17,7 @@ from ronde.check.check import (
     Values,
     check,
     each_host,
+    once_a_host,
 )
 from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
 from ronde.check.gpu.nvml import COUNT
@@ -60,20 +62,18 @@ _DIRECT = "gpu.direct_rdma"
 
 
 def read_is_virtual(root: str) -> bool:
-    """Return whether this is a virtual machine; if that is unknown, it is none.
-
-    x86 shows it by a flag of its CPUs. Others do not, and there the name of the
-    firmware's maker counts.
-    """
+    """Return whether this is a virtual machine; if that is unknown, it is none."""
     cpu = read_text(f"{root}/proc/cpuinfo", _CPUINFO_BYTES)
     flags = re.search(r"^flags\s*:(.*)", cpu, re.MULTILINE)
     if flags is not None:
         return "hypervisor" in flags[1].split()
+    # Other processors than x86 do not show it: the firmware's maker counts.
     firmware = f"{root}/sys/class/dmi/id"
-    names = " ".join(
-        read_text(f"{firmware}/{name}") for name in ("sys_vendor", "product_name")
+    maker, product = (
+        read_text(f"{firmware}/{n}") for n in ("sys_vendor", "product_name")
     )
-    return _HYPERVISORS.search(names) is not None and not names.endswith(_BARE)
+    is_known = _HYPERVISORS.search(f"{maker} {product}") is not None
+    return is_known and not product.endswith(_BARE)
 
 
 def read_direct_rdma(root: str, module: str) -> Value:
@@ -88,19 +88,13 @@ def read_direct_rdma(root: str, module: str) -> Value:
         way = "nvidia_peermem"
     elif "(open)" in module:
         release = read_text(f"{root}/proc/sys/kernel/osrelease")
-        match = re.match(r"(\d+)\.(\d+)", release)
-        if match is None:
-            raise ValueError(release)
-        is_new = (int(match[1]), int(match[2])) >= _FIRST_DMA_BUF
-        way = "DMA-BUF" if is_new else ""
+        version = tuple(int(n) for n in release.split(".", 2)[:2])
+        way = "DMA-BUF" if version >= _FIRST_DMA_BUF else ""
     return {"adapters": vendors.count(_MELLANOX), "way": way}
 
 
 def read_acs(root: str, cards: Iterable[str]) -> list[str]:
-    """Return which bridges above cards send traffic between devices up to the host.
-
-    None in virtual machines, which need it.
-    """
+    """Return which bridges above cards redirect traffic; virtual machines need that."""
     if read_is_virtual(root):
         return []
     functions = read_functions(root)
@@ -110,9 +104,8 @@ def read_acs(root: str, cards: Iterable[str]) -> list[str]:
 
 
 def _redirects(root: str, bridge: str) -> bool:
-    path = f"{root}/sys/bus/pci/devices/{bridge}/config"
-    with open(path, "rb") as file:  # noqa: PTH123 - see kernel_files
-        config = file.read(_SPACE_BYTES)
+    path = Path(f"{root}/sys/bus/pci/devices/{bridge}/config")
+    config = path.read_bytes()[:_SPACE_BYTES]
     if len(config) <= _EXTENDED:
         raise UnreadableError(
             f"only {len(config)} bytes of {path} can be read; root would help"
@@ -134,35 +127,31 @@ def _redirects(root: str, bridge: str) -> bool:
 def gpu_pcie(fleet: Fleet) -> Problems:
     """The GPUs' PCI links have all their lanes.
 
-    reads: NVML's width of each link, and what is possible in this host; the generation
-        now does not count, for idle GPUs lower it
-    threshold: the width that is possible (a warning in virtual machines); width and
-        highest generation as most GPUs of the model have
+    reads: NVML's width of each link and the possible one; idle generations are low
+    threshold: the possible width (a warning in virtual machines); as most of the model
     source: NVIDIA's NVML manual: nvmlDeviceGetMaxPcieLinkWidth
     fix: reseat the card or its cable; look at the slot's settings in the BIOS
     needs: an NVIDIA GPU
     why: Copies to the host and to network adapters take a multiple of the time.
     """
-    narrow: set[str] = set()
+    odd = odd_gpus(fleet, _PCIE, lambda link: f"PCI link x{link['width']}", FAIL)
+    yield from once_a_host(_narrow_links(fleet), odd)
+    highest = "PCI link of generation {max_generation} at most"
+    yield from odd_gpus(fleet, _PCIE, lambda link: highest.format(**link), WARN)
+
+
+def _narrow_links(fleet: Fleet) -> Problems:
+    what = "its PCI link has {width} lanes of {max_width}"
     for facts in fleet.having(_PCIE, _VIRTUAL):
         # Virtual machines do not see the slot, whose lanes may be fewer.
         severity = WARN if facts.values[_VIRTUAL] else FAIL
-        what = "its PCI link has {width} lanes of {max_width}"
         found = (
             Problem(what.format(**link), severity)
             if link and 0 < link["width"] < link["max_width"]
             else None
             for link in facts.values[_PCIE]
         )
-        for problem in fold_gpus(facts.host, found):
-            narrow.add(facts.host)
-            yield problem
-    # What is narrower than it could be is shown once.
-    for problem in odd_gpus(fleet, _PCIE, lambda k: f"PCI link x{k['width']}", FAIL):
-        if problem.host not in narrow:
-            yield problem
-    highest = "PCI link of generation {max_generation} at most"
-    yield from odd_gpus(fleet, _PCIE, lambda link: highest.format(**link), WARN)
+        yield from fold_gpus(facts.host, found)
 
 
 @check(Family.GPU, FAIL, _NVLINKS, "gpu.titles")
@@ -170,32 +159,28 @@ def gpu_nvlink(fleet: Fleet) -> Problems:
     """All NVLinks of a GPU are active.
 
     reads: NVML's state of each NVLink
-    threshold: 12 of A100 SXM, 18 of H100 SXM, GB200 and GB300; of each model what most
-        GPUs have, on all hosts; none on the whole host is taken for a virtual machine,
-        none on a GPU for a card without a bridge
+    threshold: 12 of A100 SXM, 18 of H100 SXM, GB200, GB300; as most GPUs of the model
     source: NVIDIA Health Validation; A100: its data sheet
-    fix: stop all jobs; sudo nvidia-smi --gpu-reset, or reseat the bridge; else
-        reboot the host
+    fix: stop all jobs; sudo nvidia-smi --gpu-reset, or reseat the bridge; or reboot
     needs: an NVIDIA GPU with NVLink
     why: NCCL uses as many links as the GPU with the fewest has, or none.
     """
-    lacking: set[str] = set()
+
+    def show(links: list[bool]) -> str:
+        return f"{sum(links)} active NVLinks" if any(links) else ""
+
+    odd = odd_gpus(fleet, _NVLINKS, show, FAIL)
+    yield from once_a_host(_inactive_links(fleet), odd)
+
+
+def _inactive_links(fleet: Fleet) -> Problems:
     for facts in fleet.having(_NVLINKS, "gpu.titles"):
         links = facts.values[_NVLINKS]
         # Virtual machines with some of the GPUs may have no links at all.
         if any(any(each or ()) for each in links):
             pairs = zip(links, facts.values["gpu.titles"], strict=True)
             found = (_lacking_links(each or (), str(title)) for each, title in pairs)
-            for problem in fold_gpus(facts.host, found):
-                lacking.add(facts.host)
-                yield problem
-
-    def show(links: list[bool]) -> str:
-        return f"{sum(links)} active NVLinks" if any(links) else ""
-
-    for problem in odd_gpus(fleet, _NVLINKS, show, FAIL):
-        if problem.host not in lacking:
-            yield problem
+            yield from fold_gpus(facts.host, found)
 
 
 def _lacking_links(links: Value, title: str) -> Problem | None:
@@ -246,8 +231,7 @@ def gpu_fabric(fabric: Value) -> Problems:
 def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
     """RDMA adapters can reach the GPUs' memory.
 
-    reads: /sys/class/infiniband, /sys/module/nvidia_peermem, the kind of the driver and
-        the kernel's version
+    reads: /sys/class/infiniband, /sys/module/nvidia_peermem, driver and kernel version
     threshold: nvidia_peermem is loaded, or the open driver on Linux from 5.12
     source: NVIDIA's GPUDirect RDMA manual; NCCL's manual on DMA-BUF
     fix: sudo modprobe nvidia-peermem (after the RDMA driver is installed)
@@ -263,8 +247,7 @@ def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
 def gpu_acs(values: Values, _: Fleet) -> Problems:
     """PCI bridges pass traffic between devices on directly.
 
-    reads: the ACS control register of each bridge above a GPU; not in virtual machines,
-        which need it
+    reads: the ACS control register of each bridge above a GPU; not in virtual machines
     threshold: no source validation, redirection or forwarding upstream
     source: NCCL's manual: troubleshooting, PCI Access Control Services
     fix: sudo setpci -s BRIDGE ECAP_ACS+0x6.w=0000, or switch ACS off in the BIOS

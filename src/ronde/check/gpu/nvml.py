@@ -58,10 +58,7 @@ _MAX_LINKS = 36
 
 
 class NvmlDriver:
-    """Answers for this host, by the module ``pynvml`` as ``open_nvml`` gives it.
-
-    Both questions raise ``RefusedError`` where there is no answer.
-    """
+    """Answers for this host by ``pynvml``; raises ``RefusedError`` if there is none."""
 
     def __init__(self, nvml: Any) -> None:  # noqa: ANN401  a module without types
         self.nvml = nvml

@@ -49,10 +49,7 @@ _SERVERS = ("nvidia-cuda-mps",)
 
 
 def read(reader: FactReader) -> None:
-    """Read all facts ``gpu.*``.
-
-    A host without a driver for NVIDIA's GPUs has ``gpu.count`` 0 and no answers.
-    """
+    """Read all facts ``gpu.*``; without NVIDIA's driver ``gpu.count`` is 0."""
     root = reader.root
     cards, module = read_cards(root), read_module(root)
     with opened_files(root) as files:
@@ -121,8 +118,7 @@ def _open(path: str, closing: ExitStack) -> str:
 def gpu_answers(values: Values, _: Fleet) -> Problems:
     """Every GPU has a driver that answers.
 
-    reads: NVIDIA's cards on the PCI bus, /proc/driver/nvidia/version, /dev/nvidia*, and
-        NVML's first answer
+    reads: NVIDIA's cards on the PCI bus, their driver and files, NVML's first answer
     threshold: NVML answers where the driver is loaded or device files exist; cards
         without NVIDIA's driver are a warning
     source: NVIDIA's NVML manual: errors of nvmlInit
@@ -158,9 +154,7 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     """The GPUs' device files can be opened.
 
     reads: /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0 and so on: opens them
-    threshold: the common ones and one GPU's open for reading and writing, none with
-        'Input/output error'; /dev/nvidia-uvm may be absent where nvidia-modprobe would
-        make it
+    threshold: the common files and one GPU's open; none with 'Input/output error'
     source: NVIDIA's driver README, chapter on device files
     fix: docker run --gpus all; srun --gres=gpu:N; sudo chmod 666 /dev/nvidia*
     needs: an NVIDIA GPU
@@ -183,13 +177,10 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
 def gpu_lost(fleet: Fleet) -> Problems:
     """Every GPU answers.
 
-    reads: NVML's answers for each GPU, each in a process of its own, and the device
-        files that can be opened
+    reads: NVML's answers for each GPU, in its own process, and the device files
     threshold: no GPU is reported as lost or in need of a reset, has no name, or does
         not answer all questions in 15 s; no fewer GPUs than device files
-    source: NVIDIA's NVML manual: errors GPU_IS_LOST and RESET_REQUIRED, and those of
-        nvmlDeviceGetHandleByIndex; Xid 79, a GPU has fallen off the bus; 15 s: AMD's
-        Primus
+    source: NVIDIA's NVML manual: GPU_IS_LOST, RESET_REQUIRED; Xid 79; AMD's Primus
     fix: reboot the host; if it happens again, the GPU or its slot is broken
     needs: an NVIDIA GPU
     why: The rank on it fails at its first CUDA call, and the job with it.
@@ -224,14 +215,12 @@ def gpu_model(fleet: Fleet) -> Problems:
     """All hosts have the same models of GPUs, with the same memory.
 
     reads: NVML's names of the GPUs, and the total memory of each
-    threshold: the models that most hosts have; the memory in whole GiB that most GPUs
-        of the model have
+    threshold: models as on most hosts; memory in whole GiB as on most of the model
     source: ronde's own: each step waits for the slowest rank
     fix: train on hosts of one model; nvidia-smi -q -d MEMORY: look for MIG, ECC or
         retired memory
     needs: several hosts with GPUs
-    why: The faster GPUs wait for the slower at every step, and a model that fits on
-        the others runs out of memory.
+    why: The faster GPUs wait for the slower; a model may fit on the others only.
     """
     titles = "gpu.titles"
     # A host without GPUs differs in their number already.
@@ -268,8 +257,7 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
     """The driver supports the CUDA that torch was built for.
 
     reads: NVML's CUDA version, and torch's in its version.py
-    threshold: at least torch's; an older minor version is a warning, an older major one
-        does not work
+    threshold: at least torch's; an older minor version warns, an older major one fails
     source: NVIDIA's CUDA compatibility manual
     fix: install a newer driver, or a torch for an older CUDA
     needs: an NVIDIA GPU
@@ -289,8 +277,7 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
 def gpu_ranks(fleet: Fleet) -> Problems:
     """Each rank has a GPU to itself.
 
-    reads: the number of GPUs by NVML, how many of them CUDA_VISIBLE_DEVICES leaves, and
-        of ranks a host as given with --ranks
+    reads: the GPUs by NVML and CUDA_VISIBLE_DEVICES; --ranks
     threshold: no more ranks than GPUs
     source: NCCL refuses two ranks on one GPU: Duplicate GPU detected
     fix: give each host as many ranks as it has GPUs: -H host:GPUS
@@ -335,8 +322,7 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
     """Nobody else uses the GPUs.
 
     reads: NVML's computing processes, used memory and utilization of each GPU
-    threshold: no process, less than 2 GiB of memory used, less than 20 % busy; MPS and
-        a desktop's do not count
+    threshold: no process, below 2 GiB used, below 20 % busy; not MPS, not a desktop's
     source: AMD Primus, node smoke test
     fix: nvidia-smi; end what is left of your own jobs
     needs: an NVIDIA GPU

@@ -114,11 +114,7 @@ class Streams:
 
 
 def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
-    """Yield rounds of disjoint pairs, in which each host meets each other once.
-
-    Source: the circle method of round-robin tournaments: one place stays, and the
-        others move on by one from round to round.
-    """
+    """Yield rounds of disjoint pairs, until all have met: the circle method."""
     places: list[str | None] = [*hosts]
     if len(places) % 2:
         places.append(None)
@@ -262,12 +258,9 @@ def _show(gb_per_s: float) -> str:
 def slow_host_link(fleet: Fleet) -> Problems:
     """A host exchanges as much with the others as they do.
 
-    reads: what comes through between each two hosts, each host's median: TCP streams
-        both ways, or ronde bench all_reduce among the ranks of both
-    threshold: at least 70 % of the median of all hosts; below 30 % it fails; two hosts
-        are not compared
-    source: NCCL's advice: more than 30 % off the median is an outlier; ronde's own:
-        below 30 % of it, training crawls
+    reads: what comes through between each two hosts: TCP both ways, or ronde bench
+    threshold: 70 % of the median of all hosts; below 30 % it fails; three or more hosts
+    source: NCCL's advice: over 30 % off the median is an outlier; 30 %: ronde's own
     fix: ethtool and ip -s link show rate and errors there: look at its cable, its port
         of the switch, and what the cloud grants its kind of machine. ronde run -H
         HOST,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
@@ -295,8 +288,7 @@ def slow_pair(fleet: Fleet) -> Problems:
     """No two hosts exchange less than either does with the others.
 
     reads: what comes through between each two hosts, as for slow-host-link
-    threshold: at least 70 % of the median of all pairs without a slow host; below 30 %
-        it fails
+    threshold: 70 % of the median of pairs without a slow host; below 30 % it fails
     source: as for slow-host-link
     fix: Look at the way between the two: traceroute, and the switches on it. ronde run
         -H ONE,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.

@@ -108,10 +108,7 @@ def _kind(own: str) -> str:
 
 
 def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
-    """Return what chooses interfaces and adapters in the environment of ranks here.
-
-    ``forwarded`` is what every rank is given on top of this host's own environment.
-    """
+    """Return what chooses interfaces and adapters in the environment of ranks here."""
     # The file, and not the mapping: a saved tree has one, too.
     lines = Path(f"{root}/proc/self/environ").read_bytes().split(b"\0")
     pairs = (line.decode(errors="replace").partition("=") for line in lines)
@@ -196,16 +193,12 @@ def chooses(setting: str, name: str) -> bool:
 def host_name(values: Values, fleet: Fleet) -> Problems:
     """The host's own name leads to an address that others reach.
 
-    reads: the addresses of the host's name by the C library's resolver, and its own
-        addresses; nothing where GLOO_SOCKET_IFNAME is set
-    threshold: the first address that is this host's is neither loopback nor a container
-        bridge's
-    source: Gloo listens at what the host's name resolves to, or at loopback; a warning,
-        for ronde run names the interface instead
+    reads: the host's name, resolved; its addresses; not if GLOO_SOCKET_IFNAME is set
+    threshold: its first own address is neither loopback nor a container bridge's
+    source: Gloo listens at what the name resolves to; ronde run names an interface
     fix: Correct /etc/hosts, or export GLOO_SOCKET_IFNAME (ronde run does).
     needs: several hosts
-    why: Started by torchrun or mpirun, ranks of Gloo silently listen at loopback; those
-        of other hosts connect to themselves or are refused.
+    why: Under torchrun or mpirun, Gloo's ranks listen at loopback; others are refused.
     """
     # With the variable nobody asks for the name.
     if len(fleet.hosts) < 2 or values[_VARIABLES].get(_GLOO):
@@ -245,12 +238,10 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
     """The interface that variables choose is there.
 
     reads: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME
-    threshold: an interface fits, which is not for this host alone and has an address;
-        of a list of Gloo's each is there
+    threshold: one fits that other hosts reach and that has an address; Gloo: all
     source: NCCL's and Gloo's documentation of the variables
     fix: Unset the variable, or name an interface of this host: ip -br address.
-    why: Ranks find no interface and end at once, or listen where no other host can
-        connect.
+    why: Ranks find no interface and end, or listen where no other host can connect.
     """
     interfaces: Interfaces = values[_INTERFACES]
     for variable, setting in values[_VARIABLES].items():
@@ -334,8 +325,7 @@ def link_speed(fleet: Fleet) -> Problems:
 def link_flaps(values: Values, _: Fleet) -> Problems:
     """Links stay up.
 
-    reads: carrier_changes of physical interfaces and link_downed of RDMA ports since
-        the start, over the uptime
+    reads: carrier_changes of interfaces, link_downed of RDMA ports, over the uptime
     threshold: at most 5 times a day, the first day whole
     source: Azure's node health checks drain a host at five flaps in 24 hours
     fix: Look when it was: journalctl -k | grep -i 'link is'. Then cable, transceiver

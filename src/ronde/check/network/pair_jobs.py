@@ -187,10 +187,7 @@ def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, st
 
 
 def _follow(ranks: Sequence[_Rank], limit_s: float) -> str:
-    """Wait until all ranks have ended; return why they did not end well, or nothing.
-
-    Those that wait for one that has failed are killed soon after it.
-    """
+    """Return why ranks did not end well; after a failure they have little time."""
     due_s = time.monotonic() + limit_s
     failure = ""
     while True:
@@ -312,10 +309,7 @@ class Benches:
 
 
 def busbw_of(record: str) -> float:
-    """Return the bus bandwidth in GB/s of the one row that a record has.
-
-    Raises ``UsageError`` if it is no record of a run that ended well.
-    """
+    """Return the bus bandwidth in GB/s of a record's row, or raise ``UsageError``."""
     run: Run = from_record(Record.from_json(record))
     if run.num_out_of_bounds:
         raise UsageError(f"{run.num_out_of_bounds} elements of the sums are wrong")
@@ -348,13 +342,10 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
 def pair_job(fleet: Fleet) -> Problems:
     """Any two hosts can run a collective together.
 
-    reads: exit code and output of ronde bench all_reduce, started on both hosts: a rank
-        for each GPU with NCCL, for each slot with Gloo
-    threshold: each job ends well, and all its sums are right; a host that fails with
-        all others is named alone
+    reads: ronde bench all_reduce on two hosts: a rank a GPU with NCCL, a slot with Gloo
+    threshold: each job ends with right sums; a host that always fails is named alone
     source: NVIDIA's nccl-tests: a run with a wrong element has failed
-    fix: ronde run -H ONE,OTHER -x NCCL_DEBUG=INFO ronde bench all_reduce shows the same
-        at length.
+    fix: ronde run -H ONE,OTHER -x NCCL_DEBUG=INFO ronde bench all_reduce shows more.
     needs: several hosts, torch, and --bandwidth gloo or nccl
     why: A job that includes both hosts fails in the same way.
     """
@@ -387,13 +378,11 @@ def nccl_choice(values: Values, _: Fleet) -> Problems:
     """NCCL chose the fast way between hosts and between GPUs.
 
     reads: NCCL's log of these jobs, as ronde topo log reads it
-    threshold: an error of ronde topo log fails, and so do sockets where an RDMA port is
-        up; its warnings warn
+    threshold: no error of ronde topo log, no sockets if RDMA is up; its warnings warn
     source: NCCL's manual on NCCL_DEBUG=INFO; docs/topology-log.md has the rules
     fix: See docs/topology-log.md for the rule that is named.
     needs: several hosts with GPUs, and --bandwidth
-    why: By sockets, or through the host's memory, a tenth of the bandwidth is left, and
-        nothing else shows it.
+    why: By sockets or host memory a tenth of the bandwidth is left, unnoticed.
     """
     # The kernel has an RDMA port that is up, whatever NCCL found.
     ports = values.get(_PORTS, {}).values()

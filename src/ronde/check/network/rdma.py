@@ -74,10 +74,7 @@ def read(reader: FactReader) -> None:
 
 
 def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield name and folder of each port, and whether it is a virtual function's.
-
-    Of these some drivers fill the kernel's log when a counter is read.
-    """
+    """Yield name and folder of each port, and whether it is a virtual function's."""
     top = f"{root}/sys/class/infiniband"
     for adapter in list_names(top):
         is_function = Path(f"{top}/{adapter}/device/physfn").exists()
@@ -108,11 +105,7 @@ def read_ports(root: str) -> dict[str, Value]:
 
 
 def read_errors(root: str) -> dict[str, dict[str, int]]:
-    """Return by port the errors that it has counted, as far as it does so, by name.
-
-    Counters may start again, and some stop at their highest number. Virtual functions
-    are left out.
-    """
+    """Return by port what it has counted, by name; not of virtual functions."""
     found: dict[str, dict[str, int]] = {}
     for port, own, is_function in _list_ports(root):
         if is_function:
@@ -225,11 +218,9 @@ def _has_gpus(values: Values) -> bool:
 def rdma_port(fleet: Fleet) -> Problems:
     """RDMA ports are up.
 
-    reads: state and phys_state in /sys/class/infiniband, of ports that NCCL_IB_HCA
-        chooses
+    reads: state and phys_state in /sys/class/infiniband, of ports of NCCL_IB_HCA
     threshold: ACTIVE and LinkUp; Disabled and Sleep are intended
-    source: the states of the InfiniBand specification; fatal where the port is up on
-        most other hosts, or is chosen by name
+    source: the InfiniBand specification; fatal if it is up on most hosts, or is named
     fix: ibstat; then cable and transceiver. INIT: no subnet manager answers. If nothing
         is plugged in, leave it out: NCCL_IB_HCA.
     needs: an RDMA adapter
@@ -287,8 +278,7 @@ def roce_gid(fleet: Fleet) -> Problems:
     """Every RoCE port has an address that others can reach.
 
     reads: gids and gid_attrs in /sys/class/infiniband, and NCCL_IB_GID_INDEX
-    threshold: a GID of RoCE v2 that is not link-local; the chosen one is such. A port
-        that has none on most hosts, beside one that has, is only shown
+    threshold: a routable GID of RoCE v2; if most hosts have none, it is only shown
     source: NCCL's documentation of the variable; RoCE v2 is routed, v1 is not
     fix: Give the port's interface an IP address; unset NCCL_IB_GID_INDEX: NCCL finds
         it. Or leave the port out: NCCL_IB_HCA=^NAME; if it is the only one,
@@ -352,8 +342,7 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     """Ranks may use the RDMA adapters.
 
     reads: /dev/infiniband/uverbs* and libibverbs.so.1, where a port is up
-    threshold: one may be opened, and the library is there; a warning where there are no
-        GPUs
+    threshold: one may be opened, the library exists; without GPUs a warning
     source: what NCCL needs for its InfiniBand transport; no tool's number
     fix: In a container: --device=/dev/infiniband --ulimit memlock=-1, and install
         rdma-core (Debian: libibverbs1, ibverbs-providers) in it.
@@ -382,8 +371,7 @@ def rdma_errors(values: Values, _: Fleet) -> Problems:
         local_ack_timeout_err and rnr_nak_retry_err of hw_counters, in
         /sys/class/infiniband/*/ports/*, by the probes, and again at the end, after
         --bandwidth and --burn; not of virtual functions
-    threshold: none grows meanwhile; with --since, growth since then is among the facts
-        that have changed
+    threshold: none grows meanwhile; --since also shows growth since then
     source: ronde's own: a link in order counts none in seconds
     fix: The first five: clean or replace cable and transceiver (ibdiagnet, mlxlink -d
         ADAPTER -c). The others, with RoCE: look at PFC and ECN of the adapter and of

@@ -79,10 +79,7 @@ def run(hosts: HostSet) -> None:
 
 
 def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return whom each host reaches, in an order in which few meet at one host.
-
-    If one host reaches another, that one reaches it, too.
-    """
+    """Return whom each host reaches and is reached by; few meet at one host."""
     num = len(names)
     shifts = list(range(1, num))
     if num > _MAX_ALL_PAIRS:
@@ -95,10 +92,7 @@ def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return what is to be believed of two tries, the second because of the first.
-
-    One success shows that it works; of two speeds the better one is the network's.
-    """
+    """Return the better of two tries: one success shows that it works."""
     if second["error"] or (second["lost_bytes"] and not first["error"]):
         return first if not first["error"] else second
     best = {n: max(first.get(n) or 0, second.get(n) or 0) for n in ("mb_per_s", "mtu")}
@@ -175,11 +169,7 @@ def _speeds(reached: Reached) -> dict[HostPair, float]:
 
 
 def usual_speed(reached: Reached) -> float:
-    """Return the usual speed in 1e6 bytes a second; 0 for less than three hosts.
-
-    It is the median over hosts of the fastest transfer that each takes part in: one
-    slow host among three makes two of three links slow, but only itself.
-    """
+    """Return the median over hosts of each one's fastest transfer in MB/s; or 0."""
     fastest: dict[str, float] = {}
     for pair, speed in _speeds(reached).items():
         for host in pair:
@@ -254,13 +244,10 @@ def own_address(fleet: Fleet) -> Problems:
 def reachable(fleet: Fleet) -> Problems:
     """Hosts can connect to each other at ports that the kernel chooses.
 
-    reads: TCP connections and datagrams between all pairs, each way; more than 32 hosts
-        try a ring and eight others at random
+    reads: TCP and datagrams between all pairs; above 32 hosts a ring and eight others
     threshold: every connection is made within a second, at the second try at last
-    source: NCCL and Gloo listen at ports that the kernel chooses, every rank connects
-        to some of the others; no tool's number
-    fix: Let all TCP ports between the hosts through: nft list ruleset, or iptables -S;
-        then routes and cloud rules.
+    source: NCCL and Gloo: every rank listens at a port that the kernel chooses
+    fix: Let TCP through: nft list ruleset, or iptables -S; then routes and cloud rules.
     needs: several hosts
     why: The start hangs until its timeout, and the message names no host.
     """
@@ -293,12 +280,10 @@ def mtu(size_bytes: int) -> str:
 
     reads: the MTU of the interface that leads to the other hosts
     threshold: what most hosts have
-    source: one MTU on one network, as in RFC 894; what most hosts have counts; a
-        warning, for TCP takes the smaller of two, and path-mtu finds what is lost
+    source: one MTU on one network, as in RFC 894; TCP takes the smaller of two
     fix: ip link set dev INTERFACE mtu BYTES, and in the network's configuration.
     needs: several hosts
-    why: All others send small packets to the host, which takes more CPU; protocols
-        other than TCP, such as RDMA over Ethernet, may lose large ones.
+    why: Small packets take more CPU; RDMA over Ethernet may lose large ones.
     """
     return spell(size_bytes)
 
@@ -333,8 +318,7 @@ def slow_link(fleet: Fleet) -> Problems:
     """Transfers to and from the host are as fast as between the others.
 
     reads: the fastest of a few TCP transfers of up to 1MiB between all pairs
-    threshold: 30% of the usual: the median over 3 or more hosts of the fastest each
-        takes part in
+    threshold: 30% of the median over three or more hosts of each one's fastest
     source: ronde's own; so short a transfer shows a factor of ten, no less
     fix: Look at the rate and errors: ethtool INTERFACE; ip -s link; tc qdisc. Measure
         at length: ronde check --bandwidth.

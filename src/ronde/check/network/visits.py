@@ -56,10 +56,7 @@ _WAIT_S = 0.06
 
 
 class Reception:
-    """TCP ports and a UDP port on all addresses, served until ``close``.
-
-    ``heard`` counts datagrams by the sender's name.
-    """
+    """TCP ports and a UDP port; ``heard`` counts datagrams by the sender's name."""
 
     def __init__(self) -> None:
         listeners = [_open(socket.SOCK_STREAM) for _ in range(_NUM_PORTS)]
@@ -328,11 +325,7 @@ def _time_transfers(visits: Sequence[_Visit]) -> None:
 
 
 def _fastest(connection: socket.socket, share_s: float) -> float:
-    """Return the fastest of a few transfers, in 1e6 bytes a second.
-
-    A clock of this host alone is read, so that a transfer never looks faster than it
-    was. What takes long already with little is not tried with more.
-    """
+    """Return the fastest of a few transfers in MB/s; slow links get a small one."""
     begun_s = time.perf_counter()
     best = 0.0
     for number in range(_NUM_TRANSFERS):
@@ -361,10 +354,7 @@ def _transfer(connection: socket.socket, size_bytes: int) -> float | None:
 
 
 def own_end(address: str) -> tuple[str, int]:
-    """Return the interface that leads to a numeric address, and its MTU in bytes.
-
-    It is empty where no route leads there.
-    """
+    """Return the interface that leads to an address, if any, and its MTU."""
     source = source_towards(address)
     name = "lo" if is_loopback(source) else ""
     for each in read_interfaces():
@@ -381,11 +371,7 @@ def own_end(address: str) -> tuple[str, int]:
 def measure_mtu(
     address: str, port: int, token: bytes, name: str, own_mtu: int
 ) -> int | None:
-    """Return the largest packet in bytes that arrives, or nothing if none does.
-
-    ``name`` is this host's, which the other one counts; more than ``own_mtu``, that of
-    the interface that leads there, is not tried.
-    """
+    """Return the largest packet in bytes, up to ``own_mtu``, that arrives."""
     family = family_of(address)
     headers, least = (28, 576) if family == socket.AF_INET else (48, 1280)
     with socket.socket(family, socket.SOCK_DGRAM) as sending:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from pathlib import Path
 
 from ronde.check.check import (
@@ -108,18 +109,15 @@ def parse_limit(text: str, row: str) -> int:
 
 
 def _read_capabilities(own: Path) -> list[str]:
-    """Return which capabilities that lift limits this process has.
-
-    In a user namespace of its own a process has them over its own things only.
-    """
+    """Return capabilities that lift limits; those in an own user namespace do not."""
     if (own / "uid_map").read_text().split()[2:] != [_ALL_IDS]:
         return []
-    for line in (own / "status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "CapEff":
-            bits = int(value, 16)
-            return [name for name, bit in _BITS.items() if bits >> bit & 1]
-    raise UnreadableError("/proc/self/status has no CapEff")
+    effective = re.search(
+        r"^CapEff:\s*(\w+)", (own / "status").read_text(), re.MULTILINE
+    )
+    if effective is None:
+        raise UnreadableError("/proc/self/status has no CapEff")
+    return [name for name, bit in _BITS.items() if int(effective[1], 16) >> bit & 1]
 
 
 def _read_pids(root: str) -> tuple[int, int]:
@@ -171,15 +169,12 @@ def _show_files(amount: float) -> str:
 def locked_memory(fleet: Fleet) -> Problems:
     """Enough memory may be locked for RDMA.
 
-    reads: the limit on locked memory that a rank inherits, RDMA adapters in
-        /sys/class/infiniband, and the capability to lock more
-    threshold: 32GiB with an RDMA adapter, a warning without a GPU or another host; and
-        90 % of what most hosts have
+    reads: the limit on locked memory, RDMA adapters, and the capability to lock more
+    threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of what most hosts have
     source: AMD's Primus, preflight on RDMA clusters; what most hosts have: ronde's own
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or
         slurmd, and memlock unlimited in /etc/security/limits.conf
-    why: RDMA pins the buffers that it sends from: ibv_reg_mr fails, and NCCL stops or
-        falls back to sockets.
+    why: RDMA pins its buffers: ibv_reg_mr fails, and NCCL stops or takes sockets.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_LOCKED).items()}
     few = having_less(limits, _show_locked, _ALIKE_SHARE)
@@ -203,14 +198,11 @@ def open_files(fleet: Fleet) -> Problems:
     """A rank may open enough files.
 
     reads: the soft limit on open files that a rank inherits
-    threshold: 65536; below 4096 a warning, below 256 a failure; and no less than most
-        hosts have
-    source: PyTorch's notes on sharing tensors by file descriptors; the numbers are
-        ronde's own
+    threshold: 65536 (below 4096 a warning, 256 a failure), no less than most hosts
+    source: PyTorch's notes on sharing tensors by files; the numbers are ronde's own
     fix: ulimit -n 65536, or nofile in /etc/security/limits.conf; docker run --ulimit
         nofile=65536
-    why: Each connection and each tensor that a data loader's worker hands over is an
-        open file: 'Too many open files', hours after the start.
+    why: Connections and shared tensors are files: 'Too many open files' after hours.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_FILES).items()}
     grades = (
@@ -230,16 +222,12 @@ def open_files(fleet: Fleet) -> Problems:
 def process_limit(values: Values, _: Fleet) -> Problems:
     """Ranks may start enough processes and threads.
 
-    reads: the soft limit on a user's processes that a rank inherits; pids.max and
-        pids.current of the control groups around it
-    threshold: 4096 in all, a warning; a failure with less than 64 free in the control
-        group
-    source: ronde's own: eight ranks with the threads of BLAS, NCCL and data loaders on
-        a large host have a few thousand
+    reads: the limit on a user's processes; pids.max and pids.current of control groups
+    threshold: 4096 in all (a warning); 64 free in the control group, else a failure
+    source: ronde's own: eight ranks with all their threads have a few thousand
     fix: ulimit -u unlimited, or nproc in /etc/security/limits.conf; docker run
         --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of the kubelet
-    why: Threads count as well; at the limit a library ends with 'Resource temporarily
-        unavailable'.
+    why: Threads count as well: a library ends with 'Resource temporarily unavailable'.
     """
     limit, left = _limit(values[_USER_PIDS]), values[_PIDS_LEFT]
     if left < _MIN_PIDS_LEFT:
@@ -260,15 +248,12 @@ def _count_ranks(fleet: Fleet) -> str:
 def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     """Each rank has a CPU of its own.
 
-    reads: cpu.max (cpu.cfs_quota_us) of the control groups, and the CPUs that affinity
-        and cpuset leave
+    reads: cpu.max (cfs_quota_us) of control groups; CPUs of affinity and cpuset
     threshold: a CPU for each rank; a quota below the CPUs that are seen is shown
-    source: the kernel's documentation of CPU bandwidth control; a CPU for each rank is
-        ronde's own
+    source: the kernel's documentation of CPU bandwidth; a CPU a rank is ronde's own
     fix: Raise the limit (docker run --cpus, resources.limits.cpu, sbatch
         --cpus-per-task), or run fewer ranks there
-    why: A rank beyond its quota stands still for the rest of each 100 ms, and all
-        others wait for it.
+    why: A rank beyond its quota stands still for the rest of each 100 ms.
     """
     quota, seen, wanted = values[_QUOTA], values[_CPUS], fleet.num_ranks
     allowed = f"the control group allows {quota:g} CPUs at a time"
@@ -287,13 +272,11 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
     """The folder /dev/shm has room.
 
     reads: size and free room of /dev/shm, and whether it may be written to
-    threshold: more than 64MiB; a warning below 8GiB, or below 40 % of the memory that
-        may be taken where that is less
+    threshold: above 64MiB; a warning below 8GiB, or 40 % of the memory if that is less
     source: Docker gives 64MiB by default; AMD's Primus asks for 8GiB
     fix: docker run --shm-size 8g, or --ipc=host; in Kubernetes an emptyDir with medium
         Memory at /dev/shm; else mount -o remount,size=8g /dev/shm
-    why: Data loaders hand batches over there, and NCCL its buffers: a rank ends with a
-        bus error.
+    why: Data loaders and NCCL have buffers there: a rank ends with a bus error.
     """
     size, free = values[_SIZE], values[_FREE]
     # Half of a small machine's memory, or of a small container's, is not little there.

@@ -85,35 +85,27 @@ def digest_code(package: Path) -> str:
 
 def _find_torch() -> Path | None:
     spec = importlib.util.find_spec("torch")
-    if spec is None:
-        return None
-    if not spec.origin:
+    if spec and not spec.origin:
         raise UnreadableError("torch has no file of its own")
-    return Path(spec.origin).parent
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def read_torch(package: Path | None) -> tuple[str, str]:
-    """Return torch's version, and what it was built for: ``CUDA 12.8``.
-
-    ``package`` is its directory, None if it is not installed.
-
-    Raises:
-        UnreadableError: Its file is broken, as one that was cut off.
-    """
+    """Return the version of torch, and what it was built for: ``CUDA 12.8``."""
     if package is None:
         return ABSENT, ABSENT
-    found: dict[str, str] = {}
     try:
         program = ast.parse((package / "version.py").read_text("utf-8"))
     except SyntaxError as error:
         raise UnreadableError(
             f"{package}/version.py is no Python: {error.msg}; reinstall torch"
         ) from error
+    found: dict[str, str] = {}
     for line in program.body:
         match line:
-            case ast.Assign([ast.Name(name)], ast.Constant(value)) | ast.AnnAssign(
-                ast.Name(name), value=ast.Constant(value)
-            ) if isinstance(value, str):
+            case ast.Assign([ast.Name(name)], ast.Constant(str(value))):
+                found[name] = value
+            case ast.AnnAssign(ast.Name(name), value=ast.Constant(str(value))):
                 found[name] = value
             case _:
                 pass
@@ -124,17 +116,12 @@ def read_torch(package: Path | None) -> tuple[str, str]:
 
 
 def read_packages(directories: Iterable[str]) -> dict[str, str]:
-    """Return the versions of all packages, by their normal names.
-
-    They stand in the names of directories: opening each would take longer. Of two, the
-    one that Python finds first counts.
-    """
+    """Return versions by normal names, as the names of directories have them."""
     found: dict[str, str] = {}
     for directory in filter(None, directories):
-        for entry in list_names(directory):
-            if match := _INFO.fullmatch(entry):
-                name = re.sub(r"[-_.]+", "-", match["name"]).lower()
-                found.setdefault(name, match["version"])
+        for match in filter(None, map(_INFO.fullmatch, list_names(directory))):
+            name = re.sub(r"[-_.]+", "-", match["name"]).lower()
+            found.setdefault(name, match["version"])
     return found
 
 
@@ -146,15 +133,12 @@ def find_nccl(packages: Mapping[str, str]) -> str:
 def find_other_nccl(
     environ: Mapping[str, str], directories: Iterable[str]
 ) -> list[str]:
-    """Return each NCCL that the loader's variables put before the wheel's.
-
-    ``directories``: where Python looks; a wheel's own NCCL lies below one of them.
-    """
+    """Return each NCCL that the loader's variables put before the wheel's."""
     preloaded = re.split(r"[:\s]+", environ.get("LD_PRELOAD", ""))
     found = [path for path in preloaded if "libnccl.so" in path]
-    for directory in environ.get("LD_LIBRARY_PATH", "").split(":"):
+    for directory in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
         library = Path(directory, "libnccl.so.2")
-        if directory and os.path.isfile(library):  # noqa: PTH113 - it may be denied
+        if os.path.isfile(library):  # noqa: PTH113 - it may be denied
             found.append(str(library.resolve()))
     own = {Path(each, "nvidia/nccl/lib").resolve() for each in directories if each}
     return [path for path in found if Path(path).resolve().parent not in own]
@@ -173,11 +157,7 @@ def read_driver(root: str) -> str:
 def select_environment(
     own: Mapping[str, str], forwarded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return those variables of a rank here that change how it trains.
-
-    ``own`` is the environment of this host's agent, ``forwarded`` what every rank is
-    given on top.
-    """
+    """Return those variables of a rank here that change how it trains."""
     known = base_environment(own) | dict(forwarded)
     return {
         name: _show_setting(value)
@@ -300,10 +280,8 @@ def _differing_names(fleet: Fleet, fact: str, join: str, absent: str) -> Problem
 def packages(fleet: Fleet) -> Problems:
     """All hosts have the same Python packages.
 
-    reads: the names of *.dist-info and *.egg-info where Python looks, and a hash of
-        ronde's code
-    threshold: the same names and versions; torch and NCCL have checks of their own; a
-        host with another version of ronde fails taking-part
+    reads: names of *.dist-info and *.egg-info in Python's path; a hash of ronde's code
+    threshold: the same names and versions; torch and NCCL have their own checks
     source: ronde's own; what most hosts have, of three or more
     fix: pip install -r with the lock file of the other hosts
     needs: several hosts
@@ -316,8 +294,7 @@ def packages(fleet: Fleet) -> Problems:
 def environment(fleet: Fleet) -> Problems:
     """Ranks find the same settings on all hosts.
 
-    reads: variables NCCL_*, TORCH_*, CUDA_*, GLOO_*, OMP_*, UCX_*, RONDE_*,
-        LD_LIBRARY_PATH and LD_PRELOAD, as ronde run would give them to ranks
+    reads: NCCL_*, TORCH_*, CUDA_*, GLOO_*, OMP_*, UCX_*, RONDE_*, LD_* of ranks
     threshold: the same values everywhere
     source: ronde's own; what most hosts have, of three or more
     fix: look for leftovers in ~/.bashrc and /etc/environment there

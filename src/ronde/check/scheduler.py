@@ -75,17 +75,6 @@ def _slurm_cpus(environ: Environment) -> int | None:
     return _number(environ, "SLURM_CPUS_ON_NODE")
 
 
-def _slurm_gpus(environ: Environment) -> int | None:
-    # Not SLURM_JOB_GPUS: steps inherit it from the first node.
-    return _number(environ, "SLURM_GPUS_ON_NODE")
-
-
-def _pbs_cpus(environ: Environment) -> int | None:
-    """Return the CPUs of a chunk; this host may have several chunks of the job."""
-    ncpus = _number(environ, "NCPUS")
-    return _number(environ, "PBS_NUM_PPN") if ncpus is None else ncpus
-
-
 def _lsf_cpus(environ: Environment) -> int | None:
     """Return the slots on this host, of ``host1 8 host2 4``."""
     words = environ.get("LSB_MCPU_HOSTS", "").split()
@@ -95,10 +84,7 @@ def _lsf_cpus(environ: Environment) -> int | None:
 
 
 def _kubernetes_gpus(environ: Environment) -> int | None:
-    """Return the GPUs that NVIDIA's device plugin lists.
-
-    Images bring ``all`` along, and instances of a GPU (MIG) are not counted here.
-    """
+    """Return the GPUs that NVIDIA's device plugin lists, where it lists GPUs alone."""
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     is_list = all(re.fullmatch(r"GPU-[0-9a-fA-F-]+", each) for each in devices)
     return len(devices) if is_list else None
@@ -113,20 +99,26 @@ def _own_name(names: tuple[str, ...]) -> str:
     return short[0] if len(short) == 1 else ""
 
 
-def _number(environ: Environment, name: str) -> int | None:
-    text = environ.get(name)
-    if text is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,18}", text.strip(), re.ASCII):
-        raise UnreadableError(f"{name} is no whole number: {text!r}")
-    return int(text)
+def _number(environ: Environment, *names: str) -> int | None:
+    """Return the first of some variables that there is."""
+    for name, text in ((name, environ[name]) for name in names if name in environ):
+        if not re.fullmatch(r"[0-9]{1,18}", text.strip(), re.ASCII):
+            raise UnreadableError(f"{name} is no whole number: {text!r}")
+        return int(text)
+    return None
 
 
 _Given = dict[str, Callable[[Environment], int | None]]
 _SLURM = "Slurm"
 _SCHEDULERS: tuple[tuple[str, str, _Given], ...] = (
-    (_SLURM, "SLURM_JOB_ID", {CPUS: _slurm_cpus, GPUS: _slurm_gpus}),
-    ("PBS", "PBS_JOBID", {CPUS: _pbs_cpus}),
+    (
+        _SLURM,
+        "SLURM_JOB_ID",
+        # Not SLURM_JOB_GPUS: steps inherit it from the first node.
+        {CPUS: _slurm_cpus, GPUS: lambda e: _number(e, "SLURM_GPUS_ON_NODE")},
+    ),
+    # Of one chunk; this host may have several chunks of the job.
+    ("PBS", "PBS_JOBID", {CPUS: lambda e: _number(e, "NCPUS", "PBS_NUM_PPN")}),
     ("LSF", "LSB_JOBID", {CPUS: _lsf_cpus}),
     # Last: the others may run inside of it.
     ("Kubernetes", "KUBERNETES_SERVICE_HOST", {GPUS: _kubernetes_gpus}),
@@ -143,11 +135,9 @@ def _given_here(values: Values, fact: str, what: str) -> str:
 def scheduler_cpus(values: Values, _: Fleet) -> Problems:
     """The CPUs that the scheduler gave the job may be used.
 
-    reads: SLURM_JOB_CPUS_PER_NODE, else SLURM_CPUS_ON_NODE; NCPUS or PBS_NUM_PPN;
-        LSB_MCPU_HOSTS; against the CPUs that affinity, cpuset and quota leave
+    reads: what Slurm, PBS or LSF gave; CPUs that affinity, cpuset and quota leave
     threshold: no fewer; a failure below half. Under Slurm, more cores are shown
-    source: sbatch(1) and srun(1), the manuals of PBS and LSF; a factor of two may come
-        of counting cores here and threads there
+    source: sbatch(1), srun(1), manuals of PBS and LSF; some count cores, some threads
     fix: taskset -cp $$ shows which may be used; start it by srun --cpu-bind=none, or
         ask for --cpus-per-task; scontrol show node shows what Slurm believes
     needs: an agent that the scheduler started, not ssh
@@ -169,9 +159,7 @@ def scheduler_cpus(values: Values, _: Fleet) -> Problems:
 def scheduler_gpus(values: Values, _: Fleet) -> Problems:
     """Ranks see the GPUs that the scheduler gave the job.
 
-    reads: SLURM_GPUS_ON_NODE; in Kubernetes the GPUs of NVIDIA_VISIBLE_DEVICES; against
-        device files that may be opened, as far as CUDA_VISIBLE_DEVICES,
-        ROCR_VISIBLE_DEVICES and the like show them
+    reads: SLURM_GPUS_ON_NODE or NVIDIA_VISIBLE_DEVICES; GPUs that ranks may open
     threshold: as many; to see more is a warning
     source: srun(1): GPUs available to the step; NVIDIA's device plugin
     fix: unset CUDA_VISIBLE_DEVICES, if you have set it; ls -l /dev/nvidia*; where more

@@ -1,1 +1,0 @@
-"""The host itself: limits, memory, kernel, software and scheduler."""
