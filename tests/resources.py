@@ -3,6 +3,7 @@
 import os
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -26,6 +27,22 @@ def least_resources() -> tuple[int, int]:
         counts.append(_count())
         os.sched_yield()
     return min(counts)
+
+
+def least_when_idle(wait: Callable[[], object]) -> float:
+    """Return the processor time that waiting takes: the least of three times.
+
+    What goes on for as long as one waits, it costs each time; what a start left over,
+    or a machine with much to do, it does not.
+    """
+    used = []
+    for _ in range(3):
+        begun_s = time.process_time()
+        wait()
+        used.append(time.process_time() - begun_s)
+        if used[-1] < 0.01:
+            break
+    return min(used)
 
 
 def _count() -> tuple[int, int]:

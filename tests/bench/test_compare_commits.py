@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "compare_commits.py"
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_every_path_is_timed_on_both_trees():
     done = subprocess.run(

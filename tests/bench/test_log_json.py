@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.bench.log_writing import load_schema
 
 from ronde.bench.log_reading import read_log
@@ -274,7 +274,6 @@ def test_a_cut_file_is_an_error_unless_a_part_is_welcome() -> None:
     assert run.warnings[0] == f"line {line}: the file is cut here"
 
 
-@settings(max_examples=100, deadline=None)
 @given(cut=st.integers(0, 10**4), is_ours=st.booleans(), keeps_partial=st.booleans())
 def test_a_cut_anywhere_is_an_error_with_its_line(
     cut: int, *, is_ours: bool, keeps_partial: bool

@@ -244,9 +244,7 @@ def test_a_ratio_of_1_says_nothing_of_the_ranks() -> None:
 def test_devices_that_the_figures_contradict() -> None:
     run = read_one(log("all_reduce", [all_reduce_row(1 << 30, n=16)]))
     assert run.ranks.value == 2
-    assert run.warnings == (
-        "lists 2 devices, but its ratio of busbw to algbw differs",
-    )
+    assert run.warnings == ("lists 2 devices, but its ratio of busbw to algbw differs",)
 
 
 def test_only_the_group_of_rank_0_counts() -> None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from ronde.bench.catalog import DTYPES, OPS, NumberKind, premultiplier
 from ronde.bench.checking import TOLERANCE, ReductionInputs, random_bytes
@@ -62,7 +62,6 @@ cases = st.tuples(
 
 
 @given(cases)
-@settings(max_examples=150, deadline=None)
 def test_results_are_those_of_exact_arithmetic(case):
     name, op, size, seed, start = case
     dtype = DTYPES[name]
@@ -79,7 +78,6 @@ def test_results_are_those_of_exact_arithmetic(case):
 
 
 @given(cases)
-@settings(max_examples=100, deadline=None)
 def test_no_partial_sum_or_product_is_ever_rounded(case):
     """Whatever subset is reduced first, the type holds it exactly."""
     name, op, size, seed, start = case

@@ -80,7 +80,7 @@ def test_one_that_leads_elsewhere_is_shown_and_replaced(environment) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "size"),
-    [("python", 1), ("torchrun", 2), ("mpirun", 3), ("ronde", 4)],
+    [("python", 1), ("torchrun", 2), ("mpirun", 3), ("ronde", 2)],
 )
 def test_ranks_find_it(environment, tmp_path, launcher, size) -> None:
     assert environment.ronde("alias", "--install")[0] == 0

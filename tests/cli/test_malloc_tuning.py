@@ -18,7 +18,7 @@ from ronde.memory import MallocThresholds, malloc_thresholds
 pytestmark = pytest.mark.timeout(180)
 
 MIB = 1 << 20
-NUM_STEPS = 20
+NUM_STEPS = 10
 NUM_PAGES = NUM_STEPS * 48 * MIB // resource.getpagesize()
 """Of the gradients of all steps, which are what faults where memory is given back."""
 FAULTS = f"""
@@ -113,7 +113,9 @@ def malloc_variables(done):
     return {name: text for name, text in lines.items() if name.startswith("MALLOC_")}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
+)
 def test_init_has_every_rank_keep_it(run_ranks_bare, size):
     counts = run_ranks_bare(size, count_of_rank, launcher="plain")
     assert max(counts) < NUM_PAGES / 4

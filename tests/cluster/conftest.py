@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.cluster.digits import LIMIT_S, Digits, assert_done
 from tests.cluster.machines import Cluster, machines, why_not
+from tests.cluster.training import LIMIT_S, Training, assert_done
 
 
 @pytest.fixture(scope="session")
@@ -36,16 +36,16 @@ def local_loss(three_hosts, tmp_path_factory) -> Callable[[int], float]:
 
     @functools.cache
     def loss(size: int) -> float:
-        digits = Digits(tmp_path_factory.mktemp("local") / "record")
+        training = Training(tmp_path_factory.mktemp("local") / "record")
         words = [sys.executable, "-m", "ronde", "run", "-n", str(size)]
         environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1"}
         done = three_hosts.run(
             three_hosts.hosts[0],
-            [*words, "--engine", "gloo", "--", *digits.words],
+            [*words, "--engine", "gloo", "--", *training.words],
             env=environment,
             timeout_s=LIMIT_S,
         )
         assert_done(done)
-        return digits.loss(size)
+        return training.loss(size)
 
     return loss

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.cluster.digits import assert_nothing_left
 from tests.cluster.faults import (
     A_TENTH,
     HALF_A_CPU,
@@ -25,6 +24,7 @@ from tests.cluster.faults import (
     replaced,
 )
 from tests.cluster.machines import ROOT
+from tests.cluster.training import assert_nothing_left
 
 from ronde.check.network.reach import REACH
 
@@ -398,7 +398,7 @@ def test_a_slow_host(cluster, find, tmp_path):
 def test_a_host_that_is_gone(cluster, find):
     cluster.cut(cluster.hosts[1])
     # It has two addresses, and one is enough to wait for.
-    checked = find("--ssh-args", "-4 -o ConnectTimeout=5")
+    checked = find("--ssh-args", "-4 -o ConnectTimeout=3")
     assert_found(checked, "taking-part", "node2")
 
 

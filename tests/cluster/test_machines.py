@@ -12,6 +12,8 @@ from tests.cluster.machines import ROOT, machines, why_not
 
 import ronde
 
+# What other tests stand on, and they would fail as well.
+pytestmark = pytest.mark.soak
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 LIMIT_S = 60.0
 SOURCES = Path(ronde.__file__).parents[1]

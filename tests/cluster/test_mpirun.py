@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.cluster.digits import (
+from tests.cluster.training import (
     LIMIT_S,
-    Digits,
+    Training,
     assert_done,
     assert_nothing_left,
     tolerance,
@@ -71,17 +71,17 @@ def ssh(cluster, tmp_path):
 
 def test_a_training_under_mpirun(mpi, ssh, cluster, tmp_path, local_loss):
     """Nobody says where to meet: the ranks ask MPI."""
-    digits = Digits(tmp_path / "record")
+    training = Training(tmp_path / "record")
     threads = ["env", "OMP_NUM_THREADS=1"]  # neither launcher sets it
     done = cluster.run(
         cluster.hosts[0],
-        [*mpi.command(ssh, 3, "node1:2,node2:1"), *threads, *digits.words],
+        [*mpi.command(ssh, 3, "node1:2,node2:1"), *threads, *training.words],
         env=mpi.environment,
         timeout_s=LIMIT_S,
     )
     assert_done(done)
     expected = local_loss(3)
-    assert abs(digits.loss(3) - expected) <= tolerance(3, expected)
+    assert abs(training.loss(3) - expected) <= tolerance(3, expected)
     assert_nothing_left(cluster)
 
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cluster.digits import LIMIT_S, Digits, assert_done, tolerance
 from tests.cluster.machines import ROOT
 from tests.cluster.slurm import slurm, why_no_slurm
+from tests.cluster.training import LIMIT_S, Training, assert_done, tolerance
 from tests.virtual_environments import make_environment
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
@@ -56,10 +56,9 @@ def test_the_documented_batch_scripts_train(job, batch, tmp_path, local_loss, in
     assert smaller.count("#SBATCH") == written.count("#SBATCH") >= 5
     script = tmp_path / "job.sh"
     script.write_text(smaller)
-    digits = Digits(tmp_path / "record")
+    training = Training(tmp_path / "record")
     (tmp_path / "train.py").write_text(
-        f"import sys, runpy; sys.path.insert(0, {str(ROOT / 'examples')!r}); "
-        f"sys.argv = {digits.words[1:]!r}; "
+        f"import sys, runpy; sys.argv = {training.words[1:]!r}; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     told = job("sbatch", "--parsable", str(script), cwd=tmp_path)
@@ -68,8 +67,8 @@ def test_the_documented_batch_scripts_train(job, batch, tmp_path, local_loss, in
     (output,) = tmp_path.glob("train-*.out")
     assert state == "COMPLETED", output.read_text()
     expected = local_loss(3)
-    assert abs(digits.loss(3) - expected) <= tolerance(3, expected)
-    assert "digits: 3 ranks" in output.read_text()
+    assert abs(training.loss(3) - expected) <= tolerance(3, expected)
+    assert "3 ranks have trained" in output.read_text()
 
 
 def wait_for(paths):

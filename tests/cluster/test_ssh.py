@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cluster.digits import assert_nothing_left
+from tests.cluster.training import assert_nothing_left
 
 import ronde
 

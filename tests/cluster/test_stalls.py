@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.cluster.digits import assert_nothing_left
+from tests.cluster.training import assert_nothing_left
 from tests.timed import LEASE_S, impatient_ronde
 
 pytestmark = pytest.mark.timeout(120)

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cluster.digits import (
+from tests.cluster.training import (
     LIMIT_S,
-    Digits,
+    Training,
     assert_done,
     assert_nothing_left,
     tolerance,
@@ -19,17 +19,17 @@ HOSTS, SIZE = "node1:2,node2:2,node3:1", 5
 
 def train(cluster, record, *options):
     """Train on node1's command; return the loss."""
-    digits = Digits(record)
+    training = Training(record)
     words = [sys.executable, "-m", "ronde", "run", "-H", HOSTS]
     done = cluster.run(
         cluster.hosts[0],
-        [*words, "--ssh-args", f"-F {cluster.ssh_config}", *options, *digits.words],
+        [*words, "--ssh-args", f"-F {cluster.ssh_config}", *options, *training.words],
         env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"},
         timeout_s=LIMIT_S,
     )
     assert_done(done)
-    assert f"digits: {SIZE} ranks" in done.stdout
-    return digits.loss(SIZE)
+    assert f"{SIZE} ranks have trained" in done.stdout
+    return training.loss(SIZE)
 
 
 def test_the_loss_on_three_hosts_is_that_on_one_to_the_last_bit(

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from tests.conformance.control import OVER, Mailbox, connect, neighbours
+from tests.resources import least_when_idle
 
 HOSTS = ["a", "aa", "aaa", "aaaa", "ab", "aab", "abab", "abca"]
 LENGTHS = [0, 1, 7, 8, 9, 16, 100, 0, 1000, 65_519, 65_520, 65_521, 65_536, 3 << 20, 5]
@@ -191,23 +192,18 @@ def test_nothing_is_missed_however_one_waits(run_ranks_bare, hosts):
 
 
 def idle(claim, hosts):
-    """Return the processor time of all threads and the waits of a second without work.
-
-    The second before it lets go by what the start of the ranks still has to do.
-    """
+    """Return the processor time of all threads, and the waits, of an idle second."""
     _, channel = connect(claim, hosts)
     listener = threading.Thread(
         target=channel.wait, args=(None,), kwargs={"is_eager": False}
     )
     channel.receive()
     listener.start()
-    wait_a_second(channel)
-    before_s = time.process_time()
-    num_waits = wait_a_second(channel)
-    used_s = time.process_time() - before_s
+    nums_waits = []
+    used_s = least_when_idle(lambda: nums_waits.append(wait_a_second(channel)))
     channel.close()
     listener.join()
-    return used_s, num_waits
+    return used_s, min(nums_waits)
 
 
 def wait_a_second(channel):
@@ -219,7 +215,13 @@ def wait_a_second(channel):
     return num_waits
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        h if h in ("a", "aa", "ab", "aab") else pytest.param(h, marks=pytest.mark.long)
+        for h in HOSTS
+    ],
+)
 def test_waiting_costs_nothing(run_ranks_bare, hosts):
     used = run_ranks_bare(len(hosts), idle, hosts)
     print("processor time, waits of a second:", used)  # noqa: T201

@@ -35,7 +35,15 @@ def parts_of(setting):
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        # On one host it is shared memory once more.
+        pytest.param(s, marks=pytest.mark.long) if s.engine == "auto" else s
+        for s in SETTINGS
+    ],
+    ids=str,
+)
 def test_engine(run_ranks, setting):
     """Making a process costs more than most checks, so one serves all of them."""
     checks = [check for part in parts_of(setting) for check in SUITE[part]]

@@ -57,7 +57,7 @@ def assert_all_through(done, size):
         assert f"rank {rank} of {size} is through" in done.stdout
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_suite_under_mpirun(size):
     assert_all_through(mpirun(size, "suite"), size)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from benchmarks.coordination_scale import Simulator
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from ronde.coordination.control.tree import Tree
 from ronde.coordination.node import RunCommand
@@ -59,7 +59,6 @@ def values_of(verb: str, taken: list[Any]) -> list[list[Any]]:
     seed=st.integers(0, 2**32),
     has_changes=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
 def test_every_name_runs_once_a_round_in_one_order(
     hosts, capacity, num_rounds, num_names, seed, has_changes
 ) -> None:
@@ -95,7 +94,6 @@ def test_every_name_runs_once_a_round_in_one_order(
     seed=st.integers(0, 2**32),
     has_changes=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
 def test_ranks_that_run_ahead_while_numbers_are_forgotten(
     hosts, capacity, seed, has_changes
 ) -> None:
@@ -150,7 +148,6 @@ def test_ranks_that_run_ahead_while_numbers_are_forgotten(
     seed=st.integers(0, 2**32),
     is_cached=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
 def test_a_mismatch_fails_everywhere_and_the_next_runs(hosts, seed, is_cached) -> None:
     choose = random.Random(seed)
     net = network(hosts)
@@ -176,7 +173,6 @@ def test_a_mismatch_fails_everywhere_and_the_next_runs(hosts, seed, is_cached) -
 
 
 @given(hosts=st.sampled_from(HOSTS), seed=st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None)
 def test_joined_ranks_are_ready_for_everything(hosts, seed) -> None:
     choose = random.Random(seed)
     net = network(hosts)

@@ -71,7 +71,16 @@ def only_record(path: Path) -> Record:
     return record
 
 
-@pytest.mark.parametrize("name", RANKS_AND_STARTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("python", "ronde"),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("torchrun", "mpirun")
+        ),
+    ],
+)
 def test_digits_under_every_launcher(name: str, tmp_path: Path) -> None:
     size, start = launched(name)
     path = tmp_path / "records.jsonl"

@@ -25,7 +25,9 @@ def accuracy_of(data: Path, *options: str) -> float:
     return float(accuracy)
 
 
-@pytest.mark.parametrize("option", ["", "--fp16-allreduce"])
+@pytest.mark.parametrize(
+    "option", ["", pytest.param("--fp16-allreduce", marks=pytest.mark.soak)]
+)
 def test_it_learns_where_stripes_are(tmp_path: Path, option: str) -> None:
     write_stripes(tmp_path)
     options = f"--epochs 4 --lr 0.05 --batch-size 20 {option}".split()

@@ -50,7 +50,7 @@ def combine_samples(communicator):
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_follows_the_formula(size):
     results = run_ranks(size, combine_samples)
     for (dtype, lengths), result in results[0].items():

@@ -78,7 +78,13 @@ def train(communicator, options, num_steps, last_step=None):
     return results, plans, limits
 
 
-@pytest.mark.parametrize("compression", [Compression.none, Compression.powersgd()])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        Compression.none,
+        pytest.param(Compression.powersgd(), marks=pytest.mark.long),
+    ],
+)
 def test_all_ranks_change_at_once_and_gradients_do_not(tmp_path, compression):
     path = tmp_path / "autotune.csv"
 

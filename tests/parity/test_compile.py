@@ -197,7 +197,7 @@ def test_every_collective_is_among_the_functions():
     ("size", "engine", "names", "backend"),
     [
         (2, "shared_memory", FUNCTIONS, "aot_eager"),
-        (2, "shared_memory", FEW, "inductor"),
+        pytest.param(2, "shared_memory", FEW, "inductor", marks=pytest.mark.soak),
         pytest.param(2, "gloo", FUNCTIONS, "inductor", marks=pytest.mark.long),
         (3, "gloo", FEW, "aot_eager"),
         (4, "hierarchical", FEW, "aot_eager"),
@@ -267,7 +267,7 @@ def compare_gradients(names: Collection[str], backend: str) -> None:
     ("names", "backend"),
     [
         (DIFFERENTIABLE, "aot_eager"),
-        (["allreduce", "alltoall"], "inductor"),
+        pytest.param(["allreduce", "alltoall"], "inductor", marks=pytest.mark.soak),
         pytest.param(DIFFERENTIABLE, "inductor", marks=pytest.mark.long),
     ],
     ids=["all", "code", "all_code"],

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from tests.combinations import all_on_three_ranks
 from tests.ranks import run_ranks, run_ranks_bare
 from torch import Tensor, nn
 
@@ -106,9 +107,12 @@ def transposed(tensor: Tensor) -> Tensor:
     return tensor.mT.contiguous().mT if tensor.dim() == 2 else tensor
 
 
-@pytest.mark.parametrize("layout", [lambda t: t, channels_last, transposed])
-@pytest.mark.parametrize("is_average", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "is_average", "layout"),
+    all_on_three_ranks(
+        [1, 2, 3, 4], [True, False], [lambda t: t, channels_last, transposed]
+    ),
+)
 def test_powersgd_loses_nothing(size, is_average, layout):
     """All that came out, and all that is still to be sent, is all that went in."""
 

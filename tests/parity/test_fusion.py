@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.combinations import all_on_three_ranks
 from tests.ranks import run_ranks_bare
 from torch import Tensor, nn
 from torch.nn import functional
@@ -494,7 +495,7 @@ RANKS_MATTER = [
         (2, list(CASES)[:26]),
         (2, list(CASES)[26:]),
         (3, RANKS_MATTER),
-        (4, RANKS_MATTER),
+        pytest.param(4, RANKS_MATTER, marks=pytest.mark.long),
         pytest.param(3, list(CASES), marks=pytest.mark.long),
         pytest.param(4, list(CASES), marks=pytest.mark.long),
     ],
@@ -504,8 +505,9 @@ def test_bits_are_those_of_copied_gradients(size, names):
     run_ranks_bare(size, _compare, names, timeout_s=LIMIT_S)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("engine", ["gloo", "hierarchical"])
+@pytest.mark.parametrize(
+    ("size", "engine"), all_on_three_ranks([2, 3, 4], ["gloo", "hierarchical"])
+)
 def test_other_engines_give_the_bits_of_copied_gradients(engine, size):
     names = ["rows", "predivided", "two products", "crosswise", "joined"]
     environment = {"RONDE_ENGINE": engine}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.combinations import all_on_three_ranks
 from tests.parity.problems import OddMlp, assert_close, mse
 from tests.ranks import run_ranks_bare
 from torch import nn
@@ -149,8 +150,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("size", "name"), all_on_three_ranks([1, 2, 3, 4], CASES))
 def test_uneven_data_train_as_one_process_does(name, size):
     case = CASES[name]
     results = run_ranks_bare(size, train_and_join, case)

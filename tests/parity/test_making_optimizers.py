@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tests.combinations import all_on_three_ranks
 from tests.parity.sessions import run_sessions
 from torch import nn
 
@@ -19,7 +20,10 @@ STALL = {
 }
 
 every_engine = pytest.mark.parametrize("engine", ENGINES)
-every_size = pytest.mark.parametrize("size", [2, 3, 4])
+SIZES = [2, 3, 4]
+every_engine_and_size = pytest.mark.parametrize(
+    ("size", "engine"), all_on_three_ranks(SIZES, ENGINES)
+)
 
 
 def build(width):
@@ -70,9 +74,10 @@ def assert_equal(results, expected):
         torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
-@every_engine
-@every_size
-@pytest.mark.parametrize("widths", [(4, 6), (4, 4, 6)])
+@pytest.mark.parametrize(
+    ("size", "engine", "widths"),
+    all_on_three_ranks(SIZES, ENGINES, [(4, 6), (4, 4, 6)]),
+)
 def test_made_in_another_order(size, engine, widths):
     """Of models that are alike, the first one here is the first one there."""
 
@@ -92,8 +97,7 @@ def test_made_in_another_order(size, engine, widths):
     assert_equal(results, [w for width in widths for w in alone(width, range(size))])
 
 
-@every_engine
-@every_size
+@every_engine_and_size
 def test_made_and_used_in_another_order(size, engine):
     """``backward()`` gives way where ranks wait for each other to connect."""
 
@@ -132,8 +136,7 @@ def test_made_on_one_rank_and_never_used(engine):
     assert_equal(others, first)
 
 
-@every_engine
-@every_size
+@every_engine_and_size
 def test_a_spare_copy_on_one_rank_does_not_shift_what_all_make_later(size, engine):
     """Rank 0's second one is the others' first: they are alike, and none else waits."""
 
@@ -174,9 +177,10 @@ def test_used_on_one_rank_alone_is_reported(engine, op):
         assert "connect.optimizer.0.weight" in missing
 
 
-@every_engine
-@every_size
-@pytest.mark.parametrize("way", ["step", "synchronize"])
+@pytest.mark.parametrize(
+    ("size", "engine", "way"),
+    all_on_three_ranks(SIZES, ENGINES, ["step", "synchronize"]),
+)
 def test_different_models_are_an_error_on_all_ranks(size, engine, way):
     def work():
         last = hvd.rank() == size - 1
@@ -241,8 +245,7 @@ def test_process_sets_that_overlap(engine):
             assert_equal([trained], alone(width, ranks[width]))
 
 
-@every_engine
-@every_size
+@every_engine_and_size
 def test_a_rank_joins_before_the_first_use(size, engine):
     """And never uses one; another one is used by nobody."""
 

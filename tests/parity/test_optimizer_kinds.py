@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.combinations import all_on_three_ranks
 from tests.parity.problems import OddMlp, assert_close, mse
 from tests.parity.sessions import run_sessions
 from tests.parity.test_adasum import oracle
@@ -59,10 +60,10 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize(
+    ("size", "sparse_as_dense", "maker", "op"),
+    all_on_three_ranks([1, 2, 3, 4], [False, True], MAKERS, [hvd.Average, hvd.Sum]),
+)
 def test_sparse_gradients(maker, op, sparse_as_dense, size):
     def check():
         model = tables()

@@ -36,7 +36,13 @@ def train(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "size"), [("python", 1), ("mpirun", 2), ("mpirun", 3), ("ronde", 2)]
+    ("launcher", "size"),
+    [
+        ("python", 1),
+        pytest.param("mpirun", 2, marks=pytest.mark.long),
+        ("mpirun", 3),
+        ("ronde", 2),
+    ],
 )
 def test_what_is_left_over_is_named_and_ignored(train, launcher, size):
     done = train(launcher, size, LOCAL_RANK="0", WORLD_SIZE="1")
@@ -51,10 +57,9 @@ def test_what_is_left_over_is_named_and_ignored(train, launcher, size):
 
 
 def test_a_launcher_that_forgets_a_variable_is_refused(train):
-    for rank in range(2):
-        done = train("python", 1, RANK=str(rank), LOCAL_RANK=str(rank))
-        assert "variables of the world must be complete" in done.stderr
-        assert (done.returncode, done.stdout) == (1, "")
+    done = train("python", 1, RANK="1", LOCAL_RANK="1")
+    assert "variables of the world must be complete" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "")
     done = train("python", 1, LOCAL_RANK="1")
     assert "got LOCAL_RANK=1 and no RANK and WORLD_SIZE" in done.stderr
     assert done.returncode == 1

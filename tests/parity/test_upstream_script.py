@@ -149,6 +149,7 @@ def test_tests_of_horovod_that_pass(upstream_tests, tmp_path):
     ), errors
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_test_of_horovod_that_fails_on_one_rank(upstream_tests, tmp_path):
     test = "parallel/test_torch.py"
@@ -165,6 +166,7 @@ def test_a_test_of_horovod_that_fails_on_one_rank(upstream_tests, tmp_path):
     assert rows[4].startswith("exit code 1; all output is in ")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_tests_of_horovod_under_mpirun(upstream_tests, tmp_path):
     code, rows, errors = upstream_tests(
@@ -176,6 +178,7 @@ def test_tests_of_horovod_under_mpirun(upstream_tests, tmp_path):
     ), errors
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_examples_of_horovod(upstream_tests, tmp_path):
     code, rows, errors = upstream_tests(write(tmp_path, HOROVOD), "--examples")
@@ -195,6 +198,7 @@ def test_tests_of_ignite_that_pass(upstream_tests, tmp_path):
     assert "left out, for it needs pytorch-fid: metrics/gan/test_fid.py" in rows
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_test_of_ignite_that_fails_on_one_rank(upstream_tests, tmp_path):
     file = "tests/ignite/distributed/test_horovod.py"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
@@ -457,7 +457,6 @@ def test_many_large_elements_take_no_time():
     check_harmless(read, iter([Hostile("many nodes", machine(nodes).encode())]))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_version_1_file_cut_anywhere_is_refused(data):
     end = data.draw(st.integers(0, len(VERSION_1.rstrip()) - 1))
@@ -476,7 +475,6 @@ def words(cpus: set[int]) -> str:
     return ",".join(reversed(parts)) or "0x0"
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sets(st.integers(0, 300)), st.sets(st.integers(0, 300)))
 def test_sets_are_read_as_they_are_written(first, second):
     second -= first

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
@@ -108,12 +108,15 @@ def test_a_list_without_numbers_is_recognised_to_be_told_so():
     assert not PROBE.recognises(Saved("it", b"GPU0\tX\n12:30.5\n"))
 
 
-@pytest.mark.parametrize("path", [A10, A100], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [A100, pytest.param(A10, marks=pytest.mark.long)],
+    ids=lambda path: path.name,
+)
 def test_harm_does_none(path):
     assert check_harmless(read, bad_inputs(path.read_bytes())) > 10
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(A100.read_bytes())))
 def test_a_list_cut_anywhere_is_a_value_or_refused(end):
     data = A100.read_bytes()

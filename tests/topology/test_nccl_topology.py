@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
@@ -520,7 +520,6 @@ ATTRIBUTE = st.text(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(ATTRIBUTE, min_size=len(NAMES), max_size=len(NAMES)),
     st.lists(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
@@ -491,7 +491,11 @@ def test_other_things_said_of_links_are_let_pass():
     assert len(read(status(0, num_active=2) + errors).gpus) == 1
 
 
-@pytest.mark.parametrize("path", [B200, H200, PERLMUTTER], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [B200, *(pytest.param(p, marks=pytest.mark.long) for p in (H200, PERLMUTTER))],
+    ids=lambda path: path.name,
+)
 def test_harm_does_none(path):
     assert check_harmless(read, bad_inputs(path.read_bytes())) > 10
 
@@ -499,15 +503,15 @@ def test_harm_does_none(path):
 @pytest.mark.parametrize(
     "text",
     [
-        "\t" + "\t".join(f"GPU{n}" for n in range(1_000_000)),
+        "\t" + "\t".join(f"GPU{n}" for n in range(250_000)),
         ("\t" + "\t".join(f"GPU{n}" for n in range(400)) + "\n") * 2000,
-        "GPU0\tmlx5_0\n" * 200_000,
-        status(0, num_active=200_000),
+        "GPU0\tmlx5_0\n" * 50_000,
+        status(0, num_active=50_000),
         "".join(remotes(n, {f"{n % 100:02}": 20}) for n in range(1000)) * 10,
         "GPU 0: " + " " * 5_000_000 + "x",
         "|  0  " + "x " * 2_000_000,
-        "GPU0\tX\n" * 500_000,
-        "\tGPU0\tNIC0\n" + "NIC0 \n" * 1_000_000,
+        "GPU0\tX\n" * 100_000,
+        "\tGPU0\tNIC0\n" + "NIC0 \n" * 200_000,
     ],
     ids=range(9),
 )
@@ -519,7 +523,6 @@ def test_much_of_it_takes_no_time(text):
 CUT = NICS + status(0, num_active=2) + remotes(1, {"C2": 3})
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, len(CUT)), st.text(max_size=3))
 def test_text_cut_or_changed_anywhere_is_a_value_or_refused(at, more):
     for text in (CUT[:at], CUT[:at] + more + CUT[at:]):
@@ -533,7 +536,6 @@ def test_text_cut_or_changed_anywhere_is_a_value_or_refused(at, more):
 PATHS = st.sampled_from(["NV1", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"])
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_what_is_printed_is_read(data):
     names = [f"GPU{n}" for n in range(data.draw(st.integers(1, 5)))]

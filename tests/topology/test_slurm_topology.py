@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
@@ -162,7 +162,6 @@ def test_a_long_chain_is_no_circle():
     assert len(read("\n".join(reversed(lines))).switches) == 5001
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(TREE)), st.text(max_size=3))
 def test_text_cut_or_changed_anywhere_is_a_value_or_refused(at, more):
     for text in (TREE[:at], TREE[:at] + more + TREE[at:]):
@@ -173,7 +172,6 @@ def test_text_cut_or_changed_anywhere_is_a_value_or_refused(at, more):
         assert topology.switches
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_tree_is_read_and_any_circle_refused(data):
     count = data.draw(st.integers(1, 12))

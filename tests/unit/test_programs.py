@@ -3,7 +3,7 @@
 import random
 from collections import deque
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.unit.interpreter import Vectors
 
 from ronde.collectives.algorithms import (
@@ -17,7 +17,6 @@ from ronde.collectives.algorithms import (
 from ronde.collectives.engines.scheduled import ScheduledMessage, compile_program
 
 names = st.sampled_from(sorted(ALGORITHMS))
-many = settings(max_examples=120, deadline=None)
 
 
 class Network:
@@ -113,7 +112,6 @@ def way_of(rank: int, message: ScheduledMessage) -> tuple[int, int, int, bool]:
     return message.peer, rank, message.tag, False
 
 
-@many
 @given(names, st.integers(1, 9), st.integers(0, 60), st.integers(1, 12), st.randoms())
 def test_all_reduce_gets_through(name, size, numel, piece_numel, order):
     schedule = ALGORITHMS[name].all_reduce(size, numel)
@@ -123,7 +121,6 @@ def test_all_reduce_gets_through(name, size, numel, piece_numel, order):
     assert vectors == [[(1 << size) - 1] * numel] * size
 
 
-@many
 @given(
     names,
     st.lists(st.integers(0, 14), min_size=1, max_size=9),
@@ -149,7 +146,6 @@ def test_uneven_chunks_get_through(name, counts, piece_numel, order):
     assert vectors == [expected] * size
 
 
-@many
 @given(
     names,
     st.integers(1, 9),

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.unit.interpreter import heaviest, run
 
 from ronde.collectives.algorithms import ALGORITHMS, Chunks, Schedule, find_algorithm
@@ -14,7 +14,6 @@ sizes = st.integers(1, 64)
 numels = st.one_of(st.integers(0, 70), st.integers(0, 2000))
 names = st.sampled_from(sorted(ALGORITHMS))
 shares = st.lists(st.integers(0, 9), min_size=1, max_size=64)
-many = settings(max_examples=150, deadline=None)
 
 
 def own(size: int, numel: int) -> list[list[int]]:
@@ -26,7 +25,6 @@ def all_of(size: int) -> int:
     return (1 << size) - 1
 
 
-@many
 @given(names, sizes, numels)
 def test_all_reduce_ends_with_every_contribution_once(name, size, numel):
     schedule = ALGORITHMS[name].all_reduce(size, numel)
@@ -35,7 +33,6 @@ def test_all_reduce_ends_with_every_contribution_once(name, size, numel):
     assert vectors == [[all_of(size)] * numel] * size
 
 
-@many
 @given(names, shares)
 def test_reduce_scatter_leaves_each_rank_its_sum(name, counts):
     schedule = ALGORITHMS[name].reduce_scatter(Chunks.of_sizes(counts))
@@ -47,7 +44,6 @@ def test_reduce_scatter_leaves_each_rank_its_sum(name, counts):
         assert vectors[rank][start:stop] == [all_of(size)] * count
 
 
-@many
 @given(names, shares)
 def test_all_gather_brings_each_chunk_from_its_rank(name, counts):
     chunks = Chunks.of_sizes(counts)
@@ -62,7 +58,6 @@ def test_all_gather_brings_each_chunk_from_its_rank(name, counts):
     assert vectors == [expected] * len(counts)
 
 
-@many
 @given(names, sizes, numels, st.data())
 def test_broadcast_brings_the_roots(name, size, numel, data):
     root = data.draw(st.integers(0, size - 1))
@@ -86,7 +81,6 @@ def loads_of(schedule: Schedule) -> list[int]:
     return [load.numel for load in schedule.loads for _ in range(load.num_rounds)]
 
 
-@many
 @given(names, sizes, numels)
 def test_loads_are_what_the_busiest_rank_does(name, size, numel):
     for schedule in every(name, size, numel):

@@ -1,6 +1,7 @@
 """The limits of CONTRIBUTING.md on the size of what is in src."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ def modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+@functools.cache
 def definitions() -> list[Definition]:
     return [
         definition

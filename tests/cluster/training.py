@@ -1,4 +1,4 @@
-"""``examples/digits.py`` for a few steps, under whatever starts its ranks."""
+"""``training_rank.py`` under whatever starts its ranks."""
 
 import json
 import subprocess
@@ -7,18 +7,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.machines import ROOT, Cluster
+from tests.cluster.machines import Cluster
+from tests.cluster.training_rank import BATCH_SIZE, NUM_TRAIN
 
 LIMIT_S = 280.0
 """Of one training: five ranks import torch on what may be two slow cores."""
 SESSION_S = 30.0
 """What a session of sshd may take to end; it takes some milliseconds."""
-NUM_TRAIN, BATCH_SIZE = 1437, 64
-"""Of ``examples/digits.py``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Digits:
+class Training:
     """One training.
 
     Attributes:
@@ -30,13 +29,12 @@ class Digits:
     @property
     def words(self) -> list[str]:
         """Return the program with its arguments."""
-        script = str(ROOT / "examples" / "digits.py")
-        return [sys.executable, script, "--epochs", "1", "--json", str(self.record)]
+        script = str(Path(__file__).with_name("training_rank.py"))
+        return [sys.executable, script, str(self.record)]
 
     def loss(self, size: int) -> float:
-        """Return the loss that one rank of that many wrote, once."""
-        (line,) = self.record.read_text().splitlines()
-        values = json.loads(line)["values"]
+        """Return the loss that one rank of that many wrote."""
+        values = json.loads(self.record.read_text())
         assert values["size"] == size
         return values["loss"]
 
