@@ -96,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
             self.alias(name, name[:2] + name[2:].replace("-", "_"))
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with the command line, by ``UsageError``."""
+        """Raise ``UsageError`` with what is wrong with the command line."""
         if match := re.match(
             r"(?:ambiguous option|unrecognized arguments): (\S+)", message
         ):
@@ -164,7 +164,7 @@ def read_one_of(option: str, word: str, words: Sequence[str]) -> str:
 
 
 def refuse_verb(word: str, verbs: Sequence[str], command: str) -> NoReturn:
-    """Say by ``UsageError`` that ``word`` is no verb, and which one was meant."""
+    """Raise ``UsageError``: ``word`` is no verb; which one was meant."""
     from difflib import get_close_matches
 
     near = get_close_matches(word, verbs, n=1, cutoff=0.6)

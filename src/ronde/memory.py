@@ -71,25 +71,22 @@ def _of_groups(root: Path) -> Iterator[AvailableMemory]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        for name in controllers.split(","):
-            files = _VERSIONS.get(name)
-            if files is not None:
-                yield from _of_path(root / files.mount, path, files)
+        for name in _VERSIONS.keys() & controllers.split(","):
+            files = _VERSIONS[name]
+            # A group is bound by those above it too. In a container the path may be the
+            # host's, of which only the last group is mounted, at the root.
+            own = PurePosixPath(path.lstrip("/"))
+            for each in (own, *own.parents):
+                yield from _of_group(root / files.mount / each, files)
 
 
-def _of_path(mount: Path, path: str, files: _GroupFiles) -> Iterator[AvailableMemory]:
-    # A group is bound by those above it too. In a container the path may be the host's,
-    # of which only the last group is mounted, at the root.
-    own = PurePosixPath(path.lstrip("/"))
-    for each in (own, *own.parents):
-        folder = mount / each
-        try:
-            limit = int((folder / files.limit).read_text())
-            usage = int((folder / files.usage).read_text())
-        except (OSError, ValueError):  # not mounted, or "max"
-            continue
-        if limit >= _UNLIMITED:
-            continue
+def _of_group(folder: Path, files: _GroupFiles) -> Iterator[AvailableMemory]:
+    try:
+        limit = int((folder / files.limit).read_text())
+        usage = int((folder / files.usage).read_text())
+    except (OSError, ValueError):  # not mounted, or "max"
+        return
+    if limit < _UNLIMITED:
         reclaimable = _fields(folder / "memory.stat").get(files.reclaimable, 0)
         yield AvailableMemory(
             max(0, limit - usage + reclaimable),

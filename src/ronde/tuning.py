@@ -34,13 +34,10 @@ class TuningOptions:
     min_gain: float = 0.03  # part of the default's cost that a winner must save, 0 to 1
 
     def __post_init__(self) -> None:
-        least = {"steps_per_sample": 1, "max_samples": 1, "num_pairs": 3}
-        for name in ("warmup_samples", *least):
-            if getattr(self, name) < least.get(name, 0):
-                raise UsageError(
-                    f"{name} must be >= {least.get(name, 0)}, got "
-                    f"{getattr(self, name)}."
-                )
+        least = {"warmup_samples": 0, "steps_per_sample": 1, "max_samples": 1}
+        for name, limit in (*least.items(), ("num_pairs", 3)):
+            if (value := getattr(self, name)) < limit:
+                raise UsageError(f"{name} must be >= {limit}, got {value}.")
         if not 0.0 <= self.min_gain < 1.0:
             raise UsageError(f"min_gain must be >= 0 and < 1, got {self.min_gain}.")
 
@@ -60,11 +57,10 @@ class Sample(Generic[S]):
 
 
 class Tuner(Generic[S]):
-    """Chooses the setting of the next step, and learns what the step cost.
+    """Chooses the setting of the next step: see Note [How a setting is chosen].
 
-    Pure: it neither measures nor applies anything. See Note [How a setting is chosen].
-    The first candidate is the default; none is there twice. Once ``is_over``,
-    ``setting`` is the choice, and nothing is to be fed any more.
+    It neither measures nor applies anything. The first candidate is the default; none
+    is there twice. Once ``is_over``, ``setting`` is the choice.
     """
 
     def __init__(self, candidates: Sequence[S], options: TuningOptions) -> None:
@@ -148,16 +144,11 @@ class TuningLog:
     """A CSV file of samples, with what was chosen as the last row of each tuner.
 
     The score is the inverse of the cost, so that more is better, as in Horovod's log.
-    The file is overwritten.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
-        "tuned",
-        "phase",
-        "first_bucket_bytes",
-        "bucket_bytes",
-        "tensor_fusion_threshold",
-        "score",
+        *("tuned", "phase", "first_bucket_bytes", "bucket_bytes"),
+        *("tensor_fusion_threshold", "score"),
     )
 
     def __init__(self, path: Path) -> None:

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.horovod import compatibility as util
-from ronde.horovod.compatibility import HorovodVersionMismatchError
-from ronde.horovod.data_loader import AsyncDataLoaderMixin, BaseDataLoader
+from ronde.horovod.compatibility import (
+    AsyncDataLoaderMixin,
+    BaseDataLoader,
+    HorovodVersionMismatchError,
+)
 from ronde.horovod.launcher import get_env_rank_and_size, in_thread, on_event
 
 WAIT_S = 20

@@ -136,10 +136,10 @@ def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
             print(f"ronde {ronde.__version__}, as horovodrun")
         case ["-cb" | "--check-build", *_]:
             from ronde.horovod import __version__ as horovod
-            from ronde.torch import features
+            from ronde.torch import session
 
             versions = {"version": ronde.__version__, "horovod": horovod}
-            built = {n: getattr(features, f"{n}_built")() for n in _LIBRARIES}
+            built = {n: getattr(session, f"{n}_built")() for n in _LIBRARIES}
             marks = {name: "X" if has else " " for name, has in built.items()}
             print(_CHECK.format(**versions, **marks))
         case _:

@@ -18,7 +18,7 @@ _MODULES = {
     "common.exceptions": _COMPATIBILITY,
     "common.process_sets": "ronde.torch.process_sets",
     "common.util": _COMPATIBILITY,
-    "data.data_loader_base": "ronde.horovod.data_loader",
+    "data.data_loader_base": _COMPATIBILITY,
     "runner.common.util.env": _LAUNCHER,
     "runner.elastic.worker": _ELASTIC,
     "runner.runner": _LAUNCHER,

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -264,7 +264,7 @@ def in_thread(
     _require_tuple(args)
 
     def call() -> None:
-        with suppress(*[Exception] * silent):
+        with suppress(Exception) if silent else nullcontext():
             target(*args)
 
     thread = Thread(target=call, name=name, daemon=daemon)

@@ -1,23 +1,23 @@
 """How a rank and the store on another host prove that they are of one job.
 
-Where MUNGE runs, as with Slurm, a rank makes a random key and has MUNGE write it so
-that only processes of its own user can read it. Else all use a file in the user's home,
-which must be the same on all hosts then; or a key that all ranks were given.
+The key is one that all ranks were given. Without one, where MUNGE runs, as with Slurm,
+a rank makes a random key and MUNGE encodes it so that only processes of its own user
+can read it. Else the key is in a file in the user's home, shared by all hosts.
 
 Note [What is proven on a network]
-    Both sides know a key, or come to know one by the rank's credential, which only the
-    same user can read. Whoever has it not gets a random number and nothing else, and
-    nothing that he sends is obeyed::
+    Both sides know a key, or derive one from the rank's credential, which only the same
+    user can read. A peer without the key receives a random number and nothing else, and
+    nothing it sends is obeyed::
 
         store -> rank   magic, store's nonce
         rank -> store   kind of credential, rank's nonce, credential, proof as "rank"
         store -> rank   proof as "store"
 
-    A proof is HMAC-SHA256 of the role and both nonces. Every frame after that ends with
-    one of its direction, its number and its body, with keys made of the same nonces: it
-    cannot be changed, repeated, dropped or moved unseen. So who poses as the store is
-    found out before anything is sent to him, and who stands between can only cut the
-    connection. Nothing is encrypted: keys and values are addresses, no secrets.
+    A proof is HMAC-SHA256 of the role and both nonces. Every later frame ends with one
+    of its direction, number and body, with keys made of the same nonces: it cannot be
+    changed, repeated, dropped or moved unnoticed. So a false store is found out before
+    anything is sent to it, and a man in the middle can only cut the connection. Nothing
+    is encrypted: keys and values are addresses, no secrets.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ronde.errors import StoreError, UsageError
-from ronde.store.client import PlainConnection
+from ronde.store.client import PlainConnection, receive
 from ronde.store.protocol import MAX_FRAME_BYTES, Splitter, decode, encode
 
 MAGIC = b"ronde store 1\r\n\0"
@@ -70,7 +70,7 @@ class Seal:
         """Return the body of a frame."""
         body, mark = marked[:-_PROOF_BYTES], marked[-_PROOF_BYTES:]
         if not hmac.compare_digest(mark, self._next(body)):
-            raise StoreError("what came on the store's connection was changed.")
+            raise StoreError("a message on the store's connection was changed.")
         return body
 
     def _next(self, body: bytes) -> bytes:
@@ -128,7 +128,7 @@ class ProvenSession(LocalSession):
         nonce, credential, proof = fields
         key, nonces = self._find_key(kind, credential), self._nonce + nonce
         if key is None or not hmac.compare_digest(proof, _proof(key, b"rank", nonces)):
-            raise StoreError("who connects must be of the job, but is not.")
+            raise StoreError("the peer does not belong to this job.")
         self.is_trusted = True
         self._splitter = Splitter()
         self.unsent += encode(0, [_proof(key, b"store", nonces)])
@@ -155,39 +155,24 @@ class ProvenConnection(PlainConnection):
 
 def _prove(sock: socket.socket, offer: Offer, due_s: float) -> bytes:
     """Send an offer and check that the store knows the key; return the nonces."""
-    greeting = _receive(sock, len(MAGIC) + _NONCE_BYTES, due_s)
+    greeting = receive(sock, len(MAGIC) + _NONCE_BYTES, due_s)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     nonces = greeting[len(MAGIC) :] + nonce
     if greeting.startswith(MAGIC):
         proof = _proof(offer.key, b"rank", nonces)
         sock.sendall(encode(offer.kind, [nonce, offer.credential, proof]))
         expected = encode(0, [_proof(offer.key, b"store", nonces)])
-        if hmac.compare_digest(_receive(sock, len(expected), due_s), expected):
+        if hmac.compare_digest(receive(sock, len(expected), due_s), expected):
             return nonces
-    raise StoreError("who answers must be the store of this job, but is not.")
+    raise StoreError("the peer at this address is not the store of this job.")
 
 
 def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, b"ronde store " + role + b"\0" + nonces, "sha256")
 
 
-def _receive(sock: socket.socket, size: int, due_s: float) -> bytes:
-    """Return so many bytes; what follows them is nobody's."""
-    received = b""
-    while len(received) < size:
-        left_s = due_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        sock.settimeout(left_s)
-        data = sock.recv(size - len(received))
-        if not data:
-            raise ConnectionResetError("its other end is gone")
-        received += data
-    return received
-
-
 class SharedKey:
-    """Trusts whoever has a key that all ranks were given."""
+    """Trusts every peer that has a key which all ranks were given."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -240,7 +225,6 @@ class SameUser:
 
 
 Trust = SharedKey | SameUser
-"""Both sides' view of who is of a job."""
 
 
 def dial_network(
@@ -259,7 +243,7 @@ def dial_network(
             return ProvenConnection(sock, offer, timeout_s)
         except (OSError, StoreError) as error:
             problem, sock = error, None
-    raise problem or AssertionError("whoever is of a job has something to offer")
+    raise problem or AssertionError("there is always an offer")
 
 
 def read_secret(path: Path) -> bytes:

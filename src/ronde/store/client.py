@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ronde.errors import StoreError
-from ronde.store.protocol import Op, Splitter, Status, decode, encode
+from ronde.store.protocol import MAX_FRAME_BYTES, Op, Status, decode, encode
 
 _READ_BYTES = 256 << 10
 _MAX_IDLE = 4
@@ -76,7 +76,6 @@ class PlainConnection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._splitter = Splitter()
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
         """Send a request; return the body of its reply.
@@ -86,16 +85,10 @@ class PlainConnection:
         due_s = time.monotonic() + timeout_s
         self._sock.settimeout(max(timeout_s, 0.001))
         self._sock.sendall(frame)
-        while True:
-            left_s = due_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self._sock.settimeout(left_s)
-            data = self._sock.recv(_READ_BYTES)
-            if not data:
-                raise ConnectionResetError("its other end is gone")
-            if bodies := self._splitter.feed(data):
-                return bodies[0]
+        length = int.from_bytes(receive(self._sock, 4, due_s), "big")
+        if length > MAX_FRAME_BYTES:
+            raise ConnectionResetError(f"a reply of {length} bytes")
+        return receive(self._sock, length, due_s)
 
     def close(self) -> None:
         """End it; may be called again."""
@@ -104,6 +97,21 @@ class PlainConnection:
     def __del__(self) -> None:
         """Close what a client that is dropped has kept."""
         self.close()
+
+
+def receive(sock: socket.socket, size: int, due_s: float) -> bytes:
+    """Return so many bytes, or raise ``OSError`` if they have not come in time."""
+    received = bytearray()
+    while len(received) < size:
+        left_s = due_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        sock.settimeout(left_s)
+        data = sock.recv(min(size - len(received), _READ_BYTES))
+        if not data:
+            raise ConnectionResetError("the store has closed it")
+        received += data
+    return bytes(received)
 
 
 def _explain_lateness(op: Op, fields: Sequence[bytes]) -> str:

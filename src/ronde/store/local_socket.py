@@ -1,9 +1,9 @@
 """Unix sockets that only processes of one user may speak through.
 
 A socket of a job lies in a directory that only its user may enter, and both sides ask
-the kernel who the other is (``SO_PEERCRED``) before they take or believe a word. So a
-directory that somebody else has made, or a socket that he has put into its place, gains
-him nothing. Root is let in: it can read this process's memory anyway.
+the kernel who the other is (``SO_PEERCRED``) before they trust it. So another user's
+directory or socket in its place gains him nothing. Root is let in: it can read this
+process's memory anyway.
 """
 
 import errno
@@ -21,9 +21,8 @@ _CREDENTIALS = Struct("3i")
 def temporary_directory() -> Path:
     """Return where directories of sockets are put: the same for all of a host.
 
-    Not ``/run/user``: it is emptied when its user logs out, though jobs may go on, and
-    containers that share ``/tmp`` often have it not. Not ``TMPDIR``: it may differ from
-    rank to rank, and be longer than a socket's path may be.
+    Not ``/run/user``, which is emptied at logout and absent in many containers; not
+    ``TMPDIR``, which may differ from rank to rank and be too long for a socket.
     """
     for path in ("/tmp", "/var/tmp"):  # noqa: S108  a private directory in it
         if os.access(path, os.W_OK | os.X_OK):
@@ -56,12 +55,12 @@ def dial(path: str, timeout_s: float) -> socket.socket:
         raise
     if not is_own(sock):
         sock.close()
-        raise PermissionError(f"who listens at {path} is another user")
+        raise PermissionError(f"another user listens at {path}")
     return sock
 
 
 def is_own(sock: socket.socket) -> bool:
-    """Say whether the other end is a process of this user's, or root's."""
+    """Return whether the other end is a process of this user's, or root's."""
     size = _CREDENTIALS.size
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     _, user, _ = _CREDENTIALS.unpack(raw)
@@ -87,7 +86,7 @@ def remove(directory: Path) -> None:
 
 
 def remove_stale(directory: Path) -> bool:
-    """Remove sockets whose listener was killed; say whether there were any."""
+    """Remove sockets whose listener was killed; return whether there were any."""
     was_stale = False
     with suppress(OSError):
         for path in directory.glob("[!.]*"):

@@ -85,7 +85,7 @@ def decode(body: bytes) -> Frame:
         at += _LENGTH.size + length
         fields.append(body[at - length : at])
     if not body or at != end:
-        raise StoreError("a frame of the store must be made of whole fields.")
+        raise StoreError("a frame of the store is cut off.")
     return Frame(body[0], tuple(fields))
 
 
@@ -139,7 +139,7 @@ class StoreState(Generic[C]):
         """Take a request; return the replies that can be given now, and to whom."""
         request = decode(body)
         if client in self._waiting:
-            raise StoreError("a client must wait for its reply before it asks again.")
+            raise StoreError("a client sent a second request before its first reply.")
         try:
             replies = self._answer(client, request)
         except _RefusedError as error:
@@ -166,7 +166,7 @@ class StoreState(Generic[C]):
         if kind == Op.COUNT and not fields:
             return [(client, (b"%d" % len(self._values),))]
         if not fields:
-            raise StoreError(f"a request must be known, got {kind}.")
+            raise StoreError(f"unknown request {kind}.")
         key, *more = fields
         answer, new = self._change(kind, key, more)
         changed = [] if new is None else [(key, new)]
@@ -195,7 +195,7 @@ class StoreState(Generic[C]):
                     return (new,), new
                 return (expected if before is None else before,), None
             case _:
-                raise StoreError("a request must have the fields of its kind.")
+                raise StoreError("a request has the wrong number of fields.")
 
     def _put(
         self, pairs: Sequence[tuple[bytes, bytes]]
@@ -260,7 +260,7 @@ def _integer(text: bytes) -> int:
     with suppress(ValueError):
         if len(text) <= 20:
             return int(text)
-    raise _RefusedError(f"what is added to must be a number, got {text[:20]!r}")
+    raise _RefusedError(f"a value to add to must be a number, got {text[:20]!r}")
 
 
 def _shown(key: bytes) -> str:

@@ -29,10 +29,9 @@ class _Client:
 class StoreServer:
     """A store behind a socket that listens.
 
-    A stranger, who has not proven to be of the job, costs little: there may be
-    ``_MAX_STRANGERS`` at a time, each for ``_STRANGER_S``, and when there are more the
-    oldest goes first. So none of them keeps anybody else out. ``admit`` returns the
-    session of a connection, None to refuse it.
+    Clients that have not proven to be of the job, strangers, keep nobody out: there are
+    at most ``_MAX_STRANGERS``, each for ``_STRANGER_S``; the oldest is dropped first.
+    ``admit`` returns the session of a connection, None to refuse it.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ def serve_locally(listener: socket.socket, max_clients: int) -> StoreServer:
 def serve_network(
     listener: socket.socket, trust: Trust, max_clients: int
 ) -> StoreServer:
-    """Answer on a TCP socket, to whoever proves to be of the job."""
+    """Answer on a TCP socket, to clients that prove to be of the job."""
 
     def admit(sock: socket.socket) -> LocalSession:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

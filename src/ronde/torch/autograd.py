@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
 from ronde.collectives.torch_modes import new_like, outside_compiler
-from ronde.coordination.requests import NamedOperation, OpKind
+from ronde.coordination.requests import NamedOperation as Operation, OpKind
 from ronde.errors import CollectiveError, UsageError
 from ronde.torch.process_sets import ProcessSet, state_of
 from ronde.torch.session import ProcessSetState
@@ -70,7 +70,7 @@ def choose_op(op: int | None, average: bool | None) -> int:
             "The op parameter supersedes average. Please provide only one of them."
         )
     warnings.warn(
-        "average is deprecated; say op=hvd.Average or op=hvd.Sum.",
+        "average is deprecated; use op=hvd.Average or op=hvd.Sum.",
         DeprecationWarning,
         stacklevel=3,
     )
@@ -93,7 +93,7 @@ def is_sharded(tensor: Tensor) -> bool:
     """Return whether this rank has only a part of it: FSDP2, tensor parallel."""
     if type(tensor) is Tensor:
         return False
-    # Nobody has a DTensor who has not imported it, which takes a while.
+    # A program with DTensors has imported them, which takes a while.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -165,16 +165,14 @@ class CollectiveFunction:
         """What it is defined for; None for all."""
         return None
 
-    def _complete(
-        self, state: ProcessSetState, operation: NamedOperation
-    ) -> NamedOperation:
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         """Check the operation and add what only this function has."""
         del state
         return operation
 
     def _prepare(
         self, tensors: Tensors, *, in_place: bool
-    ) -> tuple[ProcessSetState, NamedOperation]:
+    ) -> tuple[ProcessSetState, Operation]:
         dtypes = self.dtypes
         for tensor in tensors:
             if type(tensor) is not Tensor:
@@ -188,7 +186,7 @@ class CollectiveFunction:
         outputs: tuple[Tensor, ...] = ()
         if self.kind in _WITH_OUTPUTS:
             outputs = own if in_place else tuple([new_like(tensor) for tensor in own])
-        operation = NamedOperation(
+        operation = Operation(
             self.kind,
             own,
             self.name or "",
@@ -229,9 +227,7 @@ class AllreduceFunction(CollectiveFunction):
         """What it is defined for."""
         return _REDUCIBLE[self.op]
 
-    def _complete(
-        self, state: ProcessSetState, operation: NamedOperation
-    ) -> NamedOperation:
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         if self.op != Adasum:
             return operation
         require_adasum(self.process_set, len(state.ranks))
@@ -270,9 +266,7 @@ class BroadcastFunction(CollectiveFunction):
     kind = OpKind.BROADCAST
     root_rank: int = 0  # among all ranks, also in a process set
 
-    def _complete(
-        self, state: ProcessSetState, operation: NamedOperation
-    ) -> NamedOperation:
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         if self.root_rank not in state.ranks:
             raise UsageError(
                 f"broadcast received invalid root rank {self.root_rank} for provided "
@@ -301,9 +295,7 @@ class ReducescatterFunction(CollectiveFunction):
         """What it is defined for."""
         return _REDUCIBLE[Average]
 
-    def _complete(
-        self, state: ProcessSetState, operation: NamedOperation
-    ) -> NamedOperation:
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         del state
         if self.op not in (Average, Sum):
             raise CollectiveError(
@@ -328,9 +320,7 @@ class AlltoallFunction(CollectiveFunction):
     kind = OpKind.ALLTOALL
     splits: Splits | None = None
 
-    def _complete(
-        self, state: ProcessSetState, operation: NamedOperation
-    ) -> NamedOperation:
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         splits = self.splits
         if isinstance(splits, Tensor):
             if splits.dim() != 1:

@@ -23,9 +23,7 @@ from ronde.memory import malloc_thresholds
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
 from ronde.torch.recordings import Recordings
 from ronde.torch.session import (
-    ProcessSetState,
     Session,
-    SessionSettings,
     current_session,
     current_world,
     is_initialized,
@@ -42,7 +40,6 @@ from ronde.world.horovod_config import (
 )
 
 _logger = logging.getLogger("ronde")
-_START_TIMEOUT_S = 300.0
 _DYNAMIC_SETS = "dynamic"
 _requested: set[str] = set()
 """Horovod remembers ``init(process_sets="dynamic")`` over a shutdown; so do we."""
@@ -68,9 +65,8 @@ def init(
         engine: What moves tensors; empty takes the environment's.
 
     Raises:
-        UsageError: There is no such engine, it is not installed, or two process sets
-            have the same ranks.
-        WorldError: The environment is partial or contradicts itself.
+        UsageError: There is no such engine, it is not installed, two process sets have
+            the same ranks, or (WorldError) the environment contradicts itself.
         CollectiveError: The other ranks could not be reached.
     """
     sets = _static_sets(process_sets)
@@ -173,26 +169,24 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         if has_hosts:
             hosts = tuple(exchange_hosts(communicator, hosts[rank]))
         world = rank_info.world or World.from_hosts(rank, hosts)
-        timeout_s = config.start_timeout_s or _START_TIMEOUT_S
-        options = _coordination_options(config, tuning)
-        settings = SessionSettings(connections, hosts, options, timeout_s)
+        session = Session(
+            world=world,
+            rank_info=rank_info,
+            config=config,
+            connections=connections,
+            hosts=hosts,
+            options=_coordination_options(config, tuning),
+            is_dynamic=config.has_dynamic_process_sets or _DYNAMIC_SETS in _requested,
+            recordings=Recordings(rank, rank_info.size, hosts[rank], connections.store),
+            tuning=tuning,
+            sets={0: ranks},
+            states={},
+        )
         with _pinned(config.thread_affinity, world.local_rank):
-            state = ProcessSetState.connect(settings, 0, ranks, communicator)
+            session.connect(0, ranks, communicator)
         undo.pop_all()
-    session = Session(
-        world=world,
-        rank_info=rank_info,
-        config=config,
-        settings=settings,
-        is_dynamic=config.has_dynamic_process_sets or _DYNAMIC_SETS in _requested,
-        sets={0: ranks},
-        states={0: state},
-        recordings=Recordings(rank, rank_info.size, hosts[rank], connections.store),
-        tuning=tuning,
-    )
     _tune_malloc(world.local_size)
     global_process_set.ranks = list(ranks)
-    session.abort_on_stall(state)
     sessions.append(session)
     atexit.register(_leave, os.getpid())
     session.recordings.open()

@@ -53,18 +53,6 @@ from ronde.torch.autograd import (
     Sum,
     choose_op,
 )
-from ronde.torch.features import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from ronde.torch.lifetime import init, shutdown, start_timeline, stop_timeline
 from ronde.torch.process_sets import (
     ProcessSet,
@@ -74,14 +62,24 @@ from ronde.torch.process_sets import (
     state_of,
 )
 from ronde.torch.session import (
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
     current_session,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    rocm_built,
     size,
 )
 
@@ -149,16 +147,19 @@ __all__ = [
     "synchronize",
 ]
 
+Name = str | None
+_ALL = global_process_set
+
 
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
-    name: str | None = None,
+    name: Name = None,
     compression: type[Compressor] = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> Tensor:
     """Return the reduction of ``tensor`` over all ranks; the input stays as it is."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
@@ -169,11 +170,11 @@ def allreduce(
 def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
-    name: str | None = None,
+    name: Name = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
@@ -185,11 +186,11 @@ def allreduce_(
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
-    name: str | None = None,
+    name: Name = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> int:
     """Start ``allreduce``; the handle's result is a new tensor."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
@@ -200,11 +201,11 @@ def allreduce_async(
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
-    name: str | None = None,
+    name: Name = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> int:
     """Start ``allreduce_``; the handle's result is ``tensor``."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
@@ -215,12 +216,12 @@ def allreduce_async_(
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
-    name: str | None = None,
+    name: Name = None,
     compression: type[Compressor] = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; the inputs stay as they are."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
@@ -231,11 +232,11 @@ def grouped_allreduce(
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
-    name: str | None = None,
+    name: Name = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place and return them."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
@@ -249,11 +250,11 @@ def grouped_allreduce_(
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
-    name: str | None = None,
+    name: Name = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> int:
     """Start ``grouped_allreduce``; the handle's result is a tuple of new tensors."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
@@ -264,11 +265,11 @@ def grouped_allreduce_async(
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
-    name: str | None = None,
+    name: Name = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> int:
     """Start ``grouped_allreduce_``; the handle's result is the tuple of ``tensors``."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
@@ -280,7 +281,7 @@ def sparse_allreduce_async(
     tensor: Tensor,
     name: str | None,
     op: int,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
 ) -> Callable[[], Tensor]:
     """Start the sum, or with ``op=Average`` the average, of sparse (COO) tensors.
 
@@ -309,9 +310,7 @@ def sparse_allreduce_async(
 
 
 def allgather(
-    tensor: Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Return the ranks' tensors one after the other along dimension 0.
 
@@ -321,18 +320,14 @@ def allgather(
 
 
 def allgather_async(
-    tensor: Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``allgather``."""
     return _start(AllgatherFunction(process_set, name), (tensor,))
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Tensor], name: Name = None, process_set: ProcessSet = _ALL
 ) -> tuple[Tensor, ...]:
     """Return ``allgather`` of several tensors, which are ready together."""
     if not tensors:
@@ -341,19 +336,14 @@ def grouped_allgather(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Tensor], name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``grouped_allgather``."""
     return _start(AllgatherFunction(process_set, name, is_group=True), tensors)
 
 
 def broadcast(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Return ``root_rank``'s tensor; the input stays as it is.
 
@@ -364,10 +354,7 @@ def broadcast(
 
 
 def broadcast_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Copy ``root_rank``'s values into ``tensor`` and return it."""
     function = BroadcastFunction(process_set, name, root_rank=root_rank)
@@ -376,10 +363,7 @@ def broadcast_(
 
 
 def broadcast_async(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``broadcast``; the handle's result is a new tensor."""
     function = BroadcastFunction(process_set, name, root_rank=root_rank)
@@ -387,10 +371,7 @@ def broadcast_async(
 
 
 def broadcast_async_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``broadcast_``; the handle's result is ``tensor``."""
     function = BroadcastFunction(process_set, name, root_rank=root_rank)
@@ -399,10 +380,10 @@ def broadcast_async_(
 
 def reducescatter(
     tensor: Tensor,
-    name: str | None = None,
+    name: Name = None,
     compression: type[Compressor] = Compression.none,
     op: int = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
@@ -418,9 +399,9 @@ def reducescatter(
 
 def reducescatter_async(
     tensor: Tensor,
-    name: str | None = None,
+    name: Name = None,
     op: int = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
@@ -432,10 +413,10 @@ def reducescatter_async(
 
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
-    name: str | None = None,
+    name: Name = None,
     compression: type[Compressor] = Compression.none,
     op: int = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
@@ -447,9 +428,9 @@ def grouped_reducescatter(
 
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
-    name: str | None = None,
+    name: Name = None,
     op: int = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = _ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
@@ -462,8 +443,8 @@ def grouped_reducescatter_async(
 def alltoall(
     tensor: Tensor,
     splits: Splits | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    name: Name = None,
+    process_set: ProcessSet = _ALL,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows of dimension 0 to the ranks and return those they sent here.
 
@@ -480,8 +461,8 @@ def alltoall(
 def alltoall_async(
     tensor: Tensor,
     splits: Splits | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    name: Name = None,
+    process_set: ProcessSet = _ALL,
 ) -> int:
     """Start ``alltoall``; the handle's result is always the pair."""
     function = AlltoallFunction(process_set, name, splits=splits)

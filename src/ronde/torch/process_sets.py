@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -131,12 +130,8 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     word = ".".join(map(str, ranks))
     set_id = _agree(session, f"add.{word}", next(session.set_ids))
     if session.world.rank in ranks:
-        own = session.settings.connections.clone()
-        settings = replace(session.settings, connections=own)
-        state = ProcessSetState.connect(settings, set_id, ranks)
+        state = session.connect(set_id, ranks)
         state.coordinator.execution.recorder = session.recordings.recorder
-        session.states[set_id] = state
-        session.abort_on_stall(state)
     # A rank that went on and ended would take the store along, where others still meet.
     _agree(session, f"added.{word}", set_id)
     session.sets[set_id] = ranks

@@ -76,27 +76,21 @@ class Recordings:
             self._limit_bytes = parse_size_bytes(variables[_LIMIT])
         if not variables.get(_DIRECTORY):
             return
-        number = next(_launched)
+        header, shared = self._begin("launched", next(_launched))
+        folder, limit_bytes = Path(variables[_DIRECTORY]), self._limit_bytes
         try:
             self._launcher = RankRecording(
-                self._header(number),
-                self._shared(f"timeline/launched{number}"),
-                Path(variables[_DIRECTORY]),
-                limit_bytes=self._limit_bytes,
+                header, shared, folder, limit_bytes=limit_bytes
             )
         except OSError as error:
             _logger.warning("timeline must be written, but that fails: %s", error)
 
     def start(self, path: Path, *, has_cycles: bool) -> None:
         """Begin a timeline that rank 0 writes to ``path``; none of these runs."""
-        number = next(_requested)
-        self._path = path
+        header, shared = self._begin("", next(_requested))
+        self._path, limit_bytes = path, self._limit_bytes
         self._own = open_horovod_recording(
-            self._header(number),
-            self._shared(f"timeline/{number}"),
-            path,
-            limit_bytes=self._limit_bytes,
-            has_cycles=has_cycles,
+            header, shared, path, limit_bytes=limit_bytes, has_cycles=has_cycles
         )
 
     def stop(self) -> None:
@@ -113,10 +107,8 @@ class Recordings:
         if launcher is not None:
             launcher.close()
 
-    def _header(self, number: int) -> PartHeader:
-        return part_header(self.rank, self.size, self.host, number)
-
-    def _shared(self, name: str) -> SharedStore | None:
-        store = self.store(name)
+    def _begin(self, kind: str, number: int) -> tuple[PartHeader, SharedStore | None]:
+        header = part_header(self.rank, self.size, self.host, number)
+        store = self.store(f"timeline/{kind}{number}")
         # A connection of its own: a store serves one thread of a process at a time.
-        return None if store is None else cast("Any", store).clone()
+        return header, None if store is None else cast("Any", store).clone()

@@ -1,14 +1,22 @@
-"""What lives between ``init()`` and ``shutdown()``, and the one that is current.
+"""What lives between ``init()`` and ``shutdown()``, and what scripts ask about it.
 
-A deliberate global: Horovod's API is module level.
+The current session is a deliberate global: Horovod's API is module level.
 """
 
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
+
+import torch
+from torch import distributed
+from torch.cuda import nccl
 
 from ronde.collectives import Communicator, Connections, Work
 from ronde.coordination.control.channel import connect_channel
@@ -17,9 +25,17 @@ from ronde.coordination.waits import Waits
 from ronde.data_parallel import BucketTuningOptions, JoinParticipant
 from ronde.errors import CollectiveError, NotInitializedError, UsageError
 from ronde.torch.recordings import Recordings
-from ronde.world import RankInfo, World
+from ronde.world import Launcher, RankInfo, World
 from ronde.world.horovod_config import HorovodConfig
 
+_START_TIMEOUT_S = 300.0
+_LOAD_MPI = """
+import sys
+sys.path[:] = sys.argv[1:]
+import mpi4py
+mpi4py.rc(initialize=False, finalize=False)
+import mpi4py.MPI
+"""
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
@@ -55,17 +71,6 @@ class Handles:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """What all process sets of a session are made from."""
-
-    connections: Connections
-    hosts: tuple[str, ...]  # of every rank
-    options: CoordinationOptions
-    timeout_s: float  # how long the ranks of a set wait for each other to connect
-    waits: Waits = field(default_factory=Waits)
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessSetState:
     """What a rank holds of a process set that it belongs to."""
 
@@ -80,39 +85,6 @@ class ProcessSetState:
     _numbers: dict[str, set[int]] = field(
         default_factory=lambda: defaultdict[str, set[int]](set)
     )
-
-    @classmethod
-    def connect(
-        cls,
-        settings: SessionSettings,
-        set_id: int,
-        ranks: Sequence[int],
-        communicator: Communicator | None = None,
-    ) -> "ProcessSetState":
-        """Connect a set's ranks, ascending, under a new ``set_id``; collective."""
-        rank = ranks.index(settings.connections.info.rank)
-        name = f"set{set_id}"
-        if communicator is None:
-            communicator = settings.connections.connect(name, ranks, settings.hosts)
-        try:
-            channel = connect_channel(
-                settings.connections.store(f"{name}/control"),
-                rank,
-                [settings.hosts[other] for other in ranks],
-                timeout_s=settings.timeout_s,
-            )
-            coordinator = Coordinator(
-                communicator,
-                channel,
-                settings.options,
-                set_id=set_id,
-                ranks=tuple(ranks) if set_id else (),
-                waits=settings.waits,
-            )
-        except BaseException:
-            communicator.close()
-            raise
-        return cls(tuple(ranks), rank, communicator, coordinator)
 
     def claim_number(self, label: str, number: int | None = None) -> int:
         """Return a number that is new for this set and label: ``number`` if it is."""
@@ -137,36 +109,69 @@ class Session:
     world: World
     rank_info: RankInfo
     config: HorovodConfig
-    settings: SessionSettings
+    connections: Connections
+    hosts: tuple[str, ...]  # of every rank
+    options: CoordinationOptions
     is_dynamic: bool  # process sets may come and go
+    recordings: Recordings
     # By the set's number; 0 is all ranks.
     sets: dict[int, tuple[int, ...]]  # the ranks of every set
     states: dict[int, ProcessSetState]  # those sets that this rank belongs to
-    recordings: Recordings
     tuning: BucketTuningOptions | None = None  # None leaves bucket sizes as they are
     handles: Handles = field(default_factory=Handles)
+    waits: Waits = field(default_factory=Waits)
     _duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
     set_ids: "count[int]" = field(default_factory=lambda: count(1))
+
+    def connect(
+        self, set_id: int, ranks: Sequence[int], own: Communicator | None = None
+    ) -> ProcessSetState:
+        """Connect a set's ranks, ascending, under a new ``set_id``; collective.
+
+        ``own`` is their communicator if they have one, which the set closes.
+        """
+        connections, rank = self.connections, ranks.index(self.world.rank)
+        name = f"set{set_id}"
+        if own is None:
+            connections = connections.clone()
+            own = connections.connect(name, ranks, self.hosts)
+        try:
+            channel = connect_channel(
+                connections.store(f"{name}/control"),
+                rank,
+                [self.hosts[other] for other in ranks],
+                timeout_s=self.config.start_timeout_s or _START_TIMEOUT_S,
+            )
+            coordinator = Coordinator(
+                own,
+                channel,
+                self.options,
+                set_id=set_id,
+                ranks=tuple(ranks) if set_id else (),
+                waits=self.waits,
+            )
+        except BaseException:
+            own.close()
+            raise
+        coordinator.call_on_stop(self._abort_duplicates)
+        self.states[set_id] = ProcessSetState(tuple(ranks), rank, own, coordinator)
+        return self.states[set_id]
 
     def duplicate(self, set_id: int, number: int) -> Communicator:
         """Connect a set's ranks once more, by a ``number`` that is used once."""
         # Not the set's communicator's own duplicate(), which would come between the
         # calls of the coordinator; and nothing below the set's own name, where that
         # communicator makes its duplicates.
-        connections, name = self.settings.connections.clone(), f"set{set_id}.{number}"
+        connections, name = self.connections.clone(), f"set{set_id}.{number}"
         ranks = self.states[set_id].ranks
-        communicator = connections.connect(name, ranks, self.settings.hosts)
+        communicator = connections.connect(name, ranks, self.hosts)
         self._duplicates.add(communicator)
         return communicator
 
-    def abort_on_stall(self, state: ProcessSetState) -> None:
-        """Abort the duplicates, too, if a stall in this set ends the job."""
-
-        def abort() -> None:
-            for communicator in list(self._duplicates):
-                communicator.abort()
-
-        state.coordinator.call_on_stop(abort)
+    def _abort_duplicates(self) -> None:
+        # A stall in any set ends the job.
+        for communicator in list(self._duplicates):
+            communicator.abort()
 
     def close(self) -> None:
         """Give everything back."""
@@ -236,3 +241,72 @@ def is_homogeneous() -> bool:
     """Return whether every host has the same number of ranks."""
     world = current_world()
     return world.local_size * world.cross_size == world.size
+
+
+@cache
+def mpi_built() -> bool:
+    """Return whether mpi4py is installed and loads an MPI, so that it can move tensors.
+
+    The first call takes 0.1 s: it tries that in a process of its own, because here it
+    would initialise MPI, or take the choice from the program.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return True
+    if find_spec("mpi4py") is None:
+        return False
+    words = [sys.executable, "-I", "-c", _LOAD_MPI, *sys.path]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+def mpi_enabled() -> bool:
+    """Return whether MPI started this job or moves its tensors; False before init."""
+    if not is_initialized():
+        return False
+    session = current_session()
+    is_launcher = session.rank_info.launcher in (Launcher.OPEN_MPI, Launcher.PMI)
+    return is_launcher or session.states[0].communicator.engine == "mpi"
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether several threads may call MPI; ``UsageError`` in a job without."""
+    if not mpi_enabled():
+        raise UsageError(
+            "Horovod MPI is not enabled; Please make sure it's installed and enabled."
+        )
+    # A program that has not imported mpi4py.MPI calls MPI from no thread.
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is None or mpi.Query_thread() == mpi.THREAD_MULTIPLE
+
+
+def gloo_built() -> bool:
+    """Return whether torch has Gloo."""
+    return distributed.is_available() and distributed.is_gloo_available()
+
+
+gloo_enabled = gloo_built
+
+
+def nccl_built() -> int:
+    """Return the version of torch's NCCL, such as 22304 for 2.23.4; 0 without it."""
+    if not distributed.is_available() or not distributed.is_nccl_available():
+        return 0
+    major, minor, patch = cast("tuple[int, ...]", nccl.version())[:3]
+    return major * 10000 + minor * 100 + patch
+
+
+def ddl_built() -> bool:
+    """Return False: IBM's DDL and Intel's oneCCL are not used."""
+    return False
+
+
+ccl_built = ddl_built
+
+
+def cuda_built() -> bool:
+    """Return whether torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch was built for ROCm."""
+    return torch.version.hip is not None

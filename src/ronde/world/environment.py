@@ -101,8 +101,7 @@ def read_cpu_engine(environ: Environ) -> str:
     """Return the engine that Horovod's variables name; empty where none does.
 
     ``HOROVOD_CPU_OPERATIONS`` counts before ``HOROVOD_CONTROLLER``, of which gloo only
-    means to do without MPI's launcher. Neither counts where horovodrun itself wrote
-    them, as it does for every job.
+    means no MPI launcher. Neither counts where horovodrun itself wrote them.
     """
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
         return ""
@@ -121,8 +120,7 @@ def read_cpu_engine(environ: Environ) -> str:
 def read_malloc_tuning(environ: Environ | None = None) -> bool:
     """Return whether C's allocator is to be tuned.
 
-    It is not where ``RONDE_MALLOC_TUNING`` is 0, and where the user has tuned it: with
-    any variable or tunable of glibc's allocator.
+    Not with ``RONDE_MALLOC_TUNING=0``, nor where the user has tuned glibc's allocator.
     """
     environ = _own(environ)
     text = environ.get("RONDE_MALLOC_TUNING", "") or "1"
@@ -176,7 +174,7 @@ def select_variables(
 def boot_identity() -> str:
     """Return what is the same for all processes of one boot of one kernel.
 
-    Some sandboxes do not show it; there it is the host's name.
+    Where a sandbox hides it, that is the host's name.
     """
     try:
         return _BOOT.read_text(encoding="ascii").strip()
@@ -185,10 +183,7 @@ def boot_identity() -> str:
 
 
 def network_identity() -> str:
-    """Return what is the same for two processes on one machine, and else differs.
-
-    A container with a network of its own counts as a machine: it has own addresses.
-    """
+    """Return what names this machine, or a container with a network of its own."""
     try:
         space = str(_NETWORK.stat().st_ino)
     except OSError:
@@ -198,10 +193,10 @@ def network_identity() -> str:
 
 
 def send_exit_notice() -> None:
-    """Tell the launcher that this process has begun to exit, before other ranks see it.
+    """Report to the launcher that this process has begun to exit.
 
-    The rest of an interpreter's exit may take seconds. Ranks that lose this one
-    meanwhile often end before it does, and one of them would be taken for the cause.
+    The rest may take seconds. Ranks that lose this one meanwhile often end before it
+    does, and one of them would be taken for the cause.
     """
     fd, _, rest = _own(None).get(_EXIT_PIPE, "").partition(":")
     inode, _, rank = rest.partition(":")

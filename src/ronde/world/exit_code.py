@@ -19,17 +19,14 @@ _codes: list[object] = []
 
 
 def is_failing() -> bool:
-    """Say, at exit, whether an exception or ``sys.exit`` ends the process badly.
-
-    Only what came after ``watch_exit`` is known of ``sys.exit``.
-    """
+    """Return, at exit, whether an exception or ``sys.exit`` ends the process badly."""
     return hasattr(sys, "last_value") or any(
         code is not None and code != 0 for code in _codes
     )
 
 
 def watch_exit() -> None:
-    """Take note of exit codes from now on; see Note [The exit code at exit]."""
+    """Record exit codes from now on; see Note [The exit code at exit]."""
     sys.exit = _exit
     # By which exit() and quit() leave.
     _sitebuiltins.__dict__["SystemExit"] = _SystemExit
@@ -51,7 +48,7 @@ def _exit(status: object = None, /) -> NoReturn:
 
 def _is_asked_by_interpreter() -> bool:
     try:
-        # This function's, that of ``__getattribute__``, and whoever asks.
+        # This function's, that of ``__getattribute__``, and the one that asks.
         sys._getframe(2)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
     except ValueError:
         return True

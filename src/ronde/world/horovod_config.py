@@ -198,7 +198,7 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "LOG_LEVEL": ("log_level", _level),
     "THREAD_AFFINITY": ("thread_affinity", _cores),
 }
-# Read elsewhere, or written by a launcher for whoever reads it.
+# Read elsewhere, or written by a launcher for its ranks.
 _READ_ELSEWHERE = re.compile(
     "HOSTNAME|(LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT)|GLOO_IFACE"
     "|CPU_OPERATIONS|CONTROLLER"

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from enum import IntFlag
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -116,11 +116,8 @@ class State(ABC):
         """Raise ``HostsUpdatedInterrupt`` on all ranks if rank 0 knows of a change."""
         changes = HostUpdateResult.no_update
         last, is_changed = self._last_updated_timestamp, False
-        while True:
-            try:
-                timestamp, update = self._host_messages.get_nowait()
-            except Empty:
-                break
+        while not self._host_messages.empty():
+            timestamp, update = self._host_messages.get()
             # Each change comes once, so one of the same second is another one.
             if timestamp >= last:
                 last, is_changed = timestamp, True
@@ -382,52 +379,40 @@ def run_fn(
 
 
 def _until_done(train: Callable[[], R], state: State, reset: Callable[[], None]) -> R:
-    resets = _Resets(read_horovod_config().reset_limit)
+    limit = read_horovod_config().reset_limit
     is_connected, is_synchronized = True, False
+    number, began_s, pause_s = 0, 0.0, 0.0
     while True:
+        number += 1
         try:
             if not is_connected:
                 reset()
                 state.on_reset()
             if not is_synchronized:
                 state.sync()
-            resets.began_s = time.monotonic()
+            began_s = time.monotonic()
             return train()
         except CollectiveError as error:
-            resets.count(error)
+            _count(number, limit, error)
             # Else a mistake of the program's own, made again each time, is never seen.
             _logger.warning("Training goes back to its last commit: %s", error)
             state.restore()
             is_synchronized = False
-            resets.back_off()
+            # The first try comes at once; the pause grows where failures come fast.
+            if time.monotonic() - began_s > _LONGEST_PAUSE_S:
+                pause_s = 0.0
+            time.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         except HostsUpdatedInterrupt as interrupt:
-            resets.count(interrupt)
+            _count(number, limit, interrupt)
             is_synchronized = interrupt.skip_sync
         is_connected = False
 
 
-class _Resets:
-    """How often the ranks have connected anew, and how soon they may again."""
-
-    def __init__(self, limit: int | None) -> None:
-        self.began_s = 0.0  # when training began last
-        self._limit = limit
-        self._number = 0
-        self._pause_s = 0.0
-
-    def count(self, reason: Exception) -> None:
-        """Count one more; ``CollectiveError`` if that is more than the limit."""
-        self._number += 1
-        if self._limit is not None and self._number > self._limit:
-            raise CollectiveError(
-                f"reset_limit must be at least the number of resets, {self._number}, "
-                f"got {self._limit}. Find out why training was interrupted so often "
-                f"(the last time: {reason}), or give a higher --reset-limit."
-            ) from reason
-
-    def back_off(self) -> None:
-        """Pause before the next try, twice as long where failures come fast."""
-        if time.monotonic() - self.began_s > _LONGEST_PAUSE_S:
-            self._pause_s = 0.0
-        time.sleep(self._pause_s)
-        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+def _count(number: int, limit: int | None, reason: Exception) -> None:
+    if limit is not None and number > limit:
+        raise CollectiveError(
+            f"reset_limit must be at least the number of resets, {number}, "
+            f"got {limit}. Find out why training was interrupted so often "
+            f"(the last time: {reason}), or give a higher --reset-limit."
+        ) from reason
