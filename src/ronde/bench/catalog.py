@@ -310,7 +310,6 @@ class FreeMemory(NamedTuple):
 
 
 def free_host_memory(root: Path = Path("/")) -> FreeMemory:
-    """Return the scarcest of available memory and control group limits."""
     available = available_memory(root)
     return FreeMemory(available.num_bytes, available.source)
 

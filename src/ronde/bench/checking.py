@@ -36,9 +36,7 @@ from torch import Tensor
 from ronde.bench.catalog import DType, NumberKind, premultiplier
 from ronde.bench.operations import CallSpec, Views
 
-REDUCED = -1
-"""Instead of a source: the elements of all ranks, reduced."""
-
+REDUCED = -1  # instead of a source: the elements of all ranks, reduced
 _ROOT_ONLY = frozenset({"reduce", "gather"})
 
 
@@ -81,14 +79,11 @@ def pieces_of(spec: CallSpec) -> list[Piece]:
     return [piece for piece in pieces if piece.count]
 
 
-TOLERANCE = 2
-"""Representable numbers that an average may be away from the nearest to the truth."""
-
+TOLERANCE = 2  # representable numbers by which an average may be wrong
 _LOW = 0xFFFFFFFF
 _INT32_MAX = torch.iinfo(torch.int32).max
 _INT64_MAX = torch.iinfo(torch.int64).max
-_NOBODY = -1
-"""Instead of a rank's number: what an index has in common for all ranks."""
+_NOBODY = -1  # instead of a rank: what an index has in common for all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +239,8 @@ class Draw:
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Scramble int32 in place, one to one, and return it. Source: lowbias32, Wellons.
-
-    torch shifts the sign in from the left, so that must be masked.
-    """
+    """Scramble int32 in place, one to one. Source: lowbias32, Wellons."""
+    # torch shifts the sign in from the left, so that must be masked.
     values ^= (values >> 16).bitwise_and_(0xFFFF)
     values *= 0x7FEB352D
     values ^= (values >> 15).bitwise_and_(0x1FFFF)
@@ -261,7 +254,6 @@ def _signed(bits: int) -> int:
 
 
 def _power_of_two(limit: int) -> int:
-    """Return the greatest power of two that is not above ``limit``."""
     return 1 << (limit.bit_length() - 1)
 
 
@@ -321,10 +313,7 @@ def prepare(
 
 
 def count_wrong(canaries: Sequence[Tensor], expected: Expected, tolerance: int) -> int:
-    """Return the elements of this rank's result that are wrong.
-
-    Bytes beside the result that were touched count as one each.
-    """
+    """Return this rank's wrong elements, and touched bytes beside the result."""
     wrong = sum(int((each != _CANARY).sum()) for each in canaries)
     for got, right in expected:
         if torch.equal(got, right):

@@ -39,7 +39,6 @@ class Comparison(NamedTuple):
     warnings: tuple[str, ...]
 
     def mean_ratio(self) -> float | None:
-        """Return the geometric mean of all ratios; None where there are none."""
         ratios = [pair.ratio for pair in self.pairs if pair.ratio is not None]
         return statistics.geometric_mean(ratios) if ratios else None
 

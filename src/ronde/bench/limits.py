@@ -120,8 +120,7 @@ def measure_memory(
 
 def _touched(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two equal buffers of up to ``size`` bytes that have their pages."""
-    source = torch.empty(size, dtype=torch.uint8)
-    target = torch.empty(size, dtype=torch.uint8)
+    source, target = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
     start_s = time.perf_counter()
     end = 0
     while end < size and (end == 0 or time.perf_counter() - start_s < _TOUCH_S):

@@ -63,7 +63,6 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
 
 
 def agrees(test: str, num_ranks: int, rows: Sequence[Row]) -> bool:
-    """Return whether the figures may be those of ``num_ranks`` ranks."""
     known, intervals = COLLECTIVES.get(test), _intervals(rows)
     if known is None or not intervals or num_ranks == 1:
         return True
@@ -71,7 +70,6 @@ def agrees(test: str, num_ranks: int, rows: Sequence[Row]) -> bool:
 
 
 def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
-    """Return the names of all tests that could have printed these rows."""
     intervals = _intervals(rows)
     if not intervals or num_ranks == 1:
         return []
@@ -182,7 +180,6 @@ class ParserState:
         self.is_over = self.is_over or name == AVERAGE
 
     def finish(self, test: str = "") -> Run:
-        """Return the run; ``test`` is its name if the user gives one."""
         warnings = list(self.warnings)
         listed = self._num_listed()
         name = test or self._find_test(listed, warnings)

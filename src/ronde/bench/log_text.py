@@ -71,8 +71,7 @@ _INTEGER = re.compile(r"\d{1,18}")
 _ROOT = re.compile(r"-?\d{1,9}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _NOTHING = frozenset({"N/A", "-", "--"})
-_MIN_GAP = 24
-"""Blanks in place of a half; between cells there are at most a dozen."""
+_MIN_GAP = 24  # blanks in place of a half; between cells there are at most a dozen
 
 
 def read_text(
@@ -280,7 +279,6 @@ class _Reader:
             self._state.is_list_cut = True
 
     def _inside(self, line: str, columns: "_Columns") -> None:
-        """Take a line of a table: a row, a part of one, or something else."""
         text = line.split("#", 1)[0]
         words = text.split()
         if not _claims_to_be_row(words):
@@ -375,7 +373,6 @@ def _parse_header(words: Sequence[str], places: Sequence[str]) -> _Columns:
 
 
 def _parse_row(text: str, columns: _Columns) -> tuple[Row, dict[str, Extra]]:
-    """Return a row, and those of its cells that a ``Row`` has no place for."""
     head, numbers, is_half = _divide(text, columns)
     operation, root = _operation_and_root(head[3:])
     for name, word in zip(("size", "count"), head, strict=False):
@@ -444,7 +441,6 @@ def _operation_and_root(words: list[str]) -> tuple[str, int | None]:
 
 
 def _number(name: str, word: str) -> float | None:
-    """Return a cell's number; None where nothing was measured."""
     if word in _NOTHING:
         return None
     bare = word.rstrip("*")  # how rccl-tests marks an error above its threshold

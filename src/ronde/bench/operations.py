@@ -15,11 +15,9 @@ from torch import Tensor
 from ronde.bench.catalog import Collective, DType, Matrix, Shape, premultiplier
 from ronde.collectives import Communicator, ReduceOp, rows
 
-CANARY_BYTES = 256
-"""Bytes on either side of a result that nobody may touch."""
-
+CANARY_BYTES = 256  # on either side of a result, which nobody may touch
+# Engines do these in place; out of place is a copy and then that.
 IN_PLACE_ONLY = frozenset({"all_reduce", "broadcast", "reduce"})
-"""Engines do these in place; out of place is a copy and then that."""
 
 _MAX_PLACES = 16384
 
@@ -254,10 +252,7 @@ def _sendrecv(spec: CallSpec, communicator: Communicator, views: Views) -> Opera
 
 
 def _hypercube(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
-    """Gather by doubling: in round k ranks that differ in bit k exchange all they have.
-
-    Source: nccl-tests' test of the same name.
-    """
+    """Gather by doubling: in round k ranks that differ in bit k exchange all."""
     share = views.send.numel()
     if not share:
         return lambda: None

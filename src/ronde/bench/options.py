@@ -138,7 +138,6 @@ class Options:
 
     @property
     def num_self_launched(self) -> int:
-        """Ranks to start where no launcher has done so."""
         return self.num_threads * self.num_gpus
 
 

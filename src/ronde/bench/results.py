@@ -114,7 +114,6 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
 
 
 def from_record(record: Record) -> Run:
-    """Return a record's run; entries of later versions are ignored."""
     if record.kind != KIND:
         raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
     try:

@@ -85,7 +85,6 @@ class RowBench:
         return CallSpec(*call, group.rank, size, case.root, matrix)
 
     def operations(self, case: Case, *, is_in_place: bool) -> list[Operation]:
-        """Return a timed loop's operations, each on memory of its own if it can."""
         spec = self.spec(case)
         count = self.loop.iterations * self.loop.aggregated
         places = islice(self.buffers.places(spec, is_in_place=is_in_place), count)
@@ -99,7 +98,6 @@ class RowBench:
             self.clock.synchronize()
 
     def measure(self, case: Case, cycle: int) -> Measured:
-        """Measure and verify one row; collective over all ranks of the world."""
         halves = [self._half(case, cycle, is_in_place=each) for each in (False, True)]
         return Measured(
             self.row(case, *(half.side for half in halves)),
@@ -128,12 +126,10 @@ class RowBench:
         return [Elapsed(each[0], each[1], tuple(each[2:])) for each in times]
 
     def combined_us(self, times_s: list[float]) -> float:
-        """Return the time of one operation, as ``-a`` combines the ranks'."""
         count = self.loop.iterations * self.loop.aggregated
         return combine(times_s, self.loop.average) / count * 1e6
 
     def check(self, case: Case, cycle: int, *, is_in_place: bool) -> list[float]:
-        """Return the wrong elements of each check, over all ranks."""
         if not self.loop.checks or (is_in_place and not case.test.is_in_place_checked):
             return []
         spec = self.spec(case)

@@ -21,12 +21,10 @@ from ronde.units import format_size
 
 _ELEMENT_BYTES = 4
 _MOST_GATHERED_BYTES = 4 << 20
+# A receive is measured with its send.
 _MEASURED = tuple(name for name in COLLECTIVES if name != "recv")
-"""A receive is measured with its send."""
-
 Call = Callable[[], object]
-Times = dict[tuple[str, int], dict[str, float]]
-"""Seconds of each candidate, by collective and bytes."""
+Times = dict[tuple[str, int], dict[str, float]]  # by collective and bytes; candidate
 
 
 class Effort(NamedTuple):
@@ -114,7 +112,6 @@ def _around(communicator: Communicator, given: Tensor, out: Tensor) -> None:
 def _time(
     benches: Mapping[str, _Bench], name: str, num_bytes: int, effort: Effort
 ) -> dict[str, float]:
-    """Return the seconds of one call of each candidate, equal on all ranks."""
     calls = {label: bench.call(name, num_bytes) for label, bench in benches.items()}
     meeting = next(iter(benches.values())).communicator
     for call in calls.values():

@@ -56,7 +56,6 @@ class Variables(NamedTuple):
 
 
 def read_variables(environ: Mapping[str, str] | None = None) -> Variables:
-    """Read them from this process's environment, or the one that is given."""
     values = select_variables(("NCCL_TESTS_*",), environ)
     shown = select_variables(SHOWN, environ)
     device = values.get("NCCL_TESTS_DEVICE")

@@ -24,7 +24,6 @@ _EXITS = (
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one benchmark, or a verb of ``ronde bench``; return nccl-tests' exit code."""
     try:
         return _dispatch(list(words))
     except KeyboardInterrupt:

@@ -199,7 +199,6 @@ def _compare(
 
 
 def _run_tuning(options: Options, variables: Variables, info: RankInfo) -> None:
-    """Measure, keep the table that ``auto`` chooses by, and show it; collective."""
     names = options.engines.names if options.is_compared else ()
     if not names:
         names = _ONE_HOST if info.local_size == info.size else _SEVERAL_HOSTS
@@ -310,7 +309,6 @@ class Reporter:
         self.end(Ending(self.totals, errors=(reason,)))
 
     def expired(self, what: str) -> None:
-        """End this process: a synchronisation took too long."""
         limit_s = self._options.loop.timeout_s
         reason = f"{what} must end within -T {limit_s:g} s, and did not"
         print(f"ronde: {reason}.", file=sys.stderr, flush=True)

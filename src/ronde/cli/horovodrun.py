@@ -168,7 +168,6 @@ def add_horovod_options(parser: argparse.ArgumentParser) -> None:
 def read_horovod_options(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> HorovodOptions:
-    """Read the options and their files; run the discovery script, once."""
     known = (*_VALUES, *_SWITCHES, *_READ_HERE, *_VALUES_IGNORED, *_FLAGS_IGNORED)
     given = {name: getattr(options, name) for name in (*known, *_CONTROLLERS)}
     given = {name: value for name, value in given.items() if value is not None}

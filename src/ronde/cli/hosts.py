@@ -82,7 +82,6 @@ def find_hosts(
 
 
 def read_slots(options: argparse.Namespace) -> int:
-    """Return the slots of a host without its own, as ``--slots`` has them."""
     if options.slots is None:
         return SLOTS_OPEN
     from ronde.launch.hosts.sources import MAX_SLOTS, parse_number

@@ -6,6 +6,7 @@ MPICH 5, srun(1), and ``deepspeed --help``, ``accelerate launch --help`` of 2026
 
 _TABLE = """\
 torchrun: rdzv-backend rdzv-endpoint rdzv-id rdzv-conf node-rank
+accelerate: machine-rank main-process-ip same-network
   Name all hosts with -H, or have the nodes join with --listen and --agent.
 torchrun: master-addr local-addr
   Drop it: the ranks meet where all hosts reach; --interface NAMES restricts it.
@@ -16,6 +17,7 @@ torchrun: shutdown-timeout
 torchrun: numa-binding
   Type --bind numa or --bind core.
 torchrun: virtual-local-rank
+srun: gpus-per-task
   Type --gpu-view one.
 torchrun: signals-to-handle
   Drop it: SIGUSR1 and SIGUSR2 are passed on anyway.
@@ -26,6 +28,7 @@ torchrun: role monitor-interval start-method event-log-handler logs-specs run-pa
 mpirun: map-by
   Type --nproc-per-node N for the ranks of each host.
 mpirun: bind-to membind
+srun: cpu-bind
   Type --bind core or --bind numa.
 mpirun: rank-by rankfile rankmap
   It has no equivalent here: ranks follow the list of hosts.
@@ -38,16 +41,20 @@ mpirun: mca prtemca pmixmca gmca
 mpirun: prefix
   Type --python PATH for the Python on the other hosts.
 mpirun: tag-output prepend-rank
+srun: l label
   Drop it: each line begins with its rank; see --tag.
 mpirun: timestamp-output
   Type --tag time.
 mpirun: output outfile-pattern errfile-pattern
+srun: o e error
+deepspeed: enable-each-rank-log
   Type --log-dir DIR.
 mpirun: report-bindings display display-map display-allocation do-not-launch
   Type --dry-run.
 mpirun: get-stack-traces report-state-on-timeout
   Drop it: --timeout TIME shows the stacks of all ranks.
 mpirun: genv genvlist envlist
+srun: export
   Type -x NAME=VALUE or -x NAME.
 mpirun: genvall envall genvnone envnone
   Type -x NAME for what is missing.
@@ -63,16 +70,6 @@ srun: c cpus-per-task
   Type --bind core, or -x OMP_NUM_THREADS=N for the threads of a rank.
 srun or deepspeed: G gpus gpus-per-node num-gpus num-accelerators
   Type --nproc-per-node N, one rank a GPU.
-srun: gpus-per-task
-  Type --gpu-view one.
-srun: cpu-bind
-  Type --bind core or --bind numa.
-srun: l label
-  Drop it: each line begins with its rank; see --tag.
-srun: o e output error
-  Type --log-dir DIR.
-srun: export
-  Type -x NAME=VALUE or -x NAME.
 srun: K kill-on-bad-exit wait W u unbuffered overlap
   Drop it: it is always so here.
 srun: A J q partition account job-name qos mem exclusive
@@ -83,16 +80,12 @@ deepspeed: launcher-args
   Type --ssh-args ARGS.
 deepspeed: bind-cores-to-rank bind-core-list
   Type --bind core.
-deepspeed: enable-each-rank-log
-  Type --log-dir DIR.
 deepspeed: no-ssh
   Have the nodes join with --listen and --agent.
 deepspeed: elastic-training min-elastic-nodes max-elastic-nodes
   Type --max-restarts R.
 deepspeed: no-local-rank force-multi no-ssh-check save-pid
   Drop it: it changes nothing here.
-accelerate: machine-rank main-process-ip same-network
-  Name all hosts with -H, or have the nodes join with --listen and --agent.
 accelerate: main-process-port
   Type --master-port PORT.
 accelerate: gpu-ids
@@ -117,9 +110,11 @@ def advise(word: str) -> str:
         )
     is_short = len(name) == 2
     bare = name[1:] if is_short else name.lstrip("-").replace("_", "-")
-    lines = _TABLE.splitlines()
-    for line, advice in zip(lines[::2], lines[1::2], strict=True):
-        launcher, names = line.split(": ")
-        if bare in names.split():
-            return f"{name} is an option of {launcher}. {advice.strip()}"
+    launcher = ""
+    for line in _TABLE.splitlines():
+        if not line.startswith(" "):
+            who, names = line.split(": ")
+            launcher = who if bare in names.split() else launcher
+        elif launcher:
+            return f"{name} is an option of {launcher}. {line.strip()}"
     return ""

@@ -219,7 +219,6 @@ def _run_node(
     agent: _Agent,
     signal_fd: int,
 ) -> int:
-    """Join the head as one of its nodes; return the job's exit code."""
     from ronde.launch.joining.channel import parse_endpoint, with_port
     from ronde.launch.joining.join_client import JoinRequest, join_head, relay
     from ronde.launch.joining.mutual_auth import NodeInfo, host_name, read_token

@@ -208,7 +208,6 @@ def _num_ranks(options: argparse.Namespace) -> int | None:
 
 
 def read_num_each(options: argparse.Namespace) -> int | None:
-    """Return the limit on ranks per host, or ``SLOTS_GPUS`` or ``SLOTS_CORES``."""
     text = options.nproc_per_node
     if text == "auto":
         return None
@@ -306,7 +305,6 @@ def require_listen_or_agent(
 
 
 def own_slots(options: argparse.Namespace) -> int:
-    """Return how many ranks this node takes."""
     node = Host("this node", read_slots(options), said_at="--slots")
     return take_each([node], read_num_each(options))[0].slots
 
@@ -322,7 +320,6 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 
 def make_sink(options: argparse.Namespace, output_dir: str = "") -> OutputSink:
-    """Return what shows and writes a job's output as the options ask."""
     from ronde.launch.output.files import ErrorFile, RankLogs
 
     log_dir = output_dir or options.log_dir or ""

@@ -22,14 +22,10 @@ def run_self(
     rank_env: Mapping[int, Mapping[str, str]] | None = None,
     is_mpi: bool = False,
 ) -> int:
-    """Start ``python -m ronde WORDS`` once a rank on this machine; wait for the end.
+    """Start ``python -m ronde WORDS`` once per rank on this machine; wait for the end.
 
-    The ranks' output is shown without prefixes, so one rank should print. Ctrl-C and
-    SIGTERM go to all ranks, which have 10 s to end as they like.
-
-    Returns:
-        The exit code of the rank that failed first by itself, else 0. Where the user
-        stopped the ranks, the highest of those that they ended with by themselves.
+    Ctrl-C and SIGTERM go to all ranks, which have 10 s to end. Returns the exit code of
+    the rank that failed first, else 0; after Ctrl-C the highest of all.
     """
     with caught_signals() as signal_fd, start_local_agent() as agent:
         request = JobRequest(

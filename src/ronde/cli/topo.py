@@ -582,7 +582,6 @@ def _limit(words: Sequence[str]) -> int:
 
 
 def _collectives(options: argparse.Namespace, known: Sequence[str]) -> Sequence[str]:
-    """Return the collectives to look at; one where there is a measurement."""
     names = [read_one_of("--collective", n, known) for n in options.collective]
     names = list(dict.fromkeys(names))
     if options.measured is None:

@@ -196,7 +196,6 @@ def progress_text(totals: Totals, num_rows: int, elapsed_s: float, cycle: int) -
 
 
 def comparison_titles(heading: Heading, engines: Sequence[str]) -> list[str]:
-    """Return the lines above the rows of ``--compare``; ratios are to the first."""
     rounds = heading.options.engines.rounds
     place = "in place" if heading.options.test.is_in_place_checked else "out of place"
     names = "".join(f" |{name:^{_WIDTH}}" for name in engines)

@@ -40,7 +40,6 @@ def draw_rows(run: Run) -> str:
 
 
 def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
-    """Return both results' busbw in GB/s and their ratio, a line a size."""
     a, b = names
     lines = [f"A: {a}\n", f"B: {b}\n", *(f"{w}.\n" for w in comparison.warnings), "\n"]
     lines.append(_comparison_table(comparison))

@@ -35,7 +35,6 @@ _Place = tuple[str, str, tuple[_Frames, ...]]
 def tabulate_failures(
     failures: Sequence[HostFailure], ready: Sequence[str] = ()
 ) -> str:
-    """Return the hosts that cannot take part; hosts with equal lines share one."""
     by_row = grouped(((e.failure.reason, e.failure.cure), e.host) for e in failures)
     rows = [("host", "what is wrong", "what to do")]
     rows += [(list_first(hosts, _MAX_NAMES), *row) for row, hosts in by_row.items()]

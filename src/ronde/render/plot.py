@@ -38,7 +38,6 @@ class Series(NamedTuple):
 
 
 def check_path(path: Path) -> None:
-    """Refuse what ``draw`` could not write, before anything is measured."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
             f"--plot must be a file that ends in {' or '.join(SUFFIXES)}, got "
@@ -55,7 +54,6 @@ def check_path(path: Path) -> None:
 def draw(
     series: Sequence[Series], limit: Limit | None, path: Path, *, title: str = ""
 ) -> None:
-    """Draw bandwidth at the left and time at the right, both axes logarithmic."""
     check_path(path)
     points = {
         each.name: [

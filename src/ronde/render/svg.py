@@ -185,7 +185,6 @@ def flow(blocks: Sequence[SvgBlock], max_width: float) -> SvgBlock:
 
 
 def join_blocks(blocks: Sequence[SvgBlock], width: float, height: float) -> SvgBlock:
-    """Return blocks that are placed already as one."""
     return SvgBlock(
         width,
         height,

@@ -25,7 +25,6 @@ def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``1 GPU``, ``8 GPUs``, ``no GPUs``."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else plural}"
 
@@ -71,7 +70,6 @@ def align(
 
 
 def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Return the values of each key, in their order."""
     groups: dict[_Key, list[_Value]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

@@ -10,7 +10,6 @@ import platform
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +17,7 @@ from ronde.timeline.events import Activity, ClockBound, Recorded
 from ronde.timeline.part import Track
 from ronde.world.environment import boot_identity
 
-DRIFT = 1e-4
-"""How fast a clock may run away from another where nobody measured: 100 ppm."""
+DRIFT = 1e-4  # how fast a clock may drift from another, where unmeasured
 
 
 def clock_identity() -> str:
@@ -50,15 +48,13 @@ def bound_offset(exchanges: Sequence[ClockReading]) -> ClockBound:
     return ClockBound(middle, low - slack, high + slack)
 
 
-@dataclass(frozen=True, slots=True)
-class ClockMap:
+class ClockMap(NamedTuple):
     """Brings times of one clock to the reference's."""
 
     # Time, offset and error in ns, ascending in time, linear between them. No points:
     # the clocks are one.
     points: tuple[tuple[int, int, int], ...] = ()
-    # False where only the hosts' times of day were compared, whose error is unknown.
-    is_measured: bool = True
+    is_measured: bool = True  # else by the hosts' times of day, whose error is unknown
 
     @classmethod
     def of_bounds(cls, bounds: Sequence[ClockBound]) -> "ClockMap":

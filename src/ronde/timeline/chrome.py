@@ -33,8 +33,7 @@ from ronde.timeline.alignment import (
 from ronde.timeline.events import Recorded
 from ronde.timeline.part import FORMAT, Track
 
-Span = tuple[int, int]
-"""Begin and end."""
+Span = tuple[int, int]  # begin and end
 
 
 class Lanes:
@@ -49,7 +48,6 @@ class Lanes:
         self.num_lanes = 0
 
     def place(self, begin: int, end: int) -> int:
-        """Return a span's lane; one may begin where another ends."""
         while self._taken and self._taken[0][0] <= begin:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
         if self._free:
@@ -79,9 +77,7 @@ def nest(spans: Iterable[Span], within: Span) -> Sequence[Span]:
 
 
 Timed = tuple[int, int, str]
-"""Begin in ns; minus the length, so that who holds comes before what it holds; what
-follows the time in the event."""
-
+"""Begin in ns; minus the length, so that a span precedes what it holds; the event."""
 Keyed = tuple[OperationKey, Recorded]
 
 

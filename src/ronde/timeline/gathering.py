@@ -15,9 +15,7 @@ from ronde.timeline.alignment import ClockReading, bound_offset
 from ronde.timeline.events import ClockBound
 
 NUM_EXCHANGES = 32
-CHUNK_BYTES = 1 << 20
-"""A store takes 8 MiB at once."""
-
+CHUNK_BYTES = 1 << 20  # a store takes 8 MiB at once
 START_PATIENCE_S = 30.0
 END_PATIENCE_S = 5.0
 TAKE_S = 2.0
@@ -72,7 +70,6 @@ class Gathering:
         self._thread.start()
 
     def compare_again(self) -> None:
-        """Compare the clocks again, at the end of the recording."""
         self._closing.set()
         self._thread.join()
         self._closing.clear()

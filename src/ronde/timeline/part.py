@@ -29,9 +29,7 @@ from typing import Any, cast
 from ronde.errors import UsageError
 from ronde.timeline.events import Activity, ClockBound, Recorded
 
-FORMAT = 1
-"""Version of the form; a change that an older reader would misread raises it."""
-
+FORMAT = 1  # a change that an older reader would misread raises it
 MAGIC = b"\x1f\x8b"
 
 
@@ -79,7 +77,6 @@ class Track:
         return last_ns
 
     def extend(self, later: "Track", source: str) -> None:
-        """Add a later segment of the same recording."""
         if later.header.num_before == self.header.num_before:
             raise UsageError(
                 f"parts must be of one job, each once, got rank {self.header.rank} "
@@ -231,13 +228,9 @@ def _decode(
     return Recorded(set_id, sequence, name, kind, *times, *about)
 
 
-NUM_SEGMENTS = 4
-"""Segments that are kept at most; a recording keeps at least 3 of 4 of its limit."""
-
+NUM_SEGMENTS = 4  # at most: a recording keeps at least 3 of 4 of its limit
 SUFFIX = ".ronde-part"
-
-_FLUSH_BYTES = 16 << 10
-"""What the packer holds back at most: it is not counted against the limit."""
+_FLUSH_BYTES = 16 << 10  # held back by the packer at most, beyond the limit
 
 
 class PartFiles:
@@ -297,7 +290,6 @@ class PartFiles:
         return b"".join(path.read_bytes() for path in self.paths)
 
     def remove(self, others: Iterable[int] = ()) -> None:
-        """Delete the files, and the directory where nothing else is in it."""
         stems = [_stem(rank, self._header) for rank in others]
         theirs = (p for stem in stems for p in self.directory.glob(f"{stem}*{SUFFIX}"))
         for path in [*self.paths, *theirs]:

@@ -21,13 +21,8 @@ from ronde.timeline.part import PartFiles, PartHeader, read_parts
 
 _logger = logging.getLogger("ronde")
 
-MAX_WAITING = 1 << 16
-"""Operations that may wait for the thread; more are dropped, and counted."""
-
-_SLICE = 32
-"""Operations formatted at a time. Note [Kind to the trainer]"""
-
-
+MAX_WAITING = 1 << 16  # operations that may wait for the thread; more are dropped
+_SLICE = 32  # operations formatted at a time: Note [Kind to the trainer]
 _Item = TypeVar("_Item")
 
 
@@ -219,9 +214,7 @@ def _end(ts: int, pid: int, about: str = "") -> str:
 
 
 DEFAULT_LIMIT_BYTES = 32 << 20
-PACKED_RATIO = 2
-"""How much smaller a part is than its share of a packed trace."""
-
+PACKED_RATIO = 2  # how much smaller a part is than its share of a packed trace
 _MIN_PART_BYTES = 64 << 10
 _GATHER_S = 0.5
 _LIVE_GATHER_S = 0.05
@@ -265,7 +258,6 @@ class RankRecording:
             self._gathering.start()
 
     def close(self) -> None:
-        """End the recording; the part stays where it is."""
         if self._gathering is not None:
             try:
                 self._gathering.compare_again()
@@ -309,20 +301,16 @@ def _take_bound(files: PartFiles, bound: ClockBound) -> None:
 
 def write_merged(
     path: Path, blobs: Sequence[bytes], limit_bytes: int, remarks: Sequence[str] = ()
-) -> int:
-    return write_trace(
-        path, read_parts(blobs), limit_bytes=limit_bytes, remarks=remarks
-    )
+) -> None:
+    tracks = read_parts(blobs)
+    write_trace(path, tracks, limit_bytes=limit_bytes, remarks=remarks)
 
 
-def _remarks(missing: Sequence[int], size: int, parts: dict[int, bytes]) -> list[str]:
-    remarks: list[str] = []
-    if missing:
-        remarks.append(f"The records of ranks {list(missing)} did not come in time.")
-    silent = [r for r in range(1, size) if r not in parts and r not in missing]
-    if silent:
-        remarks.append(f"Ranks {silent[:16]} recorded nothing: no timeline ran there.")
-    return remarks
+def _remarks(missing: list[int], size: int, parts: dict[int, bytes]) -> list[str]:
+    silent = [r for r in range(1, size) if r not in parts and r not in missing][:16]
+    late = f"The records of ranks {missing} did not come in time."
+    silence = f"Ranks {silent} recorded nothing: no timeline ran there."
+    return [late] * bool(missing) + [silence] * bool(silent)
 
 
 def open_horovod_recording(

@@ -59,7 +59,6 @@ class _Tensor:
     num_done: int = 0
 
     def take(self, event: Mapping[str, Any]) -> _Done | None:
-        """Take the next event; return an operation when it is complete."""
         phase, at_ns = event.get("ph"), round(event.get("ts", 0) * 1000)
         if phase == "X" and str(event.get("name")).isdecimal():
             self.ticks[int(event["name"])] = at_ns

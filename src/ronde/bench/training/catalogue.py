@@ -47,20 +47,14 @@ class TransformerShape:
 
     @property
     def num_parameters(self) -> int:
-        """Count the parameters; the head's weight is the embedding's.
-
-        A block has 12 d^2 weights and 13 d biases and gains, d the width.
-        """
+        """Count 12 d^2 weights and 13 d biases and gains a block, d the width."""
         d = self.width
         embeddings = (self.num_words + self.context) * d
         return embeddings + self.num_layers * (12 * d * d + 13 * d) + 2 * d
 
     @property
     def forward_macs(self) -> int:
-        """Count the multiply-adds of one sample; attention is counted unmasked.
-
-        Source: the accounting of A. Karpathy's nanoGPT, ``transformer_sizing.ipynb``.
-        """
+        """Count as A. Karpathy's nanoGPT does, attention unmasked."""
         t, d = self.context, self.width
         block = 12 * t * d * d + 2 * t * t * d
         return self.num_layers * block + t * d * self.num_words

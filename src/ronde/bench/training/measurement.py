@@ -66,11 +66,8 @@ class Stopwatch:
         return {phase: ns / num_steps / 1e9 for phase, ns in self._total_ns.items()}
 
 
-NUM_PREPARED = 2
-"""More would only take memory: nothing is learned from them."""
-
-Batch = tuple[Tensor, Tensor]
-"""Inputs and labels, on the host."""
+NUM_PREPARED = 2  # more would only take memory: nothing is learned from them
+Batch = tuple[Tensor, Tensor]  # inputs and labels, on the host
 
 
 def batches(options: TrainOptions, device: torch.device, seed: int) -> Iterator[Batch]:
@@ -168,7 +165,6 @@ class Replica:
 
 
 def loss_of(outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    """Return the mean cross entropy, with that of auxiliary classifiers added."""
     if isinstance(outputs, Tensor):
         return cross_entropy(outputs.flatten(0, -2), labels.flatten())
     own, *auxiliary = (cross_entropy(each, labels) for each in outputs)
@@ -337,8 +333,7 @@ def _time_steps(replica: Replica, num_steps: int, device: torch.device) -> StepT
 _BLOCK_S = 0.4
 _MAX_STEPS = 100
 
-OnProgress = Callable[[int, int], None]
-"""Gets how many blocks are done, and how many there are."""
+OnProgress = Callable[[int, int], None]  # gets the number of blocks done, and of all
 
 
 def measure(

@@ -344,7 +344,6 @@ class TransformerBlock(nn.Module):
 
 
 def build(name: str) -> nn.Module:
-    """Make a model of the catalogue, in training mode, with random weights."""
     return FACTORIES[name](MODELS[name].num_classes)
 
 

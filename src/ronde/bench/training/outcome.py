@@ -117,10 +117,7 @@ class StepTimes:
     phases_s: Mapping[Phase, float]
 
 
-Round = Mapping[Variant, StepTimes]
-"""One block of steps of every variant, measured one after the other."""
-
-
+Round = Mapping[Variant, StepTimes]  # one block of steps of every variant
 KIND = "bench_train"
 
 
@@ -153,7 +150,6 @@ class TrainingOutcome:
         return statistics.median(each[variant].step_s for each in self.rounds)
 
     def units_per_s(self, variant: Variant) -> float:
-        """Return images or tokens a second of all ranks that step."""
         num_ranks = 1 if variant is Variant.ONE_RANK else self.setting.num_ranks
         units = self.options.batch * self.options.model.units_per_sample
         return num_ranks * units / self.step_s(variant)
@@ -190,7 +186,6 @@ class TrainingOutcome:
 
 
 def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
-    """Return a record's values: settings, medians, and every round's figures."""
     options, setting = outcome.options, outcome.setting
     kinds = ("dtype", "optimizer", "compression", "input")
     values: dict[str, Any] = {
