@@ -1,10 +1,9 @@
 """Adasum: a sum that does not overshoot where the ranks' gradients agree.
 
 For two vectors: (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum where they are
-orthogonal, their mean where they are parallel. For more, pairwise along a binary tree.
-
-The vectors are halved and the distance doubled at each level, so that every rank works
-on an equal part; the products are summed over all ranks that hold parts of the pair.
+orthogonal, their mean where they are parallel. For more, pairwise along a binary tree:
+vectors are halved and the distance doubled at each level, and the products summed over
+all ranks that hold parts of the pair.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2021.
 """

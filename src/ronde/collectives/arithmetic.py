@@ -121,10 +121,7 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 
 
 def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return a row-major tensor of a plain dtype whose reduction can be decoded.
-
-    AVERAGE is to be reduced by SUM. The result may share ``tensor``'s memory.
-    """
+    """Return a row-major tensor to reduce, AVERAGE by SUM; it may share memory."""
     values = dense(tensor)
     dtype = values.dtype
     if dtype is torch.bool:

@@ -158,11 +158,7 @@ def to_json(table: EngineTable, key: TableKey) -> str:
 
 
 def from_json(text: str, key: TableKey) -> EngineTable:
-    """Read what ``to_json`` wrote.
-
-    Raises:
-        ValueError: It is something else, or for another key.
-    """
+    """Read what ``to_json`` wrote; ValueError for another key, or anything else."""
     file = from_plain(_TableFile, json.loads(text), "it")
     if file.schema != SCHEMA:
         raise ValueError(f"its schema is {file.schema!r}, not {SCHEMA}")
@@ -182,11 +178,7 @@ def from_json(text: str, key: TableKey) -> EngineTable:
 
 
 def save(table: EngineTable, key: TableKey, cache_directory: Path) -> Path:
-    """Keep a table for later runs, in place of an older one; return its file.
-
-    Raises:
-        UsageError: The directory cannot be written.
-    """
+    """Keep a table for later runs, in place of an older one; return its file."""
     path = key.path(cache_directory)
     # Under a name of its own first: a reader finds a whole file or none.
     new = path.with_suffix(f".{os.getpid()}")
@@ -204,10 +196,7 @@ def save(table: EngineTable, key: TableKey, cache_directory: Path) -> Path:
 
 
 def load(key: TableKey, cache_directory: Path) -> tuple[EngineTable | None, str]:
-    """Return the table that was measured for a key, or why there is none to use.
-
-    Both are empty where none was ever measured. Never raises for a bad file.
-    """
+    """Return the table that was measured for a key, or why its file is of no use."""
     path = key.path(cache_directory)
     try:
         return from_json(path.read_text(encoding="utf-8"), key), ""

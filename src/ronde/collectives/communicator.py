@@ -557,10 +557,7 @@ def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None
 
 
 def _unaliased(tensor: Tensor, out: Tensor | None, at_row: int | None = None) -> Tensor:
-    """Return ``tensor``, or a copy where writing ``out`` would spoil it.
-
-    It may lie at row ``at_row`` of ``out``.
-    """
+    """Return ``tensor``, or a copy if writing ``out`` would spoil it."""
     if out is None or not tensor.numel() or not out.numel():
         return tensor
     if tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():

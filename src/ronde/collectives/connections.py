@@ -147,11 +147,7 @@ def _connect(name: str, config: EngineConfig) -> Communicator:
 
 
 def _connect_by_table(config: EngineConfig) -> Communicator:
-    """Connect by what suits most calls, and by other engines when they are needed.
-
-    The engine for a call comes from rank 0's table: the one that ``ronde bench --tune``
-    has measured for these hosts, ranks and versions, else sane rules.
-    """
+    """Connect by what suits most calls, and by other engines when they are needed."""
     store = config.meet()
     is_one_host = config.info.local_size == config.info.size
     make_first = _shared_memory_or_gloo if is_one_host else _torch_distributed

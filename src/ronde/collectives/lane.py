@@ -57,9 +57,8 @@ class FutureWork(Work[T]):
 class LaneEngine(Engine):
     """Made of other engines: reduces and copies in a lane, in several steps.
 
-    The lane is a thread that alone calls ``inner``; so do the methods with an
-    underscore. What it cannot do better (``all_to_all``, messages, ``barrier``) is done
-    by an engine of all ranks.
+    The lane is a thread that alone calls ``inner`` and the methods with an underscore.
+    What it cannot do better (``all_to_all``, messages, ``barrier``) the world does.
 
     Once a collective has failed all later ones do, and ``inner`` is closed: ranks that
     wait for this one, and not for the one that is gone, learn of it so.

@@ -210,8 +210,7 @@ class Nccl:
     def close(self) -> None:
         """End connections and threads: gracefully if that is soon done, or else not.
 
-        Aborted at once, NCCL would drop what another rank waits for. But a peer that is
-        gone is waited for in vain.
+        Aborted at once, NCCL would drop what another rank waits for.
         """
         self._gathered.clear()
         if not self._is_idle():
@@ -276,10 +275,7 @@ class GroupedMessage:
 
 
 class Groups:
-    """The process groups of one communicator: Gloo's, and NCCL's when it is needed.
-
-    Making one is collective: the first CUDA tensor comes in the same call on all ranks.
-    """
+    """The process groups of one communicator: Gloo's, and NCCL's at first use."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float, *, is_one_host: bool

@@ -245,10 +245,7 @@ def socket_name(info: RankInfo) -> str:
 
 
 def _prefix() -> str:
-    """Return how directories begin that rank 0 may have made.
-
-    Others may have taken any name that can be guessed: so the end is random.
-    """
+    """Return how rank 0's directory begins; others may take names they can guess."""
     return f"ronde-ranks-{os.geteuid()}-"
 
 

@@ -117,10 +117,7 @@ def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> Job
 
 
 def join(store: JobStore, info: RankInfo) -> bool:
-    """Take this rank's place in a store; False if another process has it.
-
-    The store is then an earlier program's of the same launcher.
-    """
+    """Take this rank's place in a store; False if it is an earlier program's."""
     own = secrets.token_hex(8).encode()
     return store.compare_set(f"{_PLACE}/{info.rank}", b"", own) == own
 

@@ -143,10 +143,7 @@ class EvenHostsEngine(HierarchicalEngine):
         return result
 
     def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """Gather over the hosts what each place has, then on the host.
-
-        Parts that are shorter than the longest are filled up on their way.
-        """
+        """Gather over the hosts what each place has, filled up, then on the host."""
         if max(counts) * len(counts) > _MOST_PADDED * sum(counts):
             super()._gather(out, own, counts)
             return

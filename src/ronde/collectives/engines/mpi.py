@@ -315,10 +315,7 @@ class MpiWork(Work[None]):
         return self.is_over
 
     def _block(self, look: Look | None) -> bool:
-        """Drive MPI until it is done, at first at every turn, then ever more rarely.
-
-        As long as the bytes may take, the rank stays awake: asleep it would move none.
-        """
+        """Drive MPI until it is done, without sleep as long as the bytes may take."""
         started_s = time.monotonic()
         sleep_s = _FIRST_SLEEP_S
         num_bytes = sum(tensor.nbytes for tensor in self._held)

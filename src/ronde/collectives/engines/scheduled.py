@@ -165,10 +165,7 @@ def _program(
     extent: tuple[int, ...],
     element_bytes: int,
 ) -> tuple[ScheduledMessage, ...]:
-    """Return a rank's program, compiled once: training runs the same in every step.
-
-    ``extent`` is the number of elements (and the root), or one number a rank.
-    """
+    """Return a rank's program: ``extent`` is of all (and the root), or one a rank."""
     rank, size = place
     schedules = find_algorithm(algorithm)
     if collective == "all_reduce":
@@ -184,10 +181,7 @@ def _program(
 
 @dataclass(slots=True)
 class _Run:
-    """One program under way, over an engine that does nothing else.
-
-    ``free`` is memory for messages that are added to the vector.
-    """
+    """One program under way; ``free`` is memory for messages that are added."""
 
     engine: Engine
     free: list[Tensor]

@@ -69,9 +69,8 @@ class TorchDistributedEngine(Engine):
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
         """Say what torch reduces.
 
-        Gloo rounds a sum of 16-bit floats once a rank, so only two ranks' go that way;
-        their average does not, since the sum of two float16 may overflow where the
-        average fits. NCCL's average of them divides first. The rest goes by shares.
+        Gloo rounds a sum of 16-bit floats once a rank: see ``rounds_often``. NCCL's
+        average of them divides first. The rest goes by shares.
         """
         dtype = like.dtype
         if call == "reduce_scatter":

@@ -225,10 +225,7 @@ class ProgressEngine:
         return True
 
     def spin(self, work: SharedMemoryWork) -> None:
-        """Carry on, looking again and again for a short while; the lock is held.
-
-        It is written for the time it takes.
-        """
+        """Carry on and look again for a short while, in no time; the lock is held."""
         others = self._other_words
         num_spins = num_left = CONTENTION.num_looks(self._num_spins)
         while not work.is_over:
@@ -252,8 +249,8 @@ class ProgressEngine:
     def _resume(self) -> None:
         """Run the first collective to its next phase, or to its end and the next's.
 
-        An error of a kind that all ranks see alike ends one collective; any other
-        leaves this rank out of step, so that it takes part in none any more.
+        An error that all ranks see alike ends one; any other leaves this rank out of
+        step, so that it takes part in none any more.
         """
         queue = self._queue
         while queue:
@@ -305,10 +302,7 @@ class ProgressEngine:
         self._transfers = []
 
     def rest(self, work: SharedMemoryWork, look: Look | None) -> bool:
-        """Wait, without the lock, until something may have changed: yield, then sleep.
-
-        Return whether to go on: ``look`` may end the wait.
-        """
+        """Yield, then sleep until there may be progress; False if ``look`` ends it."""
         for _ in range(CONTENTION.num_looks(_NUM_YIELDS)):
             if work.is_over or work.find_pending() is None:
                 return True

@@ -234,10 +234,9 @@ def _plan(
 def _reduce_shown(
     state: SharedState, source: Tensor, out: Tensor, what: KnownReduction, shown: int
 ) -> Steps[None]:
-    """Show the others one slot after the other.
+    """Show the others one slot after the other; ``shown``, unless -1, is the first.
 
     Two ranks reduce both the whole of it; more reduce a share each and read the others.
-    The slot ``shown``, unless -1, has the first elements already.
     """
     staging, combine = state.staging, what.kernel.combine
     dtype, itemsize, rank = out.dtype, out.element_size(), state.rank

@@ -203,10 +203,9 @@ class SymmetricHeap:
         self._gone: deque[int] = deque()
 
     def add(self, segments: Sequence[Segment], rank: int) -> Tensor:
-        """Take a region in and return this rank's bytes of it.
+        """Return this rank's bytes of a region, which lives as long as views of them.
 
-        It is given back when no view of what is returned is left. Views of ours do not
-        count: they look through another buffer.
+        Views of ours do not count: they look through another buffer.
         """
         self._forget()
         self._num_regions += 1

@@ -197,10 +197,7 @@ class Peers:
         """Whether there are fewer cores than ranks."""
 
     def find_loss(self, rank: int) -> str:
-        """Return what is wrong with a rank's process; nothing where it runs.
-
-        To be called a few times a second while waiting for it.
-        """
+        """Return what is wrong with a rank's process; to be called now and then."""
         process = self.processes[rank]
         name = f"rank {rank}, process {process.pid},"
         state = process.state()
