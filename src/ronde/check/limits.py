@@ -85,7 +85,11 @@ def read(reader: FactReader) -> None:
         reader.values |= dict(zip((_SIZE, _FREE), sizes, strict=True))
     reader.keep(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
     reader.keep(_TOTAL, lambda: parse_meminfo(Path(f"{root}/proc/meminfo").read_text()))
-    reader.keep(_LEFT, lambda: _read_left(root))
+    with reader.reading(_LEFT):
+        if "MemAvailable:" not in read_text(f"{root}/proc/meminfo"):
+            # It may have memory all the same.
+            raise UnreadableError("/proc/meminfo has no MemAvailable")
+        reader.values[_LEFT] = available_memory(Path(f"{root}/")).num_bytes
 
 
 def _read_identity(proc: Path) -> str:
@@ -143,13 +147,6 @@ def parse_meminfo(text: str) -> int:
     rows = [line.split() for line in text.splitlines()]
     fields = {r[0]: int(r[1]) for r in rows if len(r) > 1 and r[1].isdecimal()}
     return fields["MemTotal:"] * 1024
-
-
-def _read_left(root: str) -> int:
-    if "MemAvailable:" not in read_text(f"{root}/proc/meminfo"):
-        # It may have memory all the same.
-        raise UnreadableError("/proc/meminfo has no MemAvailable")
-    return available_memory(Path(f"{root}/")).num_bytes
 
 
 def _limit(value: int) -> float:

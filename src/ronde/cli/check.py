@@ -29,18 +29,7 @@ from ronde.launch.hosts.sources import MAX_SLOTS, parse_number
 from ronde.launch.node import AgentNode
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals
-from ronde.render.check import (
-    checked_as_json,
-    draw_changes,
-    draw_findings,
-    draw_hostfile,
-    draw_unread,
-    draw_verdict,
-    explain_check,
-    fix_of,
-    list_checks,
-    tabulate_hosts,
-)
+from ronde.render import check as render
 from ronde.render.text import WIDTH
 from ronde.units import parse_duration_s
 from ronde.world.environment import select_variables
@@ -135,12 +124,12 @@ def run(words: Sequence[str]) -> int:
         return EXIT_READY
     match list(words):
         case ["list"]:
-            print(list_checks(all_checks()), end="")
+            print(render.list_checks(all_checks()), end="")
         case ["explain", name] if not name.startswith("-"):
             checks = {check.id: check for check in all_checks()}
             if name not in checks:
                 raise _unknown(name, list(checks), "explain", "a check's id")
-            print(explain_check(checks[name]), end="")
+            print(render.explain_check(checks[name]), end="")
         case [("list" | "explain") as verb, *_]:
             raise UsageError(
                 f"{verb} must stand with {'an id' if verb == 'explain' else 'nothing'} "
@@ -274,7 +263,10 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
         bad = [each for each in findings if each.severity is Severity.FAIL]
         failures = [
             *found.failures,
-            *(HostFailure(e.host, Failure(e.what, fix_of(e, by_id))) for e in bad),
+            *(
+                HostFailure(e.host, Failure(e.what, render.fix_of(e, by_id)))
+                for e in bad
+            ),
         ]
         if failures:
             unfit = {host for each in bad for host in each.hosts}
@@ -285,7 +277,7 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
                 [node.name for node in nodes if node.name not in unfit],
             )
         return tuple(
-            f"{e.host}: {e.what}. {fix_of(e, by_id)}"
+            f"{e.host}: {e.what}. {render.fix_of(e, by_id)}"
             for e in findings
             if e.severity is Severity.WARN
         )
@@ -318,7 +310,7 @@ def _show(
     changes = compare(since.kept, kept) if since else None
     checks = {check.id: check for check in request.checks}
     if request.options.json:
-        text = checked_as_json(
+        text = render.checked_as_json(
             checked.collected.hosts,
             checked.judgement,
             checked.verdict,
@@ -331,17 +323,19 @@ def _show(
     is_coloured, width = _is_coloured(), _width()
     findings = checked.judgement.findings
     parts = [
-        tabulate_hosts(
+        render.tabulate_hosts(
             [host.name for host in request.hosts],
             checked.judgement,
             request.checks,
             is_coloured=is_coloured,
             width=width,
         ),
-        draw_findings(findings, checks, is_coloured=is_coloured, width=width),
-        draw_unread(checked.judgement.unread, width),
-        draw_changes(changes, since.created_at, width) if changes and since else "",
-        draw_verdict(checked.verdict, findings, width),
+        render.draw_findings(findings, checks, is_coloured=is_coloured, width=width),
+        render.draw_unread(checked.judgement.unread, width),
+        render.draw_changes(changes, since.created_at, width)
+        if changes and since
+        else "",
+        render.draw_verdict(checked.verdict, findings, width),
     ]
     print("\n".join(part for part in parts if part), end="")
 
@@ -353,7 +347,9 @@ def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
     if options.write_hostfile:
         names = [host.name for host in request.hosts]
         good = fit_together(names, checked.verdict, is_strict=options.strict)
-        text = draw_hostfile([host for host in request.hosts if host.name in good])
+        text = render.draw_hostfile(
+            [host for host in request.hosts if host.name in good]
+        )
         file = options.write_hostfile
         try:
             Path(file).write_text(text, encoding="utf-8")
