@@ -14,7 +14,7 @@ from tests.cluster.training import (
 
 # The loss on one host comes first, and is a training as well.
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
-HOSTS, SIZE = "node1:2,node2:2,node3:1", 5
+HOSTS, SIZE = "node1:2,node2:1,node3:1", 4
 
 
 def train(cluster, record, *options):
