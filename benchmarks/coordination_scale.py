@@ -15,7 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ronde.coordination.control.tree import Tree
+from ronde.coordination.messages import Tree
 from ronde.coordination.node import Command, Node, RunCommand
 from ronde.coordination.requests import OpKind, Request
 from ronde.coordination.root import RootNode
@@ -121,7 +121,7 @@ def main() -> None:
     print(f"{'':>26} {'busiest':>9} {'busiest':>11} {'median':>8} {'of all':>13}")
     for size in map(int, asked.ranks.split(",")):
         hosts = [str(rank // asked.slots) for rank in range(size)]
-        flat = [Tree.flat(rank, size) for rank in range(size)]
+        flat = Tree.of_hosts(["one"] * size)
         for name, trees in (("flat", flat), ("hosts", Tree.of_hosts(hosts))):
             network = Simulator(trees)
             for step in ("first", "steady"):

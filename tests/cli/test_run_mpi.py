@@ -94,7 +94,7 @@ def test_a_stall_is_told_under_mpi_too(ronde, tmp_path):
     done = ronde("run", "-n", "2", "--engine", "mpi", str(path), env=env)
     assert done.returncode == 0, done.stderr
     assert b"0: [allreduce.early]" in done.stderr
-    assert b"rank 0 submitted nothing that is not done" in done.stderr
+    assert b"rank 0: nothing pending" in done.stderr
 
 
 def test_the_variable_is_as_good_as_the_option(ronde, program):

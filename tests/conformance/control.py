@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from ronde.collectives.rendezvous import meet
 from ronde.coordination.control.channel import ControlChannel, connect_channel
-from ronde.coordination.control.tree import Tree
+from ronde.coordination.messages import Tree
 
 TIMEOUT_S = 60.0
 OVER = b"over"

@@ -17,7 +17,8 @@ from tests.coordination.coordinators import (
 )
 from torch import Tensor
 
-from ronde.coordination.control import rounds
+from ronde.coordination.control import shared_memory
+from ronde.coordination.coordinator import CoordinationOptions
 from ronde.errors import CollectiveError, PeerLostError
 
 SIZES = [2, 3, 4]
@@ -203,8 +204,6 @@ def test_ranks_that_joined_count_as_zeros(size) -> None:
 
 @pytest.mark.parametrize("capacity", [0, 1, 3])
 def test_a_cache_that_forgets(capacity) -> None:
-    from ronde.coordination.coordinator import CoordinationOptions
-
     def work(coordinator):
         for step in range(60):
             name = f"n{step % 4 if step % 7 else 9}"
@@ -231,14 +230,26 @@ def test_a_rank_that_dies_while_others_sleep_for_it_is_named(size) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_wake_up_is_lost(size) -> None:
-    """Every wait sleeps, and whoever is not woken sleeps on for an hour."""
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_no_wake_up_is_lost(size, is_busy) -> None:
+    """Every wait sleeps, and whoever is not woken sleeps on for an hour.
+
+    Also where the coordinator's own thread ends the rounds that another waits for.
+    """
     naps = pytest.MonkeyPatch.context
 
     def work(coordinator):
+        is_over = threading.Event()
+
+        def wake():
+            while is_busy and not is_over.wait(0.0003):
+                coordinator.wake()
+
+        waking = threading.Thread(target=wake)
+        waking.start()
         with naps() as patch:
-            patch.setattr(rounds, "_FIRST_NAP_S", NEVER_S)
-            patch.setattr(rounds, "NEAR", 0)
+            patch.setattr(shared_memory, "_FIRST_NAP_S", NEVER_S)
+            patch.setattr(shared_memory, "NEAR", 0)
             choose = random.Random(coordinator.rank)
             for _ in range(3):
                 coordinator.run(summed("x", torch.ones(1)))
@@ -247,5 +258,8 @@ def test_no_wake_up_is_lost(size) -> None:
                     pass
                 (total,) = coordinator.run(summed("x", torch.full((1,), float(step))))
                 assert total.item() == size * step
+        is_over.set()
+        waking.join()
 
-    run_coordinated(size, work, timeout_s=90)
+    options = CoordinationOptions(gather_time_s=0.0)
+    run_coordinated(size, work, options=options, timeout_s=90)

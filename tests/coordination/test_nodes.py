@@ -8,7 +8,7 @@ import pytest
 from benchmarks.coordination_scale import Simulator
 from hypothesis import given, strategies as st
 
-from ronde.coordination.control.tree import Tree
+from ronde.coordination.messages import Tree
 from ronde.coordination.node import RunCommand
 from ronde.coordination.requests import OpKind, Request
 

@@ -167,4 +167,4 @@ def run_uneven(_):
 def test_uneven_passes_are_an_error_on_all_ranks(run_ranks_bare, two_ranks):
     first, second = run_ranks_bare(2, on_its_device, run_uneven, timeout_s=LIMIT_S)
     assert "on 1 of 2 ranks, not on this one." in first
-    assert "on 1 of 2 ranks, this one among them." in second
+    assert "on 1 of 2 ranks, including this one." in second

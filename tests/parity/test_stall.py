@@ -71,7 +71,7 @@ def test_late_gradients_are_told_of_and_then_used(engine):
     assert weights == same
     assert "waiting for remainder of ranks for more than 1 seconds" in first[0]
     assert "1: [gradients" in first[0]
-    assert "rank 1 submitted [barrier.noname] and waits for that" in first[0]
+    assert "rank 1: waiting for [barrier.noname]" in first[0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

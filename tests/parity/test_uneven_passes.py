@@ -66,7 +66,7 @@ def test_one_pass_more_on_one_rank_is_an_error_on_all(size, engine):
     first, second, *_ = run_sessions(size, work, engine=engine)
     assert first.startswith("Gradients were computed more than backward_passes_per_")
     assert f"on 1 of {size} ranks, not on this one." in first
-    assert f"on 1 of {size} ranks, this one among them." in second
+    assert f"on 1 of {size} ranks, including this one." in second
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": hvd.Compression.fp16}])
@@ -80,7 +80,7 @@ def test_a_pass_less_than_on_the_others_is_an_error_on_all(options):
 
     first, *rest = run_sessions(3, work)
     assert "on 2 of 3 ranks, not on this one." in first
-    assert all("on 2 of 3 ranks, this one among them." in text for text in rest)
+    assert all("on 2 of 3 ranks, including this one." in text for text in rest)
 
 
 def test_a_rank_that_has_joined_does_not_hide_it():
@@ -92,7 +92,7 @@ def test_a_rank_that_has_joined_does_not_hide_it():
         return str(caught.value)
 
     _, second, third = run_sessions(3, work)
-    assert "on 1 of 2 ranks, this one among them." in second
+    assert "on 1 of 2 ranks, including this one." in second
     assert "on 1 of 2 ranks, not on this one." in third
 
 

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from ronde.coordination.fusion_tuning import FusionTuning, FusionTuningOptions
+from ronde.coordination.execution import FusionTuning, FusionTuningOptions
 from ronde.tuning import TuningLog, TuningOptions
 
 MIB = 1 << 20

@@ -19,11 +19,8 @@ from typing import Any
 from ronde.collectives import Communicator, Look, Work
 from ronde.coordination.control.channel import ControlChannel
 from ronde.coordination.requests import Entry, NamedOperation, OpKind
-from ronde.coordination.state import (
-    SHUT_DOWN,
-    CoordinationOptions,
-    CoordinatorState,
-)
+from ronde.coordination.stall import WAITS
+from ronde.coordination.state import SHUT_DOWN, CoordinationOptions, CoordinatorState
 from ronde.coordination.waits import SyncPoint, Waits
 from ronde.errors import CollectiveError
 
@@ -41,14 +38,9 @@ _CLOSE_WITHIN_S = 2.0
 class Coordinator:
     """Carries out named operations of one process set, in an order all ranks agree on.
 
-    Any thread may submit; names may come in any order, differently on each rank.
-
-    Attributes:
-        rank: This process in the set.
-        size: Number of ranks in the set.
-        execution: Its ``recorder`` takes down what happens; may be set at any time.
-        watch: Has the stall inspector count something that is waited for elsewhere, by
-            its name: for collectives that are never negotiated, such as buckets.
+    Any thread may submit; names may come in any order, differently on each rank. The
+    recorder of ``execution`` may be set at any time. ``watch`` counts, for stalls, what
+    is waited for elsewhere: collectives that are never negotiated, such as buckets.
     """
 
     def __init__(
@@ -61,10 +53,10 @@ class Coordinator:
         ranks: tuple[int, ...] = (),
         waits: Waits | None = None,
     ) -> None:
-        """Begin; nobody else may use the communicator, the channel is closed with this.
+        """Begin; nobody else may use the communicator and the channel.
 
         ``ranks`` are the set's among all, ascending; empty for all. ``waits`` are those
-        of this process in all sets; None where this is the only one.
+        of this process in all sets.
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator = communicator
@@ -87,12 +79,12 @@ class Coordinator:
         self._next_look_s = 0.0
         self._is_woken = False
         self._is_closed = False
+        if set_id == 0:
+            self.waits.ask_all = self._ask_for_waits
         self._thread = threading.Thread(
             target=self._work, name="ronde-coordinator", daemon=True
         )
         self._thread.start()
-        if set_id == 0:
-            self.waits.start_inquiry = self._start_inquiry
 
     def submit(self, operation: NamedOperation) -> Work[Any]:
         """Start an operation; returns at once.
@@ -117,22 +109,19 @@ class Coordinator:
     def connect(self, name: str, make: Callable[[int], Communicator]) -> Entry:
         """Start to make a communicator with an order of calls of its own.
 
-        The result is the communicator and its number. Raises what ``submit`` raises;
-        from ``wait()`` also ``CollectiveError`` where a rank has joined without asking
-        for it, and ``UnpairedError``: see ``Waits.give_way``.
+        The result is the communicator and its number. ``wait()`` raises
+        ``CollectiveError`` also where a rank has joined without asking for it, and
+        ``UnpairedError``: see ``Waits.give_way``.
         """
         return self._submit(NamedOperation(OpKind.CONNECT, name=name, connect=make))
 
     def give_up(self, entry: Entry) -> None:
-        """Have a ``connect`` fail here, if it is not over."""
+        """Have a ``connect`` fail here, if it is under way."""
         if self._table.take(entry.name) is entry:
             entry.fail(CollectiveError(f"{entry.name} was given up by this rank."))
 
     def run(self, operation: NamedOperation) -> Any:  # noqa: ANN401 - each operation's own
-        """Carry an operation out and return its result: see ``submit``.
-
-        Quicker than ``submit(operation).wait()``, for no other thread is woken.
-        """
+        """Do what ``submit(operation).wait()`` does; no other thread is woken."""
         self.waits.add_user()
         entry = self._enter(operation)
         state = self._state
@@ -151,17 +140,13 @@ class Coordinator:
         return entry.wait()
 
     def call_on_stop(self, function: Callable[[], None]) -> None:
-        """Call ``function``, in any thread, if a stall ends the job.
-
-        For what is waited for elsewhere: nothing else would end that wait.
-        """
+        """Call ``function``, in any thread, if a stall ends the job."""
         self._state.on_stop = function
 
     def close(self) -> None:
         """Announce to the others that this rank is gone; what is under way fails.
 
-        Ends the thread; the communicator stays its maker's, save where an operation is
-        under way on it: then it is aborted.
+        The communicator stays its maker's, but is aborted if an operation runs on it.
         """
         if self._is_closed:
             return
@@ -233,19 +218,17 @@ class Coordinator:
         self._waiter.wait(timeout_s, is_eager=True)
         self._look(1)
 
-    def _start_inquiry(self) -> None:
+    def _ask_for_waits(self) -> None:
         with self._lock:
             if self._is_closed:
                 return
-            self._state.ask_for_circles()
+            self._state.ask_all(WAITS)
         self._progress(0)
 
     def _progress(self, num_own: int) -> None:
-        """Do all that can be done without waiting for messages.
+        """Do all that needs no waiting, and wake other threads for what came of it.
 
-        Args:
-            num_own: 1 for a thread that waits itself, 0 for the coordinator's own.
-                Others that wait may sleep for what has come of it, and are woken.
+        ``num_own`` is 1 for a thread that waits itself, 0 for the coordinator's own.
         """
         with self._lock:
             if self._is_closed:
@@ -255,7 +238,6 @@ class Coordinator:
             self._waiter.wake()
 
     def _look(self, num_own: int) -> None:
-        """Look after neighbours and stalls, from time to time."""
         now = time.monotonic()
         if now < self._next_look_s:
             return

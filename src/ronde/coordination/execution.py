@@ -1,6 +1,7 @@
 """Carry agreed operations out on a communicator, the same ones on all ranks.
 
-Which tensors travel together is planned purely: every rank comes to the same plan.
+Which tensors travel together is planned purely: every rank comes to the same plan. How
+much travels together may be tuned, by measuring what runs anyway.
 """
 
 import time
@@ -20,6 +21,7 @@ from ronde.coordination.node import RunCommand
 from ronde.coordination.requests import Entry, OpKind, Request, StreamMark
 from ronde.errors import UsageError
 from ronde.timeline.events import Activity, Recorded, Recorder
+from ronde.tuning import Tuner, TuningLog, TuningOptions
 
 _MAX_ITEMS = 4096
 """Tensors in the plans that are kept, 1 KiB each; the same plans on all ranks."""
@@ -27,6 +29,14 @@ _ALONE_BYTES = 1 << 20
 """From this size on copying a tensor costs more than a collective of its own."""
 _Entries = Sequence[Entry | None]
 """This rank's, one for each request; None where it has joined."""
+
+
+_NAMES = {kind: kind.name for kind in OpKind}
+_MIB = 1 << 20
+_SIZES = (64 * _MIB, 16 * _MIB, 4 * _MIB, 256 * _MIB, 1 * _MIB, 32 * _MIB, 8 * _MIB, 0)
+"""Thresholds to try, the likeliest first; 0 fuses nothing."""
+_MOST_NAMES = 1000
+"""A step with more names is cut: names that never come again would make it endless."""
 
 
 class _Item(NamedTuple):
@@ -39,12 +49,9 @@ class _Item(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """Tensors that one collective reduces.
+    """Tensors that one collective reduces, as ``request`` does.
 
-    Attributes:
-        request: What it does; the same for all of them.
-        flat: Where several lie side by side, all of them, else None.
-        views: Each of those, in its own shape.
+    Several lie side by side: ``flat`` is all of them, ``views`` each in its own shape.
     """
 
     request: Request
@@ -54,21 +61,10 @@ class _Batch:
     views: list[Tensor] = field(default_factory=list[Tensor])
 
 
-class _Span(NamedTuple):
-    """When a batch and its parts ran, by ``time.monotonic_ns()``."""
-
-    batch: _Batch
-    begun_ns: int
-    ended_ns: int
-    activities: tuple[Activity, ...]
-
-
 class Execution:
-    """What one process set's operations run on.
+    """What one process set's operations run on; ``recorder`` takes them down.
 
-    Attributes:
-        recorder: Takes operations down, or None.
-        threshold_bytes: Tensors are fused up to this.
+    Tensors are fused up to ``threshold_bytes``.
     """
 
     def __init__(
@@ -111,19 +107,19 @@ class Execution:
     def _run(self, run: RunCommand, entries: _Entries) -> None:
         agreed_ns = time.monotonic_ns()
         results: list[list[Any]] = [[] for _ in entries]
-        spans: list[_Span] = []
         for batch in self._plan(run):
             begun_ns = time.monotonic_ns()
             with writing_to(_own_tensors(batch, entries)):
                 self._run_batch(batch, run.requests, entries, results)
-            activities, self._activities = tuple(self._activities), []
-            spans.append(_Span(batch, begun_ns, time.monotonic_ns(), activities))
-        if self.recorder is not None:
-            self._record(self.recorder, run.requests, entries, spans, agreed_ns)
-        for entry, request, result in zip(entries, run.requests, results, strict=True):
+            if self.recorder is not None:
+                times_ns = agreed_ns, begun_ns, time.monotonic_ns()
+                self._record(self.recorder, batch, run.requests, entries, times_ns)
+            self._activities.clear()
+        for entry, request, made in zip(entries, run.requests, results, strict=True):
             if entry is not None and not entry.is_over:
                 is_barrier = request.kind is OpKind.BARRIER
-                entry.succeed(None if is_barrier else tuple(result))
+                result = entry.operation.outputs or tuple(made)
+                entry.succeed(None if is_barrier else result)
         self._sequence += len(entries)
 
     def _plan(self, run: RunCommand) -> list[_Batch]:
@@ -177,7 +173,7 @@ class Execution:
     ) -> None:
         try:
             if batch.flat is not None:
-                self._reduce_packed(batch, batch.flat, entries, results)
+                self._reduce_packed(batch, batch.flat, entries)
                 return
             item = batch.items[0]
             entry = entries[item.request]
@@ -189,9 +185,7 @@ class Execution:
                 if entry is not None:
                     entry.fail(error.with_traceback(None))
 
-    def _reduce_packed(
-        self, batch: _Batch, flat: Tensor, entries: _Entries, results: list[list[Any]]
-    ) -> None:
+    def _reduce_packed(self, batch: _Batch, flat: Tensor, entries: _Entries) -> None:
         sources: list[Tensor] = []
         outputs: list[Tensor] = []
         places: list[Tensor] = []
@@ -201,12 +195,10 @@ class Execution:
                 view.zero_()
                 continue
             sources.append(entry.operation.tensors[item.tensor])
-            output = entry.operation.outputs[item.tensor]
-            outputs.append(output)
+            outputs.append(entry.operation.outputs[item.tensor])
             places.append(view)
-            results[item.request].append(output)
         self._timed("MEMCPY_IN_FUSION_BUFFER", _copy_all, places, sources)
-        self._timed_call(batch.request, lambda: self._all_reduce(batch.request, flat))
+        self._timed(f"{self._engine}_ALLREDUCE", self._all_reduce, batch.request, flat)
         self._timed("MEMCPY_OUT_FUSION_BUFFER", _copy_all, outputs, places)
 
     def _run_one(self, request: Request, index: int, entry: Entry | None) -> Any:  # noqa: ANN401 - each operation's own
@@ -221,9 +213,8 @@ class Execution:
             output = operation.outputs[index] if operation.outputs else source
         if output is not source and request.kind is not OpKind.ALLREDUCE:
             output.copy_(source)
-        return self._timed_call(
-            request, lambda: self._call(request, source, output, splits)
-        )
+        name = f"{self._engine}_{_NAMES[request.kind]}"
+        return self._timed(name, self._call, request, source, output, splits)
 
     def _call(
         self,
@@ -251,10 +242,8 @@ class Execution:
                 work = communicator.broadcast(output, request.root)
             case OpKind.ALLGATHER:
                 work = communicator.all_gather(source)
-            case OpKind.ALLTOALL:
+            case _:
                 work = communicator.all_to_all(source, splits)
-            case OpKind.BARRIER | OpKind.JOIN | OpKind.CONNECT:
-                raise AssertionError(f"{request.kind.name} moves no tensor")
         return work.wait()
 
     def _all_reduce(
@@ -270,9 +259,6 @@ class Execution:
             postscale=request.postscale,
         ).wait()
 
-    def _timed_call(self, request: Request, call: Callable[[], Any]) -> Any:  # noqa: ANN401
-        return self._timed(f"{self._engine}_{request.kind.name}", call)
-
     def _timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
         begun_ns = time.monotonic_ns()
         result = call(*args)
@@ -282,33 +268,34 @@ class Execution:
     def _record(
         self,
         recorder: Recorder,
+        batch: _Batch,
         requests: Sequence[Request],
         entries: _Entries,
-        spans: Sequence[_Span],
-        agreed_ns: int,
+        times_ns: tuple[int, int, int],
     ) -> None:
-        for batch, begun_ns, ended_ns, activities in spans:
-            for item in batch.items:
-                request, entry = requests[item.request], entries[item.request]
-                name, num_tensors = request.name, len(request.shapes)
-                if num_tensors > 1:
-                    name += f"_{item.tensor + 1}of{num_tensors}"
-                recorder.operation(
-                    Recorded(
-                        set_id=self._set_id,
-                        sequence=self._sequence + item.request,
-                        name=name,
-                        kind=request.kind.name,
-                        submitted_ns=0 if entry is None else entry.submitted_ns,
-                        agreed_ns=agreed_ns,
-                        begun_ns=begun_ns,
-                        ended_ns=ended_ns,
-                        dtype=request.dtypes[item.tensor] if request.dtypes else "",
-                        shape=request.shapes[item.tensor] if request.shapes else (),
-                        num_fused=len(batch.items),
-                        activities=activities,
-                    )
+        """Take a batch down; the times when it was agreed, began and ended."""
+        agreed_ns, begun_ns, ended_ns = times_ns
+        for item in batch.items:
+            request, entry = requests[item.request], entries[item.request]
+            name, num_tensors = request.name, len(request.shapes)
+            if num_tensors > 1:
+                name += f"_{item.tensor + 1}of{num_tensors}"
+            recorder.operation(
+                Recorded(
+                    set_id=self._set_id,
+                    sequence=self._sequence + item.request,
+                    name=name,
+                    kind=request.kind.name,
+                    submitted_ns=0 if entry is None else entry.submitted_ns,
+                    agreed_ns=agreed_ns,
+                    begun_ns=begun_ns,
+                    ended_ns=ended_ns,
+                    dtype=request.dtypes[item.tensor] if request.dtypes else "",
+                    shape=request.shapes[item.tensor] if request.shapes else (),
+                    num_fused=len(batch.items),
+                    activities=tuple(self._activities),
                 )
+            )
 
 
 def _plan_batches(
@@ -372,3 +359,76 @@ def _after(marks: Sequence[StreamMark]) -> Generator[None]:
         for mark in marks:
             mark.order()
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class FusionTuningOptions:
+    """How much is tried to find a fusion threshold, and where to log it."""
+
+    amount: TuningOptions = field(default_factory=TuningOptions)
+    log: TuningLog | None = None
+
+
+class FusionTuning:
+    """Tries fusion thresholds; on the root of a process set's coordinators alone.
+
+    A step of a program that names its tensors ends when a name comes again. Its cost is
+    its seconds a byte (Horovod's score, upside down): steps are of unequal size.
+    """
+
+    def __init__(
+        self,
+        default_bytes: int,
+        options: FusionTuningOptions,
+        change: Callable[[int], None],
+    ) -> None:
+        others = [size for size in _SIZES if size != default_bytes]
+        self._tuner = Tuner([default_bytes, *others], options.amount)
+        self._log = options.log
+        self._change = change
+        self._names: set[str] = set()
+        self._num_bytes = 0
+        self._begun_s: float | None = None
+        self._ended_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._tuner.is_over
+
+    def ran(self, names: Sequence[str], num_bytes: int, now_s: float) -> None:
+        """Note operations that were carried out together, over by ``now_s``."""
+        if self.is_over:
+            return
+        is_full = len(self._names) >= _MOST_NAMES
+        if is_full or not self._names.isdisjoint(names):
+            self._end_step()
+        if self._begun_s is None:
+            # Nothing is known of when the very first began: it only marks the time.
+            self._begun_s = now_s
+        self._names.update(names)
+        self._num_bytes += num_bytes
+        self._ended_s = now_s
+
+    def _end_step(self) -> None:
+        begun_s = self._ended_s if self._begun_s is None else self._begun_s
+        seconds, num_bytes = self._ended_s - begun_s, self._num_bytes
+        self._begun_s = self._ended_s
+        self._names.clear()
+        self._num_bytes = 0
+        if not num_bytes:
+            return
+        tuner = self._tuner
+        before, num_samples = tuner.setting, len(tuner.samples)
+        tuner.feed(seconds / num_bytes)
+        if len(tuner.samples) > num_samples:
+            sample = tuner.samples[-1]
+            self._write(sample.phase, sample.setting, sample.cost)
+            if tuner.is_over:
+                self._write("best", tuner.setting, tuner.best_cost)
+        if tuner.setting != before:
+            self._change(tuner.setting)
+
+    def _write(self, phase: str, threshold_bytes: int, cost: float | None) -> None:
+        if self._log is not None:
+            columns = {"tensor_fusion_threshold": threshold_bytes}
+            self._log.add("fusion", phase, columns, cost)

@@ -1,21 +1,19 @@
-"""What travels between coordinators.
+"""Who talks to whom, a tree of ranks, and what travels between coordinators.
 
-Upwards, from a rank to the one it reports to:
+Upwards, from a rank to its parent:
 
 * *hits*, bits: cached requests that the sender and all below it are ready for.
 * events, a list: all else, rarely. Each is a verb and its values:
 
-  ==========  ======================================================================
-  request     text, ranks (``encode_ranks``): those ranks have made that request
-  absent      all ranks from the sender down have joined
-  changed     number: a cached request no longer fits
-  joined      rank
-  lost        rank, reason, is_orderly: the rank is gone; whether it had closed
-  ask_stalls  some rank has waited for long and wants to know for whom
-  stall       number, answer: an answer to that question; see ``StallReport``
-  waits       number, answer...: of ranks that wait for each other; see
-              ``CircleInspector``
-  ==========  ======================================================================
+  =========  =======================================================================
+  request    text, ranks (``encode_ranks``): those ranks have made that request
+  absent     all ranks from the sender down have joined
+  changed    number: a cached request no longer fits
+  joined     rank
+  lost       rank, reason, is_orderly: the rank is gone; whether it had closed
+  ask        kind: a rank wants all ranks to be asked this: see ``stall``
+  answer     kind, number, rank, values: an answer to the question of that number
+  =========  =======================================================================
 
 Downwards, from the root to everyone, who passes them on as they are:
 
@@ -32,14 +30,68 @@ Note [Cached requests are bits]
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+_ARITY = 16
+"""Hosts that report to one host."""
 _HEAD = struct.Struct("<cHI")
 """What it is, the epoch, and the number of the first bit."""
 HITS = b"H"
 RUNS = b"R"
 EVENTS = b"U"
 COMMANDS = b"D"
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """One rank's neighbours in a tree rooted at rank 0.
+
+    Attributes:
+        parent: Who it reports to; None for the root.
+        children: Who reports to it, ascending.
+        local: Those of its neighbours that run on its host.
+    """
+
+    rank: int
+    size: int
+    parent: int | None
+    children: tuple[int, ...]
+    local: frozenset[int]
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[str], arity: int = _ARITY) -> list["Tree"]:
+        """Return every rank's neighbours, in rank order, from the host of each.
+
+        A host's ranks report to its first, and those to each other, ``arity`` to one.
+        """
+        members: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            members.setdefault(host, []).append(rank)
+        leaders = [ranks[0] for ranks in members.values()]
+        size = len(hosts)
+        trees: dict[int, Tree] = {}
+        for index, (leader, *others) in enumerate(members.values()):
+            below = leaders[arity * index + 1 : arity * index + 1 + arity]
+            parent = leaders[(index - 1) // arity] if index else None
+            children = tuple(sorted([*others, *below]))
+            trees[leader] = cls(leader, size, parent, children, frozenset(others))
+            for rank in others:
+                trees[rank] = cls(rank, size, leader, (), frozenset((leader,)))
+        return [trees[rank] for rank in range(size)]
+
+
+class Loss(NamedTuple):
+    """A neighbour that will not answer any more.
+
+    Attributes:
+        reason: As the end of a sentence: ``rank 3, process 4711, ended``.
+        is_orderly: Whether it had closed its channel.
+    """
+
+    rank: int
+    reason: str
+    is_orderly: bool
 
 
 def encode_bits(what: bytes, epoch: int, bits: int) -> bytes:
@@ -56,7 +108,6 @@ def decode_bits(message: bytes) -> tuple[int, int]:
 
 
 def encode(what: bytes, items: Sequence[Sequence[Any]]) -> bytes:
-    """Write events or commands."""
     return what + json.dumps(items, separators=(",", ":")).encode()
 
 

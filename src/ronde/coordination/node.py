@@ -17,24 +17,21 @@ Note [Two ways]
     text, so that all texts meet at the root and can be compared.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ronde.coordination import messages
-from ronde.coordination.control.tree import Tree
-from ronde.coordination.messages import bits_of, decode_ranks, encode_ranks
+from ronde.coordination.messages import Tree, bits_of, decode_ranks, encode_ranks
 from ronde.coordination.requests import Request
 
 
 class RunCommand(NamedTuple):
     """Carry these out, in this order; they may be fused.
 
-    Attributes:
-        requests: What all ranks that have not joined are ready for.
-        key: The same for the same requests in the same order; None where one of them
-            is not remembered.
+    ``key`` is the same for the same requests in the same order; None where one of them
+    is not remembered.
     """
 
     requests: list[Request]
@@ -44,21 +41,18 @@ class RunCommand(NamedTuple):
 class Command(NamedTuple):
     """Anything else that the root has all ranks do.
 
-    ==============  ================================================================
-    connect         name: make the communicator that all (but those who have joined)
-                    ask for
-    fail            name, text: the ranks' requests for it do not fit together
-    joined          last: all ranks have joined, this one last
-    lost            rank, reason, is_orderly: it takes part in nothing any more
-    report_stall    number: report what is waited for here (``report_stall``)
-    report_waits    number, points: report what this rank waits for, or which of these
-                    points it has come to (``report_waits``)
-    give_way        chosen, where: have waits give way, or fail where they cannot.
-                    Pairs of a rank and the numbers of its waits, then of a rank and
-                    what it waits for, of those that wait in a circle
-    stop            text: end the job, for this reason
-    tune            num_bytes: fuse up to this many from now on
-    ==============  ================================================================
+    ========  ======================================================================
+    connect   name: make the communicator that all (but those who have joined) ask for
+    fail      name, text: the ranks' requests for it do not fit together
+    joined    last: all ranks have joined, this one last
+    lost      rank, reason, is_orderly: it takes part in nothing any more
+    report    kind, number, points: answer that question: see ``stall``
+    give_way  chosen, where: have waits give way, or fail where they cannot. Pairs of a
+              rank and the numbers of its waits, then of a rank and what it waits for,
+              of those that wait in a circle
+    stop      text: end the job, for this reason
+    tune      num_bytes: fuse up to this many from now on
+    ========  ======================================================================
     """
 
     verb: str
@@ -72,7 +66,6 @@ class RequestCache:
         epoch: Resets so far; see Note [Cached requests are bits].
         live: The numbers in use, as bits.
         requests: By number; those first that were not used for longest.
-        numbers: By name.
     """
 
     def __init__(self) -> None:
@@ -82,7 +75,6 @@ class RequestCache:
         self.numbers: dict[str, int] = {}
 
     def add(self, number: int, request: Request) -> None:
-        """Remember a request under a number that was never used in this epoch."""
         self.requests[number] = request
         self.numbers[request.name] = number
         self.live |= 1 << number
@@ -92,7 +84,6 @@ class RequestCache:
         return None if number is None else (number, self.requests[number])
 
     def use(self, name: str) -> None:
-        """Note that the request of that name, if there is one, was used just now."""
         number = self.numbers.get(name)
         if number is not None:
             self.requests.move_to_end(number)
@@ -129,24 +120,19 @@ class ReadyCounter:
     def __init__(self, contributors: Sequence[int]) -> None:
         self.is_changed = False
         self.absent: set[int] = set()
-        self._contributors = tuple(contributors)
-        self._have = dict.fromkeys(self._contributors, 0)
-        self._pending: dict[str, PendingName] = {}
+        self._have = dict.fromkeys(contributors, 0)
+        self._pending = defaultdict[str, PendingName](PendingName)
 
     @property
     def is_all_absent(self) -> bool:
-        return len(self.absent) == len(self._contributors)
+        return len(self.absent) == len(self._have)
 
     def hit(self, contributor: int, bits: int) -> None:
-        """Note the cached requests that a contributor is ready for."""
         self._have[contributor] |= bits
         self.is_changed = True
 
     def add(self, contributor: int, name: str, text: str, ranks: int) -> None:
-        """Note a request by its text, and the ranks that made it."""
-        pending = self._pending.get(name)
-        if pending is None:
-            pending = self._pending[name] = PendingName()
+        pending = self._pending[name]
         pending.ranks[text] = pending.ranks.get(text, 0) | ranks
         pending.contributors.add(contributor)
         self.is_changed = True
@@ -156,21 +142,17 @@ class ReadyCounter:
         self.is_changed = True
 
     def take_ready(self, live: int) -> int:
-        """Return the bits that all contributors have, and take them off.
-
-        ``live`` are the requests that are cached.
-        """
-        have = self._have
+        """Return the bits of ``live`` that all contributors have, and take them off."""
         if self.is_all_absent:
             # What some of them still waited for when they joined.
             ready = 0
-            for bits in have.values():
+            for bits in self._have.values():
                 ready |= bits
         else:
             ready = live
-            for contributor in self._contributors:
+            for contributor, bits in self._have.items():
                 if contributor not in self.absent:
-                    ready &= have[contributor]
+                    ready &= bits
                     if not ready:
                         return 0
         self.drop(ready)
@@ -179,19 +161,18 @@ class ReadyCounter:
     def take_complete(self) -> list[PendingName]:
         """Return the names that all contributors have reported, and take them off."""
         self.is_changed = False
-        needed = len(self._contributors)
-        complete: list[str] = []
-        for name, pending in self._pending.items():
-            present = len(pending.contributors)
-            if self.absent:
-                present = len(pending.contributors | self.absent)
-            if present == needed:
-                complete.append(name)
+        absent, needed = self.absent, len(self._have)
+        complete = [
+            name
+            for name, pending in self._pending.items()
+            if len(pending.contributors | absent if absent else pending.contributors)
+            == needed
+        ]
         return [self._pending.pop(name) for name in complete]
 
     def drop(self, bits: int) -> None:
         have = self._have
-        for contributor in self._contributors:
+        for contributor in have:
             have[contributor] &= ~bits
 
 
@@ -213,7 +194,6 @@ class Node:
         self._out: list[tuple[int, bytes]] = []
 
     def hit(self, number: int, request: Request) -> None:
-        """Have this rank be ready for a cached request."""
         self._own[number] = request
         self._counter.hit(self.tree.rank, 1 << number)
 
@@ -223,32 +203,24 @@ class Node:
 
     def change(self, number: int, request: Request) -> None:
         """Have this rank be ready for a request where another one is cached."""
-        self._events.append(("changed", number))
+        self.report("changed", number)
         self.submit(request)
 
     def join(self) -> None:
-        self._events.append(("joined", self.tree.rank))
+        self.report("joined", self.tree.rank)
         self._counter.leave(self.tree.rank)
 
-    def ask_for_stalls(self) -> None:
-        """Have everyone report what it waits for."""
-        self._events.append(("ask_stalls",))
-
-    def report_stall(self, number: int, answer: list[Any]) -> None:
-        """Report what this rank waits for: the fields of a ``StallReport``."""
-        self._events.append(("stall", number, answer))
-
-    def report_waits(self, number: int | None, *answer: Any) -> None:  # noqa: ANN401 - what JSON takes
-        """Answer a question of the ``CircleInspector``; ask for one by None."""
-        self._events.append(("waits", number, *answer))
+    def report(self, *event: Any) -> None:  # noqa: ANN401 - what JSON takes
+        """Report an event to the root: see ``messages``."""
+        self._events.append(event)
 
     def lose(self, rank: int, reason: str, *, is_orderly: bool) -> None:
         """Report that a rank is gone."""
         if rank == self.tree.parent:
             # Nobody above can reach those below any more.
             self.order("lost", rank, reason, is_orderly)
-            return
-        self._events.append(("lost", rank, reason, is_orderly))
+        else:
+            self.report("lost", rank, reason, is_orderly)
 
     def receive(self, sender: int, message: bytes) -> None:
         kind = message[:1]
@@ -263,7 +235,7 @@ class Node:
             self._obey(message)
 
     def flush(self) -> list[tuple[int, bytes]]:
-        """Return what to send now: pairs of neighbour and message, in order."""
+        """Return what to send now: pairs of neighbour and message."""
         while self._counter.is_changed or self._events:
             self._advance()
         out, self._out = self._out, []
@@ -299,7 +271,7 @@ class Node:
             self._counter.add(sender, name, text, decode_ranks(ranks))
         elif verb == "absent":
             self._counter.leave(sender)
-        elif verb != "ask_stalls" or event not in self._events:
+        elif verb != "ask" or event not in self._events:
             self._events.append(event)
 
     def _obey(self, message: bytes) -> None:
@@ -331,28 +303,24 @@ class Node:
             self.commands.append(run)
 
     def _follow(self, verb: str, values: list[Any]) -> None:
+        dropped: list[Request] = []
         if verb == "drop":
-            self._drop(values[0])
+            (number,) = values
+            self.cache.remove(number)
+            self._counter.drop(1 << number)
+            if number in self._own:
+                dropped.append(self._own.pop(number))
         elif verb == "reset":
-            self._reset()
+            self.cache.reset()
+            self._counter.drop(-1)
+            dropped += self._own.values()
+            self._own.clear()
         else:
             if verb == "joined":
                 self._counter.absent.clear()
                 self._is_absence_sent = False
             self.commands.append(Command(verb, values))
-
-    def _drop(self, number: int) -> None:
-        self.cache.remove(number)
-        self._counter.drop(1 << number)
-        request = self._own.pop(number, None)
-        if request is not None:
-            self.submit(request)
-
-    def _reset(self) -> None:
-        self.cache.reset()
-        self._counter.drop(-1)
-        waiting, self._own = self._own, {}
-        for request in waiting.values():
+        for request in dropped:  # asked for anew, by text
             self.submit(request)
 
     def _order(self, commands: list[tuple[Any, ...]]) -> None:

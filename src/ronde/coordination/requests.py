@@ -11,8 +11,9 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,6 @@ class NamedOperation(NamedTuple):
         outputs: For ALLREDUCE, ADASUM and BROADCAST where the results go, one each, of
             the inputs' shapes: the inputs themselves to work in place. Else empty.
         is_group: Whether names on the wire begin with ``grouped_``.
-        reduce_op: For ALLREDUCE and REDUCESCATTER.
         root: For BROADCAST: the rank in the set to copy from.
         splits: For ALLTOALL: rows for each rank of the set; None splits evenly.
         connect: For CONNECT: makes a communicator of the set, from a number that is
@@ -87,7 +87,6 @@ class NamedOperation(NamedTuple):
     connect: Callable[[int], Communicator] | None = None
 
     def wire_name(self, number: int) -> str:
-        """Return its name on the wire; ``number`` counts those without a name."""
         word = _WORDS[self.kind]
         if self.kind in (OpKind.BARRIER, OpKind.JOIN):
             return f"{word}.noname"
@@ -100,46 +99,26 @@ class NamedOperation(NamedTuple):
 class Request:
     """An operation without its tensors; equal ones fit together.
 
-    Attributes:
-        name: On the wire.
-        dtypes: One for each tensor, such as ``float32``.
-        shapes: One for each tensor; a dimension that may differ is ``FREE``.
-        device: ``cpu`` or ``cuda``.
-        number: The reduction's, in Horovod's numbering.
-        root: Who is copied from, or -1.
-        is_cached: Whether to remember it: whether it has a name to come again by.
-        text: All of this as it travels; equal texts are equal requests.
+    It travels as ``text``; equal texts are equal requests.
     """
 
     kind: OpKind
-    name: str
-    dtypes: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    device: str
-    number: int
+    name: str  # on the wire
+    dtypes: tuple[str, ...]  # one for each tensor, such as ``float32``
+    shapes: tuple[Shape, ...]  # one for each tensor
+    device: str  # ``cpu`` or ``cuda``
+    number: int  # the reduction's, in Horovod's numbering
     prescale: float
     postscale: float
-    root: int
-    is_cached: bool
+    root: int  # who is copied from, or -1
+    is_cached: bool  # whether to remember it: whether it has a name to come again by
     text: str = field(init=False, compare=False)
     torch_dtypes: tuple[torch.dtype, ...] = field(init=False, compare=False)
     reduce_op: ReduceOp = field(init=False, compare=False)
     scaling: tuple[Any, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        fields = (
-            int(self.kind),
-            self.name,
-            self.dtypes,
-            self.shapes,
-            self.device,
-            self.number,
-            self.prescale,
-            self.postscale,
-            self.root,
-            int(self.is_cached),
-        )
-        text = json.dumps(fields, separators=(",", ":"))
+        text = json.dumps(_SENT_FIELDS(self), separators=(",", ":"))
         object.__setattr__(self, "text", text)
         dtypes = tuple([getattr(torch, dtype) for dtype in self.dtypes])
         object.__setattr__(self, "torch_dtypes", dtypes)
@@ -150,7 +129,6 @@ class Request:
 
     @classmethod
     def of(cls, operation: NamedOperation, name: str) -> "Request":
-        """Describe an operation whose name on the wire is ``name``."""
         kind, tensors = operation.kind, operation.tensors
         shapes = [tuple(t.shape) for t in tensors]
         if kind in _FREE_FIRST:
@@ -171,13 +149,11 @@ class Request:
     @staticmethod
     @functools.lru_cache(maxsize=1024)  # once for all ranks that send the same
     def decode(text: str) -> "Request":
-        fields: list[Any] = json.loads(text)
-        fields[0], fields[-1] = OpKind(fields[0]), bool(fields[-1])
-        fields[2:4] = tuple(fields[2]), tuple([tuple(shape) for shape in fields[3]])
-        return Request(*fields)
+        kind, name, dtypes, shapes, *others = json.loads(text)
+        shapes = tuple([tuple(shape) for shape in shapes])
+        return Request(OpKind(kind), name, tuple(dtypes), shapes, *others)
 
     def matches(self, operation: NamedOperation) -> bool:
-        """Return whether an operation of the same name makes the same request."""
         tensors = operation.tensors
         if (
             operation.kind is not self.kind
@@ -203,6 +179,9 @@ class Request:
         return torch.zeros(self.shapes[index], dtype=dtype, device=self.device)
 
 
+_SENT_FIELDS = attrgetter(*[each.name for each in fields(Request) if each.init])
+
+
 def _device(tensors: Sequence[Tensor]) -> str:
     return "cpu" if not tensors or tensors[0].is_cpu else tensors[0].device.type
 
@@ -222,13 +201,9 @@ class StreamMark:
 
 
 class Entry(Work[Any]):
-    """One operation under way.
+    """One operation under way, submitted at ``submitted_ns`` (``monotonic_ns``).
 
-    Attributes:
-        name: On the wire.
-        submitted_ns: When, by ``time.monotonic_ns()``.
-        ready: From where on the inputs are there, on an accelerator; else None.
-        done: From where on the outputs are, likewise.
+    On an accelerator the inputs are there from ``ready`` on, the outputs from ``done``.
     """
 
     __slots__ = (
@@ -268,7 +243,6 @@ class Entry(Work[Any]):
         return self.is_over
 
     def wait(self) -> Any:  # noqa: ANN401 - each operation's own
-        """Block until the result is there and return it: see ``Work``."""
         result = super().wait()
         if self.done is not None:
             self.done.order()

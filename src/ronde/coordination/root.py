@@ -5,8 +5,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ronde.coordination import messages
-from ronde.coordination.control.tree import Tree
-from ronde.coordination.messages import format_ranks
+from ronde.coordination.messages import Tree, format_ranks
 from ronde.coordination.node import Node, PendingName
 from ronde.coordination.requests import OpKind, Request, Shape
 
@@ -18,32 +17,18 @@ that bits stay few."""
 
 
 class RootNode(Node):
-    """Rank 0's node.
+    """Rank 0's node; remembers up to ``capacity`` requests.
 
     Attributes:
-        stall_answers: What the ranks wait for, as far as they have answered.
-        is_asked_for_stalls: Whether a rank wants to know for whom it waits, and nobody
-            has looked into that yet.
-        wait_answers: Answers that the ``CircleInspector`` has not looked into yet.
+        inquiries: The values of ``ask`` and ``answer`` that nobody has looked into yet.
     """
 
     def __init__(self, tree: Tree, capacity: int) -> None:
-        """Decide for all ranks, and remember up to ``capacity`` requests."""
         super().__init__(tree)
-        self.stall_answers: list[list[Any]] = []
-        self.is_asked_for_stalls = False
-        self.wait_answers: list[list[Any]] = []
+        self.inquiries: list[list[Any]] = []
         self._capacity = capacity
         self._next_number = 0
-        self._num_questions = 0
         self._joined: list[int] = []
-
-    def ask_all_for_stalls(self) -> None:
-        """Have every rank answer what it waits for, into ``stall_answers``."""
-        self.is_asked_for_stalls = False
-        self.stall_answers.clear()
-        self._num_questions += 1
-        self.order("report_stall", self._num_questions)
 
     def _advance(self) -> None:
         """Decide on all that every rank is ready for."""
@@ -68,20 +53,14 @@ class RootNode(Node):
         commands: list[_Words] = []
         changed: set[int] = set()
         for verb, *values in events:
-            match verb:
-                case "joined":
-                    self._joined += values
-                case "ask_stalls":
-                    self.is_asked_for_stalls = True
-                case "waits":
-                    self.wait_answers.append(values)
-                case "stall":
-                    if values[0] == self._num_questions:
-                        self.stall_answers.append(values[1])
-                case "changed":
-                    changed.update(values)
-                case _:
-                    commands.append((verb, *values))  # "lost"
+            if verb == "joined":
+                self._joined += values
+            elif verb == "changed":
+                changed.update(values)
+            elif verb == "lost":
+                commands.append((verb, *values))
+            else:
+                self.inquiries.append(values)
         live = self.cache.live
         return commands + [("drop", n) for n in sorted(changed) if live >> n & 1]
 
@@ -126,13 +105,6 @@ class RootNode(Node):
         return [("drop", number) for number in dropped]
 
 
-_SAME_SHAPE = (
-    OpKind.ALLREDUCE,
-    OpKind.ADASUM,
-    OpKind.BROADCAST,
-    OpKind.REDUCESCATTER,
-)
-_NEEDS_ROWS = (OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.REDUCESCATTER)
 _ON_JOIN = {
     OpKind.ALLGATHER: "Allgather is not supported with Join at this time. "
     "Specify sparse_to_dense=True if using DistributedOptimizer",
@@ -140,6 +112,48 @@ _ON_JOIN = {
     OpKind.REDUCESCATTER: "Reducescatter is not supported with Join at this time.",
     OpKind.BROADCAST: "Broadcast is not supported with Join at this time.",
 }
+_NEEDS_ROWS = (OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.REDUCESCATTER)
+_SAME_SHAPE = (
+    OpKind.ALLREDUCE,
+    OpKind.ADASUM,
+    OpKind.BROADCAST,
+    OpKind.REDUCESCATTER,
+)
+
+
+def _shapes(request: Request) -> list[str]:
+    is_same = request.kind in _SAME_SHAPE
+    return [f"of shape {_show(shape)}" for shape in request.shapes if is_same]
+
+
+def _dimensions(request: Request) -> list[str]:
+    words: list[str] = []
+    for shape in request.shapes:
+        words.append(f"of rank {len(shape)}")
+        words += [f"with dimension {d} equal to {n}" for d, n in enumerate(shape)]
+    return words
+
+
+_RULES: tuple[tuple[str, str, Callable[[Request], Sequence[object]]], ...] = (
+    ("groups", "submitted", lambda r: [f"{len(r.shapes)} tensors"]),
+    ("data types", "had type", lambda r: r.dtypes),
+    ("operations", "did an", lambda r: [r.kind.name]),
+    ("{} tensor shapes", "sent a tensor", _shapes),
+    (
+        "prescale and/or postscale factors",
+        "sent factors",
+        lambda r: [f"({r.prescale:g}, {r.postscale:g})"],
+    ),
+    ("reduction operation", "sent reduction op", lambda r: [r.number]),
+    ("{} tensor shapes", "sent a tensor", _dimensions),
+    ("BROADCAST root ranks", "specified root rank", lambda r: [r.root]),
+    (
+        "{} CPU/GPU device selection",
+        "specified device",
+        lambda r: ["CPU" if r.device == "cpu" else "GPU"],
+    ),
+)
+"""What must be equal, in Horovod's order and words."""
 
 
 class RankRequests(NamedTuple):
@@ -172,6 +186,19 @@ def find_mismatch(asked: Sequence[RankRequests], *, has_joined: bool) -> str:
     return text
 
 
+def _differences(requests: Sequence[Request]) -> Iterator[str]:
+    """Yield what differs from the first, what counts most first."""
+    first, *others = requests
+    for what, sent, values_of in _RULES:
+        for other in others:
+            for x, y in zip(values_of(first), values_of(other), strict=False):
+                if x != y:
+                    yield (
+                        f"Mismatched {what.format(first.kind.name)}: One rank {sent} "
+                        f"{x}, but another rank {sent} {y}."
+                    )
+
+
 def _describe(asked: RankRequests) -> str:
     request = asked.request
     tensors = ", ".join(
@@ -179,123 +206,6 @@ def _describe(asked: RankRequests) -> str:
         for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
     )
     return f"{format_ranks(asked.ranks)}: {request.kind.name} {request.name} {tensors}"
-
-
-def _differences(requests: Sequence[Request]) -> Iterator[str]:
-    """Yield what differs from the first, what counts most first."""
-    first, *others = requests
-    for check in _CHECKS:
-        for other in others:
-            yield from filter(None, [check(first, other)])
-
-
-def _tensors(a: Request, b: Request) -> str:
-    if len(a.shapes) == len(b.shapes):
-        return ""
-    return (
-        f"Mismatched groups: One rank submitted {len(a.shapes)} tensors, but another "
-        f"rank submitted {len(b.shapes)} tensors."
-    )
-
-
-def _dtypes(a: Request, b: Request) -> str:
-    for x, y in zip(a.dtypes, b.dtypes, strict=True):
-        if x != y:
-            return (
-                f"Mismatched data types: One rank had type {x}, "
-                f"but another rank had type {y}."
-            )
-    return ""
-
-
-def _kinds(a: Request, b: Request) -> str:
-    if a.kind is b.kind:
-        return ""
-    return (
-        f"Mismatched operations: One rank did an {a.kind.name}, "
-        f"but another rank did an {b.kind.name}."
-    )
-
-
-def _shapes(a: Request, b: Request) -> str:
-    if a.kind in _SAME_SHAPE:
-        for x, y in zip(a.shapes, b.shapes, strict=True):
-            if x != y:
-                return (
-                    f"Mismatched {a.kind.name} tensor shapes: One rank sent a tensor "
-                    f"of shape {_show(x)}, but another rank sent a tensor of shape "
-                    f"{_show(y)}."
-                )
-    return ""
-
-
-def _factors(a: Request, b: Request) -> str:
-    if (a.prescale, a.postscale) == (b.prescale, b.postscale):
-        return ""
-    return (
-        "Mismatched prescale and/or postscale factors: One rank sent factors "
-        f"({a.prescale:g}, {a.postscale:g}), but another rank sent factors "
-        f"({b.prescale:g}, {b.postscale:g})."
-    )
-
-
-def _reductions(a: Request, b: Request) -> str:
-    if a.number == b.number:
-        return ""
-    return (
-        f"Mismatched reduction operation: One rank sent reduction op {a.number}, "
-        f"but another rank sent reduction op {b.number}."
-    )
-
-
-def _rows(a: Request, b: Request) -> str:
-    sent = f"Mismatched {a.kind.name} tensor shapes: One rank sent a tensor"
-    for x, y in zip(a.shapes, b.shapes, strict=True):
-        if len(x) != len(y):
-            return (
-                f"{sent} of rank {len(x)}, but another rank sent a tensor of rank "
-                f"{len(y)}."
-            )
-        for dim, (m, n) in enumerate(zip(x, y, strict=True)):
-            if m != n:
-                return (
-                    f"{sent} with dimension {dim} equal to {m}, but another rank sent "
-                    f"a tensor with dimension {dim} equal to {n}."
-                )
-    return ""
-
-
-def _roots(a: Request, b: Request) -> str:
-    if a.root == b.root:
-        return ""
-    return (
-        f"Mismatched BROADCAST root ranks: One rank specified root rank {a.root}, "
-        f"but another rank specified root rank {b.root}."
-    )
-
-
-def _devices(a: Request, b: Request) -> str:
-    if a.device == b.device:
-        return ""
-    one, other = ["CPU" if r.device == "cpu" else "GPU" for r in (a, b)]
-    return (
-        f"Mismatched {a.kind.name} CPU/GPU device selection: One rank specified device "
-        f"{one}, but another rank specified device {other}."
-    )
-
-
-_CHECKS: tuple[Callable[[Request, Request], str], ...] = (
-    _tensors,
-    _dtypes,
-    _kinds,
-    _shapes,
-    _factors,
-    _reductions,
-    _rows,
-    _roots,
-    _devices,
-)
-"""In Horovod's order."""
 
 
 def _show(shape: Shape) -> str:

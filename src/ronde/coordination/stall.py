@@ -1,108 +1,179 @@
-"""The root's part in finding what never ends: stalls, and ranks that wait in circles.
+"""What never ends: stalled operations, and ranks that wait for each other.
 
-Both have every rank answer a question, through the agreement's own messages. A stall is
-an operation that some ranks never ask for: Horovod's warning, and its shutdown. For
-circles see Note [Ranks that wait for each other] in ``waits``.
+A rank that waits for long has the root ask all ranks, through the agreement's own
+messages, one of two questions:
+
+=========  =========================================================================
+``STALLS`` What has this rank submitted, and for how long does it wait? What some ranks
+           never ask for is a stall: Horovod's warning, and its shutdown.
+``WAITS``  For what does this rank wait that can do nothing else? Then, of all those
+           points: to which has it come? See Note [Ranks that wait for each other] in
+           ``waits``.
+=========  =========================================================================
 """
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ronde.coordination.messages import format_ranks
-from ronde.coordination.node import Node
 from ronde.coordination.root import RootNode
-from ronde.coordination.waits import BlockedWait, SyncPoint
+from ronde.coordination.waits import BlockedWait, PendingTable, SyncPoint
 
 _logger = logging.getLogger("ronde")
-_ANSWER_WITHIN_S = 2.0
+STALLS, WAITS = "stalls", "waits"
+_ANSWER_WITHIN_S = {STALLS: 2.0, WAITS: 0.5}
+"""A rank that is too busy to answer does not wait for anybody."""
 _MOST_NAMES = 64
 _NAMES_SHOWN = 6
-_BUSY_AFTER_S = 0.5
-"""A rank that is too busy to answer does not wait for anybody."""
 BlockedRanks = Mapping[int, Sequence[BlockedWait]]
 """What each rank waits for that can do nothing else; others are not there."""
 
 
 class StallReport(NamedTuple):
-    """What one rank waits for: its answer to the stall inspector's question ``number``.
-
-    Attributes:
-        names: What it has submitted and waits for, the oldest first.
-        ages_s: For how long, each.
-    """
+    """What one rank waits for: ``names``, the oldest first, each for ``ages_s``."""
 
     rank: int
     has_joined: bool
     names: tuple[str, ...]
     ages_s: tuple[float, ...]
 
+    @classmethod
+    def of(cls, rank: int, table: PendingTable) -> "StallReport":
+        waiting = list(table.waiting().items())[:_MOST_NAMES]
+        names = tuple([name for name, _ in waiting])
+        ages_s = tuple([round(age_s, 3) for _, age_s in waiting])
+        return cls(rank, table.has_joined, names, ages_s)
 
-class StallInspector:
-    """One rank's part in finding stalls; the root asks, compares and warns.
 
-    Not thread-safe: whoever drives the coordinator calls it.
+class _Inquiry:
+    """One of the questions, with the answers of each rank to its last asking."""
+
+    def __init__(self, root: RootNode, kind: str) -> None:
+        self.is_wanted = False
+        self.answers: dict[int, list[Any]] = {}
+        self._root = root
+        self._kind = kind
+        self._number = 0
+        self._deadline_s = 0.0
+
+    def begin(self, points: Sequence[SyncPoint] = ()) -> None:
+        if not points:
+            self.is_wanted = False
+        self._number += 1
+        self.answers.clear()
+        self._deadline_s = time.monotonic() + _ANSWER_WITHIN_S[self._kind]
+        self._root.order("report", self._kind, self._number, points)
+
+    def take(self, number: int, rank: int, answer: list[Any]) -> None:
+        if number == self._number:
+            self.answers[rank] = answer
+
+    def is_over(self) -> bool:
+        """Return once whether all have answered, or have had their time."""
+        if not self._deadline_s:
+            return False
+        is_late = time.monotonic() >= self._deadline_s
+        if is_late or len(self.answers) == self._root.tree.size:
+            self._deadline_s = 0.0
+        return not self._deadline_s
+
+    def is_due(self) -> bool:
+        return self.is_wanted and not self._deadline_s
+
+
+class Inspector:
+    """The root's: asks all ranks, compares, warns, ends the job or has some give way.
+
+    Where nobody can give way, but all ranks of a set wait to connect, each with others,
+    all of them learn that, and compare what they have.
+
+    Not thread-safe: whoever drives the root's coordinator calls it.
     """
 
-    def __init__(self, node: Node, warning_s: float, shutdown_s: float) -> None:
-        self._node = node
+    def __init__(self, root: RootNode, warning_s: float, shutdown_s: float) -> None:
+        self._root = root
         self._warning_s, self._shutdown_s = warning_s, shutdown_s
-        self._next_ask_s = 0.0
-        self._asked_at_s = 0.0
-        self._is_waiting = False
-        self._repeat_s = warning_s
-        if shutdown_s:
-            self._repeat_s = min(warning_s, shutdown_s / 4, 5.0)
+        self._stalls, self._waits = _Inquiry(root, STALLS), _Inquiry(root, WAITS)
+        self._inquiries = {STALLS: self._stalls, WAITS: self._waits}
+        self._blocked: dict[int, list[BlockedWait]] = {}
+        self._points: list[SyncPoint] = []
 
-    def look(self, oldest_s: float | None) -> None:
-        """Ask, compare or warn where it is time; call it about once a second.
+    def look(self) -> None:
+        """Take answers in, and go on where all are there or it is time."""
+        news, self._root.inquiries = self._root.inquiries, []
+        for kind, *answer in news:
+            inquiry = self._inquiries[kind]
+            if answer:
+                inquiry.take(*answer)
+            else:
+                inquiry.is_wanted = True
+        if self._stalls.is_over():
+            self._judge_stalls()
+        if self._stalls.is_due():
+            self._stalls.begin()
+        if self._waits.is_over():
+            self._judge_waits()
+        if self._waits.is_due():
+            self._points = []
+            self._waits.begin()
 
-        Args:
-            oldest_s: For how long something is waited for here at most; None where
-                nothing is.
-        """
-        warning_s = self._warning_s
-        if not warning_s:
-            return
-        now = time.monotonic()
-        if oldest_s is not None and oldest_s >= warning_s and now >= self._next_ask_s:
-            self._next_ask_s = now + self._repeat_s
-            self._node.ask_for_stalls()
-        if isinstance(self._node, RootNode):
-            self._look_as_root(self._node, now)
-
-    def answer(
-        self, number: int, waiting: dict[str, float], *, has_joined: bool
-    ) -> None:
-        """Report to the root what this rank waits for, for how many seconds each."""
-        names = list(waiting)[:_MOST_NAMES]
-        ages_s = [round(waiting[name], 3) for name in names]
-        rank = self._node.tree.rank
-        self._node.report_stall(number, [rank, has_joined, names, ages_s])
-
-    def _look_as_root(self, root: RootNode, now: float) -> None:
-        if root.is_asked_for_stalls and not self._is_waiting:
-            root.ask_all_for_stalls()
-            self._asked_at_s = now
-            self._is_waiting = True
-        if not self._is_waiting:
-            return
-        size, answers = root.tree.size, root.stall_answers
-        if len(answers) < size and now < self._asked_at_s + _ANSWER_WITHIN_S:
-            return
-        self._is_waiting = False
+    def _judge_stalls(self) -> None:
+        answers = self._stalls.answers
         text, is_fatal = describe_stall(
-            {rank: StallReport(rank, *answer) for rank, *answer in answers},
-            size,
+            {rank: StallReport(*answer) for rank, answer in answers.items()},
+            self._root.tree.size,
             warning_s=self._warning_s,
             shutdown_s=self._shutdown_s,
         )
         if text:
             _logger.warning("%s", text)
         if is_fatal:
-            root.order("stop", text)
+            self._root.order("stop", text)
+
+    def _judge_waits(self) -> None:
+        if not self._points:
+            self._blocked = {
+                rank: [
+                    BlockedWait(
+                        wait_id, SyncPoint(set_id, name, number, tuple(ranks)), can
+                    )
+                    for wait_id, (set_id, name, number, ranks), can in waits
+                ]
+                for rank, waits in self._waits.answers.items()
+                if waits
+            }
+            blocked = [each for waits in self._blocked.values() for each in waits]
+            self._points = sorted({each.point for each in blocked})
+            if any(each.can_give_way or each.point.is_connect for each in blocked):
+                self._waits.begin(self._points)
+            return
+        size, answers = self._root.tree.size, self._waits.answers
+        still = {
+            rank: [each for each in waits if each.wait_id in answers[rank][0]]
+            for rank, waits in self._blocked.items()
+            if rank in answers
+        }
+        came = {
+            (rank, point)
+            for rank, (_, bits) in answers.items()
+            for point, has_come in zip(self._points, bits, strict=True)
+            if has_come
+        }
+        circles = find_circles(
+            {rank: waits for rank, waits in still.items() if waits}, size, came
+        )
+        chosen = {
+            rank: wait_ids
+            for rank, waits in circles.items()
+            if (wait_ids := [each.wait_id for each in waits if each.can_give_way])
+        }
+        chosen = chosen or find_unpaired(circles, size)
+        if chosen:
+            where = [(rank, w[0].point.name) for rank, w in sorted(circles.items())]
+            self._root.order("give_way", list(chosen.items()), where)
 
 
 def describe_stall(
@@ -148,7 +219,7 @@ def describe_stall(
     by_activity = defaultdict[str, int](int)
     for rank in missing:
         by_activity[_activity(reports.get(rank))] |= 1 << rank
-    lines += [f"{format_ranks(ranks)} {what}" for what, ranks in by_activity.items()]
+    lines += [f"{format_ranks(ranks)}: {what}" for what, ranks in by_activity.items()]
     return "\n".join(lines), bool(fatal)
 
 
@@ -166,10 +237,10 @@ def _late_names(
 
 def _activity(report: StallReport | None) -> str:
     if report is None:
-        return "gave no answer: stopped, or too busy for its other threads to run"
+        return "no answer: stopped, or too busy for its other threads to run"
     if report.names:
-        return f"submitted [{_show(report.names)}] and waits for that"
-    return "submitted nothing that is not done"
+        return f"waiting for [{_show(report.names)}]"
+    return "nothing pending"
 
 
 def _show(names: Sequence[str]) -> str:
@@ -177,96 +248,8 @@ def _show(names: Sequence[str]) -> str:
     return f"{shown} ..." if len(names) > _NAMES_SHOWN else shown
 
 
-class CircleInspector:
-    """Asks all ranks what they wait for, and has some give way.
-
-    Where nobody can give way, but all ranks of a set wait to connect, each with others,
-    all of them learn that, and compare what they have.
-
-    Not thread-safe: whoever drives the root's coordinator calls it.
-    """
-
-    def __init__(self, root: RootNode) -> None:
-        self._root = root
-        self._size = root.tree.size
-        self._is_wanted = False
-        self._number = 0
-        self._deadline_s = 0.0
-        self._has_answered: set[int] = set()
-        self._waits: dict[int, list[BlockedWait]] = {}
-        self._points: list[SyncPoint] = []
-        self._came: dict[int, list[bool]] = {}
-
-    def look(self) -> None:
-        """Take answers in, and go on where all are there or it is time."""
-        answers, self._root.wait_answers = self._root.wait_answers, []
-        for number, *answer in answers:
-            if number is None:
-                self._is_wanted = True
-            elif number == self._number:
-                self._take(*answer)
-        if self._deadline_s:
-            is_late = time.monotonic() >= self._deadline_s
-            if len(self._has_answered) < self._size and not is_late:
-                return
-            self._conclude()
-        if self._is_wanted and not self._deadline_s:
-            self._is_wanted = False
-            self._points, self._waits, self._came = [], {}, {}
-            self._request_reports()
-
-    def _request_reports(self) -> None:
-        self._number += 1
-        self._has_answered.clear()
-        self._deadline_s = time.monotonic() + _BUSY_AFTER_S
-        self._root.order("report_waits", self._number, self._points)
-
-    def _take(self, rank: int, first: list[Any], second: list[bool]) -> None:
-        """Note an answer: waits and nothing, or numbers of waits and a bit a point."""
-        self._has_answered.add(rank)
-        if self._points:
-            still = [each for each in self._waits.get(rank, ()) if each[0] in first]
-            self._waits[rank] = still
-            self._came[rank] = second
-        else:
-            self._waits[rank] = [
-                BlockedWait(
-                    wait_id, SyncPoint(set_id, name, number, tuple(ranks)), can_give_way
-                )
-                for wait_id, (set_id, name, number, ranks), can_give_way in first
-            ]
-
-    def _conclude(self) -> None:
-        self._deadline_s = 0.0
-        self._waits = {
-            rank: waits
-            for rank, waits in self._waits.items()
-            if waits and rank in self._has_answered
-        }
-        if not self._points:
-            blocked = [each for waits in self._waits.values() for each in waits]
-            self._points = sorted({each.point for each in blocked})
-            if any(each.can_give_way or each.point.is_connect for each in blocked):
-                self._request_reports()
-            return
-        circles = find_circles(self._waits, self._size, self._has_come)
-        chosen = {
-            rank: wait_ids
-            for rank, waits in circles.items()
-            if (wait_ids := [each.wait_id for each in waits if each.can_give_way])
-        }
-        chosen = chosen or find_unpaired(circles, self._size)
-        if chosen:
-            where = [(rank, w[0].point.name) for rank, w in sorted(circles.items())]
-            self._root.order("give_way", list(chosen.items()), where)
-
-    def _has_come(self, rank: int, point: SyncPoint) -> bool:
-        came = self._came.get(rank)
-        return came is not None and came[self._points.index(point)]
-
-
 def find_circles(
-    waits: BlockedRanks, size: int, has_come: Callable[[int, SyncPoint], bool]
+    waits: BlockedRanks, size: int, came: set[tuple[int, SyncPoint]]
 ) -> dict[int, list[BlockedWait]]:
     """Return the waits that keep each other from ending.
 
@@ -278,7 +261,7 @@ def find_circles(
         (rank, each): {
             other
             for other in each.point.ranks or range(size)
-            if not has_come(other, each.point)
+            if (other, each.point) not in came
         }
         for rank, blocked in waits.items()
         for each in blocked

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +29,20 @@ from ronde.collectives.arithmetic import require_reducible, scale_
 from ronde.collectives.engines.shared_memory.reductions import ReduceKernel, Scratch
 from ronde.collectives.torch_modes import writing_to
 from ronde.coordination.control.channel import ControlChannel
-from ronde.coordination.control.rounds import REFUSED, ROUND_BYTES, ExchangeRounds
-from ronde.coordination.execution import Execution
-from ronde.coordination.fusion_tuning import FusionTuning, FusionTuningOptions
+from ronde.coordination.control.shared_memory import (
+    REFUSED,
+    ROUND_BYTES,
+    ExchangeRounds,
+)
+from ronde.coordination.execution import (
+    Execution,
+    FusionTuning,
+    FusionTuningOptions,
+)
 from ronde.coordination.node import Node, RunCommand
 from ronde.coordination.requests import Entry, OpKind, Request
 from ronde.coordination.root import RootNode
-from ronde.coordination.stall import CircleInspector, StallInspector
+from ronde.coordination.stall import STALLS, Inspector, StallReport
 from ronde.coordination.waits import SyncPoint, Waits
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
@@ -45,8 +53,7 @@ _MOST_SKIPPED = 64
 _FIND_LOSS_WITHIN_S = 1.5
 """After tensors could not be moved: who is gone, and not only who noticed."""
 _JOIN_NAME = "join.noname"
-_HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1
-"""Whether a rank asks for a communicator that all are said to ask for."""
+_HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1  # for a communicator
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks "
     "or an attempt to allreduce, allgather or broadcast a tensor after one of the "
@@ -54,43 +61,27 @@ SHUT_DOWN = (
     "see the exception in the log before the first shutdown message."
 )
 _JOINED_WITHOUT = (
-    "%s must be there on every rank before one joins, got one that joins without it. "
-    "Make optimizers before any rank joins."
+    "%s must exist on every rank before any rank joins, got a rank that joined without "
+    "it. Create optimizers before any rank joins."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinationOptions:
-    """How a coordinator works; equal on all ranks.
+    """How a coordinator works; equal on all ranks."""
 
-    Attributes:
-        fusion_threshold_bytes: Tensors are fused up to this; 0 fuses none.
-        tuning: How to find a better one; None keeps it.
-        gather_time_s: How long submissions that nobody waits for yet may gather before
-            they are sent off together (Horovod's cycle time).
-        cache_capacity: Number of responses remembered; 0 for none.
-        is_group_alone: Do not fuse a group with anything else.
-        stall_warning_s: Warn of what has waited for so long; 0 for never.
-        stall_shutdown_s: End the job after so long; 0 for never.
-    """
-
-    fusion_threshold_bytes: int = 128 << 20
-    tuning: FusionTuningOptions | None = None
+    fusion_threshold_bytes: int = 128 << 20  # tensors are fused up to this; 0: none
+    tuning: FusionTuningOptions | None = None  # finds a better threshold
+    # Submissions that nobody waits for yet gather so long (Horovod's cycle time).
     gather_time_s: float = 0.001
-    cache_capacity: int = 1024
-    is_group_alone: bool = False
-    stall_warning_s: float = 60.0
-    stall_shutdown_s: float = 0.0
+    cache_capacity: int = 1024  # requests remembered; 0 for none
+    is_group_alone: bool = False  # do not fuse a group with anything else
+    stall_warning_s: float = 60.0  # warn of what has waited for so long; 0 for never
+    stall_shutdown_s: float = 0.0  # end the job after so long; 0 for never
 
 
 class _FastPlan(NamedTuple):
-    """How a request is reduced.
-
-    Attributes:
-        kernel: Makes one tensor of all ranks'.
-        prescale: Multiplies this rank's before.
-        views: Where all ranks show theirs, in even and odd rounds.
-    """
+    """How a request is reduced; ranks show theirs in views of even and odd rounds."""
 
     kernel: ReduceKernel
     prescale: float
@@ -112,10 +103,7 @@ class FastPath:
     def start(self, entry: Entry, tag: int, request: Request) -> bool:
         """Show the others an operation; return whether that was possible.
 
-        Args:
-            entry: The operation; nothing else is under way.
-            tag: The request's number in the cache, the same on all ranks; not 0.
-            request: What the operation asks for.
+        ``tag`` is the request's number in the cache, the same on all ranks; not 0.
         """
         rounds = self.rounds
         if (
@@ -148,14 +136,10 @@ class FastPath:
         return True
 
     def finish(self, *, is_late: bool = False) -> tuple[Entry, bool] | None:
-        """End the round if all ranks have come to it.
+        """End the round if all have come to it; if ``is_late``, have others answer.
 
-        Args:
-            is_late: Have the others answer if they have not.
-
-        Returns:
-            What this rank showed, and whether it is over now, or else is to go the
-            ordinary way; None where nothing ended.
+        Returns what this rank showed, and whether it is over now, or else is to go the
+        ordinary way; None where nothing ended.
         """
         if self._under_way is None:
             return None
@@ -184,7 +168,6 @@ class FastPath:
         return entry, True
 
     def refuse(self) -> None:
-        """Have others that wait for this rank go the ordinary way."""
         # Nobody can be ahead of a round that is not complete.
         if self.rounds.is_awaited():
             self.rounds.take_part(REFUSED)
@@ -200,9 +183,8 @@ class FastPath:
 
     def _plan(self, request: Request) -> _FastPlan | None:
         """Return how a request is reduced; None where that is not done here."""
-        is_alone = len(request.shapes) == 1
         is_reduced = request.kind is OpKind.ALLREDUCE
-        if not is_reduced or not is_alone or request.device != "cpu":
+        if not is_reduced or len(request.shapes) != 1 or request.device != "cpu":
             return None
         dtype = request.torch_dtypes[0]
         numel = torch.Size(request.shapes[0]).numel()
@@ -222,7 +204,7 @@ class CoordinatorState:
 
     Attributes:
         submitted: What the node does not know of yet; any thread may append.
-        on_stop: Called when the job is to end, for what is not in the table.
+        on_stop: Called when a stall ends the job, for what is not in the table.
     """
 
     def __init__(
@@ -249,21 +231,25 @@ class CoordinatorState:
         self._table = waits.table(set_id)
         self._ranks = ranks
         self._tuning: FusionTuning | None = None
-        self._circles: CircleInspector | None = None
+        self._inspector: Inspector | None = None
+        self._stall_warning_s = options.stall_warning_s
+        self._stall_repeat_s = options.stall_warning_s
+        if options.stall_shutdown_s:
+            self._stall_repeat_s = min(
+                options.stall_warning_s, options.stall_shutdown_s / 4, 5.0
+            )
+        self._next_ask_s = 0.0
         self._node = Node(channel.tree)
         if channel.tree.parent is None:
             self._node = root = RootNode(channel.tree, options.cache_capacity)
-            self._circles = CircleInspector(root)
+            self._inspector = Inspector(
+                root, options.stall_warning_s, options.stall_shutdown_s
+            )
             if options.tuning is not None:
                 default_bytes = options.fusion_threshold_bytes
                 self._tuning = FusionTuning(
-                    default_bytes,
-                    options.tuning,
-                    lambda num_bytes: root.order("tune", num_bytes),
+                    default_bytes, options.tuning, partial(root.order, "tune")
                 )
-        self._stalls = StallInspector(
-            self._node, options.stall_warning_s, options.stall_shutdown_s
-        )
         rounds = channel.rounds if communicator.engine in _FAST_ENGINES else None
         self.fast_path: FastPath | None = None
         if rounds is not None and options.tuning is None:
@@ -275,8 +261,7 @@ class CoordinatorState:
             "fail": self._fail_name,
             "joined": self._all_joined,
             "lost": self._lose,
-            "report_stall": self._report_stall,
-            "report_waits": self._report_waits,
+            "report": self._report,
             "give_way": self._give_way,
             "stop": self._stop,
             "tune": self._tune,
@@ -297,11 +282,9 @@ class CoordinatorState:
         return has_changed
 
     def start_fast(self, entry: Entry) -> bool:
-        """Have an operation take the fast path; return whether it is on it.
-
-        A timeline is to show what ranks agree on, and what has given way to wait in
-        the ordinary way; several operations had better travel together.
-        """
+        """Have an operation take the fast path; return whether it is on it."""
+        # A timeline shows what ranks agree on, a round that gave way is driven only by
+        # ordinary waits, and several operations had better travel together.
         if (
             self.fast_path is None
             or entry.operation.kind is not OpKind.ALLREDUCE
@@ -333,16 +316,20 @@ class CoordinatorState:
     def look(self) -> None:
         """Look after neighbours and stalls; ``progress`` is to follow."""
         self._report_losses()
-        self._stalls.look(next(iter(self._table.waiting().values()), None))
-        if self._circles is not None:
-            self._circles.look()
+        if self._stall_warning_s:
+            now = time.monotonic()
+            oldest_s = next(iter(self._table.waiting().values()), 0.0)
+            if oldest_s >= self._stall_warning_s and now >= self._next_ask_s:
+                self._next_ask_s = now + self._stall_repeat_s
+                self.ask_all(STALLS)
+        if self._inspector is not None:
+            self._inspector.look()
 
-    def ask_for_circles(self) -> None:
-        """Have the root look for ranks that wait for each other."""
-        self._node.report_waits(None)
+    def ask_all(self, kind: str) -> None:
+        self._node.report("ask", kind)
 
     def _exchange(self) -> bool:
-        """Take messages in and send some; return whether there is something to do."""
+        """Take messages in and send some; return whether there are commands."""
         node, channel = self._node, self._channel
         for sender, message in channel.receive():
             node.receive(sender, message)
@@ -356,8 +343,8 @@ class CoordinatorState:
                 recorder.cycle(time.monotonic_ns())
             while self.submitted:
                 self._submit(self.submitted.popleft())
-        if isinstance(node, RootNode) and node.wait_answers and self._circles:
-            self._circles.look()
+        if isinstance(node, RootNode) and node.inquiries and self._inspector:
+            self._inspector.look()
         for to, message in node.flush():
             channel.send(to, message)
         return bool(node.commands)
@@ -446,15 +433,13 @@ class CoordinatorState:
         text = f"{SHUT_DOWN}\nRank {self._ranks[rank]} {how}: {reason}."
         self._table.fail(PeerLostError(text))
 
-    def _report_stall(self, number: int) -> None:
-        table = self._table
-        self._stalls.answer(number, table.waiting(), has_joined=table.has_joined)
-
-    def _report_waits(self, number: int, points: list[list[Any]]) -> None:
-        answer: tuple[list[Any], list[bool]] = self._waits.blocked(), []
-        if points:
-            answer = self._waits.compare([SyncPoint(*point) for point in points])
-        self._node.report_waits(number, self._node.tree.rank, *answer)
+    def _report(self, kind: str, number: int, points: list[list[Any]]) -> None:
+        rank = self._node.tree.rank
+        if kind == STALLS:
+            answer = StallReport.of(rank, self._table)
+        else:
+            answer = self._waits.answer([SyncPoint(*point) for point in points])
+        self._node.report("answer", kind, number, rank, answer)
 
     def _give_way(
         self, chosen: list[tuple[int, list[int]]], where: list[tuple[int, str]]
@@ -503,10 +488,10 @@ class CoordinatorState:
         self._table.fail(failure)
 
     def _report_losses(self) -> None:
-        for loss in self._channel.find_losses():
-            if loss.rank not in self._lost:
-                self._lost.add(loss.rank)
-                self._node.lose(loss.rank, loss.reason, is_orderly=loss.is_orderly)
+        for rank, reason, is_orderly in self._channel.find_losses():
+            if rank not in self._lost:
+                self._lost.add(rank)
+                self._node.lose(rank, reason, is_orderly=is_orderly)
 
 
 def _fail(entries: Sequence[Entry | None], failure: Exception) -> None:

@@ -23,9 +23,10 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from itertools import count
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from ronde.coordination.requests import CONNECT_PREFIX, Entry, NamedOperation, OpKind
 from ronde.errors import CollectiveError, UnpairedError, UsageError, fresh
@@ -37,10 +38,9 @@ _IN_FLIGHT = (
     "tensor, use a different tensor name."
 )
 _GAVE_WAY = (
-    "backward() returned before its gradients were reduced (it waited in %s), since "
+    "backward() returned before its gradients were reduced (it waited in %s), because "
     "%s. The gradients are complete after optimizer.step() or optimizer.synchronize(); "
-    "call the latter before you look at them or change them. This is not reported "
-    "again."
+    "call synchronize() before you read or change them. This warning is shown once."
 )
 _FIRST_PATIENCE_S = 0.25
 _LATER_PATIENCE_S = 0.002
@@ -49,27 +49,6 @@ _DRIVE_EVERY_S = 0.001
 _EXPECT_ANSWER_S = 0.1
 _LISTEN_EVERY_S = 0.002
 _LISTEN_RARELY_S = 0.02
-
-
-class Watch:
-    """Something that is waited for elsewhere: see ``Coordinator.watch``."""
-
-    __slots__ = ("_watches", "name", "since_ns")
-
-    def __init__(self, name: str, watches: "set[Watch]") -> None:
-        self.name = name
-        self.since_ns = time.monotonic_ns()
-        self._watches = watches
-        watches.add(self)
-
-    def __enter__(self) -> None:
-        """Do nothing: it began when it was made."""
-
-    def __exit__(self, *_: object) -> None:
-        self.done()
-
-    def done(self) -> None:
-        self._watches.discard(self)
 
 
 class PendingTable:
@@ -85,25 +64,19 @@ class PendingTable:
         self.has_joined = False
         self._entries: dict[str, Entry] = {}
         self.find = self._entries.get
-        """Return an operation that is under way; None for none."""
-        self._watches: set[Watch] = set()
+        self._watches: list[tuple[str, int]] = []
         self._numbers = defaultdict[tuple[OpKind, bool], "count[int]"](count)
         self._lock = threading.Lock()
 
     def name(self, operation: NamedOperation) -> str:
         if operation.name:
             return operation.wire_name(0)
-        return operation.wire_name(
-            next(self._numbers[operation.kind, operation.is_group])
-        )
+        numbers = self._numbers[operation.kind, operation.is_group]
+        return operation.wire_name(next(numbers))
 
     def all_joined(self) -> None:
-        """Number operations without a name from 0 on again.
-
-        Those that joined early have submitted fewer.
-        """
         self.has_joined = False
-        self._numbers.clear()
+        self._numbers.clear()  # those that joined early have submitted fewer
 
     def add(self, entry: Entry) -> None:
         """Enter an operation, if its name is free and nothing has failed."""
@@ -117,7 +90,7 @@ class PendingTable:
         return len(self._entries) == 1
 
     def take(self, name: str) -> Entry | None:
-        """Return an operation and let its name be used again; None for none."""
+        """Return an operation, whose name may be used again, or None."""
         with self._lock:
             return self._entries.pop(name, None)
 
@@ -131,9 +104,15 @@ class PendingTable:
         for entry in entries:
             entry.fail(self.failure)
 
-    def watch(self, name: str) -> Watch:
-        """Count something as waited for that is not in the table."""
-        return Watch(name, self._watches)
+    @contextmanager
+    def watch(self, name: str) -> Generator[None]:
+        """Have the stall inspector count what is waited for elsewhere."""
+        watched = name, time.monotonic_ns()
+        self._watches.append(watched)
+        try:
+            yield
+        finally:
+            self._watches.remove(watched)
 
     def is_empty(self) -> bool:
         return not (self._entries or self._watches)
@@ -148,19 +127,15 @@ class PendingTable:
             e.name: now if e.operation.kind is OpKind.CONNECT else e.submitted_ns
             for e in entries
         }
-        # A copy of a set is made in one go, whatever other threads do.
-        since |= {watch.name: watch.since_ns for watch in self._watches.copy()}
+        since |= dict(self._watches.copy())
         oldest_first = sorted(since.items(), key=lambda item: item[1])
         return {name: (now - at_ns) * 1e-9 for name, at_ns in oldest_first}
 
 
 class SyncPoint(NamedTuple):
-    """Where all ranks of a process set meet.
+    """Where all ranks of a process set meet: a request, or a round of gradients.
 
-    Attributes:
-        name: Of a request, or of an optimizer's gradients.
-        number: The round of those; 0 for a request.
-        ranks: The set's among all; empty for all.
+    ``number`` is the round's; 0 for a request. ``ranks`` are the set's; empty for all.
     """
 
     set_id: int
@@ -174,32 +149,17 @@ class SyncPoint(NamedTuple):
 
 
 class BlockedWait(NamedTuple):
-    """A wait, as other ranks see it.
-
-    Attributes:
-        wait_id: Its number on this rank, used once.
-        can_give_way: Whether it can be asked to stop.
-    """
+    """A wait, as other ranks see it; ``wait_id`` is used once on its rank."""
 
     wait_id: int
     point: SyncPoint
     can_give_way: bool
 
 
-class DeferredRound(Protocol):
-    """A round that gave way and is not over."""
-
-    def progress(self) -> None:
-        """Go on as far as that needs no waiting; never raises."""
-        ...
-
-
 class Waiting:
     """One wait: the ``Look`` that the thread calls meanwhile.
 
-    Attributes:
-        thread: Who will not do anything else before it is over.
-        gives_way: Whether it is to end before it is over; only if it can.
+    ``thread`` will not do anything else before it is over, or ``gives_way``.
     """
 
     def __init__(
@@ -237,7 +197,7 @@ class Waiting:
             self._ask_at_s = now + self._patience_s
         if now >= self._ask_at_s:
             waits.publish(self)
-            waits.start_inquiry()
+            waits.ask_all()
             self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
             self._ask_at_s = now + self._patience_s
             self._answer_by_s = now + _EXPECT_ANSWER_S
@@ -255,21 +215,20 @@ class Waits:
 
     Attributes:
         patience_s: After so long a wait is looked into.
-        start_inquiry: Has the root look into all ranks' waits.
+        ask_all: Has the root look into all ranks' waits.
     """
 
     def __init__(self) -> None:
         self.patience_s = _FIRST_PATIENCE_S
-        self.start_inquiry: Callable[[], None] = lambda: None
+        self.ask_all: Callable[[], None] = lambda: None
         self._has_warned = False
         self._numbers = count(1)
         self._published: dict[int, Waiting] = {}
         self._users: set[int] = set()
         self._begun: dict[tuple[int, str], int] = {}
         self._tables = defaultdict[int, PendingTable](PendingTable)
-        self.table = self._tables.__getitem__
-        """Return the table of a process set, by its number."""
-        self._put_off: dict[DeferredRound, int] = {}
+        self.table = self._tables.__getitem__  # by the set's number
+        self._put_off: dict[Callable[[], None], int] = {}
 
     def add_user(self) -> None:
         self._users.add(threading.get_ident())
@@ -295,11 +254,15 @@ class Waits:
         self._published.pop(waiting.number, None)
         waiting.number = 0
 
-    def put_off(self, round_: DeferredRound, thread: int) -> None:
-        self._put_off[round_] = thread
+    def put_off(self, progress: Callable[[], None], thread: int) -> None:
+        """Have ``thread`` call it whenever it waits, for a round that gave way.
 
-    def take_up(self, round_: DeferredRound) -> None:
-        self._put_off.pop(round_, None)
+        It goes on as far as that needs no waiting, and never raises.
+        """
+        self._put_off[progress] = thread
+
+    def take_up(self, progress: Callable[[], None]) -> None:
+        self._put_off.pop(progress, None)
 
     @property
     def has_put_off(self) -> bool:
@@ -311,12 +274,22 @@ class Waits:
         if not self._put_off:
             return False
         own = threading.get_ident()
-        for round_, thread in list(self._put_off.items()):
+        for progress, thread in list(self._put_off.items()):
             if thread == own:
-                round_.progress()
+                progress()
         return True
 
-    def blocked(self) -> list[BlockedWait]:
+    def answer(
+        self, points: Sequence[SyncPoint]
+    ) -> list[BlockedWait] | tuple[list[int], list[bool]]:
+        """Return all waits; or which there are still, and which points it came to."""
+        blocked = self._blocked()
+        if not points:
+            return blocked
+        still = [each.wait_id for each in blocked]
+        return still, [self._has_come_to(point) for point in points]
+
+    def _blocked(self) -> list[BlockedWait]:
         """Return all waits; none where some thread may still do something else."""
         published = list(self._published.values())
         users = frozenset(self._users)
@@ -328,20 +301,11 @@ class Waits:
             return []  # one is over, and its thread about to go on
         return [BlockedWait(w.number, w.point, w.can_give_way) for w in published]
 
-    def compare(self, points: Sequence[SyncPoint]) -> tuple[list[int], list[bool]]:
-        """Return which waits there are still, and which points this rank came to."""
-        still = [each.wait_id for each in self.blocked()]
-        return still, [self._has_come_to(point) for point in points]
-
     def give_way(self, wait_ids: Sequence[int], others: str) -> None:
         """Have waits give way, and look into the next ones sooner.
 
         One that cannot is of ranks that wait to connect, each with others: what it
-        waits for fails.
-
-        Args:
-            wait_ids: Numbers of waits of this rank; may be over.
-            others: Who waits for what meanwhile, for the log.
+        waits for fails. ``others`` tells the log who waits for what meanwhile.
         """
         self.patience_s = _LATER_PATIENCE_S
         for wait_id in wait_ids:

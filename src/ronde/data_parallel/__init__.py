@@ -12,10 +12,12 @@ from ronde.data_parallel.compression import (
     GradientCompression,
     PowerSGD,
 )
-from ronde.data_parallel.group import GroupConnector, ReducerGroup, ReducerKey
-from ronde.data_parallel.join import (
+from ronde.data_parallel.group import (
+    GroupConnector,
     JoinParticipant,
     JoinProgress,
+    ReducerGroup,
+    ReducerKey,
     participate_until_all_joined,
 )
 from ronde.data_parallel.reducer import Reducer

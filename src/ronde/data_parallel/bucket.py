@@ -1,17 +1,16 @@
 """Gradients, the buckets that they share, and how a bucket becomes a sum over ranks."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from itertools import compress
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator, ReduceOp, Work
-from ronde.coordination.waits import Waits
+from ronde.collectives import Communicator, Work
 from ronde.data_parallel.buckets import BucketPlan
-from ronde.data_parallel.group import Steps, aside
+from ronde.data_parallel.group import ReducerGroup, Steps, aside
 from ronde.errors import UsageError
 
 _SPARSE = 4
@@ -19,17 +18,13 @@ _SPARSE = 4
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The factors that turn a sum over ranks into what the caller asked for.
-
-    result = after * sum over ``size`` ranks of (before * gradient).
-    """
+    """result = after * sum over ``size`` ranks of (before * gradient)."""
 
     before: float
     after: float
     size: int
 
     def without(self, num_joined: int) -> "Scaling":
-        """Return the same factors where some ranks do not add anything any more."""
         return replace(self, size=self.size - num_joined) if num_joined else self
 
     @property
@@ -40,52 +35,31 @@ class Scaling:
 
 @dataclass(slots=True)
 class Gradient:
-    """A parameter and the state of its gradient between two optimizer steps.
+    """A parameter and the state of its gradient between two optimizer steps."""
 
-    Attributes:
-        name: In messages.
-        parameter: The leaf whose ``.grad`` this is.
-        view: Its place in its bucket, strided like the parameter; None where it has
-            none.
-        result: What the last round made ``parameter.grad``; None before the first.
-        sparse_dims: Where it travels sparse, the number of its sparse dimensions.
-        num_passes: Backward passes since the last reduction.
-        is_reduced: Whether ``result`` is still that: nothing was added to it. Kept only
-            where ``Scaling.keep`` is not 1.
-        was_used: Whether this rank contributed something in the round under way.
-        was_sparse: Whether what it contributed was sparse.
-        is_fusible: Whether backward may write it to ``view``, in some passes: see
-            ``hooks``. Equal on all ranks.
-        is_scaled_in_sum: Whether the factor before the sum is the bucket's to apply.
-        is_open: Whether a round is under way that waits for its value.
-        is_written: Whether backward has written its value to ``view`` and is about to
-            hand it over.
-        num_hooks: Hooks of ours on the parameter.
-        num_fused: Values that backward wrote to ``view`` until now.
-    """
-
-    name: str
+    name: str  # in messages
     parameter: Tensor
-    view: Tensor | None = None
-    result: Tensor | None = None
-    sparse_dims: int = 0
-    num_passes: int = 0
+    view: Tensor | None = None  # its place in its bucket, strided like the parameter
+    result: Tensor | None = None  # what the last round made ``parameter.grad``
+    sparse_dims: int = 0  # where it travels sparse, the number of its sparse dimensions
+    num_passes: int = 0  # backward passes since the last reduction
+    # Whether nothing was added to ``result``; kept where ``Scaling.keep`` is not 1.
     is_reduced: bool = False
-    was_used: bool = False
-    was_sparse: bool = False
+    was_used: bool = False  # whether this rank contributed to the round under way
+    was_sparse: bool = False  # whether that was sparse
+    # Whether backward may write it to ``view``: see ``hooks``. Equal on all ranks.
     is_fusible: bool = False
-    is_scaled_in_sum: bool = False
-    is_open: bool = False
-    is_written: bool = False
-    num_hooks: int = 0
-    num_fused: int = 0
+    is_scaled_in_sum: bool = False  # the factor before the sum is the bucket's to apply
+    is_open: bool = False  # a round is under way that waits for its value
+    is_written: bool = False  # backward wrote it to ``view`` and is to hand it over
+    num_hooks: int = 0  # ours, on the parameter
+    num_fused: int = 0  # values that backward wrote to ``view`` until now
 
     @property
     def is_planned(self) -> bool:
         return self.view is not None or self.sparse_dims > 0
 
     def factor(self, scaling: Scaling) -> float:
-        """Return what ``parameter.grad`` is to be multiplied by where it is copied."""
         before = 1.0 if self.is_scaled_in_sum else scaling.before
         if self.is_reduced and self.parameter.grad is self.result:
             return before * scaling.keep
@@ -94,9 +68,8 @@ class Gradient:
     def copy_in(self, scaling: Scaling) -> None:
         """Move ``parameter.grad`` into the bucket, scaled for the sum, and detach it.
 
-        From here to the end of the round ``parameter.grad`` is None: whatever backward
-        adds meanwhile goes to a tensor of its own and is not lost. What backward wrote
-        into the bucket itself stays where it is.
+        Whatever backward adds before the end of the round goes to a tensor of its own.
+        What it wrote into the bucket itself stays where it is.
         """
         grad, view = self.parameter.grad, self.view
         if grad is None or view is None:
@@ -130,31 +103,17 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-class PendingSum(ABC):
-    """A bucket's sum under way: one collective, or two that follow each other.
+Sum = Generator[Iterable[Work[Any]], None, None]
+"""The sum of a bucket's memory over all ranks, in place: one collective, or two.
 
-    All ranks call ``advance`` in the same order relative to their other collectives.
-    All but ``works`` raise ``CollectiveError`` where a collective failed.
-    """
-
-    @abstractmethod
-    def works(self) -> Iterable[Work[Any]]:
-        """Return what the next ``arrive``, ``advance`` or ``finish`` waits for.
-
-        On an accelerator nothing: there waiting only orders what comes next.
-        """
-
-    @abstractmethod
-    def arrive(self) -> None:
-        """Wait for what comes first: the control numbers are summed then."""
-
-    def advance(self) -> None:
-        """Wait for the first collective and start the second, if there is one."""
-        self.arrive()
-
-    def finish(self) -> None:
-        """Wait for the rest: the values are the sum then."""
-        self.arrive()
+It yields what its next stage waits for, on an accelerator nothing: once the first is
+started, once it is over (the control numbers are summed then), and, if there is
+another, once the second is started. All ranks go through the stages in the same order
+relative to their other collectives. What it keeps between rounds belongs to parameters:
+buckets are planned anew.
+"""
+ARRIVED, ADVANCED, OVER = 1, 2, 3
+"""The stages: the first collective is over, the second started, all is over."""
 
 
 class GradientBucket:
@@ -166,24 +125,17 @@ class GradientBucket:
     some rank's was sparse; then the result becomes sparse again, on all.
 
     Attributes:
-        memory: Flat: the values, and the control numbers behind them. It lies where the
-            communicator reduces it without a copy.
-        values: The gradients, and padding.
-        control: What is summed as it is, in small numbers.
+        memory: Flat: ``values``, the gradients and padding, then ``control``, what is
+            summed as it is. The communicator reduces it without a copy.
         flags: The end of ``control``, in the bucket that is started first: ones from
             ranks that train and zeros from those that only participate, but for
             ``odd_flags``. See Note [Control flags] in ``rounds``.
-        odd_flags: Flags in which this rank differs from that in this round.
-        slots: Each gradient's place in ``values``; what lies between is padding.
-        gradients: One a slot; ``was_used`` tells which this rank has.
-        views: Their places.
         prescale: Multiplies the values in their sum: backward writes gradients to their
             places, and nothing should touch them again. None where they are scaled when
             they get there. Whether it is None is the same on all ranks.
         num_pending: Gradients to wait for before it is full.
         is_launched: Whether nothing is left to be started in this round.
-        pending: The sum under way.
-        on_over: Called when that was waited for; with False if it failed.
+        works: What the next stage of the sum under way waits for.
     """
 
     def __init__(
@@ -210,11 +162,11 @@ class GradientBucket:
         self.odd_flags: Sequence[int] = ()
         self.num_pending = 0
         self.is_launched = False
-        self.pending: PendingSum | None = None
-        self.on_over: Callable[[bool], None] | None = None
+        self.works: Iterable[Work[Any]] = ()
+        self._sum: Sum | None = None
+        self._stage = 0
 
     def adopt(self) -> None:
-        """Make this bucket the home of its gradients, with the values they have."""
         for gradient, view in zip(self.gradients, self.views, strict=True):
             old = gradient.view
             gradient.view = view
@@ -267,50 +219,35 @@ class GradientBucket:
             self.flags[flag] = odd
         self.prescale = scaling.before if self._is_scaled else None
 
-    def works(self) -> Iterable[Work[Any]]:
-        return () if self.pending is None else self.pending.works()
+    def start(self, total: Sum) -> None:
+        """Start the sum of what it was filled with."""
+        self._sum, self._stage = total, 0
+        self.works = next(total)
 
-    def read_flags(self) -> list[float]:
-        """Wait for the first collective and return the flags, summed over all ranks."""
-        if self.pending is not None:
-            self.pending.arrive()
-        return cast("list[float]", self.flags.real.tolist())
-
-    def advance(self) -> None:
-        """Start what follows the first collective, if that is not all."""
-        if self.pending is not None:
-            self.pending.advance()
+    def go_to(self, stage: int) -> None:
+        """Wait for the sum under way, if there is one, as far as that stage."""
+        while self._sum is not None and self._stage < stage:
+            self._stage += 1
+            self.works = next(self._sum, ())
+        if stage == OVER:
+            self._sum = None
 
     def drop(self) -> None:
-        """Wait for the sum and leave it to the others."""
-        if self.pending is None:
-            return
-        is_good = False
-        try:
-            self.pending.finish()
-            is_good = True
-        finally:
-            if self.on_over is not None:
-                self.on_over(is_good)
-        self.pending = None
+        """Leave the sum under way as it is."""
+        self._sum, self.works = None, ()
 
     def count(self, flag: int) -> int:
-        """Return a flag of the last round, summed over all ranks."""
         return round(float(self.flags[flag].real))
 
     def finish(self, scaling: Scaling, keep: Callable[[], float]) -> bool:
         """Wait for the sum and hand the results to the parameters.
 
-        Args:
-            scaling: As in ``fill``.
-            keep: The factor for a result to enter the round after this one.
-
-        Returns:
-            Whether backward added to a gradient while it was under way.
+        ``keep`` returns the factor for a result to enter the next round. Returns
+        whether backward added to a gradient while it was under way.
         """
-        if self.pending is None:
+        if self._sum is None:
             return False
-        self.drop()
+        self.go_to(OVER)
         if scaling.after != 1.0:
             self.values.mul_(scaling.after)
         # The look costs an accelerator a synchronisation, hence only where it is
@@ -341,118 +278,6 @@ def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
     return flat.as_strided(parameter.shape, strides)
 
 
-SumBucket = Callable[[GradientBucket, Communicator], PendingSum]
-"""Starts the sum of ``bucket.memory`` over all ranks, in place; collective.
-
-What it keeps between rounds belongs to parameters: buckets are planned anew."""
-
-
-class Compressor(Protocol):
-    """A pair of static functions; any class that has them serves.
-
-    Both must be deterministic and keep the number of elements, since the ranks' results
-    are summed element by element.
-    """
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what travels and whatever ``decompress`` needs to undo it."""
-        ...
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ANN401 - the user's own
-        """Turn the reduced ``tensor`` back into the original dtype."""
-        ...
-
-
-class NoneCompressor:
-    """Send gradients as they are."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, None]:
-        """Return ``tensor`` itself."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: None) -> Tensor:  # noqa: ARG004 - the interface
-        """Return ``tensor`` itself."""
-        return tensor
-
-
-class _CastCompressor:
-    wire_dtype: torch.dtype
-
-    @classmethod
-    def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Cast floating point to the wire's dtype; leave the rest alone."""
-        wire = tensor.to(cls.wire_dtype) if tensor.is_floating_point() else tensor
-        return wire, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        """Cast back."""
-        return tensor.to(ctx)
-
-
-class FP16Compressor(_CastCompressor):
-    """Send floating point as float16: half the bytes, range up to 65504."""
-
-    wire_dtype = torch.float16
-
-
-class BF16Compressor(_CastCompressor):
-    """Send floating point as bfloat16: half the bytes, float32's range, 8 bits."""
-
-    wire_dtype = torch.bfloat16
-
-
-class CompressedSum(PendingSum):
-    """The sum of what a compressor makes of a whole bucket.
-
-    The control numbers travel with the values where the compressor is one of ours,
-    which keep small integers. What a user's own makes of them nobody knows: they travel
-    by themselves then, and also where only the values are to be scaled.
-    """
-
-    def __init__(
-        self,
-        compressor: type[Compressor],
-        bucket: GradientBucket,
-        communicator: Communicator,
-    ) -> None:
-        prescale = bucket.prescale
-        self._values = bucket.values
-        self._control: Work[Tensor] | None = None
-        is_ours = compressor in (NoneCompressor, FP16Compressor, BF16Compressor)
-        if is_ours and prescale is None:
-            self._values = bucket.memory
-        else:
-            self._control = communicator.all_reduce(bucket.control, ReduceOp.SUM)
-            if not self._values.numel():
-                compressor = NoneCompressor
-        self._compressor = compressor
-        self._context: Any
-        wire, self._context = compressor.compress(self._values)
-        self._work: Work[Tensor] | None = communicator.all_reduce(
-            wire, ReduceOp.SUM, prescale=prescale or 1.0
-        )
-
-    def works(self) -> Iterable[Work[Any]]:
-        if self._work is None or not self._values.is_cpu:
-            return ()
-        return (self._work,) if self._control is None else (self._control, self._work)
-
-    def arrive(self) -> None:
-        if self._work is None:
-            return
-        if self._control is not None:
-            self._control.wait()
-        result = self._compressor.decompress(self._work.wait(), self._context)
-        if result is not self._values:
-            self._values.copy_(result)
-        self._work = None
-
-
 class SparseGradients:
     """Gradients of which only the rows that are not zero travel.
 
@@ -461,35 +286,29 @@ class SparseGradients:
     all ranks, and so is whatever an optimizer makes of it.
     """
 
-    def __init__(
-        self, gradients: Sequence[Gradient], communicator: Communicator
-    ) -> None:
+    def __init__(self, gradients: Sequence[Gradient]) -> None:
         self.gradients = gradients
-        self._gather = communicator.all_gather
 
     @property
     def num_pending(self) -> int:
-        """How many are wanted and were not made by backward yet."""
         return sum(
             gradient.parameter.requires_grad and not gradient.num_passes
             for gradient in self.gradients
         )
 
-    def reduce(self, scaling: Scaling, waits: Waits | None) -> Steps[None]:
-        """Reduce those that are trained, and hand them to the parameters; collective.
-
-        What no rank has stays None.
-        """
+    def reduce(self, scaling: Scaling, group: ReducerGroup) -> Steps[None]:
+        """Reduce those that are trained; what no rank has stays None. Collective."""
         trained = [g for g in self.gradients if g.parameter.requires_grad]
         if not trained:
             return
         own = [_own(gradient, scaling) for gradient in trained]
 
         def gather() -> list[list[Tensor]]:
-            works = [[self._gather(part) for part in each] for each in own]
+            all_gather = group.communicator.all_gather
+            works = [[all_gather(part) for part in each] for each in own]
             return [[work.wait() for work in each] for each in works]
 
-        gathered = yield from aside(waits, gather)
+        gathered = yield from aside(group.waits, gather)
         for gradient, (positions, entries) in zip(trained, gathered, strict=True):
             gradient.num_passes = 0
             gradient.is_reduced = True
@@ -503,12 +322,14 @@ class SparseGradients:
                 )
             )
 
-    def participate_with_zeros(self, are_reduced: Sequence[bool]) -> None:
+    def participate_with_zeros(
+        self, are_reduced: Sequence[bool], communicator: Communicator
+    ) -> None:
         """Take part in the others' reductions, as marked, without adding anything."""
-        for gradient, is_reduced in zip(self.gradients, are_reduced, strict=True):
-            if is_reduced:
-                for work in [self._gather(part) for part in _nothing(gradient)]:
-                    work.wait()
+        for gradient in compress(self.gradients, are_reduced):
+            works = [communicator.all_gather(part) for part in _nothing(gradient)]
+            for work in works:
+                work.wait()
 
 
 def _own(gradient: Gradient, scaling: Scaling) -> tuple[Tensor, Tensor]:

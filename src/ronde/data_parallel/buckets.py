@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ronde.collectives import Communicator
-from ronde.data_parallel.group import Steps
+from ronde.data_parallel.group import Steps, result_of
 from ronde.tuning import Tuner, TuningLog, TuningOptions
 
 ALIGNMENT_BYTES = 64
@@ -22,16 +22,11 @@ _FIRST_SIZES = (1, 0, 4)
 
 
 class GradientSpec(NamedTuple):
-    """What a plan must know of one gradient.
-
-    Attributes:
-        itemsize: Bytes an element.
-        kind: What must be equal for two gradients to share a bucket: dtype and device.
-    """
+    """What a plan must know of one gradient."""
 
     numel: int
-    itemsize: int
-    kind: Hashable
+    itemsize: int  # bytes an element
+    kind: Hashable  # equal for gradients that may share a bucket: dtype and device
 
     @property
     def aligned(self) -> int:
@@ -50,17 +45,11 @@ class Slot:
 
 
 class BucketPlan(NamedTuple):
-    """Gradients that are reduced by one collective.
+    """Gradients that are reduced by one collective."""
 
-    Attributes:
-        slots: The places, in the order in which the gradients are expected.
-        numel: Elements in all, padding included.
-        kind: As in ``GradientSpec``.
-    """
-
-    slots: tuple[Slot, ...]
-    numel: int
-    kind: Hashable
+    slots: tuple[Slot, ...]  # in the order in which the gradients are expected
+    numel: int  # in all, padding included
+    kind: Hashable  # as in ``GradientSpec``
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +72,10 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Cut gradients into buckets along the order in which backward makes them.
 
-    Args:
-        specs: One entry a gradient.
-        order: Indices into ``specs``, each at most once; others are left out.
-        limits: Sizes at which a bucket is full.
-        groups: Gradients that must share a bucket (one for each kind), however large;
-            a group stands where its last member stands in ``order``.
-
-    Returns:
-        Buckets in the order in which they are expected to be full. Every index of
-        ``order`` is in exactly one slot; offsets are aligned and do not overlap.
+    ``order`` are indices into ``specs``, each at most once. Gradients of one of
+    ``groups`` share a bucket (one for each kind), however large, which stands where the
+    last of them stands in ``order``. Every index of ``order`` is in exactly one slot;
+    offsets are aligned and do not overlap.
     """
     group_of = {index: g for g, group in enumerate(groups) for index in group}
     sizes = Counter((group_of[i], specs[i].kind) for i in order if i in group_of)
@@ -128,12 +111,7 @@ def plan_buckets(
 
 @dataclass(frozen=True, slots=True)
 class BucketTuningOptions:
-    """How a reducer finds its bucket sizes.
-
-    Attributes:
-        amount: How much is tried; equal on all ranks.
-        log: Takes down what rank 0 sees, or None; the other ranks' is not used.
-    """
+    """How a reducer finds its bucket sizes; ``log`` takes down what rank 0 sees."""
 
     amount: TuningOptions = field(default_factory=TuningOptions)
     log: TuningLog | None = None
@@ -145,10 +123,7 @@ def candidate_limits(
     default: BucketLimits,
     groups: Sequence[Sequence[int]] = (),
 ) -> list[BucketLimits]:
-    """Return ``default`` and what leads to other buckets than it, each plan once.
-
-    The other arguments are those of ``plan_buckets``.
-    """
+    """Return ``default`` and what leads to other buckets than it, each plan once."""
     found: dict[object, BucketLimits] = {}
     pairs = [(first or other, other) for first in _FIRST_SIZES for other in _SIZES]
     tried = [BucketLimits(first * _MIB, other * _MIB) for first, other in pairs]
@@ -160,14 +135,7 @@ def candidate_limits(
 class BucketTuning:
     """Tries bucket sizes on one reducer; rank 0 measures and decides for all ranks.
 
-    Attributes:
-        is_over: The choice is made; equal on all ranks.
-
-    Args:
-        name: What the log calls the reducer.
-        candidates: The limits to try, the default first; equal on all ranks.
-        communicator: The reducer's.
-        options: How.
+    ``candidates``, the default first, and ``is_over`` are equal on all ranks.
     """
 
     def __init__(
@@ -191,8 +159,7 @@ class BucketTuning:
     def round_done(self) -> Steps[BucketLimits | None]:
         """Note the end of a round; collective whenever a sample is complete.
 
-        Returns:
-            The limits from now on, equal on all ranks, or None: as they are.
+        Returns the limits from now on, equal on all ranks, or None: as they are.
         """
         if self.is_over:
             return None
@@ -206,9 +173,7 @@ class BucketTuning:
         chosen = self._tuner.setting
         numbers = [chosen.first_bytes, chosen.other_bytes, int(self._tuner.is_over)]
         decision = torch.tensor(numbers, device="cpu")
-        work = self._communicator.broadcast(decision, 0)
-        yield work
-        work.wait()
+        yield from result_of(self._communicator.broadcast(decision, 0))
         first_bytes, other_bytes, is_over = (int(number) for number in decision)
         self.is_over = bool(is_over)
         self._write()

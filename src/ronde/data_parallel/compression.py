@@ -20,40 +20,74 @@ Note [A round of PowerSGD]
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator, Work
+from ronde.collectives import Communicator, ReduceOp, Work
 from ronde.collectives.arithmetic import HALVES
-from ronde.data_parallel.bucket import (
-    BF16Compressor,
-    CompressedSum,
-    Compressor,
-    FP16Compressor,
-    Gradient,
-    GradientBucket,
-    NoneCompressor,
-    PendingSum,
-    SumBucket,
-)
+from ronde.data_parallel.bucket import Gradient, GradientBucket, Sum
 from ronde.data_parallel.buckets import Slot
 from ronde.errors import UsageError
 
-__all__ = [
-    "BF16Compressor",
-    "Compression",
-    "Compressor",
-    "FP16Compressor",
-    "GradientCompression",
-    "NoneCompressor",
-    "PowerSGD",
-    "sum_by",
-]
+
+class Compressor(Protocol):
+    """A pair of static functions; any class that has them serves.
+
+    Both must be deterministic and keep the number of elements.
+    """
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return what travels, and what ``decompress`` needs."""
+        ...
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ANN401 - the user's own
+        """Turn the reduced ``tensor`` back into the original dtype."""
+        ...
+
+
+class NoneCompressor:
+    """Send gradients as they are."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, None]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: None) -> Tensor:  # noqa: ARG004 - the interface
+        return tensor
+
+
+class _CastCompressor:
+    wire_dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Cast floating point to the wire's dtype; leave the rest alone."""
+        wire = tensor.to(cls.wire_dtype) if tensor.is_floating_point() else tensor
+        return wire, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        return tensor.to(ctx)
+
+
+class FP16Compressor(_CastCompressor):
+    """Send floating point as float16: half the bytes, range up to 65504."""
+
+    wire_dtype = torch.float16
+
+
+class BF16Compressor(_CastCompressor):
+    """Send floating point as bfloat16: half the bytes, float32's range, 8 bits."""
+
+    wire_dtype = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +96,15 @@ class PowerSGD:
 
     Takes memory for one more copy of the gradients that it compresses; float16 and
     bfloat16 ones are kept and sent in float32. What was not sent yet is no part of the
-    optimizer's ``state_dict()``.
+    optimizer's ``state_dict()``. Vectors, scalars and complex gradients travel as they
+    are.
 
     Attributes:
         rank: Columns of the factors: more are closer to the gradient, and cost more.
-        num_plain_rounds: Reductions of a parameter that are exact, before its first
-            approximate one. The first gradients of a training change fastest.
-        min_saving: How many times fewer bytes the factors must be; what saves less
-            travels as it is. So do vectors, scalars, and complex gradients.
+        num_plain_rounds: Exact reductions of a parameter before its first approximate
+            one. The first gradients of a training change fastest.
+        min_saving: How many times fewer bytes the factors must be than the gradient.
         seed: Of the first factors.
-
-    Raises:
-        UsageError: A value is out of range.
     """
 
     rank: int = 4
@@ -94,11 +125,7 @@ class PowerSGD:
             )
 
     def compress(self, tensor: Tensor) -> NoReturn:
-        """Refuse: a single call has no next step to make up for what is missed.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Refuse: a single call has no next step to make up for what is missed."""
         raise UsageError(
             "compression must be none, fp16, bf16 or a class with compress and "
             f"decompress here, got {self} for a tensor of shape "
@@ -106,11 +133,10 @@ class PowerSGD:
         )
 
     def shape_of(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Return the shape of the matrix that a gradient is unfolded into.
+        """Return the shape of the matrix that a gradient is unfolded into, or None.
 
         It has one row for each index of the dimension that lies outermost in memory,
-        and is a view of the gradient therefore, whatever its layout. None where a
-        gradient travels as it is.
+        and is a view of the gradient therefore, whatever its layout.
         """
         if not parameter.is_floating_point() or parameter.numel() == 0:
             return None
@@ -152,33 +178,55 @@ class Compression:
     powersgd = PowerSGD
 
 
-def sum_by(compression: GradientCompression) -> SumBucket:
-    """Make what sums the buckets of one reducer.
-
-    Raises:
-        UsageError: ``compression`` is none of those.
-    """
+def sum_by(
+    compression: GradientCompression,
+) -> Callable[[GradientBucket, Communicator], Sum]:
+    """Make what sums the buckets of one reducer."""
     if isinstance(compression, PowerSGD):
-        return _LowRankSums(compression).start
+        return _LowRankSums(compression).sum
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
-        return partial(CompressedSum, compression)
+        return partial(_sum_compressed, compression)
     raise UsageError(
         "compression must be Compression.none, fp16, bf16, powersgd(rank=4) or a class "
         f"with compress and decompress, got {compression!r}. Choose one of these."
     )
 
 
+def _sum_compressed(
+    compressor: type[Compressor], bucket: GradientBucket, communicator: Communicator
+) -> Sum:
+    """Sum what a compressor makes of a whole bucket.
+
+    The control numbers travel with the values where the compressor is one of ours,
+    which keep small integers. What a user's own makes of them nobody knows: they travel
+    by themselves then, and also where only the values are to be scaled.
+    """
+    prescale, values = bucket.prescale, bucket.values
+    works: list[Work[Tensor]] = []
+    is_ours = compressor in (NoneCompressor, FP16Compressor, BF16Compressor)
+    if is_ours and prescale is None:
+        values = bucket.memory
+    else:
+        works.append(communicator.all_reduce(bucket.control, ReduceOp.SUM))
+        if not values.numel():
+            compressor = NoneCompressor
+    context: Any
+    wire, context = compressor.compress(values)
+    works.append(communicator.all_reduce(wire, ReduceOp.SUM, prescale=prescale or 1.0))
+    yield works if values.is_cpu else ()
+    results = [work.wait() for work in works]
+    result = compressor.decompress(results[-1], context)
+    if result is not values:
+        values.copy_(result)
+    yield ()
+
+
 @dataclass(slots=True)
 class _Factors:
-    """What lasts from round to round for one parameter.
+    """What lasts from round to round for one parameter."""
 
-    Attributes:
-        right: The last Q, (columns, rank).
-        error: What this rank did not send yet, (rows, columns).
-    """
-
-    right: Tensor
-    error: Tensor
+    right: Tensor  # the last Q, (columns, rank)
+    error: Tensor  # what this rank did not send yet, (rows, columns)
     num_rounds: int = 0
 
 
@@ -190,8 +238,7 @@ class _LowRankSums:
         self._factors: dict[Tensor, _Factors | None] = {}
         self._random = torch.Generator().manual_seed(options.seed)
 
-    def start(self, bucket: GradientBucket, communicator: Communicator) -> PendingSum:
-        """Start the sums of the left factors and of what is not compressed."""
+    def sum(self, bucket: GradientBucket, communicator: Communicator) -> Sum:
         matrices: list[_Matrix] = []
         for slot, gradient in zip(bucket.slots, bucket.gradients, strict=True):
             # Made in the order of the buckets, which is that of all ranks: so every
@@ -205,8 +252,8 @@ class _LowRankSums:
                     matrix = _Matrix(bucket.memory, slot, gradient, factors)
                     matrices.append(matrix)
         if not matrices:
-            return CompressedSum(NoneCompressor, bucket, communicator)
-        return _LowRankSum(bucket.memory, matrices, communicator)
+            return _sum_compressed(NoneCompressor, bucket, communicator)
+        return _sum_low_rank(bucket.memory, matrices, communicator)
 
     def _make(self, parameter: Tensor) -> _Factors | None:
         shape = self._options.shape_of(parameter)
@@ -221,14 +268,11 @@ class _LowRankSums:
 
 
 class _Matrix:
-    """One gradient in one round.
+    """One gradient in one round: ``values`` is M, ``left`` P.
 
-    Attributes:
-        place: Its elements in the bucket, from ``start`` to ``stop``, as a matrix.
-        values: M; shares memory with ``place`` where the dtypes are equal.
-        left: P.
-        was_used: Whether this rank has that gradient; else its error stays for later,
-            since a gradient that nobody has is not applied.
+    ``place`` is its elements in the bucket as a matrix, the memory of ``values`` too
+    where the dtypes are equal. Where this rank has no such gradient its error stays for
+    later, since a gradient that nobody has is not applied.
     """
 
     def __init__(
@@ -265,61 +309,36 @@ class _Matrix:
             self.factors.right = right
 
 
-class _LowRankSum(PendingSum):
-    def __init__(
-        self, buffer: Tensor, matrices: Sequence[_Matrix], communicator: Communicator
-    ) -> None:
-        self._matrices = matrices
-        # The parts between and behind the matrices.
-        bounds = [0, *(bound for m in matrices for bound in (m.start, m.stop))]
-        ends = [*bounds[1:], buffer.numel()]
-        pairs = list(zip(bounds, ends, strict=True))[::2]
-        self._rest = [buffer[start:stop] for start, stop in pairs if start < stop]
-        self._communicator = communicator
-        wire = torch.cat([*(m.left.reshape(-1) for m in matrices), *self._rest])
-        self._is_cpu = wire.is_cpu
-        self._first: Work[Tensor] | None = communicator.all_reduce(wire)
-        self._second: Work[Tensor] | None = None
-        self._is_finite = True
-
-    def works(self) -> Iterable[Work[Any]]:
-        work = self._second if self._first is None else self._first
-        return (work,) if work is not None and self._is_cpu else ()
-
-    def arrive(self) -> None:
-        if self._first is None:
-            return
-        wire = self._first.wait()
-        self._first = None
-        lefts = [matrix.left for matrix in self._matrices]
-        parts = _split(wire, [part.numel() for part in [*lefts, *self._rest]])
-        for matrix, left in zip(self._matrices, parts, strict=False):
-            matrix.left = left.view_as(matrix.left)
-        for place, part in zip(self._rest, parts[len(lefts) :], strict=True):
-            place.copy_(part)
-        # Infinite gradients come out as NaN, for whoever looks for them, GradScaler for
-        # one; but they must not stay in what lasts.
-        num_left = sum(left.numel() for left in lefts)
-        self._is_finite = bool(wire[:num_left].isfinite().all())
-
-    def advance(self) -> None:
-        self._start_second()
-
-    def _start_second(self) -> Work[Tensor]:
-        if self._second is None:
-            self.arrive()
-            is_finite = self._is_finite
-            rights = [m.project(is_finite=is_finite) for m in self._matrices]
-            wire = torch.cat([right.reshape(-1) for right in rights])
-            self._second = self._communicator.all_reduce(wire)
-        return self._second
-
-    def finish(self) -> None:
-        wire = self._start_second().wait()
-        shapes = [matrix.factors.right.shape for matrix in self._matrices]
-        rights = _split(wire, [shape.numel() for shape in shapes])
-        for matrix, right, shape in zip(self._matrices, rights, shapes, strict=True):
-            matrix.put_back(right.view(shape), is_finite=self._is_finite)
+def _sum_low_rank(
+    buffer: Tensor, matrices: Sequence[_Matrix], communicator: Communicator
+) -> Sum:
+    # The parts between and behind the matrices.
+    bounds = [0, *(bound for m in matrices for bound in (m.start, m.stop))]
+    ends = [*bounds[1:], buffer.numel()]
+    pairs = list(zip(bounds, ends, strict=True))[::2]
+    rest = [buffer[start:stop] for start, stop in pairs if start < stop]
+    wire = torch.cat([*(m.left.reshape(-1) for m in matrices), *rest])
+    work = communicator.all_reduce(wire)
+    yield (work,) if wire.is_cpu else ()
+    wire = work.wait()
+    lefts = [matrix.left for matrix in matrices]
+    parts = _split(wire, [part.numel() for part in [*lefts, *rest]])
+    for matrix, left in zip(matrices, parts, strict=False):
+        matrix.left = left.view_as(matrix.left)
+    for place, part in zip(rest, parts[len(lefts) :], strict=True):
+        place.copy_(part)
+    # Infinite gradients come out as NaN, for whoever looks for them, GradScaler for
+    # one; but they must not stay in what lasts.
+    num_left = sum(left.numel() for left in lefts)
+    is_finite = bool(wire[:num_left].isfinite().all())
+    yield ()
+    rights = [m.project(is_finite=is_finite) for m in matrices]
+    work = communicator.all_reduce(torch.cat([right.reshape(-1) for right in rights]))
+    yield (work,) if wire.is_cpu else ()
+    summed = _split(work.wait(), [right.numel() for right in rights])
+    for matrix, right in zip(matrices, summed, strict=True):
+        shape = matrix.factors.right.shape
+        matrix.put_back(right.view(shape), is_finite=is_finite)
 
 
 def _split(wire: Tensor, sizes: list[int]) -> Sequence[Tensor]:

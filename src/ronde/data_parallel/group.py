@@ -1,11 +1,12 @@
-"""What connects a reducer to other ranks, and waits for them that can be left.
+"""What connects a reducer to other ranks, waits that can be left, and joined ranks.
 
 Work that waits for other ranks again and again is a generator that yields every work
 before it waits for it. Whoever merely exhausts it blocks where it must.
 """
 
 import threading
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -14,35 +15,25 @@ from ronde.collectives.lane import FutureWork
 from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.waits import SyncPoint, Waits
+from ronde.errors import CollectiveError
 
 T = TypeVar("T")
 Steps = Generator[Work[Any], None, T]
 
 
 class ReducerKey(NamedTuple):
-    """Names what reduces over ranks on its own; equal on all ranks that have it.
-
-    Attributes:
-        number: Among those of the set.
-        size: Number of ranks in the set.
-    """
+    """Names what reduces over ranks on its own; equal on all ranks that have it."""
 
     set_id: int
-    number: int
-    size: int
+    number: int  # among those of the set
+    size: int  # ranks in the set
 
 
 class ReducerGroup(NamedTuple):
-    """The ranks of a reducer: the ``GroupConnector`` of one that is connected.
+    """The ranks of a reducer: the ``GroupConnector`` of one that is connected."""
 
-    Attributes:
-        communicator: Nobody else may use it.
-        coordinator: Of the same ranks; sees what is waited for. None shows nobody.
-        number: Among the reducers of the set; equal on all ranks.
-    """
-
-    communicator: Communicator
-    coordinator: Coordinator | None = None
+    communicator: Communicator  # nobody else may use it
+    coordinator: Coordinator | None = None  # sees what is waited for
     set_id: int = 0
     number: int = 0
 
@@ -80,9 +71,7 @@ class GroupConnector(Protocol):
     """
 
     @property
-    def key(self) -> ReducerKey:
-        """Its name, equal on all ranks."""
-        ...
+    def key(self) -> ReducerKey: ...
 
     @property
     def waits(self) -> Waits | None:
@@ -111,12 +100,13 @@ def run(steps: Steps[T]) -> T:
             return end.value
 
 
-class Resumable:
-    """Steps that may be left at any of their waits.
+def result_of(work: Work[T]) -> Steps[T]:
+    yield work
+    return work.wait()
 
-    Attributes:
-        failure: What ended them, if that was an error.
-    """
+
+class Resumable:
+    """Steps that may be left at any of their waits; ``failure`` is what ended them."""
 
     def __init__(self, steps: Steps[None]) -> None:
         self.is_over = False
@@ -125,10 +115,7 @@ class Resumable:
         self._work: Work[Any] | None = None
 
     def run(self, look: Look) -> bool:
-        """Go on to the end, or until ``look`` stops it; return whether it is over.
-
-        An error is kept in ``failure``.
-        """
+        """Go on to the end, or until ``look`` stops it; return whether it is over."""
         while not self.is_over:
             if self._work is not None and not self._work.wait_watched(look):
                 return False
@@ -177,6 +164,121 @@ def aside(waits: Waits | None, function: Callable[[], T]) -> Steps[T]:
         target=in_mode_of_caller(call), name="ronde-aside", daemon=True
     )
     thread.start()
-    work = FutureWork(outcome)
-    yield work
-    return work.wait()
+    return (yield from result_of(FutureWork(outcome)))
+
+
+class JoinProgress(NamedTuple):
+    """How far a rank went with one participant: its key, and ``last_round``."""
+
+    set_id: int
+    number: int
+    size: int
+    last_round: int
+
+    @property
+    def key(self) -> ReducerKey:
+        return ReducerKey(*self[:3])
+
+
+class JoinParticipant(Protocol):
+    """Something that reduces over ranks on its own, outside any coordinator."""
+
+    @property
+    def key(self) -> ReducerKey: ...
+
+    @property
+    def last_round(self) -> int:
+        """Number of the last reduction that this rank added something to."""
+        ...
+
+    def start_connecting(self) -> None:
+        """Begin to connect with the other ranks, if they have not; returns at once."""
+        ...
+
+    def participate_with_zeros(self) -> None:
+        """Take part, adding nothing, until all ranks do so, or a reduction fails."""
+        ...
+
+    def unbind(self, *, is_abrupt: bool = False) -> None:
+        """Leave the other ranks; if abruptly, what is under way fails everywhere."""
+        ...
+
+
+class _JoinThreads:
+    """A thread for each participant: they need each other in no order.
+
+    A participant that another rank has given up already is never called by anybody
+    again. Here it may still be there, say because only this rank keeps an old
+    optimizer; its thread waits in vain, until it is given up too.
+    """
+
+    def __init__(self, participants: Iterable[JoinParticipant]) -> None:
+        self.threads: dict[JoinParticipant, threading.Thread] = {}
+        self.errors: list[tuple[ReducerKey, CollectiveError]] = []
+        for each in participants:
+            # Before this rank joins: where it asks for nothing, it has nothing to give.
+            each.start_connecting()
+            self.threads[each] = thread = threading.Thread(
+                target=self._run, args=(each,), name="ronde-join", daemon=True
+            )
+            thread.start()
+
+    def end(self, living: Collection[ReducerKey] = ()) -> None:
+        """Give up all but ``living``, and wait for all."""
+        for each, thread in self.threads.items():
+            if each.key not in living:
+                each.unbind(is_abrupt=True)
+                thread.join()
+        for thread in self.threads.values():
+            thread.join()
+
+    def _run(self, participant: JoinParticipant) -> None:
+        try:
+            participant.participate_with_zeros()
+        except CollectiveError as error:
+            self.errors.append((participant.key, error))
+
+
+def participate_until_all_joined(
+    participants: Iterable[JoinParticipant],
+    *,
+    join: Callable[[], int],
+    exchange: Callable[[list[JoinProgress]], list[list[JoinProgress]]],
+) -> int:
+    """Take part with zeros until all have joined; collective.
+
+    Args:
+        participants: What this rank has.
+        join: Returns once all ranks have joined, with the one that did so last.
+        exchange: Returns what every rank gives it, by rank; called after that.
+
+    Returns:
+        The rank that went on longest: of those that took part in the last step the one
+        that ``join`` returned, if it is one of them. Steps are not negotiated, so news
+        of who has joined may be overtaken by them.
+
+    Raises:
+        CollectiveError: A reduction failed, or a rank is gone.
+    """
+    running = _JoinThreads(participants)
+    try:
+        last = join()
+        everyone = exchange(
+            [JoinProgress(*each.key, each.last_round) for each in running.threads]
+        )
+    except BaseException:
+        running.end()
+        raise
+    counts = Counter(each.key for progress in everyone for each in progress)
+    living = {key for key, num_ranks in counts.items() if num_ranks == key.size}
+    running.end(living)
+    for key, error in running.errors:
+        if key in living:
+            raise error
+    size = len(everyone)
+    num_rounds = [
+        sum(p.last_round for p in progress if p.key in living and p.size == size)
+        for progress in everyone
+    ]
+    most = max(num_rounds)
+    return last if num_rounds[last] == most else num_rounds.index(most)

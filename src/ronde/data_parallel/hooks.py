@@ -81,11 +81,10 @@ def add_hook(
     was_trained = parameter.requires_grad
     parameter.requires_grad_()
     leaf = cast("Any", parameter)
-    handle: RemovableHandle
-    if is_before:
-        handle = leaf.register_hook(call)
-    else:
-        handle = leaf.register_post_accumulate_grad_hook(call)
+    register = (
+        leaf.register_hook if is_before else leaf.register_post_accumulate_grad_hook
+    )
+    handle: RemovableHandle = register(call)
     parameter.requires_grad_(was_trained)
     gradient.num_hooks += 1
     return handle
@@ -97,8 +96,6 @@ def call_at_end_of_backward(
     """Call ``method`` when the backward pass that runs now is over.
 
     ``keep_failure`` takes what it raises where backward cannot: see ``_AtRelease``.
-
-    Source: the way of torch's own DistributedDataParallel and FSDP2.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(module, "in_compiled_autograd_region", False):
@@ -136,7 +133,6 @@ class _AtRelease:
 
 
 def current_backward() -> int:
-    """Return a number of the backward pass that runs now; -1 outside of any."""
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 
@@ -151,7 +147,7 @@ def is_nested_backward() -> bool:
 
 def _caller(code: CodeType) -> FrameType | None:
     """Return the innermost frame of this thread that runs ``code``."""
-    frame: FrameType | None = inspect.currentframe()
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame
@@ -172,8 +168,7 @@ def is_fusible(parameter: Tensor) -> bool:
 def fuse(gradients: Sequence[Gradient]) -> list[RemovableHandle]:
     """Have the backward pass that runs now write fusible gradients to their places.
 
-    Returns:
-        The hooks that do it, to be removed when the pass is over.
+    Returns the hooks that do it, to be removed when the pass is over.
     """
     backward = current_backward()
     by_weight = {g.parameter: g for g in gradients if g.is_fusible}

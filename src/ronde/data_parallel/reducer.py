@@ -40,15 +40,13 @@ from torch.utils.hooks import RemovableHandle
 from ronde.collectives import Communicator
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.waits import Waiting, Waits
-from ronde.data_parallel.bucket import Gradient, NoneCompressor
+from ronde.data_parallel.bucket import Gradient
 from ronde.data_parallel.buckets import BucketLimits
-from ronde.data_parallel.compression import sum_by
+from ronde.data_parallel.compression import NoneCompressor
 from ronde.data_parallel.group import (
     GroupConnector,
     ReducerKey,
     Resumable,
-    Steps,
-    run,
 )
 from ronde.data_parallel.hooks import (
     add_hook,
@@ -68,19 +66,11 @@ _NOT_OVER = (
 
 
 class Reducer:
-    """Keeps the gradients of some parameters in step with the other ranks'.
+    """Reduces the gradients of some parameters over all ranks.
 
     Collective to use, not to create: ranks connect in their first round. Every rank has
     the same parameters in the same order. Only those that require a gradient take part;
     one that begins to later joins with the next round.
-
-    Args:
-        named_parameters: The parameters.
-        connector: Connects it with its like on the other ranks.
-        options: How to reduce.
-
-    Raises:
-        UsageError: ``options.compressor`` is no compression.
     """
 
     def __init__(
@@ -89,11 +79,9 @@ class Reducer:
         connector: GroupConnector,
         options: ReducerOptions,
     ) -> None:
-        sum_by(options.compressor)  # refuses what is none, before ranks connect
         self._connector = connector
         self._options = options
         self._gradients: list[Gradient] = []
-        self._arrivals: list[int] = []
         self._armed_backward = -1
         self._has_run = False
         self._num_prepared = 0
@@ -102,12 +90,11 @@ class Reducer:
         self._failure: BaseException | None = None
         self._has_given_way = False
         self._waits: Waits | None = None
-        self._waiting: Waiting | None = None
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._fused: list[RemovableHandle] = []
         self._communicators: list[Communicator] = []
-        self._rounds: ReductionRounds | None = None
+        self._rounds = self._new_rounds()
         self.add(named_parameters)
         self._release = weakref.finalize(
             self, _release, self._hooks, self._communicators
@@ -132,7 +119,7 @@ class Reducer:
     @property
     def num_buckets(self) -> int:
         """Collectives a round; 0 before the first."""
-        return 0 if self._rounds is None else self._rounds.num_buckets
+        return self._rounds.num_buckets
 
     @property
     def num_fused(self) -> int:
@@ -142,33 +129,27 @@ class Reducer:
     @property
     def last_round(self) -> int:
         """Number of the last round that this rank added something to."""
-        return 0 if self._rounds is None else self._rounds.last_round
+        return self._rounds.last_round
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
-        """The bucket sizes that tuning ended with; None before."""
-        return None if self._rounds is None else self._rounds.tuned_limits
+        """The bucket sizes that tuning ended with."""
+        return self._rounds.tuned_limits
 
     def set_passes(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""
         self._options = dataclasses.replace(self._options, passes=passes)
-        if self._rounds is not None:
-            self._rounds.set_options(self._options)
-            self._prepare_additions()
+        self._rounds.set_options(self._options)
+        self._prepare_additions()
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Reduce what is not reduced yet; collective.
-
-        Raises:
-            CollectiveError: The reduction failed, the ranks' models differ, or some
-                ran backward more often than others since their last step.
-        """
+        """Reduce what is not reduced yet; collective."""
         with self._lock:
             self._raise_failure()
             self._owner = threading.get_ident()
             is_dirty = any(gradient.num_passes for gradient in self._gradients)
-            is_new = self._is_open or is_dirty or not self._has_run
+            is_new = self._rounds.is_open or is_dirty or not self._has_run
             if self._under_way is not None or is_new:
                 self._finish()
 
@@ -181,7 +162,7 @@ class Reducer:
             if self._under_way is not None:
                 self._under_way.progress()
                 if self._under_way.is_over and self._waits is not None:
-                    self._waits.take_up(self)
+                    self._waits.take_up(self.progress)
         finally:
             self._lock.release()
 
@@ -190,44 +171,31 @@ class Reducer:
         self._has_run = False
 
     def refuse_put_off(self) -> None:
-        """Refuse to go on without the gradients of the round that gave way.
-
-        A rank that comes to it later would step with them.
-        """
+        """Refuse to go on without the gradients of the round that gave way."""
         if self._under_way is not None:
             raise AssertionError(_NOT_OVER)
 
     def step_done(self) -> None:
         """Note that the optimizer has stepped: the next step needs a new round."""
         self.forget()
-        if self._rounds is not None:
-            self._rounds.step_done()
+        self._rounds.step_done()
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""
-        if self._rounds is None:
-            self._connector.start()
+        self._rounds.start()
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Take part in the others' rounds, adding nothing, until all ranks do so.
-
-        For a rank that has no more data (Horovod's ``join``). Gradients stay as they
-        are.
-        """
+        """Take part in the others' rounds, adding nothing, until all ranks do so."""
         with self._lock:
             self._raise_failure()
             if self._under_way is not None:
                 self._finish()
-            rounds = self._rounds or run(self._connect(is_watched=False))
-            rounds.participate_with_zeros()
+            self._rounds.participate_with_zeros()
             self._has_run = False
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Leave the other ranks; the next use connects anew.
-
-        If abruptly, what is under way fails, here and there.
-        """
+        """Leave the other ranks, if abruptly with failures; the next use connects."""
         self._connector.give_up()
         for communicator in self._communicators:
             if is_abrupt:
@@ -236,13 +204,12 @@ class Reducer:
                 communicator.close()
         with self._lock:
             self._communicators.clear()
-            self._rounds = self._failure = None
-            self._arrivals = []
+            self._rounds, self._failure = self._new_rounds(), None
             if self._under_way is not None:
                 self._under_way.close()
                 self._under_way = None
             if self._waits is not None:
-                self._waits.take_up(self)
+                self._waits.take_up(self.progress)
             for gradient in self._gradients:
                 gradient.reset()
 
@@ -255,30 +222,14 @@ class Reducer:
         if failure is not None:
             raise failure
 
-    @property
-    def _is_open(self) -> bool:
-        rounds = self._rounds
-        return bool(self._arrivals) if rounds is None else rounds.is_open
-
-    def _steps(self) -> Steps[None]:
-        rounds = self._rounds or (yield from self._connect())
-        yield from rounds.finish()
-
-    def _connect(self, *, is_watched: bool = True) -> Steps[ReductionRounds]:
-        group = yield from self._connector.connect(is_watched=is_watched)
-        self._communicators.append(group.communicator)
-        rounds = ReductionRounds(self._gradients, self._options, group, self._arrivals)
-        rounds.waiting = self._waiting
-        self._rounds, self._arrivals = rounds, []
-        return rounds
+    def _new_rounds(self) -> ReductionRounds:
+        return ReductionRounds(
+            self._gradients, self._options, self._connector, self._communicators
+        )
 
     def _prepare_additions(self) -> None:
-        """Scale results before backward adds to them, where they need it.
-
-        And finish first what gave way.
-        """
-        is_scaled = self._rounds is not None and self._rounds.scaling.keep != 1.0
-        if not (is_scaled or self._has_given_way):
+        """Have backward first finish what gave way, and scale results it adds to."""
+        if self._rounds.scaling.keep == 1.0 and not self._has_given_way:
             return
         for index in range(self._num_prepared, len(self._gradients)):
             self._add_hook(index, self._before_gradient, is_before=True)
@@ -288,8 +239,7 @@ class Reducer:
         self, index: int, method: Callable[[int], None], *, is_before: bool = False
     ) -> None:
         gradient = self._gradients[index]
-        parameter = gradient.parameter
-        if parameter.is_floating_point() or parameter.is_complex():
+        if gradient.parameter.is_floating_point() or gradient.parameter.is_complex():
             hook = add_hook(gradient, index, method, is_before=is_before)
             self._hooks.append(hook)
 
@@ -300,11 +250,10 @@ class Reducer:
                 self._finish(can_give_way=True)
             self.refuse_put_off()
         gradient = self._gradients[index]
-        grad, rounds = gradient.parameter.grad, self._rounds
-        is_result = gradient.is_reduced and grad is gradient.result
-        if is_result and grad is not None and rounds is not None:
-            if rounds.scaling.keep != 1.0:
-                grad.mul_(rounds.scaling.keep)
+        grad, keep = gradient.parameter.grad, self._rounds.scaling.keep
+        if gradient.is_reduced and grad is gradient.result and grad is not None:
+            if keep != 1.0:
+                grad.mul_(keep)
             gradient.is_reduced = False
 
     @torch.no_grad()
@@ -316,10 +265,7 @@ class Reducer:
             if gradient.num_passes < self._options.passes:
                 return
             self._arm()
-            if self._rounds is not None:
-                self._rounds.arrive(index)
-            elif gradient.num_passes == self._options.passes:
-                self._arrivals.append(index)
+            self._rounds.arrive(index)
 
     def _arm(self) -> None:
         # By number, since a backward that raises never calls back.
@@ -344,28 +290,27 @@ class Reducer:
     def _on_backward_end(self) -> None:
         with self._lock:
             self._unfuse()
-            if not self._is_open:
+            if not self._rounds.is_open:
                 return
-            is_complete = self._rounds is not None and self._rounds.is_complete
-            if not is_complete and is_nested_backward():
+            if not self._rounds.is_complete and is_nested_backward():
                 self._armed_backward = -1
                 return
             self._finish(can_give_way=True)
 
     def _finish(self, *, can_give_way: bool = False) -> None:
-        under_way = self._under_way or Resumable(self._steps())
+        under_way = self._under_way or Resumable(self._rounds.finish())
         waiting = self._new_waiting(can_give_way=can_give_way)
         if waiting is None or self._waits is None:
             under_way.run(lambda: 1.0)
         else:
-            self._waits.take_up(self)
+            self._waits.take_up(self.progress)
             with waiting:
                 is_over = under_way.run(waiting)
             if not is_over:
                 self._under_way = under_way
                 self._has_given_way = True
                 self._prepare_additions()
-                self._waits.put_off(self, self._owner)
+                self._waits.put_off(self.progress, self._owner)
                 return
         self._under_way = None
         if under_way.failure is not None:
@@ -376,17 +321,14 @@ class Reducer:
     def _new_waiting(self, *, can_give_way: bool) -> Waiting | None:
         """Return the ``Look`` of a round; None where nobody sees it."""
         rounds = self._rounds
-        if rounds is None:
-            point, self._waits = self._connector.start(), self._connector.waits
-        else:
-            point = rounds.point
-        if self._waits is None:
-            return None
-        waiting = self._waits.waiting(point, self._owner, can_give_way=can_give_way)
-        self._waiting = waiting
-        if rounds is not None:
-            rounds.waiting = waiting
-        return waiting
+        point = rounds.start()
+        if not rounds.is_connected:
+            self._waits = self._connector.waits
+        if self._waits is not None:
+            rounds.waiting = self._waits.waiting(
+                point, self._owner, can_give_way=can_give_way
+            )
+        return rounds.waiting
 
 
 def _release(hooks: list[RemovableHandle], communicators: list[Communicator]) -> None:

@@ -22,8 +22,8 @@ Note [Control flags]
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import compress, count
 from typing import cast
 
@@ -31,14 +31,16 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Communicator, ReduceOp, all_gather_json
-from ronde.coordination.waits import Waiting, Waits
+from ronde.coordination.waits import SyncPoint, Waiting
 from ronde.data_parallel.bucket import (
+    ADVANCED,
+    ARRIVED,
+    OVER,
     Gradient,
     GradientBucket,
-    NoneCompressor,
-    PendingSum,
     Scaling,
     SparseGradients,
+    Sum,
 )
 from ronde.data_parallel.buckets import (
     BucketLimits,
@@ -49,46 +51,42 @@ from ronde.data_parallel.buckets import (
     candidate_limits,
     plan_buckets,
 )
-from ronde.data_parallel.compression import GradientCompression, sum_by
-from ronde.data_parallel.group import ReducerGroup, Steps, aside, run
+from ronde.data_parallel.compression import (
+    GradientCompression,
+    NoneCompressor,
+    sum_by,
+)
+from ronde.data_parallel.group import (
+    GroupConnector,
+    ReducerGroup,
+    Steps,
+    aside,
+    result_of,
+    run,
+)
 from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorded
 
 _NUM_STEP_FLAGS = 3
 _SETTLED, _JOINED, _STEPS = 1, 2, 3
 _NUM_OWN_FLAGS = _STEPS + _NUM_STEP_FLAGS
-_NO_SAY = -2
+_NO_VOTE = -2
 
 
 @dataclass(frozen=True, slots=True)
 class ReducerOptions:
-    """How gradients are reduced.
+    """How gradients are reduced."""
 
-    Attributes:
-        is_average: Average over ranks, else sum.
-        predivide: Part of the average's divisor that is applied before the sum
-            (Horovod's ``gradient_predivide_factor``).
-        passes: Backward passes to accumulate before a reduction.
-        is_passes_average: Divide by ``passes`` too.
-        compressor: What travels.
-        limits: Bucket sizes.
-        groups: Indices of gradients that must be reduced together.
-        is_sparse_densified: Reduce sparse gradients as dense ones.
-        is_fusing: Have backward write large weight gradients into their buckets, where
-            nobody can see a difference: see ``hooks``.
-        tuning: How to find better ones than ``limits``; None keeps those.
-    """
-
-    is_average: bool = True
-    predivide: float = 1.0
-    passes: int = 1
-    is_passes_average: bool = False
+    is_average: bool = True  # over ranks, else the sum
+    predivide: float = 1.0  # part of the average's divisor, applied before the sum
+    passes: int = 1  # backward passes to accumulate before a reduction
+    is_passes_average: bool = False  # divide by ``passes`` too
     compressor: GradientCompression = NoneCompressor
     limits: BucketLimits = field(default_factory=BucketLimits)
-    groups: tuple[tuple[int, ...], ...] = ()
-    is_sparse_densified: bool = False
-    is_fusing: bool = True
-    tuning: BucketTuningOptions | None = None
+    groups: tuple[tuple[int, ...], ...] = ()  # gradients to be reduced together
+    is_sparse_densified: bool = False  # reduce sparse gradients as dense ones
+    is_fusing: bool = True  # backward may write into buckets: see ``hooks``
+    tuning: BucketTuningOptions | None = None  # finds better ``limits``
 
     def scaling(self, size: int) -> Scaling:
         passes = self.passes if self.is_passes_average else 1
@@ -105,28 +103,21 @@ class StepCheck:
     Each rank that trains sets one of three flags, that of its steps modulo three. If
     more than one of the sums is not zero, a round has added up the gradients of
     different steps: some rank ran backward more often than the others.
-
-    Attributes:
-        num_steps: Steps that this rank has taken since all ranks began to count.
     """
 
     def __init__(self) -> None:
-        self.num_steps = 0
+        self.num_steps = 0  # that this rank took since all ranks began to count
         self._last: tuple[Tensor, int, torch.Event] | None = None
 
     @property
     def flag(self) -> int:
-        """The one of the flags that this rank sets."""
         return self.num_steps % _NUM_STEP_FLAGS
 
     def check(self, flags: Tensor) -> None:
-        """Look at the sums of a round's flags.
+        """Raise on all ranks, where a round's flags show that their steps differ.
 
         Those of an accelerator are looked at when the next round is over: to read them
         at once, the program would have to wait for the accelerator in every step.
-
-        Raises:
-            CollectiveError: On all ranks, where they are not at the same step.
         """
         if flags.is_cpu:
             _check_steps(flags, self.flag)
@@ -148,17 +139,17 @@ def _check_steps(flags: Tensor, flag: int) -> None:
         return
     # Behind in steps is who ran more backward passes before this one.
     behind = next(i for i in range(_NUM_STEP_FLAGS) if counts[i] and counts[i - 2])
-    this = "this one among them" if flag == behind else "not on this one"
+    this = "including this one" if flag == behind else "not on this one"
     raise CollectiveError(
         "Gradients were computed more than backward_passes_per_step times before call "
         f"to step() on {counts[behind]} of {sum(counts)} ranks, {this}. All ranks must "
-        "run backward() equally often before each step(): even the passes out, or have "
-        "a larger backward_passes_per_step accumulate them."
+        "call backward() equally often before each step(). Skip the extra passes, or "
+        "accumulate them with a larger backward_passes_per_step."
     )
 
 
 def describe(name: str, parameter: Tensor) -> str:
-    """Return what must be the same on all ranks."""
+    """Describe what must be the same on all ranks."""
     return (
         f"{name} {tuple(parameter.shape)} strides {parameter.stride()} "
         f"{parameter.dtype} on {parameter.device.type}"
@@ -166,25 +157,17 @@ def describe(name: str, parameter: Tensor) -> str:
 
 
 def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
-    """Raise where a rank's descriptions differ from another's, naming the first.
-
-    ``everyone`` is what ``describe`` returned on each rank; None of one without a say.
-    """
+    """Raise where the ranks' lists of ``describe`` differ; None has no say."""
     lists = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
     one, mine = lists[0]
     for another, theirs in lists[1:]:
-        if len(mine) != len(theirs):
-            raise CollectiveError(
-                f"num_parameters must be the same on all ranks, got {len(mine)} on "
-                f"rank {one} and {len(theirs)} on rank {another}. Build the same model "
-                "everywhere."
-            )
-        for here, there in zip(mine, theirs, strict=True):
+        values = [("num_parameters", len(mine), len(theirs))]
+        values += [("parameters", *each) for each in zip(mine, theirs, strict=False)]
+        for what, here, there in values:
             if here != there:
                 raise CollectiveError(
-                    f"parameters must be the same on all ranks, got {here} on rank "
-                    f"{one} and {there} on rank {another}. Build the same model "
-                    "everywhere."
+                    f"{what} must be the same on all ranks, got {here} on rank {one} "
+                    f"and {there} on rank {another}. Build the same model everywhere."
                 )
 
 
@@ -196,9 +179,7 @@ def _check_same(
     digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
     key = torch.frombuffer(bytearray(digest), dtype=torch.int64) >> 1
     keys = torch.cat([key, -key])
-    work = communicator.all_reduce(keys, ReduceOp.MAX)
-    yield work
-    work.wait()
+    yield from result_of(communicator.all_reduce(keys, ReduceOp.MAX))
     if int(keys.sum()):
         refuse_differences(all_gather_json(communicator, mine))
 
@@ -206,21 +187,13 @@ def _check_same(
 def _agree_on_order(
     communicator: Communicator, arrivals: Sequence[int]
 ) -> Steps[list[int]]:
-    """Return rank 0's ``arrivals`` on every rank; collective.
-
-    They are indices of gradients in the order in which backward made them here; the
-    number of them may differ between ranks.
-    """
+    """Return rank 0's ``arrivals``, the order in which backward made gradients."""
     length = torch.tensor([len(arrivals)], device="cpu")
-    work = communicator.broadcast(length, 0)
-    yield work
-    work.wait()
+    yield from result_of(communicator.broadcast(length, 0))
     order = torch.zeros(int(length), dtype=torch.int64, device="cpu")
     if communicator.rank == 0:
         order.copy_(torch.tensor(list(arrivals), dtype=torch.int64, device="cpu"))
-    work = communicator.broadcast(order, 0)
-    yield work
-    work.wait()
+    yield from result_of(communicator.broadcast(order, 0))
     return cast("list[int]", order.tolist())
 
 
@@ -240,13 +213,11 @@ def _agree_on_new_parameters(
     trained = [int(g.parameter.requires_grad) for g in gradients]
     grads = [g.parameter.grad for g in gradients]
     own_dims = [g.sparse_dim() if g is not None and g.is_sparse else 0 for g in grads]
-    says = torch.tensor([trained, [-t for t in trained], own_dims], device="cpu")
+    votes = torch.tensor([trained, [-t for t in trained], own_dims], device="cpu")
     if has_joined:
-        says.fill_(_NO_SAY)
-    work = communicator.all_reduce(says, ReduceOp.MAX)
-    yield work
-    work.wait()
-    highest, lowest, dims = cast("list[list[int]]", says.tolist())
+        votes.fill_(_NO_VOTE)
+    yield from result_of(communicator.all_reduce(votes, ReduceOp.MAX))
+    highest, lowest, dims = cast("list[list[int]]", votes.tolist())
     if any(high == 1 and low == 0 for high, low in zip(highest, lowest, strict=True)):
         mine = [
             f"{describe(g.name, g.parameter)}, {'trained' if is_on else 'frozen'}"
@@ -259,50 +230,31 @@ def _agree_on_new_parameters(
     return new
 
 
-class Others(Enum):
-    """What the other ranks did in a round that this one participated in with zeros."""
-
-    HAVE_JOINED = auto()
-    WENT_ON = auto()
-    HAVE_NEW_PARAMETERS = auto()
-
-
 class BucketQueue:
     """The buckets in the order in which every rank starts them, then what is sparse.
 
     A bucket that is full waits for those before it: the ranks' collectives must meet.
-
-    Args:
-        gradients: All gradients, planned or not; the list may grow.
-        options: Bucket sizes and groups.
-        communicator: Reduces the buckets, and allocates them.
-        waits: Those of this process; None where there are none.
-        start: Starts the sum of a bucket.
-
-    Attributes:
-        order: The planned gradients, in the order in which they are reduced.
-        num_rounds: Rounds that any rank added something to; equal on all ranks.
-        steps: Whether they are at the same step.
+    ``order`` has the planned gradients as they are reduced, ``num_rounds`` counts those
+    that any rank added something to, equally on all ranks.
     """
+
+    group: ReducerGroup
+    """Set before anything is planned."""
 
     def __init__(
         self,
         gradients: Sequence[Gradient],
         options: ReducerOptions,
-        communicator: Communicator,
-        waits: Waits | None,
-        start: Callable[[GradientBucket], PendingSum],
+        sum_of: Callable[[GradientBucket], Sum],
     ) -> None:
-        self._communicator = communicator
-        self._waits = waits
+        """Begin with all gradients, a list that may grow."""
         self._gradients = gradients
         self._groups = options.groups
-        self._start = start
-        self._sparse = SparseGradients((), communicator)
+        self._sum_of = sum_of
+        self._sparse = SparseGradients(())
         self._next = 0
         self._bucket_of: dict[int, GradientBucket] = {}
-        self.bucket_of = self._bucket_of.get
-        """Return the home of a gradient; None for a sparse one and a new one."""
+        self.bucket_of = self._bucket_of.get  # None for a sparse gradient and a new one
         self.limits = options.limits
         self.buckets: list[GradientBucket] = []
         self.order: list[int] = []
@@ -323,10 +275,7 @@ class BucketQueue:
         ]
 
     def rearrange(self, order: Sequence[int]) -> Steps[None]:
-        """Plan anew along ``order``; collective.
-
-        Planned gradients that it leaves out come last.
-        """
+        """Plan anew along ``order``, then the planned ones left out; collective."""
         rest = sorted(set(self.order) - set(order), reverse=True)
         self.order = [*order, *rest]
         specs, dense = self._specs_and_dense()
@@ -334,23 +283,17 @@ class BucketQueue:
         sparse = [i for i in self.order if self._gradients[i].sparse_dims]
         if sparse and not plans:
             plans = (BucketPlan((), 0, specs[sparse[0]].kind),)  # for the flags
-        self._sparse = SparseGradients(
-            [self._gradients[i] for i in sparse], self._communicator
-        )
+        gradients, communicator = self._gradients, self.group.communicator
+        self._sparse = SparseGradients([gradients[i] for i in sparse])
         num_flags = _NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
 
         def allocate() -> list[GradientBucket]:
             return [
-                GradientBucket(
-                    plan,
-                    self._gradients,
-                    self._communicator,
-                    0 if place else num_flags,
-                )
+                GradientBucket(plan, gradients, communicator, 0 if place else num_flags)
                 for place, plan in enumerate(plans)
             ]
 
-        self.buckets = yield from aside(self._waits, allocate)
+        self.buckets = yield from aside(self.group.waits, allocate)
         self._bucket_of.clear()
         for bucket in self.buckets:
             bucket.adopt()
@@ -361,7 +304,6 @@ class BucketQueue:
         return candidate_limits(*self._specs_and_dense(), self.limits, self._groups)
 
     def resize(self, limits: BucketLimits) -> Steps[None]:
-        """Plan anew for other limits, if they are others; collective."""
         if limits != self.limits:
             self.limits = limits
             yield from self.rearrange(self.order)
@@ -389,130 +331,137 @@ class BucketQueue:
         steps = [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
         return [_JOINED, *compress(count(_NUM_OWN_FLAGS), frozen), *steps]
 
-    def launch_full(self, scaling: Scaling) -> None:
-        """Start the buckets that wait for nothing and nobody before them."""
-        while (
-            self._next < len(self.buckets) and not self.buckets[self._next].num_pending
-        ):
-            self._launch(self.buckets[self._next], scaling)
-            self._next += 1
+    def launch(self, scaling: Scaling, *, has_all: bool) -> None:
+        """Start the buckets that wait for nothing and nobody before them.
 
-    def launch_rest(self, scaling: Scaling) -> None:
-        """Start all that is left, with zeros for what is missing."""
+        Or all that are left, with zeros for what is missing, if it ``has_all``.
+        """
         for bucket in self.buckets[self._next :]:
-            self._launch(bucket, scaling)
-        self._next = len(self.buckets)
-
-    def _launch(self, bucket: GradientBucket, scaling: Scaling) -> None:
-        if not bucket.is_launched:
-            bucket.fill(scaling)
-            bucket.pending = self._start(bucket)
+            if bucket.num_pending and not has_all:
+                return
+            self._next += 1
+            if not bucket.is_launched:
+                bucket.fill(scaling)
+                bucket.start(self._sum_of(bucket))
 
     def finish(self, scaling: Scaling) -> Steps[bool]:
         """Wait for all; return whether backward added to one that was under way."""
         for bucket in self.buckets:
-            yield from bucket.works()
-            bucket.advance()
+            yield from bucket.works
+            bucket.go_to(ADVANCED)
 
         def keep() -> float:
             return scaling.without(self.buckets[0].count(_JOINED)).keep
 
         is_late = False
         for bucket in self.buckets:
-            yield from bucket.works()
+            yield from bucket.works
             is_late |= bucket.finish(scaling, keep)
         if self._sparse.gradients:
-            yield from self._sparse.reduce(scaling, self._waits)
+            yield from self._sparse.reduce(scaling, self.group)
         if self.buckets:
             self.num_rounds += 1
             self.steps.check(self.buckets[0].flags[_STEPS:_NUM_OWN_FLAGS])
         return is_late
 
     def num_joined(self) -> int:
-        """Return how many ranks only participated in the last round.
-
-        On an accelerator 0, since it would have to be waited for.
-        """
+        """Return how many ranks only participated; on an accelerator 0, not to wait."""
         is_near = bool(self.buckets) and self.buckets[0].flags.is_cpu
         return self.buckets[0].count(_JOINED) if is_near else 0
 
-    def participate_with_zeros(self, scaling: Scaling) -> Others:
-        """Take part in a round of the others without adding anything; collective."""
+    def participate_with_zeros(self, scaling: Scaling) -> tuple[bool, bool]:
+        """Take part in a round of the others; collective.
+
+        Returns whether anybody still trains, and whether no parameter is new.
+        """
         self.open()
         first, *others = self.buckets
         first.odd_flags = (_JOINED,)
         self._launch_zeros([first], scaling)
-        flags = first.read_flags()
-        is_anyone_left, is_settled = flags[:2]
+        first.go_to(ARRIVED)
+        flags = cast("list[float]", first.flags.real.tolist())
+        is_anyone_left, is_settled = map(bool, flags[:2])
         are_reduced = [bool(flag) for flag in flags[_NUM_OWN_FLAGS:]]
         if not is_anyone_left:
-            first.pending = None
-            return Others.HAVE_JOINED
+            first.drop()
+            return False, is_settled
         self._launch_zeros(compress(others, are_reduced), scaling)
-        for bucket in self.buckets:
-            bucket.advance()
-        for bucket in self.buckets:
-            bucket.drop()
-        self._sparse.participate_with_zeros(are_reduced[len(others) :])
+        for stage in (ADVANCED, OVER):
+            for bucket in self.buckets:
+                bucket.go_to(stage)
+        communicator = self.group.communicator
+        self._sparse.participate_with_zeros(are_reduced[len(others) :], communicator)
         self.num_rounds += 1
-        return Others.WENT_ON if is_settled else Others.HAVE_NEW_PARAMETERS
+        return True, is_settled
 
     def _launch_zeros(
-        self,
-        buckets: Iterable[GradientBucket],
-        scaling: Scaling,
+        self, buckets: Iterable[GradientBucket], scaling: Scaling
     ) -> None:
         for bucket in buckets:
             bucket.fill_with_zeros(scaling)
-            bucket.pending = self._start(bucket)
+            bucket.start(self._sum_of(bucket))
 
 
 class ReductionRounds:
     """Runs rounds, one after the other; not thread-safe.
 
-    Args:
-        gradients: All gradients; the list may grow.
-        options: How to reduce.
-        group: The ranks.
-        arrivals: Gradients that backward has made already, as ``arrive`` takes them.
-
     Attributes:
-        point: Where the ranks meet.
+        is_connected: Whether the other ranks are known.
         waiting: What ``finish`` is waited for with; None where nobody sees it.
-        is_open: Whether a round is under way.
         last_round: Number of the last round that this rank added something to.
-        scaling: The factors.
     """
+
+    _communicator: Communicator
+    _group: ReducerGroup
+    _point: SyncPoint
 
     def __init__(
         self,
         gradients: Sequence[Gradient],
         options: ReducerOptions,
-        group: ReducerGroup,
-        arrivals: Sequence[int] = (),
+        connector: GroupConnector,
+        communicators: list[Communicator],
     ) -> None:
-        self._communicator = group.communicator
-        self._group = group
-        self.point = self._origin = group.start()
+        """Begin with all gradients, a list that may grow.
+
+        Its communicator is added to ``communicators``, to be closed.
+        """
+        self._connector = connector
+        self._communicators = communicators
+        self.is_connected = False
         self.waiting: Waiting | None = None
         self.is_open = False
         self.last_round = 0
+        self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)
         self._gradients = gradients
+        self._options = options
         self._sum = sum_by(options.compressor)
         self._has_joined = False
         self._num_launched = 0
-        self._arrivals: list[int] | None = [*arrivals]
+        self._arrivals: list[int] | None = []
         self._has_new_parameters = False
         self._tuning: BucketTuning | None = None
-        self.set_options(options)
-        self._queue = self._new_queue()
-        if arrivals:
-            self._open()
+        self._queue = BucketQueue(gradients, options, self._sum_of)
+
+    def start(self) -> SyncPoint:
+        """Begin to connect, if that was not done; return where the ranks meet."""
+        return self._point if self.is_connected else self._connector.start()
 
     def set_options(self, options: ReducerOptions) -> None:
-        """Count and scale differently from now on."""
         self._options = options
-        self.scaling = self._all_scaling = options.scaling(self._communicator.size)
+        if self.is_connected:
+            self.scaling = self._all_scaling = options.scaling(self._communicator.size)
+
+    def _connect(self, *, is_watched: bool = True) -> Steps[None]:
+        if self.is_connected:
+            return
+        self._group = yield from self._connector.connect(is_watched=is_watched)
+        self._queue.group = self._group
+        self._communicator = self._group.communicator
+        self._communicators.append(self._communicator)
+        self._point = self._group.start()
+        self.is_connected = True
+        self.set_options(self._options)
 
     @property
     def num_buckets(self) -> int:
@@ -520,13 +469,11 @@ class ReductionRounds:
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
-        """The bucket sizes that tuning ended with; None before."""
         is_tuned = self._tuning is not None and self._tuning.is_over
         return self._queue.limits if is_tuned else None
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing from the round that is open."""
         return self._queue.is_complete and not self._has_new_parameters
 
     def arrive(self, index: int) -> None:
@@ -544,16 +491,17 @@ class ReductionRounds:
         if is_first:
             bucket.num_pending -= 1
             if bucket.num_pending == 0:
-                self._queue.launch_full(self.scaling)
+                self._queue.launch(self.scaling, has_all=False)
 
     def finish(self) -> Steps[None]:
         """Finish the round that is open, or run one, and those that must follow it."""
+        yield from self._connect()
         is_late = True
         while is_late:
             if not self.is_open:
                 self._open()
             self._begin()
-            self._queue.launch_rest(self.scaling)
+            self._queue.launch(self.scaling, has_all=True)
             self.is_open = False
             is_late = yield from self._queue.finish(self.scaling)
             self.scaling = self._all_scaling.without(self._queue.num_joined())
@@ -567,7 +515,7 @@ class ReductionRounds:
         self._queue.steps.num_steps += 1
 
     def participate_with_zeros(self) -> None:
-        """Take part in the others' rounds without adding anything, to the last."""
+        run(self._connect(is_watched=False))
         if self.is_open:
             run(self.finish())
         for gradient in self._gradients:
@@ -582,26 +530,24 @@ class ReductionRounds:
 
     def _follow_others(self) -> None:
         queue, tuning = self._queue, self._options.tuning
-        others = Others.WENT_ON if queue.buckets else Others.HAVE_NEW_PARAMETERS
-        while others is not Others.HAVE_JOINED:
-            if others is Others.HAVE_NEW_PARAMETERS:
+        is_anyone_left, is_settled = True, bool(queue.buckets)
+        while is_anyone_left:
+            if not is_settled:
                 run(self._admit())
             if not queue.buckets:
                 return  # all had joined before anything was to be reduced
-            others = queue.participate_with_zeros(self._all_scaling)
-            if others is not Others.HAVE_JOINED and tuning is not None:
+            is_anyone_left, is_settled = queue.participate_with_zeros(self._all_scaling)
+            if is_anyone_left and tuning is not None:
                 run(self._tune(tuning))
 
     def _begin(self) -> None:
         """Note that this rank has come to the next round, and will see it through."""
-        coordinator = self._group.coordinator
-        if coordinator is None:
-            return
-        number = self._queue.num_rounds + 1
-        self.point = self._origin._replace(number=number)
-        coordinator.waits.begin(self.point)
-        if self.waiting is not None:
-            self.waiting.move_to(self.point)
+        if self._group.waits is not None:
+            number = self._queue.num_rounds + 1
+            self._point = self._point._replace(number=number)
+            self._group.waits.begin(self._point)
+            if self.waiting is not None:
+                self.waiting.move_to(self._point)
 
     def _open(self) -> None:
         self._has_new_parameters = bool(self._queue.new_parameters())
@@ -635,7 +581,8 @@ class ReductionRounds:
         return is_late
 
     def _reduce_alone(self, new: Sequence[int]) -> Steps[bool]:
-        queue = self._new_queue()
+        queue = BucketQueue(self._gradients, self._options, self._sum_of)
+        queue.group = self._group
         yield from queue.rearrange(new)
         if not queue.buckets:
             return False
@@ -643,17 +590,8 @@ class ReductionRounds:
             queue.participate_with_zeros(self._all_scaling)
             return False
         queue.open()
-        queue.launch_rest(self.scaling)
+        queue.launch(self.scaling, has_all=True)
         return (yield from queue.finish(self.scaling))
-
-    def _new_queue(self) -> BucketQueue:
-        return BucketQueue(
-            self._gradients,
-            self._options,
-            self._communicator,
-            self._group.waits,
-            self._start,
-        )
 
     def _tune(self, options: BucketTuningOptions) -> Steps[None]:
         """Try other bucket sizes; at times collective."""
@@ -667,43 +605,35 @@ class ReductionRounds:
         if limits is not None:
             yield from self._queue.resize(limits)
 
-    def _start(self, bucket: GradientBucket) -> PendingSum:
-        """Start a sum, for timelines and the stall inspector to see where they are."""
+    def _sum_of(self, bucket: GradientBucket) -> Sum:
+        """Sum a bucket, for timelines and the stall inspector to see where they are."""
         coordinator = self._group.coordinator
         if coordinator is None:
-            return self._sum(bucket, self._communicator)
-        # One that has joined may wait for as long as the others like.
-        has_joined = self._has_joined
-        submitted_ns = 0 if has_joined else time.monotonic_ns()
+            yield from self._sum(bucket, self._communicator)
+            return
         name = self._group.name
         if bucket.gradients:
             name = f"{name}.{bucket.gradients[0].name}"
-        watch = None if has_joined else coordinator.watch(name)
-        begun_ns = time.monotonic_ns()
-        pending = self._sum(bucket, self._communicator)
         self._num_launched += 1
-        number = self._num_launched
-
-        def end(is_good: bool) -> None:  # noqa: FBT001
-            if watch is not None:
-                watch.done()
-            recorder = coordinator.execution.recorder
-            if recorder is not None and is_good:
-                recorder.operation(
-                    Recorded(
-                        set_id=self._group.set_id,
-                        sequence=number,
-                        name=name,
-                        kind="ALLREDUCE",
-                        submitted_ns=submitted_ns,
-                        agreed_ns=0,
-                        begun_ns=begun_ns,
-                        ended_ns=time.monotonic_ns(),
-                        dtype=str(bucket.memory.dtype).removeprefix("torch."),
-                        shape=tuple(bucket.memory.shape),
-                        num_fused=len(bucket.gradients),
-                    )
+        number, begun_ns = self._num_launched, time.monotonic_ns()
+        # One that has joined may wait for as long as the others like.
+        has_joined = self._has_joined
+        with nullcontext() if has_joined else coordinator.watch(name):
+            yield from self._sum(bucket, self._communicator)
+        recorder = coordinator.execution.recorder
+        if recorder is not None:
+            recorder.operation(
+                Recorded(
+                    set_id=self._group.set_id,
+                    sequence=number,
+                    name=name,
+                    kind="ALLREDUCE",
+                    submitted_ns=0 if has_joined else begun_ns,
+                    agreed_ns=0,
+                    begun_ns=begun_ns,
+                    ended_ns=time.monotonic_ns(),
+                    dtype=str(bucket.memory.dtype).removeprefix("torch."),
+                    shape=tuple(bucket.memory.shape),
+                    num_fused=len(bucket.gradients),
                 )
-
-        bucket.on_over = end
-        return pending
+            )

@@ -16,7 +16,7 @@ from ronde.collectives import Connections, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import CoordinationOptions
-from ronde.coordination.fusion_tuning import FusionTuningOptions
+from ronde.coordination.execution import FusionTuningOptions
 from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import UsageError
 from ronde.memory import malloc_thresholds

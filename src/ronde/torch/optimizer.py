@@ -48,11 +48,7 @@ _SYNCHRONIZED_TWICE = (
 
 
 class OptimizerProxy:
-    """Is the wrapped optimizer but for what a subclass defines.
-
-    Not a subclass made at run time: what is not defined is the wrapped optimizer's, to
-    read, to set (GradScaler sets ``grad_scale``) and to delete.
-    """
+    """Is the wrapped optimizer, to read, set and delete, but for its own members."""
 
     wrapped: Optimizer
 
@@ -85,15 +81,10 @@ class DistributedOptimizer(OptimizerProxy):
     """Stand in for an optimizer, and reduce its gradients over all ranks.
 
     Gradients are reduced while ``backward()`` runs and are complete when it returns,
-    so whatever one does with gradients in one process, clipping, ``GradScaler``,
-    inspecting, several passes before a step, works here unchanged.
-
-    Everything but the members below is the wrapped optimizer's own: ``param_groups``,
-    ``state``, ``state_dict()``, ``zero_grad()``, hooks, and ``isinstance``. Learning
-    rate schedulers and ``GradScaler`` may be given either of the two.
-
-    With ``op=Adasum`` gradients stay each rank's own: each steps alone, and the ways
-    that they went are combined.
+    so clipping, ``GradScaler``, inspecting and several passes before a step work
+    unchanged. Everything but the members below is the wrapped optimizer's own, hooks
+    and ``isinstance`` included. With ``op=Adasum`` gradients stay each rank's own: each
+    steps alone, and the ways that they went are combined.
 
     Not collective to create: ranks connect at the first use. Every rank of the process
     set has an optimizer over parameters of equal names and shapes in equal order; of
@@ -103,8 +94,8 @@ class DistributedOptimizer(OptimizerProxy):
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
         named_parameters: ``model.named_parameters()``; gives messages their names.
-        compression: What travels: ``Compression.none``, ``fp16``, ``bf16``,
-            ``powersgd(rank)``, or any class with ``compress`` and ``decompress``.
+        compression: A member of ``Compression``, or any class with ``compress`` and
+            ``decompress``.
         backward_passes_per_step: Passes to accumulate before a reduction.
         op: ``Average``, ``Sum`` or ``Adasum`` over ranks.
         gradient_predivide_factor: With ``Average``, the part of the divisor that is
@@ -194,8 +185,7 @@ class DistributedOptimizer(OptimizerProxy):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the wrapped one's
         """Step on gradients that are reduced over all ranks.
 
-        ``closure`` computes the loss, which stays this rank's own, and its gradients,
-        which are reduced each time it is called.
+        Those of ``closure`` are reduced each time it is called; its loss is not.
         """
         if not self._is_checked:
             if (self._reducer or self._delta) is not None:
@@ -235,9 +225,7 @@ class DistributedOptimizer(OptimizerProxy):
     def synchronize(self) -> None:
         """Make sure that all gradients are reduced; collective.
 
-        Needed only where no ``backward()`` ran on this rank but one did on others;
-        harmless elsewhere, and Horovod's scripts call it before they clip. Does nothing
-        with Adasum.
+        Needed only where no ``backward()`` ran on this rank but one did on others.
         """
         if self._reducer is not None:
             self._reducer.synchronize()
@@ -290,8 +278,7 @@ class DistributedOptimizer(OptimizerProxy):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # noqa: ANN401  object's
         """Pickle, and copy deeply, the wrapped optimizer and the settings.
 
-        Where there is no session, as in a program that evaluates a checkpoint, the
-        wrapped optimizer comes back.
+        Without a session the wrapped optimizer comes back.
         """
         names = list(self._parameter_names.values())
         return _restore, (self.wrapped, names, self._groups, self._settings)
@@ -302,10 +289,9 @@ class DistributedOptimizer(OptimizerProxy):
         return {}
 
     def _allreduce_grad_async(self, p: Tensor) -> tuple[int, None]:
-        """Start to reduce one gradient by its name; return its handle and context.
+        """Start to reduce one gradient by its name, as Horovod's hook does.
 
-        Horovod's hook does it so, and programs look for the method to know that the
-        optimizer is distributed. Nothing here calls it.
+        Programs look for the method to know that the optimizer is distributed.
         """
         if p.grad is None:
             p.grad = zeros_like(p)
@@ -387,12 +373,11 @@ class _DistributedOptimizer(Optimizer):
     """Reduces each gradient by its name from a hook, and waits for all in ``step()``.
 
     For programs that override Horovod's hook, or mix its methods into a class made from
-    the wrapped optimizer's, whose ``param_groups`` it takes::
+    the wrapped optimizer's, whose ``param_groups`` it takes. Gradients are complete
+    after ``synchronize()`` or ``step()``, not before::
 
         cls = type(name, (type(optimizer),), dict(_DistributedOptimizer.__dict__))
         cls(optimizer.param_groups, model.named_parameters())
-
-    Gradients are complete after ``synchronize()`` or ``step()``, not before.
     """
 
     def __init__(
@@ -467,8 +452,8 @@ class _DistributedOptimizer(Optimizer):
         """Wait until all gradients are reduced; those not there count as zeros."""
         for parameter in self._parameter_names if self._is_shared else ():
             # An overridden hook may have put it off.
-            is_started = self._handles.get(parameter, (None,))[0] is not None
-            if parameter.requires_grad and not is_started:
+            handle, _ = self._handles.get(parameter, (None, None))
+            if parameter.requires_grad and handle is None:
                 self._handles[parameter] = self._allreduce_grad_async(parameter)
         for parameter, (handle, context) in self._handles.items():
             if handle is None:
@@ -489,7 +474,6 @@ class _DistributedOptimizer(Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step on gradients that are reduced over all ranks."""
         if self._should_synchronize:
             self.synchronize()
         return super(self.__class__, self).step(closure)
@@ -514,7 +498,16 @@ def _name_parameters(
             for g, group in enumerate(optimizer.param_groups)
             for i, parameter in enumerate(group["params"])
         ]
-    pairs = [_pair(item) for item in named_parameters]
+    pairs: list[tuple[str, Tensor]] = []
+    for item in named_parameters:
+        match item:
+            case (str() as name, Tensor() as parameter):
+                pairs.append((plain_name(name), parameter))
+            case _:
+                raise UsageError(
+                    "named_parameters should be a sequence of tuples (name, parameter),"
+                    " usually produced by model.named_parameters()."
+                )
     names = [name for name, _ in pairs]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
@@ -538,14 +531,13 @@ def group_indices(
     groups: int | Sequence[Sequence[Tensor]] | None,
     num_groups: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """Turn Horovod's ``groups`` into indices of parameters.
+    """Turn Horovod's ``groups`` into indices of parameters that require a gradient.
 
-    ``groups`` is a number of near-equal consecutive groups, or the members of each;
-    what is in none of them is free. Only parameters that require a gradient count.
+    It is a number of near-equal consecutive groups, or the members of each.
     """
     if num_groups:
         warnings.warn(
-            "num_groups is deprecated; say groups.", DeprecationWarning, stacklevel=3
+            "num_groups is deprecated; use groups.", DeprecationWarning, stacklevel=3
         )
         groups = groups or num_groups
     if not groups:
@@ -567,17 +559,6 @@ def group_indices(
     index_by_id = {id(named[i][1]): i for i in trained}
     found = [[index_by_id.get(id(tensor), -1) for tensor in group] for group in groups]
     return tuple(tuple(i for i in group if i >= 0) for group in found)
-
-
-def _pair(item: object) -> tuple[str, Tensor]:
-    match item:
-        case (str() as name, Tensor() as parameter):
-            return plain_name(name), parameter
-        case _:
-            raise UsageError(
-                "named_parameters should be a sequence of tuples (name, parameter), "
-                "usually produced by model.named_parameters()."
-            )
 
 
 def _refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -20,9 +20,11 @@ from ronde.collectives.engines.shared_memory.segment import through_store
 from ronde.collectives.process_groups import Groups
 from ronde.coordination.control.doorbell import FAR, NEAR, Doorbell, Waiter
 from ronde.coordination.control.gloo import GlooTransport
-from ronde.coordination.control.rounds import ExchangeRounds
-from ronde.coordination.control.shared_memory import SharedMemoryTransport
-from ronde.coordination.control.tree import Loss, Tree
+from ronde.coordination.control.shared_memory import (
+    ExchangeRounds,
+    SharedMemoryTransport,
+)
+from ronde.coordination.messages import Loss, Tree
 from ronde.errors import CollectiveError
 
 _logger = logging.getLogger("ronde")
@@ -38,11 +40,8 @@ returned a loss.
 class ControlChannel:
     """Carries messages between one rank and its neighbours in a tree.
 
-    All that happens on a connection rings the doorbell, all that waits look at.
-
-    Attributes:
-        waiter: How this rank waits for messages.
-        rounds: What all ranks share, where all of them are on one host; or None.
+    All that happens on a connection rings the doorbell of ``waiter``. ``rounds`` are
+    those of all ranks, where all of them are on one host.
     """
 
     def __init__(
@@ -126,95 +125,65 @@ def connect_channel(
     Raises:
         CollectiveError: Not all ranks came in time.
     """
+    tree = Tree.of_hosts(hosts)[rank]
     if store is None or len(hosts) == 1:
-        return ControlChannel(Waiter(Doorbell.private(), FAR), Tree.flat(0, 1))
+        return ControlChannel(Waiter(Doorbell.private(), FAR), tree)
     context = ErrorContext("connecting", rank, len(hosts), timeout_s)
-    connecting = _Connecting(store, rank, hosts, timeout_s)
-    with ExitStack() as undoing, context.guard():
-        undoing.callback(connecting.close)
-        connecting.connect_host()
-        connecting.connect_hosts()
-        connecting.open()
-        undoing.pop_all()
-    return connecting.channel()
+    places = HostGroups.from_hosts(hosts)
+    host, place = places.of(rank)
+    ranks, leaders = places.ranks[host], [each[0] for each in places.ranks]
+    local: SharedMemoryTransport | None = None
+    transports: list[Transport] = []
+    doorbell = Doorbell.private()
 
-
-class _Connecting:
-    def __init__(
-        self, store: Store, rank: int, hosts: Sequence[str], timeout_s: float
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._hosts = hosts
-        self._timeout_s = timeout_s
-        self._tree = Tree.of_hosts(hosts)[rank]
-        self._places = HostGroups.from_hosts(hosts)
-        self._transports: list[Transport] = []
-        self._local: SharedMemoryTransport | None = None
-        self._doorbell = Doorbell.private()
-        self._num_looks = NEAR
-
-    def connect_host(self) -> None:
-        host, place = self._places.of(self._rank)
-        ranks = self._places.ranks[host]
-        if len(ranks) == 1:
-            return
-        store = PrefixStore(f"host{host}", self._store)
-        exchange = through_store(store, place, len(ranks), self._timeout_s)
-        try:
-            local = SharedMemoryTransport(exchange, ranks, self._tree)
-        except CollectiveError as error:  # on all ranks of the host, or none
-            if place == 0:
-                _logger.warning("Gloo carries the ranks' agreements, for %s", error)
-            self._connect_gloo(store, ranks, is_one_host=True)
-            return
-        self._transports.append(local)
-        self._local, self._doorbell = local, local.doorbell
-        if place == 0:
-            # The store may be this process's, and go with it at any time.
-            local.await_neighbours(self._timeout_s)
-        else:
-            local.open()
-
-    def connect_hosts(self) -> None:
-        leaders = tuple(ranks[0] for ranks in self._places.ranks)
-        if len(leaders) == 1:
-            return
-        self._num_looks = FAR
-        if self._rank in leaders:
-            store = PrefixStore("hosts", self._store)
-            self._connect_gloo(store, leaders, is_one_host=False)
-
-    def open(self) -> None:
-        if self._local is None:
-            return
-        if self._tree.parent in self._tree.local:
-            self._local.await_neighbours(self._timeout_s)
-        else:
-            self._local.open()
-
-    def channel(self) -> ControlChannel:
-        waiter = Waiter(self._doorbell, self._num_looks)
-        is_one_host = self._local is not None and len(self._places.ranks) == 1
-        rounds = self._local.rounds if self._local and is_one_host else None
-        return ControlChannel(waiter, self._tree, self._transports, rounds)
-
-    def close(self) -> None:
-        for transport in self._transports:
-            transport.close()
-
-    def _connect_gloo(
-        self, store: Store, ranks: Sequence[int], *, is_one_host: bool
-    ) -> None:
-        index, gloo = ranks.index(self._rank), PrefixStore("gloo", store)
-        groups = Groups(
-            gloo, index, len(ranks), self._timeout_s, is_one_host=is_one_host
-        )
-        tree = self._tree
+    def connect_gloo(store: Store, near: Sequence[int]) -> None:
+        place, is_one_host = near.index(rank), near is ranks
+        gloo = PrefixStore("gloo", store)
+        groups = Groups(gloo, place, len(near), timeout_s, is_one_host=is_one_host)
         neighbours = {
-            index: (rank, self._hosts[rank])
-            for index, rank in enumerate(ranks)
-            if rank == tree.parent or rank in tree.children
+            index: (other, hosts[other])
+            for index, other in enumerate(near)
+            if other == tree.parent or other in tree.children
         }
-        self._transports.append(GlooTransport(groups, neighbours, self._doorbell))
-        self._num_looks = FAR
+        transports.append(GlooTransport(groups, neighbours, doorbell))
+
+    with ExitStack() as undoing, context.guard():
+        undoing.callback(lambda: [each.close() for each in transports])
+        if len(ranks) > 1:
+            on_host = PrefixStore(f"host{host}", store)
+            local = _share_memory(on_host, ranks, tree, timeout_s)
+            if local is None:
+                connect_gloo(on_host, ranks)
+            else:
+                transports.append(local)
+                doorbell = local.doorbell
+                if place:
+                    local.open()
+                else:
+                    # The store may be this process's, and go with it at any time.
+                    local.await_neighbours(timeout_s)
+        if len(leaders) > 1 and place == 0:
+            connect_gloo(PrefixStore("hosts", store), leaders)
+        if local is not None:
+            if place:
+                local.await_neighbours(timeout_s)
+            else:
+                local.open()
+        undoing.pop_all()
+    rounds = local.rounds if local is not None and len(leaders) == 1 else None
+    waiter = Waiter(doorbell, FAR if rounds is None else NEAR)
+    return ControlChannel(waiter, tree, transports, rounds)
+
+
+def _share_memory(
+    store: Store, ranks: Sequence[int], tree: Tree, timeout_s: float
+) -> SharedMemoryTransport | None:
+    """Return what carries the messages of a host's ranks; None if memory cannot."""
+    place = ranks.index(tree.rank)
+    exchange = through_store(store, place, len(ranks), timeout_s)
+    try:
+        return SharedMemoryTransport(exchange, ranks, tree)
+    except CollectiveError as error:  # on all ranks of the host, or none
+        if place == 0:
+            _logger.warning("Gloo carries the coordination messages: %s", error)
+        return None

@@ -31,7 +31,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
     wake_all,
 )
 
-NUM_BYTES = 128
+DOORBELL_BYTES = 128
 """The doorbell and who sleeps, each in a cache line of its own."""
 _VALUE = 0
 _ASLEEP = 8
@@ -70,7 +70,7 @@ class Doorbell:
 
     @classmethod
     def private(cls) -> "Doorbell":
-        memory = (ctypes.c_uint64 * (NUM_BYTES // 8))()
+        memory = (ctypes.c_uint64 * (DOORBELL_BYTES // 8))()
         words = memoryview(memory).cast("B").cast("Q")
         return cls(words, ctypes.addressof(memory), index=0, num_notifiers=1)
 

@@ -1,5 +1,8 @@
 """Connections by Gloo's messages, between hosts and where memory cannot be shared.
 
+A message is a frame of one length for all, and what does not fit into it, under a tag
+of its own. A frame begins with the length of the message, or with a sign below zero.
+
 Note [Close handshake]
     Gloo moves bytes once the receiver has asked for them, and a connection that is
     closed with bytes unread may lose what it sent. So whoever closes sends CLOSE and
@@ -26,7 +29,7 @@ from ronde.collectives.process_groups import (
     Groups,
 )
 from ronde.coordination.control.doorbell import Doorbell
-from ronde.coordination.control.tree import Loss
+from ronde.coordination.messages import Loss
 
 _logger = logging.getLogger("ronde")
 _FRAME_BYTES = 256
@@ -52,18 +55,16 @@ class GlooTransport:
         neighbours: Mapping[int, tuple[int, str]],
         doorbell: Doorbell,
     ) -> None:
-        """Take a process group over and listen.
+        """Take over a process group with a Gloo group of this rank and its neighbours.
 
-        Args:
-            groups: Its Gloo group holds this rank and its neighbours.
-            neighbours: For the neighbour of each number there, its rank and its host.
-            doorbell: This rank's.
+        ``neighbours`` are the rank and the host of each of its numbers; what comes in
+        rings this rank's doorbell.
         """
         self._groups = groups
         self._sent = _Sent()
         backend = groups.of(torch.device("cpu"))
-        self.connections = self._connections = [
-            GlooConnection(_Frames(backend, peer, self._sent), rank, host, doorbell)
+        self.connections = [
+            GlooConnection((backend, peer, self._sent), rank, host, doorbell)
             for peer, (rank, host) in neighbours.items()
         ]
         # A thread inside of Gloo must not outlive the interpreter: C++ would abort.
@@ -72,20 +73,20 @@ class GlooTransport:
     def close(self) -> None:
         """Close the connections and end all threads; see Note [Close handshake]."""
         atexit.unregister(self.close)
-        for each in self._connections:
+        for each in self.connections:
             each.close()
         self._join(time.monotonic() + _CLOSE_S)
         self._groups.abort()  # ends what a neighbour that hangs leaves waiting
         deadline = time.monotonic() + _ENDING_S
         self._join(deadline)
         self._sent.close(max(0.0, deadline - time.monotonic()))
-        for each in self._connections:
+        for each in self.connections:
             if each.thread.is_alive():
                 # A thread that never comes back from Gloo harms nobody at the end.
                 _logger.warning("the connection to %s could not be closed", each.name)
 
     def _join(self, deadline: float) -> None:
-        for each in self._connections:
+        for each in self.connections:
             each.thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -93,12 +94,18 @@ class GlooConnection:
     """A connection, and a thread that listens to it until there is no more to hear."""
 
     def __init__(
-        self, frames: "_Frames", rank: int, host: str, doorbell: Doorbell
+        self,
+        link: "tuple[Backend, int, _Sent]",
+        rank: int,
+        host: str,
+        doorbell: Doorbell,
     ) -> None:
+        """Listen; ``link``: Gloo's group, the neighbour's number there, its sender."""
         self.rank = rank
         self.name = f"rank {rank}, on {host},"
-        self._frames = frames
+        self._backend, self._peer, self._sent = link
         self._doorbell = doorbell
+        self._frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
         self._received: deque[bytes] = deque()
         self._loss: Loss | None = None
         self._is_closing = False
@@ -109,7 +116,9 @@ class GlooConnection:
 
     def send(self, message: bytes) -> None:
         if self._loss is None:
-            self._frames.send(message)
+            self._put(_HEADER.pack(len(message)) + message[:_INLINE_BYTES], _FRAMES)
+            if len(message) > _INLINE_BYTES:
+                self._put(message[_INLINE_BYTES:], _REMAINDERS)
 
     def receive(self, into: list[tuple[int, bytes]]) -> None:
         received = self._received
@@ -126,12 +135,12 @@ class GlooConnection:
         """Begin the close handshake, if the neighbour is still there."""
         self._is_closing = True
         if self._loss is None:
-            self._frames.send_sign(_CLOSE)
+            self._put(_HEADER.pack(_CLOSE), _FRAMES)
 
     def _listen(self) -> None:
         while self._loss is None:
             try:
-                received = self._frames.receive()
+                received = self._take_message()
             except RuntimeError:
                 text = f"{self.name} ended or cannot be reached"
                 self._loss = Loss(self.rank, text, is_orderly=False)
@@ -142,36 +151,11 @@ class GlooConnection:
                     text = f"{self.name} closed its connections"
                     self._loss = Loss(self.rank, text, is_orderly=True)
                     if received == _CLOSE and not self._is_closing:
-                        self._frames.send_sign(_CLOSE_ACK)
+                        self._put(_HEADER.pack(_CLOSE_ACK), _FRAMES)
             self._doorbell.notify()
 
-
-class _Frames:
-    """Frames to and from one neighbour, all of one length, and remainders of any.
-
-    A frame begins with the length of the message, or with a sign below zero.
-    """
-
-    def __init__(self, backend: Backend, peer: int, sent: "_Sent") -> None:
-        self._backend = backend
-        self._peer = peer
-        self._sent = sent
-        self._frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
-
-    def send(self, message: bytes) -> None:
-        self._put(_HEADER.pack(len(message)) + message[:_INLINE_BYTES], _FRAMES)
-        if len(message) > _INLINE_BYTES:
-            self._put(message[_INLINE_BYTES:], _REMAINDERS)
-
-    def send_sign(self, sign: int) -> None:
-        self._put(_HEADER.pack(sign), _FRAMES)
-
-    def receive(self) -> bytes | int:
-        """Wait for a message, or a sign, and return it.
-
-        Raises:
-            RuntimeError: The connection broke.
-        """
+    def _take_message(self) -> bytes | int:
+        """Wait for a message, or a sign; RuntimeError where the connection breaks."""
         self._take(self._frame, _FRAMES)
         frame = self._frame.numpy().tobytes()
         length: int = _HEADER.unpack_from(frame)[0]

@@ -1,12 +1,26 @@
-"""Connections within a host, through memory that its ranks map.
+"""Connections within a host, and exchange rounds, through memory that its ranks map.
 
-Every rank has a segment with its doorbell. A rank that reports to another on its host
-has two ring buffers there as well, one for each direction.
+Every rank has a segment with its doorbell, two ring buffers to and from the rank on its
+host that it reports to, and a place for the rounds.
 
 A message is its length in eight bytes, then itself, filled up to a multiple of eight,
 so that no length is ever cut in two. Sender and receiver count the bytes that they have
 written and taken since the beginning. Each word has one writer: see
 ``words.py``, Note [Memory order].
+
+Note [One exchange]
+    In a round all ranks of a host show each other a tag and a few bytes, at once.
+
+    Every rank takes part in every round, once, and cannot take that back: so what comes
+    of a round is the same on all ranks. The tags and bytes of a round lie apart from
+    those of the next, and nobody takes part in a round before the one before it is
+    complete: so they stay until all ranks have come to the next round but one, that is,
+    have read them.
+
+    A rank takes part (a store), then looks who has (loads); the last one so sees all,
+    and wakes those who sleep. A sleeper marks that it sleeps, then looks once more,
+    then sleeps on a word that its waker changes before it wakes. Several may find that
+    they were last, and all store the same number.
 """
 
 import os
@@ -14,7 +28,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import repeat
+
+import torch
+from torch import Tensor
 
 from ronde.collectives.engines.shared_memory.segment import (
     ExchangeBytes,
@@ -22,22 +39,31 @@ from ronde.collectives.engines.shared_memory.segment import (
     share_segments,
 )
 from ronde.collectives.engines.shared_memory.waiting import (
+    CONTENTION,
     IS_WEAKLY_ORDERED,
     PeerProcess,
     fence,
+    sleep_while,
+    wake_all,
 )
-from ronde.coordination.control import doorbell, rounds
-from ronde.coordination.control.doorbell import NEAR, Doorbell, Waiter
-from ronde.coordination.control.tree import Loss, Tree
+from ronde.coordination.control.doorbell import (
+    DOORBELL_BYTES,
+    NEAR,
+    Doorbell,
+    Waiter,
+)
+from ronde.coordination.messages import Loss, Tree
 from ronde.errors import CollectiveError, PeerLostError
 
 RING_BYTES = 1 << 16
 _PAGE_BYTES = 4096
+ROUND_BYTES = 4096
+"""What a rank can show in a round."""
 _ROUNDS_AT = _PAGE_BYTES + 2 * RING_BYTES
-_SEGMENT_BYTES = _ROUNDS_AT + rounds.NUM_BYTES
+_SEGMENT_BYTES = _ROUNDS_AT + _PAGE_BYTES + 2 * ROUND_BYTES
 _LINE = 8
 """Words in a cache line."""
-_STATE = doorbell.NUM_BYTES // 8
+_STATE = DOORBELL_BYTES // 8
 _OPEN, _CLOSED = 1, 2
 """Bits of the state: a rank that fails to connect is closed and was never open."""
 _UP = _STATE + _LINE
@@ -45,35 +71,31 @@ _DOWN = _UP + 3 * _LINE
 _LOOK_EVERY_S = 0.25
 _LENGTH_BYTES = 8
 
+REFUSED = 0
+"""The tag of a rank that has nothing to show."""
+_NUMBER, _TAGS, _SLEEP_STATE, _WAKE = 0, 1, _LINE, 2 * _LINE
+_AWAKE, _ASLEEP, _ASKING = 0, 1, 2
+_FIRST_NAP_S = 0.001
 
-class _RingBuffer(NamedTuple):
-    """The memory of one ring buffer.
 
-    Attributes:
-        words: Of eight bytes each; zeros to begin with.
-        written: Which of them counts bytes written; the sender's.
-        taken: Which counts bytes taken; the receiver's.
-        is_full: Which is set while the sender waits for room; the sender's.
-        data: The ring itself; its length is a power of two.
-    """
+_Ring = tuple[memoryview, int, memoryview]
+"""The memory of a ring buffer: words of eight bytes, the place there of the first of
+three counts (each in a cache line of its own), and the ring, a power of two long.
 
-    words: memoryview
-    written: int
-    taken: int
-    is_full: int
-    data: memoryview
+The counts are bytes written, the sender's; bytes taken, the receiver's; and whether the
+sender waits for room, the sender's.
+"""
 
 
 class _Sender:
     """The end that writes into a ring buffer."""
 
-    def __init__(self, ring: _RingBuffer) -> None:
-        self._ring = ring
-        self._words = ring.words
-        self._written_at = ring.written
-        self._data = ring.data
-        self._lengths = ring.data.cast("Q")
-        self._end = len(ring.data)
+    def __init__(self, ring: _Ring) -> None:
+        self._words, self._written_at, self._data = ring
+        self._taken_at = self._written_at + _LINE
+        self._is_full_at = self._written_at + 2 * _LINE
+        self._lengths = self._data.cast("Q")
+        self._end = len(self._data)
         self._limit = self._end
         self._written = 0
         self._backlog: deque[memoryview] = deque()
@@ -122,30 +144,28 @@ class _Sender:
                 self._backlog[0] = piece[size:]
             else:
                 self._backlog.popleft()
-        self._words[self._ring.is_full] = bool(self._backlog)
+        self._words[self._is_full_at] = bool(self._backlog)
         return self._written != before
 
     def _has_room(self) -> bool:
         """Where there is none, have the receiver notify when it has made some."""
-        ring = self._ring
-        self._limit = self._words[ring.taken] + self._end
+        self._limit = self._words[self._taken_at] + self._end
         if self._limit == self._written:
-            self._words[ring.is_full] = True
+            self._words[self._is_full_at] = True
             fence()
-            self._limit = self._words[ring.taken] + self._end
+            self._limit = self._words[self._taken_at] + self._end
         return self._limit > self._written
 
 
 class _Receiver:
     """The end that takes from a ring buffer."""
 
-    def __init__(self, ring: _RingBuffer) -> None:
-        self._ring = ring
-        self._words = ring.words
-        self._written_at = ring.written
-        self._data = ring.data
-        self._lengths = ring.data.cast("Q")
-        self._end = len(ring.data)
+    def __init__(self, ring: _Ring) -> None:
+        self._words, self._written_at, self._data = ring
+        self._taken_at = self._written_at + _LINE
+        self._is_full_at = self._written_at + 2 * _LINE
+        self._lengths = self._data.cast("Q")
+        self._end = len(self._data)
         self._taken = 0
         self._size = 0
         self._num_missing = 0
@@ -177,9 +197,9 @@ class _Receiver:
                 self._size = size
                 self._num_missing = num_bytes - _LENGTH_BYTES
                 taken += _LENGTH_BYTES
-        self._words[self._ring.taken] = self._taken = taken
+        self._words[self._taken_at] = self._taken = taken
         fence()
-        return bool(self._words[self._ring.is_full])
+        return bool(self._words[self._is_full_at])
 
     def _take_piece(
         self, at: int, num_there: int, sender: int, into: list[tuple[int, bytes]]
@@ -201,7 +221,7 @@ class SharedMemoryConnection:
         self,
         rank: int,
         process: PeerProcess,
-        rings: tuple[_RingBuffer, _RingBuffer],
+        rings: tuple[_Ring, _Ring],
         doorbell: Doorbell,
         words: memoryview,
     ) -> None:
@@ -239,13 +259,143 @@ class SharedMemoryConnection:
         return bool(self._words[_STATE] & _OPEN)
 
 
-class SharedMemoryTransport:
-    """The connections of one rank to neighbours on its host.
+class ExchangeRounds:
+    """One rank's part in the rounds; one thread at a time, save where noted.
 
     Attributes:
-        doorbell: This rank's.
-        rounds: Those of the host's ranks.
+        number: The last round that this rank took part in; the first is 1.
+        has_waiter: Whether a thread is in ``wait``.
     """
+
+    def __init__(
+        self, segments: Sequence[Segment], own: int, doorbells: Sequence[Doorbell]
+    ) -> None:
+        """Begin with all ranks' memory, zeros, and doorbells; ``own`` is this one's."""
+        start = _ROUNDS_AT
+        words = [s.view[start : start + _PAGE_BYTES].cast("Q") for s in segments]
+        addresses = [s.address + start + 8 * _WAKE for s in segments]
+        CONTENTION.expect(len(segments))
+        self.number = 0
+        self.has_waiter = False
+        self._own, self._address = words[own], addresses[own]
+        self._others = list(zip(words, addresses, doorbells, strict=True))
+        del self._others[own]
+        self._other_words = [each for each, _, _ in self._others]
+        self._segments = [segment.tensor for segment in segments]
+        self._start = start + _PAGE_BYTES
+
+    def views(self, dtype: torch.dtype, numel: int) -> list[list[Tensor]]:
+        """Return all ranks' bytes as tensors: of even rounds, and of odd ones."""
+        num_bytes = numel * dtype.itemsize
+        # They outlive the call, and what that was made in.
+        with torch.inference_mode(mode=False):
+            return [
+                [each[at : at + num_bytes].view(dtype) for each in self._segments]
+                for at in (self._start, self._start + ROUND_BYTES)
+            ]
+
+    def take_part(self, tag: int) -> None:
+        """Come to the next round, all bytes being there; the last must be complete."""
+        number = self.number = self.number + 1
+        own = self._own
+        own[_TAGS + (number & 1)] = tag
+        if IS_WEAKLY_ORDERED:
+            fence()
+        own[_NUMBER] = number
+        fence()
+        if self.is_complete(number):
+            for words, address, doorbell in self._others:
+                state = words[_SLEEP_STATE]
+                if state == _ASLEEP:
+                    words[_WAKE] = number
+                    wake_all(address)
+                elif state == _ASKING:
+                    doorbell.notify()
+
+    def is_complete(self, number: int) -> bool:
+        """Return whether all have come to a round that this one came to; any thread."""
+        for words in self._other_words:
+            if words[_NUMBER] < number:
+                return False
+        if IS_WEAKLY_ORDERED:
+            fence()
+        return True
+
+    def is_unanimous(self) -> bool:
+        """Return whether all gave the same tag, and none refused, once complete."""
+        place = _TAGS + (self.number & 1)
+        tag = self._own[place]
+        for words in self._other_words:
+            if words[place] != tag:
+                return False
+        return tag != REFUSED
+
+    def is_awaited(self) -> bool:
+        return any(words[_NUMBER] > self.number for words in self._other_words)
+
+    def is_asked(self) -> bool:
+        """Return whether one of them wants an answer now."""
+        return any(
+            words[_SLEEP_STATE] == _ASKING and words[_NUMBER] > self.number
+            for words in self._other_words
+        )
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the round is complete, or will not be by itself.
+
+        That is: it took too long, or another rank sleeps in an ordinary wait. The
+        thread that took part may wait while others call ``is_complete``.
+        """
+        number, is_complete, pause = self.number, self.is_complete, CONTENTION.pause
+        for _ in repeat(None, CONTENTION.num_looks(NEAR)):
+            if is_complete(number):
+                return
+            if not pause():
+                break
+        own = self._own
+        try:
+            self.has_waiter = True
+            own[_SLEEP_STATE] = _ASLEEP
+            fence()
+            self._sleep(number, time.monotonic() + timeout_s)
+        finally:
+            own[_SLEEP_STATE] = _AWAKE
+            self.has_waiter = False
+
+    def request_answers(self) -> None:
+        """Have those answer who did not come, and the last one notify this rank."""
+        self._own[_SLEEP_STATE] = _ASKING
+        fence()
+        for words, _, doorbell in self._others:
+            if words[_NUMBER] < self.number:
+                doorbell.notify()
+
+    def rest(self) -> None:
+        """End a round that is complete; wakes a thread of this rank that waits."""
+        self._own[_SLEEP_STATE] = _AWAKE  # so that nobody else may wake it any more
+        if self.has_waiter:
+            self._own[_WAKE] = self.number
+            wake_all(self._address)
+
+    def _sleep(self, number: int, deadline: float) -> None:
+        nap_s = _FIRST_NAP_S
+        while True:
+            value = self._own[_WAKE]
+            if self.is_complete(number):
+                return
+            sleep_while(self._address, value & 0xFFFFFFFF, nap_s)
+            if self.is_complete(number) or time.monotonic() >= deadline:
+                return
+            if any(
+                words[_NUMBER] < number and doorbell.has_sleeper()
+                for words, _, doorbell in self._others
+            ):
+                return
+            nap_s *= 2
+
+
+class SharedMemoryTransport:
+    """The connections of one rank to neighbours on its host, and all ranks' rounds."""
 
     def __init__(
         self, exchange: ExchangeBytes, ranks: Sequence[int], tree: Tree
@@ -263,26 +413,28 @@ class SharedMemoryTransport:
         pages = [segment.view[:_PAGE_BYTES].cast("Q") for segment in segments]
         doorbells = [
             Doorbell(
-                page[: doorbell.NUM_BYTES // 8],
+                page[: DOORBELL_BYTES // 8],
                 segment.address,
                 index=own,
                 num_notifiers=len(ranks),
             )
             for page, segment in zip(pages, segments, strict=True)
         ]
-        self.connections = self._connections = list[SharedMemoryConnection]()
+        self.connections = list[SharedMemoryConnection]()
         for rank in sorted(tree.local):
             other = ranks.index(rank)
             child = own if rank == tree.parent else other
-            up, down = _rings(segments[child], pages[child])
+            page, view = pages[child], segments[child].view
+            up = page, _UP, view[_PAGE_BYTES : _PAGE_BYTES + RING_BYTES]
+            down = page, _DOWN, view[_PAGE_BYTES + RING_BYTES : _ROUNDS_AT]
             rings = (up, down) if child == own else (down, up)
-            self._connections.append(
+            self.connections.append(
                 SharedMemoryConnection(
                     rank, processes[other], rings, doorbells[other], pages[other]
                 )
             )
         self.doorbell = doorbells[own]
-        self.rounds = rounds.ExchangeRounds(segments, _ROUNDS_AT, own, doorbells)
+        self.rounds = ExchangeRounds(segments, own, doorbells)
         self._words = pages[own]
 
     def open(self) -> None:
@@ -296,7 +448,7 @@ class SharedMemoryTransport:
         """
         waiter = Waiter(self.doorbell, NEAR)
         deadline = time.monotonic() + timeout_s
-        while absent := [each for each in self._connections if not each.is_open()]:
+        while absent := [each for each in self.connections if not each.is_open()]:
             for each in absent:
                 if (loss := each.find_loss()) and not each.is_open():
                     raise PeerLostError(
@@ -318,21 +470,5 @@ class SharedMemoryTransport:
 
     def _enter(self, state: int) -> None:
         self._words[_STATE] |= state
-        for each in self._connections:
+        for each in self.connections:
             each.notify()
-
-
-def _rings(segment: Segment, words: memoryview) -> tuple[_RingBuffer, _RingBuffer]:
-    """Return the ways up to the parent and down from it, in the child's segment."""
-    starts = (_PAGE_BYTES, _UP), (_PAGE_BYTES + RING_BYTES, _DOWN)
-    up, down = (
-        _RingBuffer(
-            words,
-            first,
-            first + _LINE,
-            first + 2 * _LINE,
-            segment.view[at : at + RING_BYTES],
-        )
-        for at, first in starts
-    )
-    return up, down
