@@ -113,7 +113,8 @@ def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
             measure = _compare if options.is_compared else _sweep
             code = measure(session, reporter, is_stopped)
         except BaseException as error:
-            reporter.fail(str(error) or type(error).__name__)
+            problem = str(error) or type(error).__name__
+            reporter.end(Ending(reporter.totals, errors=(problem,)))
             session.ranks.close()
             raise
         _part(session.ranks)
@@ -189,7 +190,8 @@ def _compare(
     reporter.show(*comparison_summary(ratios, "interrupted" if was_stopped else ""))
     if session.ranks.is_speaker:
         for name, each in rows.items() if shown.record_path else ():
-            run = _run(heading, name, each, {}, reason is Reason.COMPLETE)
+            run = _run(heading, name, each, {})
+            run = replace(run, is_complete=reason is Reason.COMPLETE)
             append_record(Path(shown.record_path), to_record(run))
         if shown.plot_path:
             _plot(heading, rows)
@@ -272,7 +274,11 @@ class Reporter:
         now_s = monotonic()
         if self._has_progress and now_s - self._drawn_s >= _PROGRESS_S:
             self._drawn_s = now_s
-            num_rows, elapsed_s = self._num_rows(heading), now_s - self._started_s
+            options, sweep = self._options, self._options.sweep
+            num_rows = sum(1 for _ in sweep.sizes()) * options.loop.cycles
+            num_rows *= len(sweep.roots(options.test, heading.size))
+            num_rows *= len(sweep.dtypes) * len(sweep.ops)
+            elapsed_s = now_s - self._started_s
             text = progress_text(self.totals, num_rows, elapsed_s, self._cycle)
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
@@ -294,9 +300,9 @@ class Reporter:
                 "num_rows": totals.num_rows,
                 "versions": dict(heading.versions),
             }
-            run = _run(heading, heading.engine, self._rows, facts, not ending.errors)
             run = replace(
-                run,
+                _run(heading, heading.engine, self._rows, facts),
+                is_complete=not ending.errors,
                 average_busbw_gb_per_s=totals.average_busbw_gb_per_s,
                 num_out_of_bounds=totals.num_failed,
                 warnings=ending.errors,
@@ -305,14 +311,11 @@ class Reporter:
         if shown.plot_path:
             _plot(heading, {heading.engine: self._rows})
 
-    def fail(self, reason: str) -> None:
-        self.end(Ending(self.totals, errors=(reason,)))
-
     def expired(self, what: str) -> None:
         limit_s = self._options.loop.timeout_s
         reason = f"{what} must end within -T {limit_s:g} s, and did not"
         print(f"ronde: {reason}.", file=sys.stderr, flush=True)
-        self.fail(reason)
+        self.end(Ending(self.totals, errors=(reason,)))
         sys.stdout.flush()
         # The main thread waits for ranks that may never answer.
         os._exit(Exit.TIMEOUT)
@@ -324,29 +327,14 @@ class Reporter:
         elif self._has_progress and is_last:
             print("\r \r", end="", file=sys.stderr, flush=True)
 
-    def _num_rows(self, heading: Heading) -> int:
-        options, sweep = self._options, self._options.sweep
-        num_sizes = sum(1 for _ in sweep.sizes())
-        num_roots = len(sweep.roots(options.test, heading.size))
-        num_kinds = len(sweep.dtypes) * len(sweep.ops) * num_roots
-        return num_sizes * num_kinds * options.loop.cycles
-
 
 def _run(
-    heading: Heading,
-    engine: str,
-    rows: Sequence[Row],
-    facts: Mapping[str, object],
-    is_complete: bool,  # noqa: FBT001  passed by position, once each
+    heading: Heading, engine: str, rows: Sequence[Row], facts: Mapping[str, object]
 ) -> Run:
-    return Run(
-        test=heading.options.test.name,
-        ranks=RankCount.exactly(heading.size, RankSource.GIVEN),
-        rows=tuple(rows),
-        is_complete=is_complete,
-        engine=engine,
-        facts={**facts, "words": list(heading.options.words)},
-    )
+    ranks = RankCount.exactly(heading.size, RankSource.GIVEN)
+    facts = {**facts, "words": list(heading.options.words)}
+    test = heading.options.test.name
+    return Run(test, ranks, tuple(rows), engine=engine, facts=facts)
 
 
 def _plot(heading: Heading, rows: Mapping[str, Sequence[Row]]) -> None:

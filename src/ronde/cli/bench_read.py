@@ -16,8 +16,8 @@ from ronde.records import append_record
 from ronde.render.bench_tables import draw_comparison, draw_rows, draw_runs
 
 _READING = """\
-  --test NAME   collective of logs that do not name it: all_reduce and so on
-  --partial     read a log that is cut within a row or JSON up to there
+  --test NAME   collective of logs that do not name it, as all_reduce
+  --partial     accept a log that ends within a row or within JSON
   -h, --help    show this help and exit
 """
 _READ_HELP = f"""\
@@ -26,15 +26,15 @@ usage: ronde bench read LOG... [--rows] [--json FILE] [--test NAME] [--partial]
 Read what nccl-tests printed.
 
 options:
-  --rows        print all rows too
-  --json FILE   append a record for each run
+  --rows        also print all rows
+  --json FILE   append a record of each run to FILE
 {_READING}
-A LOG is what nccl-tests, rccl-tests or ronde bench printed, their JSON, or records; -
-is standard input. n is the number of ranks: from the list of devices, else from busbw
-by algbw, which is a function of it; a range shows how far rounding leaves that open. A
-run is complete when its footer is there and no row was left out.
+A LOG is the output of nccl-tests, rccl-tests or ronde bench, their JSON, or records; -
+is standard input. n is the number of ranks, from the list of devices or else from the
+ratio of busbw to algbw; a range means that rounding hides the exact number. A run is
+complete if it has its footer and all its rows.
 
-exit code: 0; 6 when a log is damaged, or cut within a row (the message has the line).
+exit code: 0; 6 if a log is damaged or ends within a row (the message names the line).
 
 examples:
   ronde bench read slurm-1234.out --rows
@@ -43,17 +43,17 @@ examples:
 _COMPARE_HELP = f"""\
 usage: ronde bench compare A B [--fail-below RATIO] [--test NAME] [--partial]
 
-Set two results side by side: each a log, JSON or records.
+Compare two results, each a log, JSON or records.
 
 options:
   --fail-below RATIO
-                exit with 7 when the geometric mean of the ratios is below
-                this
+                exit with 7 if the geometric mean of the ratios is below RATIO
 {_READING}
-Rows are matched by test, type, operation, root and size. The ratio is B's busbw by A's;
-with as many ranks in both it is taken from the times, which have more digits.
+Rows are matched by test, type, operation, root and size. The ratio is B's busbw divided
+by A's; with equal numbers of ranks it is computed from the times, which have more
+digits.
 
-exit code: 0; 7 when the geometric mean of the ratios is below --fail-below.
+exit code: 0; 7 if the geometric mean of the ratios is below --fail-below.
 
 example:
   ronde bench compare before.log after.log --fail-below 0.95
@@ -109,8 +109,8 @@ def run_compare(words: Sequence[str]) -> int:
     if mean is None:
         raise UsageError(
             "two results must have a row in common to be compared, got none with the "
-            "same test, type, operation, root and size. --test names a test that a "
-            "log does not name."
+            "same test, type, operation, root and size. If a log does not name its "
+            "test, give --test."
         )
     # A ratio that is no number is below everything.
     if options.fail_below is None or mean >= options.fail_below:

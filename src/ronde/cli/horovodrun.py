@@ -29,7 +29,7 @@ This is ronde's horovodrun: it takes Horovod's options and starts ronde run.
   -cb, --check-build   show the frameworks and libraries that ronde can use
   -v, --version        show the version of ronde
 
-ronde run --help lists the options that do something here beyond Horovod's own.
+ronde run --help lists the further options.
 """
 
 _CHECK = """\

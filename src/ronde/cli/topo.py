@@ -62,11 +62,11 @@ options:
   --matrix        a table like that of nvidia-smi topo -m
   --paths         kind and bandwidth of the paths of GPUs
   --nccl-paths    all paths, as NCCL's debug log has them
-  --nccl VERSION  release whose rules paths follow, 2.29 or 2.30 (default: the
-                  newest)
+  --nccl VERSION  NCCL release whose path rules to use, 2.29 or 2.30 (default:
+                  the newest)
   -x NAME=VALUE ...
-                  with --nccl-paths: as if the job had this NCCL setting, such
-                  as NCCL_P2P_LEVEL=SYS
+                  with --nccl-paths: assume this NCCL setting, as
+                  NCCL_P2P_LEVEL=SYS
   --svg FILE      draw one host into FILE
 {_ROOT_OPTION}
 {_SOURCES_HELP}\
@@ -94,16 +94,16 @@ it.
 options:
   --json          print one object of JSON
   --rule NAME[,NAME] ...
-                  look for these alone
+                  check these rules only
   --ignore NAME[,NAME] ...
-                  leave these out
+                  skip these rules
   --rules         list the rules and exit
 {_ROOT_OPTION}
 {_SOURCES_HELP}
 A graph that NCCL wrote (NCCL_GRAPH_DUMP_FILE) is checked, too. Several hosts are also
 compared with each other.
 
-exit code: 0 nothing but notes, 1 a warning or an error, 64 a source that cannot be read
+exit code: 0 notes at most, 1 a warning or an error, 64 a source that cannot be read
 
 example:
   NCCL_TOPO_DUMP_FILE=topo.xml ronde run -n 8 train.py && ronde topo lint topo.xml
@@ -111,7 +111,7 @@ example:
 _DIFF_HELP = """\
 usage: ronde topo diff A B [--json]
 
-Show what differs from one host to another, and what that costs.
+Show what differs between two hosts, and what that costs.
 
 options:
   --json      print one object of JSON
@@ -121,7 +121,7 @@ A and B are files of any form that ronde topo reads, or directories that hold sy
 proc: / is this machine. They are two nodes of a job, or a virtual machine and its host.
 Elements are matched by bus address, those left over by number and name.
 
-exit code: 0 they are alike, 1 they differ, 64 one cannot be read
+exit code: 0 they are equal, 1 they differ, 64 one cannot be read
 
 example:
   ronde topo diff node1.xml node2.xml
@@ -141,8 +141,8 @@ options:
   --json          the plan as JSON
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-Of this machine and of a saved tree only the cores are used that this process may use.
-Rank i gets GPU i, where there are as many GPUs as ranks, and an even part of the cores.
+On this machine and in a saved tree, only the cores that this process may use are used.
+Rank i gets GPU i if there are as many GPUs as ranks, and an equal part of the cores.
 Policies are those of Kubernetes' TopologyManager.
 
 example:
@@ -154,20 +154,19 @@ usage: ronde topo limit [SOURCE ...] [options]
 Show what each collective can reach at most, and which link sets that.
 
 options:
-  --nodes N       nodes (default: as many as there are hosts)
+  --nodes N       number of nodes (default: the number of hosts)
   --ranks-per-node N
                   ranks of a node (default: its GPUs, or 1)
   --link-rate GB/S
-                  all network links of a node together, one direction
+                  rate of all network links of a node together, one direction
   --gpu-rate GB/S
-                  from a GPU to the others of its node, one direction
+                  rate from a GPU to the others of its node, one direction
   --collective NAME ...
-                  this one alone
+                  show this collective only
   --measured GB/S
-                  compare this busbw, of all_reduce unless --collective names
-                  another
+                  compare with this busbw, of all_reduce or of --collective
   --threshold PERCENT
-                  exit with 1 where --measured is less than this of the bound
+                  exit with 1 if --measured is below this part of the bound
   --json          print one object of JSON
 {_ROOT_OPTION}
 {_SOURCES_HELP}
@@ -188,14 +187,14 @@ options:
   --json      print one object of JSON
   -h, --help  show this help and exit
 
-Several files are one log. Lines of ranks that broke inside each other are put together
-again. What gzip packed is unpacked. - is standard input.
+Several files are read as one log, gzipped ones too. Lines of ranks that were mixed are
+separated again. - is standard input.
 
-For all that NCCL can log, in a file a rank:
+To log all that NCCL can, into one file per rank:
   NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%h.%p \\
   NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING ronde run -n 8 train.py
 
-exit code: 0 nothing but notes, 1 a warning or an error, 64 a file that cannot be read
+exit code: 0 notes at most, 1 a warning or an error, 64 a file that cannot be read
 """
 _FORMS = ("--json", "--matrix", "--paths", "--nccl-paths")
 _ANY_WIDTH = 1 << 20
@@ -222,14 +221,12 @@ def run(words: Sequence[str]) -> int:
             return _show(words)
 
 
-class _SourceParser(CommandParser):
-    """Reads the words of a verb of ``ronde topo`` that takes sources."""
-
-    def __init__(
-        self, verb: str, help_text: str, types: Mapping[str, Any] | None = None
-    ) -> None:
-        command = f"ronde topo {verb}".rstrip()
-        super().__init__(command, help_text, types=types, positionals={"sources": "*"})
+def _source_parser(
+    verb: str, help_text: str, types: Mapping[str, Any] | None = None
+) -> CommandParser:
+    command = f"ronde topo {verb}".rstrip()
+    positionals = {"sources": "*"}
+    return CommandParser(command, help_text, types=types, positionals=positionals)
 
 
 def _read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
@@ -255,7 +252,7 @@ def _show_notices(notices: Sequence[str]) -> None:
 
 
 def _show(words: Sequence[str]) -> int:
-    options = _SourceParser("", _SHOW_HELP).read(words)
+    options = _source_parser("", _SHOW_HELP).read(words)
     if options is None:
         return 0
     require_alone(options, *_FORMS)
@@ -389,7 +386,7 @@ def _lint(words: Sequence[str]) -> int:
         recognises_search_graph,
     )
 
-    options = _SourceParser("lint", _LINT_HELP).read(words)
+    options = _source_parser("lint", _LINT_HELP).read(words)
     if options is None:
         return 0
     if options.rules:
@@ -505,7 +502,7 @@ def _place(words: Sequence[str]) -> int:
     from ronde.topology.placement.plan import plan_host
     from ronde.topology.placement.policies import Policy
 
-    parser = _SourceParser("place", _PLACE_HELP)
+    parser = _source_parser("place", _PLACE_HELP)
     parser.set_defaults(policy=Policy.BEST_EFFORT, scope=Scope.RANK)
     options = parser.read(words)
     if options is None:
@@ -541,7 +538,7 @@ def _limit(words: Sequence[str]) -> int:
     from ronde.topology.limits.host import KnownRates, slowest, world_of
 
     types = {"N": _count, "GB/S": _rate, "PERCENT": _rate}
-    options = _SourceParser("limit", _LIMIT_HELP, types).read(words)
+    options = _source_parser("limit", _LIMIT_HELP, types).read(words)
     if options is None:
         return 0
     names = _collectives(options, COLLECTIVES)

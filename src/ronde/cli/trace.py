@@ -28,14 +28,14 @@ ronde trace VERB --help shows more.
 _SHOW_HELP = """\
 usage: ronde trace show FILE [--tensors N]
 
-Show as text what a timeline holds.
+Show a timeline as text.
 
 options:
-  --tensors N  how many tensors to name (default: 10)
+  --tensors N  number of tensors to name (default: 10)
   -h, --help   show this help and exit
 
-FILE is a merged trace, the part of a rank, a directory of parts, or what Horovod wrote,
-which covers rank 0 alone and shows less.
+FILE is a merged trace, the part of a rank, a directory of parts, or a timeline of
+Horovod, which covers rank 0 only and shows less.
 
 example:
   ronde run -n 4 --timeline step.json.gz train.py && ronde trace show step.json.gz
@@ -49,11 +49,11 @@ is a file or a directory of files.
 
 options:
   --timeline-limit SIZE
-               of OUT (default: 32MiB)
+               largest size of OUT (default: 32MiB)
   -h, --help   show this help and exit
 
-Where a job could not join its parts, they lie beside the timeline, in FILE.parts. Parts
-of several hosts are brought to one clock by what the ranks measured.
+If a job could not join its parts, they are beside the timeline, in FILE.parts. Parts of
+several hosts are aligned by the clock offsets that the ranks measured.
 
 example:
   ronde trace merge step.json.gz step.json.gz.parts
