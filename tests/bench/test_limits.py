@@ -106,7 +106,7 @@ def test_a_link_that_does_not_tell_is_no_limit(run_ranks) -> None:
     found = run_ranks(2, _search, ["a", "b"], Wires(interface="lo"), "all_reduce")
     assert found[0].limit is None
     assert found[0].reason == (
-        "the link rate is not known: lo is virtual or does not tell its speed; "
+        "the link rate is not known: lo is virtual, or its speed is unknown; "
         "--link-rate gives it"
     )
 

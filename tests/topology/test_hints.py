@@ -2,13 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.topology.placement.policies import (
-    ANY,
-    NOWHERE,
-    Hint,
-    counted_hints,
-    filter_hints,
-)
+from ronde.topology.placement.policies import Hint, counted_hints
 
 counts = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 
@@ -33,12 +27,6 @@ def test_what_is_not_there_has_no_hint():
     assert counted_hints([1, 1], [1, 1], 3) == ()
     assert counted_hints([2, 2], [0, 0], 1) == ()
     assert counted_hints([], [], 1) == ()
-
-
-def test_silence_is_no_obstacle_and_an_empty_list_is():
-    hint = [Hint(1, True)]
-    provided = [None, {}, {"a": None, "b": []}, {"c": hint}]
-    assert filter_hints(provided) == [ANY, ANY, ANY, NOWHERE, tuple(hint)]
 
 
 @given(counts, st.integers(1, 12), st.data())

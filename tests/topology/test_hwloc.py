@@ -1,4 +1,4 @@
-"""hwloc's XML of all versions becomes a graph."""
+"""hwloc's XML of versions 2 and 3 becomes a graph."""
 
 from collections import Counter
 from pathlib import Path
@@ -158,37 +158,28 @@ def test_devices_are_near_the_object_they_are_in():
     assert ports["eth3"].bus_id == "0000:03:00.1"
 
 
-# Version 1: nodes contain their CPUs, and distances are told of a depth, divided by a
-# base. Sorts of devices are numbers from 0.
-VERSION_1 = """<?xml version="1.0" encoding="UTF-8"?>
-<!DOCTYPE topology SYSTEM "hwloc.dtd">
-<topology>
+# Version 2: nodes stand in packages beside the cores. Sorts of devices are numbers
+# from 0.
+VERSION_2 = """<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE topology SYSTEM "hwloc2.dtd">
+<topology version="2.0">
  <object type="Machine" os_index="0" cpuset="0x0000000f">
   <info name="Architecture" value="x86_64"/>
   <info name="HostName" value="old"/>
-  <distances nbobjs="2" relative_depth="2" latency_base="1.000000">
-   <latency value="7"/><latency value="7"/><latency value="7"/><latency value="7"/>
-  </distances>
-  <distances nbobjs="2" relative_depth="1" latency_base="10.000000">
-   <latency value="1.000000"/><latency value="2.100000"/>
-   <latency value="2.100000"/><latency value="1.000000"/>
-  </distances>
-  <object type="NUMANode" os_index="0" cpuset="0x00000003" local_memory="1024">
-   <object type="Socket" os_index="4" cpuset="0x00000003">
-    <info name="CPUVendor" value="AuthenticAMD"/>
-    <info name="CPUFamilyNumber" value="23"/>
-    <info name="CPUModelNumber" value="49"/>
-    <object type="Core" os_index="0" cpuset="0x00000003">
-     <object type="PU" os_index="0" cpuset="0x00000001"/>
-     <object type="PU" os_index="1" cpuset="0x00000002"/>
-    </object>
+  <object type="Package" os_index="4" cpuset="0x00000003">
+   <object type="NUMANode" os_index="0" cpuset="0x00000003" local_memory="1024"/>
+   <info name="CPUVendor" value="AuthenticAMD"/>
+   <info name="CPUFamilyNumber" value="23"/>
+   <info name="CPUModelNumber" value="49"/>
+   <object type="Core" os_index="0" cpuset="0x00000003">
+    <object type="PU" os_index="0" cpuset="0x00000001"/>
+    <object type="PU" os_index="1" cpuset="0x00000002"/>
    </object>
   </object>
-  <object type="NUMANode" os_index="8" cpuset="0x0000000c" local_memory="2048">
-   <object type="Socket" os_index="5" cpuset="0x0000000c">
-    <object type="PU" os_index="2" cpuset="0x00000004"/>
-    <object type="PU" os_index="3" cpuset="0x00000008"/>
-   </object>
+  <object type="Package" os_index="5" cpuset="0x0000000c">
+   <object type="NUMANode" os_index="8" cpuset="0x0000000c" local_memory="2048"/>
+   <object type="PU" os_index="2" cpuset="0x00000004"/>
+   <object type="PU" os_index="3" cpuset="0x00000008"/>
    <object type="Bridge" os_index="0" bridge_type="0-1" bridge_pci="0000:[80-81]">
     <object type="PCIDev" os_index="1" name="x" pci_busid="0000:81:00.0"
       pci_type="0207 [15b3:1017] [15b3:0002] 00" pci_link_speed="0.000000">
@@ -201,20 +192,24 @@ VERSION_1 = """<?xml version="1.0" encoding="UTF-8"?>
     </object>
     <object type="PCIDev" os_index="2" pci_busid="0000:82:00.0"
       pci_type="0300 [10de:1db1] [10de:1212] a1" pci_link_speed="15.75">
-     <object type="OSDev" name="cuda0" osdev_type="5">
-      <info name="CoProcType" value="CUDA"/>
+     <object type="OSDev" name="cuda0" subtype="CUDA" osdev_type="5">
       <info name="GPUModel" value="Tesla V100-SXM2-16GB"/>
      </object>
     </object>
    </object>
   </object>
  </object>
+ <distances2 type="NUMANode" nbobjs="2" kind="5" name="NUMALatency" indexing="os">
+  <indexes length="4">0 8 </indexes>
+  <u64values length="12">10 21
+   21 10 </u64values>
+ </distances2>
 </topology>
 """
 
 
-def test_version_1_has_cpus_in_nodes():
-    host = read(VERSION_1)
+def test_version_2_has_nodes_in_packages():
+    host = read(VERSION_2)
     assert host.name == "old"
     first, second = host.numa_nodes
     assert (first.number, first.cpus, first.cores) == (0, (0, 1), ((0, 1),))
@@ -237,10 +232,15 @@ def test_version_1_has_cpus_in_nodes():
     assert [(gpu.title, gpu.sm) for gpu in host.gpus] == [("Tesla V100-SXM2-16GB", 70)]
 
 
-def test_a_machine_of_version_1_without_nodes_has_one():
+def test_version_1_is_refused():
+    with pytest.raises(UsageError, match="line 1: version must be a number from 2"):
+        read('<topology><object type="Machine" cpuset="0x3"/></topology>')
+
+
+def test_a_machine_without_nodes_has_one():
     host = read(
-        '<topology><object type="Machine" os_index="0" cpuset="0x3" local_memory="512">'
-        '<object type="PU" os_index="0" cpuset="0x1"/>'
+        '<topology version="2.0"><object type="Machine" os_index="0" cpuset="0x3" '
+        'local_memory="512"><object type="PU" os_index="0" cpuset="0x1"/>'
         '<object type="PU" os_index="1" cpuset="0x2"/></object></topology>'
     )
     (node,) = host.numa_nodes
@@ -410,20 +410,20 @@ def test_an_interface_without_a_device_has_a_node():
         ("0207 [15b3:1017]", "0207 15b3:1017", "pci_type must be"),
         ('speed="15.75"', 'speed="nan"', "pci_link_speed a number"),
         ('speed="15.75"', 'speed="-1"', "pci_link_speed a number"),
-        ('value="2.100000"/>\n', 'value="x"/>\n', "values must be numbers"),
-        ('<latency value="2.100000"/>\n', "", "2 \\* 2 values, got 3"),
-        ("<topology>", '<topology version="v2">', "version must be a number"),
+        ("   21 10 <", "   21 x <", "values must be numbers"),
+        ("   21 10 <", "   21 <", "2 \\* 2 values, got 3"),
+        ('version="2.0"', 'version="v2"', "version must be a number"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_line(old, new, message):
-    assert old in VERSION_1
+    assert old in VERSION_2
     with pytest.raises(UsageError, match=rf"^saved.xml, line [0-9]+: .*{message}"):
-        read(VERSION_1.replace(old, new, 1))
+        read(VERSION_2.replace(old, new, 1))
 
 
 def test_the_line_is_where_the_element_begins():
-    with pytest.raises(UsageError, match="line 25: cpuset"):
-        read(VERSION_1.replace("0x0000000c", "?", 1))
+    with pytest.raises(UsageError, match="line 17: cpuset"):
+        read(VERSION_2.replace("0x0000000c", "?", 1))
 
 
 @pytest.mark.parametrize(
@@ -458,10 +458,10 @@ def test_many_large_elements_take_no_time():
 
 
 @given(st.data())
-def test_a_version_1_file_cut_anywhere_is_refused(data):
-    end = data.draw(st.integers(0, len(VERSION_1.rstrip()) - 1))
+def test_a_version_2_file_cut_anywhere_is_refused(data):
+    end = data.draw(st.integers(0, len(VERSION_2.rstrip()) - 1))
     with pytest.raises(UsageError):
-        read(VERSION_1[:end])
+        read(VERSION_2[:end])
 
 
 def words(cpus: set[int]) -> str:

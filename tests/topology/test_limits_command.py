@@ -81,10 +81,10 @@ def test_rates_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_not_told_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = printed(capsys, CLOUD, "--nodes", "2")
-    assert "bounds may be lower: the source does not tell whether NVLink" in text
+    assert "bounds may be lower: the source does not show whether NVLink" in text
     code, text = printed(capsys, CLOUD)
     assert code == 0
-    assert "all_reduce             -  the source does not tell" in text
+    assert "all_reduce             -  the source does not show" in text
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_files_that_do_not_tell() -> None:
     assert clouds.network.gb_per_s == pytest.approx(8 * GEN5_X16)
     assert clouds.unknown == (
         "speed of 8 ports from 0101:00:00.0 unknown: its PCIe link counts",
-        "the source does not tell whether NVLink joins the GPUs",
+        "the source does not show whether NVLink joins the GPUs",
     )
     # eth0 hangs at no device: what a machine's software says is no rate.
     b200 = world_of(host_of("hgx_b200"), 2, 8)
@@ -193,14 +193,14 @@ def test_the_least_link_that_there_is_limits_nothing() -> None:
     plain = gpus()
     host = plain._replace(devices=(tiny, *plain.devices[1:]))
     assert world_of(host, 1, 4).unknown == (
-        "the source does not tell the PCIe link of a GPU",
+        "the source does not show the PCIe link of a GPU",
     )
 
 
 def test_the_kernel_alone_tells_nothing_of_nvlinks() -> None:
     kernel = gpus()._replace(sources=("sysfs of this machine",))
     assert world_of(kernel, 1, 4).unknown == (
-        "the source does not tell whether NVLink joins the GPUs",
+        "the source does not show whether NVLink joins the GPUs",
     )
     both = kernel._replace(sources=("sysfs of this machine", "NVML"))
     assert limit(world_of(both, 1, 4)).link == "PCIe, 31.51 GB/s a GPU"

@@ -90,8 +90,8 @@ def test_an_interface_that_does_not_tell(tree: Adapters, speed: str | None) -> N
         rates = tree.rates(name)
         assert (rates.network, rates.path) == (None, None)
         assert rates.remark == (
-            f"the link rate is not known: {name} is virtual or does not tell its "
-            "speed; --link-rate gives it"
+            f"the link rate is not known: {name} is virtual, or its speed "
+            "is unknown; --link-rate gives it"
         )
 
 

@@ -181,7 +181,7 @@ def test_links_to_nobody_knows_where_are_a_remark():
     gpu = GpuAnswers("00000000:1B:00.0", nvlinks=(Remote(NOBODY, ""),) * 4)
     host = graph_of([gpu], {})
     assert host.links == ()
-    assert host.remarks == ("NVML does not tell where 4 NVLinks of 0000:1b:00.0 lead.",)
+    assert host.remarks == ("NVML does not show where 4 NVLinks of 0000:1b:00.0 lead.",)
 
 
 def test_links_to_the_processor_add_up():

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.topology.placement.policies import (
+    ANY,
+    NOWHERE,
     Hint,
     NodeSet,
     Policy,
     best_count,
     compare,
     decide,
-    filter_hints,
     merge,
 )
 
@@ -51,6 +53,15 @@ def providers_of(case: Any) -> list[dict[str, list[Hint] | None] | None]:
     ]
 
 
+def resources_of(
+    providers: Sequence[Mapping[str, Sequence[Hint] | None] | None],
+) -> list[tuple[Hint, ...]]:
+    """Return the hints of each resource; a missing provider or hint is no obstacle."""
+    none: Mapping[str, None] = {"": None}
+    each = (hints for provided in providers for hints in (provided or none).values())
+    return [ANY if hints is None else tuple(hints) or NOWHERE for hints in each]
+
+
 RUNS = [
     pytest.param(suite, case, id=f"{suite['policy']}-{suite['numa']}-{case['name']}")
     for suite in CASES["suites"]
@@ -71,7 +82,7 @@ def test_hints_are_merged_as_the_topology_manager_does_in_any_order(suite, case)
     nodes = nodes_of(suite)
     bits, is_preferred = case["expected"]
     mask = nodes.all_mask if bits == "ALL" else mask_of(bits)
-    resources = filter_hints(providers_of(case))
+    resources = resources_of(providers_of(case))
     shuffler = random.Random(case["name"])
     for _ in range(6):
         shuffler.shuffle(resources)

@@ -219,7 +219,7 @@ def test_a_row_of_distances_may_have_columns_for_nodes_that_are_not_there(tree):
     tree.node(2, "2", "30 20 10 40")
     host = read_host(tree.root)
     assert by_node(host, "distances") == {0: ((0, 10), (2, 30)), 2: ()}
-    assert host.remarks == ("The kernel tells no distances of numa/2.",)
+    assert host.remarks == ("The kernel lists no distances of numa/2.",)
 
 
 def with_switch(tree: Tree) -> Tree:

@@ -187,8 +187,8 @@ def test_two_sources_of_one_machine_are_alike(
     there, back = compare_hosts(first, second), compare_hosts(second, first)
     assert there.is_equal
     assert back.is_equal
-    assert there.untold_second == back.untold_first == untold
-    assert there.untold_first == back.untold_second == ()
+    assert there.missing_second == back.missing_first == untold
+    assert there.missing_first == back.missing_second == ()
     said = draw_comparison("a", "b", there).splitlines()
     assert said[1] == f"B has no {' and no '.join(untold)}: not compared."
 
@@ -218,7 +218,7 @@ def test_ports_that_are_gone_are_a_difference_where_the_bus_is_shown() -> None:
     host = sample_host(PERLMUTTER)
     comparison = compare_hosts(host, host._replace(ports=()))
     assert set(comparison.only_first) == {port.name for port in host.ports}
-    assert comparison.untold_second == ()
+    assert comparison.missing_second == ()
 
 
 def test_a_chip_that_is_not_told_is_no_loss_and_one_that_is_told_is() -> None:

@@ -586,7 +586,7 @@ def test_a_warning_of_all_ranks_is_told_once() -> None:
     (finding,) = (
         f for f in judge_nccl_log(read(joined.encode())) if f.rule == "warned-cuda"
     )
-    assert finding.what.startswith("NCCL says 9 times: Cuda failure 0 'x'")
+    assert finding.what.startswith("NCCL reports 9 times: Cuda failure 0 'x'")
 
 
 def test_the_sample_lost_its_nvls() -> None:

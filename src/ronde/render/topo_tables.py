@@ -312,7 +312,7 @@ def judge(limit: Limit, measured_gb_per_s: float, width: int = WIDTH) -> str:
 
 def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:
     num, num_same = comparison.num_matched, comparison.num_by_address
-    sides = ("A", comparison.untold_first), ("B", comparison.untold_second)
+    sides = ("A", comparison.missing_first), ("B", comparison.missing_second)
     left_out = "".join(
         wrap("", f"{side} has no {' and no '.join(roles)}: not compared.")
         for side, roles in sides

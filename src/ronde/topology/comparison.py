@@ -2,7 +2,7 @@
 
 Elements are matched by bus address. What is left over on both sides, as where a virtual
 machine counts its buses anew, is matched in the order of numbers and of ports' names,
-if it is equally many. A kind of element of which one host tells nothing is left out.
+if it is equally many. A kind of element that one host does not show is left out.
 """
 
 import re
@@ -177,12 +177,12 @@ class PathChange(NamedTuple):
     """A pair of elements with another path in the second host."""
 
     ends: tuple[str, str]  # Names in the first host.
-    was: Path  # In the first host; with 0 GB/s where no source tells them.
+    was: Path  # In the first host; 0 GB/s if unknown.
     now: Path  # Likewise in the second.
 
 
 class PathComparison(NamedTuple):
-    """All pairs of two kinds of elements between which both hosts tell a path."""
+    """All pairs of two kinds of elements with a known path in both hosts."""
 
     kind: str  # For people: ``GPU to GPU``.
     num_pairs: int  # All of them.
@@ -196,9 +196,9 @@ class HostComparison(NamedTuple):
     num_by_address: int  # Of them those with one bus address, or number, in both.
     only_first: tuple[str, ...]  # Names of what the second lacks.
     only_second: tuple[str, ...]  # Names of what the first lacks.
-    # What is left out, for people, as the first tells of none.
-    untold_first: tuple[str, ...]
-    untold_second: tuple[str, ...]  # What is left out, as the second tells of none.
+    # What is left out, for people, because the first shows none.
+    missing_first: tuple[str, ...]
+    missing_second: tuple[str, ...]  # What is left out, because the second shows none.
     differences: tuple[Difference, ...]  # By element.
     # What the differences come to, in NCCL's figures.
     paths: tuple[PathComparison, ...]
@@ -222,7 +222,7 @@ class _Pairs(NamedTuple):
 def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     """Return what differs from one host to another.
 
-    What one of them does not tell is no difference. A host compared with itself has
+    What is unknown in one of them is no difference. A host compared with itself has
     none.
     """
     gpus = _match(first.gpus, second.gpus, lambda gpu: gpu.bus_id)
@@ -243,8 +243,8 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
         num_by_address=sum(role.num_same for role in known),
         only_first=tuple(name for role in known for name in role.only_first),
         only_second=tuple(name for role in known for name in role.only_second),
-        untold_first=tuple(sorted(unknown[0] - unknown[1])),
-        untold_second=tuple(sorted(unknown[1] - unknown[0])),
+        missing_first=tuple(sorted(unknown[0] - unknown[1])),
+        missing_second=tuple(sorted(unknown[1] - unknown[0])),
         differences=tuple(differences),
         paths=_compare_paths(first, second, gpus.names, ports.names),
     )

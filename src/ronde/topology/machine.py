@@ -35,9 +35,9 @@ class Gpu(NamedTuple):
     number: int  # Its place in the order of bus addresses, whatever is hidden.
     bus_id: str  # As sysfs writes it: ``0000:1b:00.0``; empty where it is not known.
     node: int  # Its memory node, or ``UNKNOWN_NODE``.
-    name: str  # What the driver calls it; empty where it does not tell.
+    name: str  # What the driver calls it; empty if unknown.
     maker: str  # ``nvidia``, ``amd`` or ``intel``.
-    uuid: str  # ``GPU-...``; empty where the driver does not tell.
+    uuid: str  # ``GPU-...``; empty if unknown.
     # Its place on the bus: host bridge, bridges and itself, as sysfs has them.
     path: str
     visible_as: str  # What names it in ``CUDA_VISIBLE_DEVICES`` and the like.
@@ -82,7 +82,7 @@ def read_cpu_limit(root: str) -> float:
 
 
 def read_cpuset(root: str) -> int:
-    """Return the set of CPUs that may be used, 0 where nothing is said."""
+    """Return the set of CPUs that may be used, 0 if unknown."""
     names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
     for group in list_groups(root, "cpuset"):
         for name in names:
@@ -251,10 +251,10 @@ def select_gpus(gpus: Sequence[Gpu], text: str) -> tuple[Gpu, ...]:
 
 
 class DriverGpu(NamedTuple):
-    """What NVIDIA's driver tells of a GPU in /proc."""
+    """What NVIDIA's driver shows of a GPU in /proc."""
 
-    model: str  # ``NVIDIA H100``; empty where it does not tell.
-    uuid: str  # ``GPU-...``; empty where it does not tell.
+    model: str  # ``NVIDIA H100``; empty if unknown.
+    uuid: str  # ``GPU-...``; empty if unknown.
     minor: str  # Number of the device's file.
 
 

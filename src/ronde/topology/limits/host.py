@@ -34,7 +34,7 @@ _NVLINKS = ((100, 50.0), (90, 25.0), (87, 25.0), (86, 14.0625), (70, 25.0), (60,
 _XGMI = (("95", 76.8), ("94", 64.0), ("90a", 50.0), ("910", 50.0), ("", 46.0))
 
 _HOST_BRIDGE = 0x0600
-# One lane of 2.5 GT/s: what virtual machines say of links of which they know nothing.
+# One lane of 2.5 GT/s: what virtual machines report for links they know nothing of.
 _NOTHING_GB_PER_S = 0.25
 
 
@@ -76,7 +76,7 @@ def _direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> PciFigures:
     """Return what direct links of one kind carry together.
 
     Returns:
-        Zeros where neither the source nor the GPU tells.
+        Zeros if unknown.
     """
     count = _count_links(gpu, links)
     reported = sum(link.gb_per_s for link in links)
@@ -183,7 +183,7 @@ class NetworkRates(NamedTuple):
 def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
     """Return what the network links of a host carry in one direction.
 
-    Those are RDMA adapters where the source tells of any, else all that are hardware.
+    Those are RDMA adapters where the source lists any, else all that are hardware.
     A port of unknown speed counts with its PCIe link: a bound, not more.
     """
     if interface:
@@ -209,7 +209,7 @@ def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
 def _interface_rates(host: HostTopology, interface: str) -> NetworkRates:
     way = find_ways(host).get(interface)
     if way is None:
-        why = f"{interface} is virtual or does not tell its speed"
+        why = f"{interface} is virtual, or its speed is unknown"
         why = f"the link rate is not known: {why}; --link-rate gives it"
         return NetworkRates(None, None, why)
     total = _total(host, {port: _path(host, port) or _UNLIMITED for port in way.ports})
@@ -285,7 +285,7 @@ class Mesh(NamedTuple):
     # Names of GPUs that are joined, over any number of hops; each GPU is in one, alone
     # where nothing joins it.
     islands: tuple[frozenset[str], ...]
-    # The way out of the GPU with the least; 0 GB/s where a source does not tell.
+    # The way out of the GPU with the least; 0 GB/s if unknown.
     slowest: Rate
     has_switches: bool  # Links lead to switches.
 
@@ -310,7 +310,7 @@ def mesh_of(host: HostTopology, gpus: Sequence[GpuDevice]) -> Mesh:
 
 
 def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
-    # Some sources tell of a link at one of its ends.
+    # Some sources list a link at one of its ends.
     own = [link for link in links if link.source == gpu.name]
     own = own or [link for link in links if link.target == gpu.name]
     if not own:
@@ -421,7 +421,7 @@ def with_gpus(
     if len(mesh.islands) > 1:
         return _with_pcie(world, host, used, mesh.islands)
     if not mesh.slowest.gb_per_s:
-        return world.lacking("the source does not tell how fast a GPU's links are")
+        return world.lacking("the source does not show how fast a GPU's links are")
     # AMD's files have the number of units where others have the capability.
     are_able = all(gpu.sm >= _SM_OF_NVLS and not gpu.gcn for gpu in used)
     return world._replace(gpu=mesh.slowest, has_nvls=mesh.has_switches and are_able)
@@ -444,9 +444,9 @@ def _with_pcie(
     is_silent = host.sources and is_kernel_alone
     may_know = not is_silent and any(gpu.sm != UNKNOWN for gpu in used)
     if not may_know and not any(gpu.gcn for gpu in used):
-        return world.lacking("the source does not tell whether NVLink joins the GPUs")
+        return world.lacking("the source does not show whether NVLink joins the GPUs")
     if len(known) < len(used):
-        return world.lacking("the source does not tell the PCIe link of a GPU")
+        return world.lacking("the source does not show the PCIe link of a GPU")
     if size == 1:
         return world._replace(gpu=_alone(host, used, min(known)))
     if size < sizes[-1]:

@@ -1,1 +1,1 @@
-"""What is wrong with machines, found by rules, and with the files that tell of them."""
+"""What is wrong with machines and with the files that describe them, by rules."""

@@ -7,10 +7,11 @@ there.
 
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from ronde.topology.graph import UNKNOWN
 from ronde.topology.nccl_log.log import (
@@ -46,13 +47,27 @@ _MAX_RANKS_OF_OLD_RING = 20
 _SLACK = 2
 # A host that is named in so few messages may be a word that was cut.
 _MAX_MISREAD = 3
+# By the numbers that older releases log.
+_ALGORITHMS = (
+    "TREE",
+    "RING",
+    "COLLNET_DIRECT",
+    "COLLNET_CHAIN",
+    "NVLS",
+    "NVLS_TREE",
+    "PAT",
+)
+_PROTOCOLS = ("LL", "LL128", "SIMPLE")
 _DEVICE = re.compile(r"\[\d+\] ?([^\s\[={},]+)")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _NIC = re.compile(r"/-?\d+(?:\(\d+\))?")
 
 Value = tuple[str | int | float | None, ...]
 Counts = dict[str, dict[Value, dict[int, int]]]
-"""How often each process (by number) reported a value, by topic and value."""
+"""By topic and value, the processes (by number) that reported it.
+
+Edges, tunings and warnings are counted; all others have 0.
+"""
 
 
 @dataclass(slots=True)
@@ -63,15 +78,8 @@ class _Process:
     num_messages: int = 0
 
 
-class _LogEntry(NamedTuple):
-    """A message of a known form."""
-
-    process: _Process
-    thread: tuple[int, int]  # Numbers of process and thread.
-    match: re.Match[str]
-
-
-_Taker = Callable[[_LogEntry], None]
+_Entry = tuple[_Process, tuple[int, int], re.Match[str]]
+"""A message of a known form: process, numbers of process and thread, and match."""
 
 
 @dataclass(slots=True)
@@ -138,12 +146,10 @@ class _Starts:
         self._of_pointer: dict[tuple[int, str], _Comm] = {}
         self._num_ranks = 0
 
-    def take_init(self, entry: _LogEntry) -> None:
-        process = entry.process
-        _, pointer, rank, num_ranks, device, bus_id, *split, name, word = (
-            entry.match.groups()
-        )
-        thread, at = entry.thread, (process.number, pointer)
+    def take_init(self, entry: _Entry) -> None:
+        process, thread, match = entry
+        _, pointer, rank, num_ranks, device, bus_id, *split, name, word = match.groups()
+        at = process.number, pointer
         name = name or self._split_name(process, pointer, split)
         comm = self._named.get((name, int(num_ranks)))
         if comm is None:
@@ -161,9 +167,9 @@ class _Starts:
         values = {"device": int(device), "bus_id": bus_id, mark: True}
         self._see(comm, int(rank), process, values)
 
-    def take_layout(self, entry: _LogEntry) -> None:
-        process = entry.process
-        pointer, rank, num_ranks, num_nodes, _, mnnvl = entry.match.groups()
+    def take_layout(self, entry: _Entry) -> None:
+        process, _, match = entry
+        pointer, rank, num_ranks, num_nodes, _, mnnvl = match.groups()
         comm = self._of_pointer.get((process.number, pointer))
         if comm is None or comm.num_ranks not in (0, int(num_ranks)):
             comm = self._current(entry, int(num_ranks))
@@ -172,27 +178,26 @@ class _Starts:
             comm.num_nodes, comm.is_mnnvl = int(num_nodes), mnnvl == "1"
             self._see(comm, int(rank), process, {})
 
-    def take_ring(self, entry: _LogEntry) -> None:
-        order = tuple(map(int, entry.match.group(3).split()))
+    def take_ring(self, entry: _Entry) -> None:
+        match = entry[2]
+        order = tuple(map(int, match.group(3).split()))
         may_be_cut = len(order) == _MAX_RANKS_OF_OLD_RING
         comm = self._current(entry, 0 if may_be_cut else len(order))
         is_cut = may_be_cut and comm and comm.num_ranks not in (0, len(order))
         if comm is not None and not is_cut and self._has_room(len(order)):
-            comm.rings[int(entry.match.group(1))] = order
+            comm.rings[int(match.group(1))] = order
 
-    def take_channels(self, entry: _LogEntry) -> None:
+    def take_channels(self, entry: _Entry) -> None:
         if comm := self._current(entry, 0):
-            comm.channels.add(ChannelCounts(*map(int, entry.match.groups())))
+            comm.channels.add(ChannelCounts(*map(int, entry[2].groups())))
 
-    def take_timings(self, entry: _LogEntry) -> None:
-        if comm := self._current(entry, int(entry.match.group(2))):
-            phases = [each.split(" ") for each in entry.match.group(4).split(", ")]
+    def take_timings(self, entry: _Entry) -> None:
+        process, _, match = entry
+        if comm := self._current(entry, int(match.group(2))):
+            phases = [each.split(" ") for each in match.group(4).split(", ")]
             ordered = sorted(((n, float(s)) for n, s in phases), key=lambda p: -p[1])
-            values = {
-                "init_s": float(entry.match.group(3)),
-                "init_phases": tuple(ordered),
-            }
-            self._see(comm, int(entry.match.group(1)), entry.process, values)
+            values = {"init_s": float(match.group(3)), "init_phases": tuple(ordered)}
+            self._see(comm, int(match.group(1)), process, values)
 
     def communicators(self) -> list[_Comm]:
         """Return all; drafts are added to those they can only belong to."""
@@ -223,17 +228,18 @@ class _Starts:
             return f"#{process.host}:{process.pid}:{pointer}"
         return f"#{parent.name}/{split_count or '-'}/{color or '-'}"
 
-    def _current(self, entry: _LogEntry, num_ranks: int) -> _Comm | None:
+    def _current(self, entry: _Entry, num_ranks: int) -> _Comm | None:
         """Return what a thread starts, or its draft; None where it is another."""
-        comm = self._of_thread.get(entry.thread)
+        process, thread, _ = entry
+        comm = self._of_thread.get(thread)
         if comm is None:
             if len(self._drafts) >= _MAX_COMMUNICATORS:
                 self.num_left_out += 1
                 return None
-            comm = self._of_thread[entry.thread] = _Comm("")
+            comm = self._of_thread[thread] = _Comm("")
             self._drafts[id(comm)] = comm
         comm.num_ranks = comm.num_ranks or num_ranks
-        comm.processes[entry.process.number] = entry.process
+        comm.processes[process.number] = process
         return comm if num_ranks in (0, comm.num_ranks) else None
 
     def _see(
@@ -259,7 +265,7 @@ class _Collector:
 
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], _Process] = {}
-        self.counts: Counts = {}
+        self.counts: Counts = defaultdict(dict)
         self.starts = _Starts()
         # By transport or kind of operation, and number of the process: two ranks that
         # an edge joins, and bytes of the smallest and largest operation.
@@ -274,7 +280,7 @@ class _Collector:
         self._branches: dict[tuple[int, int], list[tuple[int, str]]] = {}
         # The number of one process stands for its host where all see the same.
         self._number_of_host: dict[str, int] = {}
-        self._takers: dict[str, _Taker] = {
+        self._takers: dict[str, Callable[[_Entry], None]] = {
             "ib_found": self._take_found,
             "socket_found": self._take_found,
             "system": self._take_system,
@@ -294,121 +300,124 @@ class _Collector:
 
     def take(self, message: NcclMessage) -> None:
         self.num_messages += 1
-        if not message.host:
-            version = message.text.rpartition(" ")[2]
+        host, pid, thread, is_warning, place, text = message
+        if not host:
+            version = text.rpartition(" ")[2]
             if version not in self.loose_versions and len(self.loose_versions) < 100:
                 self.loose_versions.append(version)
             return
-        process = self._process(message.host, message.pid)
+        process = self.processes.get((host, pid)) or self._add_process(host, pid)
         if process is None:
             return
         process.num_messages += 1
-        if message.is_warning:
-            text = message.text[:_MAX_KEPT_TEXT]
-            like = (_NUMBER.sub("#", text),)
-            if self._note("warning", like, process.number):
-                self.warnings.setdefault(like, (text, message.place))
-        if found := recognise(message.text):
+        if is_warning:
+            kept = text[:_MAX_KEPT_TEXT]
+            like = (_NUMBER.sub("#", kept),)
+            if self._count("warning", like, process.number):
+                self.warnings.setdefault(like, (kept, place))
+        if found := recognise(text):
             topic, match = found
             if taker := self._takers.get(topic):
-                taker(_LogEntry(process, (process.number, message.thread), match))
+                taker((process, (process.number, thread), match))
             else:
                 self._note(topic, match.groups(), process.number)
 
-    def _process(self, host: str, pid: int) -> _Process | None:
-        process = self.processes.get((host, pid))
-        if process is None:
-            if len(self.processes) >= _MAX_PROCESSES:
-                self.num_left_out += 1
-                return None
-            process = _Process(len(self.processes), host, pid)
-            self.processes[host, pid] = process
-            self._number_of_host.setdefault(host, process.number)
+    def _add_process(self, host: str, pid: int) -> _Process | None:
+        if len(self.processes) >= _MAX_PROCESSES:
+            self.num_left_out += 1
+            return None
+        process = _Process(len(self.processes), host, pid)
+        self.processes[host, pid] = process
+        self._number_of_host.setdefault(host, process.number)
         return process
 
-    def _note(self, topic: str, value: Value, number: int) -> int:
-        """Count a value of a process; return the count, 0 for too many values."""
-        values = self.counts.setdefault(topic, {})
-        counts = values.get(value)
+    def _note(self, topic: str, value: Value, number: int) -> dict[int, int] | None:
+        """Note that a process reported a value; return none for too many values."""
+        counts = self.counts[topic].get(value)
         if counts is None:
-            if len(values) >= _MAX_VALUES:
+            if len(self.counts[topic]) >= _MAX_VALUES:
                 self.num_left_out += 1
-                return 0
-            counts = values[value] = {}
+                return None
+            counts = self.counts[topic][value] = {}
+        counts.setdefault(number, 0)
+        return counts
+
+    def _count(self, topic: str, value: Value, number: int) -> int:
+        """Count a value of a process; return the count, 0 for too many values."""
+        counts = self.counts[topic].get(value)
+        if counts is None and (counts := self._note(topic, value, number)) is None:
+            return 0
         counts[number] = count = counts.get(number, 0) + 1
         return count
 
-    def _take_found(self, entry: _LogEntry) -> None:
-        is_socket = entry.match.group(1) == "Socket"
-        for device in _DEVICE.findall(entry.match.group(2)):
+    def _take_found(self, entry: _Entry) -> None:
+        process, _, match = entry
+        network, devices = match.group(1, 2)
+        is_socket = network == "Socket"
+        topic = "socket_found" if is_socket else "ib_found"
+        for device in _DEVICE.findall(devices):
             # The address behind a socket's name is of no use.
             name = device.partition(":")[0] if is_socket else device
-            topic = "socket_found" if is_socket else "ib_found"
-            self._note(topic, (entry.match.group(1), name), entry.process.number)
+            self._note(topic, (network, name), process.number)
 
-    def _take_system(self, entry: _LogEntry) -> None:
+    def _take_system(self, entry: _Entry) -> None:
         if len(self._branches) < _MAX_PROCESSES:
-            self._branches[entry.thread] = []
+            self._branches[entry[1]] = []
 
-    def _take_root(self, entry: _LogEntry) -> None:
-        branches = self._branches.get(entry.thread)
+    def _take_root(self, entry: _Entry) -> None:
+        branches = self._branches.get(entry[1])
         if branches is not None:
-            branches[:] = [(0, entry.match.group(1))]
+            branches[:] = [(0, entry[2].group(1))]
 
-    def _take_link(self, entry: _LogEntry) -> None:
-        blanks, kind, gb_per_s, target, port = entry.match.groups()
-        branches = self._branches.get(entry.thread, [])
+    def _take_link(self, entry: _Entry) -> None:
+        process, thread, match = entry
+        blanks, kind, gb_per_s, target, port = match.groups()
+        branches = self._branches.get(thread, [])
         # What hangs below a link begins where the link's own words end.
         while branches and branches[-1][0] > len(blanks) + _SLACK:
             branches.pop()
         is_below = bool(branches) and len(blanks) - branches[-1][0] <= _SLACK
         source = branches[-1][1] if is_below else ""
-        branches.append((entry.match.start(4), target))
+        branches.append((match.start(4), target))
         port_gb_per_s = _float(port) if target.startswith("NET/") else 0.0
         value = (kind, _float(gb_per_s), source, target, port_gb_per_s)
-        self._note("tree_link", value, self._number_of_host[entry.process.host])
+        self._note("tree_link", value, self._number_of_host[process.host])
 
-    def _take_paths(self, entry: _LogEntry) -> None:
-        number = self._number_of_host[entry.process.host]
-        for item in split_paths(entry.match.group(2)):
-            self._note("paths", (entry.match.group(1), *item), number)
+    def _take_paths(self, entry: _Entry) -> None:
+        process, _, match = entry
+        number = self._number_of_host[process.host]
+        source, targets = match.groups()
+        for item in split_paths(targets):
+            self._note("paths", (source, *item), number)
 
-    def _take_graph(self, entry: _LogEntry) -> None:
-        pattern, num_channels, intra, inter, *types = entry.match.groups()
+    def _take_graph(self, entry: _Entry) -> None:
+        process, _, match = entry
+        pattern, num_channels, intra, inter, *types = match.groups()
         value = (int(pattern), int(num_channels), float(intra), float(inter), *types)
-        self._note("graph", value, entry.process.number)
+        self._note("graph", value, process.number)
 
-    def _take_edge(self, entry: _LogEntry) -> None:
-        source, target, transport = entry.match.groups()
+    def _take_edge(self, entry: _Entry) -> None:
+        process, _, match = entry
+        source, target, transport = match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
         value = (transport,)
-        if self._note("edge", value, entry.process.number) == 1:
+        if self._count("edge", value, process.number) == 1:
             # A switch of the network has no rank.
             ends = int(source), int(target or source)
-            self.examples[value, entry.process.number] = ends
+            self.examples[value, process.number] = ends
 
-    def _take_tuning(self, entry: _LogEntry) -> None:
-        collective, size, algorithm, protocol = entry.match.groups()
-        self._operate(entry.process, (collective, algorithm, protocol), int(size))
+    def _take_tuning(self, entry: _Entry) -> None:
+        collective, size, algorithm, protocol = entry[2].groups()
+        self._operate(entry[0], (collective, algorithm, protocol), int(size))
 
-    def _take_old_tuning(self, entry: _LogEntry) -> None:
-        size, algorithm, protocol = map(int, entry.match.groups())
-        algorithms = [
-            "TREE",
-            "RING",
-            "COLLNET_DIRECT",
-            "COLLNET_CHAIN",
-            "NVLS",
-            "NVLS_TREE",
-            "PAT",
-        ]
-        protocols = ["LL", "LL128", "SIMPLE"]
-        kind = ("", _named(algorithm, algorithms), _named(protocol, protocols))
-        self._operate(entry.process, kind, size)
+    def _take_old_tuning(self, entry: _Entry) -> None:
+        size, algorithm, protocol = map(int, entry[2].groups())
+        kind = ("", _named(algorithm, _ALGORITHMS), _named(protocol, _PROTOCOLS))
+        self._operate(entry[0], kind, size)
 
     def _operate(self, process: _Process, kind: Value, size: int) -> None:
-        if self._note("tuning", kind, process.number):
+        if self._count("tuning", kind, process.number):
             low, high = self.sizes.get((kind, process.number), (size, size))
             self.sizes[kind, process.number] = min(low, size), max(high, size)
 

@@ -371,10 +371,11 @@ _PATH_ITEM = _compile(r"(@ELEMENT) \((\d+)/([\d.]+)/(\w+)\)")
 
 def recognise(text: str) -> tuple[str, re.Match[str]] | None:
     """Return the topic and the match of a message of a known form, matched whole."""
-    word = text.lstrip(" ").partition(" ")[0].rstrip(":")
-    forms = _PATTERNS.get(word)
+    # Most begin with a known word as it stands, and stripping all costs time.
+    forms = _PATTERNS.get(text.partition(" ")[0])
     if forms is None:
-        forms = _PATTERNS.get(_group_of(word, text), [])
+        word = text.lstrip(" ").partition(" ")[0].rstrip(":")
+        forms = _PATTERNS.get(word) or _PATTERNS.get(_group_of(word, text), [])
     for topic, pattern in forms:
         if match := pattern.fullmatch(text):
             return topic, match

@@ -70,8 +70,8 @@ do Set HSA_FORCE_FINE_GRAIN_PCIE=1 for all ranks.
 
 warned-adapter-call error call to ibv_|NET/IB : unable to open
 so The network adapter cannot be used as wanted.
-do See with ibv_devinfo that the port is ACTIVE; on RoCE set NCCL_IB_GID_INDEX as
-   show_gids tells (often 3).
+do See with ibv_devinfo that the port is ACTIVE; on RoCE set NCCL_IB_GID_INDEX to
+   what show_gids shows (often 3).
 
 warned-no-interface error no (socket |usable listening |ip )?interface found
 so The job does not start.
@@ -166,8 +166,8 @@ so NCCL cannot use the topology: the job does not start, or is slow.
 do Check the file that NCCL_TOPO_FILE names: ronde topo lint FILE.
 
 warned warning .?
-so The log does not say what comes of it.
-do Look at what the same rank says next, and for these words in NCCL's issues.
+so The log does not show what follows from it.
+do Look at the next lines of the same rank, and for these words in NCCL's issues.
 """
 
 
@@ -198,7 +198,7 @@ def marked_warnings(job: NcclJob) -> Iterator[Diagnostic]:
             known.rule,
             known.severity,
             name_some(hosts),
-            f"NCCL says {times}: {shown}" + (f" ({place})" if place else ""),
+            f"NCCL reports {times}: {shown}" + (f" ({place})" if place else ""),
             known.consequence,
             known.remedy,
         )

@@ -5,7 +5,7 @@ under the same policy would do. A set of nodes is the bits of a number; bit 0 is
 first node that has CPUs, whatever the kernel calls it. Nodes without CPUs have no bit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -52,19 +52,6 @@ class Alignment(NamedTuple):
     mask: int | None  # Nodes to use; None for any.
     is_preferred: bool
     is_admitted: bool
-
-
-def filter_hints(
-    providers: Sequence[Mapping[str, Sequence[Hint] | None] | None],
-) -> list[tuple[Hint, ...]]:
-    """Return the hints of each resource; a missing provider or hint is no obstacle.
-
-    A provider's hints for a resource are None where it has no preference, and empty
-    where it cannot meet the request.
-    """
-    none: Mapping[str, None] = {"": None}
-    each = (hints for provided in providers for hints in (provided or none).values())
-    return [ANY if hints is None else tuple(hints) or NOWHERE for hints in each]
 
 
 def counted_hints(

@@ -1,4 +1,4 @@
-"""The XML that hwloc's ``lstopo`` writes, of versions 1 to 3.
+"""The XML that hwloc's ``lstopo`` writes, of versions 2 and 3.
 
 Of a PCI device's link hwloc has the bandwidth, not the speed.
 """
@@ -33,8 +33,6 @@ from ronde.topology.probes.base import (
 
 # More hardware threads than this are no machine.
 _MAX_CPUS = 1 << 16
-# A processor's name, now and before version 1.11.
-_PACKAGES = ("Package", "Socket")
 _CPU_WORD = re.compile(r"(?:0x)?([0-9a-f]{0,8})", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LINK_KINDS = {"NVLinkBandwidth": LinkKind.NVLINK, "XGMIBandwidth": LinkKind.XGMI}
@@ -77,7 +75,12 @@ class HwlocProbe:
                 f"{saved.name} must be a machine as hwloc writes it, got {root.tag} "
                 f"with {len(machines)} objects. Write it with: lstopo file.xml"
             )
-        host = _host(root, machines[0], saved.name)
+        version = _decimal(root.attributes.get("version", "1"))
+        if not version >= 2:
+            rule = "version must be a number from 2 (lstopo of hwloc 2 writes it)"
+            got = root.attributes.get("version", "none")
+            raise bad_value(saved.name, root.line, rule, got)
+        host = _host(root, machines[0], saved.name, version)
         return Topology((host._replace(sources=(f"{self.format} {saved.name}",)),))
 
 
@@ -85,7 +88,6 @@ class _Object(NamedTuple):
     """An object, and where it stands."""
 
     element: Element
-    depth: int  # How many objects it is in.
     cpus: int  # Its CPUs as bits, else those of the nearest object around it.
     package: "_Object | None"  # The package around it.
     bus_id: str  # Of the nearest PCI device or bridge around it; empty if none.
@@ -110,20 +112,20 @@ class _Object(NamedTuple):
 
 def _walk(machine: Element, origin: str) -> Iterator[_Object]:
     """Yield all objects, parents before children, in the order of the file."""
-    waiting = [_Object(machine, 0, 0, None, "", origin)]
+    waiting = [_Object(machine, 0, None, "", origin)]
     while waiting:
         each = waiting.pop()
         if "cpuset" in each.element.attributes:
             each = each._replace(cpus=_cpus(each.element, origin))
         yield each
-        package = each if each.kind in _PACKAGES else each.package
+        package = each if each.kind == "Package" else each.package
         text = each.text("pci_busid")
         address = plain_address(text)
         if text and not address:
             raise each.bad("pci_busid must be an address such as 0000:1b:00.0", text)
         bus_id = address or each.bus_id
         waiting += [
-            _Object(child, each.depth + 1, each.cpus, package, bus_id, origin)
+            _Object(child, each.cpus, package, bus_id, origin)
             for child in reversed(each.element.named("object"))
         ]
 
@@ -166,17 +168,13 @@ def _cpus(element: Element, origin: str) -> int:
     return parse_mask("".join(word[1].zfill(8) for word in words if word))
 
 
-def _host(root: Element, machine: Element, origin: str) -> HostTopology:
+def _host(root: Element, machine: Element, origin: str, version: float) -> HostTopology:
     # What holds for the whole machine stands in it before version 3, then beside it.
     infos = {**_infos(root), **_infos(machine)}
     objects = list(_walk(machine, origin))
     nodes = _Nodes(objects, infos)
     devices = _read_devices(objects, nodes, _read_localities(root, origin))
     gpus = _read_gpus(objects, devices)
-    version = _decimal(root.attributes.get("version", "1"))
-    if math.isnan(version):
-        got = root.attributes["version"]
-        raise bad_value(origin, root.line, "version must be a number", got)
     ports = _read_ports(objects, nodes, version)
     ends = [each.bus_id for each in (*gpus, *ports) if each.bus_id]
     return HostTopology(
@@ -209,7 +207,7 @@ class _Nodes:
                     rule = "a NUMANode must have an os_index of its own"
                     raise each.bad(rule, each.text("os_index"))
                 numbered[number] = each
-        # Before version 2 a machine with one node has none.
+        # Without any, all is one node.
         numbered = numbered or {0: objects[0]}
         self._share(numbered)
         cores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -219,7 +217,7 @@ class _Nodes:
             threads = each.cpus & self._threads
             if each.kind == "Core" and threads:
                 cores[self.near(threads)].append(tuple(members(threads)))
-            elif each.kind in _PACKAGES:
+            elif each.kind == "Package":
                 self._packages |= dict.fromkeys(members(each.cpus & ~taken), each)
                 taken |= each.cpus
         self._nodes = {
@@ -492,15 +490,6 @@ def _read_distances(
             if given.get("indexing") == "gp":
                 words = [str(numbers.get(word, "")) for word in words]
             return _by_node(matrix, words, origin)
-    # Before version 2: of all objects at some depth.
-    depths = {each.depth for each in nodes}
-    for each in objects:
-        for matrix in each.element.named("distances"):
-            depth = each.depth + _number(matrix, "relative_depth", origin)
-            is_of_all = _number(matrix, "nbobjs", origin) == len(nodes)
-            if depths == {depth} and is_of_all:
-                words = [node.text("os_index") for node in nodes]
-                return _by_node(matrix, words, origin)
     return {}
 
 
@@ -518,11 +507,8 @@ def _entries(
     matrix: Element, names: Sequence[str], origin: str
 ) -> Iterator[tuple[str, str, float]]:
     """Yield source, target and value of each entry, row by row."""
-    base, words = 1.0, _words(matrix, "u64values")
-    if matrix.tag == "distances":
-        base = _decimal(matrix.attributes.get("latency_base", "1"))
-        words = [each.attributes.get("value", "") for each in matrix.named("latency")]
-    values = [base * _decimal(word) for word in words]
+    words = _words(matrix, "u64values")
+    values = list(map(_decimal, words))
     if any(math.isnan(value) or value > 1e15 for value in values):
         raise bad_value(origin, matrix.line, "values must be numbers from 0", words)
     num = len(names)

@@ -110,7 +110,7 @@ def graph_of(
             if answer in _PEERS and (one < other or answer != peers.get((other, one)))
         ),
         remarks=tuple(
-            f"NVML does not tell where {num_lost} NVLinks of {name} lead."
+            f"NVML does not show where {num_lost} NVLinks of {name} lead."
             for name, num_lost in zip(names, lost, strict=True)
             if num_lost
         ),
@@ -195,7 +195,7 @@ def read_nvml() -> tuple[HostTopology | None, tuple[str, ...]]:
         with open_nvml() as nvml:
             return _read(nvml)
     except NoNvmlError as error:
-        return None, (f"{error}. NVLinks are not known.",)
+        return None, (f"{error}. NVLinks are unknown.",)
 
 
 def _read(nvml: Any) -> tuple[HostTopology, tuple[str, ...]]:  # noqa: ANN401 no types
@@ -205,7 +205,7 @@ def _read(nvml: Any) -> tuple[HostTopology, tuple[str, ...]]:  # noqa: ANN401 no
         try:
             handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
         except nvml.NVMLError as error:
-            notices.append(f"NVML does not tell of GPU {index}: {error}.")
+            notices.append(f"NVML does not answer for GPU {index}: {error}.")
     status = "nvmlDeviceGetP2PStatus"
     peers = {
         (one, other): _ask(

@@ -140,6 +140,6 @@ def _switch(
 
 def _refusal(saved: Saved, line: int, rule: str, got: object) -> UsageError:
     return UsageError(
-        f"{saved.name}, line {line}: {rule}, got {shorten(got)}. Slurm's manual of "
-        "topology.conf says what goes."
+        f"{saved.name}, line {line}: {rule}, got {shorten(got)}. See Slurm's manual "
+        "of topology.conf."
     )

@@ -287,7 +287,7 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     distances = _read_distances(root, list(cpus_of))
     undistanced = [f"numa/{node}" for node in cpus_of if node not in distances]
     if undistanced and len(cpus_of) > 1:
-        remarks.append(f"The kernel tells no distances of {', '.join(undistanced)}.")
+        remarks.append(f"The kernel lists no distances of {', '.join(undistanced)}.")
     return (
         tuple(n._replace(distances=distances.get(n.number, ())) for n in nodes),
         tuple(remarks),
