@@ -118,7 +118,7 @@ def test_a_dry_run_shows_the_hosts_that_are_kept_out(ronde, tmp_path):
     hostfile.write_text("localhost slots=1\nn8 slots=0\nn9:0\n")
     done = ronde("run", "--hostfile", str(hostfile), "--dry-run", "--", "true")
     said = f"n8 ({hostfile} line 2), n9 ({hostfile} line 3)."
-    assert f"\nnote: kept out by 0 slots: {said}\n" in done.stdout.decode()
+    assert f"\nnote: not used, with 0 slots: {said}\n" in done.stdout.decode()
 
 
 def test_a_dry_run_shows_devices_although_nothing_binds_to_them(ronde):

@@ -79,7 +79,7 @@ def test_interrupted_is_the_signal_even_when_all_ranks_end_well(number, code):
 
 
 def lost(host, at_s=1.0, ranks=(4, 5)):
-    return LostHost(host, ranks, "nothing was heard of it for 8 s", 69, at_s)
+    return LostHost(host, ranks, "no message from it for 8 s", 69, at_s)
 
 
 def test_a_lost_host_is_the_cause_of_what_lost_its_peer():
@@ -242,10 +242,10 @@ def test_the_summary_says_who_why_and_where():
 def test_a_lost_host_is_named_with_its_ranks():
     result = judge([], lost=[lost("b", 2.5), lost("c", 3.0, (6,))])
     assert summarize(result).splitlines()[1:-1] == [
-        "| b was lost first, after 2.5 s: nothing was heard of it for 8 s",
+        "| b was lost first, after 2.5 s: no message from it for 8 s",
         "| it had ranks 4-5",
         "|",
-        "| lost too:        c (rank 6): nothing was heard of it for 8 s",
+        "| lost too:        c (rank 6): no message from it for 8 s",
     ]
 
 

@@ -212,7 +212,7 @@ ALLOCATIONS = {
 def test_slurms_allocation(environ, slots) -> None:
     found = read_allocation(environ)
     assert {host.name: host.slots for host in found} == slots
-    assert {host.said_at for host in found} == set(environ) & {
+    assert {host.named_at for host in found} == set(environ) & {
         "SLURM_JOB_NODELIST",
         "SLURM_NODELIST",
     }

@@ -11,7 +11,7 @@ from ronde.launch.hosts.sources import parse_hostfile, parse_hosts
 
 def read(text):
     """Return the hosts of a file without where they are said."""
-    return [replace(host, said_at="") for host in parse_hostfile(text, "hosts.txt")]
+    return [replace(host, named_at="") for host in parse_hostfile(text, "hosts.txt")]
 
 
 DIALECTS = {
@@ -67,7 +67,7 @@ def test_dialects(text, hosts) -> None:
 
 def test_a_host_knows_its_line() -> None:
     hosts = parse_hostfile("# all\nn1\n\nn[2-3]\n", "hosts.txt")
-    assert [host.said_at for host in hosts] == [
+    assert [host.named_at for host in hosts] == [
         *("hosts.txt line 2", "hosts.txt line 4", "hosts.txt line 4")
     ]
 
@@ -129,9 +129,9 @@ REFUSED = {
     "n1:1\nn2:2\nn1:3": "hosts.txt line 1 and hosts.txt line 3: ",
     "n1\nn1 port=22": "hosts.txt line 1 and hosts.txt line 2: ",
     "n[1,1] slots=2": "hosts.txt line 1: a host that has slots must be named once",
-    "n1:2 slots=2": "slots must be said once, got n1:2 and slots=2",
-    "n1 slots=2 count=2": "slots must be said once, got slots=2 and count=2",
-    "u@n1 user=u": "user must be said once, got u@ and user=u",
+    "n1:2 slots=2": "slots must be given once, got n1:2 and slots=2",
+    "n1 slots=2 count=2": "slots must be given once, got slots=2 and count=2",
+    "u@n1 user=u": "user must be given once, got u@ and user=u",
 }
 
 
@@ -232,7 +232,7 @@ SHORT_HOSTS = {
 
 @pytest.mark.parametrize(("text", "hosts"), SHORT_HOSTS.items())
 def test_hosts_in_one_word(text, hosts) -> None:
-    assert parse_hosts(text) == tuple(replace(host, said_at="-H") for host in hosts)
+    assert parse_hosts(text) == tuple(replace(host, named_at="-H") for host in hosts)
 
 
 @pytest.mark.parametrize(

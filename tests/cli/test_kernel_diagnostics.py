@@ -69,7 +69,7 @@ def test_what_the_kernel_logs_of_a_crash_is_told(evidence, tmp_path):
         pytest.skip("the kernel's log is not to be read here")
     status, said, pid = ends(evidence, "import ctypes; ctypes.string_at(1)", tmp_path)
     assert status == -signal.SIGSEGV
-    assert said.startswith("the kernel says: ")
+    assert said.startswith("kernel log: ")
     assert f"[{pid}]: segfault at 1 " in said
 
 

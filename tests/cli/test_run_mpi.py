@@ -157,4 +157,4 @@ def test_an_mpirun_of_another_kind_starts_nothing(tmp_path):
     done = run_without_mpirun(tmp_path)
     assert done.returncode == 64
     assert b"mpirun must be Open MPI's" in done.stderr
-    assert b"which said: unrecognized argument oversubscribe. Type:" in done.stderr
+    assert b"which printed: unrecognized argument oversubscribe. Type:" in done.stderr

@@ -236,8 +236,8 @@ CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n"
         (
             -15,
             "",
-            "no agent began (signal 15): and nothing was said",
-            "run a command there by hand and see what it says",
+            "no agent began (signal 15): no output",
+            "run a command there by hand and read its output",
         ),
     ],
 )
@@ -280,7 +280,7 @@ CHATTER = "srun: cluster configuration lacks support for cpu binding\n"
             f"its Python is not there: {NO_PYTHON}",
         ),
         (NO_JOB, f"the allocation is over: {NO_JOB}"),
-        (CHATTER, "no agent began (exit code 2): and nothing was said"),
+        (CHATTER, "no agent began (exit code 2): no output"),
     ],
 )
 def test_what_srun_says_is_told(said, reason):

@@ -43,7 +43,7 @@ def test_an_ssh_that_starts_nothing_is_given_up_and_ended(tmp_path):
     words, env = fake_ssh(tmp_path, HANG)
     done = Ronde(timed.ronde(connect_s=3))("run", "-v", *words[1:], env=env)
     assert done.returncode == 69, done.stderr
-    assert b"no word from it within 3 s" in done.stderr
+    assert b"no answer from it within 3 s" in done.stderr
     waiting = (
         b"ronde: waiting for node.invalid to answer (login, start of Python there), 2"
     )

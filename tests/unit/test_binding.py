@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import Host
+from ronde.launch.hosts.host import Host, RankResources
 from ronde.launch.placement import (
-    Binding,
     BindMode,
     GpuView,
     PlacementRequest,
@@ -63,7 +62,7 @@ def situations(draw):
     return whole, num_ranks, draw(st.sampled_from(BindMode)), gpus
 
 
-def cores_of(binding: Binding, whole: Machine) -> list[Core]:
+def cores_of(binding: RankResources, whole: Machine) -> list[Core]:
     return [core for core in whole.cores if set(core.cpus) & set(binding.cpus)]
 
 

@@ -65,7 +65,7 @@ def find_hosts(
         from ronde.launch.hosts.sources import read_allocation
 
         hosts = read_allocation(environ)
-    hosts = hosts or (Host(os.uname().nodename, said_at="this machine"),)
+    hosts = hosts or (Host(os.uname().nodename, named_at="this machine"),)
     if slots == SLOTS_OPEN:
         return tuple(hosts)
     is_unused = all(host.slots != SLOTS_OPEN for host in hosts)

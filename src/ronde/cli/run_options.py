@@ -305,7 +305,7 @@ def require_listen_or_agent(
 
 
 def own_slots(options: argparse.Namespace) -> int:
-    node = Host("this node", read_slots(options), said_at="--slots")
+    node = Host("this node", read_slots(options), named_at="--slots")
     return take_each([node], read_num_each(options))[0].slots
 
 

@@ -15,7 +15,7 @@ from ronde.launch.environments import (
     rank_environment,
 )
 from ronde.launch.event_loop import EventLoop, StartProgress
-from ronde.launch.failure import JobResult, LostHost, RankEnd
+from ronde.launch.failure import JobResult, LostHost
 from ronde.launch.hosts.host import (
     SLOTS_CORES,
     SLOTS_GPUS,
@@ -153,10 +153,9 @@ class Restarts(NamedTuple):
 class Controller:
     """One job: its agents, from their start to their end.
 
-    Guarantees that when ``close`` has returned, no process of the job is left on this
-    host but those that the kernel does not let die, which were named, and that every
-    other host was notified or will notice by itself. For the case that an agent here
-    is killed this process should adopt orphans (``process_tree.adopt_orphans``).
+    When ``close`` has returned, no process of the job is left on this host but those
+    that the kernel does not let die, which were named, and every other host was
+    notified or will notice by itself; given that this process adopts orphans.
     """
 
     def __init__(
@@ -234,7 +233,11 @@ class Controller:
                 is_last = epoch >= restarts.limit
                 if is_last or not result.is_worth_restart(restarts.not_on):
                     return result
-                why = _describe_cause(result)
+                why = "a rank failed"
+                if isinstance(result.cause, LostHost):
+                    why = f"{result.cause.host} was lost"
+                elif result.cause is not None:
+                    why = f"rank {result.cause.rank} failed on {result.cause.host}"
             epoch += 1
             self._output.notice(f"restart {epoch} of {restarts.limit}: {why}")
             nodes = self._replace_lost(nodes)
@@ -273,11 +276,9 @@ class Controller:
         return nodes
 
     def write_out(self, *, is_hurried: bool) -> int:
-        """Have what is left to show written; see ``EventLoop.write_out``."""
         return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else None)
 
     def close(self) -> None:
-        """End all agents and wait for their ends."""
         for node in self._loop.live_nodes:
             if node.hello is None:
                 # Whatever leads there need not end because nobody writes to it.
@@ -290,16 +291,6 @@ class Controller:
             self._is_clean = self._is_clean and code == 0
         if not self._is_clean:
             sweep(spared=self._others)
-
-
-def _describe_cause(result: JobResult) -> str:
-    match result.cause:
-        case RankEnd(rank=rank, host=host):
-            return f"rank {rank} failed on {host}"
-        case LostHost(host=host):
-            return f"{host} was lost"
-        case None:
-            return "a rank failed"
 
 
 _LOOPBACK = "127.0.0.1"
@@ -362,7 +353,7 @@ def resolve(controller: Controller, spec: JobSpec, name: str) -> ResolvedJob:
     )
     notices += tuple(text for _, texts in placed for text in texts)
     if drained := kept_out(hosts):
-        notices += (f"kept out by 0 slots: {drained}.",)
+        notices += (f"not used, with 0 slots: {drained}.",)
     if spec.num_ranks is not None and plan.size < spec.num_ranks:
         text = f"{plan.size} ranks start, not {spec.num_ranks}: there are {plan.size} "
         notices += (f"{text}slots, and --min-np is {spec.min_ranks}.",)
@@ -457,9 +448,8 @@ def launch(
 ) -> JobResult:
     """Run a job on all its hosts to its end, whatever that is.
 
-    Guarantees that when it returns or raises, no process of the job is left on this
-    host, but those that the kernel does not let die, which were named; on other hosts
-    none is left either, at the latest when their agents' lease is over.
+    When it returns or raises, no process of the job is left on this host; on others
+    none is left at the latest when their agents' lease is over.
     """
     adopt_orphans()
     output = OutputProcess(sink, job.records)

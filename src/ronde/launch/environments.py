@@ -1,7 +1,6 @@
 """The environment of each rank: what is inherited, forwarded, removed and set.
 
-The only place below ``launch`` that reads ``os.environ``; what is written goes into a
-child's environment and never into this process.
+The only place below ``launch`` that reads ``os.environ``.
 """
 
 import functools
@@ -81,7 +80,6 @@ _FORCED = "RONDE_HOROVOD_ALIAS"
 
 
 def own_environment() -> dict[str, str]:
-    """Return a copy of this process's environment."""
     # Reading it here is this module's purpose; everybody else is given a mapping.
     return dict(os.environ)  # noqa: TID251
 

@@ -3,14 +3,13 @@
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ronde.errors import LaunchError, StoreError
 from ronde.launch.limits import Timeouts
-from ronde.launch.messages import Forward, FromAgent, Output, Pong, Relayed
+from ronde.launch.messages import Forward, FromAgent, Notice, Output, Pong, Relayed
 from ronde.launch.node import AgentNode, HostLoss
 from ronde.launch.output.output_process import NoOutput, OutputProcess
 from ronde.launch.signals import (
@@ -53,13 +52,11 @@ class StartProgress:
         self.due_s = self._begun_s + (_VERBOSE_SLOW_S if self._is_verbose else SLOW_S)
 
     def look(self) -> None:
-        """Report what is waited for if that is due."""
         if time.monotonic() >= self.due_s:
             self.report()
             self.due_s += SLOW_S if self._is_verbose else float("inf")
 
     def report(self) -> None:
-        """Report now what is waited for."""
         names = self._awaited()
         if self._step and names:
             more = len(names) - _MAX_NAMES
@@ -86,6 +83,9 @@ class _Client:
     number: int
     splitter: Splitter = field(default_factory=Splitter)
 
+    def send(self, epoch: int, data: bytes) -> None:
+        self.node.link.relay(Relayed(epoch, self.number, data))
+
 
 class StoreService:
     """Answers what agents relay from their ranks.
@@ -97,48 +97,44 @@ class StoreService:
     def __init__(self, epoch: int = -1) -> None:
         self._epoch = epoch
         self._state: StoreState[_Client] = StoreState()
-        self._clients: dict[tuple[str, int], _Client] = {}
-        self._num_clients: Counter[str] = Counter()
+        self._clients: dict[str, dict[int, _Client]] = {}
 
     def take(self, node: AgentNode, relayed: Relayed) -> None:
         """Answer what came from a rank of a node, if it is of this generation."""
-        key = node.name, relayed.connection
-        client = self._clients.get(key)
+        clients = self._clients.setdefault(node.name, {})
+        client = clients.get(relayed.connection)
         if relayed.epoch != self._epoch or not (client or relayed.data):
             return
         if client is None:
             client = _Client(node, relayed.connection)
-            if self._num_clients[node.name] >= max_connections(len(node.ranks)):
-                self._release(client)
+            if len(clients) >= max_connections(len(node.ranks)):
+                client.send(self._epoch, b"")
                 return
-            self._num_clients[node.name] += 1
-            self._clients[key] = client
+            clients[client.number] = client
         elif not relayed.data:
             self._forget(client)
             return
         try:
             for body in client.splitter.feed(relayed.data):
                 for answered, reply in self._state.handle(client, body):
-                    link = answered.node.link
-                    if link.relayed_bytes > _MAX_UNSENT_BYTES:
+                    if answered.node.link.relayed_bytes > _MAX_UNSENT_BYTES:
                         self._release(answered)
                     else:
-                        link.relay(Relayed(self._epoch, answered.number, reply))
+                        answered.send(self._epoch, reply)
         except StoreError:
             # It is no request: the end of the connection says so.
             self._release(client)
 
     def forget(self, node: AgentNode) -> None:
-        for client in [c for c in self._clients.values() if c.node is node]:
-            self._forget(client)
+        for client in self._clients.pop(node.name, {}).values():
+            self._state.forget(client)
 
     def _release(self, client: _Client) -> None:
-        client.node.link.relay(Relayed(self._epoch, client.number, b""))
+        client.send(self._epoch, b"")
         self._forget(client)
 
     def _forget(self, client: _Client) -> None:
-        if self._clients.pop((client.node.name, client.number), None) is not None:
-            self._num_clients[client.node.name] -= 1
+        if self._clients.get(client.node.name, {}).pop(client.number, None):
             self._state.forget(client)
 
 
@@ -149,14 +145,15 @@ class Handler:
         self._loop = loop
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
-        raise NotImplementedError
+        """Follow a message, or call this one for what must not come now."""
+        kind = type(message).__name__
+        raise LaunchError(f"agent of {node.name} must not send {kind} now.")
 
     def take_output(self, output: Output) -> None:
         """Look at what a rank wrote, which is shown already."""
         raise LaunchError(f"rank {output.rank} must not run now, but it writes.")
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        """Go on without a host; its node is over and closed."""
         raise NotImplementedError
 
     def take_signal(self, number: int) -> None:
@@ -262,7 +259,7 @@ class EventLoop:
         for message in received:
             if isinstance(message, Output):
                 node.require_own(message.rank)
-                node.take_output(len(message.data))
+                node.owed_bytes += len(message.data)
                 if self.is_hurried and self.is_held_back:
                     self.output.discard()
                 self.output.output(message)
@@ -271,11 +268,16 @@ class EventLoop:
                 self.store.take(node, message)
             elif isinstance(message, Pong):
                 node.take_pong(message)
+            elif isinstance(message, Notice):
+                self.notice(node, message.text)
             elif not node.is_over:
                 handler.take(node, message)
 
+    def notice(self, node: AgentNode, text: str) -> None:
+        where = f"{node.name}: " if len(self.nodes) > 1 else ""
+        self.output.notice(where + text)
+
     def lose(self, handler: Handler, node: AgentNode, loss: HostLoss) -> None:
-        """Go on without a node."""
         node.close()
         self.store.forget(node)
         handler.take_loss(node, loss)
@@ -325,17 +327,13 @@ class EventLoop:
                 is_last, limit_s = True, _LAST_S
             elif not ready:
                 output.kill()
-                _write_last("the last lines were not written: what takes them stalls")
+                text = "the last lines were not written: what takes them stalls"
+                with suppress(OSError, ValueError):
+                    if wait_for([], [sys.stderr.fileno()], 0):
+                        print(f"ronde: {text}.", file=sys.stderr, flush=True)  # noqa: T201
                 break
             elif output.read_fd in ready:
                 number = output.read() or number
             else:
                 output.flush()
         return number
-
-
-def _write_last(text: str) -> None:
-    """Write a sentence of the launcher's own, if that can be done without waiting."""
-    with suppress(OSError, ValueError):
-        if wait_for([], [sys.stderr.fileno()], 0):
-            print(f"ronde: {text}.", file=sys.stderr, flush=True)  # noqa: T201

@@ -136,7 +136,6 @@ def _is_head(lines: Sequence[str], index: int) -> bool:
 
 
 def _end(lines: Sequence[str], head: int) -> int:
-    """Return where the traceback ends that begins at ``head``."""
     end = head + 1
     while end < len(lines) and lines[end][:1] in {" ", "\t"}:
         end += 1
@@ -194,8 +193,8 @@ class RankEnd:
         """What may say why it ended, in lower case; nothing of one that was killed."""
         if self.status <= 0 and self.status != -signal.SIGABRT:
             return ""
-        said = self.traceback if self.status == 1 else ""
-        return (said or "\n".join(self.stderr_tail)).lower()
+        text = self.traceback if self.status == 1 else ""
+        return (text or "\n".join(self.stderr_tail)).lower()
 
 
 def has_lost_peer(last_words: str) -> bool:
@@ -209,7 +208,7 @@ class LostHost:
 
     host: str
     ranks: tuple[int, ...]  # those that ran there
-    reason: str  # what was seen of it: ``nothing was heard of it for 8 s``
+    reason: str  # what was seen of it: ``no message from it for 8 s``
     exit_code: int  # what the job ends with if this is its cause
     # when it went, in seconds since the ranks were started; of one that fell silent,
     # when it was last heard of
@@ -324,7 +323,6 @@ def _priority(failure: RankEnd | LostHost) -> tuple[float, int, int]:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, as ``SIGSEGV``."""
     try:
         return signal.Signals(number).name
     except ValueError:

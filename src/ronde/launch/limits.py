@@ -12,7 +12,6 @@ EXIT_NO_FORK = 71
 
 
 def require_open_files(num: int, limit: int, why: str) -> None:
-    """See that so many files may be open."""
     if limit != resource.RLIM_INFINITY and limit < num:
         raise UsageError(
             f"limit of open files must be at least {num} {why}, got {limit}. "
@@ -21,7 +20,6 @@ def require_open_files(num: int, limit: int, why: str) -> None:
 
 
 def raise_open_files_limit(wanted: int) -> None:
-    """Let this process have so many files open, or as many as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         highest = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,10 +1,9 @@
 """Messages and frames between controller and agent.
 
 A frame is a 4-byte length (big endian, of what follows), a kind byte and a body; the
-length is checked before anything of that size is allocated. Messages are named tuples,
-which are made in a tenth of a dataclass's time, and travel as JSON objects with the
-field ``is`` naming the message. Each field is checked against its annotation: nothing
-is evaluated, nothing unpickled, and nothing unknown passes.
+length is checked before anything is kept. Messages are named tuples and travel as JSON
+objects with the field ``is`` naming the message. Each field is checked against its
+annotation: nothing is evaluated, nothing unpickled, and nothing unknown passes.
 """
 
 import json
@@ -21,9 +20,8 @@ from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 from ronde.topology.machine import UNKNOWN_NODE, Machine
 
 T = TypeVar("T")
-PROTOCOL = 7  # changes when a message changes; both sides must have the same
-MAX_FRAME_BYTES = 1 << 20  # longest frame, its length field not counted
-MAX_CONTROL_BYTES = 16 << 20  # longest control message, all of its parts together
+PROTOCOL = 8  # changes when a message changes; both sides must have the same
+MAX_FRAME_BYTES = 16 << 20  # longest frame, its length field not counted
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _LENGTH = Struct(">I")
@@ -95,13 +93,12 @@ class Forward(NamedTuple):
 
 
 class StopRanks(NamedTuple):
-    """To the agent: signal the ranks, give them the grace, then sweep."""
+    """To the agent: signal the ranks, give them the grace, then sweep.
+
+    SIGKILL has no grace, and the output that waits is dropped.
+    """
 
     signal: int
-
-
-class Kill(NamedTuple):
-    """To the agent: sweep now."""
 
 
 class TakeStacks(NamedTuple):
@@ -173,11 +170,10 @@ class Refused(NamedTuple):
 
 
 class Started(NamedTuple):
-    """From the agent: a rank runs, since ``at_s`` on the agent's clock."""
+    """From the agent: a rank runs."""
 
     rank: int
     pid: int
-    at_s: float
 
 
 class HostEnding(NamedTuple):
@@ -233,7 +229,7 @@ class Finished(NamedTuple):
     stuck: tuple[str, ...]  # processes that the kernel does not let die, each named
 
 
-JobOrder = Start | Forward | StopRanks | Kill | TakeStacks
+JobOrder = Start | Forward | StopRanks | TakeStacks
 ToAgent = Prepare | JobOrder | Locate | StartProgram | WriteLine | Leave | Credit | Ping
 FromAgent = (
     Hello
@@ -255,7 +251,6 @@ FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
 
 
 def encode_message(message: tuple[object, ...]) -> bytes:
-    """Return a message as JSON; text may hold any bytes, as surrogates."""
     plain = cast("dict[str, object]", to_plain(message))
     return json.dumps({"is": type(message).__name__, **plain}).encode()
 
@@ -285,8 +280,7 @@ def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
 class FrameKind(IntEnum):
     """What a frame's body is."""
 
-    CONTROL = 1  # the end, mostly the whole, of a JSON message
-    PART = 2  # the beginning of a JSON message that goes on in the next frame
+    CONTROL = 1  # a JSON message
     OUTPUT = 3  # bytes that a rank wrote
     STORE = 4  # bytes on a rank's connection to the store
 
@@ -318,38 +312,24 @@ Frame = bytes | Output | Relayed
 
 
 def encode(message: tuple[object, ...]) -> bytes:
-    """Return the frames of a message, of output, or of bytes of a connection."""
+    """Return the frame of a message, of output, or of bytes of a connection."""
     if isinstance(message, Output):
         head = _OUTPUT_HEAD.pack(message.rank, message.stream)
-        return _frame(FrameKind.OUTPUT, head + message.data)
+        return encode_frame(FrameKind.OUTPUT, head + message.data)
     if isinstance(message, Relayed):
         head = _STORE_HEAD.pack(message.epoch, message.connection)
-        return _frame(FrameKind.STORE, head + message.data)
-    return encode_control(encode_message(message))
+        return encode_frame(FrameKind.STORE, head + message.data)
+    return encode_frame(FrameKind.CONTROL, encode_message(message))
 
 
-def encode_control(message: bytes) -> bytes:
-    """Return the frames of one control message."""
-    if len(message) > MAX_CONTROL_BYTES:
-        raise LaunchError(
-            f"control message must be at most {MAX_CONTROL_BYTES} bytes, "
-            f"got {len(message)}. Make the environment or the arguments smaller."
-        )
-    room = MAX_FRAME_BYTES - 1
-    starts = range(0, max(1, len(message)), room)
-    return b"".join(
-        _frame(
-            FrameKind.CONTROL if start == starts[-1] else FrameKind.PART,
-            message[start : start + room],
-        )
-        for start in starts
-    )
-
-
-def _frame(kind: FrameKind, body: bytes) -> bytes:
+def encode_frame(kind: FrameKind, body: bytes) -> bytes:
+    """Return a frame; LaunchError where it would be too long."""
     length = len(body) + 1
     if length > MAX_FRAME_BYTES:
-        raise AssertionError("a frame's body is cut before it comes here")
+        raise LaunchError(
+            f"control message must be at most {MAX_FRAME_BYTES} bytes, got {length}. "
+            "Make the environment or the arguments smaller."
+        )
     return _LENGTH.pack(length) + bytes((kind,)) + body
 
 
@@ -358,10 +338,12 @@ class FrameDecoder:
 
     def __init__(self) -> None:
         self._received = bytearray()
-        self._parts = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return what is complete now: control messages as bytes, all else as it is."""
+        """Return what is complete now: control messages as bytes, all else as it is.
+
+        LaunchError where it is no frame: the stream cannot be used further.
+        """
         self._received += data
         complete: list[Frame] = []
         start = 0
@@ -377,55 +359,45 @@ class FrameDecoder:
                 break
             frame = bytes(memoryview(self._received)[start + _LENGTH.size : end])
             start = end
-            message = self._open(frame[0], frame[1:])
-            if message is not None:
-                complete.append(message)
+            complete.append(_open_frame(frame[0], frame[1:]))
         del self._received[:start]
         return complete
 
-    def _open(self, kind: int, body: bytes) -> Frame | None:
-        if kind == FrameKind.OUTPUT:
-            (rank, stream), data = _split(_OUTPUT_HEAD, body, "output")
-            if stream not in (1, 2):
-                raise LaunchError(f"output stream must be 1 or 2, got {stream}.")
-            return Output(rank, Stream(stream), data)
-        if kind == FrameKind.STORE:
-            (epoch, connection), data = _split(_STORE_HEAD, body, "store")
-            return Relayed(epoch, connection, data)
-        if kind not in (FrameKind.CONTROL, FrameKind.PART):
-            raise LaunchError(
-                f"frame kind must be one of {[int(k) for k in FrameKind]}, got {kind}. "
-                "Run the same version of ronde on every host."
-            )
-        if len(self._parts) + len(body) > MAX_CONTROL_BYTES:
-            raise LaunchError(
-                f"control message must be at most {MAX_CONTROL_BYTES} bytes, got more. "
-                "Something other than ronde wrote to the control channel."
-            )
-        self._parts += body
-        if kind == FrameKind.PART:
-            return None
-        message = bytes(self._parts)
-        self._parts.clear()
-        return message
 
-
-def _split(head: Struct, body: bytes, name: str) -> tuple[tuple[int, int], bytes]:
+def _open_frame(kind: int, body: bytes) -> Frame:
+    if kind == FrameKind.CONTROL:
+        return body
+    if kind not in (FrameKind.OUTPUT, FrameKind.STORE):
+        raise LaunchError(
+            f"frame kind must be one of {[int(k) for k in FrameKind]}, got {kind}. "
+            "Run the same version of ronde on every host."
+        )
+    is_output = kind == FrameKind.OUTPUT
+    head = _OUTPUT_HEAD if is_output else _STORE_HEAD
     if len(body) < head.size:
         raise LaunchError(
-            f"{name} frame must hold at least {head.size} bytes, got {len(body)}."
+            f"output or store frame must hold at least {head.size} bytes, got "
+            f"{len(body)}."
         )
-    one, other = head.unpack_from(body)
-    return (one, other), body[head.size :]
+    number, other = head.unpack_from(body)
+    if not is_output:
+        return Relayed(number, other, body[head.size :])
+    if other not in (1, 2):
+        raise LaunchError(f"output stream must be 1 or 2, got {other}.")
+    return Output(number, Stream(other), body[head.size :])
 
 
 class FrameWriter:
-    """Write frames to where nothing waits, keeping what is not taken yet."""
+    """Write frames to where nothing waits, keeping what is not taken yet.
+
+    ``write`` returns how many bytes it took, 0 for none now, or raises BrokenPipeError;
+    at most ``limit_bytes`` are kept.
+    """
 
     def __init__(
         self,
         write: Callable[[memoryview], int],
-        limit_bytes: int = 2 * MAX_CONTROL_BYTES,
+        limit_bytes: int = 2 * MAX_FRAME_BYTES,
     ) -> None:
         self._write = write
         self._limit_bytes = limit_bytes

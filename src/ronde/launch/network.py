@@ -1,7 +1,4 @@
-"""Where ranks of several hosts meet: the port, the routes, the address.
-
-The controller brings what the agents reported: choosing an address asks nobody.
-"""
+"""Where ranks of several hosts meet: the port, the routes, the address."""
 
 import errno
 import os
@@ -10,7 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -38,18 +35,10 @@ _NUM_NAMED = 8
 def hold_port(address: str, port: int = 0) -> socket.socket:
     """Bind a TCP port (0 for any), not listening, so that nobody else gets it.
 
-    The socket has ``SO_REUSEADDR``, so a program that binds the same port itself, with
-    that option as servers do, still can, while no program that asks the kernel for any
-    port gets this one. Another user's that wants this very one can have it too: torch
-    offers no way to keep him off, and ``ronde.torch`` does not use it.
-
-    A port chosen here lies below the kernel's ephemeral range, out of the way of
-    outgoing connections. The address is one of this host, in numbers, no wildcard.
-
-    Raises:
-        UsageError: The port wanted is in use or may not be bound, or the address is
-            none of this host's.
-        LaunchError: No free port was found.
+    With ``SO_REUSEADDR`` rank 0 can still bind it, while no program that asks the
+    kernel for any port gets it; another user's that wants this very one can. A port
+    chosen here lies below the kernel's ephemeral range, out of the way of outgoing
+    connections. The address is one of this host, in numbers, no wildcard.
     """
     if not address or source_towards(address) != address:
         raise UsageError(
@@ -68,7 +57,9 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
                 f"({os.strerror(error.errno or 0).lower()}). "
                 "Choose another, or leave the option out."
             ) from None
-    first_ephemeral = _first_ephemeral_port()
+    first_ephemeral = _DEFAULT_FIRST_EPHEMERAL
+    with suppress(OSError, ValueError, IndexError):
+        first_ephemeral = int(_RANGE_FILE.read_text(encoding="ascii").split()[0])
     lowest = max(1024, first_ephemeral - _NUM_BELOW)
     for _ in range(_NUM_TRIES):
         held = None
@@ -82,13 +73,6 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
         f"a free TCP port must exist on {address}, got none in {_NUM_TRIES} tries. "
         "Name one with --master-port."
     )
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        return int(_RANGE_FILE.read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError, IndexError):
-        return _DEFAULT_FIRST_EPHEMERAL
 
 
 def _bind_alone(address: str, port: int) -> socket.socket | None:
@@ -119,19 +103,14 @@ def locate(
 ) -> tuple[str, ...]:
     """Return this host's own address towards each of some hosts' numeric addresses.
 
-    Empty stands for an address that no route leads to, or that is this host's own. A
-    network that several hosts have, each for itself, is found out so. Where ``port`` is
-    not 0, it must answer there within the deadline: by a connection, or by refusing
-    one, since what is bound and does not listen yet refuses.
+    Empty for an address that no route leads to, or that is this host's own. Where
+    ``port`` is not 0, it must answer there within the deadline, if by refusing: what is
+    bound and does not listen yet refuses.
     """
-    sources: list[str] = []
-    for address in addresses:
-        source = source_towards(address)
-        is_own = source == address or is_loopback(source)
-        sources.append("" if is_own else source)
+    pairs = [(address, source_towards(address)) for address in addresses]
+    pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]
     if not port:
-        return tuple(sources)
-    pairs = list(zip(addresses, sources, strict=True))
+        return tuple(source for _, source in pairs)
     reached = _reached({a for a, source in pairs if source}, port, deadline_s)
     return tuple(source if address in reached else "" for address, source in pairs)
 
@@ -272,7 +251,6 @@ def require_answers(
     port: int,
     sources: Sequence[str],
 ) -> None:
-    """Refuse a meeting point that does not answer everybody."""
     silent = [h.name for h, own in zip(hosts[1:], sources, strict=True) if not own]
     if silent:
         where = f"{point.address} port {port}"
@@ -288,14 +266,12 @@ def _no_route(
     candidates: Sequence[InterfaceAddress],
     sources: Sequence[Sequence[str]],
 ) -> HostError:
-    lost = [
-        [h.name for h, own in zip(hosts[1:], sources, strict=True) if not own[index]]
-        for index in range(len(candidates))
-    ]
-    index = min(range(len(candidates)), key=lambda i: len(lost[i]))
+    num_lost = [sum(not own[i] for own in sources) for i in range(len(candidates))]
+    index = num_lost.index(min(num_lost))
+    lost = [h.name for h, own in zip(hosts[1:], sources, strict=True) if not own[index]]
     head, tried = hosts[0].name, _listed(candidates)
     return HostError(
-        f"all hosts must have a route to {head}, but {_named(lost[index])} has none to "
+        f"all hosts must have a route to {head}, but {_named(lost)} has none to "
         f"{candidates[index].address}. Tried: {tried}. Name an address of {head} that "
         "all reach with addr= in the host file, or let another host come first.",
     )

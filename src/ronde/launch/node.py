@@ -24,9 +24,9 @@ _READ_BYTES = 256 << 10
 _PIPE_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 4096
 _RELAYED_BYTES = 32 << 10
-_MIN_CREDIT_BYTES = messages.FIRST_CREDIT_BYTES
-_MAX_CREDIT_BYTES = 2 << 20
-_QUEUE_S = 0.1
+# Output that may be under way: little on a network, so that messages are not late.
+_CREDIT_HERE_BYTES = 2 << 20
+_CREDIT_BYTES = 128 << 10
 _END_S = 1.0
 EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
@@ -36,8 +36,7 @@ _SSH_FAILED = 255
 class AgentTransport(Protocol):
     """Two directions of bytes, neither of which is ever waited for.
 
-    The controller polls ``read_fd`` for reading and, while it has something to write,
-    ``write_fd`` for writing.
+    The controller polls ``read_fd``, and ``write_fd`` while it has something to write.
     """
 
     @property
@@ -47,9 +46,7 @@ class AgentTransport(Protocol):
     def write_fd(self) -> int: ...
 
     @property
-    def error_fd(self) -> int:
-        """Descriptor of the other side's complaints; -1 where there is none."""
-        ...
+    def error_fd(self) -> int: ...  # the other side's complaints; -1 where none come
 
     def read(self) -> bytes | None:
         """Return what has come, empty at the end, None when nothing is there now."""
@@ -60,16 +57,15 @@ class AgentTransport(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the end of what carries the bytes; return its exit code."""
+        """Return the exit code of what carries the bytes; None if it goes on.
+
+        Minus the number of a signal; 0 where there is no process.
+        """
         ...
 
-    def close(self) -> None:
-        """Close both directions: the agent then ends everything and itself."""
-        ...
+    def close(self) -> None: ...  # the agent then ends everything and itself
 
-    def kill(self) -> None:
-        """End what carries the bytes at once; the agent may live on."""
-        ...
+    def kill(self) -> None: ...  # the agent may live on
 
 
 class ProcessTransport:
@@ -201,7 +197,6 @@ class AgentConnection:
         ]
 
     def find_problem(self, host: Host) -> Failure | None:
-        """Return why no agent of ours can work there, as far as that is known."""
         found = self.hello_reader.found if self.hello_reader else None
         return found.problem(host) if found else None
 
@@ -236,13 +231,8 @@ class AgentNode:
     timeouts: Timeouts = USUAL
     hello: messages.Hello | None = None
     ranks: frozenset[int] = frozenset()  # those that run there now
-    # output that may be under way from it: as much as its line carries in ``_QUEUE_S``,
-    # so that messages are not late
-    credit_bytes: int = messages.FIRST_CREDIT_BYTES
-    max_credit_bytes: int = _MAX_CREDIT_BYTES
-    # output that came since credit was last given; less than none where more is under
-    # way than may be
-    owed_bytes: int = 0
+    credit_bytes: int = messages.FIRST_CREDIT_BYTES  # output that may be under way
+    owed_bytes: int = 0  # output that came since credit was last given
     heard_at_s: float = 0.0  # when something came from it
     silent_by_s: float = float("inf")  # when it counts as lost if nothing comes
     is_doubted: bool = False  # nothing came for ``lease_s``, but its host answers
@@ -250,8 +240,6 @@ class AgentNode:
     _pinged_at_s: float = 0.0
     _round_trip_s: float = float("inf")
     _offset_s: float = 0.0
-    _probed_at_s: float = 0.0
-    _probed_bytes: int = 0
     _is_watched: bool = False
 
     @property
@@ -273,7 +261,7 @@ class AgentNode:
         """Refuse a message of an agent about a rank that is not its own."""
         if rank not in self.ranks:
             raise LaunchError(
-                f"agent of {self.name} must speak of its own ranks, got rank {rank}."
+                f"agent of {self.name} must report its own ranks, got rank {rank}."
             )
 
     def watch(self, *, is_watched: bool) -> None:
@@ -282,7 +270,6 @@ class AgentNode:
         self.heard()
 
     def heard(self) -> None:
-        """Take note that something came."""
         limit_s = self.timeouts.lease_s if self._is_watched else float("inf")
         self.heard_at_s = time.monotonic()
         self.silent_by_s = self.heard_at_s + limit_s
@@ -299,64 +286,38 @@ class AgentNode:
             return float("inf")
         if now_s >= self._pinged_at_s + self.timeouts.ping_s:
             self._pinged_at_s = now_s
-            self._send_ping(now_s)
+            lease_s = self.timeouts.lease_s
+            self.link.send(messages.Ping(now_s, lease_s, _own_addresses()))
         return self._pinged_at_s + self.timeouts.ping_s
 
-    def _send_ping(self, now_s: float) -> None:
-        self.link.send(messages.Ping(now_s, self.timeouts.lease_s, _own_addresses()))
-
     def limit_credit(self, num_bytes: int) -> None:
-        """Let so much output be under way from it at most, and from here at once."""
-        self.max_credit_bytes = min(num_bytes, _MAX_CREDIT_BYTES)
-        if self.is_here:
-            self.owed_bytes += self.max_credit_bytes - self.credit_bytes
-            self.credit_bytes = self.max_credit_bytes
-
-    def take_output(self, num_bytes: int) -> None:
-        """Count output that came from it."""
-        self.owed_bytes += num_bytes
-        self._probed_bytes += num_bytes
+        """Let so much output be under way from it at most."""
+        most = _CREDIT_HERE_BYTES if self.is_here else _CREDIT_BYTES
+        limit = max(min(num_bytes, most), messages.FIRST_CREDIT_BYTES)
+        self.owed_bytes += limit - self.credit_bytes
+        self.credit_bytes = limit
 
     def grant(self) -> None:
         """Give credit for what came, when that is worth a message."""
-        if self.owed_bytes < self.credit_bytes // 4:
-            return
-        self.link.send(messages.Credit(self.owed_bytes))
-        self.owed_bytes = 0
-        if not self.is_here and not self._probed_at_s:
-            # Its answer comes after all output that is under way now.
-            self._probed_at_s, self._probed_bytes = time.monotonic(), 0
-            self._send_ping(self._probed_at_s)
+        if self.owed_bytes >= self.credit_bytes // 4:
+            self.link.send(messages.Credit(self.owed_bytes))
+            self.owed_bytes = 0
 
     def take_pong(self, pong: messages.Pong) -> None:
-        """Learn how its clock differs and how long output delays its messages."""
+        """Learn how its clock differs; the quickest answer knows best."""
         now_s = time.monotonic()
         round_trip_s = now_s - pong.sent_at_s
         if 0 <= round_trip_s < self._round_trip_s:
-            # The quickest answer knows best.
             self._round_trip_s = round_trip_s
             self._offset_s = pong.here_s - (pong.sent_at_s + now_s) / 2
-        if pong.sent_at_s == self._probed_at_s:
-            self._probed_at_s = 0.0
-            self._adapt_credit(round_trip_s - self._round_trip_s)
-
-    def _adapt_credit(self, delay_s: float) -> None:
-        now_bytes = self.credit_bytes
-        if delay_s > _QUEUE_S:
-            self.credit_bytes = max(now_bytes // 2, _MIN_CREDIT_BYTES)
-        elif delay_s < _QUEUE_S / 2 and self._probed_bytes >= now_bytes // 4:
-            self.credit_bytes = min(now_bytes * 2, self.max_credit_bytes)
-        self.owed_bytes += self.credit_bytes - now_bytes
 
     def to_our_clock(self, theirs_s: float) -> float:
-        """Return a time on its monotonic clock as one on ours."""
         return theirs_s - self._offset_s
 
     def explain_end(self) -> HostLoss:
-        """Return why its connection has ended."""
         code = self.link.transport.wait(_END_S)
         complaints = self.link.last_words.splitlines()
-        last = f"; it said: {complaints[-1].strip()}" if complaints else ""
+        last = f"; last error: {complaints[-1].strip()}" if complaints else ""
         if self.is_here:
             reason = f"its agent is gone (exit code {code}){last}"
             return HostLoss(reason, EXIT_INTERNAL)
@@ -367,7 +328,7 @@ class AgentNode:
 
     def explain_silence(self) -> HostLoss:
         silence_s = time.monotonic() - self.heard_at_s
-        reason = f"nothing was heard of it for {silence_s:.0f} s"
+        reason = f"no message from it for {silence_s:.0f} s"
         return HostLoss(reason, EXIT_UNREACHABLE)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host, RankResources, usable_cores
@@ -33,8 +34,7 @@ class GpuView(StrEnum):
     ONE = "one"  # its own alone, as device 0
 
 
-@dataclass(frozen=True, slots=True)
-class RankDevice:
+class RankDevice(NamedTuple):
     """A rank's GPU."""
 
     gpu: Gpu | None  # the one it is expected to use; None where it has none of its own
@@ -42,19 +42,18 @@ class RankDevice:
 
 
 def choose_gpus(
-    gpus: Sequence[Gpu], wanted: Sequence[str], said_at: str
+    gpus: Sequence[Gpu], wanted: Sequence[str], named_at: str
 ) -> tuple[Gpu, ...]:
     """Return the GPUs that a host's ranks may use, in the order that is wanted."""
     chosen: list[Gpu] = []
     for item in wanted:
-        is_position = item.isdecimal() and int(item) < len(gpus)
-        found = gpus[int(item)] if is_position else None
-        if not item.isdecimal():
-            found = next(iter(select_gpus(gpus, item)), None)
+        is_position = item.isdecimal()
+        named = gpus[int(item) :] if is_position else select_gpus(gpus, item)
+        found = next(iter(named), None)
         if found is None or found in chosen:
             raise UsageError(
                 f"gpus must name each GPU that the host lets be used, of {len(gpus)} "
-                f"counted from 0, once, got {item!r} ({said_at}). Correct it."
+                f"counted from 0, once, got {item!r} ({named_at}). Correct it."
             )
         chosen.append(found)
     return tuple(chosen) if wanted else tuple(gpus)
@@ -63,7 +62,7 @@ def choose_gpus(
 def assign_gpus(
     gpus: Sequence[Gpu], num_ranks: int, view: GpuView, *, is_choice: bool, host: str
 ) -> tuple[RankDevice, ...]:
-    """Give each rank of a host the GPU of its local rank."""
+    """Give each rank of a host the GPU of its local rank; none if there are too few."""
     if view is GpuView.ONE:
         if num_ranks > len(gpus):
             raise UsageError(
@@ -74,9 +73,8 @@ def assign_gpus(
             )
         return tuple(RankDevice(gpu, _seeing([gpu])) for gpu in gpus[:num_ranks])
     env = _seeing(gpus) if is_choice and gpus else {}
-    if num_ranks > len(gpus):
-        return (RankDevice(None, env),) * num_ranks
-    return tuple(RankDevice(gpu, env) for gpu in gpus[:num_ranks])
+    own = [None] * num_ranks if num_ranks > len(gpus) else gpus[:num_ranks]
+    return tuple(RankDevice(gpu, env) for gpu in own)
 
 
 def _seeing(gpus: Sequence[Gpu]) -> dict[str, str]:
@@ -103,19 +101,6 @@ class BindMode(StrEnum):
     """``numa`` with GPUs, else ``core``; nothing where that leaves cores unused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """What one rank runs on."""
-
-    cpus: tuple[int, ...]  # those it may use, ascending; empty for all
-    # where its memory is to lie, or ``UNKNOWN_NODE`` for no preference
-    memory_node: int
-    num_cores: int  # physical cores that it may count on, at least 1
-    why: str  # in a few words
-    # false where ranks that were to have cores of their own share
-    has_enough: bool = True
-
-
 def bind(
     machine: Machine,
     num_ranks: int,
@@ -124,13 +109,12 @@ def bind(
     *,
     policy: Policy = Policy.BEST_EFFORT,
     host: str = "",
-) -> tuple[Binding, ...]:
-    """Bind all ranks of a host.
+) -> tuple[RankResources, ...]:
+    """Return the cores and memory node of all ranks of a host.
 
-    The same input gives the same result on every call; no CPU is given that the machine
-    does not list, and ``auto`` gives out all of them or binds nobody. With ``core`` no
-    two ranks have a CPU in common unless there are fewer cores than ranks. Hardware
-    threads of a core stay together.
+    No CPU is given that the machine does not list, and ``auto`` gives out all of them
+    or binds nobody. With ``core`` no two ranks have a CPU in common unless there are
+    fewer cores than ranks. Hardware threads of a core stay together.
     """
     # It refuses nobody and leaves the parts as they are: no set of memory nodes, of
     # which a large host has too many, need be tried.
@@ -138,17 +122,50 @@ def bind(
         policy = Policy.NONE
     wanted = AlignmentRequest(num_ranks, policy)
     places = place(inventory_of_machine(machine, gpus, host), wanted)
-    obstacle = _obstacle(machine, num_ranks, mode, gpus)
-    if obstacle:
+    if obstacle := _obstacle(machine, num_ranks, mode, gpus):
         share = max(1, usable_cores(machine) // num_ranks)
-        return (Binding((), UNKNOWN_NODE, share, obstacle),) * num_ranks
+        return (RankResources(share, why=obstacle),) * num_ranks
     if mode is BindMode.AUTO:
         mode = BindMode.NUMA if all(gpus) else BindMode.CORE
-    if mode is BindMode.NUMA:
-        bindings = _wide(machine.cores, places)
-    else:
-        bindings = [_narrow(each) for each in places]
-    return tuple(_finished(binding, machine, num_ranks) for binding in bindings)
+    homes = [each.home for each in places]
+    has_choice = len({core.node for core in machine.cores}) > 1
+    bound: list[RankResources] = []
+    for each in places:
+        if mode is BindMode.NUMA:
+            # The whole memory node that its part lies in the middle of.
+            cores = [core for core in machine.cores if core.node == each.home]
+            num_cores = len(cores) // homes.count(each.home)
+            why = f"memory node near 1/{len(each.share.pool.ranks)} of {_pool(each)}"
+        else:
+            cores, num_cores, why = _own_part(each)
+        if machine.cpu_limit:
+            num_cores = min(num_cores, int(machine.cpu_limit / num_ranks))
+        nodes = {core.node for core in cores}
+        bound.append(
+            RankResources(
+                num_cores=max(1, num_cores),
+                cpus=tuple(sorted(cpu for core in cores for cpu in core.cpus)),
+                memory_node=(
+                    nodes.pop() if has_choice and len(nodes) == 1 else UNKNOWN_NODE
+                ),
+                why=why,
+                has_enough=mode is BindMode.NUMA or each.share.has_enough,
+            )
+        )
+    return tuple(bound)
+
+
+def _own_part(rank_place: RankPlace) -> tuple[Sequence[Core], int, str]:
+    cores, name = rank_place.cores, _pool(rank_place)
+    num_ranks = len(rank_place.share.pool.ranks)
+    if not rank_place.share.has_enough:
+        return cores, 1, f"{num_ranks} ranks share {name}"
+    return cores, len(cores), f"1/{num_ranks} of {name}" if num_ranks > 1 else name
+
+
+def _pool(rank_place: RankPlace) -> str:
+    pool = rank_place.share.pool
+    return _counted(len(pool.cores)) + (" near GPU" if pool.is_near_gpu else "")
 
 
 def _obstacle(
@@ -156,89 +173,34 @@ def _obstacle(
 ) -> str:
     cores, limit = machine.cores, machine.cpu_limit
     nodes = {core.node for core in cores}
+    gpu_nodes = {gpu.node if gpu else UNKNOWN_NODE for gpu in gpus}
     is_auto, has_gpus = mode is BindMode.AUTO, all(gpus)
     is_wide = mode is BindMode.NUMA or (is_auto and has_gpus)
     obstacles = (
-        (mode is BindMode.NONE, "not bound"),
-        (not cores, "not bound: the kernel shows no cores"),
+        (mode is BindMode.NONE, ""),
+        (not cores, "the kernel shows no cores"),
         # Such a limit is of time, not of place: neighbours run on the same cores, and
         # who is bound cannot get out of their way.
         (
             is_auto and 0 < limit < len(cores),
-            f"not bound: the CPU quota is {limit:g} of {_counted(len(cores))}",
+            f"the CPU quota is {limit:g} of {_counted(len(cores))}",
         ),
         (
             is_auto and not has_gpus and num_ranks > len(cores),
-            f"not bound: {_counted(len(cores))} for {num_ranks} ranks",
+            f"{_counted(len(cores))} for {num_ranks} ranks",
+        ),
+        (is_wide and len(nodes) == 1, "all cores are near the same memory"),
+        (
+            is_auto and has_gpus and not gpu_nodes <= nodes - {UNKNOWN_NODE},
+            "no cores near a GPU, or its place is not known",
         ),
         (
-            is_wide and len(nodes) == 1,
-            "not bound: all cores are near the same memory",
-        ),
-        (
-            is_auto and has_gpus and not _all_near(nodes, gpus),
-            "not bound: no cores near a GPU, or its place is not known",
-        ),
-        (
-            is_auto and has_gpus and nodes != {gpu.node for gpu in gpus if gpu},
-            "not bound: cores that are near no rank's GPU would be idle",
+            is_auto and has_gpus and nodes != gpu_nodes,
+            "cores that are near no rank's GPU would be idle",
         ),
     )
-    return next((text for is_there, text in obstacles if is_there), "")
-
-
-def _all_near(nodes: set[int], gpus: Sequence[Gpu | None]) -> bool:
-    return all(
-        gpu is not None and gpu.node != UNKNOWN_NODE and gpu.node in nodes
-        for gpu in gpus
-    )
-
-
-def _narrow(rank_place: RankPlace) -> Binding:
-    """Give a rank the cores that are its part."""
-    cores = rank_place.cores
-    num_ranks, name = _part(rank_place)
-    if not rank_place.share.has_enough:
-        return _on(cores, 1, f"{num_ranks} ranks share {name}", has_enough=False)
-    why = f"1/{num_ranks} of {name}" if num_ranks > 1 else name
-    return _on(cores, len(cores), why)
-
-
-def _wide(cores: Sequence[Core], places: Sequence[RankPlace]) -> list[Binding]:
-    """Give each rank the whole memory node that its part lies in the middle of."""
-    homes = [each.home for each in places]
-    bindings: list[Binding] = []
-    for each in places:
-        own = [core for core in cores if core.node == each.home]
-        num_ranks, name = _part(each)
-        why = f"memory node near 1/{num_ranks} of {name}"
-        bindings.append(_on(own, len(own) // homes.count(each.home), why))
-    return bindings
-
-
-def _part(rank_place: RankPlace) -> tuple[int, str]:
-    part = rank_place.share.pool
-    near = " near GPU" if part.is_near_gpu else ""
-    return len(part.ranks), _counted(len(part.cores)) + near
-
-
-def _on(
-    cores: Sequence[Core], num_cores: int, why: str, *, has_enough: bool = True
-) -> Binding:
-    cpus = tuple(sorted(cpu for core in cores for cpu in core.cpus))
-    nodes = {core.node for core in cores}
-    node = nodes.pop() if len(nodes) == 1 else UNKNOWN_NODE
-    return Binding(cpus, node, max(1, num_cores), why, has_enough)
-
-
-def _finished(binding: Binding, machine: Machine, num_ranks: int) -> Binding:
-    """Cut the cores to the quota; ask for no memory node where there is but one."""
-    share = binding.num_cores
-    if machine.cpu_limit:
-        share = max(1, min(share, int(machine.cpu_limit / num_ranks)))
-    has_choice = len({core.node for core in machine.cores}) > 1
-    node = binding.memory_node if has_choice else UNKNOWN_NODE
-    return replace(binding, memory_node=node, num_cores=share)
+    found = next((text for is_there, text in obstacles if is_there), None)
+    return "" if found is None else f"not bound: {found}".removesuffix(": ")
 
 
 def _counted(num_cores: int) -> str:
@@ -274,36 +236,29 @@ def place_ranks(
     request: PlacementRequest,
     environ: Mapping[str, str],
 ) -> tuple[tuple[RankResources, ...], tuple[str, ...]]:
-    """Place the ranks of one host; return also what the user should know of it."""
     seen = visible_gpus(machine.gpus, environ)
-    gpus = choose_gpus(seen, host.gpus, host.said_at or host.name)
+    gpus = choose_gpus(seen, host.gpus, host.named_at or host.name)
     devices = assign_gpus(
         gpus, num_ranks, request.view, is_choice=bool(host.gpus), host=host.name
     )
     own = [device.gpu for device in devices]
-    bindings = bind(
+    bound = bind(
         machine, num_ranks, request.mode, own, policy=request.policy, host=host.name
     )
     ports = nearest_ports(machine, own)
     places = tuple(
-        RankResources(
-            num_cores=binding.num_cores,
-            cpus=binding.cpus,
-            memory_node=binding.memory_node,
-            env=device.env,
+        replace(
+            each,
+            env=env,
             device=f"GPU {gpu.visible_as} {gpu.name}".strip() if gpu else "",
             nic=port,
-            why=binding.why,
         )
-        for binding, device, gpu, port in zip(
-            bindings, devices, own, ports, strict=True
-        )
+        for each, (gpu, env), port in zip(bound, devices, ports, strict=True)
     )
     notices: tuple[str, ...] = ()
     if 0 < len(gpus) < num_ranks:
         gap = f"{num_ranks} ranks and fewer GPUs, {len(gpus)}"
         notices += (f"{host.name}: {gap}, so that ranks share them or use none.",)
-    crowded = next((b for b in bindings if not b.has_enough), None)
-    if crowded:
+    if crowded := next((each for each in bound if not each.has_enough), None):
         notices += (f"{host.name}: {crowded.why}.",)
     return places, notices

@@ -1,11 +1,10 @@
 """Processes and their descendants, as the kernel shows and ends them.
 
-Linux gives three tools, used together here: a *child subreaper* becomes the parent of
-every orphan below it, so no descendant can hide by forking twice or by a session of
-its own; a *parent-death signal* ends a child whose parent was killed; a *pidfd* names
-one process for good, so that a recycled number is never signalled. Where the kernel, or
-a container, refuses pidfds, start times are checked before and after a process was
-stopped, and one that is stopped keeps its number.
+A *child subreaper* becomes the parent of every orphan below it, so no descendant can
+hide by forking twice; a *parent-death signal* ends a child whose parent was killed; a
+*pidfd* names one process for good, so that a recycled number is never signalled. Where
+pidfds are refused, start times are checked before and after a process was stopped,
+which keeps its number.
 """
 
 import ctypes
@@ -67,13 +66,13 @@ def end_with(parent_pid: int, death_signal: int) -> Callable[[], None]:
 
 
 class ProcessStat(NamedTuple):
-    """One line of the process table."""
+    """One line of the process table; pid and start time name a process for good."""
 
     pid: int
     parent: int
     group: int
     state: str
-    started: int
+    started: int  # clock ticks since boot
     name: str
 
     @property
@@ -83,18 +82,14 @@ class ProcessStat(NamedTuple):
 
 def read_processes() -> dict[int, ProcessStat]:
     """Return all processes that can be seen now, by pid."""
-    found: dict[int, ProcessStat] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            process = read_process(int(entry.name))
-            if process is not None:
-                found[process.pid] = process
-    return found
+    pids = [
+        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+    ]
+    return {pid: process for pid in pids if (process := read_process(pid))}
 
 
 def read_process(pid: int) -> ProcessStat | None:
-    """Return one process, or None when it is gone."""
-    text = _read(f"/proc/{pid}/stat")
+    text = read_text(f"/proc/{pid}/stat")
     if not text:
         return None
     # The name may hold anything, also spaces and parentheses: split at the last one.
@@ -110,7 +105,7 @@ def read_process(pid: int) -> ProcessStat | None:
     )
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -124,7 +119,7 @@ def is_alive(pid: int) -> bool:
 
 def is_dumping_core(pid: int) -> bool:
     """Whether a crash ended this process and the kernel still writes its core file."""
-    return "\nCoreDumping:\t1\n" in _read(f"/proc/{pid}/status")
+    return "\nCoreDumping:\t1\n" in read_text(f"/proc/{pid}/status")
 
 
 def descendants(
@@ -149,7 +144,7 @@ def descendants(
 def children() -> frozenset[int]:
     """Return the pids of this process's children, ended ones included."""
     me = os.getpid()
-    pids = _read(f"/proc/{me}/task/{me}/children")
+    pids = read_text(f"/proc/{me}/task/{me}/children")
     if pids or not has_children():
         return frozenset(map(int, pids.split()))
     # A kernel without CONFIG_PROC_CHILDREN.
@@ -249,23 +244,26 @@ def sweep(
 
 def _freeze(me: int, spared: frozenset[int]) -> list[ProcessStat]:
     frozen: set[tuple[int, int]] = set()
-    below = descendants(me, spared)
     for _ in range(_MAX_FREEZE_PASSES):
+        below = descendants(me, spared)
         new = [p for p in below if not p.is_zombie and (p.pid, p.started) not in frozen]
         if not new:
-            break
+            return below
         for process in new:
             signal_process(process, signal.SIGSTOP)
             frozen.add((process.pid, process.started))
-        below = descendants(me, spared)
-    return below
+    return descendants(me, spared)
 
 
 def describe(process: ProcessStat) -> str:
     """Name a process that does not end, with what it waits for in the kernel."""
-    where = _read(f"/proc/{process.pid}/wchan")
-    waits = f" in {where}" if where not in {"", "0"} else ""
+    waits = waits_in(process)
     return f"{process.name} (pid {process.pid}, state {process.state}{waits})"
+
+
+def waits_in(process: ProcessStat) -> str:
+    where = read_text(f"/proc/{process.pid}/wchan")
+    return f" in {where}" if where not in {"", "0"} else ""
 
 
 def await_empty(job_marker: str, deadline_s: float) -> list[int]:

@@ -9,7 +9,6 @@ from ronde.errors import UsageError
 
 
 def absolute_path(path: str | Path = "") -> Path:
-    """Return a path in full."""
     try:
         return Path(path).absolute()
     except OSError as error:

@@ -55,7 +55,6 @@ class Starting(Handler):
     def prepare(
         self, nodes: Sequence[AgentNode], jobs: Sequence[messages.NodeJob]
     ) -> int:
-        """Have each agent check its part; return the port held for rank 0."""
         for node, job in zip(nodes, jobs, strict=True):
             node.link.send(messages.Prepare(job))
         step = ("to check program and directory", "program and directory checked")
@@ -101,17 +100,12 @@ class Starting(Handler):
 
     def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         match message:
-            case messages.Notice():
-                self._loop.output.notice(message.text)
             case messages.Ready() | messages.Refused() | messages.Located():
                 self._answers[node.name] = message
             case messages.HostEnding():
                 raise InterruptedStartError(message.signal)
             case _:
-                kind = type(message).__name__
-                raise LaunchError(
-                    f"agent of {node.name} must answer, but it sent {kind}."
-                )
+                super().take(node, message)
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
         self._lost.append((node, loss))
@@ -136,7 +130,6 @@ def _loss_error(lost: Sequence[tuple[AgentNode, HostLoss]]) -> LaunchError:
 def refusal(
     refusals: Sequence[tuple[str, messages.Refused]], num_hosts: int
 ) -> UsageError | LaunchError:
-    """Return the error that says why agents refused, each reason once."""
     by_reason: dict[str, list[str]] = {}
     for host, refused in refusals:
         by_reason.setdefault(refused.reason, []).append(host)
@@ -202,15 +195,10 @@ class RemotePrograms(Handler):
                     self._answers[name] = Answer(message.line, "", asked_s, now_s)
             case messages.ProgramExited():
                 self._end(name, message.reason)
-            case messages.Notice():
-                self._loop.output.notice(message.text)
             case messages.HostEnding():
                 self._end(name, "its host ended its agent")
             case _:
-                kind = type(message).__name__
-                raise LaunchError(
-                    f"agent of {name} must pass on answers, but it sent {kind}."
-                )
+                super().take(node, message)
 
     def _end(self, name: str, reason: str) -> None:
         self._ended[name] = reason
@@ -322,26 +310,24 @@ class Running(Handler):
         return min(end_by_s, self._stacks_by_s)
 
     def take(self, node: AgentNode, message: messages.FromAgent) -> None:
-        """Follow what an agent reports of its ranks."""
         match message:
             case messages.Started() | messages.Exited() | messages.Stacks():
                 node.require_own(message.rank)
                 self._take_rank(message)
             case messages.HostEnding():
                 if not self._is_stopping:
-                    self._notice(node, f"{signal_name(message.signal)}: the job ends")
+                    self._loop.notice(
+                        node, f"{signal_name(message.signal)}: the job ends"
+                    )
                     self._interrupted_by = message.signal
                     self._stop(message.signal)
-            case messages.Notice():
-                self._notice(node, message.text)
             case messages.Finished():
                 self._finished[node.name] = message
                 node.watch(is_watched=False)
             case messages.Refused():
                 raise refusal([(node.name, message)], num_hosts=len(self._nodes))
             case _:
-                kind = type(message).__name__
-                raise LaunchError(f"agent of {node.name} must not send {kind} now.")
+                super().take(node, message)
 
     def _take_rank(
         self, message: messages.Started | messages.Exited | messages.Stacks
@@ -399,7 +385,7 @@ class Running(Handler):
             # A terminal that closes may send several of those. No output holds the end
             # back: who asks twice does not read any more.
             self._is_killing = True
-            self._send(messages.Kill())
+            self._send(messages.StopRanks(signal.SIGKILL))
             self._loop.output.discard()
             self._answer_by_s = time.monotonic() + _SWEEP_S
 
@@ -479,18 +465,16 @@ class Running(Handler):
         self._send(messages.StopRanks(number))
         self._answer_by_s = time.monotonic() + self._grace_s + _SWEEP_S
 
-    def _notice(self, node: AgentNode, text: str) -> None:
-        where = f"{node.name}: " if len(self._nodes) > 1 else ""
-        self._loop.output.notice(where + text)
-
     def _report_leftovers(self) -> None:
         for node in self._nodes:
             finished = self._finished.get(node.name, messages.Finished(0, ()))
             if finished.num_swept and not self._is_stopping:
                 count = f"{finished.num_swept} processes"
-                self._notice(node, f"{count} that outlived their ranks were killed")
+                self._loop.notice(
+                    node, f"{count} that outlived their ranks were killed"
+                )
             for text in finished.stuck:
-                self._notice(node, f"{text} does not end even when killed; it is left")
+                self._loop.notice(node, f"{text} survives SIGKILL and is left")
 
     def _end(self, number: int, exited: messages.Exited) -> RankEnd:
         rank = self._ranks[number]

@@ -84,7 +84,6 @@ def caught_signals() -> Generator[int]:
 
 
 def read_signals(fd: int) -> list[int]:
-    """Return the signals that have come in, oldest first."""
     try:
         return list(os.read(fd, 4096))
     except BlockingIOError:

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import NoReturn
@@ -99,8 +100,14 @@ class LocalJob:
         try:
             require_processes()
             allow_ranks(len(job.ranks))
-            if job.epoch:
-                _fence_off(job.job_marker)
+            if job.epoch and (left := await_empty(job.job_marker, _FENCE_S)):
+                self._refuse(
+                    "processes of the generation before must have ended, but "
+                    f"{', '.join(map(str, left[:8]))} run after {_FENCE_S:g} s. End "
+                    "them.",
+                    is_usage=False,
+                )
+                return
             self._directory = enter_directory(job.cwd)
             self._command = resolve_program(job.argv, job.env.get("PATH", own_path))
             if job.address:
@@ -111,7 +118,7 @@ class LocalJob:
             )
         except (UsageError, LaunchError, OSError) as error:
             shortage = explain_shortage(error) if isinstance(error, OSError) else ""
-            self._refuse(shortage or str(error), isinstance(error, UsageError))
+            self._refuse(shortage or str(error), is_usage=isinstance(error, UsageError))
             return
         self._sender.send(
             messages.Ready(self._port.getsockname()[1] if self._port else 0)
@@ -136,14 +143,13 @@ class LocalJob:
                 f"program must be one that can start, but {self._command[0]!r} does "
                 f"not: {error.strerror}."
             )
-            self._refuse(reason, error.errno in _USAGE_ERRORS)
+            self._refuse(reason, is_usage=error.errno in _USAGE_ERRORS)
             return
         for complaint in self.ranks.complaints:
             self._sender.send(messages.Notice(complaint))
         self.phase = JobPhase.RUNNING
-        at_s = time.monotonic()
         for rank in ranks:
-            self._sender.send(messages.Started(rank.rank, rank.pid, at_s))
+            self._sender.send(messages.Started(rank.rank, rank.pid))
             for pipe in rank.pipes:
                 self._reader.add(pipe)
 
@@ -167,13 +173,11 @@ class LocalJob:
             self._stopped_s = time.monotonic()
             self._stopped_by = number
             self._deadline = self._stopped_s + self._job.grace_s
+        if number == signal.SIGKILL:
+            # Nobody waits for their output any more.
+            self._sender.discard()
+            self._deadline = 0.0
         self.ranks.stop(number)
-
-    def kill(self) -> None:
-        """End the ranks without grace; nobody waits for their output any more."""
-        self._sender.discard()
-        self.stop(signal.SIGKILL)
-        self._deadline = 0.0
 
     def advance(self) -> None:
         """Send stacks that have come; end the job when its time has come."""
@@ -214,7 +218,7 @@ class LocalJob:
         )
         self.ranks.stop_rest(rank, self._stopped_by)
 
-    def _refuse(self, reason: str, is_usage: bool) -> None:  # noqa: FBT001
+    def _refuse(self, reason: str, *, is_usage: bool) -> None:
         self._end()
         self._sender.send(messages.Refused(reason, is_usage))
 
@@ -230,15 +234,6 @@ class LocalJob:
             self._port = None
 
 
-def _fence_off(job_marker: str) -> None:
-    left = await_empty(job_marker, _FENCE_S)
-    if left:
-        raise LaunchError(
-            "processes of the generation before must have ended, but "
-            f"{', '.join(map(str, left[:8]))} run after {_FENCE_S:g} s. End them."
-        )
-
-
 _READ_BYTES = 64 << 10
 _LOCATE_S = 2.0
 _NEVER = float("inf")
@@ -247,15 +242,12 @@ _NEVER = float("inf")
 def run_reaped(work: Callable[[], int], directory: Path) -> NoReturn:
     """Fork; run ``work`` in the child; outlive it and sweep what it leaves.
 
-    Both processes adopt orphans, so any one of the two may be killed: the child gets
-    SIGTERM when this process ends, and this process kills every descendant when the
-    child has ended. A child that is stopped is continued at once, and so is this
-    process when the child ends. Must be called from a process with one thread and no
-    children.
-
-    Both end here, past the interpreter's own end, which takes time for nothing: the
-    child with what ``work`` returns, and this process with the child's exit code, 128
-    plus the signal that ended it, or EXIT_NO_FORK.
+    Both adopt orphans, so any one of the two may be killed: the child gets SIGTERM when
+    this process ends, and this process kills every descendant when the child has ended.
+    Who of the two is stopped is continued. Must be called from a process with one
+    thread and no children. Both end here, past the interpreter's own end: the child
+    with what ``work`` returns, this process with the child's exit code, 128 plus the
+    signal that ended it, or EXIT_NO_FORK.
     """
     reset_signals()
     parent = os.getpid()
@@ -358,7 +350,6 @@ class Agent:
         self._reaper = os.getppid()
 
     def run(self) -> None:
-        """Obey the controller until it takes leave."""
         os.set_blocking(self._control_in, False)
         signal_fd, wakeup_fd = signal_pipe()
         signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
@@ -366,13 +357,16 @@ class Agent:
         read = selectors.EVENT_READ
         self._selector.register(self._control_in, read, self._read_control)
         self._selector.register(signal_fd, read, self._read_signal)
+        directory = ""
+        with suppress(OSError):
+            directory = str(Path.cwd())
         self._sender.send(
             messages.Hello(
                 protocol=messages.PROTOCOL,
                 host=os.uname().nodename,
                 identity=network_identity(),
                 pid=os.getpid(),
-                directory=_directory(),
+                directory=directory,
                 machine=read_machine(environ=own_environment()),
                 interfaces=read_interfaces(),
             )
@@ -410,11 +404,11 @@ class Agent:
 
     def _watch_writing(self) -> None:
         is_watched = self._sender.fd in self._selector.get_map()
-        if self._sender.is_writing and not is_watched:
+        if is_watched and not self._sender.is_writing:
+            self._selector.unregister(self._sender.fd)
+        elif self._sender.is_writing and not is_watched:
             # Without a function: the loop writes what it has after every wake.
             self._selector.register(self._sender.fd, selectors.EVENT_WRITE)
-        elif is_watched and not self._sender.is_writing:
-            self._selector.unregister(self._sender.fd)
 
     def _read_control(self, fd: int) -> None:
         try:
@@ -485,7 +479,6 @@ class Agent:
             case (
                 messages.Start()
                 | messages.StopRanks()
-                | messages.Kill()
                 | messages.Forward()
                 | messages.TakeStacks()
             ):
@@ -503,8 +496,6 @@ class Agent:
                 self._job.start(order)
             case messages.StopRanks():
                 self._job.stop(order.signal)
-            case messages.Kill():
-                self._job.kill()
             case messages.Forward():
                 self._job.ranks.send(order.signal)
             case messages.TakeStacks():
@@ -520,10 +511,3 @@ class Agent:
         except OSError as error:
             reason = f"its program does not start: {error.strerror}"
             self._sender.send(messages.ProgramExited(reason))
-
-
-def _directory() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:
-        return ""

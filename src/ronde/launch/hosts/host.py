@@ -1,13 +1,12 @@
 """Hosts as the user names them, whether one is this machine, and their ranks."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import IO, NamedTuple, cast
+from threading import Thread
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch.signals import wait_for
@@ -25,7 +24,8 @@ SLOTS_GPUS = -2  # as many as the host has GPUs, and it must have one
 SLOTS_CORES = -3  # as many as the host has cores
 LOOK_UP_S = 6.0
 """How long all names may take: a question that is lost is asked again after 5 s."""
-_READ_BYTES = 64 << 10
+_MAX_LOOKING_UP = 64
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,19 @@ class Host:
     gpus: tuple[str, ...] = ()
     # what the host file says of it besides
     labels: dict[str, str] = field(default_factory=dict[str, str])
-    said_at: str = ""  # where it is named, for messages: ``hosts.txt line 3``
+    named_at: str = ""  # where it is named, for messages: ``hosts.txt line 3``
 
 
 def is_here(host: Host, addresses: Sequence[str] | None = None) -> bool:
     """Say whether this machine is meant, as its user is here."""
     if host.port or (host.user and host.user != _own_name()):
         return False
-    return _is_own(host.name, addresses)
+    if host.name in ("localhost", "127.0.0.1", "::1", os.uname().nodename):
+        return True
+    if addresses is None:
+        with suppress(OSError):
+            addresses = _resolve(host.name)
+    return any(map(_can_bind, addresses or ()))
 
 
 def _own_name() -> str:
@@ -60,21 +65,6 @@ def _own_name() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return ""
-
-
-def _is_own(name: str, addresses: Sequence[str] | None) -> bool:
-    if name in ("localhost", "127.0.0.1", "::1", os.uname().nodename):
-        return True
-    if addresses is not None:
-        return any(_can_bind(address) for address in addresses)
-    # Imported where it is needed: a job on this machine starts without.
-    import socket
-
-    try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return False
-    return any(_can_bind(str(each[4][0])) for each in found)
 
 
 def _can_bind(address: str) -> bool:
@@ -90,31 +80,42 @@ def _can_bind(address: str) -> bool:
 
 
 def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
-    """Return addresses by name: none for one that does not exist."""
-    ends_at = time.monotonic() + LOOK_UP_S
-    resolver = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(__file__).with_name("resolver.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        bufsize=0,
-    )
-    pipes = (resolver.stdin, resolver.stdout)
-    words, output = cast("tuple[IO[bytes], IO[bytes]]", pipes)
-    answers = b""
-    with resolver:
-        # It reads all of them before it answers.
-        with words:
-            words.write("\n".join(names).encode())
-        while (left_s := ends_at - time.monotonic()) > 0:
-            ready = wait_for([output.fileno(), stop_fd], [], left_s)
-            data = os.read(ready[0], _READ_BYTES) if ready == [output.fileno()] else b""
-            if not data:
-                break
-            answers += data
-        resolver.kill()
-    lines = [line.decode().split() for line in answers.split(b"\n")[:-1]]
-    return {names[int(index)]: tuple(found) for index, *found in lines}
+    """Return addresses by name: none for an unknown one, without those not answered."""
+    answers: dict[str, tuple[str, ...]] = {}
+    asked, ends_at = iter(names), time.monotonic() + LOOK_UP_S
+
+    def work() -> None:
+        for name in asked:
+            # Anything but the answer that there is no such name is no answer.
+            with suppress(OSError):
+                answers[name] = _resolve(name)
+
+    num_threads = min(_MAX_LOOKING_UP, len(names))
+    # The system's resolver cannot be called off, so that nobody waits for these.
+    threads = [Thread(target=work, daemon=True) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < ends_at:
+            thread.join(_LOOK_S)
+            if wait_for([stop_fd], [], 0):
+                return dict(answers)
+    return dict(answers)
+
+
+def _resolve(name: str) -> tuple[str, ...]:
+    # Imported where it is needed: a job on this machine starts without.
+    import socket
+
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except UnicodeError:
+        return ()
+    except socket.gaierror as error:
+        if error.errno not in (socket.EAI_NONAME, socket.EAI_NODATA):
+            raise
+        return ()
+    return tuple(str(each[4][0]) for each in found)
 
 
 class HostShare(NamedTuple):
@@ -148,7 +149,7 @@ def kept_out(hosts: Sequence[Host]) -> str:
 
 
 def _named(host: Host) -> str:
-    return f"{host.name} ({host.said_at})" if host.said_at else host.name
+    return f"{host.name} ({host.named_at})" if host.named_at else host.name
 
 
 def hosts_to_ask(
@@ -215,7 +216,6 @@ def count_slots(environ: Mapping[str, str]) -> int:
 
 
 def count_cores() -> int:
-    """Return the physical cores that may be used here, cut to the CPU quota."""
     return usable_cores(Machine(read_cores(""), read_cpu_limit(""), (), ()))
 
 
@@ -239,3 +239,4 @@ class RankResources:
     # the nearest network interface, for people; empty where that is not known
     nic: str = ""
     why: str = ""  # the reason for all that, for people
+    has_enough: bool = True  # false where ranks share the cores that each was to have

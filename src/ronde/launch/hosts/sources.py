@@ -14,8 +14,8 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import IO, cast
+from dataclasses import replace
+from typing import IO, NamedTuple, cast
 
 from ronde.errors import UsageError, WorldError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
@@ -52,19 +52,18 @@ _PAIR = re.compile(r"[ \t]+([^ \t=]+)[ \t]*=[ \t]*([^ \t]*)")
 _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 
 
-def parse_hosts(text: str, said_by: str = "-H") -> tuple[Host, ...]:
+def parse_hosts(text: str, option: str = "-H") -> tuple[Host, ...]:
     """Read ``a:2,b:4``: hosts, each with its slots or without."""
-    hosts = parse_words(text, said_by, said_by)
+    hosts = parse_words(text, option, option)
     return count_repeated(hosts)
 
 
-def parse_words(text: str, said_by: str, said_at: str) -> list[Host]:
-    """Read a list of hosts."""
-    words = split_list(text, said_by)
-    hosts = [host for word in words for host in _parse_word(word, said_by, said_at)]
+def parse_words(text: str, option: str, named_at: str) -> list[Host]:
+    words = split_list(text, option)
+    hosts = [host for word in words for host in _parse_word(word, option, named_at)]
     if not hosts:
         raise UsageError(
-            f"{said_by}: hosts must be names such as a:2,b:4, got none. Name them, or "
+            f"{option}: hosts must be names such as a:2,b:4, got none. Name them, or "
             "leave the option out."
         )
     return hosts
@@ -77,9 +76,9 @@ def count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     for host in hosts:
         first = kept.setdefault(host.name, host)
         times[host.name] += 1
-        is_same = replace(host, said_at=first.said_at) == first
+        is_same = replace(host, named_at=first.named_at) == first
         if first is not host and not (is_same and host.slots == SLOTS_OPEN):
-            places = dict.fromkeys((first.said_at, host.said_at))
+            places = dict.fromkeys((first.named_at, host.named_at))
             raise UsageError(
                 f"{' and '.join(places)}: a host that has slots must be named once, "
                 f"got {host.name} twice. Name it once, with all of its slots."
@@ -90,21 +89,19 @@ def count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     )
 
 
-def check_name(name: str, said_by: str) -> str:
-    """Return ``name``, which is a host's or a numeric address."""
+def check_name(name: str, option: str) -> str:
     if not _NAME.fullmatch(name) and not (":" in name and is_address(name)):
         raise UsageError(
-            f"{said_by}: a host must be a name or an address, got {name!r}. Type it as "
+            f"{option}: a host must be a name or an address, got {name!r}. Type it as "
             "n1, n1:4, 10.0.0.1, fd00::1 or [fd00::1]:4."
         )
     return name
 
 
-def check_user(user: str, said_by: str) -> str:
-    """Return ``user``, which is a login name."""
+def check_user(user: str, option: str) -> str:
     if not _USER.fullmatch(user):
         raise UsageError(
-            f"{said_by}: a user must be a login name, got {user!r}. Type: user@n1"
+            f"{option}: a user must be a login name, got {user!r}. Type: user@n1"
         )
     return user
 
@@ -123,34 +120,33 @@ def is_address(text: str) -> bool:
 
 
 def parse_number(
-    text: str, name: str, said_by: str, *, lowest: int = 0, highest: int
+    text: str, name: str, option: str, *, lowest: int = 0, highest: int
 ) -> int:
-    """Read a whole number."""
     is_number = re.fullmatch(r"[0-9]{1,9}", text)
     if not is_number or not lowest <= int(text) <= highest:
         raise UsageError(
-            f"{said_by}: {name} must be a whole number from {lowest} to {highest}, got "
+            f"{option}: {name} must be a whole number from {lowest} to {highest}, got "
             f"{text!r}. Correct it."
         )
     return int(text)
 
 
-def _parse_word(word: str, said_by: str, said_at: str) -> list[Host]:
+def _parse_word(word: str, option: str, named_at: str) -> list[Host]:
     user, has_user, rest = word.rpartition("@")
     if has_user:
-        check_user(user, said_by)
-    name, slots = _split_slots(rest, said_by)
+        check_user(user, option)
+    name, slots = _split_slots(rest, option)
     count = SLOTS_OPEN
     if slots is not None:
-        count = parse_number(slots, f"slots of {name}", said_by, highest=MAX_SLOTS)
-    names = [name] if ":" in name and "[" not in name else expand(name, said_by)
+        count = parse_number(slots, f"slots of {name}", option, highest=MAX_SLOTS)
+    names = [name] if ":" in name and "[" not in name else expand(name, option)
     return [
-        Host(check_name(one, said_by), count, user=user, said_at=said_at)
+        Host(check_name(one, option), count, user=user, named_at=named_at)
         for one in names
     ]
 
 
-def _split_slots(text: str, said_by: str) -> tuple[str, str | None]:
+def _split_slots(text: str, option: str) -> tuple[str, str | None]:
     """Take ``:4`` off the end, which an address with colons has after brackets only."""
     if bracketed := _BRACKETED.fullmatch(text):
         return bracketed[1], bracketed[2]
@@ -161,25 +157,19 @@ def _split_slots(text: str, said_by: str) -> tuple[str, str | None]:
         return text[:colon], text[colon + 1 :]
     if text[colon - 1] == "]":
         raise UsageError(
-            f"{said_by}: slots of a list of IPv6 addresses must stand in a host file, "
+            f"{option}: slots of a list of IPv6 addresses must stand in a host file, "
             f"got {text!r}. Write there: {text[:colon]} slots={text[colon + 1 :]}"
         )
     return text, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
-    key: str  # as it was written
+class _Value(NamedTuple):
+    shown: str  # as it was written
     text: str
-    said_by: str  # line and column of the value
-
-    def number(self, lowest: int, highest: int) -> int:
-        return parse_number(
-            self.text, self.key, self.said_by, lowest=lowest, highest=highest
-        )
+    place: str  # line and column of the value
 
 
-def parse_hostfile(text: str, said_by: str) -> tuple[Host, ...]:
+def parse_hostfile(text: str, option: str) -> tuple[Host, ...]:
     """Read a host file; hosts stand in its order."""
     hosts: list[Host] = []
     # Not splitlines(): that counts lines that no editor shows.
@@ -188,20 +178,20 @@ def parse_hostfile(text: str, said_by: str) -> tuple[Host, ...]:
         kept = line[: comment.start()] if comment else line
         kept = kept.removesuffix("\r").rstrip(BLANKS)
         if kept.strip(BLANKS):
-            hosts += _parse_line(kept, f"{said_by} line {number}")
+            hosts += _parse_line(kept, f"{option} line {number}")
     if not hosts:
         raise UsageError(
-            f"{said_by} must hold a line such as n1 slots=4 for each host, got none. "
+            f"{option} must hold a line such as n1 slots=4 for each host, got none. "
             "Write them, or leave the option out."
         )
     return count_repeated(hosts)
 
 
-def _parse_line(line: str, said_at: str) -> list[Host]:
+def _parse_line(line: str, named_at: str) -> list[Host]:
     start = len(line) - len(line.lstrip(BLANKS))
     named = _HOSTS.match(line, start)
     end = named.end() if named else start
-    hosts = parse_words(line[start:end], f"{said_at}, column {start + 1}", said_at)
+    hosts = parse_words(line[start:end], f"{named_at}, column {start + 1}", named_at)
     values: dict[str, _Value] = {}
     while end < len(line):
         match = _PAIR.match(line, end)
@@ -209,63 +199,78 @@ def _parse_line(line: str, said_at: str) -> list[Host]:
             rest = line[end:].strip(BLANKS)
             column = len(line) - len(rest) + 1
             raise UsageError(
-                f"{said_at}, column {column}: after a host must stand key=value with "
+                f"{named_at}, column {column}: after a host must stand key=value with "
                 f"no blanks in the value, got {rest!r}. Type: slots=4, or # before a "
                 "comment"
             )
-        value = _Value(match[1], match[2], f"{said_at}, column {match.start(2) + 1}")
-        key = _known_key(match[1], f"{said_at}, column {match.start(1) + 1}")
+        word, text = match.groups()
+        key = _known_key(word, f"{named_at}, column {match.start(1) + 1}")
+        place = f"{named_at}, column {match.start(2) + 1}"
+        value = _Value(f"{word}={text}", text, place)
         if key in values:
-            raise UsageError(
-                f"{value.said_by}: {key} must be said once, got {values[key].key}="
-                f"{values[key].text} and {value.key}={value.text}. Drop one."
-            )
+            raise _given_twice(key, values[key].shown, value)
         values[key] = value
         end = match.end()
     return [_with_values(host, values, len(hosts)) for host in hosts]
 
 
-def _known_key(key: str, said_by: str) -> str:
+def _given_twice(key: str, first: str, second: _Value) -> UsageError:
+    return UsageError(
+        f"{second.place}: {key} must be given once, got {first} and {second.shown}. "
+        "Drop one."
+    )
+
+
+def _known_key(key: str, option: str) -> str:
     if key in _KEYS:
         return _KEYS[key]
     if key.startswith(_LABEL) and key != _LABEL:
         return key
     likely = key.lower() if key.lower() in _KEYS else ""
     raise UsageError(
-        f"{said_by}: a key must be one of {', '.join(_KEYS)} or label.NAME, got "
+        f"{option}: a key must be one of {', '.join(_KEYS)} or label.NAME, got "
         f"{key!r}. {f'Type: {likely}=' if likely else 'Correct it or drop it.'}"
     )
 
 
 def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Host:
-    slots, user, address = _slots_of(host, values), host.user, ""
-    gpus: tuple[str, ...] = ()
+    given = (("user", f"{host.user}@"), ("slots", f"{host.name}:{host.slots}"))
+    for key, shown in given:
+        if key in values and getattr(host, key) not in ("", SLOTS_OPEN):
+            raise _given_twice(key, shown, values[key])
+    user, address, gpus = host.user, "", tuple[str, ...]()
     if value := values.get("gpus"):
         gpus = tuple(value.text.split(","))
         if not all(map(_GPU.fullmatch, gpus)) or len(set(gpus)) < len(gpus):
             raise UsageError(
-                f"{value.said_by}: gpus must be different numbers or UUIDs with commas "
+                f"{value.place}: gpus must be different numbers or UUIDs with commas "
                 f"and no blanks between them, got {value.text!r}. Type: gpus=0,2"
             )
     if value := values.get("user"):
-        if user:
-            raise UsageError(
-                f"{value.said_by}: user must be said once, got {user}@ and "
-                f"user={value.text}. Drop one."
-            )
-        user = check_user(value.text, value.said_by)
+        user = check_user(value.text, value.place)
     if value := values.get("addr"):
         address = value.text
         if not is_address(address) or num_hosts > 1:
             raise UsageError(
-                f"{value.said_by}: addr must be the numeric address of one host, got "
+                f"{value.place}: addr must be the numeric address of one host, got "
                 f"{address!r} for {num_hosts}. Type: n1 addr=10.0.0.1"
             )
+    slots = _number(values, "slots", 0, MAX_SLOTS, host.slots)
+    # Nobody is started beyond the slots, so that a maximum only limits.
+    most = _number(values, "max_slots", 0, MAX_SLOTS, MAX_SLOTS)
+    if most < slots:
+        value = values["max_slots"]
+        raise UsageError(
+            f"{value.place}: {value.shown.partition('=')[0]} must be at least the "
+            f"slots, got {most} < {slots}. Drop one."
+        )
+    if slots == SLOTS_OPEN:
+        slots = most if "max_slots" in values else len(gpus) or SLOTS_OPEN
     return replace(
         host,
-        slots=len(gpus) if gpus and slots == SLOTS_OPEN else slots,
+        slots=slots,
         user=user,
-        port=values["port"].number(1, 65535) if "port" in values else 0,
+        port=_number(values, "port", 1, 65535, 0),
         address=address,
         gpus=gpus,
         labels={
@@ -276,25 +281,14 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
     )
 
 
-def _slots_of(host: Host, values: Mapping[str, _Value]) -> int:
-    """Return the slots; nobody is started beyond them, so a maximum only limits."""
-    slots = host.slots
-    if value := values.get("slots"):
-        if slots != SLOTS_OPEN:
-            raise UsageError(
-                f"{value.said_by}: slots must be said once, got {host.name}:{slots} "
-                f"and {value.key}={value.text}. Drop one."
-            )
-        slots = value.number(0, MAX_SLOTS)
-    if value := values.get("max_slots"):
-        most = value.number(0, MAX_SLOTS)
-        if most < slots:
-            raise UsageError(
-                f"{value.said_by}: {value.key} must be at least the slots, got {most} "
-                f"< {slots}. Drop one."
-            )
-        slots = most if slots == SLOTS_OPEN else slots
-    return slots
+def _number(
+    values: Mapping[str, _Value], key: str, lowest: int, highest: int, default: int
+) -> int:
+    if key not in values:
+        return default
+    shown, text, place = values[key]
+    name = shown.partition("=")[0]
+    return parse_number(text, name, place, lowest=lowest, highest=highest)
 
 
 _CURE = "Name the hosts by -H or --hostfile."
@@ -325,7 +319,7 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
     name = _list_name(environ)
     slots = _slots(environ, len(names), f"{name}={environ[name]}")
     return tuple(
-        Host(one, count, said_at=name) for one, count in zip(names, slots, strict=True)
+        Host(one, count, named_at=name) for one, count in zip(names, slots, strict=True)
     )
 
 
@@ -369,7 +363,7 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
     return [parse_number(each, each_name, "Slurm", highest=MAX_SLOTS)] * num_hosts
 
 
-def discover(script: str, said_by: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
+def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
     """Run a discovery script once and return the hosts that it prints."""
     others = children()
     try:
@@ -388,10 +382,10 @@ def discover(script: str, said_by: str, timeout_s: float = 60.0) -> tuple[Host, 
                 raise
     except ValueError as error:
         raise UsageError(
-            f"{said_by} must print hosts and end with 0, got {script!r} ({error}). Run "
+            f"{option} must print hosts and end with 0, got {script!r} ({error}). Run "
             "it by hand."
         ) from None
-    return parse_hostfile(printed, f"{said_by} {script}")
+    return parse_hostfile(printed, f"{option} {script}")
 
 
 def _read_printed(

@@ -20,8 +20,6 @@ from ronde.addresses import family_of, is_loopback, read_interfaces
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.signals import wait_for
 
-_WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - to be warned of
-_NAME = "ronde"
 _HEAD = Struct(">BH")
 _TLS_RECORD_BYTES = 16 << 10
 _MAX_BODY_BYTES = _TLS_RECORD_BYTES - _HEAD.size
@@ -38,13 +36,7 @@ _KEEPALIVE = (
 _GOODBYE_S = 2.0
 
 
-def is_wildcard(address: str) -> bool:
-    """Say whether listening there would be listening on all networks."""
-    return address in _WILDCARDS
-
-
 def with_port(address: str, port: int) -> str:
-    """Return address and port as one types them."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -85,7 +77,7 @@ def choose_address(host: str, interface: str = "") -> str:
     names = ", ".join(f"{each.address} ({each.interface})" for each in own)
     there = f"are several: {names}" if own else "is none that others could reach"
     raise UsageError(
-        "--listen must say one address of this machine, got a port alone, and there "
+        "--listen must name one address of this machine, got a port alone, and there "
         f"{there}. Type: --listen ADDRESS:PORT"
     )
 
@@ -157,7 +149,7 @@ def _make_certificate() -> tuple[bytes, bytes]:
             "Type: pip install 'ronde[agent]'"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "ronde")])
     now = dt.datetime.now(dt.UTC)
     day = dt.timedelta(days=1)
     certificate = (
@@ -227,18 +219,14 @@ class TlsChannel:
 
     def _pull(self) -> None:
         pulled = 0
-        while pulled < _READ_BYTES:
-            try:
-                # Room for a whole TLS record: so nothing decrypted ever stays behind,
-                # which no poll would show.
+        # Room for a whole TLS record: so nothing decrypted ever stays behind, which no
+        # poll would show.
+        with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            while pulled < _READ_BYTES and not self._is_broken:
                 data = self._sock.recv(_TLS_RECORD_BYTES)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return
-            if not data:
-                self._is_broken = True
-                return
-            self._received += data
-            pulled += len(data)
+                self._is_broken = not data
+                self._received += data
+                pulled += len(data)
 
     def _unpack(self) -> bytes:
         data: list[bytes] = []

@@ -9,8 +9,8 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from ronde.errors import HostError, LaunchError
 from ronde.launch.joining.channel import TlsChannel, make_node_context, with_port
@@ -38,8 +38,7 @@ _UNANSWERED_S = 10.0
 _COMPLAINT_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class JoinRequest:
+class JoinRequest(NamedTuple):
     """How a node looks for its head."""
 
     host: str  # name or numeric address of the head
@@ -91,48 +90,36 @@ def _try_all(request: JoinRequest, signal_fd: int, ends_at: float) -> TlsChannel
     found = socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
     failure: Exception = TimeoutError()
     for family, _, _, _, address in found:
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            return _try_one(request, (family, address), signal_fd, ends_at)
-        except (OSError, EOFError, LaunchError) as error:
+            _connect(sock, address, signal_fd, ends_at)
+            context = make_node_context()
+            sock = secured = context.wrap_socket(sock, do_handshake_on_connect=False)
+            for wanted in authenticate_head(secured, request.token, request.node_info):
+                _wait(signal_fd, sock.fileno(), wanted, ends_at)
+            return TlsChannel(secured)
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError | EOFError | LaunchError):
+                raise
             failure = error
     raise failure
 
 
-def _try_one(
-    request: JoinRequest,
-    where: tuple[socket.AddressFamily, tuple[object, ...]],
-    signal_fd: int,
-    ends_at: float,
-) -> TlsChannel:
-    family, address = where
-    raw = socket.socket(family, socket.SOCK_STREAM)
-    raw.settimeout(0)
-    sock = None
-    try:
-        _connect(raw, address, signal_fd, ends_at)
-        sock = make_node_context().wrap_socket(raw, do_handshake_on_connect=False)
-        for wanted in authenticate_head(sock, request.token, request.node_info):
-            _wait(signal_fd, sock.fileno(), wanted, ends_at, is_needed=True)
-    except BaseException:
-        (sock or raw).close()
-        raise
-    return TlsChannel(sock)
-
-
 def _connect(
-    raw: socket.socket, address: tuple[object, ...], signal_fd: int, ends_at: float
+    sock: socket.socket, address: tuple[object, ...], signal_fd: int, ends_at: float
 ) -> None:
-    code = raw.connect_ex(address)
+    sock.settimeout(0)
+    code = sock.connect_ex(address)
     if code == errno.EINPROGRESS:
-        _wait(signal_fd, raw.fileno(), select.POLLOUT, ends_at, is_needed=True)
-        code = raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        _wait(signal_fd, sock.fileno(), select.POLLOUT, ends_at)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, os.strerror(code))
 
 
-def _wait(
-    signal_fd: int, fd: int, wanted: int, ends_at: float, *, is_needed: bool = False
-) -> None:
+def _wait(signal_fd: int, fd: int, wanted: int, ends_at: float) -> None:
+    """Wait for one event; without a descriptor for the time."""
     poll = select.poll()
     poll.register(signal_fd, select.POLLIN)
     if fd >= 0:
@@ -140,19 +127,17 @@ def _wait(
     while True:
         left_s = ends_at - time.monotonic()
         ready = poll.poll(left_s * 1000 + 1) if left_s > 0 else []
-        if not ready and is_needed:
+        if not ready and fd >= 0:
             raise TimeoutError("no answer")
         if not ready or any(each == fd for each, _ in ready):
             return
         raise_if_stopped(signal_fd)
 
 
-@dataclass(frozen=True, slots=True)
-class RelayEnd:
+class RelayEnd(NamedTuple):
     """Why a node has nothing more to do."""
 
-    # the job's exit code as the head reported it; None if it did not
-    result: int | None
+    result: int | None  # the job's exit code; None if the head did not send it
     interrupted_by: int  # the signal that ended this node, 0 for none
 
 
@@ -164,9 +149,8 @@ def relay(
 ) -> RelayEnd:
     """Carry bytes between head and agent until the head sends how the job ended.
 
-    Guarantees that when it returns no process is left that the agent has started, but
-    those that the kernel does not let die. For the case that the agent is killed this
-    process should adopt orphans (``process_tree.adopt_orphans``).
+    When it returns, no process is left that the agent has started, given that this
+    process adopts orphans (``process_tree.adopt_orphans``).
     """
     others = children() - {agent.pid}
     transport = ProcessTransport(agent)
@@ -196,24 +180,24 @@ class _Relay:
         self._transport = transport
         self._signal_fd = signal_fd
         self._complain = complain
-        self._to_agent = memoryview(b"")
-        self._to_head = memoryview(b"")
-        self._is_head_here = True
-        self._is_agent_here = True
-        self._has_errors = True
-        self._is_hurried = False
+        self._to_agent = self._to_head = memoryview(b"")
+        self._is_head_here = self._is_agent_here = self._has_errors = True
+        self._is_hurried = self._is_asked = False
         self._interrupted_by = 0
-        self._is_asked = False
 
     def run(self) -> RelayEnd:
         while self._is_head_here and not self._interrupted_by:
-            for fd, events in self._poll():
-                self._serve(fd, events)
+            ready = self._poll()
+            if self._signal_fd in ready:
+                self._take_signals()
+            self._serve_head(ready)
+            if self._is_agent_here:
+                self._serve_agent(ready)
             if self._is_agent_here and self._channel.is_ended:
                 self._end_agent()
         return RelayEnd(self._channel.result, self._interrupted_by)
 
-    def _poll(self) -> list[tuple[int, int]]:
+    def _poll(self) -> dict[int, int]:
         # Nothing more is read for a side that has not taken what there is.
         head_fd, transport = self._channel.read_fd, self._transport
         wanted = {self._signal_fd: select.POLLIN}
@@ -232,38 +216,53 @@ class _Relay:
         poll = select.poll()
         for fd, events in wanted.items():
             poll.register(fd, events)
-        return poll.poll()
+        return dict(poll.poll())
 
-    def _serve(self, fd: int, events: int) -> None:
-        if fd == self._signal_fd:
-            self._take_signals()
-        elif fd == self._channel.read_fd:
-            if self._to_head:
-                self._write_head()
-            if not self._to_agent:
-                self._read_head()
-            elif events & (select.POLLHUP | select.POLLERR):
+    def _serve_head(self, ready: Mapping[int, int]) -> None:
+        if self._to_head:
+            self._write_head()
+        if self._to_agent:
+            gone = select.POLLHUP | select.POLLERR
+            if ready.get(self._channel.read_fd, 0) & gone:
                 self._is_head_here = False
-        elif not self._is_agent_here:
             return
-        elif fd == self._transport.error_fd:
+        data = self._channel.read()
+        if data == b"":
+            self._is_head_here = False
+        elif data and self._is_agent_here:
+            self._to_agent = memoryview(data)
+
+    def _serve_agent(self, ready: Mapping[int, int]) -> None:
+        transport = self._transport
+        if self._has_errors:
             self._pass_on_complaints()
-        elif fd != self._transport.read_fd:
-            self._write_agent()
-        elif self._to_head:
-            # The agent has ended while the head takes nothing.
-            self._hurry()
-        else:
-            self._read_agent()
+        if self._to_agent:
+            try:
+                taken = transport.write(self._to_agent)
+            except BrokenPipeError:
+                # Its last words may still be on their way.
+                taken = len(self._to_agent)
+            self._to_agent = self._to_agent[taken:]
+        if self._to_head:
+            if transport.read_fd in ready:
+                # The agent has ended while the head takes nothing.
+                self._hurry()
+            return
+        data = transport.read()
+        if data == b"":
+            self._end_agent()
+        elif data:
+            self._to_head = memoryview(data)
+            self._write_head()
 
     def _hurry(self) -> None:
-        """Wait no longer than 10 s for a head that may be gone for good."""
+        # While the agent is here its lease finds out that the head is gone for good.
         self._is_hurried = True
         self._channel.require_answers(_UNANSWERED_S)
 
     def _take_signals(self) -> None:
         for number in read_signals(self._signal_fd):
-            if signal.Signals(number) not in STOPPING:
+            if number not in STOPPING:
                 continue
             if self._is_asked or not self._is_agent_here:
                 self._interrupted_by = number
@@ -271,30 +270,6 @@ class _Relay:
                 # The agent asks the head to end all ranks, here in their grace.
                 self._is_asked = True
                 os.kill(self._transport.pid, signal.SIGTERM)
-
-    def _read_head(self) -> None:
-        data = self._channel.read()
-        if data == b"":
-            self._is_head_here = False
-        elif data and self._is_agent_here:
-            self._to_agent = memoryview(data)
-            self._write_agent()
-
-    def _write_agent(self) -> None:
-        try:
-            taken = self._transport.write(self._to_agent)
-        except BrokenPipeError:
-            # Its last words may still be on their way.
-            taken = len(self._to_agent)
-        self._to_agent = self._to_agent[taken:]
-
-    def _read_agent(self) -> None:
-        data = self._transport.read()
-        if data == b"":
-            self._end_agent()
-        elif data:
-            self._to_head = memoryview(data)
-            self._write_head()
 
     def _write_head(self) -> None:
         try:

@@ -10,13 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.errors import Failure, HostError, LaunchError
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.hosts.host import Host
 from ronde.launch.joining.channel import (
     TlsChannel,
-    is_wildcard,
     listen,
     make_head_tls,
     with_port,
@@ -41,8 +41,7 @@ _UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
 _NOT_PROVEN = "did not prove that it knows the token"
 
 
-@dataclass(frozen=True, slots=True)
-class JoinConfig:
+class JoinConfig(NamedTuple):
     """Who may join, where, and how long is waited for it."""
 
     address: str  # numeric address to listen on
@@ -100,7 +99,6 @@ class JoinServer:
         return sorted(self._joined.values(), key=lambda node: _natural(node[0].name))
 
     def run(self, signal_fd: int) -> None:
-        """Wait until all have joined."""
         config = self._config
         address, port = self._listener.getsockname()[:2]
         self._report_address(address, port)
@@ -130,7 +128,7 @@ class JoinServer:
 
     def _report_address(self, address: str, port: int) -> None:
         num_nodes, host = self._config.num_nodes, address
-        if is_wildcard(address):
+        if address in ("0.0.0.0", "::"):  # noqa: S104 - to be warned of
             host = self._config.head
             self._notice(
                 f"listens on all networks of this machine ({address}), as was asked; "
@@ -222,7 +220,7 @@ class JoinServer:
     def _lose(self, fd: int) -> None:
         host, channel = self._joined.pop(fd)
         channel.kill()
-        self._notice(f"{host.name} is gone again before the job began")
+        self._notice(f"{host.name} left before the job began")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -257,10 +255,9 @@ class JoinedAgents(AgentStarter):
         return AgentNode(host, link, is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
-        """Return why the connection to a node ended before its agent's hello."""
         if node.is_here:
             return super().explain(node, exit_code, complaints)
         return Failure(
             "it has joined and is gone again",
-            "look at what ronde run --agent says there",
+            "read the output of ronde run --agent there",
         )

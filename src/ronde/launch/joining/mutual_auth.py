@@ -14,22 +14,16 @@ nobody vouches for, and then each side proves in it that it knows the token::
 A proof is HMAC-SHA256, with the token as key, of the role, the version, both nonces,
 the SHA-256 of the certificate that this side has seen or shown, and the NodeInfo.
 
-- *The node proves first.* All that a stranger gets out of the head is a certificate and
-  random bytes, from which nothing can be guessed. A stranger who is taken for the head
-  gets one proof, and can try tokens on it at home: so a token has at least 128 bits,
-  made by a machine. He also learns the node's name and number of slots.
+- *The node proves first.* A stranger gets a certificate and random bytes out of the
+  head; one who is taken for the head gets one proof, and can try tokens on it at home:
+  so a token has at least 128 bits, made by a machine.
 - *Before the head's proof* the node has sent its agent nothing, and closes.
-- *Man in the middle.* Who ends the TLS of both sides shows the node a certificate that
-  is not the head's, whose private key is made anew for each job and never leaves the
-  head's memory: neither proof fits the other side.
-- *Replay.* Each connection has two fresh nonces, and each job a fresh certificate.
-- *Reflection.* The role is signed: a proof as "node" is none as "head".
-- *Reading before the proof.* The head reads a fixed number of bytes and a NodeInfo of
-  limited length, and interprets nothing of it until the proof has been checked.
-- *Versions.* The version that both sides send is signed; TLS is 1.3 or nothing.
+- *Man in the middle:* he shows the node a certificate that is not the head's, whose
+  key is made for each job and stays in memory: neither proof fits the other side.
+- *Replay, reflection:* two fresh nonces a connection; the role is signed.
+- *Before the proof* the head reads a limited length and interprets nothing.
 - *Not protected:* the token opens the whole job. A node that is taken over can, as long
-  as the head waits, join as further nodes, and can pass for the head to nodes that have
-  not joined. Once joined, it has its own connection and cannot speak for others.
+  as the head waits, join as further nodes or pass for the head to others.
 
 The handshake's steps wait for nothing: each yields the event of ``select.poll`` that it
 goes on with.
@@ -136,7 +130,6 @@ class NodeInfo(NamedTuple):
 
 
 def decode_node_info(raw: bytes) -> NodeInfo:
-    """Return what a node has proven to have sent."""
     node_info = decode_message(raw, (NodeInfo,))
     if not _NAME.fullmatch(node_info.host):
         raise LaunchError(f"host must be a host's name, got {node_info.host!r}.")

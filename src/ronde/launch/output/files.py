@@ -5,6 +5,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -36,28 +37,10 @@ class OutputSink(Protocol):
     """Shows or writes what a job reports; in the output process, where it may wait.
 
     The output process polls the ``pending_fds``, calls ``write_to`` for each that is
-    ready, and takes no more output while ``backlog_bytes`` is large.
+    ready, and takes no more output while ``backlog_bytes`` is large. ``begin`` raises
+    UsageError where it cannot write what the user asked for, ``write_to``
+    BrokenPipeError when nobody reads the ranks' standard output any more.
     """
-
-    def begin(self, generation: Generation) -> None:
-        """Prepare for ranks that are about to start."""
-        ...
-
-    def output(self, output: Output, now_s: float) -> None:
-        """Take output of a rank; ``now_s`` is a monotonic clock."""
-        ...
-
-    def notice(self, text: str) -> None: ...
-
-    def stacks(self, taken: Sequence[RankStacks]) -> None: ...
-
-    def finished(self, result: JobResult) -> None:
-        """Take the end of all ranks of the generation, after all of their output."""
-        ...
-
-    def tick(self, now_s: float) -> float | None:
-        """Do what is due; return when to come again, None for not before output."""
-        ...
 
     @property
     def pending_fds(self) -> tuple[int, ...]: ...
@@ -65,9 +48,21 @@ class OutputSink(Protocol):
     @property
     def backlog_bytes(self) -> int: ...
 
-    def write_to(self, fd: int) -> None:
-        """Write to a descriptor that is ready, no more than it takes at once."""
+    def begin(self, generation: Generation) -> None: ...
+
+    def output(self, output: Output, now_s: float) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None: ...
+
+    def finished(self, result: JobResult) -> None: ...
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due; return when to come again, None for not before output."""
         ...
+
+    def write_to(self, fd: int) -> None: ...
 
     def discard(self) -> None: ...
 
@@ -122,11 +117,10 @@ _INDEX = "index.json"
 def describe_result(result: JobResult) -> dict[str, object]:
     """Return a result in JSON's types; ``docs/output.md`` has the fields."""
     number = result.interrupted_by
-    cause = result.cause
     return {
         "exit_code": result.exit_code,
         "interrupted_by": None if number is None else interrupter(number),
-        "cause": None if cause is None else _describe_failure(cause),
+        "cause": _describe_failure(result.cause) if result.cause else None,
         "also_failed": [_describe_failure(end) for end in result.also_failed],
         "also_lost": [_describe_failure(lost) for lost in result.also_lost],
         "ended": [_describe_end(end) for end in result.ended],
@@ -146,13 +140,7 @@ def _describe_end(end: RankEnd) -> dict[str, object]:
 
 
 def _describe_lost(lost: LostHost) -> dict[str, object]:
-    return {
-        "host": lost.host,
-        "ranks": list(lost.ranks),
-        "reason": lost.reason,
-        "exit_code": lost.exit_code,
-        "at_s": round(lost.at_s, 6),
-    }
+    return {**asdict(lost), "at_s": round(lost.at_s, 6)}
 
 
 def _describe_failure(failure: RankEnd | LostHost) -> dict[str, object]:
@@ -216,14 +204,14 @@ def write_report(
     result: JobResult | None = None,
     generation: Generation | None = None,
 ) -> None:
-    """Write the file of ``--error-file``."""
+    """Write the file of ``--error-file``; ``message`` is the launcher's own error."""
     content = {
         "schema": SCHEMA,
-        "job_id": None if generation is None else generation.job_id,
-        "epoch": None if generation is None else generation.epoch,
+        "job_id": generation.job_id if generation else None,
+        "epoch": generation.epoch if generation else None,
         "exit_code": exit_code,
         "message": message,
-        "verdict": None if result is None else describe_result(result),
+        "verdict": describe_result(result) if result else None,
     }
     replace_json(path, content)
 
@@ -323,9 +311,8 @@ class RankLogs(SinkWrapper):
     """Writes the output of each rank to files of its own before it is shown.
 
     ``DIR/<job id>/attempt_<epoch>/<rank>/{stdout,stderr}.log`` have the bytes as they
-    are, ``index.json`` beside them lists them and, in the end, how the ranks ended. A
-    file that takes nothing more is given up with one notice for its rank; the job and
-    the other files go on. Only the user can read them. DIR is made if it is missing.
+    are, ``index.json`` beside them lists them and how the ranks ended. A file that
+    takes nothing more is given up with one notice for its rank.
     """
 
     def __init__(self, inner: OutputSink, directory: str) -> None:
@@ -369,7 +356,6 @@ class RankLogs(SinkWrapper):
         super().begin(generation)
 
     def output(self, output: Output, now_s: float) -> None:
-        """Write output of a rank, and hand it on."""
         key = (output.rank, output.stream)
         try:
             rest = memoryview(b"" if key in self._given_up else output.data)

@@ -1,8 +1,8 @@
 """Output is shown and written by a process of its own.
 
-A file system, a terminal or whoever reads the job's output may stall for minutes. The
-controller must answer its agents and its user meanwhile, so it writes to nothing but
-a pipe that leads to this process, which alone may wait.
+A file system or a terminal may stall for minutes. The controller must answer its agents
+and its user meanwhile, so it writes to a pipe that leads to this process, which alone
+may wait.
 """
 
 import errno
@@ -296,7 +296,6 @@ class _Writer:
             self._answer(OutputUnread(signal.SIGHUP if is_hangup else signal.SIGPIPE))
 
     def _read_orders(self, fd: int) -> bool:
-        """Carry out what the controller sends next; False at the end."""
         data = os.read(fd, _READ_BYTES)
         for frame in self._decoder.feed(data):
             if isinstance(frame, Output):

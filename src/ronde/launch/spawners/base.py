@@ -54,7 +54,6 @@ def shell_command(program: str, host: Host) -> str:
 
 
 def ssh_destination(host: Host) -> list[str]:
-    """Return the words that name a host for ssh and ssh-copy-id."""
     port = ["-p", str(host.port)] if host.port else []
     return [*port, f"{host.user}@{host.name}" if host.user else host.name]
 
@@ -78,8 +77,8 @@ def explain_program(exit_code: int, complaints: str) -> Failure:
         )
     how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
     return Failure(
-        f"no agent began ({how}): {last or 'and nothing was said'}",
-        "run a command there by hand and see what it says",
+        f"no agent began ({how}): {last or 'no output'}",
+        "run a command there by hand and read its output",
     )
 
 

@@ -128,14 +128,14 @@ class SshSpawner(Spawner):
         failure = explain_connection(host, complaints)
         if failure is not None:
             return failure
-        last = last_line(complaints) or "it complaints nothing"
+        last = last_line(complaints) or "no output"
         return Failure(f"ssh failed: {last}", shell_command(self.name, host))
 
 
-def explain_connection(host: Host, said: str) -> Failure | None:
+def explain_connection(host: Host, complaints: str) -> Failure | None:
     """Say what an ssh complains of; None where it does not."""
     for pattern, reason, cure in _COMPLAINTS:
-        if re.search(pattern, said):
+        if re.search(pattern, complaints):
             known = f"[{host.name}]:{host.port}" if host.port not in {0, 22} else ""
             advice = cure.format(
                 ssh=shell_command("ssh", host),

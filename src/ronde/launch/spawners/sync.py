@@ -1,7 +1,6 @@
 """The program's folder, copied to hosts that share no file system with this one.
 
-By rsync where both sides have it, which sends only what has changed; else as a tar
-archive, which the host unpacks. Nothing is ever deleted there.
+By rsync where both sides have it, else as a tar archive. Nothing is deleted there.
 """
 
 import os
