@@ -126,6 +126,7 @@ class Routes:
         return Routes(first, self._choose, self._connect, others, name)
 
     def end(self) -> list[Engine]:
+        """Refuse further collectives; return all engines."""
         self._is_closed = True
         return list(self._engines.values())
 
