@@ -469,7 +469,7 @@ def test_a_node_that_goes_again_is_waited_for_again(start_head, signals):
     head = start_head(2)
     with joined(head, signals[0], name="node1"):
         head.await_notice("node1 has joined")
-    head.await_notice("node1 is gone again")
+    head.await_notice("node1 left before the job began")
     with (
         joined(head, signals[0], name="node1"),
         joined(head, signals[0], name="node2"),

@@ -458,6 +458,8 @@ class CoordinatorState:
 
     def _give_up(self, entries: Sequence[Entry | None], error: CollectiveError) -> None:
         """End all after tensors could not be moved; say who is gone, if one is."""
+        # First, so that a rank that waits for tensors of this one can answer, too.
+        self._communicator.abort()
         deadline = time.monotonic() + _FIND_LOSS_WITHIN_S
         while self._table.failure is None and time.monotonic() < deadline:
             self._report_losses()
@@ -471,7 +473,6 @@ class CoordinatorState:
         if failure is None:
             failure = PeerLostError(f"{SHUT_DOWN}\n{error}")
             self._leave(str(error), failure)
-        self._communicator.abort()
         _fail(entries, failure)
 
     def _break_down(self, entries: Sequence[Entry | None], error: Exception) -> None:
