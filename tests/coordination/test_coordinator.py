@@ -354,23 +354,27 @@ def test_a_rank_that_leaves_is_named() -> None:
 
 
 class _Lines(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self, awaited: str = "") -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.has_some = threading.Event()
+        self.awaited = awaited
+        self.has_awaited = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
-        self.has_some.set()
+        if self.awaited in self.lines[-1]:
+            self.has_awaited.set()
 
 
 @pytest.mark.parametrize(
     "engine", ["shared_memory", "gloo", "auto", "scheduled", "hierarchical"]
 )
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_a_stall_is_told(engine, is_cached) -> None:
+def test_a_stall_is_told(tmp_path, engine, is_cached) -> None:
+    submitted = tmp_path / "submitted"
+
     def work(coordinator):
-        heard = _Lines()
+        heard = _Lines("\n1: [allreduce.late]")
         logging.getLogger("ronde").addHandler(heard)
         logging.getLogger("ronde").propagate = False
         if is_cached:
@@ -378,12 +382,16 @@ def test_a_stall_is_told(engine, is_cached) -> None:
                 coordinator.run(summed(name, torch.ones(2)))
         if coordinator.rank == 1:
             own = coordinator.submit(summed("own", torch.ones(2)))
-            coordinator.run(summed("x", torch.ones(2)))  # when rank 0 was warned
+            x = coordinator.submit(summed("x", torch.ones(2)))
+            submitted.touch()
+            x.wait()  # when rank 0 was warned
             late = coordinator.submit(summed("late", torch.ones(2)))
         else:
+            while not submitted.exists():
+                time.sleep(0.01)
             late = coordinator.submit(summed("late", torch.ones(2)))
             if coordinator.rank == 0:
-                assert heard.has_some.wait(20)
+                assert heard.has_awaited.wait(20)
             coordinator.run(summed("x", torch.ones(2)))
             own = coordinator.submit(summed("own", torch.ones(2)))
         assert late.wait()[0][0] == own.wait()[0][0] == 3
@@ -392,9 +400,8 @@ def test_a_stall_is_told(engine, is_cached) -> None:
     options = CoordinationOptions(stall_warning_s=0.5)
     told = run_coordinated(3, work, engine=engine, options=options)
     assert not told[1]
-    text = told[0][0]
+    text = next(text for text in told[0] if "\n1: [allreduce.late]" in text)
     assert "for more than 0.5 seconds" in text
-    assert "\n1: [allreduce.late]" in text
     assert re.search(
         r"^rank 1: waiting for \[allreduce.own, allreduce.x\]", text, re.MULTILINE
     )
@@ -434,7 +441,7 @@ def test_what_is_waited_for_elsewhere_counts() -> None:
         logging.getLogger("ronde").propagate = False
         with coordinator.watch("gradients 0") if coordinator.rank else nullcontext():
             if coordinator.rank == 0:
-                assert heard.has_some.wait(20)
+                assert heard.has_awaited.wait(20)
             coordinator.run(operation(OpKind.BARRIER, "", torch.ones(1)))
         return heard.lines
 
