@@ -72,9 +72,10 @@ class HostProcess(subprocess.Popen[Any]):
                 os.kill(self.program_pid(), sig)
 
     def kill(self) -> None:
-        """End the program, and then what carried it there."""
+        """End the program; what carried it there ends once that has."""
         self.send_signal(signal.SIGKILL)
-        super().send_signal(signal.SIGKILL)
+        # It has stopped if the program was stopped.
+        super().send_signal(signal.SIGCONT)
 
 
 def why_not() -> str:
