@@ -10,10 +10,10 @@ from ronde.launch.messages import (
     FrameKind,
     FrameWriter,
     Output,
+    PipeTransport,
     Stream,
     encode,
     encode_frame,
-    pipe_writer,
 )
 
 outputs = st.builds(
@@ -79,7 +79,7 @@ def test_a_broken_output_frame_is_refused(body):
 def test_the_writer_keeps_order_when_the_pipe_is_full():
     read_fd, write_fd = os.pipe()
     try:
-        writer = FrameWriter(pipe_writer(write_fd))
+        writer = FrameWriter(PipeTransport(read_fd, write_fd).write)
         pieces = [bytes((i,)) * 50_000 for i in range(20)]
         for piece in pieces:
             writer.send(piece)
@@ -98,7 +98,9 @@ def test_the_writer_keeps_order_when_the_pipe_is_full():
 def test_the_writer_keeps_no_more_than_its_limit():
     read_fd, write_fd = os.pipe()
     try:
-        writer = FrameWriter(pipe_writer(write_fd), limit_bytes=100_000)
+        writer = FrameWriter(
+            PipeTransport(read_fd, write_fd).write, limit_bytes=100_000
+        )
         # The pipe takes some of it, at most 64 KiB here.
         writer.send(bytes(100_000))
         with pytest.raises(LaunchError, match="unsent frames must stay under"):

@@ -83,16 +83,13 @@ def modes(directory):
 @given(
     st.lists(st.builds(Output, st.integers(0, 2), st.sampled_from(Stream), st.binary()))
 )
-def test_files_have_each_streams_bytes_in_order_and_the_next_sink_has_all(
-    tmp_path_factory, said
-):
+def test_files_have_each_streams_bytes_in_order_(tmp_path_factory, said):
     heard, directory = Heard(), tmp_path_factory.mktemp("logs")
     logs = RankLogs(heard, str(directory))
     logs.begin(generation())
     for output in said:
-        logs.output(output, 0.0)
+        logs.output(output)
     logs.finished(judge([]))
-    assert heard.told[1:-1] == said
     for rank in range(3):
         for stream in Stream:
             expected = b"".join(
@@ -105,7 +102,7 @@ def test_files_have_each_streams_bytes_in_order_and_the_next_sink_has_all(
 def test_only_the_user_can_read_them(heard, tmp_path):
     logs = RankLogs(heard, str(tmp_path / "new" / "logs"))
     logs.begin(generation())
-    logs.output(out(1, b"secret"), 0.0)
+    logs.output(out(1, b"secret"))
     logs.finished(judge([end(0, 1)]))
     assert modes(tmp_path / "new/logs/job") == {0o700, 0o600}
 
@@ -140,7 +137,7 @@ def test_a_restart_has_files_of_its_own(heard, tmp_path):
     logs = RankLogs(heard, str(tmp_path))
     for epoch in range(2):
         logs.begin(generation(epoch))
-        logs.output(out(0, b"%d" % epoch), 0.0)
+        logs.output(out(0, b"%d" % epoch))
         logs.finished(judge([end(0, 1)]))
     assert read(tmp_path / "job/attempt_0", 0) == b"0"
     assert read(tmp_path / "job/attempt_1", 0) == b"1"
@@ -157,9 +154,9 @@ def test_nothing_that_is_there_is_overwritten_or_followed(heard, tmp_path):
     log = tmp_path / "job/attempt_0/0/stdout.log"
     log.unlink()
     log.symlink_to(aim)
-    logs.output(out(0, b"into the aim"), 0.0)
+    logs.output(out(0, b"into the aim"))
     assert aim.read_bytes() == b""
-    assert "takes nothing more" in heard.told[1]
+    assert "takes nothing more" in heard.told[0]
 
 
 def test_a_log_dir_that_is_a_file_is_refused(heard, tmp_path):
@@ -178,8 +175,8 @@ def test_more_ranks_than_files_may_be_open(heard, tmp_path):
         logs.begin(generation(hosts=("h",) * num_ranks))
         for number in range(3):
             for rank in range(num_ranks):
-                logs.output(out(rank, b"%d %d\n" % (rank, number)), 0.0)
-                logs.output(out(rank, b"%d\n" % number, Stream.STDERR), 0.0)
+                logs.output(out(rank, b"%d %d\n" % (rank, number)))
+                logs.output(out(rank, b"%d\n" % number, Stream.STDERR))
         logs.finished(judge([]))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -198,12 +195,12 @@ def test_a_file_that_takes_nothing_more_stops_no_other(heard, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit - 500, hard))
     try:
         for _ in range(limit // len(piece) + 3):
-            logs.output(out(0, piece), 0.0)
-            logs.output(out(0, b"kept\n", Stream.STDERR), 0.0)
-            logs.output(out(1, b"kept\n"), 0.0)
+            logs.output(out(0, piece))
+            logs.output(out(0, b"kept\n", Stream.STDERR))
+            logs.output(out(1, b"kept\n"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    logs.output(out(0, b"more"), 0.0)
+    logs.output(out(0, b"more"))
     logs.finished(judge([end(0, 1)]))
     told = [each for each in heard.told if isinstance(each, str)]
     reason = "takes nothing more (File too large); it is shown here only"
@@ -217,7 +214,7 @@ def test_no_descriptor_is_left_open(heard, tmp_path):
     before = names("/proc/self/fd")
     logs = RankLogs(heard, str(tmp_path))
     logs.begin(generation())
-    logs.output(out(0, b"x"), 0.0)
+    logs.output(out(0, b"x"))
     assert len(names("/proc/self/fd")) == len(before) + 1
     logs.finished(judge([]))
     assert len(names("/proc/self/fd")) == len(before)
@@ -273,11 +270,12 @@ def test_an_error_file_without_a_directory_is_refused(heard, tmp_path):
 
 def test_no_end_is_recorded_of_a_generation_that_did_not_begin(heard, tmp_path):
     path = tmp_path / "records.jsonl"
-    records = JobRecords(str(path), heard.notice)
-    records.began(generation(), {"ranks_s": 0.5})
+    records = JobRecords(heard, str(path))
+    records.begin(generation(1))
+    records.began({"ranks_s": 0.5})
     for _ in range(2):
         lost = LostHost("b", (2,), "gone", 69, 3.0)
-        records.ended(judge([end(0, 0), end(1, 0)], lost=[lost]))
+        records.finished(judge([end(0, 0), end(1, 0)], lost=[lost]))
     kinds = [record.kind for record in read_records(path)]
     assert kinds == [
         "generation",
@@ -289,9 +287,10 @@ def test_no_end_is_recorded_of_a_generation_that_did_not_begin(heard, tmp_path):
 
 
 def test_a_record_that_takes_nothing_more_is_told_once(heard, tmp_path):
-    records = JobRecords(str(tmp_path / "none" / "records.jsonl"), heard.notice)
+    records = JobRecords(heard, str(tmp_path / "none" / "records.jsonl"))
     for epoch in range(2):
-        records.began(generation(epoch), {})
-        records.ended(judge([end(0, 0)]))
+        records.begin(generation(epoch + 1))
+        records.began({})
+        records.finished(judge([end(0, 0)]))
     (told,) = heard.told
     assert told.endswith("is not written on: No such file or directory")

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.launch.controller import JobPlan, JobRequest, make_facts
+from ronde.launch.controller import JobPlan, JobSpec, make_facts
 from ronde.launch.hosts.host import Host, HostShare, RankResources
 from ronde.render.plan import plan_text
 from ronde.render.text import format_runs
@@ -26,8 +26,8 @@ def plan(
         start = shares[-1].ranks.stop if shares else 0
         shares.append(HostShare(Host(name), range(start, start + len(places))))
     return JobPlan(
-        request=JobRequest(("python", "my train.py"), env or {}, {}),
-        facts=make_facts("job"),
+        spec=JobSpec(("python", "my train.py"), env or {}),
+        facts=make_facts(),
         shares=tuple(shares),
         places=tuple(places for _, places in hosts),
         address="10.0.0.1",
@@ -79,7 +79,8 @@ def test_variables_of_all_stand_once_and_those_of_each_by_rank():
 
 def test_secrets_are_not_shown_and_controls_do_nothing():
     env = {"WANDB_API_KEY": "hunter2", "A": "x y", "B": "\x1b[2Jgone"}
-    text = plan_text(plan(("a", ANYWHERE), env=env), ["be warned."])
+    noted = plan(("a", ANYWHERE), env=env)._replace(notices=("be warned.",))
+    text = plan_text(noted)
     assert "hunter2" not in text
     assert "WANDB_API_KEY=" in text
     assert "  A='x y'\n" in text

@@ -17,7 +17,7 @@ from ronde.arguments import read_number
 from ronde.cli.hosts import find_run_hosts, read_text
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
-from ronde.launch.output.files import Generation, OutputSink, SinkWrapper, attempt_dir
+from ronde.launch.output.files import Generation, JobFile, attempt_dir
 from ronde.launch.program import absolute_path
 
 _HELP = """\
@@ -287,20 +287,16 @@ def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, 
             yield section, str(key), text
 
 
-class LinkedOutputs(SinkWrapper):
-    """Also links the ranks' files as horovodrun does: ``DIR/rank.<r>/stdout``."""
-
-    def __init__(self, inner: OutputSink, directory: str) -> None:
-        super().__init__(inner)
-        self._directory = absolute_path(directory)
+class LinkedOutputs(JobFile):
+    """Links the ranks' files as horovodrun does: ``DIR/rank.<r>/stdout``."""
 
     def begin(self, generation: Generation) -> None:
-        super().begin(generation)
-        logs = Path(attempt_dir(str(self._directory), generation))
+        root = absolute_path(self._path)
+        logs = Path(attempt_dir(str(root), generation))
         width = len(str(len(generation.hosts) - 1))
         try:
             for rank in range(len(generation.hosts)):
-                directory = self._directory / f"rank.{rank:0{width}}"
+                directory = root / f"rank.{rank:0{width}}"
                 directory.mkdir(parents=True, exist_ok=True)
                 for stream in ("stdout", "stderr"):
                     (directory / stream).unlink(missing_ok=True)
@@ -309,6 +305,6 @@ class LinkedOutputs(SinkWrapper):
         except OSError as error:
             raise UsageError(
                 "--output-filename must be a directory that can be written, got "
-                f"{str(self._directory)!r} ({error.strerror}). Create it or name "
+                f"{str(root)!r} ({error.strerror}). Create it or name "
                 "another."
             ) from None

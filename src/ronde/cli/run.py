@@ -8,13 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from ronde.cli.exits import EXIT_UNREACHABLE, exit_code_of
+from ronde.cli.exits import exit_code_of
 from ronde.cli.run_options import (
     RunRequest,
     make_parser,
@@ -28,12 +27,11 @@ from ronde.cli.run_options import (
 )
 from ronde.errors import RondeError, UsageError
 from ronde.launch.agent_start.starter import AgentStarter, JobHosts
-from ronde.launch.controller import JobOptions, dry_run, launch
+from ronde.launch.controller import dry_run, launch
 from ronde.launch.environments import own_environment, warn_of_horovod
-from ronde.launch.event_loop import StartProgress
 from ronde.launch.hosts.host import Host, take_each
 from ronde.launch.limits import Timeouts
-from ronde.launch.output.files import JobRecords, write_report
+from ronde.launch.output.files import write_report
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.launch.spawners.base import Spawner
@@ -72,7 +70,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
 
 def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
     ignored = ", ".join(request.horovod.ignored)
-    known = {**environ, **request.spec.job.env}
+    known = {**environ, **request.spec.env}
     for warning in (
         require_tee(request.options),
         warn_of_horovod(known, sys.path[1:]),
@@ -85,21 +83,16 @@ def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
 def _launch(request: RunRequest, job_hosts: JobHosts, signal_fd: int) -> int:
     options = request.options
     spec = request.spec._replace(hosts=job_hosts.hosts)
-    name = time.strftime("%Y%m%d-%H%M%S")
-    starter, is_verbose = job_hosts.starter, bool(options.verbose)
+    starter = job_hosts.starter
     if options.dry_run:
         from ronde.render.plan import plan_text
 
-        progress = StartProgress(_report, is_verbose=is_verbose)
-        resolved = dry_run(spec, starter, signal_fd, name=name, progress=progress)
-        print(plan_text(resolved.plan, resolved.notices), end="")
+        print(plan_text(dry_run(spec, starter, signal_fd, _report)), end="")
         return 0
     if options.sync:
         _sync(options.sync, job_hosts, signal_fd)
-    sink = make_sink(options, request.horovod.output_dir)
-    records = JobRecords(options.record or "", sink.notice)
-    job = JobOptions(name, request.restarts, records, is_verbose)
-    return launch(spec, sink, starter, signal_fd, job).exit_code
+    sink, files = make_sink(options, request.horovod.output_dir)
+    return launch(spec, starter, signal_fd, sink, files).exit_code
 
 
 def _sync(folder: str, job_hosts: JobHosts, signal_fd: int) -> None:
@@ -220,9 +213,8 @@ def _run_node(
     signal_fd: int,
 ) -> int:
     from ronde.launch.joining.channel import parse_endpoint, with_port
-    from ronde.launch.joining.join_client import JoinRequest, join_head, relay
+    from ronde.launch.joining.join_client import JoinRequest, follow_head, join_head
     from ronde.launch.joining.mutual_auth import NodeInfo, host_name, read_token
-    from ronde.launch.process_tree import adopt_orphans
 
     if options.program:
         raise UsageError(
@@ -242,20 +234,14 @@ def _run_node(
         node_info=NodeInfo(host_name(os.uname().nodename), own_slots(options)),
         timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
     )
-    adopt_orphans()
     try:
         channel = join_head(request, signal_fd, _report)
+        where = with_port(host, port)
+        _report(f"{request.node_info.host} has joined {where}, and ends when that does")
+        lost = f"the head at {where} is gone; all its ranks here were ended"
+        return follow_head(channel, agent, signal_fd, partial(_report, lost))
     except InterruptedStartError as error:
         return 128 + error.number
-    where = with_port(host, port)
-    _report(f"{request.node_info.host} has joined {where}, and ends when that does")
-    end = relay(channel, agent, signal_fd, partial(os.write, 2))
-    if end.interrupted_by:
-        return 128 + end.interrupted_by
-    if end.result is None:
-        _report(f"the head at {where} is gone; all its ranks here were ended")
-        return EXIT_UNREACHABLE
-    return end.result
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from ronde.cli.horovodrun import (
 )
 from ronde.cli.hosts import HOST_DEFAULTS, read_slots, require_launcher
 from ronde.errors import UsageError, WorldError
-from ronde.launch.controller import JobRequest, JobSpec, Restarts
+from ronde.launch.controller import JobSpec
 from ronde.launch.environments import (
     alias_environment,
     read_assignments,
     select_forwarded,
 )
 from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host, take_each
-from ronde.launch.output.files import OutputSink
+from ronde.launch.output.files import JobFile, OutputSink
 from ronde.launch.program import absolute_path
 from ronde.render.console import Console
 from ronde.render.lines import Tag, TagPlace, parse_tag
@@ -120,7 +120,6 @@ class RunRequest(NamedTuple):
     options: argparse.Namespace
     horovod: HorovodOptions
     spec: JobSpec
-    restarts: Restarts
 
 
 def read_request(
@@ -143,7 +142,6 @@ def read_request(
         )
     if not options.nested:
         refuse_nesting(num_ranks, environ)
-    restarts = _restarts(options)
     env = _rank_env(options, horovod, environ)
     preflight = None
     if options.preflight:
@@ -152,10 +150,9 @@ def read_request(
 
         preflight = make_preflight(str(absolute_path(options.chdir or "")), env)
     port_cure = "Leave the option out for a free port."
-    job = JobRequest(
+    spec = JobSpec(
         argv=("-m", *program) if options.module else tuple(program),
         env={**env, **more_env},
-        rank_env={},
         cwd=options.chdir or "",
         grace_s=15.0
         if options.grace == _DEFAULTS["grace"]
@@ -164,18 +161,19 @@ def read_request(
             "--master-port", options.master_port, port_cure, most=65535
         ),
         is_mpi=read_engine({**environ, **env}) == "mpi",
-        max_restarts=restarts.limit,
-    )
-    spec = JobSpec(
-        job=job,
         hosts=horovod.hosts,
         num_ranks=num_ranks,
         min_ranks=min_ranks,
         interfaces=tuple(n for n in (options.interface or "").split(",") if n),
         placement=_placement(options),
         preflight=preflight,
+        max_restarts=read_number(
+            "--max-restarts", options.max_restarts, "Type: --max-restarts 3"
+        ),
+        no_restart_codes=_no_restart_codes(options.no_restart_codes),
+        is_verbose=bool(options.verbose),
     )
-    return RunRequest(options, horovod, spec, restarts)
+    return RunRequest(options, horovod, spec)
 
 
 def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
@@ -224,17 +222,15 @@ def read_num_each(options: argparse.Namespace) -> int | None:
     return parse_number(text, "ranks", option, lowest=1, highest=MAX_SLOTS)
 
 
-def _restarts(options: argparse.Namespace) -> Restarts:
-    cure = "Type: --max-restarts 3"
-    limit = read_number("--max-restarts", options.max_restarts, cure)
-    codes = [code.strip() for code in options.no_restart_codes.split(",")]
-    wrong = [code for code in codes if code and not code.isdecimal()]
+def _no_restart_codes(text: str) -> frozenset[int]:
+    codes = [code for word in text.split(",") if (code := word.strip())]
+    wrong = [code for code in codes if not code.isdecimal()]
     if wrong:
         raise UsageError(
             "--no-restart-codes must be exit codes such as 93,64, got "
             f"{wrong[0]!r}. Correct it."
         )
-    return Restarts(limit, frozenset(int(code) for code in codes if code))
+    return frozenset(map(int, codes))
 
 
 def _rank_env(
@@ -319,22 +315,27 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return path
 
 
-def make_sink(options: argparse.Namespace, output_dir: str = "") -> OutputSink:
-    from ronde.launch.output.files import ErrorFile, RankLogs
+def make_sink(
+    options: argparse.Namespace, output_dir: str = ""
+) -> tuple[OutputSink, list[JobFile]]:
+    """Return what shows the job, and what writes files of it."""
+    from ronde.launch.output.files import ErrorFile, JobRecords, RankLogs
 
     log_dir = output_dir or options.log_dir or ""
     log_dir = str(absolute_path(log_dir)) if log_dir else ""
-    tag, only = _tag(options), _only(options)
-    sink: OutputSink = Console(1, 2, tag=tag, only=only, log_dir=log_dir)
+    sink = Console(1, 2, tag=_tag(options), only=_only(options), log_dir=log_dir)
+    files: list[JobFile] = []
+    if options.record:
+        files.append(JobRecords(sink, options.record))
     if log_dir:
-        sink = RankLogs(sink, log_dir)
+        files.append(RankLogs(sink, log_dir))
     if options.error_file:
-        sink = ErrorFile(sink, options.error_file)
+        files.append(ErrorFile(sink, options.error_file))
     if output_dir:
         from ronde.cli.horovodrun import LinkedOutputs
 
-        sink = LinkedOutputs(sink, output_dir)
-    return sink
+        files.append(LinkedOutputs(sink, output_dir))
+    return sink, files
 
 
 def require_tee(options: argparse.Namespace) -> str:

@@ -1,13 +1,11 @@
 """A command that needs several ranks starts itself once for each, by the launcher."""
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.controller import JobOptions, JobRequest, JobSpec, Restarts, launch
-from ronde.launch.output.files import JobRecords
+from ronde.launch.controller import JobSpec, launch
 from ronde.launch.signals import STOPPING, caught_signals
 from ronde.render.console import SelfLaunchConsole
 
@@ -28,18 +26,16 @@ def run_self(
     the rank that failed first, else 0; after Ctrl-C the highest of all.
     """
     with caught_signals() as signal_fd, start_local_agent() as agent:
-        request = JobRequest(
+        spec = JobSpec(
             argv=(sys.executable, "-m", "ronde", *words),
             env=dict(env or {}),
             rank_env=dict(rank_env or {}),
             grace_s=_GRACE_S,
             is_mpi=is_mpi,
+            num_ranks=size,
         )
-        spec = JobSpec(request, num_ranks=size)
         sink = SelfLaunchConsole()
-        name = time.strftime("%Y%m%d-%H%M%S")
-        job = JobOptions(name, Restarts(), JobRecords("", sink.notice))
-        result = launch(spec, sink, AgentStarter(agent), signal_fd, job)
+        result = launch(spec, AgentStarter(agent), signal_fd, sink)
     statuses = [end.status for end in result.ended]
     is_asked = result.interrupted_by in STOPPING
     if not is_asked or not statuses or min(statuses) < 0:

@@ -4,9 +4,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ronde.errors import HostError, HostFailure, LaunchError, UsageError
+from ronde.errors import (
+    Failure,
+    HostError,
+    HostFailure,
+    LaunchError,
+    UsageError,
+)
+from ronde.launch import messages
 from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
 from ronde.launch.environments import (
     JobFacts,
@@ -14,7 +22,7 @@ from ronde.launch.environments import (
     default_environment,
     rank_environment,
 )
-from ronde.launch.event_loop import EventLoop, StartProgress
+from ronde.launch.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.failure import JobResult, LostHost
 from ronde.launch.hosts.host import (
     SLOTS_CORES,
@@ -27,42 +35,62 @@ from ronde.launch.hosts.host import (
     kept_out,
     usable_cores,
 )
-from ronde.launch.messages import Leave, NodeJob, RankSpec
-from ronde.launch.node import AgentNode
-from ronde.launch.output.files import Generation, JobRecords, OutputSink
+from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
+from ronde.launch.output.files import Generation, JobFile, OutputSink
 from ronde.launch.output.output_process import NoOutput, OutputProcess
 from ronde.launch.process_tree import adopt_orphans, children, sweep
 from ronde.launch.program import absolute_path
-from ronde.launch.running import RemotePrograms, Running, Starting
+from ronde.launch.running import RemotePrograms, Running, refusal
 from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.world import World
 
 if TYPE_CHECKING:
     from ronde.launch.placement import PlacementRequest
 
+_LOOPBACK = "127.0.0.1"
+_LEAVE_S = 10.0
+_LAST_OUTPUT_S = 1.0
 
-class JobRequest(NamedTuple):
+Preflight = Callable[["Controller", Sequence[AgentNode]], tuple[str, ...]]
+"""Checks hosts that have agents; returns warnings, raises HostError for faults."""
+
+
+class JobSpec(NamedTuple):
     """What the user asked for."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]  # for all ranks, on top of what is there on each host
-    rank_env: Mapping[int, Mapping[str, str]]  # further variables of single ranks
+    rank_env: Mapping[int, Mapping[str, str]] = MappingProxyType({})  # of single ranks
     cwd: str = ""  # directory to start in; empty for the one each agent was started in
     grace_s: float = 15.0  # seconds between the stop signal and the sweep
     master_port: int = 0  # port to meet at, 0 for any
     is_mpi: bool = False  # the ranks are to be able to initialise MPI
+    hosts: tuple[Host, ...] = ()  # in the order of the ranks; empty for this machine
+    num_ranks: int | None = None  # None for one a slot
+    min_ranks: int | None = None  # that suffice where there are fewer slots
+    interfaces: tuple[str, ...] = ()  # that the ranks may use, none for any
+    # how ranks get cores and GPUs; None leaves that to the scheduler
+    placement: "PlacementRequest | None" = None
+    preflight: Preflight | None = None
     max_restarts: int = 0  # how often all ranks may be started again
+    no_restart_codes: frozenset[int] = frozenset()  # of the job: then they are not
+    is_verbose: bool = False  # report how long each step of the start takes
 
 
 class JobPlan(NamedTuple):
     """All of a job that does not change when it is started again."""
 
-    request: JobRequest
+    spec: JobSpec
     facts: JobFacts  # name and mark of the job
     shares: tuple[HostShare, ...]  # the ranks of each host
     places: tuple[tuple[RankResources, ...], ...]  # of each share's ranks
     address: str  # where the ranks meet
     host_env: tuple[Mapping[str, str], ...]  # variables of each share's ranks
+    nodes: tuple[AgentNode, ...] = ()  # in the order of the shares
+    # called with the port that is held for rank 0, and the nodes as they are now:
+    # whether all reach it; None where all ranks are on one host
+    check: Callable[[int, Sequence[AgentNode]], None] | None = None
+    notices: tuple[str, ...] = ()  # what the user should know of it, each a sentence
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -72,42 +100,43 @@ class JobPlan(NamedTuple):
     def size(self) -> int:
         return len(self.hosts)
 
-    def jobs(self, epoch: int) -> tuple[NodeJob, ...]:
+    def jobs(self, epoch: int) -> tuple[messages.NodeJob, ...]:
         facts, worlds = self.facts._replace(epoch=epoch), self._worlds()
         indices = range(len(self.shares))
         return tuple(self._job(facts, index, worlds) for index in indices)
 
-    def _job(self, facts: JobFacts, index: int, worlds: Iterator[World]) -> NodeJob:
-        request, share, places = self.request, self.shares[index], self.places[index]
-        shared = dict(request.env)
+    def _job(
+        self, facts: JobFacts, index: int, worlds: Iterator[World]
+    ) -> messages.NodeJob:
+        spec, share, places = self.spec, self.shares[index], self.places[index]
+        shared = dict(spec.env)
         node = NodeFacts(share.host.name, index, len(self.shares))
-        ranks: list[RankSpec] = []
+        ranks: list[messages.RankSpec] = []
         for rank, place, world in zip(share.ranks, places, worlds, strict=False):
             env = rank_environment(world, facts, node) | place.env
             if "OMP_NUM_THREADS" not in shared:
                 env["OMP_NUM_THREADS"] = str(place.num_cores)
-            env |= request.rank_env.get(rank, {})
-            ranks.append(RankSpec(rank, env, place.cpus, place.memory_node))
+            env |= spec.rank_env.get(rank, {})
+            ranks.append(messages.RankSpec(rank, env, place.cpus, place.memory_node))
         defaults = default_environment(min(place.num_cores for place in places))
-        return NodeJob(
+        return messages.NodeJob(
             job_id=facts.job_id,
             epoch=facts.epoch,
             job_marker=facts.job_marker,
-            argv=request.argv,
+            argv=spec.argv,
             env=defaults | shared | dict(self.host_env[index]),
             ranks=tuple(ranks),
-            cwd=request.cwd,
-            grace_s=request.grace_s,
+            cwd=spec.cwd,
+            grace_s=spec.grace_s,
             address=self.address if index == 0 else "",
-            master_port=request.master_port,
-            is_mpi=request.is_mpi,
+            master_port=spec.master_port,
+            is_mpi=spec.is_mpi,
         )
 
     def _worlds(self) -> Iterator[World]:
         sizes = [len(share.ranks) for share in self.shares]
-        hosts = tuple(share.host.name for share in self.shares)
         num_at = [sum(size > local for size in sizes) for local in range(max(sizes))]
-        num_before = [0] * len(num_at)
+        num_before, hosts = [0] * len(num_at), tuple(s.host.name for s in self.shares)
         for share, size in zip(self.shares, sizes, strict=True):
             for local_rank, rank in enumerate(share.ranks):
                 yield World(
@@ -122,35 +151,13 @@ class JobPlan(NamedTuple):
                 num_before[local_rank] += 1
 
 
-def make_facts(name: str, max_restarts: int = 0) -> JobFacts:
-    """Return what names a new job; a random end makes ``name`` unique."""
-    job_id = f"{name}-{os.urandom(3).hex()}"
+def make_facts(max_restarts: int = 0) -> JobFacts:
+    """Return what names a new job: the time, and a random end that makes it unique."""
+    job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     return JobFacts(job_id, 0, os.urandom(16).hex(), max_restarts)
 
 
-_LEAVE_S = 10.0
-_LAST_OUTPUT_S = 1.0
-
-
-class ResolvedJob(NamedTuple):
-    """A plan, and the agents that carry it out."""
-
-    plan: JobPlan
-    nodes: tuple[AgentNode, ...]  # in the order of the plan's shares
-    # called with the port that is held for rank 0, and the nodes as they are now:
-    # whether all reach it; None where all ranks are on one host
-    check: Callable[[int, Sequence[AgentNode]], None] | None
-    notices: tuple[str, ...] = ()  # what the user should know of it, each a sentence
-
-
-class Restarts(NamedTuple):
-    """When all ranks are started again."""
-
-    limit: int = 0  # how often at most
-    not_on: frozenset[int] = frozenset()  # exit codes of the job after which they stay
-
-
-class Controller:
+class Controller(Handler):
     """One job: its agents, from their start to their end.
 
     When ``close`` has returned, no process of the job is left on this host but those
@@ -167,11 +174,12 @@ class Controller:
     ) -> None:
         self._output = output
         progress = progress or StartProgress(output.notice)
-        self._loop = EventLoop(output, signal_fd, progress, starter.timeouts)
+        super().__init__(EventLoop(output, signal_fd, progress, starter.timeouts))
         self._starter = starter
         self._others = children()
-        self._is_clean = True
-        self._agents_s = self._ready_s = 0.0
+        self._answers: dict[str, messages.FromAgent] = {}
+        self._lost: list[tuple[AgentNode, HostLoss]] = []
+        self._timings: dict[str, float] = {}
 
     def connect(
         self, hosts: Sequence[Host], patience_s: float = 0.0
@@ -179,7 +187,7 @@ class Controller:
         """Return a node for each host, in their order; for so long, try again."""
         begun_s = time.monotonic()
         nodes = AgentConnector(self._loop, self._starter).run(hosts, patience_s)
-        self._agents_s = time.monotonic() - begun_s
+        self._timings["agents_s"] = time.monotonic() - begun_s
         return nodes
 
     def connect_ready(
@@ -200,38 +208,36 @@ class Controller:
         self, nodes: Sequence[AgentNode], addresses: Sequence[str], port: int = 0
     ) -> list[tuple[str, ...]]:
         """Return each node's own addresses towards others: see ``messages.Locate``."""
-        return Starting(self._loop).locate(nodes, addresses, port)
+        step, done = ("to look for routes", "routes found")
+        if port:
+            step, done = ("to reach rank 0's port", "port reached")
+        order = messages.Locate(tuple(addresses), port)
+        answers = self._ask([(node, order) for node in nodes], step, done)
+        return [a.sources if isinstance(a, messages.Located) else () for a in answers]
 
-    def run(self, resolved: ResolvedJob, restarts: Restarts) -> JobResult:
+    def run(self, plan: JobPlan) -> JobResult:
         """Run all ranks to their end, and again where the user wants that."""
-        plan, nodes, epoch = resolved.plan, list(resolved.nodes), 0
-        for notice in resolved.notices:
+        spec, nodes, epoch = plan.spec, list(plan.nodes), 0
+        for notice in plan.notices:
             self._output.notice(notice)
-        jobs = plan.jobs(epoch)
-        places = [
-            (share.host.name, spec)
-            for share, job in zip(plan.shares, jobs, strict=True)
-            for spec in job.ranks
-        ]
-        self._output.planned(jobs[0].job_id, jobs[0].argv, places)
         while True:
             try:
                 begun_s, jobs = time.monotonic(), plan.jobs(epoch)
-                port = Starting(self._loop).prepare(nodes, jobs)
-                if resolved.check is not None:
-                    resolved.check(port, nodes)
-                self._ready_s = time.monotonic() - begun_s
+                port = self._prepare(nodes, jobs)
+                if plan.check is not None:
+                    plan.check(port, nodes)
+                self._timings["ready_s"] = time.monotonic() - begun_s
             except LaunchError:
                 lost = [node.name for node in nodes if node.is_over]
                 # Before the first generation has run, hosts are not known to be fit.
-                if not lost or not 0 < epoch < restarts.limit:
+                if not lost or not 0 < epoch < spec.max_restarts:
                     raise
                 why = f"{lost[0]} was lost"
             else:
                 result = self._run_once(plan, nodes, jobs, port)
                 self._output.finished(result)
-                is_last = epoch >= restarts.limit
-                if is_last or not result.is_worth_restart(restarts.not_on):
+                is_last = epoch >= spec.max_restarts
+                if is_last or not result.is_worth_restart(spec.no_restart_codes):
                     return result
                 why = "a rank failed"
                 if isinstance(result.cause, LostHost):
@@ -239,24 +245,29 @@ class Controller:
                 elif result.cause is not None:
                     why = f"rank {result.cause.rank} failed on {result.cause.host}"
             epoch += 1
-            self._output.notice(f"restart {epoch} of {restarts.limit}: {why}")
+            self._output.notice(f"restart {epoch} of {spec.max_restarts}: {why}")
             nodes = self._replace_lost(nodes)
 
     def _run_once(
         self,
         plan: JobPlan,
         nodes: Sequence[AgentNode],
-        jobs: Sequence[NodeJob],
+        jobs: Sequence[messages.NodeJob],
         port: int,
     ) -> JobResult:
-        self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts))
-        Starting(self._loop).await_output()
+        ranks = tuple(rank for job in jobs for rank in job.ranks)
+        which = (plan.facts.job_id, jobs[0].epoch)
+        self._output.begin(Generation(*which, plan.hosts, plan.spec.argv, ranks))
+        loop = self._loop
+        loop.progress.begin("to be ready", lambda: ["the output"])
+        loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))
+        loop.progress.end("output ready")
+        self._require_all()
 
         def report(ranks_s: float) -> None:
-            timings = {"agents_s": self._agents_s, "ready_s": self._ready_s}
-            self._output.began(timings | {"ranks_s": ranks_s})
+            self._output.began(self._timings | {"ranks_s": ranks_s})
 
-        return Running(self._loop, nodes, jobs, report).run(plan.address, port)
+        return Running(loop, nodes, jobs, report).run(plan.address, port)
 
     def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
         """Bring agents to the hosts that lost theirs."""
@@ -275,6 +286,75 @@ class Controller:
             nodes = [by_name.get(node.name, node) for node in nodes]
         return nodes
 
+    def _prepare(
+        self, nodes: Sequence[AgentNode], jobs: Sequence[messages.NodeJob]
+    ) -> int:
+        """Have all agents check the job; return the port that rank 0's one holds."""
+        step = ("to check program and directory", "program and directory checked")
+        answers = self._ask(list(zip(nodes, jobs, strict=True)), *step)
+        refusals = [
+            (node.name, answer)
+            for node, answer in zip(nodes, answers, strict=True)
+            if isinstance(answer, messages.Refused)
+        ]
+        if refusals:
+            raise refusal(refusals, num_hosts=len(nodes))
+        return max(a.master_port for a in answers if isinstance(a, messages.Ready))
+
+    def _ask(
+        self, orders: Sequence[tuple[AgentNode, messages.ToAgent]], step: str, done: str
+    ) -> list[messages.FromAgent]:
+        """Send each node an order; return the answers, or raise for hosts lost."""
+        self._answers, self._lost = {}, []
+        for node, order in orders:
+            node.link.send(order)
+        nodes = [node for node, _ in orders]
+
+        def awaited() -> list[AgentNode]:
+            return [n for n in nodes if not n.is_over and n.name not in self._answers]
+
+        progress = self._loop.progress
+        progress.begin(step, lambda: [node.name for node in awaited()])
+        limit_s = self._loop.timeouts.answer_s
+        due_s = time.monotonic() + limit_s
+        self._loop.serve(self, lambda: not awaited(), lambda: due_s)
+        for node in awaited():
+            reason = f"its agent did not answer within {limit_s:g} s"
+            node.link.transport.kill()
+            self._loop.lose(self, node, HostLoss(reason, EXIT_UNREACHABLE))
+        self._require_all()
+        progress.end(done)
+        return [self._answers[node.name] for node in nodes]
+
+    def take(self, node: AgentNode, message: messages.FromAgent) -> None:
+        match message:
+            case messages.Ready() | messages.Refused() | messages.Located():
+                self._answers[node.name] = message
+            case messages.HostEnding():
+                raise InterruptedStartError(message.signal)
+            case _:
+                super().take(node, message)
+
+    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        self._lost.append((node, loss))
+
+    def _require_all(self) -> None:
+        for node, loss in self._lost:
+            if node.is_here:
+                raise LaunchError(
+                    f"agent must run until the job is over, but {loss.reason}."
+                )
+        if self._lost:
+            count = len(self._lost)
+            hosts = "1 host was" if count == 1 else f"{count} hosts were"
+            raise HostError(
+                f"{hosts} lost before the ranks ran.",
+                [
+                    HostFailure(node.name, Failure(loss.reason, f"ssh {node.name}"))
+                    for node, loss in self._lost
+                ],
+            )
+
     def write_out(self, *, is_hurried: bool) -> int:
         return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else None)
 
@@ -283,36 +363,18 @@ class Controller:
             if node.hello is None:
                 # Whatever leads there need not end because nobody writes to it.
                 node.link.transport.kill()
-            node.link.send(Leave())
+            node.link.send(messages.Leave())
             node.close()
         due_s = time.monotonic() + _LEAVE_S
-        for node in self._loop.nodes:
-            code = node.link.transport.wait(max(0.0, due_s - time.monotonic()))
-            self._is_clean = self._is_clean and code == 0
-        if not self._is_clean:
+        codes = [
+            node.link.transport.wait(max(0.0, due_s - time.monotonic()))
+            for node in self._loop.nodes
+        ]
+        if any(code != 0 for code in codes):
             sweep(spared=self._others)
 
 
-_LOOPBACK = "127.0.0.1"
-
-Preflight = Callable[[Controller, Sequence[AgentNode]], tuple[str, ...]]
-"""Checks hosts that have agents; returns warnings, raises HostError for faults."""
-
-
-class JobSpec(NamedTuple):
-    """What the user wants of hosts and ranks."""
-
-    job: JobRequest
-    hosts: tuple[Host, ...] = ()  # in the order of the ranks; empty for this machine
-    num_ranks: int | None = None  # None for one a slot
-    min_ranks: int | None = None  # that suffice where there are fewer slots
-    interfaces: tuple[str, ...] = ()  # that the ranks may use, none for any
-    # how ranks get cores and GPUs; None leaves that to the scheduler
-    placement: "PlacementRequest | None" = None
-    preflight: Preflight | None = None
-
-
-def resolve(controller: Controller, spec: JobSpec, name: str) -> ResolvedJob:
+def resolve(controller: Controller, spec: JobSpec) -> JobPlan:
     """Bring agents to the hosts and plan the job with what they report."""
     hosts = spec.hosts or (Host(os.uname().nodename),)
     asked = hosts_to_ask(hosts, spec.num_ranks, spec.min_ranks)
@@ -327,37 +389,40 @@ def resolve(controller: Controller, spec: JobSpec, name: str) -> ResolvedJob:
         spec.min_ranks,
     )
     job_nodes = tuple(by_name[share.host.name] for share in shares)
-    job, address, check = spec.job, _LOOPBACK, None
+    address, check = _LOOPBACK, None
     host_env: tuple[dict[str, str], ...] = tuple(dict[str, str]() for _ in job_nodes)
     if len(job_nodes) > 1:
-        if job.is_mpi:
+        if spec.is_mpi:
             raise UsageError(
                 f"--engine mpi must run on one host here, got {len(job_nodes)}. Let "
                 "mpirun start the ranks: mpirun -n 4 -H a:2,b:2 python train.py"
             )
         address, host_env, check = _meet(controller, spec, job_nodes)
-    if job.cwd or not all(node.is_here for node in job_nodes):
+    if spec.cwd or not all(node.is_here for node in job_nodes):
         # On other hosts the directory of the same name. In full here as well: an agent
         # that starts ranks again is in it already.
-        job = job._replace(cwd=str(absolute_path(job.cwd)))
+        spec = spec._replace(cwd=str(absolute_path(spec.cwd)))
     placed = [
         _place(spec, node, share) for node, share in zip(job_nodes, shares, strict=True)
     ]
-    plan = JobPlan(
-        request=job,
-        facts=make_facts(name, job.max_restarts),
+    notices += tuple(text for _, texts in placed for text in texts)
+    if drained := kept_out(hosts):
+        notices += (f"not used, with 0 slots: {drained}.",)
+    size = shares[-1].ranks.stop
+    if spec.num_ranks is not None and size < spec.num_ranks:
+        text = f"{size} ranks start, not {spec.num_ranks}: there are {size} "
+        notices += (f"{text}slots, and --min-np is {spec.min_ranks}.",)
+    return JobPlan(
+        spec=spec,
+        facts=make_facts(spec.max_restarts),
         shares=shares,
         places=tuple(places for places, _ in placed),
         address=address,
         host_env=host_env,
+        nodes=job_nodes,
+        check=check,
+        notices=notices,
     )
-    notices += tuple(text for _, texts in placed for text in texts)
-    if drained := kept_out(hosts):
-        notices += (f"not used, with 0 slots: {drained}.",)
-    if spec.num_ranks is not None and plan.size < spec.num_ranks:
-        text = f"{plan.size} ranks start, not {spec.num_ranks}: there are {plan.size} "
-        notices += (f"{text}slots, and --min-np is {spec.min_ranks}.",)
-    return ResolvedJob(plan, job_nodes, check, notices)
 
 
 def _require_different(nodes: Sequence[AgentNode]) -> None:
@@ -394,7 +459,7 @@ def _place(
     from ronde.launch.placement import UNPLACED, place_ranks
 
     placement = spec.placement or UNPLACED
-    return place_ranks(machine, node.host, num_ranks, placement, spec.job.env)
+    return place_ranks(machine, node.host, num_ranks, placement, spec.env)
 
 
 def _meet(
@@ -426,25 +491,16 @@ def _meet(
         found = controller.locate(job_nodes[1:], [point.address], port)
         require_answers(networks, point, port, [own[0] for own in found])
 
-    env = tuple(point.environment(i, spec.job.env) for i in range(len(job_nodes)))
+    env = tuple(point.environment(i, spec.env) for i in range(len(job_nodes)))
     return point.address, env, check
-
-
-class JobOptions(NamedTuple):
-    """How a job is run."""
-
-    name: str
-    restarts: Restarts  # when all ranks are started again
-    records: JobRecords  # of what happens
-    is_verbose: bool = False  # say how long each step of the start takes
 
 
 def launch(
     spec: JobSpec,
-    sink: OutputSink,
     starter: AgentStarter,
     signal_fd: int,
-    job: JobOptions,
+    sink: OutputSink,
+    files: Sequence[JobFile] = (),
 ) -> JobResult:
     """Run a job on all its hosts to its end, whatever that is.
 
@@ -452,17 +508,15 @@ def launch(
     none is left at the latest when their agents' lease is over.
     """
     adopt_orphans()
-    output = OutputProcess(sink, job.records)
-    progress = StartProgress(output.notice, is_verbose=job.is_verbose)
+    output = OutputProcess(sink, files)
+    progress = StartProgress(output.notice, is_verbose=spec.is_verbose)
     controller = Controller(output, signal_fd, starter, progress)
     try:
         try:
-            resolved = resolve(controller, spec, job.name)
-            result = controller.run(resolved, job.restarts)
+            result = controller.run(resolve(controller, spec))
         except InterruptedStartError as error:
-            result = JobResult(
-                interruption_code(error.number), None, (), (), error.number
-            )
+            code = interruption_code(error.number)
+            result = JobResult(code, None, (), (), error.number)
             output.finished(result)
         finally:
             controller.close()
@@ -480,14 +534,13 @@ def dry_run(
     spec: JobSpec,
     starter: AgentStarter,
     signal_fd: int,
-    *,
-    name: str,
-    progress: StartProgress,
-) -> ResolvedJob:
+    notice: Callable[[str], None],
+) -> JobPlan:
     """Return what ``launch`` would run where; start agents, but no rank."""
     adopt_orphans()
+    progress = StartProgress(notice, is_verbose=spec.is_verbose)
     controller = Controller(NoOutput(), signal_fd, starter, progress)
     try:
-        return resolve(controller, spec, name)
+        return resolve(controller, spec)
     finally:
         controller.close()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from struct import Struct
-from typing import NamedTuple, TypeVar, cast, get_args
+from typing import NamedTuple, Protocol, TypeVar, cast, get_args
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
@@ -20,13 +20,13 @@ from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 from ronde.topology.machine import UNKNOWN_NODE, Machine
 
 T = TypeVar("T")
-PROTOCOL = 8  # changes when a message changes; both sides must have the same
+PROTOCOL = 9  # changes when a message changes; both sides must have the same
 MAX_FRAME_BYTES = 16 << 20  # longest frame, its length field not counted
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
+_READ_BYTES = 256 << 10
 _LENGTH = Struct(">I")
-_OUTPUT_HEAD = Struct(">IB")
-_STORE_HEAD = Struct(">II")
+_HEAD = Struct(">II")
 
 
 class RankSpec(NamedTuple):
@@ -39,7 +39,7 @@ class RankSpec(NamedTuple):
 
 
 class NodeJob(NamedTuple):
-    """All that one agent must know to start its ranks, but where they meet."""
+    """To the agent: check that this job can start here, and start nothing yet."""
 
     job_id: str  # name of the job, also of its directory of logs
     epoch: int  # generation of the world, 0 for the first start
@@ -52,12 +52,6 @@ class NodeJob(NamedTuple):
     address: str  # numeric address that the ranks meet at, where rank 0 is here
     master_port: int  # port to bind for the ranks to meet at, or 0 for any
     is_mpi: bool  # the ranks are to be able to initialise MPI
-
-
-class Prepare(NamedTuple):
-    """To the agent: check that this job can start here, and start nothing yet."""
-
-    job: NodeJob
 
 
 class Start(NamedTuple):
@@ -78,12 +72,6 @@ class StartProgram(NamedTuple):
     """To the agent: start a program; see ``RemoteProgram``."""
 
     module: str  # the module of ronde that is the program
-
-
-class WriteLine(NamedTuple):
-    """To the agent: pass this line to the program."""
-
-    line: str
 
 
 class Forward(NamedTuple):
@@ -145,7 +133,7 @@ class Located(NamedTuple):
 
 
 class ProgramLine(NamedTuple):
-    """From the agent: a line that the program wrote."""
+    """A line from the program, or to the agent for the program."""
 
     line: str
 
@@ -230,7 +218,9 @@ class Finished(NamedTuple):
 
 
 JobOrder = Start | Forward | StopRanks | TakeStacks
-ToAgent = Prepare | JobOrder | Locate | StartProgram | WriteLine | Leave | Credit | Ping
+ToAgent = (
+    NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Leave | Credit | Ping
+)
 FromAgent = (
     Hello
     | Located
@@ -313,12 +303,10 @@ Frame = bytes | Output | Relayed
 
 def encode(message: tuple[object, ...]) -> bytes:
     """Return the frame of a message, of output, or of bytes of a connection."""
-    if isinstance(message, Output):
-        head = _OUTPUT_HEAD.pack(message.rank, message.stream)
-        return encode_frame(FrameKind.OUTPUT, head + message.data)
-    if isinstance(message, Relayed):
-        head = _STORE_HEAD.pack(message.epoch, message.connection)
-        return encode_frame(FrameKind.STORE, head + message.data)
+    if isinstance(message, Output | Relayed):
+        is_output = isinstance(message, Output)
+        kind = FrameKind.OUTPUT if is_output else FrameKind.STORE
+        return encode_frame(kind, _HEAD.pack(*message[:2]) + message.data)
     return encode_frame(FrameKind.CONTROL, encode_message(message))
 
 
@@ -372,19 +360,17 @@ def _open_frame(kind: int, body: bytes) -> Frame:
             f"frame kind must be one of {[int(k) for k in FrameKind]}, got {kind}. "
             "Run the same version of ronde on every host."
         )
-    is_output = kind == FrameKind.OUTPUT
-    head = _OUTPUT_HEAD if is_output else _STORE_HEAD
-    if len(body) < head.size:
+    if len(body) < _HEAD.size:
         raise LaunchError(
-            f"output or store frame must hold at least {head.size} bytes, got "
+            f"output or store frame must hold at least {_HEAD.size} bytes, got "
             f"{len(body)}."
         )
-    number, other = head.unpack_from(body)
-    if not is_output:
-        return Relayed(number, other, body[head.size :])
+    number, other = _HEAD.unpack_from(body)
+    if kind == FrameKind.STORE:
+        return Relayed(number, other, body[_HEAD.size :])
     if other not in (1, 2):
         raise LaunchError(f"output stream must be 1 or 2, got {other}.")
-    return Output(number, Stream(other), body[head.size :])
+    return Output(number, Stream(other), body[_HEAD.size :])
 
 
 class FrameWriter:
@@ -429,14 +415,44 @@ class FrameWriter:
                 self._waiting.popleft()
 
 
-def pipe_writer(fd: int) -> Callable[[memoryview], int]:
-    """Return what writes to a descriptor, which is made non-blocking here."""
-    os.set_blocking(fd, False)
+class Transport(Protocol):
+    """Two directions of bytes, neither of which is ever waited for.
 
-    def write(data: memoryview) -> int:
+    Who has it polls ``read_fd``, and ``write_fd`` with something to write.
+    """
+
+    @property
+    def read_fd(self) -> int: ...
+
+    @property
+    def write_fd(self) -> int: ...
+
+    def read(self) -> bytes | None:
+        """Return what has come, empty at the end, None when nothing is there now."""
+        ...
+
+    def write(self, data: memoryview) -> int:
+        """Return how many bytes were taken, 0 when none are taken now."""
+        ...
+
+
+class PipeTransport:
+    """Two pipes, which are made non-blocking here."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self.read_fd = read_fd
+        self.write_fd = write_fd
+        for fd in (read_fd, write_fd):
+            os.set_blocking(fd, False)
+
+    def read(self) -> bytes | None:
         try:
-            return os.write(fd, data)
+            return os.read(self.read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return None
+
+    def write(self, data: memoryview) -> int:
+        try:
+            return os.write(self.write_fd, data)
         except BlockingIOError:
             return 0
-
-    return write

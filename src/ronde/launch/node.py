@@ -3,7 +3,6 @@
 import fcntl
 import functools
 import os
-import select
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ from ronde.errors import Failure, LaunchError
 from ronde.launch import messages
 from ronde.launch.hosts.host import Host
 from ronde.launch.limits import USUAL, Timeouts
+from ronde.launch.signals import wait_for
 
 if TYPE_CHECKING:
     from ronde.launch.spawners.base import HelloReader
@@ -33,28 +33,11 @@ EXIT_INTERNAL = 70
 _SSH_FAILED = 255
 
 
-class AgentTransport(Protocol):
-    """Two directions of bytes, neither of which is ever waited for.
-
-    The controller polls ``read_fd``, and ``write_fd`` while it has something to write.
-    """
-
-    @property
-    def read_fd(self) -> int: ...
-
-    @property
-    def write_fd(self) -> int: ...
+class AgentTransport(messages.Transport, Protocol):
+    """The way to an agent."""
 
     @property
     def error_fd(self) -> int: ...  # the other side's complaints; -1 where none come
-
-    def read(self) -> bytes | None:
-        """Return what has come, empty at the end, None when nothing is there now."""
-        ...
-
-    def write(self, data: memoryview) -> int:
-        """Return how many bytes were taken, 0 when none are taken now."""
-        ...
 
     def wait(self, timeout_s: float) -> int | None:
         """Return the exit code of what carries the bytes; None if it goes on.
@@ -68,61 +51,36 @@ class AgentTransport(Protocol):
     def kill(self) -> None: ...  # the agent may live on
 
 
-class ProcessTransport:
+class ProcessTransport(messages.PipeTransport):
     """The three pipes of a process: the agent itself, or the ssh that leads to it."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
-        self.pid = process.pid
         pipes = (process.stdin, process.stdout, process.stderr)
         self._files = cast("tuple[IO[bytes], IO[bytes], IO[bytes]]", pipes)
-        for file in self._files:
-            os.set_blocking(file.fileno(), False)
+        write_fd, read_fd, self.error_fd = (file.fileno() for file in self._files)
+        super().__init__(read_fd, write_fd)
+        os.set_blocking(self.error_fd, False)
         # Fewer and longer reads of what the ranks write. Users may be over their limit.
         with suppress(OSError):
-            fcntl.fcntl(self._files[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-
-    @property
-    def read_fd(self) -> int:
-        return self._files[1].fileno()
-
-    @property
-    def write_fd(self) -> int:
-        return self._files[0].fileno()
-
-    @property
-    def error_fd(self) -> int:
-        return self._files[2].fileno()
-
-    def read(self) -> bytes | None:
-        try:
-            return os.read(self.read_fd, _READ_BYTES)
-        except BlockingIOError:
-            return None
-
-    def write(self, data: memoryview) -> int:
-        try:
-            return os.write(self.write_fd, data)
-        except BlockingIOError:
-            return 0
+            fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def wait(self, timeout_s: float) -> int | None:
         if self._process.poll() is None:
             try:
-                process_fd = os.pidfd_open(self.pid)
+                process_fd = os.pidfd_open(self._process.pid)
             except OSError:  # not every kernel and container has them
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout_s)
                 return self._process.returncode
-            poll = select.poll()
-            poll.register(process_fd, select.POLLIN)
-            poll.poll(timeout_s * 1000)
+            wait_for([process_fd], [], timeout_s)
             os.close(process_fd)
         return self._process.poll()
 
     def close(self) -> None:
         for file in self._files:
             file.close()
+        self.read_fd = self.write_fd = self.error_fd = -1
         # Somebody may have stopped it, and it has to see this end.
         self._process.send_signal(signal.SIGCONT)
 

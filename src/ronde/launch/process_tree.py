@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ronde.errors import LaunchError
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -266,12 +268,16 @@ def waits_in(process: ProcessStat) -> str:
     return f" in {where}" if where not in {"", "0"} else ""
 
 
-def await_empty(job_marker: str, deadline_s: float) -> list[int]:
-    """Wait until no process of a job is left on this host; return those that are."""
+def require_empty(job_marker: str, deadline_s: float) -> None:
+    """Wait until no process of a job is left on this host; LaunchError at the end."""
     ends_at = time.monotonic() + deadline_s
-    while (left := list(find_members(job_marker))) and time.monotonic() <= ends_at:
+    while left := list(find_members(job_marker)):
+        if time.monotonic() > ends_at:
+            raise LaunchError(
+                "processes of the generation before must have ended, but "
+                f"{', '.join(map(str, left[:8]))} run after {deadline_s:g} s. End them."
+            )
         time.sleep(_POLL_S)
-    return left
 
 
 def find_members(job_marker: str) -> Iterator[int]:

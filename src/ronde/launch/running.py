@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
+from ronde.errors import LaunchError, UsageError
 from ronde.launch import messages
 from ronde.launch.agent.diagnostics import ANSWER_S
 from ronde.launch.event_loop import EventLoop, Handler, StoreService
@@ -20,7 +20,7 @@ from ronde.launch.failure import (
     judge,
     signal_name,
 )
-from ronde.launch.node import EXIT_INTERNAL, EXIT_UNREACHABLE, AgentNode, HostLoss
+from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.output.files import RankStacks
 from ronde.launch.signals import (
     ASKING,
@@ -30,101 +30,6 @@ from ronde.launch.signals import (
     InterruptedStartError,
     interrupter,
 )
-
-
-class Starting(Handler):
-    """Asks agents and waits for the answers of all."""
-
-    def __init__(self, loop: EventLoop) -> None:
-        super().__init__(loop)
-        self._answers: dict[str, messages.FromAgent] = {}
-        self._lost: list[tuple[AgentNode, HostLoss]] = []
-
-    def locate(
-        self, nodes: Sequence[AgentNode], addresses: Sequence[str], port: int
-    ) -> list[tuple[str, ...]]:
-        """Return each node's own addresses towards some others: see ``Locate``."""
-        for node in nodes:
-            node.link.send(messages.Locate(tuple(addresses), port))
-        step = ("to reach rank 0's port", "port reached")
-        if not port:
-            step = ("to look for routes", "routes found")
-        answers = self._await(nodes, *step)
-        return [a.sources if isinstance(a, messages.Located) else () for a in answers]
-
-    def prepare(
-        self, nodes: Sequence[AgentNode], jobs: Sequence[messages.NodeJob]
-    ) -> int:
-        for node, job in zip(nodes, jobs, strict=True):
-            node.link.send(messages.Prepare(job))
-        step = ("to check program and directory", "program and directory checked")
-        answers = self._await(nodes, *step)
-        refusals = [
-            (node.name, answer)
-            for node, answer in zip(nodes, answers, strict=True)
-            if isinstance(answer, messages.Refused)
-        ]
-        if refusals:
-            raise refusal(refusals, num_hosts=len(nodes))
-        return max(a.master_port for a in answers if isinstance(a, messages.Ready))
-
-    def await_output(self) -> None:
-        loop = self._loop
-        loop.progress.begin("to be ready", lambda: ["the output"])
-        loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))
-        loop.progress.end("output ready")
-        if self._lost:
-            raise _loss_error(self._lost)
-
-    def _await(
-        self, nodes: Sequence[AgentNode], step: str, done: str
-    ) -> list[messages.FromAgent]:
-        self._answers = {}
-
-        def awaited() -> list[AgentNode]:
-            return [n for n in nodes if not n.is_over and n.name not in self._answers]
-
-        progress = self._loop.progress
-        progress.begin(step, lambda: [node.name for node in awaited()])
-        limit_s = self._loop.timeouts.answer_s
-        due_s = time.monotonic() + limit_s
-        self._loop.serve(self, lambda: not awaited(), lambda: due_s)
-        for node in awaited():
-            reason = f"its agent did not answer within {limit_s:g} s"
-            node.link.transport.kill()
-            self._loop.lose(self, node, HostLoss(reason, EXIT_UNREACHABLE))
-        if self._lost:
-            raise _loss_error(self._lost)
-        progress.end(done)
-        return [self._answers[node.name] for node in nodes]
-
-    def take(self, node: AgentNode, message: messages.FromAgent) -> None:
-        match message:
-            case messages.Ready() | messages.Refused() | messages.Located():
-                self._answers[node.name] = message
-            case messages.HostEnding():
-                raise InterruptedStartError(message.signal)
-            case _:
-                super().take(node, message)
-
-    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        self._lost.append((node, loss))
-
-
-def _loss_error(lost: Sequence[tuple[AgentNode, HostLoss]]) -> LaunchError:
-    for node, loss in lost:
-        if node.is_here:
-            return LaunchError(
-                f"agent must run until the job is over, but {loss.reason}."
-            )
-    hosts = "1 host was" if len(lost) == 1 else f"{len(lost)} hosts were"
-    return HostError(
-        f"{hosts} lost before the ranks ran.",
-        [
-            HostFailure(node.name, Failure(loss.reason, f"ssh {node.name}"))
-            for node, loss in lost
-        ],
-    )
 
 
 def refusal(
@@ -175,7 +80,7 @@ class RemotePrograms(Handler):
                 self._answers[name] = Answer("", self._ended[name])
                 continue
             self._waiting[name] = time.monotonic()
-            self._nodes[name].link.send(messages.WriteLine(line))
+            self._nodes[name].link.send(messages.ProgramLine(line))
         due_s = time.monotonic() + timeout_s
         self._loop.serve(self, lambda: not self._waiting, lambda: due_s)
         for name in list(self._waiting):

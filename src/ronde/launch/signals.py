@@ -38,12 +38,6 @@ def interrupter(number: int) -> str:
     return "timeout" if number == TIMED_OUT else signal.Signals(number).name
 
 
-def reset_signals() -> None:
-    """Undo signal settings of a parent with which a job cannot be run."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
 def is_kept_ignored(number: int) -> bool:
     """Whether a signal of the terminal is ignored, and so here and in the ranks."""
     return number in _OF_TERMINAL and signal.getsignal(number) is signal.SIG_IGN
@@ -72,7 +66,9 @@ def caught_signals() -> Generator[int]:
     read_fd, write_fd = signal_pipe()
     fd_before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     before = notice_signals(_CAUGHT)
-    reset_signals()
+    # With these of a parent's no job can be run.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         yield read_fd
     finally:

@@ -1,7 +1,6 @@
 """A job that is not started: where each rank would run, and with which variables."""
 
 import shlex
-from collections.abc import Sequence
 from itertools import groupby
 
 from ronde.launch.controller import JobPlan
@@ -15,16 +14,16 @@ _TITLES = ("host", "rank", "local", "device", "cores", "CPUs", "memory", "NIC", 
 _UNSET = "(unset)"
 
 
-def plan_text(plan: JobPlan, notices: Sequence[str] = ()) -> str:
+def plan_text(plan: JobPlan) -> str:
     """Return all of a plan but secrets; hosts and ranks that are alike share a line."""
     shared, own = _environments(plan)
     size = f"{counted(plan.size, 'rank')} on {counted(len(plan.shares), 'host')}"
     lines = [
-        f"{size}, meeting at {plan.address}: {shlex.join(plan.request.argv)}",
+        f"{size}, meeting at {plan.address}: {shlex.join(plan.spec.argv)}",
         "",
         align([_TITLES, *_rows(plan)]),
-        *(f"note: {notice}" for notice in notices),
-        *([""] if notices else []),
+        *(f"note: {notice}" for notice in plan.notices),
+        *([""] if plan.notices else []),
         "variables of all ranks, in addition to each host's own:",
         *(
             f"  {name}={shlex.quote(value) if value.isprintable() else repr(value)}"

@@ -7,7 +7,7 @@ and one loop, and exchanges frames over its standard input and output. Its paren
 
 import errno
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -24,10 +24,10 @@ from ronde.launch import messages
 from ronde.launch.agent.diagnostics import KernelDiagnostics, StackTaker
 from ronde.launch.agent.ranks import RankGroup, allow_ranks, remove_directory
 from ronde.launch.agent.relay import (
-    OutputReader,
     OutputSender,
     RemoteProgram,
     StoreRelay,
+    Watched,
     name_directory,
 )
 from ronde.launch.environments import own_environment
@@ -35,13 +35,18 @@ from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
 from ronde.launch.network import hold_port
 from ronde.launch.process_tree import (
     adopt_orphans,
-    await_empty,
+    children,
     die_with_parent,
     has_children,
+    require_empty,
     sweep,
 )
 from ronde.launch.program import enter_directory, require_processes, resolve_program
-from ronde.launch.signals import notice_signals, reset_signals, signal_pipe
+from ronde.launch.signals import (
+    is_kept_ignored,
+    notice_signals,
+    signal_pipe,
+)
 from ronde.store.local_socket import remove
 from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity
@@ -51,6 +56,10 @@ _FENCE_S = 20.0
 _USAGE_ERRORS = frozenset(
     {errno.ENOENT, errno.ENOEXEC, errno.EACCES, errno.ENOTDIR, errno.E2BIG}
 )
+_NUMBERS_BYTES = 4096
+_LOCATE_S = 2.0
+_NEVER = float("inf")
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class JobPhase(Enum):
@@ -65,15 +74,12 @@ class JobPhase(Enum):
 class LocalJob:
     """What an agent does for one job; it reports to the controller as it goes."""
 
-    def __init__(
-        self, job: messages.NodeJob, sender: OutputSender, reader: OutputReader
-    ) -> None:
+    def __init__(self, job: messages.NodeJob, sender: OutputSender) -> None:
         self.phase = JobPhase.PREPARING
         self._job = job
         self._sender = sender
-        self._reader = reader
         self._stacks = StackTaker()
-        self.ranks = RankGroup(self._stacks)
+        self.ranks = RankGroup(self._stacks, sender)
         self._command: list[str] = []
         self._directory = ""
         self._port: socket.socket | None = None
@@ -93,29 +99,26 @@ class LocalJob:
             return min(due_s, self._deadline)
         return min(self._deadline, time.monotonic() + _LEFTOVER_POLL_S)
 
-    def prepare(self, directory: Path, selector: selectors.BaseSelector) -> None:
+    def watched(self) -> Watched:
+        if self.store is not None:
+            yield from self.store.watched()
+        yield from self.ranks.watched()
+
+    def prepare(self, directory: Path) -> None:
         """Check that the job can start here; send Ready or Refused."""
         job = self._job
         own_path = own_environment().get("PATH", "")
         try:
             require_processes()
             allow_ranks(len(job.ranks))
-            if job.epoch and (left := await_empty(job.job_marker, _FENCE_S)):
-                self._refuse(
-                    "processes of the generation before must have ended, but "
-                    f"{', '.join(map(str, left[:8]))} run after {_FENCE_S:g} s. End "
-                    "them.",
-                    is_usage=False,
-                )
-                return
+            if job.epoch:
+                require_empty(job.job_marker, _FENCE_S)
             self._directory = enter_directory(job.cwd)
             self._command = resolve_program(job.argv, job.env.get("PATH", own_path))
             if job.address:
                 self._port = hold_port(job.address, job.master_port)
             self.ranks.prepare(job)
-            self.store = StoreRelay(
-                directory, job.epoch, len(job.ranks), selector, self._sender
-            )
+            self.store = StoreRelay(directory, job.epoch, len(job.ranks), self._sender)
         except (UsageError, LaunchError, OSError) as error:
             shortage = explain_shortage(error) if isinstance(error, OSError) else ""
             self._refuse(shortage or str(error), is_usage=isinstance(error, UsageError))
@@ -127,7 +130,7 @@ class LocalJob:
     def start(self, order: messages.Start) -> None:
         """Start the ranks; send Started for each, or Refused."""
         if self.phase is not JobPhase.PREPARING or self.store is None:
-            raise LaunchError("Start must come once, after Prepare.")
+            raise LaunchError("Start must come once, after NodeJob.")
         where = {
             "RONDE_STORE": str(self.store.path),
             # What the agent was started with may name another one.
@@ -150,12 +153,10 @@ class LocalJob:
         self.phase = JobPhase.RUNNING
         for rank in ranks:
             self._sender.send(messages.Started(rank.rank, rank.pid))
-            for pipe in rank.pipes:
-                self._reader.add(pipe)
 
     def call_off(self) -> None:
         if self.phase is not JobPhase.PREPARING:
-            raise LaunchError("Prepare must come while no ranks run.")
+            raise LaunchError("NodeJob must come while no ranks run.")
         self._end()
 
     def take_stacks(self) -> None:
@@ -194,7 +195,7 @@ class LocalJob:
             # First: MPI's holders are no leftover of the ranks.
             self.ranks.close()
             swept = sweep(on_reaped=self.note_end)
-            self._reader.close()
+            self.ranks.close_pipes()
             self._end()
             self._sender.send_last(messages.Finished(swept.num_killed, swept.stuck))
 
@@ -207,7 +208,7 @@ class LocalJob:
         if status and not self._stopped_s:
             self.ranks.look_for_ends()
         for pipe in rank.pipes:
-            self._reader.drain(pipe)
+            pipe.drain()
         evidence = self._kernel.explain(status, wait_status, pid, self._directory)
         began_s = rank.began_s or time.monotonic()
         traceback_s = max(pipe.traceback_s for pipe in rank.pipes)
@@ -234,23 +235,28 @@ class LocalJob:
             self._port = None
 
 
-_READ_BYTES = 64 << 10
-_LOCATE_S = 2.0
-_NEVER = float("inf")
-
-
-def run_reaped(work: Callable[[], int], directory: Path) -> NoReturn:
+def run_reaped(
+    work: Callable[[], int],
+    directory: Path,
+    let_go: Callable[[], object],
+    *,
+    is_foreground: bool = False,
+) -> NoReturn:
     """Fork; run ``work`` in the child; outlive it and sweep what it leaves.
 
     Both adopt orphans, so any one of the two may be killed: the child gets SIGTERM when
     this process ends, and this process kills every descendant when the child has ended.
     Who of the two is stopped is continued. Must be called from a process with one
-    thread and no children. Both end here, past the interpreter's own end: the child
-    with what ``work`` returns, this process with the child's exit code, 128 plus the
-    signal that ended it, or EXIT_NO_FORK.
+    thread, which lets go of the connection to the controller here. Both end here, past
+    the interpreter's own end: the child with what ``work`` returns, this process with
+    the child's exit code, 128 plus the signal that ended it, or EXIT_NO_FORK.
+
+    In the foreground SIGINT and SIGHUP end the child as well, and a second one at once.
     """
-    reset_signals()
-    parent = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # One that comes before this process passes it on waits.
+    signal.pthread_sigmask(signal.SIG_SETMASK, _ENDING)
+    parent, others = os.getpid(), children()
     adopt_orphans()
     try:
         child = os.fork()
@@ -270,19 +276,26 @@ def run_reaped(work: Callable[[], int], directory: Path) -> NoReturn:
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGCONT)
             os._exit(code)
-    for fd in (0, 1):
-        os.close(fd)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    # This host wants its ranks to end: the child does that.
-    signal.signal(
-        signal.SIGTERM, lambda _number, _frame: os.kill(child, signal.SIGTERM)
-    )
-    status = _wait_for_child(child)
-    sweep()
+    let_go()
+    asked: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        asked.append(number)
+        is_final = is_foreground and len(asked) > 1
+        os.kill(child, signal.SIGKILL if is_final else signal.SIGTERM)
+
+    for number in (*_ENDING, signal.SIGQUIT):
+        is_user = is_foreground and number in _ENDING and not is_kept_ignored(number)
+        # By SIGTERM this host wants its ranks to end: the child does that.
+        is_passed_on = is_user or number == signal.SIGTERM
+        signal.signal(number, pass_on if is_passed_on else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    code = os.waitstatus_to_exitcode(_wait_for_child(child))
+    sweep(spared=others)
     remove_directory(child)
     remove(directory)
-    code = os.waitstatus_to_exitcode(status)
+    if is_foreground and asked and code < 0:
+        os._exit(128 + asked[-1])
     os._exit(code if code >= 0 else 128 - code)
 
 
@@ -298,7 +311,8 @@ def _wait_for_child(child: int) -> int:
                 os.kill(child, signal.SIGCONT)
         elif news.si_pid == child:
             # Its number is its own until it is reaped.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in _ENDING:
+                signal.signal(number, signal.SIG_IGN)
             return os.waitpid(child, 0)[1]
         else:
             os.waitpid(news.si_pid, 0)
@@ -307,25 +321,31 @@ def _wait_for_child(child: int) -> int:
 def main(first_message_s: float = _NEVER) -> NoReturn:
     """Run an agent on standard input and output; end the process with its exit code."""
     directory = name_directory()  # the reaper must know it as well
-    run_reaped(lambda: _run_agent(first_message_s, directory), directory)
+
+    def work() -> int:
+        transport = messages.PipeTransport(os.dup(0), os.dup(1))
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1):
+            os.dup2(null, fd)
+        os.close(null)
+        return run_agent(transport, directory, first_message_s)
+
+    run_reaped(work, directory, lambda: os.closerange(0, 2))
 
 
-def _run_agent(first_message_s: float, directory: Path) -> int:
-    control_in, control_out = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1):
-        os.dup2(null, fd)
-    os.close(null)
-    agent = Agent(control_in, control_out, first_message_s, directory)
-    try:
-        agent.run()
-    except (BrokenPipeError, EOFError):
-        pass
-    finally:
-        # Whatever happened: nothing outlives the agent.
-        if has_children():
-            sweep()
-        remove(directory)
+def run_agent(
+    transport: messages.Transport, directory: Path, first_message_s: float = _NEVER
+) -> int:
+    """Obey a controller to the end; return 0 if it was the one who wanted that."""
+    agent = Agent(transport, directory, first_message_s)
+    with suppress(BrokenPipeError, EOFError):
+        try:
+            agent.run()
+        finally:
+            # Whatever happened: nothing outlives the agent.
+            if has_children():
+                sweep()
+            remove(directory)
     return 0 if agent.is_leaving else 1
 
 
@@ -333,14 +353,12 @@ class Agent:
     """Runs one job after another on its host, as long as its controller is there."""
 
     def __init__(
-        self, control_in: int, control_out: int, first_message_s: float, directory: Path
+        self, transport: messages.Transport, directory: Path, first_message_s: float
     ) -> None:
         self.is_leaving = False
-        self._control_in = control_in
+        self._transport = transport
         self._decoder = messages.FrameDecoder()
-        self._sender = OutputSender(control_out)
-        self._selector = selectors.DefaultSelector()
-        self._reader = OutputReader(self._selector, self._sender)
+        self._sender = OutputSender(transport.write)
         self._directory = directory
         self._job: LocalJob | None = None
         self._program: RemoteProgram | None = None
@@ -348,15 +366,12 @@ class Agent:
         self._controller_addresses: tuple[str, ...] = ()
         self._heard_at = time.monotonic()
         self._reaper = os.getppid()
+        self._signal_fd, wakeup_fd = signal_pipe()
+        signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+        notice_signals((signal.SIGCHLD, *_ENDING))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
     def run(self) -> None:
-        os.set_blocking(self._control_in, False)
-        signal_fd, wakeup_fd = signal_pipe()
-        signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
-        notice_signals((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-        read = selectors.EVENT_READ
-        self._selector.register(self._control_in, read, self._read_control)
-        self._selector.register(signal_fd, read, self._read_signal)
         directory = ""
         with suppress(OSError):
             directory = str(Path.cwd())
@@ -372,20 +387,41 @@ class Agent:
             )
         )
         while not (self.is_leaving and self._sender.is_empty):
-            for key, _ in self._selector.select(self._timeout_s()):
-                if key.data is not None:
-                    key.data(key.fd)
+            self._serve_ready()
             if time.monotonic() > self._heard_at + self._lease_s:
                 self._doubt_controller()
             if self._job is not None:
                 self._job.advance()
                 if self._job.phase is JobPhase.OVER:
                     self._job = None
-                elif self._job.store is not None:
-                    self._job.store.pace()
             self._sender.flush()
-            self._watch_writing()
-            self._reader.pace()
+
+    def _serve_ready(self) -> None:
+        poll, serve = select.poll(), dict[int, Callable[[], object]]()
+        for fd, events, serve_fd in self._watched():
+            # Over a network one descriptor is for both directions.
+            if fd in serve:
+                poll.modify(fd, events | select.POLLIN)
+            else:
+                poll.register(fd, events)
+                serve[fd] = serve_fd
+        due_s = self._heard_at + self._lease_s
+        if self._job is not None:
+            due_s = min(due_s, self._job.due_s)
+        left_s = due_s - time.monotonic()
+        limit_ms = None if due_s == _NEVER else max(0.0, left_s) * 1000
+        for fd, _ in poll.poll(limit_ms):
+            serve[fd]()
+
+    def _watched(self) -> Watched:
+        yield self._signal_fd, select.POLLIN, self._read_signal
+        yield self._transport.read_fd, select.POLLIN, self._read_control
+        if self._sender.is_writing:
+            yield self._transport.write_fd, select.POLLOUT, self._sender.flush
+        if self._program is not None:
+            yield from self._program.watched()
+        if self._job is not None:
+            yield from self._job.watched()
 
     def _doubt_controller(self) -> None:
         # Imported where it is needed: most agents hear of their controller.
@@ -396,24 +432,9 @@ class Agent:
             raise EOFError("the controller is silent")
         self._lease_s *= 2
 
-    def _timeout_s(self) -> float | None:
-        due_s = self._heard_at + self._lease_s
-        if self._job is not None:
-            due_s = min(due_s, self._job.due_s)
-        return None if due_s == _NEVER else max(0.0, due_s - time.monotonic())
-
-    def _watch_writing(self) -> None:
-        is_watched = self._sender.fd in self._selector.get_map()
-        if is_watched and not self._sender.is_writing:
-            self._selector.unregister(self._sender.fd)
-        elif self._sender.is_writing and not is_watched:
-            # Without a function: the loop writes what it has after every wake.
-            self._selector.register(self._sender.fd, selectors.EVENT_WRITE)
-
-    def _read_control(self, fd: int) -> None:
-        try:
-            data = os.read(fd, _READ_BYTES)
-        except BlockingIOError:
+    def _read_control(self) -> None:
+        data = self._transport.read()
+        if data is None:
             return
         if not data:
             raise EOFError("the controller is gone")
@@ -429,8 +450,8 @@ class Agent:
             # What takes long here is no silence of the controller's.
             self._heard_at = max(self._heard_at, time.monotonic())
 
-    def _read_signal(self, fd: int) -> None:
-        if signal.SIGTERM in os.read(fd, _READ_BYTES):
+    def _read_signal(self) -> None:
+        if signal.SIGTERM in os.read(self._signal_fd, _NUMBERS_BYTES):
             if os.getppid() != self._reaper:
                 raise EOFError("the reaper is gone")
             if self._job is None:
@@ -466,23 +487,28 @@ class Agent:
 
                 sources = locate(order.addresses, order.port, _LOCATE_S)
                 self._sender.send(messages.Located(sources))
-            case messages.StartProgram() | messages.WriteLine():
-                self._run_program(order)
-            case messages.Prepare():
+            case messages.StartProgram():
+                self._start_program(order.module)
+            case messages.ProgramLine():
+                if self._program is not None:
+                    self._program.write(order.line)
+            case messages.NodeJob():
                 if self._job is not None:
                     # A host was lost meanwhile, and its controller tries again.
                     self._job.call_off()
-                self._job = LocalJob(order.job, self._sender, self._reader)
-                self._job.prepare(self._directory, self._selector)
+                self._job = LocalJob(order, self._sender)
+                self._job.prepare(self._directory)
             case messages.Leave():
                 self.is_leaving = True
-            case (
-                messages.Start()
-                | messages.StopRanks()
-                | messages.Forward()
-                | messages.TakeStacks()
-            ):
+            case _:
                 self._obey_for_job(order)
+
+    def _start_program(self, module: str) -> None:
+        try:
+            self._program = RemoteProgram(module, self._sender)
+        except OSError as error:
+            reason = f"its program does not start: {error.strerror}"
+            self._sender.send(messages.ProgramExited(reason))
 
     def _obey_for_job(self, order: messages.JobOrder) -> None:
         if isinstance(order, messages.Forward) and order.signal == signal.SIGSTOP:
@@ -500,14 +526,3 @@ class Agent:
                 self._job.ranks.send(order.signal)
             case messages.TakeStacks():
                 self._job.take_stacks()
-
-    def _run_program(self, order: messages.StartProgram | messages.WriteLine) -> None:
-        if isinstance(order, messages.WriteLine):
-            if self._program is not None:
-                self._program.write(order.line)
-            return
-        try:
-            self._program = RemoteProgram(order.module, self._selector, self._sender)
-        except OSError as error:
-            reason = f"its program does not start: {error.strerror}"
-            self._sender.send(messages.ProgramExited(reason))

@@ -22,7 +22,7 @@ from typing import IO, cast
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.agent.diagnostics import StackTaker
-from ronde.launch.agent.relay import OutputPipe
+from ronde.launch.agent.relay import OutputPipe, OutputSender, Watched
 from ronde.launch.environments import (
     base_environment,
     malloc_environment,
@@ -147,8 +147,8 @@ def start_rank(
     rank: int,
     command: Sequence[str],
     env: dict[str, str],
-    *,
-    inherited_fds: Sequence[int],
+    sender: OutputSender,
+    notices_fd: int,
 ) -> RankProcess:
     """Start one rank in a session of its own, which dies with this process."""
     agent_pid = os.getpid()
@@ -165,7 +165,7 @@ def start_rank(
             read_fd, write_fd = os.pipe()
             write_fds.append(write_fd)
             os.set_blocking(read_fd, False)
-            pipes.append(OutputPipe(rank, stream, read_fd))
+            pipes.append(OutputPipe(rank, stream, read_fd, sender))
         process = subprocess.Popen(
             command,
             env=env,
@@ -173,7 +173,7 @@ def start_rank(
             stdout=write_fds[0],
             stderr=write_fds[1],
             start_new_session=True,
-            pass_fds=inherited_fds,
+            pass_fds=[notices_fd],
             # The agent has one thread, so that code between fork and exec is safe.
             preexec_fn=before_exec,  # noqa: PLW1509
         )
@@ -197,7 +197,8 @@ def allow_ranks(num_ranks: int) -> None:
 class RankGroup:
     """The ranks of one agent, which must be their parent and adopt orphans."""
 
-    def __init__(self, stacks: StackTaker) -> None:
+    def __init__(self, stacks: StackTaker, sender: OutputSender) -> None:
+        self._sender = sender
         self._by_pid: dict[int, RankProcess] = {}
         self._mpi: MpiWorld | None = None
         self._notices = -1
@@ -208,6 +209,20 @@ class RankGroup:
     @property
     def is_running(self) -> bool:
         return any(rank.is_running for rank in self._by_pid.values())
+
+    def watched(self) -> Watched:
+        """Yield the pipes to read, as long as the sender has room."""
+        if not self._sender.is_full:
+            for rank in self._by_pid.values():
+                for pipe in rank.pipes:
+                    if pipe.is_open:
+                        yield pipe.fd, select.POLLIN, pipe.read
+
+    def close_pipes(self) -> None:
+        for rank in self._by_pid.values():
+            for pipe in rank.pipes:
+                pipe.drain()
+                pipe.close()
 
     def prepare(self, job: NodeJob) -> None:
         if job.is_mpi:
@@ -229,7 +244,7 @@ class RankGroup:
                 if self._mpi is not None:
                     env |= self._mpi.environment(plan.rank)
                 with inherited_binding(plan.cpus, plan.memory_node) as refused:
-                    rank = start_rank(plan.rank, command, env, inherited_fds=[notices])
+                    rank = start_rank(plan.rank, command, env, self._sender, notices)
                 self._by_pid[rank.pid] = rank
                 if refused:
                     self.complaints.append(f"rank {plan.rank} is not bound: {refused}")

@@ -1,12 +1,13 @@
 """What goes from ranks and programs to the controller: output, bytes for the store."""
 
 import os
-import selectors
+import select
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,9 @@ _PROGRAM = (
 )
 MAX_LINE_BYTES = 16 << 20  # of what a program or its controller writes at once
 
+Watched = Iterator[tuple[int, int, Callable[[], object]]]
+"""Descriptors to poll, the events of each, and what to call then."""
+
 
 class OutputSender:
     """Messages at once, then what goes to the store, then output for which is credit.
@@ -46,15 +50,13 @@ class OutputSender:
     the ranks that write to it. Messages overtake the output that waits.
     """
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._writer = messages.FrameWriter(messages.pipe_writer(fd))
+    def __init__(self, write: Callable[[memoryview], int]) -> None:
+        self._writer = messages.FrameWriter(write)
         self._waiting: deque[messages.Output] = deque()
         self._relayed: deque[messages.Relayed] = deque()
         self._last_message: messages.FromAgent | None = None
         self._is_discarding = False
-        self._waiting_bytes = 0
-        self._relayed_bytes = 0
+        self._waiting_bytes = self._relayed_bytes = 0
         self._credit_bytes = messages.FIRST_CREDIT_BYTES
 
     @property
@@ -80,6 +82,7 @@ class OutputSender:
         self._writer.send(messages.encode(message))
 
     def send_last(self, message: messages.FromAgent) -> None:
+        """Send a message after all output."""
         self._last_message = message
         self.flush()
 
@@ -130,84 +133,40 @@ class OutputPipe:
     rank: int
     stream: messages.Stream
     fd: int  # non-blocking, open for reading
+    sender: OutputSender
     is_open: bool = True  # false once all writers are gone and all is read
     # when the last Python traceback was read from stderr, monotonic; 0 for never
     traceback_s: float = 0.0
     _before: bytes = b""
 
-    def read(self) -> bytes | None:
-        """Return what is there, None when nothing is now; closes at the end."""
+    def read(self) -> bool:
+        """Pass on what is there; False when nothing is now. Closes at the end."""
         try:
-            data = os.read(self.fd, _PIPE_BYTES)
+            # It may have been drained to its end after the poll had seen it ready.
+            data = os.read(self.fd, _PIPE_BYTES) if self.is_open else b""
         except BlockingIOError:
-            return None
+            return False
         if not data:
             self.close()
-            return None
+            return False
         if self.stream is messages.Stream.STDERR:
             text = self._before + data
             if _TRACEBACK in text:
                 self.traceback_s = time.monotonic()
             self._before = text[1 - len(_TRACEBACK) :]
-        return data
+        self.sender.put(messages.Output(self.rank, self.stream, data))
+        return True
+
+    def drain(self) -> None:
+        """Read what is in the pipe now, but no flood that somebody keeps up."""
+        for _ in range(_DRAIN_READS):
+            if not self.read():
+                return
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
             os.close(self.fd)
-
-
-class OutputReader:
-    """Reads the ranks' pipes, as long as the sender has room."""
-
-    def __init__(self, selector: selectors.BaseSelector, sender: OutputSender) -> None:
-        self._selector = selector
-        self._sender = sender
-        self._pipes: dict[int, OutputPipe] = {}
-        self._is_reading = True
-
-    def add(self, pipe: OutputPipe) -> None:
-        self._pipes[pipe.fd] = pipe
-        if self._is_reading:
-            self._selector.register(pipe.fd, selectors.EVENT_READ, self._read)
-
-    def pace(self) -> None:
-        if self._is_reading is self._sender.is_full:
-            self._is_reading = not self._is_reading
-            for fd in self._pipes:
-                if self._is_reading:
-                    self._selector.register(fd, selectors.EVENT_READ, self._read)
-                else:
-                    self._selector.unregister(fd)
-
-    def drain(self, pipe: OutputPipe) -> None:
-        """Read what is in the pipe now, but no flood that somebody keeps up."""
-        for _ in range(_DRAIN_READS):
-            if not pipe.is_open or not self._read(pipe.fd):
-                return
-
-    def close(self) -> None:
-        for pipe in list(self._pipes.values()):
-            self.drain(pipe)
-            self._forget(pipe)
-
-    def _read(self, fd: int) -> bool:
-        pipe = self._pipes.get(fd)
-        if pipe is None:
-            # It was drained to its end after the selector had seen it ready.
-            return False
-        data = pipe.read()
-        if data is None:
-            if not pipe.is_open:
-                self._forget(pipe)
-            return False
-        self._sender.put(messages.Output(pipe.rank, pipe.stream, data))
-        return True
-
-    def _forget(self, pipe: OutputPipe) -> None:
-        if self._pipes.pop(pipe.fd, None) is not None and self._is_reading:
-            self._selector.unregister(pipe.fd)
-        pipe.close()
 
 
 def name_directory() -> Path:
@@ -220,27 +179,19 @@ class _Connection:
     number: int
     sock: socket.socket
     unsent: bytearray = field(default_factory=bytearray)
-    events: int = 0
 
 
 class StoreRelay:
     """Takes the connections of one generation's ranks and relays their bytes."""
 
     def __init__(
-        self,
-        directory: Path,
-        epoch: int,
-        num_ranks: int,
-        selector: selectors.BaseSelector,
-        sender: OutputSender,
+        self, directory: Path, epoch: int, num_ranks: int, sender: OutputSender
     ) -> None:
         self._epoch = epoch
         self._max_connections = max_connections(num_ranks)
-        self._selector = selector
         self._sender = sender
         self._by_number: dict[int, _Connection] = {}
         self._count = 0
-        self._is_reading = True
         if not directory.exists():
             # Remove the sockets of agents that were killed together with their reapers.
             for other in own_directories(_PREFIX):
@@ -250,7 +201,13 @@ class StoreRelay:
         self.path = directory / f"store.{epoch}"
         self._listener = listen(self.path)
         self._listener.setblocking(False)  # noqa: FBT003  the socket's own method
-        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def watched(self) -> Watched:
+        yield self._listener.fileno(), select.POLLIN, self._accept
+        reading = 0 if self._sender.is_store_full else select.POLLIN
+        for each in self._by_number.values():
+            if events := reading | (select.POLLOUT if each.unsent else 0):
+                yield each.sock.fileno(), events, partial(self._serve, each)
 
     def deliver(self, relayed: messages.Relayed) -> None:
         """Pass on the store's reply, unless it is of an older generation."""
@@ -263,21 +220,14 @@ class StoreRelay:
         else:
             self._write(connection)
 
-    def pace(self) -> None:
-        if self._is_reading is self._sender.is_store_full:
-            self._is_reading = not self._is_reading
-            for connection in self._by_number.values():
-                self._watch(connection)
-
     def close(self) -> None:
         if self._listener.fileno() >= 0:
-            self._selector.unregister(self._listener)
             self._listener.close()
             self.path.unlink(missing_ok=True)
         for connection in list(self._by_number.values()):
             self._close(connection)
 
-    def _accept(self, _fd: int) -> None:
+    def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError:
@@ -288,14 +238,12 @@ class StoreRelay:
             return
         sock.setblocking(False)  # noqa: FBT003  the socket's own method
         self._count += 1
-        connection = _Connection(self._count, sock)
-        self._by_number[self._count] = connection
-        self._watch(connection)
+        self._by_number[self._count] = _Connection(self._count, sock)
 
-    def _serve(self, connection: _Connection, _fd: int) -> None:
+    def _serve(self, connection: _Connection) -> None:
         self._write(connection)
-        # It may have been closed, now or after the selector had seen it ready.
-        if connection.number not in self._by_number or not self._is_reading:
+        # It may have been closed, now or after the poll had seen it ready.
+        if connection.number not in self._by_number or self._sender.is_store_full:
             return
         try:
             data = connection.sock.recv(_READ_BYTES)
@@ -309,36 +257,16 @@ class StoreRelay:
             self._close(connection)
 
     def _write(self, connection: _Connection) -> None:
-        if connection.number not in self._by_number:
-            return
         try:
-            while connection.unsent:
+            while connection.unsent and connection.number in self._by_number:
                 del connection.unsent[: connection.sock.send(connection.unsent)]
         except BlockingIOError:
             pass
         except OSError:
             self._close(connection)
-            return
-        self._watch(connection)
-
-    def _watch(self, connection: _Connection) -> None:
-        events = selectors.EVENT_READ if self._is_reading else 0
-        events |= selectors.EVENT_WRITE if connection.unsent else 0
-        if events == connection.events:
-            return
-        serve = partial(self._serve, connection)
-        if not connection.events:
-            self._selector.register(connection.sock, events, serve)
-        elif events:
-            self._selector.modify(connection.sock, events, serve)
-        else:
-            self._selector.unregister(connection.sock)
-        connection.events = events
 
     def _close(self, connection: _Connection) -> None:
         if self._by_number.pop(connection.number, None) is not None:
-            if connection.events:
-                self._selector.unregister(connection.sock)
             connection.sock.close()
             self._sender.relay(messages.Relayed(self._epoch, connection.number, b""))
 
@@ -350,13 +278,10 @@ class RemoteProgram:
     that ends, and writes lines on its standard output.
     """
 
-    def __init__(
-        self, module: str, selector: selectors.BaseSelector, sender: OutputSender
-    ) -> None:
-        self._selector = selector
+    def __init__(self, module: str, sender: OutputSender) -> None:
         self._sender = sender
-        self._unread = b""
-        self._unwritten = b""
+        self._unread = self._unwritten = b""
+        self._is_reading = True
         package_dir = __file__.rpartition("/ronde/launch/")[0]
         # Its group is its own, so that nothing typed at a terminal reaches it.
         self._process = subprocess.Popen(
@@ -368,54 +293,52 @@ class RemoteProgram:
         self.pid = self._process.pid
         pipes = (self._process.stdin, self._process.stdout)
         self._pipes = cast("tuple[IO[bytes], IO[bytes]]", pipes)
-        self._input, self._output = (pipe.fileno() for pipe in self._pipes)
-        for fd in (self._input, self._output):
-            os.set_blocking(fd, False)
-        selector.register(self._output, selectors.EVENT_READ, self._read)
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
+
+    def watched(self) -> Watched:
+        if self._is_reading:
+            yield self._pipes[1].fileno(), select.POLLIN, self._read
+        if self._unwritten:
+            yield self._pipes[0].fileno(), select.POLLOUT, self._write
 
     def write(self, line: str) -> None:
         self._unwritten += line.encode() + b"\n"
-        self._write(self._input)
+        self._write()
 
     def close(self) -> None:
-        while self._output in self._selector.get_map():
-            if not self._read(self._output):
-                # Something that it has started holds its output.
-                self._selector.unregister(self._output)
-        self._unwritten = b""
-        if self._input in self._selector.get_map():
-            self._selector.unregister(self._input)
+        while self._is_reading and self._read():
+            pass
+        # Something that it has started may hold its output.
+        self._is_reading, self._unwritten = False, b""
         for pipe in self._pipes:
             pipe.close()
         # The agent has reaped it, and nobody is to wait for it again.
         self._process.returncode = 0
 
-    def _read(self, fd: int) -> bool:
+    def _read(self) -> bool:
+        if not self._is_reading:
+            return False
         try:
-            data = os.read(fd, _PIPE_BYTES)
+            data = os.read(self._pipes[1].fileno(), _PIPE_BYTES)
         except BlockingIOError:
             return False
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            self._sender.send(
-                messages.ProgramLine(line.decode(errors="backslashreplace"))
-            )
+            text = line.decode(errors="backslashreplace")
+            self._sender.send(messages.ProgramLine(text))
         # More would fill the memory of both hosts.
-        if not data or len(self._unread) > MAX_LINE_BYTES:
-            self._selector.unregister(fd)
+        self._is_reading = bool(data) and len(self._unread) <= MAX_LINE_BYTES
         return True
 
-    def _write(self, fd: int) -> None:
+    def _write(self) -> None:
+        if not self._unwritten:
+            return
         try:
-            written = os.write(fd, self._unwritten)
+            written = os.write(self._pipes[0].fileno(), self._unwritten)
         except BlockingIOError:
             written = 0
         except BrokenPipeError:
             # Why it ended is reported when it is reaped.
             written = len(self._unwritten)
         self._unwritten = self._unwritten[written:]
-        is_watched = fd in self._selector.get_map()
-        if self._unwritten and not is_watched:
-            self._selector.register(fd, selectors.EVENT_WRITE, self._write)
-        elif not self._unwritten and is_watched:
-            self._selector.unregister(fd)

@@ -54,7 +54,7 @@ def parse_endpoint(text: str, option: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def choose_address(host: str, interface: str = "") -> str:
+def choose_address(host: str) -> str:
     """Return the one numeric address to listen on, of what the user named."""
     if host:
         found = _resolve(host)
@@ -66,8 +66,7 @@ def choose_address(host: str, interface: str = "") -> str:
             f"--listen must be an address of this machine, got {host!r}, which no "
             "address is known for. Type: --listen ADDRESS:PORT"
         )
-    own = [a for a in read_interfaces() if interface in ("", a.interface)]
-    named = [] if interface else _resolve(socket.gethostname())
+    own, named = read_interfaces(), _resolve(socket.gethostname())
     for each in own:
         if each.address in named:
             return each.address
@@ -214,7 +213,7 @@ class TlsChannel:
             except (OSError, LaunchError):
                 # Broken, or no records: either way there is nobody any more.
                 self._is_broken = True
-        is_over = self.result is not None or self._is_broken
+        is_over = self.is_ended or self._is_broken
         return data if data or is_over else None
 
     def _pull(self) -> None:
@@ -270,15 +269,18 @@ class TlsChannel:
         self._record = b""
         return True
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the agent's exit code as the node sends it; see ``AgentTransport``."""
-        ends_at = time.monotonic() + timeout_s
-        while (data := self.read()) != b"":
-            left_s = ends_at - time.monotonic()
-            if left_s <= 0 or (
-                data is None and not wait_for([self.read_fd], [], left_s)
-            ):
+    def wait(self, timeout_s: float | None) -> int | None:
+        """Return the other side's result, 0 where it went without; None at the end.
+
+        Data that comes before is lost.
+        """
+        ends_at = time.monotonic() + (timeout_s or 0.0)
+        while self.result is None and not self._is_broken:
+            left_s = None if timeout_s is None else ends_at - time.monotonic()
+            if left_s is not None and left_s <= 0:
                 return None
+            wait_for([self.read_fd], [], left_s)
+            self.read()
         return self.result or 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A node: finds the head, and carries its agent's bytes there and back."""
+"""A node: finds the head, and is its agent here."""
 
 import errno
 import os
@@ -9,15 +9,16 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 from ronde.errors import HostError, LaunchError
+from ronde.launch.agent.agent import run_agent, run_reaped
+from ronde.launch.agent.relay import name_directory
 from ronde.launch.joining.channel import TlsChannel, make_node_context, with_port
 from ronde.launch.joining.mutual_auth import NodeInfo, Token, authenticate_head
-from ronde.launch.node import ProcessTransport
-from ronde.launch.process_tree import children, sweep
-from ronde.launch.signals import STOPPING, raise_if_stopped, read_signals, wait_for
+from ronde.launch.node import EXIT_UNREACHABLE
+from ronde.launch.signals import STOPPING, raise_if_stopped
 
 LAST_ATTEMPT_S = 1.0  # what the last attempt has at least, to find out what is wrong
 _ATTEMPT_S = 10.0
@@ -33,9 +34,7 @@ _REASONS = (
     ((TimeoutError,), "it does not answer"),
     ((ssl.SSLError,), "what answers there does not speak TLS 1.3"),
 )
-_AGENT_END_S = 10.0
 _UNANSWERED_S = 10.0
-_COMPLAINT_BYTES = 64 << 10
 
 
 class JoinRequest(NamedTuple):
@@ -134,168 +133,42 @@ def _wait(signal_fd: int, fd: int, wanted: int, ends_at: float) -> None:
         raise_if_stopped(signal_fd)
 
 
-class RelayEnd(NamedTuple):
-    """Why a node has nothing more to do."""
-
-    result: int | None  # the job's exit code; None if the head did not send it
-    interrupted_by: int  # the signal that ended this node, 0 for none
-
-
-def relay(
+def follow_head(
     channel: TlsChannel,
-    agent: "subprocess.Popen[bytes]",
+    local: "subprocess.Popen[bytes]",
     signal_fd: int,
-    complain: Callable[[bytes], object],
-) -> RelayEnd:
-    """Carry bytes between head and agent until the head sends how the job ended.
+    on_lost: Callable[[], object],
+) -> NoReturn:
+    """Be the agent of a node that has joined; end with the job's exit code.
 
-    When it returns, no process is left that the agent has started, given that this
-    process adopts orphans (``process_tree.adopt_orphans``).
+    With ``EXIT_UNREACHABLE``, after ``on_lost``, if the head did not send it. A first
+    signal asks the head to end the job, a second one ends this node at once. ``local``
+    is the agent that was started before this process knew its part.
     """
-    others = children() - {agent.pid}
-    transport = ProcessTransport(agent)
-    try:
-        return _Relay(channel, transport, signal_fd, complain).run()
-    finally:
-        transport.close()
-        if transport.wait(_AGENT_END_S) is None:
-            transport.kill()
-            transport.wait(_AGENT_END_S)
-        sweep(spared=others)
-        # Last: who sees the connection end may believe that nothing is left here.
-        channel.kill()
+    local.communicate()
+    directory, reaper = name_directory(), os.getpid()
+    # What comes from here on is passed on to the agent.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    raise_if_stopped(signal_fd)
 
-
-class _Relay:
-    """One relay: at most one piece of data in hand for each direction."""
-
-    def __init__(
-        self,
-        channel: TlsChannel,
-        transport: ProcessTransport,
-        signal_fd: int,
-        complain: Callable[[bytes], object],
-    ) -> None:
-        self._channel = channel
-        self._transport = transport
-        self._signal_fd = signal_fd
-        self._complain = complain
-        self._to_agent = self._to_head = memoryview(b"")
-        self._is_head_here = self._is_agent_here = self._has_errors = True
-        self._is_hurried = self._is_asked = False
-        self._interrupted_by = 0
-
-    def run(self) -> RelayEnd:
-        while self._is_head_here and not self._interrupted_by:
-            ready = self._poll()
-            if self._signal_fd in ready:
-                self._take_signals()
-            self._serve_head(ready)
-            if self._is_agent_here:
-                self._serve_agent(ready)
-            if self._is_agent_here and self._channel.is_ended:
-                self._end_agent()
-        return RelayEnd(self._channel.result, self._interrupted_by)
-
-    def _poll(self) -> dict[int, int]:
-        # Nothing more is read for a side that has not taken what there is.
-        head_fd, transport = self._channel.read_fd, self._transport
-        wanted = {self._signal_fd: select.POLLIN}
-        wanted[head_fd] = 0 if self._to_agent else select.POLLIN
-        if self._to_head:
-            wanted[head_fd] |= select.POLLOUT
-        if self._is_agent_here:
-            if not self._to_head:
-                wanted[transport.read_fd] = select.POLLIN
-            elif not self._is_hurried:
-                wanted[transport.read_fd] = 0
-            if self._to_agent:
-                wanted[transport.write_fd] = select.POLLOUT
-            if self._has_errors:
-                wanted[transport.error_fd] = select.POLLIN
-        poll = select.poll()
-        for fd, events in wanted.items():
-            poll.register(fd, events)
-        return dict(poll.poll())
-
-    def _serve_head(self, ready: Mapping[int, int]) -> None:
-        if self._to_head:
-            self._write_head()
-        if self._to_agent:
-            gone = select.POLLHUP | select.POLLERR
-            if ready.get(self._channel.read_fd, 0) & gone:
-                self._is_head_here = False
-            return
-        data = self._channel.read()
-        if data == b"":
-            self._is_head_here = False
-        elif data and self._is_agent_here:
-            self._to_agent = memoryview(data)
-
-    def _serve_agent(self, ready: Mapping[int, int]) -> None:
-        transport = self._transport
-        if self._has_errors:
-            self._pass_on_complaints()
-        if self._to_agent:
-            try:
-                taken = transport.write(self._to_agent)
-            except BrokenPipeError:
-                # Its last words may still be on their way.
-                taken = len(self._to_agent)
-            self._to_agent = self._to_agent[taken:]
-        if self._to_head:
-            if transport.read_fd in ready:
-                # The agent has ended while the head takes nothing.
-                self._hurry()
-            return
-        data = transport.read()
-        if data == b"":
-            self._end_agent()
-        elif data:
-            self._to_head = memoryview(data)
-            self._write_head()
-
-    def _hurry(self) -> None:
-        # While the agent is here its lease finds out that the head is gone for good.
-        self._is_hurried = True
-        self._channel.require_answers(_UNANSWERED_S)
-
-    def _take_signals(self) -> None:
-        for number in read_signals(self._signal_fd):
-            if number not in STOPPING:
-                continue
-            if self._is_asked or not self._is_agent_here:
-                self._interrupted_by = number
-            else:
-                # The agent asks the head to end all ranks, here in their grace.
-                self._is_asked = True
-                os.kill(self._transport.pid, signal.SIGTERM)
-
-    def _write_head(self) -> None:
+    def work() -> int:
+        # Nothing typed at this terminal reaches the agent or its programs.
+        os.setsid()
+        code = 1
         try:
-            while self._to_head and (taken := self._channel.write(self._to_head)):
-                self._to_head = self._to_head[taken:]
-        except BrokenPipeError:
-            self._is_head_here = False
+            code = run_agent(channel, directory)
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # While the agent was here its lease found out if the head was gone.
+            channel.require_answers(_UNANSWERED_S)
+            if os.getppid() != reaper:
+                # The node was killed, which is no end of its agent's own.
+                os._exit(code)
+            channel.send_result(code)
+        channel.wait(None)
+        if channel.result is None:
+            on_lost()
+            return EXIT_UNREACHABLE
+        return channel.result
 
-    def _pass_on_complaints(self) -> None:
-        try:
-            data = os.read(self._transport.error_fd, _COMPLAINT_BYTES)
-        except BlockingIOError:
-            return
-        self._has_errors = bool(data)
-        if data:
-            self._complain(data)
-
-    def _end_agent(self) -> None:
-        """Send the head the agent's exit code; the job's is still to come."""
-        while self._has_errors and wait_for([self._transport.error_fd], [], 0):
-            self._pass_on_complaints()
-        self._hurry()
-        self._is_agent_here = False
-        self._to_agent = memoryview(b"")
-        self._transport.close()
-        code = self._transport.wait(_AGENT_END_S)
-        code = -signal.SIGKILL if code is None else code
-        if self._is_head_here:
-            self._channel.send_result(code if code >= 0 else 128 - code)
+    run_reaped(work, directory, channel.kill, is_foreground=True)

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -23,6 +23,11 @@ class Generation(NamedTuple):
     job_id: str
     epoch: int  # 0 for the first start, one more for each restart
     hosts: tuple[str, ...]  # name of each rank's host, by rank
+    argv: tuple[str, ...] = ()
+    plan: tuple[RankSpec, ...] = ()  # what each rank has of its own, by rank
+
+
+NO_GENERATION = Generation("", 0, ())
 
 
 class RankStacks(NamedTuple):
@@ -34,12 +39,11 @@ class RankStacks(NamedTuple):
 
 
 class OutputSink(Protocol):
-    """Shows or writes what a job reports; in the output process, where it may wait.
+    """Shows what a job reports; in the output process, where it may wait.
 
     The output process polls the ``pending_fds``, calls ``write_to`` for each that is
-    ready, and takes no more output while ``backlog_bytes`` is large. ``begin`` raises
-    UsageError where it cannot write what the user asked for, ``write_to``
-    BrokenPipeError when nobody reads the ranks' standard output any more.
+    ready, and takes no more output while ``backlog_bytes`` is large. ``write_to``
+    raises BrokenPipeError when nobody reads the ranks' standard output any more.
     """
 
     @property
@@ -67,43 +71,27 @@ class OutputSink(Protocol):
     def discard(self) -> None: ...
 
 
-class SinkWrapper:
-    """Hands everything on: the base of sinks that look at what passes."""
+class JobFile:
+    """Writes to files what a job reports, before it is shown; the base of such.
 
-    def __init__(self, inner: OutputSink) -> None:
-        self._inner = inner
+    ``begin`` raises UsageError where it cannot write what the user asked for; what
+    goes wrong later is a notice.
+    """
+
+    def __init__(self, sink: OutputSink, path: str) -> None:
+        self._notice = sink.notice
+        self._path = path
+        self._generation = NO_GENERATION
 
     def begin(self, generation: Generation) -> None:
-        self._inner.begin(generation)
+        self._generation = generation
 
-    def output(self, output: Output, now_s: float) -> None:
-        self._inner.output(output, now_s)
+    def began(self, timings: Mapping[str, float]) -> None:
+        """All ranks run; ``timings`` are the seconds of ``agents_s``, ``ready_s``..."""
 
-    def notice(self, text: str) -> None:
-        self._inner.notice(text)
+    def output(self, output: Output) -> None: ...
 
-    def stacks(self, taken: Sequence[RankStacks]) -> None:
-        self._inner.stacks(taken)
-
-    def finished(self, result: JobResult) -> None:
-        self._inner.finished(result)
-
-    def tick(self, now_s: float) -> float | None:
-        return self._inner.tick(now_s)
-
-    def write_to(self, fd: int) -> None:
-        self._inner.write_to(fd)
-
-    def discard(self) -> None:
-        self._inner.discard()
-
-    @property
-    def pending_fds(self) -> tuple[int, ...]:
-        return self._inner.pending_fds
-
-    @property
-    def backlog_bytes(self) -> int:
-        return self._inner.backlog_bytes
+    def finished(self, result: JobResult) -> None: ...
 
 
 SCHEMA = 1  # version of the reports' form
@@ -171,13 +159,11 @@ def replace_json(path: str, content: Mapping[str, object]) -> None:
         raise
 
 
-class ErrorFile(SinkWrapper):
+class ErrorFile(JobFile):
     """Writes how the latest generation ended, whether well or not, to a file."""
 
-    def __init__(self, inner: OutputSink, path: str) -> None:
-        super().__init__(inner)
-        self._path = path
-        self._generation: Generation | None = None
+    def __init__(self, sink: OutputSink, path: str) -> None:
+        super().__init__(sink, path)
         directory = absolute_path(path).parent
         if not os.access(directory, os.W_OK | os.X_OK) or Path(path).is_dir():
             raise UsageError(
@@ -185,16 +171,11 @@ class ErrorFile(SinkWrapper):
                 f"{path!r}. Create {str(directory)!r} or name another."
             )
 
-    def begin(self, generation: Generation) -> None:
-        self._generation = generation
-        super().begin(generation)
-
     def finished(self, result: JobResult) -> None:
         try:
             write_report(self._path, result.exit_code, "", result, self._generation)
         except OSError as error:
-            self.notice(f"--error-file {self._path} was not written: {error.strerror}")
-        super().finished(result)
+            self._notice(f"--error-file {self._path} was not written: {error.strerror}")
 
 
 def write_report(
@@ -202,13 +183,13 @@ def write_report(
     exit_code: int,
     message: str,
     result: JobResult | None = None,
-    generation: Generation | None = None,
+    generation: Generation = NO_GENERATION,
 ) -> None:
     """Write the file of ``--error-file``; ``message`` is the launcher's own error."""
     content = {
         "schema": SCHEMA,
-        "job_id": generation.job_id if generation else None,
-        "epoch": generation.epoch if generation else None,
+        "job_id": generation.job_id or None,
+        "epoch": generation.epoch if generation.job_id else None,
         "exit_code": exit_code,
         "message": message,
         "verdict": describe_result(result) if result else None,
@@ -216,64 +197,54 @@ def write_report(
     replace_json(path, content)
 
 
-class JobRecords:
-    """Appends a job's records to a file; without a path it does nothing."""
+class JobRecords(JobFile):
+    """Appends a job's records to a file."""
 
-    def __init__(self, path: str, notice: Callable[[str], None]) -> None:
-        self._path = path
-        self._notice = notice
-        self._began_at_s = 0.0
-        self._generation: Generation | None = None
+    _began_at_s = 0.0  # monotonic; 0 while no ranks run
 
-    def planned(
-        self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
-    ) -> None:
-        """Record the job and what each rank has: its host and plan, by rank."""
-        if not self._path:
+    def begin(self, generation: Generation) -> None:
+        super().begin(generation)
+        if generation.epoch:
             return
-        plan = [_describe_rank(host, plan) for host, plan in places]
-        values = {"job_id": job_id, "argv": list(argv), "size": len(plan)}
-        hosts = list(dict.fromkeys(host for host, _ in places))
+        hosts, argv = generation.hosts, list(generation.argv)
+        plan = [
+            _describe_rank(*each) for each in zip(hosts, generation.plan, strict=True)
+        ]
+        values = {"job_id": generation.job_id, "argv": argv, "size": len(plan)}
+        values |= {"hosts": list(dict.fromkeys(hosts)), "plan": plan}
         try:
-            self._append([("job", {**values, "hosts": hosts, "plan": plan})])
+            self._append([("job", values)])
         except OSError as error:
             raise UsageError(
                 f"--record must be a file that can be written, got {self._path!r} "
                 f"({error.strerror}). Name another."
             ) from None
 
-    def began(self, generation: Generation, timings: Mapping[str, float]) -> None:
-        """Record that all ranks run, and the seconds of ``agents_s``, ``ready_s``..."""
-        self._generation = generation
+    def began(self, timings: Mapping[str, float]) -> None:
         self._began_at_s = time.monotonic()
-        values = {
-            "job_id": generation.job_id,
-            "epoch": generation.epoch,
-            "hosts": list(generation.hosts),
-            "timings": {name: round(value, 6) for name, value in timings.items()},
-        }
+        rounded = {name: round(value, 6) for name, value in timings.items()}
+        values = {"hosts": list(self._generation.hosts), "timings": rounded}
         self._try_append([("generation", values)])
 
-    def ended(self, result: JobResult) -> None:
-        """Record how the ranks of the generation that began last ended, and why."""
-        generation, self._generation = self._generation, None
-        if generation is None:
+    def finished(self, result: JobResult) -> None:
+        began_at_s, self._began_at_s = self._began_at_s, 0.0
+        if not began_at_s:
             return
-        which = {"job_id": generation.job_id, "epoch": generation.epoch}
         failures = (result.cause, *result.also_lost)
         lost = [each for each in failures if isinstance(each, LostHost)]
-        ran_s = {"ran_s": round(time.monotonic() - self._began_at_s, 6)}
+        ran_s = {"ran_s": round(time.monotonic() - began_at_s, 6)}
         self._try_append(
             [
-                *(("rank_end", which | _describe_end(end)) for end in result.ends),
-                *(("host_lost", which | _describe_lost(host)) for host in lost),
-                ("generation_end", which | ran_s | describe_result(result)),
+                *(("rank_end", _describe_end(end)) for end in result.ends),
+                *(("host_lost", _describe_lost(host)) for host in lost),
+                ("generation_end", ran_s | describe_result(result)),
             ]
         )
 
     def _try_append(self, entries: Sequence[tuple[str, Mapping[str, object]]]) -> None:
+        which = {"job_id": self._generation.job_id, "epoch": self._generation.epoch}
         try:
-            self._append(entries)
+            self._append([(kind, {**which, **values}) for kind, values in entries])
         except OSError as error:
             self._notice(f"--record {self._path} is not written on: {error.strerror}")
             self._path = ""
@@ -307,7 +278,7 @@ def attempt_dir(directory: str, generation: Generation) -> str:
     return f"{directory}/{generation.job_id}/attempt_{generation.epoch}"
 
 
-class RankLogs(SinkWrapper):
+class RankLogs(JobFile):
     """Writes the output of each rank to files of its own before it is shown.
 
     ``DIR/<job id>/attempt_<epoch>/<rank>/{stdout,stderr}.log`` have the bytes as they
@@ -315,11 +286,9 @@ class RankLogs(SinkWrapper):
     takes nothing more is given up with one notice for its rank.
     """
 
-    def __init__(self, inner: OutputSink, directory: str) -> None:
-        super().__init__(inner)
+    def __init__(self, sink: OutputSink, directory: str) -> None:
+        super().__init__(sink, "")
         self._directory = directory
-        self._path = ""
-        self._generation = Generation("", 0, ())
         self._started_at_s = 0.0
         self._open: OrderedDict[tuple[int, Stream], int] = OrderedDict()
         self._given_up: set[tuple[int, Stream]] = set()
@@ -328,7 +297,7 @@ class RankLogs(SinkWrapper):
     def begin(self, generation: Generation) -> None:
         """Make the files of a generation."""
         self._close()
-        self._generation = generation
+        super().begin(generation)
         self._started_at_s = time.time()
         self._complained.clear()
         self._given_up.clear()
@@ -352,10 +321,9 @@ class RankLogs(SinkWrapper):
                     "Create it or name another."
                 ) from None
             self._given_up.update((rank, stream) for rank in ranks for stream in Stream)
-            self.notice(f"no log files are written any more: {error.strerror}")
-        super().begin(generation)
+            self._notice(f"no log files are written any more: {error.strerror}")
 
-    def output(self, output: Output, now_s: float) -> None:
+    def output(self, output: Output) -> None:
         key = (output.rank, output.stream)
         try:
             rest = memoryview(b"" if key in self._given_up else output.data)
@@ -365,19 +333,17 @@ class RankLogs(SinkWrapper):
             self._given_up.add(key)
             if output.rank not in self._complained:
                 self._complained.add(output.rank)
-                self.notice(
+                self._notice(
                     f"{output.stream.name.lower()}.log of rank {output.rank} takes "
                     f"nothing more ({error.strerror}); it is shown here only"
                 )
-        super().output(output, now_s)
 
     def finished(self, result: JobResult) -> None:
         self._close()
         try:
             self._write_index(result)
         except OSError as error:
-            self.notice(f"{_INDEX} of the log files lacks the end: {error.strerror}")
-        super().finished(result)
+            self._notice(f"{_INDEX} of the log files lacks the end: {error.strerror}")
 
     def _write_index(self, result: JobResult | None) -> None:
         generation = self._generation

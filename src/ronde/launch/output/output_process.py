@@ -10,7 +10,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn, cast, get_args
 
@@ -21,12 +21,11 @@ from ronde.launch.messages import (
     FrameWriter,
     Notice,
     Output,
-    RankSpec,
+    PipeTransport,
     decode_message,
     encode,
-    pipe_writer,
 )
-from ronde.launch.output.files import Generation, JobRecords, OutputSink, RankStacks
+from ronde.launch.output.files import Generation, JobFile, OutputSink, RankStacks
 from ronde.launch.process_tree import die_with_parent
 from ronde.launch.signals import is_kept_ignored, wait_for
 
@@ -42,34 +41,26 @@ _IGNORED = (
 )
 
 
-class Planned(NamedTuple):
-    """To the process: see ``JobRecords.planned``; it answers."""
-
-    job_id: str
-    argv: tuple[str, ...]
-    places: tuple[tuple[str, RankSpec], ...]
-
-
 class Begin(NamedTuple):
-    """To the process: see ``OutputSink.begin``; it answers."""
+    """To the process: prepare everything for new ranks, and answer."""
 
     generation: Generation
 
 
 class Began(NamedTuple):
-    """To the process: see ``JobRecords.began``."""
+    """To the process: all ranks run."""
 
     timings: dict[str, float]
 
 
 class Finish(NamedTuple):
-    """To the process: see ``OutputSink.finished``."""
+    """To the process: this is how the ranks ended."""
 
     result: JobResult
 
 
 class EndOfStacks(NamedTuple):
-    """To the process: after one ``RankStacks`` a rank; see ``OutputSink.stacks``."""
+    """To the process: show the ``RankStacks`` that came before, one a rank."""
 
 
 class OutputDone(NamedTuple):
@@ -84,7 +75,7 @@ class OutputUnread(NamedTuple):
     signal: int  # what a program gets then: SIGPIPE, or SIGHUP of a closed terminal
 
 
-_Order = Planned | Begin | Began | Notice | RankStacks | EndOfStacks | Finish
+_Order = Begin | Began | Notice | RankStacks | EndOfStacks | Finish
 _ORDERS: tuple[type[_Order], ...] = get_args(_Order)
 
 
@@ -97,7 +88,7 @@ class NoOutput:
 
     def _do_nothing(self, *_: object) -> None: ...
 
-    planned = begin = began = output = notice = stacks = finished = _do_nothing
+    begin = began = output = notice = stacks = finished = _do_nothing
     discard = flush = read = close = kill = _do_nothing
 
 
@@ -108,7 +99,7 @@ class OutputProcess:
     is a fork of this one. It ends with this process, however that ends.
     """
 
-    def __init__(self, sink: OutputSink, records: JobRecords) -> None:
+    def __init__(self, sink: OutputSink, files: Sequence[JobFile] = ()) -> None:
         orders, self._orders_fd = os.pipe()
         self.read_fd, replies = os.pipe()
         discard, self._discard_fd = os.pipe()
@@ -117,25 +108,18 @@ class OutputProcess:
         signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         self._pid = os.fork()
         if not self._pid:
-            _run_output(sink, records, (orders, discard, replies), parent)
+            _run_output(sink, files, (orders, discard, replies), parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
         for fd in (orders, replies, discard):
             os.close(fd)
         with suppress(OSError):
             fcntl.fcntl(self._orders_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        os.set_blocking(self.read_fd, False)
-        self._writer = FrameWriter(pipe_writer(self._orders_fd), _MAX_UNWRITTEN_BYTES)
+        pipes = PipeTransport(self.read_fd, self._orders_fd)
+        self._writer = FrameWriter(pipes.write, _MAX_UNWRITTEN_BYTES)
         self._decoder = FrameDecoder()
         self._num_unanswered = 0
         self._is_closing = False
         self.has_ended = False  # whether all was written that will be
-
-    def planned(
-        self, job_id: str, argv: Sequence[str], places: Sequence[tuple[str, RankSpec]]
-    ) -> None:
-        """Have the plan recorded; it is when ``is_settled``."""
-        self._num_unanswered += 1
-        self._send(Planned(job_id, tuple(argv), tuple(places)))
 
     def begin(self, generation: Generation) -> None:
         """Have everything prepared for new ranks; it is when ``is_settled``."""
@@ -237,7 +221,7 @@ class OutputProcess:
 
 
 def _run_output(
-    sink: OutputSink, records: JobRecords, fds: tuple[int, int, int], parent: int
+    sink: OutputSink, files: Sequence[JobFile], fds: tuple[int, int, int], parent: int
 ) -> NoReturn:
     """Be the process, which has just been forked; end it."""
     try:
@@ -250,7 +234,7 @@ def _run_output(
         os.closerange(3 + len(fds), os.sysconf("SC_OPEN_MAX"))
         orders, discard, replies = (3 + sorted(fds).index(fd) for fd in fds)
         if die_with_parent(parent, signal.SIGKILL):
-            _Writer(sink, records, replies).run(orders, discard)
+            _Writer(sink, files, replies).run(orders, discard)
         os._exit(0)
     except BaseException:  # noqa: BLE001 - the outermost line of a process
         import traceback
@@ -262,12 +246,13 @@ def _run_output(
 class _Writer:
     """What the process does: all of it may wait."""
 
-    def __init__(self, sink: OutputSink, records: JobRecords, replies_fd: int) -> None:
+    def __init__(
+        self, sink: OutputSink, files: Sequence[JobFile], replies_fd: int
+    ) -> None:
         self._sink = sink
-        self._records = records
+        self._files = files
         self._replies_fd = replies_fd
         self._decoder = FrameDecoder()
-        self._generation = Generation("", 0, ())
         self._stacks: list[RankStacks] = []
 
     def run(self, orders_fd: int, discard_fd: int) -> None:
@@ -299,6 +284,8 @@ class _Writer:
         data = os.read(fd, _READ_BYTES)
         for frame in self._decoder.feed(data):
             if isinstance(frame, Output):
+                for file in self._files:
+                    file.output(frame)
                 self._sink.output(frame, time.monotonic())
             elif isinstance(frame, bytes):
                 self._obey(decode_message(frame, _ORDERS))
@@ -306,13 +293,11 @@ class _Writer:
 
     def _obey(self, order: _Order) -> None:
         match order:
-            case Planned():
-                self._try(lambda: self._records.planned(*order))
             case Begin():
-                self._generation = order.generation
-                self._try(lambda: self._sink.begin(order.generation))
+                self._begin(order.generation)
             case Began():
-                self._records.began(self._generation, order.timings)
+                for file in self._files:
+                    file.began(order.timings)
             case Notice():
                 self._sink.notice(order.text)
             case RankStacks():
@@ -321,16 +306,19 @@ class _Writer:
                 self._sink.stacks(self._stacks)
                 self._stacks = []
             case Finish():
-                self._records.ended(order.result)
+                for file in self._files:
+                    file.finished(order.result)
                 self._sink.finished(order.result)
 
-    def _try(self, do: Callable[[], None]) -> None:
+    def _begin(self, generation: Generation) -> None:
+        problem = ""
         try:
-            do()
+            for file in self._files:
+                file.begin(generation)
+            self._sink.begin(generation)
         except UsageError as error:
-            self._answer(OutputDone(str(error)))
-        else:
-            self._answer(OutputDone(""))
+            problem = str(error)
+        self._answer(OutputDone(problem))
 
     def _answer(self, message: OutputDone | OutputUnread) -> None:
         # If the controller is gone, this process ends at once, too.
