@@ -52,7 +52,6 @@ def test_the_sample_holds_two_jobs() -> None:
     assert comm.ranks[0].bus_id == "83000"
     assert comm.ranks[0].is_complete
     assert not comm.ranks[1].is_complete
-    assert comm.rings == (tuple(range(8)),) * 2
     assert values(h200.nvls)[0] == "available on dev 4"
     assert values(h200.nvls)[1].startswith("lost: CUDA error 401 ")
 
@@ -81,8 +80,7 @@ def test_a_whole_job_is_read() -> None:
     assert all(rank.has_started and rank.is_complete for rank in comm.ranks)
     assert comm.ranks[3].init_s == 3.25
     assert comm.ranks[3].init_phases[0] == ("bootstrap", 1.25)
-    assert comm.channels == (ChannelCounts(16, 0, 16, 2),)
-    assert comm.rings == (tuple(range(16)),)
+    assert comm.channels == (ChannelCounts(16, 0, 16),)
     # Of each host seven edges stay inside, and one leaves.
     assert [(e.transport, e.num_edges, e.example) for e in job.edges] == [
         ("P2P/CUMEM", 14, (0, 1)),
@@ -207,14 +205,12 @@ def test_tunings_are_told_by_size() -> None:
         "AllReduce: 1024 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..1}",
         "AllReduce: 4096 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..3}",
         "AllReduce: 8388608 Bytes -> Algo NVLS proto SIMPLE channel{Lo..Hi}={0..15}",
-        "512 Bytes -> Algo 0 proto 2 time 12.500000",
     )
     job = one_job("\n".join(P + line for line in lines))
 
     assert [tuple(each) for each in job.tunings] == [
-        ("", "TREE", "SIMPLE", 512, 512, 1),
-        ("AllReduce", "NVLS", "SIMPLE", 8388608, 8388608, 1),
-        ("AllReduce", "RING", "LL", 1024, 4096, 2),
+        ("AllReduce", "NVLS", "SIMPLE", 8388608, 8388608),
+        ("AllReduce", "RING", "LL", 1024, 4096),
     ]
 
 

@@ -1,16 +1,17 @@
 """Messages -> jobs, in bounded memory.
 
-What many ranks report alike is kept once, with the numbers of their processes. A job is
-the processes that communicators join, and all others of their hosts, if no other job is
-there.
+What many ranks report alike is kept once, with their processes. A job is the processes
+that communicators join, and all others of their hosts, if no other job is there.
 """
 
 import re
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any, BinaryIO
 
 from ronde.topology.graph import UNKNOWN
@@ -40,6 +41,7 @@ _MAX_COMMUNICATORS = _MAX_PROCESSES = 1 << 17
 _MAX_RANKS = 1 << 20
 _MAX_VALUES = 1 << 12
 _MAX_JOBS = 1000
+_MAX_LOOSE_VERSIONS = 100
 _MAX_KEPT_TEXT = 400
 # NCCL before 2.23 names no more of a ring, and does not say so.
 _MAX_RANKS_OF_OLD_RING = 20
@@ -47,57 +49,44 @@ _MAX_RANKS_OF_OLD_RING = 20
 _SLACK = 2
 # A host that is named in so few messages may be a word that was cut.
 _MAX_MISREAD = 3
-# By the numbers that older releases log.
-_ALGORITHMS = (
-    "TREE",
-    "RING",
-    "COLLNET_DIRECT",
-    "COLLNET_CHAIN",
-    "NVLS",
-    "NVLS_TREE",
-    "PAT",
-)
-_PROTOCOLS = ("LL", "LL128", "SIMPLE")
 _DEVICE = re.compile(r"\[\d+\] ?([^\s\[={},]+)")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _NIC = re.compile(r"/-?\d+(?:\(\d+\))?")
 
-Value = tuple[str | int | float | None, ...]
-Counts = dict[str, dict[Value, dict[int, int]]]
-"""By topic and value, the processes (by number) that reported it.
 
-Edges, tunings and warnings are counted; all others have 0.
-"""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Process:
-    number: int  # In the order in which they appear.
     host: str
     pid: int
     num_messages: int = 0
+    # What it starts, by thread and by NCCL's pointer.
+    comms: dict["int | str", "_Comm"] = field(
+        default_factory=dict["int | str", "_Comm"]
+    )
+    # Of each thread that prints a topology: indent and name of what is open.
+    branches: dict[int, list[tuple[int, str]]] = field(
+        default_factory=dict[int, list[tuple[int, str]]]
+    )
 
 
-_Entry = tuple[_Process, tuple[int, int], re.Match[str]]
-"""A message of a known form: process, numbers of process and thread, and match."""
+_Notes = dict[_Process, list[Any]]
+"""Who reported a value: a count, and details of the topic."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Comm:
     """A communicator, or a draft of one: what a thread reports before its name."""
 
-    name: str  # NCCL's; empty for a draft.
+    name: str = ""  # NCCL's; empty for a draft.
     num_ranks: int = 0  # 0 if unknown.
     num_nodes: int = UNKNOWN
     is_mnnvl: bool = False
-    ranks: dict[int, tuple[_Process, RankSeen]] = field(
-        default_factory=dict[int, tuple[_Process, RankSeen]]
-    )
-    rings: dict[int, tuple[int, ...]] = field(
-        default_factory=dict[int, tuple[int, ...]]
+    # By rank, with the fields of ``RankSeen``.
+    ranks: dict[int, tuple[_Process, dict[str, Any]]] = field(
+        default_factory=dict[int, tuple[_Process, dict[str, Any]]]
     )
     channels: set[ChannelCounts] = field(default_factory=set[ChannelCounts])
-    processes: dict[int, _Process] = field(default_factory=dict[int, _Process])
+    processes: dict[_Process, None] = field(default_factory=dict[_Process, None])
 
     def absorb(self, draft: "_Comm") -> None:
         """Add what a draft holds; what is here already stays."""
@@ -108,9 +97,6 @@ class _Comm:
         # One by one: what a draft holds is little, and this may hold thousands.
         for rank, seen in draft.ranks.items():
             self.ranks.setdefault(rank, seen)
-        for channel, order in draft.rings.items():
-            if self.num_ranks in (0, len(order)):
-                self.rings.setdefault(channel, order)
         self.channels |= draft.channels
         self.processes |= draft.processes
 
@@ -120,182 +106,26 @@ class _Comm:
             for rank, (process, _) in draft.ranks.items()
         )
 
-    def to_communicator(self) -> NcclCommunicator:
-        return NcclCommunicator(
-            self.name,
-            self.num_ranks,
-            self.num_nodes,
-            self.is_mnnvl,
-            ranks=tuple(
-                seen._replace(host=process.host)
-                for _, (process, seen) in sorted(self.ranks.items())
-            ),
-            rings=tuple(order for _, order in sorted(self.rings.items())),
-            channels=tuple(sorted(self.channels)),
-        )
-
-
-class _Starts:
-    """Takes what ranks report of their start."""
-
-    def __init__(self) -> None:
-        self.num_left_out = 0
-        self._named: dict[tuple[str, int], _Comm] = {}
-        self._drafts: dict[int, _Comm] = {}
-        self._of_thread: dict[tuple[int, int], _Comm] = {}
-        self._of_pointer: dict[tuple[int, str], _Comm] = {}
-        self._num_ranks = 0
-
-    def take_init(self, entry: _Entry) -> None:
-        process, thread, match = entry
-        _, pointer, rank, num_ranks, device, bus_id, *split, name, word = match.groups()
-        at = process.number, pointer
-        name = name or self._split_name(process, pointer, split)
-        comm = self._named.get((name, int(num_ranks)))
-        if comm is None:
-            if len(self._named) >= _MAX_COMMUNICATORS:
-                self.num_left_out += 1
-                return
-            comm = self._named[name, int(num_ranks)] = _Comm(name, int(num_ranks))
-        for draft in (self._of_thread.get(thread), self._of_pointer.get(at)):
-            if draft is not None and not draft.name:
-                if draft.num_ranks in (0, comm.num_ranks):
-                    comm.absorb(draft)
-                self._drafts.pop(id(draft), None)
-        self._of_thread[thread] = self._of_pointer[at] = comm
-        mark = "has_started" if word == "START" else "is_complete"
-        values = {"device": int(device), "bus_id": bus_id, mark: True}
-        self._see(comm, int(rank), process, values)
-
-    def take_layout(self, entry: _Entry) -> None:
-        process, _, match = entry
-        pointer, rank, num_ranks, num_nodes, _, mnnvl = match.groups()
-        comm = self._of_pointer.get((process.number, pointer))
-        if comm is None or comm.num_ranks not in (0, int(num_ranks)):
-            comm = self._current(entry, int(num_ranks))
-        if comm is not None:
-            self._of_pointer[process.number, pointer] = comm
-            comm.num_nodes, comm.is_mnnvl = int(num_nodes), mnnvl == "1"
-            self._see(comm, int(rank), process, {})
-
-    def take_ring(self, entry: _Entry) -> None:
-        match = entry[2]
-        order = tuple(map(int, match.group(3).split()))
-        may_be_cut = len(order) == _MAX_RANKS_OF_OLD_RING
-        comm = self._current(entry, 0 if may_be_cut else len(order))
-        is_cut = may_be_cut and comm and comm.num_ranks not in (0, len(order))
-        if comm is not None and not is_cut and self._has_room(len(order)):
-            comm.rings[int(match.group(1))] = order
-
-    def take_channels(self, entry: _Entry) -> None:
-        if comm := self._current(entry, 0):
-            comm.channels.add(ChannelCounts(*map(int, entry[2].groups())))
-
-    def take_timings(self, entry: _Entry) -> None:
-        process, _, match = entry
-        if comm := self._current(entry, int(match.group(2))):
-            phases = [each.split(" ") for each in match.group(4).split(", ")]
-            ordered = sorted(((n, float(s)) for n, s in phases), key=lambda p: -p[1])
-            values = {"init_s": float(match.group(3)), "init_phases": tuple(ordered)}
-            self._see(comm, int(match.group(1)), process, values)
-
-    def communicators(self) -> list[_Comm]:
-        """Return all; drafts are added to those they can only belong to."""
-        named = list(self._named.values())
-        of_host: dict[str, list[_Comm]] = {}
-        for comm in named:
-            for host in {process.host for process in comm.processes.values()}:
-                of_host.setdefault(host, []).append(comm)
-        loose: dict[tuple[str, int, int], _Comm] = {}
-        for draft in self._drafts.values():
-            host = next(iter(draft.processes.values())).host
-            all_fitting = (c for c in of_host.get(host, ()) if c.may_be(draft))
-            fitting = list(islice(all_fitting, 2))
-            if len(fitting) == 1:
-                fitting[0].absorb(draft)
-            else:
-                key = (host, draft.num_ranks, draft.num_nodes)
-                loose.setdefault(key, _Comm(f"#{len(loose) + 1}")).absorb(draft)
-        return [*named, *loose.values()]
-
-    def _split_name(
-        self, process: _Process, pointer: str, split: Iterable[str | None]
-    ) -> str:
-        """Return a name of our own for one that was split off without a number."""
-        parent_pointer, split_count, color = split
-        parent = self._of_pointer.get((process.number, parent_pointer or ""))
-        if parent is None or not parent.name:
-            return f"#{process.host}:{process.pid}:{pointer}"
-        return f"#{parent.name}/{split_count or '-'}/{color or '-'}"
-
-    def _current(self, entry: _Entry, num_ranks: int) -> _Comm | None:
-        """Return what a thread starts, or its draft; None where it is another."""
-        process, thread, _ = entry
-        comm = self._of_thread.get(thread)
-        if comm is None:
-            if len(self._drafts) >= _MAX_COMMUNICATORS:
-                self.num_left_out += 1
-                return None
-            comm = self._of_thread[thread] = _Comm("")
-            self._drafts[id(comm)] = comm
-        comm.num_ranks = comm.num_ranks or num_ranks
-        comm.processes[process.number] = process
-        return comm if num_ranks in (0, comm.num_ranks) else None
-
-    def _see(
-        self, comm: _Comm, rank: int, process: _Process, values: dict[str, Any]
-    ) -> None:
-        comm.processes[process.number] = process
-        if rank not in comm.ranks and self._has_room(1):
-            comm.ranks[rank] = process, RankSeen(rank, "", process.pid)
-        owner, seen = comm.ranks.get(rank, (None, None))
-        if owner is process and seen:
-            comm.ranks[rank] = process, seen._replace(**values)
-
-    def _has_room(self, num_more: int) -> bool:
-        if self._num_ranks + num_more > _MAX_RANKS:
-            self.num_left_out += 1
-            return False
-        self._num_ranks += num_more
-        return True
-
 
 class _Collector:
-    """Takes messages one by one."""
+    """Takes messages one by one; ``take_X`` those of the topic X."""
 
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], _Process] = {}
-        self.counts: Counts = defaultdict(dict)
-        self.starts = _Starts()
-        # By transport or kind of operation, and number of the process: two ranks that
-        # an edge joins, and bytes of the smallest and largest operation.
-        self.examples: dict[tuple[Value, int], tuple[int, int]] = {}
-        self.sizes: dict[tuple[Value, int], tuple[int, int]] = {}
-        # First warning and its place, by the text without its numbers.
-        self.warnings: dict[Value, tuple[str, str]] = {}
+        self.notes: dict[tuple[str, Any], _Notes] = {}  # By topic and value.
         self.loose_versions: list[str] = []
         self.num_messages = 0
         self.num_left_out = 0
-        # Of each thread that prints a topology: indent and name of what is open.
-        self._branches: dict[tuple[int, int], list[tuple[int, str]]] = {}
-        # The number of one process stands for its host where all see the same.
-        self._number_of_host: dict[str, int] = {}
-        self._takers: dict[str, Callable[[_Entry], None]] = {
-            "ib_found": self._take_found,
-            "socket_found": self._take_found,
-            "system": self._take_system,
-            "tree_root": self._take_root,
-            "tree_link": self._take_link,
-            "paths": self._take_paths,
-            "graph": self._take_graph,
-            "edge": self._take_edge,
-            "tuning": self._take_tuning,
-            "old_tuning": self._take_old_tuning,
-            "ring": self.starts.take_ring,
-            "layout": self.starts.take_layout,
-            "init": self.starts.take_init,
-            "timings": self.starts.take_timings,
-            "channels": self.starts.take_channels,
+        self._num_values: Counter[str] = Counter()
+        self._num_ranks = 0
+        self._named: dict[tuple[str, int], _Comm] = {}
+        self._drafts: dict[_Comm, None] = {}
+        # One process stands for its host where all see the same.
+        self._first_of_host: dict[str, _Process] = {}
+        self._takers: dict[str, Callable[[_Process, int, re.Match[str]], None]] = {
+            name.removeprefix("take_"): getattr(self, name)
+            for name in dir(self)
+            if name.startswith("take_")
         }
 
     def take(self, message: NcclMessage) -> None:
@@ -303,76 +133,69 @@ class _Collector:
         host, pid, thread, is_warning, place, text = message
         if not host:
             version = text.rpartition(" ")[2]
-            if version not in self.loose_versions and len(self.loose_versions) < 100:
+            is_full = len(self.loose_versions) >= _MAX_LOOSE_VERSIONS
+            if not is_full and version not in self.loose_versions:
                 self.loose_versions.append(version)
             return
-        process = self.processes.get((host, pid)) or self._add_process(host, pid)
+        process = self.processes.get((host, pid))
         if process is None:
-            return
+            if not self._has_room(len(self.processes), _MAX_PROCESSES):
+                return
+            process = self.processes[host, pid] = _Process(host, pid)
+            self._first_of_host.setdefault(host, process)
         process.num_messages += 1
         if is_warning:
             kept = text[:_MAX_KEPT_TEXT]
-            like = (_NUMBER.sub("#", kept),)
-            if self._count("warning", like, process.number):
-                self.warnings.setdefault(like, (kept, place))
+            self._note(process, "warnings", _NUMBER.sub("#", kept), kept, place)
         if found := recognise(text):
-            topic, match = found
+            topic, words, match = found
             if taker := self._takers.get(topic):
-                taker((process, (process.number, thread), match))
+                taker(process, thread, match)
             else:
-                self._note(topic, match.groups(), process.number)
+                value = words.format(*match.groups()) if words else match[1]
+                self._note(process, topic, value)
 
-    def _add_process(self, host: str, pid: int) -> _Process | None:
-        if len(self.processes) >= _MAX_PROCESSES:
-            self.num_left_out += 1
-            return None
-        process = _Process(len(self.processes), host, pid)
-        self.processes[host, pid] = process
-        self._number_of_host.setdefault(host, process.number)
-        return process
+    def _has_room(self, num: int, most: int) -> bool:
+        self.num_left_out += num >= most
+        return num < most
 
-    def _note(self, topic: str, value: Value, number: int) -> dict[int, int] | None:
-        """Note that a process reported a value; return none for too many values."""
-        counts = self.counts[topic].get(value)
-        if counts is None:
-            if len(self.counts[topic]) >= _MAX_VALUES:
-                self.num_left_out += 1
+    def _note(
+        self, process: _Process, topic: str, value: object, *details: object
+    ) -> list[Any] | None:
+        """Count a value of a process; return its note, none for too many values."""
+        notes = self.notes.get((topic, value))
+        if notes is None:
+            if not self._has_room(self._num_values[topic], _MAX_VALUES):
                 return None
-            counts = self.counts[topic][value] = {}
-        counts.setdefault(number, 0)
-        return counts
+            self._num_values[topic] += 1
+            notes = self.notes[topic, value] = {}
+        note = notes.get(process)
+        if note is None:
+            note = notes[process] = [0, *details]
+        note[0] += 1
+        return note
 
-    def _count(self, topic: str, value: Value, number: int) -> int:
-        """Count a value of a process; return the count, 0 for too many values."""
-        counts = self.counts[topic].get(value)
-        if counts is None and (counts := self._note(topic, value, number)) is None:
-            return 0
-        counts[number] = count = counts.get(number, 0) + 1
-        return count
-
-    def _take_found(self, entry: _Entry) -> None:
-        process, _, match = entry
-        network, devices = match.group(1, 2)
-        is_socket = network == "Socket"
-        topic = "socket_found" if is_socket else "ib_found"
+    def take_found(self, process: _Process, _: int, match: re.Match[str]) -> None:
+        network, devices = match.groups()
         for device in _DEVICE.findall(devices):
             # The address behind a socket's name is of no use.
-            name = device.partition(":")[0] if is_socket else device
-            self._note(topic, (network, name), process.number)
+            name = device.partition(":")[0] if network == "Socket" else device
+            self._note(process, "candidates", f"{network} {name}")
 
-    def _take_system(self, entry: _Entry) -> None:
-        if len(self._branches) < _MAX_PROCESSES:
-            self._branches[entry[1]] = []
+    def take_system(self, process: _Process, thread: int, _: re.Match[str]) -> None:
+        process.branches[thread] = []
 
-    def _take_root(self, entry: _Entry) -> None:
-        branches = self._branches.get(entry[1])
-        if branches is not None:
-            branches[:] = [(0, entry[2].group(1))]
+    def take_tree_root(
+        self, process: _Process, thread: int, match: re.Match[str]
+    ) -> None:
+        if thread in process.branches:
+            process.branches[thread] = [(0, match[1])]
 
-    def _take_link(self, entry: _Entry) -> None:
-        process, thread, match = entry
+    def take_tree_link(
+        self, process: _Process, thread: int, match: re.Match[str]
+    ) -> None:
         blanks, kind, gb_per_s, target, port = match.groups()
-        branches = self._branches.get(thread, [])
+        branches = process.branches.get(thread, [])
         # What hangs below a link begins where the link's own words end.
         while branches and branches[-1][0] > len(blanks) + _SLACK:
             branches.pop()
@@ -381,49 +204,128 @@ class _Collector:
         branches.append((match.start(4), target))
         port_gb_per_s = _float(port) if target.startswith("NET/") else 0.0
         value = (kind, _float(gb_per_s), source, target, port_gb_per_s)
-        self._note("tree_link", value, self._number_of_host[process.host])
+        self._note(self._first_of_host[process.host], "trees", value)
 
-    def _take_paths(self, entry: _Entry) -> None:
-        process, _, match = entry
-        number = self._number_of_host[process.host]
+    def take_paths(self, process: _Process, _: int, match: re.Match[str]) -> None:
         source, targets = match.groups()
         for item in split_paths(targets):
-            self._note("paths", (source, *item), number)
+            self._note(self._first_of_host[process.host], "paths", (source, *item))
 
-    def _take_graph(self, entry: _Entry) -> None:
-        process, _, match = entry
+    def take_graph(self, process: _Process, _: int, match: re.Match[str]) -> None:
         pattern, num_channels, intra, inter, *types = match.groups()
         value = (int(pattern), int(num_channels), float(intra), float(inter), *types)
-        self._note("graph", value, process.number)
+        self._note(process, "graphs", value)
 
-    def _take_edge(self, entry: _Entry) -> None:
-        process, _, match = entry
+    def take_edge(self, process: _Process, _: int, match: re.Match[str]) -> None:
         source, target, transport = match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
-        value = (transport,)
-        if self._count("edge", value, process.number) == 1:
-            # A switch of the network has no rank.
-            ends = int(source), int(target or source)
-            self.examples[value, process.number] = ends
+        # A switch of the network has no rank.
+        self._note(process, "edges", transport, source, target or source)
 
-    def _take_tuning(self, entry: _Entry) -> None:
-        collective, size, algorithm, protocol = entry[2].groups()
-        self._operate(entry[0], (collective, algorithm, protocol), int(size))
+    def take_tuning(self, process: _Process, _: int, match: re.Match[str]) -> None:
+        collective, text, algorithm, protocol = match.groups()
+        kind, size = (collective, algorithm, protocol), int(text)
+        if note := self._note(process, "tunings", kind, size, size):
+            note[1:] = min(note[1], size), max(note[2], size)
 
-    def _take_old_tuning(self, entry: _Entry) -> None:
-        size, algorithm, protocol = map(int, entry[2].groups())
-        kind = ("", _named(algorithm, _ALGORITHMS), _named(protocol, _PROTOCOLS))
-        self._operate(entry[0], kind, size)
+    def take_init(self, process: _Process, thread: int, match: re.Match[str]) -> None:
+        pointer, rank, num_ranks, device, bus_id, *split, name, word = match.groups()
+        key = name or _split_name(process, pointer, split), int(num_ranks)
+        comm = self._named.get(key)
+        if comm is None:
+            if not self._has_room(len(self._named), _MAX_COMMUNICATORS):
+                return
+            comm = self._named[key] = _Comm(*key)
+        for place in (thread, pointer):
+            draft = process.comms.get(place)
+            if draft is not None and not draft.name:
+                if draft.num_ranks in (0, comm.num_ranks):
+                    comm.absorb(draft)
+                self._drafts.pop(draft, None)
+            process.comms[place] = comm
+        mark = "has_started" if word == "START" else "is_complete"
+        values = {"device": int(device), "bus_id": bus_id, mark: True}
+        self._see(comm, int(rank), process, values)
 
-    def _operate(self, process: _Process, kind: Value, size: int) -> None:
-        if self._count("tuning", kind, process.number):
-            low, high = self.sizes.get((kind, process.number), (size, size))
-            self.sizes[kind, process.number] = min(low, size), max(high, size)
+    def take_layout(self, process: _Process, thread: int, match: re.Match[str]) -> None:
+        pointer, *numbers = match.groups()
+        rank, num_ranks, num_nodes, mnnvl = map(int, numbers)
+        comm = process.comms.get(pointer)
+        if comm is None or comm.num_ranks not in (0, num_ranks):
+            comm = self._current(process, thread, num_ranks)
+        if comm is not None:
+            process.comms[pointer] = comm
+            comm.num_nodes, comm.is_mnnvl = num_nodes, mnnvl == 1
+            self._see(comm, rank, process, {})
+
+    def take_ring(self, process: _Process, thread: int, match: re.Match[str]) -> None:
+        num_ranks = len(match[1].split())
+        may_be_cut = num_ranks == _MAX_RANKS_OF_OLD_RING
+        self._current(process, thread, 0 if may_be_cut else num_ranks)
+
+    def take_channels(
+        self, process: _Process, thread: int, match: re.Match[str]
+    ) -> None:
+        if comm := self._current(process, thread, 0):
+            comm.channels.add(ChannelCounts(*map(int, match.groups())))
+
+    def take_timings(
+        self, process: _Process, thread: int, match: re.Match[str]
+    ) -> None:
+        if comm := self._current(process, thread, int(match[2])):
+            phases = [each.split(" ") for each in match[4].split(", ")]
+            ordered = sorted(((n, float(s)) for n, s in phases), key=lambda p: -p[1])
+            values = {"init_s": float(match[3]), "init_phases": tuple(ordered)}
+            self._see(comm, int(match[1]), process, values)
+
+    def _current(self, process: _Process, thread: int, num_ranks: int) -> _Comm | None:
+        """Return what a thread starts, or its draft; None where it is another."""
+        comm = process.comms.get(thread)
+        if comm is None:
+            if not self._has_room(len(self._drafts), _MAX_COMMUNICATORS):
+                return None
+            comm = process.comms[thread] = _Comm()
+            self._drafts[comm] = None
+        comm.num_ranks = comm.num_ranks or num_ranks
+        comm.processes[process] = None
+        return comm if num_ranks in (0, comm.num_ranks) else None
+
+    def _see(
+        self, comm: _Comm, rank: int, process: _Process, values: dict[str, Any]
+    ) -> None:
+        comm.processes[process] = None
+        if rank not in comm.ranks and self._has_room(self._num_ranks, _MAX_RANKS):
+            self._num_ranks += 1
+            comm.ranks[rank] = process, {}
+        owner, seen = comm.ranks.get(rank) or (None, values)
+        if owner is process:
+            seen.update(values)
+
+    def communicators(self) -> list[_Comm]:
+        """Return all; drafts are added to those they can only belong to."""
+        of_host: defaultdict[str, list[_Comm]] = defaultdict(list)
+        for comm in self._named.values():
+            for host in {process.host for process in comm.processes}:
+                of_host[host].append(comm)
+        loose: dict[tuple[str, int, int], _Comm] = {}
+        for draft in self._drafts:
+            host = next(iter(draft.processes)).host
+            fitting = list(islice((c for c in of_host[host] if c.may_be(draft)), 2))
+            if len(fitting) == 1:
+                fitting[0].absorb(draft)
+            else:
+                key = (host, draft.num_ranks, draft.num_nodes)
+                loose.setdefault(key, _Comm(f"#{len(loose) + 1}")).absorb(draft)
+        return [*self._named.values(), *loose.values()]
 
 
-def _named(number: int, names: Sequence[str]) -> str:
-    return names[number] if number < len(names) else str(number)
+def _split_name(process: _Process, pointer: str, split: Sequence[str | None]) -> str:
+    """Return a name of our own for one that was split off without a number."""
+    parent = process.comms.get(split[0] or "")
+    if parent is None or not parent.name:
+        return f"#{process.host}:{process.pid}:{pointer}"
+    return f"#{parent.name}/{split[1] or '-'}/{split[2] or '-'}"
 
 
 def _float(text: str | None) -> float:
@@ -441,7 +343,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         UsageError: One is packed, and damaged.
     """
     collector = _Collector()
-    total = [0, 0, 0]
+    total: Counter[str] = Counter()
     for file in files:
         # Lines break inside each other within a file alone.
         reader = MessageReader()
@@ -449,191 +351,166 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
             for message in reader.feed(line):
                 collector.take(message)
         reader.end()
-        counts = (reader.num_lines, reader.num_mended, reader.num_lost)
-        total = [sum(pair) for pair in zip(total, counts, strict=True)]
-    _mend_hosts(collector.processes.values())
+        total["num_lines"] += reader.num_lines
+        total["num_mended"] += reader.num_mended
+        total["num_lost"] += reader.num_lost
     parts = _divide(collector)
-    largest = sorted(parts, key=lambda part: -len(part.processes))[:_MAX_JOBS]
     return NcclLog(
-        jobs=tuple(_job(part, collector) for part in largest),
+        jobs=tuple(map(_job, parts[:_MAX_JOBS])),
         loose_versions=tuple(collector.loose_versions),
-        num_lines=total[0],
         num_messages=collector.num_messages,
-        num_mended=total[1],
-        num_lost=total[2],
-        num_left_out=collector.num_left_out
-        + collector.starts.num_left_out
-        + len(parts)
-        - len(largest),
+        num_left_out=collector.num_left_out + len(parts[_MAX_JOBS:]),
+        **total,
     )
 
 
 def _mend_hosts(processes: Iterable[_Process]) -> None:
-    """Give processes that were named a few times alone the host that they are of."""
-    sure: dict[int, list[str]] = {}
-    rare: list[_Process] = []
-    for process in processes:
-        if process.num_messages > _MAX_MISREAD:
-            sure.setdefault(process.pid, []).append(process.host[::-1])
-        else:
-            rare.append(process)
-    for hosts in sure.values():
-        hosts.sort()
+    """Give processes that were named a few times alone the host that they are of.
+
+    That is the longest host that the name ends with, or the one that ends with it.
+    """
+    rare = [each for each in processes if each.num_messages <= _MAX_MISREAD]
+    sure = {(p.pid, p.host[::-1]) for p in processes if p.num_messages > _MAX_MISREAD}
+    ordered = sorted(sure)
     for process in rare:
-        if backwards := sure.get(process.pid):
-            process.host = _own_host(process.host, backwards)
-
-
-def _own_host(name: str, backwards: Sequence[str]) -> str:
-    """Return the longest host that a name ends with, or the one that ends with it."""
-    end = name[::-1]
-    for length in range(len(end), 0, -1):
-        at = bisect_left(backwards, end[:length])
-        if at < len(backwards) and backwards[at] == end[:length]:
-            return end[:length][::-1]
-    at = bisect_left(backwards, end)
-    longer = [each for each in backwards[at : at + 2] if each.startswith(end)]
-    return longer[0][::-1] if len(longer) == 1 else name
+        pid, name = process.pid, process.host[::-1]
+        ends = (name[:length] for length in range(len(name), 0, -1))
+        at = bisect_left(ordered, (pid, name))
+        longer = [h for p, h in ordered[at : at + 2] if p == pid and h.startswith(name)]
+        other = longer[0] if len(longer) == 1 else name
+        process.host = next((end for end in ends if (pid, end) in sure), other)[::-1]
 
 
 class _Part:
     """What a collector took of one job."""
 
     def __init__(self) -> None:
-        self.processes: dict[int, _Process] = {}
+        self.processes: list[_Process] = []
         self.communicators: list[_Comm] = []
-        self.counts: Counts = {}
-
-    def values(self, topic: str) -> Iterable[tuple[Value, dict[int, int]]]:
-        return self.counts.get(topic, {}).items()
-
-    def reported(self, topic: str, words: str) -> tuple[Reported, ...]:
-        merged: dict[str, set[int]] = {}
-        for value, numbers in self.values(topic):
-            text = words.format(*("" if part is None else part for part in value))
-            merged.setdefault(text, set()).update(numbers)
-        return tuple(
-            Reported(text, self.places(numbers), len(numbers))
-            for text, numbers in sorted(merged.items())
-        )
-
-    def places(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        return tuple(sorted({self.processes[number].host for number in numbers}))
+        self.notes: defaultdict[str, dict[Any, _Notes]] = defaultdict(dict)
 
 
 def _divide(collector: _Collector) -> list[_Part]:
-    """Return what was taken by job; in one pass, for there may be thousands."""
-    communicators = collector.starts.communicators()
-    number_of = _number_jobs(collector.processes.values(), communicators)
-    parts = {number: _Part() for number in number_of.values()}
-    for process in collector.processes.values():
-        parts[number_of[process.number]].processes[process.number] = process
+    """Return all jobs, the largest first; in one pass, for there may be thousands."""
+    processes = collector.processes.values()
+    _mend_hosts(processes)
+    communicators = collector.communicators()
+    job_of = _job_of(processes, communicators)
+    parts: dict[_Process, _Part] = {}
+    for process in processes:
+        parts.setdefault(job_of[process], _Part()).processes.append(process)
     for comm in communicators:
-        parts[number_of[next(iter(comm.processes))]].communicators.append(comm)
-    for topic, values in collector.counts.items():
-        for value, counts in values.items():
-            for number, count in counts.items():
-                own = parts[number_of[number]].counts.setdefault(topic, {})
-                own.setdefault(value, {})[number] = count
-    return list(parts.values())
+        parts[job_of[next(iter(comm.processes))]].communicators.append(comm)
+    for (topic, value), notes in collector.notes.items():
+        for process, note in notes.items():
+            parts[job_of[process]].notes[topic].setdefault(value, {})[process] = note
+    return sorted(parts.values(), key=lambda part: -len(part.processes))
 
 
-def _number_jobs(
+def _job_of(
     processes: Iterable[_Process], communicators: Iterable[_Comm]
-) -> dict[int, int]:
-    """Return the number of each process's job, by the process's number."""
-    above = {process.number: process.number for process in processes}
+) -> dict[_Process, _Process]:
+    """Return of each process the one that stands for its job."""
+    above = {process: process for process in processes}
 
-    def top(number: int) -> int:
-        while above[number] != number:
-            above[number] = above[above[number]]
-            number = above[number]
-        return number
+    def top(process: _Process) -> _Process:
+        while above[process] is not process:
+            above[process] = above[above[process]]
+            process = above[process]
+        return process
 
-    joined: set[int] = set()
+    joined: dict[_Process, None] = {}
     for comm in communicators:
         first = top(next(iter(comm.processes)))
-        for number in comm.processes:
-            above[top(number)] = first
-            joined.add(number)
-    of_host: dict[str, set[int]] = {}
+        for process in comm.processes:
+            above[top(process)] = first
+        joined |= comm.processes
+    of_host: defaultdict[str, set[_Process]] = defaultdict(set)
+    for process in joined:
+        of_host[process.host].add(top(process))
+    alone: dict[str, _Process] = {}
     for process in processes:
-        if process.number in joined:
-            of_host.setdefault(process.host, set()).add(top(process.number))
-    alone: dict[str, int] = {}
-    for process in processes:
-        if process.number not in joined:
-            tops = of_host.get(process.host, set())
-            home = alone.setdefault(process.host, process.number)
-            above[process.number] = next(iter(tops)) if len(tops) == 1 else home
-    return {number: top(number) for number in above}
+        if process not in joined:
+            tops = of_host[process.host]
+            home = alone.setdefault(process.host, process)
+            above[process] = next(iter(tops)) if len(tops) == 1 else home
+    return {process: top(process) for process in above}
 
 
-# Fields of a job: topics, and their values in words.
-_REPORTED = {
-    "versions": {"version": "{}"},
-    "drivers": {"driver": "{}"},
-    "bootstrap": {"bootstrap": "{}"},
-    "networks": {"network": "{}"},
-    "candidates": {
-        "ib_found": "{} {}",
-        "none_found": "{} none",
-        "socket_found": "{} {}",
-        "ofi_found": "Libfabric {} ({} adapters)",
-    },
-    "plugins": {"plugin": "{}", "library": "{}"},
-    "gdr": {"gdr": "{0} {2} {1}"},
-    "uses": {"uses": "{}"},
-    "nvls": {"nvls": "{}available on dev {}", "nvls_lost": "lost: {}"},
-    "mnnvl": {"mnnvl": "state {3} uuid {1}"},
-    "p2p": {"p2p_refused": "{}"},
-    "settings": {"setting": "{}={}"},
-    "retries": {"retry": "{}"},
-    "aborts": {"abort": "aborted"},
-}
-# Fields whose values end with the hosts.
-_PLACED: dict[str, tuple[str, Callable[..., object]]] = {
-    "trees": ("tree_link", TreeLink),
-    "paths": ("paths", PathSeen),
-    "graphs": ("graph", GraphSeen),
-}
+def _hosts(processes: Iterable[_Process]) -> tuple[str, ...]:
+    return tuple(sorted({process.host for process in processes}))
 
 
-def _job(part: _Part, collector: _Collector) -> NcclJob:
-    communicators = [comm.to_communicator() for comm in part.communicators]
-    fields: dict[str, object] = {
-        name: tuple(r for topic in topics for r in part.reported(topic, topics[topic]))
-        for name, topics in _REPORTED.items()
-    }
-    for name, (topic, kind) in _PLACED.items():
-        values = part.values(topic)
-        fields[name] = tuple(kind(*v, part.places(numbers)) for v, numbers in values)
-    edges = [
-        EdgesSeen(
-            str(value[0]),
-            sum(counts.values()),
-            collector.examples[value, min(counts)],
-            part.places(counts),
-        )
-        for value, counts in part.values("edge")
-    ]
-    tunings: list[Tuning] = []
-    for kind, counts in part.values("tuning"):
-        lows, highs = zip(*(collector.sizes[kind, n] for n in counts), strict=True)
-        collective, algorithm, protocol = map(str, kind)
-        sizes = min(lows), max(highs)
-        count = sum(counts.values())
-        tunings.append(Tuning(collective, algorithm, protocol, *sizes, count))
-    return NcclJob(
-        hosts=part.places(part.processes),
-        num_processes=len({(p.host, p.pid) for p in part.processes.values()}),
-        communicators=tuple(sorted(communicators, key=lambda comm: -comm.num_ranks)),
-        edges=tuple(sorted(edges, key=lambda each: -each.num_edges)),
-        tunings=tuple(sorted(tunings)),
-        warnings=tuple(
-            WarningSeen(
-                *collector.warnings[like], sum(counts.values()), part.places(counts)
-            )
-            for like, counts in part.values("warning")
+def _total(notes: _Notes) -> int:
+    return sum(note[0] for note in notes.values())
+
+
+def _placed(kind: Callable[..., object], value: Any, notes: _Notes) -> object:  # noqa: ANN401 - fields of any kind
+    return kind(*value, _hosts(notes))
+
+
+def _edges(transport: str, notes: _Notes) -> EdgesSeen:
+    _, first, second = next(iter(notes.values()))
+    ends = int(first), int(second)
+    return EdgesSeen(transport, _total(notes), ends, _hosts(notes))
+
+
+def _tuning(kind: tuple[str, str, str], notes: _Notes) -> Tuning:
+    _, lows, highs = zip(*notes.values(), strict=True)
+    return Tuning(*kind, min(lows), max(highs))
+
+
+def _warning(_: str, notes: _Notes) -> WarningSeen:
+    _, text, place = next(iter(notes.values()))
+    return WarningSeen(text, place, _total(notes), _hosts(notes))
+
+
+def _communicator(comm: _Comm) -> NcclCommunicator:
+    return NcclCommunicator(
+        comm.name,
+        comm.num_ranks,
+        comm.num_nodes,
+        comm.is_mnnvl,
+        ranks=tuple(
+            RankSeen(rank, process.host, **seen)
+            for rank, (process, seen) in sorted(comm.ranks.items())
         ),
-    )._replace(**fields)
+        channels=tuple(sorted(comm.channels)),
+    )
+
+
+# What the notes of a field make; what is not here is only reported.
+_MAKERS: dict[str, Callable[[Any, _Notes], object]] = {
+    "trees": partial(_placed, TreeLink),
+    "paths": partial(_placed, PathSeen),
+    "graphs": partial(_placed, GraphSeen),
+    "edges": _edges,
+    "tunings": _tuning,
+    "warnings": _warning,
+}
+
+
+_AS_IN_LOG = ("trees", "paths", "graphs", "warnings")
+
+
+def _reported(value: str, notes: _Notes) -> Reported:
+    return Reported(value, _hosts(notes), len(notes))
+
+
+def _job(part: _Part) -> NcclJob:
+    communicators = map(_communicator, part.communicators)
+    fields: dict[str, list[Any]] = {
+        "communicators": sorted(communicators, key=lambda comm: -comm.num_ranks)
+    }
+    for name, notes in part.notes.items():
+        make = _MAKERS.get(name, _reported)
+        fields[name] = [make(*each) for each in notes.items()]
+        if name == "edges":
+            fields[name].sort(key=attrgetter("num_edges"), reverse=True)
+        elif name not in _AS_IN_LOG:
+            fields[name].sort()
+    return NcclJob(
+        hosts=_hosts(part.processes),
+        num_processes=len({(p.host, p.pid) for p in part.processes}),
+        **{name: tuple(values) for name, values in fields.items()},
+    )

@@ -14,14 +14,13 @@ from ronde.topology.nccl_log.log import (
     TreeLink,
     name_some,
 )
-from ronde.topology.nccl_log.warnings import marked_warnings
+from ronde.topology.nccl_log.verdicts import VERDICTS, WARNINGS
 
 _VIRTUAL = re.compile(
     r"docker\d|veth|lo\d?$|virbr|br-|cni|flannel|cali|tunl|vxlan|kube-|lxc|lxd|podman"
 )
 # Providers of libfabric's that drive no adapter.
 _BY_TCP = re.compile(r"Libfabric ((?:tcp|sockets|udp|net)(?:;\S+)?) ")
-_LOST = "most of its bandwidth is lost, and each message waits longer."
 _DIRECT_LINKS = {"NVL": "NVLink", "NVB": "NVLink", "XGMI": "xGMI"}
 # From NCCL 2.30 on NVLinks and PCI links lead to a device, and that has its GPUs.
 _GPUS = ("GPU/", "DEV/")
@@ -36,16 +35,11 @@ _LEAST_REAL_GB_PER_S = 1.0
 # PCIe 3 x16 is 12 by NCCL's count and 15.75 by the standard, and so with later ones.
 _PCI_LIMIT_OF_NCCL_COUNT = 15.75 / 12
 _SLOW_INIT_S = 30.0
+_MAX_WARNING = 160
 # Where these differ, it is often meant: hosts name their interfaces differently.
 _OWN_PER_HOST = {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
 # One rank alone reports these, of whatever all have.
 _REPORTED_BY_ONE = {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID"}
-_PHASES = {
-    "bootstrap": "Some rank came late, or the bootstrap interface is slow: look at "
-    "what ranks do before, and at NCCL_SOCKET_IFNAME.",
-    "kernels": "The kernels are loaded from the disk: have the image on a local disk, "
-    "and CUDA_MODULE_LOADING=LAZY.",
-}
 
 
 def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
@@ -54,31 +48,18 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     What is not in the log is never taken for a fault.
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
-    if log.num_lost:
-        found = [_doubt(finding, log.num_lost) for finding in found]
+    lost = log.num_lost
+    if lost:
+        found = [_doubt(finding, lost) for finding in found]
     if len(log.loose_versions) > 1:
-        found.append(
-            Diagnostic(
-                "several-versions",
-                Level.NOTE,
-                "log",
-                f"Several versions are named: {', '.join(log.loose_versions[:5])}.",
-                "If they are of one job, its ranks do not fit together.",
-                "Give the log of one job at a time.",
-            )
+        what = f"Several versions are named: {', '.join(log.loose_versions[:5])}."
+        found.append(_verdict("several-versions", ["log"], what))
+    if lost or log.num_left_out:
+        what = (
+            f"{lost} lines were broken and could not be put together; "
+            f"{log.num_left_out} things were too many to keep."
         )
-    if log.num_lost or log.num_left_out:
-        found.append(
-            Diagnostic(
-                "log-incomplete",
-                Level.NOTE,
-                "log",
-                f"{log.num_lost} lines were broken and could not be put together; "
-                f"{log.num_left_out} things were too many to keep.",
-                "Their content is missing here.",
-                "Let every rank write a file of its own: NCCL_DEBUG_FILE=nccl.%h.%p.",
-            )
-        )
+        found.append(_verdict("log-incomplete", ["log"], what))
     order = tuple(Level)
     return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
 
@@ -92,15 +73,32 @@ def _doubt(finding: Diagnostic, num_lost: int) -> Diagnostic:
     return finding._replace(severity=Level.WARNING, what=what)
 
 
-def _spans_nodes(job: NcclJob) -> bool:
-    """Return whether data goes between nodes, as far as the log shows."""
-    return any(edges.is_between_nodes for edges in job.edges) or any(
-        comm.num_nodes > 1 or len(_hosts_of(comm)) > 1 for comm in job.communicators
+def _verdict(
+    key: str,
+    places: Sequence[str],
+    what: str,
+    *,
+    level: str = "",
+    do: str = "",
+    **words: str,
+) -> Diagnostic:
+    """Return a verdict; words are put into its texts."""
+    severity, consequence, remedy = VERDICTS[key]
+    return Diagnostic(
+        key.partition(".")[0],
+        Level(level or severity),
+        name_some(places),
+        what,
+        consequence.format(**words),
+        do or remedy.format(**words),
     )
 
 
-def _hosts_of(comm: NcclCommunicator) -> list[str]:
-    return sorted({rank.host for rank in comm.ranks})
+def _spans_nodes(job: NcclJob) -> bool:
+    """Return whether data goes between nodes, as far as the log shows."""
+    return any(edges.is_between_nodes for edges in job.edges) or any(
+        comm.num_nodes > 1 or len(comm.hosts) > 1 for comm in job.communicators
+    )
 
 
 def _setting_of(job: NcclJob, *names: str) -> str:
@@ -133,58 +131,39 @@ def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     adapters = [v.split(" ", 1)[1] for v in searched if not v.endswith(" none")]
     bans = ("NCCL_IB_DISABLE=1", "NCCL_NET=Socket")
     ban = next((each for each in bans if each in _values(job.settings)), "")
+    key, remedy = "sockets-between-nodes", ""
     if adapters:
+        key = "sockets-despite-infiniband"
         seen = f"though NCCL found the adapters {name_some(adapters)}"
-        remedy = "Set NCCL_NET=IB: NCCL then reports why it cannot use them."
     elif ban:
-        seen, remedy = f"and {ban} keeps NCCL from InfiniBand and RoCE", ""
+        seen = f"and {ban} keeps NCCL from InfiniBand and RoCE"
     elif searched:
         seen = "and NCCL found no InfiniBand or RoCE"
-        remedy = (
-            "Run ibv_devinfo where the ranks run: a container needs /dev/infiniband, "
-            "and a cloud's own adapter its plugin for NCCL."
-        )
     else:
         seen = "and it is unknown whether NCCL looked for InfiniBand or RoCE"
         remedy = "Set NCCL_DEBUG_SUBSYS=INIT,NET,ENV to see what is looked for."
-    if not adapters and any("libibverbs" in each for each in _values(job.plugins)):
+    if ban:
+        remedy = f"Unset {ban.partition('=')[0]}."
+    elif not adapters and any("libibverbs" in each for each in _values(job.plugins)):
         remedy = "Install libibverbs (package rdma-core) where the ranks run."
-    yield Diagnostic(
-        "sockets-despite-infiniband" if adapters else "sockets-between-nodes",
-        Level.ERROR if adapters else Level.WARNING,
-        name_some(hosts),
-        f"Data between nodes goes over TCP sockets, {seen}.",
-        f"Of {'each adapter' if adapters else 'an adapter that is there'} {_LOST}",
-        f"Unset {ban.partition('=')[0]}." if ban else remedy,
-    )
+    what = f"Data between nodes goes over TCP sockets, {seen}."
+    yield _verdict(key, hosts, what, do=remedy)
 
 
 def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
     for each in job.candidates:
         if (match := _BY_TCP.match(each.value)) and _spans_nodes(job):
-            yield Diagnostic(
-                "libfabric-over-tcp",
-                Level.WARNING,
-                name_some(each.hosts),
+            what = (
                 f"libfabric carries the data with its provider {match[1]}, not with "
-                "that of an adapter (efa, cxi, verbs, psm3, opx).",
-                f"Of an adapter that is there {_LOST}",
-                "Look with fi_info where the ranks run which providers there are; a "
-                "container needs the adapter's devices and its libfabric.",
+                "that of an adapter (efa, cxi, verbs, psm3, opx)."
             )
+            yield _verdict("libfabric-over-tcp", each.hosts, what)
 
 
 def _networks_differ(job: NcclJob) -> Iterator[Diagnostic]:
     if len(job.networks) > 1 and _spans_nodes(job):
-        yield Diagnostic(
-            "networks-differ",
-            Level.ERROR,
-            name_some(_hosts(job.networks)),
-            f"Ranks of one job chose different networks: {_by_host(job.networks)}.",
-            "They cannot connect to each other: the job hangs or ends.",
-            "Make adapters, drivers and the image alike on all hosts, or set NCCL_NET "
-            "for all ranks.",
-        )
+        what = f"Ranks of one job chose different networks: {_by_host(job.networks)}."
+        yield _verdict("networks-differ", _hosts(job.networks), what)
 
 
 def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
@@ -202,45 +181,24 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
     ]
     if not _spans_nodes(job) or (not staged and (fast or not disabled)):
         return
-    seen = "NCCL's connections between nodes"
+    which = "NCCL's"
     if staged:
         num_staged, num_all = (sum(e.num_edges for e in es) for es in (staged, fast))
-        seen = f"{num_staged} of {num_all} connections between nodes"
-    why = f"; it is disabled for {name_some(disabled)}" if disabled else ""
-    # Instances with small GPUs have none, and their plugin knows it.
-    refusals = [
-        value.removeprefix("NET/OFI ")
-        for value in _values(job.plugins)
-        if value.startswith("NET/OFI") and "disabling GDR" in value
-    ]
-    plugin = f"; the plugin reports: {refusals[0]}" if refusals else ""
-    choice = _setting_of(job, "NCCL_NET_GDR_LEVEL", "NCCL_DMABUF_ENABLE")
-    if plugin:
-        remedy = (
-            "Nothing, where the GPU's kind does without; else renew driver, CUDA and "
-            "plugin, for these do not fit together."
-        )
-    elif choice:
+        which = f"{num_staged} of {num_all}"
+    what = f"{which} connections between nodes do without GPUDirect RDMA"
+    key, remedy = "no-gpudirect-rdma", ""
+    if disabled:
+        what += f"; it is disabled for {name_some(disabled)}"
+        key = "no-gpudirect-rdma.disabled"
+    if choice := _setting_of(job, "NCCL_NET_GDR_LEVEL", "NCCL_DMABUF_ENABLE"):
         remedy = f"Look at {choice} in the environment, and unset it."
-    elif disabled:
-        remedy = (
-            "Load the kernel's module: modprobe nvidia-peermem; or use a driver and a "
-            "kernel that have DMA-BUF."
-        )
-    else:
-        remedy = (
-            "See with ronde topo --matrix how far GPUs and adapters are apart: farther "
-            "than PXB it is off, and NCCL_NET_GDR_LEVEL=SYS forces it."
-        )
-    yield Diagnostic(
-        "no-gpudirect-rdma",
-        Level.NOTE if plugin else Level.WARNING,
-        name_some(_hosts(staged or job.gdr)),
-        f"{seen} do without GPUDirect RDMA{why}{plugin}.",
-        "Data between GPU and adapter goes through the host's memory, which costs "
-        "bandwidth and time.",
-        remedy,
-    )
+    # Instances with small GPUs have none, and their plugin knows it.
+    for value in _values(job.plugins):
+        if value.startswith("NET/OFI") and "disabling GDR" in value:
+            what += f"; the plugin reports: {value.removeprefix('NET/OFI ')}"
+            key, remedy = "no-gpudirect-rdma.plugin", ""
+            break
+    yield _verdict(key, _hosts(staged or job.gdr), f"{what}.", do=remedy)
 
 
 def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
@@ -256,17 +214,11 @@ def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
     change = f"Change {choice}" if choice else "Set NCCL_SOCKET_IFNAME"
     for use, name, each in used:
         if len(job.hosts) > 1 and _VIRTUAL.match(name):
-            yield Diagnostic(
-                "virtual-interface",
-                Level.ERROR,
-                name_some(each.hosts),
+            what = (
                 f"Of a job on {len(job.hosts)} hosts, {use} {name}, an interface "
-                "inside one host.",
-                "Other hosts do not reach its address: the start hangs, or goes a slow "
-                "way round.",
-                f"{change} to the interface between the hosts, which ip route get "
-                "ADDRESS names.",
+                "inside one host."
             )
+            yield _verdict("virtual-interface", each.hosts, what, choice=change)
 
 
 def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
@@ -290,38 +242,25 @@ def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     has_nvswitch = any(link.target.startswith("NVS/") for link in job.trees)
     # Of GPUs at different processors it is right, and some others do without.
     is_usual = has_direct and (not between or between & {"PHB", "SYS"})
-    severity = Level.NOTE if is_usual else Level.WARNING
+    severity = "note" if is_usual else "warning"
     if links and (has_nvswitch or not has_direct):
-        severity = Level.ERROR
+        severity = "error"
     num_edges = sum(edges.num_edges for edges in staged)
     first, second = staged[0].example
-    choice = _setting_of(job, "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
-    yield Diagnostic(
-        "shm-where-p2p-was-possible",
-        severity,
-        name_some(_hosts(staged)),
+    what = (
         f"{num_edges} connections inside nodes, such as rank {first} to rank {second}, "
-        f"go through the host's memory, though {reason}.",
-        "They reach a part of the bandwidth that the GPUs have among themselves.",
-        f"Unset {choice.partition('=')[0]}, which forbids it: {choice}."
-        if choice
-        else "Let every rank see all GPUs of its host, and give containers of one host "
-        "the same IPC namespace (--ipc=host); on bare metal turn off ACS and the "
-        "IOMMU.",
+        f"go through the host's memory, though {reason}."
     )
+    choice = _setting_of(job, "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
+    do = f"Unset {choice.partition('=')[0]}, which forbids it: {choice}."
+    key = "shm-where-p2p-was-possible"
+    yield _verdict(key, _hosts(staged), what, level=severity, do=do if choice else "")
 
 
 def _peers_refused(job: NcclJob) -> Iterator[Diagnostic]:
     if job.p2p:
-        yield Diagnostic(
-            "p2p-refused",
-            Level.WARNING,
-            name_some(_hosts(job.p2p)),
-            f"The driver refuses GPUs each other's memory: {job.p2p[0].value}.",
-            "Data between them goes through the host's memory.",
-            "Turn off ACS and the IOMMU on bare metal, or ask who runs the VM; "
-            "nvidia-smi topo -p2p n shows the pairs.",
-        )
+        what = f"The driver refuses GPUs each other's memory: {job.p2p[0].value}."
+        yield _verdict("p2p-refused", _hosts(job.p2p), what)
 
 
 def _has_neighbours(comm: NcclCommunicator) -> bool | None:
@@ -365,22 +304,15 @@ def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
         value.startswith("available") for value in _values(job.nvls)
     )
     is_fast = bool(_has_neighbours(worst)) and has_much
-    limit = _setting_of(job, "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS")
-    yield Diagnostic(
-        "few-channels",
-        Level.ERROR if is_fast else Level.NOTE,
-        name_some(_hosts_of(worst) or job.hosts),
+    what = (
         f"A communicator of {worst.num_ranks or 'some'} ranks has {count} "
         f"channel{'' if count == 1 else 's'}"
-        f"{', though the GPUs have NVLink' if is_fast else ''}.",
-        "Bandwidth is that of one path: tens instead of hundreds of GB/s."
-        if is_fast
-        else "Right for GPUs that PCI alone connects; far too little for others.",
-        f"Unset {limit.partition('=')[0]}, which limits them: {limit}."
-        if limit
-        else "Compare the NVLinks of the GPUs: nvidia-smi nvlink -s; with "
-        "NCCL_TOPO_DUMP_FILE=topo.xml set, ronde topo lint topo.xml shows more.",
+        f"{', though the GPUs have NVLink' if is_fast else ''}."
     )
+    limit = _setting_of(job, "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS")
+    do = f"Unset {limit.partition('=')[0]}, which limits them: {limit}."
+    key = "few-channels" if is_fast else "few-channels.usual"
+    yield _verdict(key, worst.hosts or job.hosts, what, do=do if limit else "")
 
 
 def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
@@ -401,34 +333,17 @@ def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
     else:
         return
     choice = _setting_of(job, "NCCL_NVLS_ENABLE")
-    is_off = choice.endswith("=0")
-    yield Diagnostic(
-        "nvls-lost",
-        Level.NOTE if is_off else Level.WARNING,
-        name_some(_hosts(lost or absent)),
-        what,
-        "AllReduce inside a node is limited to what rings reach; on eight GPUs NVLS "
-        "reaches up to 1.56 times that.",
-        f"Unset {choice}."
-        if is_off
-        else "Look at the fabric manager (systemctl status nvidia-fabricmanager, "
-        "nvidia-smi -q), and give a VM or container all GPUs of the switch.",
-    )
+    level, do = ("note", f"Unset {choice}.") if choice.endswith("=0") else ("", "")
+    yield _verdict("nvls-lost", _hosts(lost or absent), what, level=level, do=do)
 
 
 def _fabric_not_ready(job: NcclJob) -> Iterator[Diagnostic]:
     words = {"state 1": "not started", "state 2": "still starting"}
     waiting = [each for each in job.mnnvl if each.value[:7] in words]
     if waiting:
-        yield Diagnostic(
-            "fabric-not-ready",
-            Level.WARNING,
-            name_some(_hosts(waiting)),
-            f"The NVLink fabric of some GPUs is {words[waiting[0].value[:7]]}.",
-            "NVLink between them is not used, or fails.",
-            "Wait for or restart nvidia-fabricmanager; nvidia-smi -q shows the "
-            "fabric's state.",
-        )
+        state = words[waiting[0].value[:7]]
+        what = f"The NVLink fabric of some GPUs is {state}."
+        yield _verdict("fabric-not-ready", _hosts(waiting), what)
 
 
 def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
@@ -438,29 +353,21 @@ def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
         for host in link.hosts:
             links[host].append(link)
     # What is so on many hosts is reported once.
-    hosts: dict[tuple[str, str, float, float], list[str]] = {}
+    hosts: defaultdict[tuple[str, str, float, float], list[str]] = defaultdict(list)
     for host in sorted(links):
         for narrow in _narrow_ones(links[host]):
-            hosts.setdefault(narrow, []).append(host)
+            hosts[narrow].append(host)
     for (name, below, has, should), where in hosts.items():
         instead = f" instead of {should:.1f}" if should else ""
-        yield Diagnostic(
-            "slow-pci",
-            Level.ERROR if has <= _TINY_PCI_GB_PER_S else Level.WARNING,
-            f"{name} on {name_some(where)}",
+        key = "slow-pci.virtual" if has < _LEAST_REAL_GB_PER_S else "slow-pci"
+        level = "error" if has <= _TINY_PCI_GB_PER_S else "warning"
+        what = (
             f"The PCI link above {below} carries {has:.1f} GB/s{instead} by NCCL's "
-            "count.",
-            f"All that {name} moves over PCI is limited to {has:.1f} GB/s.",
-            "In a virtual machine name a file with the host's real speeds in "
-            "NCCL_TOPO_FILE, or give the virtual root port x-speed and x-width; on "
-            f"bare metal reseat the card: see lspci -vv -s {below}."
-            if has < _LEAST_REAL_GB_PER_S
-            else f"Compare with lspci -vv -s {below} there: LnkSta must be as wide and "
-            "as fast as LnkCap; reseat the card or the riser, or set the slot's speed "
-            "in the BIOS.",
-            has,
-            should,
+            "count."
         )
+        place = f"{name} on {name_some(where)}"
+        verdict = _verdict(key, [place], what, level=level, name=name, below=below)
+        yield verdict._replace(has_gb_per_s=has, should_gb_per_s=should)
 
 
 def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, str, float, float]]:
@@ -494,14 +401,11 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, str, float, f
 
 def _narrowest(above: Mapping[str, TreeLink], name: str) -> TreeLink:
     """Return the slowest PCI link between an element and its CPU."""
-    narrowest = above[name]
-    seen = {name}
-    while (upper := above.get(above[name].source)) and upper.target not in seen:
+    chain = {name: above[name]}
+    while (upper := above.get(above[name].source)) and upper.target not in chain:
         name = upper.target
-        seen.add(name)
-        if upper.gb_per_s < narrowest.gb_per_s:
-            narrowest = upper
-    return narrowest
+        chain[name] = upper
+    return min(chain.values(), key=lambda link: link.gb_per_s)
 
 
 def _bus_address(name: str) -> str:
@@ -511,71 +415,43 @@ def _bus_address(name: str) -> str:
 
 
 def _versions_differ(job: NcclJob) -> Iterator[Diagnostic]:
-    for what, versions in (("NCCL", job.versions), ("the CUDA driver", job.drivers)):
+    for key, name, versions in (
+        ("versions-differ", "NCCL", job.versions),
+        ("versions-differ.driver", "the CUDA driver", job.drivers),
+    ):
         if len(versions) > 1:
-            is_nccl = what == "NCCL"
-            yield Diagnostic(
-                "versions-differ",
-                Level.ERROR if is_nccl else Level.WARNING,
-                name_some(_hosts(versions)),
-                f"Ranks have different versions of {what}: {_by_host(versions)}.",
-                "The start fails, or ranks choose differently and hang."
-                if is_nccl
-                else "What one driver supports and another does not is lost for all.",
-                "Use one image and one driver on all hosts; torch brings its own NCCL, "
-                "which LD_LIBRARY_PATH may hide.",
-            )
+            what = f"Ranks have different versions of {name}: {_by_host(versions)}."
+            yield _verdict(key, _hosts(versions), what)
 
 
 def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
-    by_name: dict[str, list[Reported]] = {}
+    by_name: defaultdict[str, list[Reported]] = defaultdict(list)
     for each in job.settings:
-        by_name.setdefault(each.value.partition("=")[0], []).append(each)
+        by_name[each.value.partition("=")[0]].append(each)
     for name, choices in by_name.items():
         absent = sorted({*_hosts(job.settings)} - {*_hosts(choices)})
         if len(choices) > 1:
-            yield Diagnostic(
-                "settings-differ",
-                Level.NOTE if name in _OWN_PER_HOST else Level.WARNING,
-                name_some(_hosts(choices)),
-                f"{name} is not the same for all ranks: {_by_host(choices)}.",
-                "Ranks may choose differently, which hangs or slows down.",
-                "Set it alike for all ranks, or for none.",
-            )
+            what = f"{name} is not the same for all ranks: {_by_host(choices)}."
+            level = "note" if name in _OWN_PER_HOST else ""
+            yield _verdict("settings-differ", _hosts(choices), what, level=level)
         elif absent and name not in _REPORTED_BY_ONE:
-            yield Diagnostic(
-                "settings-differ",
-                Level.NOTE,
-                name_some(absent),
-                f"{choices[0].value} is reported on other hosts and not here.",
-                "Ranks may choose differently, if it is not set here.",
-                "See that the launcher passes it to all hosts.",
-            )
+            what = f"{choices[0].value} is reported on other hosts and not here."
+            yield _verdict("settings-differ.absent", absent, what)
 
 
 def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
     """Find a communicator whose nodes NCCL counts differently from the log's hosts."""
     for comm in job.communicators:
-        hosts = _hosts_of(comm)
+        num_hosts = len(comm.hosts)
         is_whole = len(comm.ranks) == comm.num_ranks
-        if comm.is_mnnvl or not is_whole or comm.num_nodes in (UNKNOWN, len(hosts)):
+        if comm.is_mnnvl or not is_whole or comm.num_nodes in (UNKNOWN, num_hosts):
             continue
-        is_cloned = comm.num_nodes < len(hosts)
-        yield Diagnostic(
-            "nodes-unlike-hosts",
-            Level.ERROR if is_cloned else Level.WARNING,
-            name_some(hosts),
+        key = "nodes-unlike-hosts"
+        what = (
             f"NCCL counts {comm.num_nodes} as the number of nodes of {comm.num_ranks} "
-            f"ranks, and the log names {len(hosts)} as hosts.",
-            "It takes ranks of different hosts for neighbours, and cannot connect them."
-            if is_cloned
-            else "It takes neighbours for strangers: data inside a host goes over the "
-            "network.",
-            "Give every host a name of its own, or NCCL_HOSTID."
-            if is_cloned
-            else "Give the containers of a host one name and one boot id, or set "
-            "NCCL_HOSTID to the host's name in all of them.",
+            f"ranks, and the log names {num_hosts} as hosts."
         )
+        yield _verdict(key + ".many" * (comm.num_nodes > num_hosts), comm.hosts, what)
         return
 
 
@@ -592,55 +468,53 @@ def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
             continue
         here = {rank.rank for rank in comm.ranks}
         silent = [r for r in range(min(comm.num_ranks, 1 << 20)) if r not in here]
-        others = retries = ""
+        what = (
+            f"{len(waiting)} of {comm.num_ranks} ranks began their start and did not "
+            "complete it"
+        )
         if silent:
-            others = f"; {len(silent)}, such as rank {silent[0]}, are not in the log"
+            what += f"; {len(silent)}, such as rank {silent[0]}, are not in the log"
         if job.retries:
-            retries = (
+            what += (
                 f"; on {name_some(_hosts(job.retries))} they try to connect: "
                 f"{name_some(_values(job.retries))}"
             )
-        yield Diagnostic(
-            "init-incomplete",
-            Level.ERROR,
-            name_some([f"rank {rank.rank} on {rank.host}" for rank in waiting]),
-            f"{len(waiting)} of {comm.num_ranks} ranks began their start and did not "
-            f"complete it{others}{retries}.",
-            "The job hangs or has ended in its start, unless the log was cut.",
-            "Look first at the ranks that are not in the log, and at warnings; then "
-            "whether the hosts reach each other on the bootstrap interface.",
-        )
+        ranks = [f"rank {rank.rank} on {rank.host}" for rank in waiting]
+        yield _verdict("init-incomplete", ranks, f"{what}.")
         return
 
 
 def _ranks_not_in_log(job: NcclJob) -> Iterator[Diagnostic]:
     comm = max(job.communicators, key=lambda c: c.num_ranks, default=None)
     if comm and 0 < len(comm.ranks) < comm.num_ranks:
-        yield Diagnostic(
-            "ranks-not-in-log",
-            Level.NOTE,
-            name_some(job.hosts),
-            f"{len(comm.ranks)} of {comm.num_ranks} ranks are in the log.",
-            "Everything here holds for these alone.",
-            "Set NCCL_DEBUG=INFO and NCCL_DEBUG_FILE=nccl.%h.%p for all ranks, and "
-            "give all files.",
-        )
+        what = f"{len(comm.ranks)} of {comm.num_ranks} ranks are in the log."
+        yield _verdict("ranks-not-in-log", job.hosts, what)
 
 
 def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
     ranks = ((rank, comm) for comm in job.communicators for rank in comm.ranks)
     rank, comm = max(ranks, key=lambda pair: pair[0].init_s, default=(None, None))
     if rank and comm and rank.init_s > _SLOW_INIT_S:
-        phase, phase_s = rank.init_phases[0] if rank.init_phases else ("", 0.0)
-        yield Diagnostic(
-            "slow-init",
-            Level.NOTE,
-            f"rank {rank.rank} on {rank.host}",
-            f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s"
-            + (f", of which {phase} {phase_s:.1f} s." if phase else "."),
-            "Every start and restart of the job waits so long.",
-            _PHASES.get(phase, "See which rank came last: the others wait for it."),
-        )
+        what, key = f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s", ""
+        for phase, phase_s in rank.init_phases[:1]:
+            what += f", of which {phase} {phase_s:.1f} s"
+            key = f"slow-init.{phase}"
+        key = key if key in VERDICTS else "slow-init"
+        yield _verdict(key, [f"rank {rank.rank} on {rank.host}"], f"{what}.")
+
+
+def _warnings(job: NcclJob) -> Iterator[Diagnostic]:
+    """Yield NCCL's own warnings, with what is known of them."""
+    for text, place, num_times, hosts in job.warnings:
+        # That is reported with what else shows it.
+        if not text.startswith("Failed to bind NVLink SHARP"):
+            rule = next(rule for pattern, rule in WARNINGS if pattern.search(text))
+            shown = text
+            if len(text) > _MAX_WARNING:
+                shown = f"{text[: _MAX_WARNING - 3]}..."
+            times = "once" if num_times == 1 else f"{num_times} times"
+            where = f" ({place})" if place else ""
+            yield _verdict(rule, hosts, f"NCCL reports {times}: {shown}{where}")
 
 
 _RULES = (
@@ -661,5 +535,5 @@ _RULES = (
     _init_incomplete,
     _ranks_not_in_log,
     _slow_init,
-    marked_warnings,
+    _warnings,
 )

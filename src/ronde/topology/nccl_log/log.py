@@ -19,7 +19,6 @@ class RankSeen(NamedTuple):
 
     rank: int
     host: str
-    pid: int
     device: int = UNKNOWN  # CUDA's number of its GPU.
     bus_id: str = ""  # ``83000`` for 0000:83:00.0, as NCCL writes it.
     has_started: bool = False  # Its start began.
@@ -34,7 +33,6 @@ class ChannelCounts(NamedTuple):
     coll: int  # For rings and trees.
     nvls: int  # For reductions in the NVLink switches.
     p2p: int  # For sends and receives.
-    p2p_per_peer: int  # Of these, to one other rank.
 
 
 class NcclCommunicator(NamedTuple):
@@ -45,8 +43,11 @@ class NcclCommunicator(NamedTuple):
     num_nodes: int = UNKNOWN  # By NCCL's own count.
     is_mnnvl: bool = False  # NVLink joins nodes in it.
     ranks: tuple[RankSeen, ...] = ()  # Those in the log, by number.
-    rings: tuple[tuple[int, ...], ...] = ()  # Order of the ranks, by channel.
     channels: tuple[ChannelCounts, ...] = ()  # Distinct ones.
+
+    @property
+    def hosts(self) -> list[str]:
+        return sorted({rank.host for rank in self.ranks})
 
 
 class TreeLink(NamedTuple):
@@ -100,12 +101,11 @@ class EdgesSeen(NamedTuple):
 class Tuning(NamedTuple):
     """An algorithm that NCCL chose."""
 
-    collective: str  # ``AllReduce``; empty if unknown.
+    collective: str  # ``AllReduce``.
     algorithm: str  # ``RING``, ``TREE``, ``NVLS``, ...
     protocol: str  # ``LL``, ``LL128`` or ``SIMPLE``.
     min_bytes: int
     max_bytes: int
-    num_operations: int
 
 
 class WarningSeen(NamedTuple):
@@ -136,9 +136,8 @@ class NcclJob(NamedTuple):
     mnnvl: tuple[Reported, ...] = ()  # NVLink between nodes: ``state 3 uuid 0.0``.
     p2p: tuple[Reported, ...] = ()  # GPUs that are refused each other's memory.
     settings: tuple[Reported, ...] = ()  # ``NCCL_IB_HCA=mlx5``.
-    retries: tuple[
-        Reported, ...
-    ] = ()  # ``10.0.0.1<4567> returned Connection refused``.
+    # ``10.0.0.1<4567> returned Connection refused``.
+    retries: tuple[Reported, ...] = ()
     aborts: tuple[Reported, ...] = ()  # Processes that gave up; one value at most.
     trees: tuple[TreeLink, ...] = ()
     paths: tuple[PathSeen, ...] = ()

@@ -7,18 +7,19 @@ is the head of a message that was cut; its tail may follow on a line of its own,
 put to it where exactly one head makes sense of it.
 """
 
+import gzip
+import io
 import re
 import zlib
-from collections.abc import Container, Iterator
-from itertools import chain
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+from typing import BinaryIO, NamedTuple, cast
 
 from ronde.errors import UsageError
 
 MAX_LINE_CHARS = 1 << 16
 """Of a longer line the rest is ignored; NCCL cuts its own at 1,023."""
 
-_PIECE_BYTES = 1 << 20
 _INFO, _WARN = " NCCL INFO ", " NCCL WARN "
 _MARK = (
     r"(\d{1,10}):(\d{1,10}) \[(-?\d{1,4})\] "
@@ -46,6 +47,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Ray's words on lines of other processes that it does not show.
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
+_PIECE_BYTES = 1 << 20
 _MAX_HEADS = 32
 _MAX_PIDS = 1 << 20
 _MAX_PREFIXES = 1 << 16
@@ -73,29 +75,28 @@ class MessageReader:
         self.num_lost = 0  # Pieces of messages that nothing fitted to.
         self._hosts_of_pid: dict[int, set[str]] = {}
         self._hosts: dict[str, int] = {}  # With the number of their processes.
-        self._prefixes: dict[str, tuple[str, int, int]] = {}
+        self._prefixes: dict[str, tuple[str, int, int, bool, str]] = {}
         # Heads of messages that were cut, each with the line where it stood.
         self._heads: list[tuple[int, str]] = []
 
     def feed(self, line: str) -> list[NcclMessage]:
         self.num_lines += 1
+        # Most lines begin like one before them, and looking that up is far cheaper.
+        prefix, _, text = line.partition(_INFO)
+        known = self._prefixes.get(prefix)
+        is_odd = " NCCL " in text or "\r" in text or "\x1b" in text or "[rep" in text
+        if known and not is_odd:
+            return [NcclMessage(*known, text.rstrip(" "))]
         if "\x1b" in line:
             line = _ANSI.sub("", line)
-        line = line.rstrip("\r")
-        if "\r" not in line:
-            return self._feed_part(line)
         # Progress bars write over their own line.
-        return [each for part in line.split("\r") for each in self._feed_part(part)]
+        parts = line.rstrip("\r").split("\r")
+        return [each for part in parts for each in self._feed_part(part)]
 
     def end(self) -> None:
         self._forget(len(self._heads))
 
     def _feed_part(self, line: str) -> list[NcclMessage]:
-        # Most lines begin like one before them, and looking that up is far cheaper.
-        prefix, mark, text = line.partition(_INFO)
-        known = self._prefixes.get(prefix)
-        if known is not None and _INFO not in text and _WARN not in text:
-            return [NcclMessage(*known, False, "", _plain(text))]  # noqa: FBT003
         match = _CLEAN.match(line)
         if match is not None and not _has_mark(line, match.end()):
             message = _message(match.group(1), match, line[match.end() :], 2)
@@ -103,11 +104,12 @@ class MessageReader:
             if not is_known and self._heads and (mended := self._join_host(line)):
                 return [mended]
             if is_known or self._is_own(message.host, message.pid):
-                if prefix and mark and not message.is_warning:
+                prefix = line.partition(_INFO)[0]
+                if prefix and not message.is_warning:
                     if len(self._prefixes) >= _MAX_PREFIXES:
                         # Times of day stand in them: no two are alike.
                         self._prefixes.clear()
-                    self._prefixes[prefix] = message.host, message.pid, message.thread
+                    self._prefixes[prefix] = message[:-1]
                 return [message]
         if match is None and not self._heads and "CCL" not in line:
             return []
@@ -269,22 +271,24 @@ def _plain(text: str) -> str:
 
 
 # Each line: the first word or group of a message, its topic, and the whole message;
-# indented lines go on with the one above. Without a form: there are many, and nothing
-# is read from them. @ stands for a fragment below.
+# behind => what it reports, if not its first group. Indented lines go on with the one
+# above. Without a form: there are many, and nothing is read from them. @ stands for a
+# fragment below.
 _FORMS = r"""
-NCCL version NCCL version (@VERSION)(?: .*)?
-RCCL version RCCL version (?:: )?(@VERSION)(?: .*)?
-cudaDriverVersion driver cudaDriverVersion (\d+)
+NCCL versions NCCL version (@VERSION)(?: .*)?
+RCCL versions RCCL version (?:: )?(@VERSION)(?: .*)?
+cudaDriverVersion drivers cudaDriverVersion (\d+)
 Bootstrap bootstrap Bootstrap ?: Using ?(?:\[\d+\])?([^\s:]+):\S*
-Using network Using network (\S.*?)
-NET/ ib_found NET/(IB\w*) ?: Using@DEVICES ?(?:\[RO\])?; OOB (\S+)
-NET/ socket_found NET/(Socket) ?: Using@DEVICES
-NET/ none_found NET/(IB\w*) ?: No device found\.
+Using networks Using network (\S.*?)
+NET/ found NET/(IB\w*) ?: Using@DEVICES ?(?:\[RO\])?; OOB \S+
+NET/ found NET/(Socket) ?: Using@DEVICES
+NET/ candidates NET/(IB\w*) ?: No device found\. => {} none
 NET/ gdr NET/(.+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA \d+ '(.+)'
-NET/ ofi_found NET/OFI Selected [Pp]rovider is ([\w;.-]+)(?:, fabric is \S+)?
-    [ ]\(found (\d+) nics\)
-NET/ plugin (NET/Plugin ?: .+|NET/OFI .+)
-=== system === System : maxBw ([\d.]+) totalBw ([\d.]+) ===
+    => {0} {2} {1}
+NET/ candidates NET/OFI Selected [Pp]rovider is ([\w;.-]+)(?:, fabric is \S+)?
+    [ ]\(found (\d+) nics\) => Libfabric {} ({} adapters)
+NET/ plugins (NET/Plugin ?: .+|NET/OFI .+)
+=== system === System : maxBw [\d.]+ totalBw [\d.]+ ===
 === system ={30,}
 + tree_link ( *)\+ ([A-Z0-9]{3,4})\[([\d.]+)\] - (@ELEMENT)
     (?: \([0-9a-f./-]*?([\d.]*)\))?(?: \[MLOPart \d+\])?
@@ -294,26 +298,26 @@ Pattern graph Pattern (\d+), crossNic \d+, nChannels (\d+), bw ([\d.]+)/([\d.]+)
     [ ]type (\w+)/(\w+), sameChannels \d+
 Channel edge Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\]
     [ ](?:\[(?:send|receive)\] )?via (@TRANSPORT)(?: comm \S+ nRanks \d+)?
-Channel ring Channel (\d+)/(\d+) :((?: +\d+)+)
+Channel ring Channel \d+/\d+ :((?: +\d+)+)
 CollNet edge CollNet \d+/\d+ : (\d+)() \[(?:send|receive)\] via
     [ ](COLLNET/[\w.-]+)/-?\d+(?:/GDRDMA)?(?:/Shared)?
-P2P p2p_refused (P2P is disabled between connected GPUs \d+ and \d+)\..*
-Could p2p_refused (Could not enable P2P between dev \d+\(=[0-9a-f]+\) and dev \d+)\(=.*
-Call retry Call to connect returned (.+), retrying
-retry retry \w+: connect to (\S+ returned .+), retrying \(\d+/\d+\)
+P2P p2p (P2P is disabled between connected GPUs \d+ and \d+)\..*
+Could p2p (Could not enable P2P between dev \d+\(=[0-9a-f]+\) and dev \d+)\(=.*
+Call retries Call to connect returned (.+), retrying
+retry retries \w+: connect to (\S+ returned .+), retrying \(\d+/\d+\)
     [ ]after sleep for \d+ msec
-NVLS nvls NVLS multicast support is (not )?available on dev (\d+)
+NVLS nvls NVLS multicast support is ((?:not )?available on dev \d+)
     (?: \(NVLS_NCHANNELS -?\d+\))?
-Failed nvls_lost Failed to bind NVLink SHARP \(NVLS\) Multicast memory of size \d+ :
-    [ ](CUDA error \d+ '.*?').*
-Failed library (Failed to open libibverbs\.so\S*)
-MNNVL mnnvl MNNVL busId 0x([0-9a-f]+) fabric UUID (\S+) cliqueId (0x[0-9a-f]+)
-    [ ]state (\d+) healthMask (0x[0-9a-f]+)
-comm layout comm (0x[0-9a-f]+) rank (\d+) nRanks (\d+) nNodes (\d+) localRanks (\d+)
+Failed nvls Failed to bind NVLink SHARP \(NVLS\) Multicast memory of size \d+ :
+    [ ](CUDA error \d+ '.*?').* => lost: {}
+Failed plugins (Failed to open libibverbs\.so\S*)
+MNNVL mnnvl MNNVL busId 0x[0-9a-f]+ fabric UUID (\S+) cliqueId 0x[0-9a-f]+
+    [ ]state (\d+) healthMask 0x[0-9a-f]+ => state {1} uuid {0}
+comm layout comm (0x[0-9a-f]+) rank (\d+) nRanks (\d+) nNodes (\d+) localRanks \d+
     [ ]localRank \d+ MNNVL (\d)
-comm abort comm 0x[0-9a-f]+ rank \d+ n[rR]anks \d+ cudaDev \d+ busId [0-9a-f]+ -
-    [ ]Abort (?:START|COMPLETE)
-init init (?:\[Rank \d+\] )?(?:(\w+) )?comm (0x[0-9a-f]+) rank (\d+) nranks (\d+)
+comm aborts comm 0x[0-9a-f]+ rank \d+ n[rR]anks \d+ cudaDev \d+ busId [0-9a-f]+ -
+    [ ]Abort (?:START|COMPLETE) => aborted
+init init (?:\[Rank \d+\] )?(?:\w+ )?comm (0x[0-9a-f]+) rank (\d+) nranks (\d+)
     [ ]cudaDev (\d+)(?: nvmlDev \d+)? busId ([0-9a-f]+)
     (?: parent (0x[0-9a-f]+|\(nil\)) (?:(?:splitCount|childCount) (\d+) )?
     color (-?\d+) key -?\d+)?(?: commId (0x[0-9a-f]+))?
@@ -325,14 +329,14 @@ Connected uses Connected all rings, use ring (PXN \d+ GDR \d+)
 Ring
 Trees
 digit channels (\d+) coll channels, (?:\d+ collnet channels, )?(\d+) nvls channels,
-    [ ](\d+) p2p channels, (\d+) p2p channels per peer
-digit old_tuning (\d+) Bytes -> Algo (\d+) proto (\d+) time [\d.]+
+    [ ](\d+) p2p channels, \d+ p2p channels per peer
 comm: channels comm:0x[0-9a-f]+, nRanks:\d+, nNodes:\d+, coll channels:(\d+)
     [ ]collnet channels:\d+, nvls channels:(\d+), p2p channels:(\d+),
-    [ ]p2p channels per peer:(\d+)
+    [ ]p2p channels per peer:\d+
 tuning tuning (\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)
     [ ]channel\{Lo\.\.Hi\}=\{\d+\.\.\d+\}
-setting setting ([NR]CCL_[A-Z0-9_]+) set (?:by environment )?to (\S(?:.*?\S)??)\.?
+setting settings ([NR]CCL_[A-Z0-9_]+) set (?:by environment )?to (\S(?:.*?\S)??)\.?
+    => {}={}
 """
 _FRAGMENTS = {
     "@VERSION": r"\d+\.\d+\.\d+\w*(?:\+(?:cuda|hip)[\d.]+)?(?:-\S+)?",
@@ -354,13 +358,18 @@ def _compile(form: str) -> re.Pattern[str]:
     return re.compile(form)
 
 
-def _compile_forms() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+_Match = Callable[[str], re.Match[str] | None]
+
+
+def _compile_forms() -> dict[str, list[tuple[str, str, _Match]]]:
+    found: dict[str, list[tuple[str, str, _Match]]] = {}
     for line in _FORMS.strip().replace("\n    ", "").split("\n"):
         word, topic, form = [*line.split(" ", 2), "", ""][:3]
+        form, _, words = form.partition("=>")
         forms = found.setdefault(word, [])
         if form:
-            forms.append((topic, _compile(form)))
+            match = _compile(form.rstrip(" ")).fullmatch
+            forms.append((topic, words.strip(), match))
     found["comm"] += found["init"]
     return found
 
@@ -369,16 +378,16 @@ _PATTERNS = _compile_forms()
 _PATH_ITEM = _compile(r"(@ELEMENT) \((\d+)/([\d.]+)/(\w+)\)")
 
 
-def recognise(text: str) -> tuple[str, re.Match[str]] | None:
-    """Return the topic and the match of a message of a known form, matched whole."""
+def recognise(text: str) -> tuple[str, str, re.Match[str]] | None:
+    """Return topic, words and match of a message of a known form, matched whole."""
     # Most begin with a known word as it stands, and stripping all costs time.
-    forms = _PATTERNS.get(text.partition(" ")[0])
+    forms = _PATTERNS.get(text[: text.find(" ")])
     if forms is None:
         word = text.lstrip(" ").partition(" ")[0].rstrip(":")
         forms = _PATTERNS.get(word) or _PATTERNS.get(_group_of(word, text), [])
-    for topic, pattern in forms:
-        if match := pattern.fullmatch(text):
-            return topic, match
+    for topic, words, fullmatch in forms:
+        if match := fullmatch(text):
+            return topic, words, match
     return None
 
 
@@ -408,58 +417,30 @@ def _group_of(word: str, text: str) -> str:
 
 
 def read_lines(file: BinaryIO) -> Iterator[str]:
-    """Yield lines without their ends; of one without end the beginning alone.
+    """Yield lines without their ends; of long ones the beginning alone.
 
     Raises:
         OSError: The file cannot be read.
         UsageError: It is packed, and damaged or cut.
     """
+    whole = io.BufferedReader(cast("io.RawIOBase", file))
+    is_packed = whole.peek(2).startswith(b"\x1f\x8b")
+    source = gzip.GzipFile(fileobj=whole) if is_packed else whole
     rest = ""
-    for piece in _read_pieces(file):
-        # What is no UTF-8, or is cut by a piece's end, stands as replacement
-        # characters: no field of NCCL's that is read here holds any.
-        first, *others = piece.decode(errors="replace").split("\n")
-        if not others:
-            rest = (rest + first)[:MAX_LINE_CHARS]
-            continue
-        yield rest + first
-        *lines, rest = others
-        yield from lines
+    try:
+        for piece in iter(partial(source.read, _PIECE_BYTES), b""):
+            # What is no UTF-8, or is cut by a piece's end, stands as replacement
+            # characters: no field of NCCL's that is read here holds any.
+            *lines, rest = (rest + piece.decode(errors="replace")).split("\n")
+            yield from lines
+            rest = rest[:MAX_LINE_CHARS]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        why = "it was cut" if isinstance(error, EOFError) else error
+        raise UsageError(
+            f"a packed log must be whole gzip data, got an error: {why}. Unpack what "
+            "there is, and give that: zcat FILE > nccl.log"
+        ) from None
+    finally:
+        whole.detach()  # The file is the caller's to close.
     if rest:
         yield rest
-
-
-def _read_pieces(file: BinaryIO) -> Iterator[bytes]:
-    pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
-    first = next(pieces, b"")
-    whole = chain([first], pieces)
-    return _unpack(whole) if first.startswith(b"\x1f\x8b") else whole
-
-
-def _unpack(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield what gzip packed; one after another where several lie in a file."""
-    gzip_window = 31
-    unpacker = zlib.decompressobj(gzip_window)
-    try:
-        for piece in pieces:
-            rest = piece
-            while rest:
-                if unpacker.eof:
-                    unpacker = zlib.decompressobj(gzip_window)
-                yield unpacker.decompress(rest, _PIECE_BYTES)
-                rest = unpacker.unconsumed_tail
-                if unpacker.eof:
-                    # Zeros fill up what is written in blocks.
-                    rest = unpacker.unused_data.lstrip(b"\0")
-        yield unpacker.flush()
-    except zlib.error as error:
-        raise _damaged(str(error)) from None
-    if not unpacker.eof:
-        raise _damaged("it was cut")
-
-
-def _damaged(how: str) -> UsageError:
-    return UsageError(
-        f"a packed log must be whole gzip data, got an error: {how}. Unpack what there "
-        "is, and give that: zcat FILE > nccl.log"
-    )
