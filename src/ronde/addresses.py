@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 _NEEDED = _IFF_UP | _IFF_RUNNING
-_ANY_PORT = 9
-"""Nothing is sent there: a port has to be named to ask for a route."""
+_ANY_PORT = 9  # nothing is sent there, but a route is asked for with a port
 
 
 class InterfaceAddress(NamedTuple):
@@ -39,8 +38,7 @@ _Node._fields_ = [
 def read_interfaces() -> tuple[InterfaceAddress, ...]:
     """Return the addresses that other hosts may reach this one by, IPv4 first.
 
-    Left out are loopback interfaces, those that are down or have no carrier, and
-    link-local addresses, which mean nothing without the name of a link.
+    None are of loopback, of interfaces without a carrier, or link-local.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [_Link]
@@ -97,7 +95,7 @@ def choose_address(
 
     Best is one without a router between, then IPv4, then the fastest interface.
     ``sources`` has, for every other host, its own address towards each candidate, empty
-    where it has no route there; ``mbit_per_s`` the known rates of the interfaces.
+    where it has no route there.
     """
     reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]
 
@@ -111,15 +109,12 @@ def choose_address(
 
 
 def _is_neighbour(candidate: InterfaceAddress, source: str) -> bool:
-    """Return whether an address lies in the network of a candidate."""
     family = family_of(candidate.address)
     if family != family_of(source):
         return False
-    here, there = (
-        socket.inet_pton(family, address) for address in (candidate.address, source)
-    )
-    differing = int.from_bytes(here, "big") ^ int.from_bytes(there, "big")
-    return differing >> (8 * len(here) - candidate.prefix_length) == 0
+    raw = [socket.inet_pton(family, a) for a in (candidate.address, source)]
+    here, there = (int.from_bytes(each, "big") for each in raw)
+    return (here ^ there) >> (8 * len(raw[0]) - candidate.prefix_length) == 0
 
 
 def is_loopback(address: str) -> bool:
@@ -128,15 +123,11 @@ def is_loopback(address: str) -> bool:
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def source_towards(address: str) -> str:
-    """Return the own address that a packet to a numeric address would leave by.
-
-    Nothing is sent. Empty where no route leads there.
-    """
+    """Return the own address towards a numeric one; empty without a route there."""
     family = family_of(address)
     try:
         socket.inet_pton(family, address)  # a name would be looked up, which may take

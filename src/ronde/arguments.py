@@ -19,12 +19,8 @@ class CommandParser(argparse.ArgumentParser):
     value in braces must be one of those words, one in brackets may be left out, and
     with ``...`` behind it the option may be given several times. ``--[no-]x`` is both
     ``--x`` and ``--no-x``. Options that were not given are None, [] or False.
-
-    Raises ``UsageError`` where argparse would print its usage and exit with 2.
-
-    Args:
-        types: What reads a value, by the word that stands for it in the help.
-        positionals: ``nargs`` of the words that are no options, by name.
+    ``types`` has what reads a value, by its word in the help; ``positionals`` the
+    ``nargs`` of each. Errors are ``UsageError``.
     """
 
     def __init__(
@@ -49,20 +45,19 @@ class CommandParser(argparse.ArgumentParser):
                 self._declare(names.split(", "), value or "", has_more=bool(repeated))
 
     def _declare(self, names: list[str], value: str, *, has_more: bool) -> None:
+        how: dict[str, Any] = {"metavar": value, "type": self._types.get(value, str)}
         if _OPTIONAL in names[0]:
             names = [names[0].replace(_OPTIONAL, "")]
-            self.add_argument(*names, action=argparse.BooleanOptionalAction)
+            how = {"action": argparse.BooleanOptionalAction}
         elif not value:
-            self.add_argument(*names, action="store_true")
+            how = {"action": "store_true"}
         elif has_more:
-            self.add_argument(*names, action="append", default=[], metavar=value)
-        else:
-            choices = value[1:-1].split(",") if value.startswith("{") else None
-            is_optional = value.startswith("[") and value.endswith("]")
-            nargs = "?" if is_optional else None
-            kind = self._types.get(value, str)
-            how: dict[str, Any] = {"metavar": value, "type": kind, "choices": choices}
-            self.add_argument(*names, nargs=nargs, const="" if nargs else None, **how)
+            how = {"action": "append", "default": [], "metavar": value}
+        elif value.startswith("{"):
+            how["choices"] = value[1:-1].split(",")
+        elif value.startswith("["):
+            how |= {"nargs": "?", "const": ""}
+        self.add_argument(*names, **how)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace | None:
         """Return the options; None where help was asked for, and shown."""
@@ -72,7 +67,6 @@ class CommandParser(argparse.ArgumentParser):
         return self.parse_args(words)
 
     def format_help(self) -> str:
-        """Return the text as it was given."""
         return self._help
 
     def given(self, options: argparse.Namespace) -> dict[str, str]:
@@ -80,8 +74,8 @@ class CommandParser(argparse.ArgumentParser):
         given: dict[str, str] = {}
         for action in self._actions:
             value = getattr(options, action.dest, action.default)
-            is_this = action.const in (None, value)
-            if action.option_strings and value != action.default and is_this:
+            is_given = value != action.default and action.const in (None, value)
+            if action.option_strings and is_given:
                 given[action.dest] = action.option_strings[0]
         return given
 
@@ -97,13 +91,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ``UsageError`` with what is wrong with the command line."""
-        if match := re.match(
-            r"(?:ambiguous option|unrecognized arguments): (\S+)", message
-        ):
-            self._refuse_unknown(match[1])
-        required = "the following arguments are required: "
-        if message.startswith(required):
-            message = f"{message.removeprefix(required)} must be given, got none"
+        if match := re.match(r"(ambiguous option|unrecog.* arguments): (\S+)", message):
+            self._refuse_unknown(match[2])
+        if match := re.match("the following arguments are required: (.*)", message):
+            message = f"{match[1]} must be given, got none"
         if match := re.match(r"argument ([^\s/]+)\S*: (.*)", message):
             option, problem = match[1], match[2]
             if problem.startswith("expected "):
@@ -145,7 +136,6 @@ def attribute_of(name: str) -> str:
 def read_number(
     option: str, text: str, cure: str, *, least: int = 0, most: int | None = None
 ) -> int:
-    """Read a whole number of at most nine decimal digits."""
     if text.isascii() and text.isdecimal() and len(text) < 10:
         number = int(text)
         if number >= least and (most is None or number <= most):

@@ -96,7 +96,6 @@ def fresh(error: E) -> E:
     """Return a new error like one that is kept, to raise in its place.
 
     Each raise adds the frames it passes to its error, and with them all that they hold.
-    So an error that is to be raised again and again is kept and never raised itself.
     """
     again = type(error).__new__(type(error), *error.args)
     again.__dict__.update(error.__dict__)

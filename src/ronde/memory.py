@@ -2,16 +2,15 @@
 
 Note [Memory that is kept]:
     By default glibc gives a tensor of 32 MiB and more back to the kernel when it is
-    freed, and what is free at the end of its heap as well. A training step frees its
-    gradients and activations, and the next one takes them anew: the kernel clears every
-    page again, which can take as long as the step. With higher thresholds the memory
-    stays with the process. They are a part of what the machine or the control group has
-    for each of its ranks, so that one that frees much at once still returns it.
+    freed, and what is free at the end of its heap. The next training step takes it
+    anew, and the kernel clears every page, which can take as long as the step. With
+    higher thresholds the memory stays with the process. They are a part of what the
+    machine or the control group has for each of its ranks.
 """
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -19,10 +18,8 @@ _UNLIMITED = 1 << 60
 _ROOT = Path("/")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _MAX_INT = (1 << 31) - 1
-_GLIBC_MMAP_BYTES = 32 << 20
-"""As high as glibc sets its threshold by itself, on machines of 64 bits."""
-_FIRST_WITHOUT_LIMIT = (2, 35)
-"""Before this version glibc takes no higher threshold than that."""
+_GLIBC_MMAP_BYTES = 32 << 20  # the highest that glibc sets by itself, on 64 bits
+_FIRST_WITHOUT_LIMIT = (2, 35)  # older versions take no higher threshold than that
 
 
 class AvailableMemory(NamedTuple):
@@ -33,19 +30,11 @@ class AvailableMemory(NamedTuple):
     remedy: str  # what a person can do to have more
 
 
-class _GroupFiles(NamedTuple):
-    """Where one version of control groups keeps its figures."""
-
-    mount: str
-    limit: str
-    usage: str
-    reclaimable: str
-
-
-# By the controllers' names in ``/proc/self/cgroup``; version 2 has an empty one.
-_VERSIONS: Mapping[str, _GroupFiles] = {
-    "": _GroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": _GroupFiles(
+# The mount, and the names of limit, usage and reclaimable memory, by the controllers'
+# names in ``/proc/self/cgroup``; version 2 has an empty one.
+_VERSIONS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
         *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
         "total_inactive_file",
     ),
@@ -59,12 +48,10 @@ def available_memory(root: Path = _ROOT) -> AvailableMemory:
         "MemAvailable of this machine",
         "Use fewer ranks, a smaller model, or a machine with more memory.",
     )
-    found = [of_machine, *_of_groups(root)]
-    return min(found, key=lambda each: each.num_bytes)
+    return min([of_machine, *_of_groups(root)], key=lambda each: each.num_bytes)
 
 
 def _of_groups(root: Path) -> Iterator[AvailableMemory]:
-    """Return what each limited group allows that this process is in."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -72,25 +59,27 @@ def _of_groups(root: Path) -> Iterator[AvailableMemory]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         for name in _VERSIONS.keys() & controllers.split(","):
-            files = _VERSIONS[name]
+            mount, *names = _VERSIONS[name]
             # A group is bound by those above it too. In a container the path may be the
             # host's, of which only the last group is mounted, at the root.
             own = PurePosixPath(path.lstrip("/"))
             for each in (own, *own.parents):
-                yield from _of_group(root / files.mount / each, files)
+                yield from _of_group(root / mount / each, *names)
 
 
-def _of_group(folder: Path, files: _GroupFiles) -> Iterator[AvailableMemory]:
+def _of_group(
+    folder: Path, limit_name: str, usage_name: str, reclaimable: str
+) -> Iterator[AvailableMemory]:
     try:
-        limit = int((folder / files.limit).read_text())
-        usage = int((folder / files.usage).read_text())
+        limit = int((folder / limit_name).read_text())
+        usage = int((folder / usage_name).read_text())
     except (OSError, ValueError):  # not mounted, or "max"
         return
     if limit < _UNLIMITED:
-        reclaimable = _fields(folder / "memory.stat").get(files.reclaimable, 0)
+        usage -= _fields(folder / "memory.stat").get(reclaimable, 0)
         yield AvailableMemory(
-            max(0, limit - usage + reclaimable),
-            f"{files.limit} {limit} of the control group",
+            max(0, limit - usage),
+            f"{limit_name} {limit} of the control group",
             "Use fewer ranks or a smaller model, or raise the memory limit of the "
             "container or job (docker run --memory, sbatch --mem, resources.limits).",
         )
@@ -99,10 +88,9 @@ def _of_group(folder: Path, files: _GroupFiles) -> Iterator[AvailableMemory]:
 def _fields(path: Path) -> dict[str, int]:
     """Read lines of a name and a number."""
     try:
-        lines = path.read_text().splitlines()
+        words = [line.split() for line in path.read_text().splitlines()]
     except OSError:
         return {}
-    words = [line.split() for line in lines]
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
 
 
@@ -113,7 +101,6 @@ class MallocThresholds(NamedTuple):
     mmap_bytes: int  # each allocation of this size and more, when it is freed
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which a process has them from its start."""
         return {
             "MALLOC_TRIM_THRESHOLD_": str(self.trim_bytes),
             "MALLOC_MMAP_THRESHOLD_": str(self.mmap_bytes),
@@ -130,10 +117,7 @@ class MallocThresholds(NamedTuple):
 
 
 def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | None:
-    """Return the thresholds for each of a machine's ranks.
-
-    None where they would be no higher than glibc's own, and without glibc.
-    """
+    """Return each rank's thresholds; None where glibc's own are as high."""
     version = _glibc_version()
     share = available_memory(root).num_bytes // num_ranks
     mmap_bytes = share // 8
@@ -163,9 +147,7 @@ def _glibc_version() -> tuple[int, ...] | None:
 
 def _has_glibc_malloc(libc: ctypes.CDLL) -> bool:
     """Whether malloc is glibc's own, and not that of a library loaded before it."""
-    bases: list[int | None] = []
-    for function in (libc.malloc, libc.gnu_get_libc_version):
-        info = _SymbolInfo()
-        libc.dladdr(function, ctypes.byref(info))
-        bases.append(info.base)
-    return bases[0] == bases[1]
+    found = _SymbolInfo(), _SymbolInfo()
+    libc.dladdr(libc.malloc, ctypes.byref(found[0]))
+    libc.dladdr(libc.gnu_get_libc_version, ctypes.byref(found[1]))
+    return found[0].base == found[1].base

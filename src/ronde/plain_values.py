@@ -24,10 +24,7 @@ def to_plain(value: object) -> object:
 
 
 def from_plain(kind: type[T], plain: object, where: str = "") -> T:
-    """Return the named tuple or the dataclass that a plain value stands for.
-
-    All fields of ``kind`` are annotated; ``where`` names the value in messages.
-    """
+    """Return the named tuple or dataclass of a plain value; ``where`` is its name."""
     where = where or kind.__name__
     if not isinstance(plain, dict):
         raise PlainValueError(f"{where} must be an object, got {shorten(plain)}.")
@@ -41,7 +38,6 @@ def from_plain(kind: type[T], plain: object, where: str = "") -> T:
 
 
 def shorten(value: object) -> str:
-    """Return a value as text that fits into a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -98,10 +94,7 @@ def _checked_items(
     if wanted[-1] is Ellipsis:
         wanted = (wanted[0],) * len(items)
     if len(wanted) != len(items):
-        raise PlainValueError(
-            f"{where} must have {len(wanted)} items, got {len(items)}."
-        )
-    return tuple(
-        _checked(item, kind, f"{where}[{index}]")
-        for index, (item, kind) in enumerate(zip(items, wanted, strict=True))
-    )
+        message = f"{where} must have {len(wanted)} items, got {len(items)}."
+        raise PlainValueError(message)
+    pairs = enumerate(zip(items, wanted, strict=True))
+    return tuple(_checked(item, kind, f"{where}[{i}]") for i, (item, kind) in pairs)

@@ -34,7 +34,6 @@ class MachineRecord:
 
     @classmethod
     def here(cls) -> "MachineRecord":
-        """Describe this machine."""
         return cls(
             num_cores=len(os.sched_getaffinity(0)),
             cpu=_cpu_model(),
@@ -71,7 +70,6 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> "Record":
-        """Read one line."""
         try:
             content: Any = json.loads(text)
         except json.JSONDecodeError as error:
@@ -93,30 +91,23 @@ class Record:
             )
         machine: dict[str, Any] = entries["machine"]
         try:
-            facts = {each.name: machine[each.name] for each in fields(MachineRecord)}
+            facts = [machine[each.name] for each in fields(MachineRecord)]
         except KeyError as error:
             raise UsageError(
                 f"machine of a record must have {error}, got {machine!r}."
             ) from error
-        known["machine"] = MachineRecord(**facts)
+        known["machine"] = MachineRecord(*facts)
         return cls(**known)
 
 
 def append_record(path: Path, record: Record, *, is_private: bool = False) -> None:
-    """Append one line to ``path``, which is made if need be; with mode 600 if private.
-
-    Processes may append to one file at the same time; lines do not mix.
-    """
+    """Append one line to ``path``, which is made if need be; lines do not mix."""
     line = f"{record.to_json()}\n".encode()
-    # One write to a file opened for appending: the kernel keeps lines whole.
     mode = 0o600 if is_private else 0o644
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
-    try:
-        view = memoryview(line)
-        while view:
-            view = view[os.write(descriptor, view) :]
-    finally:
-        os.close(descriptor)
+    # One write to a file opened for appending: the kernel keeps lines whole.
+    with open(path, "ab", 0, opener=lambda p, flags: os.open(p, flags, mode)) as file:
+        while line:
+            line = line[file.write(line) or 0 :]
 
 
 def read_records(path: Path, kind: str | None = None) -> list[Record]:
@@ -124,15 +115,11 @@ def read_records(path: Path, kind: str | None = None) -> list[Record]:
     records: list[Record] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                record = Record.from_json(line)
+                records += [Record.from_json(line)] if line.strip() else []
             except UsageError as error:
                 raise UsageError(f"{path}:{number}: {error}") from error
-            if kind in (None, record.kind):
-                records.append(record)
-    return records
+    return [record for record in records if kind in (None, record.kind)]
 
 
 def _cpu_model() -> str:

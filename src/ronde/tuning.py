@@ -5,10 +5,9 @@ Note [How a setting is chosen]
     change left out. After a warm-up every candidate gets a sample; then the better half
     of them another, and so on, until one is left or the samples are used up.
 
-    What has won so far may have won by luck, or because the machine was slow while the
-    default ran. So it meets the default once more, in pairs of samples, in alternating
-    order. It is taken if it was cheaper by ``min_gain`` in all pairs but one; else the
-    default stays.
+    The winner may have won by luck. So it meets the default once more, in pairs of
+    samples, in alternating order, and must be cheaper by ``min_gain`` in all pairs but
+    one; else the default stays.
 """
 
 import csv
@@ -35,7 +34,7 @@ class TuningOptions:
 
     def __post_init__(self) -> None:
         least = {"warmup_samples": 0, "steps_per_sample": 1, "max_samples": 1}
-        for name, limit in (*least.items(), ("num_pairs", 3)):
+        for name, limit in (least | {"num_pairs": 3}).items():
             if (value := getattr(self, name)) < limit:
                 raise UsageError(f"{name} must be >= {limit}, got {value}.")
         if not 0.0 <= self.min_gain < 1.0:
@@ -59,8 +58,7 @@ class Sample(Generic[S]):
 class Tuner(Generic[S]):
     """Chooses the setting of the next step: see Note [How a setting is chosen].
 
-    It neither measures nor applies anything. The first candidate is the default; none
-    is there twice. Once ``is_over``, ``setting`` is the choice.
+    The first candidate is the default. Once ``is_over``, ``setting`` is the choice.
     """
 
     def __init__(self, candidates: Sequence[S], options: TuningOptions) -> None:
@@ -108,10 +106,8 @@ class Tuner(Generic[S]):
             yield default
         self._phase = "search"
         winner = yield from self._search()
-        if winner == default:
-            return default
         self._phase = "final"
-        is_better = yield from self._meet(winner, default)
+        is_better = winner != default and (yield from self._meet(winner, default))
         return winner if is_better else default
 
     def _search(self) -> Generator[S, float, S]:
@@ -129,9 +125,8 @@ class Tuner(Generic[S]):
     def _meet(self, winner: S, default: S) -> Generator[S, float, bool]:
         num_lost = 0
         for number in range(self._options.num_pairs):
-            pair = [winner, default] if number % 2 else [default, winner]
             costs: dict[S, float] = {}
-            for setting in pair:
+            for setting in (winner, default) if number % 2 else (default, winner):
                 costs[setting] = yield setting
             limit = (1.0 - self._options.min_gain) * costs[default]
             num_lost += costs[winner] >= limit
@@ -141,10 +136,7 @@ class Tuner(Generic[S]):
 
 
 class TuningLog:
-    """A CSV file of samples, with what was chosen as the last row of each tuner.
-
-    The score is the inverse of the cost, so that more is better, as in Horovod's log.
-    """
+    """A CSV file of samples and of each tuner's choice; the score is 1 / cost."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
         *("tuned", "phase", "first_bucket_bytes", "bucket_bytes"),

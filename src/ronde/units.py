@@ -32,10 +32,7 @@ _NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}"
 
 
 def parse_size_bytes(text: str, option: str = "") -> int:
-    """Read a size such as ``4096``, ``25MiB``, ``8K`` or ``1.5GB`` in bytes.
-
-    An error names the option that it is the value of.
-    """
+    """Read a size such as ``4096``, ``25MiB``, ``8K`` or ``1.5GB`` in bytes."""
     of = f"{option}: " if option else ""
     match = re.fullmatch(rf"({_NUMBER})\s*([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in _SIZE_UNITS:
@@ -85,11 +82,7 @@ def parse_duration_s(text: str, option: str = "") -> float:
 
 
 def format_duration(duration_s: float) -> str:
-    """Write a duration for a reader: ``250us``, ``1.25s``, ``1m30s``, ``2h5m``.
-
-    Below a minute it has three digits; from there on it is rounded to a second, and
-    from an hour on to a minute.
-    """
+    """Write a duration for a reader: ``250us``, ``1.25s``, ``1m30s``, ``2h5m``."""
     if not 0 <= duration_s < math.inf:
         raise UsageError(f"duration_s must be finite and at least 0, got {duration_s}.")
     if duration_s < 59.95:

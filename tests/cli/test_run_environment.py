@@ -137,7 +137,7 @@ def test_other_launchers_words_are_taken_away():
 
 
 def test_a_rank_on_the_second_node_reads_as_one():
-    world = World(5, 6, 1, 2, 2, 3, ("a", "b", "c"))
+    world = World(5, 6, 1, 2, 2, 3)
     env = rank_environment(world, JobFacts("j", 4, "c"), NodeFacts("c", 2, 3))
     node_info = read_rank_info(env)
     assert (

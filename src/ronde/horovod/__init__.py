@@ -1,8 +1,4 @@
-"""Horovod's package under its own name: what unmodified scripts import.
-
-``aliasing`` maps Horovod's modules to those of ronde: ``horovod.torch`` is the same
-module as ``ronde.torch``.
-"""
+"""Horovod's package under its own name: what unmodified scripts import."""
 
 from ronde.horovod.launcher import run
 

@@ -9,20 +9,17 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import cast
 
-_ELASTIC = "ronde.torch.elastic.state"
-_COMPATIBILITY = "ronde.horovod.compatibility"
-_LAUNCHER = "ronde.horovod.launcher"
 _MODULES = {
-    "torch.compression": "ronde.data_parallel.compression",
-    "common.elastic": _ELASTIC,
-    "common.exceptions": _COMPATIBILITY,
-    "common.process_sets": "ronde.torch.process_sets",
-    "common.util": _COMPATIBILITY,
-    "data.data_loader_base": _COMPATIBILITY,
-    "runner.common.util.env": _LAUNCHER,
-    "runner.elastic.worker": _ELASTIC,
-    "runner.runner": _LAUNCHER,
-    "runner.util.threads": _LAUNCHER,
+    "torch.compression": "data_parallel.compression",
+    "common.elastic": "torch.elastic.state",
+    "common.exceptions": "horovod.compatibility",
+    "common.process_sets": "torch.process_sets",
+    "common.util": "horovod.compatibility",
+    "data.data_loader_base": "horovod.compatibility",
+    "runner.common.util.env": "horovod.launcher",
+    "runner.elastic.worker": "torch.elastic.state",
+    "runner.runner": "horovod.launcher",
+    "runner.util.threads": "horovod.launcher",
 }
 """Horovod's modules, and which of ronde's have what is in them."""
 _PACKAGES = {name.rpartition(".")[0] for name in _MODULES} | {"runner.common"}
@@ -33,10 +30,7 @@ _NOT_HERE = ("mxnet", "ray", "spark")
 
 
 def install() -> None:
-    """Make ``horovod`` and all below it ronde's, in this process, from now on.
-
-    Meant for the package ``horovod`` itself, which this replaces while it is imported.
-    """
+    """Make ``horovod``, which calls this, and all below it ronde's from now on."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     sys.modules["horovod"] = import_module("ronde.horovod")
@@ -71,7 +65,7 @@ def _loader(name: str) -> tuple[Loader | None, bool]:
     if name == _RUN:
         return _RunLoader(), True
     if name in _MODULES:
-        return _Loader(_MODULES[name]), False
+        return _Loader(f"ronde.{_MODULES[name]}"), False
     if name.partition(".")[0] != "torch":
         return (_PackageLoader(name) if name in _PACKAGES else None), True
     own = find_spec(f"ronde.{name}")

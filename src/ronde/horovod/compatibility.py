@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from itertools import pairwise
-from queue import Empty, Full, Queue
+from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
 
@@ -157,9 +157,8 @@ class BaseDataLoader:
 class AsyncDataLoaderMixin(BaseDataLoader):
     """Has a thread read ahead; stands before a ``BaseDataLoader`` among the bases.
 
-    It goes on from epoch to epoch until ``close_async_loader``. An iteration that is
-    broken off is taken up by the next one. With ``async_loader_queue_size`` 0 there is
-    no thread; ``debug_data_loader`` logs each batch.
+    It goes on from epoch to epoch until ``close_async_loader``; there is no thread with
+    ``async_loader_queue_size`` 0. ``debug_data_loader`` logs each batch.
     """
 
     def __init__(
@@ -180,11 +179,9 @@ class AsyncDataLoaderMixin(BaseDataLoader):
     def close_async_loader(self) -> None:
         """End the thread; what it has read ahead is dropped."""
         self.finished_event.set()
-        if self.started:
-            self.thread.join()
-        with suppress(Empty):
-            while True:
-                self.queue.get_nowait()
+        while self.thread.is_alive() or not self.queue.empty():
+            with suppress(Empty):
+                self.queue.get(timeout=_LOOK_INTERVAL_S)
 
     def __iter__(self) -> Iterator[Any]:
         if self.async_loader_queue_size <= 0:
@@ -200,31 +197,23 @@ class AsyncDataLoaderMixin(BaseDataLoader):
         try:
             while not self.finished_event.is_set():
                 for batch in self._iterate():
-                    if not self._offer(batch):
+                    self.queue.put(batch)
+                    if self.debug_data_loader:
+                        _logger.info("%d batches are read ahead.", self.queue.qsize())
+                    if self.finished_event.is_set():
                         return
-                self._offer(None)
+                self.queue.put(None)
         except Exception as error:  # noqa: BLE001  a thread's outermost line
-            self._offer(error)
-
-    def _offer(self, item: Any) -> bool:  # noqa: ANN401  a batch
-        """Put an item where ``__iter__`` finds it; False when all is over."""
-        while not self.finished_event.is_set():
-            try:
-                self.queue.put(item, timeout=_LOOK_INTERVAL_S)
-            except Full:
-                continue
-            if self.debug_data_loader:
-                _logger.info("%d batches are read ahead.", self.queue.qsize())
-            return True
-        return False
+            self.queue.put(error)
 
     def _take(self) -> Any:  # noqa: ANN401  a batch
         """Return the next batch, None at the end of an epoch or of all."""
         while not self.finished_event.is_set():
+            is_alive = self.thread.is_alive()  # before: its last words are not missed
             try:
                 item = self.queue.get(timeout=_LOOK_INTERVAL_S)
             except Empty:
-                if not self.thread.is_alive():
+                if not is_alive:
                     return None
                 continue
             if isinstance(item, Exception):

@@ -85,8 +85,6 @@ def run(
         min_num_proc: So many ranks suffice where there are fewer slots than
             ``num_proc``, and the results of the first so many are returned.
         slots: Of a host that the discovery script names without.
-        start_timeout: Seconds that the ranks may take to connect.
-        output_filename: Directory for what the ranks print.
         executable: Python for the ranks; None for this one.
 
     Raises:
@@ -95,10 +93,10 @@ def run(
     """
     asked = _renamed(dict(locals()))
     asked["verbose"] = bool(verbose)
-    for one, other in (("hosts", "hostfile"), ("use_gloo", "use_mpi")):
-        if asked[one] and asked[other]:
-            what = "one provided" if one == "hosts" else "one set True"
-            raise UsageError(f"Argument {one} and {other} only allow {what}.")
+    if hosts and hostfile:
+        raise UsageError("Argument hosts and hostfile only allow one provided.")
+    if use_gloo and use_mpi:
+        raise UsageError("Argument use_gloo and use_mpi only allow one set True.")
     call = partial(func, *args, **dict(kwargs or {}))
     with tempfile.TemporaryDirectory(prefix="ronde-run-") as name:
         folder = Path(name)
@@ -118,7 +116,7 @@ def run(
 class _CallOutcome(NamedTuple):
     result: Any
     traceback: str  # of what the call raised; empty if it returned
-    ended_ns: int  # by ``time.monotonic_ns()``
+    ended_ns: int
     size: int  # number of ranks
 
 
@@ -127,35 +125,33 @@ def run_rank(folder: Path) -> None:
     rank_info = read_rank_info()
     path: list[str] = pickle.loads((folder / "path").read_bytes())  # noqa: S301  ours
     sys.path.extend(entry for entry in path if entry not in sys.path)
-    file = folder / f"outcome-{rank_info.rank}"
 
-    def dump(result: object, text: str) -> bytes:
+    def leave(result: object, text: str) -> None:
         ended_ns = time.monotonic_ns()
-        return cloudpickle.dumps(_CallOutcome(result, text, ended_ns, rank_info.size))
+        outcome = _CallOutcome(result, text, ended_ns, rank_info.size)
+        content = cloudpickle.dumps(outcome)
+        (folder / f"outcome-{rank_info.rank}").write_bytes(content)
 
     try:
         call = pickle.loads((folder / "call").read_bytes())  # noqa: S301  ours
-        content = dump(call(), "")
+        leave(call(), "")
     except BaseException:
-        file.write_bytes(dump(None, traceback.format_exc()))
+        leave(None, traceback.format_exc())
         raise
-    file.write_bytes(content)
 
 
 def _collect_outcomes(folder: Path, max_size: int) -> list[_CallOutcome | None]:
-    """Return the outcome of each rank; None for one that left none."""
-    outcomes: list[_CallOutcome | None] = []
-    for rank in range(max_size):
-        file = folder / f"outcome-{rank}"
-        found = pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301
-        outcomes.append(found)
+    files = [folder / f"outcome-{rank}" for rank in range(max_size)]
+    outcomes: list[_CallOutcome | None] = [
+        pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301  ours
+        for file in files
+    ]
     # Fewer may have started than were asked for.
     started = next((each.size for each in outcomes if each is not None), max_size)
     return outcomes[:started]
 
 
 def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by their present names."""
     for old, new in _OLD_NAMES.items():
         value = asked.pop(old)
         if value is not None and value != "":
@@ -176,34 +172,27 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
         # A program that is a world of its own may well have been started as one.
         words.append("--nested")
     for name, value in asked.items():
+        option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
         if value is None or value is False or name in _NO_OPTIONS:
             continue
-        option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
         if value is True:
             words.append(option)
         elif name == "cooldown_range":
             words += [option, *map(str, value)]
-        elif name == "network_interfaces":
-            words += [option, ",".join(value)]
         else:
             # In one word, for a value that begins with a dash as options do.
-            words.append(f"{option}={value}")
+            text = ",".join(value) if name == "network_interfaces" else value
+            words.append(f"{option}={text}")
     return words
 
 
 def _run_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
-    """Run a command, showing what it prints; return its code and its last errors.
-
-    In a notebook ``sys.stdout`` and ``sys.stderr`` are not the process's own.
-    """
+    """Run a command, showing what it prints; return its code and its last errors."""
     errors: deque[str] = deque(maxlen=_TAIL_LINES)
+    # In a notebook ``sys.stdout`` and ``sys.stderr`` are not the process's own.
+    devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="backslashreplace",
+        words, stdin=devnull, stdout=pipe, stderr=pipe, errors="backslashreplace"
     ) as process:
         outputs = (process.stdout, sys.stdout, deque[str](maxlen=0))
         thread = Thread(target=_show, args=outputs)
@@ -222,19 +211,13 @@ def _show(lines: Iterable[str], shown: TextIO, kept: deque[str]) -> None:
 
 def _require_success(code: int, outcomes: Sequence[_CallOutcome | None]) -> None:
     """Raise, in Horovod's words, where a rank failed."""
-    failures = {
-        rank: outcome
-        for rank, outcome in enumerate(outcomes)
-        if outcome is not None and outcome.traceback
-    }
-    if code == 0 and not failures and None not in outcomes:
+    numbered = list(enumerate(outcomes))
+    failures = [(o.ended_ns, rank, o.traceback) for rank, o in numbered if o]
+    failures = sorted(each for each in failures if each[-1])
+    silent = [rank for rank, outcome in numbered if outcome is None]
+    if code == 0 and not failures and not silent:
         return
-    if failures:
-        first = min(failures, key=lambda rank: failures[rank].ended_ns)
-        name, reason = str(first), failures[first].traceback
-    else:
-        silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-        name, reason = f"one of {silent}", ""
+    _, name, reason = failures[0] if failures else (0, f"one of {silent}", "")
     raise RuntimeError(_FAILED.format(name=name, code=code) + reason)
 
 
@@ -281,10 +264,7 @@ def on_event(
     daemon: bool = True,
     silent: bool = False,
 ) -> Thread:
-    """Call a function, in a thread of its own, once an event is set.
-
-    ``stop`` ends the wait; it is looked at every ``check_stop_interval_s``.
-    """
+    """Call a function, in a thread of its own, once an event is set, until ``stop``."""
     _require_tuple(args)
     if stop is None and not daemon:
         raise ValueError(

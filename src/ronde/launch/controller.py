@@ -136,7 +136,7 @@ class JobPlan(NamedTuple):
     def _worlds(self) -> Iterator[World]:
         sizes = [len(share.ranks) for share in self.shares]
         num_at = [sum(size > local for size in sizes) for local in range(max(sizes))]
-        num_before, hosts = [0] * len(num_at), tuple(s.host.name for s in self.shares)
+        num_before = [0] * len(num_at)
         for share, size in zip(self.shares, sizes, strict=True):
             for local_rank, rank in enumerate(share.ranks):
                 yield World(
@@ -146,7 +146,6 @@ class JobPlan(NamedTuple):
                     local_size=size,
                     cross_rank=num_before[local_rank],
                     cross_size=num_at[local_rank],
-                    hosts=hosts,
                 )
                 num_before[local_rank] += 1
 

@@ -15,13 +15,13 @@ from struct import Struct
 from typing import NamedTuple, Protocol, TypeVar, cast, get_args
 
 from ronde.addresses import InterfaceAddress
-from ronde.errors import LaunchError
+from ronde.errors import LaunchError, StoreError
 from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
+from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import UNKNOWN_NODE, Machine
 
 T = TypeVar("T")
 PROTOCOL = 9  # changes when a message changes; both sides must have the same
-MAX_FRAME_BYTES = 16 << 20  # longest frame, its length field not counted
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -325,31 +325,20 @@ class FrameDecoder:
     """Turn received bytes, cut anywhere, back into messages."""
 
     def __init__(self) -> None:
-        self._received = bytearray()
+        self._splitter = Splitter(MAX_FRAME_BYTES)
 
     def feed(self, data: bytes) -> list[Frame]:
         """Return what is complete now: control messages as bytes, all else as it is.
 
         LaunchError where it is no frame: the stream cannot be used further.
         """
-        self._received += data
-        complete: list[Frame] = []
-        start = 0
-        while len(self._received) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received, start)
-            if not 1 <= length <= MAX_FRAME_BYTES:
-                raise LaunchError(
-                    f"frame length must be in 1..{MAX_FRAME_BYTES}, got {length}. "
-                    "Something other than ronde wrote to the control channel."
-                )
-            end = start + _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            frame = bytes(memoryview(self._received)[start + _LENGTH.size : end])
-            start = end
-            complete.append(_open_frame(frame[0], frame[1:]))
-        del self._received[:start]
-        return complete
+        try:
+            frames = self._splitter.feed(data)
+        except StoreError as error:
+            raise LaunchError(
+                f"{error} Something other than ronde wrote to the control channel."
+            ) from None
+        return [_open_frame(frame[0], frame[1:]) for frame in frames]
 
 
 def _open_frame(kind: int, body: bytes) -> Frame:

@@ -5,9 +5,7 @@ a rank makes a random key and MUNGE encodes it so that only processes of its own
 can read it. Else the key is in a file in the user's home, shared by all hosts.
 
 Note [What is proven on a network]
-    Both sides know a key, or derive one from the rank's credential, which only the same
-    user can read. A peer without the key receives a random number and nothing else, and
-    nothing it sends is obeyed::
+    A peer without the key receives a random number and nothing else::
 
         store -> rank   magic, store's nonce
         rank -> store   kind of credential, rank's nonce, credential, proof as "rank"
@@ -15,9 +13,8 @@ Note [What is proven on a network]
 
     A proof is HMAC-SHA256 of the role and both nonces. Every later frame ends with one
     of its direction, number and body, with keys made of the same nonces: it cannot be
-    changed, repeated, dropped or moved unnoticed. So a false store is found out before
-    anything is sent to it, and a man in the middle can only cut the connection. Nothing
-    is encrypted: keys and values are addresses, no secrets.
+    changed, repeated, dropped or moved unnoticed. A man in the middle can only cut the
+    connection. Nothing is encrypted: keys and values are addresses, no secrets.
 """
 
 import ctypes
@@ -34,7 +31,7 @@ from typing import Any, NamedTuple
 
 from ronde.errors import StoreError, UsageError
 from ronde.store.client import PlainConnection, receive
-from ronde.store.protocol import MAX_FRAME_BYTES, Splitter, decode, encode
+from ronde.store.protocol import Splitter, decode, encode
 
 MAGIC = b"ronde store 1\r\n\0"
 _NONCE_BYTES = 32
@@ -79,60 +76,49 @@ class Seal:
         return hmac.digest(self._key, number + body, "sha256")
 
 
-class LocalSession:
-    """The store's side of a connection within this host, whose end the kernel named."""
+class ServerSession:
+    """The store's side of a connection.
 
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self.is_trusted = True  # the other side may have its requests carried out
-        self.unsent = bytearray()
-        self._splitter = Splitter(max_bytes)
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the bodies of the requests that have come.
-
-        ``StoreError`` for a stranger, or bytes that make no sense.
-        """
-        return self._splitter.feed(data)
-
-    def send(self, frame: bytes) -> None:
-        """Add a reply to what is to be sent."""
-        self.unsent += frame
-
-
-class ProvenSession(LocalSession):
-    """The store's side of a connection on a network.
-
-    ``find_key`` returns the key that an offer stands for, or None.
+    ``find_key`` returns the key that an offer stands for, or None; without it the
+    kernel has named the peer, and nothing is to be proven.
     """
 
-    def __init__(self, find_key: Callable[[int, bytes], bytes | None]) -> None:
-        super().__init__(_MAX_HELLO_BYTES)
-        self.is_trusted = False
+    def __init__(
+        self, find_key: Callable[[int, bytes], bytes | None] | None = None
+    ) -> None:
+        self.is_trusted = find_key is None  # its requests may be carried out
+        self.unsent = bytearray()
         self._find_key = find_key
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self.unsent += MAGIC + self._nonce
+        self._seals: tuple[Seal, Seal] | None = None
+        self._splitter = Splitter()
+        if find_key is not None:
+            self._splitter = Splitter(_MAX_HELLO_BYTES)
+            self._nonce = secrets.token_bytes(_NONCE_BYTES)
+            self.unsent += MAGIC + self._nonce
 
     def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies of the requests that have come; raise for a stranger."""
         bodies = self._splitter.feed(data)
         if bodies and not self.is_trusted:
             self._admit(bodies.pop(0))
-        return [self._received.check(body) for body in bodies]
+        return [self._seals[0].check(b) for b in bodies] if self._seals else bodies
 
     def send(self, frame: bytes) -> None:
-        self.unsent += self._sent.mark(frame)
+        self.unsent += self._seals[1].mark(frame) if self._seals else frame
 
     def _admit(self, hello: bytes) -> None:
         kind, fields = decode(hello)
         if len(fields) != 3 or len(fields[0]) != _NONCE_BYTES:
             raise StoreError("a rank must show a nonce, a credential and a proof.")
         nonce, credential, proof = fields
-        key, nonces = self._find_key(kind, credential), self._nonce + nonce
-        if key is None or not hmac.compare_digest(proof, _proof(key, b"rank", nonces)):
+        key = self._find_key and self._find_key(kind, credential)
+        nonces = self._nonce + nonce
+        if not key or not hmac.compare_digest(proof, _proof(key, b"rank", nonces)):
             raise StoreError("the peer does not belong to this job.")
         self.is_trusted = True
         self._splitter = Splitter()
         self.unsent += encode(0, [_proof(key, b"store", nonces)])
-        self._received, self._sent = (Seal(key, r, nonces) for r in (b"rank", b"store"))
+        self._seals = Seal(key, b"rank", nonces), Seal(key, b"store", nonces)
 
 
 class ProvenConnection(PlainConnection):
@@ -140,14 +126,9 @@ class ProvenConnection(PlainConnection):
 
     def __init__(self, sock: socket.socket, offer: Offer, timeout_s: float) -> None:
         super().__init__(sock)
-        try:
-            nonces = _prove(sock, offer, time.monotonic() + timeout_s)
-        except BaseException:
-            sock.close()
-            raise
-        self._sent, self._received = (
-            Seal(offer.key, role, nonces) for role in (b"rank", b"store")
-        )
+        nonces = _prove(sock, offer, time.monotonic() + timeout_s)
+        self._sent = Seal(offer.key, b"rank", nonces)
+        self._received = Seal(offer.key, b"store", nonces)
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
         return self._received.check(super().ask(self._sent.mark(frame), timeout_s))
@@ -185,10 +166,7 @@ class SharedKey:
 
 
 class SameUser:
-    """Trusts this user's processes on all hosts of a job.
-
-    ``directory`` is the user's, for the secret file; made where it is needed.
-    """
+    """Trusts this user's processes on all hosts of a job, by a file in a directory."""
 
     def __init__(self, job: str, directory: Path) -> None:
         self._job = job.encode()
@@ -230,10 +208,7 @@ Trust = SharedKey | SameUser
 def dial_network(
     address: str, port: int, trust: Trust, timeout_s: float
 ) -> ProvenConnection:
-    """Return a connection to the store at an address.
-
-    ``StoreError`` if it is not of this job, ``OSError`` if nobody answers.
-    """
+    """Dial the store; ``StoreError`` for another job's, ``OSError`` for none."""
     problem: OSError | StoreError | None = None
     sock: socket.socket | None = socket.create_connection((address, port), timeout_s)
     for offer in trust.offers():
@@ -242,6 +217,7 @@ def dial_network(
         try:
             return ProvenConnection(sock, offer, timeout_s)
         except (OSError, StoreError) as error:
+            sock.close()
             problem, sock = error, None
     raise problem or AssertionError("there is always an offer")
 
@@ -251,19 +227,16 @@ def read_secret(path: Path) -> bytes:
     try:
         if not path.exists():
             _make_secret(path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(path, "rb", opener=_open_own) as file:
+            found = os.fstat(file.fileno())
+            is_file = stat.S_ISREG(found.st_mode)
+            content = file.read(4096).strip() if is_file else b""
     except OSError as error:
         raise UsageError(
             f"{path} must be a file that can be made and read, as MUNGE does not "
             f"answer, but: {error.strerror}. Set XDG_CONFIG_HOME to a directory that "
             "all hosts share, or start the ranks with ronde run."
         ) from error
-    try:
-        found = os.fstat(descriptor)
-        is_file = stat.S_ISREG(found.st_mode)
-        content = os.read(descriptor, 4096).strip() if is_file else b""
-    finally:
-        os.close(descriptor)
     is_private = is_file and not found.st_mode & 0o077
     if not is_private or found.st_uid != os.geteuid() or len(content) < _KEY_BYTES:
         raise UsageError(
@@ -279,14 +252,17 @@ def _make_secret(path: Path) -> None:
     """Make the file, whole; another process that is quicker wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(draft, flags, 0o600), "w") as file:
+    with open(draft, "x", opener=_open_own) as file:
         file.write(secrets.token_hex(_KEY_BYTES) + "\n")
     try:
         with suppress(FileExistsError):
             os.link(draft, path)
     finally:
         draft.unlink()
+
+
+def _open_own(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 class _Munge:
@@ -299,16 +275,14 @@ class _Munge:
 
     def encode(self, payload: bytes) -> bytes | None:
         """Return a credential that only this user's processes can read, or None."""
-        library, credential = self._library, ctypes.c_void_p()
+        library, found = self._library, ctypes.c_void_p()
         context = ctypes.c_void_p(library.munge_ctx_create())
         library.munge_ctx_set(context, _UID_RESTRICTION, ctypes.c_int(os.geteuid()))
-        place = ctypes.byref(credential)
-        code = library.munge_encode(place, context, payload, len(payload))
-        try:
-            return ctypes.string_at(credential.value or 0) if code == 0 else None
-        finally:
-            self._free(credential)
-            library.munge_ctx_destroy(context)
+        library.munge_encode(ctypes.byref(found), context, payload, len(payload))
+        library.munge_ctx_destroy(context)
+        credential = ctypes.string_at(found.value) if found.value else None
+        self._free(found)
+        return credential
 
     def decode(self, credential: bytes) -> bytes:
         """Return what a process of this user's has encoded, once; else nothing."""
@@ -316,9 +290,7 @@ class _Munge:
         user, group = ctypes.c_uint(), ctypes.c_uint()
         places = map(ctypes.byref, (payload, length, user, group))
         code = self._library.munge_decode(credential, None, *places)
-        try:
-            if code != 0 or user.value != os.geteuid() or not payload.value:
-                return b""
-            return ctypes.string_at(payload.value, length.value)
-        finally:
-            self._free(payload)
+        is_own = code == 0 and user.value == os.geteuid() and payload.value
+        content = ctypes.string_at(payload.value or 0, length.value) if is_own else b""
+        self._free(payload)
+        return content

@@ -17,9 +17,8 @@ _NUM_NAMED = 4
 class StoreClient:
     """The store, as one process sees it.
 
-    Each call that is under way has a connection of its own, so that one that waits
-    keeps no other off, and no thread ever holds a lock while it waits. ``dial`` makes a
-    connection, within so many seconds.
+    Each call under way has a connection of its own: one that waits keeps no other off.
+    ``dial`` makes a connection, within so many seconds.
     """
 
     def __init__(self, dial: Callable[[float], "PlainConnection"]) -> None:
@@ -51,7 +50,9 @@ class StoreClient:
             raise StoreError(
                 f"the store that the ranks meet in is gone: connection closed ({error})"
             ) from error
-        self._give_back(connection)
+        with self._lock:
+            if len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
         if kind != Status.DONE:
             raise StoreError(b" ".join(answer).decode(errors="replace"))
         return answer
@@ -63,13 +64,6 @@ class StoreClient:
                 self._pid, self._idle = os.getpid(), []
             return self._idle.pop() if self._idle else None
 
-    def _give_back(self, connection: "PlainConnection") -> None:
-        with self._lock:
-            if len(self._idle) < _MAX_IDLE:
-                self._idle.append(connection)
-                return
-        connection.close()
-
 
 class PlainConnection:
     """A connection that needs no protection: a socket within this host."""
@@ -78,10 +72,7 @@ class PlainConnection:
         self._sock = sock
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """Send a request; return the body of its reply.
-
-        ``OSError`` if there was none in time or the connection is gone.
-        """
+        """Send a request; return the body of its reply, or raise ``OSError``."""
         due_s = time.monotonic() + timeout_s
         self._sock.settimeout(max(timeout_s, 0.001))
         self._sock.sendall(frame)
@@ -95,12 +86,10 @@ class PlainConnection:
         self._sock.close()
 
     def __del__(self) -> None:
-        """Close what a client that is dropped has kept."""
-        self.close()
+        self.close()  # of a client that was dropped
 
 
 def receive(sock: socket.socket, size: int, due_s: float) -> bytes:
-    """Return so many bytes, or raise ``OSError`` if they have not come in time."""
     received = bytearray()
     while len(received) < size:
         left_s = due_s - time.monotonic()
@@ -114,12 +103,9 @@ def receive(sock: socket.socket, size: int, due_s: float) -> bytes:
     return bytes(received)
 
 
-def _explain_lateness(op: Op, fields: Sequence[bytes]) -> str:
+def _explain_lateness(op: Op, keys: Sequence[bytes]) -> str:
     if op not in (Op.GET, Op.WAIT):
         return "the store that the ranks meet in does not answer"
-    shown = ", ".join(key.decode(errors="replace") for key in fields[:_NUM_NAMED])
-    more = f" and {len(fields) - _NUM_NAMED} more" if len(fields) > _NUM_NAMED else ""
-    return (
-        f"other ranks must have set {shown}{more} in the store by then, but some did "
-        "not"
-    )
+    shown = ", ".join(key.decode(errors="replace") for key in keys[:_NUM_NAMED])
+    more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
+    return f"other ranks must have set {shown}{more} in the store, but some did not"

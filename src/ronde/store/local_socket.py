@@ -1,9 +1,7 @@
 """Unix sockets that only processes of one user may speak through.
 
 A socket of a job lies in a directory that only its user may enter, and both sides ask
-the kernel who the other is (``SO_PEERCRED``) before they trust it. So another user's
-directory or socket in its place gains him nothing. Root is let in: it can read this
-process's memory anyway.
+the kernel who the other is (``SO_PEERCRED``) before they trust it. Root is let in.
 """
 
 import errno
@@ -11,7 +9,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from struct import Struct
 
@@ -19,11 +17,9 @@ _CREDENTIALS = Struct("3i")
 
 
 def temporary_directory() -> Path:
-    """Return where directories of sockets are put: the same for all of a host.
-
-    Not ``/run/user``, which is emptied at logout and absent in many containers; not
-    ``TMPDIR``, which may differ from rank to rank and be too long for a socket.
-    """
+    """Return where directories of sockets are put: the same for all of a host."""
+    # Not ``/run/user``, which is emptied at logout and absent in many containers; not
+    # ``TMPDIR``, which may differ from rank to rank and be too long for a socket.
     for path in ("/tmp", "/var/tmp"):  # noqa: S108  a private directory in it
         if os.access(path, os.W_OK | os.X_OK):
             return Path(path)
@@ -33,38 +29,31 @@ def temporary_directory() -> Path:
 def listen(path: Path) -> socket.socket:
     """Return a socket that takes connections at a path; it does when it appears."""
     draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-    listener = socket.socket(socket.AF_UNIX)
-    try:
+    with ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(draft))
         listener.listen(128)
         draft.rename(path)
-    except BaseException:
-        listener.close()
-        raise
+        undo.pop_all()
     return listener
 
 
 def dial(path: str, timeout_s: float) -> socket.socket:
     """Return a connection to a socket of this user's, or raise ``OSError``."""
-    sock = socket.socket(socket.AF_UNIX)
-    try:
+    with ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(socket.AF_UNIX))
         sock.settimeout(timeout_s)
         sock.connect(path)
-    except BaseException:
-        sock.close()
-        raise
-    if not is_own(sock):
-        sock.close()
-        raise PermissionError(f"another user listens at {path}")
+        if not is_own(sock):
+            raise PermissionError(f"another user listens at {path}")
+        undo.pop_all()
     return sock
 
 
 def is_own(sock: socket.socket) -> bool:
     """Return whether the other end is a process of this user's, or root's."""
-    size = _CREDENTIALS.size
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = _CREDENTIALS.unpack(raw)
-    return user in (os.geteuid(), 0)
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(raw)[1] in (os.geteuid(), 0)
 
 
 def own_directories(prefix: str) -> Iterator[Path]:
@@ -78,7 +67,6 @@ def own_directories(prefix: str) -> Iterator[Path]:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory of sockets, if it is there and this user's."""
     with suppress(OSError):
         for entry in directory.iterdir():
             entry.unlink(missing_ok=True)

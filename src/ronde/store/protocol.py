@@ -57,7 +57,6 @@ class Limits(NamedTuple):
 
 
 def max_connections(num_ranks: int) -> int:
-    """Return how many connections so many ranks may have at a time."""
     return 16 + 16 * num_ranks
 
 
@@ -77,7 +76,6 @@ def encode(kind: int, fields: Sequence[bytes]) -> bytes:
 
 
 def decode(body: bytes) -> Frame:
-    """Return the frame that these bytes are, its length left out."""
     fields: list[bytes] = []
     at, end = 1, len(body)
     while at + _LENGTH.size <= end and len(fields) < _MAX_FIELDS:
@@ -90,27 +88,21 @@ def decode(body: bytes) -> Frame:
 
 
 class Splitter:
-    """Cuts received bytes, however they came, into the bodies of frames.
-
-    Holds one frame at most, and of that no more than has come.
-    """
+    """Cuts received bytes into the bodies of frames; holds one unfinished frame."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the bodies that are complete now."""
         self._received += data
         bodies: list[bytes] = []
         start = 0
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
             if not 1 <= length <= self._max_bytes:
-                raise StoreError(
-                    f"length of a frame of the store must be in 1..{self._max_bytes}, "
-                    f"got {length}."
-                )
+                limit = self._max_bytes
+                raise StoreError(f"frame length must be in 1..{limit}, got {length}.")
             end = start + _LENGTH.size + length
             if len(self._received) < end:
                 break
@@ -121,10 +113,9 @@ class Splitter:
 
 
 class StoreState(Generic[C]):
-    """The store's keys, values and waiting clients; ``handle`` is all there is to it.
+    """The store's keys, values and waiting clients.
 
-    A client has one request at a time. One that waits gets no reply yet, and gives up
-    by leaving.
+    A client has one request at a time. One that waits gives up by leaving.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -140,11 +131,15 @@ class StoreState(Generic[C]):
         request = decode(body)
         if client in self._waiting:
             raise StoreError("a client sent a second request before its first reply.")
+        if request.kind in (Op.GET, Op.WAIT) and request.fields:
+            return self._answer_or_wait(client, request)
         try:
-            replies = self._answer(client, request)
+            answer, changed = self._carry_out(*request)
+            ready = self._put(changed)
         except _RefusedError as error:
             return [(client, encode(Status.REFUSED, [str(error).encode()]))]
-        return [(each, _reply(fields)) for each, fields in replies]
+        replies = [(client, encode(Status.DONE, answer))]
+        return replies + [r for each in ready for r in self._answer_or_wait(*each)]
 
     def forget(self, client: C) -> None:
         """Drop what a client waits for: it is gone."""
@@ -154,53 +149,41 @@ class StoreState(Generic[C]):
             if not self._by_key[key]:
                 del self._by_key[key]
 
-    def _answer(self, client: C, request: Frame) -> list[tuple[C, Sequence[bytes]]]:
-        kind, fields = request
-        if kind in (Op.GET, Op.WAIT) and fields:
-            return self._answer_or_wait(client, request)
-        if kind == Op.SET and fields and not len(fields) % 2:
-            changed = zip(fields[::2], fields[1::2], strict=True)
-            return [(client, ()), *self._put(list(changed))]
-        if kind == Op.CHECK:
-            return [(client, (b"%d" % all(key in self._values for key in fields),))]
-        if kind == Op.COUNT and not fields:
-            return [(client, (b"%d" % len(self._values),))]
-        if not fields:
-            raise StoreError(f"unknown request {kind}.")
-        key, *more = fields
-        answer, new = self._change(kind, key, more)
-        changed = [] if new is None else [(key, new)]
-        return [(client, answer), *self._put(changed)]
-
-    def _change(
-        self, kind: int, key: bytes, fields: Sequence[bytes]
-    ) -> tuple[Sequence[bytes], bytes | None]:
-        """Return the answer to a request that looks at a value first, and the new one.
-
-        The new value is None where it stays as it is.
-        """
-        before = self._values.get(key)
+    def _carry_out(
+        self, kind: int, fields: Sequence[bytes]
+    ) -> tuple[Sequence[bytes], Sequence[tuple[bytes, bytes]]]:
+        """Return the answer to a request that never waits, and what it sets."""
+        values = self._values
+        answer, changed = (), ()
         match kind, fields:
-            case Op.DELETE, ():
-                self._num_bytes -= _size(key, self._values.pop(key, None))
-                return (b"%d" % (before is not None),), None
-            case Op.ADD, (amount,):
-                total = b"%d" % (_integer(before or b"0") + _integer(amount))
-                return (total,), total
-            case Op.APPEND, (more,):
-                return (), (before or b"") + more
-            case Op.COMPARE_SET, (expected, new):
+            case Op.SET, (_, _, *_) if not len(fields) % 2:
+                changed = list(zip(fields[::2], fields[1::2], strict=True))
+            case Op.CHECK, keys:
+                answer = (b"%d" % all(key in values for key in keys),)
+            case Op.COUNT, ():
+                answer = (b"%d" % len(values),)
+            case Op.DELETE, (key,):
+                answer = (b"%d" % (key in values),)
+                self._num_bytes -= _size(key, values.pop(key, None))
+            case Op.ADD, (key, amount):
+                total = _integer(values.get(key) or b"0") + _integer(amount)
+                answer = (b"%d" % total,)
+                changed = ((key, answer[0]),)
+            case Op.APPEND, (key, more):
+                changed = ((key, values.get(key, b"") + more),)
+            case Op.COMPARE_SET, (key, expected, new):
                 # As TCPStore: a key that is not there equals the empty value.
-                if (before or b"") == expected:
-                    return (new,), new
-                return (expected if before is None else before,), None
+                is_met = values.get(key, b"") == expected
+                answer = (new if is_met else values.get(key, expected),)
+                changed = ((key, new),) if is_met else ()
             case _:
-                raise StoreError("a request has the wrong number of fields.")
+                raise StoreError(
+                    f"request {kind} with {len(fields)} fields is unknown."
+                )
+        return answer, changed
 
-    def _put(
-        self, pairs: Sequence[tuple[bytes, bytes]]
-    ) -> list[tuple[C, Sequence[bytes]]]:
-        """Set values; return the replies to those that waited for them."""
+    def _put(self, pairs: Sequence[tuple[bytes, bytes]]) -> list[tuple[C, Frame]]:
+        """Set values; return the requests that waited for them, and whose they are."""
         limits, grown = self._limits, 0
         for key, value in pairs:
             if len(key) > limits.key_bytes or len(value) > limits.value_bytes:
@@ -225,31 +208,26 @@ class StoreState(Generic[C]):
                 if not missing:
                     del self._waiting[client]
                     ready.append((client, request))
-        return [reply for each in ready for reply in self._answer_or_wait(*each)]
+        return ready
 
-    def _answer_or_wait(
-        self, client: C, request: Frame
-    ) -> list[tuple[C, Sequence[bytes]]]:
+    def _answer_or_wait(self, client: C, request: Frame) -> list[tuple[C, bytes]]:
         keys = request.fields
         missing = {key for key in keys if key not in self._values}
-        if not missing:
-            is_get = request.kind == Op.GET
-            return [(client, [self._values[key] for key in keys] if is_get else ())]
-        self._waiting[client] = request, missing
-        for key in missing:
-            self._by_key.setdefault(key, {})[client] = None
-        return []
+        if missing:
+            self._waiting[client] = request, missing
+            for key in missing:
+                self._by_key.setdefault(key, {})[client] = None
+            return []
+        is_get = request.kind == Op.GET
+        try:
+            found = [self._values[key] for key in keys] if is_get else ()
+            return [(client, encode(Status.DONE, found))]
+        except StoreError as error:  # too long: it asked for much at once
+            return [(client, encode(Status.REFUSED, [str(error).encode()]))]
 
 
 class _RefusedError(Exception):
     """The request is well formed and is not carried out."""
-
-
-def _reply(fields: Sequence[bytes]) -> bytes:
-    try:
-        return encode(Status.DONE, fields)
-    except StoreError as error:  # too long: it asked for much at once
-        return encode(Status.REFUSED, [str(error).encode()])
 
 
 def _size(key: bytes, value: bytes | None) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ronde.errors import StoreError
-from ronde.store.authentication import LocalSession, ProvenSession, Trust
+from ronde.store.authentication import ServerSession, Trust
 from ronde.store.local_socket import is_own
 from ronde.store.protocol import StoreState
 
@@ -22,7 +22,7 @@ _STRANGER_S = 5.0
 @dataclass(eq=False, slots=True)
 class _Client:
     sock: socket.socket
-    session: LocalSession
+    session: ServerSession
     due_s: float
 
 
@@ -37,7 +37,7 @@ class StoreServer:
     def __init__(
         self,
         listener: socket.socket,
-        admit: Callable[[socket.socket], LocalSession | None],
+        admit: Callable[[socket.socket], ServerSession | None],
         max_clients: int,
     ) -> None:
         self._admit = admit
@@ -83,7 +83,7 @@ class StoreServer:
             sock, _ = self._listener.accept()
         except OSError:
             # It has gone again, or no descriptor is free: a stranger's will be soon.
-            self._drop_oldest_stranger()
+            self._drop(next(iter(self._strangers), None))
             return
         session = self._admit(sock)
         if session is None:
@@ -96,7 +96,7 @@ class StoreServer:
         self._selector.register(sock, selectors.EVENT_READ, client)
         self._settle(client)
         if len(self._strangers) > _MAX_STRANGERS:
-            self._drop_oldest_stranger()
+            self._drop(next(iter(self._strangers)))
 
     def _read(self, client: _Client) -> None:
         try:
@@ -130,16 +130,11 @@ class StoreServer:
             is_gone = True
         if is_gone:
             self._drop(client)
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
-        self._selector.modify(client.sock, events, client)
+        else:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+            self._selector.modify(client.sock, events, client)
 
-    def _drop_oldest_stranger(self) -> None:
-        oldest = next(iter(self._strangers), None)
-        if oldest is not None:
-            self._drop(oldest)
-
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: _Client | None) -> None:
         if client in self._clients:
             self._clients.remove(client)
             self._strangers.pop(client, None)
@@ -159,7 +154,7 @@ class StoreServer:
 def serve_locally(listener: socket.socket, max_clients: int) -> StoreServer:
     """Answer on a unix socket, to processes of this user."""
     return StoreServer(
-        listener, lambda sock: LocalSession() if is_own(sock) else None, max_clients
+        listener, lambda sock: ServerSession() if is_own(sock) else None, max_clients
     )
 
 
@@ -168,8 +163,8 @@ def serve_network(
 ) -> StoreServer:
     """Answer on a TCP socket, to clients that prove to be of the job."""
 
-    def admit(sock: socket.socket) -> LocalSession:
+    def admit(sock: socket.socket) -> ServerSession:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return ProvenSession(trust.find_key)
+        return ServerSession(trust.find_key)
 
     return StoreServer(listener, admit, max_clients)

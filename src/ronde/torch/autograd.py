@@ -58,8 +58,7 @@ _REDUCIBLE: dict[int, Dtypes] = {
 def choose_op(op: int | None, average: bool | None) -> int:
     """Return the reduction that ``op``, or its deprecated form ``average``, means."""
     if average is None:
-        if op is None:
-            return Average
+        op = Average if op is None else op
         if op not in _REDUCIBLE:
             raise UsageError(
                 f"op must be Average, Sum, Adasum, Min, Max or Product, got {op}."
@@ -78,7 +77,6 @@ def choose_op(op: int | None, average: bool | None) -> int:
 
 
 def require_adasum(process_set: ProcessSet, size: int) -> None:
-    """Refuse ranks that Adasum cannot combine."""
     if process_set.process_set_id != 0:
         raise NotImplementedError(
             "Adasum does not support non-global process sets yet."
@@ -91,15 +89,12 @@ def require_adasum(process_set: ProcessSet, size: int) -> None:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether this rank has only a part of it: FSDP2, tensor parallel."""
-    if type(tensor) is Tensor:
-        return False
     # A program with DTensors has imported them, which takes a while.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def require_whole(tensors: Iterable[Tensor]) -> None:
-    """Refuse tensors of which each rank has another part."""
     for tensor in tensors:
         if is_sharded(tensor):
             raise UsageError(
@@ -123,7 +118,6 @@ class CollectiveFunction:
     postscale: float = 1.0
 
     def finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
-        """Return the results as tensors."""
         return results
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
@@ -131,7 +125,6 @@ class CollectiveFunction:
         raise NotImplementedError
 
     def start(self, tensors: Tensors, *, in_place: bool = False) -> Work[Any]:
-        """Submit it outside autograd and return at once."""
         state, operation = self._prepare(tensors, in_place=in_place)
         return state.coordinator.submit(operation)
 
@@ -140,15 +133,12 @@ class CollectiveFunction:
         if torch.is_grad_enabled():
             for tensor in tensors:
                 if tensor.requires_grad:
-                    return cast(
-                        "tuple[Tensor, ...]", _Differentiable.apply(self, *tensors)
-                    )
+                    return cast("Any", _Differentiable.apply(self, *tensors))
         return self.run_detached(tensors)
 
     def run_detached(
         self, tensors: Tensors, *, in_place: bool = False
     ) -> tuple[Tensor, ...]:
-        """Carry it out outside autograd."""
         state, operation = self._prepare(tensors, in_place=in_place)
         return self.finish(state.coordinator.run(operation))
 
@@ -160,11 +150,6 @@ class CollectiveFunction:
     def _gradient_name(self) -> str | None:
         return self.name and f"{self.name}.gradient"
 
-    @property
-    def dtypes(self) -> Dtypes | None:
-        """What it is defined for; None for all."""
-        return None
-
     def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         """Check the operation and add what only this function has."""
         del state
@@ -173,7 +158,11 @@ class CollectiveFunction:
     def _prepare(
         self, tensors: Tensors, *, in_place: bool
     ) -> tuple[ProcessSetState, Operation]:
-        dtypes = self.dtypes
+        kind, dtypes = self.kind, None
+        if kind is OpKind.ALLREDUCE:
+            dtypes = _REDUCIBLE[self.op]
+        elif kind is OpKind.REDUCESCATTER:
+            dtypes = _REDUCIBLE[Average]
         for tensor in tensors:
             if type(tensor) is not Tensor:
                 require_whole(tensors)
@@ -184,17 +173,11 @@ class CollectiveFunction:
         state = self._state
         own = tuple([t.detach() if t.requires_grad else t for t in tensors])
         outputs: tuple[Tensor, ...] = ()
-        if self.kind in _WITH_OUTPUTS:
+        if kind in _WITH_OUTPUTS:
             outputs = own if in_place else tuple([new_like(tensor) for tensor in own])
+        name, op = self.name or "", _REDUCE_OPS.get(self.op, ReduceOp.SUM)
         operation = Operation(
-            self.kind,
-            own,
-            self.name or "",
-            outputs,
-            self.is_group,
-            _REDUCE_OPS.get(self.op, ReduceOp.SUM),
-            self.prescale,
-            self.postscale,
+            kind, own, name, outputs, self.is_group, op, self.prescale, self.postscale
         )
         return state, self._complete(state, operation)
 
@@ -222,11 +205,6 @@ class AllreduceFunction(CollectiveFunction):
 
     kind = OpKind.ALLREDUCE
 
-    @property
-    def dtypes(self) -> Dtypes | None:
-        """What it is defined for."""
-        return _REDUCIBLE[self.op]
-
     def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         if self.op != Adasum:
             return operation
@@ -234,7 +212,6 @@ class AllreduceFunction(CollectiveFunction):
         return operation._replace(kind=OpKind.ADASUM)
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Return the gradients of the inputs."""
         del num_rows
         return replace(self, name=self._gradient_name).run(gradients)
 
@@ -246,7 +223,6 @@ class AllgatherFunction(CollectiveFunction):
     kind = OpKind.ALLGATHER
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Return the gradients of the inputs."""
         name = self._gradient_name
         averaged = AllreduceFunction(self.process_set, name, self.is_group, Average)
         gathered = AllgatherFunction(self.process_set, name)
@@ -275,7 +251,6 @@ class BroadcastFunction(CollectiveFunction):
         return operation._replace(root=state.ranks.index(self.root_rank))
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Return the gradients of the inputs."""
         del num_rows
         averaged = AllreduceFunction(self.process_set, self._gradient_name, op=Average)
         results = averaged.run(gradients)
@@ -290,11 +265,6 @@ class ReducescatterFunction(CollectiveFunction):
 
     kind = OpKind.REDUCESCATTER
 
-    @property
-    def dtypes(self) -> Dtypes | None:
-        """What it is defined for."""
-        return _REDUCIBLE[Average]
-
     def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         del state
         if self.op not in (Average, Sum):
@@ -304,7 +274,6 @@ class ReducescatterFunction(CollectiveFunction):
         return operation
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Return the gradients of the inputs."""
         del num_rows
         factor = self.prescale * self.postscale
         factor *= len(self._state.ranks) if self.op == Sum else 1
@@ -339,13 +308,11 @@ class AlltoallFunction(CollectiveFunction):
         return operation._replace(splits=splits)
 
     def finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
-        """Return the received rows and, int32, how many came from each rank."""
         received, counts = results[0]
         device = self.splits.device if isinstance(self.splits, Tensor) else None
         return received, torch.tensor(counts, dtype=torch.int32, device=device)
 
     def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Return the gradients of the inputs."""
         sent_back = replace(self, name=self._gradient_name)
         gradient = sent_back.run(gradients[:1])[0]
         num_dropped = num_rows[0] - gradient.shape[0]

@@ -1,16 +1,14 @@
 """How an optimizer finds its like on the other ranks.
 
 Note [Connecting at first use]
-    Making an optimizer concerns one rank alone. When it is first used, it asks the
-    coordinator for a communicator, by a name: a digest of its parameters' names, shapes
-    and dtypes, and its number among those made here that are alike. The request is like
-    any named one: in any order, watched for stalls, and left where ranks wait for each
-    other. All ranks connect where all have asked.
+    When an optimizer is first used, it asks the coordinator for a communicator, by a
+    name: a digest of its parameters' names, shapes and dtypes, and its number among
+    those made here that are alike. The request is like any named one: in any order,
+    watched for stalls. All ranks connect where all have asked.
 
     Two cases leave all ranks of a set waiting to connect, each with others. Their
     models differ: then all raise that. Or one rank has made one more that is like the
-    others, such as a copy to keep: then what they wait with is connected, since nothing
-    else can be meant.
+    others, such as a copy to keep: then what they wait with is connected.
 """
 
 import hashlib
@@ -18,11 +16,11 @@ import json
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator
 from ronde.coordination.coordinator import Coordinator
 from ronde.coordination.requests import Entry, NamedOperation, OpKind
 from ronde.coordination.waits import SyncPoint, Waits
@@ -63,7 +61,6 @@ class Connector:
 
     @property
     def waits(self) -> Waits:
-        """Those of this process."""
         return self._state().coordinator.waits
 
     def register(self, participant: JoinParticipant) -> None:
@@ -92,7 +89,6 @@ class Connector:
         return ReducerGroup(communicator, coordinator, self.key.set_id, number)
 
     def give_up(self) -> None:
-        """Have a connection that is under way fail on this rank."""
         coordinator = self._coordinator and self._coordinator()
         if coordinator is not None and self._entry is not None:
             coordinator.give_up(self._entry)
@@ -101,11 +97,7 @@ class Connector:
     def _ask(self) -> Entry:
         coordinator = self._state().coordinator
         if self._entry is None:
-            session, set_id = current_session(), self.key.set_id
-
-            def make(number: int) -> Communicator:
-                return session.duplicate(set_id, number)
-
+            make = partial(current_session().duplicate, self.key.set_id)
             self._entry = coordinator.connect(self._name, make)
         return self._entry
 

@@ -25,9 +25,8 @@ Kind = tuple[torch.dtype, torch.device]
 class DeltaStep:
     """Steps of an optimizer whose deltas are combined over all ranks.
 
-    Ranks connect in their first step. Every step begins with the number of ranks that
-    take it, for those that have joined and only keep up. ``last_round`` is the number
-    of the last step that this rank took.
+    Every step begins with the number of ranks that take it, for those that have joined
+    and only keep up. ``last_round`` is the number of the last step of this rank.
     """
 
     def __init__(
@@ -45,11 +44,9 @@ class DeltaStep:
 
     @property
     def key(self) -> ReducerKey:
-        """Its name, equal on all ranks."""
         return self._connector.key
 
     def add(self, parameters: Sequence[Tensor]) -> None:
-        """Take more parameters in; collective."""
         self._parameters += [p for p in parameters if p.is_floating_point()]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - the optimizer's
@@ -60,7 +57,6 @@ class DeltaStep:
         return result
 
     def start_connecting(self) -> None:
-        """Begin to connect with the other ranks, if need be."""
         if self._communicator is None:
             self._connector.start()
 
@@ -105,7 +101,6 @@ class DeltaStep:
         return self._communicator
 
     def _kinds(self) -> list[list[int]]:
-        """Return which parameters can share a message."""
         kinds: dict[Kind, list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             kind = (parameter.dtype, parameter.device)

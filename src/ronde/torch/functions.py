@@ -31,19 +31,13 @@ def broadcast_parameters(
 
     ``params`` is a ``state_dict()``, or tensors, which are matched by their order, or
     ``(name, tensor)`` pairs as of ``named_parameters()``; what is no tensor is skipped.
-
-    Raises:
-        UsageError: ``params`` is none of these, two have one name, or one is a DTensor.
-        CollectiveError: Ranks differ in a shape or dtype, or one is gone.
     """
     named = _named_tensors(params)
     require_whole(tensor for _, tensor in named)
-    works = [
-        BroadcastFunction(global_process_set, name, root_rank=root_rank).start(
-            (tensor,), in_place=True
-        )
-        for name, tensor in named
-    ]
+    works: list[Work[Any]] = []
+    for name, tensor in named:
+        function = BroadcastFunction(global_process_set, name, root_rank=root_rank)
+        works.append(function.start((tensor,), in_place=True))
     for work in works:
         work.wait()
 
@@ -57,11 +51,7 @@ def broadcast_optimizer_state(
     The optimizer has the same class and parameters on every rank; its state may be
     empty anywhere. As Horovod leaves it, parameters without a gradient have one of
     zeros afterwards where there was no state, but for sparse embeddings of ``model``.
-
-    Raises:
-        UsageError: The optimizer is ``torch.optim.LBFGS``, or, on ``root_rank``, its
-            state holds something else than tensors, numbers and text.
-        CollectiveError: A rank is gone, or raised such an error.
+    ``UsageError`` for LBFGS, and for state besides tensors, numbers and text.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("cannot broadcast torch.optim.LBFGS state")
@@ -91,10 +81,6 @@ def broadcast_object(
 
     The object is anything cloudpickle takes, ignored on the other ranks; the root is
     one among all ranks. ``name`` matches the ranks' calls; without one, their order.
-
-    Raises:
-        UsageError: The set is not there, or without this rank or ``root_rank``.
-        CollectiveError: The root could not pickle its object, or a rank is gone.
     """
     return broadcast_object_by(_Carrier(name, process_set), obj, root_rank)
 
@@ -115,11 +101,10 @@ def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None
     modules = () if model is None else model.modules()
     embeddings = [m for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse]
     sparse = {id(embedding.weight) for embedding in embeddings}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            is_bare = parameter.requires_grad and parameter.grad is None
-            if is_bare and id(parameter) not in sparse:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        is_bare = parameter.requires_grad and parameter.grad is None
+        if is_bare and id(parameter) not in sparse:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 class _Carrier:

@@ -54,9 +54,9 @@ def init(
 ) -> None:
     """Join the other ranks; collective. Does nothing when that is done already.
 
-    The world is read from the environment of whichever launcher started this process:
-    ``ronde run``, torchrun, mpirun, srun or horovodrun; without one it is a world of
-    one. Horovod's variables, ``HOROVOD_*``, are read here.
+    The world is read from the environment of the launcher, such as ``ronde run``,
+    torchrun, mpirun or srun; without one it is a world of one. ``HOROVOD_*``
+    variables are read here.
 
     Args:
         comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
@@ -65,8 +65,8 @@ def init(
         engine: What moves tensors; empty takes the environment's.
 
     Raises:
-        UsageError: There is no such engine, it is not installed, two process sets have
-            the same ranks, or (WorldError) the environment contradicts itself.
+        UsageError: The engine is not there, two process sets have the same ranks, or
+            (WorldError) the environment contradicts itself.
         CollectiveError: The other ranks could not be reached.
     """
     sets = _static_sets(process_sets)
@@ -94,9 +94,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to record what all ranks do; every rank should call this.
 
     Rank 0 writes its own operations to ``file_path`` while they happen, in Horovod's
-    form. After ``stop_timeline()`` or ``shutdown()`` the file holds those of all ranks,
-    on one clock, packed with gzip where its name ends in ``.gz``. ``mark_cycles`` marks
-    when submissions are sent off. A timeline that runs already is ended first.
+    form, and at the end those of all ranks, on one clock, packed with gzip for ``.gz``.
+    ``mark_cycles`` marks when submissions are sent off. A timeline that runs already is
+    ended first.
 
     Raises:
         UsageError: ``HOROVOD_TIMELINE`` was not set before ``init()``.
@@ -115,10 +115,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 @outside_compiler
 def stop_timeline() -> None:
-    """End the timeline, if one runs.
+    """End the timeline, if one runs; rank 0 returns when the file is complete.
 
-    Rank 0 returns when the file is complete. Ranks that have not begun a timeline are
-    not waited for, and one that does not stop its own is left out after 5 s.
+    A rank that does not stop its own is left out after 5 s.
     """
     current_world()
     session = current_session()
@@ -144,23 +143,19 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         _logger.setLevel(config.log_level)
     if rank == 0:
         report_ignored(config)
-        if rank_info.stray:
-            _logger.warning(
-                "Ignored %s: no launcher sets so little. This is rank 0 of %s. Unset "
-                "it, or start the program with ronde run.",
-                *(", ".join(rank_info.stray), rank_info.size),
-            )
+    if rank == 0 and rank_info.stray:
+        _logger.warning(
+            "Ignored %s: no launcher sets so little. This is rank 0 of %s. Unset "
+            "it, or start the program with ronde run.",
+            *(", ".join(rank_info.stray), rank_info.size),
+        )
     _check_comm(comm, rank_info)
     tuning = _tuning_options(config, rank)
     has_hosts = rank_info.local_size < rank_info.size
-    is_hierarchical = (
-        config.is_hierarchical and rank_info.engine == "auto" and has_hosts
-    )
-    connections = Connections(
-        rank_info,
-        timeout_s=config.collective_timeout_s or DEFAULT_TIMEOUT_S,
-        engine=engine or ("hierarchical" if is_hierarchical else ""),
-    )
+    if config.is_hierarchical and rank_info.engine == "auto" and has_hosts:
+        engine = engine or "hierarchical"
+    timeout_s = config.collective_timeout_s or DEFAULT_TIMEOUT_S
+    connections = Connections(rank_info, timeout_s=timeout_s, engine=engine)
     ranks = tuple(range(rank_info.size))
     communicator = connections.connect("set0", ranks)
     with ExitStack() as undo:
@@ -169,15 +164,12 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         if has_hosts:
             hosts = tuple(exchange_hosts(communicator, hosts[rank]))
         world = rank_info.world or World.from_hosts(rank, hosts)
+        recordings = Recordings(rank, rank_info.size, hosts[rank], connections.store)
         session = Session(
-            world=world,
-            rank_info=rank_info,
-            config=config,
-            connections=connections,
-            hosts=hosts,
+            *(world, rank_info, config, connections, hosts),
             options=_coordination_options(config, tuning),
             is_dynamic=config.has_dynamic_process_sets or _DYNAMIC_SETS in _requested,
-            recordings=Recordings(rank, rank_info.size, hosts[rank], connections.store),
+            recordings=recordings,
             tuning=tuning,
             sets={0: ranks},
             states={},
@@ -199,22 +191,19 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
 @cache
 def _tune_malloc(local_size: int) -> None:
     """Have a rank without an accelerator keep the memory of its steps."""
-    if not read_malloc_tuning() or torch.accelerator.is_available():
-        return
-    thresholds = malloc_thresholds(local_size)
-    if thresholds is not None:
-        thresholds.apply()
+    if read_malloc_tuning() and not torch.accelerator.is_available():
+        thresholds = malloc_thresholds(local_size)
+        if thresholds is not None:
+            thresholds.apply()
 
 
 @contextmanager
 def _pinned(cores: Sequence[int], local_rank: int) -> Generator[None]:
     """Keep the threads that are started here on ``HOROVOD_THREAD_AFFINITY``'s core."""
-    if not cores:
-        yield
-        return
     before = os.sched_getaffinity(0)
     try:
-        os.sched_setaffinity(0, {cores[local_rank]})
+        if cores:
+            os.sched_setaffinity(0, {cores[local_rank]})
     except (IndexError, OSError) as error:
         raise UsageError(
             "HOROVOD_THREAD_AFFINITY must name one of the cores "
@@ -224,7 +213,8 @@ def _pinned(cores: Sequence[int], local_rank: int) -> Generator[None]:
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        if cores:
+            os.sched_setaffinity(0, before)
 
 
 def _static_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
@@ -251,11 +241,9 @@ def _register_all(session: Session, sets: list[ProcessSet]) -> None:
 
 
 def _check_comm(comm: Sequence[int] | Any, rank_info: RankInfo) -> None:  # noqa: ANN401  mpi4py's
-    if comm is None:
-        return
     every = list(range(rank_info.size))
-    if isinstance(comm, Iterable):
-        if list(cast("Iterable[int]", comm)) in ([], every):
+    if comm is None or isinstance(comm, Iterable):
+        if list(cast("Iterable[int]", comm or ())) in ([], every):
             return
     elif ProcessSet(comm).ranks == every:
         global_process_set.mpi_comm = comm
@@ -270,9 +258,9 @@ def _tuning_options(config: HorovodConfig, rank: int) -> BucketTuningOptions | N
     if not config.is_autotuning:
         return None
     amount = TuningOptions(
-        warmup_samples=config.autotune_warmup_samples,
-        steps_per_sample=config.autotune_steps_per_sample,
-        max_samples=config.autotune_max_samples,
+        config.autotune_warmup_samples,
+        config.autotune_steps_per_sample,
+        config.autotune_max_samples,
     )
     log = None
     if config.autotune_log and rank == 0:

@@ -36,7 +36,8 @@ from ronde.data_parallel import (
     JoinProgress,
     participate_until_all_joined,
 )
-from ronde.errors import CollectiveError as HorovodInternalError
+from ronde.errors import CollectiveError as HorovodInternalError, UsageError
+from ronde.torch import session
 from ronde.torch.autograd import (
     Adasum,
     AllgatherFunction,
@@ -61,27 +62,8 @@ from ronde.torch.process_sets import (
     remove_process_set,
     state_of,
 )
-from ronde.torch.session import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    current_session,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    size,
-)
+from ronde.torch.session import *  # noqa: F403
+from ronde.torch.session import current_session
 
 __all__ = [
     "Adasum",
@@ -107,14 +89,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -124,28 +99,18 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
     "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",
 ]
+__all__ += session.__all__
 
 Name = str | None
 _ALL = global_process_set
@@ -278,15 +243,11 @@ def grouped_allreduce_async_(
 
 
 def sparse_allreduce_async(
-    tensor: Tensor,
-    name: str | None,
-    op: int,
-    process_set: ProcessSet = _ALL,
+    tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = _ALL
 ) -> Callable[[], Tensor]:
     """Start the sum, or with ``op=Average`` the average, of sparse (COO) tensors.
 
-    The function that is returned waits for the result: all ranks' entries, one after
-    the other, not coalesced.
+    The function returned waits for the result: all ranks' entries, not coalesced.
     """
     num_ranks = len(state_of(process_set, OpKind.ALLGATHER).ranks)
     # Gathering is along the first dimension, where an entry's index must be.
@@ -312,10 +273,7 @@ def sparse_allreduce_async(
 def allgather(
     tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
-    """Return the ranks' tensors one after the other along dimension 0.
-
-    That may differ from rank to rank, the other dimensions may not.
-    """
+    """Return the ranks' tensors along dimension 0, which may differ between ranks."""
     return AllgatherFunction(process_set, name).run((tensor,))[0]
 
 
@@ -345,10 +303,7 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
-    """Return ``root_rank``'s tensor; the input stays as it is.
-
-    ``root_rank`` counts among all ranks, also where ``process_set`` is some of them.
-    """
+    """Return the tensor of ``root_rank``, which counts among all ranks."""
     function = BroadcastFunction(process_set, name, root_rank=root_rank)
     return function.run((tensor,))[0]
 
@@ -389,8 +344,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduce over all ranks and return this rank's rows of dimension 0.
 
-    ``op`` is Average or Sum. Where the size of the set does not divide the rows, the
-    first ranks take one more.
+    ``op`` is Average or Sum. The first ranks take one row more where rows are left.
     """
     factors = (op, prescale_factor, postscale_factor)
     function = ReducescatterFunction(process_set, name, False, *factors)
@@ -448,10 +402,10 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows of dimension 0 to the ranks and return those they sent here.
 
-    Later dimensions are equal on all ranks. ``splits`` has the rows for each rank, as a
-    list or a one-dimensional int32 tensor; rows past their sum are left out, and
-    without it they are split evenly. With it, the result is a pair: the received rows
-    in rank order, and how many came from each rank, int32, on the device of ``splits``.
+    ``splits`` has the rows for each rank, as a list or a one-dimensional int32 tensor;
+    rows past their sum are left out, and without it they are split evenly. With it, the
+    result is a pair: the received rows in rank order, and how many came from each rank,
+    int32, on the device of ``splits``.
     """
     function = AlltoallFunction(process_set, name, splits=splits)
     received, counts = function.run((tensor,))
@@ -466,43 +420,38 @@ def alltoall_async(
 ) -> int:
     """Start ``alltoall``; the handle's result is always the pair."""
     function = AlltoallFunction(process_set, name, splits=splits)
-    work = function.start((tensor,))
-    return current_session().handles.add(work, function.finish)
+    return _add_handle(function.start((tensor,)), function.finish)
 
 
 def poll(handle: int) -> bool:
-    """Return whether ``synchronize(handle)`` would return at once.
-
-    ``UsageError`` for a handle that does not exist or was synchronized.
-    """
-    return current_session().handles.poll(handle)
+    """Return whether ``synchronize(handle)`` would return at once, once before it."""
+    handles = current_session().handles
+    if handle not in handles:
+        raise UsageError(f"Handle {handle} was not created or has been cleared.")
+    return handles[handle][0].is_done()
 
 
 def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own result
-    """Wait for the operation of ``handle`` and return its result, the first time.
-
-    None for a handle that does not exist; ``CollectiveError`` if the operation failed.
-    """
-    return current_session().handles.synchronize(handle)
+    """Wait for an operation; return its result, None for an unknown handle."""
+    handles = current_session().handles
+    if handle not in handles:
+        return None
+    work, finish = handles.pop(handle)
+    return finish(work.wait())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called this; one at a time for each set."""
-    state_of(process_set, OpKind.BARRIER).coordinator.run(
-        NamedOperation(OpKind.BARRIER)
-    )
+    coordinator = state_of(process_set, OpKind.BARRIER).coordinator
+    coordinator.run(NamedOperation(OpKind.BARRIER))
 
 
 def join(device: int = -1) -> int:
     """Take part in what the others still reduce, with zeros, until all have joined.
 
-    For ranks whose data end earlier. Averages still divide by the number of all ranks.
-    All-reduces and optimizers go on; other collectives fail on the others. ``device``
-    is ignored.
-
-    Returns:
-        The rank that joined last, equal on all ranks; with optimizers one that took
-        the last step.
+    For ranks whose data end earlier. Averages still divide by the number of all ranks;
+    other collectives fail on the others. ``device`` is ignored. Returns the rank that
+    joined last, equal on all ranks; with optimizers one that took the last step.
     """
     del device
     session = current_session()
@@ -551,7 +500,14 @@ def _start(
         found = given if in_place else results
         return found if function.is_group else found[0]
 
-    return current_session().handles.add(work, finish)
+    return _add_handle(work, finish)
+
+
+def _add_handle(work: Work[Any], finish: Callable[[Any], Any]) -> int:
+    session = current_session()
+    handle = next(session.handle_numbers)
+    session.handles[handle] = work, finish
+    return handle
 
 
 for _name in __all__:

@@ -20,17 +20,11 @@ _RULE = "ProcessSet should be initialized with a list of process ranks or an mpi
 
 
 class ProcessSet:
-    """Some of the ranks, once ``init()`` or ``add_process_set()`` has been given it.
+    """Some of the ranks, once ``init()`` or ``add_process_set()`` has been given it."""
 
-    Attributes:
-        process_set_id: Its number, equal on all ranks; None until it is registered.
-        ranks: Its ranks among all, ascending.
-        mpi_comm: The communicator that it was made from, or None.
-    """
-
-    process_set_id: int | None = None
-    ranks: list[int]
-    mpi_comm: Any = None
+    process_set_id: int | None = None  # equal on all ranks; None until it is registered
+    ranks: list[int]  # among all, ascending
+    mpi_comm: Any = None  # the communicator that it was made from
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
         """Name the ranks, in any order, or give an mpi4py communicator of them."""
@@ -47,10 +41,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(_registered(self))
 
     def rank(self) -> int | None:
-        """Return this rank's index in it; None while it is not registered.
-
-        ``UsageError`` if this rank is not part of it.
-        """
+        """Return this rank's index in it, None while it is not registered; or raise."""
         if self.process_set_id is None:
             return None
         own, ranks = current_world().rank, _registered(self)
@@ -78,8 +69,7 @@ global_process_set.process_set_id = 0
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set, or ranks, and return it; collective over all ranks.
 
-    ``UsageError`` if there is a set of these ranks already, a rank does not exist, or
-    sets may not come and go.
+    ``UsageError`` if these ranks have a set already, or sets may not come and go.
     """
     current_world()
     session = current_session()
@@ -95,8 +85,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a process set back; collective over all ranks. What it still does fails.
 
-    Returns False, and is not collective, for the set of all ranks and for one that is
-    not registered. ``UsageError`` if sets may not come and go.
+    Returns False at once for the set of all ranks and for one that is not registered.
     """
     set_id = process_set.process_set_id
     if not set_id:
@@ -147,22 +136,14 @@ def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
     # One that an earlier session registered may bear the number of another now.
     if state is not None and (not set_id or [*state.ranks] == process_set.ranks):
         return state
-    word = kind.name.capitalize()
+    problem = f"Rank {session.world.rank} is not a member of the provided process set."
     if session.sets.get(set_id or -1) != tuple(process_set.ranks):
-        raise UsageError(
-            f"{word}: Process set provided does not exist, or has not been registered."
-        )
-    raise UsageError(
-        f"{word}: Rank {session.world.rank} is not a member of the "
-        "provided process set."
-    )
+        problem = "Process set provided does not exist, or has not been registered."
+    raise UsageError(f"{kind.name.capitalize()}: {problem}")
 
 
 def _agree(session: Session, what: str, number: int) -> int:
-    """Wait until every rank wants the same of process sets, and take rank 0's number.
-
-    By name: ranks may ask for several in any order, and a stall names who is missing.
-    """
+    """Wait until every rank wants the same, and take rank 0's number."""
     tensor = torch.tensor([number], device="cpu")
     operation = NamedOperation(
         OpKind.BROADCAST, (tensor,), f"process_set.{what}", (tensor,), root=0

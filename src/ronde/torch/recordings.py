@@ -54,8 +54,7 @@ class Recordings:
     rank: int
     size: int
     host: str
-    # Returns a store that all ranks share under a name, or None.
-    store: Callable[[str], Store | None]
+    store: Callable[[str], Store | None]  # that all ranks share under a name
     _launcher: RankRecording | None = None
     _own: RankRecording | None = None
     _path: Path = field(default_factory=Path)
@@ -77,11 +76,9 @@ class Recordings:
         if not variables.get(_DIRECTORY):
             return
         header, shared = self._begin("launched", next(_launched))
-        folder, limit_bytes = Path(variables[_DIRECTORY]), self._limit_bytes
+        folder, limit = Path(variables[_DIRECTORY]), self._limit_bytes
         try:
-            self._launcher = RankRecording(
-                header, shared, folder, limit_bytes=limit_bytes
-            )
+            self._launcher = RankRecording(header, shared, folder, limit_bytes=limit)
         except OSError as error:
             _logger.warning("timeline must be written, but that fails: %s", error)
 
@@ -94,14 +91,12 @@ class Recordings:
         )
 
     def stop(self) -> None:
-        """End the timeline that was begun by ``start``, if there is one."""
         own, self._own = self._own, None
         if own is not None:
             own.close()
             own.bring_together(self._path, self._limit_bytes)
 
     def close(self) -> None:
-        """End all of them."""
         self.stop()
         launcher, self._launcher = self._launcher, None
         if launcher is not None:

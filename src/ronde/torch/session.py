@@ -28,6 +28,26 @@ from ronde.torch.recordings import Recordings
 from ronde.world import Launcher, RankInfo, World
 from ronde.world.horovod_config import HorovodConfig
 
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "size",
+]
 _START_TIMEOUT_S = 300.0
 _LOAD_MPI = """
 import sys
@@ -37,37 +57,6 @@ mpi4py.rc(initialize=False, finalize=False)
 import mpi4py.MPI
 """
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
-
-
-class Handles:
-    """The table from handle to work; handles start at 0 and are not used again."""
-
-    def __init__(self) -> None:
-        self._works: dict[int, tuple[Work[Any], Callable[[Any], Any]]] = {}
-        self._numbers = count()
-
-    def add(self, work: Work[Any], finish: Callable[[Any], Any]) -> int:
-        """Return a new handle for what ``finish`` makes of the work's result."""
-        handle = next(self._numbers)
-        self._works[handle] = work, finish
-        return handle
-
-    def poll(self, handle: int) -> bool:
-        """Return whether the work is done."""
-        if handle not in self._works:
-            raise UsageError(f"Handle {handle} was not created or has been cleared.")
-        return self._works[handle][0].is_done()
-
-    def synchronize(self, handle: int) -> Any:  # noqa: ANN401  each operation's own
-        """Wait and return the result; None for an unknown handle."""
-        if handle not in self._works:
-            return None
-        work, finish = self._works.pop(handle)
-        return finish(work.wait())
-
-    def clear(self) -> None:
-        """Forget all handles."""
-        self._works.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +107,11 @@ class Session:
     sets: dict[int, tuple[int, ...]]  # the ranks of every set
     states: dict[int, ProcessSetState]  # those sets that this rank belongs to
     tuning: BucketTuningOptions | None = None  # None leaves bucket sizes as they are
-    handles: Handles = field(default_factory=Handles)
+    # Works by their handles, with what makes the result of theirs.
+    handles: dict[int, tuple[Work[Any], Callable[[Any], Any]]] = field(
+        default_factory=dict[int, tuple[Work[Any], Callable[[Any], Any]]]
+    )
+    handle_numbers: "count[int]" = field(default_factory=count)
     waits: Waits = field(default_factory=Waits)
     _duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
     set_ids: "count[int]" = field(default_factory=lambda: count(1))
@@ -126,10 +119,7 @@ class Session:
     def connect(
         self, set_id: int, ranks: Sequence[int], own: Communicator | None = None
     ) -> ProcessSetState:
-        """Connect a set's ranks, ascending, under a new ``set_id``; collective.
-
-        ``own`` is their communicator if they have one, which the set closes.
-        """
+        """Connect a set's ranks, ascending, by ``own``, if they have it; collective."""
         connections, rank = self.connections, ranks.index(self.world.rank)
         name = f"set{set_id}"
         if own is None:
@@ -159,9 +149,8 @@ class Session:
 
     def duplicate(self, set_id: int, number: int) -> Communicator:
         """Connect a set's ranks once more, by a ``number`` that is used once."""
-        # Not the set's communicator's own duplicate(), which would come between the
-        # calls of the coordinator; and nothing below the set's own name, where that
-        # communicator makes its duplicates.
+        # Not the communicator's own duplicate(), which would come between the calls of
+        # the coordinator, and no name below the set's, where it makes its duplicates.
         connections, name = self.connections.clone(), f"set{set_id}.{number}"
         ranks = self.states[set_id].ranks
         communicator = connections.connect(name, ranks, self.hosts)
@@ -174,7 +163,6 @@ class Session:
             communicator.abort()
 
     def close(self) -> None:
-        """Give everything back."""
         self.handles.clear()
         for state in self.states.values():
             state.coordinator.close()
@@ -245,15 +233,12 @@ def is_homogeneous() -> bool:
 
 @cache
 def mpi_built() -> bool:
-    """Return whether mpi4py is installed and loads an MPI, so that it can move tensors.
-
-    The first call takes 0.1 s: it tries that in a process of its own, because here it
-    would initialise MPI, or take the choice from the program.
-    """
+    """Return whether mpi4py is installed and loads an MPI; takes 0.1 s, once."""
     if "mpi4py.MPI" in sys.modules:
         return True
     if find_spec("mpi4py") is None:
         return False
+    # In a process of its own: here it might initialise MPI before the program does.
     words = [sys.executable, "-I", "-c", _LOAD_MPI, *sys.path]
     return subprocess.run(words, capture_output=True, check=False).returncode == 0
 

@@ -20,10 +20,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 class SyncBatchNorm(_BatchNorm):
     """Normalize as ``torch.nn.BatchNorm`` would over all ranks' batches together.
 
-    Runs on CPU and CUDA, on inputs of shape (N, C, ...); N may differ from rank to
-    rank, down to 0. In training, one small reduction forward and one backward: all
-    ranks of ``process_set`` must run the layer equally often. A rank that has joined
-    counts as without data. The other arguments are torch's.
+    Inputs have the shape (N, C, ...); N may differ from rank to rank, down to 0. In
+    training, all ranks of ``process_set`` must run the layer equally often. A rank that
+    has joined counts as without data.
     """
 
     def __init__(
@@ -60,10 +59,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Take a step's statistics over all ranks, shape (C,), into the running ones.
-
-        ``variance`` is by all elements, not all but one; ``count`` is of a channel.
-        """
+        """Take statistics over all ranks, shape (C,), into the running ones."""
         if not self.training or self.running_mean is None or self.running_var is None:
             return
         if self.num_batches_tracked is not None:
@@ -132,8 +128,7 @@ def _moments(inputs: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, T
     """Return mean and variance of each channel over all ranks, and their number.
 
     What travels is count, sum and sum of squares in float64, derived from each rank's
-    own mean and variance: no digits are lost though the mean be large, and zeros stand
-    for a rank without data.
+    own mean and variance: no digits are lost even if the mean is large.
     """
     count = inputs.numel() // inputs.shape[1]
     channels = inputs.shape[1]

@@ -19,17 +19,14 @@ from ronde.world.launcher_env import (
 
 Environ = Mapping[str, str]
 
-ENGINES = (
-    *("auto", "shared_memory", "gloo", "nccl", "mpi", "scheduled", "hierarchical"),
-)
-"""The engines that ``ronde.collectives.connect`` makes, ``auto`` first."""
+_FIXED_ENGINES = ("shared_memory", "gloo", "nccl", "mpi", "scheduled", "hierarchical")
+ENGINES = ("auto", *_FIXED_ENGINES)
 ALGORITHMS = ("ring", "tree", "halving_doubling")
 """The schedules that the engine ``scheduled`` follows."""
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-_EXIT_PIPE = "RONDE_EXIT_PIPE"
-"""The agent's pipe, as this rank has it: descriptor, inode and rank, with colons."""
+_EXIT_PIPE = "RONDE_EXIT_PIPE"  # of the agent: descriptor, inode and rank, with colons
 
 
 def _own(environ: Environ | None) -> Environ:
@@ -40,15 +37,11 @@ def _own(environ: Environ | None) -> Environ:
 def read_rank_info(environ: Environ | None = None) -> RankInfo:
     """Read who this process is among how many from the launcher's variables.
 
-    Understands ronde, torchrun, Horovod, Open MPI, PMI (MPICH), Slurm steps and
-    ``RANK`` with ``WORLD_SIZE`` set by hand. Without any of them: a world of one.
-    Variables that are left over, such as ``LOCAL_RANK=0`` alone, are ignored and
-    listed in the result.
+    Without any of them: a world of one. Variables that are left over, such as
+    ``LOCAL_RANK=0`` alone, are ignored and listed in the result.
 
-    ``cross_rank`` and ``cross_size`` are None, on all ranks alike, where the launcher
-    leaves them open. Where nothing describes this host, ``local_rank`` is 0 and
-    ``local_size`` the least that fits; exchange hosts (``World.from_hosts``) before you
-    rely on them.
+    Where nothing describes this host, ``local_rank`` is 0 and ``local_size`` the least
+    that fits; exchange hosts (``World.from_hosts``) before you rely on them.
 
     Raises:
         WorldError: The variables are partial, no numbers, contradict each other, or
@@ -67,13 +60,9 @@ def read_rank_info(environ: Environ | None = None) -> RankInfo:
     else:
         rank_info = RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
         stray += meeting if len(meeting) < len(_MEETING) else []
-    algorithm = environ.get("RONDE_ALGORITHM", "")
-    return replace(
-        rank_info,
-        stray=tuple(stray),
-        engine=read_engine(environ),
-        algorithm=require_algorithm(algorithm, "RONDE_ALGORITHM"),
-    )
+    engine, name = read_engine(environ), "RONDE_ALGORITHM"
+    algorithm = require_algorithm(environ.get(name, ""), name)
+    return replace(rank_info, stray=tuple(stray), engine=engine, algorithm=algorithm)
 
 
 def read_engine(environ: Environ) -> str:
@@ -93,7 +82,6 @@ def require_engine(name: str, source: str, known: tuple[str, ...] = ENGINES) -> 
 
 
 def require_algorithm(name: str, source: str) -> str:
-    """Return ``name``, which may be empty: the engine's own choice."""
     return require_engine(name, source, ALGORITHMS) if name else ""
 
 
@@ -101,16 +89,17 @@ def read_cpu_engine(environ: Environ) -> str:
     """Return the engine that Horovod's variables name; empty where none does.
 
     ``HOROVOD_CPU_OPERATIONS`` counts before ``HOROVOD_CONTROLLER``, of which gloo only
-    means no MPI launcher. Neither counts where horovodrun itself wrote them.
+    means no MPI launcher.
     """
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
-        return ""
-    names = ("HOROVOD_CPU_OPERATIONS", "HOROVOD_CONTROLLER")
-    values = [environ.get(name, "").strip().lower() for name in names]
-    for name, value in zip(names, values, strict=True):
-        if value not in ("", "mpi", "gloo", "ccl"):
+        return ""  # horovodrun itself wrote them
+    values: list[str] = []
+    for name in ("HOROVOD_CPU_OPERATIONS", "HOROVOD_CONTROLLER"):
+        values.append(environ.get(name, "").strip().lower())
+        if values[-1] not in ("", "mpi", "gloo", "ccl"):
             raise WorldError(
-                f"{name} must be mpi or gloo, got {value!r}. Correct it, or unset it."
+                f"{name} must be mpi or gloo, got {values[-1]!r}. Correct it, or unset "
+                "it."
             )
     if values[0] in ("mpi", "gloo"):
         return values[0]
@@ -118,10 +107,7 @@ def read_cpu_engine(environ: Environ) -> str:
 
 
 def read_malloc_tuning(environ: Environ | None = None) -> bool:
-    """Return whether C's allocator is to be tuned.
-
-    Not with ``RONDE_MALLOC_TUNING=0``, nor where the user has tuned glibc's allocator.
-    """
+    """Return whether C's allocator is to be tuned, which the user has not done."""
     environ = _own(environ)
     text = environ.get("RONDE_MALLOC_TUNING", "") or "1"
     if text not in ("0", "1"):
@@ -149,19 +135,16 @@ def _user_directory(name: str, default: str, environ: Environ) -> Path:
     # A relative path is to be ignored. Source: XDG Base Directory Specification.
     if base.startswith("/"):
         return Path(base) / "ronde"
-    home = Path("/")  # of a user without a name, as containers have them
+    home = Path(environ.get("HOME") or "/")  # users without a name have none
     with suppress(RuntimeError):
-        home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+        home = home if environ.get("HOME") else Path.home()
     return home / default / "ronde"
 
 
 def select_variables(
     names: Sequence[str], environ: Environ | None = None
 ) -> dict[str, str]:
-    """Return the variables that are set, sorted, out of ``names``.
-
-    A name that ends in ``*`` stands for all that begin so.
-    """
+    """Return the variables set, sorted, out of ``names``; ``NCCL_*`` stands for all."""
     environ = _own(environ)
     prefixes = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
     return {
@@ -172,31 +155,25 @@ def select_variables(
 
 
 def boot_identity() -> str:
-    """Return what is the same for all processes of one boot of one kernel.
-
-    Where a sandbox hides it, that is the host's name.
-    """
+    """Return what is the same for all processes of one boot of one kernel."""
     try:
         return _BOOT.read_text(encoding="ascii").strip()
-    except OSError:
+    except OSError:  # a sandbox hides it
         return os.uname().nodename
 
 
 def network_identity() -> str:
     """Return what names this machine, or a container with a network of its own."""
-    try:
+    space = os.uname().nodename  # of such a sandbox the whole is one
+    with suppress(OSError):
         space = str(_NETWORK.stat().st_ino)
-    except OSError:
-        # As above; of such a sandbox the whole is one.
-        space = os.uname().nodename
     return f"{boot_identity()}/{space}"
 
 
 def send_exit_notice() -> None:
     """Report to the launcher that this process has begun to exit.
 
-    The rest may take seconds. Ranks that lose this one meanwhile often end before it
-    does, and one of them would be taken for the cause.
+    Ranks that lose it often end before it does, and would be taken for the cause.
     """
     fd, _, rest = _own(None).get(_EXIT_PIPE, "").partition(":")
     inode, _, rank = rest.partition(":")
@@ -208,12 +185,11 @@ def send_exit_notice() -> None:
 
 
 def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
-    """Choose the one reading that all others agree with or explain.
+    """Choose the first reading that all others agree with or explain.
 
-    The first one counts most. Slurm's variables under another launcher describe that
-    launcher's daemon, not the rank, and do not count. One launcher a node, started by
-    another (torchrun under ``mpirun``), is the inner one's world. All else that differs
-    is refused.
+    Slurm's variables under another launcher describe that launcher's daemon, not the
+    rank. One launcher a node, started by another (torchrun under ``mpirun``), is the
+    inner one's world. All else that differs is refused.
     """
     slurm = next((r for r in readings if r.launcher is Launcher.SLURM), None)
     if any(reading.is_above_slurm for reading in readings):
@@ -255,8 +231,7 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
 def _rank_info(environ: Environ, reading: LauncherReading) -> RankInfo:
     """Fill in what follows from the rest, and the least that fits where nothing does.
 
-    Whether ``cross_rank`` is known must come out alike on all ranks: where it is not,
-    they exchange hosts, together.
+    Whether ``cross_rank`` is known must come out alike on all ranks.
     """
     place, is_ours = reading.place, reading.launcher is Launcher.RONDE
     rank, size = place["rank"], place["size"]
@@ -268,13 +243,11 @@ def _rank_info(environ: Environ, reading: LauncherReading) -> RankInfo:
     elif local_rank is None or local_size is None:
         local_rank = local_rank or 0
         local_size, cross = local_size or local_rank + 1, (None, None)
-    host = environ.get("RONDE_HOST") if is_ours and place["num_nodes"] == 1 else None
     return RankInfo(
         *(reading.launcher, rank, size, local_rank, local_size, *cross),
         meeting=_read_meeting(environ, reading.launcher),
         store=environ.get("RONDE_STORE", "") if is_ours else "",
         job_id=reading.job_id,
-        hosts=(host,) if host else (),
     )
 
 
@@ -295,14 +268,9 @@ def _read_meeting(environ: Environ, launcher: Launcher) -> Meeting | None:
             f"MASTER_PORT must be in 1..65535, got {port_text}. "
             f"Give a port that is free on {address}."
         )
-    is_hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempts = {
-        Launcher.RONDE: "RONDE_EPOCH",
-        Launcher.TORCHRUN: "TORCHELASTIC_RESTART_COUNT",
-    }
-    return Meeting(
-        address,
-        port,
-        is_hosted=is_hosted and launcher is Launcher.TORCHRUN,
-        attempt=integer(environ, attempts.get(launcher, "")) or 0,
-    )
+    is_torchrun, attempt = launcher is Launcher.TORCHRUN, 0
+    if is_torchrun or launcher is Launcher.RONDE:
+        name = "TORCHELASTIC_RESTART_COUNT" if is_torchrun else "RONDE_EPOCH"
+        attempt = integer(environ, name) or 0
+    is_hosted = is_torchrun and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Meeting(address, port, is_hosted, attempt)

@@ -3,11 +3,10 @@
 It stands alone: a rank's Python may load it by its path, without ronde.
 
 Note [The exit code at exit]
-    A function of ``atexit`` does not learn the exit code. An uncaught exception leaves
-    ``sys.last_value``, but a SystemExit leaves nothing. Its ``code`` is read by the
-    interpreter itself, though, from no Python frame: so ``sys.exit`` is made to raise a
-    SystemExit that notices this. One that was caught changes nothing. The code of a
-    program that raises SystemExit itself is not seen.
+    An uncaught exception leaves ``sys.last_value``, but a SystemExit leaves nothing.
+    Its ``code`` is read by the interpreter itself, though, from no Python frame: so
+    ``sys.exit`` is made to raise a SystemExit that notices this. The code of a program
+    that raises SystemExit itself is not seen.
 """
 
 import _sitebuiltins

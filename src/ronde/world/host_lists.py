@@ -4,20 +4,14 @@ import re
 
 from ronde.errors import UsageError
 
-MAX_HOSTS = 1 << 16
-"""What one list may grow to: more is a typing error."""
-
+MAX_HOSTS = 1 << 16  # of one list: more is a typing error
 BLANKS = " \t"
-
 _RANGES = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def split_list(text: str, source: str) -> list[str]:
-    """Split at the commas that stand in no brackets; empty parts are left out.
-
-    ``source`` is where the list stands, for messages.
-    """
+    """Split at the commas that stand in no brackets; empty parts are left out."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")
@@ -51,30 +45,23 @@ def expand(word: str, source: str) -> list[str]:
     """
     names = [""]
     for index, piece in enumerate(_RANGES.split(word)):
-        ends = _number_ranges(piece, word, source) if index % 2 else []
-        count = sum(last - first + 1 for first, last, _ in ends) if index % 2 else 1
-        _require_room(len(names) * count, word, source)
+        ranges: list[tuple[range, int]] = []  # the numbers of 01-04, and their width
+        for part in piece.split(",") if index % 2 else ():
+            match = _RANGE.fullmatch(part)
+            if match is None or int(match[2] or match[1]) < int(match[1]):
+                raise UsageError(
+                    f"{source}: a range must be ascending numbers such as 01-04,7, got "
+                    f"{part!r} in {word!r}. Type it as in n[01-04,7]."
+                )
+            end = int(match[2] or match[1]) + 1
+            ranges.append((range(int(match[1]), end), len(match[1])))
+        num_tails = sum(len(numbers) for numbers, _ in ranges) or 1
+        _require_room(len(names) * num_tails, word, source)
         tails = [
-            f"{number:0{width}}"
-            for first, last, width in ends
-            for number in range(first, last + 1)
+            f"{number:0{width}}" for numbers, width in ranges for number in numbers
         ]
         names = [name + tail for name in names for tail in tails or [piece]]
     return names
-
-
-def _number_ranges(text: str, word: str, source: str) -> list[tuple[int, int, int]]:
-    """Return first and last number and width of each of ``01-04,7``."""
-    ranges: list[tuple[int, int, int]] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(
-                f"{source}: a range must be ascending numbers such as 01-04,7, got "
-                f"{part!r} in {word!r}. Type it as in n[01-04,7]."
-            )
-        ranges.append((int(match[1]), int(match[2] or match[1]), len(match[1])))
-    return ranges
 
 
 def _require_room(count: int, word: str, source: str) -> None:

@@ -13,14 +13,14 @@ from ronde.errors import WorldError
 _PSEUDO_STEPS = range(4294967290, 4294967293)
 """Interactive, batch and extern: shells that Slurm counts as steps, not ``srun``."""
 _MAX_NODES = 1 << 20
-_COUNTS = {
-    "rank": "size",
-    "local_rank": "local_size",
-    "cross_rank": "cross_size",
-    "node_rank": "num_nodes",
-}
+_NUMBERS = (
+    *("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"),
+    *("node_rank", "num_nodes"),
+)
+_COUNTS = dict(zip(_NUMBERS[::2], _NUMBERS[1::2], strict=True))
+"""Each index and its count."""
 Place = dict[str, int]
-"""What is known of a place: the numbers of ``World``, ``node_rank``, ``num_nodes``."""
+"""What is known of a place, by the names of ``_NUMBERS``."""
 
 
 class Launcher(StrEnum):
@@ -46,31 +46,15 @@ class World:
     local_size: int
     cross_rank: int  # this host among the hosts that have ``local_rank``
     cross_size: int
-    hosts: tuple[str, ...] = ()  # in node order; empty where they are unknown
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "local_rank", "cross_rank"):
-            index, count = getattr(self, name), getattr(self, _COUNTS[name])
-            if not 0 <= index < count:
-                raise WorldError(
-                    f"{name} must be in 0..{_COUNTS[name]}-1, got {name} {index} and "
-                    f"{_COUNTS[name]} {count}."
-                )
-        if self.local_size > self.size or self.cross_size > self.size:
-            raise WorldError(
-                f"size must be at least local_size and cross_size, got {self.size}, "
-                f"{self.local_size} and {self.cross_size}."
-            )
 
     @classmethod
     def from_hosts(cls, rank: int, hosts: Sequence[str]) -> "World":
         """Derive all numbers from the host of every rank; hosts may interleave."""
-        counts = Counter(hosts)
-        own = hosts[rank]
+        counts, own = Counter(hosts), hosts[rank]
         local_rank = hosts[:rank].count(own)
         peers = [name for name, count in counts.items() if count > local_rank]
         local, cross = (local_rank, counts[own]), (peers.index(own), len(peers))
-        return cls(rank, len(hosts), *local, *cross, tuple(counts))
+        return cls(rank, len(hosts), *local, *cross)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +63,8 @@ class Meeting:
 
     address: str  # of rank 0's node
     port: int
-    # The launcher itself answers there (torchrun's agent store): every rank, 0
-    # included, is a client.
-    is_hosted: bool = False
-    # How often the launcher has restarted the ranks. A hosted store outlives them, so
-    # what a dead attempt wrote there must not be taken for this one's.
+    is_hosted: bool = False  # the launcher answers there (torchrun's agent store)
+    # How often the launcher has restarted the ranks, which a hosted store outlives.
     attempt: int = 0
 
 
@@ -91,8 +72,8 @@ class Meeting:
 class RankInfo:
     """What the environment reports of this process; the numbers are as in ``World``.
 
-    MPI's and PMI's environments do not name the node; ``cross_rank`` and ``cross_size``
-    are None then, until the ranks have exchanged their hosts (``World.from_hosts``).
+    ``cross_rank`` and ``cross_size`` are None, on all ranks alike, where the launcher
+    does not name the node, until the ranks have exchanged their hosts.
     """
 
     launcher: Launcher
@@ -104,12 +85,9 @@ class RankInfo:
     cross_size: int | None = None
     meeting: Meeting | None = None
     job_id: str = ""  # the launcher's name for the job
-    hosts: tuple[str, ...] = ()
     engine: str = "auto"  # which engine moves the bytes
     algorithm: str = ""  # which schedule it follows, where it has several
-    # Where a launcher of ronde's answers for the ranks' store: the path of a socket on
-    # this host, or ``ADDRESS:PORT KEYFILE``.
-    store: str = ""
+    store: str = ""  # ronde's: the path of a socket here, or ``ADDRESS:PORT KEYFILE``
     stray: tuple[str, ...] = ()  # variables that were ignored, as ``NAME=value``
 
     @property
@@ -119,7 +97,7 @@ class RankInfo:
             return None
         local = (self.local_rank, self.local_size)
         cross = (self.cross_rank, self.cross_size)
-        return World(self.rank, self.size, *local, *cross, self.hosts)
+        return World(self.rank, self.size, *local, *cross)
 
 
 class LauncherReading(NamedTuple):
@@ -133,14 +111,10 @@ class LauncherReading(NamedTuple):
 
     @property
     def is_stray(self) -> bool:
-        """Whether it is left over: it gives no rank, and nothing implies other ranks.
-
-        So is ``LOCAL_RANK=0`` alone. A launcher's own variables are never left over.
-        """
+        """Whether it is left over, as ``LOCAL_RANK=0`` alone: nothing implies ranks."""
         is_of_one = all(n == (name not in _COUNTS) for name, n in self.place.items())
-        return (
-            self.launcher is Launcher.PLAIN and "rank" not in self.place and is_of_one
-        )
+        is_plain = self.launcher is Launcher.PLAIN
+        return is_plain and "rank" not in self.place and is_of_one
 
     @property
     def is_above_slurm(self) -> bool:
@@ -149,15 +123,12 @@ class LauncherReading(NamedTuple):
         return not self.missing and self.launcher not in by_hand
 
     def agrees_with(self, other: "LauncherReading") -> bool:
-        """Return whether nothing that both know differs."""
         return all(other.place.get(name, n) == n for name, n in self.place.items())
 
     def is_inside(self, other: "LauncherReading") -> bool:
         """Return whether ``other`` started one launcher a node and this is that one."""
-        pair = ("node_rank", "num_nodes")
-        if "num_nodes" not in self.place:
-            pair = ("cross_rank", "cross_size")
-        node = [self.place.get(name) for name in pair]
+        level = "node_rank" if "num_nodes" in self.place else "cross_rank"
+        node = [self.place.get(name) for name in (level, _COUNTS[level])]
         return node == [other.place["rank"], other.place["size"]]
 
 
@@ -166,12 +137,11 @@ class LauncherEnv(NamedTuple):
 
     launcher: Launcher
     names: Mapping[str, str]  # the variable for each number of a ``Place``
-    required: tuple[str, ...] = ("rank", "size")  # the numbers that it always sets
+    required: Sequence[str] = ("rank", "size")  # the numbers that it always sets
     job_id: str = ""  # the variable that names the job
     is_marked: bool = False  # ``job_id`` alone already shows the launcher
 
     def read(self, environ: Mapping[str, str]) -> LauncherReading | None:
-        """Read this launcher's variables; None when there are none."""
         marks = [self.job_id] if self.is_marked else []
         found = [name for name in (*marks, *self.names.values()) if name in environ]
         if not found:
@@ -181,8 +151,7 @@ class LauncherEnv(NamedTuple):
         _check(place, self.names)
         wanted = list(self.required)
         # An index without its count, or the reverse, is half a pair.
-        for index in ("cross_rank", "node_rank"):
-            pair = (index, _COUNTS[index])
+        for pair in (("cross_rank", "cross_size"), ("node_rank", "num_nodes")):
             wanted += pair if {*pair} & place.keys() else ()
         return LauncherReading(
             self.launcher,
@@ -194,13 +163,13 @@ class LauncherEnv(NamedTuple):
 
 
 def _check(place: Place, names: Mapping[str, str]) -> None:
-    """Refuse numbers that cannot all be true."""
     for count in _COUNTS.values():
         if place.get(count) == 0:
             raise WorldError(
                 f"{names[count]} must be at least 1, got 0. "
                 f"Set it anew, or unset it to run a world of one."
             )
+    cure = "Set the variables anew, all from one launcher."
     rules = [(index, "below", operator.lt, count) for index, count in _COUNTS.items()]
     for index, count in list(_COUNTS.items())[1:]:
         rules.append((count, "at most", operator.le, "size"))
@@ -212,8 +181,7 @@ def _check(place: Place, names: Mapping[str, str]) -> None:
         if {low, high} <= place.keys() and not is_kept(place[low], place[high]):
             raise WorldError(
                 f"{names[low]} must be {rule} {names[high]}, got "
-                f"{names[low]}={place[low]} and {names[high]}={place[high]}. "
-                f"Set the variables anew, all from one launcher."
+                f"{names[low]}={place[low]} and {names[high]}={place[high]}. {cure}"
             )
     if place.keys() >= {"size", "local_size", "num_nodes"}:
         local_size, num_nodes = place["local_size"], place["num_nodes"]
@@ -222,50 +190,38 @@ def _check(place: Place, names: Mapping[str, str]) -> None:
             raise WorldError(
                 f"{names['size']} must be at least {names['local_size']} + "
                 f"{names['num_nodes']} - 1 = {local_size} + {num_nodes} - 1 = "
-                f"{least}, got {place['size']}. Set the variables anew, all from "
-                "one launcher."
+                f"{least}, got {place['size']}. {cure}"
             )
 
 
-_TORCH_NAMES = {
-    "rank": "RANK",
-    "size": "WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-    "local_size": "LOCAL_WORLD_SIZE",
-    "cross_rank": "CROSS_RANK",
-    "cross_size": "CROSS_SIZE",
-    "node_rank": "GROUP_RANK",
-    "num_nodes": "GROUP_WORLD_SIZE",
-}
+_TORCH_WORDS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("CROSS_RANK", "CROSS_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+)
+_TORCH_NAMES = dict(zip(_NUMBERS, _TORCH_WORDS, strict=True))
 # torchrun does not write CROSS_*: what stands there is somebody else's.
 _TORCHRUN_NAMES = {k: v for k, v in _TORCH_NAMES.items() if not k.startswith("cross")}
-_HOROVOD_NAMES = {key: f"HOROVOD_{key.upper()}" for key in list(_TORCH_NAMES)[:6]}
-_OPEN_MPI_NAMES = {k: f"OMPI_COMM_WORLD_{k.upper()}" for k in list(_TORCH_NAMES)[:4]}
-_PMI_NAMES = {
-    "rank": "PMI_RANK",
-    "size": "PMI_SIZE",
-    "local_rank": "MPI_LOCALRANKID",
-    "local_size": "MPI_LOCALNRANKS",
-}
+_OPEN_MPI_NAMES = {k: f"OMPI_COMM_WORLD_{k.upper()}" for k in _NUMBERS[:4]}
+_PMI_WORDS = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 RONDE = LauncherEnv(
-    Launcher.RONDE, _TORCH_NAMES, tuple(_TORCH_NAMES), "RONDE_JOB_ID", is_marked=True
+    *(Launcher.RONDE, _TORCH_NAMES, tuple(_TORCH_NAMES)), "RONDE_JOB_ID", is_marked=True
 )
 TORCHRUN = LauncherEnv(
-    Launcher.TORCHRUN,
-    _TORCHRUN_NAMES,
-    tuple(_TORCHRUN_NAMES),
+    *(Launcher.TORCHRUN, _TORCHRUN_NAMES, tuple(_TORCHRUN_NAMES)),
     "TORCHELASTIC_RUN_ID",
     is_marked=True,
 )
 PLAIN = LauncherEnv(Launcher.PLAIN, _TORCH_NAMES)
-HOROVOD = LauncherEnv(Launcher.HOROVOD, _HOROVOD_NAMES)
+HOROVOD = LauncherEnv(
+    Launcher.HOROVOD, {k: f"HOROVOD_{k.upper()}" for k in _NUMBERS[:6]}
+)
 # OMPI_COMM_WORLD_NODE_RANK is no node's index, whatever its name: on 2 nodes of 2 ranks
 # it is 0, 1, 0, 1. No variable has the node.
 OPEN_MPI = LauncherEnv(
-    Launcher.OPEN_MPI, _OPEN_MPI_NAMES, tuple(_OPEN_MPI_NAMES), "PMIX_NAMESPACE"
+    Launcher.OPEN_MPI, _OPEN_MPI_NAMES, _NUMBERS[:4], "PMIX_NAMESPACE"
 )
-PMI = LauncherEnv(Launcher.PMI, _PMI_NAMES)
+PMI = LauncherEnv(Launcher.PMI, dict(zip(_NUMBERS[:4], _PMI_WORDS, strict=True)))
 
 
 def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
@@ -296,35 +252,34 @@ def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
 
 
 def _read_slurm(environ: Mapping[str, str]) -> LauncherReading | None:
-    """Read what ``srun`` gives the tasks of a step; None outside a step.
+    """Read what ``srun`` gives the tasks of a step.
 
-    In an allocation without a step (``salloc``, a batch script) nobody is a rank yet,
-    and Slurm's numbers describe what could be started.
+    None outside a step (``salloc``, a batch script): nobody is a rank yet.
     """
     step = environ.get("SLURM_STEP_ID")
     if step is None or (step.isdecimal() and int(step) in _PSEUDO_STEPS):
         return None
 
-    def first(*names: str) -> str:
-        return next((name for name in names if name in environ), names[-1])
+    def of_step(name: str, name_of_job: str) -> str:
+        return name if name in environ else name_of_job
 
     names = {
         "rank": "SLURM_PROCID",
-        "size": first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "size": of_step("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         "local_rank": "SLURM_LOCALID",
         "node_rank": "SLURM_NODEID",
-        "num_nodes": first("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        "num_nodes": of_step("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     }
     env = LauncherEnv(Launcher.SLURM, names, job_id="SLURM_STEP_ID", is_marked=True)
     reading = env.read(environ)
+    name = of_step("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if reading is None:
         raise AssertionError("a step has at least its number")
     reading = reading._replace(job_id=f"{environ.get('SLURM_JOB_ID', '')}.{step}")
-    tasks_name = first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    if tasks_name not in environ:
+    if name not in environ:
         return reading
-    shown = f"{tasks_name}={environ[tasks_name]}"
-    tasks = parse_tasks_per_node(environ[tasks_name], tasks_name)
+    shown = f"{name}={environ[name]}"
+    tasks = parse_tasks_per_node(environ[name], name)
     place = reading.place | _place_among(reading.place, tasks, shown, names)
     return reading._replace(place=place, found=(*reading.found, shown))
 

@@ -17,14 +17,6 @@ class ElasticSampler(Sampler[int]):
     Make it part of a ``TorchState``; call ``record_batch`` after each batch and
     ``set_epoch`` at the *end* of each epoch. All ranks must be given equal arguments,
     and the length of ``dataset`` must not change.
-
-    Attributes:
-        processed_num: Samples of this epoch that all ranks together are through with.
-        num_replicas: Ranks among which the rest was divided last.
-        rank: This one among them.
-        remaining_indices: What was left of the epoch then.
-        num_samples: This rank's share of it.
-        total_size: ``num_samples`` times ranks; some are repeated to fill it.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from enum import IntFlag
 from queue import SimpleQueue
-from threading import Lock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
@@ -52,26 +51,21 @@ class WorkerNotificationManager:
     """Passes changes of hosts on to all listeners; any thread may use it."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
         self._listeners: list[State] = []
 
     def register_listener(self, listener: "State") -> None:
         """Call ``listener`` at every change from now on."""
-        with self._lock:
-            self._listeners.append(listener)
+        self._listeners.append(listener)
 
     def remove_listener(self, listener: "State") -> None:
         """Call ``listener`` no more."""
-        with self._lock:
-            self._listeners.remove(listener)
+        self._listeners.remove(listener)
 
     def handle_hosts_updated(
         self, timestamp: float, update_res: HostUpdateResult
     ) -> None:
         """Pass a change at ``timestamp``, in seconds since the epoch, on to all."""
-        with self._lock:
-            listeners = list(self._listeners)
-        for listener in listeners:
+        for listener in list(self._listeners):
             listener.on_hosts_updated(timestamp, update_res)
 
 
@@ -80,12 +74,14 @@ notification_manager = WorkerNotificationManager()
 
 
 class State(ABC):
-    """What training goes on from after a failure or a change of hosts."""
+    """What training goes on from after a failure or a change of hosts.
+
+    ``bcast_object`` returns rank 0's object on every rank; ``get_rank`` the rank.
+    """
 
     def __init__(
         self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]
     ) -> None:
-        """Give functions that return rank 0's object, collectively, and the rank."""
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._host_messages: SimpleQueue[tuple[float, HostUpdateResult]] = SimpleQueue()
@@ -144,7 +140,7 @@ class State(ABC):
 
 
 class ObjectState(State):
-    """State made of attributes that can be pickled."""
+    """State whose attributes, the keywords, can be pickled."""
 
     def __init__(
         self,
@@ -152,23 +148,19 @@ class ObjectState(State):
         get_rank: Callable[[], int],
         **kwargs: Any,
     ) -> None:
-        """Make each keyword an attribute, which is saved, restored and synchronised."""
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
         self._saved_state = deepcopy(kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
 
     def save(self) -> None:
-        """Take a copy for ``restore``."""
         self._saved_state = deepcopy(self._attributes())
 
     def restore(self) -> None:
-        """Go back to the last ``save``."""
         for name, value in self._saved_state.items():
             setattr(self, name, deepcopy(value))
 
     def sync(self) -> None:
-        """Take over rank 0's state; collective."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._attributes())
             ObjectState.restore(self)
@@ -184,15 +176,12 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        """Take a copy for ``restore``."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the last ``save``."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take over rank 0's; collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -212,16 +201,13 @@ class StateDictHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """Take a copy for ``restore``."""
         self._saved = deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
         # A copy again: optimizers keep what they load, and go on to change it.
-        """Go back to the last ``save``."""
         self.value.load_state_dict(deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Take over rank 0's state; collective."""
         self._saved = broadcast_object(self.value.state_dict(), root_rank=0)
         self.restore()
 
@@ -230,7 +216,6 @@ class ModelStateHandler(StateDictHandler):
     """Handles a module."""
 
     def sync(self) -> None:
-        """Take over rank 0's state; collective."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
         self.save()
 
@@ -239,7 +224,6 @@ class OptimizerStateHandler(StateDictHandler):
     """Handles an optimizer."""
 
     def sync(self) -> None:
-        """Take over rank 0's state; collective."""
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
@@ -248,11 +232,8 @@ class SamplerStateHandler(StateDictHandler):
     """Handles an ``ElasticSampler``."""
 
     def reset(self) -> None:
-        """Divide the rest of the epoch among the new ranks.
-
-        Without it, when ranks were only removed and so nothing is synchronised, those
-        left would go on with their old shares, and nobody would see the others.
-        """
+        # Where ranks were only removed, nothing is synchronised: those left would go
+        # on with their old shares.
         self.value.reset()
 
 
@@ -278,7 +259,11 @@ def set_handler_registry(registry: HandlerRegistry) -> None:
 
 
 class TorchState(ObjectState):
-    """The state of a training: models, optimizers, and what else it needs to go on."""
+    """The state of a training: ``model``, ``optimizer`` and keywords, as attributes.
+
+    Keywords are further modules, optimizers, learning-rate schedulers and samplers;
+    anything else is pickled.
+    """
 
     def __init__(
         self,
@@ -286,45 +271,33 @@ class TorchState(ObjectState):
         optimizer: Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make ``model``, ``optimizer`` and each keyword an attribute.
-
-        Keywords are further modules, optimizers, learning-rate schedulers and samplers;
-        anything else is pickled.
-        """
-        named = kwargs | {"model": model, "optimizer": optimizer}
         self._handlers: dict[str, StateHandler] = {}
-        for name, value in named.items():
-            for kind, handler in _registry:
-                if isinstance(value, kind):
-                    self._handlers[name] = handler(value)
-                    super().__setattr__(name, value)
-                    break
-        super().__init__(
-            bcast_object=broadcast_object,
-            get_rank=rank,
-            **{n: value for n, value in named.items() if n not in self._handlers},
-        )
+        plain: dict[str, Any] = {}
+        for name, value in (kwargs | {"model": model, "optimizer": optimizer}).items():
+            kinds = [handler for kind, handler in _registry if isinstance(value, kind)]
+            if kinds:
+                self._handlers[name] = kinds[0](value)
+                super().__setattr__(name, value)
+            else:
+                plain[name] = value
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **plain)
 
     def save(self) -> None:
-        """Take a copy for ``restore``."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to the last ``save``."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Take over rank 0's state; collective."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Adapt to the new ranks; not collective."""
         for handler in self._handlers.values():
             handler.reset()
         super().reset()
@@ -344,15 +317,13 @@ R = TypeVar("R")
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a training function, so that it survives failures and new hosts.
 
-    The function takes the state first and begins where the state is, which is rank 0's
-    on all ranks. When a collective fails (``HorovodInternalError``), the state goes
-    back to its last commit; when hosts have changed, it stays. In both cases the ranks
-    connect anew and the function is called again; where failures follow each other
-    fast, after a pause that doubles, up to 10 s. Any other exception ends it.
+    The function takes the state first, which is rank 0's on all ranks. When a
+    collective fails (``HorovodInternalError``), the state goes back to its last commit;
+    when hosts have changed, it stays. In both cases the ranks connect anew and the
+    function is called again, after fast failures with a pause that doubles, up to 10 s.
 
     Raises:
-        CollectiveError: From the decorated function: the ranks were to connect anew
-            more often than ``--reset-limit`` (``HOROVOD_RESET_LIMIT``) allows.
+        CollectiveError: There were more resets than ``HOROVOD_RESET_LIMIT`` allows.
     """
 
     def reset() -> None:
