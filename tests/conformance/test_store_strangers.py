@@ -48,9 +48,9 @@ def drain(sock):
         b"GET / HTTP/1.0\r\n\r\n",
         b"\0" * 5000,
         encode(Op.SET, [b"key", b"mine"]),
-        encode(1, [b"n" * NONCE_BYTES, b"", b"p" * 32]),
-        encode(1, [b"", b"", b""]),
-        encode(3, [b"n" * NONCE_BYTES, b"c" * 8000, b"p" * 32]),
+        encode(0, [b"n" * NONCE_BYTES, b"", b"p" * 32]),
+        encode(0, [b"", b"", b""]),
+        encode(0, [b"n" * NONCE_BYTES, b"c" * 8000, b"p" * 32]),
         (1 << 31).to_bytes(4, "big"),
     ],
 )
@@ -131,7 +131,7 @@ def test_who_poses_and_says_nothing_is_not_waited_for_long():
 def test_what_a_middleman_changes_is_not_obeyed(turned):
     with network_store() as port:
         sock = socket.create_connection((HERE, port))
-        connection = ProvenConnection(sock, Offer(1, b"", KEY), LIMIT_S)
+        connection = ProvenConnection(sock, Offer(b"", KEY), LIMIT_S)
         frame = bytearray(connection._sent.mark(encode(Op.SET, [b"key", b"value"])))
         frame[4 + turned if turned >= 0 else turned] ^= 1
         sock.sendall(frame)
@@ -144,7 +144,7 @@ def test_what_is_sent_again_is_not_obeyed_again():
     with network_store() as port:
         store = store_beyond(HERE, port, SharedKey(KEY), LIMIT_S)
         sock = socket.create_connection((HERE, port))
-        connection = ProvenConnection(sock, Offer(1, b"", KEY), LIMIT_S)
+        connection = ProvenConnection(sock, Offer(b"", KEY), LIMIT_S)
         frame = connection._sent.mark(encode(Op.ADD, [b"n", b"1"]))
         sock.sendall(frame)
         assert sock.recv(4096) != b""
@@ -220,12 +220,12 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, spoil):
 def test_one_users_processes_know_each_other_job_by_job(tmp_path):
     one, same, other = (SameUser(job, tmp_path) for job in ("1.0", "1.0", "2.0"))
     for offer in one.offers():
-        assert same.find_key(offer.kind, offer.credential) == offer.key
+        assert same.find_key(offer.credential) == offer.key
     for offer in one.offers():
-        assert other.find_key(offer.kind, offer.credential) != offer.key
+        assert other.find_key(offer.credential) != offer.key
     elsewhere = SameUser("1.0", tmp_path / "another home")
     *_, by_file = one.offers()
-    assert elsewhere.find_key(by_file.kind, by_file.credential) != by_file.key
+    assert elsewhere.find_key(by_file.credential) != by_file.key
 
 
 def test_a_connection_is_one_ranks_at_a_time():

@@ -8,7 +8,7 @@ Note [What is proven on a network]
     A peer without the key receives a random number and nothing else::
 
         store -> rank   magic, store's nonce
-        rank -> store   kind of credential, rank's nonce, credential, proof as "rank"
+        rank -> store   rank's nonce, credential or nothing, proof as "rank"
         store -> rank   proof as "store"
 
     A proof is HMAC-SHA256 of the role and both nonces. Every later frame ends with one
@@ -38,15 +38,13 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _KEY_BYTES = 32
 _MAX_HELLO_BYTES = 8 << 10
-_GIVEN, _MUNGE, _FILE = 1, 2, 3  # kinds of credentials
 _UID_RESTRICTION = 9  # source: munge.h, ``MUNGE_OPT_UID_RESTRICTION``
 
 
 class Offer(NamedTuple):
     """What a rank shows when it connects."""
 
-    kind: int  # of the credential
-    credential: bytes  # by which the store comes to the key; may be empty
+    credential: bytes  # MUNGE's, which holds the key; empty where the store has it
     key: bytes  # at least 128 bits that no other user knows
 
 
@@ -79,13 +77,11 @@ class Seal:
 class ServerSession:
     """The store's side of a connection.
 
-    ``find_key`` returns the key that an offer stands for, or None; without it the
+    ``find_key`` returns the key that a credential stands for, or None; without it the
     kernel has named the peer, and nothing is to be proven.
     """
 
-    def __init__(
-        self, find_key: Callable[[int, bytes], bytes | None] | None = None
-    ) -> None:
+    def __init__(self, find_key: Callable[[bytes], bytes | None] | None = None) -> None:
         self.is_trusted = find_key is None  # its requests may be carried out
         self.unsent = bytearray()
         self._find_key = find_key
@@ -107,11 +103,11 @@ class ServerSession:
         self.unsent += self._seals[1].mark(frame) if self._seals else frame
 
     def _admit(self, hello: bytes) -> None:
-        kind, fields = decode(hello)
+        fields = decode(hello).fields
         if len(fields) != 3 or len(fields[0]) != _NONCE_BYTES:
             raise StoreError("a rank must show a nonce, a credential and a proof.")
         nonce, credential, proof = fields
-        key = self._find_key and self._find_key(kind, credential)
+        key = self._find_key and self._find_key(credential)
         nonces = self._nonce + nonce
         if not key or not hmac.compare_digest(proof, _proof(key, b"rank", nonces)):
             raise StoreError("the peer does not belong to this job.")
@@ -141,7 +137,7 @@ def _prove(sock: socket.socket, offer: Offer, due_s: float) -> bytes:
     nonces = greeting[len(MAGIC) :] + nonce
     if greeting.startswith(MAGIC):
         proof = _proof(offer.key, b"rank", nonces)
-        sock.sendall(encode(offer.kind, [nonce, offer.credential, proof]))
+        sock.sendall(encode(0, [nonce, offer.credential, proof]))
         expected = encode(0, [_proof(offer.key, b"store", nonces)])
         if hmac.compare_digest(receive(sock, len(expected), due_s), expected):
             return nonces
@@ -159,10 +155,10 @@ class SharedKey:
         self._key = key
 
     def offers(self) -> list[Offer]:
-        return [Offer(_GIVEN, b"", self._key)]
+        return [Offer(b"", self._key)]
 
-    def find_key(self, kind: int, credential: bytes) -> bytes | None:
-        return self._key if kind == _GIVEN and not credential else None
+    def find_key(self, credential: bytes) -> bytes | None:
+        return None if credential else self._key
 
 
 class SameUser:
@@ -181,19 +177,17 @@ class SameUser:
         # One that was read once on a host is not read again: each is for one try.
         credential = self._munge and self._munge.encode(key + self._job)
         if credential is None:
-            return [Offer(_FILE, b"", self._file_key())]
-        offers = [Offer(_MUNGE, credential, key)]
+            return [Offer(b"", self._file_key())]
+        offers = [Offer(credential, key)]
         with suppress(UsageError):
-            offers.append(Offer(_FILE, b"", self._file_key()))
+            offers.append(Offer(b"", self._file_key()))
         return offers
 
-    def find_key(self, kind: int, credential: bytes) -> bytes | None:
-        if kind == _FILE:
+    def find_key(self, credential: bytes) -> bytes | None:
+        if not credential:
             with suppress(UsageError):
                 return self._file_key()
-        if kind != _MUNGE or self._munge is None:
-            return None
-        payload = self._munge.decode(credential)
+        payload = self._munge.decode(credential) if self._munge else b""
         is_ours = hmac.compare_digest(payload[_KEY_BYTES:], self._job)
         return payload[:_KEY_BYTES] if is_ours else None
 
