@@ -65,7 +65,7 @@ from ronde.torch.process_sets import (
 from ronde.torch.session import *  # noqa: F403
 from ronde.torch.session import current_session
 
-__all__ = [
+__all__: list[str] = [
     "Adasum",
     "Average",
     "Compression",
