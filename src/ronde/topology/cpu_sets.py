@@ -5,7 +5,7 @@ A number holds the set ``{0, 2}`` as ``0b101``: thousands of CPUs are one operat
 
 from collections.abc import Iterable
 
-_MAX_CPU = (1 << 16) - 1
+MAX_CPU = (1 << 16) - 1
 """More than any kernel has; a list that names more would fill the memory."""
 
 
@@ -19,7 +19,7 @@ def parse_list(text: str) -> int:
     for part in text.split(",") if text else ():
         low, _, high = part.partition("-")
         first, last = int(low), int(high or low)
-        if not 0 <= first <= last <= _MAX_CPU:
+        if not 0 <= first <= last <= MAX_CPU:
             raise ValueError(f"{part!r} is no run of CPUs")
         bits |= (1 << (last + 1)) - (1 << first)
     return bits
