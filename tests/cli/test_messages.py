@@ -19,7 +19,7 @@ from ronde.launch.messages import (
     encode_message,
 )
 from ronde.launch.output.output_process import Finish
-from ronde.topology.machine import Core, Machine, Nic
+from ronde.topology.machine import Core, Machine
 
 # An environment may hold any bytes; Python shows those that are no text as surrogates.
 text = st.text(st.characters(exclude_characters="\0"), max_size=20)
@@ -57,7 +57,7 @@ MACHINE = Machine(
     cores=(Core((0, 2), 0), Core((1,), 1)),
     cpu_limit=1.5,
     gpus=(),
-    nics=(Nic("eth0", "ethernet", "", -1, 1000, "virtual/eth0"),),
+    mbit_per_s={"eth0": 1000},
 )
 LOST = LostHost("b", (2, 3), "gone", 69, 3.0)
 END = RankEnd(0, "a", 7, -9, 1.5, was_stopped=False, stderr_tail=("x",))

@@ -16,7 +16,7 @@ _READ = re.compile(
     r"|sys/devices/system/node/(online|possible|node\d+/(cpumap|distance|meminfo))"
     r"|sys/devices/pci[^/]*(/[0-9a-f:.]+)+/"
     r"(class|vendor|device|subsystem_(vendor|device)|numa_node|local_cpu.*|.*_link_.*)"
-    r"|sys/devices/pci.*/((carrier|type|speed)|node_guid|ports/\d+/[a-z_]+)"
+    r"|sys/devices/pci.*/((carrier|type|speed)|ports/\d+/[a-z_]+)"
     r"|sys/(class/(net|infiniband)|bus/pci/devices)/.*"
     r"|sys/fs/cgroup/cpuset/.*cpuset\.(cpus|effective_cpus)"
     r"|proc/(cpuinfo|meminfo|self/(status|cgroup)|driver/nvidia/gpus/.*)"

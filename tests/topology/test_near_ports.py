@@ -134,7 +134,7 @@ def test_where_nothing_is_near_a_gpu_no_port_is_named(host):
     assert host.chosen(1) == [""]
     machine = read_machine(host.tree.root)
     assert nearest_ports(machine, [None, machine.gpus[0]]) == ("", "")
-    assert nearest_ports(Machine((), 0.0, (), ()), [None]) == ("",)
+    assert nearest_ports(Machine((), 0.0, (), {}), [None]) == ("",)
 
 
 def test_a_machine_without_gpus_is_not_asked_what_is_near(tmp_path):

@@ -226,6 +226,6 @@ def test_real_machines_are_divided_within_the_cpus_that_are_allowed(saved, num_r
 
 
 def test_cores_that_the_kernel_does_not_place_are_given_out_too():
-    machine = Machine((Core((0,), UNKNOWN_NODE), Core((1,), 0)), 0.0, (), ())
+    machine = Machine((Core((0,), UNKNOWN_NODE), Core((1,), 0)), 0.0, (), {})
     first, second = bind(machine, 2, BindMode.CORE, [None, None])
     assert (first.cpus, second.cpus) == ((0,), (1,))

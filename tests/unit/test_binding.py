@@ -21,15 +21,13 @@ from ronde.topology.placement.placing import PlacementError
 from ronde.topology.placement.policies import Policy
 
 
-def gpu(index: int, node: int = 0, bus: str = "pci0000:00") -> Gpu:
+def gpu(index: int, node: int = 0) -> Gpu:
     return Gpu(
-        number=index,
         bus_id=f"0000:{index:02x}:00.0",
         node=node,
         name="H100",
         maker="nvidia",
         uuid=f"GPU-{index}f-aa",
-        path=f"{bus}/0000:{index:02x}:00.0",
         visible_as=str(index),
     )
 
@@ -41,7 +39,7 @@ def machine(by_node: dict[int, int], *, threads: int = 1, limit: float = 0.0, gp
         Core(tuple(n + len(nodes) * t for t in range(threads)), node)
         for n, node in enumerate(nodes)
     )
-    return Machine(cores, limit, tuple(gpus), ())
+    return Machine(cores, limit, tuple(gpus), {})
 
 
 @st.composite
@@ -269,7 +267,7 @@ def test_best_effort_does_not_mind_how_many_memory_nodes_there_are():
 
 def test_every_rank_sees_all_and_is_expected_to_use_its_own():
     devices = assign_gpus([gpu(0), gpu(1)], 2, GpuView.ALL, is_choice=False, host="n1")
-    assert [d.gpu and d.gpu.number for d in devices] == [0, 1]
+    assert [d.gpu and d.gpu.visible_as for d in devices] == ["0", "1"]
     assert [d.env for d in devices] == [{}, {}]
 
 
@@ -303,7 +301,7 @@ def test_the_host_files_gpus_are_counted_among_those_the_host_lets_be_used():
     assert choose_gpus(inherited, ["2", "0"], "f line 1") == (gpu(6), gpu(4))
     assert choose_gpus(inherited, [], "") == tuple(inherited)
     (by_id,) = choose_gpus(inherited, ["GPU-5f"], "f line 1")
-    assert (by_id.number, by_id.visible_as) == (5, "GPU-5f")
+    assert (by_id.bus_id, by_id.visible_as) == ("0000:05:00.0", "GPU-5f")
     for wrong in (["4"], ["0", "0"], ["-1"], ["GPU-9"]):
         with pytest.raises(UsageError, match=r"got '.*' \(f line 1\)\. Correct it"):
             choose_gpus(inherited, wrong, "f line 1")

@@ -43,15 +43,9 @@ def test_the_cores_of_a_node_may_be_numbered_in_strides(tmp_path):
     assert machine.cores[-1] == Core((39,), 3)
 
 
-def test_adapters_that_are_up_have_rate_and_place(tmp_path):
+def test_interfaces_that_are_up_have_a_rate(tmp_path):
     machine = read_machine(unpack("32em64t-2n8c+dax+nvme+mic+dimms", tmp_path))
-    told = {n.name: (n.kind, n.bus_id, n.node, n.mbit_per_s) for n in machine.nics}
-    assert told == {
-        "eth0": ("ethernet", "0000:02:00.0", 0, 1000),
-        "ib0": ("ethernet", "0000:82:00.0", 1, 0),
-        "mlx4_0": ("infiniband", "0000:82:00.0", 1, 56000),
-    }
-    assert machine.nics[0].path == "pci0000:00/0000:00:01.1/0000:02:00.0"
+    assert machine.mbit_per_s == {"eth0": 1000, "ib0": 0}
 
 
 def test_gpus_are_those_whose_files_may_be_opened(tmp_path):

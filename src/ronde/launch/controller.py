@@ -477,7 +477,7 @@ def _meet(
             node.name,
             node.met.interfaces,
             node.host.address,
-            {nic.name: nic.mbit_per_s for nic in node.met.machine.nics},
+            node.met.machine.mbit_per_s,
         )
         for node in job_nodes
     ]

@@ -35,7 +35,6 @@ class NumaNode(NamedTuple):
     cpus: tuple[int, ...] = ()  # Hardware threads, ascending; empty for memory alone.
     cores: tuple[tuple[int, ...], ...] = ()  # The same by physical core.
     memory_bytes: int = UNKNOWN
-    free_bytes: int = UNKNOWN
     # To other nodes and itself: number, and distance by the firmware (10 is local).
     distances: tuple[tuple[int, int], ...] = ()
     package: int = UNKNOWN  # Number of its socket.
@@ -99,9 +98,7 @@ class NetPort(NamedTuple):
     kind: str = ""  # ``infiniband``, ``ethernet``.
     mbit_per_s: int = 0  # As written, 0 and negative included.
     port: int = UNKNOWN  # Number of the port on its adapter.
-    guid: str = ""  # As written.
     gdr: int = UNKNOWN  # 1 where it reaches GPUs' memory, 0 where not.
-    latency_us: float = 0.0  # Of the network behind it.
     is_up: bool = True  # Whether it has a link; true if unknown.
 
     @property
@@ -195,7 +192,7 @@ class Diagnostic(NamedTuple):
 
 
 _SCHEMA = "ronde-topology"
-_VERSION = 1  # Changes when a field changes its meaning or goes.
+_VERSION = 2  # Changes when a field changes its meaning or goes.
 _MAX_DEPTH = 256
 
 

@@ -5,6 +5,7 @@ takes longer than reading one.
 """
 
 import os
+from collections.abc import Callable
 
 from ronde.topology.cpu_sets import parse_list, parse_mask
 
@@ -25,28 +26,33 @@ def read_text(path: str, max_bytes: int = _MAX_BYTES) -> str:
         os.close(fd)
 
 
-def read_number(path: str, default: int) -> int:
+def read_number(path: str, default: int, base: int = 10) -> int:
     """Return the whole number that a file holds, else the default."""
-    try:
-        return int(read_text(path))
-    except ValueError:
-        return default
+    return _parsed(path, lambda text: int(text, base), default)
 
 
 def read_list(path: str) -> int:
     """Return the set that a file lists as ``0-3,8``, as bits; empty if it does not."""
-    try:
-        return parse_list(read_text(path))
-    except ValueError:
-        return 0
+    return _parsed(path, parse_list, 0)
 
 
 def read_mask(path: str) -> int:
     """Return the set that a file holds as a mask, as bits; empty if it does not."""
+    return _parsed(path, parse_mask, 0)
+
+
+def _parsed(path: str, parse: Callable[[str], int], default: int) -> int:
     try:
-        return parse_mask(read_text(path))
+        return parse(read_text(path))
     except ValueError:
-        return 0
+        return default
+
+
+def read_fields(path: str, max_bytes: int = _MAX_BYTES) -> dict[str, str]:
+    """Return the fields of lines such as ``Model:   NVIDIA H100``, blanks included."""
+    lines = read_text(path, max_bytes).splitlines()
+    pairs = [line.partition(":") for line in lines]
+    return {name.strip(): value for name, _, value in pairs}
 
 
 def list_names(directory: str) -> list[str]:
@@ -56,3 +62,9 @@ def list_names(directory: str) -> list[str]:
             return sorted(entry.name for entry in entries)
     except OSError:
         return []
+
+
+def list_numbers(directory: str, prefix: str = "") -> list[int]:
+    """Return the numbers behind a prefix among the names in a directory, ascending."""
+    names = [n[len(prefix) :] for n in list_names(directory) if n.startswith(prefix)]
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 6)

@@ -1,4 +1,4 @@
-"""This machine, as the kernel shows it in /proc and /sys."""
+"""This machine, with how near its network ports are to its GPUs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from ronde.topology.machine import (
     read_cores,
     read_cpu_limit,
     read_gpus,
-    read_nics,
+    read_interface_rates,
 )
 
 
@@ -22,13 +22,13 @@ def read_machine(
     hangs would take a start with it, and sandboxes hide much.
     """
     top = str(root).rstrip("/")
-    gpus, nics = read_gpus(top, environ or {}), read_nics(top)
+    gpus = read_gpus(top, environ or {})
     near: tuple[NearPort, ...] = ()
-    bus_ids = {gpu.bus_id for gpu in gpus if gpu.bus_id}
-    if bus_ids and any(nic.path for nic in nics):
+    if bus_ids := {gpu.bus_id for gpu in gpus if gpu.bus_id}:
         # Imported where there is something to judge: elsewhere a start must not wait.
         from ronde.topology.placement.plan import find_near_ports
         from ronde.topology.probes.sysfs import read_host
 
         near = find_near_ports(read_host(root), bus_ids)
-    return Machine(read_cores(top), read_cpu_limit(top), gpus, nics, near)
+    rates = read_interface_rates(top)
+    return Machine(read_cores(top), read_cpu_limit(top), gpus, rates, near)

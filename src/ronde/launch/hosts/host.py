@@ -216,7 +216,7 @@ def count_slots(environ: Mapping[str, str]) -> int:
 
 
 def count_cores() -> int:
-    return usable_cores(Machine(read_cores(""), read_cpu_limit(""), (), ()))
+    return usable_cores(Machine(read_cores(""), read_cpu_limit(""), (), {}))
 
 
 def usable_cores(machine: Machine) -> int:

@@ -421,7 +421,6 @@ def _read_ports(
             bus_id=each.bus_id,
             node=UNKNOWN if each.bus_id else nodes.near(each.cpus),
             kind="infiniband" if is_rdma else "ethernet",
-            guid=infos.get("NodeGUID", ""),
         )
         states = {
             int(match[1]): state

@@ -5,7 +5,6 @@ of clouds hold processors and PCI devices alone: the PCI class tells GPUs and ne
 adapters.
 """
 
-import math
 import re
 from collections.abc import Iterable
 
@@ -174,16 +173,6 @@ class _HostReader:
         self._unread(element, name)
         return UNKNOWN
 
-    def _number(self, element: Element, name: str) -> float:
-        try:
-            value = float(element.attributes.get(name, "nan"))
-        except ValueError:
-            value = math.nan
-        if math.isfinite(value):
-            return value
-        self._unread(element, name)
-        return 0.0
-
     def _bus_id(self, element: Element, name: str) -> str:
         bus_id = plain_address(self._text(element, name).strip())
         if not bus_id:
@@ -338,9 +327,7 @@ class _HostReader:
             kind=port_kind(device.class_code) if device else "",
             mbit_per_s=self._integer(element, "speed", default=0),
             port=self._integer(element, "port"),
-            guid=element.attributes.get("guid", ""),
             gdr=self._integer(element, "gdr"),
-            latency_us=self._number(element, "latency"),
         )
         if not self._add_port(port):
             self._remark(element, f"{port.title} is listed again and left out")

@@ -8,7 +8,8 @@ device, and each device has the link above it.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +28,14 @@ from ronde.topology.graph import (
 )
 from ronde.topology.kernel_files import (
     list_names,
+    list_numbers,
     read_list,
     read_mask,
     read_number,
     read_text,
 )
 from ronde.topology.machine import (
+    FIRST_BUS,
     parse_rate,
     read_driver_gpus,
     read_node_cpus,
@@ -45,14 +48,13 @@ SOURCE = "sysfs"
 """How sources of this kind begin."""
 
 _BUS = "sys/bus/pci/devices"
+_CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s.*")
 # The kernel's value for a device that is not on PCI Express.
 _NO_WIDTH = 255
 _NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
 _KFD = "sys/class/kfd/kfd/topology/nodes"
 _KFD_XGMI = 11
-# AMD's and Intel's on the first bus are parts of the processor, for screens.
-_FIRST_BUS = "0000:00:"
 _NODES = "sys/devices/system/node"
 # Enough for the first processor; for all of them the kernel takes milliseconds.
 _ONE_PROCESSOR_BYTES = 4096
@@ -110,16 +112,17 @@ class Function(NamedTuple):
 
 def read_functions(root: str) -> dict[str, Function]:
     """Return all that is on the bus by address, in the order of drivers."""
-    names = [name for name in list_names(f"{root}/{_BUS}") if is_address(name)]
     found: dict[str, Function] = {}
+    names = filter(is_address, list_names(f"{root}/{_BUS}"))
     for address in sorted(names, key=bus_order):
         own = f"{root}/{_BUS}/{address}"
         parts = (pci.read_path(own) or address).split("/")[::-1]
-        place = next((n for n, part in enumerate(parts) if not is_address(part)), None)
         code = _code(own, "class")
-        is_virtual = is_network(code) and bool(list_names(f"{own}/physfn"))
         found[address] = Function(
-            tuple(parts[:place]), code, _code(own, "vendor"), is_virtual
+            tuple(takewhile(is_address, parts)),
+            code,
+            _code(own, "vendor"),
+            is_network(code) and bool(list_names(f"{own}/physfn")),
         )
     return found
 
@@ -128,22 +131,19 @@ def _read_device(
     root: str, chain: Sequence[str], nodes: Sequence[NumaNode]
 ) -> PciDevice:
     """Return the first of a chain, with the link to the second."""
-    own = f"{root}/{_BUS}/{chain[0]}"
     # Both ends can do more than their link: it is what the weaker one can.
-    ends = [f"{root}/{_BUS}/{address}" for address in chain[:2]]
+    own, *_ = ends = [f"{root}/{_BUS}/{address}" for address in chain[:2]]
+    speed, width = _weakest(ends, "max")
+    speed_now, width_now = _weakest([own], "current")
     return PciDevice(
-        bus_id=chain[0],
-        parent=chain[2] if len(chain) > 2 else "",
-        node=_read_node(root, chain, nodes),
-        class_code=_code(own, "class"),
-        vendor=_code(own, "vendor"),
-        device=_code(own, "device"),
-        subsystem_vendor=_code(own, "subsystem_vendor"),
-        subsystem_device=_code(own, "subsystem_device"),
-        speed=_slowest(f"{end}/max_link_speed" for end in ends),
-        width=_narrowest(f"{end}/max_link_width" for end in ends),
-        speed_now=_slowest([f"{own}/current_link_speed"]),
-        width_now=_narrowest([f"{own}/current_link_width"]),
+        chain[0],
+        chain[2] if len(chain) > 2 else "",
+        _read_node(root, chain, nodes),
+        *(_code(own, name) for name in _CODES),
+        speed=speed,
+        width=width,
+        speed_now=speed_now,
+        width_now=width_now,
     )
 
 
@@ -155,31 +155,27 @@ def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> in
         if node >= 0 and node in known:
             return node
     own = f"{root}/{_BUS}/{chain[0]}"
-    near = read_mask(f"{own}/local_cpus") or read_list(f"{own}/local_cpulist")
-    for node in nodes:
-        around = sum(1 << cpu for cpu in node.cpus)
-        if near & around and not near & ~around:
-            return node.number
-    return UNKNOWN
+    near = set(
+        members(read_mask(f"{own}/local_cpus") or read_list(f"{own}/local_cpulist"))
+    )
+    around = (node.number for node in nodes if near and near <= set(node.cpus))
+    return next(around, UNKNOWN)
 
 
-def _slowest(files: Iterable[str]) -> str:
-    speeds = [
-        (float(m[1]), m[0]) for m in map(_SPEED.fullmatch, map(read_text, files)) if m
-    ]
-    return min(speeds, key=lambda speed: speed[0], default=(0.0, ""))[1]
-
-
-def _narrowest(files: Iterable[str]) -> int:
-    widths = [w for file in files if 0 <= (w := read_number(file, UNKNOWN)) < _NO_WIDTH]
-    return min([w for w in widths if w] or widths, default=UNKNOWN)
+def _weakest(ends: Sequence[str], which: str) -> tuple[str, int]:
+    """Return the speed of a lane and the number of lanes, each of the weaker end."""
+    texts = [read_text(f"{end}/{which}_link_speed") for end in ends]
+    speeds = [(float(m[1]), m[0]) for m in map(_SPEED.fullmatch, texts) if m]
+    widths = [read_number(f"{end}/{which}_link_width", UNKNOWN) for end in ends]
+    known = [width for width in widths if 0 <= width < _NO_WIDTH]
+    return (
+        min(speeds, key=lambda speed: speed[0], default=(0.0, ""))[1],
+        min([width for width in known if width] or known, default=UNKNOWN),
+    )
 
 
 def _code(directory: str, name: str) -> int:
-    try:
-        return max(UNKNOWN, int(read_text(f"{directory}/{name}"), 16))
-    except ValueError:
-        return UNKNOWN
+    return max(UNKNOWN, read_number(f"{directory}/{name}", UNKNOWN, 16))
 
 
 def _read_gpus(
@@ -190,10 +186,10 @@ def _read_gpus(
     Of a maker whose driver lists GPUs, only those; containers show more on the bus. Of
     NVIDIA's links the kernel knows nothing.
     """
-    nvidia = {
+    found = {
         address: GpuDevice(
-            bus_id=address,
-            number=UNKNOWN,
+            address,
+            UNKNOWN,
             sm=compute_capability(driver.model),
             title=driver.model,
             uuid=driver.uuid,
@@ -201,11 +197,10 @@ def _read_gpus(
         for address, driver in read_driver_gpus(root).items()
     }
     kfd = _read_kfd(root)
-    amd = {gpu.bus_id: gpu for gpu in kfd.values()}
-    listed = {vendor for vendor, gpus in ((_NVIDIA, nvidia), (_AMD, amd)) if gpus}
-    found = nvidia | amd
+    listed = {v for v, gpus in ((_NVIDIA, found), (_AMD, kfd)) if gpus}
+    found |= {gpu.bus_id: gpu for gpu in kfd.values()}
     for address, each in functions.items():
-        is_inside = each.vendor in (_AMD, _INTEL) and address.startswith(_FIRST_BUS)
+        is_inside = each.vendor in (_AMD, _INTEL) and address.startswith(FIRST_BUS)
         is_gpu = pci.is_gpu(each.class_code, each.vendor) and not is_inside
         if each.vendor not in listed and is_gpu:
             found.setdefault(address, GpuDevice(address, UNKNOWN))
@@ -222,22 +217,22 @@ def _read_kfd(root: str) -> dict[str, GpuDevice]:
         if read_text(f"{root}/{_KFD}/{number}/gpu_id") in ("", "0"):
             continue
         values = _properties(f"{root}/{_KFD}/{number}/properties")
-        place, version = values.get("location_id", 0), values.get("gfx_target_version")
+        domain, place = values.get("domain", 0), values.get("location_id", 0)
+        bus, device, function = place >> 8 & 0xFF, place >> 3 & 0x1F, place & 7
+        version = values.get("gfx_target_version", 0)
+        # ``90a`` for 90010, of which each part becomes one hexadecimal digit.
+        gcn = f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
         found[number] = GpuDevice(
-            bus_id=f"{values.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:"
-            f"{place >> 3 & 0x1F:02x}.{place & 7}",
-            number=UNKNOWN,
+            f"{domain:04x}:{bus:02x}:{device:02x}.{function}",
+            UNKNOWN,
             sm=values.get("simd_count", UNKNOWN)
             // max(1, values.get("simd_per_cu", 1)),
-            # ``90a`` for 90010, of which each part becomes one hexadecimal digit.
-            gcn=f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-            if version
-            else "",
+            gcn=gcn if version else "",
         )
     return found
 
 
-def _read_xgmi(root: str, kfd: Mapping[str, GpuDevice]) -> Iterable[Link]:
+def _read_xgmi(root: str, kfd: Mapping[str, GpuDevice]) -> Iterator[Link]:
     for number, gpu in kfd.items():
         directory = f"{root}/{_KFD}/{number}/io_links"
         for name in list_names(directory):
@@ -264,38 +259,38 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     """
     left = read_online(root)
     remarks: list[str] = []
-    nodes: list[NumaNode] = []
-    processor = _read_processor(root)
     online = read_list(f"{root}/{_NODES}/online")
     cpus_of = {
-        n: cpus
-        for n, cpus in read_node_cpus(root).items()
-        if not online or online >> n & 1
+        number: cpus
+        for number, cpus in read_node_cpus(root).items()
+        if not online or online >> number & 1
     }
+    distances = _read_distances(root, list(cpus_of))
+    plain = _read_processor(root)
+    nodes: list[NumaNode] = []
     for number, listed in cpus_of.items():
-        node = _node(root, number, listed & left, processor)
-        nodes.append(_with_memory(node, f"{root}/{_NODES}/node{number}/meminfo"))
+        memory = _read_memory(f"{root}/{_NODES}/node{number}/meminfo")
+        own = plain._replace(number=number, memory_bytes=memory)
+        own = own._replace(distances=distances.get(number, ()))
+        nodes.append(_with_cpus(root, own, listed & left))
         left &= ~listed
-    if not nodes and left:
-        node = _node(root, 0, left, processor)
-        nodes.append(_with_memory(node, f"{root}/proc/meminfo"))
-    elif left:
-        nodes.insert(0, _node(root, UNKNOWN, left, processor))
+    if left and nodes:
+        nodes.insert(0, _with_cpus(root, plain, left))
         remarks.append(
             f"CPUs {format_list(members(left))} are online, but their NUMA node is not."
         )
-    distances = _read_distances(root, list(cpus_of))
+    elif left:
+        memory = _read_memory(f"{root}/proc/meminfo")
+        own = plain._replace(number=0, memory_bytes=memory)
+        nodes.append(_with_cpus(root, own, left))
     undistanced = [f"numa/{node}" for node in cpus_of if node not in distances]
     if undistanced and len(cpus_of) > 1:
         remarks.append(f"The kernel lists no distances of {', '.join(undistanced)}.")
-    return (
-        tuple(n._replace(distances=distances.get(n.number, ())) for n in nodes),
-        tuple(remarks),
-    )
+    return tuple(nodes), tuple(remarks)
 
 
-def _read_processor(root: str) -> tuple[str, str, int, int]:
-    """Return a node's architecture, vendor, family and model, from the first CPU."""
+def _read_processor(root: str) -> NumaNode:
+    """Return a node that has nothing but the first CPU's architecture and model."""
     text = read_text(f"{root}/proc/cpuinfo", _ONE_PROCESSOR_BYTES)
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     # One blank stands after the colon; more belong to the name: "  Shanghai  ".
@@ -307,45 +302,31 @@ def _read_processor(root: str) -> tuple[str, str, int, int]:
             # Source: ``ncclTopoGetXmlFromCpu`` of NCCL's src/graph/xml.cc.
             family = _EXTENDED_FAMILY + 16 * (family - _EXTENDED_FAMILY)
         model = _number(values.get("model", ""))
-        return "x86_64", values["vendor_id"], family, model
+        return NumaNode(
+            UNKNOWN,
+            arch="x86_64",
+            vendor=values["vendor_id"],
+            family=family,
+            model=model,
+        )
     is_power = values.get("cpu", "").startswith("POWER")
     arch = "arm64" if "CPU implementer" in values else "ppc64" if is_power else ""
-    return arch, "", UNKNOWN, UNKNOWN
+    return NumaNode(UNKNOWN, arch=arch)
 
 
-def _node(
-    root: str, number: int, cpus: int, processor: tuple[str, str, int, int]
-) -> NumaNode:
+def _with_cpus(root: str, node: NumaNode, cpus: int) -> NumaNode:
     cores = split_cores(root, cpus)
     if not cores:
-        return NumaNode(number)
+        return node._replace(arch="", vendor="", family=UNKNOWN, model=UNKNOWN)
     topology = f"{root}/sys/devices/system/cpu/cpu{cores[0][0]}/topology"
     package = max(UNKNOWN, read_number(f"{topology}/physical_package_id", UNKNOWN))
-    arch, vendor, family, model = processor
-    return NumaNode(
-        number,
-        tuple(members(cpus)),
-        tuple(cores),
-        package=package,
-        arch=arch,
-        vendor=vendor,
-        family=family,
-        model=model,
-    )
+    return node._replace(cpus=tuple(members(cpus)), cores=tuple(cores), package=package)
 
 
-def _with_memory(node: NumaNode, path: str) -> NumaNode:
-    """Return a node with its memory, from lines such as ``Node 0 MemFree: 8 kB``."""
-    values: dict[str, int] = {}
-    for line in read_text(path).splitlines():
-        name, _, value = line.partition(":")
-        number, _, unit = value.strip().partition(" ")
-        if unit.strip() == "kB":
-            values[name.rpartition(" ")[2]] = max(UNKNOWN, _number(number) * 1024)
-    return node._replace(
-        memory_bytes=values.get("MemTotal", UNKNOWN),
-        free_bytes=values.get("MemFree", UNKNOWN),
-    )
+def _read_memory(path: str) -> int:
+    """Return the bytes of a line such as ``Node 0 MemTotal: 8 kB``."""
+    found = re.search(r"\bMemTotal:\s*(\d{1,15}) kB", read_text(path))
+    return int(found[1]) * 1024 if found else UNKNOWN
 
 
 def _read_distances(
@@ -386,10 +367,8 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
     for name in list_names(f"{root}/{_NET}"):
         own = f"{root}/{_NET}/{name}"
         bus_id = pci.bus_id(pci.read_path(own))
-        if bus_id in taken or _is_software(own):
-            continue
-        ports.append(
-            NetPort(
+        if bus_id not in taken and not _is_software(own):
+            port = NetPort(
                 title=name,
                 bus_id=bus_id,
                 kind=_KINDS.get(read_text(f"{own}/type"), ""),
@@ -397,9 +376,24 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
                 # The carrier of one that is down cannot be read.
                 is_up=read_text(f"{own}/carrier") == "1",
             )
-        )
+            ports.append(port)
     virtual = {address for address, each in functions.items() if each.is_virtual}
     return tuple(port for port in ports if port.is_up or port.bus_id not in virtual)
+
+
+def _read_adapter(root: str, name: str) -> Iterator[NetPort]:
+    """Yield the ports of an RDMA adapter; the second and later bear their number."""
+    own = f"{root}/{_INFINIBAND}/{name}"
+    for place, number in enumerate(list_numbers(f"{own}/ports")):
+        port = f"{own}/ports/{number}"
+        yield NetPort(
+            title=f"{name}:{number}" if place else name,
+            bus_id=pci.bus_id(pci.read_path(own)),
+            kind=read_text(f"{port}/link_layer").lower(),
+            mbit_per_s=parse_rate(read_text(f"{port}/rate")),
+            port=number,
+            is_up=read_text(f"{port}/state").startswith("4:"),
+        )
 
 
 def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ...]:
@@ -430,27 +424,6 @@ def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
     number = read_number(f"{own}/dev_port", 0) + 1
     exact = [port for port in shared if port.port == number]
     return [port.title for port in exact or shared[:1]]
-
-
-def _read_adapter(root: str, name: str) -> list[NetPort]:
-    """Return the ports of an RDMA adapter; the second and later bear their number."""
-    own = f"{root}/{_INFINIBAND}/{name}"
-    bus_id = pci.bus_id(pci.read_path(own))
-    ports: list[NetPort] = []
-    for number in sorted(int(n) for n in list_names(f"{own}/ports") if n.isdecimal()):
-        port = f"{own}/ports/{number}"
-        ports.append(
-            NetPort(
-                title=f"{name}:{number}" if ports else name,
-                bus_id=bus_id,
-                kind=read_text(f"{port}/link_layer").lower(),
-                mbit_per_s=parse_rate(read_text(f"{port}/rate")),
-                port=number,
-                guid=read_text(f"{own}/node_guid"),
-                is_up=read_text(f"{port}/state").startswith("4:"),
-            )
-        )
-    return ports
 
 
 def _is_software(own: str) -> bool:
