@@ -423,8 +423,8 @@ class TestOddities:
         assert host.numa_nodes[0].number == UNKNOWN
         assert host.remarks == (
             "Line 1: system has version '3', and is read like version 1.",
-            "Line 1: cpu has affinity='0-3', which cannot be read.",
             "Line 1: cpu has no arch.",
+            "Line 1: cpu has affinity='0-3', which cannot be read.",
         )
 
     def test_an_odd_file_is_not_told_without_end(self):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 from xml.parsers import expat
 
 from ronde.errors import UsageError
@@ -16,7 +16,8 @@ _MAX_DEPTH = 256
 _MAX_ELEMENTS = 1 << 17
 _MAX_NESTED = 4
 _LOOKED_AT = 1 << 16
-_NAME = re.compile(rb"[A-Za-z_][\w:.-]*")
+_COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
+_TAG = re.compile(rb"<([A-Za-z_][\w:.-]*)")
 # What launchers and loggers put before a line. The first differs from line to line.
 _TAGS = tuple(
     re.compile(form)
@@ -42,26 +43,17 @@ class Saved(NamedTuple):
 
 
 class Probe(Protocol):
-    """Reads one form of topology."""
+    """Reads one form of topology.
+
+    ``recognises`` is quick, and true for damaged files, too. What is odd and can be
+    read is a remark of the host; else ``read`` raises ``UsageError`` with the place in
+    the file. Nothing is guessed.
+    """
 
     @property
-    def format(self) -> str:
-        """The form, for people: ``NCCL topology file``."""
-        ...
-
-    def recognises(self, saved: Saved) -> bool:
-        """Return whether a file is of this form; quick, and true for damaged ones."""
-        ...
-
-    def read(self, saved: Saved) -> Topology:
-        """Return the topology in a file.
-
-        What is odd and can be read is a remark of the host. Nothing is guessed.
-
-        Raises:
-            UsageError: The file cannot be read, with the place in it.
-        """
-        ...
+    def format(self) -> str: ...  # For people: ``NCCL topology file``.
+    def recognises(self, saved: Saved) -> bool: ...
+    def read(self, saved: Saved) -> Topology: ...
 
 
 def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:
@@ -129,12 +121,20 @@ class Element(NamedTuple):
 
     tag: str
     attributes: dict[str, str]
-    children: "tuple[Element, ...]"
-    text: str  # Directly in it, without blanks at its ends.
     line: int  # Where it begins, from 1.
+    origin: str  # Its file, for messages.
+    children: "list[Element]"
+    pieces: list[str]  # Of the text directly in it.
 
-    def named(self, *tags: str) -> "tuple[Element, ...]":
-        return tuple(child for child in self.children if child.tag in tags)
+    def named(self, *tags: str) -> "list[Element]":
+        return [child for child in self.children if child.tag in tags]
+
+    def get(self, name: str) -> str:
+        """Return an attribute; empty if it is not there."""
+        return self.attributes.get(name, "")
+
+    def bad(self, rule: str, got: object) -> UsageError:
+        return bad_value(self.origin, self.line, rule, got)
 
 
 def outermost_tag(data: bytes) -> str:
@@ -143,15 +143,9 @@ def outermost_tag(data: bytes) -> str:
     It stands in the first 64 KiB, or is not found.
     """
     # Without NULs, what is UTF-16 reads the same.
-    head = data[:_LOOKED_AT].replace(b"\0", b"")
-    at = head.find(b"<")
-    while at >= 0:
-        if found := _NAME.match(head, at + 1):
-            return found[0].decode()
-        is_comment = head.startswith(b"<!--", at)
-        end = head.find(b"-->", at) if is_comment else at + 1
-        at = head.find(b"<", end) if end >= 0 else -1
-    return ""
+    head = _COMMENT.sub(b"", data[:_LOOKED_AT].replace(b"\0", b""))
+    found = _TAG.search(head)
+    return found[1].decode() if found else ""
 
 
 def parse_xml(data: bytes, origin: str) -> Element:
@@ -168,8 +162,42 @@ def parse_xml(data: bytes, origin: str) -> Element:
             f"{origin} must be at most {MAX_BYTES >> 20} MiB of XML, got "
             f"{len(data) >> 20} MiB. Give the topology alone."
         )
+    # Each open element is in the one before; the first is around the outermost.
+    opened = [Element("", {}, 0, origin, [], [])]
+    num_elements = 0
+    parser = expat.ParserCreate()
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal num_elements
+        num_elements += 1
+        line = parser.CurrentLineNumber
+        if len(opened) > _MAX_DEPTH or num_elements > _MAX_ELEMENTS:
+            raise UsageError(
+                f"{origin} must have at most {_MAX_DEPTH} elements inside one another "
+                f"and {_MAX_ELEMENTS} in all, got more at line {line}. Is it a "
+                "topology?"
+            )
+        element = Element(tag, attributes, line, origin, [], [])
+        opened[-1].children.append(element)
+        opened.append(element)
+
+    def take_text(text: str) -> None:
+        opened[-1].pieces.append(text)
+
+    def refuse_entity(name: str, *_: object) -> None:
+        raise UsageError(
+            f"{origin} must define no entities, got {name!r} at line "
+            f"{parser.CurrentLineNumber}. No program writes such a topology: do not "
+            "trust it."
+        )
+
+    parser.buffer_text = True
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _: opened.pop()
+    parser.CharacterDataHandler = take_text
+    parser.EntityDeclHandler = refuse_entity
     try:
-        return _XmlBuilder(origin).build(data)
+        parser.Parse(data, True)  # noqa: FBT003 - it takes no names
     except (expat.ExpatError, ValueError, LookupError) as error:
         if isinstance(error, UsageError):
             raise
@@ -177,51 +205,5 @@ def parse_xml(data: bytes, origin: str) -> Element:
             f"{origin} must be well-formed XML, got an error: {error}. Was it cut, or "
             "changed on its way?"
         ) from None
-
-
-class _XmlBuilder:
-    def __init__(self, origin: str) -> None:
-        self._origin = origin
-        # Of each open element: name, attributes, line, children, pieces of text.
-        self._open: list[tuple[str, dict[str, str], int, list[Element], list[str]]] = []
-        self._num_elements = 0
-        self._root: Element | None = None
-        self._parser = expat.ParserCreate()
-        self._parser.buffer_text = True
-        self._parser.StartElementHandler = self._start
-        self._parser.EndElementHandler = self._end
-        self._parser.CharacterDataHandler = self._take_text
-        self._parser.EntityDeclHandler = self._refuse_entity
-
-    def build(self, data: bytes) -> Element:
-        self._parser.Parse(data, True)  # noqa: FBT003 - it takes no names
-        # Without an outermost element there was an error.
-        return cast("Element", self._root)
-
-    def _start(self, tag: str, attributes: dict[str, str]) -> None:
-        line = self._parser.CurrentLineNumber
-        self._num_elements += 1
-        if len(self._open) >= _MAX_DEPTH or self._num_elements > _MAX_ELEMENTS:
-            raise UsageError(
-                f"{self._origin} must have at most {_MAX_DEPTH} elements inside one "
-                f"another and {_MAX_ELEMENTS} in all, got more at line {line}. Is it a "
-                "topology?"
-            )
-        self._open.append((tag, attributes, line, [], []))
-
-    def _end(self, _: str) -> None:
-        tag, attributes, line, children, pieces = self._open.pop()
-        text = "".join(pieces).strip()
-        self._root = Element(tag, attributes, tuple(children), text, line)
-        if self._open:
-            self._open[-1][3].append(self._root)
-
-    def _take_text(self, text: str) -> None:
-        self._open[-1][4].append(text)
-
-    def _refuse_entity(self, name: str, *_: object) -> None:
-        raise UsageError(
-            f"{self._origin} must define no entities, got {name!r} at line "
-            f"{self._parser.CurrentLineNumber}. No program writes such a topology: do "
-            "not trust it."
-        )
+    # Without an outermost element there was an error.
+    return opened[0].children[0]

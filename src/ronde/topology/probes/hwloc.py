@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.cpu_sets import members, parse_mask
+from ronde.topology.cpu_sets import MAX_CPU, members, parse_mask
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -23,16 +23,8 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.pci import compute_capability, is_gpu, plain_address
-from ronde.topology.probes.base import (
-    Element,
-    Saved,
-    bad_value,
-    outermost_tag,
-    parse_xml,
-)
+from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
 
-# More hardware threads than this are no machine.
-_MAX_CPUS = 1 << 16
 _CPU_WORD = re.compile(r"(?:0x)?([0-9a-f]{0,8})", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LINK_KINDS = {"NVLinkBandwidth": LinkKind.NVLINK, "XGMIBandwidth": LinkKind.XGMI}
@@ -50,8 +42,6 @@ _PORT_STATE = re.compile(r"Port([0-9]{1,3})State")
 # ``hwloc/topology-nvml.c``.
 _FIRST_NVLINK_SM, _FIRST_NVLINK_GB_PER_S, _NVLINK_GB_PER_S = 60, 20.0, 25.0
 
-_Distances = dict[int, tuple[tuple[int, int], ...]]
-
 
 class HwlocProbe:
     """Reads hwloc's XML."""
@@ -62,12 +52,6 @@ class HwlocProbe:
         return outermost_tag(saved.data) == "topology"
 
     def read(self, saved: Saved) -> Topology:
-        """Return the machine.
-
-        Raises:
-            UsageError: It is no well-formed XML, no hwloc's, or a value in it cannot be
-                read.
-        """
         root = parse_xml(saved.data, saved.name)
         machines = root.named("object")
         if root.tag != "topology" or not machines:
@@ -78,70 +62,79 @@ class HwlocProbe:
         version = _decimal(root.attributes.get("version", "1"))
         if not version >= 2:
             rule = "version must be a number from 2 (lstopo of hwloc 2 writes it)"
-            got = root.attributes.get("version", "none")
-            raise bad_value(saved.name, root.line, rule, got)
-        host = _host(root, machines[0], saved.name, version)
-        return Topology((host._replace(sources=(f"{self.format} {saved.name}",)),))
+            raise root.bad(rule, root.attributes.get("version", "none"))
+        # What holds for the whole machine stands in it before version 3, then beside.
+        infos = {**_infos(root), **_infos(machines[0])}
+        objects = list(_walk(machines[0]))
+        nodes = _Nodes(objects, infos, _read_distances(root, objects))
+        devices = _read_devices(objects, nodes)
+        gpus = _read_gpus(objects, devices)
+        ports = _read_ports(objects, nodes, version)
+        ends = [each.bus_id for each in (*gpus, *ports) if each.bus_id]
+        host = HostTopology(
+            name=infos.get("HostName", ""),
+            sources=(f"{self.format} {saved.name}",),
+            numa_nodes=nodes.nodes,
+            devices=_keep_lower_ends(devices, ends),
+            gpus=gpus,
+            ports=ports,
+            links=tuple(_read_links(root, _names(objects, nodes), gpus)),
+        )
+        return Topology((host,))
 
 
 class _Object(NamedTuple):
     """An object, and where it stands."""
 
     element: Element
+    kind: str
     cpus: int  # Its CPUs as bits, else those of the nearest object around it.
     package: "_Object | None"  # The package around it.
-    bus_id: str  # Of the nearest PCI device or bridge around it; empty if none.
-    origin: str  # The file's name in messages.
+    bus_id: str  # Its own, else that of the nearest PCI device or bridge around it.
+    parent: str  # Of one with an address of its own: the next one around it.
 
     @property
-    def kind(self) -> str:
-        return self.text("type")
-
-    def text(self, name: str) -> str:
-        return self.element.attributes.get(name, "")
-
-    def number(self, name: str) -> int:
-        return _number(self.element, name, self.origin)
-
-    def infos(self) -> dict[str, str]:
-        return _infos(self.element)
-
-    def bad(self, rule: str, got: object) -> UsageError:
-        return bad_value(self.origin, self.element.line, rule, got)
+    def own_bus_id(self) -> str:
+        return self.bus_id if "pci_busid" in self.element.attributes else ""
 
 
-def _walk(machine: Element, origin: str) -> Iterator[_Object]:
+def _walk(machine: Element) -> Iterator[_Object]:
     """Yield all objects, parents before children, in the order of the file."""
-    waiting = [_Object(machine, 0, None, "", origin)]
+    waiting = [(machine, _Object(machine, "", 0, None, "", ""))]
     while waiting:
-        each = waiting.pop()
-        if "cpuset" in each.element.attributes:
-            each = each._replace(cpus=_cpus(each.element, origin))
-        yield each
-        package = each if each.kind == "Package" else each.package
-        text = each.text("pci_busid")
+        element, around = waiting.pop()
+        text = element.get("pci_busid")
         address = plain_address(text)
         if text and not address:
-            raise each.bad("pci_busid must be an address such as 0000:1b:00.0", text)
-        bus_id = address or each.bus_id
-        waiting += [
-            _Object(child, each.cpus, package, bus_id, origin)
-            for child in reversed(each.element.named("object"))
-        ]
+            rule = "pci_busid must be an address such as 0000:1b:00.0"
+            raise element.bad(rule, text)
+        each = _Object(
+            element,
+            element.get("type"),
+            _cpus(element) if "cpuset" in element.attributes else around.cpus,
+            around if around.kind == "Package" else around.package,
+            address or around.bus_id,
+            around.bus_id,
+        )
+        yield each
+        waiting += [(child, each) for child in reversed(element.named("object"))]
 
 
 def _infos(element: Element) -> dict[str, str]:
-    found = (info.attributes for info in element.named("info"))
-    return {each.get("name", ""): each.get("value", "") for each in found}
+    return {info.get("name"): info.get("value") for info in element.named("info")}
 
 
-def _number(element: Element, name: str, origin: str) -> int:
+def _number(element: Element, name: str) -> int:
     text = element.attributes.get(name)
     if text is None:
         return UNKNOWN
     if not _NUMBER.fullmatch(text):
-        raise bad_value(origin, element.line, f"{name} must be a whole number", text)
+        raise element.bad(f"{name} must be a whole number", text)
     return int(text)
+
+
+def _small_number(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else UNKNOWN
 
 
 def _decimal(text: str) -> float:
@@ -153,38 +146,17 @@ def _decimal(text: str) -> float:
     return value if 0 <= value < math.inf else math.nan
 
 
-def _cpus(element: Element, origin: str) -> int:
-    """Return an element's ``cpuset`` as bits; empty where there is none.
+def _cpus(element: Element) -> int:
+    """Return an element's ``cpuset`` as bits.
 
     Words of 32 bits stand between commas, the highest first, without their zeros.
     """
-    text = element.attributes.get("cpuset", "")
-    words = [_CPU_WORD.fullmatch(word) for word in text.split(",", _MAX_CPUS // 32)]
+    text = element.get("cpuset")
+    words = [_CPU_WORD.fullmatch(word) for word in text.split(",", MAX_CPU // 32 + 1)]
     if not all(words):
-        rule = (
-            f"cpuset must be words of hexadecimal digits for at most {_MAX_CPUS} CPUs"
-        )
-        raise bad_value(origin, element.line, rule, text)
+        rule = "cpuset must be words of hexadecimal digits for at most "
+        raise element.bad(f"{rule}{MAX_CPU + 1} CPUs", text)
     return parse_mask("".join(word[1].zfill(8) for word in words if word))
-
-
-def _host(root: Element, machine: Element, origin: str, version: float) -> HostTopology:
-    # What holds for the whole machine stands in it before version 3, then beside it.
-    infos = {**_infos(root), **_infos(machine)}
-    objects = list(_walk(machine, origin))
-    nodes = _Nodes(objects, infos)
-    devices = _read_devices(objects, nodes, _read_localities(root, origin))
-    gpus = _read_gpus(objects, devices)
-    ports = _read_ports(objects, nodes, version)
-    ends = [each.bus_id for each in (*gpus, *ports) if each.bus_id]
-    return HostTopology(
-        name=infos.get("HostName", ""),
-        numa_nodes=nodes.with_distances(_read_distances(root, objects, origin)),
-        devices=_keep_lower_ends(devices, ends),
-        gpus=gpus,
-        ports=ports,
-        links=tuple(_read_links(root, _names(objects, nodes), gpus, origin)),
-    )
 
 
 class _Nodes:
@@ -194,41 +166,38 @@ class _Nodes:
     one package has, those belong to ordinary memory, and there to the lowest number.
     """
 
-    def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:
-        self._infos = infos
-        self._threads = _threads(objects)
-        self._own: dict[int, int] = {}
-        self._owner: dict[int, int] = {}
+    def __init__(
+        self,
+        objects: Sequence[_Object],
+        infos: Mapping[str, str],
+        distances: Mapping[int, tuple[tuple[int, int], ...]],
+    ) -> None:
         numbered: dict[int, _Object] = {}
         for each in objects:
             if each.kind == "NUMANode":
-                number = each.number("os_index")
+                number = _number(each.element, "os_index")
                 if number in numbered or number == UNKNOWN:
                     rule = "a NUMANode must have an os_index of its own"
-                    raise each.bad(rule, each.text("os_index"))
+                    raise each.element.bad(rule, each.element.get("os_index"))
                 numbered[number] = each
         # Without any, all is one node.
         numbered = numbered or {0: objects[0]}
-        self._share(numbered)
+        self._own = _share(numbered)
+        self._owner = {cpu: n for n, own in self._own.items() for cpu in members(own)}
         cores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        self._packages: dict[int, _Object] = {}
-        taken = 0
+        packages: dict[int, _Object] = {}
         for each in objects:
-            threads = each.cpus & self._threads
-            if each.kind == "Core" and threads:
-                cores[self.near(threads)].append(tuple(members(threads)))
+            if each.kind == "Core" and each.cpus:
+                cores[self.near(each.cpus)].append(tuple(members(each.cpus)))
             elif each.kind == "Package":
-                self._packages |= dict.fromkeys(members(each.cpus & ~taken), each)
-                taken |= each.cpus
-        self._nodes = {
-            number: self._node(number, each, tuple(sorted(cores[number])))
-            for number, each in sorted(numbered.items())
-        }
-
-    def with_distances(self, distances: _Distances) -> tuple[NumaNode, ...]:
-        return tuple(
-            node._replace(distances=distances.get(number, ()))
-            for number, node in self._nodes.items()
+                packages = dict.fromkeys(members(each.cpus), each) | packages
+        self.nodes = tuple(
+            _node(
+                numbered[number], number, self._own[number], packages, infos
+            )._replace(
+                cores=tuple(sorted(cores[number])), distances=distances.get(number, ())
+            )
+            for number in sorted(numbered)
         )
 
     def near(self, cpus: int) -> int:
@@ -237,124 +206,88 @@ class _Nodes:
         number = self._owner.get(first, UNKNOWN)
         return number if cpus & ~self._own.get(number, 0) == 0 else UNKNOWN
 
-    def _share(self, numbered: Mapping[int, _Object]) -> None:
-        def precedence(item: tuple[int, _Object]) -> tuple[bool, int, int]:
-            number, each = item
-            is_special = each.text("subtype") not in ("", "DRAM")
-            return is_special, each.cpus.bit_count(), number
 
-        taken = 0
-        for number, each in sorted(numbered.items(), key=precedence):
-            cpus = each.cpus & self._threads if self._threads else each.cpus
-            self._own[number] = cpus & ~taken
-            taken |= cpus
-            self._owner |= dict.fromkeys(members(self._own[number]), number)
+def _share(numbered: Mapping[int, _Object]) -> dict[int, int]:
+    """Return the CPUs of each node that are of no other, as bits."""
 
-    def _node(
-        self, number: int, each: _Object, cores: tuple[tuple[int, ...], ...]
-    ) -> NumaNode:
-        cpus = members(self._own[number])
-        package = each.package
-        if cpus:
-            # None where they are of several.
-            around = [self._packages[cpu] for cpu in cpus if cpu in self._packages]
-            is_one = len({id(each) for each in around}) == 1
-            package = around[0] if is_one else None
-        infos = {**self._infos, **(package.infos() if package else {})}
-        arch = infos.get("Architecture", "")
-        family = _small_number(infos.get("CPUFamilyNumber", ""))
-        return NumaNode(
-            number=number,
-            cpus=tuple(cpus),
-            cores=cores,
-            memory_bytes=each.number("local_memory"),
-            package=package.number("os_index") if package else UNKNOWN,
-            arch=_ARCHS.get(arch, arch),
-            vendor=infos.get("CPUVendor", ""),
-            # NCCL adds 16 times what goes beyond 15, hwloc and the kernel once.
-            family=15 + 16 * (family - 15) if family > 15 else family,
-            model=_small_number(infos.get("CPUModelNumber", "")),
-        )
+    def precedence(number: int) -> tuple[bool, int, int]:
+        each = numbered[number]
+        is_special = each.element.get("subtype") not in ("", "DRAM")
+        return is_special, each.cpus.bit_count(), number
+
+    taken = 0
+    shares: dict[int, int] = {}
+    for number in sorted(numbered, key=precedence):
+        shares[number] = numbered[number].cpus & ~taken
+        taken |= numbered[number].cpus
+    return shares
 
 
-def _threads(objects: Sequence[_Object]) -> int:
-    found: set[int] = set()
-    for each in objects:
-        if each.kind == "PU":
-            number = each.number("os_index")
-            if not 0 <= number < _MAX_CPUS:
-                rule = f"a PU's os_index must be from 0 to {_MAX_CPUS - 1}"
-                raise each.bad(rule, each.text("os_index"))
-            found.add(number)
-    return sum(1 << number for number in found)
-
-
-def _small_number(text: str) -> int:
-    return int(text) if text.isdecimal() and len(text) < 10 else UNKNOWN
-
-
-def _read_localities(root: Element, origin: str) -> list[tuple[int, range, int]]:
-    """Return domain, buses and the CPUs near them, where the tree has them not."""
-    found: list[tuple[int, range, int]] = []
-    for each in root.named("pci_locality"):
-        words = [each.attributes.get(n, "") for n in ("domain", "bus_min", "bus_max")]
-        try:
-            domain, first, last = (int(word[:10], 16) for word in words)
-        except ValueError:
-            rule = "pci_locality must be of numbered buses"
-            raise bad_value(origin, each.line, rule, words) from None
-        found.append((domain, range(first, last + 1), _cpus(each, origin)))
-    return found
-
-
-def _read_devices(
-    objects: Iterable[_Object],
-    nodes: _Nodes,
-    localities: Sequence[tuple[int, range, int]],
-) -> tuple[PciDevice, ...]:
-    found: dict[str, PciDevice] = {}
-    for each in objects:
-        address = plain_address(each.text("pci_busid"))
-        if each.kind not in ("PCIDev", "Bridge") or not address:
-            continue
-        if address in found:
-            raise each.bad("pci_busid must be listed once", address)
-        node = nodes.near(each.cpus)
-        if node == UNKNOWN:
-            own, bus = (int(part, 16) for part in address.split(":")[:2])
-            near = (cpus for n, buses, cpus in localities if n == own and bus in buses)
-            node = nodes.near(next(near, 0))
-        found[address] = _device(each, address, node)
-    return tuple(found.values())
-
-
-def _device(each: _Object, address: str, node: int) -> PciDevice:
-    kind = _TYPE.fullmatch(each.text("pci_type"))
-    speed = _decimal(each.text("pci_link_speed") or "0")
-    if kind is None or math.isnan(speed):
-        raise each.bad(
-            "pci_type must be such as '0302 [10de:20b0] [10de:134f] a1' and "
-            "pci_link_speed a number of GB/s",
-            [each.text("pci_type"), each.text("pci_link_speed")],
-        )
-    code, vendor, device, board_vendor, board, interface = kind.groups()
-    # Bridges have no board, and zeros stand in its place.
-    has_board = int(board_vendor or "0", 16) > 0
-    return PciDevice(
-        bus_id=address,
-        parent=each.bus_id,
-        node=node,
-        class_code=int(code + (interface or "00"), 16),
-        vendor=int(vendor, 16),
-        device=int(device, 16),
-        subsystem_vendor=int(board_vendor, 16) if has_board else UNKNOWN,
-        subsystem_device=int(board, 16) if has_board else UNKNOWN,
-        gb_per_s=speed,
+def _node(
+    each: _Object,
+    number: int,
+    own: int,
+    packages: Mapping[int, _Object],
+    machine: Mapping[str, str],
+) -> NumaNode:
+    package = each.package
+    if own:
+        # None where its CPUs are of several.
+        around = [packages[cpu] for cpu in members(own) if cpu in packages]
+        package = around[0] if len(set(map(id, around))) == 1 else None
+    infos = {**machine, **(_infos(package.element) if package else {})}
+    arch = infos.get("Architecture", "")
+    family = _small_number(infos.get("CPUFamilyNumber", ""))
+    return NumaNode(
+        number,
+        tuple(members(own)),
+        memory_bytes=_number(each.element, "local_memory"),
+        package=_number(package.element, "os_index") if package else UNKNOWN,
+        arch=_ARCHS.get(arch, arch),
+        vendor=infos.get("CPUVendor", ""),
+        # NCCL adds 16 times what goes beyond 15, hwloc and the kernel once.
+        family=15 + 16 * (family - 15) if family > 15 else family,
+        model=_small_number(infos.get("CPUModelNumber", "")),
     )
 
 
+def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDevice]:
+    found: dict[str, PciDevice] = {}
+    for each in objects:
+        address, element = each.own_bus_id, each.element
+        if each.kind not in ("PCIDev", "Bridge") or not address:
+            continue
+        if address in found:
+            raise element.bad("pci_busid must be listed once", address)
+        kind = _TYPE.fullmatch(element.get("pci_type"))
+        speed = _decimal(element.get("pci_link_speed") or "0")
+        if kind is None or math.isnan(speed):
+            raise element.bad(
+                "pci_type must be such as '0302 [10de:20b0] [10de:134f] a1' and "
+                "pci_link_speed a number of GB/s",
+                [element.get("pci_type"), element.get("pci_link_speed")],
+            )
+        code, interface = kind[1], kind[6] or "00"
+        vendor, device, *board = (
+            int(text or "0", 16) for text in kind.group(2, 3, 4, 5)
+        )
+        # Bridges have no board, and zeros stand in its place.
+        board = board if board[0] else [UNKNOWN, UNKNOWN]
+        found[address] = PciDevice(
+            address,
+            each.parent,
+            nodes.near(each.cpus),
+            int(code + interface, 16),
+            vendor,
+            device,
+            *board,
+            gb_per_s=speed,
+        )
+    return found
+
+
 def _keep_lower_ends(
-    devices: Sequence[PciDevice], ends: Iterable[str]
+    devices: Mapping[str, PciDevice], ends: Iterable[str]
 ) -> tuple[PciDevice, ...]:
     """Return the devices at ``ends`` and those above, without the upper ends of links.
 
@@ -362,44 +295,39 @@ def _keep_lower_ends(
     the lower one, the device or switch below. NCCL and the graph have only the lower,
     with the lower of the rates of both.
     """
-    by_bus_id = {device.bus_id: device for device in devices}
-    parents: dict[str, str] = {}
+    kept: dict[str, PciDevice] = {}
     for end in ends:
         place = end
-        while place in by_bus_id and place not in parents:
-            above = by_bus_id.get(by_bus_id[place].parent)
-            parents[place] = place = above.parent if above else ""
-    found: list[PciDevice] = []
-    for device in devices:
-        if device.bus_id in parents:
-            above = by_bus_id.get(device.parent)
-            rate = device.gb_per_s
-            if above and above.gb_per_s > 0:
-                rate = min(rate, above.gb_per_s)
-            found.append(device._replace(parent=parents[device.bus_id], gb_per_s=rate))
-    return tuple(found)
+        while place in devices and place not in kept:
+            device = devices[place]
+            above = devices.get(device.parent)
+            place = above.parent if above else ""
+            rates = [device.gb_per_s]
+            rates += [above.gb_per_s] if above and above.gb_per_s > 0 else []
+            device = device._replace(parent=place, gb_per_s=min(rates))
+            kept[device.bus_id] = device
+    return tuple(kept[bus_id] for bus_id in devices if bus_id in kept)
 
 
 def _read_gpus(
-    objects: Iterable[_Object], devices: Sequence[PciDevice]
+    objects: Iterable[_Object], devices: Mapping[str, PciDevice]
 ) -> tuple[GpuDevice, ...]:
     """Return GPUs in the order of the devices, with what their drivers have of them."""
-    known: dict[str, dict[str, str]] = {}
+    known: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for each in objects:
-        infos = each.infos() if each.kind == "OSDev" else {}
+        infos = _infos(each.element) if each.kind == "OSDev" else {}
         # The library that found it; each version has it elsewhere.
-        backend = each.text("subtype") or infos.get("CoProcType", "")
+        backend = each.element.get("subtype") or infos.get("CoProcType", "")
         if each.bus_id and (backend or infos.get("Backend", "")) in _GPU_BACKENDS:
-            known.setdefault(each.bus_id, {}).update(infos)
+            known[each.bus_id] |= infos
     found: list[GpuDevice] = []
-    for device in devices:
-        if device.bus_id in known or is_gpu(device.class_code, device.vendor):
-            infos = known.get(device.bus_id, {})
+    for bus_id, device in devices.items():
+        if bus_id in known or is_gpu(device.class_code, device.vendor):
+            infos = known[bus_id]
             title = infos.get("GPUModel", "")
             uuid = next((infos[name] for name in _UUIDS if name in infos), "")
             sm = compute_capability(title)
-            gpu = GpuDevice(device.bus_id, len(found), sm=sm, title=title, uuid=uuid)
-            found.append(gpu)
+            found.append(GpuDevice(bus_id, len(found), sm=sm, title=title, uuid=uuid))
     return tuple(found)
 
 
@@ -407,24 +335,23 @@ def _read_ports(
     objects: Iterable[_Object], nodes: _Nodes, version: float
 ) -> tuple[NetPort, ...]:
     found: list[NetPort] = []
+    # Version 3 changed the numbers for sorts of devices to bits.
+    net, rdma = (16, 32) if version >= 3 else (2, 3)
     for each in objects:
-        sort = each.number("osdev_type") if each.kind == "OSDev" else UNKNOWN
-        # Version 3 changed the numbers for sorts of devices to bits.
-        is_bits = version >= 3 and sort != UNKNOWN
-        is_net = bool(sort & 16) if is_bits else sort == 2
-        is_rdma = bool(sort & 32) if is_bits else sort == 3
-        if not each.text("name") or not (is_net or is_rdma):
+        sort = _number(each.element, "osdev_type") if each.kind == "OSDev" else UNKNOWN
+        sort = sort & (net | rdma) if version >= 3 and sort != UNKNOWN else sort
+        if not each.element.get("name") or sort not in (net, rdma, net | rdma):
             continue
-        infos = each.infos() if is_rdma else {}
+        is_rdma = sort != net
         port = NetPort(
-            title=each.text("name"),
+            title=each.element.get("name"),
             bus_id=each.bus_id,
             node=UNKNOWN if each.bus_id else nodes.near(each.cpus),
             kind="infiniband" if is_rdma else "ethernet",
         )
         states = {
             int(match[1]): state
-            for name, state in infos.items()
+            for name, state in (_infos(each.element) if is_rdma else {}).items()
             if (match := _PORT_STATE.fullmatch(name))
         }
         found += [
@@ -441,17 +368,16 @@ def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for each in objects:
-        address = plain_address(each.text("pci_busid"))
-        name = address or (each.bus_id if each.kind == "OSDev" else "")
+        name = each.bus_id if each.kind == "OSDev" else each.own_bus_id
         if not name and (node := nodes.near(each.cpus)) != UNKNOWN:
             name = f"numa/{node}"
-        if name and each.text("gp_index"):
-            found[each.text("gp_index")] = name
+        if name:
+            found[each.element.get("gp_index")] = name
     return found
 
 
 def _read_links(
-    root: Element, names: Mapping[str, str], gpus: Sequence[GpuDevice], origin: str
+    root: Element, names: Mapping[str, str], gpus: Sequence[GpuDevice]
 ) -> Iterator[Link]:
     """Yield the direct links whose ends are known, each direction by itself.
 
@@ -459,65 +385,57 @@ def _read_links(
     """
     capabilities = {gpu.name: gpu.sm for gpu in gpus}
     for matrix in root.named("distances2", "distances2hetero"):
-        kind = _LINK_KINDS.get(matrix.attributes.get("name", ""))
+        kind = _LINK_KINDS.get(matrix.get("name"))
         if kind is None:
             continue
         indexes = [word.rpartition(":")[2] for word in _words(matrix, "indexes")]
-        for source, target, value in _entries(matrix, indexes, origin):
+        for source, target, value in _entries(matrix, indexes):
             ends = names.get(source, ""), names.get(target, "")
             if source == target or value <= 0 or not all(ends):
                 continue
             sm = max(capabilities.get(end, UNKNOWN) for end in ends)
             is_first = sm == _FIRST_NVLINK_SM
             rate = _FIRST_NVLINK_GB_PER_S if is_first else _NVLINK_GB_PER_S
-            count = max(1, round(value / 1000 / rate))
-            if kind is not LinkKind.NVLINK:
-                count = 1
+            is_nvlink = kind is LinkKind.NVLINK
+            count = max(1, round(value / 1000 / rate)) if is_nvlink else 1
             yield Link(kind, *ends, count, value / 1000)
 
 
 def _read_distances(
-    root: Element, objects: Sequence[_Object], origin: str
-) -> _Distances:
+    root: Element, objects: Sequence[_Object]
+) -> dict[int, tuple[tuple[int, int], ...]]:
     """Return, for each NUMA node, the pairs of number and distance."""
-    nodes = [each for each in objects if each.kind == "NUMANode"]
-    numbers = {each.text("gp_index"): each.number("os_index") for each in nodes}
+    nodes = [each.element for each in objects if each.kind == "NUMANode"]
+    numbers = {each.get("gp_index"): each.get("os_index") for each in nodes}
+    rows: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for matrix in root.named("distances2"):
-        given = matrix.attributes
-        if given.get("type") == "NUMANode" and given.get("name", _LATENCY) == _LATENCY:
-            words = _words(matrix, "indexes")
-            if given.get("indexing") == "gp":
-                words = [str(numbers.get(word, "")) for word in words]
-            return _by_node(matrix, words, origin)
-    return {}
+        is_latency = matrix.attributes.get("name", _LATENCY) == _LATENCY
+        if rows or matrix.get("type") != "NUMANode" or not is_latency:
+            continue
+        words = _words(matrix, "indexes")
+        if matrix.get("indexing") == "gp":
+            words = [numbers.get(word, "") for word in words]
+        if any(_small_number(word) == UNKNOWN for word in words):
+            raise matrix.bad("indexes must be numbers of NUMA nodes", words)
+        for source, target, value in _entries(matrix, words):
+            rows[int(source)].append((int(target), round(value)))
+    return {number: tuple(row) for number, row in rows.items()}
 
 
-def _by_node(matrix: Element, numbers: Sequence[str], origin: str) -> _Distances:
-    if any(_small_number(number) == UNKNOWN for number in numbers):
-        rule = "indexes must be numbers of NUMA nodes"
-        raise bad_value(origin, matrix.line, rule, numbers)
-    found: dict[int, list[tuple[int, int]]] = {int(number): [] for number in numbers}
-    for source, target, value in _entries(matrix, numbers, origin):
-        found[int(source)].append((int(target), round(value)))
-    return {number: tuple(row) for number, row in found.items()}
-
-
-def _entries(
-    matrix: Element, names: Sequence[str], origin: str
-) -> Iterator[tuple[str, str, float]]:
+def _entries(matrix: Element, names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
     """Yield source, target and value of each entry, row by row."""
     words = _words(matrix, "u64values")
     values = list(map(_decimal, words))
     if any(math.isnan(value) or value > 1e15 for value in values):
-        raise bad_value(origin, matrix.line, "values must be numbers from 0", words)
+        raise matrix.bad("values must be numbers from 0", words)
     num = len(names)
     if len(values) != num**2 or len(set(names)) != num:
         rule = f"a matrix of {num} different objects must have {num} * {num} values"
-        raise bad_value(origin, matrix.line, rule, len(values))
+        raise matrix.bad(rule, len(values))
     for place, value in enumerate(values):
         yield names[place // num], names[place % num], value
 
 
 def _words(matrix: Element, tag: str) -> list[str]:
     """Return the words that stand in all children of a name together."""
-    return [word for child in matrix.named(tag) for word in child.text.split()]
+    return " ".join("".join(child.pieces) for child in matrix.named(tag)).split()

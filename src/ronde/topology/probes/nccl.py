@@ -6,6 +6,7 @@ adapters.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 
 from ronde.errors import UsageError
@@ -34,9 +35,22 @@ _CODE = re.compile(r"\s*(?:0[xX])?([0-9a-fA-F]{1,15})\s*")
 # NCCL's name for a switch that a virtual machine does not see.
 _UNSEEN = "fffffff:"
 _MASK = re.compile(r"[0-9a-fA-F]{0,8}(,[0-9a-fA-F]{0,8}){0,255}")
+_CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
 # Display controllers, and AMD's accelerators.
 _GPU_CLASSES = (0x03, 0x12)
-_GPU_LINKS = {"nvlink": LinkKind.NVLINK, "xgmi": LinkKind.XGMI}
+_LINKS = {"nvlink": LinkKind.NVLINK, "xgmi": LinkKind.XGMI, "c2c": LinkKind.C2C}
+# What NCCL needs of each element.
+_NEEDED = {
+    "system": ("version",),
+    "cpu": ("numaid", "affinity", "arch"),
+    "pci": ("busid", "class", "link_speed", "link_width"),
+    "gpu": ("dev", "rank", "sm"),
+    "net": ("dev", "name"),
+    "nvlink": ("target", "count"),
+    "xgmi": ("target", "count"),
+    "c2c": ("count", "bw"),
+    "pcilink": ("target",),
+}
 
 
 class NcclTopologyProbe:
@@ -48,37 +62,32 @@ class NcclTopologyProbe:
         return outermost_tag(saved.data) == "system"
 
     def read(self, saved: Saved) -> Topology:
-        """Return the hosts; a file may hold processors of several.
-
-        Raises:
-            UsageError: It is no such XML, or lists no processor.
-        """
+        """Return the hosts; a file may hold processors of several."""
         root = parse_xml(saved.data, saved.name)
         if root.tag != "system":
             raise UsageError(
                 f"{saved.name} must begin with the element system, got {root.tag} at "
                 f"line {root.line}. Is it a {self.format}?"
             )
-        by_host: dict[str, list[Element]] = {}
-        for cpu in root.named("cpu"):
-            name = cpu.attributes.get("host_hash", "").lower()
-            by_host.setdefault(name, []).append(cpu)
-        if not by_host:
+        readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
+        names = [cpu.get("host_hash").lower() for cpu in root.named("cpu")]
+        if not names:
             raise UsageError(
                 f"{saved.name} must list at least one cpu, got none. Write it with "
                 "NCCL_TOPO_DUMP_FILE."
             )
-        hosts: list[HostTopology] = []
-        for name, cpus in by_host.items():
-            reader = _HostReader()
-            if not hosts:
-                reader.check_root(root)
-            host = reader.read(cpus)
+        readers[names[0]].check_root(root)
+        for name, cpu in zip(names, root.named("cpu"), strict=True):
+            readers[name].take_cpu(cpu)
+        source = (f"{self.format} {saved.name}",)
+        hosts = [
             # Where there is one, the file does not name it.
-            own_name = name if len(by_host) > 1 else ""
-            source = f"{self.format} {saved.name}"
-            hosts.append(host._replace(name=own_name, sources=(source,)))
-        return Topology(hosts=tuple(hosts))
+            reader.host()._replace(
+                name=name if len(readers) > 1 else "", sources=source
+            )
+            for name, reader in readers.items()
+        ]
+        return Topology(tuple(hosts))
 
 
 def parse_affinity(text: str) -> tuple[int, ...]:
@@ -108,7 +117,8 @@ class _HostReader:
         self._links: list[Link] = []
 
     def check_root(self, root: Element) -> None:
-        version = self._text(root, "version")
+        self._check(root)
+        version = root.get("version")
         if version not in ("", "1", "2"):
             self._remark(
                 root, f"has version {version[:20]!r}, and is read like version 1"
@@ -117,14 +127,11 @@ class _HostReader:
             if child.tag != "cpu":
                 self._leave_out(child)
 
-    def read(self, cpus: Iterable[Element]) -> HostTopology:
-        for cpu in cpus:
-            self._take_cpu(cpu)
+    def host(self) -> HostTopology:
         ports = self._ports.values()
         # NCCL has fused the parts of ``a+b`` into one.
-        parts = {
-            p for port in ports if "+" in port.title for p in port.title.split("+")
-        }
+        fused = [port.title for port in ports if "+" in port.title]
+        parts = {part for title in fused for part in title.split("+")}
         return HostTopology(
             numa_nodes=tuple(self._nodes[number] for number in sorted(self._nodes)),
             devices=tuple(self._devices.values()),
@@ -145,60 +152,54 @@ class _HostReader:
     def _leave_out(self, element: Element) -> None:
         self._remark(element, "has no place there and is left out")
 
+    def _check(self, element: Element) -> None:
+        for name in _NEEDED[element.tag]:
+            if name not in element.attributes:
+                self._remark(element, f"has no {name}")
+
     def _unread(self, element: Element, name: str) -> None:
         """Remark that an attribute cannot be read, if it is there."""
         if (text := element.attributes.get(name)) is not None:
             self._remark(element, f"has {name}={shorten(text)}, which cannot be read")
 
-    def _text(self, element: Element, name: str) -> str:
-        if name not in element.attributes:
-            self._remark(element, f"has no {name}")
-        return element.attributes.get(name, "")
-
-    def _needed(self, element: Element, name: str) -> int:
-        self._text(element, name)
-        return self._integer(element, name)
-
     def _integer(self, element: Element, name: str, default: int = UNKNOWN) -> int:
-        if found := _INTEGER.fullmatch(element.attributes.get(name, "")):
-            sign, digits = found.groups()
-            value = int(digits, 16) if digits[1:2] in ("x", "X") else int(digits)
-            return -value if sign == "-" else value
+        if found := _INTEGER.fullmatch(element.get(name)):
+            value = int(found[2], 16 if found[2][1:2] in ("x", "X") else 10)
+            return -value if found[1] == "-" else value
         self._unread(element, name)
         return default
 
     def _code(self, element: Element, name: str) -> int:
-        if found := _CODE.fullmatch(element.attributes.get(name, "")):
+        if found := _CODE.fullmatch(element.get(name)):
             return int(found[1], 16)
         self._unread(element, name)
         return UNKNOWN
 
     def _bus_id(self, element: Element, name: str) -> str:
-        bus_id = plain_address(self._text(element, name).strip())
+        bus_id = plain_address(element.get(name).strip())
         if not bus_id:
             self._unread(element, name)
         return bus_id
 
-    def _take_cpu(self, cpu: Element) -> None:
-        number = self._needed(cpu, "numaid")
+    def take_cpu(self, cpu: Element) -> None:
+        self._check(cpu)
         cpus: tuple[int, ...] = ()
         try:
-            cpus = parse_affinity(self._text(cpu, "affinity"))
+            cpus = parse_affinity(cpu.get("affinity"))
         except ValueError:
             self._unread(cpu, "affinity")
         node = NumaNode(
-            number,
+            self._integer(cpu, "numaid"),
             cpus,
-            arch=self._text(cpu, "arch"),
-            vendor=cpu.attributes.get("vendor", ""),
+            arch=cpu.get("arch"),
+            vendor=cpu.get("vendor"),
             family=self._integer(cpu, "familyid"),
             model=self._integer(cpu, "modelid"),
         )
-        if number in self._nodes:
-            self._remark(cpu, f"has numaid {number} again: both are one node")
-        self._nodes.setdefault(number, node)
+        if self._nodes.setdefault(node.number, node) is not node:
+            self._remark(cpu, f"has numaid {node.number} again: both are one node")
         for child in cpu.children:
-            self._take_child(child, None, number)
+            self._take_child(child, None, node.number)
 
     def _take_child(self, child: Element, device: PciDevice | None, node: int) -> None:
         """Read what is below a PCI device, or below a processor itself."""
@@ -209,26 +210,21 @@ class _HostReader:
         elif child.tag == "gpu" and device:
             self._take_gpu(child, device)
         elif child.tag == "pcilink" and device:
-            self._take_link(child, LinkKind.PCI, device.bus_id, 1)
+            self._take_link(child, LinkKind.PCI, device)
         else:
             self._leave_out(child)
 
     def _take_pci(self, element: Element, above: PciDevice | None, node: int) -> None:
-        bus_id = self._bus_id(element, "busid")
-        self._text(element, "class")
+        self._check(element)
         listed = PciDevice(
-            bus_id=bus_id,
-            parent=above.bus_id if above else "",
-            node=node,
-            class_code=self._code(element, "class"),
-            vendor=self._code(element, "vendor"),
-            device=self._code(element, "device"),
-            subsystem_vendor=self._code(element, "subsystem_vendor"),
-            subsystem_device=self._code(element, "subsystem_device"),
-            speed=self._text(element, "link_speed"),
-            width=self._needed(element, "link_width"),
+            self._bus_id(element, "busid"),
+            above.bus_id if above else "",
+            node,
+            *(self._code(element, name) for name in _CODES),
+            speed=element.get("link_speed"),
+            width=self._integer(element, "link_width"),
         )
-        device = self._add_device(element, listed) if bus_id else None
+        device = self._add_device(element, listed) if listed.bus_id else None
         if device:
             for child in element.children:
                 self._take_child(child, device, node)
@@ -268,42 +264,45 @@ class _HostReader:
         if bus_id in self._gpus:
             self._remark(element, f"is one more part of {bus_id}: left out")
             return
+        self._check(element)
         self._gpus[bus_id] = GpuDevice(
             bus_id,
-            number=self._needed(element, "dev"),
-            rank=self._needed(element, "rank"),
-            sm=self._needed(element, "sm"),
-            gcn=element.attributes.get("gcn", "").removeprefix("gfx"),
+            number=self._integer(element, "dev"),
+            rank=self._integer(element, "rank"),
+            sm=self._integer(element, "sm"),
+            gcn=element.get("gcn").removeprefix("gfx"),
             gdr=self._integer(element, "gdr"),
         )
         for child in element.children:
-            if child.tag in _GPU_LINKS:
-                count = self._needed(child, "count")
-                self._take_link(child, _GPU_LINKS[child.tag], bus_id, count)
-            elif child.tag == "c2c":
-                self._take_c2c(child, device)
+            if child.tag in _LINKS:
+                self._take_link(child, _LINKS[child.tag], device)
             else:
                 self._leave_out(child)
 
-    def _take_link(
-        self, element: Element, kind: LinkKind, source: str, count: int
-    ) -> None:
-        is_unseen = element.attributes.get("target", "").lower().startswith(_UNSEEN)
-        target = NVSWITCH if is_unseen else self._bus_id(element, "target")
-        if not target or count < 0:
-            self._remark(element, f"of {source} is left out")
-            return
-        target_class = self._code(element, "tclass")
-        self._links.append(Link(kind, source, target, count, target_class=target_class))
-
-    def _take_c2c(self, element: Element, device: PciDevice) -> None:
-        count, mb_per_s = self._needed(element, "count"), self._needed(element, "bw")
-        if count < 0 or mb_per_s < 0:
+    def _take_link(self, element: Element, kind: LinkKind, device: PciDevice) -> None:
+        self._check(element)
+        count = 1 if kind is LinkKind.PCI else self._integer(element, "count")
+        mb_per_s = 0
+        if kind is LinkKind.C2C:
+            mb_per_s = self._integer(element, "bw")
+            target = self._nodes[device.node].name
+        elif element.get("target").lower().startswith(_UNSEEN):
+            target = NVSWITCH
+        else:
+            target = self._bus_id(element, "target")
+        if not target or count < 0 or mb_per_s < 0:
             self._remark(element, f"of {device.bus_id} is left out")
             return
-        target = self._nodes[device.node].name
-        gb_per_s = mb_per_s * count / 1000
-        self._links.append(Link(LinkKind.C2C, device.bus_id, target, count, gb_per_s))
+        self._links.append(
+            Link(
+                kind,
+                device.bus_id,
+                target,
+                count,
+                mb_per_s * count / 1000,
+                self._code(element, "tclass"),
+            )
+        )
 
     def _take_nic(self, nic: Element, device: PciDevice | None, node: int) -> None:
         for child in nic.children:
@@ -317,10 +316,11 @@ class _HostReader:
             self._take_bare(device)
 
     def _take_net(self, element: Element, device: PciDevice | None, node: int) -> None:
-        number = self._needed(element, "dev")
+        self._check(element)
+        number = self._integer(element, "dev")
         bus_id = device.bus_id if device else ""
         port = NetPort(
-            title=self._text(element, "name") or bus_id or f"dev{number}",
+            title=element.get("name") or bus_id or f"dev{number}",
             bus_id=bus_id,
             node=UNKNOWN if device else node,
             number=number,

@@ -9,9 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import combinations
-from operator import or_
+from itertools import chain, combinations
 
 from ronde.errors import UsageError
 from ronde.topology.cpu_sets import MAX_CPU, format_list, members, parse_list
@@ -155,7 +153,7 @@ class _Reader:
             title, _, rest = match[2].partition(" (UUID: ")
             gpu.title, gpu.uuid = title.strip(), rest.rstrip(") ") or gpu.uuid
         elif match := _LINK.fullmatch(line):
-            if not (self._below and self._take_link(*match.groups(), self._below)):
+            if not (self._below and _take_link(match[1], match[2], self._below)):
                 rule = "a link must stand below its GPU, with a rate or a remote device"
                 raise bad_value(self._origin, number, rule, line.strip())
         elif match := _LEGEND.fullmatch(line):
@@ -164,17 +162,6 @@ class _Reader:
             gpu = self._gpus[int(match[1])]
             gpu.title = gpu.title or match[2]
             gpu.bus_id = plain_address(match[3])
-
-    def _take_link(self, link: str, text: str, gpu: _Gpu) -> bool:
-        """Note a link's rate or remote device; return false where it is cut."""
-        if match := _RATE.fullmatch(text):
-            gpu.rates[link] = float(match[1])
-            return True
-        if match := _REMOTE.fullmatch(text):
-            gpu.remotes[link] = plain_address(match[1])
-            return bool(gpu.remotes[link])
-        is_cut = text[0] in "<0123456789" or text.startswith("Remote")
-        return text == _INACTIVE or not is_cut
 
     def _begin_matrix(self, number: int, line: str, columns: list[str]) -> None:
         self._end_matrix()
@@ -330,7 +317,7 @@ class _Reader:
 
     def _place_by_cpus(self) -> tuple[dict[int, int], dict[str, int]]:
         sets = {cpus for cpus, _, _ in self._lists_of.values() if cpus}
-        if sum(sets) != reduce(or_, sets, 0):
+        if len(set(chain(*map(members, sets)))) < sum(map(int.bit_count, sets)):
             self._remarks.append("CPU affinities overlap: NUMA nodes are unknown.")
             return {}, {}
         if sets:
@@ -404,6 +391,18 @@ class _Reader:
                 f"GPU{number} is of an unknown model: its NVLinks are counted as fast "
                 "as they signal, which is more than they carry."
             )
+
+
+def _take_link(link: str, text: str, gpu: _Gpu) -> bool:
+    """Note a link's rate or remote device; return false where it is cut."""
+    if match := _RATE.fullmatch(text):
+        gpu.rates[link] = float(match[1])
+        return True
+    if match := _REMOTE.fullmatch(text):
+        gpu.remotes[link] = plain_address(match[1])
+        return bool(gpu.remotes[link])
+    is_cut = text[0] in "<0123456789" or text.startswith("Remote")
+    return text == _INACTIVE or not is_cut
 
 
 def _find_addresses(gpus: Mapping[int, _Gpu]) -> dict[int, str]:
