@@ -109,7 +109,7 @@ def test_a_device_is_told_in_the_words_of_the_kernel():
         uuid="GPU-1",
         sm=90,
         ids=0x233010DE,
-        subsystem_ids=0x16C110DE,
+        board=0x16C110DE,
         generation=5,
         width=16,
         node=1,

@@ -5,14 +5,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ronde.errors import UsageError
-from ronde.topology.graph import HostTopology, Topology, read_topology
+from ronde.topology.graph import (
+    GpuDevice,
+    HostTopology,
+    PciDevice,
+    Topology,
+    read_topology,
+)
 from ronde.topology.machine import read_gpus
 from ronde.topology.probes.base import MAX_BYTES, Probe, Saved, outermost_tag
 from ronde.topology.probes.sysfs import read_host
 
+E = TypeVar("E", GpuDevice, PciDevice)
 _NVIDIA = 0x10DE
 # NVIDIA's driver has one of these, the last one in WSL.
 _DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
@@ -73,20 +80,20 @@ def read_file(saved: Saved) -> Topology:
     Raises:
         UsageError: It is of no known format, or damaged.
     """
-    probes = _find_probes()
-    probe = next((probe for probe in probes if probe.recognises(saved)), None)
-    if probe is None and outermost_tag(saved.data) == "graphs":
+    for probe in _find_probes():
+        if probe.recognises(saved):
+            hosts, switches = probe.read(saved)
+            return Topology(_named(hosts, Path(saved.name).stem), switches)
+    if outermost_tag(saved.data) == "graphs":
         raise UsageError(
             f"{saved.name} must have a machine, got a graph of NCCL's search. Give it "
             "to ronde topo by itself, or to ronde topo lint."
         )
-    if probe is None:
-        formats = ", ".join([each.format for each in probes] + ["NCCL graph (alone)"])
-        raise UsageError(
-            f"{saved.name} must be one of these: {formats}; got none of them."
-        )
-    topology = probe.read(saved)
-    return topology._replace(hosts=_named(topology.hosts, Path(saved.name).stem))
+    formats = ", ".join([probe.format for probe in _find_probes()])
+    raise UsageError(
+        f"{saved.name} must be one of these: {formats}, NCCL graph (alone); got none "
+        "of them."
+    )
 
 
 class Detected(NamedTuple):
@@ -112,10 +119,9 @@ def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
 
 
 def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
-    """Return a host from its kernel and drivers; what is unknown is never an error.
+    """Return a host from its kernel and, at ``/``, its drivers; it raises nothing.
 
-    Only at ``/`` drivers are asked, too. ``environ`` has which GPUs a program would
-    see: a notice counts those hidden.
+    ``environ`` has which GPUs a program would see: a notice counts those hidden.
     """
     host, notices = read_host(root), ()
     if root == Path("/"):
@@ -138,26 +144,26 @@ def join_topologies(topologies: Sequence[Topology]) -> Topology:
 
 
 def _named(hosts: Sequence[HostTopology], name: str) -> tuple[HostTopology, ...]:
-    names = [name if len(hosts) == 1 else f"{name}:{n}" for n in range(len(hosts))]
     return tuple(
-        host if host.name else host._replace(name=own)
-        for host, own in zip(hosts, names, strict=True)
+        host._replace(name=host.name or (f"{name}:{n}" if len(hosts) > 1 else name))
+        for n, host in enumerate(hosts)
     )
 
 
-def _ask_nvml(host: HostTopology) -> tuple[HostTopology, tuple[str, ...]]:
+def _ask_nvml(host: HostTopology) -> Detected:
     if not any(map(os.path.exists, _DRIVERS)):
-        vendors = {device.bus_id: device.vendor for device in host.devices}
-        has_nvidia = any(vendors.get(gpu.bus_id) == _NVIDIA for gpu in host.gpus)
+        cards = {each.bus_id for each in host.devices if each.vendor == _NVIDIA}
+        has_nvidia = not cards.isdisjoint(gpu.bus_id for gpu in host.gpus)
         # Where there is neither card nor library, nobody expects a word about them.
         if not has_nvidia and find_spec("pynvml") is None:
-            return host, ()
-        return host, ("No driver of NVIDIA's is loaded, and NVML cannot be asked.",)
+            return Detected(host, ())
+        notice = "No driver of NVIDIA's is loaded, and NVML cannot be asked."
+        return Detected(host, (notice,))
     # Its import takes longer than all the rest, and is of no use without a driver.
     from ronde.topology.probes.nvml import read_nvml
 
     nvml, notices = read_nvml()
-    return (add_nvml(host, nvml) if nvml and nvml.gpus else host), notices
+    return Detected(add_nvml(host, nvml) if nvml and nvml.gpus else host, notices)
 
 
 def add_nvml(host: HostTopology, nvml: HostTopology) -> HostTopology:
@@ -165,25 +171,23 @@ def add_nvml(host: HostTopology, nvml: HostTopology) -> HostTopology:
 
     Where both have a value, the kernel's stays.
     """
-    gpus = {gpu.name: gpu for gpu in host.gpus}
-    gpus |= {g.name: _fill(gpus[g.name], g) if g.name in gpus else g for g in nvml.gpus}
-    devices = {device.bus_id: device for device in host.devices}
-    devices |= {
-        d.bus_id: _fill(devices[d.bus_id], d) if d.bus_id in devices else d
-        for d in nvml.devices
-    }
     return host._replace(
         sources=host.sources + nvml.sources,
-        gpus=tuple(gpus.values()),
-        devices=tuple(devices.values()),
+        gpus=_filled(host.gpus, nvml.gpus),
+        devices=_filled(host.devices, nvml.devices),
         links=host.links + nvml.links,
         relations=host.relations + nvml.relations,
         remarks=host.remarks + nvml.remarks,
     )
 
 
-def _fill(one: Any, other: Any) -> Any:  # noqa: ANN401 - any element of a host
-    """Return an element with the other's values where its own are unknown."""
-    defaults = one._field_defaults.items()
-    missing = [name for name, default in defaults if getattr(one, name) == default]
-    return one._replace(**{name: getattr(other, name) for name in missing})
+def _filled(own: Sequence[E], others: Sequence[E]) -> tuple[E, ...]:
+    """Return elements with others' values where their own are unknown, and others."""
+    found = {each.name: each for each in own}
+    for other in others:
+        each = found.setdefault(other.name, other)
+        defaults = each._field_defaults.items()
+        missing = [field for field, value in defaults if getattr(each, field) == value]
+        values = {field: getattr(other, field) for field in missing}
+        found[other.name] = each._replace(**values)
+    return tuple(found.values())

@@ -42,6 +42,8 @@ _PORT_STATE = re.compile(r"Port([0-9]{1,3})State")
 # ``hwloc/topology-nvml.c``.
 _FIRST_NVLINK_SM, _FIRST_NVLINK_GB_PER_S, _NVLINK_GB_PER_S = 60, 20.0, 25.0
 
+_Distances = dict[int, tuple[tuple[int, int], ...]]
+
 
 class HwlocProbe:
     """Reads hwloc's XML."""
@@ -170,7 +172,7 @@ class _Nodes:
         self,
         objects: Sequence[_Object],
         infos: Mapping[str, str],
-        distances: Mapping[int, tuple[tuple[int, int], ...]],
+        distances: _Distances,
     ) -> None:
         numbered: dict[int, _Object] = {}
         for each in objects:
@@ -182,22 +184,29 @@ class _Nodes:
                 numbered[number] = each
         # Without any, all is one node.
         numbered = numbered or {0: objects[0]}
-        self._own = _share(numbered)
+
+        def precedence(number: int) -> tuple[bool, int, int]:
+            each = numbered[number]
+            is_special = each.element.get("subtype") not in ("", "DRAM")
+            return is_special, each.cpus.bit_count(), number
+
+        taken = 0
+        self._own: dict[int, int] = {}  # CPUs of each that are of no other, as bits.
+        for number in sorted(numbered, key=precedence):
+            self._own[number] = numbered[number].cpus & ~taken
+            taken |= numbered[number].cpus
         self._owner = {cpu: n for n, own in self._own.items() for cpu in members(own)}
         cores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        packages: dict[int, _Object] = {}
         for each in objects:
             if each.kind == "Core" and each.cpus:
                 cores[self.near(each.cpus)].append(tuple(members(each.cpus)))
-            elif each.kind == "Package":
-                packages = dict.fromkeys(members(each.cpus), each) | packages
         self.nodes = tuple(
-            _node(
-                numbered[number], number, self._own[number], packages, infos
-            )._replace(
-                cores=tuple(sorted(cores[number])), distances=distances.get(number, ())
+            _node(number, each, infos)._replace(
+                cpus=tuple(members(self._own[number])),
+                cores=tuple(sorted(cores[number])),
+                distances=distances.get(number, ()),
             )
-            for number in sorted(numbered)
+            for number, each in sorted(numbered.items())
         )
 
     def near(self, cpus: int) -> int:
@@ -207,42 +216,15 @@ class _Nodes:
         return number if cpus & ~self._own.get(number, 0) == 0 else UNKNOWN
 
 
-def _share(numbered: Mapping[int, _Object]) -> dict[int, int]:
-    """Return the CPUs of each node that are of no other, as bits."""
-
-    def precedence(number: int) -> tuple[bool, int, int]:
-        each = numbered[number]
-        is_special = each.element.get("subtype") not in ("", "DRAM")
-        return is_special, each.cpus.bit_count(), number
-
-    taken = 0
-    shares: dict[int, int] = {}
-    for number in sorted(numbered, key=precedence):
-        shares[number] = numbered[number].cpus & ~taken
-        taken |= numbered[number].cpus
-    return shares
-
-
-def _node(
-    each: _Object,
-    number: int,
-    own: int,
-    packages: Mapping[int, _Object],
-    machine: Mapping[str, str],
-) -> NumaNode:
-    package = each.package
-    if own:
-        # None where its CPUs are of several.
-        around = [packages[cpu] for cpu in members(own) if cpu in packages]
-        package = around[0] if len(set(map(id, around))) == 1 else None
-    infos = {**machine, **(_infos(package.element) if package else {})}
+def _node(number: int, each: _Object, machine: Mapping[str, str]) -> NumaNode:
+    package = each.package.element if each.package else None
+    infos = {**machine, **(_infos(package) if package else {})}
     arch = infos.get("Architecture", "")
     family = _small_number(infos.get("CPUFamilyNumber", ""))
     return NumaNode(
         number,
-        tuple(members(own)),
         memory_bytes=_number(each.element, "local_memory"),
-        package=_number(package.element, "os_index") if package else UNKNOWN,
+        package=_number(package, "os_index") if package else UNKNOWN,
         arch=_ARCHS.get(arch, arch),
         vendor=infos.get("CPUVendor", ""),
         # NCCL adds 16 times what goes beyond 15, hwloc and the kernel once.
@@ -268,11 +250,9 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
                 [element.get("pci_type"), element.get("pci_link_speed")],
             )
         code, interface = kind[1], kind[6] or "00"
-        vendor, device, *board = (
+        vendor, device, board_vendor, board = (
             int(text or "0", 16) for text in kind.group(2, 3, 4, 5)
         )
-        # Bridges have no board, and zeros stand in its place.
-        board = board if board[0] else [UNKNOWN, UNKNOWN]
         found[address] = PciDevice(
             address,
             each.parent,
@@ -280,7 +260,9 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
             int(code + interface, 16),
             vendor,
             device,
-            *board,
+            # Bridges have no board, and zeros stand in its place.
+            board_vendor or UNKNOWN,
+            board if board_vendor else UNKNOWN,
             gb_per_s=speed,
         )
     return found
@@ -401,9 +383,7 @@ def _read_links(
             yield Link(kind, *ends, count, value / 1000)
 
 
-def _read_distances(
-    root: Element, objects: Sequence[_Object]
-) -> dict[int, tuple[tuple[int, int], ...]]:
+def _read_distances(root: Element, objects: Sequence[_Object]) -> _Distances:
     """Return, for each NUMA node, the pairs of number and distance."""
     nodes = [each.element for each in objects if each.kind == "NUMANode"]
     numbers = {each.get("gp_index"): each.get("os_index") for each in nodes}

@@ -40,69 +40,52 @@ class LspciProbe:
         return any(map(_START.match, first_lines(saved.text)))
 
     def read(self, saved: Saved) -> Topology:
-        """Return GPUs, network adapters, NVSwitches and bridges, in the file's order.
-
-        Raises:
-            UsageError: There are none of lspci's lines, or they have no numbers, or
-                are of several hosts.
-        """
-        titles = _read_titles(saved)
-        devices = tuple(filter(_matters, titles))
-        gpus = [each for each in devices if is_gpu(each.class_code, each.vendor)]
+        """Return GPUs, network adapters, NVSwitches and bridges, as listed."""
+        known: set[str] = set()
+        devices: list[PciDevice] = []
+        gpus: list[GpuDevice] = []
+        ports: list[NetPort] = []
+        lines = lines_of_one(saved.text.splitlines(), saved.name)
+        for number, line in enumerate(lines, 1):
+            match = _LINE.fullmatch(line.rstrip())
+            if match is None:
+                continue
+            address, rest = plain_address(match[1]), match[2]
+            kind = _CLASS.search(rest)
+            ids = list(_IDS.finditer(rest, kind.end())) if kind else []
+            if kind is None or not ids:
+                rule = (
+                    "a device must have its class and its ids in brackets, as lspci "
+                    "-nn writes them"
+                )
+                raise bad_value(saved.name, number, rule, line)
+            if address in known:
+                rule = "a device must be listed once"
+                raise bad_value(saved.name, number, rule, address)
+            known.add(address)
+            title = rest[kind.end() : ids[-1].start()]
+            code, vendor, device = (int(t, 16) for t in (kind[1], *ids[-1].groups()))
+            code <<= 8
+            if is_gpu(code, vendor):
+                sm = compute_capability(title)
+                gpus.append(GpuDevice(address, len(gpus), sm=sm, title=title))
+            elif is_network(code):
+                # Ports have no names: the address stands for it.
+                ports.append(NetPort(address, address, kind=port_kind(code)))
+            elif not is_nvswitch(code, vendor) and code >> 8 != _BRIDGE:
+                continue
+            devices.append(
+                PciDevice(address, class_code=code, vendor=vendor, device=device)
+            )
+        if not known:
+            raise UsageError(
+                f"{saved.name} must be a list of lspci -nn, got no line of a device. "
+                "Write it with: lspci -nn -D"
+            )
         host = HostTopology(
             sources=(f"{self.format} {saved.name}",),
-            devices=devices,
-            gpus=tuple(
-                GpuDevice(
-                    gpu.bus_id,
-                    number,
-                    sm=compute_capability(titles[gpu]),
-                    title=titles[gpu],
-                )
-                for number, gpu in enumerate(gpus)
-            ),
-            # Ports have no names: the address stands for it.
-            ports=tuple(
-                NetPort(each.bus_id, each.bus_id, kind=port_kind(each.class_code))
-                for each in devices
-                if is_network(each.class_code)
-            ),
+            devices=tuple(devices),
+            gpus=tuple(gpus),
+            ports=tuple(ports),
         )
-        return Topology(hosts=(host,))
-
-
-def _read_titles(saved: Saved) -> dict[PciDevice, str]:
-    found: dict[PciDevice, str] = {}
-    known: set[str] = set()
-    lines = lines_of_one(saved.text.splitlines(), saved.name)
-    for number, line in enumerate(lines, 1):
-        match = _LINE.fullmatch(line.rstrip())
-        if match is None:
-            continue
-        address, rest = plain_address(match[1]), match[2]
-        kind = _CLASS.search(rest)
-        ids = list(_IDS.finditer(rest, kind.end())) if kind else []
-        if kind is None or not ids:
-            rule = (
-                "a device must have its class and its ids in brackets, as lspci -nn "
-                "writes them"
-            )
-            raise bad_value(saved.name, number, rule, line)
-        if address in known:
-            raise bad_value(saved.name, number, "a device must be listed once", address)
-        known.add(address)
-        code, vendor, device = (int(t, 16) for t in (kind[1], *ids[-1].groups()))
-        key = PciDevice(address, class_code=code << 8, vendor=vendor, device=device)
-        found[key] = rest[kind.end() : ids[-1].start()]
-    if not found:
-        raise UsageError(
-            f"{saved.name} must be a list of lspci -nn, got no line of a device. Write "
-            "it with: lspci -nn -D"
-        )
-    return found
-
-
-def _matters(device: PciDevice) -> bool:
-    code, vendor = device.class_code, device.vendor
-    is_end = is_gpu(code, vendor) or is_network(code)
-    return is_end or is_nvswitch(code, vendor) or code >> 8 == _BRIDGE
+        return Topology((host,))

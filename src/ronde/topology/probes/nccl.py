@@ -38,19 +38,6 @@ _MASK = re.compile(r"[0-9a-fA-F]{0,8}(,[0-9a-fA-F]{0,8}){0,255}")
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
 # Display controllers, and AMD's accelerators.
 _GPU_CLASSES = (0x03, 0x12)
-_LINKS = {"nvlink": LinkKind.NVLINK, "xgmi": LinkKind.XGMI, "c2c": LinkKind.C2C}
-# What NCCL needs of each element.
-_NEEDED = {
-    "system": ("version",),
-    "cpu": ("numaid", "affinity", "arch"),
-    "pci": ("busid", "class", "link_speed", "link_width"),
-    "gpu": ("dev", "rank", "sm"),
-    "net": ("dev", "name"),
-    "nvlink": ("target", "count"),
-    "xgmi": ("target", "count"),
-    "c2c": ("count", "bw"),
-    "pcilink": ("target",),
-}
 
 
 class NcclTopologyProbe:
@@ -70,24 +57,18 @@ class NcclTopologyProbe:
                 f"line {root.line}. Is it a {self.format}?"
             )
         readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
-        names = [cpu.get("host_hash").lower() for cpu in root.named("cpu")]
-        if not names:
+        for cpu in root.named("cpu"):
+            readers[cpu.get("host_hash").lower()].take_cpu(cpu)
+        if not readers:
             raise UsageError(
                 f"{saved.name} must list at least one cpu, got none. Write it with "
                 "NCCL_TOPO_DUMP_FILE."
             )
-        readers[names[0]].check_root(root)
-        for name, cpu in zip(names, root.named("cpu"), strict=True):
-            readers[name].take_cpu(cpu)
-        source = (f"{self.format} {saved.name}",)
-        hosts = [
-            # Where there is one, the file does not name it.
-            reader.host()._replace(
-                name=name if len(readers) > 1 else "", sources=source
-            )
-            for name, reader in readers.items()
-        ]
-        return Topology(tuple(hosts))
+        # Where there is one, the file does not name it.
+        names = list(readers) if len(readers) > 1 else [""]
+        source = f"{self.format} {saved.name}"
+        hosts = zip(names, readers.values(), strict=True)
+        return Topology(tuple(reader.host(name, source) for name, reader in hosts))
 
 
 def parse_affinity(text: str) -> tuple[int, ...]:
@@ -103,10 +84,7 @@ def parse_affinity(text: str) -> tuple[int, ...]:
 
 
 class _HostReader:
-    """Reads the processors of one host, with all that is below them.
-
-    What is missing though it is needed, and what cannot be read, is a remark.
-    """
+    """Reads the processors of one host, with all that is below them."""
 
     def __init__(self) -> None:
         self._remarks: list[str] = []
@@ -116,23 +94,14 @@ class _HostReader:
         self._ports: dict[str, NetPort] = {}
         self._links: list[Link] = []
 
-    def check_root(self, root: Element) -> None:
-        self._check(root)
-        version = root.get("version")
-        if version not in ("", "1", "2"):
-            self._remark(
-                root, f"has version {version[:20]!r}, and is read like version 1"
-            )
-        for child in root.children:
-            if child.tag != "cpu":
-                self._leave_out(child)
-
-    def host(self) -> HostTopology:
+    def host(self, name: str, source: str) -> HostTopology:
         ports = self._ports.values()
         # NCCL has fused the parts of ``a+b`` into one.
         fused = [port.title for port in ports if "+" in port.title]
         parts = {part for title in fused for part in title.split("+")}
         return HostTopology(
+            name=name,
+            sources=(source,),
             numa_nodes=tuple(self._nodes[number] for number in sorted(self._nodes)),
             devices=tuple(self._devices.values()),
             gpus=_number_gpus(self._gpus.values()),
@@ -148,14 +117,6 @@ class _HostReader:
             self._remarks.append(f"Line {element.line}: {element.tag} {what}.")
         elif len(self._remarks) == MAX_REMARKS:
             self._remarks.append(f"More than these {MAX_REMARKS} things are odd.")
-
-    def _leave_out(self, element: Element) -> None:
-        self._remark(element, "has no place there and is left out")
-
-    def _check(self, element: Element) -> None:
-        for name in _NEEDED[element.tag]:
-            if name not in element.attributes:
-                self._remark(element, f"has no {name}")
 
     def _unread(self, element: Element, name: str) -> None:
         """Remark that an attribute cannot be read, if it is there."""
@@ -182,7 +143,6 @@ class _HostReader:
         return bus_id
 
     def take_cpu(self, cpu: Element) -> None:
-        self._check(cpu)
         cpus: tuple[int, ...] = ()
         try:
             cpus = parse_affinity(cpu.get("affinity"))
@@ -210,12 +170,9 @@ class _HostReader:
         elif child.tag == "gpu" and device:
             self._take_gpu(child, device)
         elif child.tag == "pcilink" and device:
-            self._take_link(child, LinkKind.PCI, device)
-        else:
-            self._leave_out(child)
+            self._take_link(child, device)
 
     def _take_pci(self, element: Element, above: PciDevice | None, node: int) -> None:
-        self._check(element)
         listed = PciDevice(
             self._bus_id(element, "busid"),
             above.bus_id if above else "",
@@ -248,7 +205,7 @@ class _HostReader:
                 )
                 self._devices[other.bus_id] = other
                 return other
-        self._leave_out(element)
+        self._remark(element, "has no place there and is left out")
         return None
 
     def _take_bare(self, device: PciDevice) -> None:
@@ -264,7 +221,6 @@ class _HostReader:
         if bus_id in self._gpus:
             self._remark(element, f"is one more part of {bus_id}: left out")
             return
-        self._check(element)
         self._gpus[bus_id] = GpuDevice(
             bus_id,
             number=self._integer(element, "dev"),
@@ -273,15 +229,12 @@ class _HostReader:
             gcn=element.get("gcn").removeprefix("gfx"),
             gdr=self._integer(element, "gdr"),
         )
-        for child in element.children:
-            if child.tag in _LINKS:
-                self._take_link(child, _LINKS[child.tag], device)
-            else:
-                self._leave_out(child)
+        for child in element.named("nvlink", "xgmi", "c2c"):
+            self._take_link(child, device)
 
-    def _take_link(self, element: Element, kind: LinkKind, device: PciDevice) -> None:
-        self._check(element)
-        count = 1 if kind is LinkKind.PCI else self._integer(element, "count")
+    def _take_link(self, element: Element, device: PciDevice) -> None:
+        kind = LinkKind("pci" if element.tag == "pcilink" else element.tag)
+        count = self._integer(element, "count", 1 if kind is LinkKind.PCI else UNKNOWN)
         mb_per_s = 0
         if kind is LinkKind.C2C:
             mb_per_s = self._integer(element, "bw")
@@ -290,25 +243,15 @@ class _HostReader:
             target = NVSWITCH
         else:
             target = self._bus_id(element, "target")
+        rate, code = mb_per_s * count / 1000, self._code(element, "tclass")
         if not target or count < 0 or mb_per_s < 0:
             self._remark(element, f"of {device.bus_id} is left out")
-            return
-        self._links.append(
-            Link(
-                kind,
-                device.bus_id,
-                target,
-                count,
-                mb_per_s * count / 1000,
-                self._code(element, "tclass"),
-            )
-        )
+        else:
+            self._links.append(Link(kind, device.bus_id, target, count, rate, code))
 
     def _take_nic(self, nic: Element, device: PciDevice | None, node: int) -> None:
-        for child in nic.children:
-            if child.tag != "net":
-                self._leave_out(child)
-            elif self._integer(child, "net", default=1) == 0:
+        for child in nic.named("net"):
+            if self._integer(child, "net", default=1) == 0:
                 self._remark(child, "carries no NCCL messages and is left out")
             else:
                 self._take_net(child, device, node)
@@ -316,7 +259,6 @@ class _HostReader:
             self._take_bare(device)
 
     def _take_net(self, element: Element, device: PciDevice | None, node: int) -> None:
-        self._check(element)
         number = self._integer(element, "dev")
         bus_id = device.bus_id if device else ""
         port = NetPort(

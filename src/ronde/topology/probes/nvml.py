@@ -22,12 +22,8 @@ from ronde.topology.graph import (
 )
 from ronde.topology.pci import plain_address
 
-PCI_SPEEDS = dict(
-    enumerate(
-        (f"{rate} GT/s PCIe" for rate in ("2.5", "5.0", "8.0", "16.0", "32.0", "64.0")),
-        1,
-    )
-)
+_RATES = ("2.5", "5.0", "8.0", "16.0", "32.0", "64.0")
+PCI_SPEEDS = {number: f"{rate} GT/s PCIe" for number, rate in enumerate(_RATES, 1)}
 """Of a lane by generation, as the kernel writes them."""
 
 _NVLINK_2_GB_PER_S, _NVLINK_3_GB_PER_S = 25.0, 26.0
@@ -57,7 +53,7 @@ class GpuAnswers(NamedTuple):
     uuid: str = ""
     sm: int = UNKNOWN  # Compute capability, such as 90.
     ids: int = UNKNOWN  # The device's number above its vendor's, 16 bits each.
-    subsystem_ids: int = UNKNOWN  # The same of the board.
+    board: int = UNKNOWN  # The same of the board.
     generation: int = UNKNOWN  # Of its PCI link as trained now.
     width: int = UNKNOWN  # The same.
     node: int = UNKNOWN  # NUMA node of the processor near it.
@@ -82,24 +78,28 @@ def graph_of(
     gpus: Sequence[GpuAnswers], peers: Mapping[tuple[int, int], int]
 ) -> HostTopology:
     """Return the graph of NVML's answers."""
+    bus_ids = [plain_address(gpu.address) for gpu in gpus]
     named = [
-        GpuDevice(
-            bus_id=plain_address(gpu.address),
-            number=number,
-            sm=gpu.sm,
-            title=gpu.title,
-            uuid=gpu.uuid,
-        )
-        for number, gpu in enumerate(gpus)
+        GpuDevice(bus_id, number, sm=gpu.sm, title=gpu.title, uuid=gpu.uuid)
+        for number, (bus_id, gpu) in enumerate(zip(bus_ids, gpus, strict=True))
     ]
     names = [gpu.name for gpu in named]
     lost = [sum(not _target(remote) for remote in gpu.nvlinks) for gpu in gpus]
     return HostTopology(
         sources=("NVML",),
         devices=tuple(
-            _device(gpu.bus_id, answers)
-            for gpu, answers in zip(named, gpus, strict=True)
-            if gpu.bus_id
+            PciDevice(
+                bus_id,
+                node=gpu.node,
+                vendor=gpu.ids & 0xFFFF if gpu.ids >= 0 else UNKNOWN,
+                device=gpu.ids >> 16,
+                subsystem_vendor=gpu.board & 0xFFFF if gpu.board >= 0 else UNKNOWN,
+                subsystem_device=gpu.board >> 16,
+                speed_now=PCI_SPEEDS.get(gpu.generation, ""),
+                width_now=gpu.width,
+            )
+            for bus_id, gpu in zip(bus_ids, gpus, strict=True)
+            if bus_id
         ),
         gpus=tuple(named),
         links=tuple(link for each in map(_links, names, gpus) for link in each),
@@ -117,23 +117,6 @@ def graph_of(
     )
 
 
-def _device(name: str, gpu: GpuAnswers) -> PciDevice:
-    ids, board = (
-        (each >> 16, each & 0xFFFF) if each >= 0 else (UNKNOWN, UNKNOWN)
-        for each in (gpu.ids, gpu.subsystem_ids)
-    )
-    return PciDevice(
-        bus_id=name,
-        node=gpu.node,
-        vendor=ids[1],
-        device=ids[0],
-        subsystem_vendor=board[1],
-        subsystem_device=board[0],
-        speed_now=PCI_SPEEDS.get(gpu.generation, ""),
-        width_now=gpu.width,
-    )
-
-
 def _links(name: str, gpu: GpuAnswers) -> Iterator[Link]:
     counts = Counter(
         (target, _CLASSES.get(remote.kind, UNKNOWN))
@@ -143,8 +126,7 @@ def _links(name: str, gpu: GpuAnswers) -> Iterator[Link]:
     each = payload_gb_per_s(gpu.nvlink_mb_per_s)
     for (target, code), num in counts.items():
         yield Link(LinkKind.NVLINK, name, target, num, round(num * each, 3), code)
-    if gpu.c2c_mb_per_s:
-        rates = gpu.c2c_mb_per_s
+    if rates := gpu.c2c_mb_per_s:
         node = f"numa/{gpu.node}"
         yield Link(LinkKind.C2C, name, node, len(rates), sum(rates) / 1000)
 
@@ -221,41 +203,37 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
     def ask(default: object, name: str, *given: object) -> Any:  # noqa: ANN401
         return _ask(nvml, default, name, handle, *given)
 
+    def address(pci: Any) -> str:  # noqa: ANN401
+        return _text(pci.busId) if pci else ""
+
     pci = ask(None, "nvmlDeviceGetPciInfo")
     major, minor = ask((0, UNKNOWN), "nvmlDeviceGetCudaComputeCapability")
     scope = nvml.NVML_AFFINITY_SCOPE_NODE
     words = ask((), "nvmlDeviceGetMemoryAffinity", _NODE_WORDS, scope)
     nodes = sum(word << 64 * place for place, word in enumerate(words))
     speed = nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
+    kind, remote = (
+        "nvmlDeviceGetNvLinkRemoteDeviceType",
+        "nvmlDeviceGetNvLinkRemotePciInfo",
+    )
     return GpuAnswers(
-        address=_text(pci.busId) if pci else "",
+        address=address(pci),
         title=_text(ask("", "nvmlDeviceGetName")),
         uuid=_text(ask("", "nvmlDeviceGetUUID")),
         sm=major * 10 + minor,
         ids=pci.pciDeviceId if pci else UNKNOWN,
-        subsystem_ids=pci.pciSubSystemId if pci else UNKNOWN,
+        board=pci.pciSubSystemId if pci else UNKNOWN,
         generation=ask(UNKNOWN, "nvmlDeviceGetCurrPcieLinkGeneration"),
         width=ask(UNKNOWN, "nvmlDeviceGetCurrPcieLinkWidth"),
         node=nodes.bit_length() - 1 if nodes.bit_count() == 1 else UNKNOWN,
-        nvlinks=_read_nvlinks(nvml, handle),
+        nvlinks=tuple(
+            Remote(ask(_UNKNOWN_REMOTE, kind, link), address(ask(None, remote, link)))
+            for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+            if ask(0, "nvmlDeviceGetNvLinkState", link)
+        ),
         nvlink_mb_per_s=_ask_fields(nvml, handle, [speed])[0],
         c2c_mb_per_s=_read_c2c(nvml, handle),
     )
-
-
-def _read_nvlinks(nvml: Any, handle: object) -> tuple[Remote, ...]:  # noqa: ANN401
-    remotes: list[Remote] = []
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if _ask(nvml, 0, "nvmlDeviceGetNvLinkState", handle, link):
-            kind = "nvmlDeviceGetNvLinkRemoteDeviceType"
-            pci = _ask(nvml, None, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-            remotes.append(
-                Remote(
-                    _ask(nvml, _UNKNOWN_REMOTE, kind, handle, link),
-                    _text(pci.busId) if pci else "",
-                )
-            )
-    return tuple(remotes)
 
 
 def _read_c2c(nvml: Any, handle: object) -> tuple[int, ...]:  # noqa: ANN401

@@ -5,7 +5,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
@@ -14,9 +14,8 @@ from ronde.topology.probes.base import Saved
 from ronde.world.host_lists import expand_list
 
 _SWITCH, _BLOCK, _SIZES = "switchname", "blockname", "blocksizes"
-_LEVEL = "level"
 _ALLOWED = {
-    _SWITCH: {_SWITCH, "switches", "nodes", "linkspeed", _LEVEL},
+    _SWITCH: {_SWITCH, "switches", "nodes", "linkspeed", "level"},
     _BLOCK: {_BLOCK, "nodes", "blockindex", "blocksize"},
     _SIZES: {_SIZES},
 }
@@ -38,58 +37,52 @@ class SlurmTopologyProbe:
         return _NAMED.search(saved.text[:_LOOKED_AT]) is not None
 
     def read(self, saved: Saved) -> Topology:
-        """Return the switches, in the order of the file.
-
-        Raises:
-            UsageError: A line is not what Slurm reads, a switch is defined twice or not
-                at all, or is below itself.
-        """
+        """Return the switches, in the order of the file."""
         found: dict[str, NetworkSwitch] = {}
         lines: dict[str, int] = {}
         num_entries = 0
-        for line, switch in _switches(saved):
-            if switch.name in found:
-                rule = f"{switch.name} must be defined once, as it is in line"
-                rule += f" {lines[switch.name]}"
-                raise _refusal(saved, line, rule, "it again")
-            num_entries += len(switch.switches) + len(switch.hosts)
-            if num_entries > _MAX_ENTRIES:
+        for line, text in _lines(saved.text):
+            place = f"{saved.name}, line {line}"
+            values = _values(text, place)
+            kind = next((name for name in _ALLOWED if name in values), "")
+            if not kind or not values.keys() <= _ALLOWED[kind]:
                 rule = (
-                    f"switches must have at most {_MAX_ENTRIES} names below them in all"
+                    "a line must have SwitchName with Switches, Nodes and LinkSpeed, "
+                    "or BlockName with Nodes"
                 )
-                raise _refusal(saved, line, rule, num_entries)
-            found[switch.name], lines[switch.name] = switch, line
+                raise _refusal(place, rule, text)
+            if kind == _SIZES:
+                continue
+            name = values[kind]
+            if name in found:
+                rule = f"{name} must be defined once, as it is in line {lines[name]}"
+                raise _refusal(place, rule, "it again")
+            found[name], lines[name] = _switch(name, values, place), line
+            num_entries += len(found[name].switches) + len(found[name].hosts)
+            if num_entries > _MAX_ENTRIES:
+                rule = f"switches must have at most {_MAX_ENTRIES} names below them"
+                raise _refusal(place, f"{rule} in all", num_entries)
         if not found:
             raise UsageError(
                 f"{saved.name} must define switches or blocks as Slurm's topology.conf "
                 "does, got none. Is it the right file?"
             )
-        for name, switch in found.items():
-            for child in switch.switches:
-                if child not in found:
-                    rule = f"switches below {name} must be defined"
-                    raise _refusal(saved, lines[name], rule, child)
-        if circle := find_circle(tuple(found.values())):
-            rule = "no switch must be below itself"
-            raise _refusal(saved, lines[circle[0]], rule, " > ".join(circle))
+        _require_tree(found, lines, saved.name)
         return Topology(switches=tuple(found.values()))
 
 
-def _switches(saved: Saved) -> Iterator[tuple[int, NetworkSwitch]]:
-    for line, text in _lines(saved.text):
-        values = _values(saved, line, text)
-        kind = next((name for name in _ALLOWED if name in values), "")
-        if not values.keys() <= _ALLOWED.get(kind, set()):
-            rule = (
-                "a line must have SwitchName with Switches, Nodes and LinkSpeed, or "
-                "BlockName with Nodes"
-            )
-            raise _refusal(saved, line, rule, text.strip())
-        if _LEVEL in values and "switches" in values:
-            # scontrol prints all hosts below a switch, and not its own.
-            values.pop("nodes", None)
-        if kind in (_SWITCH, _BLOCK):
-            yield line, _switch(values[kind], values, saved, line)
+def _require_tree(
+    found: dict[str, NetworkSwitch], lines: dict[str, int], origin: str
+) -> None:
+    for name, switch in found.items():
+        for child in switch.switches:
+            if child not in found:
+                place = f"{origin}, line {lines[name]}"
+                rule = f"switches below {name} must be defined"
+                raise _refusal(place, rule, child)
+    if circle := find_circle(tuple(found.values())):
+        place = f"{origin}, line {lines[circle[0]]}"
+        raise _refusal(place, "no switch must be below itself", " > ".join(circle))
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -109,7 +102,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             pieces = []
 
 
-def _values(saved: Saved, line: int, text: str) -> dict[str, str]:
+def _values(text: str, place: str) -> dict[str, str]:
     """Return the values of a line by their names in lower case."""
     values: dict[str, str] = {}
     at = 0
@@ -117,29 +110,25 @@ def _values(saved: Saved, line: int, text: str) -> dict[str, str]:
         match = _PAIR.match(text, at)
         if match is None or match[1].lower() in values:
             rule = "a line must be names with a value each, as in Nodes=n[01-04]"
-            raise _refusal(saved, line, rule, text[at:].strip())
+            raise _refusal(place, rule, text[at:].strip())
         values[match[1].lower()] = match[2].strip('"')
         at = match.end()
     return values
 
 
-def _switch(
-    name: str, values: Mapping[str, str], saved: Saved, line: int
-) -> NetworkSwitch:
-    place = f"{saved.name}, line {line}"
-    below = [
-        tuple(expand_list(values.get(kind, ""), place))
-        for kind in ("switches", "nodes")
-    ]
+def _switch(name: str, values: dict[str, str], place: str) -> NetworkSwitch:
+    # Of a level above others scontrol prints all hosts below, and not its own.
+    is_above = "level" in values and "switches" in values
+    hosts = "" if is_above else values.get("nodes", "")
+    switches = values.get("switches", "")
+    below = [tuple(expand_list(names, place)) for names in (switches, hosts)]
     for names in below:
-        if len(set(names)) != len(names):
-            twice = next(iter(Counter(names) - Counter(set(names))))
-            raise _refusal(saved, line, f"{name} must have each name once", twice)
+        if twice := [each for each, count in Counter(names).items() if count > 1]:
+            raise _refusal(place, f"{name} must have each name once", twice[0])
     return NetworkSwitch(name, *below, speed=values.get("linkspeed", ""))
 
 
-def _refusal(saved: Saved, line: int, rule: str, got: object) -> UsageError:
+def _refusal(place: str, rule: str, got: object) -> UsageError:
     return UsageError(
-        f"{saved.name}, line {line}: {rule}, got {shorten(got)}. See Slurm's manual "
-        "of topology.conf."
+        f"{place}: {rule}, got {shorten(got)}. See Slurm's manual of topology.conf."
     )
