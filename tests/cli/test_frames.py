@@ -8,7 +8,7 @@ from ronde.launch.messages import (
     MAX_FRAME_BYTES,
     FrameDecoder,
     FrameKind,
-    FrameWriter,
+    MessageWriter,
     Output,
     PipeTransport,
     Stream,
@@ -79,10 +79,10 @@ def test_a_broken_output_frame_is_refused(body):
 def test_the_writer_keeps_order_when_the_pipe_is_full():
     read_fd, write_fd = os.pipe()
     try:
-        writer = FrameWriter(PipeTransport(read_fd, write_fd).write)
+        writer = MessageWriter(PipeTransport(read_fd, write_fd).write)
         pieces = [bytes((i,)) * 50_000 for i in range(20)]
         for piece in pieces:
-            writer.send(piece)
+            writer.put(piece)
         assert writer.waiting_bytes > 0
         received = b""
         while len(received) < 20 * 50_000:
@@ -98,13 +98,13 @@ def test_the_writer_keeps_order_when_the_pipe_is_full():
 def test_the_writer_keeps_no_more_than_its_limit():
     read_fd, write_fd = os.pipe()
     try:
-        writer = FrameWriter(
+        writer = MessageWriter(
             PipeTransport(read_fd, write_fd).write, limit_bytes=100_000
         )
         # The pipe takes some of it, at most 64 KiB here.
-        writer.send(bytes(100_000))
+        writer.put(bytes(100_000))
         with pytest.raises(LaunchError, match="unsent frames must stay under"):
-            writer.send(bytes(70_000))
+            writer.put(bytes(70_000))
     finally:
         os.close(read_fd)
         os.close(write_fd)

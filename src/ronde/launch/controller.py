@@ -151,7 +151,6 @@ class JobPlan(NamedTuple):
 
 
 def make_facts(max_restarts: int = 0) -> JobFacts:
-    """Return what names a new job: the time, and a random end that makes it unique."""
     job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     return JobFacts(job_id, 0, os.urandom(16).hex(), max_restarts)
 
@@ -192,7 +191,6 @@ class Controller(Handler):
     def connect_ready(
         self, hosts: Sequence[Host]
     ) -> tuple[list[AgentNode], tuple[HostFailure, ...]]:
-        """Return a node for each host that can take part, and why others cannot."""
         try:
             return self.connect(hosts), ()
         except HostError as error:
@@ -200,7 +198,6 @@ class Controller(Handler):
             return ready, error.failures
 
     def start_programs(self, nodes: Sequence[AgentNode], module: str) -> RemotePrograms:
-        """Start a program on each host to ask; it ends with the agent."""
         return RemotePrograms(self._loop, nodes, module)
 
     def locate(
@@ -269,11 +266,10 @@ class Controller(Handler):
         return Running(loop, nodes, jobs, report).run(plan.address, port)
 
     def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
-        """Bring agents to the hosts that lost theirs."""
         # While one comes back another may be lost.
         while lost := [node for node in nodes if node.is_over]:
             for node in lost:
-                node.link.transport.wait(_LEAVE_S)
+                node.transport.wait(_LEAVE_S)
                 self._loop.nodes.remove(node)
             names = ", ".join(node.name for node in lost)
             return_s = self._loop.timeouts.return_s
@@ -288,7 +284,6 @@ class Controller(Handler):
     def _prepare(
         self, nodes: Sequence[AgentNode], jobs: Sequence[messages.NodeJob]
     ) -> int:
-        """Have all agents check the job; return the port that rank 0's one holds."""
         step = ("to check program and directory", "program and directory checked")
         answers = self._ask(list(zip(nodes, jobs, strict=True)), *step)
         refusals = [
@@ -303,10 +298,9 @@ class Controller(Handler):
     def _ask(
         self, orders: Sequence[tuple[AgentNode, messages.ToAgent]], step: str, done: str
     ) -> list[messages.FromAgent]:
-        """Send each node an order; return the answers, or raise for hosts lost."""
         self._answers, self._lost = {}, []
         for node, order in orders:
-            node.link.send(order)
+            node.send(order)
         nodes = [node for node, _ in orders]
 
         def awaited() -> list[AgentNode]:
@@ -319,7 +313,7 @@ class Controller(Handler):
         self._loop.serve(self, lambda: not awaited(), lambda: due_s)
         for node in awaited():
             reason = f"its agent did not answer within {limit_s:g} s"
-            node.link.transport.kill()
+            node.transport.kill()
             self._loop.lose(self, node, HostLoss(reason, EXIT_UNREACHABLE))
         self._require_all()
         progress.end(done)
@@ -361,12 +355,12 @@ class Controller(Handler):
         for node in self._loop.live_nodes:
             if node.hello is None:
                 # Whatever leads there need not end because nobody writes to it.
-                node.link.transport.kill()
-            node.link.send(messages.Leave())
+                node.transport.kill()
+            node.send(messages.Leave())
             node.close()
         due_s = time.monotonic() + _LEAVE_S
         codes = [
-            node.link.transport.wait(max(0.0, due_s - time.monotonic()))
+            node.transport.wait(max(0.0, due_s - time.monotonic()))
             for node in self._loop.nodes
         ]
         if any(code != 0 for code in codes):

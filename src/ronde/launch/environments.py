@@ -61,12 +61,10 @@ _PLACE_NAMES = frozenset(
     }
 )
 _HOROVOD_PLACES = frozenset(
-    f"HOROVOD_{word}"
-    for word in (
-        *("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
-        *("CROSS_RANK", "CROSS_SIZE"),
-    )
-)
+    f"HOROVOD_{scope}{word}"
+    for scope in ("", "LOCAL_", "CROSS_")
+    for word in ("RANK", "SIZE")
+) | {"HOROVOD_HOSTNAME"}
 # Of the login that led to a host. A key agent's socket stays: where it is, it works.
 _LOGIN_PREFIXES = ("SUDO_",)
 _LOGIN_NAMES = frozenset(
@@ -102,7 +100,6 @@ class NodeFacts(NamedTuple):
 
 
 def default_environment(num_threads: int) -> dict[str, str]:
-    """Return the variables for all ranks that the user may set otherwise."""
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "PYTHONUNBUFFERED": "1",
@@ -119,7 +116,6 @@ def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, 
 
 
 def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, str]:
-    """Return the variables that only this rank has."""
     place = {
         "RANK": str(world.rank),
         "SIZE": str(world.size),
@@ -155,7 +151,6 @@ def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, 
 
 
 def names_place(name: str) -> bool:
-    """Whether a launcher tells a process by this variable which of many it is."""
     return name in _PLACE_NAMES or name.startswith(_PLACE_PREFIXES)
 
 
@@ -171,7 +166,6 @@ def names_secret(name: str) -> bool:
 
 
 def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that every job takes along to other hosts."""
     return {
         name: value
         for name, value in environ.items()
@@ -209,7 +203,6 @@ def read_assignments(
 
 
 def base_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return what an agent's own environment gives to its ranks."""
     return {
         name: value
         for name, value in own.items()
@@ -242,7 +235,6 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 def alias_environment(
     environ: Mapping[str, str], *, is_wanted: bool | None
 ) -> dict[str, str]:
-    """Return the variables that let ranks import ronde as ``horovod``, or do not."""
     path = environ.get("PYTHONPATH")
     before = path.split(os.pathsep) if path else []
     after = [entry for entry in before if entry != str(ALIAS_DIRECTORY)]
@@ -253,7 +245,6 @@ def alias_environment(
 
 
 def find_horovod(paths: Iterable[str]) -> Path | None:
-    """Return the package that is Horovod itself, or None where these have none."""
     # The package in the alias directory looks in the same way, without ronde.
     place = ALIAS_DIRECTORY.parts[-3:]
     others = [entry for entry in paths if Path(entry).parts[-3:] != place]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ronde.errors import LaunchError, StoreError
 from ronde.launch.limits import Timeouts
 from ronde.launch.messages import Forward, FromAgent, Notice, Output, Pong, Relayed
-from ronde.launch.node import AgentNode, HostLoss
+from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
 from ronde.launch.output.output_process import NoOutput, OutputProcess
 from ronde.launch.signals import (
     ASKING,
@@ -46,7 +46,6 @@ class StartProgress:
         self.due_s = float("inf")  # when ``look`` is to be called, monotonic
 
     def begin(self, step: str, awaited: Callable[[], Sequence[str]]) -> None:
-        """Begin a step; ``awaited`` returns the names of the hosts it waits for."""
         self._step, self._awaited = step, awaited
         self._begun_s = time.monotonic()
         self.due_s = self._begun_s + (_VERBOSE_SLOW_S if self._is_verbose else SLOW_S)
@@ -66,7 +65,6 @@ class StartProgress:
             self._notice(f"waiting for {shown} {self._step}, {took_s:.0f} s so far")
 
     def took(self, done: str, took_s: float) -> None:
-        """Report a step that took long and could not be reported meanwhile."""
         if took_s >= _LONG_S:
             self._notice(f"{done} in {format_duration(took_s)}")
 
@@ -83,9 +81,6 @@ class _Client:
     number: int
     splitter: Splitter = field(default_factory=Splitter)
 
-    def send(self, epoch: int, data: bytes) -> None:
-        self.node.link.relay(Relayed(epoch, self.number, data))
-
 
 class StoreService:
     """Answers what agents relay from their ranks.
@@ -97,18 +92,18 @@ class StoreService:
     def __init__(self, epoch: int = -1) -> None:
         self._epoch = epoch
         self._state: StoreState[_Client] = StoreState()
-        self._clients: dict[str, dict[int, _Client]] = {}
+        self._clients: dict[AgentNode, dict[int, _Client]] = {}
 
     def take(self, node: AgentNode, relayed: Relayed) -> None:
         """Answer what came from a rank of a node, if it is of this generation."""
-        clients = self._clients.setdefault(node.name, {})
+        clients = self._clients.setdefault(node, {})
         client = clients.get(relayed.connection)
         if relayed.epoch != self._epoch or not (client or relayed.data):
             return
         if client is None:
             client = _Client(node, relayed.connection)
             if len(clients) >= max_connections(len(node.ranks)):
-                client.send(self._epoch, b"")
+                self._send(client, b"")
                 return
             clients[client.number] = client
         elif not relayed.data:
@@ -117,24 +112,24 @@ class StoreService:
         try:
             for body in client.splitter.feed(relayed.data):
                 for answered, reply in self._state.handle(client, body):
-                    if answered.node.link.relayed_bytes > _MAX_UNSENT_BYTES:
-                        self._release(answered)
-                    else:
-                        answered.send(self._epoch, reply)
+                    is_stuck = answered.node.relayed_bytes > _MAX_UNSENT_BYTES
+                    self._send(answered, b"" if is_stuck else reply)
         except StoreError:
             # It is no request: the end of the connection says so.
-            self._release(client)
+            self._send(client, b"")
 
     def forget(self, node: AgentNode) -> None:
-        for client in self._clients.pop(node.name, {}).values():
+        for client in self._clients.pop(node, {}).values():
             self._state.forget(client)
 
-    def _release(self, client: _Client) -> None:
-        client.send(self._epoch, b"")
-        self._forget(client)
+    def _send(self, client: _Client, data: bytes) -> None:
+        """Send a reply; without one the connection ends."""
+        client.node.relay(Relayed(self._epoch, client.number, data))
+        if not data:
+            self._forget(client)
 
     def _forget(self, client: _Client) -> None:
-        if self._clients.get(client.node.name, {}).pop(client.number, None):
+        if self._clients.get(client.node, {}).pop(client.number, None):
             self._state.forget(client)
 
 
@@ -150,7 +145,6 @@ class Handler:
         raise LaunchError(f"agent of {node.name} must not send {kind} now.")
 
     def take_output(self, output: Output) -> None:
-        """Look at what a rank wrote, which is shown already."""
         raise LaunchError(f"rank {output.rank} must not run now, but it writes.")
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
@@ -190,7 +184,6 @@ class EventLoop:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether so much waits to be shown that the ranks must wait."""
         return self.output.backlog_bytes >= _MAX_BACKLOG_BYTES
 
     def serve(
@@ -220,12 +213,12 @@ class EventLoop:
         readable = [self.signal_fd, *([] if output.has_ended else [output.read_fd])]
         writable = [] if output.write_fd < 0 else [output.write_fd]
         for node in self.live_nodes:
-            transport = node.link.transport
-            errors = [transport.error_fd] if node.link.has_errors else []
-            readable += [transport.read_fd, *errors]
-            writable += [transport.write_fd] if node.link.is_writing else []
-            fds = [transport.read_fd, *errors, transport.write_fd]
-            by_fd |= dict.fromkeys(fds, node)
+            transport = node.transport
+            fds = [transport.read_fd]
+            fds += [transport.error_fd] if node.has_errors else []
+            readable += fds
+            writable += [transport.write_fd] if node.is_writing else []
+            by_fd |= dict.fromkeys((*fds, transport.write_fd), node)
         limit_s = None if timeout_s == float("inf") else max(0.0, timeout_s)
         for fd in wait_for(readable, writable, limit_s):
             if fd == self.signal_fd:
@@ -239,20 +232,18 @@ class EventLoop:
                 self._serve_node(handler, by_fd[fd], fd)
 
     def _serve_node(self, handler: Handler, node: AgentNode, fd: int) -> None:
-        link = node.link
-        if link.is_writing and fd == link.transport.write_fd:
-            link.flush()
-        if fd == link.transport.error_fd:
-            link.read_errors()
-        elif fd == link.transport.read_fd:
+        if node.is_writing and fd == node.transport.write_fd:
+            node.flush()
+        if fd == node.transport.error_fd:
+            node.read_errors()
+        elif fd == node.transport.read_fd:
             self._receive(handler, node)
 
     def _receive(self, handler: Handler, node: AgentNode) -> None:
-        link = node.link
-        received = link.receive()
+        received = node.receive()
         if received is None:
-            while link.has_errors and wait_for([link.transport.error_fd], [], 0.1):
-                link.read_errors()
+            while node.has_errors and wait_for([node.transport.error_fd], [], 0.1):
+                node.read_errors()
             self.lose(handler, node, node.explain_end())
             return
         node.heard()
@@ -297,9 +288,10 @@ class EventLoop:
         for node in silent:
             if node.name in answering:
                 node.doubt()
-            elif not wait_for([node.link.transport.read_fd], [], 0):
-                node.link.transport.kill()
-                self.lose(handler, node, node.explain_silence())
+            elif not wait_for([node.transport.read_fd], [], 0):
+                node.transport.kill()
+                reason = f"no message from it for {now_s - node.heard_at_s:.0f} s"
+                self.lose(handler, node, HostLoss(reason, EXIT_UNREACHABLE))
 
     def _take_signals(self, handler: Handler) -> None:
         for number in read_signals(self.signal_fd):
@@ -308,14 +300,13 @@ class EventLoop:
                 continue
             # Stop the ranks and then this process, until it is continued.
             for node in self.live_nodes:
-                node.link.send(Forward(signal.SIGSTOP))
+                node.send(Forward(signal.SIGSTOP))
             suspend_self()
             for node in self.live_nodes:
                 node.heard()
-                node.link.send(Forward(signal.SIGCONT))
+                node.send(Forward(signal.SIGCONT))
 
     def write_out(self, limit_s: float | None) -> int:
-        """Have what is left to show written, and end what writes it."""
         output, number, is_last = self.output, 0, False
         output.close()
         while not output.has_ended:

@@ -66,16 +66,13 @@ class Tail:
             del self._kept[:-_KEPT_BYTES]
 
     def lines(self) -> tuple[str, ...]:
-        """Return the last lines, of each what a progress bar left on the screen."""
         return tuple(self._lines()[-self._num_lines :])
 
     def traceback(self) -> str:
         """Return the Python traceback that is the last word, or an empty text.
 
-        An older one, after which more was written, is none; what is written while a
-        process ends does not count, nor do exceptions that Python ignores. With it come
-        the exceptions that it was raised for, and the lines of its message. A prefix of
-        every line, such as torch's ``[rank0]: ``, is taken away.
+        With it come the exceptions that it was raised for, and the lines of its
+        message; a prefix of every line, such as torch's ``[rank0]: ``, is taken away.
         """
         return (
             find_traceback(self._lines()) if _TRACEBACK.encode() in self._kept else ""
@@ -92,7 +89,6 @@ class Tail:
 
 
 def find_traceback(lines: Sequence[str]) -> str:
-    """Return the traceback that ``lines`` end with, or an empty text."""
     heads = [i for i in range(len(lines)) if _is_head(lines, i)]
     if not heads:
         return ""
@@ -113,7 +109,6 @@ def find_traceback(lines: Sequence[str]) -> str:
 
 
 def _is_farewell(lines: Sequence[str]) -> bool:
-    """Whether these are but what is written while a process ends."""
     is_ignored = False
     for line in lines:
         if _NOT_FATAL.search(line):
@@ -198,7 +193,6 @@ class RankEnd:
 
 
 def has_lost_peer(last_words: str) -> bool:
-    """Whether these last words are those of who ends because a peer is gone."""
     return bool(_PEER_LOST.search(last_words.lower()))
 
 
@@ -233,7 +227,6 @@ class JobResult:
     ends: tuple[RankEnd, ...] = ()
 
     def is_worth_restart(self, barred_codes: Collection[int]) -> bool:
-        """Whether another start may do better."""
         if self.interrupted_by is not None or self.exit_code == 0:
             return False
         failed = [e for e in (self.cause, *self.also_failed) if isinstance(e, RankEnd)]
@@ -245,17 +238,13 @@ def judge(
     interrupted_by: int | None = None,
     lost: Sequence[LostHost] = (),
 ) -> JobResult:
-    """Say what failed first and by itself, and derive the exit code.
+    """Return what failed first and by itself, and the job's exit code.
 
-    A rank that ended after the stop order is a consequence, and so is one that says
-    that its peer was gone while another rank failed by itself or a host was lost. Of
-    the others the one that began to end first is the cause, and a rank did so before
-    those that name it as lost; where two are equally early, one that a signal ended
-    comes before one that exited with a code, and that before a host.
-
-    Where all that failed lost their peer, the cause is one that was stopped before it
-    had ended: one that crashed, seemed to end by itself, or is named by the others. If
-    the stop order ended it, its own exit code is not known, and theirs is the job's.
+    A rank that ended after the stop order is a consequence, and so is one that lost its
+    peer while another failed by itself. Of the others the first is the cause; of two
+    equally early a signal comes before an exit code, and that before a host. Where all
+    lost their peer, it is one that was stopped before it had ended: that crashed, or
+    seemed to end by itself, or is named. If the order ended it, the code is theirs.
     """
     ends = _dated(ends)
     failed = [end for end in ends if end.status != 0 and not end.was_stopped]

@@ -302,7 +302,6 @@ Frame = bytes | Output | Relayed
 
 
 def encode(message: tuple[object, ...]) -> bytes:
-    """Return the frame of a message, of output, or of bytes of a connection."""
     if isinstance(message, Output | Relayed):
         is_output = isinstance(message, Output)
         kind = FrameKind.OUTPUT if is_output else FrameKind.STORE
@@ -311,7 +310,6 @@ def encode(message: tuple[object, ...]) -> bytes:
 
 
 def encode_frame(kind: FrameKind, body: bytes) -> bytes:
-    """Return a frame; LaunchError where it would be too long."""
     length = len(body) + 1
     if length > MAX_FRAME_BYTES:
         raise LaunchError(
@@ -362,11 +360,12 @@ def _open_frame(kind: int, body: bytes) -> Frame:
     return Output(number, Stream(other), body[_HEAD.size :])
 
 
-class FrameWriter:
-    """Write frames to where nothing waits, keeping what is not taken yet.
+class MessageWriter:
+    """Writes messages to where nothing waits, keeping what is not taken yet.
 
     ``write`` returns how many bytes it took, 0 for none now, or raises BrokenPipeError;
-    at most ``limit_bytes`` are kept.
+    at most ``limit_bytes`` are kept. What goes to or from the store comes after all
+    messages.
     """
 
     def __init__(
@@ -377,9 +376,19 @@ class FrameWriter:
         self._write = write
         self._limit_bytes = limit_bytes
         self._waiting: deque[memoryview] = deque()
-        self.waiting_bytes = 0  # bytes that have not been taken yet
+        self._relayed: deque[Relayed] = deque()
+        self.waiting_bytes = 0  # of messages that have not been taken yet
+        self.relayed_bytes = 0  # of the store's that wait for these
 
-    def send(self, frames: bytes) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Whether ``flush`` should be called when more is taken."""
+        return self.waiting_bytes > 0 or bool(self._relayed)
+
+    def send(self, message: tuple[object, ...]) -> None:
+        self.put(encode(message))
+
+    def put(self, frames: bytes) -> None:
         """Keep frames, and write what is taken now."""
         if self.waiting_bytes + len(frames) > self._limit_bytes:
             raise LaunchError(
@@ -388,10 +397,21 @@ class FrameWriter:
             )
         self._waiting.append(memoryview(frames))
         self.waiting_bytes += len(frames)
+        self._flush_messages()
+
+    def relay(self, relayed: Relayed) -> None:
+        self._relayed.append(relayed)
+        self.relayed_bytes += len(relayed.data)
         self.flush()
 
     def flush(self) -> None:
-        """Write what is taken now, without waiting."""
+        self._flush_messages()
+        while self._relayed and not self.waiting_bytes:
+            relayed = self._relayed.popleft()
+            self.relayed_bytes -= len(relayed.data)
+            self.put(encode(relayed))
+
+    def _flush_messages(self) -> None:
         while self._waiting:
             head = self._waiting[0]
             taken = self._write(head)

@@ -35,10 +35,8 @@ _NUM_NAMED = 8
 def hold_port(address: str, port: int = 0) -> socket.socket:
     """Bind a TCP port (0 for any), not listening, so that nobody else gets it.
 
-    With ``SO_REUSEADDR`` rank 0 can still bind it, while no program that asks the
-    kernel for any port gets it; another user's that wants this very one can. A port
-    chosen here lies below the kernel's ephemeral range, out of the way of outgoing
-    connections. The address is one of this host, in numbers, no wildcard.
+    With ``SO_REUSEADDR`` rank 0 can still bind it. A port chosen here lies below the
+    kernel's ephemeral range, out of the way of outgoing connections.
     """
     if not address or source_towards(address) != address:
         raise UsageError(
@@ -103,9 +101,8 @@ def locate(
 ) -> tuple[str, ...]:
     """Return this host's own address towards each of some hosts' numeric addresses.
 
-    Empty for an address that no route leads to, or that is this host's own. Where
-    ``port`` is not 0, it must answer there within the deadline, if by refusing: what is
-    bound and does not listen yet refuses.
+    Empty where no route leads there, it is this host's own, or ``port``, if not 0, does
+    not answer within the deadline, if by refusing.
     """
     pairs = [(address, source_towards(address)) for address in addresses]
     pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]
@@ -116,7 +113,6 @@ def locate(
 
 
 def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Return the names of the hosts that answer at any of their addresses."""
     ends_at = time.monotonic() + _ANSWER_S
     found: set[str] = set()
     hosts = {name: own for name, own in hosts.items() if own}
@@ -171,7 +167,6 @@ class MeetingPoint(NamedTuple):
     interfaces: tuple[str, ...]  # by which each host takes part
 
     def environment(self, host: int, user: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that name a host's interface to its ranks."""
         if len(self.interfaces) == 1:
             return {}
         interface = self.interfaces[host]
@@ -233,7 +228,6 @@ def choose_meeting_point(
     sources: Sequence[Sequence[str]],
     interfaces: Sequence[str] = (),
 ) -> MeetingPoint:
-    """Return the candidate that all hosts reach best: see ``choose_address``."""
     best = choose_address(candidates, sources, hosts[0].mbit_per_s)
     if best is None:
         raise _no_route(hosts, candidates, sources)
@@ -278,7 +272,6 @@ def _no_route(
 
 
 def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> str:
-    """Return the name of a host's interface: the user's choice, else its route's."""
     by_address = {each.address: each.interface for each in host.interfaces}
     if host.address:
         return by_address[_plain(host.address)]
@@ -287,7 +280,6 @@ def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> 
 
 
 def _plain(address: str) -> str:
-    """Return a numeric address as the kernel writes it; what is none stays."""
     family = family_of(address)
     try:
         return socket.inet_ntop(family, socket.inet_pton(family, address))

@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ronde.errors import Failure, LaunchError
@@ -28,6 +26,7 @@ _RELAYED_BYTES = 32 << 10
 _CREDIT_HERE_BYTES = 2 << 20
 _CREDIT_BYTES = 128 << 10
 _END_S = 1.0
+_NEVER = float("inf")
 EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
 _SSH_FAILED = 255
@@ -56,6 +55,7 @@ class ProcessTransport(messages.PipeTransport):
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
+        self.pid = process.pid
         pipes = (process.stdin, process.stdout, process.stderr)
         self._files = cast("tuple[IO[bytes], IO[bytes], IO[bytes]]", pipes)
         write_fd, read_fd, self.error_fd = (file.fileno() for file in self._files)
@@ -68,7 +68,7 @@ class ProcessTransport(messages.PipeTransport):
     def wait(self, timeout_s: float) -> int | None:
         if self._process.poll() is None:
             try:
-                process_fd = os.pidfd_open(self._process.pid)
+                process_fd = os.pidfd_open(self.pid)
             except OSError:  # not every kernel and container has them
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout_s)
@@ -88,78 +88,89 @@ class ProcessTransport(messages.PipeTransport):
         self._process.kill()
 
 
-class AgentConnection:
-    """One agent and the frames to and from it."""
+class HostLoss(NamedTuple):
+    """Why a host is gone."""
+
+    reason: str  # in half a sentence
+    exit_code: int  # of the job, if this is why it failed
+
+
+class AgentNode(messages.MessageWriter):
+    """A host, the frames to and from its agent, and what is known of it.
+
+    Times are monotonic. Of an agent that ``is_here``, started without going over a
+    network, only the end can be missed, and that is seen at once.
+    """
 
     def __init__(
-        self, transport: AgentTransport, hello_reader: "HelloReader | None" = None
+        self,
+        host: Host,
+        transport: AgentTransport,
+        hello_reader: "HelloReader | None" = None,
+        *,
+        is_here: bool,
+        timeouts: Timeouts = USUAL,
     ) -> None:
+        super().__init__(transport.write)
+        self.host = host  # as the user named it
+        self.name = host.name
         self.transport = transport
         self.hello_reader = hello_reader
-        self._is_greeted = hello_reader is None
-        self._writer = messages.FrameWriter(transport.write)
-        self._decoder = messages.FrameDecoder()
-        self._relayed: deque[messages.Relayed] = deque()
-        self.relayed_bytes = 0  # how much of the store's replies waits to be sent
-        self._last_words = b""
+        self.is_here = is_here
+        self.timeouts = timeouts
+        self.hello: messages.Hello | None = None
+        self.ranks: frozenset[int] = frozenset()  # those that run there now
+        self.owed_bytes = 0  # output that came since credit was last given
+        self.heard_at_s = 0.0  # when something came from it
+        self.silent_by_s = _NEVER  # when it counts as lost if nothing comes
+        self.is_doubted = False  # nothing came for ``lease_s``, but its host answers
+        self.is_over = False  # it is gone, whoever wanted that
         self.has_errors = transport.error_fd >= 0
+        self._credit_bytes = messages.FIRST_CREDIT_BYTES  # output that may be under way
+        self._is_greeted = hello_reader is None
+        self._decoder = messages.FrameDecoder()
+        self._last_words = b""
+        self._pinged_at_s = 0.0
+        self._round_trip_s = _NEVER
+        self._offset_s = 0.0
+        self._is_watched = False
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether something is still to be written, when the connection takes more."""
-        return self._writer.waiting_bytes > 0 or bool(self._relayed)
-
-    def send(self, message: messages.ToAgent) -> None:
+    def send(self, message: tuple[object, ...]) -> None:
         """Send a message; an agent that is gone does not get it."""
         with suppress(BrokenPipeError):
-            self._writer.send(messages.encode(message))
+            super().send(message)
 
     def relay(self, relayed: messages.Relayed) -> None:
         """Send the store's reply, in pieces between which messages come first."""
         data = relayed.data
         for at in range(0, max(len(data), 1), _RELAYED_BYTES):
-            piece = data[at : at + _RELAYED_BYTES]
-            self._relayed.append(relayed._replace(data=piece))
-        self.relayed_bytes += len(data)
-        self.flush()
+            super().relay(relayed._replace(data=data[at : at + _RELAYED_BYTES]))
 
     def flush(self) -> None:
-        """Write on what the connection did not take before."""
         with suppress(BrokenPipeError):
-            self._writer.flush()
-            while self._relayed and not self._writer.waiting_bytes:
-                relayed = self._relayed.popleft()
-                self.relayed_bytes -= len(relayed.data)
-                self._writer.send(messages.encode(relayed))
+            super().flush()
 
     def receive(
         self,
     ) -> list[messages.FromAgent | messages.Output | messages.Relayed] | None:
-        """Return what has come, None at the end of the connection."""
         data = self.transport.read()
-        if data is None:
-            return []
-        if not data:
+        if data == b"":
             return None
-        if self.hello_reader is not None and not self._is_greeted:
-            rest = self.hello_reader.feed(data)
-            if rest is None:
-                return []
-            self._is_greeted = True
-            data = rest
+        if data and self.hello_reader is not None and not self._is_greeted:
+            data = self.hello_reader.feed(data)
+            self._is_greeted = data is not None
         return [
             messages.decode_message(frame, messages.FROM_AGENT)
             if isinstance(frame, bytes)
             else frame
-            for frame in self._decoder.feed(data)
+            for frame in self._decoder.feed(data or b"")
         ]
 
-    def find_problem(self, host: Host) -> Failure | None:
+    def find_problem(self) -> Failure | None:
         found = self.hello_reader.found if self.hello_reader else None
-        return found.problem(host) if found else None
+        return found.problem(self.host) if found else None
 
     def read_errors(self) -> None:
-        """Keep the last of what the other side complained of."""
         with suppress(BlockingIOError):
             data = os.read(self.transport.error_fd, _READ_BYTES)
             self._last_words = (self._last_words + data)[-_LAST_WORDS_BYTES:]
@@ -169,44 +180,8 @@ class AgentConnection:
     def last_words(self) -> str:
         return self._last_words.decode("utf-8", "backslashreplace").strip()
 
-
-class HostLoss(NamedTuple):
-    """Why a host is gone."""
-
-    reason: str  # in half a sentence
-    exit_code: int  # of the job, if this is why it failed
-
-
-@dataclass(slots=True)
-class AgentNode:
-    """A host and what is known of the agent there. Times are monotonic."""
-
-    host: Host  # as the user named it
-    link: AgentConnection
-    # the agent was started without going over a network: only its end can be missed,
-    # and that is seen at once
-    is_here: bool
-    timeouts: Timeouts = USUAL
-    hello: messages.Hello | None = None
-    ranks: frozenset[int] = frozenset()  # those that run there now
-    credit_bytes: int = messages.FIRST_CREDIT_BYTES  # output that may be under way
-    owed_bytes: int = 0  # output that came since credit was last given
-    heard_at_s: float = 0.0  # when something came from it
-    silent_by_s: float = float("inf")  # when it counts as lost if nothing comes
-    is_doubted: bool = False  # nothing came for ``lease_s``, but its host answers
-    is_over: bool = False  # it is gone, whoever wanted that
-    _pinged_at_s: float = 0.0
-    _round_trip_s: float = float("inf")
-    _offset_s: float = 0.0
-    _is_watched: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.host.name
-
     @property
     def met(self) -> messages.Hello:
-        """Its ``Hello``, which must have come."""
         if self.hello is None:
             raise AssertionError("a node that was connected has sent its hello")
         return self.hello
@@ -216,7 +191,6 @@ class AgentNode:
         return tuple(i.address for i in self.hello.interfaces) if self.hello else ()
 
     def require_own(self, rank: int) -> None:
-        """Refuse a message of an agent about a rank that is not its own."""
         if rank not in self.ranks:
             raise LaunchError(
                 f"agent of {self.name} must report its own ranks, got rank {rank}."
@@ -228,7 +202,7 @@ class AgentNode:
         self.heard()
 
     def heard(self) -> None:
-        limit_s = self.timeouts.lease_s if self._is_watched else float("inf")
+        limit_s = self.timeouts.lease_s if self._is_watched else _NEVER
         self.heard_at_s = time.monotonic()
         self.silent_by_s = self.heard_at_s + limit_s
         self.is_doubted = False
@@ -241,24 +215,22 @@ class AgentNode:
     def ping(self, now_s: float) -> float:
         """Send a ping if one is due; return when the next one is."""
         if self.is_here or self.is_over:
-            return float("inf")
+            return _NEVER
         if now_s >= self._pinged_at_s + self.timeouts.ping_s:
             self._pinged_at_s = now_s
-            lease_s = self.timeouts.lease_s
-            self.link.send(messages.Ping(now_s, lease_s, _own_addresses()))
+            self.send(messages.Ping(now_s, self.timeouts.lease_s, _own_addresses()))
         return self._pinged_at_s + self.timeouts.ping_s
 
     def limit_credit(self, num_bytes: int) -> None:
         """Let so much output be under way from it at most."""
         most = _CREDIT_HERE_BYTES if self.is_here else _CREDIT_BYTES
         limit = max(min(num_bytes, most), messages.FIRST_CREDIT_BYTES)
-        self.owed_bytes += limit - self.credit_bytes
-        self.credit_bytes = limit
+        self.owed_bytes += limit - self._credit_bytes
+        self._credit_bytes = limit
 
     def grant(self) -> None:
-        """Give credit for what came, when that is worth a message."""
-        if self.owed_bytes >= self.credit_bytes // 4:
-            self.link.send(messages.Credit(self.owed_bytes))
+        if self.owed_bytes >= self._credit_bytes // 4:
+            self.send(messages.Credit(self.owed_bytes))
             self.owed_bytes = 0
 
     def take_pong(self, pong: messages.Pong) -> None:
@@ -273,8 +245,8 @@ class AgentNode:
         return theirs_s - self._offset_s
 
     def explain_end(self) -> HostLoss:
-        code = self.link.transport.wait(_END_S)
-        complaints = self.link.last_words.splitlines()
+        code = self.transport.wait(_END_S)
+        complaints = self.last_words.splitlines()
         last = f"; last error: {complaints[-1].strip()}" if complaints else ""
         if self.is_here:
             reason = f"its agent is gone (exit code {code}){last}"
@@ -284,15 +256,9 @@ class AgentNode:
             return HostLoss(f"the connection to it ended{last}", EXIT_UNREACHABLE)
         return HostLoss(f"its agent ended with exit code {code}{last}", EXIT_INTERNAL)
 
-    def explain_silence(self) -> HostLoss:
-        silence_s = time.monotonic() - self.heard_at_s
-        reason = f"no message from it for {silence_s:.0f} s"
-        return HostLoss(reason, EXIT_UNREACHABLE)
-
     def close(self) -> None:
-        """Take leave: the agent ends everything and itself."""
         self.is_over = True
-        self.link.transport.close()
+        self.transport.close()
 
 
 @functools.cache

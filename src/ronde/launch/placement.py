@@ -44,7 +44,6 @@ class RankDevice(NamedTuple):
 def choose_gpus(
     gpus: Sequence[Gpu], wanted: Sequence[str], named_at: str
 ) -> tuple[Gpu, ...]:
-    """Return the GPUs that a host's ranks may use, in the order that is wanted."""
     chosen: list[Gpu] = []
     for item in wanted:
         is_position = item.isdecimal()
@@ -62,7 +61,6 @@ def choose_gpus(
 def assign_gpus(
     gpus: Sequence[Gpu], num_ranks: int, view: GpuView, *, is_choice: bool, host: str
 ) -> tuple[RankDevice, ...]:
-    """Give each rank of a host the GPU of its local rank; none if there are too few."""
     if view is GpuView.ONE:
         if num_ranks > len(gpus):
             raise UsageError(
@@ -112,9 +110,8 @@ def bind(
 ) -> tuple[RankResources, ...]:
     """Return the cores and memory node of all ranks of a host.
 
-    No CPU is given that the machine does not list, and ``auto`` gives out all of them
-    or binds nobody. With ``core`` no two ranks have a CPU in common unless there are
-    fewer cores than ranks. Hardware threads of a core stay together.
+    ``auto`` gives out all CPUs or binds nobody. With ``core`` no two ranks have one in
+    common unless there are fewer cores than ranks. Hardware threads stay together.
     """
     # It refuses nobody and leaves the parts as they are: no set of memory nodes, of
     # which a large host has too many, need be tried.
@@ -208,7 +205,6 @@ def _counted(num_cores: int) -> str:
 
 
 def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ...]:
-    """Return the name of each GPU's nearest port, empty where it is unknown."""
     inventory = inventory_of_machine(machine._replace(cores=()), gpus)
     places = place(inventory, AlignmentRequest(len(gpus), policy=Policy.NONE))
     return tuple(

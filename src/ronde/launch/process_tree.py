@@ -1,10 +1,8 @@
 """Processes and their descendants, as the kernel shows and ends them.
 
 A *child subreaper* becomes the parent of every orphan below it, so no descendant can
-hide by forking twice; a *parent-death signal* ends a child whose parent was killed; a
-*pidfd* names one process for good, so that a recycled number is never signalled. Where
-pidfds are refused, start times are checked before and after a process was stopped,
-which keeps its number.
+hide by forking twice; a *pidfd* names one process for good. Where those are refused,
+start times are checked before and after a process was stopped, which keeps its number.
 """
 
 import ctypes
@@ -83,10 +81,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_processes() -> dict[int, ProcessStat]:
-    """Return all processes that can be seen now, by pid."""
-    pids = [
-        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
-    ]
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
     return {pid: process for pid in pids if (process := read_process(pid))}
 
 
@@ -129,7 +124,6 @@ def descendants(
     spared: frozenset[int] = frozenset(),
     table: Mapping[int, ProcessStat] | None = None,
 ) -> list[ProcessStat]:
-    """Return every process below ``pid`` now; it is no snapshot, so ask again."""
     table = read_processes() if table is None else table
     children: dict[int, list[ProcessStat]] = {}
     for process in table.values():
@@ -144,7 +138,6 @@ def descendants(
 
 
 def children() -> frozenset[int]:
-    """Return the pids of this process's children, ended ones included."""
     me = os.getpid()
     pids = read_text(f"/proc/{me}/task/{me}/children")
     if pids or not has_children():
@@ -164,14 +157,9 @@ def has_children() -> bool:
 
 def signal_process(process: ProcessStat, number: int) -> None:
     """Send a signal to exactly this process, or to nobody when it is gone."""
+    fd = -1
     try:
         fd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return
-    except OSError:
-        _stop_and_signal(process, number)
-        return
-    try:
         if _is_same(process):
             signal.pidfd_send_signal(fd, number)
     except ProcessLookupError:
@@ -179,7 +167,8 @@ def signal_process(process: ProcessStat, number: int) -> None:
     except OSError:
         _stop_and_signal(process, number)
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def _stop_and_signal(process: ProcessStat, number: int) -> None:
@@ -258,7 +247,6 @@ def _freeze(me: int, spared: frozenset[int]) -> list[ProcessStat]:
 
 
 def describe(process: ProcessStat) -> str:
-    """Name a process that does not end, with what it waits for in the kernel."""
     waits = waits_in(process)
     return f"{process.name} (pid {process.pid}, state {process.state}{waits})"
 
@@ -281,7 +269,6 @@ def require_empty(job_marker: str, deadline_s: float) -> None:
 
 
 def find_members(job_marker: str) -> Iterator[int]:
-    """Yield the processes of this host that carry a job's marker."""
     mark = b"RONDE_COOKIE=" + os.fsencode(job_marker)
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

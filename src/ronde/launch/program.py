@@ -35,7 +35,6 @@ def require_processes() -> None:
 
 
 def enter_directory(path: str) -> str:
-    """Make ``path`` this process's directory; empty stays where it is."""
     try:
         if path:
             os.chdir(path)
@@ -49,7 +48,6 @@ def enter_directory(path: str) -> str:
 
 
 def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
-    """Return the command to execute, its program as a path."""
     program, *arguments = argv
     if program == "-m":
         return [sys.executable, *argv]

@@ -70,17 +70,16 @@ class RemotePrograms(Handler):
         for node in nodes:
             # A host that falls silent is to be noticed, whatever its program does.
             node.watch(is_watched=True)
-            node.link.send(messages.StartProgram(module))
+            node.send(messages.StartProgram(module))
 
     def ask(self, questions: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
-        """Return the answers to a question a host, by the host's name."""
         self._answers, self._waiting = {}, {}
         for name, line in questions.items():
             if name in self._ended:
                 self._answers[name] = Answer("", self._ended[name])
                 continue
             self._waiting[name] = time.monotonic()
-            self._nodes[name].link.send(messages.ProgramLine(line))
+            self._nodes[name].send(messages.ProgramLine(line))
         due_s = time.monotonic() + timeout_s
         self._loop.serve(self, lambda: not self._waiting, lambda: due_s)
         for name in list(self._waiting):
@@ -156,7 +155,6 @@ class Running(Handler):
         for node, job in zip(nodes, jobs, strict=True):
             node.ranks = frozenset(spec.rank for spec in job.ranks)
             self._ranks |= {spec.rank: _Rank(node) for spec in job.ranks}
-        self._num_started = 0
         self._finished: dict[str, messages.Finished] = {}
         self._lost: list[LostHost] = []
         self._is_stopping = False
@@ -176,7 +174,7 @@ class Running(Handler):
         for node in self._nodes:
             node.watch(is_watched=False)
             node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
-            node.link.send(messages.Start(address, port))
+            node.send(messages.Start(address, port))
         while not self._loop.serve(self, lambda: not self._unfinished(), self._due_s):
             if self._is_asking and time.monotonic() > self._stacks_by_s:
                 self._show_stacks()
@@ -185,7 +183,7 @@ class Running(Handler):
             else:
                 reason = HostLoss("it does not answer", EXIT_INTERNAL)
                 for node in self._unfinished():
-                    node.link.transport.kill()
+                    node.transport.kill()
                     self._loop.lose(self, node, reason)
         for node in self._nodes:
             node.watch(is_watched=False)
@@ -205,7 +203,7 @@ class Running(Handler):
 
     def _send(self, message: messages.ToAgent) -> None:
         for node in self._unfinished():
-            node.link.send(message)
+            node.send(message)
 
     def _due_s(self) -> float:
         if self._loop.is_held_back:
@@ -218,12 +216,11 @@ class Running(Handler):
         match message:
             case messages.Started() | messages.Exited() | messages.Stacks():
                 node.require_own(message.rank)
-                self._take_rank(message)
+                self._take_rank(self._ranks[message.rank], message)
             case messages.HostEnding():
                 if not self._is_stopping:
-                    self._loop.notice(
-                        node, f"{signal_name(message.signal)}: the job ends"
-                    )
+                    name = signal_name(message.signal)
+                    self._loop.notice(node, f"{name}: the job ends")
                     self._interrupted_by = message.signal
                     self._stop(message.signal)
             case messages.Finished():
@@ -235,21 +232,13 @@ class Running(Handler):
                 super().take(node, message)
 
     def _take_rank(
-        self, message: messages.Started | messages.Exited | messages.Stacks
+        self, rank: _Rank, message: messages.Started | messages.Exited | messages.Stacks
     ) -> None:
-        rank = self._ranks[message.rank]
         match message:
             case messages.Started():
                 rank.pid = message.pid
-                self._num_started += 1
-                if self._num_started == len(self._ranks):
-                    for node in self._nodes:
-                        node.watch(is_watched=True)
-                    count = len(self._ranks)
-                    plural = "s" if count > 1 else ""
-                    self._loop.progress.end(f"{count} rank{plural} started")
-                    self._on_started(time.monotonic() - self._started_at_s)
-                return
+                if all(each.pid for each in self._ranks.values()):
+                    self._take_start()
             case messages.Exited():
                 rank.exited = message
                 if not self._is_stopping:
@@ -259,15 +248,20 @@ class Running(Handler):
         if self._is_asking and not self._unheard():
             self._show_stacks()
 
+    def _take_start(self) -> None:
+        for node in self._nodes:
+            node.watch(is_watched=True)
+        count = len(self._ranks)
+        self._loop.progress.end(f"{count} rank{'s' if count > 1 else ''} started")
+        self._on_started(time.monotonic() - self._started_at_s)
+
     def take_output(self, output: messages.Output) -> None:
-        """Remember the end of what a rank wrote; a host that sends it is there."""
         if self._is_stopping and not self._is_killing:
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
         if output.stream is messages.Stream.STDERR:
             self._ranks[output.rank].tail.add(output.data)
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        """End the job: its ranks cannot go on without those of a lost host."""
         ranks = tuple(n for n, rank in self._ranks.items() if rank.node is node)
         at_s = node.heard_at_s - self._started_at_s
         self._lost.append(LostHost(node.name, ranks, loss.reason, loss.exit_code, at_s))
@@ -384,14 +378,13 @@ class Running(Handler):
     def _end(self, number: int, exited: messages.Exited) -> RankEnd:
         rank = self._ranks[number]
         traceback, stopped_s = rank.tail.traceback(), exited.stopped_s
-        is_ours = -exited.status in _STOP_SIGNALS
         began_s, was_leaving = exited.began_s, False
         if traceback and exited.status > 0 and not stopped_s:
             began_s = min(began_s, exited.traceback_s)
+        is_ours = -exited.status in _STOP_SIGNALS
         was_stopped = stopped_s > 0 and (is_ours or began_s >= stopped_s)
         if was_stopped:
-            shown_s = exited.traceback_s if traceback else began_s
-            first_s = min(began_s, shown_s)
+            first_s = min(began_s, exited.traceback_s) if traceback else began_s
             was_leaving = stopped_s - 2 * _CAUSE_WITHIN_S < first_s < stopped_s
             began_s = first_s if was_leaving else began_s
         return RankEnd(

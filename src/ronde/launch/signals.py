@@ -39,7 +39,6 @@ def interrupter(number: int) -> str:
 
 
 def is_kept_ignored(number: int) -> bool:
-    """Whether a signal of the terminal is ignored, and so here and in the ranks."""
     return number in _OF_TERMINAL and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -62,7 +61,6 @@ def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
 
 @contextmanager
 def caught_signals() -> Generator[int]:
-    """Give a descriptor that reads the numbers of the user's signals."""
     read_fd, write_fd = signal_pipe()
     fd_before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     before = notice_signals(_CAUGHT)
@@ -87,7 +85,6 @@ def read_signals(fd: int) -> list[int]:
 
 
 def raise_if_stopped(fd: int) -> None:
-    """Read the signals that have come in; one that ends the job ends the start."""
     for number in read_signals(fd):
         if number in STOPPING:
             raise InterruptedStartError(number)

@@ -105,7 +105,6 @@ class LocalJob:
         yield from self.ranks.watched()
 
     def prepare(self, directory: Path) -> None:
-        """Check that the job can start here; send Ready or Refused."""
         job = self._job
         own_path = own_environment().get("PATH", "")
         try:
@@ -128,7 +127,6 @@ class LocalJob:
         )
 
     def start(self, order: messages.Start) -> None:
-        """Start the ranks; send Started for each, or Refused."""
         if self.phase is not JobPhase.PREPARING or self.store is None:
             raise LaunchError("Start must come once, after NodeJob.")
         where = {
@@ -164,7 +162,6 @@ class LocalJob:
             self.ranks.ask_for_stacks()
 
     def stop(self, number: int) -> None:
-        """Signal the ranks; what is left after the grace is killed."""
         if self.phase is JobPhase.PREPARING:
             self._end()
             self._sender.send(messages.Finished(0, ()))
@@ -181,7 +178,6 @@ class LocalJob:
         self.ranks.stop(number)
 
     def advance(self) -> None:
-        """Send stacks that have come; end the job when its time has come."""
         for stacks in self._stacks.take():
             self._sender.send(stacks)
         if self.phase is JobPhase.RUNNING:
@@ -319,7 +315,6 @@ def _wait_for_child(child: int) -> int:
 
 
 def main(first_message_s: float = _NEVER) -> NoReturn:
-    """Run an agent on standard input and output; end the process with its exit code."""
     directory = name_directory()  # the reaper must know it as well
 
     def work() -> int:
@@ -336,7 +331,6 @@ def main(first_message_s: float = _NEVER) -> NoReturn:
 def run_agent(
     transport: messages.Transport, directory: Path, first_message_s: float = _NEVER
 ) -> int:
-    """Obey a controller to the end; return 0 if it was the one who wanted that."""
     agent = Agent(transport, directory, first_message_s)
     with suppress(BrokenPipeError, EOFError):
         try:

@@ -129,7 +129,6 @@ class KernelDiagnostics:
 
 
 def oom_counters(cgroups: str, mounts: str) -> list[str]:
-    """Return the files that may count the kills of one's own control group."""
     counters: list[str] = []
     for line in mounts.splitlines():
         place, _, kind = line.partition(" - ")
@@ -173,7 +172,6 @@ def _explain_shared_memory() -> str:
 
 
 def core_glob(pattern: str, pid: int) -> str:
-    """Return what matches the core file of a process, by the kernel's pattern."""
     known = {"%": "%", "p": str(pid)}
     matching = re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
     # Two of them side by side mean something else to ``glob``, or nothing.
@@ -192,7 +190,6 @@ def _open_kernel_log() -> int | None:
 
 
 def _read_kernel_log(fd: int) -> list[str]:
-    """Return what came since the last time; each read is one line."""
     lines: list[str] = []
     while True:
         try:
@@ -239,7 +236,6 @@ class StackTaker:
         return time.monotonic() + _POLL_S if self._asked else float("inf")
 
     def environment(self, rank: int, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables by which a rank can be asked."""
         try:
             fd = self._files[rank] = os.memfd_create("ronde-stacks", os.MFD_CLOEXEC)
         except OSError:
@@ -262,7 +258,6 @@ class StackTaker:
                 self._asked[rank] = _take_stacks(alive, self._files.get(rank))
 
     def take(self) -> list[Stacks]:
-        """Return the stacks that are complete; call it again when it is due."""
         taken: list[Stacks] = []
         for rank, steps in list(self._asked.items()):
             try:

@@ -36,7 +36,6 @@ from ronde.launch.limits import (
 from ronde.launch.messages import NodeJob, Stream
 from ronde.launch.process_tree import (
     descendants,
-    die_with_parent,
     end_with,
     is_alive,
     is_dumping_core,
@@ -130,11 +129,6 @@ class RankProcess:
         """The rank's process, which is also the number of its process group."""
         return self.process.pid
 
-    def notice_exit(self, at_s: float, pid: int) -> None:
-        is_there = pid == self.pid or is_alive(pid)
-        if not self.began_s and (is_there or not self.is_running):
-            self.began_s = at_s
-
     def reaped(self, status: int) -> int:
         """Note the end; return the exit code, or minus the signal."""
         self.is_running = False
@@ -150,13 +144,11 @@ def start_rank(
     sender: OutputSender,
     notices_fd: int,
 ) -> RankProcess:
-    """Start one rank in a session of its own, which dies with this process."""
-    agent_pid = os.getpid()
+    end_with_agent = end_with(os.getpid(), signal.SIGKILL)
 
     def before_exec() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, _LIMIT_BEFORE)
-        if not die_with_parent(agent_pid, signal.SIGKILL):
-            os._exit(1)
+        end_with_agent()
 
     pipes: list[OutputPipe] = []
     write_fds: list[int] = []
@@ -188,7 +180,6 @@ def start_rank(
 
 
 def allow_ranks(num_ranks: int) -> None:
-    """Let this process have the pipes of so many ranks."""
     least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
     require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
     raise_open_files_limit(least + max_connections(num_ranks) + _OTHER_FDS)
@@ -211,7 +202,6 @@ class RankGroup:
         return any(rank.is_running for rank in self._by_pid.values())
 
     def watched(self) -> Watched:
-        """Yield the pipes to read, as long as the sender has room."""
         if not self._sender.is_full:
             for rank in self._by_pid.values():
                 for pipe in rank.pipes:
@@ -265,7 +255,6 @@ class RankGroup:
             self._notices = -1
 
     def look_for_ends(self) -> None:
-        """Note the ranks that have begun to end and are not reaped yet."""
         now_s = time.monotonic()
         by_rank = {rank.rank: rank for rank in self._by_pid.values()}
         with suppress(BlockingIOError):
@@ -274,8 +263,10 @@ class RankGroup:
                 with suppress(ValueError, KeyError):
                     number, at_s, pid = line.split()
                     # What is in a time namespace has a clock of its own.
-                    exit_s = min(float(at_s), now_s)
-                    by_rank[int(number)].notice_exit(exit_s, int(pid))
+                    rank, exit_s = by_rank[int(number)], min(float(at_s), now_s)
+                    is_there = int(pid) == rank.pid or is_alive(int(pid))
+                    if not rank.began_s and (is_there or not rank.is_running):
+                        rank.began_s = exit_s
         for rank in by_rank.values():
             if rank.is_running and not rank.began_s and is_dumping_core(rank.pid):
                 rank.began_s = now_s
@@ -286,7 +277,6 @@ class RankGroup:
         return rank if rank is not None and rank.is_running else None
 
     def send(self, number: int, spared: Collection[int] = ()) -> None:
-        """Signal every process group that has members left, but the spared."""
         groups = {pid for pid, rank in self._by_pid.items() if rank.is_running}
         for group in (groups | self._groups_left()).difference(spared):
             _signal_group(group, number)
@@ -360,7 +350,6 @@ class MpiWorld:
             raise
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of one rank, so that it can initialise MPI."""
         held = Path(f"/proc/{self._pids[rank]}/environ").read_bytes().split(b"\0")
         pairs = (os.fsdecode(entry).partition("=") for entry in held if entry)
         variables = {
@@ -415,7 +404,6 @@ class MpiWorld:
 
 
 def find_mpirun(search_path: str) -> str:
-    """Return the path of ``mpirun``: beside this Python, or on the search path."""
     # pip puts it beside Python, together with the library that mpi4py loads.
     beside = str(Path(sys.executable).parent)
     if found := find_executable("mpirun", beside, *search_path.split(os.pathsep)):

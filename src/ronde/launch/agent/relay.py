@@ -43,7 +43,7 @@ Watched = Iterator[tuple[int, int, Callable[[], object]]]
 """Descriptors to poll, the events of each, and what to call then."""
 
 
-class OutputSender:
+class OutputSender(messages.MessageWriter):
     """Messages at once, then what goes to the store, then output for which is credit.
 
     A terminal that takes nothing more uses up the credit and so, in the end, blocks
@@ -51,77 +51,57 @@ class OutputSender:
     """
 
     def __init__(self, write: Callable[[memoryview], int]) -> None:
-        self._writer = messages.FrameWriter(write)
-        self._waiting: deque[messages.Output] = deque()
-        self._relayed: deque[messages.Relayed] = deque()
+        super().__init__(write)
+        self._outputs: deque[messages.Output] = deque()
         self._last_message: messages.FromAgent | None = None
         self._is_discarding = False
-        self._waiting_bytes = self._relayed_bytes = 0
+        self._output_bytes = 0
         self._credit_bytes = messages.FIRST_CREDIT_BYTES
 
     @property
-    def is_writing(self) -> bool:
-        """Whether ``flush`` should be called when the descriptor takes more."""
-        return self._writer.waiting_bytes > 0
-
-    @property
     def is_full(self) -> bool:
-        return self._waiting_bytes >= _FULL_BYTES
+        return self._output_bytes >= _FULL_BYTES
 
     @property
     def is_store_full(self) -> bool:
         """Whether the ranks' connections to the store should not be read for now."""
-        return self._relayed_bytes >= _FULL_BYTES
+        return self.relayed_bytes >= _FULL_BYTES
 
     @property
     def is_empty(self) -> bool:
-        waiting = self._waiting or self._relayed or self._last_message
-        return not waiting and not self.is_writing
-
-    def send(self, message: messages.FromAgent) -> None:
-        self._writer.send(messages.encode(message))
+        return not (self._outputs or self._last_message or self.is_writing)
 
     def send_last(self, message: messages.FromAgent) -> None:
-        """Send a message after all output."""
         self._last_message = message
         self.flush()
 
-    def put(self, output: messages.Output) -> None:
+    def put_output(self, output: messages.Output) -> None:
         if not self._is_discarding:
-            self._waiting.append(output)
-            self._waiting_bytes += len(output.data)
+            self._outputs.append(output)
+            self._output_bytes += len(output.data)
             self.flush()
 
     def discard(self) -> None:
         self._is_discarding = True
-        self._waiting.clear()
-        self._waiting_bytes = 0
-
-    def relay(self, relayed: messages.Relayed) -> None:
-        self._relayed.append(relayed)
-        self._relayed_bytes += len(relayed.data)
-        self.flush()
+        self._outputs.clear()
+        self._output_bytes = 0
 
     def grant(self, num_bytes: int) -> None:
         self._credit_bytes += num_bytes
         self.flush()
 
     def flush(self) -> None:
-        self._writer.flush()
-        while self._relayed and not self.is_writing:
-            relayed = self._relayed.popleft()
-            self._relayed_bytes -= len(relayed.data)
-            self._writer.send(messages.encode(relayed))
-        while self._waiting and self._credit_bytes > 0 and not self.is_writing:
-            output = self._waiting.popleft()
+        super().flush()
+        while self._outputs and self._credit_bytes > 0 and not self.is_writing:
+            output = self._outputs.popleft()
             # What is handed over can be overtaken by nothing any more.
             now = output.data[: self._credit_bytes]
             if later := output.data[self._credit_bytes :]:
-                self._waiting.appendleft(output._replace(data=later))
-            self._waiting_bytes -= len(now)
+                self._outputs.appendleft(output._replace(data=later))
+            self._output_bytes -= len(now)
             self._credit_bytes -= len(now)
-            self._writer.send(messages.encode(output._replace(data=now)))
-        if self._last_message is not None and not self._waiting:
+            self.send(output._replace(data=now))
+        if self._last_message is not None and not self._outputs:
             message, self._last_message = self._last_message, None
             self.send(message)
 
@@ -154,11 +134,10 @@ class OutputPipe:
             if _TRACEBACK in text:
                 self.traceback_s = time.monotonic()
             self._before = text[1 - len(_TRACEBACK) :]
-        self.sender.put(messages.Output(self.rank, self.stream, data))
+        self.sender.put_output(messages.Output(self.rank, self.stream, data))
         return True
 
     def drain(self) -> None:
-        """Read what is in the pipe now, but no flood that somebody keeps up."""
         for _ in range(_DRAIN_READS):
             if not self.read():
                 return
@@ -210,7 +189,6 @@ class StoreRelay:
                 yield each.sock.fileno(), events, partial(self._serve, each)
 
     def deliver(self, relayed: messages.Relayed) -> None:
-        """Pass on the store's reply, unless it is of an older generation."""
         connection = self._by_number.get(relayed.connection)
         if connection is None or relayed.epoch != self._epoch:
             return

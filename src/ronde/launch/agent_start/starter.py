@@ -26,7 +26,6 @@ from ronde.launch.limits import (
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
 from ronde.launch.node import (
     EXIT_INTERNAL,
-    AgentConnection,
     AgentNode,
     HostLoss,
     ProcessTransport,
@@ -52,11 +51,11 @@ _EXIT_S = 0.5
 _UNKNOWN = 255
 
 
-def start_remote_agent(spawner: Spawner, host: Host, python: str) -> AgentConnection:
-    """Start an agent on a host, without waiting for it."""
-    words = [python, "-E", "-S", "-c", BOOTSTRAP]
+def start_remote_agent(
+    spawner: Spawner, host: Host, python: str, timeouts: Timeouts = USUAL
+) -> AgentNode:
     process = subprocess.Popen(
-        spawner.command(host, words),
+        spawner.command(host, [python, "-E", "-S", "-c", BOOTSTRAP]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -74,7 +73,7 @@ def start_remote_agent(spawner: Spawner, host: Host, python: str) -> AgentConnec
     with suppress(BrokenPipeError):
         transport.write(memoryview(f"exec({program!a}); {call}\n".encode()))
     reader = HelloReader(spawner.name, sentinel[::-1].encode())
-    return AgentConnection(transport, reader)
+    return AgentNode(host, transport, reader, is_here=False, timeouts=timeouts)
 
 
 class AgentStarter:
@@ -101,7 +100,6 @@ class AgentStarter:
         return self._make_spawner()
 
     def is_here(self, host: Host) -> bool:
-        """Whether a host is this machine, so that nothing need lead there."""
         if self._make_spawner is None:
             return True
         if not self._here and is_here(host, self._found.get(host.name)):
@@ -128,13 +126,10 @@ class AgentStarter:
         }
 
     def start(self, host: Host) -> AgentNode:
-        """Start an agent for a host, without waiting for it."""
         if self.is_here(host):
             local, self._local = self._local or start_local_agent(), None
-            link = AgentConnection(ProcessTransport(local))
-            return AgentNode(host, link, is_here=True)
-        link = start_remote_agent(self.spawner, host, self._python)
-        return AgentNode(host, link, is_here=False, timeouts=self.timeouts)
+            return AgentNode(host, ProcessTransport(local), is_here=True)
+        return start_remote_agent(self.spawner, host, self._python, self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
         if not node.is_here:
@@ -172,7 +167,7 @@ class AgentConnector(Handler):
         self._untried: deque[_Attempt] = deque()
         self._paused: list[_Attempt] = []
         self._starting: list[_Attempt] = []
-        self._by_node: dict[int, _Attempt] = {}
+        self._by_node: dict[AgentNode, _Attempt] = {}
         self._patient_until_s = 0.0
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
@@ -181,33 +176,25 @@ class AgentConnector(Handler):
         attempts = [_Attempt(host, known.get(host.name)) for host in hosts]
         raise_open_files_limit(len(hosts) * _FDS_PER_HOST + _OTHER_FDS)
         self._patient_until_s = time.monotonic() + patience_s
-        self._loop.progress.begin(
-            "to answer (login, start of Python there)", self._awaited
-        )
+        progress = self._loop.progress
+        progress.begin("to answer (login, start of Python there)", self._awaited)
         self._untried.extend(a for a in attempts if a.failure is None)
         while self._untried or self._paused or self._starting:
             self._start_some()
             self._loop.serve(self, self._has_work, self._due_s)
             self._give_up_late()
-        failed = [
-            HostFailure(attempt.host.name, attempt.failure)
-            for attempt in attempts
-            if attempt.failure is not None
-        ]
-        count = f"{len(hosts)} host" + ("" if len(hosts) == 1 else "s")
+        failed = [HostFailure(a.host.name, a.failure) for a in attempts if a.failure]
         if failed:
-            count = f"{len(hosts) - len(failed)} of {len(hosts)} hosts"
-        self._loop.progress.end(f"{count} answered")
-        if failed:
+            ready = [a.host.name for a in attempts if not a.failure]
+            progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
             message = f"{len(failed)} of {len(hosts)} hosts cannot take part."
-            ready = [a.host.name for a in attempts if a.failure is None]
             raise HostError(message, failed, ready)
+        progress.end(f"{len(hosts)} host{'s' if len(hosts) != 1 else ''} answered")
         return [attempt.node for attempt in attempts if attempt.node is not None]
 
     def _awaited(self) -> list[str]:
-        return [
-            each.host.name for each in (*self._starting, *self._paused, *self._untried)
-        ]
+        waiting = (*self._starting, *self._paused, *self._untried)
+        return [attempt.host.name for attempt in waiting]
 
     def _has_work(self) -> bool:
         if not (self._untried or self._paused or self._starting):
@@ -233,18 +220,18 @@ class AgentConnector(Handler):
             try:
                 node = attempt.node = self._starter.start(attempt.host)
             except OSError as error:
-                reason, cure = explain_shortage(error) or str(error), ""
+                attempt.failure = Failure(explain_shortage(error) or str(error), "")
                 if error.filename:
-                    reason = f"{error.filename} does not start: {error.strerror}"
-                    cure = "install it, or choose another --launcher"
-                attempt.failure = Failure(reason, cure)
+                    attempt.failure = Failure(
+                        f"{error.filename} does not start: {error.strerror}",
+                        "install it, or choose another --launcher",
+                    )
                 continue
             now_s = time.monotonic()
-            took = f"{node.name} was looked up"
-            self._loop.progress.took(took, now_s - begun_s)
+            self._loop.progress.took(f"{node.name} was looked up", now_s - begun_s)
             attempt.due_s = now_s + self._loop.timeouts.connect_s
             self._loop.nodes.append(node)
-            self._by_node[id(node)] = attempt
+            self._by_node[node] = attempt
             self._starting.append(attempt)
 
     def _give_up_late(self) -> None:
@@ -253,7 +240,7 @@ class AgentConnector(Handler):
             self._starting.remove(attempt)
             if attempt.node is not None:
                 # It stays on the loop: what it has started is looked for at the end.
-                attempt.node.link.transport.kill()
+                attempt.node.transport.kill()
                 attempt.node.close()
                 attempt.failure = self._explain_silence(attempt.node)
 
@@ -271,9 +258,9 @@ class AgentConnector(Handler):
     def take(self, node: AgentNode, message: FromAgent) -> None:
         if not isinstance(message, Hello):
             raise LaunchError(f"agent of {node.name} must send Hello first.")
-        attempt = self._by_node[id(node)]
+        attempt = self._by_node[node]
         self._starting = [a for a in self._starting if a is not attempt]
-        problem = node.link.find_problem(node.host)
+        problem = node.find_problem()
         if problem is None and message.protocol != PROTOCOL:
             problem = Failure(
                 f"its ronde speaks protocol {message.protocol}, this one {PROTOCOL}",
@@ -287,7 +274,7 @@ class AgentConnector(Handler):
         attempt.failure = problem
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        attempt = self._by_node.pop(id(node), None)
+        attempt = self._by_node.pop(node, None)
         if attempt is None:
             # It was there before: who connects the others sees that it is over.
             return
@@ -295,9 +282,9 @@ class AgentConnector(Handler):
             self._starting.remove(attempt)
         self._loop.nodes.remove(node)
         attempt.node = None
-        code = node.link.transport.wait(_EXIT_S)
+        code = node.transport.wait(_EXIT_S)
         code = loss.exit_code if code is None else code
-        failure = node.link.find_problem(node.host)
+        failure = node.find_problem()
         failure = failure or self._starter.explain(node, code, _complaints(node))
         is_awaited = time.monotonic() < self._patient_until_s
         if is_awaited or (failure.is_transient and attempt.tries < _NUM_TRIES):
@@ -311,6 +298,6 @@ class AgentConnector(Handler):
 
 
 def _complaints(node: AgentNode) -> str:
-    reader = node.link.hello_reader
+    reader = node.hello_reader
     noise = reader.noise.decode("utf-8", "backslashreplace") if reader else ""
-    return "\n".join(filter(None, (noise.strip(), node.link.last_words)))
+    return "\n".join(filter(None, (noise.strip(), node.last_words)))

@@ -126,7 +126,6 @@ class HostShare(NamedTuple):
 
 
 def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
-    """Have every host that is not kept out take the same number of ranks."""
     if num_each is None:
         return tuple(hosts)
     for host in hosts:
@@ -142,7 +141,6 @@ def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
 
 
 def kept_out(hosts: Sequence[Host]) -> str:
-    """Name the hosts that have 0 slots and where that is said; empty without any."""
     named = [_named(host) for host in hosts if not host.slots]
     more = f" and {len(named) - 8} more" if len(named) > 8 else ""
     return ", ".join(named[:8]) + more
@@ -155,7 +153,6 @@ def _named(host: Host) -> str:
 def hosts_to_ask(
     hosts: Sequence[Host], num_ranks: int | None, min_ranks: int | None = None
 ) -> tuple[Host, ...]:
-    """Return the hosts that may get ranks, in their order."""
     usable = [host for host in hosts if host.slots]
     if all(host.slots > 0 for host in usable):
         shares = allocate(hosts, num_ranks, lambda host: host.slots, min_ranks)
@@ -211,7 +208,6 @@ def _too_many(num_ranks: int, slots: int, shares: Sequence[HostShare]) -> str:
 
 
 def count_slots(environ: Mapping[str, str]) -> int:
-    """Return one slot a GPU of this machine, else one a core that may be used."""
     return len(read_gpus("", environ)) or count_cores()
 
 

@@ -35,15 +35,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", re.DOTALL)
 _KEYS = {
-    "slots": "slots",
-    "count": "slots",
-    "cpu": "slots",
-    "max_slots": "max_slots",
-    "max-slots": "max_slots",
-    "port": "port",
-    "addr": "addr",
-    "user": "user",
-    "gpus": "gpus",
+    **dict.fromkeys(("slots", "count", "cpu"), "slots"),
+    **dict.fromkeys(("max_slots", "max-slots"), "max_slots"),
+    **{key: key for key in ("port", "addr", "user", "gpus")},
 }
 _LABEL = "label."
 _COMMENT = re.compile(r"(?:^|[ \t])(?:#|//)")
@@ -53,7 +47,6 @@ _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 
 
 def parse_hosts(text: str, option: str = "-H") -> tuple[Host, ...]:
-    """Read ``a:2,b:4``: hosts, each with its slots or without."""
     hosts = parse_words(text, option, option)
     return count_repeated(hosts)
 
@@ -170,7 +163,6 @@ class _Value(NamedTuple):
 
 
 def parse_hostfile(text: str, option: str) -> tuple[Host, ...]:
-    """Read a host file; hosts stand in its order."""
     hosts: list[Host] = []
     # Not splitlines(): that counts lines that no editor shows.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
@@ -215,9 +207,9 @@ def _parse_line(line: str, named_at: str) -> list[Host]:
 
 
 def _given_twice(key: str, first: str, second: _Value) -> UsageError:
+    both = f"{first} and {second.shown}"
     return UsageError(
-        f"{second.place}: {key} must be given once, got {first} and {second.shown}. "
-        "Drop one."
+        f"{second.place}: {key} must be given once, got {both}. Drop one."
     )
 
 
@@ -266,19 +258,13 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
         )
     if slots == SLOTS_OPEN:
         slots = most if "max_slots" in values else len(gpus) or SLOTS_OPEN
-    return replace(
-        host,
-        slots=slots,
-        user=user,
-        port=_number(values, "port", 1, 65535, 0),
-        address=address,
-        gpus=gpus,
-        labels={
-            key.removeprefix(_LABEL): value.text
-            for key, value in values.items()
-            if key.startswith(_LABEL)
-        },
-    )
+    port = _number(values, "port", 1, 65535, 0)
+    labels = {
+        key.removeprefix(_LABEL): value.text
+        for key, value in values.items()
+        if key.startswith(_LABEL)
+    }
+    return Host(host.name, slots, user, port, address, gpus, labels, host.named_at)
 
 
 def _number(
@@ -297,7 +283,6 @@ _POLL_S = 0.02
 
 
 def allocated_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the allocation's hosts, in Slurm's order; none outside."""
     name = _list_name(environ)
     if not name:
         return ()
@@ -305,7 +290,6 @@ def allocated_names(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
-    """Return the hosts of the allocation, in Slurm's order; None outside of one."""
     # First of all: such a job lists its hosts under other names.
     num_groups = environ.get("SLURM_HET_SIZE", "1")
     if num_groups != "1" and "SLURM_JOB_ID" in environ:
@@ -324,7 +308,6 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
 
 
 def _list_name(environ: Mapping[str, str]) -> str:
-    """Return the name of the variable that lists the hosts; empty outside."""
     names = _LISTS if "SLURM_JOB_ID" in environ else ()
     return next((name for name in names if environ.get(name)), "")
 

@@ -1,8 +1,7 @@
 """Addresses and encrypted connections between the head and the nodes that join.
 
-What goes through are records: a kind, a length, a body. TLS alone would do for the
-bytes, but not for their end: the head closes the agent's input, and sends the job's
-exit code after that.
+What goes through are records: a kind, a length, a body. TLS alone would do but for the
+end: the head closes the agent's input, and sends the job's exit code after that.
 """
 
 import datetime as dt
@@ -55,7 +54,6 @@ def parse_endpoint(text: str, option: str) -> tuple[str, int]:
 
 
 def choose_address(host: str) -> str:
-    """Return the one numeric address to listen on, of what the user named."""
     if host:
         found = _resolve(host)
         # A name may stand for its loopback address besides the real one.
@@ -90,7 +88,6 @@ def _resolve(host: str) -> list[str]:
 
 
 def listen(address: str, port: int, backlog: int) -> socket.socket:
-    """Return a non-blocking socket that listens there and nowhere else."""
     try:
         sock = socket.create_server(
             (address, port), family=family_of(address), backlog=backlog
@@ -105,14 +102,13 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 class HeadTls(NamedTuple):
-    """What the head listens with."""
+    """What the head listens with, made for this job; the key reaches no disk."""
 
     context: ssl.SSLContext  # has the certificate and its private key
     certificate: bytes  # as it is sent, in DER
 
 
 def make_head_tls() -> HeadTls:
-    """Make a certificate for this job alone; its private key reaches no disk."""
     pem, certificate = _make_certificate()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -228,8 +224,7 @@ class TlsChannel:
                 pulled += len(data)
 
     def _unpack(self) -> bytes:
-        data: list[bytes] = []
-        start = 0
+        data, start = list[bytes](), 0
         while len(self._received) - start >= _HEAD.size:
             kind, length = _HEAD.unpack_from(self._received, start)
             begin = start + _HEAD.size
@@ -237,13 +232,12 @@ class TlsChannel:
                 break
             start = begin + length
             body = bytes(memoryview(self._received)[begin:start])
+            is_result = kind == _Kind.RESULT and length == 1
             if kind == _Kind.DATA:
                 data.append(body)
-            elif kind == _Kind.END:
+            elif kind == _Kind.END or is_result:
                 self.is_ended = True
-            elif kind == _Kind.RESULT and length == 1:
-                self.is_ended = True
-                self.result = body[0]
+                self.result = body[0] if is_result else self.result
             else:
                 raise LaunchError(f"record must be one of ours, got kind {kind}.")
         del self._received[:start]
@@ -258,7 +252,6 @@ class TlsChannel:
         return taken if self._send_record() else 0
 
     def _send_record(self) -> bool:
-        """Send the record in hand; False when it is not taken now."""
         try:
             # Not longer than one TLS record: taken whole or not at all.
             self._sock.send(self._record)
@@ -288,7 +281,6 @@ class TlsChannel:
         self._send(_HEAD.pack(_Kind.END, 0))
 
     def send_result(self, code: int) -> None:
-        """Send an exit code; nothing may be written after it."""
         self._send(_HEAD.pack(_Kind.RESULT, 1) + bytes((code & 0xFF,)))
 
     def _send(self, record: bytes) -> None:

@@ -50,7 +50,6 @@ class JoinRequest(NamedTuple):
 def join_head(
     request: JoinRequest, signal_fd: int, notice: Callable[[str], None]
 ) -> TlsChannel:
-    """Return the connection to the head, once both sides have proven themselves."""
     where = with_port(request.host, request.port)
     ends_at = time.monotonic() + request.timeout_s
     pause_s = _FIRST_PAUSE_S

@@ -29,7 +29,7 @@ from ronde.launch.joining.mutual_auth import (
     authenticate_node,
 )
 from ronde.launch.limits import Timeouts
-from ronde.launch.node import AgentConnection, AgentNode
+from ronde.launch.node import AgentNode
 from ronde.launch.signals import raise_if_stopped
 
 MAX_PENDING = 64  # connections at a time that have not authenticated themselves
@@ -66,7 +66,7 @@ def wait_for_nodes(
 ) -> list[tuple[Host, TlsChannel]]:
     """Return all nodes that have joined, by name; from then on nothing listens."""
     with listen(config.address, config.port, _BACKLOG) as listener:
-        server = JoinServer(config, listener, notice)
+        server = _JoinServer(config, listener, notice)
         try:
             server.run(signal_fd)
         except BaseException:
@@ -78,9 +78,7 @@ def wait_for_nodes(
         return server.nodes()
 
 
-class JoinServer:
-    """One wait for nodes, at a non-blocking listener."""
-
+class _JoinServer:
     def __init__(
         self,
         config: JoinConfig,
@@ -120,7 +118,9 @@ class JoinServer:
                 elif fd in self._pending:
                     self._go_on(self._pending[fd])
                 elif events & _GONE:
-                    self._lose(fd)
+                    host, channel = self._joined.pop(fd)
+                    channel.kill()
+                    self._notice(f"{host.name} left before the job began")
             due_s = time.monotonic() - self._patience_s
             for pending in list(self._pending.values()):
                 if pending.since_s <= due_s:
@@ -139,7 +139,6 @@ class JoinServer:
         self._notice(f"waits for {nodes}; start on each: {command} --token-file FILE")
 
     def close(self) -> None:
-        """Close what is not authenticated, and report how many that were."""
         for pending in self._pending.values():
             pending.sock.close()
         self._pending.clear()
@@ -217,11 +216,6 @@ class JoinServer:
         wanted = self._config.num_nodes
         self._notice(f"{name} has joined ({len(self._joined)} of {wanted})")
 
-    def _lose(self, fd: int) -> None:
-        host, channel = self._joined.pop(fd)
-        channel.kill()
-        self._notice(f"{host.name} left before the job began")
-
 
 def _natural(name: str) -> list[tuple[int, str]]:
     pieces = re.split(r"(\d+)", name, flags=re.ASCII)
@@ -238,12 +232,9 @@ class JoinedAgents(AgentStarter):
         timeouts: Timeouts,
     ) -> None:
         super().__init__(local, timeouts=timeouts)
-        self._joined: dict[str, TlsChannel | None] = {
-            host.name: channel for host, channel in nodes
-        }
+        self._joined: dict[str, TlsChannel | None] = {h.name: c for h, c in nodes}
 
     def start(self, host: Host) -> AgentNode:
-        """Return the host's node; a host that was lost has none any more."""
         if host.name not in self._joined:
             return super().start(host)
         channel, self._joined[host.name] = self._joined[host.name], None
@@ -251,8 +242,7 @@ class JoinedAgents(AgentStarter):
             raise OSError(
                 errno.ENOTCONN, "it had joined by itself, and nothing waits for it now"
             )
-        link = AgentConnection(channel)
-        return AgentNode(host, link, is_here=False, timeouts=self.timeouts)
+        return AgentNode(host, channel, is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
         if node.is_here:

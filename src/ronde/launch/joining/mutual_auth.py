@@ -1,32 +1,22 @@
 """How head and node prove to each other that they know the token.
 
-Note [Who proves what to whom]
-------------------------------
-Whoever passes for the head runs what he likes on every node, and whoever passes for a
-node is sent the job's program, arguments and environment. There is no authority that
-certificates could be checked by. So the TLS connection is made with a certificate that
-nobody vouches for, and then each side proves in it that it knows the token::
+Note [Who proves what to whom]: no authority vouches for the certificate of the TLS
+connection, so each side proves in it that it knows the token::
 
     head -> node   version, head's nonce
     node -> head   node's nonce, NodeInfo, proof as "node"
     head -> node   proof as "head"
 
-A proof is HMAC-SHA256, with the token as key, of the role, the version, both nonces,
-the SHA-256 of the certificate that this side has seen or shown, and the NodeInfo.
+A proof is HMAC-SHA256, with the token as key, of the role, the version, both fresh
+nonces, the SHA-256 of the certificate that this side has seen or shown, and the
+NodeInfo: so it can neither be replayed nor reflected, and a man in the middle, whose
+certificate is another, fits neither side. The node proves first: a stranger gets random
+bytes out of the head; who passes for the head gets one proof to try tokens on, so a
+token has at least 128 bits. Before the proof the head interprets nothing, and the node
+has sent nothing of its agent's. Not protected: the token opens the whole job.
 
-- *The node proves first.* A stranger gets a certificate and random bytes out of the
-  head; one who is taken for the head gets one proof, and can try tokens on it at home:
-  so a token has at least 128 bits, made by a machine.
-- *Before the head's proof* the node has sent its agent nothing, and closes.
-- *Man in the middle:* he shows the node a certificate that is not the head's, whose
-  key is made for each job and stays in memory: neither proof fits the other side.
-- *Replay, reflection:* two fresh nonces a connection; the role is signed.
-- *Before the proof* the head reads a limited length and interprets nothing.
-- *Not protected:* the token opens the whole job. A node that is taken over can, as long
-  as the head waits, join as further nodes or pass for the head to others.
-
-The handshake's steps wait for nothing: each yields the event of ``select.poll`` that it
-goes on with.
+The steps wait for nothing: each yields the event of ``select.poll`` that it goes on
+with.
 """
 
 import hashlib
@@ -49,8 +39,7 @@ from ronde.errors import LaunchError, UsageError
 from ronde.launch.hosts.host import SLOTS_CORES
 from ronde.launch.messages import PROTOCOL, decode_message
 
-MIN_CHARACTERS = 32
-"""A token with fewer could be guessed by who has seen one proof of it."""
+MIN_CHARACTERS = 32  # with fewer it could be guessed by who has seen one proof
 _MAX_BYTES = 4096
 _FOR_OTHERS = stat.S_IROTH | stat.S_IWOTH
 _MAKE_ONE = "Make one: (umask 077; openssl rand -hex 32 > token)"
@@ -75,7 +64,6 @@ class Token:
         self._key = key
 
     def sign(self, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of the parts, none of which can run into the next."""
         framed = (len(part).to_bytes(4, "big") + part for part in parts)
         return hmac.digest(self._key, b"".join(framed), "sha256")
 
@@ -153,7 +141,6 @@ class Transcript:
     node_info: bytes  # the node's, as it was sent
 
     def sign(self, token: Token, role: Role) -> bytes:
-        """Return what shows that who has this role knows the token."""
         return token.sign(
             _PURPOSE,
             role.value,
@@ -165,7 +152,6 @@ class Transcript:
         )
 
     def verify(self, token: Token, role: Role, proof: bytes) -> bool:
-        """Say whether this is that proof, in a time that does not tell how near."""
         return hmac.compare_digest(self.sign(token, role), proof)
 
 

@@ -103,7 +103,6 @@ _INDEX = "index.json"
 
 
 def describe_result(result: JobResult) -> dict[str, object]:
-    """Return a result in JSON's types; ``docs/output.md`` has the fields."""
     number = result.interrupted_by
     return {
         "exit_code": result.exit_code,
@@ -127,13 +126,9 @@ def _describe_end(end: RankEnd) -> dict[str, object]:
     }
 
 
-def _describe_lost(lost: LostHost) -> dict[str, object]:
-    return {**asdict(lost), "at_s": round(lost.at_s, 6)}
-
-
 def _describe_failure(failure: RankEnd | LostHost) -> dict[str, object]:
     if isinstance(failure, LostHost):
-        return {"kind": "host", **_describe_lost(failure)}
+        return {"kind": "host", **asdict(failure), "at_s": round(failure.at_s, 6)}
     return {
         "kind": "rank",
         **_describe_end(failure),
@@ -145,7 +140,6 @@ def _describe_failure(failure: RankEnd | LostHost) -> dict[str, object]:
 
 
 def replace_json(path: str, content: Mapping[str, object]) -> None:
-    """Write a file that only its owner can read; nobody ever sees half of it."""
     beside = f"{path}.{os.getpid()}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     fd = os.open(beside, flags, 0o600)
@@ -185,7 +179,6 @@ def write_report(
     result: JobResult | None = None,
     generation: Generation = NO_GENERATION,
 ) -> None:
-    """Write the file of ``--error-file``; ``message`` is the launcher's own error."""
     content = {
         "schema": SCHEMA,
         "job_id": generation.job_id or None,
@@ -236,7 +229,7 @@ class JobRecords(JobFile):
         self._try_append(
             [
                 *(("rank_end", _describe_end(end)) for end in result.ends),
-                *(("host_lost", _describe_lost(host)) for host in lost),
+                *(("host_lost", _describe_failure(host)) for host in lost),
                 ("generation_end", ran_s | describe_result(result)),
             ]
         )
@@ -274,7 +267,6 @@ def _describe_rank(host: str, plan: RankSpec) -> dict[str, object]:
 
 
 def attempt_dir(directory: str, generation: Generation) -> str:
-    """Return where the files of one start of all ranks are."""
     return f"{directory}/{generation.job_id}/attempt_{generation.epoch}"
 
 
@@ -295,7 +287,6 @@ class RankLogs(JobFile):
         self._complained: set[int] = set()
 
     def begin(self, generation: Generation) -> None:
-        """Make the files of a generation."""
         self._close()
         super().begin(generation)
         self._started_at_s = time.time()

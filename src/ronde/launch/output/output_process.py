@@ -1,8 +1,6 @@
-"""Output is shown and written by a process of its own.
+"""Output is shown and written by a process of its own, which alone may wait.
 
-A file system or a terminal may stall for minutes. The controller must answer its agents
-and its user meanwhile, so it writes to a pipe that leads to this process, which alone
-may wait.
+A file system or a terminal may stall for minutes; the controller must answer meanwhile.
 """
 
 import errno
@@ -18,7 +16,7 @@ from ronde.errors import LaunchError, UsageError
 from ronde.launch.failure import JobResult
 from ronde.launch.messages import (
     FrameDecoder,
-    FrameWriter,
+    MessageWriter,
     Notice,
     Output,
     PipeTransport,
@@ -115,14 +113,13 @@ class OutputProcess:
         with suppress(OSError):
             fcntl.fcntl(self._orders_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         pipes = PipeTransport(self.read_fd, self._orders_fd)
-        self._writer = FrameWriter(pipes.write, _MAX_UNWRITTEN_BYTES)
+        self._writer = MessageWriter(pipes.write, _MAX_UNWRITTEN_BYTES)
         self._decoder = FrameDecoder()
         self._num_unanswered = 0
         self._is_closing = False
         self.has_ended = False  # whether all was written that will be
 
     def begin(self, generation: Generation) -> None:
-        """Have everything prepared for new ranks; it is when ``is_settled``."""
         self._num_unanswered += 1
         self._send(Begin(generation))
 
@@ -159,7 +156,6 @@ class OutputProcess:
 
     @property
     def write_fd(self) -> int:
-        """Descriptor that ``flush`` writes to; -1 where nothing waits."""
         return self._orders_fd if self._writer.waiting_bytes else -1
 
     @property
@@ -167,7 +163,6 @@ class OutputProcess:
         return self._writer.waiting_bytes
 
     def read(self) -> int:
-        """Read the answers that have come."""
         data = os.read(self.read_fd, _READ_BYTES)
         if not data:
             self.has_ended = True
@@ -199,7 +194,6 @@ class OutputProcess:
             os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process, as soon as the kernel lets it; what is unwritten is lost."""
         if not self.has_ended:
             os.kill(self._pid, signal.SIGKILL)
             if wait_for([self.read_fd], [], _KILLED_S):
@@ -209,7 +203,7 @@ class OutputProcess:
         if self._orders_fd >= 0:
             # Why nobody takes it is found out by ``read``.
             with suppress(BrokenPipeError):
-                self._writer.send(encode(message))
+                self._writer.send(message)
         self.flush()
 
     def flush(self) -> None:

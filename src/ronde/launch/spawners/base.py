@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple, cast
 import ronde
 from ronde.errors import Failure, LaunchError
 from ronde.launch.hosts.host import Host
+from ronde.plain_values import PlainValueError, from_plain
 
 BOOTSTRAP = "import sys; del sys.path[0]; exec(sys.stdin.buffer.raw.readline(65536))"
 """For ``-E -S -c``: runs the first line of its standard input.
@@ -42,12 +43,10 @@ class Spawner(ABC):
         """Return why the command ended before the program's hello."""
 
     def leads_by_name(self, name: str) -> bool:  # noqa: ARG002 - others have their own
-        """Whether a host is reached by the address that its name has here, if any."""
         return False
 
 
 def shell_command(program: str, host: Host) -> str:
-    """Return what stands before a command that a user wants to run on a host."""
     if program == "srun":
         return shlex.join(["srun", "--overlap", "-N1", "-n1", "-w", host.name])
     return shlex.join(["ssh", *ssh_destination(host)])
@@ -59,7 +58,6 @@ def ssh_destination(host: Host) -> list[str]:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not blank, without control characters."""
     lines = ["".join(filter(str.isprintable, line)) for line in text.splitlines()]
     kept = [line.strip() for line in lines if line.strip()]
     return kept[-1][:_LONGEST_CHARS] if kept else ""
@@ -89,10 +87,9 @@ class RemotePython(NamedTuple):
     executable: str
     ronde: str  # version of ronde there; empty where it cannot be imported
     import_error: str
-    program: str = ""  # what led there: ``ssh`` or ``srun``
+    program: str  # what led there: ``ssh`` or ``srun``
 
     def problem(self, host: Host) -> Failure | None:
-        """Return why no agent of ours can work there, or None."""
         here = "{}.{}".format(*sys.version_info[:2])
         there = ".".join(self.python.split(".")[:2])
         if here != there:
@@ -111,9 +108,6 @@ class RemotePython(NamedTuple):
         if self.import_error.startswith("ModuleNotFoundError: No module named 'ronde'"):
             return Failure(f"ronde is missing for {self.executable}", cure)
         return Failure(f"its ronde cannot be imported: {self.import_error}", cure)
-
-
-_FIELDS = RemotePython._fields[:4]
 
 
 class HelloReader:
@@ -146,17 +140,14 @@ class HelloReader:
         except (ValueError, RecursionError) as error:
             raise LaunchError(f"greeting must be JSON: {error}.") from None
         values = cast("dict[str, object]", decoded if isinstance(decoded, dict) else {})
-        texts = [text for n in _FIELDS if isinstance(text := values.get(n), str)]
-        if len(texts) != len(_FIELDS) or len(values) != len(_FIELDS):
+        try:
+            found = from_plain(RemotePython, {**values, "program": self._program})
+        except PlainValueError:
             raise LaunchError(
-                f"greeting must have the texts {', '.join(_FIELDS)}, "
+                f"greeting must have the texts {', '.join(RemotePython._fields[:4])}, "
                 f"got {decoded!r:.80}."
-            )
+            ) from None
         # They are shown on a terminal.
-        python, executable, version, import_error = (
-            "".join(filter(str.isprintable, text)) for text in texts
-        )
-        self.found = RemotePython(
-            python, executable, version, import_error, self._program
-        )
+        texts = ("".join(filter(str.isprintable, text)) for text in found)
+        self.found = RemotePython._make(texts)
         return after

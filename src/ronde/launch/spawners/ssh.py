@@ -133,7 +133,6 @@ class SshSpawner(Spawner):
 
 
 def explain_connection(host: Host, complaints: str) -> Failure | None:
-    """Say what an ssh complains of; None where it does not."""
     for pattern, reason, cure in _COMPLAINTS:
         if re.search(pattern, complaints):
             known = f"[{host.name}]:{host.port}" if host.port not in {0, 22} else ""

@@ -4,7 +4,6 @@ By rsync where both sides have it, else as a tar archive. Nothing is deleted the
 """
 
 import os
-import select
 import shlex
 import shutil
 import signal
@@ -20,7 +19,7 @@ from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.hosts.host import Host
 from ronde.launch.process_tree import end_with
 from ronde.launch.program import absolute_path
-from ronde.launch.signals import raise_if_stopped
+from ronde.launch.signals import raise_if_stopped, wait_for
 from ronde.launch.spawners.base import Spawner, last_line
 from ronde.launch.spawners.ssh import SshSpawner
 
@@ -28,6 +27,7 @@ EXCLUDED = frozenset({".git", "__pycache__", ".venv"})
 """Files and folders of these names stay here, wherever they are."""
 MAX_COPYING = 16  # hosts that are copied to at a time
 _LAST_BYTES = 64 << 10
+_POLL_S = 0.02
 _SSH_FAILED = 255
 _RSYNC_VANISHED = 24
 _RSYNC_SETTLED = frozenset({0, _RSYNC_VANISHED, _SSH_FAILED})
@@ -44,29 +44,19 @@ class Synced(NamedTuple):
     took_s: float
 
 
-class _Copied(NamedTuple):
-    host: Host
-    exit_code: int
-    printed: str  # the last that the command wrote
-
-
-class _Copying(NamedTuple):
+class _Copy(NamedTuple):
     host: Host
     process: "subprocess.Popen[bytes]"
     output: IO[bytes]
 
-    def finish(self) -> _Copied:
-        exit_code = self.process.wait()
-        with self.output as output:
-            output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
-            text = output.read().decode("utf-8", "backslashreplace")
-        return _Copied(self.host, exit_code, text)
+    def printed(self) -> str:
+        self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - _LAST_BYTES))
+        return self.output.read().decode("utf-8", "backslashreplace")
 
 
 def sync_folder(
     folder: str, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> Synced:
-    """Copy a folder to the same path on other hosts, and wait until it is there."""
     began_s = time.monotonic()
     path = absolute_path(folder)
     if not path.is_dir():
@@ -102,13 +92,13 @@ def _files(path: Path) -> Iterator[Path]:
 def _copy_to_all(
     path: Path, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> list[HostFailure]:
-    copied: list[_Copied] = []
+    copied: list[_Copy] = []
     if isinstance(spawner, SshSpawner) and shutil.which("rsync"):
         commands = [(h, _rsync(path, h, spawner.client(h))) for h in hosts]
         copied = _run_all(commands, None, signal_fd)
     # With any other code rsync may not be there, or a login's noise was no answer to
     # it: a tar archive does without both. And of a full disk rsync may write nothing.
-    settled = [each for each in copied if each.exit_code in _RSYNC_SETTLED]
+    settled = [each for each in copied if each.process.returncode in _RSYNC_SETTLED]
     has_settled = {each.host.name for each in settled}
     rest = [host for host in hosts if host.name not in has_settled]
     if rest:
@@ -120,16 +110,17 @@ def _copy_to_all(
     return [
         HostFailure(each.host.name, _explain(each, spawner))
         for each in settled
-        if each.exit_code not in {0, _RSYNC_VANISHED}
+        if each.process.returncode not in {0, _RSYNC_VANISHED}
     ]
 
 
-def _explain(copied: _Copied, spawner: Spawner) -> Failure:
-    if copied.exit_code == _SSH_FAILED:
-        return spawner.explain(copied.host, copied.exit_code, copied.printed)
-    lines = copied.printed.splitlines()
+def _explain(copied: _Copy, spawner: Spawner) -> Failure:
+    code, printed = copied.process.returncode, copied.printed()
+    if code == _SSH_FAILED:
+        return spawner.explain(copied.host, code, printed)
+    lines = printed.splitlines()
     kept = "\n".join(line for line in lines if not line.startswith(_TAR_SUMMARIES))
-    last = last_line(kept) or f"exit code {copied.exit_code}"
+    last = last_line(kept) or f"exit code {code}"
     return Failure(f"not copied: {last}", "see the space and the rights there")
 
 
@@ -154,8 +145,8 @@ def _pack(path: Path, archive: IO[bytes], signal_fd: int) -> None:
     archive.flush()
 
 
-def _copy(host: Host, words: Sequence[str], archive: IO[bytes] | None) -> _Copying:
-    output = tempfile.TemporaryFile()  # noqa: SIM115 - finish() closes it
+def _copy(host: Host, words: Sequence[str], archive: IO[bytes] | None) -> _Copy:
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - it is read when the copy has ended
     # Opened anew, for each reads at a place of its own.
     source = f"/proc/self/fd/{archive.fileno()}" if archive else os.devnull
     with Path(source).open("rb") as given:
@@ -168,48 +159,25 @@ def _copy(host: Host, words: Sequence[str], archive: IO[bytes] | None) -> _Copyi
             # The controller has one thread: code after the fork is safe.
             preexec_fn=end_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509
         )
-    return _Copying(host, process, output)
+    return _Copy(host, process, output)
 
 
 def _run_all(
     commands: Sequence[tuple[Host, Sequence[str]]],
     archive: IO[bytes] | None,
     signal_fd: int,
-) -> list[_Copied]:
-    """Run all commands, some at a time; each reads the archive from its beginning."""
-    waiting = list(reversed(commands))
-    running: dict[int, _Copying] = {}
-    done: list[_Copied] = []
-    poll = select.poll()
-    poll.register(signal_fd, select.POLLIN)
+) -> list[_Copy]:
+    waiting, running, done = list(reversed(commands)), list[_Copy](), list[_Copy]()
     try:
         while waiting or running:
             while waiting and len(running) < MAX_COPYING:
-                copying = _copy(*waiting.pop(), archive)
-                process_fd = _open_pidfd(copying.process)
-                running[process_fd] = copying
-                poll.register(process_fd, select.POLLIN)
-            for fd, _ in poll.poll():
-                if fd == signal_fd:
-                    raise_if_stopped(signal_fd)
-                else:
-                    poll.unregister(fd)
-                    os.close(fd)
-                    done.append(running.pop(fd).finish())
+                running.append(_copy(*waiting.pop(), archive))
+            if wait_for([signal_fd], [], _POLL_S):
+                raise_if_stopped(signal_fd)
+            done += [each for each in running if each.process.poll() is not None]
+            running = [each for each in running if each.process.returncode is None]
     finally:
-        for fd, copying in running.items():
-            os.killpg(copying.process.pid, signal.SIGTERM)
-            copying.finish()
-            os.close(fd)
+        for each in running:
+            os.killpg(each.process.pid, signal.SIGTERM)
+            each.process.wait()
     return done
-
-
-def _open_pidfd(process: "subprocess.Popen[bytes]") -> int:
-    try:
-        return os.pidfd_open(process.pid)
-    except OSError as error:
-        process.kill()
-        raise UsageError(
-            "--sync must be used where pidfd_open works (Linux 5.3 and newer, no "
-            f"seccomp filter), got {error.strerror}. Copy the files yourself."
-        ) from None
