@@ -1,15 +1,8 @@
 """Hosts and checks made by hand."""
 
 from ronde.check.catalogue import all_checks
-from ronde.check.check import (
-    Check,
-    Family,
-    Fleet,
-    HostFacts,
-    Problem,
-    Severity,
-    differing,
-)
+from ronde.check.check import Check, Family, Fleet, HostFacts, Problem, Severity
+from ronde.check.majority import differing
 
 
 def make_check(name, family, severity, judge, *facts, fix="do the right thing"):

@@ -14,19 +14,17 @@ from hypothesis import given, settings, strategies as st
 from tests.check.copies_suite import check_copies
 from tests.check.programs import WORDS, panel_of
 
-from ronde.check import compute as operations
-from ronde.check.compute import (
+from ronde.check import burn as operations, cluster
+from ronde.check.burn import (
+    COPIES,
     MAX_SIZE,
     NUM_IN_ROUND,
-    PACE,
-    PACE_CPU,
     PRODUCTS,
-    find_slow,
     make_factor,
     multiply,
     sum_up,
 )
-from ronde.check.gpu.copies import COPIES
+from ronde.check.cluster import PACE, PACE_CPU, find_slow
 from ronde.check.hosts import NodeContext
 
 torch = pytest.importorskip("torch")
@@ -184,7 +182,7 @@ import sys
 if "ronde.check" in " ".join(sys.orig_argv):
     import torch
     from tests.check.cuda_fake import FakeTorch, on_host
-    from ronde.check.gpu import copies as copying
+    from ronde.check import burn as copying
     copying.HOST_BYTES, copying.DEVICE_BYTES = 1 << 16, 1 << 18
     torch.Tensor.to = on_host(torch.Tensor.to)
     sys.modules["torch"] = FakeTorch((0, 0x1B, 0), (0, 0x1C, 0))
@@ -259,7 +257,6 @@ def test_where_all_gpus_fail_it_is_unreadable_and_the_products_are_known():
     ("answer", "reason"),
     [
         ({"products": {"cpu": COMPUTED}}, "torch sees no GPU there"),
-        ({"products": {"cpu": COMPUTED, "cuda:0": COMPUTED}}, "the host's ronde does"),
         ({"products": {"all processors": FAILED}}, "out of memory"),
         ({"error": "OSError: torch cannot be imported"}, "torch cannot be imported"),
     ],
@@ -277,14 +274,14 @@ def test_a_host_without_gpus_is_not_asked_what_they_copy(num_gpus):
 
 
 def test_spinning_takes_the_time_that_it_is_given(site):
-    told = operations.spin(site, {"do": "spin", "seconds": 0.05})
+    told = cluster.spin(site, {"do": "spin", "seconds": 0.05})
     assert 0 < told["cpu_s"] <= told["wall_s"] <= 0.3
-    assert operations.spin(site, {"do": "spin", "seconds": 0.0})["wall_s"] > 0
+    assert cluster.spin(site, {"do": "spin", "seconds": 0.0})["wall_s"] > 0
 
 
 def test_spinning_ends_on_the_cpus_on_which_it_began(site):
     before = os.sched_getaffinity(0)
-    operations.spin(site, {"do": "spin", "seconds": 0.0})
+    cluster.spin(site, {"do": "spin", "seconds": 0.0})
     assert os.sched_getaffinity(0) == before
 
 
@@ -293,19 +290,19 @@ def test_one_slow_cpu_is_no_slow_processor(site, monkeypatch):
     slow, *quick = sorted(os.sched_getaffinity(0))
     if not quick:
         pytest.skip("only one CPU may be used")
-    compute = operations._compute_piece
+    compute = cluster._compute_piece
 
     def compute_piece():
         is_slow = slow in os.sched_getaffinity(0)
         return compute() + (9.0 if is_slow else 0.0)
 
-    monkeypatch.setattr(operations, "_compute_piece", compute_piece)
-    assert operations.spin(site, {"do": "spin", "seconds": 0.0})["cpu_s"] < 9.0
+    monkeypatch.setattr(cluster, "_compute_piece", compute_piece)
+    assert cluster.spin(site, {"do": "spin", "seconds": 0.0})["cpu_s"] < 9.0
 
 
 def test_hosts_that_share_this_machine_are_alike():
     with panel_of({"a": "", "b": "", "c": ""}) as panel:
-        operations.PACE_STEP.run(panel)
+        cluster.PACE_STEP.run(panel)
     facts = {host: facts.values for host, facts in panel.facts.items()}
     assert all(0 < values[PACE_CPU] <= values[PACE] for values in facts.values())
     # Wall time is as even as this machine is idle; CPU time is even always.
@@ -328,7 +325,7 @@ def test_a_host_that_goes_behind_another_program_is_the_slowest():
         panel.ask_all({"do": "spin", "seconds": 0.0}, 60.0)
         hog = subprocess.Popen([*on_cpu, sys.executable, "-c", "while True: pass"])
         try:
-            operations.PACE_STEP.run(panel)
+            cluster.PACE_STEP.run(panel)
         finally:
             hog.kill()
             hog.wait()
@@ -349,7 +346,7 @@ def test_a_host_that_is_gone_is_not_known():
         return subprocess.Popen([sys.executable, "-c", "input()"], **popen)
 
     with panel_of({"a": ""}, {"burn_s": 0.01}, start=start) as panel:
-        operations.PACE_STEP.run(panel)
+        cluster.PACE_STEP.run(panel)
         operations.BURN_STEP.run(panel)
     assert panel.facts["a"].values == {}
     assert panel.facts["a"].unreadable.keys() == {PACE, PRODUCTS}

@@ -7,13 +7,8 @@ import pytest
 from tests.check.copies_suite import RATES, check_copies
 from tests.check.cuda_fake import PINNING_REFUSED, FakeTorch
 
-from ronde.check.gpu import copies as copying
-from ronde.check.gpu.copies import (
-    address_of,
-    measure_copies,
-    measure_gpu,
-    staying_near,
-)
+from ronde.check import burn as copying
+from ronde.check.burn import address_of, measure_copies, measure_gpu, staying_near
 
 torch = pytest.importorskip("torch")
 

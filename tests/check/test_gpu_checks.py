@@ -4,9 +4,10 @@ import pytest
 from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 
-from ronde.check.check import FactReader, Family, Fleet, HostFacts, Severity
+from ronde.check.check import Family, Fleet, HostFacts, Severity
 from ronde.check.gpu.nvml import keep_answers
 from ronde.check.judging import judge
+from ronde.check.probing import FactReader
 
 NOT_SUPPORTED, LOST = 3, 15
 FAIL, WARN, INFORM = Severity.FAIL, Severity.WARN, Severity.INFORM

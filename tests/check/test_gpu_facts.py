@@ -14,13 +14,8 @@ from hypothesis import given, settings, strategies as st
 from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
-from ronde.check.check import FactReader, UnreadableError
 from ronde.check.gpu.health import read_xids
-from ronde.check.gpu.links import (
-    read_acs,
-    read_direct_rdma,
-    read_is_virtual,
-)
+from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual
 from ronde.check.gpu.nvml import (
     ALL_ANSWERS,
     DEADLINE_S,
@@ -29,6 +24,7 @@ from ronde.check.gpu.nvml import (
     keep_answers,
 )
 from ronde.check.gpu.presence import opened_files, read, read_cards, read_module
+from ronde.check.probing import FactReader, UnreadableError
 
 ROOT = Path(__file__).parents[2]
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999

@@ -3,11 +3,9 @@
 import pytest
 from hypothesis import given, strategies as st
 
+from ronde.check.burn import COPIES, PRODUCTS, name_devices
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Fleet, HostFacts, Severity
-from ronde.check.compute import PRODUCTS
-from ronde.check.gpu.copies import COPIES
-from ronde.check.gpu.judges import name_devices
 from ronde.check.judging import judge
 
 FAIL, WARN, INFORM = Severity

@@ -13,9 +13,9 @@ from tests.topology.saved_trees import Tree
 
 from ronde.check import limits
 from ronde.check.catalogue import PROBES
-from ronde.check.check import FactReader, Family, UnreadableError
+from ronde.check.check import Family
 from ronde.check.limits import UNLIMITED, parse_limit, parse_meminfo
-from ronde.check.probing import run_probes
+from ronde.check.probing import FactReader, UnreadableError, run_probes
 
 HOST = tuple(check for check in of_family(Family.HOST) if "scheduler" not in check.id)
 LIMITS = """\
@@ -205,7 +205,7 @@ def test_a_machine_that_does_not_tell_its_memory_is_not_without(tmp_path):
 
 WITHOUT_RIGHTS = """
 import ctypes, json, sys
-from ronde.check.check import FactReader
+from ronde.check.probing import FactReader
 from ronde.check import limits
 # Version 3 of the kernel's structure, this process, and three empty sets.
 asked, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

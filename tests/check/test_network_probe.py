@@ -3,9 +3,9 @@
 import threading
 import time
 
-from ronde.check.check import FactReader
 from ronde.check.network import interfaces, rdma
 from ronde.check.network.interfaces import look_up_own_name
+from ronde.check.probing import FactReader
 
 
 def write(root, files):

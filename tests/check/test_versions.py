@@ -12,15 +12,8 @@ from tests.check.fleets import of_family
 
 import ronde
 from ronde.check.catalogue import PROBES
-from ronde.check.check import (
-    Family,
-    Finding,
-    Fleet,
-    HostFacts,
-    Severity,
-    UnreadableError,
-)
-from ronde.check.probing import run_probes
+from ronde.check.check import Family, Finding, Fleet, HostFacts, Severity
+from ronde.check.probing import UnreadableError, run_probes
 from ronde.check.software import (
     ABSENT,
     digest_code,
@@ -80,7 +73,7 @@ def test_this_host_tells_all_its_facts() -> None:
 def test_torch_is_not_imported() -> None:
     program = """
 import sys
-from ronde.check.check import FactReader
+from ronde.check.probing import FactReader
 from ronde.check.software import read
 read(FactReader({}))
 sys.exit("torch" in sys.modules)
@@ -168,29 +161,6 @@ def test_a_variable_of_one_host_is_told_with_its_value() -> None:
     )
     assert finding.what == "NCCL_ALGO=Ring"
     assert finding.usual == "(not set) on 2 hosts"
-
-
-@pytest.mark.parametrize(
-    ("version", "num_bad"),
-    [
-        ("2.26.1", 0),
-        ("2.26.2", 1),
-        ("2.26.5", 1),
-        ("2.27.7", 1),
-        ("2.27.8", 0),
-        ("2.28.9", 0),
-        (ABSENT, 0),
-        ("", 0),
-    ],
-)
-def test_nccl_that_may_crash_is_known(version: str, num_bad: int) -> None:
-    findings = found(fleet({"nccl": version}))
-    assert [f.check for f in findings] == ["nccl-ras"] * num_bad
-
-
-def test_nccl_that_may_crash_is_fine_with_its_thread_off() -> None:
-    off = {"NCCL_RAS_ENABLE": "0"}
-    assert found(fleet({"nccl": "2.27.3", "environment": off})) == []
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from tests.check.nvml_fake import SavedNvml, asking, record
 from tests.check.nvml_suite import SUITE
 from tests.cli.conftest import Ronde
 
+from ronde.check.burn import address_of, burn, measure_gpu
 from ronde.check.catalogue import all_checks
 from ronde.check.check import FactReader, Family
-from ronde.check.compute import burn
-from ronde.check.gpu.copies import address_of, measure_gpu
 from ronde.check.gpu.nvml import (
     ALL_ANSWERS,
     NvmlDriver,

@@ -15,28 +15,26 @@ PROBES = {
     "host": ProbeEntry(("ronde.check.limits",), 5.0, "host."),
     "network": ProbeEntry(_NETWORK, 5.0, "network."),
     "storage": ProbeEntry(("ronde.check.storage",), 10.0, "storage."),
-    "scheduler": ProbeEntry(("ronde.check.scheduler",), 5.0, "scheduler."),
 }
 """By name; each runs in a process of its own."""
 
 _SUBJECTS = (
-    *("cluster", "compute", "software", "gpu.presence", "gpu.health"),
-    *("gpu.links", "gpu.copies", "limits", "scheduler"),
-    *("network.interfaces", "network.reach", "network.rdma"),
+    *("cluster", "software", "gpu.presence", "gpu.health", "gpu.links", "burn"),
+    *("limits", "network.interfaces", "network.reach", "network.rdma"),
     *("network.bandwidth", "network.pair_jobs", "storage"),
 )
 """Modules with checks."""
 
 _STEPS = (
     *("cluster.STEP", "network.reach.STEP", "storage.STEP"),
-    *("compute.PACE_STEP", "compute.BURN_STEP"),
+    *("cluster.PACE_STEP", "burn.BURN_STEP"),
     *("network.bandwidth.STEP", "network.rdma.STEP"),
 )
 """In their order, after the probes."""
 
 OPERATIONS = {
-    "cluster": ("clock",),
-    "compute": ("burn", "spin"),
+    "burn": ("burn",),
+    "cluster": ("clock", "spin"),
     "network.pair_jobs": ("bench", "hold_rendezvous"),
     "network.rdma": ("count_errors",),
     "network.visits": ("listen", "reach", "stream"),

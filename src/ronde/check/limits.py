@@ -9,18 +9,16 @@ from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
-    FactReader,
-    Family,
     Fleet,
     Problem,
     Problems,
-    UnreadableError,
     Values,
     check,
     each_host,
-    having_less,
     once_a_host,
 )
+from ronde.check.majority import having_less
+from ronde.check.probing import FactReader, UnreadableError
 from ronde.memory import available_memory
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import (
@@ -162,7 +160,7 @@ def _show_files(amount: float) -> str:
     return f"{'any number of' if math.isinf(amount) else int(amount)} files may be open"
 
 
-@check(Family.HOST, FAIL, _LOCKED, _ADAPTERS, _CAPABILITIES)
+@check(FAIL, _LOCKED, _ADAPTERS, _CAPABILITIES)
 def locked_memory(fleet: Fleet) -> Problems:
     """Enough memory may be locked for RDMA.
 
@@ -190,7 +188,7 @@ def _lacking_memory(fleet: Fleet) -> Problems:
             yield Problem(what, FAIL if is_used else WARN, host=facts.host)
 
 
-@check(Family.HOST, FAIL, _FILES)
+@check(FAIL, _FILES)
 def open_files(fleet: Fleet) -> Problems:
     """A rank may open enough files.
 
@@ -215,7 +213,7 @@ def open_files(fleet: Fleet) -> Problems:
     yield from once_a_host(few, having_less(limits, _show_files))
 
 
-@each_host(Family.HOST, FAIL, _USER_PIDS, _CAPABILITIES, _PIDS, _PIDS_LEFT)
+@each_host(FAIL, _USER_PIDS, _CAPABILITIES, _PIDS, _PIDS_LEFT)
 def process_limit(values: Values, _: Fleet) -> Problems:
     """Ranks may start enough processes and threads.
 
@@ -241,7 +239,7 @@ def _count_ranks(fleet: Fleet) -> str:
     return "1 rank" if fleet.num_ranks == 1 else f"{fleet.num_ranks} ranks"
 
 
-@each_host(Family.HOST, WARN, _QUOTA, _CPUS)
+@each_host(WARN, _QUOTA, _CPUS)
 def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     """Each rank has a CPU of its own.
 
@@ -264,7 +262,7 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
         yield Problem(f"{allowed}, and {seen} are seen", INFORM, fix=fix)
 
 
-@each_host(Family.HOST, FAIL, _SIZE, _FREE, _TOTAL, _LEFT)
+@each_host(FAIL, _SIZE, _FREE, _TOTAL, _LEFT)
 def shared_memory(values: Values, _: Fleet) -> Problems:
     """The folder /dev/shm has room.
 
@@ -288,7 +286,7 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
         yield Problem(what, FAIL if free <= _MIN_SHARED_BYTES else WARN)
 
 
-@each_host(Family.HOST, FAIL, _LEFT)
+@each_host(FAIL, _LEFT)
 def memory_left(values: Values, fleet: Fleet) -> Problems:
     """There is memory for the ranks.
 

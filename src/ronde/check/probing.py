@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ronde.check.check import FactReader, Value
+from ronde.check.check import Value
 
 # Fact: by the name of each probe that gave none, why.
 FAILED = "probe.failed"
@@ -29,17 +30,50 @@ _KILLED_S = 1.0
 _MAX_REASON_CHARS = 300
 
 
+class UnreadableError(Exception):
+    """A fact cannot be read; the message is the reason, without a subject."""
+
+
+class FactReader:
+    """Facts as a probe finds them, and why others cannot be read."""
+
+    def __init__(self, settings: dict[str, Value]) -> None:
+        self.settings = settings
+        # Where proc and sys are; empty for this machine.
+        self.root = str(settings.get("root", "/")).rstrip("/")
+        self.values: dict[str, Value] = {}
+        self.unreadable: dict[str, str] = {}
+
+    def keep(self, name: str, read: Callable[[], Value]) -> None:
+        with self.reading(name):
+            self.values[name] = read()
+
+    @contextmanager
+    def reading(self, *names: str) -> Generator[None]:
+        """Store these facts as unreadable if the block cannot read them."""
+        try:
+            yield
+        except UnreadableError as error:
+            reason = str(error)
+        except PermissionError as error:
+            reason = f"{error.filename or error}: permission denied; root would help"
+        except OSError as error:
+            reason = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
+        except (ValueError, KeyError, IndexError, AttributeError) as error:
+            reason = f"its form is unknown: {error!r}"
+        else:
+            return
+        self.unreadable |= dict.fromkeys(names, reason)
+
+
 class ProbeEntry(NamedTuple):
     """A probe."""
 
     # Each has ``read(reader: FactReader) -> None``; they run in turn.
     modules: tuple[str, ...]
-    # When it is killed.
-    deadline_s: float
-    # How the names of its facts begin, such as ``host.``.
-    facts: str
-    # For it alone, beside those of all.
-    settings: Mapping[str, Value] = MappingProxyType({})
+    deadline_s: float  # when it is killed
+    facts: str  # how the names of its facts begin, such as ``host.``
+    settings: Mapping[str, Value] = MappingProxyType({})  # for it alone
 
 
 class ProbeOutcome(NamedTuple):
@@ -47,8 +81,7 @@ class ProbeOutcome(NamedTuple):
 
     values: dict[str, Value]
     unreadable: dict[str, str]
-    # Why it gave none; empty where it ran to its end.
-    failure: str
+    failure: str  # why it gave none; empty where it ran to its end
     seconds: float
 
 

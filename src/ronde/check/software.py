@@ -18,20 +18,16 @@ from ronde.check.check import (
     ENVIRONMENT,
     FAIL,
     WARN,
-    FactReader,
-    Family,
     Fleet,
     Problem,
     Problems,
-    UnreadableError,
     Values,
     check,
-    differing,
     each_host,
-    find_odd,
     once_a_host,
-    same_everywhere,
 )
+from ronde.check.majority import differing, find_odd, same_everywhere
+from ronde.check.probing import FactReader, UnreadableError
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text
 
@@ -39,8 +35,6 @@ from ronde.topology.kernel_files import list_names, read_text
 ABSENT = "not installed"
 # From ronde's own requirements.
 _OLDEST_TORCH = (2, 11)
-# NCCL from the first to the last of these may crash in its RAS thread.
-_RAS_CRASHES = (2, 26, 2), (2, 27, 7)
 _TORCH, _BUILD = "versions.torch", "versions.torch_build"
 _NCCL, _OTHER_NCCL = "versions.nccl", "versions.nccl_elsewhere"
 _PYTHON_PATH, _PACKAGES = "versions.python_path", "versions.packages"
@@ -176,7 +170,7 @@ def _show_setting(value: str) -> str:
     return f"{value[:_MAX_VALUE_CHARS]}... (sha256 {mark})"
 
 
-@check(Family.VERSIONS, FAIL, _TORCH, _BUILD)
+@check(FAIL, _TORCH, _BUILD)
 def torch(fleet: Fleet) -> Problems:
     """All hosts have the same torch.
 
@@ -193,7 +187,7 @@ def torch(fleet: Fleet) -> Problems:
     )
 
 
-@each_host(Family.VERSIONS, FAIL, _TORCH, _PYTHON_PATH)
+@each_host(FAIL, _TORCH, _PYTHON_PATH)
 def torch_installed(values: Values, _: Fleet) -> Problems:
     """Torch is installed, and new enough.
 
@@ -215,7 +209,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-@same_everywhere(Family.VERSIONS, FAIL, _NCCL, "NCCL")
+@same_everywhere(FAIL, _NCCL, "NCCL")
 def nccl(version: str) -> str:
     """All hosts have the same NCCL.
 
@@ -229,23 +223,7 @@ def nccl(version: str) -> str:
     return version
 
 
-@each_host(Family.VERSIONS, WARN, _NCCL, _SETTINGS)
-def nccl_ras(values: Values, _: Fleet) -> Problems:
-    """NCCL is not a version that is known to crash.
-
-    reads: which nvidia-nccl wheel is installed, and NCCL_RAS_ENABLE
-    threshold: not 2.26.2 to 2.27.7, or NCCL_RAS_ENABLE=0
-    source: NVIDIA/nccl issues 1669, 1718, 1762 and 1996
-    fix: export NCCL_RAS_ENABLE=0, or install a newer NCCL
-    why: Its RAS thread crashes a rank now and then, mostly when it is queried.
-    """
-    first, last = _RAS_CRASHES
-    is_off = values[_SETTINGS].get("NCCL_RAS_ENABLE") == "0"
-    if first <= _numbers(values[_NCCL]) <= last and not is_off:
-        yield Problem(f"NCCL {values[_NCCL]} may crash in its RAS thread")
-
-
-@each_host(Family.VERSIONS, WARN, _NCCL, _OTHER_NCCL)
+@each_host(WARN, _NCCL, _OTHER_NCCL)
 def nccl_elsewhere(values: Values, _: Fleet) -> Problems:
     """No other NCCL is loaded before torch's own.
 
@@ -276,7 +254,7 @@ def _differing_names(fleet: Fleet, fact: str, join: str, absent: str) -> Problem
         yield Problem(", ".join(what) + more, usual="; ".join(usual), host=host)
 
 
-@check(Family.VERSIONS, WARN, _PACKAGES)
+@check(WARN, _PACKAGES)
 def packages(fleet: Fleet) -> Problems:
     """All hosts have the same Python packages.
 
@@ -290,7 +268,7 @@ def packages(fleet: Fleet) -> Problems:
     return _differing_names(fleet, _PACKAGES, " ", ABSENT)
 
 
-@check(Family.VERSIONS, WARN, _SETTINGS)
+@check(WARN, _SETTINGS)
 def environment(fleet: Fleet) -> Problems:
     """Ranks find the same settings on all hosts.
 
@@ -304,7 +282,7 @@ def environment(fleet: Fleet) -> Problems:
     return _differing_names(fleet, _SETTINGS, "=", "(not set)")
 
 
-@same_everywhere(Family.VERSIONS, WARN, _DRIVER, "GPU driver")
+@same_everywhere(WARN, _DRIVER, "GPU driver")
 def gpu_driver(version: str) -> str:
     """All hosts have the same GPU driver.
 

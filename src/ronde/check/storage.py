@@ -9,10 +9,7 @@ from typing import Any
 from ronde.check.check import (
     FAIL,
     INFORM,
-    MIN_MAJORITY,
     WARN,
-    FactReader,
-    Family,
     Fleet,
     Problem,
     Problems,
@@ -20,11 +17,12 @@ from ronde.check.check import (
     Values,
     check,
     each_host,
-    find_odd,
     name_some,
 )
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
+from ronde.check.majority import MIN_MAJORITY, find_odd
 from ronde.check.path_tasks import run_tasks
+from ronde.check.probing import FactReader
 from ronde.launch.environments import own_environment
 from ronde.launch.process_tree import read_processes
 from ronde.units import format_size
@@ -142,7 +140,7 @@ def _answering(values: Values) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield path, each
 
 
-@each_host(Family.STORAGE, FAIL, _PATHS)
+@each_host(FAIL, _PATHS)
 def folder_missing(values: Values, _: Fleet) -> Problems:
     """Folders that ranks need exist.
 
@@ -167,7 +165,7 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
             yield Problem(f"{path}: {wrong or 'read-only'}", WARN, fix=fix)
 
 
-@check(Family.STORAGE, FAIL, _FILES)
+@check(FAIL, _FILES)
 def dataset_files(fleet: Fleet) -> Problems:
     """Files are the same on all hosts.
 
@@ -191,7 +189,7 @@ def dataset_files(fleet: Fleet) -> Problems:
             yield Problem(f"{path} has {value}", usual=usual, host=host)
 
 
-@each_host(Family.STORAGE, FAIL, _HUNG)
+@each_host(FAIL, _HUNG)
 def hung_mount(values: Values, _: Fleet) -> Problems:
     """All file systems answer.
 
@@ -208,7 +206,7 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
             yield Problem(f"{path} does not answer")
 
 
-@each_host(Family.STORAGE, FAIL, _PATHS)
+@each_host(FAIL, _PATHS)
 def disk_space(values: Values, _: Fleet) -> Problems:
     """There is room on disk, for bytes and for files.
 
@@ -236,7 +234,7 @@ def disk_space(values: Values, _: Fleet) -> Problems:
             yield Problem(what, FAIL if free == 0 else WARN)
 
 
-@each_host(Family.STORAGE, FAIL, _LEFTOVERS)
+@each_host(FAIL, _LEFTOVERS)
 def leftovers(values: Values, _: Fleet) -> Problems:
     """Nothing of an earlier job is left.
 
@@ -343,7 +341,7 @@ def _share(sight: Sight, one: str, other: str) -> bool:
     return False not in seen and True in seen
 
 
-@check(Family.STORAGE, FAIL, SHARED)
+@check(FAIL, SHARED)
 def shared_folder(fleet: Fleet) -> Problems:
     """A shared folder is the same one on all hosts.
 

@@ -10,7 +10,6 @@ from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
-    Family,
     Fleet,
     Problem,
     Problems,
@@ -178,12 +177,10 @@ def gpu_power_limit(limit: Value) -> Problems:
         yield Problem(what, fix=f"sudo nvidia-smi -i N -pl {limit['default']:g}")
 
 
-@check(
-    Family.GPU,
-    FAIL,
-    "gpu.titles",
-    besides=("gpu.has_valid_inforom", "gpu.vbios", "gpu.gsp_firmware"),
-)
+_FIRMWARE = ("gpu.has_valid_inforom", "gpu.vbios", "gpu.gsp_firmware")
+
+
+@check(FAIL, "gpu.titles", besides=_FIRMWARE)
 def gpu_firmware(fleet: Fleet) -> Problems:
     """GPUs of one model have the same firmware, and no damaged InfoROM.
 
@@ -294,7 +291,7 @@ def _records(path: str) -> Iterator[str]:
         os.close(fd)
 
 
-@each_host(Family.GPU, FAIL, "gpu.xids")
+@each_host(FAIL, "gpu.xids")
 def gpu_xid(values: Values, _: Fleet) -> Problems:
     """The driver has logged no recent GPU error.
 

@@ -8,11 +8,9 @@ from pathlib import Path
 from ronde.check.check import (
     FAIL,
     WARN,
-    Family,
     Fleet,
     Problem,
     Problems,
-    UnreadableError,
     Value,
     Values,
     check,
@@ -21,6 +19,7 @@ from ronde.check.check import (
 )
 from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
 from ronde.check.gpu.nvml import COUNT
+from ronde.check.probing import UnreadableError
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.sysfs import read_functions
@@ -123,7 +122,7 @@ def _redirects(root: str, bridge: str) -> bool:
     return False
 
 
-@check(Family.GPU, FAIL, _PCIE, _VIRTUAL)
+@check(FAIL, _PCIE, _VIRTUAL)
 def gpu_pcie(fleet: Fleet) -> Problems:
     """The GPUs' PCI links have all their lanes.
 
@@ -154,7 +153,7 @@ def _narrow_links(fleet: Fleet) -> Problems:
         yield from fold_gpus(facts.host, found)
 
 
-@check(Family.GPU, FAIL, _NVLINKS, "gpu.titles")
+@check(FAIL, _NVLINKS, "gpu.titles")
 def gpu_nvlink(fleet: Fleet) -> Problems:
     """All NVLinks of a GPU are active.
 
@@ -227,7 +226,7 @@ def gpu_fabric(fabric: Value) -> Problems:
         yield Problem(what, severity)
 
 
-@each_host(Family.GPU, FAIL, _DIRECT, COUNT)
+@each_host(FAIL, _DIRECT, COUNT)
 def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
     """RDMA adapters can reach the GPUs' memory.
 
@@ -243,7 +242,7 @@ def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
         yield Problem(f"{adapters} RDMA adapters cannot reach the GPUs' memory")
 
 
-@each_host(Family.GPU, WARN, "gpu.acs", COUNT, _DIRECT)
+@each_host(WARN, "gpu.acs", COUNT, _DIRECT)
 def gpu_acs(values: Values, _: Fleet) -> Problems:
     """PCI bridges pass traffic between devices on directly.
 

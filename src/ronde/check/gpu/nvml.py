@@ -12,8 +12,14 @@ from contextlib import suppress
 from ctypes import byref
 from typing import Any, NamedTuple
 
-from ronde.check.check import FactReader, UnreadableError, Value
-from ronde.check.probing import ENDED, ProbeEntry, run_probes
+from ronde.check.check import Value
+from ronde.check.probing import (
+    ENDED,
+    FactReader,
+    ProbeEntry,
+    UnreadableError,
+    run_probes,
+)
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import read_text
 from ronde.topology.pci import plain_address

@@ -10,8 +10,6 @@ from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
-    FactReader,
-    Family,
     Fleet,
     HostFacts,
     Problem,
@@ -19,15 +17,14 @@ from ronde.check.check import (
     Value,
     Values,
     check,
-    differing,
     each_host,
-    same_everywhere,
-    spell,
 )
 from ronde.check.gpu.health import read_xids
 from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
 from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual
 from ronde.check.gpu.nvml import COUNT, LOST, ask_driver
+from ronde.check.majority import differing, same_everywhere, spell
+from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.pci import is_gpu, read_link
 from ronde.topology.probes.sysfs import read_functions
@@ -114,7 +111,7 @@ def _open(path: str, closing: ExitStack) -> str:
     return ""
 
 
-@each_host(Family.GPU, FAIL, _CARDS, _MODULE, _FILES, _NVML)
+@each_host(FAIL, _CARDS, _MODULE, _FILES, _NVML)
 def gpu_answers(values: Values, _: Fleet) -> Problems:
     """Every GPU has a driver that answers.
 
@@ -149,7 +146,7 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
         yield Problem(what, WARN)
 
 
-@each_host(Family.GPU, FAIL, _FILES)
+@each_host(FAIL, _FILES)
 def gpu_files(values: Values, _: Fleet) -> Problems:
     """The GPUs' device files can be opened.
 
@@ -173,7 +170,7 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
         yield Problem(f"cannot open {', '.join(bad)}", fix=gpu_lost.fix * is_broken)
 
 
-@check(Family.GPU, FAIL, LOST, _FILES, COUNT)
+@check(FAIL, LOST, _FILES, COUNT)
 def gpu_lost(fleet: Fleet) -> Problems:
     """Every GPU answers.
 
@@ -196,7 +193,7 @@ def gpu_lost(fleet: Fleet) -> Problems:
             yield Problem(what, host=host.host)
 
 
-@same_everywhere(Family.GPU, FAIL, COUNT, "number of GPUs")
+@same_everywhere(FAIL, COUNT, "number of GPUs")
 def gpu_count(count: Value) -> str:
     """All hosts have the same number of GPUs.
 
@@ -210,7 +207,7 @@ def gpu_count(count: Value) -> str:
     return spell(count)
 
 
-@check(Family.GPU, WARN, "gpu.titles")
+@check(WARN, "gpu.titles")
 def gpu_model(fleet: Fleet) -> Problems:
     """All hosts have the same models of GPUs, with the same memory.
 
@@ -235,7 +232,7 @@ def gpu_model(fleet: Fleet) -> Problems:
     yield from odd_gpus(fleet, memory, lambda m: f"{m['total'] / 2**30:.0f} GiB", WARN)
 
 
-@each_host(Family.GPU, FAIL, COUNT, _BUILD)
+@each_host(FAIL, COUNT, _BUILD)
 def gpu_torch(values: Values, _: Fleet) -> Problems:
     """Torch can use the GPUs.
 
@@ -252,7 +249,7 @@ def gpu_torch(values: Values, _: Fleet) -> Problems:
         yield Problem(f"torch was built without CUDA, and there are {count} GPUs")
 
 
-@each_host(Family.GPU, FAIL, "gpu.cuda_version", _BUILD)
+@each_host(FAIL, "gpu.cuda_version", _BUILD)
 def gpu_cuda(values: Values, _: Fleet) -> Problems:
     """The driver supports the CUDA that torch was built for.
 
@@ -273,7 +270,7 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
         )
 
 
-@check(Family.GPU, FAIL, COUNT, besides=(_ENVIRONMENT,))
+@check(FAIL, COUNT, besides=(_ENVIRONMENT,))
 def gpu_ranks(fleet: Fleet) -> Problems:
     """Each rank has a GPU to itself.
 
@@ -338,7 +335,7 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
         yield Problem(f"busy to {percent} %", WARN)
 
 
-@check(Family.GPU, FAIL, "gpu.mig")
+@check(FAIL, "gpu.mig")
 def gpu_mig(fleet: Fleet) -> Problems:
     """No GPU is split into instances (MIG).
 

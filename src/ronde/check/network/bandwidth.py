@@ -12,7 +12,6 @@ from typing import NamedTuple
 from ronde.check.check import (
     FAIL,
     WARN,
-    Family,
     Fleet,
     HostPair,
     Problem,
@@ -254,7 +253,7 @@ def _show(gb_per_s: float) -> str:
     return f"{gb_per_s:.3g} GB/s"
 
 
-@check(Family.NETWORK, FAIL, RATES)
+@check(FAIL, RATES)
 def slow_host_link(fleet: Fleet) -> Problems:
     """A host exchanges as much with the others as they do.
 
@@ -283,7 +282,7 @@ def slow_host_link(fleet: Fleet) -> Problems:
         )
 
 
-@check(Family.NETWORK, FAIL, RATES)
+@check(FAIL, RATES)
 def slow_pair(fleet: Fleet) -> Problems:
     """No two hosts exchange less than either does with the others.
 

@@ -15,8 +15,6 @@ from ronde.check.check import (
     ENVIRONMENT,
     FAIL,
     WARN,
-    FactReader,
-    Family,
     Fleet,
     Problem,
     Problems,
@@ -25,6 +23,7 @@ from ronde.check.check import (
     check,
     each_host,
 )
+from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.pci import read_link
 
@@ -189,7 +188,7 @@ def chooses(setting: str, name: str) -> bool:
     return is_listed != is_excluding
 
 
-@each_host(Family.NETWORK, WARN, _OWN_NAME, _INTERFACES, _VARIABLES, besides=(ADDRESS,))
+@each_host(WARN, _OWN_NAME, _INTERFACES, _VARIABLES, besides=(ADDRESS,))
 def host_name(values: Values, fleet: Fleet) -> Problems:
     """The host's own name leads to an address that others reach.
 
@@ -233,7 +232,7 @@ def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
     return ""
 
 
-@each_host(Family.NETWORK, FAIL, _INTERFACES, _VARIABLES)
+@each_host(FAIL, _INTERFACES, _VARIABLES)
 def chosen_interface(values: Values, fleet: Fleet) -> Problems:
     """The interface that variables choose is there.
 
@@ -300,7 +299,7 @@ def find_slower(
                 yield name, Problem(what, usual=others, host=host)
 
 
-@check(Family.NETWORK, WARN, _INTERFACES)
+@check(WARN, _INTERFACES)
 def link_speed(fleet: Fleet) -> Problems:
     """Links run as fast as on the other hosts.
 
@@ -321,7 +320,7 @@ def link_speed(fleet: Fleet) -> Problems:
         yield problem._replace(fix=fix)
 
 
-@each_host(Family.NETWORK, WARN, _INTERFACES, _UPTIME)
+@each_host(WARN, _INTERFACES, _UPTIME)
 def link_flaps(values: Values, _: Fleet) -> Problems:
     """Links stay up.
 

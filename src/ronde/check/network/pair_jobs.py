@@ -23,7 +23,6 @@ from ronde.check.check import (
     ENVIRONMENT,
     FAIL,
     WARN,
-    Family,
     Fleet,
     HostPair,
     Problem,
@@ -338,7 +337,7 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
     }
 
 
-@check(Family.NETWORK, FAIL, FAILURES, WAY)
+@check(FAIL, FAILURES, WAY)
 def pair_job(fleet: Fleet) -> Problems:
     """Any two hosts can run a collective together.
 
@@ -373,7 +372,7 @@ def pair_job(fleet: Fleet) -> Problems:
                 yield failed(name_pair(host, other), "between the two", reason)
 
 
-@each_host(Family.NETWORK, FAIL, REMARKS, besides=(_PORTS,))
+@each_host(FAIL, REMARKS, besides=(_PORTS,))
 def nccl_choice(values: Values, _: Fleet) -> Problems:
     """NCCL chose the fast way between hosts and between GPUs.
 

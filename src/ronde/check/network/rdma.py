@@ -10,8 +10,6 @@ from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
-    FactReader,
-    Family,
     Fleet,
     HostFacts,
     Problem,
@@ -24,7 +22,7 @@ from ronde.check.check import (
 )
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.network.interfaces import chooses, find_slower
-from ronde.check.probing import ProbeEntry, run_probes
+from ronde.check.probing import FactReader, ProbeEntry, run_probes
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import parse_rate
 
@@ -214,7 +212,7 @@ def _has_gpus(values: Values) -> bool:
     return values.get(_NUM_GPUS) != 0
 
 
-@check(Family.NETWORK, FAIL, _PORTS, _VARIABLES)
+@check(FAIL, _PORTS, _VARIABLES)
 def rdma_port(fleet: Fleet) -> Problems:
     """RDMA ports are up.
 
@@ -255,7 +253,7 @@ def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Sev
     return INFORM if has_another or port["layer"] != "InfiniBand" else WARN
 
 
-@check(Family.NETWORK, FAIL, _PORTS)
+@check(FAIL, _PORTS)
 def rdma_rate(fleet: Fleet) -> Problems:
     """RDMA ports run at the rate that they have elsewhere.
 
@@ -273,7 +271,7 @@ def rdma_rate(fleet: Fleet) -> Problems:
     return (problem for _, problem in find_slower(fleet, _PORTS, pick))
 
 
-@check(Family.NETWORK, FAIL, _PORTS, _VARIABLES, besides=(_NUM_GPUS,))
+@check(FAIL, _PORTS, _VARIABLES, besides=(_NUM_GPUS,))
 def roce_gid(fleet: Fleet) -> Problems:
     """Every RoCE port has an address that others can reach.
 
@@ -335,9 +333,7 @@ def _is_routable(gid: Port) -> bool:
     return gid["type"] == _ROCE_2 and not is_local
 
 
-@each_host(
-    Family.NETWORK, FAIL, _PORTS, _VARIABLES, _FILES, _LIBRARY, besides=(_NUM_GPUS,)
-)
+@each_host(FAIL, _PORTS, _VARIABLES, _FILES, _LIBRARY, besides=(_NUM_GPUS,))
 def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     """Ranks may use the RDMA adapters.
 
@@ -362,7 +358,7 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
         yield Problem(what, FAIL if _has_gpus(values) else WARN)
 
 
-@each_host(Family.NETWORK, WARN, RDMA_ERRORS, RDMA_GROWTH)
+@each_host(WARN, RDMA_ERRORS, RDMA_GROWTH)
 def rdma_errors(values: Values, _: Fleet) -> Problems:
     """RDMA ports count no errors.
 

@@ -13,7 +13,6 @@ from typing import Any
 from ronde.check.check import (
     FAIL,
     WARN,
-    Family,
     Fleet,
     HostPair,
     Problem,
@@ -21,10 +20,9 @@ from ronde.check.check import (
     Value,
     check,
     name_some,
-    same_everywhere,
-    spell,
 )
 from ronde.check.hosts import HostSet, ProbeStep, Reply
+from ronde.check.majority import same_everywhere, spell
 from ronde.check.network.interfaces import ADDRESS
 from ronde.units import format_size
 
@@ -223,7 +221,7 @@ def _name_ways(
     return " and ".join(p.format(name_some(names)) for p, names in ways if names)
 
 
-@check(Family.NETWORK, FAIL, ADDRESS)
+@check(FAIL, ADDRESS)
 def own_address(fleet: Fleet) -> Problems:
     """There is an address by which others can reach the host.
 
@@ -240,7 +238,7 @@ def own_address(fleet: Fleet) -> Problems:
             yield Problem(what, host=host)
 
 
-@check(Family.NETWORK, FAIL, REACH)
+@check(FAIL, REACH)
 def reachable(fleet: Fleet) -> Problems:
     """Hosts can connect to each other at ports that the kernel chooses.
 
@@ -274,7 +272,7 @@ def reachable(fleet: Fleet) -> Problems:
         yield Problem(what, fix=fix, host=host)
 
 
-@same_everywhere(Family.NETWORK, WARN, MTU, "MTU")
+@same_everywhere(WARN, MTU, "MTU")
 def mtu(size_bytes: int) -> str:
     """The interfaces between hosts have the same MTU.
 
@@ -288,7 +286,7 @@ def mtu(size_bytes: int) -> str:
     return spell(size_bytes)
 
 
-@check(Family.NETWORK, FAIL, REACH)
+@check(FAIL, REACH)
 def path_mtu(fleet: Fleet) -> Problems:
     """Packets as large as both ends allow arrive.
 
@@ -313,7 +311,7 @@ def path_mtu(fleet: Fleet) -> Problems:
         yield Problem(what, host=host)
 
 
-@check(Family.NETWORK, WARN, REACH)
+@check(WARN, REACH)
 def slow_link(fleet: Fleet) -> Problems:
     """Transfers to and from the host are as fast as between the others.
 

@@ -1,0 +1,109 @@
+"""What most hosts have, and which differ from it or have less; in a draw, all."""
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from ronde.check.check import (
+    WARN,
+    Check,
+    Fleet,
+    Problem,
+    Problems,
+    Severity,
+    Value,
+    make_check,
+)
+
+# With fewer hosts there is no majority.
+MIN_MAJORITY = 3
+
+
+def same_everywhere(
+    severity: Severity, fact: str, title: str
+) -> Callable[[Callable[[Value], str]], Check]:
+    """Make a check of a function that shows a value: all hosts should show the same."""
+
+    def make(show: Callable[[Value], str]) -> Check:
+        def judge(fleet: Fleet) -> Problems:
+            return differing(fleet, fact, title, show)
+
+        return make_check(show, judge, severity, (fact,))
+
+    return make
+
+
+def spell(value: Value) -> str:
+    """Return a value as people read it, equal ones alike."""
+    if isinstance(value, str):
+        return value or "(empty)"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return json.dumps(value, sort_keys=True)
+
+
+def find_odd(
+    shown: Mapping[str, str], of: str = "hosts"
+) -> Iterator[tuple[str, str, str]]:
+    """Yield hosts that differ, with value and what most have."""
+    counts = Counter(shown.values())
+    if len(counts) < 2:
+        return
+    (usual, most), (_, second) = counts.most_common(2)
+    is_draw = most == second or len(shown) < MIN_MAJORITY
+    for host, value in shown.items():
+        if is_draw:
+            others = [v for v in counts if v != value]
+            yield host, value, f"{', '.join(others)} elsewhere"
+        elif value != usual:
+            yield host, value, f"{usual} on {most} {of}"
+
+
+def differing(
+    fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
+) -> Problems:
+    """Yield the hosts in which a fact is not what most have; with only two, both."""
+    shown = {host: show(value) for host, value in fleet.known(fact).items()}
+    for host, value, usual in find_odd(shown):
+        yield Problem(f"{title} {value}", usual=usual, host=host)
+
+
+class Few(NamedTuple):
+    """Hosts that have too little of something."""
+
+    hosts: tuple[str, ...]
+    usual: float  # what most hosts have; in a draw, the most that any of them has
+    is_draw: bool
+
+
+def find_few(amounts: Mapping[str, float], share: float) -> Few:
+    """Find those with less than a share of the upper median; of two it is a draw."""
+    if not amounts:
+        return Few((), 0.0, is_draw=False)
+    usual = statistics.median_high(amounts.values())
+    few = tuple(host for host, amount in amounts.items() if amount < share * usual)
+    if few and 2 * len(few) >= len(amounts):
+        return Few(tuple(amounts), max(amounts.values()), is_draw=True)
+    return Few(few, usual, is_draw=False)
+
+
+def show_usual(
+    host: str, amounts: Mapping[str, float], few: Few, show: Callable[[float], str]
+) -> str:
+    """Return what other hosts have, for ``Finding.usual``."""
+    if not few.is_draw:
+        return f"{show(few.usual)} on most hosts"
+    others = {show(a): None for name, a in amounts.items() if name != host}
+    return f"{', '.join(others)} elsewhere"
+
+
+def having_less(
+    amounts: Mapping[str, float], show: Callable[[float], str], share: float = 1.0
+) -> Problems:
+    """Yield the hosts that have less of something than a share of what most have."""
+    few = find_few(amounts, share)
+    for host in few.hosts:
+        usual = show_usual(host, amounts, few, show)
+        yield Problem(show(amounts[host]), WARN, usual, host=host)
