@@ -17,8 +17,8 @@ from ronde.bench.results import RankCount, RankSource, Row, Run, Side, to_record
 from ronde.check.check import Family, Fleet, HostFacts, Severity
 from ronde.check.hosts import NodeContext
 from ronde.check.judging import judge
-from ronde.check.network import bandwidth as steps, pair_jobs as benching
-from ronde.check.network.pair_jobs import busbw_of, judge_logs
+from ronde.check.network import bandwidth as steps
+from ronde.check.network.bandwidth import busbw_of, judge_logs
 from ronde.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -82,7 +82,7 @@ def site():
 
 
 def held(site):
-    return benching.hold_rendezvous(site, {"address": LOOPBACK})
+    return steps.hold_rendezvous(site, {"address": LOOPBACK})
 
 
 def ranks_of(name):
@@ -102,7 +102,7 @@ def test_ranks_whose_partners_never_come_are_killed_at_their_limit(site):
     question = ask(**held(site), limit_s=0.5) | {"token": "f00d"}
     answers = []
     asking = threading.Thread(
-        target=lambda: answers.append(benching.bench(site, question))
+        target=lambda: answers.append(steps.bench(site, question))
     )
     asking.start()
     due_s = time.monotonic() + 60
@@ -123,9 +123,9 @@ time.sleep(600)
 
 
 def test_who_waits_for_a_rank_that_failed_is_not_waited_for(site, monkeypatch):
-    monkeypatch.setattr(benching, "_BOOT", WAITING)
-    monkeypatch.setattr(benching, "_GRACE_S", 0.1)
-    told = benching.bench(site, ask(**held(site), limit_s=300.0))
+    monkeypatch.setattr(steps, "_BOOT", WAITING)
+    monkeypatch.setattr(steps, "_GRACE_S", 0.1)
+    told = steps.bench(site, ask(**held(site), limit_s=300.0))
     assert told["failure"] == "ronde bench ended with code 1: it broke"
 
 
@@ -134,8 +134,8 @@ SAYING = "import os; open(os.environ['NCCL_DEBUG_FILE'], 'w').write('word\\n')"
 
 def test_what_ranks_say_to_a_file_of_their_own_comes_back_packed(site, monkeypatch):
     """In place of NCCL, which writes there where it finds a GPU."""
-    monkeypatch.setattr(benching, "_BOOT", SAYING)
-    told = benching.bench(site, ask(**held(site), has_log=True))
+    monkeypatch.setattr(steps, "_BOOT", SAYING)
+    told = steps.bench(site, ask(**held(site), has_log=True))
     assert told["failure"] == ""
     assert zlib.decompress(base64.b64decode(told["log"])) == b"word\nword\n"
 
@@ -143,7 +143,7 @@ def test_what_ranks_say_to_a_file_of_their_own_comes_back_packed(site, monkeypat
 def test_a_port_is_held_for_one_job_alone(site):
     place = held(site)
     assert place["port"] > 0
-    benching.bench(site, ask(**place, limit_s=0.0))
+    steps.bench(site, ask(**place, limit_s=0.0))
     assert site.memory == {}
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((LOOPBACK, place["port"]))

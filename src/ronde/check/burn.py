@@ -51,8 +51,7 @@ COPIES = "cluster.gpu_copies"
 CPU = "cpu"
 _CUDA, _NUM_GPUS = "cuda:", "gpu.count"
 _BURN_TIMEOUT_S = 130.0
-# For torch to be imported, drivers to start, and each GPU to copy.
-_BESIDES_S = 60.0
+_BESIDES_S = 60.0  # for torch to be imported, drivers to start, and each GPU to copy
 _MAX_CHARS = 200
 
 # See Note [Exact products].
@@ -64,8 +63,7 @@ _SHIFT = 11
 NUM_IN_ROUND = 8
 
 HOST_BYTES = 32 << 20
-# Of two buffers each; more than caches hold.
-DEVICE_BYTES = 256 << 20
+DEVICE_BYTES = 256 << 20  # of two buffers each; more than caches hold
 _MIN_ROUNDS = 3
 # Clocks and PCI link of an idle GPU are low, and take some time to rise.
 _WARM_UP_S, _ROUNDS_S = 0.1, 0.2

@@ -21,7 +21,7 @@ PROBES = {
 _SUBJECTS = (
     *("cluster", "software", "gpu.presence", "gpu.health", "gpu.links", "burn"),
     *("limits", "network.interfaces", "network.reach", "network.rdma"),
-    *("network.bandwidth", "network.pair_jobs", "storage"),
+    *("network.bandwidth", "storage"),
 )
 """Modules with checks."""
 
@@ -35,7 +35,7 @@ _STEPS = (
 OPERATIONS = {
     "burn": ("burn",),
     "cluster": ("clock", "spin"),
-    "network.pair_jobs": ("bench", "hold_rendezvous"),
+    "network.bandwidth": ("bench", "hold_rendezvous"),
     "network.rdma": ("count_errors",),
     "network.visits": ("listen", "reach", "stream"),
     "storage": ("clear_nonces", "find_nonces", "leave_nonce"),
@@ -63,10 +63,8 @@ def all_steps() -> tuple[ProbeStep, ...]:
 class CollectPlan(NamedTuple):
     """What is done; nothing else starts or writes on any host."""
 
-    # Names of those that run, side by side.
-    probes: tuple[str, ...]
-    # Those after that, in their order.
-    steps: tuple[ProbeStep, ...]
+    probes: tuple[str, ...]  # names of those that run, side by side
+    steps: tuple[ProbeStep, ...]  # those after that, in their order
 
 
 def plan_for(checks: Sequence[Check], settings: Mapping[str, Value]) -> CollectPlan:

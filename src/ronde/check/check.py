@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 # Setting: what ``ronde run`` would forward to every host, by the variable's name.
 ENVIRONMENT = "environment"
-# What JSON can hold.
-Value = Any
+Value = Any  # what JSON can hold
 Values = Mapping[str, Value]
 HostPair = tuple[str, str]
 

@@ -29,8 +29,7 @@ TAKING_PART = "taking-part"
 
 # Fact: a host's clock less this machine's, in seconds.
 OFFSET = "cluster.clock_offset_s"
-# Fact: how far off that may be, either way.
-ERROR = "cluster.clock_error_s"
+ERROR = "cluster.clock_error_s"  # fact: how far off that may be, either way
 _MUCH_OFFSET_S, _BAD_OFFSET_S = 0.1, 5.0
 # Of what most hosts have: firmware takes a little, here more than there.
 _LITTLE_MEMORY = 0.9

@@ -10,8 +10,7 @@ from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.records import Record, append_record, read_records
 
-# Of the records; one is one run of ``ronde check`` with all its hosts.
-KIND = "check"
+KIND = "check"  # of the records; one is one run of ``ronde check`` with all its hosts
 _MEASURED = {
     "host.pids_left": "",
     "gpu.busy_percent": "",
@@ -41,8 +40,7 @@ class Kept(NamedTuple):
 class Earlier(NamedTuple):
     """A run that was kept."""
 
-    # UTC, ISO 8601.
-    created_at: str
+    created_at: str  # UTC, ISO 8601
     kept: Kept
 
 
@@ -50,8 +48,7 @@ class Change(NamedTuple):
     """A fact of a host that is not what it was; the values are for people."""
 
     host: str
-    # The fact's name, and in it the place: ``network.interfaces[eth0].mtu``.
-    fact: str
+    fact: str  # the fact's name, and in it the place: ``network.interfaces[eth0].mtu``
     before: str
     after: str
 
@@ -59,14 +56,12 @@ class Change(NamedTuple):
 class Changes(NamedTuple):
     """What has changed from one run to another."""
 
-    # Of hosts that could be asked both times.
-    facts: tuple[Change, ...]
+    facts: tuple[Change, ...]  # of hosts that could be asked both times
     # Findings that were not there, of checks that were made both times.
     new: tuple[Finding, ...]
     gone: tuple[Finding, ...]
     new_hosts: tuple[str, ...]
-    # Hosts that were asked one time alone.
-    gone_hosts: tuple[str, ...]
+    gone_hosts: tuple[str, ...]  # hosts that were asked one time alone
 
 
 def save(path: Path, kept: Kept) -> None:

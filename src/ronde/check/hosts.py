@@ -23,18 +23,15 @@ _END_S = 5.0
 class NodeContext(NamedTuple):
     """What is kept on a host from question to question."""
 
-    # By names of the operations' own.
-    memory: dict[str, Any]
-    # Undone when the program ends: sockets, files.
-    closing: ExitStack
+    memory: dict[str, Any]  # by names of the operations' own
+    closing: ExitStack  # undone when the program ends: sockets, files
 
 
 class Reply(NamedTuple):
     """The answer of one host; times are by this machine's monotonic clock."""
 
     values: dict[str, Any]
-    # Why there is none, without a subject; empty where there is one.
-    failure: str
+    failure: str  # why there is none, without a subject; empty where there is one
     asked_s: float
     answered_s: float
 
@@ -100,9 +97,6 @@ class ProbeStep(NamedTuple):
 
     name: str
     run: Callable[[HostSet], None]
-    # What it may store.
-    facts: tuple[str, ...]
-    # Facts of others that it uses.
-    reads: tuple[str, ...] = ()
-    # What the user must have asked for; empty for nothing.
-    setting: str = ""
+    facts: tuple[str, ...]  # what it may store
+    reads: tuple[str, ...] = ()  # facts of others that it uses
+    setting: str = ""  # what the user must have asked for; empty for nothing

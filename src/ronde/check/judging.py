@@ -29,8 +29,7 @@ class Judgement(NamedTuple):
     # The worst first; what differs from most hosts before what breaks a threshold.
     findings: tuple[Finding, ...]
     unread: tuple[Unread, ...]
-    # How many checks were made, by host and family.
-    made: dict[tuple[str, Family], int]
+    made: dict[tuple[str, Family], int]  # how many checks were made, by host and family
 
 
 def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
@@ -73,15 +72,12 @@ class Readiness(NamedTuple):
     """Which hosts are ready; each is in one of these, in the user's order."""
 
     ready: tuple[str, ...]
-    # Ready as well, unless warnings count.
-    warned: tuple[str, ...]
+    warned: tuple[str, ...]  # ready as well, unless warnings count
     faulty: tuple[str, ...]
-    # Hosts that gave any answer.
-    num_asked: int
+    num_asked: int  # hosts that gave any answer
     # Not ready together, whatever each is by itself.
     faulty_pairs: tuple[HostPair, ...] = ()
-    # Ready together, unless warnings count.
-    warned_pairs: tuple[HostPair, ...] = ()
+    warned_pairs: tuple[HostPair, ...] = ()  # ready together, unless warnings count
 
     @property
     def num_hosts(self) -> int:

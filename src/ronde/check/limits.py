@@ -29,10 +29,8 @@ from ronde.topology.machine import (
 )
 from ronde.units import format_size
 
-# A limit that there is not.
-UNLIMITED = -1
-# More processes than any kernel has.
-NO_PID_LIMIT = 1 << 40
+UNLIMITED = -1  # a limit that there is not
+NO_PID_LIMIT = 1 << 40  # more processes than any kernel has
 _SHARED = "/dev/shm"  # noqa: S108 - it is looked at only
 _MIN_LOCKED_BYTES = 32 << 30
 _MIN_OPEN_FILES, _FEW_OPEN_FILES, _GOOD_OPEN_FILES = 256, 4096, 65536

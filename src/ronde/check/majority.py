@@ -17,8 +17,7 @@ from ronde.check.check import (
     make_check,
 )
 
-# With fewer hosts there is no majority.
-MIN_MAJORITY = 3
+MIN_MAJORITY = 3  # with fewer hosts there is no majority
 
 
 def same_everywhere(

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from ronde.check.check import Value
 
-# Fact: by the name of each probe that gave none, why.
-FAILED = "probe.failed"
+FAILED = "probe.failed"  # fact: by the name of each probe that gave none, why
 # How the failure begins of a probe that ended by itself; any other one hung.
 ENDED = "it ended with code"
 _BOOT = (

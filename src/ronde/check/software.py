@@ -31,8 +31,7 @@ from ronde.check.probing import FactReader, UnreadableError
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text
 
-# The version of what is not there.
-ABSENT = "not installed"
+ABSENT = "not installed"  # the version of what is not there
 # From ronde's own requirements.
 _OLDEST_TORCH = (2, 11)
 _TORCH, _BUILD = "versions.torch", "versions.torch_build"

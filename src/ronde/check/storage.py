@@ -36,8 +36,7 @@ _LEFTOVERS = "storage.leftovers"
 # Fact: by path, by each other host that left a file there, whether it is seen here.
 SHARED = "storage.shared"
 _HANG_S, _CLEAR_S, _SLACK_S = 5.0, 10.0, 5.0
-# How long a host looks for what another has written.
-PATIENCE_S = 3.0
+PATIENCE_S = 3.0  # how long a host looks for what another has written
 _MAX_NETWORK_MOUNTS = 16
 _NETWORK = re.compile(
     r"nfs4?|cifs|smb3|lustre|gpfs|beegfs|ceph|glusterfs|wekafs|panfs|orangefs|afs|9p"

@@ -46,8 +46,7 @@ _CPUINFO_BYTES = 8192
 _HYPERVISORS = re.compile(
     r"QEMU|KVM|VMware|Virtual Machine|Google Compute Engine|Amazon EC2|OpenStack|Xen"
 )
-# How the products of Amazon EC2 end that are whole machines.
-_BARE = ".metal"
+_BARE = ".metal"  # how the products of Amazon EC2 end that are whole machines
 _MELLANOX = "0x15b3"
 _FIRST_DMA_BUF = (5, 12)
 _EXTENDED, _SPACE_BYTES = 0x100, 4096

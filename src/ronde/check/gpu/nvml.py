@@ -28,8 +28,7 @@ from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 # What the questions about one GPU may take. Source: AMD's Primus.
 DEADLINE_S = 15.0
 COUNT = "gpu.count"
-# Fact: of each GPU why it is lost; empty for one that answers.
-LOST = "gpu.lost"
+LOST = "gpu.lost"  # fact: of each GPU why it is lost; empty for one that answers
 # Asked once a host; each answer is the fact ``gpu.`` and this name.
 HOST_QUESTIONS = ("count", "cuda_version")
 
@@ -54,8 +53,7 @@ _GONE = _REPORTED_LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
 The first sign that one has fallen off the bus is often nothing but ``UNKNOWN``.
 """
 
-# No number of NVML's: the process that asked has ended.
-_FAILED = 0
+_FAILED = 0  # no number of NVML's: the process that asked has ended
 _CORRECTED, _UNCORRECTED = 0, 1
 _SINCE_LOADED, _EVER = 0, 1
 _DRAM, _SRAM = 2, 7
@@ -276,10 +274,8 @@ class GpuReport(NamedTuple):
     """What NVML reports of one GPU, by question."""
 
     answers: Mapping[str, Value]
-    # NVML's number of the error, and why.
-    refused: Mapping[str, tuple[int, str]]
-    # Why nothing is known, of a GPU that does not answer at all.
-    hung: str = ""
+    refused: Mapping[str, tuple[int, str]]  # NVML's number of the error, and why
+    hung: str = ""  # why nothing is known, of a GPU that does not answer at all
 
 
 def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:

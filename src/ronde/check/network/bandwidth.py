@@ -1,74 +1,107 @@
 """Each host against each other: what goes through, and which host or link is slow.
 
 Hosts meet in pairs, as in a tournament; the pairs of a round are disjoint, so that all
-of them can be measured at the same time.
+of them can be measured at the same time: by plain streams, or by a job of all ranks of
+two hosts. Such ranks are started as ``ronde run`` starts them, with the same
+environment, but by the program that is on the host already. Nothing is written to a
+disk: their output goes into memory, through descriptors that they inherit.
 """
 
+import base64
+import io
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
+from ronde.bench.results import Run, from_record
 from ronde.check.check import (
+    ENVIRONMENT,
     FAIL,
     WARN,
     Fleet,
     HostPair,
     Problem,
     Problems,
-    Severity,
     Value,
+    Values,
     check,
+    each_host,
     name_pair,
     name_some,
 )
-from ronde.check.hosts import HostSet, ProbeStep
-from ronde.check.network.pair_jobs import (
-    FAILURES,
-    RATES,
-    REMARKS,
-    WAY,
-    Benches,
-    PairRates,
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
+from ronde.errors import UsageError
+from ronde.launch.environments import (
+    JobFacts,
+    NodeFacts,
+    base_environment,
+    default_environment,
+    own_environment,
+    rank_environment,
 )
+from ronde.launch.network import hold_port
+from ronde.records import Record
+from ronde.store.authentication import SharedKey
+from ronde.store.server import serve_network
+from ronde.topology.graph import Level
+from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
+from ronde.world import World
+
+# Fact: by the name of each other host, what comes from it, in GB/s (1e9).
+RATES = "network.bandwidth"
+# Fact: by the name of each other host with which it could not be measured, why.
+FAILURES = "network.bandwidth_failures"
+WAY = "network.bandwidth_way"  # fact: what was measured: ``tcp``, ``gloo`` or ``nccl``
+# Fact: by rule of ``ronde topo log``, what looks wrong in NCCL's log.
+REMARKS = "network.nccl_remarks"
+_GPUS = ("gpu.count", "versions.torch_build")
+_PORTS = "network.rdma_ports"
+_SOCKETS = "sockets-between-nodes"
+# Below these shares of the median a host or a link is slow, and crawls.
+_SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
+_STREAM_S, _LISTEN_S, _TIMEOUT_S, _SLACK_S = 0.3, 5.0, 10.0, 5.0
+_RANKS_S = 90.0  # for ranks to start, which import torch, to meet and to measure
+
+_HELD = "benching.rendezvous"
+_KEY_BYTES = 32
+_MAX_CLIENTS = 4096
+_POLL_S = 0.02
+# Once a rank has failed, the others have so long to report what they saw.
+_GRACE_S = 3.0
+_MAX_LOG_BYTES = 4 << 20
+_MAX_REASON_CHARS = 300
+_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
+_BOOT = """\
+import os, signal, sys
+package, parent = sys.argv.pop(1), int(sys.argv.pop(1))
+sys.path.append(package)
+from ronde.launch.process_tree import die_with_parent
+if not die_with_parent(parent, signal.SIGKILL):
+    os._exit(1)
+from ronde.cli import main
+sys.exit(main())
+"""
 
 # By receiver, then by sender: what came through, in gigabytes (1e9) per second.
 Rates = Mapping[str, Mapping[str, float]]
-# Below these shares of the median a host or a link is slow, and crawls.
-_SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
-_GPUS = ("gpu.count", "versions.torch_build")
-_NO_ROUTE = "no other host has a route to it"
-_STREAM_S, _LISTEN_S, _TIMEOUT_S = 0.3, 5.0, 10.0
 
 
-class SlowHost(NamedTuple):
-    """A host that is slow with most others; medians over its partners, in GB/s."""
+class PairRates(NamedTuple):
+    """What was measured of a pair of hosts."""
 
-    host: str
-    # Of the lower of both directions.
-    rate: float
-    sent: float
-    received: float
-    # What pairs without a slow host have.
-    usual: float
-    # With whom it is slow, the slowest first.
-    partners: tuple[str, ...]
-
-
-class SlowLink(NamedTuple):
-    """Two hosts that are slow with each other alone; the lower direction, in GB/s."""
-
-    host: str
-    other: str
-    rate: float
-    usual: float
-
-
-class SlowHosts(NamedTuple):
-    """The result of a tournament: slow hosts, and slow links between others."""
-
-    hosts: tuple[SlowHost, ...]
-    links: tuple[SlowLink, ...]
+    # In GB/s, what the first and what the second of the pair receives.
+    rates: tuple[float, float] = (0.0, 0.0)
+    failure: str = ""  # why there is none; empty where there is one
+    remarks: Mapping[str, Value] = {}  # what looks wrong in NCCL's log, by rule
 
 
 class Streams:
@@ -83,7 +116,7 @@ class Streams:
     def __init__(self) -> None:
         self._places: dict[str, dict[str, Value]] = {}
 
-    def open(self, hosts: HostSet) -> Mapping[str, str]:
+    def open(self, hosts: HostSet) -> dict[str, str]:
         """Have the hosts listen; return those that cannot take part, and why."""
         replies = hosts.ask_all({"do": "listen"}, _LISTEN_S)
         for name, reply in replies.items():
@@ -112,6 +145,244 @@ class Streams:
         return found
 
 
+class Benches:
+    """``ronde bench all_reduce`` by ``gloo`` or ``nccl``, all ranks of two hosts."""
+
+    # A round takes as long as torch's import and the engine's start: seconds.
+    max_rounds = 8
+
+    def __init__(self, engine: str, num_ranks: int) -> None:
+        self._is_nccl = engine == "nccl"
+        self._num_ranks = num_ranks
+        size, num, num_warm = ("256M", "20", "5") if self._is_nccl else ("8M", "3", "1")
+        self._words = [
+            *("all_reduce", "-b", size, "-e", size, "-n", num, "-w", num_warm),
+            *("--engine", engine, "--device", "cuda" if self._is_nccl else "cpu"),
+            *("--no-limit", "-T", f"{_RANKS_S / 2:g}"),
+        ]
+
+    def open(self, _: HostSet) -> dict[str, str]:
+        """Do nothing: each pair meets at a port of its own."""
+        return {}
+
+    def measure(
+        self, hosts: HostSet, pairs: Sequence[HostPair]
+    ) -> dict[HostPair, PairRates]:
+        """Start a job for each pair, and read what it measured."""
+        holds: dict[str, dict[str, Value]] = {
+            first: {"do": "hold_rendezvous", "address": hosts.addresses[first]}
+            for first, _ in pairs
+        }
+        held = hosts.ask(holds, _LISTEN_S)
+        questions: dict[str, dict[str, Value]] = {}
+        for pair in pairs:
+            if held[pair[0]].failure:
+                continue
+            common: dict[str, Value] = {
+                "do": "bench",
+                "words": self._words,
+                "num_ranks": self._num_ranks,
+                "address": hosts.addresses[pair[0]],
+                **held[pair[0]].values,
+                "token": secrets.token_hex(16),
+                "environment": hosts.settings.get(ENVIRONMENT, {}),
+                "limit_s": _RANKS_S,
+                "has_log": self._is_nccl,
+            }
+            questions |= {h: {**common, "half": half} for half, h in enumerate(pair)}
+        replies = hosts.ask(questions, _RANKS_S + _SLACK_S)
+        return {
+            pair: self._read(pair, [replies.get(h, held[pair[0]]) for h in pair])
+            for pair in pairs
+        }
+
+    def _read(self, pair: HostPair, replies: Sequence[Reply]) -> PairRates:
+        failure = next((reply.failure for reply in replies if reply.failure), "")
+        if failure:
+            return PairRates(failure=failure)
+        answers = [reply.values for reply in replies]
+        packed = [base64.b64decode(answer["log"]) for answer in answers]
+        logs = [zlib.decompress(each) if each else b"" for each in packed]
+        remarks = judge_logs(logs) if self._is_nccl else {}
+        try:
+            rate = busbw_of(answers[0]["record"])
+        except UsageError as error:
+            # What ranks have complained of is more than that there is no result.
+            complaints = [
+                f"{host}: {answer['failure']}"
+                for host, answer in zip(pair, answers, strict=True)
+                if answer["failure"]
+            ]
+            failure = "; ".join(complaints) or str(error)
+            return PairRates(failure=failure, remarks=remarks)
+        return PairRates((rate, rate), remarks=remarks)
+
+
+def busbw_of(record: str) -> float:
+    """Return the bus bandwidth in GB/s of a record's row, or raise ``UsageError``."""
+    run: Run = from_record(Record.from_json(record))
+    if run.num_out_of_bounds:
+        raise UsageError(f"{run.num_out_of_bounds} elements of the sums are wrong")
+    rates = [
+        side.busbw_gb_per_s
+        for row in run.rows
+        for side in (row.out_of_place, row.in_place)
+        if side is not None and side.busbw_gb_per_s is not None
+    ]
+    if not rates or not run.is_complete:
+        raise UsageError("ronde bench measured nothing")
+    return max(rates)
+
+
+def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
+    """Return by rule what looks wrong in NCCL's logs of the hosts of a pair."""
+    log = read_nccl_log(io.BytesIO(text) for text in logs)
+    return {
+        finding.rule: {
+            "is_error": finding.severity is Level.ERROR,
+            "what": finding.what,
+            "remedy": finding.remedy,
+        }
+        for finding in judge_nccl_log(log)
+        if finding.severity is not Level.NOTE
+    }
+
+
+def hold_rendezvous(
+    context: NodeContext, question: dict[str, Value]
+) -> dict[str, Value]:
+    """Answer for a store at ``address`` for one job; return ``port`` and ``key``."""
+    held, key = hold_port(question["address"]), secrets.token_bytes(_KEY_BYTES)
+    port = held.getsockname()[1]
+    held.listen()
+    server = serve_network(held, SharedKey(key), _MAX_CLIENTS)
+    context.memory[_HELD] = server.close
+    context.closing.callback(server.close)
+    return {"port": port, "key": key.hex()}
+
+
+def bench(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Run this host's half of the ranks of a job of two hosts, to their end.
+
+    The question has ``words``: what stands after ``ronde bench``; ``half``: 0 on the
+    host of rank 0, else 1; ``num_ranks``: on each host; ``address``, ``port`` and
+    ``key``: of their store; ``token``: the job's name; ``environment``: what the user's
+    jobs take along; ``limit_s``; ``has_log``: whether NCCL is to log what it does.
+
+    The answer has ``record``: what rank 0 has written with ``--json``; ``log``: NCCL's,
+    packed; ``failure``: why it did not go well, or empty.
+    """
+    half = int(question["half"])
+    held = context.memory.pop(_HELD, None) if half == 0 else None
+    with ExitStack() as closing:
+        if held is not None:
+            closing.callback(held)
+        ranks = [
+            _start(question, place, closing)
+            for place in range(int(question["num_ranks"]))
+        ]
+        failure = _follow(ranks, float(question["limit_s"]))
+        logs = b"".join(_read(rank.log_fd) for rank in ranks)
+        record = _read(ranks[0].record_fd).decode(errors="replace")
+    return {
+        "record": record if half == 0 else "",
+        "log": base64.b64encode(zlib.compress(logs)).decode() if logs else "",
+        "failure": failure,
+    }
+
+
+class _Rank(NamedTuple):
+    process: "subprocess.Popen[bytes]"
+    output_fd: int
+    record_fd: int
+    log_fd: int
+
+
+def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -> _Rank:
+    """Start one rank; when ``closing`` ends it has ended and nothing is left of it."""
+    fds = [os.memfd_create("ronde") for _ in range(4)]
+    output_fd, record_fd, log_fd, key_fd = fds
+    os.write(key_fd, bytes.fromhex(question["key"]))
+    for fd in fds:
+        closing.callback(os.close, fd)
+    env = _environment(question, local_rank)
+    if question["has_log"]:
+        env["NCCL_DEBUG"] = "INFO"
+        env["NCCL_DEBUG_SUBSYS"] = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
+        env["NCCL_DEBUG_FILE"] = f"/dev/fd/{log_fd}"
+    env["RONDE_STORE"] = f"{question['address']}:{question['port']} /dev/fd/{key_fd}"
+    boot = [sys.executable, "-c", _BOOT, _PACKAGE_DIR, str(os.getpid())]
+    process = subprocess.Popen(
+        [*boot, "bench", *question["words"], "--json", f"/dev/fd/{record_fd}"],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output_fd,
+        stderr=output_fd,
+        start_new_session=True,
+        pass_fds=(record_fd, log_fd, key_fd),
+    )
+    closing.callback(_end, process)
+    return _Rank(process, output_fd, record_fd, log_fd)
+
+
+def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, str]:
+    half, num_ranks = int(question["half"]), int(question["num_ranks"])
+    world = World(
+        rank=half * num_ranks + local_rank,
+        size=2 * num_ranks,
+        local_rank=local_rank,
+        local_size=num_ranks,
+        cross_rank=half,
+        cross_size=2,
+    )
+    job = JobFacts(f"check-{question['token']}", 0, question["token"])
+    node = NodeFacts(os.uname().nodename, half, 2)
+    return (
+        base_environment(own_environment())
+        | default_environment(1)
+        | question["environment"]
+        | rank_environment(world, job, node)
+        | {"MASTER_ADDR": question["address"], "MASTER_PORT": str(question["port"])}
+    )
+
+
+def _follow(ranks: Sequence[_Rank], limit_s: float) -> str:
+    """Return why ranks did not end well; after a failure they have little time."""
+    due_s = time.monotonic() + limit_s
+    failure = ""
+    while True:
+        is_over = all(rank.process.poll() is not None for rank in ranks)
+        if not failure and (failure := _first_failure(ranks)):
+            due_s = min(due_s, time.monotonic() + _GRACE_S)
+        if is_over:
+            return failure
+        if time.monotonic() >= due_s:
+            return failure or f"the ranks did not end within {limit_s:g} s"
+        time.sleep(_POLL_S)
+
+
+def _first_failure(ranks: Sequence[_Rank]) -> str:
+    for rank in ranks:
+        code = rank.process.poll()
+        if code:
+            lines = _read(rank.output_fd).decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else "it wrote nothing"
+            how = f"code {code}" if code > 0 else signal.Signals(-code).name
+            return f"ronde bench ended with {how}: {last}"[:_MAX_REASON_CHARS]
+    return ""
+
+
+def _read(fd: int) -> bytes:
+    return os.pread(fd, _MAX_LOG_BYTES, 0)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill what is left of a rank and of what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
     """Yield rounds of disjoint pairs, until all have met: the circle method."""
     places: list[str | None] = [*hosts]
@@ -124,7 +395,27 @@ def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
         places.insert(1, places.pop())
 
 
-def judge_pairs(rates: Rates) -> SlowHosts:
+class SlowHost(NamedTuple):
+    """A host that is slow with most others; medians over its partners, in GB/s."""
+
+    host: str
+    rate: float  # of the lower of both directions
+    sent: float
+    received: float
+    usual: float  # what pairs without a slow host have
+    partners: tuple[str, ...]  # with whom it is slow, the slowest first
+
+
+class SlowLink(NamedTuple):
+    """Two hosts that are slow with each other alone; the lower direction, in GB/s."""
+
+    host: str
+    other: str
+    rate: float
+    usual: float
+
+
+def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...]]:
     """Return who is slow; pairs of which one direction is missing do not count.
 
     A pair is as fast as the slower of its directions. A host is slow where the median
@@ -142,7 +433,7 @@ def judge_pairs(rates: Rates) -> SlowHosts:
         met.setdefault(a, {})[b] = rate
         met.setdefault(b, {})[a] = rate
     if not met:
-        return SlowHosts((), ())
+        return (), ()
     medians = {host: median(partners.values()) for host, partners in met.items()}
     middle = median(medians.values())
     slow = [host for host in met if medians[host] < _SLOW_SHARE * middle]
@@ -158,7 +449,7 @@ def judge_pairs(rates: Rates) -> SlowHosts:
         partners = tuple(other for other in by_rate if met[host][other] < limit)
         described.append(SlowHost(host, medians[host], sent, received, usual, partners))
     links = (SlowLink(*p, rate, usual) for p, rate in others.items() if rate < limit)
-    return SlowHosts(tuple(described), tuple(links))
+    return tuple(described), tuple(links)
 
 
 def run(hosts: HostSet) -> None:
@@ -171,35 +462,30 @@ def run(hosts: HostSet) -> None:
         return
     engine = _choose_engine(hosts)
     way = Streams() if engine == "tcp" else Benches(engine, _num_ranks(hosts, engine))
-    for name in hosts.names:
-        hosts.note(name, RATES, {})
-        hosts.note(name, FAILURES, {})
-        hosts.note(name, WAY, engine)
-        if engine == "nccl":
-            hosts.note(name, REMARKS, {})
-    failures = {n: "" if a else _NO_ROUTE for n, a in hosts.addresses.items()}
-    failures |= {n: failures[n] or failure for n, failure in way.open(hosts).items()}
-    for name, failure in failures.items():
-        if failure:
-            hosts.note_unread(name, RATES, failure)
-    schedule = list(rounds([name for name, failure in failures.items() if not failure]))
+    for facts in hosts.facts.values():
+        facts.values.update({RATES: {}, FAILURES: {}, WAY: engine})
+        facts.values.update({REMARKS: {}} if engine == "nccl" else {})
+    left_out = way.open(hosts)
+    for name, address in hosts.addresses.items():
+        if not address:
+            left_out[name] = "no other host has a route to it"
+    for name, failure in left_out.items():
+        hosts.note_unread(name, RATES, failure)
+    schedule = list(rounds([name for name in hosts.names if name not in left_out]))
     # What is left out is spread over the schedule.
     played = schedule[:: max(1, -(-len(schedule) // way.max_rounds))]
     for pairs in played:
         _play(hosts, way, pairs)
-    rates = {name: facts.values[RATES] for name, facts in hosts.facts.items()}
-    slow, links = judge_pairs(rates)
-    suspected = [
-        *({each.host, partner} for each in slow for partner in each.partners),
-        *({each.host, each.other} for each in links),
-    ]
+    slow, links = judge_pairs({n: f.values[RATES] for n, f in hosts.facts.items()})
+    suspected = [{each.host, partner} for each in slow for partner in each.partners]
+    suspected += ({each.host, each.other} for each in links)
     for pairs in played:
         _play(hosts, way, [pair for pair in pairs if {*pair} in suspected])
-    for name, facts in hosts.facts.items():
+    for facts in hosts.facts.values():
         if not facts.values[RATES]:
             del facts.values[RATES]
             reasons = [*facts.values[FAILURES].values(), "no other host was met"]
-            hosts.note_unread(name, RATES, facts.unreadable.get(RATES, reasons[0]))
+            facts.unreadable.setdefault(RATES, reasons[0])
 
 
 def _choose_engine(hosts: HostSet) -> str:
@@ -245,10 +531,6 @@ STEP = ProbeStep(
 )
 
 
-def _grade(rate: float, usual: float) -> Severity:
-    return FAIL if rate < _CRAWL_SHARE * usual else WARN
-
-
 def _show(gb_per_s: float) -> str:
     return f"{gb_per_s:.3g} GB/s"
 
@@ -266,7 +548,7 @@ def slow_host_link(fleet: Fleet) -> Problems:
     needs: several hosts, and --bandwidth
     why: Gradients go through all hosts: the slowest sets the pace of every step.
     """
-    for slow in judge_pairs(fleet.known(RATES)).hosts:
+    for slow in judge_pairs(fleet.known(RATES))[0]:
         limit = _SLOW_SHARE * slow.usual
         if slow.sent < limit <= slow.received:
             what = f"it sends only {_show(slow.sent)} to"
@@ -276,7 +558,7 @@ def slow_host_link(fleet: Fleet) -> Problems:
             what = f"only {_show(slow.rate)} with"
         yield Problem(
             f"{what} {name_some(list(slow.partners))}",
-            _grade(slow.rate, slow.usual),
+            FAIL if slow.rate < _CRAWL_SHARE * slow.usual else WARN,
             f"{_show(slow.usual)} between other hosts",
             host=slow.host,
         )
@@ -294,15 +576,70 @@ def slow_pair(fleet: Fleet) -> Problems:
     needs: several hosts, and --bandwidth
     why: A ring that has the two as neighbours is as slow as they are.
     """
-    for link in judge_pairs(fleet.known(RATES)).links:
+    for link in judge_pairs(fleet.known(RATES))[1]:
         fix = (
             f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M "
             "shows what an engine reaches; look at cables and switches between them."
         )
         yield Problem(
             f"only {_show(link.rate)} go through",
-            _grade(link.rate, link.usual),
+            FAIL if link.rate < _CRAWL_SHARE * link.usual else WARN,
             f"{_show(link.usual)} between other hosts",
             fix,
             name_pair(link.host, link.other),
         )
+
+
+@check(FAIL, FAILURES, WAY)
+def pair_job(fleet: Fleet) -> Problems:
+    """Any two hosts can run a collective together.
+
+    reads: ronde bench all_reduce on two hosts: a rank a GPU with NCCL, a slot with Gloo
+    threshold: each job ends with right sums; a host that always fails is named alone
+    source: NVIDIA's nccl-tests: a run with a wrong element has failed
+    fix: ronde run -H ONE,OTHER -x NCCL_DEBUG=INFO ronde bench all_reduce shows more.
+    needs: several hosts, torch, and --bandwidth gloo or nccl
+    why: A job that includes both hosts fails in the same way.
+    """
+    failures: dict[str, Mapping[str, str]] = {}
+    able: set[str] = set()
+    way = ""
+    for facts in fleet.having(FAILURES, WAY):
+        way = facts.values[WAY]
+        if way != "tcp":
+            failures[facts.host] = facts.values[FAILURES]
+            able |= {facts.host} if facts.values.get(RATES) else set()
+
+    def failed(where: str, among: str, reason: str) -> Problem:
+        what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
+        return Problem(what, host=where)
+
+    for host, reasons in failures.items():
+        if reasons and host not in able:
+            reason = next(iter(reasons.values()))
+            yield failed(host, f"with {name_some(reasons)}", reason)
+    order = list(failures)
+    for host, reasons in failures.items():
+        for other, reason in reasons.items():
+            if {host, other} <= able and order.index(host) < order.index(other):
+                yield failed(name_pair(host, other), "between the two", reason)
+
+
+@each_host(FAIL, REMARKS, besides=(_PORTS,))
+def nccl_choice(values: Values, _: Fleet) -> Problems:
+    """NCCL chose the fast way between hosts and between GPUs.
+
+    reads: NCCL's log of these jobs, as ronde topo log reads it
+    threshold: no error of ronde topo log, no sockets if RDMA is up; its warnings warn
+    source: NCCL's manual on NCCL_DEBUG=INFO; docs/topology-log.md has the rules
+    fix: See docs/topology-log.md for the rule that is named.
+    needs: several hosts with GPUs, and --bandwidth
+    why: By sockets or host memory a tenth of the bandwidth is left, unnoticed.
+    """
+    # The kernel has an RDMA port that is up, whatever NCCL found.
+    ports = values.get(_PORTS, {}).values()
+    is_up = any(port["state"] == "ACTIVE" for port in ports)
+    for rule, remark in values[REMARKS].items():
+        is_bad = remark["is_error"] or (rule == _SOCKETS and is_up)
+        what = f"{rule}: {remark['what'].rstrip('.')}"
+        yield Problem(what, FAIL if is_bad else WARN, fix=remark["remedy"])

@@ -26,8 +26,7 @@ from ronde.check.probing import FactReader, ProbeEntry, run_probes
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import parse_rate
 
-# Fact: by RDMA port the errors that it has counted.
-RDMA_ERRORS = "network.rdma_errors"
+RDMA_ERRORS = "network.rdma_errors"  # fact: by RDMA port the errors that it has counted
 # Fact: by RDMA port and counter how many errors came; without those that did not.
 RDMA_GROWTH = "network.rdma_error_growth"
 _PORTS, _VARIABLES = "network.rdma_ports", "network.variables"

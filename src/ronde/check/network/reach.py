@@ -36,10 +36,8 @@ Where connecting failed, ``is_heard`` is whether datagrams arrived there.
 
 # Fact: of the interface that leads to most other hosts, in bytes.
 MTU = "network.peer_mtu"
-# Slow is what has less than this share of the usual speed.
-_SLOW_SHARE = 0.3
-# Of fewer there is no usual speed.
-_MIN_HOSTS = 3
+_SLOW_SHARE = 0.3  # slow is what has less than this share of the usual speed
+_MIN_HOSTS = 3  # of fewer there is no usual speed
 # Of more hosts, each reaches its neighbours in a ring, and some at random.
 _MAX_ALL_PAIRS = 32
 _NUM_SHIFTS = 4

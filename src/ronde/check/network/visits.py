@@ -27,8 +27,7 @@ from ronde.check.check import Value
 from ronde.check.hosts import NodeContext
 
 TOKEN_BYTES = 16
-# A message of many packets: what loses large packets loses it.
-LARGE_BYTES = 64 << 10
+LARGE_BYTES = 64 << 10  # a message of many packets: what loses large packets loses it
 FRAME, ACK = struct.Struct("!I"), struct.Struct("!H")
 _SMALL_BYTES = 8
 _MAX_FRAME_BYTES = 16 << 20
@@ -41,8 +40,7 @@ _SPEEDS_S, _MAX_SPEED_S, _SLOW_S = 0.8, 0.2, 0.05
 _FIRST_BYTES, _NEXT_BYTES = 256 << 10, 1 << 20
 _NUM_TRANSFERS = 4
 _MB = 1e6
-# Clouds let one stream alone have only a part of a link.
-NUM_STREAMS = 4
+NUM_STREAMS = 4  # clouds let one stream alone have only a part of a link
 # How long a stream runs before it counts; frames that are quicker are made longer.
 _WARM_S, _QUICK_S = 0.1, 0.02
 
