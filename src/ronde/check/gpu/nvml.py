@@ -29,6 +29,7 @@ from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 DEADLINE_S = 15.0
 COUNT = "gpu.count"
 LOST = "gpu.lost"  # fact: of each GPU why it is lost; empty for one that answers
+_NAME = "titles"  # the first question; every GPU that works has an answer
 # Asked once a host; each answer is the fact ``gpu.`` and this name.
 HOST_QUESTIONS = ("count", "cuda_version")
 
@@ -275,7 +276,6 @@ class GpuReport(NamedTuple):
 
     answers: Mapping[str, Value]
     refused: Mapping[str, tuple[int, str]]  # NVML's number of the error, and why
-    hung: str = ""  # why nothing is known, of a GPU that does not answer at all
 
 
 def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
@@ -297,15 +297,13 @@ def ask_apart(count: int) -> list[GpuReport]:
         for number in range(count)
     }
     found: list[GpuReport] = []
-    for values, _, failure, _ in (run_probes(entries, {}) if count else {}).values():
-        if not failure:
-            refused = {n: (code, why) for n, (code, why) in values["refused"].items()}
-            found.append(GpuReport(values["answers"], refused))
-        elif failure.startswith(ENDED):
+    for values, _, failure, _ in run_probes(entries, {}).values():
+        refused = values.get("refused", {})
+        if failure.startswith(ENDED):
             refused = dict.fromkeys(GPU_QUESTIONS, (_FAILED, failure))
-            found.append(GpuReport({}, refused))
-        else:
-            found.append(GpuReport({}, {}, failure))
+        elif failure:
+            refused = {_NAME: (GPU_IS_LOST, failure)}
+        found.append(GpuReport(values.get("answers", {}), refused))
     return found
 
 
@@ -313,7 +311,7 @@ def read(reader: FactReader) -> None:
     """Be one of the processes: the setting ``gpu`` is the GPU's number."""
     with open_nvml() as nvml:
         report = ask_gpu(NvmlDriver(nvml), reader.settings["gpu"])
-    reader.values |= {"answers": report.answers, "refused": report.refused}
+    reader.values |= report._asdict()
 
 
 def ask_driver(reader: FactReader) -> None:
@@ -335,37 +333,31 @@ def keep_answers(
 ) -> None:
     """Store the facts ``ALL_ANSWERS``; ``ask_gpus`` gets the number of GPUs."""
     for question in HOST_QUESTIONS:
-        reader.keep(f"gpu.{question}", lambda q=question: _host_answer(nvml, q))
+        fact = f"gpu.{question}"
+        try:
+            reader.values[fact] = nvml.ask_host(question)
+        except RefusedError as error:
+            if error.code == NOT_SUPPORTED:
+                reader.values[fact] = None
+            else:
+                reader.unreadable[fact] = _reason(error.code, str(error))
     gpus = ask_gpus(reader.values.get(COUNT) or 0)
-    lost = {number: gpu.hung for number, gpu in enumerate(gpus)}
+    lost = [""] * len(gpus)
     for question in GPU_QUESTIONS:
         _keep_gpu_answers(reader, gpus, question, lost)
-    reader.values[LOST] = list(lost.values())
+    reader.values[LOST] = lost
     for processes in reader.values.get("gpu.processes", ()):
         for process in processes or ():
             # Empty where a container does not see it.
             process["command"] = read_text(f"/proc/{process['pid']}/comm")
 
 
-def _host_answer(nvml: NvmlDriver, question: str) -> Value:
-    try:
-        return nvml.ask_host(question)
-    except RefusedError as error:
-        if error.code == NOT_SUPPORTED:
-            return None
-        raise UnreadableError(_reason(error.code, str(error))) from error
-
-
 def _keep_gpu_answers(
-    reader: FactReader,
-    gpus: Sequence[GpuReport],
-    question: str,
-    lost: dict[int, str],
+    reader: FactReader, gpus: Sequence[GpuReport], question: str, lost: list[str]
 ) -> None:
     """Store the answers of all GPUs, and in ``lost`` why one is lost."""
     refused: dict[int, str] = {}
-    # Every GPU that works has a name.
-    fatal = _GONE if question == "titles" else _REPORTED_LOST
+    fatal = _GONE if question == _NAME else _REPORTED_LOST
     for number, gpu in enumerate(gpus):
         code, why = gpu.refused.get(question, (NOT_SUPPORTED, ""))
         if code in fatal:
@@ -376,7 +368,7 @@ def _keep_gpu_answers(
     if refused:
         reason = next(iter(refused.values()))
         reader.unreadable[fact] = f"of GPU {format_list(refused)}: {reason}"
-    if len(refused) < len(lost) or not lost:
+    if len(refused) < len(gpus) or not gpus:
         reader.values[fact] = [gpu.answers.get(question) for gpu in gpus]
 
 
