@@ -25,8 +25,7 @@ HEALTHY: dict[str, Any] = {
 
 def make_host(name: str, **changes: Any) -> HostFacts:
     """Return a host that is healthy but for some facts, named without ``host.``."""
-    values = HEALTHY | {"host.identity": f"boot {name}"}
-    values |= {f"host.{key}": value for key, value in changes.items()}
+    values = HEALTHY | {f"host.{key}": value for key, value in changes.items()}
     return HostFacts(name, values, {}, {})
 
 

@@ -25,7 +25,6 @@ H100 = {
         "is_pending": False,
         "has_failed": False,
     },
-    "ecc_mode": {"now": True, "pending": True, "default": True},
     "ecc_errors": {
         "sram_uncorrected": 0,
         "sram_uncorrected_ever": 0,

@@ -22,7 +22,6 @@ COUNTERS = {
 NUMBERS = {
     # Function: question, and what of its answer.
     "CurrentClocksEventReasons": ("clock_events", None),
-    "DefaultEccMode": ("ecc_mode", "default"),
     "CurrPcieLinkWidth": ("pcie", "width"),
     "MaxPcieLinkWidth": ("pcie", "max_width"),
     "CurrPcieLinkGeneration": ("pcie", "generation"),
@@ -175,10 +174,6 @@ class FakeLibrary:
         names = ("corrected", "uncorrected", "is_pending", "has_failed")
         for name, out in zip(names, outs, strict=True):
             at(out).value = rows[name]
-
-    def DeviceGetEccMode(self, device, now, pending):
-        mode = self._gpu(device, "ecc_mode")
-        at(now).value, at(pending).value = mode["now"], mode["pending"]
 
     def DeviceGetMemoryErrorCounter(self, device, kind, since, where, count):
         name = COUNTERS[kind.value, since.value, where.value]

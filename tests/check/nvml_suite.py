@@ -54,7 +54,6 @@ FORMS = {
     "remapped_rows": has(
         corrected=is_count, uncorrected=is_count, is_pending=is_bool, has_failed=is_bool
     ),
-    "ecc_mode": has(now=is_bool, pending=is_bool, default=is_bool),
     "ecc_errors": has(
         sram_uncorrected=is_count,
         sram_uncorrected_ever=is_count,

@@ -116,14 +116,6 @@ def test_a_clock_is_told_with_its_side():
     assert finding.usual == "as this machine's on most hosts"
 
 
-def test_a_machine_that_is_named_twice():
-    fleet = make_fleet("a", "b", "c", c={"identity": "boot a"})
-    assert [(f.check, f.host, f.what) for f in find(fleet)] == [
-        ("same-machine", "a", "it is the same machine as c"),
-        ("same-machine", "c", "it is the same machine as a"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "check", "words"),
     [

@@ -12,7 +12,6 @@ from ronde.check.probing import FactReader
 NOT_SUPPORTED, LOST = 3, 15
 FAIL, WARN, INFORM = Severity.FAIL, Severity.WARN, Severity.INFORM
 UNSUPPORTED = (
-    "ecc_mode",
     "ecc_errors",
     "remapped_rows",
     "recovery_action",
@@ -26,7 +25,7 @@ UNSUPPORTED = (
 CARD = {"address": "0000:1b:00.0", "driver": "nvidia"}
 
 
-CHECKS = tuple(check for check in of_family(Family.GPU) if check.id != "scheduler-gpus")
+CHECKS = of_family(Family.GPU)
 
 
 def kernel_facts(num_gpus):
@@ -147,14 +146,6 @@ SMALL = {"total": 40 * GIB, "used": 0}
             FAIL,
             "20000001 corrected errors in its memory",
         ),
-        (
-            "ecc_mode",
-            ON | {"now": False, "pending": False},
-            "gpu-ecc-mode",
-            WARN,
-            "off",
-        ),
-        ("ecc_mode", ON | {"pending": False}, "gpu-ecc-mode", WARN, "next reboot"),
         ("clock_events", 0x48, "gpu-clocks", FAIL, "too hot"),
         ("clock_events", 0x88, "gpu-clocks", FAIL, "power brake"),
         ("clock_events", 0x08, "gpu-clocks", WARN, "halved"),
@@ -209,7 +200,6 @@ def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
         ("remapped_rows", ROWS | {"corrected": 9, "uncorrected": 512}),
         ("ecc_errors", ECC | {"sram_corrected": 10_000, "dram_corrected": 20_000_000}),
         ("ecc_errors", ECC | {"sram_uncorrected_ever": 4}),
-        ("ecc_mode", {"now": False, "pending": False, "default": False}),
         # Idle, application clocks, power cap.
         ("clock_events", 0x07),
         ("margin_celsius", 5),
@@ -417,26 +407,6 @@ def test_another_model_is_a_warning():
     other = host("c", 1, record=record)
     finding = only(find(host("a", 1), host("b", 1), other), "gpu-model")
     assert (finding.host, finding.severity) == ("c", WARN)
-
-
-def test_more_ranks_than_gpus_do_not_start():
-    finding = only(find(host(num_gpus=2), num_ranks=4), "gpu-ranks")
-    assert finding.what == "4 ranks would share 2 GPUs"
-
-
-@pytest.mark.parametrize(
-    ("value", "num_left"),
-    [("0", 1), ("2,3", 2), ("3 by UUID", 3), ("0,1,2,3", 0), ("", 0)],
-)
-def test_gpus_that_a_variable_hides_are_none_for_ranks(value, num_left):
-    facts = {"versions.environment": {"CUDA_VISIBLE_DEVICES": value}}
-    found = find(host(num_gpus=4, facts=facts), num_ranks=4)
-    assert [f"-H a:{num_left}" in each.fix for each in found] == [True] * bool(num_left)
-    assert all("CUDA_VISIBLE_DEVICES hides" in each.what for each in found)
-
-
-def test_as_many_ranks_as_gpus_start():
-    assert find(host(num_gpus=4), num_ranks=4) == ()
 
 
 # The log

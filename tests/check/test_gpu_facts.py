@@ -99,10 +99,10 @@ def test_answers_become_facts_in_the_order_of_gpus():
 
 
 def test_what_a_gpu_does_not_support_is_nothing_and_no_complaint():
-    reading = keep(healthy(2, ecc_mode=refusal(NOT_SUPPORTED)))
+    reading = keep(healthy(2, remapped_rows=refusal(NOT_SUPPORTED)))
     assert reading.unreadable == {}
-    assert reading.values["gpu.ecc_mode"][1] is None
-    assert reading.values["gpu.ecc_mode"][0]["now"] is True
+    assert reading.values["gpu.remapped_rows"][1] is None
+    assert reading.values["gpu.remapped_rows"][0]["has_failed"] is False
 
 
 def test_what_one_gpu_does_not_tell_leaves_the_others():

@@ -20,7 +20,6 @@ WORN = healthy(
         "is_pending": True,
         "has_failed": False,
     },
-    ecc_mode={"now": False, "pending": True, "default": False},
     ecc_errors={
         "sram_uncorrected": 1,
         "sram_uncorrected_ever": 2,

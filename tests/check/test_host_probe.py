@@ -107,7 +107,6 @@ def test_a_machine_that_was_written(tmp_path):
         "pids_left": 20,
         "num_gpus": 0,
         "rdma_devices": [],
-        "identity": "8a7b node1 net:[4026531833] pid:[4026531833] mnt:[4026531833]",
     }
     assert {name: told.get(name) for name in expected} == expected
     assert told.keys() == expected.keys()
@@ -124,7 +123,7 @@ def test_all_that_checks_need_is_read(tmp_path):
 def test_this_machine_has_its_own_limits():
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     code = (
-        "import resource, json; from ronde.check.check import FactReader; "
+        "import resource, json; from ronde.check.probing import FactReader; "
         "from ronde.check import limits; "
         f"resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, {before[1]})); "
         "reading = FactReader({}); limits.read(reading); "
@@ -152,10 +151,7 @@ def test_it_is_a_probe_and_quick():
 
 def test_a_tree_without_anything_is_unreadable_not_bad(tmp_path):
     reading = read(tmp_path)
-    assert reading.unreadable.keys() >= {
-        "host.memlock_bytes",
-        "host.identity",
-    }
+    assert "host.memlock_bytes" in reading.unreadable
     assert all(reading.unreadable.values())
 
 

@@ -59,7 +59,7 @@ def test_all_run_for_all_checks():
         ("--only slow-host-link --bandwidth", {"gpu", "versions"}, {"bandwidth"}),
         ("--only slow-host --burn 1s", set(), {"pace"}),
         ("--only clock-offset", set(), {"clock"}),
-        ("--only gpu-ranks", {"gpu", "versions"}, set()),
+        ("--only gpu-torch", {"gpu", "versions"}, set()),
         ("--only taking-part", set(), set()),
         ("--only probe-hung", set(PROBES), set()),
         ("--only probe-hung,locked-memory", {"host"}, set()),

@@ -78,12 +78,7 @@ def test_a_tree_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_host_is_read_and_has_nothing_to_fail_for(tmp_path: Path) -> None:
     values = read(paths=[str(tmp_path)], files=[__file__])
-    assert set(values) == {
-        "storage.hung",
-        "storage.files",
-        "storage.paths",
-        "storage.leftovers",
-    }
+    assert set(values) == {"storage.hung", "storage.files", "storage.paths"}
     told = values["storage.paths"][str(tmp_path)]
     assert told["is_directory"]
     assert told["kind"] != ""
@@ -181,7 +176,6 @@ def facts(**changes: Value) -> dict[str, Any]:
         },
         "files": {"/data/a": {"size_bytes": 3, "digest": "ba78"}},
         "hung": [],
-        "leftovers": {"num": 0, "pids": ""},
     }
     return {f"storage.{name}": value for name, value in (healthy | changes).items()}
 
@@ -341,12 +335,6 @@ def test_a_missing_file_is_found() -> None:
 def test_of_two_hosts_with_other_files_none_is_blamed_alone() -> None:
     wrong = facts(files={"/data/a": {"size_bytes": 4, "digest": "0000"}})
     assert [f.host for f in found(fleet(facts(), wrong))] == ["node1", "node2"]
-
-
-def test_leftovers_are_told_with_what_ends_them() -> None:
-    (finding,) = found(fleet(facts(leftovers={"num": 2, "pids": "41 42"})))
-    assert (finding.check, finding.severity) == ("leftovers", Severity.FAIL)
-    assert finding.fix == "kill -9 41 42"
 
 
 def test_hosts_of_which_nothing_is_known_are_not_judged() -> None:

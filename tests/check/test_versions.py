@@ -18,7 +18,6 @@ from ronde.check.software import (
     ABSENT,
     digest_code,
     find_nccl,
-    find_other_nccl,
     read_driver,
     read_packages,
     read_torch,
@@ -32,7 +31,6 @@ HEALTHY: dict[str, Any] = {
     "versions.torch_build": "CUDA 12.8",
     "versions.packages": {"numpy": "2.4.6", "tqdm": "4.70.1"},
     "versions.nccl": "2.28.9",
-    "versions.nccl_elsewhere": [],
     "versions.driver": "NVIDIA 570.86.15",
     "versions.environment": {"NCCL_DEBUG": "WARN"},
 }
@@ -173,14 +171,6 @@ def test_torch_that_is_too_old_is_known(version: str, num_bad: int) -> None:
     ] * num_bad
 
 
-def test_another_nccl_matters_only_beside_a_wheel() -> None:
-    other = {"nccl_elsewhere": ["/opt/nccl/lib/libnccl.so.2.18.1"]}
-    (finding,) = found(fleet(other))
-    assert finding.check == "nccl-elsewhere"
-    assert "/opt/nccl/lib/libnccl.so.2.18.1" in finding.what
-    assert found(fleet(other | {"nccl": ABSENT})) == []
-
-
 VERSION_FILE = """\
 from typing import Optional
 __all__ = ['__version__', 'cuda']
@@ -240,27 +230,6 @@ def test_packages_are_known_by_the_names_of_their_directories(tmp_path: Path) ->
     }
     assert find_nccl(packages) == "2.27.3"
     assert find_nccl({}) == ABSENT
-
-
-def test_an_nccl_in_the_way_is_found(tmp_path: Path) -> None:
-    library = tmp_path / "libnccl.so.2.18.1"
-    library.touch()
-    (tmp_path / "libnccl.so.2").symlink_to(library)
-    environ = {
-        "LD_LIBRARY_PATH": f":/nowhere:{tmp_path}",
-        "LD_PRELOAD": "/x/libnccl.so.2 /x/libjemalloc.so",
-    }
-    assert find_other_nccl(environ, []) == ["/x/libnccl.so.2", str(library)]
-    assert find_other_nccl({}, []) == []
-
-
-def test_the_wheels_own_nccl_is_not_in_its_way(tmp_path: Path) -> None:
-    library = tmp_path / "nvidia/nccl/lib/libnccl.so.2"
-    library.parent.mkdir(parents=True)
-    library.touch()
-    environ = {"LD_LIBRARY_PATH": str(library.parent), "LD_PRELOAD": str(library)}
-    assert find_other_nccl(environ, ["", str(tmp_path)]) == []
-    assert find_other_nccl(environ, ["", "/elsewhere"]) == [str(library)] * 2
 
 
 def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_told(

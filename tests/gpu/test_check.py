@@ -11,14 +11,14 @@ from tests.cli.conftest import Ronde
 
 from ronde.check.burn import address_of, burn, measure_gpu
 from ronde.check.catalogue import all_checks
-from ronde.check.check import FactReader, Family
+from ronde.check.check import Family
 from ronde.check.gpu.nvml import (
     ALL_ANSWERS,
     NvmlDriver,
     keep_answers,
 )
 from ronde.check.hosts import NodeContext
-from ronde.check.probing import ProbeEntry, run_probes
+from ronde.check.probing import FactReader, ProbeEntry, run_probes
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
 torch = pytest.importorskip("torch")

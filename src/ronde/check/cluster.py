@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -150,26 +149,6 @@ def _show_offset(offset_s: float) -> str:
         return "as this machine's"
     side = "ahead of" if offset_s > 0 else "behind"
     return f"{format_duration(abs(offset_s))} {side} this machine's"
-
-
-@check(WARN, "host.identity", family=Family.CLUSTER)
-def same_machine(fleet: Fleet) -> Problems:
-    """Each host is a machine of its own.
-
-    reads: the boot's id, the host's name and its namespaces
-    threshold: no two alike
-    source: ronde's own
-    fix: Name it once in the list of hosts, with all its slots
-    needs: several hosts
-    why: Ranks take the same GPUs twice: NCCL reports 'Duplicate GPU detected'.
-    """
-    same: dict[str, list[str]] = defaultdict(list)
-    for host, identity in fleet.known("host.identity").items():
-        same[identity].append(host)
-    for hosts in same.values():
-        for host in hosts if len(hosts) > 1 else ():
-            others = ", ".join(other for other in hosts if other != host)
-            yield Problem(f"it is the same machine as {others}", host=host)
 
 
 @check(WARN, "host.memory_bytes", family=Family.CLUSTER)

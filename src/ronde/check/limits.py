@@ -64,7 +64,6 @@ _ALL_IDS = "4294967295"
 def read(reader: FactReader) -> None:
     root = reader.root
     adapters = f"{root}/sys/class/infiniband"
-    reader.keep("host.identity", lambda: _read_identity(Path(f"{root}/proc")))
     reader.keep("host.num_gpus", lambda: len(read_gpus(root, {})))
     reader.keep(_ADAPTERS, lambda: list_names(adapters))
     own, shared = Path(f"{root}/proc/self"), Path(f"{root}{_SHARED}")
@@ -86,14 +85,6 @@ def read(reader: FactReader) -> None:
             # It may have memory all the same.
             raise UnreadableError("/proc/meminfo has no MemAvailable")
         reader.values[_LEFT] = available_memory(Path(f"{root}/")).num_bytes
-
-
-def _read_identity(proc: Path) -> str:
-    """Return what no two hosts have alike, nor two containers of one machine."""
-    files = (proc / "sys/kernel/random/boot_id", proc / "sys/kernel/hostname")
-    names = [file.read_text(errors="replace").strip() for file in files]
-    spaces = [os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid", "mnt")]  # noqa: PTH115
-    return " ".join((*names, *spaces))
 
 
 def parse_limit(text: str, row: str) -> int:

@@ -7,7 +7,6 @@ driver.
 import ast
 import hashlib
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -35,7 +34,7 @@ ABSENT = "not installed"  # the version of what is not there
 # From ronde's own requirements.
 _OLDEST_TORCH = (2, 11)
 _TORCH, _BUILD = "versions.torch", "versions.torch_build"
-_NCCL, _OTHER_NCCL = "versions.nccl", "versions.nccl_elsewhere"
+_NCCL = "versions.nccl"
 _PYTHON_PATH, _PACKAGES = "versions.python_path", "versions.packages"
 _SETTINGS, _DRIVER = "versions.environment", "versions.driver"
 
@@ -62,7 +61,6 @@ def read(reader: FactReader) -> None:
     packages["ronde"] = f"{ronde.__version__} (code {code})"
     reader.values[_PACKAGES] = packages
     reader.values[_NCCL] = find_nccl(packages)
-    reader.keep(_OTHER_NCCL, lambda: find_other_nccl(environment, sys.path))
     reader.keep(_DRIVER, lambda: read_driver(reader.root))
     reader.values[_SETTINGS] = redacted(environment)
 
@@ -121,20 +119,6 @@ def read_packages(directories: Iterable[str]) -> dict[str, str]:
 def find_nccl(packages: Mapping[str, str]) -> str:
     versions = {v for name, v in packages.items() if name.startswith("nvidia-nccl-cu")}
     return ", ".join(sorted(versions)) or ABSENT
-
-
-def find_other_nccl(
-    environ: Mapping[str, str], directories: Iterable[str]
-) -> list[str]:
-    """Return each NCCL that the loader's variables put before the wheel's."""
-    preloaded = re.split(r"[:\s]+", environ.get("LD_PRELOAD", ""))
-    found = [path for path in preloaded if "libnccl.so" in path]
-    for directory in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
-        library = Path(directory, "libnccl.so.2")
-        if os.path.isfile(library):  # noqa: PTH113 - it may be denied
-            found.append(str(library.resolve()))
-    own = {Path(each, "nvidia/nccl/lib").resolve() for each in directories if each}
-    return [path for path in found if Path(path).resolve().parent not in own]
 
 
 def read_driver(root: str) -> str:
@@ -220,21 +204,6 @@ def nccl(version: str) -> str:
     why: NCCL does not form a communicator, so training does not start.
     """
     return version
-
-
-@each_host(WARN, _NCCL, _OTHER_NCCL)
-def nccl_elsewhere(values: Values, _: Fleet) -> Problems:
-    """No other NCCL is loaded before torch's own.
-
-    reads: LD_PRELOAD, and libnccl.so.2 in the directories of LD_LIBRARY_PATH
-    threshold: none, where an nvidia-nccl wheel is installed
-    source: ld.so(8): LD_PRELOAD comes first, LD_LIBRARY_PATH before a RUNPATH
-    fix: unset LD_PRELOAD LD_LIBRARY_PATH, or take that NCCL out of them
-    why: Another version than torch was built with may fail, or lack features.
-    """
-    if values[_OTHER_NCCL] and values[_NCCL] != ABSENT:
-        path = values[_OTHER_NCCL][0]
-        yield Problem(f"{path} may be loaded instead of torch's own NCCL")
 
 
 def _differing_names(fleet: Fleet, fact: str, join: str, absent: str) -> Problems:

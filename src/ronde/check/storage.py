@@ -24,7 +24,6 @@ from ronde.check.majority import MIN_MAJORITY, find_odd
 from ronde.check.path_tasks import run_tasks
 from ronde.check.probing import FactReader
 from ronde.launch.environments import own_environment
-from ronde.launch.process_tree import read_processes
 from ronde.units import format_size
 
 # Roles of folders: shared by all hosts, where ranks start, for temporary files.
@@ -32,7 +31,6 @@ _SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
 _LOW_SHARE = 0.05
 _PLENTY_BYTES, _LOW_BYTES, _FULL_BYTES = 50 << 30, 1 << 30, 16 << 20
 _PATHS, _FILES, _HUNG = "storage.paths", "storage.files", "storage.hung"
-_LEFTOVERS = "storage.leftovers"
 # Fact: by path, by each other host that left a file there, whether it is seen here.
 SHARED = "storage.shared"
 _HANG_S, _CLEAR_S, _SLACK_S = 5.0, 10.0, 5.0
@@ -81,8 +79,6 @@ def read(reader: FactReader) -> None:
         path: {"roles": each} | _locate(found["look", path], root, mounts)
         for path, each in roles.items()
     }
-    if not root:
-        reader.keep(_LEFTOVERS, find_leftovers)
 
 
 def _locate(
@@ -114,23 +110,6 @@ def read_mounts(root: str) -> dict[str, str]:
             point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), words[4])
             mounts[point] = kinds[0]
     return mounts
-
-
-def find_leftovers() -> dict[str, Value]:
-    """Find this user's processes of jobs whose agent is gone: children of init."""
-    lost = [
-        process.pid
-        for process in read_processes().values()
-        if process.parent == 1 and not process.is_zombie and _has_marker(process.pid)
-    ]
-    return {"num": len(lost), "pids": " ".join(map(str, lost[:8]))}
-
-
-def _has_marker(pid: int) -> bool:
-    try:
-        return b"\0RONDE_COOKIE=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
 
 
 def _answering(values: Values) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -231,22 +210,6 @@ def disk_space(values: Values, _: Fleet) -> Problems:
         if num > 0 and free < _LOW_SHARE * num:
             what = f"{path} has room for {free} more files, of {num}"
             yield Problem(what, FAIL if free == 0 else WARN)
-
-
-@each_host(FAIL, _LEFTOVERS)
-def leftovers(values: Values, _: Fleet) -> Problems:
-    """Nothing of an earlier job is left.
-
-    reads: this user's processes that ronde run started and whose agent is gone
-    threshold: none
-    source: ronde's own
-    fix: kill -9 them
-    why: They hold GPUs, memory and ports that the next job needs.
-    """
-    found = values[_LEFTOVERS]
-    if found["num"] > 0:
-        what = f"{found['num']} processes of an earlier job are left"
-        yield Problem(what, fix=f"kill -9 {found['pids']}")
 
 
 def leave_nonce(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:

@@ -109,25 +109,6 @@ def gpu_ecc_errors(counts: Value) -> Problems:
             yield Problem(f"{counts[name]} {what} since the last start")
 
 
-@each_gpu(WARN, "gpu.ecc_mode")
-def gpu_ecc_mode(mode: Value) -> Problems:
-    """ECC is on where it is on by default.
-
-    reads: NVML's ECC mode: now, after the next reboot, by default
-    threshold: all the same
-    source: NVIDIA's NVML manual: nvmlDeviceGetDefaultEccMode
-    fix: sudo nvidia-smi -e 1, then reboot
-    needs: an NVIDIA GPU with ECC
-    why: A flipped bit silently changes weights.
-    """
-    if mode["now"] != mode["pending"]:
-        after = "on" if mode["pending"] else "off"
-        what = f"ECC will be {after} after the next reboot, and is not now"
-        yield Problem(what, fix="reboot the host")
-    if mode["default"] and not mode["now"]:
-        yield Problem("ECC is off, errors in memory go unseen")
-
-
 @each_gpu(FAIL, "gpu.clock_events")
 def gpu_clocks(reasons: Value) -> Problems:
     """Nothing slows the GPUs' clocks down.

@@ -183,12 +183,6 @@ def _remapped_rows(ask: _AskedGpu) -> Value:
     return {**counts, "is_pending": bool(is_pending), "has_failed": bool(has_failed)}
 
 
-def _ecc_mode(ask: _AskedGpu) -> Value:
-    now, pending = ask("GetEccMode")
-    (default,) = ask("GetDefaultEccMode")
-    return {"now": bool(now), "pending": bool(pending), "default": bool(default)}
-
-
 _ECC_ERRORS = {
     "sram_uncorrected": (_UNCORRECTED, _SINCE_LOADED, _SRAM),
     "sram_uncorrected_ever": (_UNCORRECTED, _EVER, _SRAM),
@@ -251,7 +245,6 @@ GPU_QUESTIONS: dict[str, _Answer] = {
     "has_valid_inforom": _has_valid_inforom,
     "recovery_action": _recovery,
     "remapped_rows": _remapped_rows,
-    "ecc_mode": _ecc_mode,
     "ecc_errors": lambda ask: {
         name: int(ask("GetMemoryErrorCounter", *which))
         for name, which in _ECC_ERRORS.items()

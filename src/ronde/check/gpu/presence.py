@@ -11,7 +11,6 @@ from ronde.check.check import (
     INFORM,
     WARN,
     Fleet,
-    HostFacts,
     Problem,
     Problems,
     Value,
@@ -39,8 +38,7 @@ _VERSION = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
 
 _MAX_USED_BYTES = 2 << 30
 _MAX_BUSY_PERCENT = 20
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_BUILD, _ENVIRONMENT = "versions.torch_build", "versions.environment"
+_BUILD = "versions.torch_build"
 # How the names of programs begin that stand on a GPU for others.
 _SERVERS = ("nvidia-cuda-mps",)
 
@@ -268,42 +266,6 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
             f"{match[1]}.{match[2]}",
             FAIL if driver[0] < int(match[1]) else WARN,
         )
-
-
-@check(FAIL, COUNT, besides=(_ENVIRONMENT,))
-def gpu_ranks(fleet: Fleet) -> Problems:
-    """Each rank has a GPU to itself.
-
-    reads: the GPUs by NVML and CUDA_VISIBLE_DEVICES; --ranks
-    threshold: no more ranks than GPUs
-    source: NCCL refuses two ranks on one GPU: Duplicate GPU detected
-    fix: give each host as many ranks as it has GPUs: -H host:GPUS
-    needs: an NVIDIA GPU; --ranks
-    why: NCCL refuses to start.
-    """
-    num_ranks = fleet.settings.get("num_ranks") or 0
-    for facts in fleet.having(COUNT):
-        count = facts.values[COUNT] or 0
-        visible = _count_visible(facts, count)
-        if 0 < visible < num_ranks:
-            gpus = "1 GPU" if visible == 1 else f"{visible} GPUs"
-            what = f"{num_ranks} ranks would share {gpus}"
-            fix = f"run with fewer ranks on this host: -H {facts.host}:{visible}"
-            if visible < count:
-                what += f" of {count}: {_VISIBLE} hides the others"
-                fix = f"unset {_VISIBLE} on this host; or {fix}"
-            yield Problem(what, fix=fix, host=facts.host)
-
-
-def _count_visible(facts: HostFacts, count: int) -> int:
-    """Return how many of the GPUs a variable in the environment of ranks leaves."""
-    value = facts.values.get(_ENVIRONMENT, {}).get(_VISIBLE)
-    if value is None:
-        return count
-    # Of names that no two hosts share, only their number is known.
-    by_uuid = re.match(r"\d+(?= by UUID)", value)
-    named = int(by_uuid[0]) if by_uuid else len(value.split(","))
-    return min(count, named if value else 0)
 
 
 def _foreign(processes: Sequence[Value]) -> list[Value]:
