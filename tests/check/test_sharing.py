@@ -40,7 +40,8 @@ class Hosts:
 
         def answer(host: str, line: str) -> None:
             question: dict[str, Value] = json.loads(line)
-            self.asked.append((host, question["do"]))
+            task = question["task"]["do"]
+            self.asked.append((host, task))
             if host in self.lost:
                 answers[host] = Answer("", "it is gone")
                 return
@@ -48,7 +49,7 @@ class Hosts:
             site = NodeContext({}, ExitStack())
             told = getattr(operations, question["do"])(site, question)
             answers[host] = Answer(json.dumps(told), "", 0.0, 0.0)
-            if (host, question["do"]) == self.lost_after:
+            if (host, task) == self.lost_after:
                 self.lost.add(host)
 
         threads = [
@@ -133,7 +134,7 @@ def test_a_host_without_the_folder_is_left_out(tmp_path: Path) -> None:
 
 def test_what_a_lost_host_has_left_is_taken_away_by_the_others(tmp_path: Path) -> None:
     hosts = Hosts(dict.fromkeys(("a", "b", "c"), tmp_path))
-    hosts.lost_after = ("b", "leave_nonce")
+    hosts.lost_after = ("b", "leave")
     panel = panel_of(hosts, paths=[""])
     sharing.run(panel)
     assert shared_of(panel)["a"] == {"": {"b": True, "c": True}}
@@ -149,7 +150,7 @@ def test_an_end_in_between_leaves_nothing(tmp_path: Path) -> None:
         def ask(
             self, questions: Mapping[str, str], timeout_s: float
         ) -> dict[str, Answer]:
-            if "find_nonces" in next(iter(questions.values())):
+            if "find" in next(iter(questions.values())):
                 assert len(list(tmp_path.iterdir())) == 2
                 raise Ended
             return super().ask(questions, timeout_s)
@@ -213,7 +214,9 @@ def test_a_folder_that_cannot_be_written_to_is_not_left_a_file(tmp_path: Path) -
     target = tmp_path / "file"
     target.touch()
     site = NodeContext({}, ExitStack())
-    told = operations.leave_nonce(site, {"path": str(target), "nonce": "x"})
+    task = {"do": "leave", "name": "x"}
+    question = {"path": str(target), "limit_s": 5.0, "task": task}
+    told = operations.try_path(site, question)
     assert told == {"error": "Not a directory"}
 
 

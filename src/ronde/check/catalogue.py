@@ -38,7 +38,7 @@ OPERATIONS = {
     "network.bandwidth": ("bench", "hold_rendezvous"),
     "network.rdma": ("count_errors",),
     "network.visits": ("listen", "reach", "stream"),
-    "storage": ("clear_nonces", "find_nonces", "leave_nonce"),
+    "storage": ("try_path",),
 }
 """By module: functions that answer a question on a host."""
 

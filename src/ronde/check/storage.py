@@ -212,29 +212,10 @@ def disk_space(values: Values, _: Fleet) -> Problems:
             yield Problem(what, FAIL if free == 0 else WARN)
 
 
-def leave_nonce(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Leave the file ``nonce`` in the directory ``path``."""
-    return _run("leave", question, _HANG_S, name=question["nonce"])
-
-
-def find_nonces(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Look for the files ``nonces``, for ``patience_s``; return those ``seen``."""
-    patience_s, names = question["patience_s"], question["nonces"]
-    limit_s = patience_s + _HANG_S
-    return _run("find", question, limit_s, names=names, patience_s=patience_s)
-
-
-def clear_nonces(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Remove the files ``nonces`` in ``path``."""
-    return _run("clear", question, _CLEAR_S, names=question["nonces"])
-
-
-def _run(
-    do: str, question: dict[str, Value], deadline_s: float, **task: Value
-) -> dict[str, Value]:
-    [[outcome]] = run_tasks(
-        [[{"do": do, "path": question["path"], **task}]], deadline_s
-    )
+def try_path(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Do a ``task`` of ``path_tasks`` at a ``path``, within ``limit_s``."""
+    task = {**question["task"], "path": question["path"]}
+    [[outcome]] = run_tasks([[task]], question["limit_s"])
     return outcome
 
 
@@ -252,28 +233,29 @@ def run(hosts: HostSet) -> None:
 def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, bool]]:
     """Return whether each host sees each other's file, of hosts that can look."""
     token = secrets.token_hex(8)
-    nonces = {h: f".ronde-check-{token}.{n}" for n, h in enumerate(hosts.names)}
+    files = {h: f".ronde-check-{token}.{n}" for n, h in enumerate(hosts.names)}
 
-    def ask(do: str, timeout_s: float, of: Mapping[str, Value]) -> dict[str, Reply]:
-        question = {"do": do, "path": path}
-        return hosts.ask({h: {**question, **more} for h, more in of.items()}, timeout_s)
+    def ask(
+        do: str, limit_s: float, of: Mapping[str, Mapping[str, Value]]
+    ) -> dict[str, Reply]:
+        common = {"do": "try_path", "path": path, "limit_s": limit_s}
+        questions = {h: {**common, "task": {"do": do, **t}} for h, t in of.items()}
+        return hosts.ask(questions, limit_s + _SLACK_S)
 
     try:
-        own = {host: {"nonce": nonce} for host, nonce in nonces.items()}
-        replies = ask("leave_nonce", _HANG_S + _SLACK_S, own)
-        left = {host: nonces[host] for host in nonces if not replies[host].failure}
-        looking = [h for h in nonces if left and not replies[h].values.get("has_hung")]
-        sought = {"nonces": list(left.values()), "patience_s": PATIENCE_S}
-        timeout_s = PATIENCE_S + _HANG_S + _SLACK_S
-        found = ask("find_nonces", timeout_s, dict.fromkeys(looking, sought))
+        own = {host: {"name": name} for host, name in files.items()}
+        replies = ask("leave", _HANG_S, own)
+        left = {host: files[host] for host in files if not replies[host].failure}
+        looking = [h for h in files if left and not replies[h].values.get("has_hung")]
+        sought = {"names": list(left.values()), "patience_s": PATIENCE_S}
+        found = ask("find", PATIENCE_S + _HANG_S, dict.fromkeys(looking, sought))
     finally:
-        own = {host: {"nonces": [nonce]} for host, nonce in nonces.items()}
-        replies = ask("clear_nonces", _CLEAR_S + _SLACK_S, own)
+        own = {host: {"names": [name]} for host, name in files.items()}
+        replies = ask("clear", _CLEAR_S, own)
         # What a host cannot remove that is gone, others can where they share the path.
-        lost = [nonce for host, nonce in nonces.items() if replies[host].failure]
-        able = [host for host in nonces if lost and not replies[host].failure]
-        left_over = {host: {"nonces": lost} for host in able}
-        ask("clear_nonces", _CLEAR_S + _SLACK_S, left_over)
+        lost = [name for host, name in files.items() if replies[host].failure]
+        able = [host for host in files if lost and not replies[host].failure]
+        ask("clear", _CLEAR_S, {host: {"names": lost} for host in able})
     return {
         host: {o: n in reply.values["seen"] for o, n in left.items() if o != host}
         for host, reply in found.items()
