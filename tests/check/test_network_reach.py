@@ -6,11 +6,11 @@ from tests.check.fleets import of_family
 
 from ronde.check.check import Family, Fleet, HostFacts, Severity
 from ronde.check.judging import judge
-from ronde.check.network.reach import blame, lost_pairs, slow_pairs, usual_speed
+from ronde.check.network.reach import blame, lost_pairs
 
 FINE = {
     "error": "", "is_refused": False, "lost_bytes": 0, "interface": "eth0",
-    "own_mtu": 1500, "mtu": 1500, "mb_per_s": 110.0,
+    "own_mtu": 1500, "mtu": 1500,
 }  # fmt: skip
 CLOSED = {
     "error": "port 4001: no answer", "is_refused": False, "lost_bytes": 0,
@@ -143,55 +143,6 @@ def test_lost_large_messages_are_told_apart_from_a_closed_port():
 def test_an_unknown_path_mtu_is_no_fault():
     pairs = pairs_with("n1", 3)
     assert not found(fleet_of(3, {pair: {"mtu": None} for pair in pairs}))
-
-
-def test_a_slow_host_among_three_is_named_though_most_links_are_slow():
-    told = found(fleet_of(3, {p: {"mb_per_s": 11.0} for p in pairs_with("n2", 3)}))
-    assert set(told) == {("slow-link", "n2")}
-    finding = told["slow-link", "n2"]
-    assert finding.severity == Severity.WARN
-    assert finding.what == "to n1, n3 and from n1, n3: 11 MB/s"
-    assert finding.usual == "110 MB/s between hosts"
-
-
-def test_a_host_that_is_slow_one_way_is_named():
-    slow = {pair: {"mb_per_s": 11.0} for pair in [("n2", "n1"), ("n2", "n3")]}
-    told = found(fleet_of(3, slow))
-    assert set(told) == {("slow-link", "n2")}
-    assert told["slow-link", "n2"].what == "to n1, n3: 11 MB/s"
-
-
-def test_the_usual_speed_is_the_median_of_what_hosts_can_do():
-    fleet = fleet_of(3, {p: {"mb_per_s": 11.0} for p in pairs_with("n2", 3)})
-    reached = {facts.host: facts.values["network.reach"] for facts in fleet.hosts}
-    # At best n1 and n3 have 110 with each other, n2 has 11.
-    assert usual_speed(reached) == 110.0
-    assert set(slow_pairs(reached)) == set(pairs_with("n2", 3))
-    # A far faster pair makes no other slow: at best 1000, 1000, 110, 110, 110.
-    fleet = fleet_of(5, {("n1", "n2"): {"mb_per_s": 1000.0}})
-    reached = {facts.host: facts.values["network.reach"] for facts in fleet.hosts}
-    assert usual_speed(reached) == 110.0
-
-
-def test_a_slow_pair_is_told_and_a_slow_majority_is_not():
-    pair = [("n1", "n2"), ("n2", "n1")]
-    told = found(fleet_of(3, {each: {"mb_per_s": 9.0} for each in pair}))
-    assert set(told) == {("slow-link", "n1"), ("slow-link", "n2")}
-    ring = [(f"n{i}", f"n{i % 6 + 1}") for i in range(1, 7)]
-    assert not found(fleet_of(6, {each: {"mb_per_s": 9.0} for each in ring}))
-
-
-def test_links_just_above_the_limit_show_whose_fault_the_slow_one_is():
-    # Of n2's two links, one is below 30 % of 110 MB/s, the other just above it.
-    speeds = {pair: {"mb_per_s": 34.0} for pair in pairs_with("n2", 3)}
-    speeds |= {pair: {"mb_per_s": 32.0} for pair in [("n1", "n2"), ("n2", "n1")]}
-    assert set(found(fleet_of(3, speeds))) == {("slow-link", "n2")}
-    just_above = {pair: {"mb_per_s": 34.0} for pair in pairs_with("n2", 3)}
-    assert not found(fleet_of(3, just_above))
-
-
-def test_of_two_hosts_none_is_slow():
-    assert not found(fleet_of(2, {("n1", "n2"): {"mb_per_s": 1.0}}))
 
 
 def test_a_host_without_an_address_is_told():

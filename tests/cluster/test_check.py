@@ -195,11 +195,9 @@ def test_large_packets_to_a_host_are_lost(cluster, find):
 
 
 def test_a_link_with_a_tenth_of_the_others(cluster, find):
-    """A short transfer to each host shows it, and so does the tournament."""
     with limited(cluster, cluster.hosts[1], "100mbit"):
         checked = find("--bandwidth")
-    assert_found(checked, "slow-link", "node2", "slow-host-link")
-    assert ("slow-host-link", "node2") in checked.found, checked.said
+    assert_found(checked, "slow-host-link", "node2")
 
 
 @pytest.mark.soak
@@ -208,7 +206,7 @@ def test_a_slow_link_slows_a_collective(cluster, find):
     with limited(cluster, cluster.hosts[1], "300mbit"):
         checked = find("--bandwidth", "gloo")
     assert ("slow-host-link", "node2") in checked.found, checked.said
-    assert_found(checked, "slow-host-link", "node2", "slow-link")
+    assert_found(checked, "slow-host-link", "node2")
 
 
 def test_ctrl_c_while_a_pair_reduces_ends_its_ranks(cluster):

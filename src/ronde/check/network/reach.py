@@ -1,11 +1,10 @@
-"""Do hosts reach each other, at full size, at once and at full speed?
+"""Do hosts reach each other, at full size and at once?
 
 Every host listens, and then every host reaches every other; see ``visits`` for what
 each host does. Of pairs with a fault the host that they share is named.
 """
 
 import random
-import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,8 +35,6 @@ Where connecting failed, ``is_heard`` is whether datagrams arrived there.
 
 # Fact: of the interface that leads to most other hosts, in bytes.
 MTU = "network.peer_mtu"
-_SLOW_SHARE = 0.3  # slow is what has less than this share of the usual speed
-_MIN_HOSTS = 3  # of fewer there is no usual speed
 # Of more hosts, each reaches its neighbours in a ring, and some at random.
 _MAX_ALL_PAIRS = 32
 _NUM_SHIFTS = 4
@@ -55,7 +52,7 @@ def run(hosts: HostSet) -> None:
             hosts.note_unread(host, REACH, reply.failure)
     plan = plan_partners([n for n in hosts.names if not listening[n].failure])
     reached = _reach(hosts, listening, plan)
-    doubtful = {*failing_pairs(reached), *lossy_pairs(reached), *slow_pairs(reached)}
+    doubtful = {*failing_pairs(reached), *lossy_pairs(reached)}
     again = {
         host: [other for other in others if (host, other) in doubtful]
         for host, others in plan.items()
@@ -91,8 +88,8 @@ def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return the better of two tries: one success shows that it works."""
     if second["error"] or (second["lost_bytes"] and not first["error"]):
         return first if not first["error"] else second
-    best = {n: max(first.get(n) or 0, second.get(n) or 0) for n in ("mb_per_s", "mtu")}
-    return first | second | {name: most for name, most in best.items() if most}
+    mtu = max(first.get("mtu") or 0, second.get("mtu") or 0)
+    return first | second | ({"mtu": mtu} if mtu else {})
 
 
 def _reach(
@@ -158,25 +155,6 @@ def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
     """Return the MTU of the interface that leads to most others; 0 if to none."""
     counts = Counter(each["own_mtu"] for each in others.values() if each["own_mtu"])
     return counts.most_common(1)[0][0] if counts else 0
-
-
-def _speeds(reached: Reached) -> dict[HostPair, float]:
-    return {p: e["mb_per_s"] for p, e in _each(reached) if e.get("mb_per_s")}
-
-
-def usual_speed(reached: Reached) -> float:
-    """Return the median over hosts of each one's fastest transfer in MB/s; or 0."""
-    fastest: dict[str, float] = {}
-    for pair, speed in _speeds(reached).items():
-        for host in pair:
-            fastest[host] = max(fastest.get(host, 0.0), speed)
-    return statistics.median(fastest.values()) if len(fastest) >= _MIN_HOSTS else 0.0
-
-
-def slow_pairs(reached: Reached, share: float = _SLOW_SHARE) -> list[HostPair]:
-    """Return the pairs with transfers slower than a share of what is usual."""
-    least = share * usual_speed(reached)
-    return [pair for pair, speed in _speeds(reached).items() if speed < least]
 
 
 def blame(
@@ -307,31 +285,3 @@ def path_mtu(fleet: Fleet) -> Problems:
             size = format_size(max(reached[a][b]["lost_bytes"] for a, b in own))
             what = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"
         yield Problem(what, host=host)
-
-
-@check(WARN, REACH)
-def slow_link(fleet: Fleet) -> Problems:
-    """Transfers to and from the host are as fast as between the others.
-
-    reads: the fastest of a few TCP transfers of up to 1MiB between all pairs
-    threshold: 30% of the median over three or more hosts of each one's fastest
-    source: ronde's own; so short a transfer shows a factor of ten, no less
-    fix: Look at the rate and errors: ethtool INTERFACE; ip -s link; tc qdisc. Measure
-        at length: ronde check --bandwidth.
-    needs: three hosts
-    why: The slowest link sets the pace of every reduction.
-    """
-    reached = fleet.known(REACH)
-    usual = f"{usual_speed(reached):.3g} MB/s between hosts"
-    slow = set(slow_pairs(reached))
-    # A link that is almost slow, too, shows which end of the slow one it is.
-    blamed = {
-        host: own
-        for host, own in blame(slow_pairs(reached, 2 * _SLOW_SHARE)).items()
-        if slow.intersection(own)
-    }
-    # Nothing stands out where most are slow against a few.
-    for host, own in blamed.items() if len(blamed) <= max(2, len(reached) / 2) else ():
-        best = max(reached[a][b]["mb_per_s"] for a, b in own)
-        what = f"{_name_ways(host, own)}: {best:.3g} MB/s"
-        yield Problem(what, usual=usual, host=host)

@@ -1,4 +1,4 @@
-"""Who reaches whom by TCP, how fast, and with what size of packets.
+"""Who reaches whom by TCP, with what size of packets; streams between two hosts.
 
 Each host opens ports that answer whoever knows its token. A frame on a TCP connection
 is a length and as many bytes; one byte comes back when all are there. A datagram, which
@@ -16,11 +16,11 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
 from ronde.check.check import Value
@@ -36,10 +36,6 @@ _MAX_DATAGRAM_BYTES = 65535
 _NUM_PORTS = 2
 _MAX_CONNECTIONS = 512
 _IDLE_S, _CONNECT_S, _ANSWER_S = 5.0, 1.0, 0.8
-_SPEEDS_S, _MAX_SPEED_S, _SLOW_S = 0.8, 0.2, 0.05
-_FIRST_BYTES, _NEXT_BYTES = 256 << 10, 1 << 20
-_NUM_TRANSFERS = 4
-_MB = 1e6
 NUM_STREAMS = 4  # clouds let one stream alone have only a part of a link
 # How long a stream runs before it counts; frames that are quicker are made longer.
 _WARM_S, _QUICK_S = 0.1, 0.02
@@ -228,37 +224,27 @@ def _pump(line: socket.socket, seconds: float) -> float:
     return num_bytes / max(now_s - counted_from_s, 1e-9)
 
 
-class _Visit(NamedTuple):
-    found: dict[str, Value]
-    connection: socket.socket | None
-
-
 def reach(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Reach other hosts, all at once, and time what goes there; at most about 4 s.
+    """Reach other hosts, all at once; at most about 3 s.
 
     The question has ``name`` (this host's) and ``targets``, each with ``name``,
     ``address``, ``ports``, ``udp_port`` and ``token``. The answer has ``reached``, by
-    the target's name, without what was not measured:
+    the target's name:
 
     - ``error``: why one of its ports cannot be connected to, else empty;
     - ``is_refused``: whether it was the other host that refused;
     - ``lost_bytes``: size of a message that did not arrive though small ones did, or 0;
-    - ``mb_per_s``: the fastest of a few transfers to it, in 1e6 bytes a second;
     - ``mtu``: the largest packet in bytes that arrives, or null if none did;
     - ``interface``, ``own_mtu``: what leads there.
     """
     targets: list[dict[str, Value]] = question["targets"]
-    if not targets:
-        return {"reached": {}}
-    with ThreadPoolExecutor(len(targets)) as pool:
-        visits = list(pool.map(partial(_visit, question["name"]), targets))
-    _time_transfers(visits)
-    pairs = zip(targets, visits, strict=True)
-    return {"reached": {target["name"]: visit.found for target, visit in pairs}}
+    with ThreadPoolExecutor(len(targets) or 1) as pool:
+        found = pool.map(partial(_visit, question["name"]), targets)
+        return {"reached": {t["name"]: f for t, f in zip(targets, found, strict=True)}}
 
 
-def _visit(name: str, target: dict[str, Value]) -> _Visit:
-    """Reach one host; its first connection stays open where all went well."""
+def _visit(name: str, target: dict[str, Value]) -> dict[str, Value]:
+    """Reach one host."""
     address, token = target["address"], target["token"].encode()
     interface, own_mtu = own_end(address)
     found: dict[str, Value] = {
@@ -268,32 +254,30 @@ def _visit(name: str, target: dict[str, Value]) -> _Visit:
         "interface": interface,
         "own_mtu": own_mtu,
     }
-    connections: list[socket.socket] = []
-    port = 0
-    try:
-        for port in target["ports"]:
-            connections.append(_connect(address, port, token))
-    except OSError as error:
-        found["error"] = f"port {port}: {_reason(error)}"
-        found["is_refused"] = isinstance(error, ConnectionRefusedError)
-    if own_mtu:
-        # Also where no connection was made: a lost answer is no lost question.
-        with suppress(OSError):
-            found["mtu"] = measure_mtu(
-                address, target["udp_port"], token, name, own_mtu
-            )
-    if not found["error"]:
+    with ExitStack() as closing:
+        connections: list[socket.socket] = []
+        port = 0
         try:
-            if _transfer(connections[0], _SMALL_BYTES) is None:
-                found["error"] = "an open connection breaks: no answer"
-            elif _transfer(connections[0], LARGE_BYTES) is None:
-                found["lost_bytes"] = LARGE_BYTES
+            for port in target["ports"]:
+                opened = closing.enter_context(_connect(address, port, token))
+                connections.append(opened)
         except OSError as error:
-            found["error"] = f"an open connection breaks: {_reason(error)}"
-    num_kept = 0 if found["error"] or found["lost_bytes"] else 1
-    for each in connections[num_kept:]:
-        each.close()
-    return _Visit(found, connections[0] if num_kept else None)
+            found["error"] = f"port {port}: {_reason(error)}"
+            found["is_refused"] = isinstance(error, ConnectionRefusedError)
+        if own_mtu:
+            # Also where no connection was made: a lost answer is no lost question.
+            with suppress(OSError):
+                to = (address, target["udp_port"])
+                found["mtu"] = measure_mtu(*to, token, name, own_mtu)
+        if not found["error"]:
+            try:
+                if not _arrives(connections[0], _SMALL_BYTES):
+                    found["error"] = "an open connection breaks: no answer"
+                elif not _arrives(connections[0], LARGE_BYTES):
+                    found["lost_bytes"] = LARGE_BYTES
+            except OSError as error:
+                found["error"] = f"an open connection breaks: {_reason(error)}"
+    return found
 
 
 def _reason(error: OSError) -> str:
@@ -302,53 +286,15 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _time_transfers(visits: Sequence[_Visit]) -> None:
-    """Time transfers to one host after the other, so that none is in another's way.
-
-    Hosts that are asked with their targets turned round, each beginning with the next
-    one, mostly send to different ones at any time.
-    """
-    num_left = sum(visit.connection is not None for visit in visits)
-    due_s = time.perf_counter() + _SPEEDS_S
-    for visit in visits:
-        if visit.connection is None:
-            continue
-        with visit.connection as connection:
-            left_s = due_s - time.perf_counter()
-            share_s = min(_MAX_SPEED_S, left_s / num_left)
-            num_left -= 1
-            if left_s > 0:
-                with suppress(OSError):
-                    visit.found["mb_per_s"] = _fastest(connection, share_s)
-
-
-def _fastest(connection: socket.socket, share_s: float) -> float:
-    """Return the fastest of a few transfers in MB/s; slow links get a small one."""
-    begun_s = time.perf_counter()
-    best = 0.0
-    for number in range(_NUM_TRANSFERS):
-        size_bytes = _NEXT_BYTES if number else _FIRST_BYTES
-        took_s = _transfer(connection, size_bytes)
-        if took_s is None:
-            # It took longer than that: this is more than there is.
-            return max(best, size_bytes / _MB / _ANSWER_S)
-        best = max(best, size_bytes / _MB / took_s)
-        is_over = time.perf_counter() > begun_s + share_s
-        if is_over or (not number and took_s > _SLOW_S):
-            break
-    return best
-
-
-def _transfer(connection: socket.socket, size_bytes: int) -> float | None:
-    """Return how long it took until all was there; nothing if that took too long."""
-    begun_s = time.perf_counter()
+def _arrives(connection: socket.socket, size_bytes: int) -> bool:
+    """Send a frame; return whether the answer comes in time."""
     try:
         connection.settimeout(_ANSWER_S)
         connection.sendall(FRAME.pack(size_bytes) + bytes(size_bytes))
         receive_exactly(connection, 1)
     except TimeoutError:
-        return None
-    return time.perf_counter() - begun_s
+        return False
+    return True
 
 
 def own_end(address: str) -> tuple[str, int]:
