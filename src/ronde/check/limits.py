@@ -21,12 +21,7 @@ from ronde.check.majority import having_less
 from ronde.check.probing import FactReader, UnreadableError
 from ronde.memory import available_memory
 from ronde.topology.kernel_files import list_names, read_number, read_text
-from ronde.topology.machine import (
-    list_groups,
-    read_cores,
-    read_cpu_limit,
-    read_gpus,
-)
+from ronde.topology.machine import list_groups, read_cores, read_cpu_limit, read_gpus
 from ronde.units import format_size
 
 UNLIMITED = -1  # a limit that there is not
@@ -73,11 +68,8 @@ def read(reader: FactReader) -> None:
     reader.keep(_CAPABILITIES, lambda: _read_capabilities(own))
     reader.keep(_QUOTA, lambda: read_cpu_limit(root))
     reader.keep(_CPUS, lambda: sum(len(core.cpus) for core in read_cores(root)))
-    with reader.reading(_PIDS, _PIDS_LEFT):
-        reader.values |= dict(zip((_PIDS, _PIDS_LEFT), _read_pids(root), strict=True))
-    with reader.reading(_SIZE, _FREE):
-        sizes = _read_room(shared)
-        reader.values |= dict(zip((_SIZE, _FREE), sizes, strict=True))
+    reader.keep_each((_PIDS, _PIDS_LEFT), lambda: _read_pids(root))
+    reader.keep_each((_SIZE, _FREE), lambda: _read_room(shared))
     reader.keep(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
     reader.keep(_TOTAL, lambda: parse_meminfo(Path(f"{root}/proc/meminfo").read_text()))
     with reader.reading(_LEFT):

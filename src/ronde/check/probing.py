@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import MappingProxyType
@@ -46,6 +46,12 @@ class FactReader:
     def keep(self, name: str, read: Callable[[], Value]) -> None:
         with self.reading(name):
             self.values[name] = read()
+
+    def keep_each(
+        self, names: Sequence[str], read: Callable[[], Iterable[Value]]
+    ) -> None:
+        with self.reading(*names):
+            self.values |= zip(names, read(), strict=True)
 
     @contextmanager
     def reading(self, *names: str) -> Generator[None]:

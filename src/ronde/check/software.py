@@ -53,9 +53,7 @@ def read(reader: FactReader) -> None:
     )
     reader.values["versions.python"] = sys.version.split()[0]
     reader.values[_PYTHON_PATH] = sys.executable
-    with reader.reading(_TORCH, _BUILD):
-        built = read_torch(_find_torch())
-        reader.values |= dict(zip((_TORCH, _BUILD), built, strict=True))
+    reader.keep_each((_TORCH, _BUILD), lambda: read_torch(_find_torch()))
     packages = read_packages(sys.path)
     code = digest_code(Path(ronde.__file__).parent)
     packages["ronde"] = f"{ronde.__version__} (code {code})"
@@ -165,8 +163,7 @@ def torch(fleet: Fleet) -> Problems:
     why: Ranks compute different things, disagree on what they send, or hang.
     """
     yield from once_a_host(
-        differing(fleet, _TORCH, "torch"),
-        differing(fleet, _BUILD, "torch built for"),
+        differing(fleet, _TORCH, "torch"), differing(fleet, _BUILD, "torch built for")
     )
 
 

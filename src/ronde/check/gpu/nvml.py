@@ -320,9 +320,7 @@ def ask_driver(reader: FactReader) -> None:
 
 
 def keep_answers(
-    reader: FactReader,
-    nvml: NvmlDriver,
-    ask_gpus: Callable[[int], Sequence[GpuReport]],
+    reader: FactReader, nvml: NvmlDriver, ask_gpus: Callable[[int], Sequence[GpuReport]]
 ) -> None:
     """Store the facts ``ALL_ANSWERS``; ``ask_gpus`` gets the number of GPUs."""
     for question in HOST_QUESTIONS:
