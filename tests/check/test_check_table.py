@@ -20,7 +20,6 @@ from ronde.render.check import (
 )
 
 NETWORK = Family.NETWORK
-BY_ID = {check.id: check for check in CHECKS}
 
 
 def table(fleet, **options):
@@ -95,7 +94,7 @@ def test_what_is_found_elsewhere_does_not_break_the_table():
 def test_equal_findings_are_told_once():
     odd = {f"node{n}": {"memlock": 8} for n in (3, 4, 5)}
     findings = judge(make_fleet(8, **odd), CHECKS).findings
-    assert draw_findings(findings, BY_ID) == (
+    assert draw_findings(findings) == (
         "x locked-memory: node[3-5]\n"
         "    8 GiB can be locked\n"
         "    fix: ulimit -l unlimited\n"
@@ -104,34 +103,34 @@ def test_equal_findings_are_told_once():
 
 def test_findings_that_differ_share_their_fix():
     fleet = make_fleet(4, node1={"memlock": 8}, node2={"memlock": 16})
-    text = draw_findings(judge(fleet, CHECKS).findings, BY_ID)
+    text = draw_findings(judge(fleet, CHECKS).findings)
     assert text.count("fix:") == 1
     assert "    node1: 8 GiB can be locked\n    node2: 16 GiB can be locked\n" in text
 
 
 def test_what_is_usual_stands_with_what_is_seen():
     fleet = make_fleet(4, node2={"torch": "2.11"})
-    text = draw_findings(judge(fleet, CHECKS).findings, BY_ID)
+    text = draw_findings(judge(fleet, CHECKS).findings)
     assert "torch 2.11, but 2.13 on 3 hosts" in text
 
 
 def test_a_hundred_values_do_not_flood():
     odd = {f"node{n}": {"memlock": n % 31} for n in range(1, 101)}
-    text = draw_findings(judge(make_fleet(100, **odd), CHECKS).findings, BY_ID)
+    text = draw_findings(judge(make_fleet(100, **odd), CHECKS).findings)
     assert "more\n" in text
     assert len(text.splitlines()) < 20
 
 
 def test_a_finding_of_a_thousand_words_is_cut():
     found = Finding("governor", Severity.WARN, "a", "word " * 1000)
-    text = draw_findings([found], BY_ID)
+    text = draw_findings([found])
     assert 4 < len(text.splitlines()) < 8
     assert "..." in text
 
 
 def test_a_finding_has_its_own_fix_before_the_checks():
     found = Finding("governor", Severity.INFORM, "a", "it is so", fix="leave it")
-    assert draw_findings([found], BY_ID) == (
+    assert draw_findings([found]) == (
         "i governor: a\n    it is so\n    fix: leave it\n"
     )
 
@@ -202,7 +201,7 @@ def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_told():
         "4 of 4 hosts are ready by themselves\n"
         "node1 - node2 are not ready together: latency\n"
     )
-    told = json.loads(checked_as_json((), judgement, decided, BY_ID, exit_code=2))
+    told = json.loads(checked_as_json((), judgement, decided, exit_code=2))
     assert told["verdict"]["not_ready_pairs"] == [["node1", "node2"]]
     assert told["verdict"]["not_ready"] == told["verdict"]["warned_pairs"] == []
 
@@ -256,9 +255,7 @@ def test_json_holds_facts_findings_and_verdict():
     decided = decide(names, judgement.findings, 3)
     changes = Changes((), (), (), ("node3",), ())
     told = json.loads(
-        checked_as_json(
-            fleet.hosts, judgement, decided, BY_ID, exit_code=2, changes=changes
-        )
+        checked_as_json(fleet.hosts, judgement, decided, exit_code=2, changes=changes)
     )
     assert (told["form"], told["schema"], told["ronde"]) == (
         "ronde-check",
@@ -300,7 +297,7 @@ def test_seventy_checks_of_64_hosts_are_judged_in_a_second():
     begun_s = time.process_time()
     judgement = judge(fleet, checks)
     tabulate_hosts(names, judgement, checks)
-    draw_findings(judgement.findings, {check.id: check for check in checks})
+    draw_findings(judgement.findings)
     draw_unread(judgement.unread)
     assert time.process_time() - begun_s < 1.0
 

@@ -79,7 +79,7 @@ class Finding(NamedTuple):
     host: str  # for two hosts what ``name_pair`` returns
     what: str  # without a subject: ``/dev/shm has 64MiB``
     usual: str = ""  # what most other hosts have, if that is the point
-    fix: str = ""  # what to do or type, if more exact than the check's own
+    fix: str = ""  # what to do or type
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class Problem(NamedTuple):
     what: str
     severity: Severity | None = None  # None for the check's own
     usual: str = ""
-    fix: str = ""
+    fix: str = ""  # if more exact than the check's own
     host: str = ""  # filled in for a judge of one host
 
 
@@ -119,7 +119,8 @@ class Check(NamedTuple):
 
     def find(self, fleet: Fleet) -> Iterator[Finding]:
         for what, severity, usual, fix, host in self.judge(fleet):
-            yield Finding(self.id, severity or self.severity, host, what, usual, fix)
+            how_bad = severity or self.severity
+            yield Finding(self.id, how_bad, host, what, usual, fix or self.fix)
 
 
 _FIELDS = ("reads", "threshold", "source", "fix", "needs", "why")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ronde.arguments import CommandParser, read_one_of
 from ronde.check.catalogue import all_checks, plan_for
@@ -98,7 +98,7 @@ class CheckRequest(NamedTuple):
 
     options: argparse.Namespace
     hosts: tuple[Host, ...]  # at least one
-    settings: dict[str, Value]  # for probes and checks; see ``Reading``
+    settings: dict[str, Value]  # for probes and checks
     checks: tuple[Check, ...]  # at least one
 
 
@@ -188,20 +188,18 @@ def read_request(
         "files": [str(absolute_path(path)) for path in options.file],
         ENVIRONMENT: select_forwarded(environ),
         "burn_s": burn_s,
-        "bandwidth": ""
-        if way is None
-        else read_one_of("--bandwidth", way or "auto", _WAYS),
+        "bandwidth": "",
     }
+    if way is not None:
+        settings["bandwidth"] = read_one_of("--bandwidth", way or "auto", _WAYS)
     if options.ranks is not None:
         settings["num_ranks"] = parse_number(
             options.ranks, "ranks", "--ranks", lowest=1, highest=MAX_SLOTS
         )
     elif any(host.slots > 0 for host in hosts):
         settings["num_ranks"] = max(host.slots for host in hosts)
-    for option, file in (
-        ("--save", options.save),
-        ("--write-hostfile", options.write_hostfile),
-    ):
+    written = {"--save": options.save, "--write-hostfile": options.write_hostfile}
+    for option, file in written.items():
         path = Path(file or "")
         place = path if path.exists() else path.parent
         if file and (path.is_dir() or not os.access(place, os.W_OK)):
@@ -218,10 +216,8 @@ def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check
             raise _unknown(word, known, option, "a family or a check's id")
         return words
 
-    only, skipped = (
-        read_names("--only", options.only),
-        read_names("--skip", options.skip),
-    )
+    only = read_names("--only", options.only)
+    skipped = read_names("--skip", options.skip)
     # A host that does not answer is no answer to any question.
     only |= {TAKING_PART} if only else {*Family}
     chosen = tuple(
@@ -243,10 +239,9 @@ def _unknown(name: str, known: Sequence[str], said_by: str, kind: str) -> UsageE
 
 
 def _unwritable(option: str, file: str, reason: str = "") -> UsageError:
-    reason = reason and f": {reason}"
+    got = f"{file}: {reason}" if reason else file
     return UsageError(
-        f"{option} must be a file that can be written, got {file}{reason}. Name "
-        "another."
+        f"{option} must be a file that can be written, got {got}. Name another."
     )
 
 
@@ -259,28 +254,18 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
         plan = plan_for(checks, settings)
         found = collect_from(controller, nodes, settings, plan, lambda _: None)
         findings = judge(Fleet(found.hosts, settings), checks).findings
-        by_id = {each.id: each for each in checks}
         bad = [each for each in findings if each.severity is Severity.FAIL]
-        failures = [
-            *found.failures,
-            *(
-                HostFailure(e.host, Failure(e.what, render.fix_of(e, by_id)))
-                for e in bad
-            ),
-        ]
-        if failures:
+        failures = [HostFailure(e.host, Failure(e.what, e.fix)) for e in bad]
+        if found.failures or bad:
             unfit = {host for each in bad for host in each.hosts}
             unfit |= {each.host for each in found.failures}
             raise HostError(
                 f"{len(unfit)} of {len(nodes)} hosts are not ready.",
-                failures,
+                [*found.failures, *failures],
                 [node.name for node in nodes if node.name not in unfit],
             )
-        return tuple(
-            f"{e.host}: {e.what}. {render.fix_of(e, by_id)}"
-            for e in findings
-            if e.severity is Severity.WARN
-        )
+        warned = [each for each in findings if each.severity is Severity.WARN]
+        return tuple(f"{each.host}: {each.what}. {each.fix}" for each in warned)
 
     return check
 
@@ -308,34 +293,24 @@ def _show(
     request: CheckRequest, checked: _Checked, since: Earlier | None, kept: Kept
 ) -> None:
     changes = compare(since.kept, kept) if since else None
-    checks = {check.id: check for check in request.checks}
+    judgement, verdict = checked.judgement, checked.verdict
     if request.options.json:
-        text = render.checked_as_json(
-            checked.collected.hosts,
-            checked.judgement,
-            checked.verdict,
-            checks,
-            exit_code=checked.exit_code,
-            changes=changes,
+        hosts, code = checked.collected.hosts, checked.exit_code
+        print(
+            render.checked_as_json(
+                hosts, judgement, verdict, exit_code=code, changes=changes
+            ),
+            end="",
         )
-        print(text, end="")
         return
-    is_coloured, width = _is_coloured(), _width()
-    findings = checked.judgement.findings
+    look: dict[str, Any] = {"is_coloured": _is_coloured(), "width": _width()}
+    names, width = [host.name for host in request.hosts], look["width"]
     parts = [
-        render.tabulate_hosts(
-            [host.name for host in request.hosts],
-            checked.judgement,
-            request.checks,
-            is_coloured=is_coloured,
-            width=width,
-        ),
-        render.draw_findings(findings, checks, is_coloured=is_coloured, width=width),
-        render.draw_unread(checked.judgement.unread, width),
-        render.draw_changes(changes, since.created_at, width)
-        if changes and since
-        else "",
-        render.draw_verdict(checked.verdict, findings, width),
+        render.tabulate_hosts(names, judgement, request.checks, **look),
+        render.draw_findings(judgement.findings, **look),
+        render.draw_unread(judgement.unread, width),
+        since and changes and render.draw_changes(changes, since.created_at, width),
+        render.draw_verdict(verdict, judgement.findings, width),
     ]
     print("\n".join(part for part in parts if part), end="")
 
@@ -345,12 +320,10 @@ def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
     if options.save:
         save(Path(options.save), kept)
     if options.write_hostfile:
-        names = [host.name for host in request.hosts]
+        file, names = options.write_hostfile, [host.name for host in request.hosts]
         good = fit_together(names, checked.verdict, is_strict=options.strict)
-        text = render.draw_hostfile(
-            [host for host in request.hosts if host.name in good]
-        )
-        file = options.write_hostfile
+        fit = [host for host in request.hosts if host.name in good]
+        text = render.draw_hostfile(fit)
         try:
             Path(file).write_text(text, encoding="utf-8")
         except OSError as error:

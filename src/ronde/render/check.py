@@ -102,16 +102,10 @@ def _wrap_names(text: str, width: int) -> list[str]:
 
 
 def draw_findings(
-    findings: Sequence[Finding],
-    checks: Mapping[str, Check],
-    *,
-    is_coloured: bool = False,
-    width: int = WIDTH,
+    findings: Sequence[Finding], *, is_coloured: bool = False, width: int = WIDTH
 ) -> str:
     """Return findings, the worst first; what several hosts have alike is shown once."""
-    groups = grouped(
-        ((each.check, each.severity, fix_of(each, checks)), each) for each in findings
-    )
+    groups = grouped(((each.check, each.severity, each.fix), each) for each in findings)
     text = ""
     for (check, severity, fix), same in groups.items():
         mark = "i" if severity is Severity.INFORM else _MARKS[severity]
@@ -135,13 +129,6 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
     if left := sum(len(names) for names in list(causes.values())[_MAX_CAUSES:]):
         text += f"{' ' * _INDENT}and {left} more\n"
     return text
-
-
-def fix_of(finding: Finding, checks: Mapping[str, Check]) -> str:
-    """Return what to do about a finding: its own fix, else its check's."""
-    if finding.fix or finding.check not in checks:
-        return finding.fix
-    return checks[finding.check].fix
 
 
 def draw_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
@@ -324,7 +311,6 @@ def checked_as_json(
     hosts: Sequence[HostFacts],
     judgement: Judgement,
     verdict: Readiness,
-    checks: Mapping[str, Check],
     *,
     exit_code: int,
     changes: Changes | None = None,
@@ -334,10 +320,7 @@ def checked_as_json(
         "schema": SCHEMA,
         "ronde": __version__,
         "hosts": [facts._asdict() for facts in hosts],
-        "findings": [
-            {**each._asdict(), "fix": fix_of(each, checks)}
-            for each in judgement.findings
-        ],
+        "findings": [each._asdict() for each in judgement.findings],
         "unread": [each._asdict() for each in judgement.unread],
         "verdict": {
             "exit_code": exit_code,
