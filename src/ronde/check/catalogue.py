@@ -28,7 +28,7 @@ _SUBJECTS = (
 _STEPS = (
     *("cluster.STEP", "network.reach.STEP", "storage.STEP"),
     *("cluster.PACE_STEP", "burn.BURN_STEP"),
-    *("network.bandwidth.STEP", "network.rdma.STEP"),
+    "network.bandwidth.STEP",
 )
 """In their order, after the probes."""
 
@@ -36,7 +36,6 @@ OPERATIONS = {
     "burn": ("burn",),
     "cluster": ("clock", "spin"),
     "network.bandwidth": ("bench", "hold_rendezvous"),
-    "network.rdma": ("count_errors",),
     "network.visits": ("listen", "reach", "stream"),
     "storage": ("try_path",),
 }

@@ -20,15 +20,12 @@ from ronde.check.check import (
     check,
     each_host,
 )
-from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.network.interfaces import chooses, find_slower
-from ronde.check.probing import FactReader, ProbeEntry, run_probes
+from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import parse_rate
 
 RDMA_ERRORS = "network.rdma_errors"  # fact: by RDMA port the errors that it has counted
-# Fact: by RDMA port and counter how many errors came; without those that did not.
-RDMA_GROWTH = "network.rdma_error_growth"
 _PORTS, _VARIABLES = "network.rdma_ports", "network.variables"
 _FILES, _LIBRARY = "network.rdma_device_files", "network.has_rdma_library"
 _NUM_GPUS = "host.num_gpus"
@@ -50,8 +47,6 @@ _ERRORS = {
     "hw_counters": _LOST.split(),
 }
 """By directory of a port, what counts what should not be."""
-
-_COUNTING_S, _SLACK_S = 15.0, 5.0
 
 Port = Mapping[str, Any]
 
@@ -82,10 +77,7 @@ def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
 def read_ports(root: str) -> dict[str, Value]:
     """Return the ports of all adapters, by names such as ``mlx5_0:1``.
 
-    Each has ``state`` and ``physical_state`` as the kernel calls them, such as
-    ``ACTIVE`` and ``LinkUp``, ``mbit_per_s``, ``layer`` (``InfiniBand`` or
-    ``Ethernet``), ``gids`` and ``downs``: how often the link went down (-1: unknown). A
-    GID has ``address``, ``type`` and ``interface``; empty ones are left out.
+    ``downs``: how often the link went down (-1: unknown). Empty GIDs are left out.
     """
     found: dict[str, Value] = {}
     for name, own, is_function in _list_ports(root):
@@ -148,47 +140,6 @@ def _has_library(root: str) -> bool:
         (place / _IBVERBS).exists() or any(place.glob(f"*-linux-gnu/{_IBVERBS}"))
         for place in places
     )
-
-
-def count_errors(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Read the adapters again, in a process of its own; return ``counts``."""
-    probe = ProbeEntry(("ronde.check.network.rdma",), _COUNTING_S, "")
-    outcome = run_probes({"rdma": probe}, question["settings"])["rdma"]
-    if outcome.failure or RDMA_ERRORS not in outcome.values:
-        return {"error": outcome.failure or outcome.unreadable[RDMA_ERRORS]}
-    return {"counts": outcome.values[RDMA_ERRORS]}
-
-
-def count_growth(hosts: HostSet) -> None:
-    """Store the errors that have come since the probes ran."""
-    counting = [h for h, each in hosts.facts.items() if each.values.get(RDMA_ERRORS)]
-    question = {"do": "count_errors", "settings": hosts.settings}
-    questions = dict.fromkeys(counting, question)
-    for host, reply in hosts.ask(questions, _COUNTING_S + _SLACK_S).items():
-        if reply.failure:
-            hosts.note_unread(host, RDMA_GROWTH, reply.failure)
-        else:
-            before = hosts.facts[host].values[RDMA_ERRORS]
-            growth = compare_counts(before, reply.values["counts"])
-            hosts.note(host, RDMA_GROWTH, growth)
-
-
-def compare_counts(
-    before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]]
-) -> dict[str, dict[str, int]]:
-    """Return by port and counter what has come; nothing of what was reset meanwhile."""
-    grown = {
-        port: {
-            counter: count - before[port][counter]
-            for counter, count in counts.items()
-            if count > before.get(port, {}).get(counter, count)
-        }
-        for port, counts in after.items()
-    }
-    return {port: counts for port, counts in grown.items() if counts}
-
-
-STEP = ProbeStep("counting RDMA errors", count_growth, (RDMA_GROWTH,), (RDMA_ERRORS,))
 
 
 def _chosen(values: Values) -> dict[str, Port]:
@@ -355,25 +306,3 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     if len(fleet.hosts) > 1 and up and missing:
         what = f"{', '.join(up)} up, but {' and '.join(missing)}"
         yield Problem(what, FAIL if _has_gpus(values) else WARN)
-
-
-@each_host(WARN, RDMA_ERRORS, RDMA_GROWTH)
-def rdma_errors(values: Values, _: Fleet) -> Problems:
-    """RDMA ports count no errors.
-
-    reads: symbol_error, link_error_recovery, link_downed, port_rcv_errors and
-        local_link_integrity_errors of counters, and out_of_sequence, packet_seq_err,
-        local_ack_timeout_err and rnr_nak_retry_err of hw_counters, in
-        /sys/class/infiniband/*/ports/*, by the probes, and again at the end, after
-        --bandwidth and --burn; not of virtual functions
-    threshold: none grows meanwhile; --since also shows growth since then
-    source: ronde's own: a link in order counts none in seconds
-    fix: The first five: clean or replace cable and transceiver (ibdiagnet, mlxlink -d
-        ADAPTER -c). The others, with RoCE: look at PFC and ECN of the adapter and of
-        the switches: packets are lost.
-    needs: an RDMA adapter
-    why: Lost packets are sent again after a time-out: single steps take long.
-    """
-    for port, counts in values[RDMA_GROWTH].items():
-        grown = ", ".join(f"{name} by {count}" for name, count in counts.items())
-        yield Problem(f"{port}: {grown} more during the check")

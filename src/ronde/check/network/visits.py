@@ -105,21 +105,15 @@ class Reception:
 
 def _open(kind: socket.SocketKind) -> socket.socket:
     """Return a socket on all addresses of both families, as far as there are two."""
-    for family in (socket.AF_INET6, socket.AF_INET):
-        with suppress(OSError):
-            opened = socket.socket(family, kind)
-            try:
-                if family == socket.AF_INET6:
-                    opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                opened.bind(("", 0))
-                if kind == socket.SOCK_STREAM:
-                    opened.listen(_MAX_CONNECTIONS)
-            except BaseException:
-                opened.close()
-                raise
-            opened.settimeout(0)
-            return opened
-    raise OSError("no port can be opened")
+    is_dual = socket.has_dualstack_ipv6()
+    opened = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET, kind)
+    if is_dual:
+        opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    opened.bind(("", 0))
+    if kind == socket.SOCK_STREAM:
+        opened.listen(_MAX_CONNECTIONS)
+    opened.settimeout(0)
+    return opened
 
 
 def _answer(connection: socket.socket, token: bytes) -> None:
