@@ -14,7 +14,7 @@ from tests.check.fleets import of_family
 from ronde.check.check import Family, Fleet, HostFacts, Severity
 from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.judging import judge
-from ronde.check.network import bandwidth as steps, visits
+from ronde.check.network import bandwidth as steps, reach
 from ronde.check.network.bandwidth import Streams, judge_pairs, rounds
 from ronde.launch.running import Answer
 
@@ -168,7 +168,7 @@ def sites():
     """Return the contexts of two hosts that listen, and their answers to that."""
     with ExitStack() as closing:
         both = [NodeContext({}, closing) for _ in range(2)]
-        yield both, [visits.listen(each, {}) for each in both]
+        yield both, [reach.listen(each, {}) for each in both]
 
 
 def place_of(listening, address=LOOPBACK):
@@ -183,7 +183,7 @@ def stream_between(sites, **changed):
 
     def ask(name, context, question):
         try:
-            outcomes[name] = visits.stream(context, question)
+            outcomes[name] = reach.stream(context, question)
         except OSError as error:
             outcomes[name] = error
 
@@ -244,15 +244,15 @@ def test_a_slow_receiver_is_measured(sites, gb_per_s):
     """A receiver of the test's own that takes bytes at a pace."""
     contexts, _ = sites
     token = "0123456789abcdef"  # noqa: S105
-    each_bytes_per_s = gb_per_s * 1e9 / visits.NUM_STREAMS
+    each_bytes_per_s = gb_per_s * 1e9 / reach.NUM_STREAMS
 
     def serve(connection):
         with connection, suppress(OSError):
-            connection.sendall(visits.receive_exactly(connection, len(token)))
+            connection.sendall(reach.receive_exactly(connection, len(token)))
             begun_s, num_bytes = time.monotonic(), 0
             while True:
-                header = visits.receive_exactly(connection, visits.FRAME.size)
-                (left,) = visits.FRAME.unpack(header)
+                header = reach.receive_exactly(connection, reach.FRAME.size)
+                (left,) = reach.FRAME.unpack(header)
                 while left:
                     chunk = connection.recv(min(left, 16 << 10))
                     if not chunk:
@@ -263,12 +263,12 @@ def test_a_slow_receiver_is_measured(sites, gb_per_s):
                 connection.sendall(b"\1")
 
     with socket.create_server((LOOPBACK, 0)) as listener, ExitStack() as joining:
-        for _ in range(visits.NUM_STREAMS):
+        for _ in range(reach.NUM_STREAMS):
             accept = threading.Thread(target=lambda: serve(listener.accept()[0]))
             accept.start()
             joining.callback(accept.join)
         place = {"address": LOOPBACK, "port": listener.getsockname()[1]}
-        found = visits.stream(contexts[0], place | {"token": token, "seconds": 0.3})
+        found = reach.stream(contexts[0], place | {"token": token, "seconds": 0.3})
     assert gb_per_s / 3 < found["gb_per_s"] < gb_per_s * 1.5
 
 

@@ -12,8 +12,8 @@ from tests.check.programs import panel_of
 
 from ronde.check.collect import choose_addresses
 from ronde.check.hosts import NodeContext
-from ronde.check.network import reach as reaching, visits
-from ronde.check.network.visits import (
+from ronde.check.network import reach as reaching
+from ronde.check.network.reach import (
     FRAME,
     LARGE_BYTES,
     listen,
@@ -67,7 +67,7 @@ def served(serve):
 
 def test_what_works_is_told_with_its_figures(site, monkeypatch):
     # Nothing is lost here, so nothing waits for so long.
-    monkeypatch.setattr(visits, "_WAIT_S", 10.0)
+    monkeypatch.setattr(reaching, "_WAIT_S", 10.0)
     opened = doors(site)
     told = reach_one(site, opened["ports"], opened["udp_port"])
     assert not told["error"]

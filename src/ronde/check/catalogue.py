@@ -36,7 +36,7 @@ OPERATIONS = {
     "burn": ("burn",),
     "cluster": ("clock", "spin"),
     "network.bandwidth": ("bench", "hold_rendezvous"),
-    "network.visits": ("listen", "reach", "stream"),
+    "network.reach": ("listen", "reach", "stream"),
     "storage": ("try_path",),
 }
 """By module: functions that answer a question on a host."""

@@ -18,7 +18,7 @@ from ronde.check.check import (
     check,
     each_host,
 )
-from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
+from ronde.check.gpu.nvml import each_gpu, fold_gpus, odd_gpus
 from ronde.topology.pci import plain_address
 
 _MAX_UNCORRECTED_ROWS = 512

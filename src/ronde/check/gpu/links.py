@@ -17,8 +17,7 @@ from ronde.check.check import (
     each_host,
     once_a_host,
 )
-from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
-from ronde.check.gpu.nvml import COUNT
+from ronde.check.gpu.nvml import COUNT, each_gpu, fold_gpus, odd_gpus
 from ronde.check.probing import UnreadableError
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text

@@ -19,9 +19,8 @@ from ronde.check.check import (
     each_host,
 )
 from ronde.check.gpu.health import read_xids
-from ronde.check.gpu.judges import each_gpu, fold_gpus, odd_gpus
 from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual
-from ronde.check.gpu.nvml import COUNT, LOST, ask_driver
+from ronde.check.gpu.nvml import COUNT, LOST, ask_driver, each_gpu, fold_gpus, odd_gpus
 from ronde.check.majority import differing, same_everywhere, spell
 from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_text

@@ -105,7 +105,7 @@ class PairRates(NamedTuple):
 
 
 class Streams:
-    """Plain TCP, both ways at the same time, between ports of ``visits.listen``.
+    """Plain TCP, both ways at the same time, between ports of ``reach.listen``.
 
     It shows links, switches and hosts that are slower than others. What NCCL or an RDMA
     adapter reaches it does not show, and on fast links copying may be the limit.
