@@ -7,7 +7,6 @@ from ronde.topology.placement.placing import (
     NearDevice,
     Nearness,
     RankPlace,
-    plain_distances,
 )
 
 
@@ -15,7 +14,7 @@ def inventory(
     cores: dict[int, int],
     *,
     gpus: tuple[int, ...] = (),
-    nics: tuple[int, ...] = (),
+    nics: int = 0,
     near: dict[tuple[int, int], Nearness] | None = None,
 ) -> Inventory:
     """Return one with so many cores a node, of two threads, and devices by node."""
@@ -30,11 +29,10 @@ def inventory(
     }
     return Inventory(
         tuple(InventoryNode(n, own) for n, own in of_node.items()),
-        plain_distances(len(cores)),
-        tuple(NearDevice(str(n), node) for n, node in enumerate(gpus)),
-        tuple(NearDevice(f"mlx5_{n}", node) for n, node in enumerate(nics)),
-        near or {},
-        "n1",
+        gpus=tuple(NearDevice(str(n), node) for n, node in enumerate(gpus)),
+        nics=tuple(f"mlx5_{n}" for n in range(nics)),
+        nearness=near or {},
+        host="n1",
     )
 
 

@@ -26,13 +26,8 @@ from ronde.topology.graph import (
     Relation,
 )
 from ronde.topology.limits.host import network_rates
-from ronde.topology.lint.host import (
-    CATALOGUE,
-    FLEET_RULES,
-    HOST_RULES,
-    lint_fleet,
-    lint_host,
-)
+from ronde.topology.lint.fleet import CATALOGUE, FLEET_RULES, lint_fleet
+from ronde.topology.lint.host import HOST_RULES, lint_host
 from ronde.topology.probes.base import Saved
 from ronde.topology.probes.nccl import NcclTopologyProbe
 
@@ -270,11 +265,6 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.WARNING,
         [gpu(0)],
     ),
-    "speed-spelling": (
-        lambda: with_device(gpu(1), speed="32.0 GT/s"),
-        Level.ERROR,
-        [gpu(1)],
-    ),
     "trained-down": (
         lambda: with_device(gpu(2), speed_now=SPEED, width_now=4),
         Level.ERROR,
@@ -315,21 +305,6 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.WARNING,
         [gpu(2)],
     ),
-    "one-way-link": (
-        lambda: with_links(
-            nvlink(0, gpu(1), 12),
-            nvlink(0, NVSWITCH, 6),
-            nvlink(1, gpu(0), 10),
-            nvlink(1, NVSWITCH, 8),
-        ),
-        Level.WARNING,
-        [gpu(0)],
-    ),
-    "link-to-hidden-gpu": (
-        lambda: with_links(nvlink(0, "0000:77:00.0")),
-        Level.NOTE,
-        [gpu(0)],
-    ),
     "no-peer-access": (
         lambda: sound()._replace(relations=(Relation(gpu(0), gpu(1), "NV18", "CNS"),)),
         Level.WARNING,
@@ -344,13 +319,6 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         lambda: with_port(1, mbit_per_s=380_000),
         Level.WARNING,
         ["net/mlx5_1"],
-    ),
-    "nic-without-speed": (
-        lambda: sound()._replace(
-            ports=(*sound().ports, NetPort("eth1", mbit_per_s=-1, is_up=False))
-        ),
-        Level.NOTE,
-        ["net/eth1"],
     ),
     "nic-down": (
         lambda: with_port(3, is_up=False),
@@ -388,11 +356,6 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.WARNING,
         [gpu(0)],
     ),
-    "empty-affinity": (
-        lambda: with_node(1, cpus=()),
-        Level.WARNING,
-        ["numa/1"],
-    ),
     "shared-cores": (
         lambda: with_node(1, cpus=tuple(range(7, 15))),
         Level.WARNING,
@@ -409,11 +372,6 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         lambda: sound()._replace(remarks=("Line 3: nic is listed twice.",)),
         Level.NOTE,
         ["source"],
-    ),
-    "repeated-rank": (
-        lambda: with_gpu(1, rank=0),
-        Level.ERROR,
-        [gpu(0), gpu(1)],
     ),
     "mixed-gpus": (
         lambda: sound()._replace(

@@ -200,81 +200,75 @@ _FORMS = ("--json", "--matrix", "--paths", "--nccl-paths")
 _ANY_WIDTH = 1 << 20
 
 
-class _LoadedTopology(NamedTuple):
-    """All sources together."""
+class _Verb(NamedTuple):
+    """One form of the command."""
 
-    topology: Topology
-    notices: tuple[str, ...]  # what could not be read, a sentence each
-    saved: tuple[Saved, ...]  # the files as they are
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    positionals: Mapping[str, str | None] = {"sources": "*"}
 
 
 def run(words: Sequence[str]) -> int:
-    match list(words):
-        case ["-h" | "--help", *_]:
-            print(_HELP, end="")
-            return 0
-        case [verb, *rest] if verb in _VERBS:
-            return _VERBS[verb](rest)
-        case ["show", *rest]:
-            return _show(rest)
-        case _:
-            return _show(words)
-
-
-def _source_parser(
-    verb: str, help_text: str, types: Mapping[str, Any] | None = None
-) -> CommandParser:
-    command = f"ronde topo {verb}".rstrip()
-    positionals = {"sources": "*"}
-    return CommandParser(command, help_text, types=types, positionals=positionals)
+    if words and words[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0
+    name, rest, command = "show", words, "ronde topo"
+    if words and words[0] in _VERBS:
+        name, rest = words[0], words[1:]
+    if name != "show":
+        command += f" {name}"
+    verb, types = _VERBS[name], {"N": _count, "GB/S": _rate, "PERCENT": _rate}
+    parser = CommandParser(
+        command, verb.help, types=types, positionals=verb.positionals
+    )
+    options = parser.read(rest)
+    return 0 if options is None else verb.run(options)
 
 
 def _read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
     return tuple(read_saved(name) for name in options.sources)
 
 
-def _load_topology(
-    options: argparse.Namespace, saved: Sequence[Saved] | None = None
-) -> _LoadedTopology:
-    saved = _read_sources(options) if saved is None else tuple(saved)
-    parts = [read_file(each) for each in saved]
-    notices: tuple[str, ...] = ()
-    if options.root is not None or not saved:
-        environ = {} if options.root else select_variables(_VISIBILITY)
-        tree, notices = read_tree(Path(options.root or "/"), environ)
+def _load(sources: Sequence[Saved], root: str | None) -> Topology:
+    """Read files, and a tree or this machine; show what could not be read."""
+    parts = [read_file(each) for each in sources]
+    if root is not None or not sources:
+        environ = {} if root else select_variables(_VISIBILITY)
+        tree, notices = read_tree(Path(root or "/"), environ)
         parts.append(Topology((tree,)))
-    return _LoadedTopology(join_topologies(parts), notices, saved)
+        for notice in notices:
+            print(f"ronde: {notice}", file=sys.stderr)
+    return join_topologies(parts)
 
 
-def _show_notices(notices: Sequence[str]) -> None:
-    for notice in notices:
-        print(f"ronde: {notice}", file=sys.stderr)
+def _load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
+    hosts = _load(_read_sources(options), options.root).hosts
+    if not hosts:
+        raise UsageError(
+            "sources must have a host, got none. Add a file that does, or give none "
+            "for this machine."
+        )
+    return hosts
 
 
-def _show(words: Sequence[str]) -> int:
-    options = _source_parser("", _SHOW_HELP).read(words)
-    if options is None:
-        return 0
+def _show(options: argparse.Namespace) -> int:
     require_alone(options, *_FORMS)
-    saved = _read_sources(options)
-    if _shows_rings(saved, options):
+    sources = _read_sources(options)
+    if sources and _shows_rings(sources, options):
         return 0
     if options.x and not options.nccl_paths:
         raise UsageError(
             f"-x must stand with --nccl-paths, got it without: {options.x[0]!r}."
             " Add that, or leave it out."
         )
-    loaded = _load_topology(options, saved)
-    _show_notices(loaded.notices)
-    topology = loaded.topology
+    topology = _load(sources, options.root)
     if not topology.hosts and not topology.switches:
         raise UsageError(
             "sources must have a host or a switch, got neither. Was a file cut?"
         )
     if options.svg:
-        _draw(topology, Path(options.svg))
-    if not options.svg or any(getattr(options, attribute_of(form)) for form in _FORMS):
-        _print(topology, options)
+        _draw(topology.hosts, Path(options.svg))
+    _print(topology, options)
     return 0
 
 
@@ -286,27 +280,24 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
     elif options.matrix or options.paths or options.nccl_paths:
         for host in topology.hosts:
             print(_table(host, options), end="")
-    else:
+    elif not options.svg:
         from ronde.render.topo_tree import draw_tree
 
         print(draw_tree(topology), end="")
         for host in topology.hosts:
             # Where only relations of pairs are known, the tree shows nothing of them.
             if host.relations and not host.devices:
-                print("\n" + _matrix(host), end="")
+                print("\n" + _table(host, None), end="")
 
 
-def _shows_rings(saved: Sequence[Saved], options: argparse.Namespace) -> bool:
-    if not saved:
-        return False
+def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
     from ronde.topology.search_graph import read_search_graphs, recognises_search_graph
 
-    graphs = [each for each in saved if recognises_search_graph(each)]
+    graphs = [each for each in sources if recognises_search_graph(each)]
     if not graphs:
         return False
     name = graphs[0].name
-    others = [each.name for each in saved if each not in graphs]
-    if others:
+    if others := [each.name for each in sources if each not in graphs]:
         raise UsageError(
             f"sources must be graphs of NCCL's search alone or none of them, got the "
             f"graph {name} and {others[0]}. Give them one after the other."
@@ -326,18 +317,25 @@ def _shows_rings(saved: Sequence[Saved], options: argparse.Namespace) -> bool:
     return True
 
 
-def _table(host: HostTopology, options: argparse.Namespace) -> str:
-    if options.matrix:
-        return _matrix(host)
-    from ronde.render.topo_tables import tabulate_paths, tabulate_speeds
+def _table(host: HostTopology, options: argparse.Namespace | None) -> str:
+    """Return a host's table in the form that is asked for, else its matrix."""
+    from ronde.render.topo_tables import (
+        tabulate_classes,
+        tabulate_paths,
+        tabulate_speeds,
+    )
     from ronde.topology.paths.classes import classify
     from ronde.topology.paths.detours import add_detours, read_transports
     from ronde.topology.paths.network import find_paths
     from ronde.topology.paths.speeds import LATEST, parse_release
 
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else _ANY_WIDTH
+    if options is None or options.matrix:
+        return tabulate_classes(classify(host), width)
     paths = find_paths(host, parse_release(options.nccl) if options.nccl else LATEST)
     if not options.nccl_paths:
-        return tabulate_speeds(paths, classify(host), _num_chars())
+        return tabulate_speeds(paths, classify(host), width)
     unset = [each for each in options.x if "=" not in each]
     if unset:
         raise UsageError(f"-x must be NAME=VALUE, got {unset[0]!r}. Give its value.")
@@ -345,40 +343,28 @@ def _table(host: HostTopology, options: argparse.Namespace) -> str:
     return tabulate_paths(add_detours(paths, transports))
 
 
-def _matrix(host: HostTopology) -> str:
-    from ronde.render.topo_tables import tabulate_classes
-    from ronde.topology.paths.classes import classify
-
-    return tabulate_classes(classify(host), _num_chars())
-
-
-def _num_chars() -> int:
-    """Return how wide a table may be: any width where it goes to no terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _ANY_WIDTH
-
-
-def _draw(topology: Topology, path: Path) -> None:
+def _draw(hosts: Sequence[HostTopology], path: Path) -> None:
     from ronde.render.topo_svg import draw_svg
     from ronde.topology.lint.host import lint_host
 
-    if len(topology.hosts) != 1:
+    if len(hosts) != 1:
         raise UsageError(
-            f"--svg must have one host to draw, got {len(topology.hosts)}. Give one "
-            "host's sources."
+            f"--svg must have one host to draw, got {len(hosts)}. Give one host's "
+            "sources."
         )
     try:
-        drawing = draw_svg(topology.hosts[0], lint_host(topology.hosts[0]))
-        path.write_text(drawing, encoding="utf-8")
+        path.write_text(draw_svg(hosts[0], lint_host(hosts[0])), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"--svg must name a file that can be written, got {path}: {error.strerror}."
         ) from None
 
 
-def _lint(words: Sequence[str]) -> int:
-    from ronde.render.text import wrap
+def _lint(options: argparse.Namespace) -> int:
+    from ronde.render.text import counted, wrap
     from ronde.render.topo_log import count_findings, draw_findings
-    from ronde.topology.lint.host import CATALOGUE, lint_fleet, lint_host
+    from ronde.topology.lint.fleet import CATALOGUE, lint_fleet
+    from ronde.topology.lint.host import lint_host
     from ronde.topology.paths.speeds import LATEST
     from ronde.topology.search_graph import (
         check_search_graphs,
@@ -386,9 +372,6 @@ def _lint(words: Sequence[str]) -> int:
         recognises_search_graph,
     )
 
-    options = _source_parser("lint", _LINT_HELP).read(words)
-    if options is None:
-        return 0
     if options.rules:
         for subject, entries in groupby(CATALOGUE, key=lambda entry: entry.subject):
             print(f"{subject}:")
@@ -406,24 +389,27 @@ def _lint(words: Sequence[str]) -> int:
         for finding in check_search_graphs(read_search_graphs(saved))
     ]
     machines = [saved for saved in sources if saved not in graphs]
-    if graphs and not machines and options.root is None:
-        names = ", ".join(sorted({saved.name for saved in graphs}))
-        subject, notices = f"{names}, as NCCL {LATEST} reads it", ()
-    else:
-        loaded = _load_topology(options, machines)
-        hosts, notices = loaded.topology.hosts, loaded.notices
+    names = ", ".join(sorted({saved.name for saved in graphs}))
+    subject = f"{names}, as NCCL {LATEST} reads it"
+    if machines or not graphs or options.root is not None:
+        hosts = _load(machines, options.root).hosts
         for host in hosts:
             place = host.name if len(hosts) > 1 else ""
             found += [_at(place, finding) for finding in lint_host(host)]
         found += lint_fleet(hosts)
-        subject = _subject(hosts, ", ".join(saved.name for saved in loaded.saved))
+        subject = f"{len(hosts)} hosts"
+        if len(hosts) == 1:
+            gpus, ports, nodes = hosts[0].gpus, hosts[0].ports, hosts[0].numa_nodes
+            parts = {"GPU": gpus, "network port": ports, "NUMA node": nodes}
+            counts = (counted(len(some), noun) for noun, some in parts.items())
+            name = hosts[0].name or ", ".join(saved.name for saved in machines)
+            subject = f"{name} ({', '.join(counts)})"
     findings = [finding for finding in found if finding.rule in wanted]
     if options.json:
         _print_json("ronde-findings", {"findings": to_plain(tuple(findings))})
     else:
         print(f"{subject}: {count_findings(findings)}.")
         print("\n" + draw_findings(findings) if findings else "", end="")
-    _show_notices(notices)
     return _exit_code(findings)
 
 
@@ -442,17 +428,6 @@ def _at(place: str, finding: Diagnostic) -> Diagnostic:
     return finding._replace(element=f"{place} {finding.element}".strip())
 
 
-def _subject(hosts: Sequence[HostTopology], names: str) -> str:
-    if len(hosts) != 1:
-        return f"{len(hosts)} hosts"
-    from ronde.render.text import counted
-
-    host = hosts[0]
-    parts = {"GPU": host.gpus, "network port": host.ports, "NUMA node": host.numa_nodes}
-    counts = ", ".join(counted(len(found), noun) for noun, found in parts.items())
-    return f"{host.name or names} ({counts})"
-
-
 def _exit_code(findings: Sequence[Diagnostic]) -> int:
     is_clean = all(finding.severity is Level.NOTE for finding in findings)
     return 0 if is_clean else _EXIT_FOUND
@@ -462,30 +437,21 @@ def _print_json(form: str, content: Mapping[str, Any]) -> None:
     print(json.dumps({"form": form, "version": _VERSION, **content}, indent=1))
 
 
-def _diff(words: Sequence[str]) -> int:
+def _diff(options: argparse.Namespace) -> int:
     from ronde.render.topo_tables import draw_comparison
     from ronde.topology.comparison import compare_hosts
 
-    names = {"a": None, "b": None}
-    options = CommandParser("ronde topo diff", _DIFF_HELP, positionals=names).read(
-        words
-    )
-    if options is None:
-        return 0
     hosts: list[HostTopology] = []
     for name in (options.a, options.b):
-        given = argparse.Namespace(sources=[name], root=None)
-        if name != "-" and Path(name).is_dir():
-            given = argparse.Namespace(sources=[], root=name)
-        loaded = _load_topology(given)
-        found = loaded.topology.hosts
+        is_tree = name != "-" and Path(name).is_dir()
+        sources = [] if is_tree else [read_saved(name)]
+        found = _load(sources, name if is_tree else None).hosts
         if len(found) != 1:
             names = ", ".join(host.name for host in found) or "none"
             raise UsageError(
                 f"sources must have one host, got {len(found)} ({names}). Give one "
                 "host's."
             )
-        _show_notices(loaded.notices)
         hosts += found
     comparison = compare_hosts(*hosts)
     if options.json:
@@ -495,36 +461,26 @@ def _diff(words: Sequence[str]) -> int:
     return 0 if comparison.is_equal else _EXIT_FOUND
 
 
-def _place(words: Sequence[str]) -> int:
+def _place(options: argparse.Namespace) -> int:
     from ronde.render.topo_tables import tabulate_plan
     from ronde.topology.machine import read_cores
     from ronde.topology.placement.placing import AlignmentRequest, Scope
     from ronde.topology.placement.plan import plan_host
     from ronde.topology.placement.policies import Policy
 
-    parser = _source_parser("place", _PLACE_HELP)
-    parser.set_defaults(policy=Policy.BEST_EFFORT, scope=Scope.RANK)
-    options = parser.read(words)
-    if options is None:
-        return 0
     if options.n is None:
-        parser.error("-n must be given, got none")
+        raise UsageError("-n must be given, got none. Type: ronde topo place --help")
+    policy, scope = options.policy or Policy.BEST_EFFORT, options.scope or Scope.RANK
     request = AlignmentRequest(
         read_number("-n", options.n, "Type: -n 1", least=1),
-        Policy(read_one_of("--policy", options.policy, list(Policy))),
-        Scope(read_one_of("--scope", options.scope, list(Scope))),
+        Policy(read_one_of("--policy", policy, list(Policy))),
+        Scope(read_one_of("--scope", scope, list(Scope))),
     )
-    loaded = _load_topology(options)
-    _show_notices(loaded.notices)
-    if not loaded.topology.hosts:
-        raise UsageError(
-            "sources must have a host, got none. Add a file that does, or give none "
-            "for this machine."
-        )
+    hosts = _load_hosts(options)
     allowed = None
     if options.root is not None or not options.sources:
         allowed = read_cores(str(Path(options.root or "/")).rstrip("/"))
-    plans = [plan_host(host, request, allowed) for host in loaded.topology.hosts]
+    plans = [plan_host(host, request, allowed) for host in hosts]
     if options.json:
         print(json.dumps(to_plain(tuple(plans)), indent=2))
     else:
@@ -532,20 +488,13 @@ def _place(words: Sequence[str]) -> int:
     return 0
 
 
-def _limit(words: Sequence[str]) -> int:
+def _limit(options: argparse.Namespace) -> int:
     from ronde.render.topo_tables import judge, tabulate_limits
     from ronde.topology.limits.bounds import COLLECTIVES, bounds_of
     from ronde.topology.limits.host import KnownRates, slowest, world_of
 
-    types = {"N": _count, "GB/S": _rate, "PERCENT": _rate}
-    options = _source_parser("limit", _LIMIT_HELP, types).read(words)
-    if options is None:
-        return 0
     names = _collectives(options, COLLECTIVES)
-    loaded = _load_topology(options)
-    hosts = loaded.topology.hosts
-    if not hosts:
-        raise UsageError("sources must have a host, got none. Was a file cut?")
+    hosts = _load_hosts(options)
     ranks_per_node = options.ranks_per_node or min(len(host.gpus) for host in hosts)
     given = KnownRates(options.link_rate, options.gpu_rate)
     size = (options.nodes or len(hosts), ranks_per_node or 1)
@@ -572,7 +521,6 @@ def _limit(words: Sequence[str]) -> int:
         print(tabulate_limits(world, bounds), end="")
         if limit is not None and measured is not None:
             print("\n" + judge(limit, measured), end="")
-    _show_notices(loaded.notices)
     if limit is None or measured is None or options.threshold is None:
         return 0
     return 0 if limit.percent(measured) >= options.threshold else _EXIT_FOUND
@@ -630,14 +578,10 @@ def _rate(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
 
 
-def _log(words: Sequence[str]) -> int:
+def _log(options: argparse.Namespace) -> int:
     from ronde.render.topo_log import draw_log
     from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
 
-    parser = CommandParser("ronde topo log", _LOG_HELP, positionals={"files": "+"})
-    options = parser.read(words)
-    if options is None:
-        return 0
     name = options.files[0]
     try:
         log = read_nccl_log(_open(options.files))
@@ -669,10 +613,11 @@ def _open(names: Sequence[str]) -> Iterator[BinaryIO]:
                 yield file
 
 
-_VERBS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    "lint": _lint,
-    "diff": _diff,
-    "place": _place,
-    "limit": _limit,
-    "log": _log,
+_VERBS: Mapping[str, _Verb] = {
+    "show": _Verb(_show, _SHOW_HELP),
+    "lint": _Verb(_lint, _LINT_HELP),
+    "diff": _Verb(_diff, _DIFF_HELP, {"a": None, "b": None}),
+    "place": _Verb(_place, _PLACE_HELP),
+    "limit": _Verb(_limit, _LIMIT_HELP),
+    "log": _Verb(_log, _LOG_HELP, {"files": "+"}),
 }

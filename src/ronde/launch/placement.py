@@ -132,7 +132,7 @@ def bind(
             # The whole memory node that its part lies in the middle of.
             cores = [core for core in machine.cores if core.node == each.home]
             num_cores = len(cores) // homes.count(each.home)
-            why = f"memory node near 1/{len(each.share.pool.ranks)} of {_pool(each)}"
+            why = f"memory node near 1/{len(each.share.ranks)} of {_pool(each)}"
         else:
             cores, num_cores, why = _own_part(each)
         if machine.cpu_limit:
@@ -154,15 +154,15 @@ def bind(
 
 def _own_part(rank_place: RankPlace) -> tuple[Sequence[Core], int, str]:
     cores, name = rank_place.cores, _pool(rank_place)
-    num_ranks = len(rank_place.share.pool.ranks)
+    num_ranks = len(rank_place.share.ranks)
     if not rank_place.share.has_enough:
         return cores, 1, f"{num_ranks} ranks share {name}"
     return cores, len(cores), f"1/{num_ranks} of {name}" if num_ranks > 1 else name
 
 
 def _pool(rank_place: RankPlace) -> str:
-    pool = rank_place.share.pool
-    return _counted(len(pool.cores)) + (" near GPU" if pool.is_near_gpu else "")
+    share = rank_place.share
+    return _counted(len(share.pool)) + (" near GPU" if share.is_near_gpu else "")
 
 
 def _obstacle(
@@ -207,9 +207,7 @@ def _counted(num_cores: int) -> str:
 def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ...]:
     inventory = inventory_of_machine(machine._replace(cores=()), gpus)
     places = place(inventory, AlignmentRequest(len(gpus), policy=Policy.NONE))
-    return tuple(
-        inventory.nics[each.nics[0]].name if each.nics else "" for each in places
-    )
+    return tuple(inventory.nics[each.nics[0]] if each.nics else "" for each in places)
 
 
 @dataclass(frozen=True, slots=True)

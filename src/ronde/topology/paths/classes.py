@@ -1,19 +1,13 @@
 """How near GPUs and network adapters are, in the words of ``nvidia-smi topo -m``."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.graph import (
-    NVSWITCH,
-    UNKNOWN,
-    HostTopology,
-    LinkKind,
-    PciDevice,
-)
+from ronde.topology.graph import NVSWITCH, UNKNOWN, HostTopology, LinkKind
 from ronde.topology.paths.network import (
     POWER_BRIDGE_CLASS,
     adapter_name,
+    bridges_above,
     find_numa_numbers,
 )
 
@@ -39,8 +33,7 @@ def classify(host: HostTopology) -> ClassTable:
     """Return the words for all GPUs and adapters of a host.
 
     They follow from its PCI tree and NVLinks, and from a source's word on the pair
-    where there is no tree. Ports that are neither on the bus nor in such a source have
-    none, as they are no hardware.
+    where there is no tree. Ports that are in neither are no hardware, and left out.
     """
     gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
     paired = host.paired
@@ -111,7 +104,7 @@ class _Pairs:
     def _pci_word(self, one: str, other: str) -> str:
         """Return the word by the PCI tree, empty where there is none."""
         ends = self._adapters.get(one, one), self._adapters.get(other, other)
-        chains = [list(self._chain(name)) for name in ends]
+        chains = [bridges_above(self._devices, name) for name in ends]
         if not all(chains):
             return ""
         # Functions of one adapter; other devices of a bus are at a host bridge.
@@ -132,11 +125,3 @@ class _Pairs:
         if UNKNOWN in numbers and UNKNOWN not in self._listed:
             return UNKNOWN_WORD
         return "PHB" if numbers[0] == numbers[1] else "SYS"
-
-    def _chain(self, name: str) -> Iterator[PciDevice]:
-        device = self._devices.get(name)
-        seen: set[str] = set()
-        while device and device.bus_id not in seen:
-            seen.add(device.bus_id)
-            yield device
-            device = self._devices.get(device.parent)

@@ -9,14 +9,12 @@ own exceptions are not followed.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.topology.graph import UNKNOWN, GpuDevice, NetPort, NumaNode
 from ronde.topology.paths.network import Path, PathKind, PathNetwork, Paths, VertexKind
 from ronde.topology.paths.speeds import NcclRelease
-
-_T = TypeVar("_T", GpuDevice, NetPort)
 
 PathTable = Mapping[tuple[str, str], Path]
 """Paths by the names of their ends."""
@@ -46,11 +44,7 @@ DEFAULT_TRANSPORTS = Transports()
 
 
 def parse_level(text: str) -> PathKind:
-    """Return what NCCL reads in ``NCCL_P2P_LEVEL``: ``PIX``, or a number from 0.
-
-    Raises:
-        UsageError: It is neither; NCCL would ignore it.
-    """
+    """Return what NCCL reads in ``NCCL_P2P_LEVEL``: ``PIX``, or a number from 0."""
     if text.isascii() and text.isdigit():
         return PathKind(_OLD_LEVELS[min(int(text[:9]), len(_OLD_LEVELS) - 1)])
     names = [kind for kind in PathKind if kind <= PathKind.SYS]
@@ -63,12 +57,7 @@ def parse_level(text: str) -> PathKind:
 
 
 def read_transports(settings: Mapping[str, str]) -> Transports:
-    """Return NCCL's settings from its variables.
-
-    Raises:
-        UsageError: One has nothing to do with how far GPUs and adapters reach, or its
-            value is none that it may have.
-    """
+    """Return NCCL's settings from its variables; refuse those that change no path."""
     for name, text in settings.items():
         if name not in (*_LEVELS, *_SWITCHES):
             raise UsageError(
@@ -93,8 +82,6 @@ def find_nearest(
     table: PathTable, source: str, targets: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the targets with the most bandwidth, and of these the nearest kind.
-
-    All that are equal, in the order given; those without a path never.
 
     Source: ``ncclTopoGetLocal`` of NCCL's src/graph/topo.cc.
     """
@@ -128,8 +115,9 @@ def find_own_ports(
     num_bits = len(near).bit_length() - 1
     if len(near) == 1 << num_bits:
         # The place with its bits below a power of two in reverse order.
-        bits = [place >> bit & 1 for bit in range(num_bits)]
-        place = sum(is_set << (num_bits - 1 - bit) for bit, is_set in enumerate(bits))
+        place = sum(
+            (place >> bit & 1) << (num_bits - 1 - bit) for bit in range(num_bits)
+        )
     num_own = -(-len(near) // len(sharing))
     return tuple(near[(place + i) % len(near)] for i in range(num_own))
 
@@ -148,13 +136,10 @@ def find_own_gpu(
     names = tuple(each.name for each in gpus)
     near = find_nearest(table, port, names)
     own = [
-        (place, order, gpu.name)
+        (used.index(port), order, gpu.name)
         for order, gpu in enumerate(gpus)
         if gpu.name in near
-        for place, name in enumerate(
-            find_own_ports(table, gpu, (names, ports), release)
-        )
-        if name == port
+        and port in (used := find_own_ports(table, gpu, (names, ports), release))
     ]
     return min(own)[2] if own else ""
 
@@ -162,8 +147,7 @@ def find_own_gpu(
 def default_peer_level(network: PathNetwork) -> PathKind:
     """Return NCCL's choice of the farthest path by which GPUs reach one another.
 
-    Farther ones exchange by the processor's memory. The first processor decides: only
-    on small AMD hosts do GPUs reach one another through processors.
+    Only on small AMD hosts, by the first processor, do they reach through processors.
     """
     known = {each.name: each for each in network.host.numa_nodes}
     first = next(iter(network.named(VertexKind.CPU)), "")
@@ -191,9 +175,11 @@ class _Detours:
     def __init__(self, paths: Paths, transports: Transports) -> None:
         network = paths.network
         self.table = dict(paths.table)
-        self.gpus = _by_vertex(network.host.gpus, network.named(VertexKind.GPU))
-        self.ports = _by_vertex(network.host.ports, network.named(VertexKind.NET))
-        self._port_names = tuple(each.name for each in self.ports)
+        gpus = {each.name: each for each in reversed(network.host.gpus)}
+        ports = {each.name: each for each in reversed(network.host.ports)}
+        self._port_names = network.named(VertexKind.NET)
+        self.gpus = tuple(gpus[name] for name in network.named(VertexKind.GPU))
+        self.ports = tuple(ports[name] for name in self._port_names)
         self._transports = transports
         self._release = network.release
         self._processors = network.named(VertexKind.CPU)
@@ -247,15 +233,14 @@ class _Detours:
         to_peer = self.table.get((peer.name, gpu.name))
         own = self.table.get((gpu.name, port.name))
         needs_gdr = self._release is NcclRelease.V2_30
-        if needs_gdr and not self._has_gdr(peer, port):
-            return False
         limit = PathKind.P2C if self._transports.relays_over_c2c else PathKind.PXB
-        if not by_peer or not to_peer:
+        if not by_peer or not to_peer or (needs_gdr and not self._has_gdr(peer, port)):
             return False
         if by_peer.kind > limit or to_peer.kind > PathKind.NVL:
             return False
-        is_near = own is not None and own.kind <= PathKind.PXN
-        return own is None or not is_near or own.gb_per_s < by_peer.gb_per_s
+        if own is None or own.kind > PathKind.PXN:
+            return True
+        return own.gb_per_s < by_peer.gb_per_s
 
     def _has_gdr(self, gpu: GpuDevice, port: NetPort) -> bool:
         """Return whether a port reaches a GPU's memory; if unknown, it does."""
@@ -288,8 +273,3 @@ class _Detours:
 def _merge(one: Path, other: Path) -> PathKind:
     near, far = sorted((one.kind, other.kind))
     return PathKind.P2C if (near, far) == (PathKind.C2C, PathKind.PHB) else far
-
-
-def _by_vertex(devices: tuple[_T, ...], names: tuple[str, ...]) -> tuple[_T, ...]:
-    by_name = {each.name: each for each in reversed(devices)}
-    return tuple(by_name[name] for name in names)

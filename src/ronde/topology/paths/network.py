@@ -5,7 +5,7 @@ by its bus address, a port ``net/mlx5_0``, all NVLink switches together ``nvswit
 From NCCL 2.30 on a GPU's links begin at one more vertex, ``dev/`` and its name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import permutations
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from typing import NamedTuple
 from ronde.topology.graph import (
     NVSWITCH,
     UNKNOWN,
-    GpuDevice,
     HostTopology,
     Link,
     LinkKind,
@@ -126,8 +125,8 @@ class PathNetwork(NamedTuple):
     host: HostTopology
     release: NcclRelease  # Whose rules made it.
     vertices: dict[str, Vertex]  # By name; of each kind in NCCL's order.
-    # Pairs of vertices between which the bandwidth is a guess of ours: NCCL would ask
-    # the hardware.
+    # Pairs of vertices between which no source has the chip that NVLinks leave, or
+    # anything of the PCI device: NCCL would ask the hardware.
     guessed: frozenset[frozenset[str]] = frozenset()
 
     def named(self, kind: VertexKind) -> tuple[str, ...]:
@@ -141,18 +140,11 @@ class Paths(NamedTuple):
     table: dict[tuple[str, str], Path]  # By the names of source and target.
 
     def between(self, source: str, target: str) -> Path | None:
-        """Return the path from an element to another, by their names; none without one.
-
-        Paths lead to GPUs, ports, NUMA nodes and the NVLink switches, from anywhere.
-        """
+        """Return the path to a GPU, port, NUMA node or ``NVSWITCH``, from anything."""
         return self.table.get((source, target))
 
     def is_known(self, path: Path) -> bool:
-        """Return whether a path's bandwidth is NCCL's, and no guess of ours.
-
-        It is a guess where no source has the chip that NVLinks leave, or anything of
-        the PCI device of a GPU or adapter.
-        """
+        """Return whether a path's bandwidth is NCCL's, and no guess of ours."""
         steps = zip(path.route, path.route[1:], strict=False)
         return not any(frozenset(step) in self.network.guessed for step in steps)
 
@@ -169,36 +161,26 @@ def find_paths(host: HostTopology, release: NcclRelease = LATEST) -> Paths:
     table: dict[tuple[str, str], Path] = {}
     for kind in "CPU", "DEV", "GPU", "NET", "NVS":
         for target in network.named(VertexKind(kind)):
-            for source, path in search.run(target).items():
-                table[source, target] = path
+            for source, way in search.run(target).items():
+                found = _KINDS[way.rank], way.gb_per_s, len(way.route) - 1, way.route
+                table[source, target] = Path(*found)
     devices = {each.bus_id for each in host.devices}
     for relation in host.relations:
         # A source's word on a pair counts where no PCI tree has more.
         word = _KINDS_OF_WORDS.get(relation.path)
-        one, other = relation.source, relation.target
-        for ends in ((one, other), (other, one)):
-            path = table.get(ends)
+        for ends in permutations((relation.source, relation.target)):
+            path = table.get((ends[0], ends[1]))
             if word and path and devices.isdisjoint(path.route):
-                table[ends] = path._replace(kind=word)
+                table[ends[0], ends[1]] = path._replace(kind=word)
     return Paths(network, table)
 
 
-class _Found(NamedTuple):
-    """A path from a vertex to the target; its route is linked to be shared."""
+class _Way(NamedTuple):
+    """A path from a vertex to the target in the search."""
 
     rank: int  # Of its kind.
     gb_per_s: float
-    num_hops: int
-    vertex: str
-    rest: "_Found | None"
-
-    def to_path(self) -> Path:
-        names: list[str] = []
-        each: _Found | None = self
-        while each:
-            names.append(each.vertex)
-            each = each.rest
-        return Path(_KINDS[self.rank], self.gb_per_s, self.num_hops, tuple(names))
+    route: tuple[str, ...]  # From the vertex to the target.
 
 
 class _Search:
@@ -229,53 +211,51 @@ class _Search:
             for name, vertex in vertices.items()
         }
 
-    def run(self, target: str) -> dict[str, Path]:
-        found = {target: _Found(0, LOCAL_GB_PER_S, 0, target, None)}
+    def run(self, target: str) -> dict[str, _Way]:
+        start = f"dev/{target}" if f"dev/{target}" in self._holders else target
+        found = {target: _Way(0, LOCAL_GB_PER_S, (target,))}
         wave = [target]
         while wave:
             after: dict[str, None] = {}
             for name in wave:
-                after |= dict.fromkeys(self._expand(found, name, target))
+                for way in self._extend(found[name], start):
+                    end = way.route[0]
+                    if self._is_better(way, found.get(end)):
+                        found[end] = way
+                        after[end] = None
             wave = list(after)
-        return {name: each.to_path() for name, each in found.items()}
+        return found
 
-    def _expand(
-        self, found: dict[str, _Found], name: str, target: str
-    ) -> Iterator[str]:
-        """Take all steps from a vertex; yield where they lead to by a better path."""
-        path = found[name]
-        start = f"dev/{target}" if f"dev/{target}" in self._holders else target
+    def _extend(self, way: _Way, start: str) -> Iterator[_Way]:
+        """Yield the ways that are a step longer; ``start`` has the target's links."""
+        name = way.route[0]
         # Through a GPU a path leads but by NVLink, from the target's own to another's.
         passes_gpu = name in self._holders and name != start
-        is_next = path.num_hops <= (1 if start == target else 2)
+        is_next = len(way.route) <= (2 if start == way.route[-1] else 3)
         for end, step_rank, step_gb_per_s, is_end, is_peer in self._steps[name]:
             if passes_gpu and not is_end and not (is_peer and is_next):
                 continue
-            rank = max(path.rank, step_rank)
-            if passes_gpu and path.rank == step_rank == PathKind.NVL.rank:
+            rank = max(way.rank, step_rank)
+            if passes_gpu and way.rank == step_rank == PathKind.NVL.rank:
                 rank = PathKind.NVB.rank
-            speed = min(path.gb_per_s, step_gb_per_s)
-            new = _Found(rank, speed, path.num_hops + 1, end, path)
-            if self._is_better(new, found.get(end)):
-                found[end] = new
-                yield end
+            yield _Way(rank, min(way.gb_per_s, step_gb_per_s), (end, *way.route))
 
-    def _is_better(self, new: _Found, old: _Found | None) -> bool:
+    def _is_better(self, new: _Way, old: _Way | None) -> bool:
         if old is None:
             return new.gb_per_s > 0
         if not self._is_2_30:
-            return old.num_hops >= new.num_hops and old.gb_per_s < new.gb_per_s
+            has_more = old.gb_per_s < new.gb_per_s
+            return has_more and len(old.route) >= len(new.route)
         # A nearer kind replaces what was found in fewer hops.
-        marks = [(each.rank, -each.gb_per_s, each.num_hops) for each in (new, old)]
+        marks = [(w.rank, -w.gb_per_s, len(w.route)) for w in (new, old)]
         return marks[0] < marks[1]
 
 
 def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
-    """Return the parent of each device by bus address, parts of a switch being one.
+    """Return the parent of each device by bus address, parts of a switch left out.
 
     Broadcom's switches for PCIe 4 and 5 in base mode show themselves as a switch above
-    others, and yet sustain the full bandwidth between all their ports. NCCL makes one
-    of them: one that became part of the switch above is not in the result.
+    others, and yet sustain the full bandwidth between all their ports.
     """
     parents = {each.bus_id: each.parent for each in devices}
     by_bus_id = {each.bus_id: each for each in devices}
@@ -336,12 +316,21 @@ def adapter_name(port: NetPort) -> str:
     return port.bus_id or f"nic/{port.node}"
 
 
+def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevice]:
+    """Return a device, the bridge above it, and so on; nothing if it is not listed."""
+    chain: list[PciDevice] = []
+    device = devices.get(bus_id)
+    while device and device not in chain:
+        chain.append(device)
+        device = devices.get(device.parent)
+    return chain
+
+
 def build_network(host: HostTopology, release: NcclRelease = LATEST) -> PathNetwork:
     """Return the network of a host, put together in NCCL's order.
 
     What has no PCI device hangs at its NUMA node, as if by PCIe 3. PCI devices without
-    NUMA node are at one of number -1, as in NCCL, and all else without one at none. Of
-    elements with the same name the first counts.
+    NUMA node are at one of number -1, as in NCCL. Of one name the first counts.
     """
     return _Builder(host, release).build()
 
@@ -353,7 +342,9 @@ class _Builder:
         self._host = host
         self._release = release
         self._kinds: dict[str, VertexKind] = {}
-        self._edges: dict[str, list[Edge]] = {}
+        # Bandwidth of the edges of each vertex, by target and kind; the last to be
+        # widened is last.
+        self._edges: dict[str, dict[tuple[str, PathKind], float]] = {}
         self._above: dict[str, str] = {}
         self._guessed: set[frozenset[str]] = set()
         self._parents = join_switches(host.devices)
@@ -380,6 +371,19 @@ class _Builder:
         guessed = frozenset(self._guessed)
         return PathNetwork(self._host, self._release, vertices, guessed)
 
+    def _add_devices(self) -> None:
+        adapters = {each.bus_id for each in self._host.ports}
+        for device in self._host.devices:
+            name, code = device.bus_id, device.class_code
+            if name not in self._parents or name in self._kinds:
+                continue
+            if name in self._gpus:
+                self._add_gpu(device)
+            elif name in adapters:
+                self._add_below(name, VertexKind.NIC, device)
+            elif code >> 16 not in _END_CLASSES and code not in _NVLINK_CLASSES:
+                self._add_below(name, VertexKind.PCI, device)
+
     def _order_nodes(self) -> Iterator[NumaNode]:
         """Yield the NUMA nodes by the devices' order, that of NCCL's files."""
         known = {each.number: each for each in self._host.numa_nodes}
@@ -392,40 +396,23 @@ class _Builder:
             for number in dict.fromkeys(numbers):
                 yield known.get(number) or NumaNode(number)
 
-    def _add_devices(self) -> None:
-        adapters = {each.bus_id for each in self._host.ports}
-        for device in self._host.devices:
-            name, code = device.bus_id, device.class_code
-            if name not in self._parents or name in self._kinds:
-                continue
-            if name in self._gpus:
-                self._add_gpu(device)
-            elif name in adapters:
-                self._add_below(device, VertexKind.NIC)
-            elif code >> 16 not in _END_CLASSES and code not in _NVLINK_CLASSES:
-                self._add_below(device, VertexKind.PCI)
-
     def _sorted(self, name: str) -> tuple[Edge, ...]:
         """Return a vertex's edges with the first one to the vertex above it last."""
-        edges, above = self._edges[name], self._above.get(name)
+        own = self._edges[name].items()
+        edges = [Edge(*end, speed) for end, speed in sorted(own, key=lambda e: -e[1])]
+        above = self._above.get(name)
         up = next((e for e in edges if e.target == above), None)
         return (*(e for e in edges if e is not up), up) if up else tuple(edges)
 
     def _add(self, name: str, kind: VertexKind) -> None:
         self._kinds[name] = kind
-        self._edges[name] = []
+        self._edges[name] = {}
 
     def _connect(self, source: str, target: str, kind: PathKind, speed: float) -> None:
         """Add an edge, or its bandwidth in GB/s to one of the same kind."""
-        edges = self._edges[source]
-        same = (i for i, e in enumerate(edges) if (e.target, e.kind) == (target, kind))
-        place = next(same, len(edges))
-        before = edges.pop(place).gb_per_s if place < len(edges) else 0.0
+        own = self._edges[source]
         # Sums of equal links must be equal, whatever the order of the links.
-        edge = Edge(target, kind, round(before + speed, 6))
-        while place > 0 and edges[place - 1].gb_per_s < edge.gb_per_s:
-            place -= 1
-        edges.insert(place, edge)
+        own[target, kind] = round(own.pop((target, kind), 0.0) + speed, 6)
 
     def _join(self, one: str, other: str, kind: PathKind, speed: float) -> None:
         self._connect(one, other, kind, speed)
@@ -442,21 +429,28 @@ class _Builder:
         self._above[name] = above
         self._join(name, above, kind, speed)
 
+    def _add_below(self, vertex: str, kind: VertexKind, device: PciDevice) -> None:
+        """Add a vertex, and join it by a device's link to what is above the device."""
+        self._add(vertex, kind)
+        above = self._vertex_above(device.bus_id)
+        self._hang(vertex, above, pci_gb_per_s(device))
+        if not is_pci_known(device):
+            self._guessed.add(frozenset((vertex, above)))
+
     def _add_gpu(self, device: PciDevice) -> None:
         name = device.bus_id
         holder = self._holder(name)
         if holder == name:
-            self._add_below(device, VertexKind.GPU)
-            return
-        self._add(holder, VertexKind.DEV)
-        self._hang_device(holder, device)
-        self._add(name, VertexKind.GPU)
-        self._join(holder, name, PathKind.LOC, LOCAL_GB_PER_S)
+            self._add_below(name, VertexKind.GPU, device)
+        else:
+            self._add_below(holder, VertexKind.DEV, device)
+            self._add(name, VertexKind.GPU)
+            self._join(holder, name, PathKind.LOC, LOCAL_GB_PER_S)
 
     def _add_port(self, port: NetPort) -> None:
         adapter = adapter_name(port)
         if adapter not in self._kinds and port.bus_id:
-            self._add_below(PciDevice(adapter), VertexKind.NIC)
+            self._add_below(adapter, VertexKind.NIC, PciDevice(adapter))
         elif adapter not in self._kinds:
             self._add(adapter, VertexKind.NIC)
             self._hang(adapter, self._vertex_above(adapter), LOCAL_GB_PER_S)
@@ -468,55 +462,39 @@ class _Builder:
         if not port.bus_id and port.name in self._host.paired:
             self._guessed.add(frozenset((adapter, port.name)))
 
-    def _add_below(self, device: PciDevice, kind: VertexKind) -> None:
-        self._add(device.bus_id, kind)
-        self._hang_device(device.bus_id, device)
-
-    def _hang_device(self, vertex: str, device: PciDevice) -> None:
-        """Join a vertex by a device's PCI link to what is above the device."""
-        above = self._vertex_above(device.bus_id)
-        self._hang(vertex, above, pci_gb_per_s(device))
-        if not is_pci_known(device):
-            self._guessed.add(frozenset((vertex, above)))
-
     def _add_link(self, link: Link) -> None:
         if link.kind == LinkKind.PCI:
             ends = {self._kinds.get(link.source), self._kinds.get(link.target)}
             if ends == {VertexKind.PCI}:
                 self._connect(link.source, link.target, PathKind.PXB, LOCAL_GB_PER_S)
-        elif link.source in self._gpus:
-            self._add_gpu_link(self._gpus[link.source], link)
-
-    def _add_gpu_link(self, gpu: GpuDevice, link: Link) -> None:
-        source = self._holder(gpu.name)
-        speed = link_gb_per_s(link, gpu)
-        target = self._target_kind(link) if speed > 0 else None
+            return
+        gpu = self._gpus.get(link.source)
+        speed = link_gb_per_s(link, gpu) if gpu else 0.0
+        if gpu is None or speed <= 0:
+            return
+        source, target = self._holder(gpu.name), self._link_target(link)
         kind = PathKind.C2C if link.kind == LinkKind.C2C else PathKind.NVL
-        end = NumaNode(self._numbers[gpu.name]).name
-        if target == VertexKind.GPU and link.target in self._gpus:
-            # The other direction is a link of its own.
-            end = self._holder(link.target)
-            self._connect(source, end, kind, speed)
-        elif target == VertexKind.CPU and end in self._kinds:
-            self._join(source, end, kind, speed)
-        elif target == VertexKind.NVS:
-            end = NVSWITCH
-            if end not in self._kinds:
-                self._add(end, VertexKind.NVS)
-            self._join(source, end, kind, speed)
-        if target and not is_link_known(link, gpu):
-            self._guessed.add(frozenset((source, end)))
+        if target == NVSWITCH and target not in self._kinds:
+            self._add(target, VertexKind.NVS)
+        if target in self._kinds:
+            self._connect(source, target, kind, speed)
+            # Between GPUs the other direction is a link of its own.
+            if self._kinds[target] in (VertexKind.CPU, VertexKind.NVS):
+                self._connect(target, source, kind, speed)
+        if not is_link_known(link, gpu):
+            self._guessed.add(frozenset((source, target)))
 
-    def _target_kind(self, link: Link) -> VertexKind:
-        """Return what a link leads to: by its class, else by its name."""
+    def _link_target(self, link: Link) -> str:
+        """Return the vertex that a GPU's link leads to: by its class, or its name."""
         is_gpu = link.target in self._gpus
         is_processor = self._kinds.get(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
             is_gpu = link.target_class >> 16 in _GPU_CLASSES
             is_processor = link.target_class == POWER_BRIDGE_CLASS
         if link.kind == LinkKind.C2C or is_processor:
-            return VertexKind.CPU
-        return VertexKind.GPU if is_gpu and link.target != NVSWITCH else VertexKind.NVS
+            return NumaNode(self._numbers[link.source]).name
+        is_peer = is_gpu and link.target != NVSWITCH
+        return self._holder(link.target) if is_peer else NVSWITCH
 
     def _holder(self, gpu: str) -> str:
         return gpu if self._release is NcclRelease.V2_29 else f"dev/{gpu}"

@@ -72,11 +72,7 @@ LATEST = NcclRelease.V2_30
 
 
 def parse_release(version: str) -> NcclRelease:
-    """Return the line of a release: ``2.30``, ``2.29.7+cuda13.2``.
-
-    Raises:
-        UsageError: Its rules are unknown.
-    """
+    """Return the line of a release: ``2.30``, ``2.29.7+cuda13.2``."""
     if match := _RELEASE.fullmatch(version.strip()):
         return NcclRelease(match[1])
     raise UsageError(
@@ -88,13 +84,10 @@ def parse_release(version: str) -> NcclRelease:
 def pci_gb_per_s(device: PciDevice) -> float:
     """Return what NCCL takes the link above a device to carry.
 
-    An empty or odd speed counts as PCIe 3, a width of 0 as 16 lanes. Where a source has
-    only what the link carries (hwloc), it is that times 0.762, NCCL's part of the
-    theory from PCIe 3 on.
-
     Source: the table of PCI generations in NCCL's src/graph/topo.cc; width times code
     by 80.
     """
+    # hwloc has only what the link carries; of that, NCCL's part from PCIe 3 on.
     if device.gb_per_s > 0 and not device.speed:
         return round(device.gb_per_s * _NCCL_SHARE_OF_THEORY, 3)
     width = device.width if device.width > 0 else _UNKNOWN_LANES
@@ -103,21 +96,13 @@ def pci_gb_per_s(device: PciDevice) -> float:
 
 
 def is_pci_known(device: PciDevice) -> bool:
-    """Return whether a source has more of a device than its address.
-
-    A link without speed counts as PCIe 3 in NCCL; of a device that is only named, what
-    NCCL would find is unknown.
-    """
+    """Return whether a source has more of a device than its address."""
     is_seen = device.class_code != UNKNOWN or device.width != UNKNOWN
     return is_seen or bool(device.speed) or device.gb_per_s > 0
 
 
 def pci_theory_gb_per_s(speed: str, width: int) -> float:
-    """Return what a PCI link carries at most; 0 if unknown.
-
-    Source: transfers a second by 8, times the share that the encoding leaves (8b/10b,
-    128b/130b, and 242 of 256 bytes from PCIe 6 on).
-    """
+    """Return what a PCI link carries at most; 0 if unknown."""
     match = re.match(r"(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", speed)
     rate = float(match[1]) if match else 0.0
     if width <= 0 or rate not in _PCI_PAYLOAD:
@@ -131,23 +116,19 @@ def nvlink_gb_per_s(sm: int) -> float:
 
 
 def max_nvlinks(sm: int) -> int:
-    """Return how many NVLinks a GPU has at most; 0 if unknown.
-
-    Source: ``ncclTopoGetXmlFromGpu`` of NCCL's src/graph/xml.cc.
-    """
+    """Return how many NVLinks a GPU has at most; 0 if unknown."""
     return next((count for least, count in _NVLINK_COUNTS if sm >= least), 0)
 
 
 def xgmi_gb_per_s(gcn: str) -> float:
-    """Return what RCCL takes one xGMI link of a GPU to carry.
-
-    ``gcn`` is AMD's architecture: ``942``, ``gfx90a``; 910 is an old word for 90a.
+    """Return what RCCL takes one xGMI link of a GPU to carry: ``942``, ``gfx90a``.
 
     Source: ``ncclTopoXGMISpeed`` of RCCL's src/graph/topo.h.
     """
     name = gcn.strip().lower().removeprefix("gfx")
     if name.startswith(("94", "95")):
         return 48.0
+    # 910 is an old word for 90a.
     return 36.0 if name.startswith(("90a", "910")) else 24.0
 
 
@@ -169,10 +150,7 @@ def link_gb_per_s(link: Link, gpu: GpuDevice) -> float:
 
 
 def is_link_known(link: Link, gpu: GpuDevice) -> bool:
-    """Return whether it is known what direct links of a GPU carry.
-
-    NCCL asks the GPU for its chip: of an unknown chip the figure is a guess.
-    """
+    """Return whether it is known what direct links of a GPU carry."""
     if link.gb_per_s > 0 or link.kind == LinkKind.C2C:
         return link.gb_per_s > 0
     return gpu.sm != UNKNOWN or bool(gpu.gcn)
@@ -181,7 +159,7 @@ def is_link_known(link: Link, gpu: GpuDevice) -> bool:
 def smp_gb_per_s(node: NumaNode, other: NumaNode) -> float:
     """Return what NCCL takes to pass from one NUMA node to another.
 
-    It asks only the processor that sends. An unknown one has no limit.
+    It asks only the processor that sends; an unknown one has no limit.
     """
     if node.number == other.number:
         return LOCAL_GB_PER_S

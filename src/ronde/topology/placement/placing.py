@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import groupby
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -30,10 +31,10 @@ class InventoryNode(NamedTuple):
 
 
 class NearDevice(NamedTuple):
-    """A GPU or a network adapter."""
+    """A GPU, and the memory node near it."""
 
-    name: str  # For people and variables: ``0`` of a GPU, ``mlx5_0``.
-    node: int  # The memory node near it, or ``UNKNOWN_NODE``.
+    name: str  # For people and variables: ``0``.
+    node: int  # ``UNKNOWN_NODE`` if unknown.
 
 
 class Nearness(NamedTuple):
@@ -49,10 +50,11 @@ class Inventory(NamedTuple):
 
     # Those with cores, by number: no rank can run on others.
     nodes: tuple[InventoryNode, ...]
-    # From each node to each, in that order, as the firmware reports them.
-    distances: tuple[tuple[int, ...], ...]
+    # From each node to each, in that order, as the firmware reports them; empty where
+    # all others are equally far.
+    distances: tuple[tuple[int, ...], ...] = ()
     gpus: tuple[NearDevice, ...] = ()  # In the order of local ranks.
-    nics: tuple[NearDevice, ...] = ()  # Those to train over.
+    nics: tuple[str, ...] = ()  # Names of those to train over.
     # By index of GPU and adapter; no entry where it is unknown.
     nearness: Mapping[tuple[int, int], Nearness] = {}
     host: str = ""  # Its name, for messages.
@@ -72,46 +74,37 @@ class Inventory(NamedTuple):
 
 
 def inventory_of_machine(
-    machine: Machine, gpus: Sequence[Gpu | None] | None = None, host: str = ""
+    machine: Machine, gpus: Sequence[Gpu | None], host: str = ""
 ) -> Inventory:
     """Return what a machine has for ranks, as its agent reports it.
 
-    Adapters are the ports to train over whose nearness is known; their memory nodes are
-    unknown. ``gpus`` are in the order of local ranks, None for a rank without one;
-    without ``gpus`` all that the machine has.
+    ``gpus`` are in the order of local ranks, None for a rank without one.
     """
-    own = machine.gpus if gpus is None else tuple(gpus)
-    nodes = nodes_of_cores(machine.cores)
-    names = dict.fromkeys(near.port for near in machine.near)
-    ports = {port: index for index, port in enumerate(names)}
-    places = {gpu.bus_id: index for index, gpu in enumerate(own) if gpu}
+    names = tuple(dict.fromkeys(near.port for near in machine.near))
+    places = {gpu.bus_id: index for index, gpu in enumerate(gpus) if gpu}
     none = NearDevice("", UNKNOWN_NODE)
     return Inventory(
-        nodes,
-        plain_distances(len(nodes)),
-        tuple(NearDevice(gpu.visible_as, gpu.node) if gpu else none for gpu in own),
-        tuple(NearDevice(port, UNKNOWN_NODE) for port in ports),
-        {
-            (places[near.gpu], ports[near.port]): Nearness(near.order)
+        nodes_of_cores(machine.cores),
+        gpus=tuple(NearDevice(g.visible_as, g.node) if g else none for g in gpus),
+        nics=names,
+        nearness={
+            (places[near.gpu], names.index(near.port)): Nearness(near.order)
             for near in machine.near
             if near.gpu in places
         },
-        host,
+        host=host,
     )
 
 
 def nodes_of_cores(cores: Sequence[Core]) -> tuple[InventoryNode, ...]:
     """Return cores by memory node."""
-    by_node: dict[int, list[Core]] = {}
-    for core in sorted(cores, key=lambda core: (core.node, core.cpus)):
-        by_node.setdefault(core.node, []).append(core)
-    return tuple(InventoryNode(number, tuple(own)) for number, own in by_node.items())
+    ordered = sorted(cores, key=_core_order)
+    by_node = groupby(ordered, key=lambda core: core.node)
+    return tuple(InventoryNode(number, tuple(own)) for number, own in by_node)
 
 
-def plain_distances(num_nodes: int) -> tuple[tuple[int, ...], ...]:
-    """Return distances where all other nodes are equally far."""
-    rows = range(num_nodes)
-    return tuple(tuple(10 if a == b else 20 for b in rows) for a in rows)
+def _core_order(core: Core) -> tuple[int, tuple[int, ...]]:
+    return core.node, core.cpus
 
 
 class Scope(StrEnum):
@@ -140,19 +133,13 @@ class PlacementError(UsageError):
         self.reasons = tuple(reasons)
 
 
-class CorePool(NamedTuple):
-    """Cores that some ranks divide among them."""
-
-    cores: tuple[Core, ...]  # By node and number.
-    ranks: tuple[int, ...]  # Ascending.
-    is_near_gpu: bool  # Whether they are those near the GPUs of these ranks.
-
-
 class CoreShare(NamedTuple):
-    """What one rank gets of a pool."""
+    """What one rank gets of cores that some ranks divide among them."""
 
-    pool: CorePool
-    cores: tuple[Core, ...]  # All of the pool where these are fewer than ranks.
+    pool: tuple[Core, ...]  # Those cores, by node and number.
+    ranks: tuple[int, ...]  # Who divides them, ascending.
+    is_near_gpu: bool  # Whether they are those near the GPUs of these ranks.
+    cores: tuple[Core, ...]  # Its own; all of the pool where these are too few.
     home: int  # The memory node in the middle of what it gets.
     has_enough: bool  # Whether it need not share them; of no cores all have enough.
 
@@ -177,16 +164,12 @@ class RankPlace(NamedTuple):
 
 
 def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, ...]:
-    """Place all ranks of a host, in their order.
+    """Place all ranks of a host, in their order, alike on every call.
 
-    The same input gives the same result on every call. Rank i has GPU i where there are
-    as many as ranks, else no rank has one. No core is given out that the inventory does
-    not list, and none twice unless there are fewer than ranks.
-
-    Policies that refuse nobody leave the even parts of cores contiguous and only report
-    where one is not aligned; the others look for a node that has room. Adapters are
-    chosen by the class of the way to the GPU, its bandwidth and how often they were
-    given out.
+    Rank i has GPU i where there are as many as ranks, else no rank has one. No core is
+    given out twice unless there are fewer than ranks. Policies that refuse nobody leave
+    the even parts of cores contiguous and only report where one is not aligned; the
+    others look for a node that has room.
 
     Raises:
         PlacementError: The policy refuses a rank, or all together.
@@ -205,11 +188,9 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
             f"memory nodes with cores must be at most {_MAX_NODES}, got {num_nodes}: "
             "every set of them is tried. Take policy none."
         )
-    placer = _Placer(inventory, request)
-    ranks = range(request.num_ranks)
-    if request.scope is Scope.JOB:
-        return tuple(placer.place(ranks))
-    return tuple(placer.place([rank])[0] for rank in ranks)
+    placer, ranks = _Placer(inventory, request), range(request.num_ranks)
+    groups = [ranks] if request.scope is Scope.JOB else [[rank] for rank in ranks]
+    return tuple(each for group in groups for each in placer.place(group))
 
 
 def _share_cores(
@@ -220,37 +201,26 @@ def _share_cores(
     ``homes`` are the memory nodes near each rank's GPU, or ``UNKNOWN_NODE``: with one
     such, or one without cores, all cores are divided among all ranks.
     """
-    ranks = range(len(homes))
     known = {core.node for core in cores} - {UNKNOWN_NODE}
-    pools = [CorePool(cores, tuple(ranks), is_near_gpu=False)]
-    if known.issuperset(homes):
-        pools = [
-            CorePool(
-                tuple(core for core in cores if core.node == node),
-                tuple(rank for rank in ranks if homes[rank] == node),
-                is_near_gpu=True,
-            )
-            for node in sorted(set(homes))
-        ]
-    found: dict[int, CoreShare] = {}
-    for pool in pools:
-        found |= dict(zip(pool.ranks, _divide(pool), strict=True))
-    return tuple(found[rank] for rank in ranks)
-
-
-def _divide(pool: CorePool) -> list[CoreShare]:
-    cores, num_ranks = pool.cores, len(pool.ranks)
-    size, extra = divmod(len(cores), num_ranks)
-    if not size:
-        # Each at another node, so that ranks are spread over all.
-        middles = (
-            (2 * n + 1) * len(cores) // (2 * num_ranks) for n in range(num_ranks)
-        )
-        homes = [cores[middle].node if cores else UNKNOWN_NODE for middle in middles]
-        return [CoreShare(pool, cores, home, not cores) for home in homes]
-    starts = [n * size + min(n, extra) for n in range(num_ranks + 1)]
-    blocks = [cores[starts[n] : starts[n + 1]] for n in range(num_ranks)]
-    return [CoreShare(pool, b, _middle_node(b), has_enough=True) for b in blocks]
+    is_near_gpu = known.issuperset(homes)
+    shares: dict[int, CoreShare] = {}
+    for near in set(homes) if is_near_gpu else {UNKNOWN_NODE}:
+        pool, ranks = cores, tuple(range(len(homes)))
+        if is_near_gpu:
+            pool = tuple(core for core in cores if core.node == near)
+            ranks = tuple(rank for rank in ranks if homes[rank] == near)
+        size, extra = divmod(len(pool), len(ranks))
+        for place, rank in enumerate(ranks):
+            start = place * size + min(place, extra)
+            own = pool[start : start + size + (place < extra)]
+            home = _middle_node(own)
+            if not size and pool:
+                # Each at another node, so that ranks are spread over all.
+                own = pool
+                home = pool[(2 * place + 1) * len(pool) // (2 * len(ranks))].node
+            has_enough = size > 0 or not pool
+            shares[rank] = CoreShare(pool, ranks, is_near_gpu, own, home, has_enough)
+    return tuple(shares[rank] for rank in range(len(homes)))
 
 
 def _middle_node(cores: Sequence[Core]) -> int:
@@ -269,21 +239,26 @@ class _Placer:
         self._gpus = [(rank,) if has_gpus else () for rank in ranks]
         homes = [inventory.gpus[r].node if has_gpus else UNKNOWN_NODE for r in ranks]
         self._shares = _share_cores(inventory.cores, homes)
-        self._bits = {node.number: bit for bit, node in enumerate(inventory.nodes)}
-        self._bits.pop(UNKNOWN_NODE, None)
         self._free = [list(node.cores) for node in inventory.nodes]
         self._num_given = [0] * len(inventory.nics)
 
     def place(self, ranks: Sequence[int]) -> list[RankPlace]:
-        policy, inventory = self._policy, self._inventory
-        hints = {} if policy is Policy.NONE else self._hints(ranks)
-        nodes = NodeSet(len(inventory.nodes), inventory.distances)
-        alignment = decide(policy, tuple(hints.values()), nodes)
-        reasons: tuple[str, ...] = ()
-        if not alignment.is_preferred:
-            reasons = self._explain(ranks, hints)
-            if not alignment.is_admitted:
-                raise self._refusal(ranks, reasons)
+        hints = {} if self._policy is Policy.NONE else self._hints(ranks)
+        nodes = NodeSet(len(self._inventory.nodes))
+        alignment = decide(self._policy, tuple(hints.values()), nodes)
+        reasons = () if alignment.is_preferred else self._explain(ranks, hints)
+        if not alignment.is_admitted:
+            host = self._inventory.host
+            where = f" on {host}" if host else ""
+            name = f"rank {ranks[0]}{where}"
+            if len(ranks) > 1:
+                name = f"ranks 0-{ranks[-1]}{where} together"
+            raise PlacementError(
+                f"policy must be one that every rank can keep, got {self._policy} and "
+                f"{name}: {'; '.join(reasons)}. Use fewer ranks, or take best-effort.",
+                ranks,
+                reasons,
+            )
         return [self._take(rank, alignment, reasons) for rank in ranks]
 
     def _is_fixed(self, rank: int) -> bool:
@@ -301,36 +276,32 @@ class _Placer:
         return len(fixed), [own[node.number] for node in self._inventory.nodes]
 
     def _hints(self, ranks: Sequence[int]) -> dict[str, tuple[Hint, ...]]:
-        gpus = self._inventory.gpus
+        nodes, gpus = self._inventory.nodes, self._inventory.gpus
         found: dict[str, tuple[Hint, ...]] = {}
-        if own := [gpus[index] for rank in ranks for index in self._gpus[rank]]:
+        if own := [gpus[index].node for rank in ranks for index in self._gpus[rank]]:
             # Preferred is as few nodes as all GPUs of the host allow.
-            is_known = all(gpu.node != UNKNOWN_NODE for gpu in own)
-            hints = counted_hints(self._counts(gpus), self._counts(own), len(own))
-            found["gpu"] = (hints or NOWHERE) if is_known else ANY
+            total, free = (
+                [counts[node.number] for node in nodes]
+                for counts in (Counter(gpu.node for gpu in gpus), Counter(own))
+            )
+            hints = counted_hints(total, free, len(own)) or NOWHERE
+            found["gpu"] = ANY if UNKNOWN_NODE in own else hints
         num_wanted, free = self._wanted(ranks)
         if num_wanted:
-            total = [len(node.cores) for node in self._inventory.nodes]
+            total = [len(node.cores) for node in nodes]
             found["cpu"] = counted_hints(total, free, num_wanted) or NOWHERE
         return found
-
-    def _counts(self, devices: Iterable[NearDevice]) -> list[int]:
-        counts = Counter(device.node for device in devices)
-        return [counts[node.number] for node in self._inventory.nodes]
 
     def _take(
         self, rank: int, alignment: Alignment, reasons: tuple[str, ...]
     ) -> RankPlace:
-        share = self._shares[rank]
-        cores = share.cores
-        if not self._is_fixed(rank):
-            cores = self._take_cores(rank, alignment.mask)
-        nodes = () if alignment.mask is None else alignment.mask
+        share, mask = self._shares[rank], alignment.mask
+        cores = share.cores if self._is_fixed(rank) else self._take_cores(rank, mask)
         return RankPlace(
             rank=rank,
             gpus=self._gpus[rank],
             cores=cores,
-            nodes=self._inventory.numbers_of(nodes) if nodes else (),
+            nodes=() if mask is None else self._inventory.numbers_of(mask),
             home=_middle_node(cores) if share.has_enough else share.home,
             nics=self._take_nic(rank),
             is_preferred=alignment.is_preferred,
@@ -344,15 +315,15 @@ class _Placer:
         The nodes of the mask are not left while they have enough together; then those
         come first that are near the rank's GPU.
         """
-        num_nodes, distances = len(self._free), self._inventory.distances
-        mask = (1 << num_nodes) - 1 if mask is None else mask
-        near = [self._inventory.gpus[gpu].node for gpu in self._gpus[rank]]
-        own = next((self._bits[n] for n in near if n in self._bits), None)
-        if own is None:
-            own = (mask & -mask).bit_length() - 1
+        nodes, distances = self._inventory.nodes, self._inventory.distances
+        mask = (1 << len(nodes)) - 1 if mask is None else mask
+        near = {self._inventory.gpus[gpu].node for gpu in self._gpus[rank]}
+        near.discard(UNKNOWN_NODE)
+        bits = (bit for bit, node in enumerate(nodes) if node.number in near)
+        own = next(bits, (mask & -mask).bit_length() - 1)
+        row = distances[own] if distances else [0] * len(nodes)
         order = sorted(
-            range(num_nodes),
-            key=lambda b: (not mask >> b & 1, b != own, distances[own][b], b),
+            range(len(nodes)), key=lambda b: (not mask >> b & 1, b != own, row[b], b)
         )
         wanted = len(self._shares[rank].cores)
         inside = [bit for bit in order if mask >> bit & 1]
@@ -364,20 +335,18 @@ class _Placer:
             num_more = wanted - len(taken)
             taken += self._free[bit][:num_more]
             del self._free[bit][:num_more]
-        return tuple(sorted(taken, key=lambda core: (core.node, core.cpus)))
+        return tuple(sorted(taken, key=_core_order))
 
     def _take_nic(self, rank: int) -> tuple[int, ...]:
         """Give out the adapter nearest to a rank's GPU, of equals the least used."""
-        near = self._inventory.nearness
-        for gpu in self._gpus[rank]:
-            candidates = [n for n in range(len(self._num_given)) if (gpu, n) in near]
-            if candidates:
-                best = min(
-                    candidates, key=lambda n: (near[gpu, n].order, self._num_given[n])
-                )
-                self._num_given[best] += 1
-                return (best,)
-        return ()
+        near = [
+            nic for g in self._gpus[rank] for nic in self._inventory.nearest_nics(g)
+        ]
+        if not near:
+            return ()
+        best = min(near, key=lambda nic: (self._num_given[nic], nic))
+        self._num_given[best] += 1
+        return (best,)
 
     def _explain(
         self, ranks: Sequence[int], hints: dict[str, tuple[Hint, ...]]
@@ -396,51 +365,31 @@ class _Placer:
         gpus = [index for rank in ranks for index in self._gpus[rank]]
         titles = ", ".join(self._inventory.gpus[n].name or str(n) for n in gpus)
         wants = {
-            "gpu": f"GPU{'s' * (len(gpus) > 1)} {titles}",
-            "cpu": f"{num_cores} core{'s' * (num_cores > 1)}",
+            "gpu": f"gpu: GPU{'s' * (len(gpus) > 1)} {titles}",
+            "cpu": f"cpu: {num_cores} core{'s' * (num_cores > 1)}",
         }
-        faulty = [name for name, masks in good.items() if not masks]
-        if not faulty:
+        if all(good.values()):
             return tuple(
-                f"{name}: {wants[name]} only on {self._some_nodes(masks)}"
+                f"{wants[name]} only on {' or '.join(self._smallest(masks)[:4])}"
+                + " or more" * (len(masks) > 4)
                 for name, masks in good.items()
                 if None not in masks
             )
-        reasons = {n: f"{n}: {wants[n]} {self._obstacle(n, hints[n])}" for n in faulty}
-        if "cpu" in reasons:
-            counts = zip(free, self._inventory.nodes, strict=True)
-            texts = [f"{count} on node {node.number}" for count, node in counts]
-            reasons["cpu"] += f" (free: {', '.join(texts)})"
-        return tuple(reasons.values())
+        counts = zip(free, self._inventory.nodes, strict=True)
+        texts = [f"{count} on node {node.number}" for count, node in counts]
+        ends = {"gpu": "", "cpu": f" (free: {', '.join(texts)})"}
+        obstacles = {"gpu": "near no node with usable cores", "cpu": "not free"}
+        for name, each in hints.items():
+            if some := self._smallest([hint.mask for hint in each]):
+                obstacles[name] = f"not on fewer than {some[0]}"
+        faulty = [name for name, masks in good.items() if not masks]
+        return tuple(f"{wants[n]} {obstacles[n]}{ends[n]}" for n in faulty)
 
-    def _some_nodes(self, masks: Iterable[int | None]) -> str:
-        """Return where something could come from: ``node 0 or nodes 1+2 together``."""
-        smallest = sorted((m for m in masks if m), key=lambda m: (m.bit_count(), m))
-        texts = [self._nodes(mask) for mask in smallest]
-        return " or ".join(texts[:4]) + (" or more" if len(texts) > 4 else "")
-
-    def _obstacle(self, name: str, hints: Sequence[Hint]) -> str:
-        masks = [hint.mask for hint in hints if hint.mask]
-        if masks:
-            smallest = min(masks, key=lambda mask: (mask.bit_count(), mask))
-            return f"not on fewer than {self._nodes(smallest)}"
-        return "near no node with usable cores" if name == "gpu" else "not free"
-
-    def _nodes(self, mask: int) -> str:
-        numbers = self._inventory.numbers_of(mask)
-        if len(numbers) == 1:
-            return f"node {numbers[0]}"
-        return f"nodes {'+'.join(map(str, numbers))} together"
-
-    def _refusal(self, ranks: Sequence[int], reasons: Sequence[str]) -> PlacementError:
-        host = self._inventory.host
-        where = f" on {host}" if host else ""
-        name = f"rank {ranks[0]}{where}"
-        if len(ranks) > 1:
-            name = f"ranks 0-{ranks[-1]}{where} together"
-        return PlacementError(
-            f"policy must be one that every rank can keep, got {self._policy} and "
-            f"{name}: {'; '.join(reasons)}. Use fewer ranks, or take best-effort.",
-            ranks,
-            reasons,
-        )
+    def _smallest(self, masks: Iterable[int | None]) -> list[str]:
+        """Return sets of nodes in words, those of the fewest first."""
+        texts: list[str] = []
+        for mask in sorted((m for m in masks if m), key=lambda m: (m.bit_count(), m)):
+            numbers = "+".join(map(str, self._inventory.numbers_of(mask)))
+            is_one = mask.bit_count() == 1
+            texts.append(f"node {numbers}" if is_one else f"nodes {numbers} together")
+        return texts

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
@@ -10,7 +11,6 @@ from ronde.topology.machine import UNKNOWN_NODE, Core, NearPort
 from ronde.topology.paths.classes import UNKNOWN_WORD, classify
 from ronde.topology.paths.network import (
     PathKind,
-    adapter_name,
     find_numa_numbers,
     find_paths,
 )
@@ -23,7 +23,6 @@ from ronde.topology.placement.placing import (
     RankPlace,
     nodes_of_cores,
     place,
-    plain_distances,
 )
 
 _MAX_THREADS = 4
@@ -72,27 +71,33 @@ class HostPlan(NamedTuple):
 def plan_host(
     host: HostTopology, request: AlignmentRequest, allowed: Sequence[Core] | None = None
 ) -> HostPlan:
-    """Place ranks on a host.
-
-    ``allowed`` are the cores that may be used, with their nodes; without it all.
+    """Place ranks on a host; ``allowed`` are the cores that may be used, else all.
 
     GPUs are in the order of their bus addresses, as CUDA counts them when asked to.
     AMD's are in the source's order, for HIP has no such setting; so are all where one
     has no address.
 
     Raises:
-        PlacementError: The policy refuses a rank.
-        UsageError: The host has no cores to align with, or too many nodes.
+        UsageError: As ``place``.
     """
-    planner = _Planner(host, allowed)
+    cores, notices = infer_cores(host) if allowed is None else (allowed, ())
+    if not cores:
+        notices = (*notices, "CPUs are unknown: ranks get none.")
+    planner = _Planner(host, cores)
     places = place(planner.inventory, request)
+    if planner.gpus and not places[0].gpus:
+        few = f"{len(places)} ranks and only {len(planner.gpus)} GPUs"
+        notices = (*notices, f"{few}: no rank has one of its own.")
+    for each in [each.share for each in places if not each.share.has_enough][:1]:
+        pool = f"{len(each.pool)} core{'s' * (len(each.pool) > 1)}"
+        notices = (*notices, f"{len(each.ranks)} ranks share {pool}.")
     return HostPlan(
         host.name,
         str(request.policy),
         str(request.scope),
         tuple(planner.rank_plan(each) for each in places),
         planner.gpu_env(places) | planner.nic_env(places),
-        (*planner.notices, *planner.notices_on(places)),
+        notices,
     )
 
 
@@ -143,20 +148,13 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
 
 def _threads_by_place(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return the CPUs at the same place in each run of numbers: a core each."""
-    runs: list[list[int]] = []
-    for cpu in cpus:
-        if runs and cpu == runs[-1][-1] + 1:
-            runs[-1].append(cpu)
-        else:
-            runs.append([cpu])
+    by_run = groupby(enumerate(cpus), key=lambda each: each[1] - each[0])
+    runs = [[cpu for _, cpu in run] for _, run in by_run]
     # Many short runs are no threads: every other CPU is of this node, or some are off.
     if len(runs) > _MAX_THREADS:
         return tuple((cpu,) for cpu in cpus)
-    longest = max(map(len, runs), default=0)
-    return tuple(
-        tuple(run[place] for run in runs if place < len(run))
-        for place in range(longest)
-    )
+    places = zip_longest(*runs)
+    return tuple(tuple(cpu for cpu in each if cpu is not None) for each in places)
 
 
 def _is_rdma(port: NetPort) -> bool:
@@ -185,10 +183,9 @@ def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
 def _find_nearness(
     host: HostTopology, gpus: Sequence[GpuDevice], ports: Sequence[NetPort]
 ) -> dict[tuple[int, int], Nearness]:
-    """Return how near each port is to each GPU, by their indexes.
+    """Return how near each port is to each GPU, by their indexes, where it is known.
 
-    First counts the class of the way, then what it carries. There is no entry where
-    both are unknown.
+    First counts the class of the way, then what it carries.
     """
     if not gpus or not ports:
         return {}
@@ -197,77 +194,48 @@ def _find_nearness(
     found: dict[tuple[int, int], Nearness] = {}
     for b, port in enumerate(ports):
         for a, gpu in enumerate(gpus):
-            is_listed = gpu.name in rows and port.name in rows
             word = UNKNOWN_WORD
-            if is_listed:
+            if gpu.name in rows and port.name in rows:
                 word = table.words[rows[gpu.name]][rows[port.name]]
             kind = _KINDS.get(word) or PathKind(word)
-            path = paths.between(gpu.name, port.name)
-            if path and path.kind != PathKind.DIS:
-                kind = path.kind if kind == PathKind.DIS else kind
-                order = (kind.rank, -path.gb_per_s)
-                found[a, b] = Nearness(order, str(kind), path.gb_per_s)
-            elif kind != PathKind.DIS:
-                found[a, b] = Nearness((kind.rank, 0.0), word)
+            rate = 0.0
+            if path := paths.between(gpu.name, port.name):
+                rate = path.gb_per_s
+                word = kind = path.kind if kind == PathKind.DIS else kind
+            if kind != PathKind.DIS:
+                found[a, b] = Nearness((kind.rank, -rate), str(word), rate)
     return found
-
-
-def _distances(nodes: Sequence[NumaNode | None]) -> tuple[tuple[int, ...], ...]:
-    known = [dict(node.distances) if node else {} for node in nodes]
-    if not any(known):
-        return plain_distances(len(nodes))
-    numbers = [node.number if node else UNKNOWN for node in nodes]
-    return tuple(
-        tuple(
-            row.get(number, 10 if here == there else 255)
-            for there, number in enumerate(numbers)
-        )
-        for here, row in enumerate(known)
-    )
 
 
 class _Planner:
     """A host's inventory, and the name of each item of it."""
 
-    def __init__(self, host: HostTopology, allowed: Sequence[Core] | None) -> None:
+    def __init__(self, host: HostTopology, cores: Sequence[Core]) -> None:
         vendors = {device.bus_id: device.vendor for device in host.devices}
-        self._is_amd = {
-            g: bool(g.gcn) or vendors.get(g.bus_id) == _AMD for g in host.gpus
-        }
-        in_bus_order = all(g.bus_id and not self._is_amd[g] for g in host.gpus)
-        self._gpus = sorted(
-            host.gpus, key=lambda g: bus_order(g.bus_id) if in_bus_order else [g.number]
-        )
-        self._numbers = [
-            index if in_bus_order else gpu.number
-            for index, gpu in enumerate(self._gpus)
-        ]
+        amd = [g for g in host.gpus if g.gcn or vendors.get(g.bus_id) == _AMD]
+        in_bus_order = not amd and all(gpu.bus_id for gpu in host.gpus)
+        self.gpus = sorted(host.gpus, key=lambda gpu: gpu.number)
+        self._is_amd = len(amd) == len(host.gpus)
+        self._numbers = [gpu.number for gpu in self.gpus]
+        if in_bus_order:
+            self.gpus.sort(key=lambda gpu: bus_order(gpu.bus_id))
+            self._numbers = list(range(len(self.gpus)))
         self._ports = _training_ports(host)
-        cores, self.notices = infer_cores(host) if allowed is None else (allowed, ())
-        if not cores:
-            self.notices = (*self.notices, "CPUs are unknown: ranks get none.")
         nodes = nodes_of_cores(cores)
         known = {node.number: node for node in host.numa_nodes}
-        numbers = find_numa_numbers(host)
+        near = find_numa_numbers(host)
         # Near a node without CPUs there is no place for a rank.
         bare = {node.number for node in host.numa_nodes if not node.cpus}
-
-        def near(name: str, default: int) -> int:
-            number = numbers.get(name, default)
-            return UNKNOWN_NODE if number in bare else number
-
+        near |= {name: UNKNOWN_NODE for name, node in near.items() if node in bare}
         self.inventory = Inventory(
             nodes,
-            _distances([known.get(node.number) for node in nodes]),
+            _distances([known.get(n.number) or NumaNode(n.number) for n in nodes]),
             tuple(
-                NearDevice(str(number), near(gpu.name, gpu.node))
-                for number, gpu in zip(self._numbers, self._gpus, strict=True)
+                NearDevice(str(number), near[gpu.name])
+                for number, gpu in zip(self._numbers, self.gpus, strict=True)
             ),
-            tuple(
-                NearDevice(port.title, near(adapter_name(port), port.node))
-                for port in self._ports
-            ),
-            _find_nearness(host, self._gpus, self._ports),
+            tuple(port.title for port in self._ports),
+            _find_nearness(host, self.gpus, self._ports),
             host.name,
         )
 
@@ -275,52 +243,48 @@ class _Planner:
         memory_nodes: tuple[int, ...] = ()
         if len(self.inventory.nodes) > 1 and len({c.node for c in rank.cores}) == 1:
             memory_nodes = (rank.home,) if rank.home != UNKNOWN_NODE else ()
-        ports = [self._ports[nic] for nic in rank.nics]
-        devices = [_verbs_name(port, is_port_needed=True) for port in ports]
         words = [f"--physcpubind={format_list(rank.cpus)}"] if rank.cpus else []
         words += [f"--preferred={node}" for node in memory_nodes]
+        ports = [(nic, self._ports[nic]) for nic in rank.nics]
+        devices = [_verbs_name(port, is_port_needed=True) for _, port in ports]
+        near = {nic: self.inventory.nearness[rank.gpus[0], nic] for nic in rank.nics}
         return PlannedRank(
             rank=rank.rank,
             gpus=tuple(self._numbers[gpu] for gpu in rank.gpus),
-            gpu_bus_ids=tuple(self._gpus[gpu].bus_id for gpu in rank.gpus),
+            gpu_bus_ids=tuple(self.gpus[gpu].bus_id for gpu in rank.gpus),
             num_cores=len(rank.cores),
             cpus=rank.cpus,
             nodes=rank.nodes,
             memory_nodes=memory_nodes,
-            nics=tuple(self._choice(rank, nic) for nic in rank.nics),
+            nics=tuple(
+                NicChoice(port.title, near[nic].word, near[nic].gb_per_s)
+                for nic, port in ports
+            ),
             is_preferred=rank.is_preferred,
             reasons=rank.reasons,
             env={"UCX_NET_DEVICES": ",".join(devices)} if any(devices) else {},
             command=" ".join(["numactl", *words]) if words else "",
         )
 
-    def _choice(self, rank: RankPlace, nic: int) -> NicChoice:
-        near = self.inventory.nearness[rank.gpus[0], nic]
-        return NicChoice(self._ports[nic].title, near.word, near.gb_per_s)
-
     def gpu_env(self, places: Sequence[RankPlace]) -> dict[str, str]:
         """Return what shows every rank all GPUs of the plan, rank by rank."""
         indexes = [gpu for each in places for gpu in each.gpus]
-        own = [self._gpus[index] for index in indexes]
         numbers = ",".join(str(self._numbers[index]) for index in indexes)
-        if own and all(self._is_amd[gpu] for gpu in own):
+        if indexes and self._is_amd:
             return {"HIP_VISIBLE_DEVICES": numbers}
-        if not own or not all(gpu.bus_id for gpu in own):
+        if not indexes or not all(self.gpus[index].bus_id for index in indexes):
             return {}
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": numbers}
 
     def nic_env(self, places: Sequence[RankPlace]) -> dict[str, str]:
-        """Return what leaves NCCL the adapters near the GPUs of the plan.
+        """Return what leaves NCCL all adapters that are nearest to GPUs of the plan.
 
-        All that are equally near: a rank's own may be one of several that its GPU
-        drives. NCCL must find the same on every rank of a host: it picks each GPU's
-        from them.
+        NCCL must find the same on every rank of a host: it picks each GPU's from them.
 
         Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
         """
-        used = {nic for each in places for nic in each.nics}
-        for gpu in (gpu for each in places for gpu in each.gpus):
-            used.update(self.inventory.nearest_nics(gpu))
+        gpus = {gpu for each in places for gpu in each.gpus}
+        used = {nic for gpu in gpus for nic in self.inventory.nearest_nics(gpu)}
         ports = [self._ports[nic] for nic in sorted(used)]
         names = [_verbs_name(port, is_port_needed=False) for port in ports]
         if not names or not all(names):
@@ -328,19 +292,16 @@ class _Planner:
         # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
         return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
 
-    def notices_on(self, places: Sequence[RankPlace]) -> list[str]:
-        notices: list[str] = []
-        if self._gpus and not places[0].gpus:
-            notices.append(
-                f"{len(places)} ranks and only {len(self._gpus)} GPUs: no rank has one "
-                "of its own."
-            )
-        crowded = next((each for each in places if not each.share.has_enough), None)
-        if crowded:
-            pool = crowded.share.pool
-            cores = f"{len(pool.cores)} core{'s' * (len(pool.cores) > 1)}"
-            notices.append(f"{len(pool.ranks)} ranks share {cores}.")
-        return notices
+
+def _distances(nodes: Sequence[NumaNode]) -> tuple[tuple[int, ...], ...]:
+    """Return how far nodes are from each other; nothing if no source has it."""
+    known = [(node.number, dict(node.distances)) for node in nodes]
+    if not any(row for _, row in known):
+        return ()
+    return tuple(
+        tuple(row.get(other, 10 if here == other else 255) for other, _ in known)
+        for here, row in known
+    )
 
 
 def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:

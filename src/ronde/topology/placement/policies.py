@@ -68,32 +68,30 @@ def counted_hints(
             sums += [each + count for each in sums]
     masks = range(1, len(had))
     smallest = min((m.bit_count() for m in masks if had[m] >= quantity), default=0)
-    return tuple(
-        Hint(mask, mask.bit_count() == smallest)
-        for mask in masks
-        if left[mask] >= quantity
-    )
+    able = (mask for mask in masks if left[mask] >= quantity)
+    return tuple(Hint(mask, mask.bit_count() == smallest) for mask in able)
 
 
 def decide(
     policy: Policy, resources: Sequence[Sequence[Hint]], nodes: NodeSet
 ) -> Alignment:
-    """Return what a policy makes of the hints of each resource.
+    """Return what a policy makes of the hints of each resource, in any order."""
+    if policy is Policy.NONE:
+        return Alignment(None, is_preferred=True, is_admitted=True)
+    if policy is Policy.SINGLE_NUMA_NODE:
+        single = [
+            [hint for hint in hints if hint.is_preferred and _is_one_node(hint.mask)]
+            for hints in resources
+        ]
+        mask, is_preferred = merge(single, nodes._replace(is_closest=False))
+        limited = None if mask == nodes.all_mask else mask
+        return Alignment(limited, is_preferred, is_preferred)
+    mask, is_preferred = merge(resources, nodes)
+    return Alignment(mask, is_preferred, is_preferred or policy is Policy.BEST_EFFORT)
 
-    The order of resources and of hints changes nothing.
-    """
-    match policy:
-        case Policy.NONE:
-            return Alignment(None, is_preferred=True, is_admitted=True)
-        case Policy.SINGLE_NUMA_NODE:
-            single = [list(filter(_is_one_node, hints)) for hints in resources]
-            mask, is_preferred = merge(single, nodes._replace(is_closest=False))
-            limited = None if mask == nodes.all_mask else mask
-            return Alignment(limited, is_preferred, is_preferred)
-        case Policy.BEST_EFFORT | Policy.RESTRICTED:
-            mask, is_preferred = merge(resources, nodes)
-            is_admitted = is_preferred or policy is Policy.BEST_EFFORT
-            return Alignment(mask, is_preferred, is_admitted)
+
+def _is_one_node(mask: int | None) -> bool:
+    return mask is None or mask.bit_count() == 1
 
 
 def merge(resources: Sequence[Sequence[Hint]], nodes: NodeSet) -> Hint:
@@ -106,10 +104,9 @@ def merge(resources: Sequence[Sequence[Hint]], nodes: NodeSet) -> Hint:
     are what some combination has in common.
     """
     preferred = _agreed_masks(resources, nodes.all_mask)
-    candidates = preferred or _common_masks(resources, nodes.all_mask)
     count = best_count(resources)
     best: Hint | None = None
-    for mask in candidates:
+    for mask in preferred or _common_masks(resources, nodes.all_mask):
         best = compare(best, Hint(mask, bool(preferred)), count, nodes)
     return best or Hint(nodes.all_mask, is_preferred=False)
 
@@ -139,21 +136,14 @@ def best_count(resources: Iterable[Iterable[Hint]]) -> int:
 
 def _rank(hint: Hint, count: int, nodes: NodeSet) -> tuple[int, int, int, int, int]:
     mask = hint.mask or 0
-    size = mask.bit_count()
-    distance = 0
+    size, distance = mask.bit_count(), 0
     if nodes.is_closest:
         members = [node for node in range(nodes.num_nodes) if mask >> node & 1]
         # A sum over all ordered pairs: of sets of one size as good as a mean.
         distance = sum(nodes.distances[a][b] for a in members for b in members)
     if hint.is_preferred:
         return (0, 0, size, distance, mask)
-    if size <= count:
-        return (1, count - size, size, distance, mask)
-    return (2, 0, size, distance, mask)
-
-
-def _is_one_node(hint: Hint) -> bool:
-    return hint.is_preferred and (hint.mask is None or hint.mask.bit_count() == 1)
+    return (1 if size <= count else 2, max(0, count - size), size, distance, mask)
 
 
 def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
@@ -173,8 +163,8 @@ def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int
     ways = [1] * (all_mask + 1)
     for hints in resources:
         counts = [0] * len(ways)
-        for mask in {all_mask if hint.mask is None else hint.mask for hint in hints}:
-            counts[mask] = 1
+        for hint in hints:
+            counts[all_mask if hint.mask is None else hint.mask] = 1
         for low, high in _pairs(all_mask):
             counts[low] += counts[high]
         ways = [all_ways * count for all_ways, count in zip(ways, counts, strict=True)]
@@ -185,9 +175,5 @@ def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int
 
 def _pairs(all_mask: int) -> Iterator[tuple[int, int]]:
     """Yield each set without a node and the same with it, node by node."""
-    bit = 1
-    while bit <= all_mask:
-        for mask in range(all_mask + 1):
-            if not mask & bit:
-                yield mask, mask | bit
-        bit <<= 1
+    for bit in (1 << node for node in range(all_mask.bit_length())):
+        yield from ((m, m | bit) for m in range(all_mask + 1) if not m & bit)
