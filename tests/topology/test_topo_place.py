@@ -137,8 +137,8 @@ def small_host(*ports: NetPort, num_gpus: int = 2) -> HostTopology:
     return HostTopology(
         "n1",
         numa_nodes=(
-            NumaNode(0, (0, 1, 4, 5), ((0, 4), (1, 5)), 8 << 30, 8 << 30),
-            NumaNode(1, (2, 3, 6, 7), ((2, 6), (3, 7)), 8 << 30, 8 << 30),
+            NumaNode(0, (0, 1, 4, 5), ((0, 4), (1, 5)), 8 << 30),
+            NumaNode(1, (2, 3, 6, 7), ((2, 6), (3, 7)), 8 << 30),
         ),
         devices=tuple(PciDevice(bus, node=n % 2) for n, bus in enumerate(buses)),
         # In the source's own order, which is not the bus's.
