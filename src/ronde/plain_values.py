@@ -73,7 +73,7 @@ def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401 - an annota
     for kind in union.__args__:
         if kind is own or (_is_record(kind) and kind.__annotations__.keys() == fields):
             return kind
-    return union
+    return float if own is int and float in union.__args__ else union
 
 
 def _checked_member(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object

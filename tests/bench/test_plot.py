@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import UsageError
-from ronde.render.plot import Point, Series, check_path, draw
+from ronde.render.plot import Point, check_path, draw
 from ronde.topology.limits.bounds import Limit
 
 
-def series(name: str, latency_us: float, gb_per_s: float) -> Series:
+def series(latency_us: float, gb_per_s: float) -> list[Point]:
     def point(size: int) -> Point:
         time_us = latency_us + size / gb_per_s / 1e3
         return Point(size, size / time_us / 1e3, time_us)
 
-    return Series(name, [point(1 << exponent) for exponent in range(2, 27)])
+    return [point(1 << exponent) for exponent in range(2, 27)]
 
 
-GLOO, SHARED = series("gloo", 200, 1.4), series("shared_memory", 7, 20)
+GLOO = {"gloo": series(200, 1.4)}
+BOTH = {**GLOO, "shared_memory": series(7, 20)}
 LIMIT = Limit(6.44, "memory, 25.77 GB/s read and written by a copy")
 
 
@@ -36,7 +37,7 @@ def num_lines(path: Path, colour: str) -> int:
 
 def test_axes_and_legend_are_labelled(tmp_path: Path) -> None:
     path = tmp_path / "a.svg"
-    draw([GLOO, SHARED], LIMIT, path, title="all_reduce of float, 2 ranks")
+    draw(BOTH, LIMIT, path, title="all_reduce of float, 2 ranks")
     found = texts(path)
     for text in (
         *("all_reduce of float, 2 ranks", "bus bandwidth (GB/s)", "time", "size"),
@@ -49,10 +50,10 @@ def test_axes_and_legend_are_labelled(tmp_path: Path) -> None:
 
 def test_each_engine_is_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.svg"
-    draw([GLOO], None, path)
+    draw(GLOO, None, path)
     assert (num_lines(path, "#0072b2"), num_lines(path, "#d55e00")) == (3, 0)
     assert "limit" not in texts(path)
-    draw([GLOO, SHARED], LIMIT, path)
+    draw(BOTH, LIMIT, path)
     # Two panels and the legend.
     assert (num_lines(path, "#0072b2"), num_lines(path, "#d55e00")) == (3, 3)
     assert "limit" in texts(path)
@@ -60,13 +61,13 @@ def test_each_engine_is_a_line(tmp_path: Path) -> None:
 
 def test_one_result_is_one_file(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg"):
-        draw([GLOO, SHARED], LIMIT, tmp_path / name)
+        draw(BOTH, LIMIT, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_png_is_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "a.PNG"
-    draw([GLOO], None, path)
+    draw(GLOO, None, path)
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(head[i : i + 4]) for i in (16, 20))
@@ -76,14 +77,14 @@ def test_png_is_a_picture(tmp_path: Path) -> None:
 
 def test_what_has_no_place_on_logarithmic_axes_is_left_out(tmp_path: Path) -> None:
     nothing = [Point(0, 0.0, 5.0), Point(8, 0.0, 5.0), Point(16, float("nan"), 5.0)]
-    lines = [Series("odd", [*nothing, Point(4096, 0.5, None)])]
+    lines = {"odd": [*nothing, Point(4096, 0.5, None)]}
     draw(lines, None, tmp_path / "a.svg")
     found = texts(tmp_path / "a.svg")
     assert "4 KiB" in found
     assert "16 B" not in found
     assert "time" not in found  # there was none, and so no panel
     with pytest.raises(UsageError, match="must have a size with a bandwidth above 0"):
-        draw([Series("odd", nothing)], None, tmp_path / "b.svg")
+        draw({"odd": nothing}, None, tmp_path / "b.svg")
     assert not (tmp_path / "b.svg").exists()
 
 

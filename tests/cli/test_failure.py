@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from ronde.launch.failure import LostHost, RankEnd, Tail, find_awaited, judge
 from ronde.launch.output.files import Generation
-from ronde.render.job_end import summarize
-from ronde.render.ranks import format_ranks, parse_ranks
+from ronde.render.job import summarize
+from ronde.render.text import format_ranks, parse_ranks
 
 RESET = ("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3",)
 

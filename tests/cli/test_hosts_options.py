@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from ronde.cli.horovodrun import read_horovod_options
-from ronde.cli.run_options import make_parser
+from ronde.cli.run import make_parser
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN
 from ronde.launch.hosts.sources import discover

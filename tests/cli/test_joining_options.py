@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from ronde.cli.run_options import make_parser, require_listen_or_agent
+from ronde.cli.run import make_parser, require_listen_or_agent
 from ronde.errors import UsageError
 
 TOKEN = "0123456789abcdef" * 2

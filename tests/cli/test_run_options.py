@@ -127,7 +127,7 @@ def usage_error(done) -> str:
             ["-H", "localhost:1", "--nproc-per-node", "2", "true"],
             "localhost (-H) has 1.",
         ),
-        (["--launcher", "x", "true"], "--launcher must be one of auto, ssh, slurm,"),
+        (["--launcher", "x", "true"], "--launcher must be auto, ssh or slurm, got"),
         (["-n", "2"], "program must be given"),
         (["-n", "2", "--"], "program must be given"),
         ([], "program must be given"),

@@ -8,9 +8,8 @@ from ronde.errors import UsageError
 from ronde.launch.messages import Output, Stream
 from ronde.launch.output.files import Generation
 from ronde.records import read_records
-from ronde.render.console import Console
-from ronde.render.lines import Tag, TagPlace, parse_tag
-from ronde.render.ranks import parse_ranks
+from ronde.render.console import Console, Tag, TagPlace, parse_tag
+from ronde.render.text import parse_ranks
 
 HOSTS = ("node1", "node1", "node2", "node2")
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ronde.cli.run_options import make_parser
+from ronde.cli.run import make_parser
 
 SIZE = ("/bin/sh", "-c", "echo $WORLD_SIZE")
 

@@ -16,7 +16,7 @@ from ronde.launch.hosts.host import Host
 from ronde.launch.spawners.base import last_line
 from ronde.launch.spawners.slurm import SlurmSpawner
 from ronde.launch.spawners.ssh import SshSpawner
-from ronde.render.job_end import tabulate_failures
+from ronde.render.job import tabulate_failures
 
 pytestmark = pytest.mark.timeout(30)
 LIMIT_S = 20.0

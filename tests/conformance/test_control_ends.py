@@ -228,7 +228,7 @@ def test_an_absent_rank_is_not_waited_for_for_ever(run_ranks_bare, hosts):
 STUCK = """
 import os, signal, sys
 from torch.distributed import TCPStore
-from ronde.collectives.process_groups import Groups
+from ronde.collectives.engines.torch_distributed import Groups
 from ronde.coordination.control import gloo
 from ronde.coordination.control.doorbell import Doorbell
 

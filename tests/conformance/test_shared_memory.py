@@ -17,7 +17,7 @@ from tests.namespaces import why_not
 from torch.distributed import HashStore, TCPStore
 
 from ronde.collectives import connect
-from ronde.collectives.engines.shared_memory.segment import through_store
+from ronde.collectives.engines.shared_memory.shared_state import through_store
 from ronde.errors import CollectiveError, PeerLostError
 from ronde.memory import available_memory
 

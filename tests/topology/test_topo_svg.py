@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.topology.sample_hosts import B200, FILES, OCI_H100, PERLMUTTER, sample_host
 
-from ronde.render.svg import fit, width_of
-from ronde.render.topo_svg import draw_svg
+from ronde.render.topo_svg import draw_svg, fit, width_of
 from ronde.topology.graph import (
     NVSWITCH,
     Diagnostic,

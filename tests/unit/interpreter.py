@@ -6,7 +6,7 @@ number: no contribution may come twice.
 
 from collections import Counter
 
-from ronde.collectives.algorithms import Action, Round, Schedule
+from ronde.collectives.algorithms import Action, Round, Schedule, ScheduleStep
 
 Vectors = list[list[int]]
 
@@ -67,6 +67,17 @@ def _require_apart(steps_by_rank: tuple[Round, ...]) -> None:
         assert not any(sent.intersection(chunks) for chunks in written)
 
 
+def numel_of(schedule: Schedule, step: ScheduleStep) -> int:
+    start, stop = schedule.chunks.span(step.first, step.count)
+    return stop - start
+
+
+def num_sent(schedule: Schedule, rank: int) -> int:
+    """Return how many elements a rank sends."""
+    steps = (step for steps in schedule.of_rank(rank) for step in steps)
+    return sum(numel_of(schedule, step) for step in steps if not step.is_receive)
+
+
 def heaviest(schedule: Schedule) -> list[int]:
     """Return the most elements that a rank sends or receives, round by round."""
     totals = [0] * schedule.num_rounds
@@ -74,7 +85,7 @@ def heaviest(schedule: Schedule) -> list[int]:
         for index, steps in enumerate(schedule.of_rank(rank)):
             for is_receive in (False, True):
                 moved = sum(
-                    schedule.numel_of(step)
+                    numel_of(schedule, step)
                     for step in steps
                     if step.is_receive is is_receive
                 )

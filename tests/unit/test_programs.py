@@ -4,7 +4,7 @@ import random
 from collections import deque
 
 from hypothesis import given, strategies as st
-from tests.unit.interpreter import Vectors
+from tests.unit.interpreter import Vectors, num_sent
 
 from ronde.collectives.algorithms import (
     ALGORITHMS,
@@ -168,7 +168,7 @@ def test_pieces_are_no_longer_than_asked(name, size, numel, piece_numel):
     program = compile_program(schedule, size // 2, piece_numel)
     assert all(0 < m.stop - m.start <= piece_numel for m in program)
     sent = sum(m.stop - m.start for m in program if m.action is Action.SEND)
-    assert sent == schedule.num_sent(size // 2)
+    assert sent == num_sent(schedule, size // 2)
 
 
 @given(st.integers(1, 4), st.randoms())

@@ -86,8 +86,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
     return (name,)
 
 
-_CHUNK_BYTES = 16
-"""What is split among the ranks is split at multiples of this."""
+_CHUNK_BYTES = 16  # what is split among the ranks is split at multiples of this
 
 
 class Spread(StrEnum):
@@ -198,11 +197,9 @@ def find_collective(name: str) -> Collective:
 
 
 def shape_of(test: Collective, num_bytes: int, item_bytes: int, size: int) -> Shape:
-    """Return what one rank gives and gets in a row of ``num_bytes``.
-
-    Shares are rounded down to 16 bytes, so small rows may be empty. For ``MATRIX`` see
-    ``traffic.shape_of_matrix``; here it is an even share.
-    """
+    """Return what one rank gives and gets in a row of ``num_bytes``."""
+    # Shares are rounded down to 16 bytes, so small rows may be empty. For ``MATRIX``
+    # see ``traffic.shape_of_matrix``; here it is an even share.
     total = num_bytes // item_bytes
     if test.spread is Spread.WHOLE:
         return Shape(total, total, total)
@@ -231,8 +228,7 @@ def premultiplier(rank: int) -> int:
     return 1 + rank % 2
 
 
-Matrix = tuple[tuple[int, ...], ...]
-"""``matrix[i][j]`` bytes go from rank i to rank j."""
+Matrix = tuple[tuple[int, ...], ...]  # ``matrix[i][j]`` bytes go from rank i to rank j
 
 
 class Traffic(NamedTuple):
@@ -268,10 +264,8 @@ def shape_of_matrix(matrix: Matrix, item_bytes: int, count: int) -> Shape:
 
 
 def read_matrix(text: str, scale: float) -> Matrix:
-    """Read a square matrix of bytes, numbers between blanks, one row a line.
-
-    Every number is multiplied by ``scale`` and rounded down to 16.
-    """
+    """Read a square matrix of bytes, numbers between blanks, one row a line."""
+    # Every number is multiplied by ``scale`` and rounded down to 16.
     lines = [line.split() for line in text.splitlines() if line.strip()]
     if not lines or any(len(line) != len(lines) for line in lines):
         widths = sorted({len(line) for line in lines})

@@ -201,10 +201,9 @@ def random_bytes(
 
 
 class Draw:
-    """Random numbers for a run of indices: equal arguments give equal numbers.
+    """Random numbers for a run of indices: equal arguments give equal numbers."""
 
-    Counting in 32 bits is what makes it quick; results are new tensors.
-    """
+    # Counting in 32 bits is what makes it quick; results are new tensors.
 
     def __init__(self, seed: int, start: int, count: int, device: torch.device) -> None:
         index = torch.arange(start, start + count, dtype=torch.int64, device=device)
@@ -286,10 +285,8 @@ Expected = list[tuple[Tensor, Tensor]]
 def prepare(
     spec: CallSpec, inputs: ReductionInputs, views: Views, canaries: Sequence[Tensor]
 ) -> Expected:
-    """Write the inputs, and what the result must not be.
-
-    ``inputs`` has the type, the seed and the device also where nothing is reduced.
-    """
+    """Write the inputs, and what the result must not be."""
+    # ``inputs`` has the type, the seed and the device also where nothing is reduced.
     for canary in canaries:
         canary.fill_(_CANARY)
     signed = _SIGNED[spec.dtype.num_bytes]

@@ -52,11 +52,9 @@ class _Figures(NamedTuple):
 
 
 def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
-    """Set two results side by side.
-
-    A ratio is that of busbw. Where both have times and equally many ranks it is taken
-    from these: of small sizes the printed busbw has but one digit.
-    """
+    """Set two results side by side."""
+    # A ratio is that of busbw. Where both have times and equally many ranks it is taken
+    # from these: of small sizes the printed busbw has but one digit.
     first, second = _collect(a), _collect(b)
     pairs: list[Pair] = []
     # Out of place stands first in a log, and so here.

@@ -59,10 +59,8 @@ _TOUCH_S = 0.4  # for a rank to get its pages; in a virtual machine that may be 
 
 
 def cache_bytes(root: Path = _ROOT) -> int:
-    """Return the size of all last-level caches of a machine; 0 where it is unknown.
-
-    A virtual machine may show the whole cache of its host's processor.
-    """
+    """Return the size of all last-level caches of a machine; 0 where it is unknown."""
+    # A virtual machine may show the whole cache of its host's processor.
     sizes: dict[tuple[int, str], int] = {}
     for folder in root.glob(_CACHES):
         try:
@@ -78,10 +76,8 @@ def cache_bytes(root: Path = _ROOT) -> int:
 
 
 def buffer_bytes(cache: int, available: int, num_ranks: int) -> int:
-    """Return the size of each of a rank's two buffers.
-
-    All together are twice the caches, and at most an eighth of the free memory.
-    """
+    """Return the size of each of a rank's two buffers."""
+    # All together are twice the caches, and at most an eighth of the free memory.
     wanted = min(max(_TIMES_CACHE * cache, _MIN_BYTES), _MAX_BYTES)
     total = min(wanted, available // _SHARE_OF_MEMORY)
     return max(total // (2 * num_ranks), 1 << 12) & ~0xFFF
@@ -163,11 +159,9 @@ def search_limit(
     device: torch.device,
     wires: Wires = Wires(),
 ) -> Bound:
-    """Return the limit of busbw for these ranks, or why there is none; collective.
-
-    On CPUs it takes about a second, in which all ranks copy memory. ``hosts`` has the
-    host of every rank; ``test`` is spelled as ``ronde bench`` does.
-    """
+    """Return the limit of busbw for these ranks, or why there is none; collective."""
+    # On CPUs it takes about a second, in which all ranks copy memory. ``hosts`` has the
+    # host of every rank; ``test`` is spelled as ``ronde bench`` does.
     if test not in COLLECTIVES:
         return Bound(test, None, f"{test} has no formula")
     if communicator.size < 2:

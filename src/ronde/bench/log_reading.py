@@ -249,10 +249,8 @@ def _result_spans(text: str) -> list[tuple[int, int]]:
 def read_log(
     text: str, source: str, *, test: str = "", keeps_partial: bool = False
 ) -> list[Run]:
-    """Read nccl-tests' text or JSON, or records of ronde's.
-
-    Runs have warnings of what their log lacks; damage is an error.
-    """
+    """Read nccl-tests' text or JSON, or records of ronde's."""
+    # Runs have warnings of what their log lacks; damage is an error.
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return read_text(text, source, test=test, keeps_partial=keeps_partial)
     first = text.strip().split("\n", 1)[0]

@@ -6,7 +6,7 @@ alone, so that a log that names neither still shows much of them.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import NamedTuple
@@ -154,7 +154,7 @@ class ParserState:
     facts: dict[str, object] = field(default_factory=dict[str, object])
     engine: str = ""
     rows: list[Row] = field(default_factory=list[Row])
-    extras: list[Mapping[str, Extra]] = field(default_factory=list[Mapping[str, Extra]])
+    extras: list[dict[str, Extra]] = field(default_factory=list[dict[str, Extra]])
     footers: dict[str, str] = field(default_factory=dict[str, str])
     warnings: list[str] = field(default_factory=list[str])
     strays: list[str] = field(default_factory=list[str])

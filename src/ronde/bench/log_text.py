@@ -139,11 +139,9 @@ class _Reader:
         self._close()
 
     def _clean(self, raw: str) -> tuple[str, str]:
-        """Return the benchmark's part of a line, and what NCCL warns of in it.
-
-        NCCL writes at any time: its line may begin in the middle of a row, with no
-        blank between.
-        """
+        """Return the benchmark's part of a line, and what NCCL warns of in it."""
+        # NCCL writes at any time: its line may begin in the middle of a row, with no
+        # blank between.
         bare = _COLOUR.sub("", raw.rstrip())
         if prefix := _PREFIX.match(bare):
             bare = bare[prefix.end() :]

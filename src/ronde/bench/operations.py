@@ -68,11 +68,9 @@ class Buffers:
         self._receive = allocate(num_bytes)
 
     def places(self, spec: CallSpec, *, is_in_place: bool) -> Iterator[Views]:
-        """Yield the arguments of the first, second, ... operation of a loop.
-
-        Each is behind the one before by what that touched, so that small messages are
-        not in the cache already, and round again; the largest row stays where it is.
-        """
+        """Yield the arguments of the first, second, ... operation of a loop."""
+        # Each is behind the one before by what that touched, so that small messages are
+        # not in the cache already, and round again; the largest row stays where it is.
         step = spec.shape.span * spec.dtype.num_bytes
         count = min(_MAX_PLACES, self.capacity_bytes // step if step else 1)
         for index in range(max(1, count)):
@@ -92,11 +90,9 @@ class Buffers:
         return Views(own, receive[end : end + shape.receive], is_in_place)
 
     def fill(self, pattern: Tensor, num_bytes: int) -> None:
-        """Repeat the bytes of ``pattern`` through the first part of both buffers.
-
-        Timed reductions are soon infinite or have wrapped, which costs no more time;
-        zeros, or numbers that become denormal, could.
-        """
+        """Repeat the bytes of ``pattern`` through the first part of both buffers."""
+        # Timed reductions are soon infinite or have wrapped, which costs no more time;
+        # zeros, or numbers that become denormal, could.
         end = min(num_bytes + 2 * CANARY_BYTES, self._send.numel())
         for buffer in (self._send, self._receive):
             for start in range(0, end, pattern.numel()):
@@ -119,10 +115,8 @@ class Buffers:
 def make_operation(
     spec: CallSpec, communicator: Communicator, views: Views
 ) -> Operation:
-    """Return an operation on ``views``; it is over when the call returns.
-
-    On CUDA "over" means ordered before what the current stream is given next.
-    """
+    """Return an operation on ``views``; it is over when the call returns."""
+    # On CUDA "over" means ordered before what the current stream is given next.
     return _MAKERS[spec.test.name](spec, communicator, views)
 
 

@@ -31,8 +31,7 @@ class Exit(IntEnum):
     TIMEOUT = 4
     UNSUPPORTED = 5
     USAGE = 6
-    FAILED = 7
-    """Wrong values, or less bandwidth than was asked for."""
+    FAILED = 7  # wrong values, or less bandwidth than was asked for
     INTERRUPTED = 130
 
 

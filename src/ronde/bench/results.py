@@ -1,14 +1,15 @@
 """A benchmark as values: while it runs, afterwards, and as a record; no torch."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import IntEnum, StrEnum
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from ronde.bench.options import Options
 from ronde.errors import UsageError
+from ronde.plain_values import from_plain
 from ronde.records import MachineRecord, Record
 from ronde.topology.limits.bounds import Limit
 
@@ -40,8 +41,7 @@ class Row:
 
 
 PLACES = ("out_of_place", "in_place")
-Extra = float | str
-"""A cell that only some logs have."""
+Extra = float | str  # A cell that only some logs have
 
 
 class RankSource(StrEnum):
@@ -79,15 +79,15 @@ class Run:
     rows: tuple[Row, ...]
     # One mapping a row, or none at all: cells beyond a ``Row``, such as
     # ``out_of_place.cputime_us``, ``in_place.i_p99_us`` or ``timestamp``.
-    extras: tuple[Mapping[str, Extra], ...] = ()
+    extras: tuple[dict[str, Extra], ...] = ()
     # What followed the rows, such as ``Avg bus bandwidth``, as printed.
-    footers: Mapping[str, str] = field(default_factory=dict[str, str])
+    footers: dict[str, str] = field(default_factory=dict[str, str])
     average_busbw_gb_per_s: float | None = None  # as the run stated it itself
     num_out_of_bounds: int | None = None  # failed checks that the run stated itself
     is_complete: bool = True  # whether it ran to its end and all rows are here
     warnings: tuple[str, ...] = ()  # what is odd about it, one sentence each
     engine: str = ""  # what moved the bytes; empty where it is unknown
-    facts: Mapping[str, object] = field(default_factory=dict[str, object])
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def all_busbw_gb_per_s(self) -> list[float]:
         values = [side.busbw_gb_per_s for row in self.rows for side in row.sides()]
@@ -101,7 +101,7 @@ class Run:
 
 
 KIND = "bench"
-_Number = TypeVar("_Number", int, float)
+_MEASURED = ("rows", "extras", "average_busbw_gb_per_s")
 _ELSEWHERE = MachineRecord(num_cores=0, cpu="", python="", platform="")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -116,52 +116,26 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
 def from_record(record: Record) -> Run:
     if record.kind != KIND:
         raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
+    values = {
+        name: _numbers(value) if name in _MEASURED else value
+        for name, value in record.values.items()
+    }
     try:
-        return _run(record.values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return from_plain(Run, values, "a run")
+    except ValueError as error:
         raise UsageError(
-            f"values of a {KIND} record must be a run's, got one that is not: "
-            f"{type(error).__name__} {error}."
+            f"values of a {KIND} record must be a run's, got one that is not: {error}"
         ) from error
 
 
-def _run(values: Mapping[str, Any]) -> Run:
-    ranks, extras = values["ranks"], values["extras"]
-    value, low, high = (_optional(int, ranks[n]) for n in ("value", "low", "high"))
-    return Run(
-        test=str(values["test"]),
-        ranks=RankCount(value, RankSource(ranks["source"]), low, high),
-        rows=tuple(_row(each) for each in values["rows"]),
-        extras=tuple({k: _extra(v) for k, v in each.items()} for each in extras),
-        footers={str(k): str(v) for k, v in values["footers"].items()},
-        average_busbw_gb_per_s=_optional(float, values["average_busbw_gb_per_s"]),
-        num_out_of_bounds=_optional(int, values["num_out_of_bounds"]),
-        is_complete=bool(values["is_complete"]),
-        warnings=tuple(str(each) for each in values["warnings"]),
-        engine=str(values["engine"]),
-        facts=dict(values["facts"]),
-    )
-
-
-def _row(values: Mapping[str, Any]) -> Row:
-    size_bytes, count = int(values["size_bytes"]), int(values["count"])
-    kinds, root = (str(values["dtype"]), str(values["redop"])), values["root"]
-    sides = [_side(values[place]) for place in PLACES]
-    return Row(size_bytes, count, *kinds, _optional(int, root), sides[0], sides[1])
-
-
-def _side(values: Mapping[str, Any] | None) -> Side | None:
-    if values is None:
-        return None
-    return Side(*(_optional(float, values[each.name]) for each in fields(Side)))
-
-
-def _optional(kind: Callable[[Any], _Number], value: object) -> _Number | None:
-    return None if value is None else kind(value)
-
-
-def _extra(value: float | str) -> float | str:
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else float(value)
+def _numbers(value: object) -> object:
+    """Return ``value`` with what ``_finite`` has made text as numbers again."""
+    if isinstance(value, dict):
+        entries = cast("dict[str, object]", value)
+        return {name: _numbers(each) for name, each in entries.items()}
+    if isinstance(value, list):
+        return [_numbers(each) for each in cast("list[object]", value)]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _finite(value: object) -> object:

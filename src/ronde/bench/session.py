@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ronde.bench.catalog import (
-    FreeMemory,
-    Spread,
-    free_host_memory,
-    is_possible,
-    largest_row,
-    require_room,
-)
+from ronde.bench import catalog
 from ronde.bench.limits import Wires, search_limit
 from ronde.bench.operations import IN_PLACE_ONLY, Buffers
 from ronde.bench.options import Options
@@ -87,10 +80,10 @@ class BenchSession(NamedTuple):
         bench = self.first
         test, sweep, loop = self.options.test, self.options.sweep, self.options.loop
         size, num_bytes = bench.communicator.size, sweep.dtypes[0].num_bytes
-        if test.spread is not Spread.WHOLE:
+        if test.spread is not catalog.Spread.WHOLE:
             num_bytes = 16 * size
         is_small = num_bytes <= bench.buffers.capacity_bytes
-        if bench.traffic.given or not (is_small and is_possible(test, size)):
+        if bench.traffic.given or not (is_small and catalog.is_possible(test, size)):
             return None
         root = 0 if test.has_root else -1
         case = Case(test, sweep.dtypes[0], sweep.ops[0], root, num_bytes)
@@ -153,16 +146,16 @@ def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
     """Cut the sweep to what fits the memory of the scarcest rank; collective."""
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
-        memory = FreeMemory(free, "the GPU's memory")
+        memory = catalog.FreeMemory(free, "the GPU's memory")
         num_sharing = ranks.num_sharing if options.is_gpu_shared else 1
     else:
-        memory, num_sharing = free_host_memory(), ranks.num_sharing
+        memory, num_sharing = catalog.free_host_memory(), ranks.num_sharing
     num_sharing *= len(options.engines.names)
     is_checked = options.loop.checks > 0
-    own = largest_row(memory.free_bytes, num_sharing, is_checked=is_checked)
+    own = catalog.largest_row(memory.free_bytes, num_sharing, is_checked=is_checked)
     largest = int(min(each[0] for each in ranks.exchange([own])))
     sweep = options.sweep
-    require_room(sweep.min_bytes, largest, memory)
+    catalog.require_room(sweep.min_bytes, largest, memory)
     if sweep.max_bytes <= largest:
         return options, ()
     cut = replace(options, sweep=replace(sweep, max_bytes=largest))
@@ -171,7 +164,7 @@ def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
 
 def _require_traffic(options: Options, variables: Variables, size: int) -> None:
     given = variables.traffic.given
-    if options.test.spread is not Spread.MATRIX or not given:
+    if options.test.spread is not catalog.Spread.MATRIX or not given:
         return
     sweep = options.sweep
     if len(given) < size:

@@ -12,31 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ronde.bench.catalog import (
-    Collective,
-    DType,
-    Spread,
-    Traffic,
-    base_bytes,
-    in_elements,
-    is_possible,
-    shape_of,
-    shape_of_matrix,
-)
+from ronde.bench import catalog, results
 from ronde.bench.checking import ReductionInputs, count_wrong, prepare, random_bytes
 from ronde.bench.comparison import Compared
 from ronde.bench.operations import Buffers, CallSpec, Operation, make_operation
 from ronde.bench.options import Loop, Options, UnsupportedError
 from ronde.bench.ranks import Ranks
-from ronde.bench.results import (
-    Half,
-    IterationTimes,
-    Measured,
-    Reason,
-    Remark,
-    Row,
-    Side,
-)
 from ronde.bench.timing import Clock, Elapsed, Watchdog, combine
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
@@ -47,8 +28,8 @@ _TILE_BYTES = 1 << 17
 class Case(NamedTuple):
     """What one row is of."""
 
-    test: Collective
-    dtype: DType
+    test: catalog.Collective
+    dtype: catalog.DType
     op: str  # the reduction, or what the cell shows
     root: int  # or -1
     size_bytes: int  # what the sweep asks for
@@ -69,18 +50,18 @@ class RowBench:
     buffers: Buffers
     clock: Clock
     loop: Loop
-    traffic: Traffic  # who sends how much in ``alltoallv``
+    traffic: catalog.Traffic  # who sends how much in ``alltoallv``
     watchdog: Watchdog
 
     def spec(self, case: Case) -> CallSpec:
         group, width, matrix = self.communicator, case.dtype.num_bytes, ()
         size = group.size
-        shape = shape_of(case.test, case.size_bytes, width, size)
-        if case.test.spread is Spread.MATRIX:
+        shape = catalog.shape_of(case.test, case.size_bytes, width, size)
+        if case.test.spread is catalog.Spread.MATRIX:
             num_bytes = self.traffic.matrix(shape.count * width * size, size)
             count = 0 if self.traffic.given else shape.count
-            shape = shape_of_matrix(num_bytes, width, count)
-            matrix = in_elements(num_bytes, width)
+            shape = catalog.shape_of_matrix(num_bytes, width, count)
+            matrix = catalog.in_elements(num_bytes, width)
         call = (case.test, case.dtype, case.op, shape)
         return CallSpec(*call, group.rank, size, case.root, matrix)
 
@@ -97,9 +78,9 @@ class RowBench:
                 operations[number % len(operations)]()
             self.clock.synchronize()
 
-    def measure(self, case: Case, cycle: int) -> Measured:
+    def measure(self, case: Case, cycle: int) -> results.Measured:
         halves = [self._half(case, cycle, is_in_place=each) for each in (False, True)]
-        return Measured(
+        return results.Measured(
             self.row(case, *(half.side for half in halves)),
             *halves,
             cycle=cycle,
@@ -107,11 +88,16 @@ class RowBench:
             at=datetime.now(),  # noqa: DTZ005  local, as nccl-tests prints it
         )
 
-    def row(self, case: Case, out_of_place: Side | None, in_place: Side | None) -> Row:
+    def row(
+        self,
+        case: Case,
+        out_of_place: results.Side | None,
+        in_place: results.Side | None,
+    ) -> results.Row:
         shape, dtype = self.spec(case).shape, case.dtype
         call = (dtype.name, case.op, case.root)
         size_bytes = shape.span * dtype.num_bytes
-        return Row(size_bytes, shape.count, *call, out_of_place, in_place)
+        return results.Row(size_bytes, shape.count, *call, out_of_place, in_place)
 
     def time(self, case: Case, *, is_in_place: bool) -> list[Elapsed]:
         if self.loop.checks:
@@ -156,16 +142,16 @@ class RowBench:
         time_us: float,
         counts: Sequence[float],
         called_us: float | None = None,
-    ) -> Side:
+    ) -> results.Side:
         """Return half a row; ``called_us`` is shown as the time where it is given."""
         size, width = self.communicator.size, case.dtype.num_bytes
-        moved = base_bytes(case.test, self.spec(case).shape, width, size)
+        moved = catalog.base_bytes(case.test, self.spec(case).shape, width, size)
         algbw = moved / time_us / 1e3 if time_us else 0.0
         busbw = algbw * case.test.factor.value_for(size)
         shown_us = time_us if called_us is None else called_us
-        return Side(shown_us, algbw, busbw, sum(counts) if counts else None)
+        return results.Side(shown_us, algbw, busbw, sum(counts) if counts else None)
 
-    def _half(self, case: Case, cycle: int, *, is_in_place: bool) -> Half:
+    def _half(self, case: Case, cycle: int, *, is_in_place: bool) -> results.Half:
         elapsed = self.time(case, is_in_place=is_in_place)
         time_us = self.combined_us([each.total_s for each in elapsed])
         called_us = iterations = None
@@ -174,9 +160,9 @@ class RowBench:
         counts = self.check(case, cycle, is_in_place=is_in_place)
         if self.loop.is_each_timed:
             times = [[t * 1e6 for t in each.iterations_s] for each in elapsed]
-            iterations = IterationTimes.of_ranks(times, self.loop.skipped)
+            iterations = results.IterationTimes.of_ranks(times, self.loop.skipped)
         side = self.side(case, time_us, counts, called_us)
-        return Half(side, iterations, sum(count > 0 for count in counts))
+        return results.Half(side, iterations, sum(count > 0 for count in counts))
 
     def _inputs(self, case: Case, seed: int) -> ReductionInputs:
         size, device = self.communicator.size, self.ranks.device
@@ -199,7 +185,7 @@ def _tile(reduction: ReductionInputs | None, rank: int, device: torch.device) ->
     return reduction.input_of(rank, 0, count).view(torch.uint8)
 
 
-Event = Measured | Remark
+Event = results.Measured | results.Remark
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,28 +197,28 @@ class SweepBench:
     is_stopped: Callable[[], bool]  # whether the user of this rank wants an end
     is_traffic_shown: bool = False  # say of ``alltoallv`` what every rank sent
 
-    def run(self) -> Generator[Event, None, Reason]:
+    def run(self) -> Generator[Event, None, results.Reason]:
         """Yield rows as they are measured; collective."""
         test, size = self.options.test, self.rows.communicator.size
-        if not is_possible(test, size):
-            yield Remark(f"nRanks {size} is not a power of 2, skipping")
-            return Reason.COMPLETE
+        if not catalog.is_possible(test, size):
+            yield results.Remark(f"nRanks {size} is not a power of 2, skipping")
+            return results.Reason.COMPLETE
         pairs, skipped = self.possible()
-        yield from (Remark(text) for text in skipped)
+        yield from (results.Remark(text) for text in skipped)
         started = monotonic()
         cycles = self.options.loop.cycles
         for cycle in range(cycles) if cycles else count():
             for case in self.cases(pairs):
                 measured = self.rows.measure(case, cycle)
                 yield measured
-                if self.is_traffic_shown and test.spread is Spread.MATRIX:
+                if self.is_traffic_shown and test.spread is catalog.Spread.MATRIX:
                     yield from self._traffic(case, measured)
                 reason = self.agree_to_stop(started)
                 if reason:
                     return reason
-        return Reason.COMPLETE
+        return results.Reason.COMPLETE
 
-    def cases(self, pairs: list[tuple[DType, str]]) -> Iterator[Case]:
+    def cases(self, pairs: list[tuple[catalog.DType, str]]) -> Iterator[Case]:
         """Yield the cases of one sweep; warms each type, operation and root up."""
         test, sweep = self.options.test, self.options.sweep
         for dtype, op in pairs:
@@ -244,18 +230,20 @@ class SweepBench:
                         self.rows.warm_up(case)
                 yield from cases
 
-    def agree_to_stop(self, started_s: float) -> Reason:
+    def agree_to_stop(self, started_s: float) -> results.Reason:
         """Return whether to end here, and why, alike on all ranks; collective."""
         duration_s = self.options.loop.duration_s
         is_over = bool(duration_s) and monotonic() - started_s > duration_s
-        own = Reason.DURATION if is_over else Reason.COMPLETE
-        own = Reason.STOPPED if self.is_stopped() else own
+        own = results.Reason.DURATION if is_over else results.Reason.COMPLETE
+        own = results.Reason.STOPPED if self.is_stopped() else own
         test = self.options.test.name
         with self.rows.watchdog.watching(f"{test}: the agreement to go on"):
             reasons = self.rows.ranks.exchange([float(own)])
-        return Reason(int(max(each[0] for each in reasons)))
+        return results.Reason(int(max(each[0] for each in reasons)))
 
-    def _traffic(self, case: Case, measured: Measured) -> Iterator[Remark]:
+    def _traffic(
+        self, case: Case, measured: results.Measured
+    ) -> Iterator[results.Remark]:
         size, time_us = self.rows.communicator.size, measured.out_of_place.side.time_us
         factor = case.test.factor.value_for(size)
         matrix = self.rows.traffic.matrix(
@@ -264,15 +252,15 @@ class SweepBench:
         for rank, row in enumerate(matrix):
             sent, received = sum(row), sum(line[rank] for line in matrix)
             algbw = max(sent, received) / (time_us or 1) / 1e3
-            yield Remark(
+            yield results.Remark(
                 f"  rank={rank} send_bytes={sent} recv_bytes={received} "
                 f"alg_bw={algbw:.2f} bus_bw={algbw * factor:.2f}"
             )
 
-    def possible(self) -> tuple[list[tuple[DType, str]], list[str]]:
+    def possible(self) -> tuple[list[tuple[catalog.DType, str]], list[str]]:
         """Return the types and operations that the engine has, and why not others."""
         sweep, communicator = self.options.sweep, self.rows.communicator
-        possible: list[tuple[DType, str]] = []
+        possible: list[tuple[catalog.DType, str]] = []
         skipped: list[str] = []
         for dtype, op in product(sweep.dtypes, sweep.ops):
             spec = self.rows.spec(Case(self.options.test, dtype, op, -1, 1))
@@ -298,20 +286,20 @@ class EngineComparison:
     options: Options
     is_stopped: Callable[[], bool]
 
-    def run(self) -> Generator[Compared | Remark, None, Reason]:
+    def run(self) -> Generator[Compared | results.Remark, None, results.Reason]:
         """Yield rows as they are measured; collective."""
         sweeps = {
             name: SweepBench(bench, self.options, self.is_stopped)
             for name, bench in self.benches.items()
         }
-        found: list[list[tuple[DType, str]]] = []
+        found: list[list[tuple[catalog.DType, str]]] = []
         for name, sweep in sweeps.items():
             try:
                 pairs, skipped = sweep.possible()
             except UnsupportedError as error:
                 raise UnsupportedError(f"engine {name}: {error}") from error
             found.append(pairs)
-            yield from (Remark(f"{name}: {text}") for text in skipped)
+            yield from (results.Remark(f"{name}: {text}") for text in skipped)
         common = [pair for pair in found[0] if all(pair in each for each in found)]
         started = monotonic()
         all_cases = (sweep.cases(common) for sweep in sweeps.values())
@@ -320,7 +308,7 @@ class EngineComparison:
             reason = next(iter(sweeps.values())).agree_to_stop(started)
             if reason:
                 return reason
-        return Reason.COMPLETE
+        return results.Reason.COMPLETE
 
     def _compare(self, case: Case) -> Compared:
         is_in_place = case.test.is_in_place_checked
@@ -330,7 +318,7 @@ class EngineComparison:
                 elapsed = bench.time(case, is_in_place=is_in_place)
                 time_us = bench.combined_us([each.total_s for each in elapsed])
                 times[name].append(time_us)
-        rows: dict[str, Row] = {}
+        rows: dict[str, results.Row] = {}
         for name, bench in self.benches.items():
             counts = bench.check(case, 0, is_in_place=is_in_place)
             side = bench.side(case, statistics.median(times[name]), counts)

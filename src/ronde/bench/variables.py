@@ -19,8 +19,7 @@ SHOWN = (
     "CUDA_DEVICE_ORDER",
     "RONDE_ENGINE",
     "RONDE_ALGORITHM",
-)
-"""What a result may quote. nccl-tests writes down all variables, secrets included."""
+)  # What a result may quote. nccl-tests writes down all variables, secrets included.
 
 _SPLIT = re.compile(r"\s*(AND|OR|MOD|DIV|[&|%/])\s*(\w+)\s*", re.IGNORECASE)
 _SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}

@@ -76,10 +76,8 @@ def _install(path_file: Path, command: Path) -> str:
             f"{command} must be ronde's or not be there, got another program. Remove "
             "it, then type: ronde alias --install"
         )
-    wanted = {
-        path_file: f"{ALIAS_DIRECTORY}\n",
-        command: _COMMAND.format(python=sys.executable),
-    }
+    text = _COMMAND.format(python=sys.executable)
+    wanted = {path_file: f"{ALIAS_DIRECTORY}\n", command: text}
     if all(file.is_file() and file.read_text() == wanted[file] for file in wanted):
         return f"the alias is installed already: {path_file} and {command}"
     try:

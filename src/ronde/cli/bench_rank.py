@@ -14,22 +14,10 @@ from typing import TextIO, TypeVar
 
 import torch
 
+from ronde.bench import results
 from ronde.bench.comparison import Compared, Ratios
 from ronde.bench.options import Exit, Options
 from ronde.bench.ranks import Ranks, meet_ranks
-from ronde.bench.results import (
-    Ending,
-    Heading,
-    Measured,
-    RankCount,
-    RankSource,
-    Reason,
-    Remark,
-    Row,
-    Run,
-    Totals,
-    to_record,
-)
 from ronde.bench.session import BenchSession, open_session
 from ronde.bench.sweeps import EngineComparison, SweepBench
 from ronde.bench.tuning import tune
@@ -37,18 +25,8 @@ from ronde.bench.variables import Variables
 from ronde.collectives.choice import TableKey, explain, find_table, save
 from ronde.errors import CollectiveError, UsageError
 from ronde.records import append_record
-from ronde.render.bench import (
-    compared_line,
-    comparison_summary,
-    comparison_titles,
-    ending_lines,
-    facts_lines,
-    heading_lines,
-    progress_text,
-    row_line,
-)
-from ronde.render.bench_json import JsonReport
-from ronde.render.plot import Point, Series, draw
+from ronde.render import bench as render
+from ronde.render.plot import Point, draw
 from ronde.units import format_size
 from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
@@ -114,7 +92,7 @@ def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
             code = measure(session, reporter, is_stopped)
         except BaseException as error:
             problem = str(error) or type(error).__name__
-            reporter.end(Ending(reporter.totals, errors=(problem,)))
+            reporter.end(results.Ending(reporter.totals, errors=(problem,)))
             session.ranks.close()
             raise
         _part(session.ranks)
@@ -128,13 +106,13 @@ def _part(ranks: Ranks) -> None:
 
 
 def _follow(
-    events: Generator[_Event, None, Reason], take: Callable[[_Event], None]
-) -> Reason:
+    events: Generator[_Event, None, results.Reason], take: Callable[[_Event], None]
+) -> results.Reason:
     while True:
         try:
             event = next(events)
         except StopIteration as end:
-            return Reason(end.value)
+            return results.Reason(end.value)
         take(event)
 
 
@@ -146,10 +124,10 @@ def _sweep(
     sweep = SweepBench(session.first, session.options, is_stopped, is_shown)
     reason = _follow(sweep.run(), reporter.take)
     # A soak has no other end.
-    is_cut = reason is Reason.STOPPED and session.options.loop.cycles > 0
+    is_cut = reason is results.Reason.STOPPED and session.options.loop.cycles > 0
     errors = ("interrupted",) if is_cut else ()
     least = session.variables.least_busbw_gb_per_s
-    ending = Ending(reporter.totals, least, _memory(session), errors, reason)
+    ending = results.Ending(reporter.totals, least, _memory(session), errors, reason)
     reporter.end(ending)
     if ending.errors:
         return Exit.INTERRUPTED
@@ -172,27 +150,31 @@ def _compare(
 ) -> int:
     heading, shown = session.heading(), session.options.shown
     ratios = Ratios()
-    rows: dict[str, list[Row]] = {name: [] for name in session.benches}
+    rows: dict[str, list[results.Row]] = {name: [] for name in session.benches}
 
-    def take(event: Compared | Remark) -> None:
-        if isinstance(event, Remark):
+    def take(event: Compared | results.Remark) -> None:
+        if isinstance(event, results.Remark):
             reporter.show(f"# {event.text}")
             return
         ratios.add(event)
         for name, row in event.rows.items():
             rows[name].append(row)
-        reporter.show(compared_line(event))
+        reporter.show(render.compared_line(event))
 
-    reporter.show(*facts_lines(heading), *comparison_titles(heading, list(rows)))
+    reporter.show(
+        *render.facts_lines(heading), *render.comparison_titles(heading, list(rows))
+    )
     comparison = EngineComparison(session.benches, session.options, is_stopped)
     reason = _follow(comparison.run(), take)
-    was_stopped = reason is Reason.STOPPED
-    reporter.show(*comparison_summary(ratios, "interrupted" if was_stopped else ""))
+    was_stopped = reason is results.Reason.STOPPED
+    reporter.show(
+        *render.comparison_summary(ratios, "interrupted" if was_stopped else "")
+    )
     if session.ranks.is_speaker:
         for name, each in rows.items() if shown.record_path else ():
             run = _run(heading, name, each, {})
-            run = replace(run, is_complete=reason is Reason.COMPLETE)
-            append_record(Path(shown.record_path), to_record(run))
+            run = replace(run, is_complete=reason is results.Reason.COMPLETE)
+            append_record(Path(shown.record_path), results.to_record(run))
         if shown.plot_path:
             _plot(heading, rows)
     if was_stopped:
@@ -207,18 +189,18 @@ def _run_tuning(options: Options, variables: Variables, info: RankInfo) -> None:
     engines = replace(options.engines, names=names, device="cpu")
     ranks = meet_ranks(info, replace(options, engines=engines), variables)
     is_shown = ranks.is_speaker and options.parent == "terminal"
-    table = tune(ranks.engines, on_progress=_show_tuning if is_shown else None)
+
+    def show(num_done: int, num_sizes: int) -> None:
+        is_over = num_done == num_sizes
+        text = "\r \r" if is_over else f"\rtuning: {num_done}/{num_sizes} sizes"
+        print(text, end="", file=sys.stderr, flush=True)
+
+    table = tune(ranks.engines, on_progress=show if is_shown else None)
     if ranks.is_speaker:
         key = TableKey.here(Counter(ranks.hosts))
         path = save(table, key, read_cache_directory())
         print(f"{explain(table)}\nkept in {path}", flush=True)
     _part(ranks)
-
-
-def _show_tuning(num_done: int, num_sizes: int) -> None:
-    is_over = num_done == num_sizes
-    text = "\r \r" if is_over else f"\rtuning: {num_done}/{num_sizes} sizes"
-    print(text, end="", file=sys.stderr, flush=True)
 
 
 def _explained(ranks: Ranks) -> list[str]:
@@ -230,17 +212,17 @@ class Reporter:
     """Shows what is measured as it comes; writes JSON, a record and a drawing."""
 
     def __init__(self, options: Options, *, is_shown: bool) -> None:
-        self.totals = Totals()
+        self.totals = results.Totals()
         self._options = options
         self._is_shown = is_shown
-        self._heading: Heading | None = None
-        self._rows: list[Row] = []
+        self._heading: results.Heading | None = None
+        self._rows: list[results.Row] = []
         self._cycle = 0
         self._started_s = self._drawn_s = monotonic()
         is_terminal = options.parent == "terminal" or sys.stderr.isatty()
         self._has_progress = is_shown and is_terminal
         path = options.shown.json_path
-        self._json = JsonReport(_open_new(path)) if is_shown and path else None
+        self._json = render.JsonReport(_open_new(path)) if is_shown and path else None
         self._is_over = False
 
     def show(self, *lines: str) -> None:
@@ -249,21 +231,21 @@ class Reporter:
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
 
-    def begin(self, heading: Heading) -> None:
+    def begin(self, heading: results.Heading) -> None:
         self._heading = heading
-        self.show(*heading_lines(heading))
+        self.show(*render.heading_lines(heading))
         if self._json is not None:
             self._json.begin(heading)
 
-    def take(self, event: Measured | Remark) -> None:
-        if isinstance(event, Remark):
+    def take(self, event: results.Measured | results.Remark) -> None:
+        if isinstance(event, results.Remark):
             self.show(f"# {event.text}")
             return
         self.totals.add(event)
         heading = self._heading
         if not self._is_shown or heading is None:
             return
-        self.show(row_line(event, heading))
+        self.show(render.row_line(event, heading))
         if self._json is not None:
             self._json.row(event)
         if event.cycle != self._cycle and not self._options.loop.cycles:
@@ -279,16 +261,16 @@ class Reporter:
             num_rows *= len(sweep.roots(options.test, heading.size))
             num_rows *= len(sweep.dtypes) * len(sweep.ops)
             elapsed_s = now_s - self._started_s
-            text = progress_text(self.totals, num_rows, elapsed_s, self._cycle)
+            text = render.progress_text(self.totals, num_rows, elapsed_s, self._cycle)
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: results.Ending) -> None:
         heading, shown = self._heading, self._options.shown
         if self._is_over or heading is None or not self._is_shown:
             return
         self._is_over = True
         self._wipe(is_last=True)
-        self.show(*ending_lines(heading, ending))
+        self.show(*render.ending_lines(heading, ending))
         if self._json is not None:
             self._json.end(ending)
         if shown.record_path:
@@ -307,7 +289,7 @@ class Reporter:
                 num_out_of_bounds=totals.num_failed,
                 warnings=ending.errors,
             )
-            append_record(Path(shown.record_path), to_record(run))
+            append_record(Path(shown.record_path), results.to_record(run))
         if shown.plot_path:
             _plot(heading, {heading.engine: self._rows})
 
@@ -315,7 +297,7 @@ class Reporter:
         limit_s = self._options.loop.timeout_s
         reason = f"{what} must end within -T {limit_s:g} s, and did not"
         print(f"ronde: {reason}.", file=sys.stderr, flush=True)
-        self.end(Ending(self.totals, errors=(reason,)))
+        self.end(results.Ending(self.totals, errors=(reason,)))
         sys.stdout.flush()
         # The main thread waits for ranks that may never answer.
         os._exit(Exit.TIMEOUT)
@@ -329,23 +311,26 @@ class Reporter:
 
 
 def _run(
-    heading: Heading, engine: str, rows: Sequence[Row], facts: Mapping[str, object]
-) -> Run:
-    ranks = RankCount.exactly(heading.size, RankSource.GIVEN)
+    heading: results.Heading,
+    engine: str,
+    rows: Sequence[results.Row],
+    facts: Mapping[str, object],
+) -> results.Run:
+    ranks = results.RankCount.exactly(heading.size, results.RankSource.GIVEN)
     facts = {**facts, "words": list(heading.options.words)}
     test = heading.options.test.name
-    return Run(test, ranks, tuple(rows), engine=engine, facts=facts)
+    return results.Run(test, ranks, tuple(rows), engine=engine, facts=facts)
 
 
-def _plot(heading: Heading, rows: Mapping[str, Sequence[Row]]) -> None:
-    series = [Series(name, [_point(row) for row in own]) for name, own in rows.items()]
-    if any(point.busbw_gb_per_s > 0 for each in series for point in each.points):
+def _plot(heading: results.Heading, rows: Mapping[str, Sequence[results.Row]]) -> None:
+    series = {name: [_point(row) for row in own] for name, own in rows.items()}
+    if any(point.busbw_gb_per_s > 0 for own in series.values() for point in own):
         path = Path(heading.options.shown.plot_path)
         title = f"{heading.options.test.name}, {heading.size} ranks"
         draw(series, heading.limit, path, title=title)
 
 
-def _point(row: Row) -> Point:
+def _point(row: results.Row) -> Point:
     best = max(row.sides(), key=lambda side: side.busbw_gb_per_s or 0.0)
     return Point(row.size_bytes, best.busbw_gb_per_s or 0.0, best.time_us)
 

@@ -7,13 +7,7 @@ from contextlib import suppress
 from functools import partial
 
 import ronde
-from ronde.cli.exits import (
-    EXIT_INTERNAL,
-    EXIT_INTERRUPTED,
-    exit_code_of,
-    give_up_output,
-    is_unwritten,
-)
+from ronde.cli import exits
 from ronde.errors import HostError, RondeError
 from ronde.launch.limits import USUAL, Timeouts
 
@@ -21,12 +15,7 @@ _VERBS = ("run", "bench", "trace", "check", "topo", "alias", "horovodrun")
 
 
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
-    """Run one command; return the process's exit code.
-
-    Args:
-        argv: Words after the command's name; None takes this process's own.
-        timeouts: How long ``run`` waits for hosts.
-    """
+    """Run one command, by default this process's own; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()
     code = _code_of(words, timeouts)
@@ -48,26 +37,26 @@ def _code_of(words: list[str], timeouts: Timeouts) -> int:
         # Here a failure to write can still be reported.
         print(end="", flush=True)
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return exits.EXIT_INTERRUPTED
     except RondeError as error:
         # A terminal that was closed takes no complaint.
         with suppress(OSError):
             print(f"ronde: {error}", file=sys.stderr)
             if isinstance(error, HostError) and error.failures:
-                from ronde.render.job_end import tabulate_failures
+                from ronde.render.job import tabulate_failures
 
                 table = tabulate_failures(error.failures, error.ready)
                 print(table, end="", file=sys.stderr)
-        return exit_code_of(error)
+        return exits.exit_code_of(error)
     except OSError as error:
         from ronde.launch.limits import explain_shortage
 
         if shortage := explain_shortage(error):
             print(f"ronde: {shortage}", file=sys.stderr)
-            return EXIT_INTERNAL
-        if not is_unwritten(error):
+            return exits.EXIT_INTERNAL
+        if not exits.is_unwritten(error):
             raise
-        unwritten = give_up_output(error)
+        unwritten = exits.give_up_output(error)
         return code or unwritten
     return code
 

@@ -52,7 +52,6 @@ Available Tensor Operations:
     [{gloo}] Gloo
     [X] shared memory"""
 
-_LIBRARIES = ("mpi", "gloo", "nccl")
 # Options with a value that is a variable's, by its name without HOROVOD_.
 _VALUES = {
     "fusion-threshold-mb": "FUSION_THRESHOLD",
@@ -138,10 +137,11 @@ def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
             from ronde.horovod import __version__ as horovod
             from ronde.torch import session
 
-            versions = {"version": ronde.__version__, "horovod": horovod}
-            built = {n: getattr(session, f"{n}_built")() for n in _LIBRARIES}
+            built = {
+                n: getattr(session, f"{n}_built")() for n in ("mpi", "gloo", "nccl")
+            }
             marks = {name: "X" if has else " " for name, has in built.items()}
-            print(_CHECK.format(**versions, **marks))
+            print(_CHECK.format(version=ronde.__version__, horovod=horovod, **marks))
         case _:
             taken_for = shlex.join(["ronde", "run", *words]).replace("\n", "\\n")
             print(f"horovodrun: runs {taken_for}", file=sys.stderr)
@@ -219,15 +219,13 @@ def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str
 def _hosts(
     options: argparse.Namespace, given: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
-    hosts = find_run_hosts(options, environ)
-    if "ssh-port" not in given:
+    hosts, text = find_run_hosts(options, environ), given.get("ssh-port")
+    if text is None:
         return hosts
     from ronde.launch.hosts.host import is_here
     from ronde.launch.hosts.sources import parse_number
 
-    port = parse_number(
-        given["ssh-port"], "port", "--ssh-port", lowest=1, highest=65535
-    )
+    port = parse_number(text, "port", "--ssh-port", lowest=1, highest=65535)
     # It is for other hosts: with a port, this machine would count as another one.
     own = next((host for host in hosts if is_here(host)), None)
     return tuple(
@@ -243,11 +241,9 @@ def _configured(given: Mapping[str, str]) -> dict[str, str]:
             option = value.lower() if value.lower() in _CONTROLLERS else ""
             is_chosen = any(name in given for name in _CONTROLLERS)
             configured |= {} if is_chosen else {option: "1"}
-        elif key == "enabled":
-            option = section.replace("_", "-")
-            configured[option] = value
         else:
             option = _SECTIONS[section] + key.replace("_", "-")
+            option = section.replace("_", "-") if key == "enabled" else option
             configured[option] = value
         if option not in _CONFIGURABLE:
             raise UsageError(
@@ -258,10 +254,8 @@ def _configured(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield section, key and value of a configuration file in YAML.
-
-    A section that is no mapping has an empty key. true and false are 1 and 0.
-    """
+    """Yield section, key and value of a configuration file in YAML."""
+    # A section that is no mapping has an empty key. true and false are 1 and 0.
     text = read_text(path, "--config-file")
     try:
         import yaml

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ronde.arguments import attribute_of, read_number, require_alone
+from ronde.arguments import attribute_of, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 from ronde.launch.spawners.base import Spawner
 
-_LAUNCHERS = ("auto", "ssh", "slurm")
+LAUNCHERS = ("auto", "ssh", "slurm")
 _SOURCES = ("--hosts", "--hostfile", "--host-discovery-script")
 HOST_DEFAULTS = {"launcher": "auto", "python": sys.executable}
 
@@ -50,17 +50,24 @@ def find_run_hosts(
 def find_hosts(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
-    """Return the hosts of an option, else of Slurm's allocation, else this machine.
-
-    Reads the host file, and runs the discovery script, once.
-    """
+    """Return the hosts of an option, else of Slurm's allocation, else this machine."""
+    # Reads the host file, and runs the discovery script, once.
     require_alone(options, *_SOURCES)
     given = {name: getattr(options, attribute_of(name)) for name in _SOURCES}
     named = [name for name, value in given.items() if value is not None]
     slots = read_slots(options)
     hosts: Sequence[Host] | None = None
     if named:
-        hosts = _read_hosts(named[0], given[named[0]])
+        source, text = named[0], given[named[0]]
+        # Imported where it is needed: most jobs start without.
+        from ronde.launch.hosts import sources
+
+        if source == "--host-discovery-script":
+            hosts = sources.discover(text, source)
+        elif source == "--hosts":
+            hosts = sources.parse_hosts(text)
+        else:
+            hosts = sources.parse_hostfile(read_text(text, source), text)
     elif "SLURM_JOB_ID" in environ:
         from ronde.launch.hosts.sources import read_allocation
 
@@ -89,19 +96,6 @@ def read_slots(options: argparse.Namespace) -> int:
     return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
 
 
-def _read_hosts(source: str, text: str) -> tuple[Host, ...]:
-    # Imported where they are needed: most jobs start without.
-    if source == "--host-discovery-script":
-        from ronde.launch.hosts.sources import discover
-
-        return discover(text, source)
-    from ronde.launch.hosts.sources import parse_hostfile, parse_hosts
-
-    if source == "--hosts":
-        return parse_hosts(text)
-    return parse_hostfile(read_text(text, source), text)
-
-
 def read_text(path: str, option: str) -> str:
     try:
         return Path(path).read_bytes().decode()
@@ -117,7 +111,7 @@ def make_spawner(
     environ: Mapping[str, str],
     more_ssh_args: Sequence[str] = (),
 ) -> Spawner:
-    name = require_launcher(options.launcher)
+    name = read_one_of("--launcher", options.launcher, LAUNCHERS)
     is_named = any(getattr(options, attribute_of(each)) for each in _SOURCES)
     is_in_slurm = "SLURM_JOB_ID" in environ
     if name == "slurm" or (name == "auto" and is_in_slurm and not is_named):
@@ -140,12 +134,3 @@ def make_spawner(
     from ronde.launch.spawners.ssh import SshSpawner
 
     return SshSpawner(ssh_args)
-
-
-def require_launcher(name: str) -> str:
-    if name not in _LAUNCHERS:
-        raise UsageError(
-            f"--launcher must be one of {', '.join(_LAUNCHERS)}, got {name!r}. Choose "
-            "one."
-        )
-    return name

@@ -7,28 +7,25 @@ MPICH 5, srun(1), and ``deepspeed --help``, ``accelerate launch --help`` of 2026
 _TABLE = """\
 torchrun: rdzv-backend rdzv-endpoint rdzv-id rdzv-conf node-rank
 accelerate: machine-rank main-process-ip same-network
+deepspeed: no-ssh
   Name all hosts with -H, or have the nodes join with --listen and --agent.
 torchrun: master-addr local-addr
   Drop it: the ranks meet where all hosts reach; --interface NAMES restricts it.
-torchrun: r redirects
-  Type --log-dir DIR for files of all output, --only RANKS for what is shown.
 torchrun: shutdown-timeout
   Type --grace TIME.
-torchrun: numa-binding
-  Type --bind numa or --bind core.
 torchrun: virtual-local-rank
 srun: gpus-per-task
   Type --gpu-view one.
 torchrun: signals-to-handle
   Drop it: SIGUSR1 and SIGUSR2 are passed on anyway.
-torchrun: duplicate-stdout-filters duplicate-stderr-filters
-  It has no equivalent here: type --log-dir DIR, and grep the files.
 torchrun: role monitor-interval start-method event-log-handler logs-specs run-path
   It has no equivalent here: drop it.
 mpirun: map-by
   Type --nproc-per-node N for the ranks of each host.
 mpirun: bind-to membind
 srun: cpu-bind
+torchrun: numa-binding
+deepspeed: bind-cores-to-rank bind-core-list
   Type --bind core or --bind numa.
 mpirun: rank-by rankfile rankmap
   It has no equivalent here: ranks follow the list of hosts.
@@ -45,10 +42,11 @@ srun: l label
   Drop it: each line begins with its rank; see --tag.
 mpirun: timestamp-output
   Type --tag time.
+torchrun: r redirects duplicate-stdout-filters duplicate-stderr-filters
 mpirun: output outfile-pattern errfile-pattern
 srun: o e error
 deepspeed: enable-each-rank-log
-  Type --log-dir DIR.
+  Type --log-dir DIR for files of all output, --only RANKS for what is shown.
 mpirun: report-bindings display display-map display-allocation do-not-launch
   Type --dry-run.
 mpirun: get-stack-traces report-state-on-timeout
@@ -61,29 +59,23 @@ mpirun: genvall envall genvnone envnone
 mpirun: print-all-exitcodes
   Drop it: type --error-file FILE for all codes.
 srun: w nodelist
-  Type -H HOSTS.
 srun or deepspeed: exclude
-  Type -H HOSTS with those that remain.
+  Type -H HOSTS with those that the ranks may use.
 srun: time
   Type --timeout TIME.
 srun: c cpus-per-task
   Type --bind core, or -x OMP_NUM_THREADS=N for the threads of a rank.
 srun or deepspeed: G gpus gpus-per-node num-gpus num-accelerators
   Type --nproc-per-node N, one rank a GPU.
-srun: K kill-on-bad-exit wait W u unbuffered overlap
-  Drop it: it is always so here.
 srun: A J q partition account job-name qos mem exclusive
   Give it to salloc or sbatch, and type ronde run inside the allocation.
 deepspeed: include
   Type -H HOSTS, or write gpus=0,2 behind a host in a host file.
 deepspeed: launcher-args
   Type --ssh-args ARGS.
-deepspeed: bind-cores-to-rank bind-core-list
-  Type --bind core.
-deepspeed: no-ssh
-  Have the nodes join with --listen and --agent.
 deepspeed: elastic-training min-elastic-nodes max-elastic-nodes
   Type --max-restarts R.
+srun: K kill-on-bad-exit wait W u unbuffered overlap
 deepspeed: no-local-rank force-multi no-ssh-check save-pid
   Drop it: it changes nothing here.
 accelerate: main-process-port

@@ -1,10 +1,12 @@
-"""``ronde run``: words -> job -> exit code; also the head of joining nodes, and a node.
+"""``ronde run``: words -> the job that they ask for -> exit code.
 
-A recorded job's parts lie beside its timeline while it runs.
+Also the head of nodes that join, and such a node. Every run loads this; what listens,
+connects or places ranks is loaded by those that do.
 """
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,32 +14,355 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from ronde.arguments import CommandParser, read_number, read_one_of, require_alone
+from ronde.cli import horovodrun
 from ronde.cli.exits import exit_code_of
-from ronde.cli.run_options import (
-    RunRequest,
-    make_parser,
-    make_sink,
-    own_slots,
-    read_num_each,
-    read_request,
-    require_listen_or_agent,
-    require_tee,
-    token_file,
-)
-from ronde.errors import RondeError, UsageError
+from ronde.cli.help import RUN_HELP
+from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
+from ronde.errors import RondeError, UsageError, WorldError
+from ronde.launch import controller, environments
 from ronde.launch.agent_start.starter import AgentStarter, JobHosts
-from ronde.launch.controller import dry_run, launch
-from ronde.launch.environments import own_environment, warn_of_horovod
-from ronde.launch.hosts.host import Host, take_each
+from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host, take_each
 from ronde.launch.limits import Timeouts
-from ronde.launch.output.files import write_report
+from ronde.launch.output import files
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.launch.spawners.base import Spawner
+from ronde.render.console import Console, Tag, TagPlace, parse_tag
+from ronde.render.text import parse_ranks
 from ronde.units import parse_duration_s, parse_size_bytes
+from ronde.world import Launcher, read_rank_info
+from ronde.world.environment import (
+    read_engine,
+    read_malloc_tuning,
+    require_algorithm,
+    require_engine,
+)
+from ronde.world.horovod_config import read_horovod_config
+
+if TYPE_CHECKING:
+    from ronde.launch.placement import PlacementRequest
 
 _Agent = subprocess.Popen[bytes]
+_UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
+_TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
+_HIDDEN = """\
+  --local-ranks-filter RANKS
+  -t, --tee WHAT
+"""
+_DEFAULTS = {
+    **HOST_DEFAULTS,
+    "num_proc": "auto",
+    "nproc_per_node": "auto",
+    "master_port": "0",
+    "grace": "15s",
+    "max_restarts": "0",
+    "no_restart_codes": "93,64",
+    "bind": "none",
+    "bind_policy": "best-effort",
+    "gpu_view": "all",
+    "join_timeout": "5m",
+}
+# What other launchers call an option that means the same here.
+_OTHER_NAMES = {
+    "-n": ["--ntasks", "--num-processes"],
+    "--nproc-per-node": ["-ppn", "-perhost", "--npernode", "--ntasks-per-node"],
+    "--nodes": ["--num-nodes", "--num-machines"],
+    "--hosts": ["--host", "-host", "-hosts"],
+    "--hostfile": ["--machinefile", "-machinefile", "-f"],
+    "--chdir": ["--wdir", "-wdir", "--wd", "-wd", "-D"],
+    "--interface": ["-iface"],
+}
+# Options by their attributes.
+_OF_JOINING = ("token_file", "join_timeout")
+_OF_A_NODE = ("agent", "token_file", "join_timeout", "slots", "nproc_per_node")
+_JOINED = "the nodes are those that join"
+_NOT_REACHED = "the nodes join by themselves, and nothing is started there from here"
+# What names or reaches other hosts, and why it has no effect where nodes join.
+_OF_OTHER_HOSTS = {
+    "hosts": _JOINED,
+    "hostfile": _JOINED,
+    "host_discovery_script": _JOINED,
+    "standalone": "nodes that join make several hosts",
+    "launcher": _NOT_REACHED,
+    "ssh_args": _NOT_REACHED,
+    "ssh-port": _NOT_REACHED,
+    "ssh-identity-file": _NOT_REACHED,
+    "python": "each node runs the Python that its own ronde run is started with",
+    "sync": "a node that joins must have the directory already",
+}
+
+
+def _report(text: str) -> None:
+    print(f"ronde: {text}", file=sys.stderr, flush=True)
+
+
+class RunParser(CommandParser):
+    """Reads the words after ``ronde run``, also as other launchers spell them."""
+
+    def _refuse_foreign(self, word: str) -> None:
+        # Imported where it is needed: most words are right.
+        from ronde.cli.other_launchers import advise
+
+        if advice := advise(word):
+            raise UsageError(advice)
+
+
+def make_parser() -> RunParser:
+    parser = RunParser("ronde run", RUN_HELP)
+    parser.declare(_HIDDEN)
+    horovodrun.add_horovod_options(parser)
+    parser.set_defaults(**_DEFAULTS)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    for option, names in _OTHER_NAMES.items():
+        parser.alias(option, *names)
+    parser.add_underscore_twins()
+    return parser
+
+
+class _Start(NamedTuple):
+    """What every part of a start needs."""
+
+    options: argparse.Namespace
+    environ: Mapping[str, str]
+    agent: _Agent
+    signal_fd: int
+    timeouts: Timeouts
+
+
+class RunRequest(NamedTuple):
+    """A job as it is asked for."""
+
+    options: argparse.Namespace
+    horovod: horovodrun.HorovodOptions
+    spec: controller.JobSpec
+
+
+def read_request(
+    options: argparse.Namespace, environ: Mapping[str, str], more_env: Mapping[str, str]
+) -> RunRequest:
+    program = options.program[options.program[:1] == ["--"] :]
+    if not program or not program[0]:
+        raise UsageError(
+            "program must be given, got none. Type: ronde run -n 2 python train.py"
+        )
+    horovod = horovodrun.read_horovod_options(options, environ)
+    if horovod.output_dir and options.log_dir:
+        raise UsageError("--output-filename must stand alone, got --log-dir too.")
+    read_one_of("--launcher", options.launcher, LAUNCHERS)
+    num_ranks, min_ranks = None, horovod.min_ranks
+    if options.num_proc != "auto":
+        cure = "Type: ronde run -n 2 ..., or leave it out for one rank a slot"
+        num_ranks = read_number("-n", options.num_proc, cure, least=1)
+    if min_ranks is not None and (num_ranks or min_ranks) < min_ranks:
+        raise UsageError(
+            f"--min-np must be at most -np, got {min_ranks} and -np {num_ranks}. "
+            "Correct one of them."
+        )
+    if not options.nested:
+        refuse_nesting(num_ranks, environ)
+    env = _rank_env(options, horovod, environ)
+    preflight = None
+    if options.preflight:
+        # Imported where it is needed: few jobs ask for it.
+        from ronde.cli.check import make_preflight
+
+        preflight = make_preflight(str(absolute_path(options.chdir or "")), env)
+    port_cure = "Leave the option out for a free port."
+    port = read_number("--master-port", options.master_port, port_cure, most=65535)
+    restart_cure = "Type: --max-restarts 3"
+    spec = controller.JobSpec(
+        argv=("-m", *program) if options.module else tuple(program),
+        env={**env, **more_env},
+        cwd=options.chdir or "",
+        grace_s=parse_duration_s(options.grace, "--grace"),
+        master_port=port,
+        is_mpi=read_engine({**environ, **env}) == "mpi",
+        hosts=horovod.hosts,
+        num_ranks=num_ranks,
+        min_ranks=min_ranks,
+        interfaces=tuple(n for n in (options.interface or "").split(",") if n),
+        placement=_placement(options),
+        preflight=preflight,
+        max_restarts=read_number("--max-restarts", options.max_restarts, restart_cure),
+        no_restart_codes=_no_restart_codes(options.no_restart_codes),
+        is_verbose=bool(options.verbose),
+    )
+    return RunRequest(options, horovod, spec)
+
+
+def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
+    """Refuse to start ranks inside a rank of a world that has other ranks."""
+    try:
+        info = read_rank_info(environ)
+    except WorldError as error:
+        raise UsageError(
+            f"{error} Or give --nested to start a world of its own."
+        ) from None
+    is_alone = info.size == 1 and info.launcher is not Launcher.RONDE
+    if info.launcher is Launcher.NONE or is_alone:
+        return
+    count = "n" if size is None else size
+    product = "" if size is None else f" = {info.size * size}"
+    raise UsageError(
+        f"size must be the ranks of one launcher, but this is rank {info.rank} of "
+        f"{info.size} of {info.launcher}: {info.size} * {count}{product} "
+        f"processes, not {count}, in {info.size} worlds. Start "
+        "ronde run outside of it, or give --nested for a world of its own in each rank."
+    )
+
+
+def read_num_each(options: argparse.Namespace) -> int | None:
+    text = options.nproc_per_node
+    if text == "auto":
+        return None
+    if text in _UNITS:
+        return _UNITS[text]
+    option = "--nproc-per-node"
+    if not text.isdecimal() or not text.isascii():
+        raise UsageError(
+            f"{option} must be auto, gpu, cpu or a whole number of at least 1, got "
+            f"{text!r}. Type: ronde run --nproc-per-node 2 ..."
+        )
+    from ronde.launch.hosts.sources import MAX_SLOTS, parse_number
+
+    return parse_number(text, "ranks", option, lowest=1, highest=MAX_SLOTS)
+
+
+def _no_restart_codes(text: str) -> frozenset[int]:
+    codes = [code for word in text.split(",") if (code := word.strip())]
+    wrong = [code for code in codes if not code.isdecimal()]
+    if wrong:
+        raise UsageError(
+            "--no-restart-codes must be exit codes such as 93,64, got "
+            f"{wrong[0]!r}. Correct it."
+        )
+    return frozenset(map(int, codes))
+
+
+def _rank_env(
+    options: argparse.Namespace,
+    horovod: horovodrun.HorovodOptions,
+    environ: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the variables for all ranks; refuse meaningless ones."""
+    env = environments.select_forwarded(environ) | horovod.env
+    env |= environments.read_assignments(options.env, environ)
+    if engine := options.engine or horovod.engine:
+        env["RONDE_ENGINE"] = require_engine(engine, "--engine")
+    if options.algorithm:
+        env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
+    if options.no_malloc_tuning:
+        env["RONDE_MALLOC_TUNING"] = "0"
+    known = {**environ, **env}
+    env |= environments.alias_environment(known, is_wanted=options.horovod_alias)
+    read_engine(known)
+    require_algorithm(known.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
+    read_horovod_config(known)
+    read_malloc_tuning(known)
+    return env
+
+
+def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
+    relaxed = _DEFAULTS["bind_policy"]
+    asked = (options.bind, options.gpu_view, options.bind_policy, options.dry_run)
+    if asked == ("none", "all", relaxed, False):
+        return None
+    # Imported where they are needed: a job that is not bound must start at once.
+    from ronde.launch.placement import BindMode, GpuView, PlacementRequest
+    from ronde.topology.placement.policies import Policy
+
+    policies = [policy for policy in Policy if policy is not Policy.NONE]
+    policy = read_one_of("--bind-policy", options.bind_policy, policies)
+    if options.bind == "none" and policy != relaxed:
+        raise UsageError(
+            f"--bind-policy {policy} must come with --bind core, numa or auto, got "
+            f"--bind none. Type: --bind numa --bind-policy {policy}"
+        )
+    mode = read_one_of("--bind", options.bind, list(BindMode))
+    view = read_one_of("--gpu-view", options.gpu_view, list(GpuView))
+    return PlacementRequest(BindMode(mode), GpuView(view), Policy(policy))
+
+
+def require_listen_or_agent(
+    options: argparse.Namespace, given: Mapping[str, str]
+) -> None:
+    """Refuse options that have no effect where nodes join, or where none do."""
+    how = "--listen" if options.listen else "--agent" if options.agent else ""
+    if options.listen and options.agent:
+        raise UsageError("--agent must stand without --listen, got both. Drop one.")
+    for option, name in given.items():
+        if not how and option in _OF_JOINING:
+            raise UsageError(
+                f"{name} must come with --listen or --agent, got neither. Type: ronde "
+                "run --nodes 3 --listen 29400 ..."
+            )
+        if how and option in _OF_OTHER_HOSTS:
+            raise UsageError(
+                f"{name} must stand without {how}, got both: "
+                f"{_OF_OTHER_HOSTS[option]}. Drop one."
+            )
+        if options.agent and option not in _OF_A_NODE:
+            raise UsageError(
+                f"{name} must be given to the head alone, got it with --agent. Drop it "
+                "here, and give it to ronde run --listen."
+            )
+
+
+def own_slots(options: argparse.Namespace) -> int:
+    node = Host("this node", read_slots(options), named_at="--slots")
+    return take_each([node], read_num_each(options))[0].slots
+
+
+def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    path = options.token_file or environ.get(_TOKEN_VARIABLE, "")
+    if not path:
+        raise UsageError(
+            "--token-file must name a file with the secret that all nodes share, got "
+            "none. Make one: (umask 077; openssl rand -hex 32 > token)"
+        )
+    return path
+
+
+def make_sink(
+    options: argparse.Namespace, output_dir: str = ""
+) -> tuple[files.OutputSink, list[files.JobFile]]:
+    """Return what shows the job, and what writes files of it."""
+    log_dir = output_dir or options.log_dir or ""
+    log_dir = str(absolute_path(log_dir)) if log_dir else ""
+    require_alone(options, "--no-prefix", "--tag")
+    tag = Tag(TagPlace.NONE if options.no_prefix else TagPlace.AUTO)
+    if options.tag is not None:
+        tag = parse_tag(options.tag)
+    require_alone(options, "--only", "--local-ranks-filter")
+    only = None
+    if (local := options.local_ranks_filter) is not None:
+        only = parse_ranks(local, "--local-ranks-filter", is_local=True)
+    elif options.only is not None:
+        only = parse_ranks(options.only, "--only")
+    sink = Console(1, 2, tag=tag, only=only, log_dir=log_dir)
+    kinds = (
+        (files.JobRecords, options.record),
+        (files.RankLogs, log_dir),
+        (files.ErrorFile, options.error_file),
+        (horovodrun.LinkedOutputs, output_dir),
+    )
+    return sink, [kind(sink, path) for kind, path in kinds if path]
+
+
+def require_tee(options: argparse.Namespace) -> str:
+    """Return a warning about torchrun's ``--tee``, which is ``--log-dir`` here."""
+    if options.tee is None:
+        return ""
+    if not re.fullmatch(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*", options.tee):
+        raise UsageError(
+            "--tee must be 0, 1, 2, 3 or such per local rank, as 0:3,1:1, got "
+            f"{options.tee!r}. Type --log-dir DIR in its place; a limit on time is "
+            "--timeout TIME."
+        )
+    return "" if options.log_dir else "--tee writes no files without --log-dir DIR."
 
 
 def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts) -> int:
@@ -46,16 +371,16 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
     if options.help:
         parser.read(["--help"])
         return 0
-    environ = own_environment()
+    start = _Start(options, environments.own_environment(), agent, signal_fd, timeouts)
     require_listen_or_agent(options, parser.given(options))
     if options.agent:
-        return _run_node(options, environ, agent, signal_fd)
+        return _run_node(start)
     recorded = _recorded(options.timeline or "", options.timeline_limit)
     try:
         with _limited(options.timeout or ""), recorded as timeline_env:
-            request = read_request(options, environ, timeline_env)
-            _warn(request, environ)
-            with _job_hosts(request, environ, agent, signal_fd, timeouts) as job_hosts:
+            request = read_request(options, start.environ, timeline_env)
+            _warn(request, start.environ)
+            with _job_hosts(request, start) as job_hosts:
                 job_hosts.exit_code = _launch(request, job_hosts, signal_fd)
                 return job_hosts.exit_code
     except InterruptedStartError as error:
@@ -64,20 +389,17 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
         if options.error_file:
             # The user must see the error itself, not that the file cannot be written.
             with suppress(OSError):
-                write_report(options.error_file, exit_code_of(error), str(error))
+                files.write_report(options.error_file, exit_code_of(error), str(error))
         raise
 
 
 def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
-    ignored = ", ".join(request.horovod.ignored)
     known = {**environ, **request.spec.env}
-    for warning in (
-        require_tee(request.options),
-        warn_of_horovod(known, sys.path[1:]),
-        ignored and f"these options have no effect here: {ignored}",
-    ):
-        if warning:
-            _report(warning)
+    ignored = ", ".join(request.horovod.ignored)
+    note = f"these options have no effect here: {ignored}" if ignored else ""
+    horovod = environments.warn_of_horovod(known, sys.path[1:])
+    for warning in filter(None, (require_tee(request.options), horovod, note)):
+        _report(warning)
 
 
 def _launch(request: RunRequest, job_hosts: JobHosts, signal_fd: int) -> int:
@@ -85,14 +407,15 @@ def _launch(request: RunRequest, job_hosts: JobHosts, signal_fd: int) -> int:
     spec = request.spec._replace(hosts=job_hosts.hosts)
     starter = job_hosts.starter
     if options.dry_run:
-        from ronde.render.plan import plan_text
+        from ronde.render.job import plan_text
 
-        print(plan_text(dry_run(spec, starter, signal_fd, _report)), end="")
+        plan = controller.dry_run(spec, starter, signal_fd, _report)
+        print(plan_text(plan), end="")
         return 0
     if options.sync:
         _sync(options.sync, job_hosts, signal_fd)
-    sink, files = make_sink(options, request.horovod.output_dir)
-    return launch(spec, starter, signal_fd, sink, files).exit_code
+    sink, job_files = make_sink(options, request.horovod.output_dir)
+    return controller.launch(spec, starter, signal_fd, sink, job_files).exit_code
 
 
 def _sync(folder: str, job_hosts: JobHosts, signal_fd: int) -> None:
@@ -111,27 +434,19 @@ def _sync(folder: str, job_hosts: JobHosts, signal_fd: int) -> None:
 
 
 @contextmanager
-def _job_hosts(
-    request: RunRequest,
-    environ: Mapping[str, str],
-    agent: _Agent,
-    signal_fd: int,
-    timeouts: Timeouts,
-) -> Generator[JobHosts]:
+def _job_hosts(request: RunRequest, start: _Start) -> Generator[JobHosts]:
     options = request.options
     num_each = read_num_each(options)
     if options.listen:
-        with _joined_nodes(options, environ, agent, signal_fd, timeouts) as job_hosts:
+        with _joined_nodes(start) as job_hosts:
             job_hosts.hosts = take_each(job_hosts.hosts, num_each)
             yield job_hosts
         return
 
     def make() -> Spawner:
-        from ronde.cli.hosts import make_spawner
+        return make_spawner(options, start.environ, request.horovod.ssh_args)
 
-        return make_spawner(options, environ, request.horovod.ssh_args)
-
-    starter = AgentStarter(agent, make, options.python, timeouts)
+    starter = AgentStarter(start.agent, make, options.python, start.timeouts)
     yield JobHosts(take_each(request.horovod.hosts, num_each), starter)
 
 
@@ -154,27 +469,14 @@ def _limited(text: str) -> Generator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _report(text: str) -> None:
-    print(f"ronde: {text}", file=sys.stderr, flush=True)
-
-
 @contextmanager
-def _joined_nodes(
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-    agent: _Agent,
-    signal_fd: int,
-    timeouts: Timeouts,
-) -> Generator[JobHosts]:
+def _joined_nodes(start: _Start) -> Generator[JobHosts]:
     """Wait until all nodes have joined; at the end send them the exit code."""
+    from ronde.launch.joining import join_server
     from ronde.launch.joining.channel import choose_address, parse_endpoint, release
-    from ronde.launch.joining.join_server import (
-        JoinConfig,
-        JoinedAgents,
-        wait_for_nodes,
-    )
     from ronde.launch.joining.mutual_auth import read_token
 
+    options = start.options
     text = options.nodes or ""
     if not (text.isascii() and text.isdecimal() and int(text) >= 2):
         raise UsageError(
@@ -182,18 +484,18 @@ def _joined_nodes(
             f"{text or 'none'}. Type: ronde run --nodes 3 --listen 29400 ..."
         )
     host, port = parse_endpoint(options.listen, "--listen")
-    config = JoinConfig(
+    config = join_server.JoinConfig(
         address=choose_address(host),
         port=port,
-        token=read_token(token_file(options, environ)),
+        token=read_token(token_file(options, start.environ)),
         head=os.uname().nodename,
         num_nodes=int(text) - 1,
         timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
     )
     head = Host(config.head, own_slots(options))
-    nodes = wait_for_nodes(config, signal_fd, _report)
-    hosts = (head, *(host for host, _ in nodes))
-    joined = JobHosts(hosts, JoinedAgents(agent, nodes, timeouts))
+    nodes = join_server.wait_for_nodes(config, start.signal_fd, _report)
+    agents = join_server.JoinedAgents(start.agent, nodes, start.timeouts)
+    joined = JobHosts((head, *(host for host, _ in nodes)), agents)
     try:
         yield joined
     except InterruptedStartError as error:
@@ -206,16 +508,12 @@ def _joined_nodes(
         release([transport for _, transport in nodes], joined.exit_code)
 
 
-def _run_node(
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-    agent: _Agent,
-    signal_fd: int,
-) -> int:
+def _run_node(start: _Start) -> int:
     from ronde.launch.joining.channel import parse_endpoint, with_port
     from ronde.launch.joining.join_client import JoinRequest, follow_head, join_head
     from ronde.launch.joining.mutual_auth import NodeInfo, host_name, read_token
 
+    options = start.options
     if options.program:
         raise UsageError(
             f"program must be given to the head alone, got {options.program[0]!r} with "
@@ -230,26 +528,25 @@ def _run_node(
     request = JoinRequest(
         host=host,
         port=port,
-        token=read_token(token_file(options, environ)),
+        token=read_token(token_file(options, start.environ)),
         node_info=NodeInfo(host_name(os.uname().nodename), own_slots(options)),
         timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
     )
     try:
-        channel = join_head(request, signal_fd, _report)
+        channel = join_head(request, start.signal_fd, _report)
         where = with_port(host, port)
         _report(f"{request.node_info.host} has joined {where}, and ends when that does")
         lost = f"the head at {where} is gone; all its ranks here were ended"
-        return follow_head(channel, agent, signal_fd, partial(_report, lost))
+        ended = partial(_report, lost)
+        return follow_head(channel, start.agent, start.signal_fd, ended)
     except InterruptedStartError as error:
         return 128 + error.number
 
 
 @contextmanager
 def _recorded(file: str, limit: str | None) -> Generator[dict[str, str]]:
-    """Yield the variables that make ranks record; then write the trace of all.
-
-    However the job ends: what each rank had recorded by then is in the trace.
-    """
+    """Yield the variables that make ranks record; then write the trace of all."""
+    # However the job ends: what each rank had recorded by then is in the trace.
     if not file:
         if limit:
             raise UsageError(

@@ -21,20 +21,17 @@ from ronde.collectives.communicator import Communicator
 from ronde.errors import UsageError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-CHUNK = 1 << 16
-"""Elements that are held in float64 at a time."""
-_TINY = sys.float_info.min**0.5
-"""A squared norm below this is taken for zero, and its coefficient is 1."""
+CHUNK = 1 << 16  # elements that are held in float64 at a time
+_TINY = sys.float_info.min**0.5  # a squared norm below this counts as 0: coefficient 1
 
 
 def adasum(
     communicator: Communicator, tensor: Tensor, lengths: Sequence[int] = ()
 ) -> Tensor:
-    """Combine ``tensor`` over all ranks by Adasum, in place; collective, blocks.
-
-    The result is equal on all ranks, bit by bit. Products and coefficients are float64.
-    Tensors of ``lengths`` that lie one after the other are each combined as if alone.
-    """
+    """Combine ``tensor`` over all ranks by Adasum, in place; collective, blocks."""
+    # The result is equal on all ranks, bit by bit. Products and coefficients are
+    # float64. Tensors of ``lengths`` that lie one after the other are each combined as
+    # if alone.
     size = communicator.size
     if size & (size - 1):
         raise UsageError(

@@ -28,10 +28,8 @@ class Action(StrEnum):
     """What a rank does with chunks of its vector in one round."""
 
     SEND = "send"
-    REDUCE = "reduce"
-    """Receive and combine with what is there."""
-    COPY = "copy"
-    """Receive in place of what is there."""
+    REDUCE = "reduce"  # receive and combine with what is there
+    COPY = "copy"  # receive in place of what is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,7 @@ class ScheduleStep:
 
     action: Action
     peer: int
-    first: int
-    """The first of ``count`` chunks."""
+    first: int  # the first of ``count`` chunks
     count: int = 1
 
     @property
@@ -88,13 +85,11 @@ class Chunks:
         return max(twice[r + count] - twice[r] for r in range(self.num_chunks))
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What the busiest rank has to do in some rounds."""
 
     num_rounds: int
-    numel: int
-    """The most elements that any one rank sends, or receives, in any of them."""
+    numel: int  # the most elements that any one rank sends, or receives, in any of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +100,11 @@ class Schedule:
     size: int
     chunks: Chunks
     loads: tuple[Load, ...]
-    of_rank: Callable[[int], Iterable[Round]]
-    """What one rank does, round by round; rounds in which it does nothing too."""
+    of_rank: Callable[[int], Iterable[Round]]  # of one rank, empty rounds too
 
     @property
     def num_rounds(self) -> int:
         return sum(load.num_rounds for load in self.loads)
-
-    def num_sent(self, rank: int) -> int:
-        steps = itertools.chain.from_iterable(self.of_rank(rank))
-        return sum(self.numel_of(step) for step in steps if not step.is_receive)
-
-    def numel_of(self, step: ScheduleStep) -> int:
-        start, stop = self.chunks.span(step.first, step.count)
-        return stop - start
 
     def seconds(self, alpha_s: float, beta_s: float) -> float:
         """Return what the rounds take, one after the other.
@@ -169,10 +155,8 @@ def ring_all_gather(chunks: Chunks) -> Schedule:
 
 
 def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
-    """Pass the whole from neighbour to neighbour: ``n - 1`` rounds.
-
-    It pays where the vector is cut into many pieces, so that all links are busy.
-    """
+    """Pass the whole from neighbour to neighbour: ``n - 1`` rounds."""
+    # It pays where the vector is cut into many pieces, so that all links are busy.
 
     def of_rank(rank: int) -> Iterator[Round]:
         position = (rank - root) % size
@@ -234,10 +218,8 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
 
 
 def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
-    """Give each tree's root its half, and on: ``1 + floor(log2 (n-1))`` rounds.
-
-    The trees are those of all other ranks.
-    """
+    """Give each tree's root its half, and on: ``1 + floor(log2 (n-1))`` rounds."""
+    # The trees are those of all other ranks.
     trees = _BinaryTree(size - 1), _BinaryTree(size - 1, is_mirrored=True)
     num_rounds = 1 + trees[0].depth
 
@@ -262,12 +244,11 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 class _BinaryTree(NamedTuple):
-    """A binary tree in order over the places 1 to ``num_places``.
+    """A binary tree in order over the places 1 to ``num_places``."""
 
-    A place's height is the number of zeros that end it in binary: odd places are
-    leaves. Mirrored, the tree is turned round, which makes the even places leaves; of
-    an odd number of places it is shifted by one instead.
-    """
+    # A place's height is the number of zeros that end it in binary: odd places are
+    # leaves. Mirrored, the tree is turned round, which makes the even places leaves; of
+    # an odd number of places it is shifted by one instead.
 
     num_places: int
     is_mirrored: bool = False
@@ -332,10 +313,8 @@ def _height(node: int) -> int:
 
 
 def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
-    """Return what goes to the children from one level, most often two.
-
-    A root has one child where the number of places is a power of two.
-    """
+    """Return what goes to the children from one level, most often two."""
+    # A root has one child where the number of places is a power of two.
     is_root_lean = tree.num_places == 1 << max(0, tree.depth)
     return tuple(
         Load(1, chunks.largest() * (1 if level == 0 and is_root_lean else 2))
@@ -394,11 +373,9 @@ def _distances(size: int) -> list[tuple[int, int]]:
 
 
 def _halve(rank: int, size: int) -> Iterator[Round]:
-    """Reduce chunk ``rank`` here.
-
-    Of the live chunks, which begin with this rank's own, the further half is sent to
-    the rank that stands where it begins.
-    """
+    """Reduce chunk ``rank`` here."""
+    # Of the live chunks, which begin with this rank's own, the further half is sent to
+    # the rank that stands where it begins.
     for live, kept in _distances(size):
         to, source = (rank + kept) % size, (rank - kept) % size
         yield (
@@ -429,10 +406,8 @@ def _of_runs(
 
 
 def _scatter(position: int, size: int) -> Iterator[Round]:
-    """Give chunk p to position p, from position 0.
-
-    Whoever holds chunks from its own on sends the further half to where it begins.
-    """
+    """Give chunk p to position p, from position 0."""
+    # Whoever holds chunks from its own on sends the further half to where it begins.
     begin, live = 0, size
     for _ in _distances(size):
         kept = (live + 1) // 2
@@ -461,43 +436,28 @@ class Algorithm:
     """A schedule for each collective."""
 
     name: str
-    all_reduce: Callable[[int, int], Schedule]
-    """Takes the number of ranks and of elements."""
-    reduce_scatter: Callable[[Chunks], Schedule]
-    """Takes one chunk a rank, which that rank is to have."""
-    all_gather: Callable[[Chunks], Schedule]
-    """Takes one chunk a rank, which that rank has."""
-    broadcast: Callable[[int, int, int], Schedule]
-    """Takes the number of ranks and of elements, and the root."""
+    all_reduce: Callable[[int, int], Schedule]  # of so many ranks and elements
+    reduce_scatter: Callable[[Chunks], Schedule]  # of one chunk a rank, to be its own
+    all_gather: Callable[[Chunks], Schedule]  # of one chunk a rank, its own
+    broadcast: Callable[[int, int, int], Schedule]  # of ranks, elements, and the root
 
 
+_RING = ring_all_reduce, ring_reduce_scatter, ring_all_gather, ring_broadcast
+# A tree cannot save anything where every rank's chunk goes a way of its own.
+_TREE = tree_all_reduce, ring_reduce_scatter, ring_all_gather, tree_broadcast
+_HALVING_DOUBLING = (
+    halving_doubling_all_reduce,
+    halving_doubling_reduce_scatter,
+    halving_doubling_all_gather,
+    halving_doubling_broadcast,
+)
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "ring": Algorithm(
-            "ring",
-            ring_all_reduce,
-            ring_reduce_scatter,
-            ring_all_gather,
-            ring_broadcast,
-        ),
-        # A tree cannot save anything where every rank's chunk goes a way of its own.
-        "tree": Algorithm(
-            "tree",
-            tree_all_reduce,
-            ring_reduce_scatter,
-            ring_all_gather,
-            tree_broadcast,
-        ),
-        "halving_doubling": Algorithm(
-            "halving_doubling",
-            halving_doubling_all_reduce,
-            halving_doubling_reduce_scatter,
-            halving_doubling_all_gather,
-            halving_doubling_broadcast,
-        ),
+        "ring": Algorithm("ring", *_RING),
+        "tree": Algorithm("tree", *_TREE),
+        "halving_doubling": Algorithm("halving_doubling", *_HALVING_DOUBLING),
     }
-)
-"""The algorithms that run on any ranks, wherever they are."""
+)  # the algorithms that run on any ranks, wherever they are
 
 
 def find_algorithm(name: str) -> Algorithm:

@@ -20,11 +20,8 @@ _INTEGERS = _SIGNED | _UNSIGNED
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 PLAIN = _FLOATS - HALVES | {torch.int8, torch.uint8, torch.int32, torch.int64}
 """What engines reduce as it is, but for the averages of integers."""
-_WIDENED = {
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-}
+_I32, _I64 = torch.int32, torch.int64
+_WIDENED = {torch.int16: _I32, torch.uint16: _I32, torch.uint32: _I64}
 _SIGN_BIT = torch.iinfo(torch.int64).min
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _ADDED = (ReduceOp.SUM, ReduceOp.AVERAGE)
@@ -34,8 +31,7 @@ KERNELS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
-}
-"""What combines two ranks' elements; an average is divided afterwards."""
+}  # what combines two ranks' elements; an average is divided afterwards
 
 
 def require_reducible(
@@ -67,10 +63,8 @@ def require_reducible(
 
 
 def rounds_often(dtype: torch.dtype, op: ReduceOp, size: int) -> bool:
-    """Say whether 16-bit floats may not be combined two by two in their own dtype.
-
-    They would be rounded once a rank; two float16 overflow where their average fits.
-    """
+    """Say whether 16-bit floats may not be combined two by two in their own dtype."""
+    # They would be rounded once a rank; two float16 overflow where their average fits.
     if dtype not in HALVES or op in _ORDERED:
         return False
     return size > 2 or (op is ReduceOp.AVERAGE and dtype is torch.float16)
@@ -111,15 +105,6 @@ def scale_(tensor: Tensor, factor: float) -> None:
         values.mul_(factor)
 
 
-def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply into a new tensor as ``scale_`` does; a factor of 1 copies nothing."""
-    if factor == 1.0:
-        return tensor
-    copy = tensor.detach().clone()
-    scale_(copy, factor)
-    return copy
-
-
 def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
     """Return a row-major tensor to reduce, AVERAGE by SUM; it may share memory."""
     values = dense(tensor)
@@ -139,10 +124,9 @@ def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
 def decode(
     reduced: Tensor, dtype: torch.dtype, op: ReduceOp, size: int, postscale: float
 ) -> Tensor:
-    """Return the result in ``dtype`` from the reduction of what ``encode`` made.
-
-    For AVERAGE the sum over ``size`` ranks is divided here. ``reduced`` is overwritten.
-    """
+    """Return the result in ``dtype`` from the reduction of what ``encode`` made."""
+    # For AVERAGE the sum over ``size`` ranks is divided here. ``reduced`` is
+    # overwritten.
     if op is ReduceOp.AVERAGE:
         _divide_(reduced, dtype, size)
     if dtype is torch.bool:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from ronde import __version__
@@ -25,14 +25,12 @@ from ronde.plain_values import from_plain
 from ronde.units import format_size
 from ronde.world.environment import ENGINES
 
-SIZED = ("all_reduce", "reduce_scatter", "broadcast")
-"""Collectives whose tensors are equally large on all ranks."""
+SIZED = ("all_reduce", "reduce_scatter", "broadcast")  # equally large everywhere
 UNSIZED = ("all_gather", "all_to_all", "send", "recv", "barrier")
 """The others: one choice for every size."""
 COLLECTIVES = SIZED + UNSIZED
 
-CLASS_LIMITS_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
-"""The largest size of every class but the last, which has no largest."""
+CLASS_LIMITS_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)  # the last has none
 CLASS_SAMPLES_BYTES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 32 << 20)
 """The size by which a class is measured."""
 
@@ -59,8 +57,7 @@ class Choice:
 class EngineTable:
     """What each collective takes, on tensors of the CPU, by size."""
 
-    choices: dict[str, tuple[Choice, ...]]
-    """For each collective one choice a size class, or one for all sizes."""
+    choices: dict[str, tuple[Choice, ...]]  # by size class, or one for all
     source: str
 
     def choose(
@@ -89,9 +86,8 @@ def default_table(ranks_per_host: Sequence[int]) -> EngineTable:
     small = Choice("gloo", reason="small messages: one step beats two levels")
     large = Choice("hierarchical", reason="each byte crosses the network once a host")
     two_levels = (small, *(large for _ in CLASS_LIMITS_BYTES))
-    choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(UNSIZED, (flat,))
-    choices.update((name, two_levels) for name in SIZED)
-    return EngineTable(choices, "rules for several hosts of several ranks")
+    by_call = {name: two_levels if name in SIZED else (flat,) for name in COLLECTIVES}
+    return EngineTable(by_call, "rules for several hosts of several ranks")
 
 
 def explain(table: EngineTable) -> str:
@@ -152,8 +148,7 @@ class _TableFile:
 
 
 def to_json(table: EngineTable, key: TableKey) -> str:
-    limits = CLASS_LIMITS_BYTES
-    file = _TableFile(SCHEMA, key, limits, table.choices, table.source)
+    file = _TableFile(SCHEMA, key, CLASS_LIMITS_BYTES, table.choices, table.source)
     return json.dumps(asdict(file), indent=1)
 
 
@@ -168,12 +163,12 @@ def from_json(text: str, key: TableKey) -> EngineTable:
         raise ValueError("it has other size classes")
     if set(file.choices) != set(COLLECTIVES):
         raise ValueError("it has other collectives")
-    for by_class in file.choices.values():
-        if len(by_class) not in (1, len(CLASS_LIMITS_BYTES) + 1):
-            raise ValueError("it has no choice for some size")
-        for choice in by_class:
-            if choice.engine not in ENGINES:
-                raise ValueError(f"it names no engine: {choice.engine!r:.60}")
+    by_class = file.choices.values()
+    if any(len(each) not in (1, len(CLASS_LIMITS_BYTES) + 1) for each in by_class):
+        raise ValueError("it has no choice for some size")
+    for choice in chain.from_iterable(by_class):
+        if choice.engine not in ENGINES:
+            raise ValueError(f"it names no engine: {choice.engine!r:.60}")
     return EngineTable(file.choices, file.source)
 
 

@@ -12,8 +12,10 @@ Rules that hold for every call:
   integers and bool are reduced (bool by min, max and product: and, or, and; complex by
   sum, average and product). Sums and products of integers wrap as their dtype does;
   their averages are summed in 64 bits.
-* A failure raises ``CollectiveError`` on every rank that takes part, from the call or
-  from ``wait()``.
+* ``out`` is where a result goes: contiguous, of its shape, dtype and device. None makes
+  a new tensor.
+* Arguments that do not fit raise ``UsageError``. A failure raises ``CollectiveError``
+  on every rank that takes part, from the call or from ``wait()``.
 """
 
 from bisect import bisect_left
@@ -36,26 +38,17 @@ from ronde.collectives.arithmetic import (
     put_back,
     require_reducible,
     scale_,
-    scaled,
 )
 from ronde.collectives.choice import CLASS_LIMITS_BYTES
-from ronde.collectives.engine import (
-    CPU,
-    Engine,
-    Plan,
-    ReduceOp,
-    Reduction,
-    Work,
-)
+from ronde.collectives.engine import CPU, Engine, Plan, ReduceOp, Reduction, Work
 from ronde.collectives.shapes import Layout, LayoutSummary, require_out_rows, rows
 from ronde.errors import UsageError
 
+# Names the engine for a collective, the bytes of the tensor where all ranks have as
+# many, and the type of its device. It must answer the same on every rank.
 Choose = Callable[[str, int | None, str], str]
-"""Names the engine for a collective, the bytes of the tensor where all ranks have as
-many, and the type of its device. It must answer the same on every rank."""
+# Connects an engine by name, for a communicator by its name among those of the ranks.
 Connect = Callable[[str, str], Engine]
-"""Connects an engine by name; collective. The second word tells communicators of the
-same ranks apart."""
 _Key = tuple[Engine, str, torch.dtype, bool | str, ReduceOp, float, float]
 _MAX_KNOWN = 1024
 
@@ -91,7 +84,7 @@ class Routes:
         """Return the engine for a tensor; ``is_sized``: as large on all ranks."""
         if self._choose is None:
             return self._first
-        num_bytes = tensor.numel() * tensor.element_size() if is_sized else None
+        num_bytes = tensor.nbytes if is_sized else None
         bound = -1 if num_bytes is None else bisect_left(CLASS_LIMITS_BYTES, num_bytes)
         key = (call, tensor.is_cpu, bound)
         engine = self._known.get(key)
@@ -173,9 +166,6 @@ class Communicator:
             postscale: Multiplies the result, likewise.
             source: Is reduced into ``tensor`` and stays as it was; of its shape, dtype
                 and device, and without memory in common.
-
-        Raises:
-            UsageError: ``op`` is not defined for the dtype.
         """
         engine = self._only or self._routes.of("all_reduce", tensor, is_sized=True)
         place = tensor.is_cpu or tensor.device.type
@@ -195,8 +185,8 @@ class Communicator:
         values = tensor.detach()
         if source is not None:
             values.copy_(source)
-        if reduction.is_encoded:
-            values = _widened(values)
+        if reduction.is_encoded and values.dtype in HALVES:
+            values = values.to(torch.float32)  # so that they are rounded once
         scale_(values, prescale)
         encoded = encode(values, op) if reduction.is_encoded else dense(values)
         vector = flat(encoded)
@@ -215,12 +205,7 @@ class Communicator:
         Args:
             tensor: At least one dimension; dimension 0 may differ from rank to rank (0
                 included), the others may not.
-            out: Where the result goes, contiguous and of the result's shape and dtype;
-                ``tensor`` may be this rank's rows of it. None makes a new tensor.
-
-        Raises:
-            UsageError: ``out`` cannot hold the result.
-            CollectiveError: Dtypes or later dimensions differ; on every rank.
+            out: ``tensor`` may be this rank's rows of it.
         """
         engine = self._only or self._routes.of("all_gather", tensor)
         try:
@@ -261,12 +246,7 @@ class Communicator:
                 was. When ``size`` does not divide dimension 0, the first ranks take
                 one row more.
             op: As in ``all_reduce``, like ``prescale`` and ``postscale``.
-            out: Where the result goes, contiguous and of the result's shape and dtype;
-                it may be this rank's rows of ``tensor``. None makes a new tensor.
-
-        Raises:
-            UsageError: ``op`` is not defined for the dtype, ``tensor`` has no
-                dimensions, or ``out`` cannot hold the result.
+            out: It may be this rank's rows of ``tensor``.
         """
         engine = self._only or self._routes.of("reduce_scatter", tensor, is_sized=True)
         place = tensor.is_cpu or tensor.device.type
@@ -288,9 +268,11 @@ class Communicator:
             work = engine.reduce_scatter(source, target, counts, reduction)
             return work.giving(result)
         values = tensor.detach()
-        if reduction.is_encoded:
-            values = _widened(values)
-        values = scaled(values, prescale)
+        if reduction.is_encoded and values.dtype in HALVES:
+            values = values.to(torch.float32)
+        if prescale != 1.0:
+            values = values.clone()
+            scale_(values, prescale)
         encoded = encode(values, op) if reduction.is_encoded else dense(values)
         rest = encoded.shape[1:]
         reduced = encoded.new_empty((num_rows[self.rank], *rest))
@@ -332,16 +314,11 @@ class Communicator:
         Args:
             tensor: At least one dimension; later dimensions equal on all ranks.
             splits: Rows for each rank; None splits evenly. Rows past the sum stay.
-            out: Where the result goes, contiguous and of the result's shape and dtype,
-                apart from ``tensor``. None makes a new tensor.
+            out: Without memory in common with ``tensor``.
 
         Returns:
-            Work whose result is ``out`` or a new tensor of the received rows in rank
-            order, and how many came from each rank.
-
-        Raises:
-            UsageError: ``splits`` do not fit ``size`` or ``tensor``, or ``out`` cannot
-                hold the result.
+            Work whose result is the received rows in rank order, and how many came from
+            each rank.
         """
         call = "all_to_all"
         engine = self._routes.of(call, tensor)
@@ -392,12 +369,8 @@ class Communicator:
     ) -> Tensor:
         """Return zeros in memory where in-place calls are fastest.
 
-        Collective: every rank asks for the same. Any part of it may be given to any
-        collective; where it lies changes speed alone.
-
-        Returns:
-            A tensor of shape ``(numel,)``, aligned to 64 bytes, which outlives
-            ``close()`` and ``torch.inference_mode()``.
+        Collective: every rank asks for the same. The tensor, of shape ``(numel,)`` and
+        aligned to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``.
 
         Raises:
             CollectiveError: There is not enough of that memory; on every rank.
@@ -407,26 +380,17 @@ class Communicator:
         return engine.allocate(numel, dtype, device)
 
     def duplicate(self) -> "Communicator":
-        """Make a communicator of the same ranks with an order of calls of its own.
-
-        Collective. Source: MPI_Comm_dup.
-        """
+        """Make another of the same ranks, as MPI_Comm_dup does; collective."""
         engine = self._engine.clone()
         return Communicator(engine, self._routes.clone(engine))
 
     def abort(self) -> None:
-        """Close at once: what is under way fails, here and on the other ranks.
-
-        Not collective. For a rank that failed where others wait for it.
-        """
+        """Close at once: what is under way fails here and elsewhere; not collective."""
         for engine in self._routes.end():
             engine.abort()
 
     def close(self) -> None:
-        """Give back threads, sockets and memory; later calls raise CollectiveError.
-
-        Not collective; calls may be repeated.
-        """
+        """Give back threads, sockets and memory; may be repeated, not collective."""
         for engine in self._routes.end():
             engine.close()
 
@@ -473,11 +437,6 @@ def _vector(tensor: Tensor) -> Tensor:
     return tensor if _is_vector(tensor) else flat(dense(tensor))
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    """Return 16-bit floats in 32 bits, so that they are rounded once."""
-    return tensor.to(torch.float32) if tensor.dtype in HALVES else tensor
-
-
 def _result(tensor: Tensor, num_rows: int, out: Tensor | None) -> Tensor:
     return tensor.new_empty((num_rows, *tensor.shape[1:])) if out is None else out
 
@@ -487,9 +446,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _require_device(tensor: Tensor, engine: Engine) -> None:
-    if not (tensor.is_cpu and "cpu" in engine.devices) and (
-        tensor.device.type not in engine.devices
-    ):
+    if ("cpu" if tensor.is_cpu else tensor.device.type) not in engine.devices:
         raise UsageError(
             f"device must be {' or '.join(sorted(engine.devices))} for engine "
             f"{engine.name}, got {tensor.device}. Copy the tensor to the CPU, or use "
@@ -567,10 +524,8 @@ def _unaliased(tensor: Tensor, out: Tensor | None, at_row: int | None = None) ->
         row_bytes = out[0].numel() * out.element_size()
         if tensor.data_ptr() == out.data_ptr() + at_row * row_bytes:
             return tensor
-    first, last = tensor.data_ptr(), _end(tensor)
-    if last <= out.data_ptr() or first >= _end(out):
-        return tensor
-    return tensor.detach().clone()
+    is_apart = _end(tensor) <= out.data_ptr() or tensor.data_ptr() >= _end(out)
+    return tensor if is_apart else tensor.detach().clone()
 
 
 def _end(tensor: Tensor) -> int:

@@ -22,8 +22,7 @@ from ronde.plain_values import from_plain
 from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
 
-DEFAULT_TIMEOUT_S = 1800.0
-"""How long a collective waits: rank 0 may evaluate or save meanwhile."""
+DEFAULT_TIMEOUT_S = 1800.0  # rank 0 may evaluate or save meanwhile
 _MEETING_TIMEOUT_S = 300.0
 _logger = logging.getLogger("ronde")
 
@@ -35,10 +34,8 @@ class EngineConfig:
     info: RankInfo
     timeout_s: float
     algorithm: str = ""
-    store: Store | None = None
-    """Where the ranks meet; None for the place that ``info`` names."""
-    ranks: tuple[int, ...] = ()
-    """Which of the job's ranks they are; empty for all."""
+    store: Store | None = None  # where the ranks meet; None: where ``info`` says
+    ranks: tuple[int, ...] = ()  # which of the job's ranks they are; empty for all
 
     def meet(self) -> Store:
         if self.store is not None:
@@ -47,6 +44,10 @@ class EngineConfig:
 
     def at(self, store: Store, name: str) -> "EngineConfig":
         return replace(self, store=PrefixStore(name, store))
+
+    @property
+    def is_one_host(self) -> bool:
+        return self.info.local_size == self.info.size
 
 
 def connect(
@@ -149,8 +150,7 @@ def _connect(name: str, config: EngineConfig) -> Communicator:
 def _connect_by_table(config: EngineConfig) -> Communicator:
     """Connect by what suits most calls, and by other engines when they are needed."""
     store = config.meet()
-    is_one_host = config.info.local_size == config.info.size
-    make_first = _shared_memory_or_gloo if is_one_host else _torch_distributed
+    make_first = _shared_memory_or_gloo if config.is_one_host else _torch_distributed
     first = make_first(config.at(store, "first"))
     everybody = Communicator(first)
     table = agree_on_table(everybody)
@@ -193,23 +193,17 @@ def agree_on_table(communicator: Communicator) -> EngineTable:
 def _torch_distributed(config: EngineConfig) -> Engine:
     from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
 
-    info = config.info
+    place, is_one_host = (config.info.rank, config.info.size), config.is_one_host
     return TorchDistributedEngine(
-        config.meet(),
-        info.rank,
-        info.size,
-        timeout_s=config.timeout_s,
-        is_one_host=info.local_size == info.size,
+        config.meet(), *place, timeout_s=config.timeout_s, is_one_host=is_one_host
     )
 
 
 def _shared_memory(config: EngineConfig) -> Engine:
     from ronde.collectives.engines.shared_memory import SharedMemoryEngine
 
-    info = config.info
-    return SharedMemoryEngine(
-        config.meet(), info.rank, info.size, timeout_s=config.timeout_s
-    )
+    place = config.info.rank, config.info.size
+    return SharedMemoryEngine(config.meet(), *place, timeout_s=config.timeout_s)
 
 
 def _shared_memory_or_gloo(config: EngineConfig) -> Engine:
@@ -265,8 +259,7 @@ def two_levels(config: EngineConfig, host: str) -> Engine:
     cross = None
     if groups.is_even or place == 0:
         size = groups.num_hosts
-        is_one_host = config.info.local_size == config.info.size
-        local_size = size if is_one_host else 1
+        local_size = size if config.is_one_host else 1
         info = replace(config.info, rank=index, size=size, local_size=local_size)
         column = replace(config, info=info).at(store, f"place{place}")
         connect_hosts = _scheduled if config.algorithm else _torch_distributed

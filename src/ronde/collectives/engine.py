@@ -94,8 +94,7 @@ def closed_error() -> CollectiveError:
 
 T = TypeVar("T")
 S = TypeVar("S")
-Look = Callable[[], float | None]
-"""Called while a thread waits: returns the seconds until the next call; None stops."""
+Look = Callable[[], float | None]  # seconds until the next call; None: stop waiting
 CPU = torch.device("cpu")
 
 
@@ -175,22 +174,16 @@ class Work(Generic[T]):
 class Reduction:
     """What becomes of corresponding elements: one object for one call and dtype."""
 
-    op: ReduceOp
-    """SUM for an AVERAGE that is to be divided afterwards."""
-    scales: bool = False
-    """The engine applies both factors and divides averages. Else the factors are 1."""
+    op: ReduceOp  # SUM for an AVERAGE that is to be divided afterwards
+    scales: bool = False  # it applies both factors, else 1, and divides averages
     prescale: float = 1.0
     postscale: float = 1.0
-    is_encoded: bool = False
-    """Elements travel as ``arithmetic.encode`` makes them."""
+    is_encoded: bool = False  # elements travel as ``arithmetic.encode`` makes them
 
 
-Plan = Sequence[Sequence[int]]
-"""How much each rank sends to each."""
-PlaceRows = Callable[[Sequence[LayoutSummary]], Tensor]
-"""Returns the bytes of an all_gather's result."""
-PlaceExchange = Callable[[Sequence[LayoutSummary], Plan], Tensor]
-"""Returns the bytes of an all_to_all's; the plan is of rows."""
+Plan = Sequence[Sequence[int]]  # how much each rank sends to each
+PlaceRows = Callable[[Sequence[LayoutSummary]], Tensor]  # all_gather's bytes
+PlaceExchange = Callable[[Sequence[LayoutSummary], Plan], Tensor]  # all_to_all's
 
 
 class Engine(ABC):
@@ -200,22 +193,14 @@ class Engine(ABC):
     in the same order on all ranks. Tensors are flat, contiguous and detached, on one of
     ``devices``, and have elements; neither input nor output may be touched until the
     work is over.
-
-    Attributes:
-        name: As ``--engine`` has it.
-        rank: This process in the group, ``0 <= rank < size``.
-        size: Number of processes in the group.
-        timeout_s: How long a call waits for another rank.
-        algorithm: The schedule that it follows, or empty.
-        devices: Types of the devices whose tensors it moves.
     """
 
-    name: str
+    name: str  # as ``--engine`` has it
     rank: int
     size: int
-    timeout_s: float
-    algorithm: str = ""
-    devices: frozenset[str] = frozenset({"cpu"})
+    timeout_s: float  # how long a call waits for another rank
+    algorithm: str = ""  # the schedule that it follows
+    devices: frozenset[str] = frozenset({"cpu"})  # types of the devices that it serves
 
     @abstractmethod
     def require_open(self) -> None:

@@ -55,14 +55,13 @@ class FutureWork(Work[T]):
 
 
 class LaneEngine(Engine):
-    """Made of other engines: reduces and copies in a lane, in several steps.
+    """Made of other engines: reduces and copies in a lane, in several steps."""
 
-    The lane is a thread that alone calls ``inner`` and the methods with an underscore.
-    What it cannot do better (``all_to_all``, messages, ``barrier``) the world does.
-
-    Once a collective has failed all later ones do, and ``inner`` is closed: ranks that
-    wait for this one, and not for the one that is gone, learn of it so.
-    """
+    # The lane is a thread that alone calls ``inner`` and the methods with an
+    # underscore. What it cannot do better (``all_to_all``, messages, ``barrier``) the
+    # world does.
+    # Once a collective has failed all later ones do, and ``inner`` is closed: ranks
+    # that wait for this one, and not for the one that is gone, learn of it so.
 
     def __init__(self, world: Engine, *inner: Communicator | Engine) -> None:
         """Take over an engine of all ranks, and more; they are closed with this one."""
@@ -97,12 +96,10 @@ class LaneEngine(Engine):
             raise closed_error()
 
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
-        dtype = like.dtype
-        is_average = op is ReduceOp.AVERAGE
+        dtype, is_average = like.dtype, op is ReduceOp.AVERAGE
+        is_plain = dtype in PLAIN and (dtype.is_floating_point or not is_average)
         if dtype in HALVES:
             is_plain = not rounds_often(dtype, op, self.size)
-        else:
-            is_plain = dtype in PLAIN and (dtype.is_floating_point or not is_average)
         return Reduction(ReduceOp.SUM if is_average else op) if is_plain else None
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
@@ -156,10 +153,7 @@ class LaneEngine(Engine):
             is_abrupt = is_abrupt or self._is_busy
         self._thread.shutdown(wait=False, cancel_futures=True)
         for each in self._inner:
-            if is_abrupt:
-                each.abort()
-            else:
-                each.close()
+            (each.abort if is_abrupt else each.close)()
         self._thread.shutdown()
 
     def _submit(self, name: str, steps: Callable[[], None]) -> FutureWork[None]:

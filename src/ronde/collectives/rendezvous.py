@@ -45,15 +45,8 @@ from ronde.collectives.engine import ErrorContext
 from ronde.collectives.objects import all_gather_json, broadcast_json
 from ronde.collectives.store import JobStore, await_all, join, store_at, store_beyond
 from ronde.errors import CollectiveError, StoreError, UsageError, WorldError
+from ronde.store import local_socket
 from ronde.store.authentication import SameUser, SharedKey, dial_network
-from ronde.store.local_socket import (
-    dial,
-    listen,
-    own_directories,
-    remove,
-    remove_stale,
-    temporary_directory,
-)
 from ronde.store.protocol import max_connections
 from ronde.store.server import serve_locally, serve_network
 from ronde.world import Launcher, Meeting, RankInfo
@@ -70,20 +63,15 @@ _RANK_VARIABLES = {
     Launcher.OPEN_MPI: "OMPI_COMM_WORLD_RANK",
     Launcher.PMI: "PMI_RANK",
     Launcher.SLURM: "SLURM_PROCID",
-}
-"""Where the rank is; in ``RANK`` by the other launchers."""
-_IS_EXITING = 0x4
-"""``PF_EXITING`` of Linux: the environment is gone, the children are not yet."""
-_EXITING_S = 3.0
-"""An exiting process hands its children on within this, unless other threads go on."""
-_ENDING_S = 10.0
-"""How long ancestors may go on ending, one after the other."""
+}  # where the rank is; in ``RANK`` by the other launchers
+_IS_EXITING = 0x4  # ``PF_EXITING``: no environment, but still children
+_EXITING_S = 3.0  # till it hands its children on, unless threads go on
+_ENDING_S = 10.0  # how long ancestors may go on ending, one after the other
 _POLL_S = 0.02
 _SOCKET = "ronde/socket"
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 _NUM_PORTS, _NUM_AT_FIRST, _NUM_AT_ONCE = 256, 4, 16
-_FIRST_PORT, _END_PORT = 16384, 32768
-"""Below what Linux gives to outgoing connections, unless it is set otherwise."""
+_FIRST_PORT, _END_PORT = 16384, 32768  # below those of outgoing connections
 _ANSWER_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _PAUSE_PER_PORT_S = 1 / 128
@@ -166,18 +154,14 @@ def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
 class LauncherProcess(NamedTuple):
     """A process, identified also by its start time: a pid may be used again."""
 
-    pid: int
-    """0 for one outside of this container."""
-    started_at: int
-    """In clock ticks since boot."""
+    pid: int  # 0 for one outside of this container
+    started_at: int  # in clock ticks since boot
 
 
 def find_launcher(info: RankInfo) -> LauncherProcess:
-    """Return the nearest ancestor that is not part of this rank.
-
-    Shells and wrappers between launcher and rank have the rank's environment; the
-    launcher has not, or it is another user's and hides its own.
-    """
+    """Return the nearest ancestor that is not part of this rank."""
+    # Shells and wrappers between launcher and rank have the rank's environment; the
+    # launcher has not, or it is another user's and hides its own.
     begun = time.monotonic()
     while True:
         waited_s = time.monotonic() - begun
@@ -225,15 +209,16 @@ def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:
         return _host_here(info, name, timeout_s)
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
-        for directory in own_directories(_prefix()):
+        for directory in local_socket.own_directories(_prefix()):
             store = _enter(str(directory / name), info, timeout_s)
             if store is not None:
                 return store
         time.sleep(_POLL_S)
     raise CollectiveError(
         f"rank 0 must answer on this host within {timeout_s:g} s, but did not answer "
-        f"rank {info.rank} in {temporary_directory()}. See whether it started on this "
-        "host; if it runs elsewhere, set MASTER_ADDR and MASTER_PORT on all ranks."
+        f"rank {info.rank} in {local_socket.temporary_directory()}. See whether it "
+        "started on this host; if it runs elsewhere, set MASTER_ADDR and MASTER_PORT "
+        "on all ranks."
     )
 
 
@@ -252,7 +237,7 @@ def _prefix() -> str:
 def _enter(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
     """Join the store behind a socket; None where there is none, or another's."""
     try:
-        dial(path, timeout_s).close()
+        local_socket.dial(path, timeout_s).close()
     except OSError:
         return None
     store = store_at(path, timeout_s)
@@ -264,18 +249,20 @@ def _enter(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
 
 def _host_here(info: RankInfo, name: str, timeout_s: float) -> JobStore:
     """Answer for a store until this process ends; wait until all have joined."""
-    for stale in own_directories(_prefix()):
-        if remove_stale(stale):
-            remove(stale)
+    for stale in local_socket.own_directories(_prefix()):
+        if local_socket.remove_stale(stale):
+            local_socket.remove(stale)
     end = secrets.token_hex(8)
-    directory = temporary_directory() / f"{_prefix()}{end}"
+    directory = local_socket.temporary_directory() / f"{_prefix()}{end}"
     directory.mkdir(mode=0o700)
-    server = serve_locally(listen(directory / end), max_connections(info.size))
+    server = serve_locally(
+        local_socket.listen(directory / end), max_connections(info.size)
+    )
     own_pid = os.getpid()
 
     def clean_up() -> None:
         if os.getpid() == own_pid:  # and not that of a process it has forked
-            remove(directory)
+            local_socket.remove(directory)
             server.close()
 
     atexit.register(clean_up)

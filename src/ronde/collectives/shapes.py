@@ -16,20 +16,16 @@ from torch import Tensor
 
 from ronde.errors import CollectiveError, UsageError
 
-LAYOUT_BYTES = 2048
-"""What ``Layout.encode`` fills: enough for the 64 dimensions that torch allows."""
+LAYOUT_BYTES = 2048  # enough for the 64 dimensions that torch allows
 _NO_ROWS = -1
 
 
 class LayoutSummary(NamedTuple):
     """What every rank must know of a layout."""
 
-    signature: int
-    """Equal for equal calls, dtypes and dimensions after the first."""
-    num_rows: int
-    """Dimension 0; -1 where there is none, or the rank refused."""
-    out_rows: int
-    """Rows of the place that the caller gave for the result; -1 for none."""
+    signature: int  # equal for equal calls, dtypes and dimensions after the first
+    num_rows: int  # dimension 0; -1 where there is none, or the rank refused
+    out_rows: int  # rows of the place that the caller gave for the result; -1 for none
 
 
 class Layout(NamedTuple):
@@ -39,8 +35,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype | str
     shape: tuple[int, ...] = ()
     out_rows: int = _NO_ROWS
-    is_refused: bool = False
-    """The rank found its own arguments wrong and will not take part."""
+    is_refused: bool = False  # its own arguments are wrong: it takes no part
 
     @classmethod
     def of(cls, call: str, tensor: Tensor, out: Tensor | None) -> "Layout":
@@ -71,18 +66,14 @@ class Layout(NamedTuple):
 
 def do_fit(layouts: Sequence[LayoutSummary]) -> bool:
     signature = layouts[0].signature
-    for layout in layouts:
+    for layout in layouts:  # all() takes longer
         if layout.signature != signature or layout.num_rows < 0:
             return False
     return True
 
 
 def disagreement(layouts: Sequence[Layout]) -> CollectiveError:
-    """Return what is wrong with layouts that do not fit, in the same words everywhere.
-
-    Calls, dtypes or dimensions after the first differ, a rank gave a tensor without
-    dimensions, or one refused its own arguments.
-    """
+    """Return what is wrong with layouts that do not fit, alike on every rank."""
     refused = [r for r, layout in enumerate(layouts) if layout.is_refused]
     if refused:
         return _refused_elsewhere(layouts[refused[0]].call, refused)
@@ -108,15 +99,9 @@ def disagreement(layouts: Sequence[Layout]) -> CollectiveError:
 def require_out_rows(
     call: str, layouts: Sequence[LayoutSummary], rank: int, results: Sequence[int]
 ) -> None:
-    """Refuse, on every rank, a result that does not fit some rank's ``out``.
-
-    ``results`` are the rows of each rank's result.
-    """
-    wrong = [
-        r
-        for r, layout in enumerate(layouts)
-        if layout.out_rows >= 0 and layout.out_rows != results[r]
-    ]
+    """Refuse, on every rank, results of so many rows that an ``out`` cannot hold."""
+    own = [layout.out_rows for layout in layouts]
+    wrong = [r for r, num in enumerate(own) if num >= 0 and num != results[r]]
     if rank in wrong:
         raise UsageError(
             f"out must have as many rows as the result of {call}, {results[rank]}, got "

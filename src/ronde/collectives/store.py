@@ -18,16 +18,15 @@ _PLACE = "ronde/place"
 
 
 class JobStore(Store):
-    """What the ranks of a job meet in; means what ``TCPStore`` means.
+    """What the ranks of a job meet in; means what ``TCPStore`` means."""
 
-    Any number of threads may call at once, so that ``clone()`` is this very object. It
-    must be kept: torch forgets what it was when Python drops it.
-
-    torch's groups call it from threads of their own, which take the interpreter's lock.
-    One that still asks when the interpreter ends would hang or crash there: groups are
-    closed before, by ``atexit``. Gloo asks only while a group is being made; NCCL has a
-    monitor that asks now and then, which could not be tried without a GPU.
-    """
+    # Any number of threads may call at once, so that ``clone()`` is this very object.
+    # It must be kept: torch forgets what it was when Python drops it.
+    # torch's groups call it from threads of their own, which take the interpreter's
+    # lock. One that still asks when the interpreter ends would hang or crash there:
+    # groups are closed before, by ``atexit``. Gloo asks only while a group is being
+    # made; NCCL has a monitor that asks now and then, which could not be tried without
+    # a GPU.
 
     def __init__(
         self,

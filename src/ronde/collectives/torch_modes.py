@@ -43,13 +43,11 @@ _REASON = "ronde talks to other ranks outside of compiled code"
 
 
 def outside_compiler(function: F) -> F:
-    """Have ``torch.compile`` leave ``function``, and all that it calls, as they are.
-
-    ``torch.compiler.disable`` does so by a wrapper. It imports ``torch._dynamo``, which
-    takes seconds, also for programs that compile nothing; every call costs a
-    microsecond more, and warnings point at the wrapper. Here the function's code is
-    marked, as the compiler marks its own.
-    """
+    """Have ``torch.compile`` leave ``function``, and all that it calls, as they are."""
+    # ``torch.compiler.disable`` does so by a wrapper. It imports ``torch._dynamo``,
+    # which takes seconds, also for programs that compile nothing; every call costs a
+    # microsecond more, and warnings point at the wrapper. Here the function's code is
+    # marked, as the compiler marks its own.
     try:
         skip = eval_frame._FrameAction.SKIP  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
         strategy = eval_frame._FrameExecStrategy(skip, skip)  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
@@ -71,10 +69,8 @@ _madvise: Callable[[int, int, int], int] = _libc.madvise
 
 
 def new_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor like another, in huge pages if it is large.
-
-    Touching 64 MiB for the first time costs 5 ms then, and 16 ms in pages of 4 KiB.
-    """
+    """Return an uninitialised tensor like another, in huge pages if it is large."""
+    # Touching 64 MiB for the first time costs 5 ms then, and 16 ms in pages of 4 KiB.
     made = torch.empty_like(tensor)
     if made.is_cpu and made.nbytes >= _WORTH_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         begin = made.data_ptr()

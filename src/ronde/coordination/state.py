@@ -26,7 +26,10 @@ from torch import Tensor
 
 from ronde.collectives import Communicator, ReduceOp
 from ronde.collectives.arithmetic import require_reducible, scale_
-from ronde.collectives.engines.shared_memory.reductions import ReduceKernel, Scratch
+from ronde.collectives.engines.shared_memory.phases import (
+    ReduceKernel,
+    Scratch,
+)
 from ronde.collectives.torch_modes import writing_to
 from ronde.coordination.control.channel import ControlChannel
 from ronde.coordination.control.shared_memory import (

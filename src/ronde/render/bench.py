@@ -1,14 +1,17 @@
-"""A benchmark as nccl-tests prints it, column for column; engines side by side.
+"""A benchmark as nccl-tests prints it, and its JSON, version 3; engines compared.
 
-Ours is appended where parsers of theirs do not look: in comments, and ``%limit`` after
-everything else in a row.
+Ours is appended where parsers of theirs do not look: in comments, ``%limit`` after
+everything else in a row, and in JSON under the key ``ronde``.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
 import ronde
+from ronde.bench import results
 from ronde.bench.comparison import Compared, Ratios
-from ronde.bench.results import Ending, Half, Heading, Measured, Totals
 from ronde.units import format_duration, format_size
 
 _TIME_WIDTH, _RATE_WIDTH = 7, 6
@@ -21,22 +24,16 @@ _BLOCKING = (
     "Blocking enabled: wait for completion and barrier after each iteration",
 )
 _BAR = 24
-# Of --compare.
-_TIME, _RATE, _RATIO = 9, 7, 6
+_TIME, _RATE, _RATIO = 9, 7, 6  # of --compare
 _WIDTH = _TIME + _RATE + _RATIO + 4
 _KEY = "{:>12}  {:>8}  {:>6}  {:>4}"
 
 
-def heading_lines(heading: Heading) -> list[str]:
-    return [*facts_lines(heading), *_titles(heading)]
-
-
-def facts_lines(heading: Heading) -> list[str]:
+def facts_lines(heading: results.Heading) -> list[str]:
     options = heading.options
     sweep, loop = options.sweep, options.loop
-    step = f"{sweep.step_bytes}(bytes)"
-    if sweep.factor > 1:
-        step = f"{sweep.factor}(factor)"
+    is_by_factor = sweep.factor > 1
+    step = f"{sweep.factor}(factor)" if is_by_factor else f"{sweep.step_bytes}(bytes)"
     versions = " ".join(f"{k}={v}" for k, v in heading.versions.items())
     settings = (
         f"# nThread {options.num_threads} nGpus {options.num_gpus} "
@@ -61,7 +58,7 @@ def facts_lines(heading: Heading) -> list[str]:
     ]
 
 
-def _comments(heading: Heading) -> list[str]:
+def _comments(heading: results.Heading) -> list[str]:
     loop, limit = heading.options.loop, heading.limit
     lines = [f"engine: {heading.engine}"]
     if loop.blocking:
@@ -81,7 +78,7 @@ def _comments(heading: Heading) -> list[str]:
     return [f"# {line}" for line in lines]
 
 
-def _titles(heading: Heading) -> list[str]:
+def heading_lines(heading: results.Heading) -> list[str]:
     loop, shown = heading.options.loop, heading.options.shown
     time = "cputime" if loop.is_cpu_time else "time"
     side = [(time, 7), ("algbw", 6), ("busbw", 6), ("#wrong", 6)]
@@ -102,13 +99,14 @@ def _titles(heading: Heading) -> list[str]:
         return "  ".join(text.rjust(width) for text, width in parts)
 
     return [
+        *facts_lines(heading),
         f"# {cells(('', width) for _, width in first)}{halves}",
         f"# {cells([*first, *side, *side])} {stamp}{titled}",
         f"# {cells([*below, *units, *units])} {format_}{percent}",
     ]
 
 
-def row_line(measured: Measured, heading: Heading) -> str:
+def row_line(measured: results.Measured, heading: results.Heading) -> str:
     row = measured.row
     root = -1 if row.root is None else row.root
     line = (
@@ -122,7 +120,7 @@ def row_line(measured: Measured, heading: Heading) -> str:
     return line
 
 
-def limit_percent(measured: Measured, heading: Heading) -> float:
+def limit_percent(measured: results.Measured, heading: results.Heading) -> float:
     """Return the better half's busbw in percent of the bound, 0 without one."""
     if heading.limit is None:
         return 0.0
@@ -130,7 +128,7 @@ def limit_percent(measured: Measured, heading: Heading) -> float:
     return heading.limit.percent(max(half.side.busbw_gb_per_s or 0 for half in halves))
 
 
-def _half(half: Half) -> str:
+def _half(half: results.Half) -> str:
     side, times = half.side, half.iterations
     wrong = "   N/A" if side.num_wrong is None else f"{side.num_wrong:6g}"
     text = (
@@ -154,15 +152,13 @@ def number(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= _TIME_WIDTH else 0}e}"
 
 
-def ending_lines(heading: Heading, ending: Ending) -> list[str]:
+def ending_lines(heading: results.Heading, ending: results.Ending) -> list[str]:
     totals = ending.totals
-    average = f"{totals.average_busbw_gb_per_s:g} "
-    if ending.is_fast_enough is not None:
-        average += "OK" if ending.is_fast_enough else "FAILED"
     judged = "FAILED" if totals.num_failed else "OK"
+    fast = {None: "", True: "OK", False: "FAILED"}[ending.is_fast_enough]
     lines = [
         _footer("Out of bounds values", f"{totals.num_failed} {judged}"),
-        _footer("Avg bus bandwidth", average),
+        _footer("Avg bus bandwidth", f"{totals.average_busbw_gb_per_s:g} {fast}"),
     ]
     if ending.memory:
         lines.append(_footer(*ending.memory.split(" : ", 1)))
@@ -184,7 +180,9 @@ def bar(num_done: int, num_all: int) -> str:
     return f"[{'#' * filled + '-' * (_BAR - filled)}] {num_done}/{num_all}"
 
 
-def progress_text(totals: Totals, num_rows: int, elapsed_s: float, cycle: int) -> str:
+def progress_text(
+    totals: results.Totals, num_rows: int, elapsed_s: float, cycle: int
+) -> str:
     """Return how far a benchmark is; ``num_rows`` is 0 for a soak, which has no end."""
     done = totals.num_rows
     text = f"{bar(done, num_rows)} rows" if num_rows else f"soak: cycle {cycle + 1}"
@@ -195,7 +193,7 @@ def progress_text(totals: Totals, num_rows: int, elapsed_s: float, cycle: int) -
     return text + (f", {totals.num_wrong:g} wrong" if totals.is_checked else "")
 
 
-def comparison_titles(heading: Heading, engines: Sequence[str]) -> list[str]:
+def comparison_titles(heading: results.Heading, engines: Sequence[str]) -> list[str]:
     rounds = heading.options.engines.rounds
     place = "in place" if heading.options.test.is_in_place_checked else "out of place"
     names = "".join(f" |{name:^{_WIDTH}}" for name in engines)
@@ -232,3 +230,172 @@ def comparison_summary(ratios: Ratios, error: str = "") -> list[str]:
         judged = f"{wrong:g} wrong elements" if wrong else "OK"
         lines.append(_footer(engine, f"{ratios.mean(engine):.3g} times, {judged}"))
     return [*lines, "#", f"# error: {error}" if error else ""]
+
+
+VERSION = 3
+
+
+class JsonReport:
+    """Writes one result into a new file: valid JSON at every end, Ctrl-C included."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._num_rows = 0
+        self._num_cycles = 0
+
+    def begin(self, heading: results.Heading) -> None:
+        self._heading = heading
+        head = {
+            "version": VERSION,
+            "start_time": heading.started_at.strftime(_STAMP),
+            "args": ["ronde", "bench", *heading.options.words],
+            "env": list(heading.shown_variables),
+            "nccl_version": heading.nccl_version,
+            "config": _config(heading),
+        }
+        # The list of rows stays open, as does the object around it.
+        self._file.write(json.dumps(head)[:-1] + ', "results": [')
+        self._file.flush()
+
+    def row(self, measured: results.Measured) -> None:
+        self._file.write((",\n" if self._num_rows else "\n") + self._entry(measured))
+        self._file.flush()
+        self._num_rows += 1
+        self._num_cycles = measured.cycle + 1
+
+    def end(self, ending: results.Ending) -> None:
+        totals, fast = ending.totals, ending.is_fast_enough
+        tail = {
+            "out_of_bounds": {
+                "count": totals.num_failed,
+                "okay": _bool(totals.num_failed == 0),
+            },
+            "average_bus_bandwidth": {
+                "bandwidth": totals.average_busbw_gb_per_s,
+                "okay": "unchecked" if fast is None else _bool(fast),
+            },
+            "errors": list(ending.errors),
+            "end_time": ending.ended_at.strftime(_STAMP),
+            "ronde": _ours(self._heading, ending) | {"num_cycles": self._num_cycles},
+        }
+        self._file.write("\n], " + _dump(tail)[1:] + "\n")
+        self._file.close()
+
+    def _entry(self, measured: results.Measured) -> str:
+        row = measured.row
+        root = -1 if row.root is None else row.root
+        time = "cpu_time" if self._heading.options.loop.is_cpu_time else "time"
+        entry: dict[str, Any] = {
+            "size": row.size_bytes,
+            "count": row.count,
+            "type": row.dtype,
+            "redop": row.redop,
+            "root": f"{root:6d}",
+        }
+        for place in results.PLACES:
+            side, times, _ = getattr(measured, place)
+            entry[place] = {
+                time: side.time_us,
+                "alg_bw": side.algbw_gb_per_s,
+                "bus_bw": side.busbw_gb_per_s,
+                "nwrong": None if side.num_wrong is None else float(side.num_wrong),
+            }
+            if times is not None:
+                entry[f"{place}_per_iter"] = _iterations(times)
+        entry["actual_iterations"] = measured.num_iterations
+        entry["experiment_name"] = ""
+        at = measured.at.strftime(_STAMP)
+        ours: dict[str, Any] = {"cycle": measured.cycle, "at": at}
+        if self._heading.limit is not None:
+            ours["limit_percent"] = limit_percent(measured, self._heading)
+        return _dump(entry | {"ronde": ours})
+
+
+def _config(heading: results.Heading) -> dict[str, Any]:
+    options = heading.options
+    sweep, loop = options.sweep, options.loop
+    step = {"step_bytes": sweep.step_bytes}
+    if sweep.factor > 1:
+        step = {"step_factor": sweep.factor}
+    names = ("rank", "group", "pid", "hostname", "device", "device_hex", "device_info")
+    devices = [
+        (d.rank, d.group, d.pid, d.host, d.index, d.bus_text, d.name)
+        for d in heading.devices
+    ]
+    return {
+        "nthreads": options.num_threads,
+        "ngpus": options.num_gpus,
+        "minimum_bytes": sweep.min_bytes,
+        "maximum_bytes": sweep.max_bytes,
+        **step,
+        "warmup_iters": loop.warmup,
+        "iterations": loop.iterations,
+        "aggregated_iterations": loop.aggregated,
+        "validation": loop.checks,
+        "graph": 0,
+        "blocking_collectives": _bool(loop.blocking > 0),
+        "per_iter_timing": _bool(loop.is_each_timed),
+        "per_iter_skip": loop.skipped,
+        "parallel_init": "false",
+        "devices": [dict(zip(names, device, strict=True)) for device in devices],
+    }
+
+
+def _ours(heading: results.Heading, ending: results.Ending) -> dict[str, Any]:
+    limit, totals = heading.limit, ending.totals
+    bound = limit and {
+        "busbw_gb_per_s": limit.bus_bandwidth_gb_per_s,
+        "link": limit.link,
+        "note": limit.note,
+        "practical_busbw_gb_per_s": limit.practical_gb_per_s,
+        "practical_link": limit.practical_link,
+    }
+    return {
+        "test": heading.options.test.name,
+        "engine": heading.engine,
+        "size": heading.size,
+        "versions": dict(heading.versions),
+        "notes": list(heading.notes),
+        "limit": bound,
+        "call_overhead_us": heading.call_overhead_us,
+        "peak_busbw_gb_per_s": totals.peak_busbw_gb_per_s,
+        "num_wrong": totals.num_wrong if totals.is_checked else None,
+        "ended_by": ending.reason.name.lower(),
+    }
+
+
+def _iterations(times: results.IterationTimes) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "skipped_iterations": times.num_skipped,
+        "min_us": times.min_us,
+        "max_us": times.max_us,
+        "avg_us": times.mean_us,
+        "p50_us": times.median_us,
+        "p95_us": times.percentile_us(95),
+        "p99_us": times.percentile_us(99),
+        "stdev_us": times.deviation_us,
+        "cv_pct": times.variation_percent,
+        "times_us": list(times.times_us),
+    }
+    if len(times.rank_times_us) > 1:
+        entry["per_process_max_times_us"] = [list(t) for t in times.rank_times_us]
+    return entry
+
+
+def _bool(value: bool) -> str:  # noqa: FBT001  theirs are words
+    return "true" if value else "false"
+
+
+def _dump(entry: dict[str, Any]) -> str:
+    return json.dumps(_finite(entry), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401  whatever JSON has
+    """Round floats to six decimals, and write those that JSON has not as words."""
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, list):
+        return [_finite(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    return value

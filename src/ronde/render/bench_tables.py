@@ -7,7 +7,7 @@ from ronde.bench.comparison import Comparison, RowKey
 from ronde.bench.results import PLACES, Run, Side
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.outcome import Phase, TrainingOutcome, Variant
-from ronde.render.text import align, counted
+from ronde.render.text import align, counted, grouped
 from ronde.units import format_size
 
 _RUN_HEADINGS = (
@@ -28,15 +28,15 @@ def draw_runs(runs: Sequence[tuple[str, Run]]) -> str:
 
 
 def draw_rows(run: Run) -> str:
-    headings = (*_ROW_HEADINGS, *_SIDE_HEADINGS, *_SIDE_HEADINGS)
-    lines: list[list[str]] = []
-    for row in run.rows:
-        root = _NONE if row.root is None else str(row.root)
-        line = [str(row.size_bytes), str(row.count), row.dtype, row.redop or _NONE]
-        lines.append(
-            [*line, root, *_side_cells(row.out_of_place), *_side_cells(row.in_place)]
-        )
-    return _table(headings, lines)
+    lines = [
+        [
+            *(str(row.size_bytes), str(row.count), row.dtype, row.redop or _NONE),
+            _NONE if row.root is None else str(row.root),
+            *(*_side_cells(row.out_of_place), *_side_cells(row.in_place)),
+        ]
+        for row in run.rows
+    ]
+    return _table((*_ROW_HEADINGS, *_SIDE_HEADINGS, *_SIDE_HEADINGS), lines)
 
 
 def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
@@ -44,11 +44,8 @@ def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
     lines = [f"A: {a}\n", f"B: {b}\n", *(f"{w}.\n" for w in comparison.warnings), "\n"]
     lines.append(_comparison_table(comparison))
     mean = comparison.mean_ratio()
-    lines.append(
-        "\nno two rows can be compared\n"
-        if mean is None
-        else f"\nB/A, geometric mean: {mean:.3f}\n"
-    )
+    what = "no two rows can be compared"
+    lines.append(f"\n{what if mean is None else f'B/A, geometric mean: {mean:.3f}'}\n")
     for name, keys in (("A", comparison.only_a), ("B", comparison.only_b)):
         if keys:
             lines.append(f"only in {name}: {_name_keys(keys)}\n")
@@ -78,15 +75,13 @@ def _comparison_table(comparison: Comparison) -> str:
 
 
 def _name_keys(keys: Sequence[RowKey]) -> str:
-    kinds: dict[str, list[int]] = {}
-    for key in keys:
-        words = (key.test or "?", key.engine, key.dtype, key.redop)
-        kind = " ".join(word for word in words if word)
-        if key.root >= 0:
-            kind += f" root {key.root}"
-        kinds.setdefault(kind, []).append(key.size_bytes)
+    def kind_of(key: RowKey) -> str:
+        root = f"root {key.root}" if key.root >= 0 else ""
+        words = (key.test or "?", key.engine, key.dtype, key.redop, root)
+        return " ".join(word for word in words if word)
+
     texts: list[str] = []
-    for kind, sizes in kinds.items():
+    for kind, sizes in grouped((kind_of(key), key.size_bytes) for key in keys).items():
         text = ", ".join(map(format_size, sizes))
         if len(sizes) > 3:
             low, high = format_size(min(sizes)), format_size(max(sizes))
@@ -152,10 +147,8 @@ def draw_training(outcome: TrainingOutcome) -> str:
             f"{outcome.efficiency():.1%}, {outcome.fraction_of_ceiling():.1%} of the "
             "ceiling (no communication)"
         )
-        if outcome.exposed_s() < 0:
-            lines.append(
-                "# exposed communication below 0: it is less than the noise here"
-            )
+        below = "# exposed communication below 0: it is less than the noise here"
+        lines += [below] if outcome.exposed_s() < 0 else []
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -175,9 +168,8 @@ def _macs(model: ModelFacts) -> str:
 
 
 def _sample(model: ModelFacts) -> str:
-    if model.unit is Unit.IMAGES:
-        return "an image"
-    return f"{model.units_per_sample} tokens"
+    is_image = model.unit is Unit.IMAGES
+    return "an image" if is_image else f"{model.units_per_sample} tokens"
 
 
 def _header(outcome: TrainingOutcome) -> list[str]:
@@ -199,11 +191,8 @@ def _header(outcome: TrainingOutcome) -> list[str]:
         f"# {', '.join(choices)}",
         f"# ms a step: medians over {how}, of the slowest rank",
     ]
-    if setting.device != "cpu":
-        lines.append(
-            "# the split is of further steps, the device synchronised after each part"
-        )
-    return lines
+    note = "# the split is of further steps, the device synchronised after each part"
+    return lines if setting.device == "cpu" else [*lines, note]
 
 
 def _rows(outcome: TrainingOutcome) -> list[str]:

@@ -3,18 +3,24 @@
 import os
 import select
 import stat
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from enum import StrEnum
+from typing import NamedTuple
 
+from ronde.errors import UsageError
 from ronde.launch.failure import JobResult, RankEnd
 from ronde.launch.messages import Output, Stream
 from ronde.launch.output.files import Generation, RankStacks
-from ronde.render.lines import LineAssembler, RankLines, Tag, Tagger, TagPlace
-from ronde.render.ranks import RankChoice
+from ronde.render.text import RankChoice
 
+HELD_BYTES = 64 << 10  # a line longer than this is shown in pieces
+HELD_S = 2.0  # a line that rests unfinished so long is shown as it is
+_TIME = "time"
 # What poll calls ready takes so many bytes at once (PIPE_BUF). Non-blocking mode is
 # no way: it would hold for everybody who shares the descriptor, the user's shell too.
 _PIECE_BYTES = 4096
@@ -23,14 +29,197 @@ _FILE_PIECE_BYTES = 1 << 20
 _MAX_PIECES = 64
 _MAX_BARS = 8
 _RESERVED_ROWS = 2
-SCREEN_PROGRESS_S = 0.5
-"""Least time between two states of one progress bar on a terminal."""
-FILE_PROGRESS_S = 10.0
-"""Least time between two states of one progress bar anywhere else."""
-_DEFAULT_TAG = Tag()
+SCREEN_PROGRESS_S = 0.5  # least time between two states of a bar on a terminal
+FILE_PROGRESS_S = 10.0  # the same anywhere else
 _Key = tuple[int, int]
-MAX_OWN_CODE = 7
-"""Exit codes up to this one are the command's own: the rank has printed why."""
+MAX_OWN_CODE = 7  # codes up to this are the command's own: the rank has printed why
+
+
+class RankLines(NamedTuple):
+    """One whole line, or several that follow each other."""
+
+    text: bytes  # UTF-8 without the last line's end; undecodable bytes are escaped
+    is_continuation: bool = False  # the beginning of the first was shown before
+
+
+class LineAssembler:
+    """Cuts one stream into lines."""
+
+    # A line ends at its newline, at the end of the stream, at ``HELD_BYTES``, or after
+    # ``HELD_S`` unfinished; in the latter two what follows is marked as its
+    # continuation. Of a line with carriage returns only the newest part counts.
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._held_since_s = 0.0
+        self._is_continuation = False
+
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._held)
+
+    @property
+    def due_s(self) -> float | None:
+        """When the unfinished line will have rested long enough; None without one."""
+        if not self._held or self._is_overwriting:
+            return None
+        return self._held_since_s + HELD_S
+
+    @property
+    def progress(self) -> bytes | None:
+        """The newest text of a line that its writer overwrites, None without one."""
+        if not self._is_overwriting:
+            return None
+        text = newest_part(bytes(self._held))
+        return printable(text[: whole_length(text)])
+
+    def feed(self, data: bytes, now_s: float) -> list[RankLines]:
+        # No line is looked at by itself: a flood must not cost its number of lines.
+        whole, newline, rest = data.rpartition(b"\n")
+        lines: list[RankLines] = []
+        if newline:
+            lines.append(self._lines(bytes(self._held) + whole))
+            self._held.clear()
+        if rest:
+            self._held += rest
+            self._held_since_s = now_s
+        if b"\r" in rest or self._is_overwriting:
+            self._forget_overwritten()
+        while len(self._held) >= HELD_BYTES:
+            lines.append(self._cut(HELD_BYTES))
+        return lines
+
+    def rest(self, now_s: float) -> list[RankLines]:
+        """Return the unfinished line if it has rested long enough."""
+        is_due = self.due_s is not None and now_s >= self.due_s
+        is_due = is_due and whole_length(bytes(self._held)) > 0
+        return [self._cut(len(self._held))] if is_due else []
+
+    def end(self) -> list[RankLines]:
+        raw = bytes(self._held)
+        self._held.clear()
+        # A bar that was wiped out at its end leaves blanks; they are no line.
+        is_wiped = b"\r" in raw and not newest_part(raw).strip()
+        return [] if not raw or is_wiped else [self._lines(raw)]
+
+    @property
+    def _is_overwriting(self) -> bool:
+        """Whether a progress bar is held, as ``_forget_overwritten`` marks it."""
+        return self._held.startswith(b"\r")
+
+    def _lines(self, raw: bytes) -> RankLines:
+        if b"\r" in raw:
+            raw = raw.replace(b"\r\n", b"\n")
+        if b"\r" in raw:
+            raw = b"\n".join(newest_part(line) for line in raw.split(b"\n"))
+        lines = RankLines(printable(raw), self._is_continuation)
+        self._is_continuation = False
+        return lines
+
+    def _cut(self, length: int) -> RankLines:
+        piece = bytes(self._held[:length])
+        piece = piece[: whole_length(piece) or length]
+        del self._held[: len(piece)]
+        line = self._lines(piece)
+        self._is_continuation = True
+        return line
+
+    def _forget_overwritten(self) -> None:
+        """Keep the newest part, and the return before it that marks it."""
+        newest = newest_part(bytes(self._held))
+        is_ended = self._held.endswith(b"\r")
+        self._held[:] = b"\r" + newest + (b"\r" if is_ended and newest else b"")
+
+
+def newest_part(raw: bytes) -> bytes:
+    """Return what stands after the last carriage return that anything follows."""
+    return raw.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def whole_length(raw: bytes) -> int:
+    """Return the length of ``raw`` without a UTF-8 sequence begun at its end."""
+    for back in range(1, min(4, len(raw)) + 1):
+        byte = raw[-back]
+        if byte & 0xC0 == 0x80:
+            continue
+        needed = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+        return len(raw) - back if needed > back else len(raw)
+    return len(raw)
+
+
+def printable(raw: bytes) -> bytes:
+    """Return valid UTF-8; undecodable bytes are written out in hexadecimal."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("utf-8", "backslashreplace").encode()
+    return raw
+
+
+class TagPlace(StrEnum):
+    """What the prefix of a line shows."""
+
+    AUTO = "auto"  # the rank, and its host where there are several
+    RANK = "rank"
+    HOST = "host"
+    NONE = "none"
+
+
+class Tag(NamedTuple):
+    """What stands before each line."""
+
+    place: TagPlace = TagPlace.AUTO
+    has_time: bool = False  # the time of day comes first
+
+
+def parse_tag(text: str) -> Tag:
+    """Read ``--tag``: ``rank``, ``host``, ``none``, each with ``,time``."""
+    words = [word.strip() for word in text.split(",")]
+    places = [word for word in words if word != _TIME]
+    if len(places) > 1 or words.count(_TIME) > 1 or not set(places) <= set(TagPlace):
+        raise UsageError(
+            f"--tag must be rank, host, time or none, or one of them and time, got "
+            f"{text!r}. Type: --tag host,time"
+        )
+    return Tag(TagPlace(places[0]) if places else TagPlace.AUTO, _TIME in words)
+
+
+class Tagger:
+    """Puts tags before lines."""
+
+    def __init__(self, tag: Tag) -> None:
+        self._tag = tag
+        self._places: list[bytes] = []
+        self._second = 0
+        self._time_of_day = b""
+
+    def begin(self, hosts: Sequence[str]) -> None:
+        """Make the tag of each rank: ``[3]``, ``[node2:3]`` or nothing."""
+        place = self._tag.place
+        if place is TagPlace.AUTO:
+            place = TagPlace.HOST if len(set(hosts)) > 1 else TagPlace.RANK
+        with_host, without = place is TagPlace.HOST, place is TagPlace.NONE
+        tags = [f"[{h}:{r}]" if with_host else f"[{r}]" for r, h in enumerate(hosts)]
+        self._places = [
+            b"" if without else tag.encode("utf-8", "backslashreplace") for tag in tags
+        ]
+
+    def tagged(self, rank: int, lines: RankLines) -> bytes:
+        """Return lines of a rank as they are shown; a continuation is marked by +."""
+        first = self.tag(rank)
+        head = first[:-1] + b"+" if lines.is_continuation and first else first
+        return head + lines.text.replace(b"\n", b"\n" + first) + b"\n"
+
+    def tag(self, rank: int) -> bytes:
+        place = self._places[rank]
+        if not self._tag.has_time:
+            return place + b" " if place else b""
+        now_s = time.time()
+        if int(now_s) != self._second:
+            self._second = int(now_s)
+            self._time_of_day = time.strftime("%H:%M:%S").encode()
+        at = b"%s.%03d " % (self._time_of_day, int(now_s % 1 * 1000))
+        return at + place + b" " if place else at
 
 
 class FdWriter:
@@ -51,11 +240,9 @@ class FdWriter:
             self._mode, self.is_broken = 0, True
 
     def _open(self) -> None:
-        """Open a pipe once more, if that is allowed, in a mode of our own.
-
-        Then a write takes sixteen times as much, and wakes the reader less often. Not
-        before the first write, which another process may do.
-        """
+        """Open a pipe once more, if that is allowed, in a mode of our own."""
+        # Then a write takes sixteen times as much, and wakes the reader less often. Not
+        # before the first write, which another process may do.
         self._write_fd = self.fd
         if stat.S_ISREG(self._mode):
             self._piece_bytes = _FILE_PIECE_BYTES
@@ -157,18 +344,17 @@ class Screen:
 
 
 class Console:
-    """Shows a job's output on two descriptors; an ``OutputSink``.
+    """Shows a job's output on two descriptors; an ``OutputSink``."""
 
-    Each stream of a rank goes to ours of the same kind, each line after a tag with its
-    rank. It never waits for a descriptor.
-    """
+    # Each stream of a rank goes to ours of the same kind, each line after a tag with
+    # its rank. It never waits for a descriptor.
 
     def __init__(
         self,
         stdout_fd: int,
         stderr_fd: int,
         *,
-        tag: Tag = _DEFAULT_TAG,
+        tag: Tag | None = None,
         only: RankChoice | None = None,
         log_dir: str = "",
     ) -> None:
@@ -182,7 +368,7 @@ class Console:
         }
         if stderr is stdout and self._screens:
             self._screens[Stream.STDERR] = self._screens[Stream.STDOUT]
-        self._tagger = Tagger(tag)
+        self._tagger = Tagger(tag or Tag())
         self._only = only
         self._log_dir = log_dir
         self._generation: Generation | None = None
@@ -224,7 +410,7 @@ class Console:
 
     def stacks(self, taken: Sequence[RankStacks]) -> None:
         # Hardly any job is asked.
-        from ronde.render.job_end import draw_stacks
+        from ronde.render.job import draw_stacks
 
         self._report(draw_stacks(taken))
 
@@ -235,7 +421,7 @@ class Console:
         if result.cause is None and result.interrupted_by is None:
             return
         # Most jobs end well, and start without this.
-        from ronde.render.job_end import summarize
+        from ronde.render.job import summarize
 
         self._report(summarize(result, self._generation, self._log_dir))
 
@@ -314,13 +500,9 @@ class Console:
         self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
 
     def _print(self, stream: Stream, text: bytes) -> None:
-        if not text:
-            return
-        screen = self._screens.get(stream)
-        if screen is None:
-            self._writers[stream].put(text)
-        else:
-            screen.print(text)
+        if text:
+            screen = self._screens.get(stream)
+            (self._writers[stream].put if screen is None else screen.print)(text)
 
 
 def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
@@ -332,11 +514,10 @@ def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
 
 
 class SelfLaunchConsole(Console):
-    """Shows ranks as if they were one process; an ``OutputSink``.
+    """Shows ranks as if they were one process; an ``OutputSink``."""
 
-    A message of several ranks is shown once, and a rank that ends with one of the
-    command's own codes is not explained again.
-    """
+    # A message of several ranks is shown once, and a rank that ends with one of the
+    # command's own codes is not explained again.
 
     def __init__(self) -> None:
         super().__init__(1, 2, tag=Tag(TagPlace.NONE))

@@ -3,7 +3,8 @@
 The one place that knows matplotlib, which comes with the extra ``ronde[plot]``.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +31,6 @@ class Point(NamedTuple):
     time_us: float | None  # None where it was not measured
 
 
-class Series(NamedTuple):
-    """One line of the picture: an engine's name and its points, in any order."""
-
-    name: str
-    points: Sequence[Point]
-
-
 def check_path(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
@@ -52,16 +46,21 @@ def check_path(path: Path) -> None:
 
 
 def draw(
-    series: Sequence[Series], limit: Limit | None, path: Path, *, title: str = ""
+    series: Mapping[str, Sequence[Point]],
+    limit: Limit | None,
+    path: Path,
+    *,
+    title: str = "",
 ) -> None:
+    """Draw a line for each engine, by its name."""
     check_path(path)
     points = {
-        each.name: [
+        name: [
             point
-            for point in sorted(each.points, key=lambda point: point.size_bytes)
+            for point in sorted(own, key=lambda point: point.size_bytes)
             if point.size_bytes >= 1 and 0 < point.busbw_gb_per_s < float("inf")
         ]
-        for each in series
+        for name, own in series.items()
     }
     drawn = [point for each in points.values() for point in each]
     if not drawn:
@@ -91,8 +90,8 @@ def draw(
             axes.plot([p.size_bytes for p in timed], [p.time_us for p in timed], **look)
     if limit is not None:
         _draw_limit(bandwidth, limit)
-    place = {"loc": "outside lower center", "frameon": False}
     handles, labels = bandwidth.get_legend_handles_labels()
+    place = {"loc": "outside lower center", "frameon": False}
     figure.legend(handles, labels, ncols=min(len(labels), _MAX_COLUMNS), **place)
     if title:
         figure.suptitle(title)
@@ -127,9 +126,7 @@ def _set_up(axes: Any, sizes: Sequence[int]) -> None:  # noqa: ANN401
     first, last = sizes[0].bit_length() - 1, (sizes[-1] - 1).bit_length()
     step = max(1, -(-(last - first + 1) // _MAX_SIZE_LABELS))
     ticks = [1 << exponent for exponent in range(first, last + 1, step)]
-    texts = [format_size(size) for size in ticks]
-    numbers = [text.rstrip("BKMGTPEi") for text in texts]
-    labels = [f"{n} {text[len(n) :]}" for n, text in zip(numbers, texts, strict=True)]
+    labels = [re.sub("(?=[A-Z])", " ", format_size(tick), count=1) for tick in ticks]
     axes.set_xticks(ticks, labels)
     axes.set_xticks([], minor=True)
     axes.grid(visible=True, which="major", color="#D8D8D8", linewidth=0.6)

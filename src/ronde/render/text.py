@@ -1,9 +1,13 @@
-"""Sentences, lists, counts and tables within the columns of a terminal."""
+"""Sentences, lists, counts, ranks and tables within the columns of a terminal."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from ronde.errors import UsageError
+from ronde.topology.cpu_sets import format_list
 
 WIDTH = 80
 _MAX_RUNS = 8
@@ -52,11 +56,9 @@ def align(
     gap: str = "  ",
     most: int = 1 << 16,
 ) -> str:
-    """Return rows as columns under the first row, the headings.
-
-    Rows with fewer cells widen no column, nor do characters of a cell beyond ``most``;
-    ``right`` names the headings of columns that are aligned to the right.
-    """
+    """Return rows as columns under the first row, the headings."""
+    # Rows with fewer cells widen no column, nor do characters of a cell beyond
+    # ``most``; ``right`` names the headings of columns that are aligned to the right.
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [min(most, max(map(len, cells))) for cells in zip(*full, strict=True)]
     text = ""
@@ -106,3 +108,72 @@ def _word(values: list[str], count: int) -> str:
         word += f"{'-' if values[0].isdecimal() else ' to '}{values[-1]}"
         each = "each "
     return word if count == 1 else f"{word}, {each}{count} times"
+
+
+_MAX_RANGES = 4
+_MAX_HOSTS = 4
+
+
+class RankChoice(NamedTuple):
+    """Some of a job's ranks."""
+
+    ranges: tuple[range, ...]
+    option: str  # that named them, for messages
+    is_local: bool = False  # the numbers count from 0 on every host
+
+    def among(self, hosts: Sequence[str]) -> frozenset[int]:
+        numbers = list(range(len(hosts)))
+        if self.is_local:
+            seen: Counter[str] = Counter()
+            for rank, host in enumerate(hosts):
+                numbers[rank] = seen[host]
+                seen[host] += 1
+        highest = max(each[-1] for each in self.ranges)
+        if highest > max(numbers):
+            raise UsageError(
+                f"{self.option} must name ranks of 0..{max(numbers)}, got {highest}. "
+                "Name others, or leave the option out to see all."
+            )
+        return frozenset(
+            rank
+            for rank, number in enumerate(numbers)
+            if any(number in each for each in self.ranges)
+        )
+
+
+def parse_ranks(text: str, option: str, *, is_local: bool = False) -> RankChoice:
+    """Read ``3``, ``0-7``, ``0-7:2`` (every second) or several with commas between."""
+    ranges = tuple(_parse_range(part.strip()) for part in text.split(","))
+    if not all(ranges):
+        raise UsageError(
+            f"{option} must be ranks as 0,4-7 or 0-63:8, got {text!r}. Type: {option} 0"
+        )
+    return RankChoice(ranges, option, is_local)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ``0-3, 5``; the end of a long list is only counted."""
+    ordered = sorted(ranks)
+    shown = format_list(ordered).split(",")[:_MAX_RANGES]
+    last = shown[-1].rpartition("-")[2]
+    num_left = sum(rank > int(last) for rank in ordered)
+    return ", ".join(shown) + (f" and {num_left} more" if num_left else "")
+
+
+def _parse_range(text: str) -> range:
+    span, has_step, step = text.partition(":")
+    first, has_last, last = span.partition("-")
+    words = [first, last if has_last else first, step if has_step else "1"]
+    # Nine digits: a number that no machine takes seconds to read.
+    if not all(w.isascii() and w.isdecimal() and len(w) <= 9 for w in words):
+        return range(0)
+    start, end, by = map(int, words)
+    return range(start, end + 1, by) if by else range(0)
+
+
+def format_places(places: Sequence[tuple[int, str]]) -> str:
+    """Return ``ranks 2-5 on node2, node3`` for ranks and the names of their hosts."""
+    hosts = dict.fromkeys(host for _, host in places)
+    where = ", ".join(hosts) if len(hosts) <= _MAX_HOSTS else f"{len(hosts)} hosts"
+    ranks = sorted({rank for rank, _ in places})
+    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)} on {where}"

@@ -6,29 +6,12 @@ below a switch stand side by side. So boxes never meet, and no lines cross. Rate
 one direction in GB/s, as NCCL counts.
 """
 
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
+from xml.sax.saxutils import escape, quoteattr
 
-from ronde.render.svg import (
-    GAP,
-    ITEM_WIDTH,
-    LINE,
-    MAX_WIDTH,
-    PAD,
-    Shape,
-    Stroke,
-    SvgBlock,
-    SvgBox,
-    Words,
-    clean,
-    fit,
-    flow,
-    join_blocks,
-    rows_of,
-    to_svg,
-    width_of,
-)
 from ronde.render.text import counted, grouped, list_some
 from ronde.render.topo_tree import (
     LINK_TITLES,
@@ -46,13 +29,23 @@ from ronde.topology.graph import (
     LinkKind,
     NumaNode,
 )
-from ronde.topology.paths.speeds import (
-    is_link_known,
-    link_gb_per_s,
-    smp_gb_per_s,
-)
+from ronde.topology.paths.speeds import is_link_known, link_gb_per_s, smp_gb_per_s
 from ronde.units import format_size
 
+_ITEM_WIDTH = 190.0
+_MAX_WIDTH = 1860.0
+_GAP = 12.0
+_LINE = 15.0
+_PAD = 8.0
+
+_SMALL = 11  # size of most letters
+_SIZES = {"title": 18, "subtitle": 12, "head": 13, "name": 12}
+_BOLD = frozenset({"title", "head", "name", "badgetext"})
+# Widths by those of DejaVu Sans, broader than Arial and its like.
+_NARROW = frozenset(" .,:;/\\|!'`()[]{}ijlItfr-")
+_BROAD = frozenset("mwMW@%\N{HORIZONTAL ELLIPSIS}")
+_MAX_LETTERS = 400
+_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 _MARGIN = 16.0
 _MIN_WIDTH = 560.0
 _MAX_FINDINGS = 20
@@ -75,6 +68,73 @@ _FABRICS = (LinkKind.NVLINK, LinkKind.XGMI)
 _MAX_GPUS = 32
 _CELL_WIDTH = 64.0
 _CELL_HEIGHT = 22.0
+
+_STYLE = """\
+text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fill:#222}
+.title{font-size:18px;font-weight:bold}.subtitle{font-size:12px;fill:#555}
+.head{font-size:13px;font-weight:bold}.name{font-size:12px;font-weight:bold}
+.dim{fill:#555}.page{fill:#fff}.socket{fill:none;stroke:#9aa3ad;stroke-dasharray:5 4}
+.numa{fill:#f4f6f8;stroke:#9aa3ad}.switch{fill:#e3e0f3;stroke:#7b6fc0}
+.gpu{fill:#e2f2d5;stroke:#5a9a2c}.nic{fill:#d9ebfa;stroke:#2f7fc1}
+.other{fill:#eee;stroke:#999}.fabric{fill:#fdebc8;stroke:#d08a1d}
+.cell{fill:#fff;stroke:#d8c9a8}.cell1{fill:#fdf3df;stroke:#d8c9a8}
+.cell2{fill:#f9d99a;stroke:#d8c9a8}.cell3{fill:#eeb44f;stroke:#d8c9a8}
+.line{stroke:#7a828a;stroke-width:1.2}
+.error{fill:none;stroke:#c62828;stroke-width:2.5}
+.warning{fill:none;stroke:#e07b00;stroke-width:2.5}
+.note{fill:none;stroke:#6d7680;stroke-width:2;stroke-dasharray:3 2}
+.errorbadge{fill:#c62828}.warningbadge{fill:#e07b00}.notebadge{fill:#6d7680}
+.badgetext{fill:#fff;font-weight:bold}"""
+
+
+class SvgBox(NamedTuple):
+    """A rectangle; x and y are of its upper left corner."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str  # a class of the style
+    title: str = ""  # shown when somebody points at it
+
+
+class Words(NamedTuple):
+    """A line of text; y is of the line that the letters stand on."""
+
+    x: float
+    y: float
+    text: str
+    kind: str = ""  # ``title``, ``head``, ``name``, ``dim``, or empty
+    anchor: str = "start"  # what is at x: ``start``, ``middle`` or ``end``
+
+
+class Stroke(NamedTuple):
+    """A straight line from one place to another, so far right and down of it."""
+
+    x: float
+    y: float
+    right: float
+    down: float
+    kind: str = "line"
+
+
+Shape = SvgBox | Words | Stroke
+
+
+class SvgBlock(NamedTuple):
+    """Something drawn at the origin, and its size."""
+
+    width: float
+    height: float
+    shapes: Sequence[Shape]
+
+    def moved(self, x: float, y: float) -> list[Shape]:
+        return [each._replace(x=each.x + x, y=each.y + y) for each in self.shapes]
+
+
+# A finding, and the elements that have it.
+_Finding = tuple[Diagnostic, tuple[str, ...]]
+_Marks = Mapping[str, Sequence[tuple[int, Level]]]
 # A GPU and what its links lead to -> how many links, and GB/s together; 0 for unknown.
 _Pairs = dict[tuple[str, str], tuple[int, float]]
 
@@ -90,16 +150,13 @@ class _Place(NamedTuple):
 
 
 def draw_svg(host: HostTopology, findings: Sequence[Diagnostic] = ()) -> str:
-    """Return a host as SVG; findings are marked at its elements and shown below.
-
-    Devices that are no GPU, network adapter or NVSwitch are counted only.
-    """
+    """Return a host as SVG; findings are marked at its elements and shown below."""
+    # Devices that are no GPU, network adapter or NVSwitch are counted only.
     places, num_left_out = _find_places(host)
-    body = _lay_out_places(places)
     folded = _fold(findings)
+    body = _lay_out_places(places, _marks(folded))
     width = max(_MIN_WIDTH, body.width)
     title = host.name or next(iter(host.sources), "one host")
-    fabrics = _draw_fabrics(host, width)
     counts = [
         counted(len(host.numa_nodes), "NUMA node"),
         counted(len(host.gpus), "GPU"),
@@ -111,25 +168,17 @@ def draw_svg(host: HostTopology, findings: Sequence[Diagnostic] = ()) -> str:
         Words(0, 18, fit(title, width, "title"), "title"),
         Words(0, 38, fit(", ".join(counts), width, "subtitle"), "subtitle"),
     )
-    blocks = [
-        SvgBlock(width, 44, heading),
-        _marked(body, folded),
-        flow(fabrics, width),
-        *([_list(folded, width)] if folded else []),
-        _legend(places, width, has_fabric=bool(fabrics)),
-    ]
+    fabrics = _flow(_draw_fabrics(host, width), width)
+    kinds = {each.kind for each in (*body.shapes, *fabrics.shapes)}
+    blocks = [SvgBlock(width, 44, heading), body, fabrics, _list(folded, width)]
     shapes: list[Shape] = []
     y = _MARGIN
-    for block in blocks:
+    for block in (*blocks, _legend(kinds, width)):
         if block.shapes:
-            shapes += block.moved(_MARGIN, y).shapes
-            y += block.height + GAP
-    width = max(width, *(block.width for block in blocks))
-    return to_svg(shapes, width + 2 * _MARGIN, y - GAP + _MARGIN, title)
-
-
-_Finding = tuple[Diagnostic, tuple[str, ...]]
-"""A finding, and the elements that have it."""
+            shapes += block.moved(_MARGIN, y)
+            y += block.height + _GAP
+    width = max(width, body.width, fabrics.width)
+    return _to_svg(shapes, width + 2 * _MARGIN, y - _GAP + _MARGIN, title)
 
 
 def _fold(findings: Sequence[Diagnostic]) -> list[_Finding]:
@@ -140,22 +189,28 @@ def _fold(findings: Sequence[Diagnostic]) -> list[_Finding]:
     return [(each, tuple(own)) for each, own in elements.items()][:_MAX_FINDINGS]
 
 
-def _marked(body: SvgBlock, folded: Sequence[_Finding]) -> SvgBlock:
-    """Return the places with a frame and a number at what findings are about."""
-    shapes = list(body.shapes)
-    boxes = dict(body.marks)
-    num_marks: dict[SvgBox, int] = {}
-    for number, (finding, elements) in enumerate(folded, 1):
-        words = [word for e in elements for word in e.replace(",", " ").split()]
-        for box in dict.fromkeys(boxes[word] for word in words if word in boxes):
-            if box not in num_marks:
-                shapes.append(box._replace(kind=str(finding.severity), title=""))
-            # Numbers of several findings stand side by side on the upper edge.
-            right = box.x + box.width - PAD - num_marks.get(box, 0) * (_BADGE + 2)
-            num_marks[box] = num_marks.get(box, 0) + 1
-            if right - _BADGE > box.x:
-                shapes += _badge(right - _BADGE, box.y - 10, number, finding.severity)
-    return body._replace(shapes=tuple(shapes))
+def _marks(folded: Sequence[_Finding]) -> _Marks:
+    """Return by the elements' names what findings are about them."""
+    return grouped(
+        (word, (number, finding.severity))
+        for number, (finding, elements) in enumerate(folded, 1)
+        for element in elements
+        for word in element.replace(",", " ").split()
+    )
+
+
+def _frame(box: SvgBox, names: Sequence[str], marks: _Marks) -> list[Shape]:
+    """Return a frame and numbers for a box that findings are about."""
+    found = dict.fromkeys(mark for name in names for mark in marks.get(name, ()))
+    shapes: list[Shape] = []
+    for place, (number, severity) in enumerate(sorted(found)):
+        if not place:
+            shapes.append(box._replace(kind=str(severity), title=""))
+        # Numbers of several findings stand side by side on the upper edge.
+        left = box.x + box.width - _PAD - place * (_BADGE + 2) - _BADGE
+        if left > box.x:
+            shapes += _badge(left, box.y - 10, number, severity)
+    return shapes
 
 
 def _badge(x: float, y: float, number: int, severity: Level) -> list[Shape]:
@@ -168,39 +223,31 @@ def _badge(x: float, y: float, number: int, severity: Level) -> list[Shape]:
 def _list(folded: Sequence[_Finding], width: float) -> SvgBlock:
     shapes: list[Shape] = []
     for place, (finding, elements) in enumerate(folded):
-        y = place * (LINE + 3)
+        y = place * (_LINE + 3)
         shapes += _badge(0, y, place + 1, finding.severity)
         text = f"{finding.rule}, {list_some(elements, 4)}: {finding.what}"
-        shapes.append(Words(_BADGE + PAD, y + 11, fit(text, width - _BADGE - PAD)))
-    return SvgBlock(width, len(folded) * (LINE + 3), tuple(shapes))
+        shapes.append(Words(_BADGE + _PAD, y + 11, fit(text, width - _BADGE - _PAD)))
+    return SvgBlock(width, len(folded) * (_LINE + 3), tuple(shapes))
 
 
-def _legend(places: Sequence[_Place], width: float, *, has_fabric: bool) -> SvgBlock:
-    kinds = {"numa", "fabric"} if has_fabric else {"numa"}
-    stack = [item for place in places for item in place.elements]
-    while stack:
-        item = stack.pop()
-        kinds.add(item.kind)
-        stack += item.below
+def _legend(kinds: set[str], width: float) -> SvgBlock:
     blocks = [
         SvgBlock(
             22 + width_of(text),
-            LINE,
+            _LINE,
             (SvgBox(0, 1, 14, 12, f"{kind} key"), Words(20, 11, text, "dim")),
         )
         for kind, text in _LEGEND
         if kind in kinds
     ]
     note = "GB/s of one direction, as NCCL counts"
-    blocks.append(SvgBlock(width_of(note), LINE, (Words(0, 11, note, "dim"),)))
-    return flow(blocks, width)
+    blocks.append(SvgBlock(width_of(note), _LINE, (Words(0, 11, note, "dim"),)))
+    return _flow(blocks, width)
 
 
 def _find_places(host: HostTopology) -> tuple[tuple[_Place, ...], int]:
-    """Return the NUMA nodes with their devices, and how many devices are not drawn.
-
-    GPUs, network adapters and NVSwitches are drawn, and bridges where they part.
-    """
+    """Return the NUMA nodes with their devices, and how many devices are not drawn."""
+    # GPUs, network adapters and NVSwitches are drawn, and bridges where they part.
     tree = ElementTree(host, is_drawn=True)
     nodes = sorted(host.numa_nodes, key=lambda n: (n.package, n.number))
     known = {node.number for node in nodes}
@@ -239,136 +286,122 @@ def _limited(items: Sequence[TreeElement]) -> tuple[TreeElement, ...]:
     return (*items[: _MAX_ITEMS - 1], more)
 
 
-def _lay_out_places(places: Sequence[_Place]) -> SvgBlock:
+def _lay_out_places(places: Sequence[_Place], marks: _Marks) -> SvgBlock:
     blocks: list[SvgBlock] = []
     for package, group in groupby(places, key=lambda place: place.package):
-        own = [_lay_out_place(place) for place in group]
+        own = [_lay_out_place(place, marks) for place in group]
         blocks += own if package == UNKNOWN else [_socket(package, own)]
-    width = _even_width(blocks)
+    # The least width that needs no more rows than the most allowed.
+    num_rows = len(_rows_of(blocks, _MAX_WIDTH))
+    total = sum(block.width + _GAP for block in blocks)
+    width = max([total / max(1, num_rows), *(block.width for block in blocks)])
+    while width < _MAX_WIDTH and len(_rows_of(blocks, width)) > num_rows:
+        width += _ITEM_WIDTH / 4
+    width = min(width, _MAX_WIDTH)
     even = [
         _stretched(block, max(other.height for other in row))
-        for row in rows_of(blocks, width)
+        for row in _rows_of(blocks, width)
         for block in row
     ]
-    return flow(even, width)
+    return _flow(even, width)
 
 
 def _stretched(block: SvgBlock, height: float) -> SvgBlock:
-    """Return a block whose outermost box, its first shape, is higher."""
-    box, *rest = block.shapes
-    if not isinstance(box, SvgBox):
-        return block
-    higher = box._replace(height=height)
-    marks = tuple((name, higher if own == box else own) for name, own in block.marks)
-    return SvgBlock(block.width, height, (higher, *rest), marks)
-
-
-def _even_width(blocks: Sequence[SvgBlock]) -> float:
-    """Return the least width that needs no more rows than the most allowed."""
-    num_rows = len(rows_of(blocks, MAX_WIDTH))
-    total = sum(block.width + GAP for block in blocks)
-    width = max([total / max(1, num_rows), *(block.width for block in blocks)])
-    while width < MAX_WIDTH and len(rows_of(blocks, width)) > num_rows:
-        width += ITEM_WIDTH / 4
-    return min(width, MAX_WIDTH)
+    """Return a block whose outermost box, its first shape, and frame are higher."""
+    outer = block.shapes[0][:4]
+    shapes = [
+        each._replace(height=height)
+        if isinstance(each, SvgBox) and each[:4] == outer
+        else each
+        for each in block.shapes
+    ]
+    return SvgBlock(block.width, height, shapes)
 
 
 def _socket(package: int, blocks: Sequence[SvgBlock]) -> SvgBlock:
-    inner = flow(blocks, MAX_WIDTH - 2 * PAD).moved(PAD, _SOCKET_HEAD)
-    width, height = inner.width + 2 * PAD, inner.height + _SOCKET_HEAD + PAD
-    shapes = (
-        SvgBox(0, 0, width, height, "socket"),
-        Words(PAD, _SOCKET_HEAD - 6, f"Socket {package}", "dim"),
-    )
-    return SvgBlock(width, height, shapes + inner.shapes, inner.marks)
-
-
-def _lay_out_place(place: _Place) -> SvgBlock:
-    body = flow(
-        [_lay_out_item(item) for item in _limited(place.elements)], MAX_WIDTH - 4 * PAD
-    )
-    width = max(body.width, ITEM_WIDTH) + 2 * PAD
-    head = PAD + _HEAD_LINES + LINE * len(place.lines)
-    height = head + (body.height + GAP if place.elements else 0) + PAD
-    whole = clean("\n".join((place.title, *place.lines)))
-    box = SvgBox(0, 0, width, height, "numa", whole)
+    inner = _flow(blocks, _MAX_WIDTH - 2 * _PAD)
+    width, height = inner.width + 2 * _PAD, inner.height + _SOCKET_HEAD + _PAD
     shapes: list[Shape] = [
+        SvgBox(0, 0, width, height, "socket"),
+        Words(_PAD, _SOCKET_HEAD - 6, f"Socket {package}", "dim"),
+    ]
+    return SvgBlock(width, height, shapes + inner.moved(_PAD, _SOCKET_HEAD))
+
+
+def _lay_out_place(place: _Place, marks: _Marks) -> SvgBlock:
+    items = [_lay_out_item(item, marks) for item in _limited(place.elements)]
+    body = _flow(items, _MAX_WIDTH - 4 * _PAD)
+    width = max(body.width, _ITEM_WIDTH) + 2 * _PAD
+    head = _PAD + _HEAD_LINES + _LINE * len(place.lines)
+    height = head + (body.height + _GAP if items else 0) + _PAD
+    whole = _clean("\n".join((place.title, *place.lines)))
+    box = SvgBox(0, 0, width, height, "numa", whole)
+    title = fit(place.title, width - 2 * _PAD, "head")
+    shapes = [
         box,
-        Words(PAD, PAD + 12, fit(place.title, width - 2 * PAD, "head"), "head"),
+        *_frame(box, place.names, marks),
+        Words(_PAD, _PAD + 12, title, "head"),
     ]
     for number, line in enumerate(place.lines):
-        y = PAD + _HEAD_LINES + LINE * number + 10
-        shapes.append(Words(PAD, y, fit(line, width - 2 * PAD), "dim"))
-    inner = body.moved(PAD, head + GAP)
-    marks = tuple((name, box) for name in place.names)
-    return SvgBlock(width, height, (*shapes, *inner.shapes), (*marks, *inner.marks))
+        y = _PAD + _HEAD_LINES + _LINE * number + 10
+        shapes.append(Words(_PAD, y, fit(line, width - 2 * _PAD), "dim"))
+    return SvgBlock(width, height, shapes + body.moved(_PAD, head + _GAP))
 
 
-def _lay_out_item(item: TreeElement) -> SvgBlock:
-    columns = _columns(item.below)
-    row_width = sum(column.width + GAP for column, _ in columns) - GAP
-    row_height = max((column.height for column, _ in columns), default=0.0)
-    width = max(ITEM_WIDTH, row_width + _SPINE)
-    item = _with_room(item, width)
-    height = 2 * PAD + LINE * (1 + len(item.details)) - 4
-    shapes, box = _draw_box(item, width, height)
-    marks = [(name, box) for name in item.names]
-    x = _SPINE
+def _lay_out_item(item: TreeElement, marks: _Marks) -> SvgBlock:
+    columns = _columns(item.below, marks)
+    row_width = sum(column.width + _GAP for column, _ in columns) - _GAP
+    width = max(_ITEM_WIDTH, row_width + _SPINE)
+    first = width_of(item.title, "name") + width_of(item.bus_id)
+    if item.bus_id and first + 3 * _PAD > width:
+        item = item._replace(bus_id="", details=(item.bus_id, *item.details))
+    height = 2 * _PAD + _LINE * (1 + len(item.details)) - 4
+    shapes = _draw_box(item, width, height, marks)
+    x, total = _SPINE, height
     for column, heads in columns:
         # Lines from this box to those that hang in a column below it.
-        left, top = x - _SPINE / 2, height + GAP
-        shapes.append(Stroke(left, height, left, top + heads[-1]))
-        shapes += [Stroke(left, top + y, x, top + y) for y in heads]
-        moved = column.moved(x, height + GAP)
-        shapes += moved.shapes
-        marks += moved.marks
-        x += column.width + GAP
-    total = height + (row_height + GAP if columns else 0.0)
-    return SvgBlock(width, total, tuple(shapes), tuple(marks))
+        left, top = x - _SPINE / 2, height + _GAP
+        shapes.append(Stroke(left, height, 0, _GAP + heads[-1]))
+        shapes += [Stroke(left, top + y, x - left, 0) for y in heads]
+        shapes += column.moved(x, top)
+        x += column.width + _GAP
+        total = max(total, top + column.height)
+    return SvgBlock(width, total, shapes)
 
 
-def _columns(items: Sequence[TreeElement]) -> list[tuple[SvgBlock, tuple[float, ...]]]:
+def _columns(
+    items: Sequence[TreeElement], marks: _Marks
+) -> list[tuple[SvgBlock, list[float]]]:
     """Return columns, each with where its boxes begin: one of ends, one a switch."""
     items = _limited(items)
-    ends = [_lay_out_item(item) for item in items if not item.below]
-    forks = [_lay_out_item(item) for item in items if item.below]
-    columns: list[tuple[SvgBlock, tuple[float, ...]]] = []
-    if ends:
-        y = 0.0
-        placed: list[SvgBlock] = []
-        heads: list[float] = []
-        for end in ends:
-            placed.append(end.moved(0, y))
-            heads.append(y + PAD + LINE / 2)
-            y += end.height + GAP / 2
-        columns.append((join_blocks(placed, ITEM_WIDTH, y - GAP / 2), tuple(heads)))
-    columns += [(fork, (PAD + LINE / 2,)) for fork in forks]
-    return columns
-
-
-def _with_room(item: TreeElement, width: float) -> TreeElement:
-    """Return an item whose first line fits: its end goes below where it does not."""
-    first = width_of(item.title, "name") + width_of(item.bus_id)
-    if not item.bus_id or first + 3 * PAD <= width:
-        return item
-    return item._replace(bus_id="", details=(item.bus_id, *item.details))
+    y = 0.0
+    shapes: list[Shape] = []
+    heads: list[float] = []
+    for item in items:
+        if not item.below:
+            end = _lay_out_item(item, marks)
+            shapes += end.moved(0, y)
+            heads.append(y + _PAD + _LINE / 2)
+            y += end.height + _GAP / 2
+    ends = [(SvgBlock(_ITEM_WIDTH, y - _GAP / 2, shapes), heads)] if heads else []
+    forks = [_lay_out_item(item, marks) for item in items if item.below]
+    return [*ends, *((fork, [_PAD + _LINE / 2]) for fork in forks)]
 
 
 def _draw_box(
-    item: TreeElement, width: float, height: float
-) -> tuple[list[Shape], SvgBox]:
-    whole = clean("\n".join((f"{item.title} {item.bus_id}".strip(), *item.details)))
+    item: TreeElement, width: float, height: float, marks: _Marks
+) -> list[Shape]:
+    whole = _clean("\n".join((f"{item.title} {item.bus_id}".strip(), *item.details)))
     box = SvgBox(0, 0, width, height, item.kind, whole)
-    inner = width - 2 * PAD
-    shapes: list[Shape] = [box]
-    shapes.append(Words(PAD, PAD + 10, fit(item.title, inner, "name"), "name"))
+    inner = width - 2 * _PAD
+    shapes: list[Shape] = [box, *_frame(box, item.names, marks)]
+    shapes.append(Words(_PAD, _PAD + 10, fit(item.title, inner, "name"), "name"))
     if item.bus_id:
         aside = fit(item.bus_id, inner)
-        shapes.append(Words(width - PAD, PAD + 10, aside, "dim", "end"))
+        shapes.append(Words(width - _PAD, _PAD + 10, aside, "dim", "end"))
     for number, line in enumerate(item.details, 1):
-        y = PAD + LINE * number + 9
-        shapes.append(Words(PAD, y, fit(line, inner)))
-    return shapes, box
+        shapes.append(Words(_PAD, _PAD + _LINE * number + 9, fit(line, inner)))
+    return shapes
 
 
 def _draw_fabrics(host: HostTopology, width: float) -> list[SvgBlock]:
@@ -409,12 +442,11 @@ def _pairs(host: HostTopology, kind: LinkKind) -> _Pairs:
 
 def _uniform(host: HostTopology, pairs: _Pairs) -> str:
     """Return what holds for all GPUs alike; empty where they differ."""
-    values = set(pairs.values())
-    if len(values) != 1:
+    if len(set(pairs.values())) != 1:
         return ""
-    count, rate = values.pop()
+    count, rate = next(iter(pairs.values()))
     words = [f"{count} links" if count else "", f"{rate:.4g} GB/s" if rate else ""]
-    what = ", ".join(word for word in words if word)
+    what = ", ".join(filter(None, words))
     names = {gpu.name for gpu in host.gpus}
     numbers = format_list(sorted({gpu.number for gpu in host.gpus}))
     all_gpus = f"every GPU ({numbers})"
@@ -426,10 +458,10 @@ def _uniform(host: HostTopology, pairs: _Pairs) -> str:
 
 
 def _bar(text: str, width: float) -> SvgBlock:
-    height = LINE + PAD
+    height = _LINE + _PAD
     shapes = (
         SvgBox(0, 0, width, height, "fabric", text),
-        Words(PAD, PAD + 8, fit(text, width - 2 * PAD, "name"), "name"),
+        Words(_PAD, _PAD + 8, fit(text, width - 2 * _PAD, "name"), "name"),
     )
     return SvgBlock(width, height, shapes)
 
@@ -442,20 +474,20 @@ def _table(host: HostTopology, title: str, pairs: _Pairs) -> SvgBlock:
     most = max(rate for _, rate in pairs.values())
     head = f"{title} from GPU to GPU: links"
     head += ", and GB/s together" if most else ""
-    left, top = PAD + _CELL_WIDTH, PAD + LINE + GAP
-    width = left + _CELL_WIDTH * len(columns) + PAD
-    width = max(width, width_of(head, "name") + 2 * PAD)
-    height = top + _CELL_HEIGHT * (len(gpus) + 1) + PAD
+    left, top = _PAD + _CELL_WIDTH, _PAD + _LINE + _GAP
+    width = left + _CELL_WIDTH * len(columns) + _PAD
+    width = max(width, width_of(head, "name") + 2 * _PAD)
+    height = top + _CELL_HEIGHT * (len(gpus) + 1) + _PAD
     shapes: list[Shape] = [
         SvgBox(0, 0, width, height, "fabric", head),
-        Words(PAD, PAD + 9, head, "name"),
+        Words(_PAD, _PAD + 9, head, "name"),
     ]
     for place, (_, name) in enumerate(columns):
         x = left + _CELL_WIDTH * (place + 0.5)
         shapes.append(Words(x, top + 14, fit(name, _CELL_WIDTH - 4), "", "middle"))
     for row, gpu in enumerate(gpus):
         y = top + _CELL_HEIGHT * (row + 1)
-        shapes.append(Words(PAD, y + 15, f"GPU {gpu.number}"))
+        shapes.append(Words(_PAD, y + 15, f"GPU {gpu.number}"))
         for place, (name, _) in enumerate(columns):
             cell = pairs.get((gpu.name, name))
             is_own = name == gpu.name and cell is None
@@ -476,3 +508,94 @@ def _cell(
         SvgBox(x, y, _CELL_WIDTH, _CELL_HEIGHT, f"cell{shade}"),
         Words(x + _CELL_WIDTH / 2, y + 15, text, "", "middle"),
     ]
+
+
+def width_of(text: str, kind: str = "") -> float:
+    """Return the most that a text takes, whatever sans-serif letters there are."""
+    # Bold letters are a tenth broader.
+    weight = 1.1 if kind in _BOLD else 1.0
+    return sum(map(_letters, text)) * _SIZES.get(kind, _SMALL) * weight
+
+
+def fit(text: str, width: float, kind: str = "") -> str:
+    text = _clean(text).replace("\n", " ")
+    if width_of(text, kind) <= width:
+        return text
+    fitting = ""
+    for letter in text:
+        if width_of(fitting + letter + _ELLIPSIS, kind) > width:
+            break
+        fitting += letter
+    return fitting + _ELLIPSIS
+
+
+def _clean(text: str) -> str:
+    """Return the beginning of a text, without what XML forbids or what reverses it."""
+    shown = text[:_MAX_LETTERS]
+    return "".join(c for c in shown if unicodedata.category(c)[0] != "C" or c == "\n")
+
+
+def _to_svg(shapes: list[Shape], width: float, height: float, title: str) -> str:
+    body = "\n".join(map(_shape, shapes))
+    size = f'width="{width:g}" height="{height:g}"'
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {width:g} {height:g}" {size} role="img">\n'
+        f"<title>{escape(_clean(title))}</title>\n<style>{escape(_STYLE)}</style>\n"
+        f'<rect class="page" {size} rx="6"/>\n{body}\n</svg>\n'
+    )
+
+
+def _shape(shape: Shape) -> str:
+    match shape:
+        case SvgBox(x, y, width, height, kind, title):
+            whole = f"<title>{escape(title)}</title>"
+            return (
+                f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" '
+                f'height="{height:g}" rx="4"{f">{whole}</rect>" if title else "/>"}'
+            )
+        case Words(x, y, text, kind, anchor):
+            named = f"class={quoteattr(kind)} " if kind else ""
+            at = "" if anchor == "start" else f' text-anchor="{anchor}"'
+            return f'<text {named}x="{x:g}" y="{y:g}"{at}>{escape(text)}</text>'
+        case Stroke(x, y, right, down):
+            return (
+                f'<line class="line" x1="{x:g}" y1="{y:g}" x2="{x + right:g}" '
+                f'y2="{y + down:g}"/>'
+            )
+
+
+def _letters(letter: str) -> float:
+    """Return the most that a letter of size 1 takes in usual typefaces."""
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 1.2
+    if letter in _NARROW:
+        return 0.4
+    if letter in _BROAD:
+        return 1.0
+    return 0.75 if letter.isupper() else 0.645
+
+
+def _rows_of(blocks: Sequence[SvgBlock], max_width: float) -> list[list[SvgBlock]]:
+    rows: list[list[SvgBlock]] = []
+    x = 0.0
+    for block in blocks:
+        if not rows or x + block.width > max_width:
+            rows.append([])
+            x = 0.0
+        rows[-1].append(block)
+        x += block.width + _GAP
+    return rows
+
+
+def _flow(blocks: Sequence[SvgBlock], max_width: float) -> SvgBlock:
+    y = width = 0.0
+    shapes: list[Shape] = []
+    for row in _rows_of(blocks, max_width):
+        x = 0.0
+        for block in row:
+            shapes += block.moved(x, y)
+            x += block.width + _GAP
+        width = max(width, x - _GAP)
+        y += max(block.height for block in row) + _GAP
+    return SvgBlock(width, max(0.0, y - _GAP), shapes)

@@ -41,40 +41,27 @@ _NONE = "-"
 _LARGE = 10_000
 _LOCAL_BITS = (1 << 56) - 1
 _NOTHING = "no GPU and no network adapter\n"
+_V = VertexKind
 # What NCCL's lines lead from, and what to, in its order.
-_SOURCES = (VertexKind.GPU, VertexKind.NET)
-_TARGETS = (
-    VertexKind.GPU,
-    VertexKind.NVS,
-    VertexKind.CPU,
-    VertexKind.NET,
-    VertexKind.DEV,
-)
+_SOURCES = (_V.GPU, _V.NET)
+_TARGETS = (_V.GPU, _V.NVS, _V.CPU, _V.NET, _V.DEV)
 
 
 def tabulate_classes(table: ClassTable, num_chars: int = WIDTH) -> str:
-    """Return a table that looks and reads like that of ``nvidia-smi topo -m``.
-
-    It ends with what its words mean, of those that occur. What is wider than
-    ``num_chars`` goes on below, under the rows' names again.
-    """
+    """Return a table that looks and reads like that of ``nvidia-smi topo -m``."""
+    # It ends with what its words mean, of those that occur. What is wider than
+    # ``num_chars`` goes on below, under the rows' names again.
     if not table.names:
         return _NOTHING
     cells = [list(row) for row in table.words]
     headings = list(table.labels)
-    for heading, column in (
-        ("CPU Affinity", [_shorten(text) for text in table.cpus]),
-        ("NUMA Affinity", list(table.nodes)),
-    ):
-        if any(column):
+    cpus = [_shorten(text) for text in table.cpus]
+    for heading, texts in ("CPU Affinity", cpus), ("NUMA Affinity", table.nodes):
+        if any(texts):
             headings.append(heading)
-            for row, text in zip(cells, column, strict=True):
-                row.append(text)
-    num_titled = len(table.titles)
-    titled = zip(
-        table.labels[len(table.labels) - num_titled :], table.titles, strict=True
-    )
-    titles = "".join(f"  {label}: {title}\n" for label, title in titled)
+            cells = [[*row, text] for row, text in zip(cells, texts, strict=True)]
+    titled = table.labels[len(table.labels) - len(table.titles) :]
+    titles = "".join(f"  {a}: {b}\n" for a, b in zip(titled, table.titles, strict=True))
     words = {word for row in table.words for word in row}
     used = {"NV#" if word.startswith("NV") else word for word in words}
     legend = "".join(f"  {w:<4} = {text}\n" for w, text in _LEGEND.items() if w in used)
@@ -88,11 +75,17 @@ def tabulate_speeds(paths: Paths, table: ClassTable, num_chars: int = WIDTH) -> 
         return _NOTHING
     num_gpus = len(table.names) - len(table.titles)
     rows = slice(0, num_gpus or None)
+
+    def speed(one: str, other: str, word: str) -> str:
+        path = paths.between(one, other)
+        if path is None:
+            return word
+        if path.num_hops == 0:
+            return "X"
+        return f"{path.kind} {path.gb_per_s:.1f}" if paths.is_known(path) else path.kind
+
     cells = [
-        [
-            _speed(paths, paths.between(one, other)) or word
-            for other, word in zip(table.names, words, strict=True)
-        ]
+        [speed(one, *other) for other in zip(table.names, words, strict=True)]
         for one, words in zip(table.names[rows], table.words[rows], strict=True)
     ]
     text = _fold(table.labels, table.labels[rows], cells, num_chars)
@@ -103,16 +96,20 @@ def tabulate_speeds(paths: Paths, table: ClassTable, num_chars: int = WIDTH) -> 
 
 
 def tabulate_paths(paths: Paths) -> str:
-    """Return the paths as NCCL writes them to its log, a line a GPU and port.
-
-    Each is hops, GB/s and kind: ``GPU/0-c1000 (1/80.0/NVL)``. NCCL itself cuts
-    lines after 1023 characters.
-    """
+    """Return the paths as NCCL writes them to its log, a line a GPU and port."""
+    # Each is hops, GB/s and kind: ``GPU/0-c1000 (1/80.0/NVL)``. NCCL itself cuts
+    # lines after 1023 characters.
     ids = _number(paths)
     lines: list[str] = []
+
+    def hops(path: Path | None) -> str:
+        if path is None:
+            return "(0/0.0/DIS)"
+        return f"({path.num_hops}/{path.gb_per_s:.1f}/{path.kind})"
+
     for source in [n for kind in _SOURCES for n in paths.network.named(kind)]:
         entries = [
-            f"{ids[target]} {_hops(paths.between(source, target))}"
+            f"{ids[target]} {hops(paths.between(source, target))}"
             for kind in _TARGETS
             for target in paths.network.named(kind)
         ]
@@ -153,20 +150,6 @@ def _shorten(text: str) -> str:
     return text[: text.rfind(",", 0, _MOST_LIST_CHARS - 3) + 1] + "..."
 
 
-def _speed(paths: Paths, path: Path | None) -> str:
-    if path is None:
-        return ""
-    if path.num_hops == 0:
-        return "X"
-    return f"{path.kind} {path.gb_per_s:.1f}" if paths.is_known(path) else path.kind
-
-
-def _hops(path: Path | None) -> str:
-    if path is None:
-        return "(0/0.0/DIS)"
-    return f"({path.num_hops}/{path.gb_per_s:.1f}/{path.kind})"
-
-
 def _number(paths: Paths) -> dict[str, str]:
     """Return what NCCL calls each end of a path: ``GPU/0-3000``, ``NET/0-0``."""
     network = paths.network
@@ -176,21 +159,17 @@ def _number(paths: Paths) -> dict[str, str]:
     for kind in _TARGETS:
         for place, name in enumerate(network.named(kind)):
             number = place
-            if kind in (VertexKind.GPU, VertexKind.DEV):
-                number = _address_number(name.removeprefix("dev/"), gpus)
-            elif kind == VertexKind.CPU:
+            if kind in (_V.GPU, _V.DEV):
+                own = name.removeprefix("dev/")
+                digits = re.sub(r"[:.]", "", own)
+                is_address = re.fullmatch(r"[0-9a-f]{8,16}", digits)
+                number = int(digits, 16) if is_address else gpus[own]
+            elif kind == _V.CPU:
                 number = int(name.removeprefix("numa/"))
-            elif kind == VertexKind.NET and ports[name] != UNKNOWN:
+            elif kind == _V.NET and ports[name] != UNKNOWN:
                 number = ports[name]
             ids[name] = f"{kind}/0-{number & _LOCAL_BITS:x}"
     return ids
-
-
-def _address_number(name: str, numbers: dict[str, int]) -> int:
-    """Return the digits of a bus address as one number, else the GPU's own."""
-    digits = re.sub(r"[:.]", "", name)
-    is_address = re.fullmatch(r"[0-9a-f]{8,16}", digits) is not None
-    return int(digits, 16) if is_address else numbers[name]
 
 
 def tabulate_plan(plan: HostPlan) -> str:
@@ -254,8 +233,7 @@ def tabulate_limits(
         if rate is not None:
             text += f"  {name:<8} {_rate(rate, world)}\n"
     has_practical = any(each.limit and each.limit.practical_gb_per_s for each in bounds)
-    rows = [("collective", "bound", "NCCL's", "set by")]
-    rows += [_limit_row(each) for each in bounds]
+    rows = [("collective", "bound", "NCCL's", "set by"), *map(_limit_row, bounds)]
     text += "\n"
     for collective, bound, practical, link in rows:
         middle = f"{practical:>9}" if has_practical else ""
@@ -286,11 +264,12 @@ def _limit_row(bound: Bound) -> tuple[str, str, str, str]:
 
 
 def _limit_notes(world: LimitWorld, bounds: Sequence[Bound], width: int) -> str:
-    by_note: dict[str, list[str]] = {}
-    for each in bounds:
-        for note in each.limit.note.split("; ") if each.limit else ():
-            if note:
-                by_note.setdefault(note, []).append(each.collective)
+    by_note = grouped(
+        (note, each.collective)
+        for each in bounds
+        for note in (each.limit.note.split("; ") if each.limit else ())
+    )
+    by_note.pop("", None)
     text = ""
     for note, collectives in by_note.items():
         text += wrap(f"{', '.join(collectives)}: ", note, width, indent=2)
@@ -332,15 +311,19 @@ def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:
             "B, or none: they are matched by number and name.",
             indent=0,
         )
-    parts = [head, _draw_paths(comparison.paths)]
-    parts.append(_draw_differences(comparison.differences))
-    for title, names in (
-        ("only in A", comparison.only_first),
-        ("only in B", comparison.only_second),
-    ):
-        if names:
-            parts.append(wrap("", f"{title}: {list_some(names, 8, 'elements')}"))
-    return "\n".join(part for part in (*parts, left_out) if part)
+    only = {"A": comparison.only_first, "B": comparison.only_second}
+    parts = [
+        head,
+        _draw_paths(comparison.paths),
+        _draw_differences(comparison.differences),
+        *(
+            wrap("", f"only in {side}: {list_some(names, 8, 'elements')}")
+            for side, names in only.items()
+            if names
+        ),
+        left_out,
+    ]
+    return "\n".join(part for part in parts if part)
 
 
 def _draw_paths(paths: Sequence[PathComparison]) -> str:
@@ -348,19 +331,20 @@ def _draw_paths(paths: Sequence[PathComparison]) -> str:
     text = "paths, in NCCL's figures (A -> B):\n" if shown else ""
     for each in shown:
         text += f"  {each.kind}: {len(each.changes)} of {each.num_pairs} pairs differ\n"
-        groups: dict[str, list[PathChange]] = {}
-        for change in each.changes:
-            kept = _kept(change)
-            words = " -> ".join(
-                f"{path.kind} {path.gb_per_s:g} GB/s" if path.gb_per_s else path.kind
-                for path in (change.was, change.now)
-            )
-            words += "" if kept == 1 else f" ({kept - 1:+.0%})"
-            groups.setdefault(words, []).append(change)
+        groups = grouped((_describe(change), change) for change in each.changes)
         for words, changes in sorted(groups.items(), key=lambda g: _kept(g[1][0])):
             names = ["-".join(change.ends) for change in changes]
             text += wrap("    ", f"{words}: {list_some(names, _MAX_PAIRS, 'pairs')}")
     return text
+
+
+def _describe(change: PathChange) -> str:
+    kept = _kept(change)
+    words = " -> ".join(
+        f"{path.kind} {path.gb_per_s:g} GB/s" if path.gb_per_s else path.kind
+        for path in (change.was, change.now)
+    )
+    return words if kept == 1 else f"{words} ({kept - 1:+.0%})"
 
 
 def _kept(change: PathChange) -> float:
@@ -381,18 +365,12 @@ def _draw_differences(differences: Sequence[Difference]) -> str:
         ]
         return fact in _NAMES, min(rates, default=1.0)
 
-    text = "what differs (A -> B):\n" if by_fact else ""
-    for fact in sorted(by_fact, key=order):
-        text += _draw_fact(fact, by_fact[fact])
-    return text
+    facts = [_draw_fact(fact, by_fact[fact]) for fact in sorted(by_fact, key=order)]
+    return "".join(["what differs (A -> B):\n", *facts]) if facts else ""
 
 
 def _draw_fact(fact: str, differences: Sequence[Difference]) -> str:
-    groups: dict[str, list[str]] = {}
-    for each in differences:
-        was = _value(each.was, each.was_gb_per_s)
-        change = f"{was} -> {_value(each.now, each.now_gb_per_s)}"
-        groups.setdefault(change, []).append(each.element)
+    groups = grouped((_change(each), each.element) for each in differences)
     if fact in _NAMES:
         names = list_some(list(groups), _MAX_CHANGES, "elements")
         return wrap("  ", f"{fact}: {names}")
@@ -403,6 +381,11 @@ def _draw_fact(fact: str, differences: Sequence[Difference]) -> str:
         text += wrap("  ", f"{fact}: {change}: {names}")
     left = len(ordered) - _MAX_CHANGES
     return text + (f"       and {left} more of this kind\n" if left > 0 else "")
+
+
+def _change(each: Difference) -> str:
+    was = _value(each.was, each.was_gb_per_s)
+    return f"{was} -> {_value(each.now, each.now_gb_per_s)}"
 
 
 def _value(value: str, gb_per_s: float) -> str:

@@ -1,6 +1,5 @@
 """A topology as a tree of text: NUMA nodes, bridges, GPUs and adapters at them."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -140,13 +139,11 @@ class ElementTree:
             if links := self._links.get((link_kind, gpu.name)):
                 count = sum(max(0, link.num_links) for link in links)
                 is_known = all(is_link_known(link, gpu) for link in links)
-                rate = f"{sum(link_gb_per_s(link, gpu) for link in links):.4g} GB/s"
-                words = f"{counted(count, 'link')}, " if count > 1 else ""
-                words += rate if is_known else ""
-                details.append(
-                    f"{title} {words or counted(count, 'link')}".rstrip(", ")
-                )
-        shown = tuple(each for each in details if each)
+                rate = f"{sum(link_gb_per_s(link, gpu) for link in links):.4g}"
+                rates = [f"{rate} GB/s"] if is_known else []
+                counts = [counted(count, "link")] if count > 1 or not is_known else []
+                details.append(f"{title} {', '.join([*counts, *rates])}")
+        shown = tuple(filter(None, details))
         return TreeElement("gpu", (gpu.name,), f"GPU {gpu.number}", gpu.bus_id, shown)
 
     def _nic(self, ports: Sequence[NetPort], pci_words: str) -> TreeElement:
@@ -155,13 +152,9 @@ class ElementTree:
         kinds = " ".join(sorted({port.kind for port in ports if port.kind}))
         rates = format_runs([_port_rate(port) for port in ports])
         details = (rates, kinds if self._is_drawn else "", pci_words)
-        return TreeElement(
-            "nic",
-            (*(port.name for port in ports), *([bus_id] if bus_id else [])),
-            "NIC" if title == bus_id else title,
-            bus_id,
-            tuple(each for each in details if each),
-        )
+        names = (*(port.name for port in ports), *([bus_id] if bus_id else []))
+        title = "NIC" if title == bus_id else title
+        return TreeElement("nic", names, title, bus_id, tuple(filter(None, details)))
 
 
 def _port_rate(port: NetPort) -> str:
@@ -190,10 +183,8 @@ def _is_speed_known(device: PciDevice) -> bool:
 
 
 def draw_tree(topology: Topology) -> str:
-    """Return a topology as text for people; hosts that look alike are drawn once.
-
-    Bandwidths are of one direction in GB/s, as NCCL counts.
-    """
+    """Return a topology as text for people; hosts that look alike are drawn once."""
+    # Bandwidths are of one direction in GB/s, as NCCL counts.
     names = grouped(
         (_draw_host(host), host.name or f"host {number}")
         for number, host in enumerate(topology.hosts)
@@ -269,11 +260,11 @@ def _fabric(host: HostTopology) -> Iterator[str]:
     """Yield a line for each kind of direct links, or one a GPU where they differ."""
     titles = {gpu.name: str(gpu.number) for gpu in host.gpus}
     for kind, title in LINK_TITLES.items():
-        by_words: dict[str, list[str]] = {}
-        for gpu in host.gpus:
-            links = [k for k in host.links if (k.kind, k.source) == (kind, gpu.name)]
-            words = _links_words(gpu, links, titles)
-            by_words.setdefault(words, []).append(titles[gpu.name])
+        links = grouped((k.source, k) for k in host.links if k.kind == kind)
+        by_words = grouped(
+            (_links_words(gpu, links.get(gpu.name, ()), titles), titles[gpu.name])
+            for gpu in host.gpus
+        )
         if list(by_words) == [""]:
             continue
         for words, own in by_words.items():
@@ -283,18 +274,17 @@ def _fabric(host: HostTopology) -> Iterator[str]:
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
     """Return to what a GPU's links lead, alike for GPUs in like places."""
-    counts: dict[str, int] = defaultdict(int)
-    rates: dict[str, float] = defaultdict(float)
-    unknown: set[str] = set()
-    for link in links:
-        target = "NVSwitch" if is_nvlink_switch(link) else link.target
-        counts[target] += link.num_links
-        rates[target] += round(link_gb_per_s(link, gpu), 3)
-        unknown |= set() if is_link_known(link, gpu) else {target}
-    alike: dict[tuple[int, str], list[str]] = {}
-    for target, count in counts.items():
-        rate = "" if target in unknown else f", {rates[target]:g} GB/s"
-        alike.setdefault((count, rate), []).append(target)
+    by_target = grouped(
+        ("NVSwitch" if is_nvlink_switch(link) else link.target, link) for link in links
+    )
+
+    def figures(own: Sequence[Link]) -> tuple[int, str]:
+        rate = sum(round(link_gb_per_s(link, gpu), 3) for link in own)
+        is_known = all(is_link_known(link, gpu) for link in own)
+        count = sum(link.num_links for link in own)
+        return count, f", {rate:g} GB/s" if is_known else ""
+
+    alike = grouped((figures(own), target) for target, own in by_target.items())
     return "; ".join(
         f"{count} {'each ' if len(targets) > 1 else ''}to "
         f"{_targets(gpu, targets, titles)}{rate}"
@@ -308,8 +298,8 @@ def _targets(gpu: GpuDevice, targets: Sequence[str], titles: dict[str, str]) -> 
     if len(targets) > 1 and {*targets, gpu.name} == titles.keys():
         return "the other GPUs"
     near = [titles[target] for target in targets if target in titles]
-    words = [_gpus(near)] if near else []
-    return " and ".join([*words, *(each for each in targets if each not in titles)])
+    far = [each for each in targets if each not in titles]
+    return " and ".join([*([_gpus(near)] if near else []), *far])
 
 
 def _gpus(numbers: Sequence[str]) -> str:

@@ -186,10 +186,8 @@ class Footprint:
 
 
 def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
-    """Return what a rank needs at least, by a forward pass on tensors without data.
-
-    Workspaces, and the gradients of activations, come on top.
-    """
+    """Return what a rank needs at least, by a forward pass on tensors without data."""
+    # Workspaces, and the gradients of activations, come on top.
     is_mixed = options.dtype is Dtype.BFLOAT16
     # Not the meta device: there attention keeps matrices that no real device keeps.
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):

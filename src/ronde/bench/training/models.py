@@ -257,11 +257,9 @@ def _mnist_cnn(num_classes: int) -> nn.Module:
 
 
 def _lenet5(num_classes: int) -> nn.Module:
-    """Make the network of LeCun et al. 1998 as it is built today: 0.06 M parameters.
-
-    Every map of C3 sees all maps of S2 and the pools have no weights; the paper's own
-    count of 60,000 leaves some of those connections out.
-    """
+    """Make the network of LeCun et al. 1998 as it is built today: 0.06 M parameters."""
+    # Every map of C3 sees all maps of S2 and the pools have no weights; the paper's own
+    # count of 60,000 leaves some of those connections out.
     return nn.Sequential(
         nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2),
         nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
@@ -366,5 +364,4 @@ FACTORIES: Mapping[str, Callable[[int], nn.Module]] = {
     "resnet20": make_resnet20,
     "resnet50": make_resnet50,
     "transformer": _transformer(CHARACTERS),
-}
-"""Makes a model for so many classes, by name."""
+}  # makes a model for so many classes, by name

@@ -161,11 +161,9 @@ class TrainingOutcome:
         return statistics.median(each[source].phases_s[phase] for each in self.rounds)
 
     def exposed_s(self) -> float:
-        """Return the communication of a step that backward does not hide.
-
-        It is what ``backward()`` takes longer with communication than without; noise
-        can make it negative.
-        """
+        """Return the communication of a step that backward does not hide."""
+        # It is what ``backward()`` takes longer with communication than without; noise
+        # can make it negative.
         variants, phase = (Variant.ALL_RANKS, Variant.NO_COMMUNICATION), Phase.BACKWARD
         pairs = [[each[v].phases_s[phase] for v in variants] for each in self.rounds]
         return statistics.median(longer - shorter for longer, shorter in pairs)

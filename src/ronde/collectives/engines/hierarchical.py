@@ -19,13 +19,10 @@ from ronde.collectives.engine import Engine, ReduceOp, Work
 from ronde.collectives.lane import LaneEngine
 from ronde.collectives.shapes import rows
 
-PIECE_BYTES = 2 * 1024 * 1024
-"""Large enough for the network's full rate, small enough that several are under way."""
+PIECE_BYTES = 2 * 1024 * 1024  # the network's full rate, yet several are under way
 _UNDER_WAY = 2
-_MOST_PADDED = 2
-"""How many times the bytes may travel so that all ranks' parts are of one length."""
-_Steps = Generator[Work[Tensor] | None, Any, None]
-"""Works on a piece: yields what goes on between hosts, and is sent the result."""
+_MOST_PADDED = 2  # times the bytes, so that all parts are of one length
+_Steps = Generator[Work[Tensor] | None, Any, None]  # between hosts
 
 
 class HostGroups(NamedTuple):
@@ -38,7 +35,7 @@ class HostGroups(NamedTuple):
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             found.setdefault(host, []).append(rank)
-        return cls(tuple(tuple(ranks) for ranks in found.values()))
+        return cls(tuple(map(tuple, found.values())))
 
     @property
     def num_hosts(self) -> int:
@@ -56,11 +53,11 @@ class HostGroups(NamedTuple):
 
 
 class HierarchicalEngine(LaneEngine):
-    """Does on each host what need not cross the network.
+    """Does on each host what need not cross the network."""
 
-    ``world`` has all ranks, for the calls that two levels do not help; ``local`` those
-    of this host, in order of rank; ``cross`` one of each host, in the order of hosts.
-    """
+    # ``world`` has all ranks, for the calls that two levels do not help; ``local``
+    # those of this host, in order of rank; ``cross`` one of each host, in the order of
+    # hosts.
 
     name = "hierarchical"
 
@@ -100,10 +97,9 @@ class HierarchicalEngine(LaneEngine):
 
 
 class EvenHostsEngine(HierarchicalEngine):
-    """All hosts have equally many ranks: each exchanges its share with its likes.
+    """All hosts have equally many ranks: each exchanges its share with its likes."""
 
-    ``cross`` are the ranks of this rank's place on every host.
-    """
+    # ``cross`` are the ranks of this rank's place on every host.
 
     _cross: Communicator
 
@@ -179,10 +175,9 @@ class EvenHostsEngine(HierarchicalEngine):
 
 
 class LeadersEngine(HierarchicalEngine):
-    """Hosts have unequal numbers of ranks: the first of each speaks for it.
+    """Hosts have unequal numbers of ranks: the first of each speaks for it."""
 
-    ``cross`` are the first ranks of every host; None on all others.
-    """
+    # ``cross`` are the first ranks of every host; None on all others.
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
         """Reduce on each host, over the leaders, and copy back."""

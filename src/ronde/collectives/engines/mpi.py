@@ -62,8 +62,7 @@ Start = Callable[[MPI.Intracomm], Sequence[MPI.Request]]
 _Buffer = list[Any]
 _MANY_UNDER_WAY = 256
 
-MAX_COUNT = 1 << 30
-"""Elements in one of MPI's calls."""
+MAX_COUNT = 1 << 30  # elements in one of MPI's calls
 _SPIN_S = 0.002
 _SPIN_S_PER_BYTE = 4e-9
 _FIRST_SLEEP_S = 50e-6
@@ -83,8 +82,7 @@ _DATATYPES = {
     torch.float64: MPI.DOUBLE,
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
-}
-"""The dtypes that ``arithmetic.encode`` leaves to be reduced."""
+}  # the dtypes that ``arithmetic.encode`` leaves to be reduced
 
 
 class MpiLibrary:
@@ -96,8 +94,7 @@ class MpiLibrary:
             watch_exit()
             atexit.register(self._finalize)
         self.has_failed = False
-        self.under_way: set[MpiWork] = set()
-        """Kept alive while MPI reads and writes their tensors; failed ones for ever."""
+        self.under_way: set[MpiWork] = set()  # MPI uses their tensors
         provided = MPI.Query_thread()
         if provided < MPI.THREAD_SERIALIZED:
             raise UsageError(
@@ -119,11 +116,10 @@ load = functools.cache(MpiLibrary)
 
 
 class MpiEngine(Engine):
-    """Moves tensors by a communicator of MPI's own.
+    """Moves tensors by a communicator of MPI's own."""
 
-    MPI moves bytes only inside of its calls: a collective under way goes on while this
-    process waits for it, asks whether it is done, or makes another call.
-    """
+    # MPI moves bytes only inside of its calls: a collective under way goes on while
+    # this process waits for it, asks whether it is done, or makes another call.
 
     name = "mpi"
 

@@ -33,12 +33,10 @@ from ronde.collectives.arithmetic import KERNELS, put_back
 from ronde.collectives.engine import Engine, ReduceOp, Work
 from ronde.collectives.lane import LaneEngine
 
-PIECE_BYTES = 512 * 1024
-"""The longest message: long enough that posting it costs little beside sending it."""
+PIECE_BYTES = 512 * 1024  # long enough that posting it costs little
 _MAX_FREE = 32
 _LOOKAHEAD = 4
-_MAX_TAG = 1 << 14
-"""MPI promises tags up to 32,767. Messages of equal tag arrive in order."""
+_MAX_TAG = 1 << 14  # MPI promises 32,767; those of equal tag arrive in order
 
 
 class ScheduledMessage(NamedTuple):
@@ -49,8 +47,7 @@ class ScheduledMessage(NamedTuple):
     start: int
     stop: int
     tag: int
-    needs: tuple[int, ...]
-    """Earlier messages of the program that must be complete before it is posted."""
+    needs: tuple[int, ...]  # messages that must be complete before it is posted
 
 
 @dataclass(slots=True)
@@ -58,11 +55,9 @@ class _Draft:
     """A message whose place in the program is not known yet."""
 
     step: ScheduleStep
-    stage: int
-    """See Note [Stages]."""
+    stage: int  # see Note [Stages]
     span: tuple[int, int]
-    cells: tuple[tuple[int, int], ...]
-    """Names of the parts of the vector that it touches."""
+    cells: tuple[tuple[int, int], ...]  # parts of the vector that it touches
     needs: "list[_Draft]"
     tag: int = 0
 
@@ -125,12 +120,10 @@ def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]
 
 
 def _connect(drafts: list[_Draft]) -> None:
-    """Find what each message depends on.
-
-    A send needs what was received into its elements before; a receive needs the sends
-    that still read them. Sums arrive beside the vector and are added in the order of
-    the program.
-    """
+    """Find what each message depends on."""
+    # A send needs what was received into its elements before; a receive needs the sends
+    # that still read them. Sums arrive beside the vector and are added in the order of
+    # the program.
     arriving: dict[tuple[int, int], list[_Draft]] = {}
     leaving: dict[tuple[int, int], list[_Draft]] = {}
     for draft in drafts:

@@ -1,14 +1,41 @@
-"""Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA."""
+"""Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA.
 
+Note [Gloo's sockets]
+    Left alone, Gloo looks its own host's name up, which on many a host leads to the
+    loopback, where no other host reaches it. The way to rank 0 is known to work: the
+    store is there.
+
+    Gloo goes on to listen for as long as its group lives, though nobody is to come any
+    more, and keeps every connection that comes: some hundred of a stranger's use up the
+    rank's descriptors, and Gloo ends the process (``accept: Too many open files``). The
+    socket cannot be closed under Gloo's hands. But a socket filter can have the kernel
+    drop every packet to it: open connections are sockets of their own.
+"""
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ReduceOp as TorchOp, Store
+from torch.distributed import (
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp as TorchOp,
+    Store,
+)
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from ronde.addresses import is_loopback, read_interfaces, source_towards
 from ronde.collectives.arithmetic import (
     HALVES,
     PLAIN,
@@ -20,18 +47,437 @@ from ronde.collectives.engine import (
     CPU,
     Engine,
     ErrorContext,
+    Look,
     Plan,
     ReduceOp,
     Reduction,
     Work,
+    closed_error,
 )
-from ronde.collectives.process_groups import (
-    Backend,
-    BackendWork,
-    Groups,
-    TorchWork,
-)
-from ronde.collectives.torch_modes import writing_to
+from ronde.collectives.lane import FutureWork
+from ronde.collectives.store import JobStore
+from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
+from ronde.errors import UsageError
+from ronde.world.environment import select_variables
+
+_FOR_EVER = timedelta(0)  # what torch takes for it
+# torch's stubs give the backends' methods no common type.
+Backend = Any
+_UNUSED_TAG = (1 << 31) - 1
+_SHORT = timedelta(milliseconds=1)
+_SHORTEST_PAUSE_S = 0.001
+_CLOSE_WITHIN_S = 5.0  # for what is under way to end, and for peers to let go
+_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_making = threading.Lock()
+# The kernel's struct sock_filter, BPF_RET with 0: no byte of a packet is taken; and the
+# struct sock_fprog of this one instruction.
+_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_DROP))
+
+
+class BackendWork(Protocol):
+    """The part of ``torch.distributed.Work`` that is used here."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object: ...
+
+
+class TorchWork(Work[None]):
+    """torch's works and what is left to do after them; one thread at a time waits."""
+
+    __slots__ = ("_after", "_context", "_pending")
+
+    def __init__(
+        self,
+        pending: Sequence[BackendWork],
+        context: ErrorContext,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(None, is_over=False)
+        self._pending = pending
+        self._context = context
+        self._after = after
+
+    def _poll(self) -> bool:
+        return all(pending.is_completed() for pending in self._pending)
+
+    def _block(self, look: Look | None) -> bool:
+        if look is not None:
+            # Only wait() orders the stream that is current then.
+            return self._watch(look)
+        try:
+            for pending in self._pending:
+                pending.wait()
+        except RuntimeError as error:
+            self.failure = self._context.explain(error)
+            self.failure.__cause__ = error
+        else:
+            if self._after is not None:
+                self._after()
+        self.is_over = True
+        self._pending, self._after = (), None
+        return True
+
+    def _watch(self, look: Look) -> bool:
+        for pending in self._pending:
+            while not pending.is_completed():
+                pause_s = look()
+                if pause_s is None:
+                    return False
+                with suppress(RuntimeError):  # also of a failure: it is raised later
+                    pause_s = max(pause_s, _SHORTEST_PAUSE_S)
+                    pending.wait(timedelta(seconds=pause_s))
+        return True
+
+
+class AwaitedMessage:
+    """A send or receive; torch completes it only for whoever waits: here, a thread."""
+
+    __slots__ = ("_inner", "_outcome")
+
+    def __init__(self, inner: BackendWork) -> None:
+        self._inner = inner
+        self._outcome: Future[object] | None = None
+
+    def is_completed(self) -> bool:
+        if self._outcome is None:
+            self._outcome = Future()
+            threading.Thread(
+                target=self._wait_into, args=(self._outcome,), daemon=True
+            ).start()
+        return self._outcome.done()
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
+        if self._outcome is None:
+            return self._inner.wait(timeout)
+        if timeout and not wait((self._outcome,), timeout.total_seconds()).done:
+            raise RuntimeError("Operation timed out!")
+        return self._outcome.result()
+
+    def _wait_into(self, outcome: Future[object]) -> None:
+        try:
+            outcome.set_result(self._inner.wait())
+        except RuntimeError as error:
+            outcome.set_exception(error)
+
+
+class Nccl:
+    """One process group of NCCL's; collective to make."""
+
+    # It is connected at once. Left to the first calls, two groups whose first calls
+    # come in another order on another rank would wait for ever.
+
+    def __init__(
+        self,
+        store: Store,
+        place: tuple[int, int],
+        limit: timedelta,
+        device: torch.device,
+    ) -> None:
+        try:
+            from torch.distributed import ProcessGroupNCCL
+        except ImportError as error:
+            raise UsageError(
+                "torch must be built with NCCL to reduce CUDA tensors, got "
+                f"{torch.__version__}."
+            ) from error
+        options = ProcessGroupNCCL.Options()
+        options._timeout = limit  # noqa: SLF001  the only name
+        self.device = device
+        self.group: Any = ProcessGroupNCCL(store, *place, options)
+        with torch.cuda.device(device):
+            self.group.eager_connect_single_device(device)
+        self._gathered: list[GroupedMessage] = []
+
+    def message(
+        self, call: str, values: Tensor, peer: int, tag: int
+    ) -> "GroupedMessage":
+        """Note a ``send`` or ``recv`` down, to be started with others."""
+        if tag:
+            raise UsageError(
+                f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
+                "it out, and receive in the order in which the other rank sends."
+            )
+        post = getattr(self.group, call)
+        message = GroupedMessage(self, lambda: post([values], peer, 0))
+        self._gathered.append(message)
+        return message
+
+    def start_messages(self) -> None:
+        """Start what was gathered, as one group."""
+        # Started one by one, two ranks that both first receive would wait for ever.
+        messages, self._gathered = self._gathered, []
+        if not messages:
+            return
+        self.group._start_coalescing()  # noqa: SLF001  it has no other name
+        try:
+            for message in messages:
+                message.post()
+        finally:
+            work = self.group._end_coalescing()  # noqa: SLF001  likewise
+        for message in messages:
+            message.work = work
+
+    def close(self) -> None:
+        """End connections and threads: gracefully if that is soon done, or else not."""
+        # Aborted at once, NCCL would drop what another rank waits for.
+        self._gathered.clear()
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        end_s = time.monotonic() + _CLOSE_WITHIN_S
+        while not done.query():
+            if time.monotonic() > end_s:
+                self.group.abort()
+                return
+            time.sleep(0.001)
+
+        def shut_down() -> None:
+            with suppress(RuntimeError), torch.cuda.device(self.device):
+                self.group.shutdown()
+
+        thread = threading.Thread(target=shut_down, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # Python itself ends, and starts no thread any more
+            self.group.abort()
+            return
+        thread.join(_CLOSE_WITHIN_S)
+
+    def abort(self) -> None:
+        self._gathered.clear()
+        self.group.abort()
+
+
+class GroupedMessage:
+    """A send or receive that has started, or will with others."""
+
+    __slots__ = ("_nccl", "_post", "_ready", "work")
+
+    def __init__(self, nccl: Nccl, post: Callable[[], object]) -> None:
+        self._nccl = nccl
+        self._post = post  # holds the tensor, too
+        self._ready = torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(nccl.device))
+        self.work: Any = None
+
+    def post(self) -> None:
+        torch.cuda.current_stream(self._nccl.device).wait_event(self._ready)
+        self._post()
+
+    def is_completed(self) -> bool:
+        return bool(self._started().is_completed())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> object:
+        return self._started().wait(timeout)
+
+    def _started(self) -> Any:  # noqa: ANN401  torch's stubs give works no common type
+        if self.work is None:
+            self._nccl.start_messages()
+        if self.work is None:
+            raise RuntimeError("the communicator was closed")
+        return self.work
+
+
+class Groups:
+    """The process groups of one communicator: Gloo's, and NCCL's at first use."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, *, is_one_host: bool
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timedelta(seconds=timeout_s)
+        # A host's own name may lead nowhere; the loopback is always there.
+        self._address = "127.0.0.1"
+        if not is_one_host:
+            addresses = PrefixStore("address", store)
+            self._address = _find_own_address(addresses, rank, size, self._timeout)
+        self._is_closed = False
+        self._thread: ThreadPoolExecutor | None = None
+        self._nccl: Nccl | None = None
+        self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
+
+    def of(self, device: torch.device) -> Backend:
+        if self._nccl is not None:
+            # Else what another rank waits for would wait for what is called now.
+            self._nccl.start_messages()
+        return self._backends.get(device.type) or self.connect_nccl(device).group
+
+    @property
+    def cuda_device(self) -> torch.device | None:
+        return None if self._nccl is None else self._nccl.device
+
+    def connect_nccl(self, device: torch.device) -> Nccl:
+        """Return the group that moves CUDA tensors; collective the first time."""
+        self._require_open()
+        if device.type != "cuda":
+            raise UsageError(
+                f"device must be cpu or cuda, got {device}. Copy the tensor to the CPU."
+            )
+        if self._nccl is None:
+            store, place = PrefixStore("nccl", self._store), (self._rank, self._size)
+            self._nccl = Nccl(store, place, self._timeout, device)
+            self._backends["cuda"] = self._nccl.group
+        return self._nccl
+
+    def message(self, call: str, values: Tensor, peer: int, tag: int) -> BackendWork:
+        """Start a ``send`` or ``recv``."""
+        if not values.is_cpu:
+            return self.connect_nccl(values.device).message(call, values, peer, tag)
+        post = getattr(self.of(values.device), call)
+        return AwaitedMessage(post([values], peer, tag))
+
+    def submit(
+        self, context: ErrorContext, steps: Callable[[Backend], None]
+    ) -> FutureWork[None]:
+        """Call ``steps`` in a thread, once all earlier ones are over."""
+        # All ranks must start their steps in one order, the second when the first is
+        # over. So the steps have a group and a thread to themselves.
+        self._require_open()
+        if self._thread is None:
+            self._backends["steps"] = self._make_gloo("lane")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
+        group = self._backends["steps"]
+
+        def run() -> None:
+            with context.guard():
+                steps(group)
+
+        return FutureWork(self._thread.submit(in_mode_of_caller(run)))
+
+    def abort(self) -> None:
+        """Close, and make what is under way fail here and on the other ranks."""
+        # Gloo has no call for that. But one message that times out ends all connections
+        # of its group.
+        for name in ("steps", "cpu"):
+            if name in self._backends:
+                self._break_off(self._backends[name])
+        if self._nccl is not None:
+            self._nccl.abort()
+            self._nccl = None
+        self.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        nccl, self._nccl = self._nccl, None
+        self._backends.pop("cuda", None)
+        if nccl is not None:
+            nccl.close()
+        while self._backends:
+            self._backends.popitem()[1].shutdown()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _break_off(self, gloo: Backend) -> None:
+        for peer in range(self._size):
+            if peer == self._rank:
+                continue
+            nothing = [torch.empty(1, device="cpu")]
+            try:
+                gloo.recv(nothing, peer, _UNUSED_TAG).wait(_SHORT)
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return  # with a peer that is gone it is no time-out
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise closed_error()
+
+    def _make_gloo(self, name: str) -> Backend:
+        store = PrefixStore(name, self._store)
+        gloo: Any = ProcessGroupGloo
+        options: Any = self._timeout
+        listening: dict[int, int] = {}
+        if self._address:
+            options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
+            options._timeout = self._timeout  # noqa: SLF001  likewise
+            with _making:  # another thread's sockets still wait for its ranks
+                before = _listening(self._address)
+                device = gloo.create_device(hostname=self._address)
+                after = _listening(self._address)
+            listening = {fd: i for fd, i in after.items() if before.get(fd) != i}
+            options._devices = [device]  # noqa: SLF001  likewise
+        group: Backend = gloo(store, self._rank, self._size, options)
+        # Nobody leaves before all are connected: rank 0's store may go at any time.
+        group.barrier().wait()
+        _let_nobody_in(listening)
+        return group
+
+
+def _let_nobody_in(listening: dict[int, int]) -> None:
+    """Have the kernel keep all from these sockets: see Note [Gloo's sockets]."""
+    if select_variables([_LAZY]).get(_LAZY, "0").lower() in ("1", "true", "yes", "y"):
+        return  # torch then connects two ranks when they first need it
+    for fd, inode in listening.items():
+        # A sandbox may have no filters: the port stays open there, and the job goes on.
+        with suppress(OSError):
+            if os.fstat(fd).st_ino == inode:
+                with socket.socket(fileno=os.dup(fd)) as sock:
+                    sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
+
+
+def _listening(address: str) -> dict[int, int]:
+    """Return the inodes of this process's sockets that listen there, by descriptor."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if (
+                    sock.family in (socket.AF_INET, socket.AF_INET6)
+                    and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    and sock.getsockname()[0] == address
+                ):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Return the address of this host that leads to where the ranks meet; collective.
+
+    Empty where the user has named an interface that does not lead there, or where no
+    route does: torch then decides. On the store's own host it is what others use: its
+    name may lead to the loopback there, and only the others know the address.
+    """
+    target = _find_target(store)
+    own = source_towards(target) if target else ""
+    is_near = not own or is_loopback(own)
+    store.set(f"target/{rank}", "" if is_near else target)
+    # The last rank is the likeliest to be on another host.
+    for other in reversed([r for r in range(size) if is_near and r != rank]):
+        key = f"target/{other}"
+        # The store's own time-out is not the caller's.
+        store.wait([key], timeout)
+        address = store.get(key).decode()
+        if address and source_towards(address) == address:
+            own = address
+            break
+    named = select_variables([_INTERFACE]).get(_INTERFACE)
+    addresses = [i.address for i in read_interfaces() if i.interface == named]
+    return "" if named and own not in addresses else own
+
+
+def _find_target(store: Store) -> str:
+    base: Any = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    host = base.address if isinstance(base, JobStore) else getattr(base, "host", "")
+    if not host:
+        return ""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    # In one order on all hosts: Gloo connects no IPv4 to IPv6.
+    addresses = sorted((str(entry[4][0]) for entry in found), key=lambda a: ":" in a)
+    return next((a for a in addresses if source_towards(a)), "")
+
 
 _TORCH_OPS = {
     ReduceOp.SUM: TorchOp.SUM,
@@ -67,46 +513,37 @@ class TorchDistributedEngine(Engine):
         self._groups.of(CPU)
 
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
-        """Say what torch reduces.
-
-        Gloo rounds a sum of 16-bit floats once a rank: see ``rounds_often``. NCCL's
-        average of them divides first. The rest goes by shares.
-        """
+        """Say what torch reduces."""
+        # Gloo rounds a sum of 16-bit floats once a rank: see ``rounds_often``. NCCL's
+        # average of them divides first. The rest goes by shares.
         dtype = like.dtype
         if call == "reduce_scatter":
             return Reduction(op, scales=True)
         is_average = op is ReduceOp.AVERAGE
         if dtype in HALVES and like.is_cuda:
-            native = Reduction(op)
-        elif rounds_often(dtype, op, self.size) or (
-            dtype.is_complex and op is ReduceOp.PRODUCT
-        ):
-            native = Reduction(op, scales=True)
-        elif dtype.is_floating_point or (dtype in PLAIN and not is_average):
-            native = Reduction(ReduceOp.SUM if is_average else op)
-        else:
-            native = None
-        return native
+            return Reduction(op)
+        is_product = dtype.is_complex and op is ReduceOp.PRODUCT
+        if is_product or rounds_often(dtype, op, self.size):
+            return Reduction(op, scales=True)
+        if dtype.is_floating_point or (dtype in PLAIN and not is_average):
+            return Reduction(ReduceOp.SUM if is_average else op)
+        return None
 
     def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
-        backend = self._groups.of(out.device)
-        if what.scales:
-            return self._all_reduce_by_shares(source, out, what)
-        try:
-            pending = backend.allreduce([out], self._options[what.op])
-        except RuntimeError as error:
-            raise self._all_reduce_context.explain(error) from error
-        return TorchWork((pending,), self._all_reduce_context)
+        backend, context = self._groups.of(out.device), self._all_reduce_context
+        if not what.scales:
+            try:
+                pending = backend.allreduce([out], self._options[what.op])
+            except RuntimeError as error:
+                raise context.explain(error) from error
+            return TorchWork((pending,), context)
 
-    def _all_reduce_by_shares(
-        self, source: Tensor, out: Tensor, what: Reduction
-    ) -> Work[None]:
         def steps(backend: Backend) -> None:
             _reduce_by_shares(backend, self.size, source, out, what)
 
         if not out.is_cuda:
-            return self._groups.submit(self._all_reduce_context, steps)
-        with self._all_reduce_context.guard():
+            return self._groups.submit(context, steps)
+        with context.guard():
             # The stream keeps the steps in order; the host does not wait.
             steps(self._groups.of(out.device))
         return Work(None)
@@ -143,7 +580,8 @@ class TorchDistributedEngine(Engine):
         with context.guard():
             backend = self._groups.of(out.device)
             if len(set(counts)) == 1:
-                return TorchWork((_all_gather_even(backend, out, own),), context)
+                pending = backend._allgather_base(out, own)  # noqa: SLF001  the only name
+                return TorchWork((pending,), context)
             # torch gathers no uneven shares: every rank broadcasts its own into place.
             parts: tuple[Tensor, ...] = torch.split(out, list(counts))
             parts[self.rank].copy_(own)
@@ -165,23 +603,19 @@ class TorchDistributedEngine(Engine):
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
         def start() -> BackendWork:
-            return _broadcast(
-                self._groups.of(data.device), data.view(torch.uint8), root
-            )
+            return _broadcast(self._groups.of(data.device), data, root)
 
         return self._start("broadcast", start)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
-        values = data.view(torch.uint8)
-        return self._start(
-            "send", lambda: self._groups.message("send", values, to, tag)
-        )
+        return self._message("send", data, to, tag)
 
     def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
+        return self._message("recv", data, source, tag)
+
+    def _message(self, name: str, data: Tensor, peer: int, tag: int) -> Work[None]:
         values = data.view(torch.uint8)
-        return self._start(
-            "recv", lambda: self._groups.message("recv", values, source, tag)
-        )
+        return self._start(name, lambda: self._groups.message(name, values, peer, tag))
 
     def barrier(self) -> Work[None]:
         return self._start("barrier", lambda: self._groups.of(CPU).barrier())
@@ -230,11 +664,6 @@ def _broadcast(backend: Backend, tensor: Tensor, root: int) -> BackendWork:
     return backend.broadcast([tensor.view(torch.uint8)], options)
 
 
-def _all_gather_even(backend: Backend, gathered: Tensor, own: Tensor) -> BackendWork:
-    """Gather equal, contiguous shares; ``gathered`` holds ``size`` times ``own``."""
-    return backend._allgather_base(gathered, own)  # noqa: SLF001  it has no other name
-
-
 def _reduce_by_shares(
     backend: Backend, size: int, source: Tensor, out: Tensor, what: Reduction
 ) -> None:
@@ -248,5 +677,5 @@ def _reduce_by_shares(
     sent: Any = shares.view(torch.uint8)
     backend.alltoall_base(received.view(torch.uint8), sent, [], []).wait()
     reduced = reduce_stack(received.view(size, share), what.op, what.postscale)
-    _all_gather_even(backend, sent, reduced.view(torch.uint8)).wait()
+    backend._allgather_base(sent, reduced.view(torch.uint8)).wait()  # noqa: SLF001
     out.copy_(shares[:numel])

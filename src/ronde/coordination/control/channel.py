@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, Store
 
 from ronde.collectives.engine import ErrorContext
 from ronde.collectives.engines.hierarchical import HostGroups
-from ronde.collectives.engines.shared_memory.segment import through_store
-from ronde.collectives.process_groups import Groups
+from ronde.collectives.engines.shared_memory.shared_state import through_store
+from ronde.collectives.engines.torch_distributed import Groups
 from ronde.coordination.control.doorbell import FAR, NEAR, Doorbell, Waiter
 from ronde.coordination.control.gloo import GlooTransport
 from ronde.coordination.control.shared_memory import (

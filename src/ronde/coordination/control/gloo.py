@@ -23,7 +23,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ronde.collectives.process_groups import (
+from ronde.collectives.engines.torch_distributed import (
     Backend,
     BackendWork,
     Groups,

@@ -33,7 +33,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from ronde.collectives.engines.shared_memory.segment import (
+from ronde.collectives.engines.shared_memory.shared_state import (
     ExchangeBytes,
     Segment,
     share_segments,

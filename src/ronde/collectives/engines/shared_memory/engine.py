@@ -16,28 +16,22 @@ from ronde.collectives.engine import (
     Reduction,
     Work,
 )
-from ronde.collectives.engines.shared_memory import data_movement
+from ronde.collectives.engines.shared_memory import phases
 from ronde.collectives.engines.shared_memory.point_to_point import (
     CHANNEL_BYTES,
     ChannelMemory,
     PointToPoint,
 )
 from ronde.collectives.engines.shared_memory.progress import ProgressEngine
-from ronde.collectives.engines.shared_memory.reductions import (
-    KnownReductions,
-    reduce_scatter,
-)
-from ronde.collectives.engines.shared_memory.segment import (
-    ExchangeBytes,
-    among,
-    share_segments,
-    through_store,
-)
 from ronde.collectives.engines.shared_memory.shared_state import (
     ControlBlock,
+    ExchangeBytes,
     SharedState,
     StagingSlots,
+    among,
+    share_segments,
     slot_bytes,
+    through_store,
 )
 from ronde.collectives.engines.shared_memory.waiting import PeerProcess, Peers
 from ronde.collectives.shapes import Layout
@@ -78,7 +72,7 @@ class SharedMemoryEngine(Engine):
         )
         channels = ChannelMemory(blocks, segments, channels_at)
         self._messages = PointToPoint(self._progress, channels)
-        self._reductions = KnownReductions(size)
+        self._reductions = phases.KnownReductions(size)
 
     def require_open(self) -> None:
         self._progress.require_usable()
@@ -96,22 +90,22 @@ class SharedMemoryEngine(Engine):
         self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
     ) -> Work[None]:
         known = self._reductions.find("reduce_scatter", source, what)
-        steps = reduce_scatter(self._state, source, out, counts, known)
+        steps = phases.reduce_scatter(self._state, source, out, counts, known)
         return self._progress.submit("reduce_scatter", steps)
 
     def all_gather(
         self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
     ) -> Work[None]:
-        steps = data_movement.all_gather(self._state, own, out, counts)
+        steps = phases.all_gather(self._state, own, out, counts)
         return self._progress.submit(call, steps)
 
     def refuse(self, layout: Layout) -> None:
-        self._progress.submit(layout.call, data_movement.refuse(self._state, layout))
+        self._progress.submit(layout.call, phases.refuse(self._state, layout))
 
     def gather_rows(
         self, layout: Layout, data: Tensor, row_bytes: int, place: PlaceRows
     ) -> Work[None]:
-        steps = data_movement.gather_rows(self._state, layout, data, row_bytes, place)
+        steps = phases.gather_rows(self._state, layout, data, row_bytes, place)
         return self._progress.submit("all_gather", steps)
 
     def exchange_rows(
@@ -122,13 +116,13 @@ class SharedMemoryEngine(Engine):
         row_bytes: int,
         place: PlaceExchange,
     ) -> Work[None]:
-        steps = data_movement.exchange_rows(
+        steps = phases.exchange_rows(
             self._state, layout, data, splits, row_bytes, place
         )
         return self._progress.submit("all_to_all", steps)
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
-        steps = data_movement.broadcast(self._state, data, root)
+        steps = phases.broadcast(self._state, data, root)
         return self._progress.submit("broadcast", steps)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
@@ -138,7 +132,7 @@ class SharedMemoryEngine(Engine):
         return self._messages.recv(data, source, tag)
 
     def barrier(self) -> Work[None]:
-        return self._progress.submit("barrier", data_movement.barrier(self._state))
+        return self._progress.submit("barrier", phases.barrier(self._state))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros that all ranks map."""

@@ -18,16 +18,14 @@ from ronde.collectives.engines.shared_memory.progress import (
     ProgressEngine,
     Transfer,
 )
-from ronde.collectives.engines.shared_memory.segment import Segment
-from ronde.collectives.engines.shared_memory.shared_state import ControlBlock
+from ronde.collectives.engines.shared_memory.shared_state import ControlBlock, Segment
 from ronde.collectives.engines.shared_memory.waiting import IS_WEAKLY_ORDERED, fence
 from ronde.collectives.torch_modes import writing_to
 from ronde.errors import CollectiveError
 
 PIECE_BYTES = 256 << 10
 _NUM_PIECES = 2
-_HEAD_BYTES = 64
-"""Before each piece: the message's tag, length and kind of elements."""
+_HEAD_BYTES = 64  # before each piece: the message's tag, length and kind of elements
 CHANNEL_BYTES = _NUM_PIECES * (_HEAD_BYTES + PIECE_BYTES)
 
 
@@ -56,6 +54,7 @@ class Channel:
         self.sent_at = blocks[sender].sent + receiver
         self.taken_at = blocks[sender].taken + sender
         self._sent, self._taken = blocks[sender], blocks[receiver]
+        self.turn: deque[Sending] = deque()  # messages to be sent, in order
         self._heads: list[memoryview] = []
         self._pieces: list[Tensor] = []
         segment = segments[sender]
@@ -114,7 +113,7 @@ class Sending(Message):
     __slots__ = ("_num_done", "_queue")
 
     def __init__(
-        self, progress: ProgressEngine, queue: "SendQueue", tensor: Tensor, tag: int
+        self, progress: ProgressEngine, queue: Channel, tensor: Tensor, tag: int
     ) -> None:
         super().__init__(progress, "send", tensor, tag)
         self._queue = queue
@@ -144,14 +143,6 @@ class Sending(Message):
         if queue.num_sent() - taken < _NUM_PIECES:
             return None
         return PendingWord(queue.receiver, queue.taken_at, taken, taken + 1)
-
-
-class SendQueue(Channel):
-    """Messages to one rank, in order."""
-
-    def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
-        super().__init__(memory, sender, receiver)
-        self.turn: deque[Sending] = deque()
 
 
 class Receiving(Message):
@@ -197,10 +188,9 @@ class Receiving(Message):
 
 
 class ReceiveQueue(Channel):
-    """Messages from one rank: they come in the order sent, and are received by tag.
+    """Messages from one rank: they come in the order sent, and are received by tag."""
 
-    Whoever advances it reads for all that wait, in whatever inference mode they wait.
-    """
+    # Whoever advances it reads for all that wait, in whatever inference mode they wait.
 
     def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
         super().__init__(memory, sender, receiver)
@@ -259,13 +249,13 @@ class PointToPoint:
     def __init__(self, progress: ProgressEngine, memory: ChannelMemory) -> None:
         self._progress = progress
         self._memory = memory
-        self._send_queues: dict[int, SendQueue] = {}
+        self._send_queues: dict[int, Channel] = {}
         self._receive_queues: dict[int, ReceiveQueue] = {}
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
         queue = self._send_queues.get(to)
         if queue is None:
-            queue = SendQueue(self._memory, self._progress.rank, to)
+            queue = Channel(self._memory, self._progress.rank, to)
             self._send_queues[to] = queue
         sending = Sending(self._progress, queue, tensor, tag)
         self._progress.deliver(sending)

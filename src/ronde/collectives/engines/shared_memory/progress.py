@@ -45,8 +45,7 @@ _NUM_SPINS = 200
 _NUM_YIELDS = 100
 _FIRST_NAP_S = 0.001
 _LAST_NAP_S = 0.05
-_LOOK_EVERY_S = 0.25
-"""Between two looks at whether the ranks that are waited for still live."""
+_LOOK_EVERY_S = 0.25  # between two looks at whether the other ranks still live
 _FOR_EVER_S = 3600.0
 _RING_EVERY_S = 0.02
 
@@ -247,11 +246,9 @@ class ProgressEngine:
             self._advance()
 
     def _resume(self) -> None:
-        """Run the first collective to its next phase, or to its end and the next's.
-
-        An error that all ranks see alike ends one; any other leaves this rank out of
-        step, so that it takes part in none any more.
-        """
+        """Run the first collective to its next phase, or to its end and the next's."""
+        # An error that all ranks see alike ends one; any other leaves this rank out of
+        # step, so that it takes part in none any more.
         queue = self._queue
         while queue:
             work = queue[0]

@@ -142,8 +142,7 @@ def _num_runnable() -> int:
         os.close(file)
 
 
-CONTENTION = Contention()
-"""Of this process."""
+CONTENTION = Contention()  # of this process
 
 
 _ENDED, _STOPPED = "ZX", "T"
@@ -156,10 +155,8 @@ class PeerProcess(NamedTuple):
     """A process, identified also by its start time: a pid may be used again."""
 
     pid: int
-    started_at: int
-    """In clock ticks since boot."""
-    cores: int
-    """A bit for each core that it may use."""
+    started_at: int  # in clock ticks since boot
+    cores: int  # A bit for each core that it may use
 
     @classmethod
     def of(cls, pid: int) -> "PeerProcess":
