@@ -31,7 +31,7 @@ def pytest_configure(config):
     times = config.getoption("times")
     settings.register_profile(
         "shared machine",
-        max_examples=60 * times,
+        max_examples=40 * times,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         derandomize=times == 1 and "CI" in own_environment(),

@@ -200,7 +200,7 @@ def first_row(process) -> None:
 @pytest.mark.parametrize(
     ("cycles", "number", "code"),
     [
-        ("0", signal.SIGINT, Exit.OK),
+        pytest.param("0", signal.SIGINT, Exit.OK, marks=pytest.mark.long),
         ("0", signal.SIGTERM, Exit.OK),
         ("100000", signal.SIGINT, Exit.INTERRUPTED),
     ],

@@ -130,7 +130,7 @@ def test_the_launcher_has_every_rank_keep_it(ronde, code):
     "env",
     [
         {"RONDE_MALLOC_TUNING": "0"},
-        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, marks=pytest.mark.long),
         {"MALLOC_ARENA_MAX": "2"},
         {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"},
     ],

@@ -62,10 +62,10 @@ def test_suite_under_mpirun(size):
     assert_all_through(mpirun(size, "suite"), size)
 
 
-def test_suite_in_ronde_run():
+def test_short_calls_in_ronde_run():
     options = ("-n", "3", "--engine", "mpi", "--", sys.executable, "-m", MODULE)
     assert_all_through(
-        start(sys.executable, "-m", "ronde", "run", *options, "suite"), 3
+        start(sys.executable, "-m", "ronde", "run", *options, "short calls"), 3
     )
 
 
