@@ -10,11 +10,7 @@ MAX_CPU = (1 << 16) - 1
 
 
 def parse_list(text: str) -> int:
-    """Return the set of a list such as ``0-3,8``; empty text is the empty set.
-
-    Raises:
-        ValueError: It is no such list.
-    """
+    """Return the set of a list such as ``0-3,8``; empty text is the empty set."""
     bits = 0
     for part in text.split(",") if text else ():
         low, _, high = part.partition("-")
@@ -26,11 +22,7 @@ def parse_list(text: str) -> int:
 
 
 def parse_mask(text: str) -> int:
-    """Return the set of a mask such as ``ff,00000001``; empty text is the empty set.
-
-    Raises:
-        ValueError: It is no such mask.
-    """
+    """Return the set of a mask such as ``ff,00000001``; empty text is the empty set."""
     bits = int(text.replace(",", "") or "0", 16)
     if bits < 0:
         raise ValueError("a mask is not negative")

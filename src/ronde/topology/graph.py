@@ -48,6 +48,15 @@ class NumaNode(NamedTuple):
         return f"numa/{self.number}"
 
 
+def nccl_family(family: int) -> int:
+    """Return a processor's family as NCCL counts it, of the kernel's or hwloc's.
+
+    They add the extended family to 15, NCCL adds 16 times as much. Source:
+    ``ncclTopoGetXmlFromCpu`` of NCCL's src/graph/xml.cc.
+    """
+    return 15 + 16 * (family - 15) if family > 15 else family
+
+
 class PciDevice(NamedTuple):
     """A bridge, switch or device on the PCI bus, and the link above it."""
 
@@ -192,8 +201,8 @@ class Diagnostic(NamedTuple):
 
 
 _SCHEMA = "ronde-topology"
-_VERSION = 2  # Changes when a field changes its meaning or goes.
 _MAX_DEPTH = 256
+_VERSION = 2  # Changes when a field changes its meaning or goes.
 
 
 def write_topology(topology: Topology) -> str:
@@ -203,11 +212,7 @@ def write_topology(topology: Topology) -> str:
 
 
 def read_topology(data: bytes, origin: str) -> Topology:
-    """Return the topology in JSON.
-
-    Raises:
-        UsageError: It is not what ``write_topology`` gives.
-    """
+    """Return the topology in JSON."""
     try:
         read: object = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -230,7 +235,14 @@ def read_topology(data: bytes, origin: str) -> Topology:
         raise UsageError(
             f"{origin}: {error} Write it with: ronde topo --json"
         ) from None
-    _require_tree(topology.switches, origin)
+    if len({switch.name for switch in topology.switches}) != len(topology.switches):
+        raise UsageError(f"{origin} must name each switch once. Remove the others.")
+    if circle := find_circle(topology.switches):
+        raise UsageError(
+            f"{origin} must have no switch above itself, got "
+            f"{shorten(' > '.join(circle))}. Correct what is below them."
+        )
+    _require_shallow(topology.switches, origin)
     return topology
 
 
@@ -243,15 +255,8 @@ def find_circle(switches: Sequence[NetworkSwitch]) -> list[str]:
     return []
 
 
-def _require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
+def _require_shallow(switches: Sequence[NetworkSwitch], origin: str) -> None:
     below = {switch.name: switch.switches for switch in switches}
-    if len(below) != len(switches):
-        raise UsageError(f"{origin} must name each switch once. Remove the others.")
-    if circle := find_circle(switches):
-        raise UsageError(
-            f"{origin} must have no switch above itself, got "
-            f"{shorten(' > '.join(circle))}. Correct what is below them."
-        )
     depths: dict[str, int] = {}
     for name in TopologicalSorter(below).static_order():
         depths[name] = 1 + max((depths[n] for n in below.get(name, ())), default=0)
@@ -263,12 +268,10 @@ def _require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
 
 
 def _require_order(devices: Iterable[PciDevice]) -> None:
-    """Refuse devices that come twice, before what they are below, or far down."""
     listed = {device.bus_id for device in devices}
     depths: dict[str, int] = {}
-    for device in devices:
-        name, parent = device.bus_id, device.parent
-        if name in depths or parent in listed - depths.keys():
+    for name, parent, *_ in devices:
+        if name in depths or (parent in listed and parent not in depths):
             raise PlainValueError(
                 f"devices must come once and after their parents, got {name!r}."
             )

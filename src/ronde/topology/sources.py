@@ -37,7 +37,7 @@ class JsonProbe:
         return read_topology(saved.data, saved.name)
 
 
-def _find_probes() -> tuple[Probe, ...]:
+def _find_probes() -> list[Probe]:
     """Return the readers of files; the first that recognises a file is to read it."""
     # Imported where a file is read: this machine alone needs none of them.
     from ronde.topology.probes.hwloc import HwlocProbe
@@ -46,16 +46,12 @@ def _find_probes() -> tuple[Probe, ...]:
     from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
     from ronde.topology.probes.slurm import SlurmTopologyProbe
 
-    readers = NcclTopologyProbe(), HwlocProbe(), NvidiaSmiProbe(), LspciProbe()
-    return JsonProbe(), *readers, SlurmTopologyProbe()
+    readers = [NcclTopologyProbe(), HwlocProbe(), NvidiaSmiProbe(), LspciProbe()]
+    return [JsonProbe(), *readers, SlurmTopologyProbe()]
 
 
 def read_saved(name: str) -> Saved:
-    """Return a file with its bytes; ``-`` is standard input.
-
-    Raises:
-        UsageError: It cannot be read, or is too large for a topology.
-    """
+    """Return a file with its bytes; ``-`` is standard input."""
     try:
         if name == "-":
             data = sys.stdin.buffer.read(MAX_BYTES + 1)
@@ -75,12 +71,9 @@ def read_saved(name: str) -> Saved:
 
 
 def read_file(saved: Saved) -> Topology:
-    """Return the topology in a file; a host without a name has that of the file.
-
-    Raises:
-        UsageError: It is of no known format, or damaged.
-    """
-    for probe in _find_probes():
+    """Return the topology in a file; a host without a name has that of the file."""
+    probes = _find_probes()
+    for probe in probes:
         if probe.recognises(saved):
             hosts, switches = probe.read(saved)
             return Topology(_named(hosts, Path(saved.name).stem), switches)
@@ -89,7 +82,7 @@ def read_file(saved: Saved) -> Topology:
             f"{saved.name} must have a machine, got a graph of NCCL's search. Give it "
             "to ronde topo by itself, or to ronde topo lint."
         )
-    formats = ", ".join([probe.format for probe in _find_probes()])
+    formats = ", ".join(probe.format for probe in probes)
     raise UsageError(
         f"{saved.name} must be one of these: {formats}, NCCL graph (alone); got none "
         "of them."
@@ -104,11 +97,7 @@ class Detected(NamedTuple):
 
 
 def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
-    """Return a host from a tree that holds ``sys`` and ``proc``, with a name.
-
-    Raises:
-        UsageError: There is no such tree.
-    """
+    """Return a host from a tree that holds ``sys`` and ``proc``, with a name."""
     if not (root / "sys").is_dir():
         raise UsageError(
             f"root must be a directory that holds sys, got {root}. Give the directory "
@@ -163,26 +152,20 @@ def _ask_nvml(host: HostTopology) -> Detected:
     from ronde.topology.probes.nvml import read_nvml
 
     nvml, notices = read_nvml()
-    return Detected(add_nvml(host, nvml) if nvml and nvml.gpus else host, notices)
-
-
-def add_nvml(host: HostTopology, nvml: HostTopology) -> HostTopology:
-    """Return a host as the kernel shows it with what NVML adds: links, names, chips.
-
-    Where both have a value, the kernel's stays.
-    """
-    return host._replace(
-        sources=host.sources + nvml.sources,
-        gpus=_filled(host.gpus, nvml.gpus),
-        devices=_filled(host.devices, nvml.devices),
-        links=host.links + nvml.links,
-        relations=host.relations + nvml.relations,
-        remarks=host.remarks + nvml.remarks,
-    )
+    if nvml and nvml.gpus:
+        host = host._replace(
+            sources=host.sources + nvml.sources,
+            gpus=_filled(host.gpus, nvml.gpus),
+            devices=_filled(host.devices, nvml.devices),
+            links=host.links + nvml.links,
+            relations=host.relations + nvml.relations,
+            remarks=host.remarks + nvml.remarks,
+        )
+    return Detected(host, notices)
 
 
 def _filled(own: Sequence[E], others: Sequence[E]) -> tuple[E, ...]:
-    """Return elements with others' values where their own are unknown, and others."""
+    """Return elements with NVML's values where the kernel's are unknown, and others."""
     found = {each.name: each for each in own}
     for other in others:
         each = found.setdefault(other.name, other)

@@ -85,10 +85,10 @@ def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 def _tags(lines: Sequence[str], form: re.Pattern[str]) -> list[str]:
     """Return what each line begins with; nothing where a line does not."""
-    matches = [(line, form.match(line)) for line in lines]
-    if any(match is None and line.strip() for line, match in matches):
+    matches = [form.match(line) for line in lines]
+    if any(m is None and line.strip() for m, line in zip(matches, lines, strict=True)):
         return []
-    tags = [match[0] if match else "" for _, match in matches]
+    tags = [match[0] if match else "" for match in matches]
     return tags if any(tags) else []
 
 
@@ -101,11 +101,7 @@ def first_lines(text: str) -> list[str]:
 
 
 def lines_of_one(lines: Sequence[str], origin: str) -> list[str]:
-    """Return lines without tags.
-
-    Raises:
-        UsageError: They are of several hosts or ranks.
-    """
+    """Return lines without tags; refuse those of several hosts or ranks."""
     plain, places = untag(lines)
     if len(places) > 1:
         raise UsageError(
@@ -151,17 +147,9 @@ def outermost_tag(data: bytes) -> str:
 def parse_xml(data: bytes, origin: str) -> Element:
     """Return the outermost element.
 
-    Document type declarations are skipped; entities of its own, elements inside one
-    another without end, and files too large for a topology are refused.
-
-    Raises:
-        UsageError: It is no well-formed XML, or beyond the limits.
+    Document type declarations are skipped; entities of its own and elements inside one
+    another without end are refused.
     """
-    if len(data) > MAX_BYTES:
-        raise UsageError(
-            f"{origin} must be at most {MAX_BYTES >> 20} MiB of XML, got "
-            f"{len(data) >> 20} MiB. Give the topology alone."
-        )
     # Each open element is in the one before; the first is around the outermost.
     opened = [Element("", {}, 0, origin, [], [])]
     num_elements = 0

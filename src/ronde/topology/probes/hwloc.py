@@ -21,6 +21,7 @@ from ronde.topology.graph import (
     NumaNode,
     PciDevice,
     Topology,
+    nccl_family,
 )
 from ronde.topology.pci import compute_capability, is_gpu, plain_address
 from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
@@ -97,7 +98,7 @@ class _Object(NamedTuple):
 
     @property
     def own_bus_id(self) -> str:
-        return self.bus_id if "pci_busid" in self.element.attributes else ""
+        return self.bus_id if self.element.get("pci_busid") else ""
 
 
 def _walk(machine: Element) -> Iterator[_Object]:
@@ -220,15 +221,13 @@ def _node(number: int, each: _Object, machine: Mapping[str, str]) -> NumaNode:
     package = each.package.element if each.package else None
     infos = {**machine, **(_infos(package) if package else {})}
     arch = infos.get("Architecture", "")
-    family = _small_number(infos.get("CPUFamilyNumber", ""))
     return NumaNode(
         number,
         memory_bytes=_number(each.element, "local_memory"),
         package=_number(package, "os_index") if package else UNKNOWN,
         arch=_ARCHS.get(arch, arch),
         vendor=infos.get("CPUVendor", ""),
-        # NCCL adds 16 times what goes beyond 15, hwloc and the kernel once.
-        family=15 + 16 * (family - 15) if family > 15 else family,
+        family=nccl_family(_small_number(infos.get("CPUFamilyNumber", ""))),
         model=_small_number(infos.get("CPUModelNumber", "")),
     )
 

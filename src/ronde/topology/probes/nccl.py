@@ -72,11 +72,7 @@ class NcclTopologyProbe:
 
 
 def parse_affinity(text: str) -> tuple[int, ...]:
-    """Return the CPUs of words of 32 bits, highest first.
-
-    Raises:
-        ValueError: It is no such mask, or one of more than 8192 CPUs.
-    """
+    """Return the CPUs of words of 32 bits, highest first."""
     if not _MASK.fullmatch(text):
         raise ValueError(text)
     # NCCL lets words be shorter than the kernel writes them.

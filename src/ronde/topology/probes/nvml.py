@@ -146,11 +146,7 @@ class NoNvmlError(Exception):
 
 @contextmanager
 def open_nvml() -> Generator[Any]:
-    """Give the module ``pynvml``, ready to be asked.
-
-    Raises:
-        NoNvmlError: It is not installed, or NVML does not answer.
-    """
+    """Give the module ``pynvml``, ready to be asked."""
     try:
         import pynvml  # pyright: ignore[reportMissingTypeStubs]  it has none
     except ImportError:

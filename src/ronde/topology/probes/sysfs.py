@@ -25,6 +25,7 @@ from ronde.topology.graph import (
     NetPort,
     NumaNode,
     PciDevice,
+    nccl_family,
 )
 from ronde.topology.kernel_files import (
     list_names,
@@ -58,7 +59,6 @@ _KFD_XGMI = 11
 _NODES = "sys/devices/system/node"
 # Enough for the first processor; for all of them the kernel takes milliseconds.
 _ONE_PROCESSOR_BYTES = 4096
-_EXTENDED_FAMILY = 15
 _NET, _INFINIBAND = "sys/class/net", "sys/class/infiniband"
 _KINDS = {"1": "ethernet", "32": "infiniband"}
 _LOWER = "lower_"
@@ -296,18 +296,12 @@ def _read_processor(root: str) -> NumaNode:
     # One blank stands after the colon; more belong to the name: "  Shanghai  ".
     values = {name.strip(): value.removeprefix(" ") for name, _, value in pairs}
     if "vendor_id" in values and "cpu family" in values:
-        family = _number(values["cpu family"])
-        if family > _EXTENDED_FAMILY:
-            # The kernel adds the extended family to 15, NCCL adds 16 times as much.
-            # Source: ``ncclTopoGetXmlFromCpu`` of NCCL's src/graph/xml.cc.
-            family = _EXTENDED_FAMILY + 16 * (family - _EXTENDED_FAMILY)
-        model = _number(values.get("model", ""))
         return NumaNode(
             UNKNOWN,
             arch="x86_64",
             vendor=values["vendor_id"],
-            family=family,
-            model=model,
+            family=nccl_family(_number(values["cpu family"])),
+            model=_number(values.get("model", "")),
         )
     is_power = values.get("cpu", "").startswith("POWER")
     arch = "arm64" if "CPU implementer" in values else "ppc64" if is_power else ""
