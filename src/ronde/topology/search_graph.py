@@ -79,15 +79,15 @@ def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
             f"{saved.name} must begin with the element graphs, got {root.tag} at line "
             f"{root.line}. Is it what NCCL wrote for NCCL_GRAPH_DUMP_FILE?"
         )
-    return tuple(_read_graph(graph, saved.name) for graph in root.named("graph"))
+    return tuple(map(_read_graph, root.named("graph")))
 
 
-def _read_graph(element: Element, origin: str) -> SearchGraph:
+def _read_graph(element: Element) -> SearchGraph:
     def integer(name: str) -> int:
-        return int(_read(element, name, _INTEGER, "a whole number", origin)[0])
+        return int(_read(element, name, _INTEGER, "a whole number")[0])
 
     def speed(name: str) -> float:
-        return float(_read(element, name, _SPEED, "a number of GB/s", origin)[0])
+        return float(_read(element, name, _SPEED, "a number of GB/s")[0])
 
     pattern = integer("pattern")
     return SearchGraph(
@@ -98,26 +98,26 @@ def _read_graph(element: Element, origin: str) -> SearchGraph:
         num_channels=integer("nchannels"),
         intra_gb_per_s=speed("speedintra"),
         inter_gb_per_s=speed("speedinter"),
-        intra_type=element.attributes.get("typeintra", ""),
-        inter_type=element.attributes.get("typeinter", ""),
+        intra_type=element.get("typeintra"),
+        inter_type=element.get("typeinter"),
         has_same_channels=integer("samechannels") != 0,
         channels=tuple(
-            tuple(_read_device(each, origin) for each in channel.named("gpu", "net"))
+            tuple(map(_read_device, channel.named("gpu", "net")))
             for channel in element.named("channel")
         ),
         line=element.line,
     )
 
 
-def _read_device(element: Element, origin: str) -> str:
+def _read_device(element: Element) -> str:
     """Return ``gpu/7``; of another host than the file's first, ``gpu/1-7``."""
-    found = _read(element, "dev", _DEVICE, "a hexadecimal number", origin)
+    found = _read(element, "dev", _DEVICE, "a hexadecimal number")
     host, number = divmod(int(found[1], 16), 1 << _HOST_SHIFT)
     return f"{element.tag}/{host}-{number}" if host else f"{element.tag}/{number}"
 
 
 def _read(
-    element: Element, name: str, pattern: re.Pattern[str], what: str, origin: str
+    element: Element, name: str, pattern: re.Pattern[str], what: str
 ) -> re.Match[str]:
     text = element.attributes.get(name)
     found = pattern.fullmatch(text.strip()) if text is not None else None
@@ -125,7 +125,7 @@ def _read(
         raise UsageError(
             f"{name} of {element.tag} must be {what}, got "
             f"{'none' if text is None else shorten(text)} at line {element.line} of "
-            f"{origin}. Write the file anew with NCCL_GRAPH_DUMP_FILE."
+            f"{element.origin}. Write the file anew with NCCL_GRAPH_DUMP_FILE."
         )
     return found
 

@@ -169,29 +169,23 @@ def read_nvml() -> tuple[HostTopology | None, tuple[str, ...]]:
 
     None where NVML does not answer, which is no error.
     """
-    try:
-        with open_nvml() as nvml:
-            return _read(nvml)
-    except NoNvmlError as error:
-        return None, (f"{error}. NVLinks are unknown.",)
-
-
-def _read(nvml: Any) -> tuple[HostTopology, tuple[str, ...]]:  # noqa: ANN401 no types
     handles: list[object] = []
     notices: list[str] = []
-    for index in range(_ask(nvml, 0, "nvmlDeviceGetCount")):
-        try:
-            handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
-        except nvml.NVMLError as error:
-            notices.append(f"NVML does not answer for GPU {index}: {error}.")
     status = "nvmlDeviceGetP2PStatus"
-    peers = {
-        (one, other): _ask(
-            nvml, UNKNOWN, status, handles[one], handles[other], _P2P_READ
-        )
-        for one, other in permutations(range(len(handles)), 2)
-    }
-    gpus = [_read_gpu(nvml, handle) for handle in handles]
+    try:
+        with open_nvml() as nvml:
+            for index in range(_ask(nvml, 0, "nvmlDeviceGetCount")):
+                try:
+                    handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
+                except nvml.NVMLError as error:
+                    notices.append(f"NVML does not answer for GPU {index}: {error}.")
+            peers = {
+                (a, b): _ask(nvml, UNKNOWN, status, handles[a], handles[b], _P2P_READ)
+                for a, b in permutations(range(len(handles)), 2)
+            }
+            gpus = [_read_gpu(nvml, handle) for handle in handles]
+    except NoNvmlError as error:
+        return None, (f"{error}. NVLinks are unknown.",)
     return graph_of(gpus, peers), tuple(notices)
 
 
