@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from ronde.topology.kernel_files import list_names
 from ronde.topology.machine import (
     Machine,
     NearPort,
@@ -11,6 +12,7 @@ from ronde.topology.machine import (
     read_gpus,
     read_interface_rates,
 )
+from ronde.topology.pci import read_path
 
 
 def read_machine(
@@ -24,7 +26,10 @@ def read_machine(
     top = str(root).rstrip("/")
     gpus = read_gpus(top, environ or {})
     near: tuple[NearPort, ...] = ()
-    if bus_ids := {gpu.bus_id for gpu in gpus if gpu.bus_id}:
+    bus_ids = {gpu.bus_id for gpu in gpus if gpu.bus_id}
+    kinds = [f"{top}/sys/class/{kind}" for kind in ("net", "infiniband")]
+    ports = (f"{kind}/{name}" for kind in kinds for name in list_names(kind))
+    if bus_ids and any(map(read_path, ports)):
         # Imported where there is something to judge: elsewhere a start must not wait.
         from ronde.topology.placement.plan import find_near_ports
         from ronde.topology.probes.sysfs import read_host
