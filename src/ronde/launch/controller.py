@@ -7,13 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ronde.errors import (
-    Failure,
-    HostError,
-    HostFailure,
-    LaunchError,
-    UsageError,
-)
+from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
 from ronde.launch import messages
 from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
 from ronde.launch.environments import (
@@ -524,10 +518,7 @@ def launch(
 
 
 def dry_run(
-    spec: JobSpec,
-    starter: AgentStarter,
-    signal_fd: int,
-    notice: Callable[[str], None],
+    spec: JobSpec, starter: AgentStarter, signal_fd: int, notice: Callable[[str], None]
 ) -> JobPlan:
     """Return what ``launch`` would run where; start agents, but no rank."""
     adopt_orphans()

@@ -290,7 +290,8 @@ class EventLoop:
                 node.doubt()
             elif not wait_for([node.transport.read_fd], [], 0):
                 node.transport.kill()
-                reason = f"no message from it for {now_s - node.heard_at_s:.0f} s"
+                silence_s = time.monotonic() - node.heard_at_s
+                reason = f"no message from it for {silence_s:.0f} s"
                 self.lose(handler, node, HostLoss(reason, EXIT_UNREACHABLE))
 
     def _take_signals(self, handler: Handler) -> None:

@@ -221,21 +221,9 @@ JobOrder = Start | Forward | StopRanks | TakeStacks
 ToAgent = (
     NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Leave | Credit | Ping
 )
-FromAgent = (
-    Hello
-    | Located
-    | ProgramLine
-    | ProgramExited
-    | Ready
-    | Refused
-    | Started
-    | HostEnding
-    | Exited
-    | Stacks
-    | Notice
-    | Pong
-    | Finished
-)
+FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
+FromJob = Started | HostEnding | Exited | Stacks | Notice | Pong | Finished
+FromAgent = FromStart | FromJob
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
 
@@ -369,9 +357,7 @@ class MessageWriter:
     """
 
     def __init__(
-        self,
-        write: Callable[[memoryview], int],
-        limit_bytes: int = 2 * MAX_FRAME_BYTES,
+        self, write: Callable[[memoryview], int], limit_bytes: int = 2 * MAX_FRAME_BYTES
     ) -> None:
         self._write = write
         self._limit_bytes = limit_bytes

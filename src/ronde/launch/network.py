@@ -2,7 +2,6 @@
 
 import errno
 import os
-import selectors
 import socket
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from ronde.addresses import (
     source_towards,
 )
 from ronde.errors import HostError, LaunchError, UsageError
+from ronde.launch.signals import wait_for
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_FIRST_EPHEMERAL = 32768
@@ -131,21 +131,20 @@ def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]
     ends_at = time.monotonic() + deadline_s
     answers = (0, errno.ECONNREFUSED)
     reached: set[str] = set()
-    with ExitStack() as sockets, selectors.DefaultSelector() as selector:
+    with ExitStack() as sockets:
+        trying: dict[int, tuple[socket.socket, str]] = {}
         for address in addresses:
-            trying = sockets.enter_context(socket.socket(family_of(address)))
-            trying.setblocking(False)  # noqa: FBT003  the socket's own method
-            error = trying.connect_ex((address, port))
+            sock = sockets.enter_context(socket.socket(family_of(address)))
+            sock.setblocking(False)  # noqa: FBT003  the socket's own method
+            error = sock.connect_ex((address, port))
             if error == errno.EINPROGRESS:
-                selector.register(trying, selectors.EVENT_WRITE, (trying, address))
+                trying[sock.fileno()] = sock, address
             elif error in answers:
                 reached.add(address)
-        while selector.get_map() and (left_s := ends_at - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
-                trying, address = key.data
-                selector.unregister(trying)
-                error = trying.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if error in answers:
+        while trying and (left_s := ends_at - time.monotonic()) > 0:
+            for fd in wait_for([], list(trying), left_s):
+                sock, address = trying.pop(fd)
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in answers:
                     reached.add(address)
     return reached
 
@@ -240,10 +239,7 @@ def choose_meeting_point(
 
 
 def require_answers(
-    hosts: Sequence[HostNetwork],
-    point: MeetingPoint,
-    port: int,
-    sources: Sequence[str],
+    hosts: Sequence[HostNetwork], point: MeetingPoint, port: int, sources: Sequence[str]
 ) -> None:
     silent = [h.name for h, own in zip(hosts[1:], sources, strict=True) if not own]
     if silent:
@@ -251,7 +247,7 @@ def require_answers(
         raise HostError(
             f"{hosts[0].name} must answer all hosts at {where}, but does not answer "
             f"{_named(silent)}. A firewall may be between them: open it, or choose a "
-            "port with --master-port or a network with --interface.",
+            "port with --master-port or a network with --interface."
         )
 
 
@@ -267,16 +263,17 @@ def _no_route(
     return HostError(
         f"all hosts must have a route to {head}, but {_named(lost)} has none to "
         f"{candidates[index].address}. Tried: {tried}. Name an address of {head} that "
-        "all reach with addr= in the host file, or let another host come first.",
+        "all reach with addr= in the host file, or let another host come first."
     )
 
 
 def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> str:
+    """Return the name of a host's interface: the user's choice, else its route's."""
     by_address = {each.address: each.interface for each in host.interfaces}
     if host.address:
         return by_address[_plain(host.address)]
-    named = [n for n in interfaces if n in by_address.values()]
-    return named[0] if named else by_address.get(source, "")
+    own = by_address.values()
+    return next((n for n in interfaces if n in own), by_address.get(source, ""))
 
 
 def _plain(address: str) -> str:

@@ -132,7 +132,7 @@ class AgentNode(messages.MessageWriter):
         self._last_words = b""
         self._pinged_at_s = 0.0
         self._round_trip_s = _NEVER
-        self._offset_s = 0.0
+        self.clock_offset_s = 0.0
         self._is_watched = False
 
     def send(self, message: tuple[object, ...]) -> None:
@@ -239,10 +239,7 @@ class AgentNode(messages.MessageWriter):
         round_trip_s = now_s - pong.sent_at_s
         if 0 <= round_trip_s < self._round_trip_s:
             self._round_trip_s = round_trip_s
-            self._offset_s = pong.here_s - (pong.sent_at_s + now_s) / 2
-
-    def to_our_clock(self, theirs_s: float) -> float:
-        return theirs_s - self._offset_s
+            self.clock_offset_s = pong.here_s - (pong.sent_at_s + now_s) / 2
 
     def explain_end(self) -> HostLoss:
         code = self.transport.wait(_END_S)

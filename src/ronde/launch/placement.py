@@ -28,9 +28,7 @@ from ronde.topology.placement.policies import Policy
 class GpuView(StrEnum):
     """Which GPUs a rank sees."""
 
-    ALL = "all"
-    """All of its host's; ``LOCAL_RANK`` says which is its own, as under torchrun."""
-
+    ALL = "all"  # of its host; ``LOCAL_RANK`` says which is its own, as under torchrun
     ONE = "one"  # its own alone, as device 0
 
 
@@ -46,15 +44,13 @@ def choose_gpus(
 ) -> tuple[Gpu, ...]:
     chosen: list[Gpu] = []
     for item in wanted:
-        is_position = item.isdecimal()
-        named = gpus[int(item) :] if is_position else select_gpus(gpus, item)
-        found = next(iter(named), None)
-        if found is None or found in chosen:
+        named = gpus[int(item) :] if item.isdecimal() else select_gpus(gpus, item)
+        if not named or named[0] in chosen:
             raise UsageError(
                 f"gpus must name each GPU that the host lets be used, of {len(gpus)} "
                 f"counted from 0, once, got {item!r} ({named_at}). Correct it."
             )
-        chosen.append(found)
+        chosen.append(named[0])
     return tuple(chosen) if wanted else tuple(gpus)
 
 
@@ -88,15 +84,12 @@ class BindMode(StrEnum):
     """How ranks are bound."""
 
     NONE = "none"  # not at all: the scheduler's choice
-
+    # each to cores of its own: an even part of those near its GPU, else of all
     CORE = "core"
-    """Each to cores of its own: an even part of those near its GPU, else of all."""
-
+    # each to all cores of the memory node near its GPU, else of an even part
     NUMA = "numa"
-    """Each to all cores of the memory node near its GPU, else of an even part."""
-
+    # ``numa`` with GPUs, else ``core``; nothing where that leaves cores unused
     AUTO = "auto"
-    """``numa`` with GPUs, else ``core``; nothing where that leaves cores unused."""
 
 
 def bind(

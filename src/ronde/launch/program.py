@@ -103,12 +103,9 @@ def _require_allowed(program: str, path: str) -> None:
 
 def find_executable(program: str, *directories: str) -> str | None:
     """Do what ``shutil.which`` does; importing that takes an agent 3 ms."""
-    for directory in directories:
-        path = Path(directory or ".") / program
-        # In this order: of a directory that is closed to us ``is_file`` raises.
-        if os.access(path, os.X_OK) and path.is_file():
-            return str(path)
-    return None
+    paths = (Path(directory or ".") / program for directory in directories)
+    # In this order: of a directory that is closed to us ``is_file`` raises.
+    return next((str(p) for p in paths if os.access(p, os.X_OK) and p.is_file()), None)
 
 
 def _advice(program: str) -> str:

@@ -392,7 +392,7 @@ class Running(Handler):
             host=rank.node.name,
             pid=rank.pid,
             status=exited.status,
-            at_s=max(0.0, rank.node.to_our_clock(began_s) - self._started_at_s),
+            at_s=max(0.0, began_s - rank.node.clock_offset_s - self._started_at_s),
             was_stopped=was_stopped,
             stderr_tail=rank.tail.lines(),
             traceback=traceback,

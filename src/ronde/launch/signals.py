@@ -44,10 +44,7 @@ def is_kept_ignored(number: int) -> bool:
 
 def signal_pipe() -> tuple[int, int]:
     """Return two ends of a pipe, for ``set_wakeup_fd``; neither end ever waits."""
-    fds = os.pipe()
-    for fd in fds:
-        os.set_blocking(fd, False)
-    return fds
+    return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
@@ -102,9 +99,8 @@ def wait_for(
 ) -> list[int]:
     """Return the descriptors that are ready; poll, since epoll refuses plain files."""
     poll = select.poll()
-    wanted: dict[int, int] = dict.fromkeys(readable, select.POLLIN)
+    for fd in readable:
+        poll.register(fd, select.POLLIN)
     for fd in writable:
-        wanted[fd] = wanted.get(fd, 0) | select.POLLOUT
-    for fd, events in wanted.items():
-        poll.register(fd, events)
+        poll.register(fd, select.POLLOUT | (select.POLLIN if fd in readable else 0))
     return [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]

@@ -42,11 +42,7 @@ from ronde.launch.process_tree import (
     sweep,
 )
 from ronde.launch.program import enter_directory, require_processes, resolve_program
-from ronde.launch.signals import (
-    is_kept_ignored,
-    notice_signals,
-    signal_pipe,
-)
+from ronde.launch.signals import is_kept_ignored, notice_signals, signal_pipe
 from ronde.store.local_socket import remove
 from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity
@@ -157,10 +153,6 @@ class LocalJob:
             raise LaunchError("NodeJob must come while no ranks run.")
         self._end()
 
-    def take_stacks(self) -> None:
-        if self.phase in (JobPhase.RUNNING, JobPhase.STOPPING):
-            self.ranks.ask_for_stacks()
-
     def stop(self, number: int) -> None:
         if self.phase is JobPhase.PREPARING:
             self._end()
@@ -184,7 +176,7 @@ class LocalJob:
             is_over = not self.ranks.is_running
         elif self.phase is JobPhase.STOPPING:
             is_late = time.monotonic() >= self._deadline
-            is_over = is_late or not self.ranks.has_members()
+            is_over = is_late or not (self.ranks.is_running or self.ranks.groups_left())
         else:
             return
         if is_over:
@@ -519,4 +511,4 @@ class Agent:
             case messages.Forward():
                 self._job.ranks.send(order.signal)
             case messages.TakeStacks():
-                self._job.take_stacks()
+                self._job.ranks.ask_for_stacks()

@@ -147,11 +147,9 @@ def oom_counters(cgroups: str, mounts: str) -> list[str]:
 
 
 def _own_path(cgroups: str, controller: str) -> str:
-    for line in cgroups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            return path
-    return "/"
+    entries = (line.split(":", 2) for line in cgroups.splitlines())
+    own = (path for _, names, path in entries if controller in names.split(","))
+    return next(own, "/")
 
 
 def _unescaped(path: str) -> str:
@@ -179,14 +177,12 @@ def core_glob(pattern: str, pid: int) -> str:
 
 
 def _open_kernel_log() -> int | None:
-    try:
-        if str(Path("/proc/self/ns/pid").readlink()) != _FIRST_PID_NAMESPACE:
-            return None
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.lseek(fd, 0, os.SEEK_END)
-    except OSError:
-        return None
-    return fd
+    with suppress(OSError):
+        if os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE:  # noqa: PTH115
+            fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(fd, 0, os.SEEK_END)
+            return fd
+    return None
 
 
 def _read_kernel_log(fd: int) -> list[str]:
@@ -322,11 +318,8 @@ def _read_signals(pid: int) -> _Signals:
     is_pending = is_caught = False
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
-            fields = dict(
-                line.split(":\t", 1)
-                for line in (task / "status").read_text(errors="replace").splitlines()
-                if line.startswith(("Sig", "ShdPnd"))
-            )
+            text = (task / "status").read_text(errors="replace")
+            fields = dict(re.findall(r"^(Sig\w+|ShdPnd):\t(\w+)$", text, re.MULTILINE))
             masks = {name: int(fields[name], 16) & bit for name in _MASKS}
             if masks["SigBlk"]:
                 blocked_in.add(task.name)

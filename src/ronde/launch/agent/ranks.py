@@ -34,12 +34,7 @@ from ronde.launch.limits import (
     require_open_files,
 )
 from ronde.launch.messages import NodeJob, Stream
-from ronde.launch.process_tree import (
-    descendants,
-    end_with,
-    is_alive,
-    is_dumping_core,
-)
+from ronde.launch.process_tree import descendants, end_with, is_alive, is_dumping_core
 from ronde.launch.program import find_executable
 from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
@@ -278,7 +273,7 @@ class RankGroup:
 
     def send(self, number: int, spared: Collection[int] = ()) -> None:
         groups = {pid for pid, rank in self._by_pid.items() if rank.is_running}
-        for group in (groups | self._groups_left()).difference(spared):
+        for group in (groups | self.groups_left()).difference(spared):
             _signal_group(group, number)
 
     def stop(self, number: int) -> None:
@@ -291,13 +286,10 @@ class RankGroup:
         self.send(signal.SIGCONT)
 
     def stop_rest(self, rank: RankProcess, number: int) -> None:
-        if rank.pid in self._spared and rank.pid in self._groups_left():
+        if rank.pid in self._spared and rank.pid in self.groups_left():
             _signal_group(rank.pid, number)
 
-    def has_members(self) -> bool:
-        return self.is_running or bool(self._groups_left())
-
-    def _groups_left(self) -> set[int]:
+    def groups_left(self) -> set[int]:
         below = descendants(os.getpid())
         return {p.group for p in below if not p.is_zombie} & self._by_pid.keys()
 

@@ -24,12 +24,7 @@ from ronde.launch.limits import (
     raise_open_files_limit,
 )
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
-from ronde.launch.node import (
-    EXIT_INTERNAL,
-    AgentNode,
-    HostLoss,
-    ProcessTransport,
-)
+from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss, ProcessTransport
 from ronde.launch.process_tree import end_with
 from ronde.launch.spawners.base import (
     BOOTSTRAP,

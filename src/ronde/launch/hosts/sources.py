@@ -144,15 +144,15 @@ def _split_slots(text: str, option: str) -> tuple[str, str | None]:
     if bracketed := _BRACKETED.fullmatch(text):
         return bracketed[1], bracketed[2]
     colon = text.rfind(":")
-    if colon <= text.rfind("]"):
-        return text, None
-    if text.count(":") == 1:
-        return text[:colon], text[colon + 1 :]
-    if text[colon - 1] == "]":
-        raise UsageError(
-            f"{option}: slots of a list of IPv6 addresses must stand in a host file, "
-            f"got {text!r}. Write there: {text[:colon]} slots={text[colon + 1 :]}"
-        )
+    if colon > text.rfind("]"):
+        if text.count(":") == 1:
+            return text[:colon], text[colon + 1 :]
+        if text[colon - 1] == "]":
+            raise UsageError(
+                f"{option}: slots of a list of IPv6 addresses must stand in a host "
+                f"file, got {text!r}. Write there: {text[:colon]} "
+                f"slots={text[colon + 1 :]}"
+            )
     return text, None
 
 

@@ -18,7 +18,7 @@ from ronde.launch.agent.relay import name_directory
 from ronde.launch.joining.channel import TlsChannel, make_node_context, with_port
 from ronde.launch.joining.mutual_auth import NodeInfo, Token, authenticate_head
 from ronde.launch.node import EXIT_UNREACHABLE
-from ronde.launch.signals import STOPPING, raise_if_stopped
+from ronde.launch.signals import STOPPING, raise_if_stopped, wait_for
 
 LAST_ATTEMPT_S = 1.0  # what the last attempt has at least, to find out what is wrong
 _ATTEMPT_S = 10.0
@@ -118,18 +118,14 @@ def _connect(
 
 def _wait(signal_fd: int, fd: int, wanted: int, ends_at: float) -> None:
     """Wait for one event; without a descriptor for the time."""
-    poll = select.poll()
-    poll.register(signal_fd, select.POLLIN)
-    if fd >= 0:
-        poll.register(fd, wanted)
-    while True:
-        left_s = ends_at - time.monotonic()
-        ready = poll.poll(left_s * 1000 + 1) if left_s > 0 else []
-        if not ready and fd >= 0:
-            raise TimeoutError("no answer")
-        if not ready or any(each == fd for each, _ in ready):
+    readable = [signal_fd, *([fd] if wanted == select.POLLIN else [])]
+    writable = [fd] if wanted == select.POLLOUT else []
+    while (left_s := ends_at - time.monotonic()) > 0:
+        if fd in wait_for(readable, writable, left_s + 0.001):
             return
         raise_if_stopped(signal_fd)
+    if fd >= 0:
+        raise TimeoutError("no answer")
 
 
 def follow_head(

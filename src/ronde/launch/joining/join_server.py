@@ -15,12 +15,7 @@ from typing import NamedTuple
 from ronde.errors import Failure, HostError, LaunchError
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.hosts.host import Host
-from ronde.launch.joining.channel import (
-    TlsChannel,
-    listen,
-    make_head_tls,
-    with_port,
-)
+from ronde.launch.joining.channel import TlsChannel, listen, make_head_tls, with_port
 from ronde.launch.joining.mutual_auth import (
     AuthenticationError,
     NodeInfo,
@@ -80,10 +75,7 @@ def wait_for_nodes(
 
 class _JoinServer:
     def __init__(
-        self,
-        config: JoinConfig,
-        listener: socket.socket,
-        notice: Callable[[str], None],
+        self, config: JoinConfig, listener: socket.socket, notice: Callable[[str], None]
     ) -> None:
         self._config = config
         self._listener = listener

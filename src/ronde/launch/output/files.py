@@ -126,9 +126,13 @@ def _describe_end(end: RankEnd) -> dict[str, object]:
     }
 
 
+def _describe_lost(lost: LostHost) -> dict[str, object]:
+    return {**asdict(lost), "at_s": round(lost.at_s, 6)}
+
+
 def _describe_failure(failure: RankEnd | LostHost) -> dict[str, object]:
     if isinstance(failure, LostHost):
-        return {"kind": "host", **asdict(failure), "at_s": round(failure.at_s, 6)}
+        return {"kind": "host", **_describe_lost(failure)}
     return {
         "kind": "rank",
         **_describe_end(failure),
@@ -229,7 +233,7 @@ class JobRecords(JobFile):
         self._try_append(
             [
                 *(("rank_end", _describe_end(end)) for end in result.ends),
-                *(("host_lost", _describe_failure(host)) for host in lost),
+                *(("host_lost", _describe_lost(host)) for host in lost),
                 ("generation_end", ran_s | describe_result(result)),
             ]
         )
@@ -237,14 +241,13 @@ class JobRecords(JobFile):
     def _try_append(self, entries: Sequence[tuple[str, Mapping[str, object]]]) -> None:
         which = {"job_id": self._generation.job_id, "epoch": self._generation.epoch}
         try:
-            self._append([(kind, {**which, **values}) for kind, values in entries])
+            if self._path:
+                self._append([(kind, {**which, **values}) for kind, values in entries])
         except OSError as error:
             self._notice(f"--record {self._path} is not written on: {error.strerror}")
             self._path = ""
 
     def _append(self, entries: Sequence[tuple[str, Mapping[str, object]]]) -> None:
-        if not self._path:
-            return
         # Imported where it is needed: most jobs start without a record.
         from ronde.records import MachineRecord, Record, append_record
 

@@ -61,16 +61,11 @@ class EndOfStacks(NamedTuple):
     """To the process: show the ``RankStacks`` that came before, one a rank."""
 
 
-class OutputDone(NamedTuple):
-    """From the process: the order is carried out, or ``problem`` says why not."""
+class OutputAnswer(NamedTuple):
+    """From the process: everything is prepared, or its output is read no more."""
 
-    problem: str
-
-
-class OutputUnread(NamedTuple):
-    """From the process: nobody reads the ranks' standard output any more."""
-
-    signal: int  # what a program gets then: SIGPIPE, or SIGHUP of a closed terminal
+    problem: str  # why not all is prepared; empty where it is
+    signal: int  # SIGPIPE, or SIGHUP of a closed terminal; 0 where the output is read
 
 
 _Order = Begin | Began | Notice | RankStacks | EndOfStacks | Finish
@@ -173,16 +168,15 @@ class OutputProcess:
                     "but it is gone. Start the job again."
                 )
             return 0
-        unread_signal, problems = 0, list[str]()
+        unread_signal = 0
         for frame in self._decoder.feed(data):
-            answer = decode_message(cast("bytes", frame), (OutputDone, OutputUnread))
-            if isinstance(answer, OutputDone):
+            answer = decode_message(cast("bytes", frame), (OutputAnswer,))
+            if answer.problem:
+                raise UsageError(answer.problem)
+            if not answer.signal:
                 self._num_unanswered -= 1
-                problems += [answer.problem] if answer.problem else []
             elif not is_kept_ignored(answer.signal):
                 unread_signal = answer.signal
-        if problems:
-            raise UsageError(problems[0])
         return unread_signal
 
     def close(self) -> None:
@@ -272,7 +266,7 @@ class _Writer:
             self._sink.write_to(fd)
         except BrokenPipeError as error:
             is_hangup = error.errno == errno.EIO
-            self._answer(OutputUnread(signal.SIGHUP if is_hangup else signal.SIGPIPE))
+            self._answer("", signal.SIGHUP if is_hangup else signal.SIGPIPE)
 
     def _read_orders(self, fd: int) -> bool:
         data = os.read(fd, _READ_BYTES)
@@ -312,9 +306,9 @@ class _Writer:
             self._sink.begin(generation)
         except UsageError as error:
             problem = str(error)
-        self._answer(OutputDone(problem))
+        self._answer(problem)
 
-    def _answer(self, message: OutputDone | OutputUnread) -> None:
+    def _answer(self, problem: str, number: int = 0) -> None:
         # If the controller is gone, this process ends at once, too.
         with suppress(BrokenPipeError):
-            os.write(self._replies_fd, encode(message))
+            os.write(self._replies_fd, encode(OutputAnswer(problem, number)))

@@ -75,11 +75,7 @@ _COMPLAINTS = (
         "{copy_id}",
     ),
     ("Connection refused", "nothing answers on its ssh port", "{ssh}, or port=N"),
-    (
-        _CROWDED_WORDS,
-        _CROWDED,
-        "raise MaxStartups there, or see what it logs",
-    ),
+    (_CROWDED_WORDS, _CROWDED, "raise MaxStartups there, or see what it logs"),
     (
         "[Tt]imed out|No route to host|Network is unreachable|Host is down",
         "not reached",
