@@ -1,7 +1,8 @@
 """Hosts and checks made by hand."""
 
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Check, Family, Fleet, HostFacts, Problem, Severity
+from ronde.check.check import Check, Family, Problem, Severity
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.majority import differing
 
 

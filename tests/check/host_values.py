@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ronde.check.check import Fleet, HostFacts
+from ronde.check.fleet import Fleet, HostFacts
 
 GIB = 1 << 30
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
-from ronde.check.check import Family, Fleet, HostFacts, Severity
+from ronde.check.check import Family, Severity
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.judging import judge
 from ronde.check.network import bandwidth as steps, reach

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Ronde, clean_environment
 
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Fleet
+from ronde.check.fleet import Fleet
 from ronde.check.history import load_last
 from ronde.check.judging import judge
 from ronde.cli.check import make_parser, read_request

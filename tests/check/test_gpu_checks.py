@@ -4,7 +4,8 @@ import pytest
 from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 
-from ronde.check.check import Family, Fleet, HostFacts, Severity
+from ronde.check.check import Family, Severity
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.gpu.nvml import keep_answers
 from ronde.check.judging import judge
 from ronde.check.probing import FactReader

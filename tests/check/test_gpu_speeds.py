@@ -5,7 +5,8 @@ from hypothesis import given, strategies as st
 
 from ronde.check.burn import COPIES, PRODUCTS, name_devices
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Fleet, HostFacts, Severity
+from ronde.check.check import Severity
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.judging import judge
 
 FAIL, WARN, INFORM = Severity

@@ -2,7 +2,8 @@
 
 from tests.check.fleets import make_check
 
-from ronde.check.check import Family, Fleet, HostFacts, Problem, Severity
+from ronde.check.check import Family, Problem, Severity
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.judging import Unread, judge
 
 HOSTS = (

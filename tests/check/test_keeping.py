@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import CHECKS, make_fleet
 
-from ronde.check.check import Finding, HostFacts, Severity, name_pair
+from ronde.check.check import Finding, Severity, name_pair
+from ronde.check.fleet import HostFacts
 from ronde.check.history import Change, Kept, compare, load_last, save
 from ronde.check.judging import judge
 from ronde.errors import UsageError

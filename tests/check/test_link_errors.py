@@ -1,6 +1,6 @@
 """Errors that links have counted, and what is shown of them when they grow."""
 
-from ronde.check.check import HostFacts
+from ronde.check.fleet import HostFacts
 from ronde.check.history import Kept, compare
 from ronde.check.network.rdma import RDMA_ERRORS, read_errors
 

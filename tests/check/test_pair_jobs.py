@@ -14,7 +14,8 @@ from tests.check.programs import panel_of
 from tests.topology.nccl_job import JobLog
 
 from ronde.bench.results import RankCount, RankSource, Row, Run, Side, to_record
-from ronde.check.check import Family, Fleet, HostFacts, Severity
+from ronde.check.check import Family, Severity
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.hosts import NodeContext
 from ronde.check.judging import judge
 from ronde.check.network import bandwidth as steps

@@ -6,7 +6,8 @@ import pytest
 from tests.cli.conftest import Ronde
 
 from ronde.check.catalogue import PROBES, all_checks, all_steps, plan_for
-from ronde.check.check import Check, Fleet, HostFacts
+from ronde.check.check import Check
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.probing import FAILED
 from ronde.cli.check import make_parser, read_request
 

@@ -14,7 +14,8 @@ from hypothesis import given, strategies as st
 
 from ronde.check import storage as operations, storage as sharing
 from ronde.check.catalogue import all_checks
-from ronde.check.check import Check, Finding, Fleet, HostFacts, Severity, Value
+from ronde.check.check import Check, Finding, Severity
+from ronde.check.fleet import Fleet, HostFacts, Value
 from ronde.check.hosts import HostSet, NodeContext
 from ronde.check.path_tasks import NUM_SAMPLES, SAMPLE_BYTES, run_tasks, sample
 from ronde.check.storage import group

@@ -9,7 +9,8 @@ from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
 from ronde.check.catalogue import PROBES
-from ronde.check.check import Family, Finding, Fleet, HostFacts, Severity, Value
+from ronde.check.check import Family, Finding, Severity
+from ronde.check.fleet import Fleet, HostFacts, Value
 from ronde.check.probing import run_probes
 from ronde.check.storage import find_mount, read_mounts
 

@@ -12,7 +12,8 @@ from tests.check.fleets import of_family
 
 import ronde
 from ronde.check.catalogue import PROBES
-from ronde.check.check import Family, Finding, Fleet, HostFacts, Severity
+from ronde.check.check import Family, Finding, Severity
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.probing import UnreadableError, run_probes
 from ronde.check.software import (
     ABSENT,

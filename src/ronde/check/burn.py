@@ -25,17 +25,8 @@ from importlib import import_module
 from threading import Thread
 from typing import Any, NamedTuple
 
-from ronde.check.check import (
-    FAIL,
-    INFORM,
-    WARN,
-    Family,
-    Fleet,
-    Problem,
-    Problems,
-    Value,
-    check,
-)
+from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, check
+from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.majority import find_few, find_odd
 from ronde.check.probing import FactReader, ProbeEntry, ProbeOutcome, run_probes
@@ -82,12 +73,8 @@ Tensor = Any
 def burn(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
 
-    Then each GPU copies, one after the other. The answer has ``products``: by device;
-    see ``multiply``. Of a device that failed, and of all where all hung, ``failure``
-    alone. ``copies``: by GPU; see ``measure_gpu``.
-
-    Raises:
-        OSError: There is no torch.
+    Then each GPU copies, one after the other. The answer has ``products`` by device, of
+    ``multiply``, and ``copies`` by GPU, of ``measure_gpu``; of what failed ``failure``.
     """
     multiplied = _run_program(float(question["seconds"]) + _BESIDES_S, question)
     if multiplied.unreadable:
@@ -162,8 +149,7 @@ def multiply(
 ) -> dict[str, Value]:
     """Multiply two factors, and again until the time is over.
 
-    Return ``checksum`` of the first product, ``num_products`` after it, how many of
-    them were not like the first (``num_wrong``), and their ``gflop_per_s``.
+    ``checksum`` is of the first product; the others are compared with it.
     """
     left, right = (factor.to(device) for factor in factors)
     first = left @ right
@@ -198,9 +184,7 @@ def sum_up(torch: Torch, product: Tensor) -> str:
 def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
     """Measure what a GPU of CUDA's copies.
 
-    Returns:
-        ``model``, ``is_near`` (whether the host's memory was on the GPU's side of it)
-        and the rates; ``failure`` alone where they are unknown.
+    ``is_near``: whether the host's memory was on the GPU's side of it.
     """
     try:
         model = torch.cuda.get_device_name(number)

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from ronde.check.check import Check, Value
+from ronde.check.check import Check
+from ronde.check.fleet import Value
 from ronde.check.hosts import ProbeStep
 from ronde.check.probing import FAILED, ProbeEntry
 

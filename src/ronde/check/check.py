@@ -1,4 +1,4 @@
-"""Facts of hosts, and the checks that judge them.
+"""The checks that judge the facts of hosts, and what they find.
 
 A check is a function below ``check`` (it judges all hosts together), ``each_host``,
 ``same_everywhere`` or ``each_gpu``. Its name is the id. Its docstring is the title and
@@ -7,44 +7,11 @@ a paragraph ``name: text`` for each of ``reads``, ``threshold``, ``source``, ``f
 ``host.``, unless it names another. ``catalogue`` finds it in its module.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# Setting: what ``ronde run`` would forward to every host, by the variable's name.
-ENVIRONMENT = "environment"
-Value = Any  # what JSON can hold
-Values = Mapping[str, Value]
-HostPair = tuple[str, str]
-
-
-class HostFacts(NamedTuple):
-    """All that is known of one host."""
-
-    host: str
-    values: dict[str, Value]  # by the fact's name, such as ``host.memlock_bytes``
-    unreadable: dict[str, str]  # by the fact's name: why, and what would help
-    seconds: dict[str, float]  # by the probe's name: how long it took
-
-
-class Fleet(NamedTuple):
-    """The hosts, in the user's order, and what the user asked for."""
-
-    hosts: tuple[HostFacts, ...]
-    settings: dict[str, Value]
-
-    @property
-    def num_ranks(self) -> int:
-        return int(self.settings.get("num_ranks") or 1)
-
-    def having(self, *names: str) -> Iterator[HostFacts]:
-        """Yield the hosts of which all these facts are known."""
-        for facts in self.hosts:
-            if all(name in facts.values for name in names):
-                yield facts
-
-    def known(self, name: str) -> dict[str, Value]:
-        return {facts.host: facts.values[name] for facts in self.having(name)}
+from ronde.check.fleet import Fleet, Values
 
 
 class Family(StrEnum):
@@ -182,18 +149,3 @@ def each_host(
 
 def name_pair(host: str, other: str) -> str:
     return f"{host}{_BETWEEN}{other}"
-
-
-def name_some(names: Mapping[str, object] | list[str], most: int = 4) -> str:
-    """Return the first few names, and how many more there are."""
-    named, num_more = list(names)[:most], len(names) - most
-    return ", ".join(named) + (f" and {num_more} more" if num_more > 0 else "")
-
-
-def once_a_host(*problems: Problems) -> Problems:
-    """Yield for each host what the first of some judges finds."""
-    known: set[str] = set()
-    for each in problems:
-        found = [problem for problem in each if problem.host not in known]
-        known |= {problem.host for problem in found}
-        yield from found

@@ -5,7 +5,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from ronde.check.check import FAIL, WARN, Family, Fleet, Problem, Problems, Value, check
+from ronde.check.check import FAIL, WARN, Family, Problem, Problems, check
+from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.majority import find_few, having_less, show_usual
 from ronde.check.probing import ENDED, FAILED
@@ -172,9 +173,8 @@ def memory_alike(fleet: Fleet) -> Problems:
 def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Compute the same again and again for ``seconds``, where the system puts it.
 
-    The answer has ``wall_s`` for one piece of work, waiting included: hosts that share
-    their CPUs, or are limited, have more of it; and ``cpu_s`` of the quickest one on
-    any of some CPUs, which a busy neighbour on one core does not change.
+    The answer has ``wall_s`` for one piece of work, waiting included, and ``cpu_s`` of
+    the quickest one on any CPU, which a busy neighbour on one core does not change.
     """
     begun_s = now_s = time.monotonic()
     num_pieces, best_s = 0, float("inf")

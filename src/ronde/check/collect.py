@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ronde.addresses import is_loopback
 from ronde.check.catalogue import PROBES, CollectPlan
-from ronde.check.check import HostFacts, Value
+from ronde.check.fleet import HostFacts, Value
 from ronde.check.hosts import HostSet
 from ronde.check.probing import FAILED
 from ronde.errors import HostError, HostFailure

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ronde.check.check import Finding, HostFacts, Value
+from ronde.check.check import Finding
+from ronde.check.fleet import HostFacts, Value
 from ronde.check.majority import spell
 from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain, to_plain

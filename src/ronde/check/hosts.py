@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ronde.check.check import HostFacts, Value
+from ronde.check.fleet import HostFacts, Value
 
 if TYPE_CHECKING:
     # It is long to import, and every probe imports this.
@@ -37,10 +37,9 @@ class Reply(NamedTuple):
 
 
 class HostSet:
-    """The hosts that can be asked, and what is known of each so far.
+    """The hosts that can be asked, by name, and what is known of each so far.
 
-    ``addresses``: by the host's name, the address by which others reach it; empty for
-    a host that has none.
+    ``addresses``: by which others reach them; empty for a host that has none.
     """
 
     def __init__(

@@ -4,15 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ronde.check.check import (
-    Check,
-    Family,
-    Finding,
-    Fleet,
-    HostFacts,
-    HostPair,
-    Severity,
-)
+from ronde.check.check import Check, Family, Finding, Severity
+from ronde.check.fleet import Fleet, HostFacts, HostPair
 
 
 class Unread(NamedTuple):

@@ -5,19 +5,9 @@ import os
 import re
 from pathlib import Path
 
-from ronde.check.check import (
-    FAIL,
-    INFORM,
-    WARN,
-    Fleet,
-    Problem,
-    Problems,
-    Values,
-    check,
-    each_host,
-    once_a_host,
-)
-from ronde.check.majority import having_less
+from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
+from ronde.check.fleet import Fleet, Values
+from ronde.check.majority import having_less, once_a_host
 from ronde.check.probing import FactReader, UnreadableError
 from ronde.memory import available_memory
 from ronde.topology.kernel_files import list_names, read_number, read_text
@@ -41,11 +31,8 @@ _LOCKED, _FILES = "host.memlock_bytes", "host.open_files"
 _USER_PIDS, _PIDS, _PIDS_LEFT = "host.max_processes", "host.pids_max", "host.pids_left"
 _CAPABILITIES, _ADAPTERS = "host.capabilities", "host.rdma_devices"
 _QUOTA, _CPUS = "host.cpu_quota", "host.num_cpus"
-_SIZE, _FREE, _WRITABLE = (
-    "host.shm_size_bytes",
-    "host.shm_free_bytes",
-    "host.is_shm_writable",
-)
+_SIZE, _FREE = "host.shm_size_bytes", "host.shm_free_bytes"
+_WRITABLE = "host.is_shm_writable"
 _TOTAL, _LEFT = "host.memory_bytes", "host.memory_available_bytes"
 _LIMITS = {
     _LOCKED: "Max locked memory",
@@ -53,7 +40,6 @@ _LIMITS = {
     _USER_PIDS: "Max processes",
 }
 _BITS = {"ipc_lock": 14, "sys_resource": 24}
-_ALL_IDS = "4294967295"
 
 
 def read(reader: FactReader) -> None:
@@ -93,7 +79,7 @@ def parse_limit(text: str, row: str) -> int:
 
 def _read_capabilities(own: Path) -> list[str]:
     """Return capabilities that lift limits; those in an own user namespace do not."""
-    if (own / "uid_map").read_text().split()[2:] != [_ALL_IDS]:
+    if (own / "uid_map").read_text().split()[2:] != ["4294967295"]:
         return []
     effective = re.search(
         r"^CapEff:\s*(\w+)", (own / "status").read_text(), re.MULTILINE
@@ -181,13 +167,13 @@ def open_files(fleet: Fleet) -> Problems:
     why: Connections and shared tensors are files: 'Too many open files' after hours.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_FILES).items()}
-    grades = (
-        (_MIN_OPEN_FILES, FAIL),
-        (_FEW_OPEN_FILES, WARN),
-        (_GOOD_OPEN_FILES, INFORM),
-    )
+    grades = ((_MIN_OPEN_FILES, FAIL), (_FEW_OPEN_FILES, WARN))
     few = (
-        Problem(_show_files(limit), next(s for n, s in grades if limit < n), host=host)
+        Problem(
+            _show_files(limit),
+            next((s for n, s in grades if limit < n), INFORM),
+            host=host,
+        )
         for host, limit in limits.items()
         if limit < _GOOD_OPEN_FILES
     )

@@ -6,16 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from ronde.check.check import (
-    WARN,
-    Check,
-    Fleet,
-    Problem,
-    Problems,
-    Severity,
-    Value,
-    make_check,
-)
+from ronde.check.check import WARN, Check, Problem, Problems, Severity, make_check
+from ronde.check.fleet import Fleet, Value
 
 MIN_MAJORITY = 3  # with fewer hosts there is no majority
 
@@ -106,3 +98,12 @@ def having_less(
     for host in few.hosts:
         usual = show_usual(host, amounts, few, show)
         yield Problem(show(amounts[host]), WARN, usual, host=host)
+
+
+def once_a_host(*problems: Problems) -> Problems:
+    """Yield for each host what the first of some judges finds."""
+    known: set[str] = set()
+    for each in problems:
+        found = [problem for problem in each if problem.host not in known]
+        known |= {problem.host for problem in found}
+        yield from found

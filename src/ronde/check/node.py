@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from ronde.check.catalogue import OPERATIONS, PROBES
-from ronde.check.check import Value
+from ronde.check.fleet import Value
 from ronde.check.hosts import NodeContext
 from ronde.check.probing import run_probes
 

@@ -41,8 +41,7 @@ def run_tasks(
 ) -> list[list[TaskOutcome]]:
     """Run tasks, those of a group one after the other, groups side by side.
 
-    What lies on one mount belongs into one group. What is not done at the deadline of
-    all has hung, and is killed.
+    What lies on one mount belongs into one group. What is late has hung, and is killed.
     """
     # Imported here: the program does without.
     import subprocess

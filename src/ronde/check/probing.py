@@ -15,7 +15,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ronde.check.check import Value
+from ronde.check.fleet import Value
 
 FAILED = "probe.failed"  # fact: by the name of each probe that gave none, why
 # How the failure begins of a probe that ended by itself; any other one hung.

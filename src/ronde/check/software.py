@@ -13,19 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import ronde
-from ronde.check.check import (
-    ENVIRONMENT,
-    FAIL,
-    WARN,
-    Fleet,
-    Problem,
-    Problems,
-    Values,
-    check,
-    each_host,
-    once_a_host,
-)
-from ronde.check.majority import differing, find_odd, same_everywhere
+from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
+from ronde.check.fleet import ENVIRONMENT, Fleet, Values, name_some
+from ronde.check.majority import differing, find_odd, once_a_host, same_everywhere
 from ronde.check.probing import FactReader, UnreadableError
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text
@@ -213,10 +203,9 @@ def _differing_names(fleet: Fleet, fact: str, join: str, absent: str) -> Problem
             for host, value, usual in find_odd(shown):
                 found.setdefault(host, []).append((f"{name}{join}{value}", usual))
     for host, differences in found.items():
-        what, usual = zip(*differences[:_MAX_NAMED], strict=True)
-        num_more = len(differences) - _MAX_NAMED
-        more = f" and {num_more} more" if num_more > 0 else ""
-        yield Problem(", ".join(what) + more, usual="; ".join(usual), host=host)
+        what = name_some(dict(differences), _MAX_NAMED)
+        usual = "; ".join(usual for _, usual in differences[:_MAX_NAMED])
+        yield Problem(what, usual=usual, host=host)
 
 
 @check(WARN, _PACKAGES)

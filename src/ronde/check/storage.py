@@ -6,19 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ronde.check.check import (
-    FAIL,
-    INFORM,
-    WARN,
-    Fleet,
-    Problem,
-    Problems,
-    Value,
-    Values,
-    check,
-    each_host,
-    name_some,
-)
+from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
+from ronde.check.fleet import Fleet, Value, Values, name_some
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.majority import MIN_MAJORITY, find_odd
 from ronde.check.path_tasks import run_tasks

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from ronde.arguments import CommandParser, read_one_of
 from ronde.check.catalogue import all_checks, plan_for
-from ronde.check.check import ENVIRONMENT, Check, Family, Fleet, Severity, Value
+from ronde.check.check import Check, Family, Severity
 from ronde.check.cluster import ABSENT, TAKING_PART
 from ronde.check.collect import Collected, collect, collect_from
+from ronde.check.fleet import ENVIRONMENT, Fleet, Value
 from ronde.check.history import Earlier, Kept, compare, load_last, save
 from ronde.check.judging import Judgement, Readiness, decide, fit_together, judge
 from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS

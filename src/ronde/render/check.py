@@ -7,7 +7,8 @@ from itertools import takewhile
 from typing import Any
 
 from ronde import __version__
-from ronde.check.check import Check, Family, Finding, HostFacts, Severity
+from ronde.check.check import Check, Family, Finding, Severity
+from ronde.check.fleet import HostFacts
 from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Readiness, Unread
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
@@ -196,19 +197,15 @@ def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
         before, after = _difference(each.before, each.after)
         text = f"{{}}: {each.fact} was {before}, is {after}"
         same.setdefault(text, []).append(each.host)
-    for text, hosts in (
-        ("{}: checked for the first time", changes.new_hosts),
-        ("{}: not checked this time", changes.gone_hosts),
-    ):
-        if hosts:
-            same[text] = list(hosts)
-    lines = [
-        wrap(
-            "  ", text.replace("{}", fold_hosts(names, _MAX_NAMES), 1), width, indent=4
-        )
-        for text, names in same.items()
-    ]
-    return f"since {since}:\n" + ("".join(lines) or "  nothing has changed\n")
+    if changes.new_hosts:
+        same["{}: checked for the first time"] = list(changes.new_hosts)
+    if changes.gone_hosts:
+        same["{}: not checked this time"] = list(changes.gone_hosts)
+    lines = ""
+    for text, names in same.items():
+        shown = text.replace("{}", fold_hosts(names, _MAX_NAMES), 1)
+        lines += wrap("  ", shown, width, indent=4)
+    return f"since {since}:\n" + (lines or "  nothing has changed\n")
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:
@@ -218,10 +215,8 @@ def _difference(before: str, after: str) -> tuple[str, str]:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
     skipped = max(0, sum(1 for _ in same) - _CONTEXT_CHARS)
     dots = "..." if skipped else ""
-    return (
-        dots + shorten(before[skipped:], _MAX_VALUE),
-        dots + shorten(after[skipped:], _MAX_VALUE),
-    )
+    was, is_now = (dots + shorten(v[skipped:], _MAX_VALUE) for v in (before, after))
+    return was, is_now
 
 
 def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
@@ -269,10 +264,7 @@ def _varying_places(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
 
 
 def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield ``1``, ``4-64``, each with how many numbers it stands for.
-
-    What counts up is written at the width of its low end.
-    """
+    """Yield ``1``, ``04-64``, each with how many numbers it stands for."""
     ordered = sorted(numbers, key=lambda text: (int(text), len(text)))
     first, count = ordered[0], 1
     for text in [*ordered[1:], ""]:
@@ -285,10 +277,7 @@ def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def draw_hostfile(hosts: Sequence[Host]) -> str:
-    """Return a host file of these hosts with all that is known of them.
-
-    Without hosts it has a comment alone, so that nothing is started by it.
-    """
+    """Return a host file; without hosts a comment, so that nothing is started by it."""
     if not hosts:
         return "# no host is ready\n"
     text = ""

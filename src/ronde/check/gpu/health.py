@@ -6,18 +6,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ronde.check.check import (
-    FAIL,
-    INFORM,
-    WARN,
-    Fleet,
-    Problem,
-    Problems,
-    Value,
-    Values,
-    check,
-    each_host,
-)
+from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
+from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.gpu.nvml import each_gpu, fold_gpus, odd_gpus
 from ronde.topology.pci import plain_address
 
@@ -218,8 +208,7 @@ _RECORD = re.compile(r"\d+,\d+,(?P<us>\d+),[^;]*;(?P<text>.*)")
 def read_xids(root: str) -> list[Value]:
     """Return what the log has of each kind, GPU and number: the last one, and how many.
 
-    Each has ``kind`` (``Xid`` or ``SXid``), ``address``, ``code``, ``times``, ``age_s``
-    and ``is_fatal``, which the log has for SXid only.
+    Whether an error is fatal the log has for SXid only.
     """
     now_s = read_clock_s(root)
     found: dict[tuple[str, str, int], Value] = {}

@@ -5,19 +5,10 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from ronde.check.check import (
-    FAIL,
-    WARN,
-    Fleet,
-    Problem,
-    Problems,
-    Value,
-    Values,
-    check,
-    each_host,
-    once_a_host,
-)
+from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
+from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.gpu.nvml import COUNT, each_gpu, fold_gpus, odd_gpus
+from ronde.check.majority import once_a_host
 from ronde.check.probing import UnreadableError
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text
@@ -74,11 +65,7 @@ def read_is_virtual(root: str) -> bool:
 
 
 def read_direct_rdma(root: str, module: str) -> Value:
-    """Return ``adapters``, how many RDMA adapters of NVIDIA's there are, and ``way``.
-
-    The way is how an adapter may reach memory of a GPU: ``nvidia_peermem``,
-    ``DMA-BUF``, or empty. ``module`` is from ``read_module``.
-    """
+    """Return how many RDMA adapters of NVIDIA's there are, and how they reach GPUs."""
     top, way = f"{root}/sys/class/infiniband", ""
     vendors = [read_text(f"{top}/{name}/device/vendor") for name in list_names(top)]
     if list_names(f"{root}/sys/module/nvidia_peermem"):

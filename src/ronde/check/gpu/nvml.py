@@ -14,15 +14,8 @@ from contextlib import suppress
 from ctypes import byref
 from typing import Any, NamedTuple
 
-from ronde.check.check import (
-    Check,
-    Fleet,
-    Problem,
-    Problems,
-    Severity,
-    Value,
-    make_check,
-)
+from ronde.check.check import Check, Problem, Problems, Severity, make_check
+from ronde.check.fleet import Fleet, Value
 from ronde.check.probing import (
     ENDED,
     FactReader,

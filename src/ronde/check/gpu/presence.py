@@ -3,21 +3,11 @@
 import errno
 import os
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
-from ronde.check.check import (
-    FAIL,
-    INFORM,
-    WARN,
-    Fleet,
-    Problem,
-    Problems,
-    Value,
-    Values,
-    check,
-    each_host,
-)
+from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
+from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.gpu.health import read_xids
 from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual
 from ronde.check.gpu.nvml import COUNT, LOST, ask_driver, each_gpu, fold_gpus, odd_gpus
@@ -267,14 +257,6 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
         )
 
 
-def _foreign(processes: Sequence[Value]) -> list[Value]:
-    return [p for p in processes if not p["command"].startswith(_SERVERS)]
-
-
-def _name(processes: Sequence[Value]) -> str:
-    return ", ".join(f"{p['command'] or 'process'} {p['pid']}" for p in processes)
-
-
 @each_gpu(FAIL, "gpu.memory_bytes", "gpu.processes", "gpu.busy_percent")
 def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
     """Nobody else uses the GPUs.
@@ -286,10 +268,12 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
     needs: an NVIDIA GPU
     why: Memory runs out, or all ranks wait for the one that shares its GPU.
     """
-    if foreign := _foreign(processes or ()):
+    foreign = [p for p in processes or () if not p["command"].startswith(_SERVERS)]
+    if foreign:
+        names = ", ".join(f"{p['command'] or 'process'} {p['pid']}" for p in foreign)
         pids = " ".join(str(each["pid"]) for each in foreign)
         fix = f"ps -fp {pids.replace(' ', ',')}; end it if it is yours: kill {pids}"
-        yield Problem(f"used by {_name(foreign)}", fix=fix)
+        yield Problem(f"used by {names}", fix=fix)
     if memory and memory["used"] >= _MAX_USED_BYTES:
         yield Problem(f"{memory['used'] / 2**30:.1f} GiB of its memory are used")
     if (percent or 0) >= _MAX_BUSY_PERCENT:

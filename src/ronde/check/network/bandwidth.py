@@ -23,21 +23,8 @@ from statistics import median
 from typing import NamedTuple
 
 from ronde.bench.results import Run, from_record
-from ronde.check.check import (
-    ENVIRONMENT,
-    FAIL,
-    WARN,
-    Fleet,
-    HostPair,
-    Problem,
-    Problems,
-    Value,
-    Values,
-    check,
-    each_host,
-    name_pair,
-    name_some,
-)
+from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host, name_pair
+from ronde.check.fleet import ENVIRONMENT, Fleet, HostPair, Value, Values, name_some
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.errors import UsageError
 from ronde.launch.environments import (
@@ -107,8 +94,7 @@ class PairRates(NamedTuple):
 class Streams:
     """Plain TCP, both ways at the same time, between ports of ``reach.listen``.
 
-    It shows links, switches and hosts that are slower than others. What NCCL or an RDMA
-    adapter reaches it does not show, and on fast links copying may be the limit.
+    What NCCL or RDMA reaches it does not show; on fast links copying may be the limit.
     """
 
     max_rounds = 32
@@ -169,10 +155,8 @@ class Benches:
         self, hosts: HostSet, pairs: Sequence[HostPair]
     ) -> dict[HostPair, PairRates]:
         """Start a job for each pair, and read what it measured."""
-        holds: dict[str, dict[str, Value]] = {
-            first: {"do": "hold_rendezvous", "address": hosts.addresses[first]}
-            for first, _ in pairs
-        }
+        places = {first: {"address": hosts.addresses[first]} for first, _ in pairs}
+        holds = {h: {"do": "hold_rendezvous", **place} for h, place in places.items()}
         held = hosts.ask(holds, _LISTEN_S)
         questions: dict[str, dict[str, Value]] = {}
         for pair in pairs:
@@ -182,7 +166,7 @@ class Benches:
                 "do": "bench",
                 "words": self._words,
                 "num_ranks": self._num_ranks,
-                "address": hosts.addresses[pair[0]],
+                **places[pair[0]],
                 **held[pair[0]].values,
                 "token": secrets.token_hex(16),
                 "environment": hosts.settings.get(ENVIRONMENT, {}),
@@ -191,10 +175,8 @@ class Benches:
             }
             questions |= {h: {**common, "half": half} for half, h in enumerate(pair)}
         replies = hosts.ask(questions, _RANKS_S + _SLACK_S)
-        return {
-            pair: self._read(pair, [replies.get(h, held[pair[0]]) for h in pair])
-            for pair in pairs
-        }
+        found = {p: [replies.get(host, held[p[0]]) for host in p] for p in pairs}
+        return {pair: self._read(pair, each) for pair, each in found.items()}
 
     def _read(self, pair: HostPair, replies: Sequence[Reply]) -> PairRates:
         failure = next((reply.failure for reply in replies if reply.failure), "")
@@ -208,12 +190,9 @@ class Benches:
             rate = busbw_of(answers[0]["record"])
         except UsageError as error:
             # What ranks have complained of is more than that there is no result.
-            complaints = [
-                f"{host}: {answer['failure']}"
-                for host, answer in zip(pair, answers, strict=True)
-                if answer["failure"]
-            ]
-            failure = "; ".join(complaints) or str(error)
+            ends = zip(pair, answers, strict=True)
+            failures = [f"{h}: {a['failure']}" for h, a in ends if a["failure"]]
+            failure = "; ".join(failures) or str(error)
             return PairRates(failure=failure, remarks=remarks)
         return PairRates((rate, rate), remarks=remarks)
 
@@ -265,22 +244,17 @@ def bench(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Run this host's half of the ranks of a job of two hosts, to their end.
 
     The question has ``words``: what stands after ``ronde bench``; ``half``: 0 on the
-    host of rank 0, else 1; ``num_ranks``: on each host; ``address``, ``port`` and
-    ``key``: of their store; ``token``: the job's name; ``environment``: what the user's
-    jobs take along; ``limit_s``; ``has_log``: whether NCCL is to log what it does.
-
-    The answer has ``record``: what rank 0 has written with ``--json``; ``log``: NCCL's,
-    packed; ``failure``: why it did not go well, or empty.
+    host of rank 0, else 1; ``num_ranks``: on each host; where their store is, and
+    ``token``: the job's name. The answer has ``record``: what rank 0 has written with
+    ``--json``; ``log``: NCCL's, packed; ``failure``: why it did not go well, or empty.
     """
     half = int(question["half"])
     held = context.memory.pop(_HELD, None) if half == 0 else None
     with ExitStack() as closing:
         if held is not None:
             closing.callback(held)
-        ranks = [
-            _start(question, place, closing)
-            for place in range(int(question["num_ranks"]))
-        ]
+        places = range(int(question["num_ranks"]))
+        ranks = [_start(question, place, closing) for place in places]
         failure = _follow(ranks, float(question["limit_s"]))
         logs = b"".join(_read(rank.log_fd) for rank in ranks)
         record = _read(ranks[0].record_fd).decode(errors="replace")

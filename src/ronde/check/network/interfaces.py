@@ -11,18 +11,8 @@ from typing import Any
 
 from ronde import addresses
 from ronde.addresses import is_loopback
-from ronde.check.check import (
-    ENVIRONMENT,
-    FAIL,
-    WARN,
-    Fleet,
-    Problem,
-    Problems,
-    Value,
-    Values,
-    check,
-    each_host,
-)
+from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
+from ronde.check.fleet import ENVIRONMENT, Fleet, Value, Values
 from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.pci import read_link
@@ -34,7 +24,6 @@ _MAX_DOWNS_A_DAY = 5
 
 _INTERFACES, _UPTIME = "network.interfaces", "network.uptime_s"
 _VARIABLES, _OWN_NAME = "network.variables", "network.own_name"
-_DAY_S = 86400
 
 _LOOPBACK, _INFINIBAND = "772", "32"
 # Drivers whose links a hypervisor makes up: speed and carrier are what it likes.
@@ -63,13 +52,9 @@ def read(reader: FactReader) -> None:
 
 
 def read_interfaces(root: str) -> dict[str, Value]:
-    """Return by the interface's name what it is.
+    """Return by the interface's name what it is; of a saved tree without addresses.
 
-    Each has ``kind`` (``loopback``, ``bridge``, ``bridge-port``, ``infiniband``,
-    ``physical``, ``paravirtual``: made up by a hypervisor, ``wireless`` or
-    ``virtual``), ``state`` as the kernel calls it, ``mtu`` in bytes, ``mbit_per_s``
-    (0: unknown), ``carrier_changes`` (-1: unknown) and ``addresses``, which only this
-    host itself has.
+    ``mbit_per_s`` is 0, and ``carrier_changes`` -1, where it is unknown.
     """
     directory = f"{root}/sys/class/net"
     found: dict[str, dict[str, Any]] = {}
@@ -124,9 +109,7 @@ def look_up_own_name(
 ) -> Callable[..., dict[str, Value]]:
     """Begin to look up the host's own name, in a thread: a server may never answer.
 
-    Returns:
-        What waits, for two seconds or as long as given, and returns ``name``,
-        ``addresses`` in their order, and ``error``, else empty.
+    What is returned waits for the answer.
     """
     name = read_text(f"{root}/proc/sys/kernel/hostname") or socket.gethostname()
     found: dict[str, Value] = {}
@@ -282,9 +265,8 @@ def find_slower(
 ) -> Iterator[tuple[str, Problem]]:
     """Yield by name what is slower than the one of this name on most other hosts.
 
-    In a draw the fastest counts: no interface is faster than it should be. The fact's
-    values are objects by the name of an interface or port; ``pick`` returns the Mbit/s
-    of one, 0 to leave it out.
+    In a draw the fastest counts: no interface is faster than it should be. ``pick``
+    returns the Mbit/s of one, 0 to leave it out.
     """
     hosts = fleet.known(fact)
     for name in dict.fromkeys(name for each in hosts.values() for name in each):
@@ -331,7 +313,7 @@ def link_flaps(values: Values, _: Fleet) -> Problems:
         and switch port; drain the host while it goes on.
     why: A link that goes away for seconds ends a run, or stops it for minutes.
     """
-    days = max(1.0, values[_UPTIME] / _DAY_S)
+    days = max(1.0, values[_UPTIME] / 86400)
     # Each time a link goes down it comes up again.
     downs: dict[str, int] = {
         name: interface["carrier_changes"] // 2

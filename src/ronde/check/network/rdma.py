@@ -10,16 +10,13 @@ from ronde.check.check import (
     FAIL,
     INFORM,
     WARN,
-    Fleet,
-    HostFacts,
     Problem,
     Problems,
     Severity,
-    Value,
-    Values,
     check,
     each_host,
 )
+from ronde.check.fleet import Fleet, HostFacts, Value, Values
 from ronde.check.network.interfaces import chooses, find_slower
 from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_number, read_text
@@ -255,11 +252,7 @@ def _is_usable(port: Port) -> bool:
 
 
 def _weigh_gids(facts: HostFacts, name: str, hosts: Iterable[HostFacts]) -> Severity:
-    """Return how bad a port without an address is.
-
-    One for storage, or that a cloud gives to every machine, has none anywhere; NCCL
-    takes the faster ones if there are any.
-    """
+    """Return how bad a port without an address is: one for storage never has one."""
     others = [each.values[_PORTS].get(name) for each in hosts if each is not facts]
     num_usable = sum(other is not None and _is_usable(other) for other in others)
     has_another = any(map(_is_usable, _chosen(facts.values).values()))

@@ -27,17 +27,8 @@ from functools import partial
 from typing import Any, cast
 
 from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
-from ronde.check.check import (
-    FAIL,
-    WARN,
-    Fleet,
-    HostPair,
-    Problem,
-    Problems,
-    Value,
-    check,
-    name_some,
-)
+from ronde.check.check import FAIL, WARN, Problem, Problems, check
+from ronde.check.fleet import Fleet, HostPair, Value, name_some
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.majority import same_everywhere, spell
 from ronde.check.network.interfaces import ADDRESS
@@ -45,12 +36,9 @@ from ronde.units import format_size
 
 # By the host's and the other's name: the fact ``REACH``; a pair is in this order.
 Reached = Mapping[str, Mapping[str, Mapping[str, Any]]]
+# Fact: by the other host's name, what ``reach`` returns of it; where connecting failed,
+# ``is_heard`` is whether datagrams arrived there.
 REACH = "network.reach"
-"""Fact: by the other host's name, what ``reach`` returns of it.
-
-Where connecting failed, ``is_heard`` is whether datagrams arrived there.
-"""
-
 # Fact: of the interface that leads to most other hosts, in bytes.
 MTU = "network.peer_mtu"
 # Of more hosts, each reaches its neighbours in a ring, and some at random.
@@ -516,9 +504,8 @@ def blame(
 ) -> dict[str, list[HostPair]]:
     """Return the hosts that share pairs with a fault, and by host its pairs.
 
-    Again and again the host with faults with most others is taken, in a draw all of
-    them. Of a pair that shares a host with no other, it is the sender, or of those in
-    ``at_receiver`` the receiver; where both directions are at fault, both.
+    Again and again the host with faults with most others is taken; in a draw, all. Of a
+    pair by itself it is the sender, or of those in ``at_receiver`` the receiver.
     """
     left = list(dict.fromkeys(pairs))
     blamed: dict[str, list[HostPair]] = {}
