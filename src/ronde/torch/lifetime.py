@@ -18,14 +18,13 @@ from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import CoordinationOptions
 from ronde.coordination.execution import FusionTuningOptions
 from ronde.data_parallel import BucketTuningOptions
-from ronde.errors import UsageError
+from ronde.errors import NotInitializedError, UsageError
 from ronde.memory import malloc_thresholds
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
 from ronde.torch.recordings import Recordings
 from ronde.torch.session import (
     Session,
     current_session,
-    current_world,
     is_initialized,
     sessions,
 )
@@ -102,8 +101,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         UsageError: ``HOROVOD_TIMELINE`` was not set before ``init()``.
         OSError: Rank 0 cannot write the file.
     """
-    current_world()
-    session = current_session()
+    session = current_session(NotInitializedError)
     if not session.config.timeline:
         raise UsageError(
             "Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage."
@@ -119,8 +117,7 @@ def stop_timeline() -> None:
 
     A rank that does not stop its own is left out after 5 s.
     """
-    current_world()
-    session = current_session()
+    session = current_session(NotInitializedError)
     session.recordings.stop()
     _set_recorders(session)
 

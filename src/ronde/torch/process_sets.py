@@ -8,7 +8,7 @@ import torch
 
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import NamedOperation, OpKind
-from ronde.errors import UsageError
+from ronde.errors import NotInitializedError, UsageError
 from ronde.torch.session import (
     ProcessSetState,
     Session,
@@ -71,8 +71,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     ``UsageError`` if these ranks have a set already, or sets may not come and go.
     """
-    current_world()
-    session = current_session()
+    session = current_session(NotInitializedError)
     _require_dynamic(session, "adding")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -90,8 +89,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set_id = process_set.process_set_id
     if not set_id:
         return False
-    current_world()
-    session = current_session()
+    session = current_session(NotInitializedError)
     _require_dynamic(session, "removing")
     process_set.process_set_id = None
     if list(session.sets.get(set_id, ())) != process_set.ranks:
@@ -161,8 +159,9 @@ def _require_dynamic(session: Session, doing: str) -> None:
 
 
 def _registered(process_set: ProcessSet) -> tuple[int, ...]:
-    current_world()
-    ranks = current_session().sets.get(process_set.process_set_id or 0)
+    ranks = current_session(NotInitializedError).sets.get(
+        process_set.process_set_id or 0
+    )
     # One that an earlier session registered may bear the number of another now.
     if ranks is None or list(ranks) != process_set.ranks:
         raise UsageError("Process set does not exist or has not been registered.")

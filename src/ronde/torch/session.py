@@ -5,7 +5,6 @@ The current session is a deliberate global: Horovod's API is module level.
 
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +22,12 @@ from ronde.coordination.control.channel import connect_channel
 from ronde.coordination.coordinator import CoordinationOptions, Coordinator
 from ronde.coordination.waits import Waits
 from ronde.data_parallel import BucketTuningOptions, JoinParticipant
-from ronde.errors import CollectiveError, NotInitializedError, UsageError
+from ronde.errors import (
+    CollectiveError,
+    NotInitializedError,
+    RondeError,
+    UsageError,
+)
 from ronde.torch.recordings import Recordings
 from ronde.world import Launcher, RankInfo, World
 from ronde.world.horovod_config import HorovodConfig
@@ -57,6 +61,7 @@ mpi4py.rc(initialize=False, finalize=False)
 import mpi4py.MPI
 """
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+_Pending = tuple[Work[Any], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +76,13 @@ class ProcessSetState:
     participants: WeakSet[JoinParticipant] = field(
         default_factory=WeakSet[JoinParticipant]
     )
-    _numbers: dict[str, set[int]] = field(
-        default_factory=lambda: defaultdict[str, set[int]](set)
-    )
+    _taken: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
 
     def claim_number(self, label: str, number: int | None = None) -> int:
         """Return a number that is new for this set and label: ``number`` if it is."""
-        taken = self._numbers[label]
-        if number is None or number in taken:
-            number = next(i for i in count() if i not in taken)
-        taken.add(number)
+        if number is None or (label, number) in self._taken:
+            number = next(i for i in count() if (label, i) not in self._taken)
+        self._taken.add((label, number))
         return number
 
     def close(self) -> None:
@@ -108,9 +110,7 @@ class Session:
     states: dict[int, ProcessSetState]  # those sets that this rank belongs to
     tuning: BucketTuningOptions | None = None  # None leaves bucket sizes as they are
     # Works by their handles, with what makes the result of theirs.
-    handles: dict[int, tuple[Work[Any], Callable[[Any], Any]]] = field(
-        default_factory=dict[int, tuple[Work[Any], Callable[[Any], Any]]]
-    )
+    handles: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     handle_numbers: "count[int]" = field(default_factory=count)
     waits: Waits = field(default_factory=Waits)
     _duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
@@ -132,13 +132,9 @@ class Session:
                 [self.hosts[other] for other in ranks],
                 timeout_s=self.config.start_timeout_s or _START_TIMEOUT_S,
             )
+            names = tuple(ranks) if set_id else ()
             coordinator = Coordinator(
-                own,
-                channel,
-                self.options,
-                set_id=set_id,
-                ranks=tuple(ranks) if set_id else (),
-                waits=self.waits,
+                own, channel, self.options, set_id=set_id, ranks=names, waits=self.waits
             )
         except BaseException:
             own.close()
@@ -181,18 +177,16 @@ def is_initialized() -> bool:
     return bool(sessions)
 
 
+def current_session(error: type[RondeError] = CollectiveError) -> Session:
+    """Return the current session, or raise ``error``."""
+    if not sessions:
+        raise error(_NOT_INITIALIZED)
+    return sessions[0]
+
+
 def current_world() -> World:
     """Return the world of the current session, or raise ``NotInitializedError``."""
-    if not sessions:
-        raise NotInitializedError(_NOT_INITIALIZED)
-    return sessions[0].world
-
-
-def current_session() -> Session:
-    """Return the current session, for a collective, or raise ``CollectiveError``."""
-    if not sessions:
-        raise CollectiveError(_NOT_INITIALIZED)
-    return sessions[0]
+    return current_session(NotInitializedError).world
 
 
 def rank() -> int:
