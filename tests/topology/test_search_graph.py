@@ -149,24 +149,6 @@ def test_a_channel_lacks_a_gpu_of_another():
 
 
 @pytest.mark.parametrize(
-    ("was", "becomes", "rule"),
-    [
-        ('typeintra="NVL"', 'typeintra="C2C"', "unknown-path-type"),
-        ('typeinter="PIX"', "", "unknown-path-type"),
-        ('speedintra="12.5"', 'speedintra="0"', "no-speed"),
-        ('nchannels="1"', 'nchannels="65"', "many-channels"),
-    ],
-)
-def test_attributes_that_nccl_takes_otherwise(was: str, becomes: str, rule: str):
-    assert was in GRAPH
-    (finding,) = check_search_graphs(
-        graph(channel("gpu 0"), GRAPH.replace(was, becomes))
-    )
-
-    assert finding.rule == rule
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("<system/>", "a.xml must begin with the element graphs, got system"),

@@ -1,11 +1,12 @@
 """What topology lint finds, NCCL's search and NCCL's debug log, as text."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ronde.render.text import WIDTH, counted, grouped, list_first, list_some, wrap
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log import NcclJob, NcclLog
-from ronde.topology.nccl_log.log import EdgesSeen, Reported
+from ronde.topology.nccl_log.log import Reported
 from ronde.topology.search_graph import SearchGraph
 from ronde.units import format_size
 
@@ -47,7 +48,7 @@ def count_findings(findings: Sequence[Diagnostic]) -> str:
 
 
 def draw_search(graphs: Sequence[SearchGraph]) -> str:
-    return "\n".join(_draw_graph(graph) for graph in graphs)
+    return "\n".join(map(_draw_graph, graphs))
 
 
 def _draw_graph(graph: SearchGraph) -> str:
@@ -61,11 +62,7 @@ def _draw_graph(graph: SearchGraph) -> str:
         f"{title}: {counted(graph.num_channels, 'channel')} of {each}",
         f"  between GPUs {graph.intra_type}, to an adapter {outside}",
     ]
-    orders: dict[str, int] = {}
-    for channel in graph.channels:
-        order = " ".join(channel)
-        orders[order] = orders.get(order, 0) + 1
-    for order, times in orders.items():
+    for order, times in Counter(map(" ".join, graph.channels)).items():
         lines.append(f"  {order}" + (f"   {times} times" if times > 1 else ""))
     return "\n".join(lines) + "\n"
 
@@ -94,7 +91,7 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
         ("NVLS", _nvls(job)),
         ("channels", _channels(job)),
         ("algorithms", _tunings(job)),
-        ("settings", list_first([each.value for each in job.settings], 12)),
+        ("settings", _names(job.settings, 12)),
         ("start", _start(job)),
         ("end", _end(job)),
         ("missing", _missing(job)),
@@ -143,7 +140,7 @@ def _between(job: NcclJob) -> str:
     gdr = sorted({each.value.rpartition(" ")[2].lower() for each in job.gdr})
     if gdr:
         parts.append(f"GPUDirect RDMA {' and '.join(gdr)}")
-    edges = _edges(each for each in job.edges if each.is_between_nodes)
+    edges = _edges(job, is_between=True)
     parts += edges
     if nodes == 1 and parts and not edges:
         parts.append("one node: not used")
@@ -151,7 +148,7 @@ def _between(job: NcclJob) -> str:
 
 
 def _inside(job: NcclJob) -> str:
-    parts = _edges(edges for edges in job.edges if not edges.is_between_nodes)
+    parts = _edges(job, is_between=False)
     for kind, name in (("NVL", "NVLink"), ("XGMI", "xGMI")):
         links = [link.gb_per_s for link in job.trees if link.kind == kind]
         if links:
@@ -159,21 +156,24 @@ def _inside(job: NcclJob) -> str:
     return "; ".join(parts)
 
 
-def _edges(edges: Iterable[EdgesSeen]) -> list[str]:
+def _edges(job: NcclJob, *, is_between: bool) -> list[str]:
     return [
-        f"{counted(each.num_edges, 'connection')} by {each.transport}" for each in edges
+        f"{counted(each.num_edges, 'connection')} by {each.transport}"
+        for each in job.edges
+        if each.is_between_nodes is is_between
     ]
 
 
 def _graphs(job: NcclJob) -> str:
-    shapes: dict[str, None] = {}
-    for graph in job.graphs:
-        if graph.num_channels:
-            name = _PATTERNS.get(graph.pattern, f"pattern {graph.pattern}")
-            inside = f"{graph.intra_gb_per_s:.1f} GB/s inside ({graph.intra_type})"
-            between = f"{graph.inter_gb_per_s:.1f} between ({graph.inter_type})"
-            shapes[f"{name}: {graph.num_channels} x {inside}, {between}"] = None
-    return list_first(list(shapes), _MAX_NAMES, "; ")
+    shapes = [
+        f"{_PATTERNS.get(graph.pattern, f'pattern {graph.pattern}')}: "
+        f"{graph.num_channels} x "
+        f"{graph.intra_gb_per_s:.1f} GB/s inside ({graph.intra_type}), "
+        f"{graph.inter_gb_per_s:.1f} between ({graph.inter_type})"
+        for graph in job.graphs
+        if graph.num_channels
+    ]
+    return list_first(list(dict.fromkeys(shapes)), _MAX_NAMES, "; ")
 
 
 def _nvls(job: NcclJob) -> str:
@@ -194,40 +194,31 @@ def _channels(job: NcclJob) -> str:
 def _tunings(job: NcclJob) -> str:
     tunings: list[str] = []
     for each in job.tunings:
-        sizes = format_size(each.min_bytes)
-        if each.max_bytes != each.min_bytes:
-            sizes += f" to {format_size(each.max_bytes)}"
-        kind = each.collective or "collectives"
-        tunings.append(f"{kind} {sizes} {each.algorithm} {each.protocol}")
+        ends = dict.fromkeys(map(format_size, (each.min_bytes, each.max_bytes)))
+        how = f"{each.algorithm} {each.protocol}"
+        tunings.append(f"{each.collective} {' to '.join(ends)} {how}")
     return list_first(tunings, _MAX_TUNINGS, "; ")
 
 
 def _start(job: NcclJob) -> str:
-    complete = _complete(job)
     ranks = [rank for comm in job.communicators for rank in comm.ranks]
     slowest = max(ranks, key=lambda rank: rank.init_s, default=None)
-    if slowest is None or not slowest.init_s:
-        return complete
-    longest = [f"{name} {seconds:.2f}" for name, seconds in slowest.init_phases[:3]]
-    phases = f" ({', '.join(longest)})" if longest else ""
-    return f"{slowest.init_s:.2f} s at most, rank {slowest.rank}{phases}; {complete}"
-
-
-def _complete(job: NcclJob) -> str:
-    largest = job.communicators[0] if job.communicators else None
-    if largest is None:
-        return ""
-    if not any(rank.has_started or rank.is_complete for rank in largest.ranks):
-        return ""
-    num_complete = sum(rank.is_complete for rank in largest.ranks)
-    return f"{num_complete} of {largest.num_ranks} ranks completed it"
+    parts: list[str] = []
+    if slowest and slowest.init_s:
+        phases = [f"{name} {seconds:.2f}" for name, seconds in slowest.init_phases[:3]]
+        words = f" ({', '.join(phases)})" if phases else ""
+        parts.append(f"{slowest.init_s:.2f} s at most, rank {slowest.rank}{words}")
+    for comm in job.communicators[:1]:
+        if any(rank.has_started or rank.is_complete for rank in comm.ranks):
+            num_complete = sum(rank.is_complete for rank in comm.ranks)
+            parts.append(f"{num_complete} of {comm.num_ranks} ranks completed it")
+    return "; ".join(parts)
 
 
 def _end(job: NcclJob) -> str:
-    if not job.aborts:
-        return ""
-    count = counted(sum(each.num_processes for each in job.aborts), "rank")
-    return f"{count} gave up a communicator (torch does so at its end, too)"
+    ranks = [counted(each.num_processes, "rank") for each in job.aborts]
+    words = "gave up a communicator (torch does so at its end, too)"
+    return f"{ranks[0]} {words}" if ranks else ""
 
 
 def _missing(job: NcclJob) -> str:
@@ -243,5 +234,5 @@ def _missing(job: NcclJob) -> str:
     return f"{', '.join(absent)}; {_SUBSYSTEMS} adds it" if absent else ""
 
 
-def _names(values: Iterable[Reported]) -> str:
-    return list_first([each.value for each in values], _MAX_NAMES)
+def _names(values: Iterable[Reported], most: int = _MAX_NAMES) -> str:
+    return list_first([each.value for each in values], most)

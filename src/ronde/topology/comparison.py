@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
@@ -58,11 +58,10 @@ Facts = dict[str, tuple[Fact, ...]]
 
 def gpu_facts(host: HostTopology) -> Facts:
     """Return what is known of each GPU."""
-    devices = {device.bus_id: device for device in host.devices}
     return {
         gpu.name: (
             Fact("chip", (gpu.gcn and f"gfx{gpu.gcn}") or _number("sm {}", gpu.sm)),
-            *_place_facts(devices, gpu.bus_id, gpu.node),
+            *_place_facts(host, gpu),
             _direct_links(host, gpu),
             Fact("GPUDirect RDMA", _GDR.get(gpu.gdr, "")),
         )
@@ -71,7 +70,6 @@ def gpu_facts(host: HostTopology) -> Facts:
 
 
 def _port_facts(host: HostTopology) -> Facts:
-    devices = {device.bus_id: device for device in host.devices}
     found: Facts = {}
     for port in host.ports:
         speed, state = Fact("network speed", ""), "" if port.is_up else "down"
@@ -82,7 +80,7 @@ def _port_facts(host: HostTopology) -> Facts:
             state = state or "up"
         found[port.name] = (
             Fact("port", port.title),
-            *_place_facts(devices, port.bus_id, port.node),
+            *_place_facts(host, port),
             speed,
             Fact("state", state),
             Fact("GPUDirect RDMA", _GDR.get(port.gdr, "")),
@@ -105,17 +103,16 @@ def _node_facts(host: HostTopology) -> Facts:
     return found
 
 
-def _place_facts(
-    devices: dict[str, PciDevice], bus_id: str, own_node: int
-) -> tuple[Fact, ...]:
+def _place_facts(host: HostTopology, element: GpuDevice | NetPort) -> tuple[Fact, ...]:
     """Return where a device sits, and by what links it is joined to the processor."""
+    devices = {device.bus_id: device for device in host.devices}
     chain: list[PciDevice] = []
-    device = devices.get(bus_id)
+    device = devices.get(element.bus_id)
     while device and device not in chain:
         chain.append(device)
         device = devices.get(device.parent)
-    node = next((each.node for each in chain if each.node != UNKNOWN), own_node)
-    facts = Fact("bus address", bus_id), Fact("NUMA node", _number("{}", node))
+    node = next((each.node for each in chain if each.node != UNKNOWN), element.node)
+    facts = Fact("bus address", element.bus_id), Fact("NUMA node", _number("{}", node))
     if not chain:
         return facts
     own, *above = [_link(each) for each in chain]
@@ -153,12 +150,6 @@ def _link(device: PciDevice) -> Fact:
 
 def _number(words: str, number: int) -> str:
     return words.format(number) if number != UNKNOWN else ""
-
-
-T = TypeVar("T", GpuDevice, NetPort, NumaNode)
-
-_GPUS, _PORTS, _NODES = "GPUs", "network ports", "NUMA nodes"
-_NUMBERED = re.compile(r"([^0-9]*)([0-9]*)")
 
 
 class Difference(NamedTuple):
@@ -210,13 +201,15 @@ class HostComparison(NamedTuple):
         return not any(lists) and not has_changes
 
 
-class _Pairs(NamedTuple):
-    """Elements of one role that were matched, as pairs of names, and the rest."""
-
-    names: tuple[tuple[str, str], ...]
-    num_same: int
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
+_Element = GpuDevice | NetPort | NumaNode
+_Pairs = list[tuple[str, str]]
+_NUMBERED = re.compile(r"([^0-9]*)([0-9]*)")
+# Of each kind of element: what it is called for people, and what is known of each.
+_ROLES: dict[str, tuple[str, Callable[[HostTopology], Facts]]] = {
+    "gpus": ("GPUs", gpu_facts),
+    "ports": ("network ports", _port_facts),
+    "numa_nodes": ("NUMA nodes", _node_facts),
+}
 
 
 def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
@@ -225,85 +218,86 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     What is unknown in one of them is no difference. A host compared with itself has
     none.
     """
-    gpus = _match(first.gpus, second.gpus, lambda gpu: gpu.bus_id)
-    ports = _match_ports(first, second)
-    nodes = _match(first.numa_nodes, second.numa_nodes, lambda node: node.name)
-    roles = {_GPUS: gpus, _PORTS: ports, _NODES: nodes}
-    unknown = _unknown(first), _unknown(second)
-    known = [
-        role for name, role in roles.items() if name not in unknown[0] | unknown[1]
-    ]
-    differences = [
-        *_differences(gpus.names, gpu_facts(first), gpu_facts(second)),
-        *_differences(ports.names, _port_facts(first), _port_facts(second)),
-        *_differences(nodes.names, _node_facts(first), _node_facts(second)),
-    ]
+    hidden = _hidden(first), _hidden(second)
+    by_title = not {p.bus_id for p in first.ports} & {
+        p.bus_id for p in second.ports if p.bus_id
+    }
+    pairs: dict[str, _Pairs] = {}
+    differences: list[Difference] = []
+    only: tuple[list[str], list[str]] = [], []
+    num_matched = num_same = 0
+    for role, (name, facts) in _ROLES.items():
+        key = _title if by_title and role == "ports" else _place
+        matched, same, *left = _match(getattr(first, role), getattr(second, role), key)
+        pairs[role] = matched
+        differences += _differences(matched, facts(first), facts(second))
+        if name not in hidden[0] | hidden[1]:
+            num_matched, num_same = num_matched + len(matched), num_same + same
+            only[0].extend(left[0])
+            only[1].extend(left[1])
     return HostComparison(
-        num_matched=sum(len(role.names) for role in known),
-        num_by_address=sum(role.num_same for role in known),
-        only_first=tuple(name for role in known for name in role.only_first),
-        only_second=tuple(name for role in known for name in role.only_second),
-        missing_first=tuple(sorted(unknown[0] - unknown[1])),
-        missing_second=tuple(sorted(unknown[1] - unknown[0])),
+        num_matched,
+        num_same,
+        tuple(only[0]),
+        tuple(only[1]),
+        missing_first=tuple(sorted(hidden[0] - hidden[1])),
+        missing_second=tuple(sorted(hidden[1] - hidden[0])),
         differences=tuple(differences),
-        paths=_compare_paths(first, second, gpus.names, ports.names),
+        paths=_compare_paths(first, second, pairs["gpus"], pairs["ports"]),
     )
 
 
-def _unknown(host: HostTopology) -> set[str]:
+def _hidden(host: HostTopology) -> set[str]:
     """Return the kinds of elements that a host does not show.
 
     One that shows its bus has no other GPUs and ports; NUMA nodes every host has.
     """
     shows_bus = any(device.class_code != UNKNOWN for device in host.devices)
-    is_known = {
-        _GPUS: shows_bus or bool(host.gpus),
-        _PORTS: shows_bus or bool(host.ports),
-        _NODES: bool(host.numa_nodes),
+    return {
+        name
+        for role, (name, _) in _ROLES.items()
+        if not getattr(host, role) and (role == "numa_nodes" or not shows_bus)
     }
-    return {role for role, known in is_known.items() if not known}
 
 
-def _match_ports(first: HostTopology, second: HostTopology) -> _Pairs:
-    """Match ports by adapter and port; by title where no adapter is in common."""
-    addresses = [{p.bus_id for p in host.ports if p.bus_id} for host in (first, second)]
-    if addresses[0] & addresses[1]:
-        return _match(first.ports, second.ports, _port_place)
-    return _match(first.ports, second.ports, lambda port: port.title)
+def _place(element: _Element) -> str:
+    """Return where an element is, or its name: what hosts have in common."""
+    if isinstance(element, NumaNode):
+        return element.name
+    if isinstance(element, NetPort):
+        named = f"{element.bus_id} {element.port}"
+        return named if element.bus_id else element.title
+    return element.bus_id
 
 
-def _port_place(port: NetPort) -> str:
-    return f"{port.bus_id} {port.port}" if port.bus_id else port.title
+def _title(port: NetPort) -> str:
+    return port.title
 
 
-def _match(first: Sequence[T], second: Sequence[T], key: Callable[[T], str]) -> _Pairs:
+def _match(
+    first: Sequence[_Element], second: Sequence[_Element], key: Callable[[Any], str]
+) -> tuple[_Pairs, int, list[str], list[str]]:
+    """Return pairs of names, how many have one key, and the names of the rest."""
     by_key = {key(each): each for each in second if key(each)}
-    pairs: list[tuple[str, str]] = []
-    left: list[T] = []
+    pairs: list[tuple[_Element, _Element]] = []
+    left: list[_Element] = []
     for each in first:
-        other = by_key.pop(key(each), None)
-        if other is None:
-            left.append(each)
+        if other := by_key.pop(key(each), None):
+            pairs.append((each, other))
         else:
-            pairs.append((each.name, other.name))
-    taken = {other for _, other in pairs}
-    rest = [each for each in second if each.name not in taken]
+            left.append(each)
     num_same = len(pairs)
+    taken = {other.name for _, other in pairs}
+    rest = [each for each in second if each.name not in taken]
     if len(left) == len(rest):
         ends = sorted(left, key=_order), sorted(rest, key=_order)
-        pairs += [(a.name, b.name) for a, b in zip(*ends, strict=True)]
+        pairs += zip(*ends, strict=True)
         left, rest = [], []
-    return _Pairs(
-        tuple(pairs),
-        num_same,
-        tuple(each.name for each in left),
-        tuple(each.name for each in rest),
-    )
+    names = [(each.name, other.name) for each, other in pairs]
+    return names, num_same, [e.name for e in left], [e.name for e in rest]
 
 
-def _order(
-    element: GpuDevice | NetPort | NumaNode,
-) -> tuple[list[int], list[tuple[str, int, str]]]:
+def _order(element: _Element) -> tuple[list[int], list[tuple[str, int, str]]]:
     """Return a key by number, of ports by title: ``mlx5_2`` before ``mlx5_10``."""
     if not isinstance(element, NetPort):
         return [element.number], []
@@ -314,38 +308,24 @@ def _order(
     return [], [(text, len(digits), digits) for text, digits in parts]
 
 
-def _differences(
-    pairs: Sequence[tuple[str, str]],
-    first: Facts,
-    second: Facts,
-) -> Iterator[Difference]:
+def _differences(pairs: _Pairs, first: Facts, second: Facts) -> Iterator[Difference]:
     for name, other in pairs:
         now = {fact.name: fact for fact in second[other]}
         for was in first[name]:
             is_now = now.get(was.name)
             if is_now and was.differs_from(is_now):
-                yield Difference(
-                    name,
-                    other,
-                    was.name,
-                    was.value,
-                    is_now.value,
-                    was.gb_per_s,
-                    is_now.gb_per_s,
-                )
+                rates = was.gb_per_s, is_now.gb_per_s
+                yield Difference(name, other, was.name, was.value, is_now.value, *rates)
 
 
 def _compare_paths(
-    first: HostTopology,
-    second: HostTopology,
-    gpus: Sequence[tuple[str, str]],
-    ports: Sequence[tuple[str, str]],
+    first: HostTopology, second: HostTopology, gpus: _Pairs, ports: _Pairs
 ) -> tuple[PathComparison, ...]:
     before, after = find_paths(first), find_paths(second)
     compared: list[PathComparison] = []
     for kind, pairs in (
-        ("GPU to GPU", list(combinations(gpus, 2))),
-        ("GPU to network port", list(product(gpus, ports))),
+        ("GPU to GPU", combinations(gpus, 2)),
+        ("GPU to network port", product(gpus, ports)),
     ):
         found = [
             PathChange((a, b), was, now)

@@ -7,7 +7,6 @@ names, without a look at whether it can be. The checks follow how NCCL 2.30 read
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -27,22 +26,20 @@ PATTERNS = {
 
 GRAPH_RULES = {
     "channel-count": "another number of channels than are listed",
-    "many-channels": "more channels than NCCL takes",
-    "unknown-path-type": "a type of path that NCCL does not read",
-    "no-speed": "channels without bandwidth",
     "broken-ring": "a ring that leaves a GPU out or has one twice",
     "broken-channel": "a channel of another pattern that does so",
 }
 """What is checked: a rule's name and its meaning."""
 
 _RING, _NVLS = 4, 5
-# The path types that NCCL reads there; it has no word for C2C.
-_KINDS = ("LOC", "NVL", "NVB", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
-_MAX_CHANNELS = 64
 _HOST_SHIFT = 56
-_INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
-_DEVICE = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})")
-_SPEED = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,9}"), "a whole number"
+_DEVICE = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})"), "a hexadecimal number"
+_SPEED = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?"), "a number of GB/s"
+_REMEDY = (
+    "Write it anew with NCCL_GRAPH_DUMP_FILE, by the release of NCCL that is to follow "
+    "it, or leave out NCCL_GRAPH_FILE."
+)
 
 
 class SearchGraph(NamedTuple):
@@ -82,62 +79,47 @@ def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
     return tuple(map(_read_graph, root.named("graph")))
 
 
-def _read_graph(element: Element) -> SearchGraph:
-    def integer(name: str) -> int:
-        return int(_read(element, name, _INTEGER, "a whole number")[0])
+def _read_graph(graph: Element) -> SearchGraph:
+    def read(element: Element, name: str, form: tuple[re.Pattern[str], str]) -> str:
+        text = element.attributes.get(name)
+        found = form[0].fullmatch(text.strip()) if text is not None else None
+        if not found:
+            raise UsageError(
+                f"{name} of {element.tag} must be {form[1]}, got "
+                f"{'none' if text is None else shorten(text)} at line {element.line} "
+                f"of {element.origin}. Write the file anew with NCCL_GRAPH_DUMP_FILE."
+            )
+        return found[0]
 
-    def speed(name: str) -> float:
-        return float(_read(element, name, _SPEED, "a number of GB/s")[0])
+    def device(element: Element) -> str:
+        """Return ``gpu/7``; of another host than the file's first, ``gpu/1-7``."""
+        host, number = divmod(int(read(element, "dev", _DEVICE), 16), 1 << _HOST_SHIFT)
+        return f"{element.tag}/{host}-{number}" if host else f"{element.tag}/{number}"
 
-    pattern = integer("pattern")
+    number = int(read(graph, "pattern", _INTEGER))
     return SearchGraph(
-        id=integer("id"),
-        pattern=pattern,
-        pattern_name=PATTERNS.get(pattern, f"pattern {pattern}"),
-        is_crossing_nics=integer("crossnic") != 0,
-        num_channels=integer("nchannels"),
-        intra_gb_per_s=speed("speedintra"),
-        inter_gb_per_s=speed("speedinter"),
-        intra_type=element.get("typeintra"),
-        inter_type=element.get("typeinter"),
-        has_same_channels=integer("samechannels") != 0,
+        id=int(read(graph, "id", _INTEGER)),
+        pattern=number,
+        pattern_name=PATTERNS.get(number, f"pattern {number}"),
+        is_crossing_nics=int(read(graph, "crossnic", _INTEGER)) != 0,
+        num_channels=int(read(graph, "nchannels", _INTEGER)),
+        intra_gb_per_s=float(read(graph, "speedintra", _SPEED)),
+        inter_gb_per_s=float(read(graph, "speedinter", _SPEED)),
+        intra_type=graph.get("typeintra"),
+        inter_type=graph.get("typeinter"),
+        has_same_channels=int(read(graph, "samechannels", _INTEGER)) != 0,
         channels=tuple(
-            tuple(map(_read_device, channel.named("gpu", "net")))
-            for channel in element.named("channel")
+            tuple(map(device, channel.named("gpu", "net")))
+            for channel in graph.named("channel")
         ),
-        line=element.line,
+        line=graph.line,
     )
-
-
-def _read_device(element: Element) -> str:
-    """Return ``gpu/7``; of another host than the file's first, ``gpu/1-7``."""
-    found = _read(element, "dev", _DEVICE, "a hexadecimal number")
-    host, number = divmod(int(found[1], 16), 1 << _HOST_SHIFT)
-    return f"{element.tag}/{host}-{number}" if host else f"{element.tag}/{number}"
-
-
-def _read(
-    element: Element, name: str, pattern: re.Pattern[str], what: str
-) -> re.Match[str]:
-    text = element.attributes.get(name)
-    found = pattern.fullmatch(text.strip()) if text is not None else None
-    if not found:
-        raise UsageError(
-            f"{name} of {element.tag} must be {what}, got "
-            f"{'none' if text is None else shorten(text)} at line {element.line} of "
-            f"{element.origin}. Write the file anew with NCCL_GRAPH_DUMP_FILE."
-        )
-    return found
 
 
 def check_search_graphs(graphs: tuple[SearchGraph, ...]) -> tuple[Diagnostic, ...]:
     """Return what NCCL would follow into an error, or what contradicts itself."""
     names = {name for graph in graphs for channel in graph.channels for name in channel}
     gpus = {name for name in names if name.startswith("gpu/")}
-    remedy = (
-        "Write it anew with NCCL_GRAPH_DUMP_FILE, by the release of NCCL that is to "
-        "follow it, or leave out NCCL_GRAPH_FILE."
-    )
     return tuple(
         Diagnostic(
             rule,
@@ -145,7 +127,7 @@ def check_search_graphs(graphs: tuple[SearchGraph, ...]) -> tuple[Diagnostic, ..
             f"line {graph.line}",
             f"Graph {graph.id} ({graph.pattern_name}): {what}",
             consequence,
-            remedy,
+            _REMEDY,
         )
         for graph in graphs
         for rule, what, consequence in _check(graph, gpus)
@@ -154,45 +136,20 @@ def check_search_graphs(graphs: tuple[SearchGraph, ...]) -> tuple[Diagnostic, ..
 
 def _check(graph: SearchGraph, gpus: set[str]) -> Iterator[tuple[str, str, str]]:
     num, has = graph.num_channels, len(graph.channels)
-    if num > _MAX_CHANNELS:
-        yield (
-            "many-channels",
-            f"nchannels is {num}, above NCCL's {_MAX_CHANNELS}.",
-            "NCCL writes past the end of its list of channels.",
-        )
-    elif has != num:
+    if has != num:
         yield (
             "channel-count",
             f"nchannels is {num}, and {has} channels are listed.",
             "Missing channels all begin at rank 0, and those beyond it are not used.",
         )
-    types = (("typeintra", graph.intra_type), ("typeinter", graph.inter_type))
-    for name, value in types:
-        # NCCL compares beginnings.
-        if not value.startswith(_KINDS):
+    for number, channel in enumerate(graph.channels):
+        if faults := _faults(graph, channel, gpus):
             yield (
-                "unknown-path-type",
-                f"{name} is {shorten(value)}, which NCCL does not read.",
-                "NCCL takes it for LOC, the nearest." if value else "NCCL fails at it.",
+                "broken-ring" if graph.pattern == _RING else "broken-channel",
+                f"Channel {number} {faults}.",
+                "NCCL follows it as it stands: it hangs, or fails at the connections.",
             )
-    if num > 0 and graph.intra_gb_per_s == 0:
-        yield (
-            "no-speed",
-            "speedintra is 0.",
-            "NCCL takes it for an algorithm without bandwidth, and chooses another.",
-        )
-    wrong = (
-        f"Channel {number} {faults}."
-        for number, channel in enumerate(graph.channels)
-        if (faults := _faults(graph, channel, gpus))
-    )
-    # The first one is enough.
-    for what in islice(wrong, 1):
-        yield (
-            "broken-ring" if graph.pattern == _RING else "broken-channel",
-            what,
-            "NCCL follows it as it stands: it hangs, or fails at the connections.",
-        )
+            return  # The first one is enough.
 
 
 def _faults(graph: SearchGraph, channel: tuple[str, ...], gpus: set[str]) -> str:

@@ -1,7 +1,8 @@
 """What physics lets collectives reach: formulas and the link that binds.
 
 All rates are of one direction in GB/s, 1e9 bytes/s; see docs/bench-limits.md. Nodes are
-alike, and n ranks lie in order on N of them, g on each.
+alike, and n ranks lie in order on N of them, g on each. A formula raises ``KeyError``
+for a test that it does not know.
 
 Source: bytes that must cross a node's edge, leave a GPU, or be read and written in
 memory, whatever the algorithm.
@@ -9,6 +10,7 @@ memory, whatever the algorithm.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 _TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
@@ -40,11 +42,6 @@ class RankLayout:
         """(n-1)/n: the share of the data that is not a rank's own."""
         return (self.num_ranks - 1) / self.num_ranks
 
-    @property
-    def other_nodes(self) -> float:
-        """(N-1)/N: the share of the data that is not a node's own."""
-        return (self.num_nodes - 1) / self.num_nodes
-
 
 def network_bound(
     test: str,
@@ -53,31 +50,22 @@ def network_bound(
     *,
     is_reduced_in_network: bool = False,
 ) -> float:
-    """Return what the links between nodes allow.
-
-    Raises:
-        KeyError: The test is none of them.
-    """
-    n, g = layout.num_ranks, layout.ranks_per_node
+    """Return what the links between nodes allow."""
+    n, g, num_nodes = layout.num_ranks, layout.ranks_per_node, layout.num_nodes
     if test == "all_reduce" and is_reduced_in_network:
         return node_gb_per_s * 2 * layout.others
-    share = layout.others / layout.other_nodes
+    share = layout.others / ((num_nodes - 1) / num_nodes)
     bounds = {
         **dict.fromkeys((*_TO_ALL, *_SPLIT_BY_ROOT), node_gb_per_s * share),
         **dict.fromkeys(_PAIRWISE, node_gb_per_s / g * share),
-        **dict.fromkeys(_FROM_ROOT, node_gb_per_s),
+        **dict.fromkeys((*_FROM_ROOT, "sendrecv"), node_gb_per_s),
         "hypercube": node_gb_per_s / g * (n - 1) / (n - g),
-        "sendrecv": node_gb_per_s,
     }
     return bounds[test]
 
 
 def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
-    """Return what the way out of each GPU allows within a node, without NVLS.
-
-    Raises:
-        KeyError: The test is none of them.
-    """
+    """Return what the way out of each GPU allows within a node, without NVLS."""
     n, g = layout.num_ranks, layout.ranks_per_node
     bounds = {
         **dict.fromkeys(_TO_ALL, gpu_gb_per_s * layout.others * g / (g - 1)),
@@ -101,9 +89,6 @@ def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float
 
     Every byte of input is read at least once and every byte of result written, on the
     node with the most of both; in place, what is already there is not written.
-
-    Raises:
-        KeyError: The test is none of them.
     """
     n, g = layout.num_ranks, layout.ranks_per_node
     # By test, busbw over the bytes read and written, both by size over time.
@@ -193,6 +178,7 @@ class Bound(NamedTuple):
 
 # Switches that may be taken to reduce.
 _NVLS, _SHARP = "NVLS", "SHARP"
+_BY_RATE = itemgetter(0)
 
 
 def bounds_of(
@@ -212,33 +198,29 @@ def bound_of(world: LimitWorld, collective: str) -> Bound:
         return Bound(collective, None, "one rank exchanges nothing")
     if collective not in COLLECTIVES:
         return Bound(collective, None, f"{collective} has no formula")
-    least = _least(world, collective)
-    if least is None:
+    found = list(_candidates(world, collective))
+    if not found:
         reason = "; ".join(world.unknown) or "no link of these ranks is known"
         return Bound(collective, None, reason)
-    gb_per_s, rate = least
+    gb_per_s, rate = min(found, key=_BY_RATE)
     note = "; ".join(_notes(world, collective, gb_per_s, rate))
     limit = Limit(gb_per_s, rate.link, note)
-    if world.has_gpus and (practical := _least(world, collective, is_practical=True)):
-        gb_per_s, rate = practical
+    if world.has_gpus:
+        gb_per_s, rate = min(
+            _candidates(world, collective, is_practical=True), key=_BY_RATE
+        )
         limit = replace(limit, practical_gb_per_s=gb_per_s, practical_link=rate.link)
     return Bound(collective, limit)
 
 
-def _least(
+def _candidates(
     world: LimitWorld,
     test: str,
     switches: Sequence[str] = (),
     *,
     is_practical: bool = False,
-) -> tuple[float, Rate] | None:
-    found = _candidates(world, test, switches, is_practical=is_practical)
-    return min(found, key=lambda each: each[0], default=None)
-
-
-def _candidates(
-    world: LimitWorld, test: str, switches: Sequence[str], *, is_practical: bool
 ) -> Iterable[tuple[float, Rate]]:
+    """Yield what each kind of link allows, if some switches reduce."""
     layout = world.layout
 
     def rate(of: Rate) -> float:
@@ -272,14 +254,12 @@ def _notes(world: LimitWorld, test: str, gb_per_s: float, rate: Rate) -> Iterabl
     if world.has_gpus and test == "all_reduce":
         best = gb_per_s
         for switches in ((_NVLS,), (_SHARP,), (_NVLS, _SHARP)):
-            if _NVLS in switches and not world.has_nvls:
-                continue
-            bound = _least(world, "all_reduce", switches)
-            if bound is not None and bound[0] > best:
-                best = bound[0]
+            bound, link = min(_candidates(world, test, switches), key=_BY_RATE)
+            if bound > best and (world.has_nvls or _NVLS not in switches):
+                best = bound
                 yield (
                     f"switches that reduce ({' and '.join(switches)}) allow {best:.4g} "
-                    f"GB/s, set by {bound[1].link}"
+                    f"GB/s, set by {link.link}"
                 )
     if world.has_gpus and world.network is not None and test in _TO_ALL:
         ring = world.network.gb_per_s

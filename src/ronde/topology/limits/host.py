@@ -1,6 +1,7 @@
 """What the links of a host carry, and a world of hosts like it."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple
@@ -9,7 +10,6 @@ from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
     HostTopology,
-    Interface,
     Link,
     LinkKind,
     NetPort,
@@ -72,57 +72,33 @@ def pci_figures(device: PciDevice) -> PciFigures | None:
     return PciFigures(theory if is_limit else math.inf, practical)
 
 
-def _direct_figures(gpu: GpuDevice, links: Sequence[Link]) -> PciFigures:
-    """Return what direct links of one kind carry together.
-
-    Returns:
-        Zeros if unknown.
-    """
-    count = _count_links(gpu, links)
-    reported = sum(link.gb_per_s for link in links)
-    if links[0].kind is LinkKind.XGMI:
-        name = gpu.gcn.strip().lower().removeprefix("gfx")
-        each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
-    else:
-        each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
-    theory = reported or count * each
-    together = links[0]._replace(num_links=count, gb_per_s=reported)
-    return PciFigures(theory, min(theory, link_gb_per_s(together, gpu)))
-
-
-def _count_links(gpu: GpuDevice, links: Sequence[Link]) -> int:
-    """Return how many direct links there are, at most as many as the GPU can have."""
-    count = sum(link.num_links for link in links)
-    if links[0].kind is LinkKind.XGMI:
-        return count
-    return min(count, max_nvlinks(gpu.sm) or count)
-
-
 _MBIT_PER_GB = 8000.0
 # Modes of bonds in which each byte leaves by one port, or by all of them.
 _NOT_SHARING = ("active-backup", "broadcast")
+_Ways = dict[str, tuple[str, tuple[NetPort, ...]]]
 
 
-class NetworkRoute(NamedTuple):
-    """A port or interface by which bytes leave."""
+def find_ways(host: HostTopology) -> _Ways:
+    """Return all ways by which bytes leave, by title: up, and of known speed.
 
-    name: str  # With what it stands on: ``bond0 over eth0+eth1``.
-    # Those that carry bytes at the same time; of spare ones the fastest.
-    ports: tuple[NetPort, ...]
-
-
-def find_ways(host: HostTopology) -> dict[str, NetworkRoute]:
-    """Return all ways that are up and have a known speed, by title."""
-    ways = {
-        port.title: NetworkRoute(port.title, (port,))
+    Each has a name with what it stands on, ``bond0 over eth0+eth1``, and the ports that
+    carry bytes at the same time: all below a bond that shares its load, else those of
+    the best way.
+    """
+    ways: _Ways = {
+        port.title: (port.title, (port,))
         for port in host.ports
         if port.is_up and port.mbit_per_s > 0
     }
     for each in host.interfaces:
         lower = [ways[title] for title in each.lower if title in ways]
         if lower:
-            name = f"{each.title} over {_join([way.name for way in lower])}"
-            ways[each.title] = NetworkRoute(name, _used_together(each, lower))
+            names = [name for name, _ in lower]
+            sign = " + " if any(" " in name for name in names) else "+"
+            ports = max((ports for _, ports in lower), key=known_gb_per_s)
+            if each.bonding and each.bonding not in _NOT_SHARING:
+                ports = tuple(dict.fromkeys(p for _, below in lower for p in below))
+            ways[each.title] = f"{each.title} over {sign.join(names)}", ports
     return ways
 
 
@@ -139,8 +115,8 @@ def _find_interfaces(host: HostTopology) -> list[NetPort]:
     spare: set[NetPort] = set()
     for each in host.interfaces:
         if each.bonding in _NOT_SHARING and each.title in ways:
-            below = (ways[title].ports for title in each.lower if title in ways)
-            spare |= {p for ports in below for p in ports} - {*ways[each.title].ports}
+            below = (ways[title][1] for title in each.lower if title in ways)
+            spare |= {p for ports in below for p in ports} - {*ways[each.title][1]}
     return [port for port in _hardware(host) if port not in spare]
 
 
@@ -153,19 +129,6 @@ def _hardware(host: HostTopology) -> list[NetPort]:
     known = {device.bus_id for device in host.devices}
     # Software has no rate of its own, and what it says is a default.
     return [port for port in host.ports if port.bus_id in known and port.is_up]
-
-
-def _join(names: Sequence[str]) -> str:
-    return (" + " if any(" " in name for name in names) else "+").join(names)
-
-
-def _used_together(
-    interface: Interface, lower: Sequence[NetworkRoute]
-) -> tuple[NetPort, ...]:
-    """Return all ports below a bond that shares its load, else the best way's."""
-    if interface.bonding and interface.bonding not in _NOT_SHARING:
-        return tuple(dict.fromkeys(port for way in lower for port in way.ports))
-    return max(lower, key=lambda way: known_gb_per_s(way.ports)).ports
 
 
 _MAX_NAMES = 3
@@ -187,7 +150,14 @@ def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
     A port of unknown speed counts with its PCIe link: a bound, not more.
     """
     if interface:
-        return _interface_rates(host, interface)
+        if interface not in (ways := find_ways(host)):
+            why = f"{interface} is virtual, or its speed is unknown"
+            why = f"the link rate is not known: {why}; --link-rate gives it"
+            return NetworkRates(None, None, why)
+        name, used = ways[interface]
+        total = _total(host, {port: _path(host, port) or _UNLIMITED for port in used})
+        rate = _rate(name, total, known_gb_per_s(used))
+        return NetworkRates(rate, rate)
     ports = find_rdma_ports(host) or _find_interfaces(host)
     paths = {port: figures for port in ports if (figures := _path(host, port))}
     if not paths:
@@ -206,17 +176,6 @@ def network_rates(host: HostTopology, interface: str = "") -> NetworkRates:
     )
 
 
-def _interface_rates(host: HostTopology, interface: str) -> NetworkRates:
-    way = find_ways(host).get(interface)
-    if way is None:
-        why = f"{interface} is virtual, or its speed is unknown"
-        why = f"the link rate is not known: {why}; --link-rate gives it"
-        return NetworkRates(None, None, why)
-    total = _total(host, {port: _path(host, port) or _UNLIMITED for port in way.ports})
-    rate = _rate(way.name, total, known_gb_per_s(way.ports))
-    return NetworkRates(rate, rate)
-
-
 def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigures:
     """Return what all ports bring to the processors, or to GPUs on the way.
 
@@ -226,35 +185,32 @@ def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigure
     firsts: dict[str, str] = {}
     for device in host.devices:
         firsts.setdefault(device.bus_id.partition(".")[0], device.bus_id)
-    arriving: dict[str, PciFigures] = {}
+    # By device; what has arrived is at the empty name.
+    arriving: defaultdict[str, PciFigures] = defaultdict(lambda: _NO_FIGURES)
     for port, figures in paths.items():
         # Functions of one device share its link.
         first = firsts.get(port.bus_id.partition(".")[0], "")
-        arriving[first] = arriving.get(first, _NO_FIGURES).plus(figures)
+        arriving[first] = arriving[first].plus(figures)
     # GPUs and all bridges above them.
     ends = {gpu.bus_id for gpu in host.gpus}
     for device in reversed(host.devices):
         if device.bus_id in ends:
             ends.add(device.parent)
-    known = {device.bus_id for device in host.devices}
-    total = arriving.get("", _NO_FIGURES)
+    listed = {device.bus_id for device in host.devices}
     for device in reversed(host.devices):
-        own = arriving.get(device.bus_id, _NO_FIGURES)
+        own = arriving[device.bus_id]
         if device.bus_id not in ends:
             own = own.capped(pci_figures(device) or _UNLIMITED)
-        if device.bus_id in ends or device.parent not in known:
-            total = total.plus(own)
-        else:
-            before = arriving.get(device.parent, _NO_FIGURES)
-            arriving[device.parent] = before.plus(own)
-    return total
+        is_end = device.bus_id in ends or device.parent not in listed
+        above = "" if is_end else device.parent
+        arriving[above] = arriving[above].plus(own)
+    return arriving[""]
 
 
 def _path(host: HostTopology, port: NetPort) -> PciFigures | None:
     """Return what one port carries through its own PCIe link; None where unknown."""
-    above = (each for each in host.devices if each.bus_id == port.bus_id)
-    device = next(above, None)
-    link = pci_figures(device) if device else None
+    own = (pci_figures(each) for each in host.devices if each.bus_id == port.bus_id)
+    link = next(own, None)
     if port.mbit_per_s <= 0:
         return link if link and link.theory < math.inf else None
     rate = known_gb_per_s([port])
@@ -310,14 +266,25 @@ def mesh_of(host: HostTopology, gpus: Sequence[GpuDevice]) -> Mesh:
 
 
 def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
+    """Return what direct links of a GPU carry together; 0 GB/s if unknown."""
     # Some sources list a link at one of its ends.
     own = [link for link in links if link.source == gpu.name]
     own = own or [link for link in links if link.target == gpu.name]
     if not own:
         return Rate("no direct links", 0.0)
-    figures = _direct_figures(gpu, own)
-    name = f"{_count_links(gpu, own)} {_NAMES[own[0].kind]}"
-    return Rate(f"{name}, {figures.theory:.4g} GB/s a GPU", *figures)
+    count = sum(link.num_links for link in own)
+    reported = sum(link.gb_per_s for link in own)
+    if own[0].kind is LinkKind.XGMI:
+        name = gpu.gcn.strip().lower().removeprefix("gfx")
+        each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
+    else:
+        # Virtual machines list more than the GPU can have.
+        count = min(count, max_nvlinks(gpu.sm) or count)
+        each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
+    theory = reported or count * each
+    together = own[0]._replace(num_links=count, gb_per_s=reported)
+    link = f"{count} {_NAMES[own[0].kind]}, {theory:.4g} GB/s a GPU"
+    return Rate(link, theory, min(theory, link_gb_per_s(together, gpu)))
 
 
 def _islands(gpus: set[str], links: Sequence[Link]) -> tuple[frozenset[str], ...]:
@@ -359,9 +326,8 @@ def world_of(
     what carries the bytes between those is not known.
     """
     layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
-    world = LimitWorld(
-        layout, has_gpus=bool(host.gpus) or given.gpu_gb_per_s is not None
-    )
+    has_gpus = bool(host.gpus) or given.gpu_gb_per_s is not None
+    world = LimitWorld(layout, has_gpus=has_gpus)
     if num_nodes > 1:
         world = with_network(world, host, given)
     if ranks_per_node == 1:
@@ -370,11 +336,11 @@ def world_of(
         link = f"as given, {given.gpu_gb_per_s:.4g} GB/s a GPU"
         return world._replace(gpu=Rate(link, given.gpu_gb_per_s), has_nvls=True)
     if not host.gpus:
-        why = "what memory carries is to be measured: ronde bench --limit does"
-        return world.lacking(why)
+        return world.lacking(
+            "what memory carries is to be measured: ronde bench --limit does"
+        )
     if ranks_per_node > len(host.gpus):
-        why = f"{ranks_per_node} ranks share {len(host.gpus)} GPUs"
-        return world.lacking(why)
+        return world.lacking(f"{ranks_per_node} ranks share {len(host.gpus)} GPUs")
     return with_gpus(world, host, host.gpus[:ranks_per_node])
 
 
@@ -384,7 +350,7 @@ def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
     rates = {
         name: min(
             (rate for world in worlds if (rate := getattr(world, name)) is not None),
-            key=_gb_per_s,
+            key=lambda r: (r.way_out if isinstance(r, Islands) else r).gb_per_s,
             default=None,
         )
         for name in ("network", "path", "gpu", "islands")
@@ -395,10 +361,6 @@ def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
         has_nvls=all(world.has_nvls for world in worlds),
         unknown=tuple(dict.fromkeys(why for world in worlds for why in world.unknown)),
     )
-
-
-def _gb_per_s(of: Rate | Islands) -> float:
-    return of.way_out.gb_per_s if isinstance(of, Islands) else of.gb_per_s
 
 
 def with_network(

@@ -8,27 +8,13 @@ import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, BinaryIO
 
 from ronde.topology.graph import UNKNOWN
-from ronde.topology.nccl_log.log import (
-    ChannelCounts,
-    EdgesSeen,
-    GraphSeen,
-    NcclCommunicator,
-    NcclJob,
-    NcclLog,
-    PathSeen,
-    RankSeen,
-    Reported,
-    TreeLink,
-    Tuning,
-    WarningSeen,
-)
+from ronde.topology.nccl_log import log
 from ronde.topology.nccl_log.messages import (
     MessageReader,
     NcclMessage,
@@ -54,39 +40,36 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _NIC = re.compile(r"/-?\d+(?:\(\d+\))?")
 
 
-@dataclass(slots=True, eq=False)
+_Match = re.Match[str]
+
+
 class _Process:
-    host: str
-    pid: int
-    num_messages: int = 0
-    # What it starts, by thread and by NCCL's pointer.
-    comms: dict["int | str", "_Comm"] = field(
-        default_factory=dict["int | str", "_Comm"]
-    )
-    # Of each thread that prints a topology: indent and name of what is open.
-    branches: dict[int, list[tuple[int, str]]] = field(
-        default_factory=dict[int, list[tuple[int, str]]]
-    )
+    def __init__(self, host: str, pid: int) -> None:
+        self.host = host
+        self.pid = pid
+        self.num_messages = 0
+        # What it starts, by thread and by NCCL's pointer.
+        self.comms: dict[int | str, _Comm] = {}
+        # Of each thread that prints a topology: indent and name of what is open.
+        self.branches: dict[int, list[tuple[int, str]]] = {}
 
 
 _Notes = dict[_Process, list[Any]]
 """Who reported a value: a count, and details of the topic."""
 
 
-@dataclass(slots=True, eq=False)
 class _Comm:
     """A communicator, or a draft of one: what a thread reports before its name."""
 
-    name: str = ""  # NCCL's; empty for a draft.
-    num_ranks: int = 0  # 0 if unknown.
-    num_nodes: int = UNKNOWN
-    is_mnnvl: bool = False
-    # By rank, with the fields of ``RankSeen``.
-    ranks: dict[int, tuple[_Process, dict[str, Any]]] = field(
-        default_factory=dict[int, tuple[_Process, dict[str, Any]]]
-    )
-    channels: set[ChannelCounts] = field(default_factory=set[ChannelCounts])
-    processes: dict[_Process, None] = field(default_factory=dict[_Process, None])
+    def __init__(self, name: str = "", num_ranks: int = 0) -> None:
+        self.name = name  # NCCL's; empty for a draft.
+        self.num_ranks = num_ranks  # 0 if unknown.
+        self.num_nodes = UNKNOWN
+        self.is_mnnvl = False
+        # By rank, with the fields of ``RankSeen``.
+        self.ranks: dict[int, tuple[_Process, dict[str, Any]]] = {}
+        self.channels: set[log.ChannelCounts] = set()
+        self.processes: dict[_Process, None] = {}
 
     def absorb(self, draft: "_Comm") -> None:
         """Add what a draft holds; what is here already stays."""
@@ -122,7 +105,7 @@ class _Collector:
         self._drafts: dict[_Comm, None] = {}
         # One process stands for its host where all see the same.
         self._first_of_host: dict[str, _Process] = {}
-        self._takers: dict[str, Callable[[_Process, int, re.Match[str]], None]] = {
+        self._takers: dict[str, Callable[[_Process, int, _Match], None]] = {
             name.removeprefix("take_"): getattr(self, name)
             for name in dir(self)
             if name.startswith("take_")
@@ -175,25 +158,21 @@ class _Collector:
         note[0] += 1
         return note
 
-    def take_found(self, process: _Process, _: int, match: re.Match[str]) -> None:
+    def take_found(self, process: _Process, _: int, match: _Match) -> None:
         network, devices = match.groups()
         for device in _DEVICE.findall(devices):
             # The address behind a socket's name is of no use.
             name = device.partition(":")[0] if network == "Socket" else device
             self._note(process, "candidates", f"{network} {name}")
 
-    def take_system(self, process: _Process, thread: int, _: re.Match[str]) -> None:
+    def take_system(self, process: _Process, thread: int, _: _Match) -> None:
         process.branches[thread] = []
 
-    def take_tree_root(
-        self, process: _Process, thread: int, match: re.Match[str]
-    ) -> None:
+    def take_tree_root(self, process: _Process, thread: int, match: _Match) -> None:
         if thread in process.branches:
             process.branches[thread] = [(0, match[1])]
 
-    def take_tree_link(
-        self, process: _Process, thread: int, match: re.Match[str]
-    ) -> None:
+    def take_tree_link(self, process: _Process, thread: int, match: _Match) -> None:
         blanks, kind, gb_per_s, target, port = match.groups()
         branches = process.branches.get(thread, [])
         # What hangs below a link begins where the link's own words end.
@@ -206,30 +185,30 @@ class _Collector:
         value = (kind, _float(gb_per_s), source, target, port_gb_per_s)
         self._note(self._first_of_host[process.host], "trees", value)
 
-    def take_paths(self, process: _Process, _: int, match: re.Match[str]) -> None:
+    def take_paths(self, process: _Process, _: int, match: _Match) -> None:
         source, targets = match.groups()
         for item in split_paths(targets):
             self._note(self._first_of_host[process.host], "paths", (source, *item))
 
-    def take_graph(self, process: _Process, _: int, match: re.Match[str]) -> None:
+    def take_graph(self, process: _Process, _: int, match: _Match) -> None:
         pattern, num_channels, intra, inter, *types = match.groups()
         value = (int(pattern), int(num_channels), float(intra), float(inter), *types)
         self._note(process, "graphs", value)
 
-    def take_edge(self, process: _Process, _: int, match: re.Match[str]) -> None:
+    def take_edge(self, process: _Process, _: int, match: _Match) -> None:
         source, target, transport = match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
         # A switch of the network has no rank.
         self._note(process, "edges", transport, source, target or source)
 
-    def take_tuning(self, process: _Process, _: int, match: re.Match[str]) -> None:
+    def take_tuning(self, process: _Process, _: int, match: _Match) -> None:
         collective, text, algorithm, protocol = match.groups()
         kind, size = (collective, algorithm, protocol), int(text)
         if note := self._note(process, "tunings", kind, size, size):
             note[1:] = min(note[1], size), max(note[2], size)
 
-    def take_init(self, process: _Process, thread: int, match: re.Match[str]) -> None:
+    def take_init(self, process: _Process, thread: int, match: _Match) -> None:
         pointer, rank, num_ranks, device, bus_id, *split, name, word = match.groups()
         key = name or _split_name(process, pointer, split), int(num_ranks)
         comm = self._named.get(key)
@@ -248,7 +227,7 @@ class _Collector:
         values = {"device": int(device), "bus_id": bus_id, mark: True}
         self._see(comm, int(rank), process, values)
 
-    def take_layout(self, process: _Process, thread: int, match: re.Match[str]) -> None:
+    def take_layout(self, process: _Process, thread: int, match: _Match) -> None:
         pointer, *numbers = match.groups()
         rank, num_ranks, num_nodes, mnnvl = map(int, numbers)
         comm = process.comms.get(pointer)
@@ -259,20 +238,16 @@ class _Collector:
             comm.num_nodes, comm.is_mnnvl = num_nodes, mnnvl == 1
             self._see(comm, rank, process, {})
 
-    def take_ring(self, process: _Process, thread: int, match: re.Match[str]) -> None:
+    def take_ring(self, process: _Process, thread: int, match: _Match) -> None:
         num_ranks = len(match[1].split())
         may_be_cut = num_ranks == _MAX_RANKS_OF_OLD_RING
         self._current(process, thread, 0 if may_be_cut else num_ranks)
 
-    def take_channels(
-        self, process: _Process, thread: int, match: re.Match[str]
-    ) -> None:
+    def take_channels(self, process: _Process, thread: int, match: _Match) -> None:
         if comm := self._current(process, thread, 0):
-            comm.channels.add(ChannelCounts(*map(int, match.groups())))
+            comm.channels.add(log.ChannelCounts(*map(int, match.groups())))
 
-    def take_timings(
-        self, process: _Process, thread: int, match: re.Match[str]
-    ) -> None:
+    def take_timings(self, process: _Process, thread: int, match: _Match) -> None:
         if comm := self._current(process, thread, int(match[2])):
             phases = [each.split(" ") for each in match[4].split(", ")]
             ordered = sorted(((n, float(s)) for n, s in phases), key=lambda p: -p[1])
@@ -335,7 +310,7 @@ def _float(text: str | None) -> float:
         return 0.0
 
 
-def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
+def read_nccl_log(files: Iterable[BinaryIO]) -> log.NcclLog:
     """Return the content of one log that lies in one file or in several.
 
     Raises:
@@ -355,7 +330,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         total["num_mended"] += reader.num_mended
         total["num_lost"] += reader.num_lost
     parts = _divide(collector)
-    return NcclLog(
+    return log.NcclLog(
         jobs=tuple(map(_job, parts[:_MAX_JOBS])),
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
@@ -449,30 +424,30 @@ def _placed(kind: Callable[..., object], value: Any, notes: _Notes) -> object:  
     return kind(*value, _hosts(notes))
 
 
-def _edges(transport: str, notes: _Notes) -> EdgesSeen:
+def _edges(transport: str, notes: _Notes) -> log.EdgesSeen:
     _, first, second = next(iter(notes.values()))
     ends = int(first), int(second)
-    return EdgesSeen(transport, _total(notes), ends, _hosts(notes))
+    return log.EdgesSeen(transport, _total(notes), ends, _hosts(notes))
 
 
-def _tuning(kind: tuple[str, str, str], notes: _Notes) -> Tuning:
+def _tuning(kind: tuple[str, str, str], notes: _Notes) -> log.Tuning:
     _, lows, highs = zip(*notes.values(), strict=True)
-    return Tuning(*kind, min(lows), max(highs))
+    return log.Tuning(*kind, min(lows), max(highs))
 
 
-def _warning(_: str, notes: _Notes) -> WarningSeen:
+def _warning(_: str, notes: _Notes) -> log.WarningSeen:
     _, text, place = next(iter(notes.values()))
-    return WarningSeen(text, place, _total(notes), _hosts(notes))
+    return log.WarningSeen(text, place, _total(notes), _hosts(notes))
 
 
-def _communicator(comm: _Comm) -> NcclCommunicator:
-    return NcclCommunicator(
+def _communicator(comm: _Comm) -> log.NcclCommunicator:
+    return log.NcclCommunicator(
         comm.name,
         comm.num_ranks,
         comm.num_nodes,
         comm.is_mnnvl,
         ranks=tuple(
-            RankSeen(rank, process.host, **seen)
+            log.RankSeen(rank, process.host, **seen)
             for rank, (process, seen) in sorted(comm.ranks.items())
         ),
         channels=tuple(sorted(comm.channels)),
@@ -481,9 +456,9 @@ def _communicator(comm: _Comm) -> NcclCommunicator:
 
 # What the notes of a field make; what is not here is only reported.
 _MAKERS: dict[str, Callable[[Any, _Notes], object]] = {
-    "trees": partial(_placed, TreeLink),
-    "paths": partial(_placed, PathSeen),
-    "graphs": partial(_placed, GraphSeen),
+    "trees": partial(_placed, log.TreeLink),
+    "paths": partial(_placed, log.PathSeen),
+    "graphs": partial(_placed, log.GraphSeen),
     "edges": _edges,
     "tunings": _tuning,
     "warnings": _warning,
@@ -493,11 +468,11 @@ _MAKERS: dict[str, Callable[[Any, _Notes], object]] = {
 _AS_IN_LOG = ("trees", "paths", "graphs", "warnings")
 
 
-def _reported(value: str, notes: _Notes) -> Reported:
-    return Reported(value, _hosts(notes), len(notes))
+def _reported(value: str, notes: _Notes) -> log.Reported:
+    return log.Reported(value, _hosts(notes), len(notes))
 
 
-def _job(part: _Part) -> NcclJob:
+def _job(part: _Part) -> log.NcclJob:
     communicators = map(_communicator, part.communicators)
     fields: dict[str, list[Any]] = {
         "communicators": sorted(communicators, key=lambda comm: -comm.num_ranks)
@@ -509,7 +484,7 @@ def _job(part: _Part) -> NcclJob:
             fields[name].sort(key=attrgetter("num_edges"), reverse=True)
         elif name not in _AS_IN_LOG:
             fields[name].sort()
-    return NcclJob(
+    return log.NcclJob(
         hosts=_hosts(part.processes),
         num_processes=len({(p.host, p.pid) for p in part.processes}),
         **{name: tuple(values) for name, values in fields.items()},

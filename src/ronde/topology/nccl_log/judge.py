@@ -50,7 +50,16 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
     lost = log.num_lost
     if lost:
-        found = [_doubt(finding, lost) for finding in found]
+        # What is found by a missing line is in doubt.
+        doubt = (
+            f" {lost} {'line was' if lost == 1 else 'lines were'} lost where the log"
+        )
+        found = [
+            each._replace(severity=Level.WARNING, what=f"{each.what}{doubt} broke.")
+            if each.rule == "init-incomplete"
+            else each
+            for each in found
+        ]
     if len(log.loose_versions) > 1:
         what = f"Several versions are named: {', '.join(log.loose_versions[:5])}."
         found.append(_verdict("several-versions", ["log"], what))
@@ -62,15 +71,6 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
         found.append(_verdict("log-incomplete", ["log"], what))
     order = tuple(Level)
     return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
-
-
-def _doubt(finding: Diagnostic, num_lost: int) -> Diagnostic:
-    """Return what is found by a missing line, where lines were lost."""
-    if finding.rule != "init-incomplete":
-        return finding
-    lines = "line was" if num_lost == 1 else "lines were"
-    what = f"{finding.what} {num_lost} {lines} lost where the log broke."
-    return finding._replace(severity=Level.WARNING, what=what)
 
 
 def _verdict(

@@ -22,8 +22,8 @@ MAX_LINE_CHARS = 1 << 16
 
 _INFO, _WARN = " NCCL INFO ", " NCCL WARN "
 _MARK = (
-    r"(\d{1,10}):(\d{1,10}) \[(-?\d{1,4})\] "
-    r"(?:(\S{1,300}:\d+) (?:\([^()\s]{1,200}\) )?)?NCCL (INFO|WARN) "
+    r"(?P<pid>\d{1,10}):(?P<thread>\d{1,10}) \[-?\d{1,4}\] "
+    r"(?:(?P<place>\S{1,300}:\d+) (?:\([^()\s]{1,200}\) )?)?NCCL (?P<level>INFO|WARN) "
 )
 # What launchers, loggers and terminals put before a line.
 _BEFORE = (
@@ -99,9 +99,13 @@ class MessageReader:
     def _feed_part(self, line: str) -> list[NcclMessage]:
         match = _CLEAN.match(line)
         if match is not None and not _has_mark(line, match.end()):
-            message = _message(match.group(1), match, line[match.end() :], 2)
+            message = _message(match[1], match, line[match.end() :])
             is_known = self._is_known(message)
-            if not is_known and self._heads and (mended := self._join_host(line)):
+            if (
+                not is_known
+                and self._heads
+                and (mended := self._join(line, is_host_cut=True))
+            ):
                 return [mended]
             if is_known or self._is_own(message.host, message.pid):
                 prefix = line.partition(_INFO)[0]
@@ -154,7 +158,7 @@ class MessageReader:
         is_sure: list[bool] = []
         for mark in marks:
             found = _HOST_END.search(line[max(0, mark.start() - 255) : mark.start()])
-            host = self._own_host(found.group() if found else "", int(mark.group(1)))
+            host = self._own_host(found.group() if found else "", int(mark["pid"]))
             starts.append(mark.start() - len(host))
             is_sure.append(host in self._hosts)
         lead = line[: starts[0]] if starts else line
@@ -164,7 +168,7 @@ class MessageReader:
             if not host:
                 continue
             if index + 1 == len(marks):
-                yield _message(host, mark, line[mark.end() :], 1)
+                yield _message(host, mark, line[mark.end() :])
             elif is_sure[index + 1]:
                 self._hold(line[starts[index] : starts[index + 1]])
             else:
@@ -186,37 +190,30 @@ class MessageReader:
         elif is_cut:
             self._hold(lead)
 
-    def _join(self, tail: str) -> NcclMessage | None:
-        """Return the message that a tail completes, if it is one and no other."""
-        self._forget(self._num_old())
-        wholes = [
-            (at, message)
-            for at, (_, head) in enumerate(self._heads)
-            if (message := _read_whole(head + tail))
-            and not message.is_warning
-            and message.host in self._hosts
-            and recognise(message.text)
-        ]
-        if len({message for _, message in wholes}) != 1:
-            return None
-        at, message = wholes[0]
-        del self._heads[at]
-        self.num_mended += 1
-        return message
+    def _join(self, tail: str, *, is_host_cut: bool = False) -> NcclMessage | None:
+        """Return the message that a tail completes, if it is one and no other.
 
-    def _join_host(self, line: str) -> NcclMessage | None:
-        """Return the message of a line that lacks the beginning of its host."""
-        wholes = {
-            message
-            for _, head in self._heads
-            if _INFO not in head
-            and (message := _read_whole(head + line))
-            and self._is_known(message)
-        }
+        Either its mark is in the head, or it is in the tail and the host is cut.
+        """
+        self._forget(self._num_old())
+        wholes: dict[NcclMessage, tuple[int, str]] = {}
+        for head in self._heads:
+            message = _read_whole(head[1] + tail)
+            if message is None or (is_host_cut and _INFO in head[1]):
+                continue
+            if is_host_cut:
+                is_whole = self._is_known(message)
+            else:
+                is_sure = message.host in self._hosts and not message.is_warning
+                is_whole = is_sure and recognise(message.text) is not None
+            if is_whole:
+                wholes.setdefault(message, head)
         if len(wholes) != 1:
             return None
+        message, head = wholes.popitem()
+        self._heads.remove(head)
         self.num_mended += 1
-        return wholes.pop()
+        return message
 
     def _hold(self, head: str) -> None:
         if "NCCL" not in head and not _MARK_BEGUN.fullmatch(head):
@@ -248,9 +245,8 @@ def _has_mark(line: str, start: int) -> bool:
     return line.find(_INFO, start) >= 0 or line.find(_WARN, start) >= 0
 
 
-def _message(host: str, mark: re.Match[str], text: str, first: int) -> NcclMessage:
-    """Return a message; ``first`` is the number of the group with the pid."""
-    pid, thread, _, place, level = mark.group(*range(first, first + 5))
+def _message(host: str, mark: re.Match[str], text: str) -> NcclMessage:
+    pid, thread, place, level = mark.group("pid", "thread", "place", "level")
     is_warning = level == "WARN"
     return NcclMessage(
         host, int(pid), int(thread), is_warning, place or "", _plain(text)
@@ -262,7 +258,7 @@ def _read_whole(text: str) -> NcclMessage | None:
     match = _CLEAN.match(text)
     if match is None or _has_mark(text, match.end()):
         return None
-    return _message(match.group(1), match, text[match.end() :], 2)
+    return _message(match[1], match, text[match.end() :])
 
 
 def _plain(text: str) -> str:
