@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
+from ronde.topology.cpu_sets import members, parse_words
 from ronde.topology.graph import (
     NVSWITCH,
     UNKNOWN,
@@ -18,7 +19,7 @@ from ronde.topology.graph import (
     write_topology,
 )
 from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import MAX_REMARKS, NcclTopologyProbe, parse_affinity
+from ronde.topology.probes.nccl import MAX_REMARKS, NcclTopologyProbe
 
 SAMPLES = Path(__file__).parent / "samples"
 
@@ -493,9 +494,11 @@ def test_a_mask_says_its_cpus(cpus: frozenset[int]):
     for cpu in cpus:
         words[31 - cpu // 32] |= 1 << cpu % 32
 
-    assert parse_affinity(",".join(f"{word:08x}" for word in words)) == (*sorted(cpus),)
+    assert members(parse_words(",".join(f"{word:08x}" for word in words))) == sorted(
+        cpus
+    )
     # strtoul's words may be short.
-    assert parse_affinity(",".join(f"{word:x}" for word in words)) == (*sorted(cpus),)
+    assert members(parse_words(",".join(f"{word:x}" for word in words))) == sorted(cpus)
 
 
 NAMES = (

@@ -3,10 +3,12 @@
 A number holds the set ``{0, 2}`` as ``0b101``: thousands of CPUs are one operation.
 """
 
+import re
 from collections.abc import Iterable
 
 MAX_CPU = (1 << 16) - 1
 """More than any kernel has; a list that names more would fill the memory."""
+_WORD = re.compile(r"(?:0x)?[0-9a-fA-F]{0,8}")
 
 
 def parse_list(text: str) -> int:
@@ -27,6 +29,14 @@ def parse_mask(text: str) -> int:
     if bits < 0:
         raise ValueError("a mask is not negative")
     return bits
+
+
+def parse_words(text: str) -> int:
+    """Return the set of words of 32 bits, highest first, which may lack zeros."""
+    words = text.split(",", MAX_CPU // 32 + 1)
+    if not all(map(_WORD.fullmatch, words)):
+        raise ValueError(f"{text!r} is no mask")
+    return parse_mask("".join(word.removeprefix("0x").zfill(8) for word in words))
 
 
 def members(bits: int) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.cpu_sets import MAX_CPU, members, parse_mask
+from ronde.topology.cpu_sets import MAX_CPU, members, parse_words
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -26,7 +26,6 @@ from ronde.topology.graph import (
 from ronde.topology.pci import compute_capability, is_gpu, plain_address
 from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
 
-_CPU_WORD = re.compile(r"(?:0x)?([0-9a-f]{0,8})", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LINK_KINDS = {"NVLinkBandwidth": LinkKind.NVLINK, "XGMIBandwidth": LinkKind.XGMI}
 _LATENCY = "NUMALatency"
@@ -150,16 +149,12 @@ def _decimal(text: str) -> float:
 
 
 def _cpus(element: Element) -> int:
-    """Return an element's ``cpuset`` as bits.
-
-    Words of 32 bits stand between commas, the highest first, without their zeros.
-    """
-    text = element.get("cpuset")
-    words = [_CPU_WORD.fullmatch(word) for word in text.split(",", MAX_CPU // 32 + 1)]
-    if not all(words):
+    try:
+        return parse_words(element.get("cpuset"))
+    except ValueError:
         rule = "cpuset must be words of hexadecimal digits for at most "
-        raise element.bad(f"{rule}{MAX_CPU + 1} CPUs", text)
-    return parse_mask("".join(word[1].zfill(8) for word in words if word))
+        rule += f"{MAX_CPU + 1} CPUs"
+        raise element.bad(rule, element.get("cpuset")) from None
 
 
 class _Nodes:

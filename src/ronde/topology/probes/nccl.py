@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
-from ronde.topology.cpu_sets import members, parse_mask
+from ronde.topology.cpu_sets import members, parse_words
 from ronde.topology.graph import (
     NVSWITCH,
     UNKNOWN,
@@ -34,7 +34,6 @@ _INTEGER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})\s*")
 _CODE = re.compile(r"\s*(?:0[xX])?([0-9a-fA-F]{1,15})\s*")
 # NCCL's name for a switch that a virtual machine does not see.
 _UNSEEN = "fffffff:"
-_MASK = re.compile(r"[0-9a-fA-F]{0,8}(,[0-9a-fA-F]{0,8}){0,255}")
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
 # Display controllers, and AMD's accelerators.
 _GPU_CLASSES = (0x03, 0x12)
@@ -69,14 +68,6 @@ class NcclTopologyProbe:
         source = f"{self.format} {saved.name}"
         hosts = zip(names, readers.values(), strict=True)
         return Topology(tuple(reader.host(name, source) for name, reader in hosts))
-
-
-def parse_affinity(text: str) -> tuple[int, ...]:
-    """Return the CPUs of words of 32 bits, highest first."""
-    if not _MASK.fullmatch(text):
-        raise ValueError(text)
-    # NCCL lets words be shorter than the kernel writes them.
-    return tuple(members(parse_mask(",".join(w.zfill(8) for w in text.split(",")))))
 
 
 class _HostReader:
@@ -139,14 +130,14 @@ class _HostReader:
         return bus_id
 
     def take_cpu(self, cpu: Element) -> None:
-        cpus: tuple[int, ...] = ()
+        cpus = 0
         try:
-            cpus = parse_affinity(cpu.get("affinity"))
+            cpus = parse_words(cpu.get("affinity"))
         except ValueError:
             self._unread(cpu, "affinity")
         node = NumaNode(
             self._integer(cpu, "numaid"),
-            cpus,
+            tuple(members(cpus)),
             arch=cpu.get("arch"),
             vendor=cpu.get("vendor"),
             family=self._integer(cpu, "familyid"),
