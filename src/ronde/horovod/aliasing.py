@@ -1,7 +1,8 @@
 """Lets ``import horovod.X`` give ronde's module: the same object, not a copy."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -63,31 +64,38 @@ class _Finder(MetaPathFinder):
 def _loader(name: str) -> tuple[Loader | None, bool]:
     """Return what loads one of Horovod's modules, and whether it is a package."""
     if name == _RUN:
-        return _RunLoader(), True
+        return _Loader(_find_run), True
     if name in _MODULES:
-        return _Loader(f"ronde.{_MODULES[name]}"), False
+        return _Loader(partial(import_module, f"ronde.{_MODULES[name]}")), False
     if name.partition(".")[0] != "torch":
         return (_PackageLoader(name) if name in _PACKAGES else None), True
     own = find_spec(f"ronde.{name}")
     is_package = own is not None and own.submodule_search_locations is not None
-    return own and _Loader(own.name), is_package
+    return own and _Loader(partial(import_module, own.name)), is_package
 
 
 class _Loader(Loader):
-    def __init__(self, own: str) -> None:
-        self._own = own
+    def __init__(self, find: Callable[[], ModuleType]) -> None:
+        self._find = find
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         del spec
-        module = import_module(self._own)
-        self._spec = module.__spec__
+        module = self._find()
+        self._spec = getattr(module, "__spec__", None)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         # Nothing is to be executed; but importlib has put the alias's spec in place of
         # the module's own, without which it could neither be reloaded nor pickled.
-        module.__spec__ = self._spec
+        module.__spec__ = self._spec or module.__spec__
+
+
+def _find_run() -> ModuleType:
+    """Make ``import horovod.run.runner`` work; ``horovod.run`` stays a function."""
+    run = import_module("ronde.horovod").run
+    run.run = run
+    return cast("ModuleType", run)
 
 
 class _PackageLoader(Loader):
@@ -104,16 +112,3 @@ class _PackageLoader(Loader):
         sys.modules[f"horovod.{self._name}"] = module
         if self._name == "runner":
             module.__dict__["run"] = import_module("ronde.horovod").run
-
-
-class _RunLoader(Loader):
-    """Makes ``import horovod.run.runner`` work; ``horovod.run`` stays a function."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        del spec
-        run = import_module("ronde.horovod").run
-        run.run = run
-        return cast("ModuleType", run)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute nothing."""
