@@ -19,12 +19,11 @@ from training_step import MODELS, STEPS_PER_ROUND
 from ronde.collectives import Communicator, ReduceOp, connect
 from ronde.data_parallel import (
     BucketLimits,
-    BucketTuningOptions,
     Reducer,
     ReducerGroup,
     ReducerOptions,
 )
-from ronde.tuning import TuningLog, TuningOptions
+from ronde.tuning import AutotuneOptions, TuningLog, TuningOptions
 from ronde.world import read_rank_info
 
 
@@ -61,7 +60,7 @@ def tune(
 ) -> tuple[BucketLimits, int]:
     """Train until the sizes are chosen; return them, and the number of steps."""
     file = TuningLog(log) if log is not None and communicator.rank == 0 else None
-    tuning = BucketTuningOptions(amount, file)
+    tuning = AutotuneOptions(amount, file)
     replica = Replica(name, communicator, ReducerOptions(tuning=tuning))
     num_steps = 0
     while (limits := replica.reducer.tuned_limits) is None:

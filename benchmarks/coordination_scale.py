@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ronde.coordination.messages import Tree
-from ronde.coordination.node import Command, Node, RunCommand
+from ronde.coordination.node import Command, Node, RootNode, RunCommand
 from ronde.coordination.requests import OpKind, Request
-from ronde.coordination.root import RootNode
 
 _RANKS = "2,64,1024,27600"
 

@@ -12,8 +12,8 @@ Note [How a setting is chosen]
 
 import csv
 import statistics
-from collections.abc import Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
@@ -156,3 +156,20 @@ class TuningLog:
         row = {"tuned": tuned, "phase": phase, "score": score, **setting}
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self.COLUMNS, restval="").writerow(row)
+
+    def add_last(
+        self, tuned: str, tuner: Tuner[S], columns: Callable[[S], Mapping[str, int]]
+    ) -> None:
+        """Append a tuner's last sample, and its choice once it is over."""
+        for each in tuner.samples[-1:]:
+            self.add(tuned, each.phase, columns(each.setting), each.cost)
+        if tuner.is_over:
+            self.add(tuned, "best", columns(tuner.setting), tuner.best_cost)
+
+
+@dataclass(frozen=True, slots=True)
+class AutotuneOptions:
+    """How a size is tuned; ``log`` takes down what rank 0 sees."""
+
+    amount: TuningOptions = field(default_factory=TuningOptions)
+    log: TuningLog | None = None

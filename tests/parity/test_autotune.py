@@ -12,7 +12,6 @@ from torch import nn
 import ronde.torch as hvd
 from ronde.data_parallel import (
     BucketLimits,
-    BucketTuningOptions,
     Compression,
     GradientSpec,
     Reducer,
@@ -23,7 +22,7 @@ from ronde.data_parallel import (
 from ronde.data_parallel.buckets import candidate_limits
 from ronde.errors import UsageError
 from ronde.torch.session import current_session
-from ronde.tuning import TuningLog, TuningOptions
+from ronde.tuning import AutotuneOptions, TuningLog, TuningOptions
 
 AMOUNT = TuningOptions(
     warmup_samples=1, steps_per_sample=2, max_samples=8, num_pairs=3, min_gain=0.0
@@ -90,7 +89,7 @@ def test_all_ranks_change_at_once_and_gradients_do_not(tmp_path, compression):
 
     def run(communicator):
         log = TuningLog(path) if communicator.rank == 0 else None
-        tuning = BucketTuningOptions(AMOUNT, log)
+        tuning = AutotuneOptions(AMOUNT, log)
         options = ReducerOptions(compressor=compression, tuning=tuning)
         return train(communicator, options, MOST_STEPS + 5)
 
@@ -129,7 +128,7 @@ def check_log(path, limits):
 
 def test_a_rank_that_has_joined_changes_with_the_others():
     def run(communicator):
-        options = ReducerOptions(tuning=BucketTuningOptions(AMOUNT))
+        options = ReducerOptions(tuning=AutotuneOptions(AMOUNT))
         # Rank 0, which decides, runs out of data first.
         last = (3, MOST_STEPS + 3, 11)[communicator.rank]
         return train(communicator, options, MOST_STEPS, last)[2]
@@ -144,7 +143,7 @@ def test_nothing_to_try_is_logged(tmp_path):
 
     def run(communicator):
         log = TuningLog(path)
-        options = ReducerOptions(tuning=BucketTuningOptions(log=log))
+        options = ReducerOptions(tuning=AutotuneOptions(log=log))
         parameter = nn.Parameter(torch.zeros(5))
         reducer = Reducer(
             [("only", parameter)], ReducerGroup(communicator.duplicate()), options

@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
-from ronde.coordination.execution import FusionTuning, FusionTuningOptions
-from ronde.tuning import TuningLog, TuningOptions
+from ronde.coordination.execution import FusionTuning
+from ronde.tuning import AutotuneOptions, TuningLog, TuningOptions
 
 MIB = 1 << 20
 DEFAULT = 128 * MIB
@@ -20,7 +20,7 @@ class Coordinator:
         self.threshold = DEFAULT
         self.changes: list[int] = []
         self.latency_s, self.large_s_per_byte = latency_s, large_s_per_byte
-        options = FusionTuningOptions(AMOUNT, log)
+        options = AutotuneOptions(AMOUNT, log)
         self.tuning = FusionTuning(DEFAULT, options, self.change)
 
     def change(self, threshold: int) -> None:

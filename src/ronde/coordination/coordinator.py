@@ -26,13 +26,10 @@ from ronde.errors import CollectiveError
 
 __all__ = ["CoordinationOptions", "Coordinator"]
 
-_LOOK_EVERY_S = 0.25
-"""Between two looks at whether neighbours still live, and at what waits for long."""
+_LOOK_EVERY_S = 0.25  # between two looks at who still lives and what waits for long
 _NUM_QUICK_WAITS = 2
-_FAST_S = 0.05
-"""After so long on the fast path, whoever has not come is to refuse."""
-_CLOSE_WITHIN_S = 2.0
-"""An operation that is under way may end by itself for so long."""
+_FAST_S = 0.05  # after so long on the fast path, whoever has not come is to refuse
+_CLOSE_WITHIN_S = 2.0  # an operation that is under way may end by itself for so long
 
 
 class Coordinator:
@@ -41,6 +38,7 @@ class Coordinator:
     Any thread may submit; names may come in any order, differently on each rank. The
     recorder of ``execution`` may be set at any time. ``watch`` counts, for stalls, what
     is waited for elsewhere: collectives that are never negotiated, such as buckets.
+    ``wake`` has the coordinator's own thread make progress.
     """
 
     def __init__(
@@ -62,17 +60,12 @@ class Coordinator:
         self._communicator = communicator
         self._channel, self._waiter = channel, channel.waiter
         self._options = options
-        self.waits = Waits() if waits is None else waits
-        self._table = self.waits.table(set_id)
+        self.waits = waits = waits or Waits()
+        self._table = waits.table(set_id)
         self.watch = self._table.watch
         self._set_id, self._ranks = set_id, ranks
         self._state = CoordinatorState(
-            communicator,
-            channel,
-            self.waits,
-            options,
-            set_id=set_id,
-            ranks=ranks or tuple(range(self.size)),
+            communicator, channel, waits, options, set_id=set_id, ranks=ranks
         )
         self.execution = self._state.execution
         self._lock = threading.Lock()
@@ -80,7 +73,7 @@ class Coordinator:
         self._is_woken = False
         self._is_closed = False
         if set_id == 0:
-            self.waits.ask_all = self._ask_for_waits
+            waits.ask_all = self._ask_for_waits
         self._thread = threading.Thread(
             target=self._work, name="ronde-coordinator", daemon=True
         )
@@ -89,14 +82,11 @@ class Coordinator:
     def submit(self, operation: NamedOperation) -> Work[Any]:
         """Start an operation; returns at once.
 
-        Returns:
-            Work whose result is, with one entry for each tensor of the operation:
-            ALLREDUCE, ADASUM, BROADCAST: the tuple of ``outputs``. ALLGATHER,
-            REDUCESCATTER: a tuple of new tensors. ALLTOALL: a tuple of pairs of a new
-            tensor and the rows received from each rank, a list. BARRIER: None. JOIN:
-            the rank (in the set) that joined last.
-
-            ``is_done()`` does not wait, and is False for a while after ``submit``.
+        The work's result has one entry for each tensor of the operation. ALLREDUCE,
+        ADASUM, BROADCAST: the tuple of ``outputs``. ALLGATHER, REDUCESCATTER: a tuple
+        of new tensors. ALLTOALL: a tuple of pairs of a new tensor and the rows received
+        from each rank, a list. BARRIER: None. JOIN: the rank (in the set) that joined
+        last. ``is_done()`` does not wait, and is False for a while after ``submit``.
 
         Raises:
             UsageError: The name is under way already. (Text of Horovod's.)
@@ -126,15 +116,14 @@ class Coordinator:
         entry = self._enter(operation)
         state = self._state
         with self._lock:
-            is_fast = not self._is_closed and state.start_fast(entry)
-            if is_fast:
+            rounds = None if self._is_closed else state.start_fast(entry)
+            if rounds is not None:
                 state.finish_fast()
             else:
                 state.submitted.append(entry)
-        fast_path = state.fast_path
-        if is_fast and not entry.is_over and fast_path is not None:
+        if rounds is not None and not entry.is_over:
             # If the round does not end, ``_finish`` sees to it.
-            fast_path.rounds.wait(min(_FAST_S, self.waits.patience_s))
+            rounds.wait(min(_FAST_S, self.waits.patience_s))
             with self._lock:
                 state.finish_fast(is_late=True)
         return entry.wait()
@@ -220,16 +209,11 @@ class Coordinator:
 
     def _ask_for_waits(self) -> None:
         with self._lock:
-            if self._is_closed:
-                return
             self._state.ask_all(WAITS)
         self._progress(0)
 
     def _progress(self, num_own: int) -> None:
-        """Do all that needs no waiting, and wake other threads for what came of it.
-
-        ``num_own`` is 1 for a thread that waits itself, 0 for the coordinator's own.
-        """
+        """Do all that needs no waiting; wake others if more than ``num_own`` wait."""
         with self._lock:
             if self._is_closed:
                 return
@@ -243,17 +227,15 @@ class Coordinator:
             return
         with self._lock:
             self._next_look_s = now + _LOOK_EVERY_S
-            if self._is_closed:
-                return
-            self._state.look()
+            if not self._is_closed:
+                self._state.look()
         self._progress(num_own)
 
     def _work(self) -> None:
         """Make progress when nobody else does: asleep until something comes."""
         while not self._is_closed:
-            if not self._table.is_empty():
-                timeout_s = _LOOK_EVERY_S
-            else:
+            timeout_s = _LOOK_EVERY_S
+            if self._table.is_empty():
                 # Something may begin to be watched meanwhile, and that wakes nobody.
                 timeout_s = self._options.stall_warning_s / 2 or None
             self._waiter.wait(timeout_s, is_eager=False)

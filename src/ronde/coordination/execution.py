@@ -14,23 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator, Work
+from ronde.collectives import Communicator
 from ronde.collectives.adasum import adasum
 from ronde.collectives.torch_modes import writing_to
 from ronde.coordination.node import RunCommand
 from ronde.coordination.requests import Entry, OpKind, Request, StreamMark
 from ronde.errors import UsageError
 from ronde.timeline.events import Activity, Recorded, Recorder
-from ronde.tuning import Tuner, TuningLog, TuningOptions
+from ronde.tuning import AutotuneOptions, Tuner
 
-_MAX_ITEMS = 4096
-"""Tensors in the plans that are kept, 1 KiB each; the same plans on all ranks."""
+_MAX_ITEMS = 4096  # tensors in the plans that are kept, 1 KiB each; alike on all ranks
 _ALONE_BYTES = 1 << 20
 """From this size on copying a tensor costs more than a collective of its own."""
 _Entries = Sequence[Entry | None]
 """This rank's, one for each request; None where it has joined."""
-
-
 _NAMES = {kind: kind.name for kind in OpKind}
 _MIB = 1 << 20
 _SIZES = (64 * _MIB, 16 * _MIB, 4 * _MIB, 256 * _MIB, 1 * _MIB, 32 * _MIB, 8 * _MIB, 0)
@@ -49,23 +46,17 @@ class _Item(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """Tensors that one collective reduces, as ``request`` does.
-
-    Several lie side by side: ``flat`` is all of them, ``views`` each in its own shape.
-    """
+    """Tensors that one collective reduces, as ``request`` does."""
 
     request: Request
     items: list[_Item]
     num_bytes: int = 0
-    flat: Tensor | None = None
-    views: list[Tensor] = field(default_factory=list[Tensor])
+    flat: Tensor | None = None  # several, side by side
+    views: list[Tensor] = field(default_factory=list[Tensor])  # each, in its own shape
 
 
 class Execution:
-    """What one process set's operations run on; ``recorder`` takes them down.
-
-    Tensors are fused up to ``threshold_bytes``.
-    """
+    """Runs one process set's operations, fused up to ``threshold_bytes``."""
 
     def __init__(
         self,
@@ -84,7 +75,7 @@ class Execution:
         # One stretch for each dtype and device, as large as was ever needed, where the
         # communicator reduces it without a copy.
         self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._plans: dict[tuple[int, int, int], list[_Batch]] = {}
+        self._plans: dict[tuple[int, ...] | None, list[_Batch]] = {}
         self._num_items = 0
         self._activities: list[Activity] = []
         self._sequence = 0
@@ -123,12 +114,16 @@ class Execution:
         self._sequence += len(entries)
 
     def _plan(self, run: RunCommand) -> list[_Batch]:
-        if run.key is None:
-            return self._make_plan(run.requests)
-        key = (*run.key, self.threshold_bytes)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._make_plan(run.requests)
+        key = None if run.key is None else (*run.key, self.threshold_bytes)
+        if key in self._plans:
+            return self._plans[key]
+        plan = _plan_batches(
+            run.requests, self.threshold_bytes, is_group_alone=self._is_group_alone
+        )
+        for batch in plan:
+            if len(batch.items) > 1:
+                self._pack(batch, run.requests)
+        if key is not None:
             num_items = sum(len(batch.items) for batch in plan)
             if self._num_items + num_items > _MAX_ITEMS:
                 self._plans.clear()
@@ -136,13 +131,6 @@ class Execution:
             self._plans[key] = plan
             self._num_items += num_items
         return plan
-
-    def _make_plan(self, requests: Sequence[Request]) -> list[_Batch]:
-        batches = _plan_batches(requests, self.threshold_bytes, self._is_group_alone)
-        for batch in batches:
-            if len(batch.items) > 1:
-                self._pack(batch, requests)
-        return batches
 
     def _pack(self, batch: _Batch, requests: Sequence[Request]) -> None:
         """Give the tensors of a batch their places; collective."""
@@ -155,7 +143,8 @@ class Execution:
             where = torch.device(batch.request.device)
             if where.type == "cuda":
                 where = torch.device("cuda", torch.cuda.current_device())
-            buffer = self._communicator.allocate(room, getattr(torch, dtype), where)
+            torch_dtype = batch.request.torch_dtypes[batch.items[0].tensor]
+            buffer = self._communicator.allocate(room, torch_dtype, where)
             self._buffers[key] = buffer
         batch.flat = buffer[:numel]
         start = 0
@@ -224,14 +213,13 @@ class Execution:
         splits: Sequence[int] | None,
     ) -> Any:  # noqa: ANN401 - each operation's own
         communicator = self._communicator
-        op, before, after = request.reduce_op, request.prescale, request.postscale
-        work: Work[Any]
+        before, after = request.prescale, request.postscale
         match request.kind:
             case OpKind.ALLREDUCE:
                 return self._all_reduce(request, output, source)
             case OpKind.REDUCESCATTER:
                 work = communicator.reduce_scatter(
-                    source, op, prescale=before, postscale=after
+                    source, request.reduce_op, prescale=before, postscale=after
                 )
             case OpKind.ADASUM:
                 if before != 1.0:
@@ -243,7 +231,7 @@ class Execution:
             case OpKind.ALLGATHER:
                 work = communicator.all_gather(source)
             case _:
-                work = communicator.all_to_all(source, splits)
+                return communicator.all_to_all(source, splits).wait()
         return work.wait()
 
     def _all_reduce(
@@ -252,12 +240,8 @@ class Execution:
         reduce = self._communicator.all_reduce
         if source is not None and source is not output:
             reduce = partial(reduce, source=source)
-        return reduce(
-            output,
-            request.reduce_op,
-            prescale=request.prescale,
-            postscale=request.postscale,
-        ).wait()
+        op, before, after = request.reduce_op, request.prescale, request.postscale
+        return reduce(output, op, prescale=before, postscale=after).wait()
 
     def _timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
         begun_ns = time.monotonic_ns()
@@ -301,7 +285,8 @@ class Execution:
 def _plan_batches(
     requests: Sequence[Request],
     threshold_bytes: int,
-    is_group_alone: bool,  # noqa: FBT001
+    *,
+    is_group_alone: bool,
 ) -> list[_Batch]:
     """Gather tensors that are reduced in the same way, up to a size.
 
@@ -361,14 +346,6 @@ def _after(marks: Sequence[StreamMark]) -> Generator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class FusionTuningOptions:
-    """How much is tried to find a fusion threshold, and where to log it."""
-
-    amount: TuningOptions = field(default_factory=TuningOptions)
-    log: TuningLog | None = None
-
-
 class FusionTuning:
     """Tries fusion thresholds; on the root of a process set's coordinators alone.
 
@@ -379,7 +356,7 @@ class FusionTuning:
     def __init__(
         self,
         default_bytes: int,
-        options: FusionTuningOptions,
+        options: AutotuneOptions,
         change: Callable[[int], None],
     ) -> None:
         others = [size for size in _SIZES if size != default_bytes]
@@ -420,15 +397,9 @@ class FusionTuning:
         tuner = self._tuner
         before, num_samples = tuner.setting, len(tuner.samples)
         tuner.feed(seconds / num_bytes)
-        if len(tuner.samples) > num_samples:
-            sample = tuner.samples[-1]
-            self._write(sample.phase, sample.setting, sample.cost)
-            if tuner.is_over:
-                self._write("best", tuner.setting, tuner.best_cost)
+        if self._log is not None and len(tuner.samples) > num_samples:
+            self._log.add_last(
+                "fusion", tuner, lambda size: {"tensor_fusion_threshold": size}
+            )
         if tuner.setting != before:
             self._change(tuner.setting)
-
-    def _write(self, phase: str, threshold_bytes: int, cost: float | None) -> None:
-        if self._log is not None:
-            columns = {"tensor_fusion_threshold": threshold_bytes}
-            self._log.add("fusion", phase, columns, cost)

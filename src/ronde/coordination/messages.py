@@ -1,24 +1,21 @@
 """Who talks to whom, a tree of ranks, and what travels between coordinators.
 
-Upwards, from a rank to its parent:
+A message is a JSON list; each item is a verb and its values. Upwards, from a rank to
+its parent, go events:
 
-* *hits*, bits: cached requests that the sender and all below it are ready for.
-* events, a list: all else, rarely. Each is a verb and its values:
+=========  =======================================================================
+hits       epoch, bits: the sender and all below are ready for these cached requests
+request    text, ranks: those ranks have made that request
+absent     all ranks from the sender down have joined
+changed    number: a cached request no longer fits
+joined     rank
+lost       rank, reason, is_orderly: the rank is gone; whether it had closed
+ask        kind: a rank wants all ranks to be asked this: see ``stall``
+answer     kind, number, rank, values: an answer to the question of that number
+=========  =======================================================================
 
-  =========  =======================================================================
-  request    text, ranks (``encode_ranks``): those ranks have made that request
-  absent     all ranks from the sender down have joined
-  changed    number: a cached request no longer fits
-  joined     rank
-  lost       rank, reason, is_orderly: the rank is gone; whether it had closed
-  ask        kind: a rank wants all ranks to be asked this: see ``stall``
-  answer     kind, number, rank, values: an answer to the question of that number
-  =========  =======================================================================
-
-Downwards, from the root to everyone, who passes them on as they are:
-
-* *runs*, bits: cached requests that all are ready for, to be run in ascending order.
-* commands, a list: all else, rarely. See ``Command``.
+Downwards, from the root to everyone, go commands, passed on as they are: see
+``Command``. Sets of ranks and of cached requests travel as ``encode_bits`` has them.
 
 Note [Cached requests are bits]
     The root gives each request that may come again a number, which everyone remembers.
@@ -28,36 +25,23 @@ Note [Cached requests are bits]
 """
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _ARITY = 16
 """Hosts that report to one host."""
-_HEAD = struct.Struct("<cHI")
-"""What it is, the epoch, and the number of the first bit."""
-HITS = b"H"
-RUNS = b"R"
-EVENTS = b"U"
-COMMANDS = b"D"
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One rank's neighbours in a tree rooted at rank 0.
-
-    Attributes:
-        parent: Who it reports to; None for the root.
-        children: Who reports to it, ascending.
-        local: Those of its neighbours that run on its host.
-    """
+    """One rank's neighbours in a tree rooted at rank 0."""
 
     rank: int
     size: int
-    parent: int | None
-    children: tuple[int, ...]
-    local: frozenset[int]
+    parent: int | None  # who it reports to
+    children: tuple[int, ...]  # who reports to it, ascending
+    local: frozenset[int]  # those of its neighbours that run on its host
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[str], arity: int = _ARITY) -> list["Tree"]:
@@ -82,37 +66,15 @@ class Tree:
 
 
 class Loss(NamedTuple):
-    """A neighbour that will not answer any more.
-
-    Attributes:
-        reason: As the end of a sentence: ``rank 3, process 4711, ended``.
-        is_orderly: Whether it had closed its channel.
-    """
+    """A neighbour that will not answer any more."""
 
     rank: int
-    reason: str
-    is_orderly: bool
+    reason: str  # as the end of a sentence: ``rank 3, process 4711, ended``
+    is_orderly: bool  # whether it had closed its channel
 
 
-def encode_bits(what: bytes, epoch: int, bits: int) -> bytes:
-    """Write numbers of cached requests, given as the bits of a number, not zero."""
-    first = (bits & -bits).bit_length() - 1 & ~7
-    rest = bits >> first
-    data = rest.to_bytes((rest.bit_length() + 7) // 8, "little")
-    return _HEAD.pack(what, epoch & 0xFFFF, first) + data
-
-
-def decode_bits(message: bytes) -> tuple[int, int]:
-    _, epoch, first = _HEAD.unpack_from(message)
-    return epoch, int.from_bytes(message[_HEAD.size :], "little") << first
-
-
-def encode(what: bytes, items: Sequence[Sequence[Any]]) -> bytes:
-    return what + json.dumps(items, separators=(",", ":")).encode()
-
-
-def decode(message: bytes) -> list[list[Any]]:
-    return json.loads(message[1:])
+def encode(items: Sequence[Sequence[Any]]) -> bytes:
+    return json.dumps(items, separators=(",", ":")).encode()
 
 
 def bits_of(number: int) -> list[int]:
@@ -124,31 +86,30 @@ def bits_of(number: int) -> list[int]:
     return places
 
 
-def encode_ranks(ranks: int) -> str:
-    """Write a set of ranks, a bit each, as ranges: ``0-63,70``."""
+def encode_bits(bits: int) -> str:
+    """Write which bits of a number are set as ranges: ``0-63,70``."""
     parts: list[str] = []
     start = 0
-    while ranks:
-        skip = (ranks & -ranks).bit_length() - 1
-        ranks >>= skip
+    while bits:
+        skip = (bits & -bits).bit_length() - 1
+        bits >>= skip
         start += skip
         # The run of ones at the bottom ends where adding one carries to.
-        run = (~ranks & (ranks + 1)).bit_length() - 1
+        run = (~bits & (bits + 1)).bit_length() - 1
         parts.append(str(start) if run == 1 else f"{start}-{start + run - 1}")
-        ranks >>= run
+        bits >>= run
         start += run
     return ",".join(parts)
 
 
-def decode_ranks(text: str) -> int:
-    ranks = 0
+def decode_bits(text: str) -> int:
+    bits = 0
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        num_ranks = int(last or first) - int(first) + 1
-        ranks |= ((1 << num_ranks) - 1) << int(first)
-    return ranks
+        bits |= (2 << int(last or first)) - (1 << int(first))
+    return bits
 
 
 def format_ranks(ranks: int) -> str:
     """Name a set of ranks in a message: ``rank 3``, ``ranks 0-63,70``."""
-    return ("rank " if ranks.bit_count() == 1 else "ranks ") + encode_ranks(ranks)
+    return ("rank " if ranks.bit_count() == 1 else "ranks ") + encode_bits(ranks)

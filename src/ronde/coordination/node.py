@@ -17,14 +17,21 @@ Note [Two ways]
     text, so that all texts meet at the root and can be compared.
 """
 
+import json
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
-from ronde.coordination import messages
-from ronde.coordination.messages import Tree, bits_of, decode_ranks, encode_ranks
-from ronde.coordination.requests import Request
+from ronde.coordination.messages import Tree, bits_of, decode_bits, encode, encode_bits
+from ronde.coordination.requests import OpKind, RankRequests, Request, find_mismatch
+
+_Words = tuple[Any, ...]
+"""A verb and its values."""
+_EPOCHS_CAPACITIES = 16
+"""Numbers given in an epoch, in capacities of the cache: then they begin at 0 again, so
+that bits stay few."""
 
 
 class RunCommand(NamedTuple):
@@ -53,6 +60,9 @@ class Command(NamedTuple):
     stop      text: end the job, for this reason
     tune      num_bytes: fuse up to this many from now on
     ========  ======================================================================
+
+    Nodes themselves take ``run`` (text, number or -1), ``run_cached`` (bits), ``drop``
+    (number) and ``reset``.
     """
 
     verb: str
@@ -62,10 +72,8 @@ class Command(NamedTuple):
 class RequestCache:
     """What all ranks remember, kept alike by the same commands.
 
-    Attributes:
-        epoch: Resets so far; see Note [Cached requests are bits].
-        live: The numbers in use, as bits.
-        requests: By number; those first that were not used for longest.
+    ``epoch`` counts resets, see Note [Cached requests are bits]; ``live`` has the
+    numbers in use, as bits; ``requests`` begin with what was not used for longest.
     """
 
     def __init__(self) -> None:
@@ -111,10 +119,8 @@ class ReadyCounter:
     """Counts until all contributors are ready: a rank itself, and its children.
 
     A contributor that is absent, for all ranks from there on have joined, is ready for
-    everything.
-
-    Attributes:
-        is_changed: Whether something may have become complete since ``take_complete``.
+    everything. ``is_changed``: something may have become complete since
+    ``take_complete``.
     """
 
     def __init__(self, contributors: Sequence[int]) -> None:
@@ -153,9 +159,8 @@ class ReadyCounter:
             for contributor, bits in self._have.items():
                 if contributor not in self.absent:
                     ready &= bits
-                    if not ready:
-                        return 0
-        self.drop(ready)
+        if ready:
+            self.drop(ready)
         return ready
 
     def take_complete(self) -> list[PendingName]:
@@ -177,11 +182,7 @@ class ReadyCounter:
 
 
 class Node:
-    """A rank that reports to another one; ``RootNode`` is the one that decides.
-
-    Attributes:
-        commands: What was agreed and is to be carried out, in this order.
-    """
+    """A rank that reports to another one; ``commands`` are to be carried out."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -223,16 +224,11 @@ class Node:
             self.report("lost", rank, reason, is_orderly)
 
     def receive(self, sender: int, message: bytes) -> None:
-        kind = message[:1]
-        if kind == messages.HITS:
-            epoch, bits = messages.decode_bits(message)
-            if epoch == self.cache.epoch & 0xFFFF:
-                self._counter.hit(sender, bits & self.cache.live)
-        elif kind == messages.EVENTS:
-            for event in messages.decode(message):
-                self._take(sender, event)
-        else:
+        if sender == self.tree.parent:
             self._obey(message)
+            return
+        for event in json.loads(message):
+            self._take(sender, *event)
 
     def flush(self) -> list[tuple[int, bytes]]:
         """Return what to send now: pairs of neighbour and message."""
@@ -242,51 +238,42 @@ class Node:
         return out
 
     def order(self, *command: Any) -> None:  # noqa: ANN401 - what JSON takes
-        self._order([command])
+        self._obey(encode([command]))
 
     def _advance(self) -> None:
         """Pass on what this rank and all below are ready for, and what they report."""
-        ready = self._counter.take_ready(self.cache.live)
         events, self._events = self._events, []
+        ready = self._counter.take_ready(self.cache.live)
+        if ready:
+            events.insert(0, ("hits", self.cache.epoch, encode_bits(ready)))
         for pending in self._counter.take_complete():
             for text, ranks in pending.ranks.items():
-                events.append(("request", text, encode_ranks(ranks)))
+                events.append(("request", text, encode_bits(ranks)))
         if self._counter.is_all_absent and not self._is_absence_sent:
             self._is_absence_sent = True
             events.append(("absent",))
-        parent = self.tree.parent
-        if parent is None:
-            return
-        if ready:
-            bits = messages.encode_bits(messages.HITS, self.cache.epoch, ready)
-            self._out.append((parent, bits))
-        if events:
-            self._out.append((parent, messages.encode(messages.EVENTS, events)))
+        if events and self.tree.parent is not None:
+            self._out.append((self.tree.parent, encode(events)))
 
-    def _take(self, sender: int, event: list[Any]) -> None:
-        verb, *values = event
-        if verb == "request":
+    def _take(self, sender: int, verb: str, *values: Any) -> None:  # noqa: ANN401 - JSON's
+        if verb == "hits":
+            epoch, bits = values
+            if epoch == self.cache.epoch:
+                self._counter.hit(sender, decode_bits(bits) & self.cache.live)
+        elif verb == "request":
             text, ranks = values
             name = Request.decode(text).name
-            self._counter.add(sender, name, text, decode_ranks(ranks))
+            self._counter.add(sender, name, text, decode_bits(ranks))
         elif verb == "absent":
             self._counter.leave(sender)
-        elif verb != "ask" or event not in self._events:
-            self._events.append(event)
+        elif verb != "ask" or (verb, *values) not in self._events:
+            self._events.append((verb, *values))
 
     def _obey(self, message: bytes) -> None:
         """Take the root's commands in, and pass them on."""
         self._out += [(child, message) for child in self.tree.children]
-        if message[:1] == messages.RUNS:
-            _, bits = messages.decode_bits(message)
-            numbers, requests = bits_of(bits), self.cache.requests
-            for number in numbers:
-                self._own.pop(number, None)
-            run = RunCommand([requests[n] for n in numbers], (self.cache.epoch, bits))
-            self.commands.append(run)
-            return
         run = RunCommand([], None)
-        for verb, *values in messages.decode(message):
+        for verb, *values in json.loads(message):
             if verb == "run":
                 text, number = values
                 request = Request.decode(text)
@@ -303,25 +290,111 @@ class Node:
             self.commands.append(run)
 
     def _follow(self, verb: str, values: list[Any]) -> None:
-        dropped: list[Request] = []
-        if verb == "drop":
-            (number,) = values
-            self.cache.remove(number)
-            self._counter.drop(1 << number)
-            if number in self._own:
-                dropped.append(self._own.pop(number))
+        cache, dropped = self.cache, list[int]()
+        if verb == "run_cached":
+            bits = decode_bits(values[0])
+            numbers = bits_of(bits)
+            for number in numbers:
+                self._own.pop(number, None)
+            requests = [cache.requests[number] for number in numbers]
+            self.commands.append(RunCommand(requests, (cache.epoch, bits)))
+        elif verb == "drop":
+            dropped = values
+            cache.remove(values[0])
+            self._counter.drop(1 << values[0])
         elif verb == "reset":
-            self.cache.reset()
+            dropped = list(self._own)
+            cache.reset()
             self._counter.drop(-1)
-            dropped += self._own.values()
-            self._own.clear()
         else:
             if verb == "joined":
                 self._counter.absent.clear()
                 self._is_absence_sent = False
             self.commands.append(Command(verb, values))
-        for request in dropped:  # asked for anew, by text
-            self.submit(request)
+        for number in dropped:
+            if request := self._own.pop(number, None):
+                self.submit(request)  # asked for anew, by text
 
-    def _order(self, commands: list[tuple[Any, ...]]) -> None:
-        self._obey(messages.encode(messages.COMMANDS, commands))
+
+class RootNode(Node):
+    """Rank 0's node, which decides; remembers up to ``capacity`` requests."""
+
+    def __init__(self, tree: Tree, capacity: int) -> None:
+        super().__init__(tree)
+        self.inquiries: list[Sequence[Any]] = []  # of ``ask`` and ``answer``
+        self._capacity = capacity
+        self._next_number = 0
+        self._joined: list[int] = []
+
+    def _advance(self) -> None:
+        """Decide on all that every rank is ready for."""
+        counter = self._counter
+        events, self._events = self._events, []
+        if commands := self._look_into(events):
+            self._obey(encode(commands))
+        ready = counter.take_ready(self.cache.live)
+        if ready:
+            for number in bits_of(ready):
+                self.cache.requests.move_to_end(number)
+            self.order("run_cached", encode_bits(ready))
+        commands = self._judge(counter.take_complete())
+        if counter.is_all_absent:
+            commands.append(("joined", self._joined[-1]))
+            self._joined = []
+        if commands:
+            self._obey(encode(commands))
+
+    def _look_into(self, events: Sequence[Sequence[Any]]) -> list[_Words]:
+        commands: list[_Words] = []
+        changed: set[int] = set()
+        for verb, *values in events:
+            if verb == "joined":
+                self._joined += values
+            elif verb == "changed":
+                changed.update(values)
+            elif verb == "lost":
+                commands.append((verb, *values))
+            else:
+                self.inquiries.append(values)
+        live = self.cache.live
+        return commands + [("drop", n) for n in sorted(changed) if live >> n & 1]
+
+    def _judge(self, complete: list[PendingName]) -> list[_Words]:
+        commands: list[_Words] = []
+        runs: list[Request] = []
+        for pending in complete:
+            asked = [
+                RankRequests(Request.decode(text), ranks)
+                for text, ranks in pending.ranks.items()
+            ]
+            asked.sort(key=lambda each: each.ranks & -each.ranks)
+            request = asked[0].request
+            text = find_mismatch(asked, has_joined=bool(self._joined))
+            if text:
+                commands.append(("fail", request.name, text))
+            elif request.kind is OpKind.CONNECT:
+                commands.append(("connect", request.name))
+            else:
+                runs.append(request)
+        to_cache = [r for r in runs if r.is_cached][: self._capacity]
+        commands += self._make_room(to_cache)
+        names = {request.name for request in to_cache}
+        for request in runs:
+            number = -1
+            if request.name in names:
+                number = self._next_number
+                self._next_number += 1
+            commands.append(("run", request.text, number))
+        return commands
+
+    def _make_room(self, requests: list[Request]) -> list[_Words]:
+        """Return the commands after which these can be remembered."""
+        if self._next_number + len(requests) > _EPOCHS_CAPACITIES * self._capacity:
+            self._next_number = 0
+            return [("reset",)]
+        numbers, cached = self.cache.numbers, self.cache.requests
+        dropped = [numbers[r.name] for r in requests if r.name in numbers]
+        num_over = len(cached) - len(dropped) + len(requests) - self._capacity
+        oldest = (n for n in list(cached) if n not in dropped)
+        dropped += islice(oldest, max(num_over, 0))
+        return [("drop", number) for number in dropped]

@@ -1,5 +1,7 @@
 """Named operations: what is asked for, what travels of it, and its result to come.
 
+Which requests fit together is judged by Horovod's rules, in its words.
+
 Note [Order on an accelerator]
     Operations are carried out by whichever thread drives the coordinator, on that
     thread's stream. What was submitted is ready when the submitter's stream has come so
@@ -10,7 +12,7 @@ Note [Order on an accelerator]
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from operator import attrgetter
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Communicator, Look, ReduceOp, Work
+from ronde.coordination.messages import format_ranks
 
 
 class OpKind(IntEnum):
@@ -38,52 +41,41 @@ class OpKind(IntEnum):
 
 # An enum's ``name`` is looked up in Python on each access.
 _WORDS = {kind: kind.name.lower() for kind in OpKind} | {OpKind.ADASUM: "allreduce"}
-_OPS = (
-    ReduceOp.AVERAGE,
-    ReduceOp.SUM,
-    None,  # Adasum is a kind of its own
-    ReduceOp.MIN,
-    ReduceOp.MAX,
-    ReduceOp.PRODUCT,
-)
-"""In the order of Horovod's numbers, which its messages show."""
-_NUMBERS = {op: number for number, op in enumerate(_OPS) if op is not None}
+_OPS = {
+    0: ReduceOp.AVERAGE,
+    1: ReduceOp.SUM,
+    3: ReduceOp.MIN,
+    4: ReduceOp.MAX,
+    5: ReduceOp.PRODUCT,
+}
+"""By Horovod's numbers, which its messages show; Adasum is a kind of its own."""
+_NUMBERS = {op: number for number, op in _OPS.items()}
 _FREE_FIRST = (OpKind.ALLGATHER, OpKind.ALLTOALL)
 """Their tensors may differ in dimension 0 from rank to rank."""
-FREE = -1
-"""Stands for a dimension that may differ."""
-_SCALING = slice(5, 9)
-"""In a ``NamedOperation``, as in ``Request.scaling``."""
+FREE = -1  # stands for a dimension that may differ
+_SCALING = slice(5, 9)  # in a ``NamedOperation``, as in ``Request.scaling``
 CONNECT_PREFIX = "connect."
 
 Shape = tuple[int, ...]
 
 
 class NamedOperation(NamedTuple):
-    """One submission: a tensor, or a group of tensors that is ready as a whole.
-
-    Attributes:
-        tensors: What goes in, detached; may have any layout. Several form a group.
-        name: As the user gave it, without the operation; empty for none.
-        outputs: For ALLREDUCE, ADASUM and BROADCAST where the results go, one each, of
-            the inputs' shapes: the inputs themselves to work in place. Else empty.
-        is_group: Whether names on the wire begin with ``grouped_``.
-        root: For BROADCAST: the rank in the set to copy from.
-        splits: For ALLTOALL: rows for each rank of the set; None splits evenly.
-        connect: For CONNECT: makes a communicator of the set, from a number that is
-            equal on all ranks and used once; collective.
-    """
+    """One submission: a tensor, or a group of tensors that is ready as a whole."""
 
     kind: OpKind
-    tensors: tuple[Tensor, ...] = ()
-    name: str = ""
+    tensors: tuple[Tensor, ...] = ()  # what goes in, detached; in any layout
+    name: str = ""  # as the user gave it, without the operation
+    # For ALLREDUCE, ADASUM and BROADCAST where the results go, one each, of the inputs'
+    # shapes: the inputs themselves to work in place. Else empty.
     outputs: tuple[Tensor, ...] = ()
-    is_group: bool = False
+    is_group: bool = False  # names on the wire begin with ``grouped_``
     reduce_op: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
-    root: int = -1
-    splits: Sequence[int] | None = None
+    root: int = -1  # for BROADCAST: the rank in the set to copy from
+    splits: Sequence[int] | None = None  # rows for each rank; None splits evenly
+    # For CONNECT: makes a communicator of the set, from a number that is equal on all
+    # ranks and used once; collective.
     connect: Callable[[int], Communicator] | None = None
 
     def wire_name(self, number: int) -> str:
@@ -97,10 +89,7 @@ class NamedOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """An operation without its tensors; equal ones fit together.
-
-    It travels as ``text``; equal texts are equal requests.
-    """
+    """An operation without its tensors; equal ones have equal texts."""
 
     kind: OpKind
     name: str  # on the wire
@@ -118,14 +107,15 @@ class Request:
     scaling: tuple[Any, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        text = json.dumps(_SENT_FIELDS(self), separators=(",", ":"))
-        object.__setattr__(self, "text", text)
-        dtypes = tuple([getattr(torch, dtype) for dtype in self.dtypes])
-        object.__setattr__(self, "torch_dtypes", dtypes)
-        reduce_op = _OPS[self.number] or ReduceOp.SUM
-        object.__setattr__(self, "reduce_op", reduce_op)
-        scaling = (reduce_op, self.prescale, self.postscale, self.root)
-        object.__setattr__(self, "scaling", scaling)
+        reduce_op = _OPS[self.number]
+        made = {
+            "text": json.dumps(_SENT_FIELDS(self), separators=(",", ":")),
+            "torch_dtypes": tuple([getattr(torch, dtype) for dtype in self.dtypes]),
+            "reduce_op": reduce_op,
+            "scaling": (reduce_op, self.prescale, self.postscale, self.root),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, operation: NamedOperation, name: str) -> "Request":
@@ -267,3 +257,101 @@ class Entry(Work[Any]):
         if not self.is_over:
             self.failure = failure
             self.is_over = True
+
+
+_ON_JOIN = {
+    OpKind.ALLGATHER: "Allgather is not supported with Join at this time. "
+    "Specify sparse_to_dense=True if using DistributedOptimizer",
+    OpKind.ALLTOALL: "Alltoall is not supported with Join at this time.",
+    OpKind.REDUCESCATTER: "Reducescatter is not supported with Join at this time.",
+    OpKind.BROADCAST: "Broadcast is not supported with Join at this time.",
+}
+_NEEDS_ROWS = (OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.REDUCESCATTER)
+_SAME_SHAPE = (OpKind.ALLREDUCE, OpKind.ADASUM, OpKind.BROADCAST, OpKind.REDUCESCATTER)
+
+
+def _shapes(request: Request) -> list[str]:
+    is_same = request.kind in _SAME_SHAPE
+    return [f"of shape {_show(shape)}" for shape in request.shapes if is_same]
+
+
+def _dimensions(request: Request) -> list[str]:
+    words: list[str] = []
+    for shape in request.shapes:
+        words.append(f"of rank {len(shape)}")
+        words += [f"with dimension {d} equal to {n}" for d, n in enumerate(shape)]
+    return words
+
+
+_RULES: tuple[tuple[str, str, Callable[[Request], Sequence[object]]], ...] = (
+    ("groups", "submitted", lambda r: [f"{len(r.shapes)} tensors"]),
+    ("data types", "had type", lambda r: r.dtypes),
+    ("operations", "did an", lambda r: [r.kind.name]),
+    ("{} tensor shapes", "sent a tensor", _shapes),
+    (
+        "prescale and/or postscale factors",
+        "sent factors",
+        lambda r: [f"({r.prescale:g}, {r.postscale:g})"],
+    ),
+    ("reduction operation", "sent reduction op", lambda r: [r.number]),
+    ("{} tensor shapes", "sent a tensor", _dimensions),
+    ("BROADCAST root ranks", "specified root rank", lambda r: [r.root]),
+    (
+        "{} CPU/GPU device selection",
+        "specified device",
+        lambda r: ["CPU" if r.device == "cpu" else "GPU"],
+    ),
+)
+"""What must be equal, in Horovod's order and words."""
+
+
+class RankRequests(NamedTuple):
+    """What some ranks, a bit each, have all asked for."""
+
+    request: Request
+    ranks: int
+
+
+def find_mismatch(asked: Sequence[RankRequests], *, has_joined: bool) -> str:
+    """Return what is wrong with the requests for one name; empty where they fit.
+
+    ``asked`` are the differing ones, by their lowest rank. The text is Horovod's, then
+    the ranks and what they asked for.
+    """
+    request = asked[0].request
+    problems = [next(_differences([each.request for each in asked]), "")]
+    if has_joined:
+        problems.append(_ON_JOIN.get(request.kind, ""))
+    if request.kind in _NEEDS_ROWS and not all(request.shapes):
+        what = request.kind.name
+        problems.append(f"Process-set rank zero tried to {what} a rank-zero tensor.")
+    text = " ".join(filter(None, problems))
+    if text and len(asked) > 1:
+        text = "\n".join([text, *map(_describe, asked)])
+    return text
+
+
+def _differences(requests: Sequence[Request]) -> Iterator[str]:
+    """Yield what differs from the first, what counts most first."""
+    first, *others = requests
+    for what, sent, values_of in _RULES:
+        for other in others:
+            for x, y in zip(values_of(first), values_of(other), strict=False):
+                if x != y:
+                    yield (
+                        f"Mismatched {what.format(first.kind.name)}: One rank {sent} "
+                        f"{x}, but another rank {sent} {y}."
+                    )
+
+
+def _describe(asked: RankRequests) -> str:
+    request = asked.request
+    tensors = ", ".join(
+        f"{dtype} {_show(shape)}"
+        for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+    )
+    return f"{format_ranks(asked.ranks)}: {request.kind.name} {request.name} {tensors}"
+
+
+def _show(shape: Shape) -> str:
+    return "[" + ", ".join("any" if n < 0 else str(n) for n in shape) + "]"

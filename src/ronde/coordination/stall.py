@@ -15,11 +15,11 @@ messages, one of two questions:
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ronde.coordination.messages import format_ranks
-from ronde.coordination.root import RootNode
+from ronde.coordination.node import RootNode
 from ronde.coordination.waits import BlockedWait, PendingTable, SyncPoint
 
 _logger = logging.getLogger("ronde")
@@ -43,9 +43,8 @@ class StallReport(NamedTuple):
     @classmethod
     def of(cls, rank: int, table: PendingTable) -> "StallReport":
         waiting = list(table.waiting().items())[:_MOST_NAMES]
-        names = tuple([name for name, _ in waiting])
         ages_s = tuple([round(age_s, 3) for _, age_s in waiting])
-        return cls(rank, table.has_joined, names, ages_s)
+        return cls(rank, table.has_joined, tuple([n for n, _ in waiting]), ages_s)
 
 
 class _Inquiry:
@@ -71,16 +70,12 @@ class _Inquiry:
         if number == self._number:
             self.answers[rank] = answer
 
-    def is_over(self) -> bool:
-        """Return once whether all have answered, or have had their time."""
-        if not self._deadline_s:
-            return False
-        is_late = time.monotonic() >= self._deadline_s
-        if is_late or len(self.answers) == self._root.tree.size:
+    def look(self, judge: Callable[[], None]) -> bool:
+        """Judge what all answered or had their time for; return whether to ask anew."""
+        is_full = len(self.answers) == self._root.tree.size
+        if self._deadline_s and (is_full or time.monotonic() >= self._deadline_s):
             self._deadline_s = 0.0
-        return not self._deadline_s
-
-    def is_due(self) -> bool:
+            judge()
         return self.is_wanted and not self._deadline_s
 
 
@@ -88,9 +83,7 @@ class Inspector:
     """The root's: asks all ranks, compares, warns, ends the job or has some give way.
 
     Where nobody can give way, but all ranks of a set wait to connect, each with others,
-    all of them learn that, and compare what they have.
-
-    Not thread-safe: whoever drives the root's coordinator calls it.
+    all of them learn that. Whoever drives the root's coordinator calls it.
     """
 
     def __init__(self, root: RootNode, warning_s: float, shutdown_s: float) -> None:
@@ -110,13 +103,9 @@ class Inspector:
                 inquiry.take(*answer)
             else:
                 inquiry.is_wanted = True
-        if self._stalls.is_over():
-            self._judge_stalls()
-        if self._stalls.is_due():
+        if self._stalls.look(self._judge_stalls):
             self._stalls.begin()
-        if self._waits.is_over():
-            self._judge_waits()
-        if self._waits.is_due():
+        if self._waits.look(self._judge_waits):
             self._points = []
             self._waits.begin()
 
@@ -137,10 +126,8 @@ class Inspector:
         if not self._points:
             self._blocked = {
                 rank: [
-                    BlockedWait(
-                        wait_id, SyncPoint(set_id, name, number, tuple(ranks)), can
-                    )
-                    for wait_id, (set_id, name, number, ranks), can in waits
+                    BlockedWait(wait_id, SyncPoint._make((*point, tuple(ranks))), can)
+                    for wait_id, (*point, ranks), can in waits
                 ]
                 for rank, waits in self._waits.answers.items()
                 if waits
@@ -227,11 +214,11 @@ def _late_names(
     reports: Mapping[int, StallReport], warning_s: float
 ) -> dict[str, float]:
     """Return the names that some rank has waited for, and for how long at most."""
-    late = defaultdict[str, float](float)
+    late: dict[str, float] = {}
     for report in reports.values():
         for name, age_s in zip(report.names, report.ages_s, strict=True):
             if age_s >= warning_s:
-                late[name] = max(age_s, late[name])
+                late[name] = max(age_s, late.get(name, 0.0))
     return late
 
 
@@ -251,12 +238,7 @@ def _show(names: Sequence[str]) -> str:
 def find_circles(
     waits: BlockedRanks, size: int, came: set[tuple[int, SyncPoint]]
 ) -> dict[int, list[BlockedWait]]:
-    """Return the waits that keep each other from ending.
-
-    Returns:
-        For each rank that waits for itself in the end, its waits that nobody but such
-        ranks can end.
-    """
+    """Return the waits of ranks that wait for themselves in the end, for such alone."""
     missing = {
         (rank, each): {
             other
@@ -278,9 +260,9 @@ def find_circles(
         if not ended:
             break
         stuck -= ended
-    edges: dict[int, set[int]] = {}
+    edges = defaultdict[int, set[int]](set)
     for rank, each in stuck:
-        edges.setdefault(rank, set()).update(missing[rank, each] & waits.keys())
+        edges[rank] |= missing[rank, each] & waits.keys()
     return {
         rank: [each for each in waits[rank] if (rank, each) in stuck]
         for rank in edges
@@ -290,17 +272,16 @@ def find_circles(
 
 def find_unpaired(circles: BlockedRanks, size: int) -> dict[int, list[int]]:
     """Return the waits, one a rank and set, of sets whose ranks all wait to connect."""
-    by_set: dict[int, dict[int, BlockedWait]] = {}
+    by_set = defaultdict[int, dict[int, BlockedWait]](dict)
     for rank, waits in circles.items():
         for each in waits:
             if each.point.is_connect:
-                by_set.setdefault(each.point.set_id, {}).setdefault(rank, each)
-    unpaired: dict[int, list[int]] = {}
+                by_set[each.point.set_id].setdefault(rank, each)
+    unpaired = defaultdict[int, list[int]](list)
     for waits in by_set.values():
-        point = next(iter(waits.values())).point
-        if len(waits) == len(point.ranks or range(size)):
-            for rank, each in waits.items():
-                unpaired.setdefault(rank, []).append(each.wait_id)
+        for rank, each in waits.items():
+            if len(waits) == len(each.point.ranks or range(size)):
+                unpaired[rank].append(each.wait_id)
     return unpaired
 
 

@@ -37,25 +37,19 @@ from ronde.coordination.control.shared_memory import (
     ROUND_BYTES,
     ExchangeRounds,
 )
-from ronde.coordination.execution import (
-    Execution,
-    FusionTuning,
-    FusionTuningOptions,
-)
-from ronde.coordination.node import Node, RunCommand
+from ronde.coordination.execution import Execution, FusionTuning
+from ronde.coordination.node import Node, RootNode, RunCommand
 from ronde.coordination.requests import Entry, OpKind, Request
-from ronde.coordination.root import RootNode
 from ronde.coordination.stall import STALLS, Inspector, StallReport
 from ronde.coordination.waits import SyncPoint, Waits
 from ronde.errors import CollectiveError, PeerLostError, UsageError
+from ronde.tuning import AutotuneOptions
 
-_FAST_ENGINES = ("auto", "shared_memory")
-"""Communicators that reduce so few bytes of one host in the same way."""
+_FAST_ENGINES = ("auto", "shared_memory")  # they reduce so few bytes in the same way
 _MAX_PLANS = 1024
 _MOST_SKIPPED = 64
 _FIND_LOSS_WITHIN_S = 1.5
 """After tensors could not be moved: who is gone, and not only who noticed."""
-_JOIN_NAME = "join.noname"
 _HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1  # for a communicator
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks "
@@ -74,7 +68,7 @@ class CoordinationOptions:
     """How a coordinator works; equal on all ranks."""
 
     fusion_threshold_bytes: int = 128 << 20  # tensors are fused up to this; 0: none
-    tuning: FusionTuningOptions | None = None  # finds a better threshold
+    tuning: AutotuneOptions | None = None  # finds a better threshold
     # Submissions that nobody waits for yet gather so long (Horovod's cycle time).
     gather_time_s: float = 0.001
     cache_capacity: int = 1024  # requests remembered; 0 for none
@@ -117,12 +111,11 @@ class FastPath:
         ):
             return False
         plans = self._plans
-        if tag in plans:
-            plan = plans[tag]
-        else:
+        if tag not in plans:
             if len(plans) >= _MAX_PLANS:
                 plans.clear()
-            plan = plans[tag] = self._plan(request)
+            plans[tag] = self._plan(request)
+        plan = plans[tag]
         if plan is None:
             return False
         source, output = entry.operation.tensors[0], entry.operation.outputs[0]
@@ -149,9 +142,10 @@ class FastPath:
         rounds = self.rounds
         number = rounds.number
         if not rounds.is_complete(number):
-            if is_late:
-                rounds.request_answers()
-            if not (is_late and rounds.is_complete(number)):
+            if not is_late:
+                return None
+            rounds.request_answers()
+            if not rounds.is_complete(number):
                 return None
         rounds.rest()
         (entry, plan), self._under_way = self._under_way, None
@@ -185,9 +179,8 @@ class FastPath:
         self._num_left = self._num_skipped
 
     def _plan(self, request: Request) -> _FastPlan | None:
-        """Return how a request is reduced; None where that is not done here."""
-        is_reduced = request.kind is OpKind.ALLREDUCE
-        if not is_reduced or len(request.shapes) != 1 or request.device != "cpu":
+        """Return how an all-reduce is done; None where that is not done here."""
+        if len(request.shapes) != 1 or request.device != "cpu":
             return None
         dtype = request.torch_dtypes[0]
         numel = torch.Size(request.shapes[0]).numel()
@@ -203,12 +196,7 @@ class FastPath:
 
 
 class CoordinatorState:
-    """One rank's agreement and what comes of it; one thread at a time.
-
-    Attributes:
-        submitted: What the node does not know of yet; any thread may append.
-        on_stop: Called when a stall ends the job, for what is not in the table.
-    """
+    """One rank's agreement and what comes of it; one thread at a time."""
 
     def __init__(
         self,
@@ -220,7 +208,9 @@ class CoordinatorState:
         set_id: int,
         ranks: tuple[int, ...],
     ) -> None:
-        self.submitted: deque[Entry] = deque()
+        """Begin; ``ranks`` are the set's among all, or empty for all."""
+        self.submitted: deque[Entry] = deque()  # to the node; any thread may append
+        # Called when a stall ends the job, for what is not in the table.
         self.on_stop: Callable[[], None] | None = None
         self.execution = Execution(
             communicator,
@@ -232,33 +222,34 @@ class CoordinatorState:
         self._channel = channel
         self._waits = waits
         self._table = waits.table(set_id)
-        self._ranks = ranks
+        self._ranks = ranks or tuple(range(communicator.size))
         self._tuning: FusionTuning | None = None
         self._inspector: Inspector | None = None
-        self._stall_warning_s = options.stall_warning_s
-        self._stall_repeat_s = options.stall_warning_s
-        if options.stall_shutdown_s:
-            self._stall_repeat_s = min(
-                options.stall_warning_s, options.stall_shutdown_s / 4, 5.0
-            )
+        warning_s, shutdown_s = options.stall_warning_s, options.stall_shutdown_s
+        self._stall_warning_s = warning_s
+        self._stall_repeat_s = warning_s
+        if shutdown_s:
+            self._stall_repeat_s = min(warning_s, shutdown_s / 4, 5.0)
         self._next_ask_s = 0.0
         self._node = Node(channel.tree)
         if channel.tree.parent is None:
             self._node = root = RootNode(channel.tree, options.cache_capacity)
-            self._inspector = Inspector(
-                root, options.stall_warning_s, options.stall_shutdown_s
-            )
+            self._inspector = Inspector(root, warning_s, shutdown_s)
             if options.tuning is not None:
-                default_bytes = options.fusion_threshold_bytes
-                self._tuning = FusionTuning(
-                    default_bytes, options.tuning, partial(root.order, "tune")
-                )
-        rounds = channel.rounds if communicator.engine in _FAST_ENGINES else None
+                change = partial(root.order, "tune")
+                threshold_bytes = options.fusion_threshold_bytes
+                self._tuning = FusionTuning(threshold_bytes, options.tuning, change)
         self.fast_path: FastPath | None = None
-        if rounds is not None and options.tuning is None:
-            self.fast_path = FastPath(rounds, communicator.rank, communicator.size)
+        if (
+            channel.rounds is not None
+            and communicator.engine in _FAST_ENGINES
+            and options.tuning is None
+        ):
+            rank, size = communicator.rank, communicator.size
+            self.fast_path = FastPath(channel.rounds, rank, size)
         self._lost: set[int] = set()
         self._num_connected = 0
+        self.ask_all = partial(self._node.report, "ask")
         self._actions: dict[str, Callable[..., None]] = {
             "connect": self._connect,
             "fail": self._fail_name,
@@ -267,7 +258,7 @@ class CoordinatorState:
             "report": self._report,
             "give_way": self._give_way,
             "stop": self._stop,
-            "tune": self._tune,
+            "tune": partial(setattr, self.execution, "threshold_bytes"),
         }
 
     def progress(self) -> bool:
@@ -284,8 +275,8 @@ class CoordinatorState:
                     self._actions[command.verb](*command.values)
         return has_changed
 
-    def start_fast(self, entry: Entry) -> bool:
-        """Have an operation take the fast path; return whether it is on it."""
+    def start_fast(self, entry: Entry) -> ExchangeRounds | None:
+        """Have an operation take the fast path, if it can; return the path's rounds."""
         # A timeline shows what ranks agree on, a round that gave way is driven only by
         # ordinary waits, and several operations had better travel together.
         if (
@@ -296,13 +287,14 @@ class CoordinatorState:
             or self._waits.has_put_off
             or not self._table.has_one()
         ):
-            return False
+            return None
         cache = self._node.cache
         known = cache.find(entry.name)
         if known is None or not known[1].matches(entry.operation):
-            return False
+            return None
         tag = cache.epoch << 32 | known[0] + 1
-        return self.fast_path.start(entry, tag, known[1])
+        is_started = self.fast_path.start(entry, tag, known[1])
+        return self.fast_path.rounds if is_started else None
 
     def finish_fast(self, *, is_late: bool = False) -> None:
         """End what is on the fast path, if it can be: see ``FastPath.finish``."""
@@ -327,9 +319,6 @@ class CoordinatorState:
                 self.ask_all(STALLS)
         if self._inspector is not None:
             self._inspector.look()
-
-    def ask_all(self, kind: str) -> None:
-        self._node.report("ask", kind)
 
     def _exchange(self) -> bool:
         """Take messages in and send some; return whether there are commands."""
@@ -380,13 +369,10 @@ class CoordinatorState:
             return
         if self.fast_path is not None:
             self.fast_path.ran()
-        if self._tuning is not None:
+        if self._tuning is not None and not self._tuning.is_over:
             own = [entry for entry in entries if entry is not None]
             num_bytes = sum(t.nbytes for each in own for t in each.operation.tensors)
-            names = [each.name for each in own]
-            self._tuning.ran(names, num_bytes, time.monotonic())
-            if self._tuning.is_over:
-                self._tuning = None
+            self._tuning.ran([each.name for each in own], num_bytes, time.monotonic())
 
     def _connect(self, name: str) -> None:
         """Make a communicator, if every rank still asks for it.
@@ -427,8 +413,7 @@ class CoordinatorState:
 
     def _all_joined(self, last: int) -> None:
         self._table.all_joined()
-        entry = self._table.take(_JOIN_NAME)
-        if entry is not None:
+        if entry := self._table.take("join.noname"):
             entry.succeed(last)
 
     def _lose(self, rank: int, reason: str, is_orderly: bool) -> None:  # noqa: FBT001
@@ -455,9 +440,6 @@ class CoordinatorState:
         self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{text}"))
         if self.on_stop is not None:
             self.on_stop()
-
-    def _tune(self, num_bytes: int) -> None:
-        self.execution.threshold_bytes = num_bytes
 
     def _give_up(self, entries: Sequence[Entry | None], error: CollectiveError) -> None:
         """End all after tensors could not be moved; say who is gone, if one is."""

@@ -52,16 +52,11 @@ _LISTEN_RARELY_S = 0.02
 
 
 class PendingTable:
-    """The operations of one process set that have no result yet, by name; any thread.
-
-    Attributes:
-        failure: Why nothing can be done any more, or None.
-        has_joined: Whether this rank has joined.
-    """
+    """A process set's operations that have no result yet, by name; any thread."""
 
     def __init__(self) -> None:
-        self.failure: CollectiveError | None = None
-        self.has_joined = False
+        self.failure: CollectiveError | None = None  # why nothing can be done any more
+        self.has_joined = False  # this rank
         self._entries: dict[str, Entry] = {}
         self.find = self._entries.get
         self._watches: list[tuple[str, int]] = []
@@ -69,10 +64,8 @@ class PendingTable:
         self._lock = threading.Lock()
 
     def name(self, operation: NamedOperation) -> str:
-        if operation.name:
-            return operation.wire_name(0)
         numbers = self._numbers[operation.kind, operation.is_group]
-        return operation.wire_name(next(numbers))
+        return operation.wire_name(0 if operation.name else next(numbers))
 
     def all_joined(self) -> None:
         self.has_joined = False
@@ -106,7 +99,6 @@ class PendingTable:
 
     @contextmanager
     def watch(self, name: str) -> Generator[None]:
-        """Have the stall inspector count what is waited for elsewhere."""
         watched = name, time.monotonic_ns()
         self._watches.append(watched)
         try:
@@ -157,10 +149,7 @@ class BlockedWait(NamedTuple):
 
 
 class Waiting:
-    """One wait: the ``Look`` that the thread calls meanwhile.
-
-    ``thread`` will not do anything else before it is over, or ``gives_way``.
-    """
+    """One wait: the ``Look`` that ``thread`` calls until it is over or gives way."""
 
     def __init__(
         self, waits: "Waits", point: SyncPoint, thread: int, *, can_give_way: bool
@@ -171,9 +160,7 @@ class Waiting:
         self.gives_way = False
         self.number = 0
         self._waits = waits
-        self._patience_s = 0.0
-        self._ask_at_s = 0.0
-        self._answer_by_s = 0.0
+        self._patience_s = self._ask_at_s = self._answer_by_s = 0.0
 
     def move_to(self, point: SyncPoint) -> None:
         self._waits.withdraw(self)
@@ -211,16 +198,11 @@ class Waiting:
 
 
 class Waits:
-    """The waits of one process in one session; any thread may call it.
-
-    Attributes:
-        patience_s: After so long a wait is looked into.
-        ask_all: Has the root look into all ranks' waits.
-    """
+    """The waits of one process in one session; any thread may call it."""
 
     def __init__(self) -> None:
-        self.patience_s = _FIRST_PATIENCE_S
-        self.ask_all: Callable[[], None] = lambda: None
+        self.patience_s = _FIRST_PATIENCE_S  # after so long a wait is looked into
+        self.ask_all: Callable[[], None] = lambda: None  # has the root look into all
         self._has_warned = False
         self._numbers = count(1)
         self._published: dict[int, Waiting] = {}
@@ -255,10 +237,7 @@ class Waits:
         waiting.number = 0
 
     def put_off(self, progress: Callable[[], None], thread: int) -> None:
-        """Have ``thread`` call it whenever it waits, for a round that gave way.
-
-        It goes on as far as that needs no waiting, and never raises.
-        """
+        """Have ``thread`` call it when it waits; it never waits or raises itself."""
         self._put_off[progress] = thread
 
     def take_up(self, progress: Callable[[], None]) -> None:
@@ -271,13 +250,10 @@ class Waits:
 
     def drive(self) -> bool:
         """Make progress on this thread's rounds; return whether there are any."""
-        if not self._put_off:
-            return False
-        own = threading.get_ident()
         for progress, thread in list(self._put_off.items()):
-            if thread == own:
+            if thread == threading.get_ident():
                 progress()
-        return True
+        return self.has_put_off
 
     def answer(
         self, points: Sequence[SyncPoint]
@@ -308,19 +284,15 @@ class Waits:
         waits for fails. ``others`` tells the log who waits for what meanwhile.
         """
         self.patience_s = _LATER_PATIENCE_S
-        for wait_id in wait_ids:
-            waiting = self._published.get(wait_id)
-            if waiting is None:
-                continue
+        found = [self._published.get(wait_id) for wait_id in wait_ids]
+        for waiting in filter(None, found):
+            set_id, name, *_ = waiting.point
             if waiting.can_give_way:
                 if not self._has_warned:
                     self._has_warned = True
-                    _logger.warning(_GAVE_WAY, waiting.point.name, others)
+                    _logger.warning(_GAVE_WAY, name, others)
                 waiting.gives_way = True
-                continue
-            name = waiting.point.name
-            entry = self.table(waiting.point.set_id).take(name)
-            if entry is not None:
+            elif entry := self.table(set_id).take(name):
                 entry.fail(UnpairedError(f"{name} is not what all ranks wait for."))
 
     def _has_come_to(self, point: SyncPoint) -> bool:

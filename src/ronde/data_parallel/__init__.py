@@ -2,7 +2,6 @@
 
 from ronde.data_parallel.buckets import (
     BucketLimits,
-    BucketTuningOptions,
     GradientSpec,
     plan_buckets,
 )
@@ -25,7 +24,6 @@ from ronde.data_parallel.rounds import ReducerOptions
 
 __all__ = [
     "BucketLimits",
-    "BucketTuningOptions",
     "Compression",
     "Compressor",
     "GradientCompression",

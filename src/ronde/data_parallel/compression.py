@@ -30,8 +30,7 @@ from torch import Tensor
 
 from ronde.collectives import Communicator, ReduceOp, Work
 from ronde.collectives.arithmetic import HALVES
-from ronde.data_parallel.bucket import Gradient, GradientBucket, Sum
-from ronde.data_parallel.buckets import Slot
+from ronde.data_parallel.buckets import GradientBucket, Slot, Sum
 from ronde.errors import UsageError
 
 
@@ -47,9 +46,7 @@ class Compressor(Protocol):
         ...
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ANN401 - the user's own
-        """Turn the reduced ``tensor`` back into the original dtype."""
-        ...
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor: ...  # noqa: ANN401 - the user's
 
 
 class NoneCompressor:
@@ -64,12 +61,13 @@ class NoneCompressor:
         return tensor
 
 
-class _CastCompressor:
-    wire_dtype: torch.dtype
+class FP16Compressor:
+    """Send floating point as float16: half the bytes, range up to 65504."""
+
+    wire_dtype = torch.float16
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Cast floating point to the wire's dtype; leave the rest alone."""
         wire = tensor.to(cls.wire_dtype) if tensor.is_floating_point() else tensor
         return wire, tensor.dtype
 
@@ -78,13 +76,7 @@ class _CastCompressor:
         return tensor.to(ctx)
 
 
-class FP16Compressor(_CastCompressor):
-    """Send floating point as float16: half the bytes, range up to 65504."""
-
-    wire_dtype = torch.float16
-
-
-class BF16Compressor(_CastCompressor):
+class BF16Compressor(FP16Compressor):
     """Send floating point as bfloat16: half the bytes, float32's range, 8 bits."""
 
     wire_dtype = torch.bfloat16
@@ -113,12 +105,9 @@ class PowerSGD:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UsageError(f"rank must be >= 1, got {self.rank}.")
-        if self.num_plain_rounds < 0:
-            raise UsageError(
-                f"num_plain_rounds must be >= 0, got {self.num_plain_rounds}."
-            )
+        for name, least in (("rank", 1), ("num_plain_rounds", 0)):
+            if (value := getattr(self, name)) < least:
+                raise UsageError(f"{name} must be >= {least}, got {value}.")
         if not 1.0 <= self.min_saving < math.inf:
             raise UsageError(
                 f"min_saving must be a finite number >= 1, got {self.min_saving}."
@@ -221,21 +210,12 @@ def _sum_compressed(
     yield ()
 
 
-@dataclass(slots=True)
-class _Factors:
-    """What lasts from round to round for one parameter."""
-
-    right: Tensor  # the last Q, (columns, rank)
-    error: Tensor  # what this rank did not send yet, (rows, columns)
-    num_rounds: int = 0
-
-
 class _LowRankSums:
     """Sums the buckets of one reducer by PowerSGD."""
 
     def __init__(self, options: PowerSGD) -> None:
         self._options = options
-        self._factors: dict[Tensor, _Factors | None] = {}
+        self._factors: dict[Tensor, _Matrix | None] = {}
         self._random = torch.Generator().manual_seed(options.seed)
 
     def sum(self, bucket: GradientBucket, communicator: Communicator) -> Sum:
@@ -243,19 +223,20 @@ class _LowRankSums:
         for slot, gradient in zip(bucket.slots, bucket.gradients, strict=True):
             # Made in the order of the buckets, which is that of all ranks: so every
             # rank draws the same numbers.
-            if gradient.parameter not in self._factors:
-                self._factors[gradient.parameter] = self._make(gradient.parameter)
-            factors = self._factors[gradient.parameter]
-            if factors is not None:
-                factors.num_rounds += 1
-                if factors.num_rounds > self._options.num_plain_rounds:
-                    matrix = _Matrix(bucket.memory, slot, gradient, factors)
+            parameter = gradient.parameter
+            if parameter not in self._factors:
+                self._factors[parameter] = self._make(parameter)
+            matrix = self._factors[parameter]
+            if matrix is not None:
+                matrix.num_rounds += 1
+                if matrix.num_rounds > self._options.num_plain_rounds:
+                    matrix.begin(bucket.memory, slot, was_used=gradient.was_used)
                     matrices.append(matrix)
         if not matrices:
             return _sum_compressed(NoneCompressor, bucket, communicator)
         return _sum_low_rank(bucket.memory, matrices, communicator)
 
-    def _make(self, parameter: Tensor) -> _Factors | None:
+    def _make(self, parameter: Tensor) -> "_Matrix | None":
         shape = self._options.shape_of(parameter)
         if shape is None:
             return None
@@ -264,28 +245,34 @@ class _LowRankSums:
             shape[1], rank, generator=self._random, dtype=dtype, device="cpu"
         )
         error = torch.zeros(shape, dtype=dtype, device=parameter.device)
-        return _Factors(right.to(parameter.device), error)
+        return _Matrix(right.to(parameter.device), error)
 
 
 class _Matrix:
-    """One gradient in one round: ``values`` is M, ``left`` P.
+    """One parameter's gradient in the round under way, and what lasts between rounds.
 
-    ``place`` is its elements in the bucket as a matrix, the memory of ``values`` too
-    where the dtypes are equal. Where this rank has no such gradient its error stays for
-    later, since a gradient that nobody has is not applied.
+    In a round ``values`` is M, ``left`` P, and ``place`` the gradient's elements in the
+    bucket as a matrix, the memory of ``values`` too where the dtypes are equal. Where
+    this rank has no such gradient its error stays for later: it may not be applied.
     """
 
-    def __init__(
-        self, buffer: Tensor, slot: Slot, gradient: Gradient, factors: _Factors
-    ) -> None:
-        self.start, self.stop = slot.offset, slot.offset + slot.numel
-        self.place = buffer[self.start : self.stop].view(factors.error.shape)
-        self.values = self.place.to(factors.error.dtype)
-        self.was_used = gradient.was_used
-        if self.was_used:
-            self.values.add_(factors.error)
-        self.left = self.values @ factors.right
-        self.factors = factors
+    slot: Slot
+    place: Tensor
+    values: Tensor
+    left: Tensor
+
+    def __init__(self, right: Tensor, error: Tensor) -> None:
+        self.right, self.error = right, error
+        self.num_rounds = 0
+        self._was_used = False
+
+    def begin(self, buffer: Tensor, slot: Slot, *, was_used: bool) -> None:
+        self.slot, self._was_used = slot, was_used
+        self.place = buffer[slot.offset : slot.offset + slot.numel].view_as(self.error)
+        self.values = self.place.to(self.error.dtype)
+        if was_used:
+            self.values.add_(self.error)
+        self.left = self.values @ self.right
 
     def project(self, *, is_finite: bool) -> Tensor:
         """Return this rank's M' P, P orthonormal; keep what that misses."""
@@ -294,9 +281,8 @@ class _Matrix:
             return self.values.T @ self.left
         self.left = cast("Tensor", torch.linalg.qr(self.left).Q)
         right = self.values.T @ self.left
-        if self.was_used:
-            error = self.factors.error
-            torch.addmm(self.values, self.left, right.T, alpha=-1, out=error)
+        if self._was_used:
+            torch.addmm(self.values, self.left, right.T, alpha=-1, out=self.error)
         return right
 
     def put_back(self, right: Tensor, *, is_finite: bool) -> None:
@@ -306,43 +292,45 @@ class _Matrix:
         else:
             self.place.copy_(self.left @ right.T)
         if is_finite:
-            self.factors.right = right
+            self.right = right
+        del self.place, self.values, self.left
 
 
 def _sum_low_rank(
     buffer: Tensor, matrices: Sequence[_Matrix], communicator: Communicator
 ) -> Sum:
-    # The parts between and behind the matrices.
-    bounds = [0, *(bound for m in matrices for bound in (m.start, m.stop))]
-    ends = [*bounds[1:], buffer.numel()]
-    pairs = list(zip(bounds, ends, strict=True))[::2]
-    rest = [buffer[start:stop] for start, stop in pairs if start < stop]
-    wire = torch.cat([*(m.left.reshape(-1) for m in matrices), *rest])
-    work = communicator.all_reduce(wire)
-    yield (work,) if wire.is_cpu else ()
-    wire = work.wait()
+    rest: list[Tensor] = []  # the parts between and behind the matrices
+    start = 0
+    for slot in [each.slot for each in matrices]:
+        rest.append(buffer[start : slot.offset])
+        start = slot.offset + slot.numel
+    rest.append(buffer[start:])
     lefts = [matrix.left for matrix in matrices]
-    parts = _split(wire, [part.numel() for part in [*lefts, *rest]])
+    work = communicator.all_reduce(_joined([*lefts, *rest]))
+    yield (work,) if buffer.is_cpu else ()
+    parts = _split(work.wait(), [*lefts, *rest])
     for matrix, left in zip(matrices, parts, strict=False):
-        matrix.left = left.view_as(matrix.left)
+        matrix.left = left
     for place, part in zip(rest, parts[len(lefts) :], strict=True):
         place.copy_(part)
     # Infinite gradients come out as NaN, for whoever looks for them, GradScaler for
     # one; but they must not stay in what lasts.
-    num_left = sum(left.numel() for left in lefts)
-    is_finite = bool(wire[:num_left].isfinite().all())
+    is_finite = bool(_joined(parts[: len(lefts)]).isfinite().all())
     yield ()
-    rights = [m.project(is_finite=is_finite) for m in matrices]
-    work = communicator.all_reduce(torch.cat([right.reshape(-1) for right in rights]))
-    yield (work,) if wire.is_cpu else ()
-    summed = _split(work.wait(), [right.numel() for right in rights])
-    for matrix, right in zip(matrices, summed, strict=True):
-        shape = matrix.factors.right.shape
-        matrix.put_back(right.view(shape), is_finite=is_finite)
+    rights = [matrix.project(is_finite=is_finite) for matrix in matrices]
+    work = communicator.all_reduce(_joined(rights))
+    yield (work,) if buffer.is_cpu else ()
+    for matrix, right in zip(matrices, _split(work.wait(), rights), strict=True):
+        matrix.put_back(right, is_finite=is_finite)
 
 
-def _split(wire: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    return cast("tuple[Tensor, ...]", wire.split(sizes))
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _split(wire: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = cast("tuple[Tensor, ...]", wire.split([part.numel() for part in like]))
+    return [part.view_as(old) for part, old in zip(parts, like, strict=True)]
 
 
 def _factor_dtype(dtype: torch.dtype) -> torch.dtype:

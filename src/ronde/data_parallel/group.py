@@ -6,7 +6,7 @@ before it waits for it. Whoever merely exhausts it blocks where it must.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -68,27 +68,19 @@ class GroupConnector(Protocol):
     """Connects a reducer with its like on the other ranks, when it is first used.
 
     It fails where there is no session, a rank is gone, or the ranks' models differ.
+    ``waits`` are those of this process; None where nobody sees them. ``start`` begins
+    to connect, if that was not done, and returns where the ranks meet. ``connect`` is
+    collective; the stall inspector counts it if it is watched. ``give_up`` has a
+    connection that is under way fail on this rank.
     """
 
     @property
     def key(self) -> ReducerKey: ...
-
     @property
-    def waits(self) -> Waits | None:
-        """Those of this process; None where nobody sees them."""
-        ...
-
-    def start(self) -> SyncPoint:
-        """Begin to connect, if that was not done; return where the ranks meet."""
-        ...
-
-    def connect(self, *, is_watched: bool = True) -> Steps[ReducerGroup]:
-        """Connect; collective. The stall inspector counts it if it is watched."""
-        ...
-
-    def give_up(self) -> None:
-        """Have a connection that is under way fail on this rank."""
-        ...
+    def waits(self) -> Waits | None: ...
+    def start(self) -> SyncPoint: ...
+    def connect(self, *, is_watched: bool = True) -> Steps[ReducerGroup]: ...
+    def give_up(self) -> None: ...
 
 
 def run(steps: Steps[T]) -> T:
@@ -181,62 +173,22 @@ class JoinProgress(NamedTuple):
 
 
 class JoinParticipant(Protocol):
-    """Something that reduces over ranks on its own, outside any coordinator."""
+    """Something that reduces over ranks on its own, outside any coordinator.
+
+    ``last_round`` is the number of the last reduction that this rank added something
+    to. ``start_connecting`` begins to connect with the other ranks and returns at once.
+    ``participate_with_zeros`` takes part, adding nothing, until all ranks do so, or a
+    reduction fails. ``unbind`` leaves the other ranks; if abruptly, what is under way
+    fails everywhere.
+    """
 
     @property
     def key(self) -> ReducerKey: ...
-
     @property
-    def last_round(self) -> int:
-        """Number of the last reduction that this rank added something to."""
-        ...
-
-    def start_connecting(self) -> None:
-        """Begin to connect with the other ranks, if they have not; returns at once."""
-        ...
-
-    def participate_with_zeros(self) -> None:
-        """Take part, adding nothing, until all ranks do so, or a reduction fails."""
-        ...
-
-    def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Leave the other ranks; if abruptly, what is under way fails everywhere."""
-        ...
-
-
-class _JoinThreads:
-    """A thread for each participant: they need each other in no order.
-
-    A participant that another rank has given up already is never called by anybody
-    again. Here it may still be there, say because only this rank keeps an old
-    optimizer; its thread waits in vain, until it is given up too.
-    """
-
-    def __init__(self, participants: Iterable[JoinParticipant]) -> None:
-        self.threads: dict[JoinParticipant, threading.Thread] = {}
-        self.errors: list[tuple[ReducerKey, CollectiveError]] = []
-        for each in participants:
-            # Before this rank joins: where it asks for nothing, it has nothing to give.
-            each.start_connecting()
-            self.threads[each] = thread = threading.Thread(
-                target=self._run, args=(each,), name="ronde-join", daemon=True
-            )
-            thread.start()
-
-    def end(self, living: Collection[ReducerKey] = ()) -> None:
-        """Give up all but ``living``, and wait for all."""
-        for each, thread in self.threads.items():
-            if each.key not in living:
-                each.unbind(is_abrupt=True)
-                thread.join()
-        for thread in self.threads.values():
-            thread.join()
-
-    def _run(self, participant: JoinParticipant) -> None:
-        try:
-            participant.participate_with_zeros()
-        except CollectiveError as error:
-            self.errors.append((participant.key, error))
+    def last_round(self) -> int: ...
+    def start_connecting(self) -> None: ...
+    def participate_with_zeros(self) -> None: ...
+    def unbind(self, *, is_abrupt: bool = False) -> None: ...
 
 
 def participate_until_all_joined(
@@ -246,6 +198,11 @@ def participate_until_all_joined(
     exchange: Callable[[list[JoinProgress]], list[list[JoinProgress]]],
 ) -> int:
     """Take part with zeros until all have joined; collective.
+
+    Each participant has a thread: they need each other in no order. One that another
+    rank has given up already is never called by anybody again. Here it may still be
+    there, say because only this rank keeps an old optimizer; its thread waits in vain,
+    until it is given up too.
 
     Args:
         participants: What this rank has.
@@ -260,19 +217,36 @@ def participate_until_all_joined(
     Raises:
         CollectiveError: A reduction failed, or a rank is gone.
     """
-    running = _JoinThreads(participants)
+    threads: dict[JoinParticipant, threading.Thread] = {}
+    errors: list[tuple[ReducerKey, CollectiveError]] = []
+    living: set[ReducerKey] = set()
+
+    def participate(participant: JoinParticipant) -> None:
+        try:
+            participant.participate_with_zeros()
+        except CollectiveError as error:
+            errors.append((participant.key, error))
+
+    for each in participants:
+        # Before this rank joins: where it asks for nothing, it has nothing to give.
+        each.start_connecting()
+        threads[each] = threading.Thread(
+            target=participate, args=(each,), name="ronde-join", daemon=True
+        )
+        threads[each].start()
     try:
         last = join()
-        everyone = exchange(
-            [JoinProgress(*each.key, each.last_round) for each in running.threads]
-        )
-    except BaseException:
-        running.end()
-        raise
-    counts = Counter(each.key for progress in everyone for each in progress)
-    living = {key for key, num_ranks in counts.items() if num_ranks == key.size}
-    running.end(living)
-    for key, error in running.errors:
+        everyone = exchange([JoinProgress(*p.key, p.last_round) for p in threads])
+        counts = Counter(each.key for progress in everyone for each in progress)
+        living.update(key for key, number in counts.items() if number == key.size)
+    finally:
+        for each, thread in threads.items():
+            if each.key not in living:
+                each.unbind(is_abrupt=True)
+                thread.join()
+        for thread in threads.values():
+            thread.join()
+    for key, error in errors:
         if key in living:
             raise error
     size = len(everyone)

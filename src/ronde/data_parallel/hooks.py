@@ -50,7 +50,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.data_parallel.bucket import Gradient
+from ronde.data_parallel.buckets import Gradient
 
 MIN_FUSED_BYTES = 2 << 20
 """Below that a fusion costs more than it saves: 50 us for the dispatch in Python."""
@@ -93,10 +93,7 @@ def add_hook(
 def call_at_end_of_backward(
     method: Callable[[], None], keep_failure: Callable[[BaseException], None]
 ) -> None:
-    """Call ``method`` when the backward pass that runs now is over.
-
-    ``keep_failure`` takes what it raises where backward cannot: see ``_AtRelease``.
-    """
+    """Call ``method`` after this backward pass; the other one: see ``_AtRelease``."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(module, "in_compiled_autograd_region", False):
         method = _AtRelease(method, keep_failure)
@@ -166,10 +163,7 @@ def is_fusible(parameter: Tensor) -> bool:
 
 
 def fuse(gradients: Sequence[Gradient]) -> list[RemovableHandle]:
-    """Have the backward pass that runs now write fusible gradients to their places.
-
-    Returns the hooks that do it, to be removed when the pass is over.
-    """
+    """Have this backward pass write gradients to their places; return the hooks."""
     backward = current_backward()
     by_weight = {g.parameter: g for g in gradients if g.is_fusible}
     if not by_weight or backward < 0:
@@ -241,9 +235,9 @@ def _before_product(
 
 def _is_special() -> bool:
     """Return whether somebody looks at single operations, or differentiates them."""
-    is_forward_mode = cast("int", forward_ad._current_level) >= 0  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
+    level = cast("int", forward_ad._current_level)  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
     return (
-        is_forward_mode
+        level >= 0
         or torch.is_grad_enabled()  # create_graph
         or torch.is_anomaly_enabled()
         or _get_current_dispatch_mode() is not None
@@ -257,9 +251,8 @@ def _is_hooked(gradient: Gradient, path: Sequence[Node]) -> bool:
     tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # noqa: SLF001
     if sum(len(table) for table in tables if table) > gradient.num_hooks:
         return True
-    product, *others = path
-    registers = [product.register_hook]
-    for node in others:
+    registers = [path[0].register_hook]
+    for node in path[1:]:
         registers += [node.register_prehook, node.register_hook]
     return any(map(_has_hooks, registers))
 

@@ -39,15 +39,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.waits import Waiting, Waits
-from ronde.data_parallel.bucket import Gradient
-from ronde.data_parallel.buckets import BucketLimits
+from ronde.coordination.waits import Waits
+from ronde.data_parallel.buckets import BucketLimits, Gradient
 from ronde.data_parallel.compression import NoneCompressor
-from ronde.data_parallel.group import (
-    GroupConnector,
-    ReducerKey,
-    Resumable,
-)
+from ronde.data_parallel.group import GroupConnector, ReducerKey, Resumable
 from ronde.data_parallel.hooks import (
     add_hook,
     call_at_end_of_backward,
@@ -105,11 +100,10 @@ class Reducer:
         """Take more parameters in, from the next round on; collective."""
         is_plain = self._options.compressor is NoneCompressor
         for name, parameter in named_parameters:
-            index = len(self._gradients)
             # Whether it happens or not is no matter for the bits: the sum is the same.
             can_fuse = is_plain and is_fusible(parameter)
             self._gradients.append(Gradient(name, parameter, is_fusible=can_fuse))
-            self._add_hook(index, self._on_gradient)
+            self._add_hook(len(self._gradients) - 1, self._on_gradient)
         self._prepare_additions()
 
     @property
@@ -119,7 +113,7 @@ class Reducer:
     @property
     def num_buckets(self) -> int:
         """Collectives a round; 0 before the first."""
-        return self._rounds.num_buckets
+        return len(self._rounds.queue.buckets)
 
     @property
     def num_fused(self) -> int:
@@ -178,7 +172,7 @@ class Reducer:
     def step_done(self) -> None:
         """Note that the optimizer has stepped: the next step needs a new round."""
         self.forget()
-        self._rounds.step_done()
+        self._rounds.queue.steps.num_steps += 1
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""
@@ -298,13 +292,19 @@ class Reducer:
             self._finish(can_give_way=True)
 
     def _finish(self, *, can_give_way: bool = False) -> None:
-        under_way = self._under_way or Resumable(self._rounds.finish())
-        waiting = self._new_waiting(can_give_way=can_give_way)
-        if waiting is None or self._waits is None:
+        rounds = self._rounds
+        under_way = self._under_way or Resumable(rounds.finish())
+        point = rounds.start()
+        if rounds.group is None:
+            self._waits = self._connector.waits
+        if self._waits is None:  # nobody sees it
             under_way.run(lambda: 1.0)
         else:
             self._waits.take_up(self.progress)
-            with waiting:
+            rounds.waiting = self._waits.waiting(
+                point, self._owner, can_give_way=can_give_way
+            )
+            with rounds.waiting as waiting:
                 is_over = under_way.run(waiting)
             if not is_over:
                 self._under_way = under_way
@@ -317,18 +317,6 @@ class Reducer:
             raise under_way.failure
         self._has_run = True
         self._prepare_additions()  # from the first round on that somebody misses
-
-    def _new_waiting(self, *, can_give_way: bool) -> Waiting | None:
-        """Return the ``Look`` of a round; None where nobody sees it."""
-        rounds = self._rounds
-        point = rounds.start()
-        if not rounds.is_connected:
-            self._waits = self._connector.waits
-        if self._waits is not None:
-            rounds.waiting = self._waits.waiting(
-                point, self._owner, can_give_way=can_give_way
-            )
-        return rounds.waiting
 
 
 def _release(hooks: list[RemovableHandle], communicators: list[Communicator]) -> None:

@@ -24,53 +24,40 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import compress, count
+from itertools import chain, compress, count
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator, ReduceOp, all_gather_json
+from ronde.collectives import Communicator, all_gather_json
+from ronde.coordination.messages import bits_of, decode_bits, encode_bits
 from ronde.coordination.waits import SyncPoint, Waiting
-from ronde.data_parallel.bucket import (
+from ronde.data_parallel.buckets import (
     ADVANCED,
     ARRIVED,
     OVER,
-    Gradient,
-    GradientBucket,
-    Scaling,
-    SparseGradients,
-    Sum,
-)
-from ronde.data_parallel.buckets import (
     BucketLimits,
     BucketPlan,
     BucketTuning,
-    BucketTuningOptions,
+    Gradient,
+    GradientBucket,
     GradientSpec,
+    Scaling,
+    SparseGradients,
+    Sum,
     candidate_limits,
     plan_buckets,
 )
-from ronde.data_parallel.compression import (
-    GradientCompression,
-    NoneCompressor,
-    sum_by,
-)
-from ronde.data_parallel.group import (
-    GroupConnector,
-    ReducerGroup,
-    Steps,
-    aside,
-    result_of,
-    run,
-)
+from ronde.data_parallel.compression import GradientCompression, NoneCompressor, sum_by
+from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
 from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorded
+from ronde.tuning import AutotuneOptions
 
 _NUM_STEP_FLAGS = 3
 _SETTLED, _JOINED, _STEPS = 1, 2, 3
 _NUM_OWN_FLAGS = _STEPS + _NUM_STEP_FLAGS
-_NO_VOTE = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +73,7 @@ class ReducerOptions:
     groups: tuple[tuple[int, ...], ...] = ()  # gradients to be reduced together
     is_sparse_densified: bool = False  # reduce sparse gradients as dense ones
     is_fusing: bool = True  # backward may write into buckets: see ``hooks``
-    tuning: BucketTuningOptions | None = None  # finds better ``limits``
+    tuning: AutotuneOptions | None = None  # finds better ``limits``
 
     def scaling(self, size: int) -> Scaling:
         passes = self.passes if self.is_passes_average else 1
@@ -171,65 +158,6 @@ def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
                 )
 
 
-def _check_same(
-    communicator: Communicator, gradients: Sequence[Gradient]
-) -> Steps[None]:
-    """Refuse ranks whose parameters differ; collective."""
-    mine = [describe(g.name, g.parameter) for g in gradients]
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()[:8]
-    key = torch.frombuffer(bytearray(digest), dtype=torch.int64) >> 1
-    keys = torch.cat([key, -key])
-    yield from result_of(communicator.all_reduce(keys, ReduceOp.MAX))
-    if int(keys.sum()):
-        refuse_differences(all_gather_json(communicator, mine))
-
-
-def _agree_on_order(
-    communicator: Communicator, arrivals: Sequence[int]
-) -> Steps[list[int]]:
-    """Return rank 0's ``arrivals``, the order in which backward made gradients."""
-    length = torch.tensor([len(arrivals)], device="cpu")
-    yield from result_of(communicator.broadcast(length, 0))
-    order = torch.zeros(int(length), dtype=torch.int64, device="cpu")
-    if communicator.rank == 0:
-        order.copy_(torch.tensor(list(arrivals), dtype=torch.int64, device="cpu"))
-    yield from result_of(communicator.broadcast(order, 0))
-    return cast("list[int]", order.tolist())
-
-
-def _agree_on_new_parameters(
-    communicator: Communicator,
-    gradients: Sequence[Gradient],
-    *,
-    has_joined: bool,
-    is_sparse_densified: bool,
-) -> Steps[list[int]]:
-    """Return which gradients are to be reduced and are not planned yet; collective.
-
-    Notes of which of them some rank has a sparse one: a rank that did not use an
-    embedding learns it so. One that has joined has no say; none are new if all have.
-    Fails on every rank where what one rank trains is frozen on another.
-    """
-    trained = [int(g.parameter.requires_grad) for g in gradients]
-    grads = [g.parameter.grad for g in gradients]
-    own_dims = [g.sparse_dim() if g is not None and g.is_sparse else 0 for g in grads]
-    votes = torch.tensor([trained, [-t for t in trained], own_dims], device="cpu")
-    if has_joined:
-        votes.fill_(_NO_VOTE)
-    yield from result_of(communicator.all_reduce(votes, ReduceOp.MAX))
-    highest, lowest, dims = cast("list[list[int]]", votes.tolist())
-    if any(high == 1 and low == 0 for high, low in zip(highest, lowest, strict=True)):
-        mine = [
-            f"{describe(g.name, g.parameter)}, {'trained' if is_on else 'frozen'}"
-            for g, is_on in zip(gradients, trained, strict=True)
-        ]
-        refuse_differences(all_gather_json(communicator, None if has_joined else mine))
-    new = [i for i, g in enumerate(gradients) if highest[i] == 1 and not g.is_planned]
-    for index in new:
-        gradients[index].sparse_dims = 0 if is_sparse_densified else dims[index]
-    return new
-
-
 class BucketQueue:
     """The buckets in the order in which every rank starts them, then what is sparse.
 
@@ -266,14 +194,6 @@ class BucketQueue:
         """Whether nothing is missing from this round any more."""
         return self._next == len(self.buckets) and not self._sparse.num_pending
 
-    def new_parameters(self) -> list[int]:
-        """Return the gradients that are to be reduced and are not planned yet."""
-        return [
-            index
-            for index, gradient in enumerate(self._gradients)
-            if gradient.parameter.requires_grad and not gradient.is_planned
-        ]
-
     def rearrange(self, order: Sequence[int]) -> Steps[None]:
         """Plan anew along ``order``, then the planned ones left out; collective."""
         rest = sorted(set(self.order) - set(order), reverse=True)
@@ -297,16 +217,12 @@ class BucketQueue:
         self._bucket_of.clear()
         for bucket in self.buckets:
             bucket.adopt()
-            for slot in bucket.slots:
-                self._bucket_of[slot.index] = bucket
+            self._bucket_of.update(
+                dict.fromkeys((s.index for s in bucket.slots), bucket)
+            )
 
     def candidates(self) -> list[BucketLimits]:
         return candidate_limits(*self._specs_and_dense(), self.limits, self._groups)
-
-    def resize(self, limits: BucketLimits) -> Steps[None]:
-        if limits != self.limits:
-            self.limits = limits
-            yield from self.rearrange(self.order)
 
     def _specs_and_dense(self) -> tuple[list[GradientSpec], list[int]]:
         parameters = [gradient.parameter for gradient in self._gradients]
@@ -322,20 +238,14 @@ class BucketQueue:
             bucket.open()
         self._next = 0
         if self.buckets:
-            odd = self._odd_flags()
+            frozen = [bucket.is_launched for bucket in self.buckets[1:]]
+            frozen += [not g.parameter.requires_grad for g in self._sparse.gradients]
+            steps = [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
+            odd = [_JOINED, *compress(count(_NUM_OWN_FLAGS), frozen), *steps]
             self.buckets[0].odd_flags = [_SETTLED, *odd] if has_new_parameters else odd
 
-    def _odd_flags(self) -> list[int]:
-        frozen = [bucket.is_launched for bucket in self.buckets[1:]]
-        frozen += [not g.parameter.requires_grad for g in self._sparse.gradients]
-        steps = [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
-        return [_JOINED, *compress(count(_NUM_OWN_FLAGS), frozen), *steps]
-
     def launch(self, scaling: Scaling, *, has_all: bool) -> None:
-        """Start the buckets that wait for nothing and nobody before them.
-
-        Or all that are left, with zeros for what is missing, if it ``has_all``.
-        """
+        """Start the buckets that wait for nothing before them, or all if it has all."""
         for bucket in self.buckets[self._next :]:
             if bucket.num_pending and not has_all:
                 return
@@ -403,16 +313,9 @@ class BucketQueue:
 
 
 class ReductionRounds:
-    """Runs rounds, one after the other; not thread-safe.
-
-    Attributes:
-        is_connected: Whether the other ranks are known.
-        waiting: What ``finish`` is waited for with; None where nobody sees it.
-        last_round: Number of the last round that this rank added something to.
-    """
+    """Runs rounds, one after the other; not thread-safe."""
 
     _communicator: Communicator
-    _group: ReducerGroup
     _point: SyncPoint
 
     def __init__(
@@ -422,16 +325,13 @@ class ReductionRounds:
         connector: GroupConnector,
         communicators: list[Communicator],
     ) -> None:
-        """Begin with all gradients, a list that may grow.
-
-        Its communicator is added to ``communicators``, to be closed.
-        """
+        """Begin; ``gradients`` may grow; ``communicators``: what is to be closed."""
         self._connector = connector
         self._communicators = communicators
-        self.is_connected = False
-        self.waiting: Waiting | None = None
+        self.group: ReducerGroup | None = None  # until connected
+        self.waiting: Waiting | None = None  # what ``finish`` is waited for with
         self.is_open = False
-        self.last_round = 0
+        self.last_round = 0  # that this rank added something to
         self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)
         self._gradients = gradients
         self._options = options
@@ -441,40 +341,35 @@ class ReductionRounds:
         self._arrivals: list[int] | None = []
         self._has_new_parameters = False
         self._tuning: BucketTuning | None = None
-        self._queue = BucketQueue(gradients, options, self._sum_of)
+        self.queue = BucketQueue(gradients, options, self._sum_of)
 
     def start(self) -> SyncPoint:
         """Begin to connect, if that was not done; return where the ranks meet."""
-        return self._point if self.is_connected else self._connector.start()
+        return self._connector.start() if self.group is None else self._point
 
     def set_options(self, options: ReducerOptions) -> None:
         self._options = options
-        if self.is_connected:
+        if self.group is not None:
             self.scaling = self._all_scaling = options.scaling(self._communicator.size)
 
     def _connect(self, *, is_watched: bool = True) -> Steps[None]:
-        if self.is_connected:
+        if self.group is not None:
             return
-        self._group = yield from self._connector.connect(is_watched=is_watched)
-        self._queue.group = self._group
-        self._communicator = self._group.communicator
+        group = yield from self._connector.connect(is_watched=is_watched)
+        self.group = self.queue.group = group
+        self._communicator = group.communicator
         self._communicators.append(self._communicator)
-        self._point = self._group.start()
-        self.is_connected = True
+        self._point = group.start()
         self.set_options(self._options)
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self._queue.buckets)
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
         is_tuned = self._tuning is not None and self._tuning.is_over
-        return self._queue.limits if is_tuned else None
+        return self.queue.limits if is_tuned else None
 
     @property
     def is_complete(self) -> bool:
-        return self._queue.is_complete and not self._has_new_parameters
+        return self.queue.is_complete and not self._has_new_parameters
 
     def arrive(self, index: int) -> None:
         """Take a gradient that backward has made; opens a round if none is."""
@@ -484,14 +379,14 @@ class ReductionRounds:
         is_first = gradient.num_passes == self._options.passes
         if is_first and self._arrivals is not None:
             self._arrivals.append(index)
-        bucket = self._queue.bucket_of(index)
+        bucket = self.queue.bucket_of(index)
         if bucket is None or bucket.is_launched:
             return
         gradient.copy_in(self.scaling)  # now, while it is in the cache
         if is_first:
             bucket.num_pending -= 1
             if bucket.num_pending == 0:
-                self._queue.launch(self.scaling, has_all=False)
+                self.queue.launch(self.scaling, has_all=False)
 
     def finish(self) -> Steps[None]:
         """Finish the round that is open, or run one, and those that must follow it."""
@@ -501,18 +396,14 @@ class ReductionRounds:
             if not self.is_open:
                 self._open()
             self._begin()
-            self._queue.launch(self.scaling, has_all=True)
+            self.queue.launch(self.scaling, has_all=True)
             self.is_open = False
-            is_late = yield from self._queue.finish(self.scaling)
-            self.scaling = self._all_scaling.without(self._queue.num_joined())
-            if self._options.tuning is not None:
-                yield from self._tune(self._options.tuning)
-            self.last_round = self._queue.num_rounds
+            is_late = yield from self.queue.finish(self.scaling)
+            self.scaling = self._all_scaling.without(self.queue.num_joined())
+            yield from self._tune()
+            self.last_round = self.queue.num_rounds
             if self._has_new_parameters:
                 is_late |= yield from self._admit()
-
-    def step_done(self) -> None:
-        self._queue.steps.num_steps += 1
 
     def participate_with_zeros(self) -> None:
         run(self._connect(is_watched=False))
@@ -525,11 +416,11 @@ class ReductionRounds:
                 gradient.assign_grad(grad.clone())
         self._has_joined = True
         self._follow_others()
-        self._queue.steps = StepCheck()  # on all ranks, that took unequally many
+        self.queue.steps = StepCheck()  # on all ranks, that took unequally many
         self._has_joined = False
 
     def _follow_others(self) -> None:
-        queue, tuning = self._queue, self._options.tuning
+        queue = self.queue
         is_anyone_left, is_settled = True, bool(queue.buckets)
         while is_anyone_left:
             if not is_settled:
@@ -537,21 +428,23 @@ class ReductionRounds:
             if not queue.buckets:
                 return  # all had joined before anything was to be reduced
             is_anyone_left, is_settled = queue.participate_with_zeros(self._all_scaling)
-            if is_anyone_left and tuning is not None:
-                run(self._tune(tuning))
+            if is_anyone_left:
+                run(self._tune())
 
     def _begin(self) -> None:
         """Note that this rank has come to the next round, and will see it through."""
-        if self._group.waits is not None:
-            number = self._queue.num_rounds + 1
-            self._point = self._point._replace(number=number)
-            self._group.waits.begin(self._point)
+        waits = self.queue.group.waits
+        if waits is not None:
+            self._point = self._point._replace(number=self.queue.num_rounds + 1)
+            waits.begin(self._point)
             if self.waiting is not None:
                 self.waiting.move_to(self._point)
 
     def _open(self) -> None:
-        self._has_new_parameters = bool(self._queue.new_parameters())
-        self._queue.open(has_new_parameters=self._has_new_parameters)
+        self._has_new_parameters = any(
+            g.parameter.requires_grad and not g.is_planned for g in self._gradients
+        )
+        self.queue.open(has_new_parameters=self._has_new_parameters)
         self.is_open = True
 
     def _admit(self) -> Steps[bool]:
@@ -561,28 +454,61 @@ class ReductionRounds:
         reduced once in this round must not be again. Returns whether a round must
         follow.
         """
-        communicator, queue = self._communicator, self._queue
-        yield from _check_same(communicator, self._gradients)
-        agreed = yield from _agree_on_new_parameters(
-            communicator,
-            self._gradients,
-            has_joined=self._has_joined,
-            is_sparse_densified=self._options.is_sparse_densified,
-        )
+        agreed, arrivals = yield from aside(self.queue.group.waits, self._agree)
         new = agreed[::-1]  # backward makes gradients roughly in reverse
         if self._arrivals is not None and new:
-            arrivals = yield from _agree_on_order(communicator, self._arrivals)
             self._arrivals = None
             rest = [index for index in new if index not in set(arrivals)]
-            yield from queue.rearrange([*arrivals, *rest])
+            yield from self.queue.rearrange([*arrivals, *rest])
             return True
         is_late = yield from self._reduce_alone(new)
-        yield from queue.rearrange([*queue.order, *new])
+        yield from self.queue.rearrange([*self.queue.order, *new])
         return is_late
+
+    def _agree(self) -> tuple[list[int], list[int]]:
+        """Return which gradients are to be planned now, and rank 0's arrivals.
+
+        Collective. Takes down of which of them some rank has a sparse one: a rank that
+        did not use an embedding learns it so. What one that has joined trains does not
+        count. Fails on every rank where parameters differ, or what one rank trains is
+        frozen on another.
+        """
+        gradients, communicator = self._gradients, self._communicator
+        mine = [describe(g.name, g.parameter) for g in gradients]
+        digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()[:16]
+        trained = [g.parameter.requires_grad for g in gradients]
+        vote = encode_bits(sum(is_on << i for i, is_on in enumerate(trained)))
+        dims: dict[int, int] = {}
+        for index, gradient in enumerate(gradients):
+            grad = gradient.parameter.grad
+            if grad is not None and grad.is_sparse:
+                dims[index] = grad.sparse_dim()
+        own = (
+            digest,
+            None if self._has_joined else vote,
+            [] if self._options.is_sparse_densified else list(dims.items()),
+            None if communicator.rank else self._arrivals,
+        )
+        everyone = all_gather_json(communicator, own)
+        digests, votes, sparse, arrivals = zip(*everyone, strict=True)
+        if len(set(digests)) > 1:
+            refuse_differences(all_gather_json(communicator, mine))
+        votes = [each for each in votes if each is not None]
+        if len(set(votes)) > 1:
+            states = ["trained" if is_on else "frozen" for is_on in trained]
+            mine = [f"{each}, {how}" for each, how in zip(mine, states, strict=True)]
+            own = None if self._has_joined else mine
+            refuse_differences(all_gather_json(communicator, own))
+        new = bits_of(decode_bits(votes[0])) if votes else []
+        new = [index for index in new if not gradients[index].is_planned]
+        for index, sparse_dims in chain(*sparse):
+            if index in new:
+                gradients[index].sparse_dims = sparse_dims
+        return new, arrivals[0] or []
 
     def _reduce_alone(self, new: Sequence[int]) -> Steps[bool]:
         queue = BucketQueue(self._gradients, self._options, self._sum_of)
-        queue.group = self._group
+        queue.group = self.queue.group
         yield from queue.rearrange(new)
         if not queue.buckets:
             return False
@@ -593,25 +519,28 @@ class ReductionRounds:
         queue.launch(self.scaling, has_all=True)
         return (yield from queue.finish(self.scaling))
 
-    def _tune(self, options: BucketTuningOptions) -> Steps[None]:
-        """Try other bucket sizes; at times collective."""
-        if not self.num_buckets:
+    def _tune(self) -> Steps[None]:
+        """Try other bucket sizes, if that is asked for; at times collective."""
+        queue, options = self.queue, self._options.tuning
+        if options is None or not queue.buckets:
             return
         if self._tuning is None:
             name = f"gradients.{self._gradients[0].name}"
-            candidates = self._queue.candidates()
+            candidates = queue.candidates()
             self._tuning = BucketTuning(name, candidates, self._communicator, options)
         limits = yield from self._tuning.round_done()
-        if limits is not None:
-            yield from self._queue.resize(limits)
+        if limits is not None and limits != queue.limits:
+            queue.limits = limits
+            yield from queue.rearrange(queue.order)
 
     def _sum_of(self, bucket: GradientBucket) -> Sum:
         """Sum a bucket, for timelines and the stall inspector to see where they are."""
-        coordinator = self._group.coordinator
+        group = self.queue.group
+        coordinator = group.coordinator
         if coordinator is None:
             yield from self._sum(bucket, self._communicator)
             return
-        name = self._group.name
+        name = group.name
         if bucket.gradients:
             name = f"{name}.{bucket.gradients[0].name}"
         self._num_launched += 1
@@ -624,7 +553,7 @@ class ReductionRounds:
         if recorder is not None:
             recorder.operation(
                 Recorded(
-                    set_id=self._group.set_id,
+                    set_id=group.set_id,
                     sequence=number,
                     name=name,
                     kind="ALLREDUCE",

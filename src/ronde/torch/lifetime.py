@@ -16,8 +16,6 @@ from ronde.collectives import Connections, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import CoordinationOptions
-from ronde.coordination.execution import FusionTuningOptions
-from ronde.data_parallel import BucketTuningOptions
 from ronde.errors import NotInitializedError, UsageError
 from ronde.memory import malloc_thresholds
 from ronde.torch.process_sets import ProcessSet, global_process_set, register
@@ -28,7 +26,7 @@ from ronde.torch.session import (
     is_initialized,
     sessions,
 )
-from ronde.tuning import TuningLog, TuningOptions
+from ronde.tuning import AutotuneOptions, TuningLog, TuningOptions
 from ronde.world import RankInfo, World, read_rank_info
 from ronde.world.environment import read_malloc_tuning, send_exit_notice
 from ronde.world.horovod_config import (
@@ -251,7 +249,7 @@ def _check_comm(comm: Sequence[int] | Any, rank_info: RankInfo) -> None:  # noqa
     )
 
 
-def _tuning_options(config: HorovodConfig, rank: int) -> BucketTuningOptions | None:
+def _tuning_options(config: HorovodConfig, rank: int) -> AutotuneOptions | None:
     if not config.is_autotuning:
         return None
     amount = TuningOptions(
@@ -268,18 +266,15 @@ def _tuning_options(config: HorovodConfig, rank: int) -> BucketTuningOptions | N
                 "HOROVOD_AUTOTUNE_LOG must be a file that can be written, got "
                 f"{config.autotune_log}: {error.strerror}. Give another path."
             ) from error
-    return BucketTuningOptions(amount, log)
+    return AutotuneOptions(amount, log)
 
 
 def _coordination_options(
-    config: HorovodConfig, tuning: BucketTuningOptions | None
+    config: HorovodConfig, tuning: AutotuneOptions | None
 ) -> CoordinationOptions:
-    fusion_tuning = None
-    if tuning is not None and "FUSION_THRESHOLD" not in config.explicit:
-        fusion_tuning = FusionTuningOptions(tuning.amount, tuning.log)
     return CoordinationOptions(
         fusion_threshold_bytes=config.fusion_threshold_bytes,
-        tuning=fusion_tuning,
+        tuning=None if "FUSION_THRESHOLD" in config.explicit else tuning,
         gather_time_s=config.cycle_time_s,
         cache_capacity=config.cache_capacity,
         is_group_alone=config.is_group_alone,

@@ -196,17 +196,18 @@ class DistributedOptimizer(OptimizerProxy):
         if self._is_synchronizing and self._is_synchronized:
             warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
         self._is_synchronized = False
+
+        def reduced() -> Any:  # noqa: ANN401  the closure's own
+            loss = None if closure is None else closure()
+            if self._is_synchronizing and self._reducer is not None:
+                self._reducer.synchronize()
+            return loss
+
         if closure is None:
-            self._reduce()
+            reduced()
             result = self.wrapped.step()
         else:
-
-            def _reduced() -> Any:  # noqa: ANN401  the closure's own
-                loss = closure()
-                self._reduce()
-                return loss
-
-            result = self.wrapped.step(_reduced)
+            result = self.wrapped.step(reduced)
         if self._reducer is not None:
             self._reducer.step_done()
         return result
@@ -298,10 +299,6 @@ class DistributedOptimizer(OptimizerProxy):
         name = self._parameter_names[p]
         return allreduce_async_(p.grad, name=name, op=self._settings["op"]), None
 
-    def _reduce(self) -> None:
-        if self._is_synchronizing and self._reducer is not None:
-            self._reducer.synchronize()
-
 
 def _restore(
     wrapped: Optimizer,
@@ -348,8 +345,7 @@ def _make_delta_step(
             f"{compression}: Adasum is not linear."
         )
     connector = Connector(process_set, named, ", by Adasum")
-    parameters = [parameter for _, parameter in named]
-    delta = DeltaStep(parameters, compression, connector)
+    delta = DeltaStep([parameter for _, parameter in named], compression, connector)
     connector.register(delta)
     return delta
 
@@ -556,9 +552,11 @@ def group_indices(
         raise UsageError("groups must consist of torch.Tensor.")
     if len({id(member) for member in members}) != len(members):
         raise UsageError("A parameter can only appear once in groups.")
-    index_by_id = {id(named[i][1]): i for i in trained}
-    found = [[index_by_id.get(id(tensor), -1) for tensor in group] for group in groups]
-    return tuple(tuple(i for i in group if i >= 0) for group in found)
+    index_of = {id(named[i][1]): i for i in trained}
+    return tuple(
+        tuple(index_of[id(tensor)] for tensor in group if id(tensor) in index_of)
+        for group in groups
+    )
 
 
 def _refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -66,8 +66,7 @@ class ControlChannel:
         What does not fit on its way yet is kept and goes off in a later ``receive`` or
         ``send``. To a neighbour that is gone it is dropped.
         """
-        connection = self._connections.get(to)
-        if connection is not None:
+        if connection := self._connections.get(to):
             connection.send(message)
 
     def receive(self) -> list[tuple[int, bytes]]:
@@ -79,20 +78,15 @@ class ControlChannel:
         return received
 
     def find_losses(self) -> list[Loss]:
-        """Return the neighbours that are gone.
-
-        A neighbour is in the list once all its messages were received, and stays in it.
-        """
+        """Return the neighbours that are gone; all messages of each were received."""
         for connection in tuple(self._connections.values()):
             loss = connection.find_loss()
-            if loss is None:
-                continue
-            if connection.has_unread():
+            if loss is not None and connection.has_unread():
                 # It may have ended after it wrote and before it notified.
                 self.waiter.doorbell.notify()
-                continue
-            self._losses.append(loss)
-            del self._connections[connection.rank]
+            elif loss is not None:
+                self._losses.append(loss)
+                del self._connections[connection.rank]
         return list(self._losses)
 
     def close(self) -> None:
@@ -114,13 +108,8 @@ def connect_channel(
     """Connect this rank to its neighbours in ``Tree.of_hosts(hosts)``; collective.
 
     Shared memory carries what stays on a host, Gloo what goes between hosts, and both
-    where ranks of a host cannot share memory, which is logged as a warning.
-
-    Args:
-        store: Where the ranks meet, empty under the keys used here; None for one rank.
-        rank: This process.
-        hosts: The host of every rank, in rank order.
-        timeout_s: How long this call may wait for any rank.
+    where ranks of a host cannot share memory, which is logged as a warning. The ranks
+    meet at ``store``, empty under the keys used here; None for one rank.
 
     Raises:
         CollectiveError: Not all ranks came in time.
@@ -128,42 +117,44 @@ def connect_channel(
     tree = Tree.of_hosts(hosts)[rank]
     if store is None or len(hosts) == 1:
         return ControlChannel(Waiter(Doorbell.private(), FAR), tree)
-    context = ErrorContext("connecting", rank, len(hosts), timeout_s)
     places = HostGroups.from_hosts(hosts)
     host, place = places.of(rank)
     ranks, leaders = places.ranks[host], [each[0] for each in places.ranks]
-    local: SharedMemoryTransport | None = None
+    on_host = PrefixStore(f"host{host}", store)
     transports: list[Transport] = []
-    doorbell = Doorbell.private()
-
-    def connect_gloo(store: Store, near: Sequence[int]) -> None:
-        place, is_one_host = near.index(rank), near is ranks
-        gloo = PrefixStore("gloo", store)
-        groups = Groups(gloo, place, len(near), timeout_s, is_one_host=is_one_host)
-        neighbours = {
-            index: (other, hosts[other])
-            for index, other in enumerate(near)
-            if other == tree.parent or other in tree.children
-        }
-        transports.append(GlooTransport(groups, neighbours, doorbell))
-
-    with ExitStack() as undoing, context.guard():
+    with (
+        ExitStack() as undoing,
+        ErrorContext("connecting", rank, len(hosts), timeout_s).guard(),
+    ):
         undoing.callback(lambda: [each.close() for each in transports])
-        if len(ranks) > 1:
-            on_host = PrefixStore(f"host{host}", store)
-            local = _share_memory(on_host, ranks, tree, timeout_s)
-            if local is None:
-                connect_gloo(on_host, ranks)
+        local = _share_memory(on_host, ranks, tree, timeout_s)
+        doorbell = local.doorbell if local else Doorbell.private()
+        if local is not None:
+            transports.append(local)
+            if place:
+                local.open()
             else:
-                transports.append(local)
-                doorbell = local.doorbell
-                if place:
-                    local.open()
-                else:
-                    # The store may be this process's, and go with it at any time.
-                    local.await_neighbours(timeout_s)
+                # The store may be this process's, and go with it at any time.
+                local.await_neighbours(timeout_s)
+        near: list[tuple[Store, Sequence[int]]] = []
+        if len(ranks) > 1 and local is None:
+            near.append((on_host, ranks))
         if len(leaders) > 1 and place == 0:
-            connect_gloo(PrefixStore("hosts", store), leaders)
+            near.append((PrefixStore("hosts", store), leaders))
+        for common, others in near:
+            groups = Groups(
+                PrefixStore("gloo", common),
+                others.index(rank),
+                len(others),
+                timeout_s,
+                is_one_host=others is ranks,
+            )
+            neighbours = {
+                index: (other, hosts[other])
+                for index, other in enumerate(others)
+                if other == tree.parent or other in tree.children
+            }
+            transports.append(GlooTransport(groups, neighbours, doorbell))
         if local is not None:
             if place:
                 local.await_neighbours(timeout_s)
@@ -179,6 +170,8 @@ def _share_memory(
     store: Store, ranks: Sequence[int], tree: Tree, timeout_s: float
 ) -> SharedMemoryTransport | None:
     """Return what carries the messages of a host's ranks; None if memory cannot."""
+    if len(ranks) == 1:
+        return None
     place = ranks.index(tree.rank)
     exchange = through_store(store, place, len(ranks), timeout_s)
     try:

@@ -40,23 +40,18 @@ _HALF = (1 << 32) - 1
 _EAGER, _BACKGROUND = 1, 2
 _BACKGROUND_AT = 4
 _FOR_EVER_S = 3600.0
-
-NEAR = 200
+NEAR, FAR = 200, 0
 """How often one who waits for an answer looks for it, and lets others run, before it
-sleeps; they may need this very core. Looking without pause would gain 0.3 us at best,
-and costs ten where they do."""
-FAR = 0
-"""The same where answers come from other hosts, by threads that want this core and this
-interpreter."""
+sleeps: ranks of this host may need this very core. Looking without pause would gain 0.3
+us at best, and costs ten where they do. Answers of other hosts come by threads that
+want this core and this interpreter."""
 
 
 class Doorbell:
     """Notifies one rank; made by each process that does.
 
-    Attributes:
-        words: The rank's memory from the doorbell on, in words of eight bytes; zeros
-            before the first notification.
-        address: Where that is in this process.
+    ``words`` is the rank's memory from the doorbell on, in words of eight bytes, zeros
+    before the first notification; ``address`` is where that is in this process.
     """
 
     __slots__ = ("_next_value", "address", "words")
@@ -80,7 +75,7 @@ class Doorbell:
         if IS_WEAKLY_ORDERED:
             fence()
         words[_VALUE] = (self._next_value() & _HALF) * _BOTH_HALVES
-        fence()  # the notifier's half of what words.py says of sleeping
+        fence()  # the notifier's half: see Note [Memory order] in ``waiting``
         asleep = words[_ASLEEP]
         if asleep:
             self.wake(asleep)
@@ -96,16 +91,13 @@ class Doorbell:
 
 
 class _LastWake(threading.local):
-    """The last ``wake()`` that made a ``wait`` of this thread return."""
-
-    number = 0
+    number = 0  # of the last ``wake()`` that made a ``wait`` of this thread return
 
 
 class Waiter:
     """How a rank waits for its own doorbell.
 
-    Attributes:
-        num_waiters: Threads that ``wait`` eagerly and read, again and again.
+    ``num_waiters`` are the threads that ``wait`` eagerly and read, again and again.
     """
 
     def __init__(self, doorbell: Doorbell, num_looks: int) -> None:

@@ -21,13 +21,8 @@ from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
-from torch import Tensor
 
-from ronde.collectives.engines.torch_distributed import (
-    Backend,
-    BackendWork,
-    Groups,
-)
+from ronde.collectives.engines.torch_distributed import BackendWork, Groups
 from ronde.coordination.control.doorbell import Doorbell
 from ronde.coordination.messages import Loss
 
@@ -35,13 +30,11 @@ _logger = logging.getLogger("ronde")
 _FRAME_BYTES = 256
 _HEADER = struct.Struct("=q")
 _INLINE_BYTES = _FRAME_BYTES - _HEADER.size
-_FRAMES, _REMAINDERS = 0, 1
-"""Tags: each keeps its own order."""
+_FRAMES, _REMAINDERS = 0, 1  # tags: each keeps its own order
 _CLOSE, _CLOSE_ACK = -1, -2
 _FOR_EVER = timedelta(days=3650)
 _CLOSE_S = 5.0
-_ENDING_S = 2.0
-"""Threads that Gloo lets go of end within this."""
+_ENDING_S = 2.0  # threads that Gloo lets go of end within this
 _MOST_KEPT = 32
 _MOST_KEPT_BYTES = 1 << 20
 
@@ -60,11 +53,11 @@ class GlooTransport:
         ``neighbours`` are the rank and the host of each of its numbers; what comes in
         rings this rank's doorbell.
         """
-        self._groups = groups
-        self._sent = _Sent()
-        backend = groups.of(torch.device("cpu"))
+        self.groups = groups
+        self.doorbell = doorbell
+        self.sent = _Sent()
         self.connections = [
-            GlooConnection((backend, peer, self._sent), rank, host, doorbell)
+            GlooConnection(self, peer, rank, host)
             for peer, (rank, host) in neighbours.items()
         ]
         # A thread inside of Gloo must not outlive the interpreter: C++ would abort.
@@ -76,10 +69,10 @@ class GlooTransport:
         for each in self.connections:
             each.close()
         self._join(time.monotonic() + _CLOSE_S)
-        self._groups.abort()  # ends what a neighbour that hangs leaves waiting
+        self.groups.abort()  # ends what a neighbour that hangs leaves waiting
         deadline = time.monotonic() + _ENDING_S
         self._join(deadline)
-        self._sent.close(max(0.0, deadline - time.monotonic()))
+        self.sent.close(max(0.0, deadline - time.monotonic()))
         for each in self.connections:
             if each.thread.is_alive():
                 # A thread that never comes back from Gloo harms nobody at the end.
@@ -94,18 +87,14 @@ class GlooConnection:
     """A connection, and a thread that listens to it until there is no more to hear."""
 
     def __init__(
-        self,
-        link: "tuple[Backend, int, _Sent]",
-        rank: int,
-        host: str,
-        doorbell: Doorbell,
+        self, transport: GlooTransport, peer: int, rank: int, host: str
     ) -> None:
-        """Listen; ``link``: Gloo's group, the neighbour's number there, its sender."""
+        """Listen; ``peer`` is the neighbour's number in Gloo's group."""
         self.rank = rank
         self.name = f"rank {rank}, on {host},"
-        self._backend, self._peer, self._sent = link
-        self._doorbell = doorbell
-        self._frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
+        self._backend = transport.groups.of(torch.device("cpu"))
+        self._peer, self._sent = peer, transport.sent
+        self._doorbell = transport.doorbell
         self._received: deque[bytes] = deque()
         self._loss: Loss | None = None
         self._is_closing = False
@@ -116,14 +105,13 @@ class GlooConnection:
 
     def send(self, message: bytes) -> None:
         if self._loss is None:
-            self._put(_HEADER.pack(len(message)) + message[:_INLINE_BYTES], _FRAMES)
+            self._put_frame(len(message), message[:_INLINE_BYTES])
             if len(message) > _INLINE_BYTES:
                 self._put(message[_INLINE_BYTES:], _REMAINDERS)
 
     def receive(self, into: list[tuple[int, bytes]]) -> None:
-        received = self._received
-        while received:
-            into.append((self.rank, received.popleft()))
+        while self._received:
+            into.append((self.rank, self._received.popleft()))
 
     def has_unread(self) -> bool:
         return bool(self._received)
@@ -135,7 +123,7 @@ class GlooConnection:
         """Begin the close handshake, if the neighbour is still there."""
         self._is_closing = True
         if self._loss is None:
-            self._put(_HEADER.pack(_CLOSE), _FRAMES)
+            self._put_frame(_CLOSE)
 
     def _listen(self) -> None:
         while self._loss is None:
@@ -151,34 +139,36 @@ class GlooConnection:
                     text = f"{self.name} closed its connections"
                     self._loss = Loss(self.rank, text, is_orderly=True)
                     if received == _CLOSE and not self._is_closing:
-                        self._put(_HEADER.pack(_CLOSE_ACK), _FRAMES)
+                        self._put_frame(_CLOSE_ACK)
             self._doorbell.notify()
 
     def _take_message(self) -> bytes | int:
         """Wait for a message, or a sign; RuntimeError where the connection breaks."""
-        self._take(self._frame, _FRAMES)
-        frame = self._frame.numpy().tobytes()
+        frame = self._take(_FRAME_BYTES, _FRAMES)
         length: int = _HEADER.unpack_from(frame)[0]
         if length < 0:
             return length
-        begin = frame[_HEADER.size : _HEADER.size + length]
-        if length <= _INLINE_BYTES:
-            return begin
-        rest = torch.empty(length - _INLINE_BYTES, dtype=torch.uint8, device="cpu")
-        self._take(rest, _REMAINDERS)
-        return begin + rest.numpy().tobytes()
+        message = frame[_HEADER.size : _HEADER.size + length]
+        if length > _INLINE_BYTES:
+            message += self._take(length - _INLINE_BYTES, _REMAINDERS)
+        return message
+
+    def _put_frame(self, length: int, data: bytes = b"") -> None:
+        frame = _HEADER.pack(length) + data
+        self._put(frame.ljust(_FRAME_BYTES, b"\0"), _FRAMES)
 
     def _put(self, data: bytes, tag: int) -> None:
-        padded = data.ljust(_FRAME_BYTES, b"\0") if tag == _FRAMES else data
-        tensor = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
             work: BackendWork = self._backend.send([tensor], self._peer, tag)
         except RuntimeError:
             return  # the listening thread notices as well, and finds out why
-        self._sent.keep(work, len(padded))
+        self._sent.keep(work, len(data))
 
-    def _take(self, tensor: Tensor, tag: int) -> None:
+    def _take(self, num_bytes: int, tag: int) -> bytes:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self._backend.recv([tensor], self._peer, tag).wait(_FOR_EVER)
+        return tensor.numpy().tobytes()
 
 
 class _Sent:

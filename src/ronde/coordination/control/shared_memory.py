@@ -3,10 +3,9 @@
 Every rank has a segment with its doorbell, two ring buffers to and from the rank on its
 host that it reports to, and a place for the rounds.
 
-A message is its length in eight bytes, then itself, filled up to a multiple of eight,
-so that no length is ever cut in two. Sender and receiver count the bytes that they have
-written and taken since the beginning. Each word has one writer: see
-``words.py``, Note [Memory order].
+A message is its length in eight bytes, then itself. Sender and receiver count the bytes
+that they have written and taken since the beginning. Each word has one writer: see Note
+[Memory order] in ``waiting``.
 
 Note [One exchange]
     In a round all ranks of a host show each other a tag and a few bytes, at once.
@@ -26,7 +25,6 @@ Note [One exchange]
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
 
@@ -46,23 +44,16 @@ from ronde.collectives.engines.shared_memory.waiting import (
     sleep_while,
     wake_all,
 )
-from ronde.coordination.control.doorbell import (
-    DOORBELL_BYTES,
-    NEAR,
-    Doorbell,
-    Waiter,
-)
+from ronde.coordination.control.doorbell import DOORBELL_BYTES, NEAR, Doorbell, Waiter
 from ronde.coordination.messages import Loss, Tree
 from ronde.errors import CollectiveError, PeerLostError
 
 RING_BYTES = 1 << 16
 _PAGE_BYTES = 4096
-ROUND_BYTES = 4096
-"""What a rank can show in a round."""
+ROUND_BYTES = 4096  # what a rank can show in a round
 _ROUNDS_AT = _PAGE_BYTES + 2 * RING_BYTES
 _SEGMENT_BYTES = _ROUNDS_AT + _PAGE_BYTES + 2 * ROUND_BYTES
-_LINE = 8
-"""Words in a cache line."""
+_LINE = 8  # words in a cache line
 _STATE = DOORBELL_BYTES // 8
 _OPEN, _CLOSED = 1, 2
 """Bits of the state: a rank that fails to connect is closed and was never open."""
@@ -71,8 +62,7 @@ _DOWN = _UP + 3 * _LINE
 _LOOK_EVERY_S = 0.25
 _LENGTH_BYTES = 8
 
-REFUSED = 0
-"""The tag of a rank that has nothing to show."""
+REFUSED = 0  # the tag of a rank that has nothing to show
 _NUMBER, _TAGS, _SLEEP_STATE, _WAKE = 0, 1, _LINE, 2 * _LINE
 _AWAKE, _ASLEEP, _ASKING = 0, 1, 2
 _FIRST_NAP_S = 0.001
@@ -88,73 +78,45 @@ sender waits for room, the sender's.
 
 
 class _Sender:
-    """The end that writes into a ring buffer."""
+    """The end that writes into a ring buffer; what does not fit yet is kept."""
 
     def __init__(self, ring: _Ring) -> None:
         self._words, self._written_at, self._data = ring
         self._taken_at = self._written_at + _LINE
         self._is_full_at = self._written_at + 2 * _LINE
-        self._lengths = self._data.cast("Q")
-        self._end = len(self._data)
-        self._limit = self._end
         self._written = 0
-        self._backlog: deque[memoryview] = deque()
+        self._kept = bytearray()
 
     def put(self, message: bytes) -> bool:
-        """Write a message, or keep what does not fit; return whether some was written.
+        self._kept += len(message).to_bytes(_LENGTH_BYTES, sys.byteorder) + message
+        return self.write()
 
-        This is written for the time it takes.
-        """
-        size = len(message)
-        written = self._written
-        at = written & (self._end - 1)
-        num_bytes = (size + 15) & ~7
-        if (
-            self._backlog
-            or written + num_bytes > self._limit
-            or at + num_bytes > self._end
-        ):
-            length = size.to_bytes(_LENGTH_BYTES, sys.byteorder)
-            whole = b"".join((length, message, bytes(-size % 8)))
-            self._backlog.append(memoryview(whole))
-            return self.write_backlog()
-        self._lengths[at >> 3] = size
-        at += _LENGTH_BYTES
-        self._data[at : at + size] = message
-        if IS_WEAKLY_ORDERED:
-            fence()
-        self._words[self._written_at] = self._written = written + num_bytes
-        return True
-
-    def write_backlog(self) -> bool:
-        """Write what was kept as far as it fits; return whether some was written."""
-        if not self._backlog:
+    def write(self) -> bool:
+        """Write what is kept as far as it fits; return whether some was written."""
+        kept, end, before = self._kept, len(self._data), self._written
+        if not kept:
             return False
-        before = self._written
-        while self._backlog and self._has_room():
-            piece = self._backlog[0]
-            at = self._written & (self._end - 1)
-            size = min(len(piece), self._limit - self._written, self._end - at)
-            self._data[at : at + size] = piece[:size]
+        while kept and (room := self._room()):
+            at = self._written & (end - 1)
+            size = min(len(kept), room, end - at)
+            self._data[at : at + size] = kept[:size]
+            del kept[:size]
             if IS_WEAKLY_ORDERED:
                 fence()
             self._written += size
             self._words[self._written_at] = self._written
-            if size < len(piece):
-                self._backlog[0] = piece[size:]
-            else:
-                self._backlog.popleft()
-        self._words[self._is_full_at] = bool(self._backlog)
+        self._words[self._is_full_at] = bool(kept)
         return self._written != before
 
-    def _has_room(self) -> bool:
+    def _room(self) -> int:
         """Where there is none, have the receiver notify when it has made some."""
-        self._limit = self._words[self._taken_at] + self._end
-        if self._limit == self._written:
+        limit = len(self._data) - self._written
+        room = self._words[self._taken_at] + limit
+        if not room:
             self._words[self._is_full_at] = True
             fence()
-            self._limit = self._words[self._taken_at] + self._end
-        return self._limit > self._written
+            room = self._words[self._taken_at] + limit
+        return room
 
 
 class _Receiver:
@@ -164,11 +126,7 @@ class _Receiver:
         self._words, self._written_at, self._data = ring
         self._taken_at = self._written_at + _LINE
         self._is_full_at = self._written_at + 2 * _LINE
-        self._lengths = self._data.cast("Q")
-        self._end = len(self._data)
         self._taken = 0
-        self._size = 0
-        self._num_missing = 0
         self._part = bytearray()
 
     def has_unread(self) -> bool:
@@ -177,41 +135,26 @@ class _Receiver:
     def take(self, sender: int, into: list[tuple[int, bytes]]) -> bool:
         """Append whole messages; return whether the sender waits for the room made."""
         written = self._words[self._written_at]
-        taken = self._taken
-        if written == taken:
+        if written == self._taken:
             return False
         if IS_WEAKLY_ORDERED:
             fence()
-        while taken != written:
-            at = taken & (self._end - 1)
-            if self._num_missing:
-                taken += self._take_piece(at, written - taken, sender, into)
-                continue
-            size = self._lengths[at >> 3]
-            num_bytes = (size + 15) & ~7
-            if taken + num_bytes <= written and at + num_bytes <= self._end:
-                at += _LENGTH_BYTES
-                into.append((sender, self._data[at : at + size].tobytes()))
-                taken += num_bytes
-            else:
-                self._size = size
-                self._num_missing = num_bytes - _LENGTH_BYTES
-                taken += _LENGTH_BYTES
-        self._words[self._taken_at] = self._taken = taken
+        part, num_bytes = self._part, written - self._taken
+        at = self._taken & (len(self._data) - 1)
+        begin = self._data[at : at + num_bytes]
+        part += begin
+        part += self._data[: num_bytes - len(begin)]
+        self._words[self._taken_at] = self._taken = written
         fence()
+        start = 0
+        while len(part) >= (at := start + _LENGTH_BYTES):
+            stop = at + int.from_bytes(part[start:at], sys.byteorder)
+            if stop > len(part):
+                break
+            into.append((sender, bytes(part[at:stop])))
+            start = stop
+        del part[:start]
         return bool(self._words[self._is_full_at])
-
-    def _take_piece(
-        self, at: int, num_there: int, sender: int, into: list[tuple[int, bytes]]
-    ) -> int:
-        num_bytes = min(self._num_missing, num_there, self._end - at)
-        self._part += self._data[at : at + num_bytes]
-        self._num_missing -= num_bytes
-        if not self._num_missing:
-            del self._part[self._size :]
-            into.append((sender, bytes(self._part)))
-            self._part = bytearray()
-        return num_bytes
 
 
 class SharedMemoryConnection:
@@ -237,7 +180,7 @@ class SharedMemoryConnection:
 
     def receive(self, into: list[tuple[int, bytes]]) -> None:
         has_made_room = self._in.take(self.rank, into)
-        if self._out.write_backlog() or has_made_room:
+        if self._out.write() or has_made_room:
             self.notify()
 
     def has_unread(self) -> bool:
@@ -260,12 +203,7 @@ class SharedMemoryConnection:
 
 
 class ExchangeRounds:
-    """One rank's part in the rounds; one thread at a time, save where noted.
-
-    Attributes:
-        number: The last round that this rank took part in; the first is 1.
-        has_waiter: Whether a thread is in ``wait``.
-    """
+    """One rank's part in the rounds; one thread at a time, save where noted."""
 
     def __init__(
         self, segments: Sequence[Segment], own: int, doorbells: Sequence[Doorbell]
@@ -275,8 +213,8 @@ class ExchangeRounds:
         words = [s.view[start : start + _PAGE_BYTES].cast("Q") for s in segments]
         addresses = [s.address + start + 8 * _WAKE for s in segments]
         CONTENTION.expect(len(segments))
-        self.number = 0
-        self.has_waiter = False
+        self.number = 0  # the last round that this rank took part in; the first is 1
+        self.has_waiter = False  # a thread is in ``wait``
         self._own, self._address = words[own], addresses[own]
         self._others = list(zip(words, addresses, doorbells, strict=True))
         del self._others[own]
@@ -411,15 +349,11 @@ class SharedMemoryTransport:
         processes = [PeerProcess.decode(text) for text in encoded]
         segments = share_segments(exchange, own, _SEGMENT_BYTES, is_populated=False)
         pages = [segment.view[:_PAGE_BYTES].cast("Q") for segment in segments]
-        doorbells = [
-            Doorbell(
-                page[: DOORBELL_BYTES // 8],
-                segment.address,
-                index=own,
-                num_notifiers=len(ranks),
-            )
-            for page, segment in zip(pages, segments, strict=True)
-        ]
+        doorbells: list[Doorbell] = []
+        for page, segment in zip(pages, segments, strict=True):
+            words, address = page[: DOORBELL_BYTES // 8], segment.address
+            bell = Doorbell(words, address, index=own, num_notifiers=len(ranks))
+            doorbells.append(bell)
         self.connections = list[SharedMemoryConnection]()
         for rank in sorted(tree.local):
             other = ranks.index(rank)
@@ -428,11 +362,8 @@ class SharedMemoryTransport:
             up = page, _UP, view[_PAGE_BYTES : _PAGE_BYTES + RING_BYTES]
             down = page, _DOWN, view[_PAGE_BYTES + RING_BYTES : _ROUNDS_AT]
             rings = (up, down) if child == own else (down, up)
-            self.connections.append(
-                SharedMemoryConnection(
-                    rank, processes[other], rings, doorbells[other], pages[other]
-                )
-            )
+            ends = processes[other], rings, doorbells[other], pages[other]
+            self.connections.append(SharedMemoryConnection(rank, *ends))
         self.doorbell = doorbells[own]
         self.rounds = ExchangeRounds(segments, own, doorbells)
         self._words = pages[own]
