@@ -83,7 +83,7 @@ def modes(directory):
 @given(
     st.lists(st.builds(Output, st.integers(0, 2), st.sampled_from(Stream), st.binary()))
 )
-def test_files_have_each_streams_bytes_in_order_(tmp_path_factory, said):
+def test_files_have_each_streams_bytes_in_order(tmp_path_factory, said):
     heard, directory = Heard(), tmp_path_factory.mktemp("logs")
     logs = RankLogs(heard, str(directory))
     logs.begin(generation())

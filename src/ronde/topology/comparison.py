@@ -7,7 +7,7 @@ if it is equally many. A kind of element that one host does not show is left out
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -21,7 +21,13 @@ from ronde.topology.graph import (
     NumaNode,
     PciDevice,
 )
-from ronde.topology.paths.network import Path, PathKind, Paths, find_paths
+from ronde.topology.paths.network import (
+    Path,
+    PathKind,
+    Paths,
+    bridges_above,
+    find_paths,
+)
 from ronde.topology.paths.speeds import (
     is_link_known,
     link_gb_per_s,
@@ -58,10 +64,11 @@ Facts = dict[str, tuple[Fact, ...]]
 
 def gpu_facts(host: HostTopology) -> Facts:
     """Return what is known of each GPU."""
+    devices = {device.bus_id: device for device in host.devices}
     return {
         gpu.name: (
             Fact("chip", (gpu.gcn and f"gfx{gpu.gcn}") or _number("sm {}", gpu.sm)),
-            *_place_facts(host, gpu),
+            *_place_facts(devices, gpu),
             _direct_links(host, gpu),
             Fact("GPUDirect RDMA", _GDR.get(gpu.gdr, "")),
         )
@@ -70,6 +77,7 @@ def gpu_facts(host: HostTopology) -> Facts:
 
 
 def _port_facts(host: HostTopology) -> Facts:
+    devices = {device.bus_id: device for device in host.devices}
     found: Facts = {}
     for port in host.ports:
         speed, state = Fact("network speed", ""), "" if port.is_up else "down"
@@ -80,7 +88,7 @@ def _port_facts(host: HostTopology) -> Facts:
             state = state or "up"
         found[port.name] = (
             Fact("port", port.title),
-            *_place_facts(host, port),
+            *_place_facts(devices, port),
             speed,
             Fact("state", state),
             Fact("GPUDirect RDMA", _GDR.get(port.gdr, "")),
@@ -103,14 +111,11 @@ def _node_facts(host: HostTopology) -> Facts:
     return found
 
 
-def _place_facts(host: HostTopology, element: GpuDevice | NetPort) -> tuple[Fact, ...]:
+def _place_facts(
+    devices: Mapping[str, PciDevice], element: GpuDevice | NetPort
+) -> tuple[Fact, ...]:
     """Return where a device sits, and by what links it is joined to the processor."""
-    devices = {device.bus_id: device for device in host.devices}
-    chain: list[PciDevice] = []
-    device = devices.get(element.bus_id)
-    while device and device not in chain:
-        chain.append(device)
-        device = devices.get(device.parent)
+    chain = bridges_above(devices, element.bus_id)
     node = next((each.node for each in chain if each.node != UNKNOWN), element.node)
     facts = Fact("bus address", element.bus_id), Fact("NUMA node", _number("{}", node))
     if not chain:
