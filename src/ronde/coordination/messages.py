@@ -1,10 +1,12 @@
 """Who talks to whom, a tree of ranks, and what travels between coordinators.
 
-A message is a JSON list; each item is a verb and its values. Upwards, from a rank to
-its parent, go events:
+What every step sends is short: an epoch and bits, as ``encode_numbers`` has them. From
+a rank to its parent: the sender and all below are ready for these cached requests. From
+the root to everyone: carry these out.
+
+Any other message is a JSON list; each item is a verb and its values. Upwards go events:
 
 =========  =======================================================================
-hits       epoch, bits: the sender and all below are ready for these cached requests
 request    text, ranks: those ranks have made that request
 absent     all ranks from the sender down have joined
 changed    number: a cached request no longer fits
@@ -15,22 +17,24 @@ answer     kind, number, rank, values: an answer to the question of that number
 =========  =======================================================================
 
 Downwards, from the root to everyone, go commands, passed on as they are: see
-``Command``. Sets of ranks and of cached requests travel as ``encode_bits`` has them.
+``Command``. Sets of ranks travel as ``encode_bits`` has them.
 
 Note [Cached requests are bits]
     The root gives each request that may come again a number, which everyone remembers.
     Numbers are never given twice, until a reset drops all of them and begins a new
-    epoch. Hits carry the epoch they mean, so that one that was under way during the
+    epoch. Bits carry the epoch they mean, so that one that was under way during the
     reset is recognised: its sender learns of that too, and asks anew.
 """
 
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _ARITY = 16
 """Hosts that report to one host."""
+_NUMBERS = struct.Struct("<xHI")  # a zero, which no JSON begins with; epoch; first bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,22 @@ class Loss(NamedTuple):
 
 def encode(items: Sequence[Sequence[Any]]) -> bytes:
     return json.dumps(items, separators=(",", ":")).encode()
+
+
+def encode_numbers(epoch: int, bits: int) -> bytes:
+    """Write numbers of cached requests, given as the bits of a number, not zero."""
+    first = (bits & -bits).bit_length() - 1 & ~7
+    rest = bits >> first
+    data = rest.to_bytes((rest.bit_length() + 7) // 8, "little")
+    return _NUMBERS.pack(epoch & 0xFFFF, first) + data
+
+
+def decode_numbers(message: bytes) -> tuple[int, int] | None:
+    """Return the epoch, modulo 2**16, and the bits; None if it is another message."""
+    if message[0]:
+        return None
+    epoch, first = _NUMBERS.unpack_from(message)
+    return epoch, int.from_bytes(message[_NUMBERS.size :], "little") << first
 
 
 def bits_of(number: int) -> list[int]:

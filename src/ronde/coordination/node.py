@@ -24,7 +24,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ronde.coordination.messages import Tree, bits_of, decode_bits, encode, encode_bits
+from ronde.coordination.messages import (
+    Tree,
+    bits_of,
+    decode_bits,
+    decode_numbers,
+    encode,
+    encode_bits,
+    encode_numbers,
+)
 from ronde.coordination.requests import OpKind, RankRequests, Request, find_mismatch
 
 _Words = tuple[Any, ...]
@@ -61,8 +69,7 @@ class Command(NamedTuple):
     tune      num_bytes: fuse up to this many from now on
     ========  ======================================================================
 
-    Nodes themselves take ``run`` (text, number or -1), ``run_cached`` (bits), ``drop``
-    (number) and ``reset``.
+    Nodes themselves take ``run`` (text, number or -1), ``drop`` (number) and ``reset``.
     """
 
     verb: str
@@ -226,9 +233,13 @@ class Node:
     def receive(self, sender: int, message: bytes) -> None:
         if sender == self.tree.parent:
             self._obey(message)
-            return
-        for event in json.loads(message):
-            self._take(sender, *event)
+        elif numbers := decode_numbers(message):
+            epoch, bits = numbers
+            if epoch == self.cache.epoch & 0xFFFF:
+                self._counter.hit(sender, bits & self.cache.live)
+        else:
+            for event in json.loads(message):
+                self._take(sender, *event)
 
     def flush(self) -> list[tuple[int, bytes]]:
         """Return what to send now: pairs of neighbour and message."""
@@ -243,24 +254,21 @@ class Node:
     def _advance(self) -> None:
         """Pass on what this rank and all below are ready for, and what they report."""
         events, self._events = self._events, []
+        parent = self.tree.parent
         ready = self._counter.take_ready(self.cache.live)
-        if ready:
-            events.insert(0, ("hits", self.cache.epoch, encode_bits(ready)))
+        if ready and parent is not None:
+            self._out.append((parent, encode_numbers(self.cache.epoch, ready)))
         for pending in self._counter.take_complete():
             for text, ranks in pending.ranks.items():
                 events.append(("request", text, encode_bits(ranks)))
         if self._counter.is_all_absent and not self._is_absence_sent:
             self._is_absence_sent = True
             events.append(("absent",))
-        if events and self.tree.parent is not None:
-            self._out.append((self.tree.parent, encode(events)))
+        if events and parent is not None:
+            self._out.append((parent, encode(events)))
 
     def _take(self, sender: int, verb: str, *values: Any) -> None:  # noqa: ANN401 - JSON's
-        if verb == "hits":
-            epoch, bits = values
-            if epoch == self.cache.epoch:
-                self._counter.hit(sender, decode_bits(bits) & self.cache.live)
-        elif verb == "request":
+        if verb == "request":
             text, ranks = values
             name = Request.decode(text).name
             self._counter.add(sender, name, text, decode_bits(ranks))
@@ -272,6 +280,9 @@ class Node:
     def _obey(self, message: bytes) -> None:
         """Take the root's commands in, and pass them on."""
         self._out += [(child, message) for child in self.tree.children]
+        if numbers := decode_numbers(message):
+            self._run_cached(numbers[1])
+            return
         run = RunCommand([], None)
         for verb, *values in json.loads(message):
             if verb == "run":
@@ -289,16 +300,16 @@ class Node:
         if run.requests:
             self.commands.append(run)
 
+    def _run_cached(self, bits: int) -> None:
+        numbers, requests = bits_of(bits), self.cache.requests
+        for number in numbers:
+            self._own.pop(number, None)
+        run = RunCommand([requests[n] for n in numbers], (self.cache.epoch, bits))
+        self.commands.append(run)
+
     def _follow(self, verb: str, values: list[Any]) -> None:
         cache, dropped = self.cache, list[int]()
-        if verb == "run_cached":
-            bits = decode_bits(values[0])
-            numbers = bits_of(bits)
-            for number in numbers:
-                self._own.pop(number, None)
-            requests = [cache.requests[number] for number in numbers]
-            self.commands.append(RunCommand(requests, (cache.epoch, bits)))
-        elif verb == "drop":
+        if verb == "drop":
             dropped = values
             cache.remove(values[0])
             self._counter.drop(1 << values[0])
@@ -336,7 +347,7 @@ class RootNode(Node):
         if ready:
             for number in bits_of(ready):
                 self.cache.requests.move_to_end(number)
-            self.order("run_cached", encode_bits(ready))
+            self._obey(encode_numbers(self.cache.epoch, ready))
         commands = self._judge(counter.take_complete())
         if counter.is_all_absent:
             commands.append(("joined", self._joined[-1]))
