@@ -140,12 +140,6 @@ class FakeLibrary:
     def DeviceGetPciInfo_v3(self, device, info):
         at(info).busId = f"0000{self._gpu(device, 'bus_ids')}".upper().encode()
 
-    def DeviceGetMemoryInfo(self, device, memory):
-        answer = self._gpu(device, "memory_bytes")
-        at(memory).total = answer["total"]
-        # The first form counts what the driver keeps for itself as used.
-        at(memory).used = answer["used"] + (600 << 20)
-
     def DeviceGetMemoryInfo_v2(self, device, memory):
         answer = self._gpu(device, "memory_bytes")
         at(memory).total, at(memory).used = answer["total"], answer["used"]
@@ -214,8 +208,6 @@ class FakeLibrary:
         self._list(self._drawing(device), count, processes)
 
     # The forms differ in what a process is told to be besides.
-    DeviceGetComputeRunningProcesses_v2 = DeviceGetComputeRunningProcesses_v3
-    DeviceGetGraphicsRunningProcesses_v2 = DeviceGetGraphicsRunningProcesses_v3
 
     def _drawing(self, device):
         pids = self._desktop if device.number == 0 else ()

@@ -206,8 +206,8 @@ def test_the_program_tells_of_each_gpu_what_it_computed_and_copied(site, run_fir
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
-        ("os._exit(3)", "it ended with code 3"),
         ("os.kill(os.getpid(), 11)", "it ended with code -11"),
+        pytest.param("os._exit(3)", "it ended with code 3", marks=pytest.mark.long),
     ],
 )
 def test_copies_that_end_the_program_leave_the_products(site, run_first, then, reason):

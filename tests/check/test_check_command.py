@@ -200,7 +200,7 @@ def test_only_and_skip_choose_checks():
 
 
 def test_hosts_come_back_from_a_hostfile():
-    text = "a slots=4\n[fd00::2]:2 port=22\nb user=me addr=10.0.0.2 label.rack=r1\n"
+    text = "a slots=4\n[fd00::2]:2 port=22\nb user=me addr=10.0.0.2\n"
     hosts = parse_hostfile(text, "hosts")
     again = parse_hostfile(draw_hostfile(hosts), "hosts")
     assert [str(h) for h in again] == [str(h) for h in hosts]

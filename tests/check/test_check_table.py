@@ -27,6 +27,10 @@ def table(fleet, **options):
     return tabulate_hosts(names, judge(fleet, CHECKS), CHECKS, **options)
 
 
+def judged(findings, unread=()):
+    return Judgement(tuple(findings), tuple(unread), {})
+
+
 def rows(text):
     return [line.split() for line in text.splitlines()]
 
@@ -34,12 +38,12 @@ def rows(text):
 def verdict(fleet):
     names = [facts.host for facts in fleet.hosts]
     findings = judge(fleet, CHECKS).findings
-    return draw_verdict(decide(names, findings, len(names)), findings)
+    return draw_verdict(decide(names, judged(findings), len(names)), findings)
 
 
 def test_a_host_with_nothing_wrong():
     assert table(make_fleet(1)) == (
-        "name   versions  gpu  host  network\nnode1  ok        ?    ok    -\n"
+        "name   versions  gpu  host  network\nnode1  ok        -    ok    -\n"
     )
 
 
@@ -47,11 +51,39 @@ def test_each_mark_is_the_worst_of_its_cell():
     fleet = make_fleet(4, node2={"memlock": 8, "governor": "powersave"})
     assert rows(table(fleet)) == [
         ["name", "versions", "gpu", "host", "network"],
-        ["node[1,3-4]", "ok", "?", "ok", "-"],
-        ["node2", "ok", "?", "x", "-"],
+        ["node[1,3-4]", "ok", "-", "ok", "-"],
+        ["node2", "ok", "-", "x", "-"],
     ]
     fleet = make_fleet(4, node2={"governor": "powersave"})
-    assert rows(table(fleet))[2] == ["node2", "ok", "?", "!", "-"]
+    assert rows(table(fleet))[2] == ["node2", "ok", "-", "!", "-"]
+
+
+def test_what_is_partly_read_is_not_called_ok():
+    fleet = make_fleet(1)
+    unread = Unread("gpu-heat", "node1", "no reading")
+    made = {("node1", Family.GPU): 5, ("node1", Family.HOST): 2}
+    judgement = Judgement((), (unread,), made)
+    names = [facts.host for facts in fleet.hosts]
+    shown = rows(tabulate_hosts(names, judgement, CHECKS))
+    assert shown[1] == ["node1", "-", "?", "ok", "-"]
+
+
+def test_a_host_whose_gpus_cannot_be_asked_is_not_called_ready():
+    names = ["a", "b", "c", "d"]
+    unread = [Unread("gpu-count", host, "no nvidia-smi") for host in "cd"]
+    bad = Finding("memlock", Severity.FAIL, "d", "8MiB")
+    decided = decide(names, judged([bad], unread), 4)
+    assert (decided.ready, decided.faulty, decided.unknown) == (
+        ("a", "b"),
+        ("d",),
+        ("c",),
+    )
+    assert draw_verdict(decided, [bad]) == (
+        "2 of 4 hosts are ready\n"
+        "could not tell whether c is ready: the GPUs cannot be asked\n"
+        "d is not ready: memlock\n"
+    )
+    assert fit_together(names, decided, is_strict=False) == ("a", "b")
 
 
 def test_colours_are_around_marks_alone():
@@ -178,7 +210,7 @@ def test_the_verdict_counts_who_is_ready():
 
 
 def test_nobody_answered():
-    assert draw_verdict(decide(["a"], [], 0), []).startswith("no host answered")
+    assert draw_verdict(decide(["a"], judged([]), 0), []).startswith("no host answered")
 
 
 def pair(host, other, severity=Severity.FAIL):
@@ -194,7 +226,7 @@ def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_told():
         ["node[1-2]", "-", "-", "-", "x"],
         ["node[3-4]", "-", "-", "-", "ok"],
     ]
-    decided = decide(names, found, 4)
+    decided = decide(names, judged(found), 4)
     assert decided.is_faulty
     assert decided.ready == tuple(names)
     assert draw_verdict(decided, found) == (
@@ -208,18 +240,18 @@ def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_told():
 
 def test_a_pair_with_a_warning_is_one():
     found = [pair("a", "b", Severity.WARN)]
-    decided = decide(["a", "b"], found, 2)
+    decided = decide(["a", "b"], judged(found), 2)
     assert decided.is_warned
     assert not decided.is_faulty
     assert draw_verdict(decided, found) == (
         "2 of 2 hosts are ready, with warnings on 1 pair\n"
     )
     both = [*found, Finding("governor", Severity.WARN, "a", "slow")]
-    assert draw_verdict(decide(["a", "b"], both, 2), both).endswith(
+    assert draw_verdict(decide(["a", "b"], judged(both), 2), both).endswith(
         "with warnings on 1 of them and on 1 pair\n"
     )
     inform = [pair("a", "b", Severity.INFORM)]
-    assert not decide(["a", "b"], inform, 2).is_warned
+    assert not decide(["a", "b"], judged(inform), 2).is_warned
 
 
 @pytest.mark.parametrize(
@@ -237,13 +269,13 @@ def test_no_two_hosts_of_a_host_file_are_not_ready_together(pairs, good, strictl
     found = [pair(*each) for each in pairs]
     found += [Finding("governor", Severity.WARN, "e", "slow")]
     found += [Finding("governor", Severity.FAIL, "f", "slow"), pair("f", "a")]
-    decided = decide("abcdef", found, 6)
+    decided = decide("abcdef", judged(found), 6)
     assert "".join(fit_together("abcdef", decided, is_strict=False)) == good
     assert "".join(fit_together("abcdef", decided, is_strict=True)) == strictly_good
 
 
 def test_a_pair_with_a_warning_is_left_out_where_warnings_count():
-    decided = decide("ab", [pair("a", "b", Severity.WARN)], 2)
+    decided = decide("ab", judged([pair("a", "b", Severity.WARN)]), 2)
     assert fit_together("ab", decided, is_strict=False) == ("a", "b")
     assert fit_together("ab", decided, is_strict=True) == ("a",)
 
@@ -252,7 +284,7 @@ def test_json_holds_facts_findings_and_verdict():
     fleet = make_fleet(3, node2={"memlock": 8})
     judgement = judge(fleet, CHECKS)
     names = [facts.host for facts in fleet.hosts]
-    decided = decide(names, judgement.findings, 3)
+    decided = decide(names, judgement, 3)
     changes = Changes((), (), (), ("node3",), ())
     told = json.loads(
         checked_as_json(fleet.hosts, judgement, decided, exit_code=2, changes=changes)
@@ -280,6 +312,7 @@ def test_json_holds_facts_findings_and_verdict():
         "ready": ["node1", "node3"],
         "warned": [],
         "not_ready": ["node2"],
+        "unknown": [],
         "warned_pairs": [],
         "not_ready_pairs": [],
     }

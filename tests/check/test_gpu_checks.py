@@ -151,7 +151,6 @@ SMALL = {"total": 40 * GIB, "used": 0}
         ("clock_events", 0x88, "gpu-clocks", FAIL, "power brake"),
         ("clock_events", 0x08, "gpu-clocks", WARN, "halved"),
         ("clock_events", 0x21, "gpu-clocks", WARN, "hot"),
-        ("margin_celsius", 0, "gpu-temperature", FAIL, "as hot as"),
         ("margin_celsius", 4, "gpu-temperature", WARN, "4 degrees"),
         (
             "power_limit_w",
@@ -204,6 +203,9 @@ def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
         # Idle, application clocks, power cap.
         ("clock_events", 0x07),
         ("margin_celsius", 5),
+        # H100 and older GPUs have these for no reading.
+        ("margin_celsius", 0),
+        ("margin_celsius", -3),
         ("power_limit_w", {"enforced": 800.0, "default": 700.0}),
         ("fabric", FABRIC | {"state": 0, "health": 0x555}),
         ("fabric", FABRIC | {"health": 0b10101010 | 1 << 8}),
@@ -263,6 +265,30 @@ def test_inactive_nvlinks_are_counted(links, what):
     found = find(host(nvlinks=links))
     assert {each.check for each in found} <= {"gpu-nvlink"}
     assert f"GPU 7: {what}" in [each.what for each in found]
+
+
+@pytest.mark.parametrize(
+    ("title", "num_links"),
+    [
+        ("A100-SXM4-80GB", 12),
+        ("A800-SXM4-80GB", 8),
+        ("H800", 8),
+        *((name, 18) for name in ("H100 80GB HBM3", "H200", "H20", "B200", "GB200")),
+        *((name, 18) for name in ("B300 SXM6 AC", "GB300", "GH200 480GB", "H20-3e")),
+        *((name, 0) for name in ("H200 NVL", "H100 NVL", "H800 PCIe", "A100 PCIe")),
+    ],
+)
+def test_models_have_their_number_of_nvlinks(title, num_links):
+    links = [True] * max(1, num_links)
+    for each, is_told in ((links, False), ([*links[1:], False], bool(num_links))):
+        record = healthy(4)
+        for gpu in record["gpus"]:
+            gpu |= {"titles": f"NVIDIA {title}", "nvlinks": each}
+        # One link at least is active on a host whose links are judged.
+        record["gpus"][0]["nvlinks"] = links
+        what = f"{num_links - 1} of {num_links} NVLinks are active"
+        told = [f.what for f in find(host(num_gpus=4, record=record))]
+        assert [what in text for text in told] == [True] * is_told
 
 
 def test_a_host_without_any_nvlinks_is_a_virtual_machine():
@@ -412,6 +438,8 @@ def test_another_model_is_a_warning():
 
 # The log
 
+UNADVISED = {"gpu.recovery_action": [None] * 8}
+
 
 def xid(code, **changes):
     entry = {"kind": "Xid", "address": "0000:1b:00.0", "code": code, "times": 1}
@@ -423,8 +451,14 @@ def xid(code, **changes):
     [
         (xid(79), FAIL),
         (xid(48), FAIL),
-        (xid(94), FAIL),
-        (xid(150), FAIL),
+        (xid(94), INFORM),
+        *((xid(code), FAIL) for code in (46, 95, 109, 136, 140, 143, 155, 156, 158)),
+        *((xid(code), FAIL) for code in (74, 110, 119, 151, 167, 171, 172)),
+        (xid(150, is_fatal=True), FAIL),
+        (xid(150), WARN),
+        (xid(69), INFORM),
+        (xid(80), INFORM),
+        (xid(999), INFORM),
         (xid(31), INFORM),
         (xid(13), INFORM),
         (xid(20034, kind="SXid", is_fatal=True), FAIL),
@@ -434,13 +468,37 @@ def xid(code, **changes):
     ],
 )
 def test_errors_in_the_log_are_judged_by_their_number(entry, severity):
-    finding = only(find(host(facts={"gpu.xids": [entry]})), "gpu-xid")
+    finding = only(find(host(facts={"gpu.xids": [entry]} | UNADVISED)), "gpu-xid")
     assert finding.severity is severity
-    assert "10 minutes ago at 0000:1b:00.0" in finding.what
+    assert "at 0000:1b:00.0 10m ago" in finding.what
 
 
-def test_old_errors_are_not_told():
-    assert find(host(facts={"gpu.xids": [xid(79, age_s=7201.0)]})) == ()
+def test_errors_since_the_start_are_told_with_their_age():
+    entry = xid(95, age_s=30 * 3600.0, times=3)
+    finding = only(find(host(facts={"gpu.xids": [entry]} | UNADVISED)), "gpu-xid")
+    assert finding.what == (
+        "Xid 95 (memory error, not contained) at 0000:1b:00.0, 3 times, last 30h ago"
+    )
+    assert "--gpu-reset" in finding.fix
+
+
+@pytest.mark.parametrize("code", [63, 92, 106, 154])
+def test_errors_that_ask_for_nothing_are_not_told(code):
+    assert find(host(facts={"gpu.xids": [xid(code)]})) == ()
+
+
+@pytest.mark.parametrize(("action", "severity"), [(0, WARN), (1, FAIL), (None, FAIL)])
+def test_an_error_may_have_been_dealt_with(action, severity):
+    """The driver takes its advice back when the GPU was reset."""
+    facts = {
+        "gpu.xids": [xid(95)],
+        "gpu.bus_ids": ["0000:1a:00.0", "0000:1b:00.0"],
+        "gpu.recovery_action": [1, action],
+    }
+    found = find(host(facts=facts))
+    (finding,) = (each for each in found if each.check == "gpu-xid")
+    assert finding.severity is severity
+    assert ("asks for nothing" in finding.what) == (severity is WARN)
 
 
 # Software

@@ -1,7 +1,10 @@
 """Facts of GPUs: NVML's answers as facts, and what a saved tree of the kernel shows."""
 
+import json
 import os
+import shlex
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -14,7 +17,6 @@ from hypothesis import given, settings, strategies as st
 from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
-from ronde.check.gpu.health import read_xids
 from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual
 from ronde.check.gpu.nvml import (
     ALL_ANSWERS,
@@ -24,6 +26,7 @@ from ronde.check.gpu.nvml import (
     keep_answers,
 )
 from ronde.check.gpu.presence import opened_files, read, read_cards, read_module
+from ronde.check.gpu.xids import read_xids
 from ronde.check.probing import FactReader, UnreadableError
 
 ROOT = Path(__file__).parents[2]
@@ -344,12 +347,52 @@ def test_a_log_that_may_not_be_read_is_unreadable(tmp_path):
     assert "dev/kmsg" in reading.unreadable["gpu.xids"]
 
 
+JOURNAL = """\
+{at}.000001 node1 kernel: Linux version 6.8.0
+{at}.500000 node1 kernel: NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', Off bus
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"),
+    reason="a /dev/kmsg of one's own needs root and unshare",
+)
+@pytest.mark.parametrize("journal", [JOURNAL, ""], ids=["whole", "empty"])
+def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
+    begun = int(time.time()) - 3600
+    write(tmp_path, "bin/journalctl", f"#!/bin/sh\ncat {tmp_path}/journal\n")
+    (tmp_path / "bin/journalctl").chmod(0o755)
+    write(tmp_path, "journal", journal.format(at=begun))
+    code = (
+        "import json\n"
+        "from ronde.check.gpu.xids import read_xids\n"
+        "from ronde.check.probing import UnreadableError\n"
+        "try: print(json.dumps(read_xids('')))\n"
+        "except UnreadableError as error: print(error)"
+    )
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(str(tmp_path / "s"))  # opening it is an error
+        way = f"mount --bind {tmp_path}/s /dev/kmsg && PATH={tmp_path}/bin:$PATH "
+        way += f"exec {sys.executable} -c {shlex.quote(code)}"
+        command = ["unshare", "--mount", "sh", "-c", way]
+        done = subprocess.run(
+            command, capture_output=True, check=False, timeout=60, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    if not journal:
+        assert "journalctl -k is empty; root would help" in done.stdout
+        return
+    (xid,) = json.loads(done.stdout)
+    assert (xid["kind"], xid["code"], xid["address"]) == ("Xid", 79, CARD)
+    assert 3599 <= xid["age_s"] <= 3600 + 60
+
+
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("unshare"),
     reason="a clock of one's own needs root and unshare",
 )
 def test_the_log_has_a_clock_that_no_container_changes():
-    code = "from ronde.check.gpu.health import read_clock_s; print(read_clock_s(''))"
+    code = "from ronde.check.kernel_log import read_clock_s; print(read_clock_s(''))"
     # Here /proc/uptime says that the host has been up for years.
     command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
     begun_s = time.monotonic()

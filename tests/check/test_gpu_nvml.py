@@ -123,25 +123,15 @@ def test_a_driver_without_the_newest_form_tells_of_the_fabric_all_the_same(
     assert nvml.ask_gpu("fabric", 1) == told | {"summary": 0}
 
 
-def test_a_driver_before_the_second_form_tells_of_memory_all_the_same(open_library):
-    library = FakeLibrary(healthy(1), missing={"nvmlDeviceGetMemoryInfo_v2"})
-    answer = open_library(library).ask_gpu("memory_bytes", 0)
-    assert answer == {"total": 80 << 30, "used": 600 << 20}
-
-
-@pytest.mark.parametrize("kind", ["Compute", "Graphics"])
-@pytest.mark.parametrize("is_old", [False, True])
-def test_what_a_desktop_computes_is_not_told(open_library, kind, is_old):
-    """Drivers before release 510 have but the second form of the question."""
-    missing = {f"nvmlDeviceGet{kind}RunningProcesses_v3"} if is_old else set()
+def test_what_a_desktop_computes_is_not_told(open_library):
     record = healthy(1, processes=[{"pid": 77, "memory_bytes": 123}])
-    nvml = open_library(FakeLibrary(record, missing, desktop=[5]))
+    nvml = open_library(FakeLibrary(record, desktop=[5]))
     told = nvml.ask_gpu("processes", 0)
     assert [each["pid"] for each in told] == [77]
 
 
 def test_a_driver_without_any_form_of_a_question_refuses_it(open_library):
-    missing = {f"nvmlDeviceGetComputeRunningProcesses_v{n}" for n in (2, 3)}
+    missing = {"nvmlDeviceGetComputeRunningProcesses_v3"}
     nvml = open_library(FakeLibrary(healthy(1), missing))
     with pytest.raises(RefusedError) as refused:
         nvml.ask_gpu("processes", 0)

@@ -3,6 +3,8 @@
 import threading
 import time
 
+import pytest
+
 from ronde.check.network import interfaces, rdma
 from ronde.check.network.interfaces import look_up_own_name
 from ronde.check.probing import FactReader
@@ -72,6 +74,40 @@ def test_interfaces_are_read(tmp_path):
                "carrier_changes": -1, "addresses": []},
     }  # fmt: skip
     assert facts.values["network.uptime_s"] == 7200.5
+
+
+LOG = """\
+6,1,{old},-;mlx5_core 0000:5e:00.0 eth0: Link down
+6,2,{at},-;mlx5_core 0000:5e:00.0 eth0: Link down
+6,3,{at},-;mlx5_core 0000:5e:00.0 eth0: Link up
+6,4,{at},-;ixgbe 0000:5e:00.1 eth0: NIC Link is Down
+6,5,{at},-;docker0: link down
+6,6,{at},-;bond0: (slave eth0): link status definitely down
+"""
+
+
+@pytest.mark.parametrize(
+    ("uptime_s", "changes", "downs"),
+    [(200_000, 400, 2), (80_000, 400, 200), (80_000, 2, 3)],
+    ids=["later", "first day", "first day, a driver loaded again"],
+)
+def test_links_that_went_down_count_within_a_day(tmp_path, uptime_s, changes, downs):
+    log = LOG.format(at=(uptime_s - 80_000) * 10**6, old=(uptime_s - 90_000) * 10**6)
+    if uptime_s < 90_000:
+        log = log.replace("6,1,-10000000000", "6,1,1")
+    own = {"dev/kmsg": log, "proc/uptime": f"{uptime_s}.00 1.00\n"}
+    changed = {"sys/class/net/eth0/carrier_changes": f"{changes}\n"}
+    write(tmp_path, BASE | own | changed)
+    assert facts_of(tmp_path).values["network.link_downs"] == {"eth0": downs}
+
+
+def test_without_a_log_flaps_of_a_later_day_are_unknown(tmp_path):
+    write(tmp_path, BASE)
+    assert facts_of(tmp_path).values["network.link_downs"] == {"eth0": 1}
+    write(tmp_path, BASE | {"proc/uptime": "90000.00 1.00\n"})
+    facts = facts_of(tmp_path)
+    assert "network.link_downs" not in facts.values
+    assert "dev/kmsg" in facts.unreadable["network.link_downs"]
 
 
 def test_only_variables_that_choose_are_read(tmp_path):
@@ -158,13 +194,16 @@ def test_one_unreadable_fact_does_not_lose_the_others(tmp_path):
     (tmp_path / PORT / "state").unlink()
     (tmp_path / "proc/uptime").write_text("")
     facts = facts_of(tmp_path)
-    assert set(facts.unreadable) == {"network.rdma_ports", "network.uptime_s"}
+    assert set(facts.unreadable) == {
+        *("network.rdma_ports", "network.uptime_s", "network.link_downs")
+    }
     assert "network.interfaces" in facts.values
 
 
 def test_an_empty_tree_is_unreadable_and_no_fault(tmp_path):
     facts = facts_of(tmp_path)
     unreadable = {"network.interfaces", "network.variables", "network.uptime_s"}
+    unreadable.add("network.link_downs")
     assert set(facts.unreadable) == unreadable
     assert facts.values["network.rdma_ports"] == {}
 

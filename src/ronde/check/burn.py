@@ -19,7 +19,7 @@ import random
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from threading import Thread
@@ -287,7 +287,6 @@ def staying_near(address: str, root: str = "") -> Generator[bool]:
 
 
 def run_burn(hosts: HostSet) -> None:
-    """Compute on all hosts at once, for the seconds of the setting ``burn_s``."""
     seconds = float(hosts.settings["burn_s"])
     question = {"do": "burn", "seconds": seconds, "size": _SIZE, "seed": _SEED}
     for host, reply in hosts.ask_all(question, seconds + _BURN_TIMEOUT_S).items():
@@ -335,24 +334,22 @@ def find_slow_devices(
 ) -> dict[CheckedDevice, Problem]:
     """Return the devices slower than most of their model; in a draw all."""
     found: dict[CheckedDevice, Problem] = {}
-    models: dict[str, dict[str, CheckedDevice]] = defaultdict(dict)
-    for device in amounts:
-        models[device.model][f"{device.host}\n{device.name}"] = device
-    for alike in models.values():
-        of_model = {label: amounts[device] for label, device in alike.items()}
+    models: dict[str, dict[CheckedDevice, float]] = defaultdict(dict)
+    for device, amount in amounts.items():
+        models[device.model][device] = amount
+    for of_model in models.values():
         few = find_few(of_model, measure.slow)
         fewest = find_few(of_model, measure.very_slow)
-        for label in few.hosts:
-            device = alike[label]
+        for device in few.hosts:
             if few.is_draw:
-                others = [a for name, a in of_model.items() if name != label]
+                others = [a for other, a in of_model.items() if other != device]
                 ends = (measure.show(min(others)), measure.show(max(others)))
                 usual = f"{' to '.join(dict.fromkeys(ends))} elsewhere"
             else:
                 kind = "hosts" if device.name == CPU else "GPUs of this model"
                 usual = f"{measure.show(few.usual)} on most {kind}"
             # In a draw no single device can be said to crawl.
-            is_bad = label in fewest.hosts and not fewest.is_draw
+            is_bad = device in fewest.hosts and not fewest.is_draw
             severity = FAIL if is_bad else WARN
             what = f"{measure.action} {measure.show(amounts[device])}"
             found[device] = Problem(what, severity, usual)
@@ -370,18 +367,14 @@ def fold_devices(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
         yield problem._replace(what="; ".join(parts))
 
 
-def name_devices(names: Iterable[str]) -> str:
+def name_devices(names: Sequence[str]) -> str:
     """Return names of devices as people read them: ``cpu, cuda:0-3,7``."""
-    numbers: list[int] = []
-    others: list[str] = []
-    for name in names:
-        number = name.removeprefix(_CUDA)
-        if number != name and number.isdecimal():
-            numbers.append(int(number))
-        else:
-            others.append(name)
-    gpus = [f"{_CUDA}{format_list(numbers)}"] if numbers else []
-    return ", ".join((*others, *gpus))
+    numbered = {n: n.removeprefix(_CUDA) for n in names if n.startswith(_CUDA)}
+    gpus = [n for n, number in numbered.items() if number.isdecimal()]
+    shown = [name for name in names if name not in gpus]
+    if gpus:
+        shown.append(f"{_CUDA}{format_list([int(numbered[n]) for n in gpus])}")
+    return ", ".join(shown)
 
 
 @check(FAIL, PRODUCTS)
@@ -395,19 +388,18 @@ def product_checksum(fleet: Fleet) -> Problems:
     needs: --burn, torch
     why: A processor that silently computes wrong results spoils the model of all ranks.
     """
-    checksums: dict[str, str] = {}
+    checksums: dict[tuple[str, str], str] = {}
     for host, products in fleet.known(PRODUCTS).items():
         for device, each in products.items():
             if "failure" in each:
                 what = f"the product on {device} failed: {each['failure']}"
                 yield Problem(what, host=host)
                 continue
-            checksums[f"{host}\n{device}"] = each["checksum"]
+            checksums[host, device] = each["checksum"]
             if each["num_wrong"]:
                 what = f"{each['num_wrong']} of {each['num_products']} products on "
                 yield Problem(f"{what}{device} differ from the first one", host=host)
-    for label, value, usual in find_odd(checksums, of="devices"):
-        host, _, device = label.partition("\n")
+    for (host, device), value, usual in find_odd(checksums, of="devices"):
         what = f"the product on {device} has checksum {value}"
         yield Problem(what, usual=usual, host=host)
 

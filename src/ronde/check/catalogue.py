@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from ronde.check.check import Check
@@ -9,7 +10,7 @@ from ronde.check.fleet import Value
 from ronde.check.hosts import ProbeStep
 from ronde.check.probing import FAILED, ProbeEntry
 
-_NETWORK = ("ronde.check.network.interfaces", "ronde.check.network.rdma")
+_NETWORK = tuple(f"ronde.check.network.{n}" for n in ("interfaces", "rdma", "pci"))
 PROBES = {
     "versions": ProbeEntry(("ronde.check.software",), 30.0, "versions."),
     "gpu": ProbeEntry(("ronde.check.gpu.presence",), 45.0, "gpu."),
@@ -20,22 +21,24 @@ PROBES = {
 """By name; each runs in a process of its own."""
 
 _SUBJECTS = (
-    *("cluster", "software", "gpu.presence", "gpu.health", "gpu.links", "burn"),
-    *("limits", "network.interfaces", "network.reach", "network.rdma"),
-    *("network.bandwidth", "storage"),
+    *("cluster", "expected", "software"),
+    *("gpu.presence", "gpu.health", "gpu.xids", "gpu.links", "gpu.pairs"),
+    *("burn", "limits", "network.interfaces", "network.reach", "network.rdma"),
+    *("network.pci", "network.bandwidth", "storage"),
 )
 """Modules with checks."""
 
 _STEPS = (
     *("cluster.STEP", "network.reach.STEP", "storage.STEP"),
     *("cluster.PACE_STEP", "burn.BURN_STEP"),
-    "network.bandwidth.STEP",
+    *("gpu.pairs.STEP", "network.bandwidth.STEP"),
 )
 """In their order, after the probes."""
 
 OPERATIONS = {
     "burn": ("burn",),
     "cluster": ("clock", "spin"),
+    "gpu.pairs": ("copy_pairs",),
     "network.bandwidth": ("bench", "hold_rendezvous"),
     "network.reach": ("listen", "reach", "stream"),
     "storage": ("try_path",),
@@ -44,7 +47,6 @@ OPERATIONS = {
 
 
 def all_checks() -> tuple[Check, ...]:
-    """Return all checks, subject by subject."""
     found: list[Check] = []
     for name in _SUBJECTS:
         names = vars(import_module(f"ronde.check.{name}"))
@@ -53,11 +55,7 @@ def all_checks() -> tuple[Check, ...]:
 
 
 def all_steps() -> tuple[ProbeStep, ...]:
-    places = (path.rpartition(".") for path in _STEPS)
-    return tuple(
-        getattr(import_module(f"ronde.check.{module}"), name)
-        for module, _, name in places
-    )
+    return tuple(resolve_name(f"ronde.check.{path}") for path in _STEPS)
 
 
 class CollectPlan(NamedTuple):
@@ -82,11 +80,8 @@ def plan_for(checks: Sequence[Check], settings: Mapping[str, Value]) -> CollectP
             steps.insert(0, step)
             wanted.update(step.reads)
     of_probes = wanted.difference(*(step.facts for step in known))
-    probes = tuple(
-        name
-        for name, entry in PROBES.items()
-        if any(fact.startswith(entry.facts) for fact in of_probes)
-    )
+    topics = {f"{fact.partition('.')[0]}." for fact in of_probes}
+    probes = tuple(name for name, entry in PROBES.items() if entry.facts in topics)
     if not probes and FAILED in wanted:
         probes = tuple(PROBES)
     return CollectPlan(probes, tuple(steps))

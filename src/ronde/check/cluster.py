@@ -92,12 +92,10 @@ def compare_clocks(hosts: HostSet) -> None:
             offset_s, error_s = compare(reply, epoch_s)
             if host not in best or error_s < best[host][1]:
                 best[host] = offset_s, error_s
-    for host in hosts.names:
-        if host in best:
-            for fact, seconds in zip((OFFSET, ERROR), best[host], strict=True):
-                hosts.note(host, fact, seconds)
-        else:
-            hosts.note_unread(host, OFFSET, failures.get(host, "it was not asked"))
+    for host, each in best.items():
+        hosts.facts[host].values.update(zip((OFFSET, ERROR), each, strict=True))
+    for host in failures.keys() - best:
+        hosts.note_unread(host, OFFSET, failures[host])
 
 
 def compare(reply: Reply, epoch_s: float) -> tuple[float, float]:
@@ -163,11 +161,11 @@ def memory_alike(fleet: Fleet) -> Problems:
     needs: several hosts
     why: A memory module may have failed; a job that fits elsewhere does not fit there.
     """
-
-    def show(amount: float) -> str:
-        return f"{format_size(int(amount))} of memory"
-
-    return having_less(fleet.known("host.memory_bytes"), show, _LITTLE_MEMORY)
+    return having_less(
+        fleet.known("host.memory_bytes"),
+        lambda amount: f"{format_size(int(amount))} of memory",
+        _LITTLE_MEMORY,
+    )
 
 
 def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
@@ -195,7 +193,6 @@ def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def _compute_piece() -> float:
-    """Return the seconds of CPU that one piece of work takes now and here."""
     cpu_s = time.thread_time()
     pow(_BASE, _EXPONENT, _MODULUS)
     return time.thread_time() - cpu_s
@@ -229,7 +226,6 @@ def _speeds(paces: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_slow(paces: Mapping[str, float], limit: float) -> tuple[str, ...]:
-    """Return the hosts that need more than so many times what most need."""
     return find_few(_speeds(paces), 1 / limit).hosts
 
 

@@ -13,7 +13,7 @@ from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller import Controller
 from ronde.launch.hosts.host import Host
 from ronde.launch.node import AgentNode
-from ronde.launch.output.output_process import NoOutput
+from ronde.launch.output import NoOutput
 from ronde.launch.process_tree import adopt_orphans
 
 _SLACK_S = 5.0

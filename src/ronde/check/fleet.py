@@ -37,9 +37,3 @@ class Fleet(NamedTuple):
 
     def known(self, name: str) -> dict[str, Value]:
         return {facts.host: facts.values[name] for facts in self.having(name)}
-
-
-def name_some(names: Mapping[str, object] | list[str], most: int = 4) -> str:
-    """Return the first few names, and how many more there are."""
-    named, num_more = list(names)[:most], len(names) - most
-    return ", ".join(named) + (f" and {num_more} more" if num_more > 0 else "")

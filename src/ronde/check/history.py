@@ -66,7 +66,6 @@ class Changes(NamedTuple):
 
 
 def save(path: Path, kept: Kept) -> None:
-    """Append a run to a file of records, or raise ``UsageError``."""
     plain: Any = to_plain(kept)
     try:
         append_record(path, Record(KIND, plain), is_private=True)
@@ -100,17 +99,13 @@ def load_last(path: Path) -> Earlier:
 
 def compare(before: Kept, after: Kept) -> Changes:
     """Return what has changed, without what changes all the time."""
-    old = {facts.host: facts for facts in before.hosts}
-    new = {facts.host: facts for facts in after.hosts}
+    old = {facts.host: facts.values for facts in before.hosts}
+    new = {facts.host: facts.values for facts in after.hosts}
     asked = {finding.host for finding in before.findings} | old.keys()
     known = {finding.host for finding in after.findings} | new.keys()
+    both = [host for host in new if host in old]
     return Changes(
-        tuple(
-            change
-            for host, each in new.items()
-            if host in old
-            for change in _changes(host, old[host].values, each.values)
-        ),
+        tuple(each for host in both for each in _changes(host, old[host], new[host])),
         _beyond(after.findings, before, asked),
         _beyond(before.findings, after, known),
         tuple(host for host in new if host not in asked),
@@ -122,13 +117,13 @@ def _beyond(
     findings: Sequence[Finding], other: Kept, hosts: set[str]
 ) -> tuple[Finding, ...]:
     """Return findings that another run, which tried these hosts, does not have."""
-    known = {(each.check, each.severity, each.host) for each in other.findings}
+    known = {finding[:3] for finding in other.findings}
     return tuple(
         each
         for each in findings
         if hosts.issuperset(each.hosts)
         and each.check in other.checks
-        and (each.check, each.severity, each.host) not in known
+        and each[:3] not in known
     )
 
 

@@ -65,14 +65,11 @@ class HostSet:
         answers = self._programs.ask(lines, timeout_s) if lines else {}
         replies: dict[str, Reply] = {}
         for name, (line, failure, asked_s, answered_s) in answers.items():
-            values: Any = {}
-            reason = failure
-            if not failure:
-                try:
-                    values = json.loads(line)
-                    reason = values.pop("error", "")
-                except (ValueError, AttributeError, TypeError):
-                    values, reason = {}, "its answer cannot be understood"
+            try:
+                values: Any = {"error": failure} if failure else json.loads(line)
+                reason = values.pop("error", "")
+            except (ValueError, AttributeError, TypeError):
+                values, reason = {}, "its answer cannot be understood"
             replies[name] = Reply(values, reason, asked_s, answered_s)
         return replies
 

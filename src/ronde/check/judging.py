@@ -7,6 +7,9 @@ from typing import NamedTuple
 from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.fleet import Fleet, HostFacts, HostPair
 
+# The check without which nobody knows what GPUs a host has.
+GPU_COUNT = "gpu-count"
+
 
 class Unread(NamedTuple):
     """A check that could not be made on a host, and why."""
@@ -67,6 +70,7 @@ class Readiness(NamedTuple):
     ready: tuple[str, ...]
     warned: tuple[str, ...]  # ready as well, unless warnings count
     faulty: tuple[str, ...]
+    unknown: tuple[str, ...]  # their GPUs could not be asked
     num_asked: int  # hosts that gave any answer
     # Not ready together, whatever each is by itself.
     faulty_pairs: tuple[HostPair, ...] = ()
@@ -74,7 +78,7 @@ class Readiness(NamedTuple):
 
     @property
     def num_hosts(self) -> int:
-        return len(self.ready) + len(self.warned) + len(self.faulty)
+        return sum(map(len, (self.ready, self.warned, self.faulty, self.unknown)))
 
     @property
     def is_faulty(self) -> bool:
@@ -85,23 +89,24 @@ class Readiness(NamedTuple):
         return bool(self.warned or self.warned_pairs)
 
 
-def decide(
-    hosts: Sequence[str], findings: Sequence[Finding], num_asked: int
-) -> Readiness:
+def decide(hosts: Sequence[str], judgement: Judgement, num_asked: int) -> Readiness:
     """Sort all hosts, and pairs of them, by the worst that was found there."""
     found: dict[tuple[str, ...], set[Severity]] = defaultdict(set)
-    for each in findings:
+    for each in judgement.findings:
         found[each.hosts].add(each.severity)
     failed = [where for where, all_of in found.items() if Severity.FAIL in all_of]
-    warned = [where for where, all_of in found.items() if Severity.WARN in all_of]
-    warned = [where for where in warned if where not in failed]
+    warned = [w for w in found if Severity.WARN in found[w] and w not in failed]
+    faulty = [name for name in hosts if (name,) in failed]
+    asked_in_vain = {each.host for each in judgement.unread if each.check == GPU_COUNT}
+    unknown = [name for name in hosts if name in asked_in_vain and name not in faulty]
+    sorted_out = {*faulty, *unknown}
     return Readiness(
-        tuple(name for name in hosts if (name,) not in (*failed, *warned)),
-        tuple(name for name in hosts if (name,) in warned),
-        tuple(name for name in hosts if (name,) in failed),
+        tuple(n for n in hosts if n not in sorted_out and (n,) not in warned),
+        tuple(n for n in hosts if n not in sorted_out and (n,) in warned),
+        tuple(faulty),
+        tuple(unknown),
         num_asked,
-        tuple((where[0], where[1]) for where in failed if len(where) > 1),
-        tuple((where[0], where[1]) for where in warned if len(where) > 1),
+        *(tuple((w[0], w[1]) for w in ws if len(w) > 1) for ws in (failed, warned)),
     )
 
 
@@ -109,7 +114,8 @@ def fit_together(
     hosts: Sequence[str], readiness: Readiness, *, is_strict: bool
 ) -> tuple[str, ...]:
     """Leave out hosts until all pairs are ready: most pairs first, else the later."""
-    left_out = {*readiness.faulty, *(readiness.warned if is_strict else ())}
+    left_out = {*readiness.faulty, *readiness.unknown}
+    left_out |= {*(readiness.warned if is_strict else ())}
     pairs = {*readiness.faulty_pairs, *(readiness.warned_pairs if is_strict else ())}
     left = [name for name in hosts if name not in left_out]
     while pairs := {pair for pair in pairs if {*pair} <= {*left}}:

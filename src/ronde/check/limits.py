@@ -9,10 +9,10 @@ from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each
 from ronde.check.fleet import Fleet, Values
 from ronde.check.majority import having_less, once_a_host
 from ronde.check.probing import FactReader, UnreadableError
-from ronde.memory import available_memory
+from ronde.memory import available_memory, list_groups
 from ronde.topology.kernel_files import list_names, read_number, read_text
-from ronde.topology.machine import list_groups, read_cores, read_cpu_limit, read_gpus
-from ronde.units import format_size
+from ronde.topology.machine import read_cores, read_cpu_limit, read_gpus
+from ronde.units import counted, format_size
 
 UNLIMITED = -1  # a limit that there is not
 NO_PID_LIMIT = 1 << 40  # more processes than any kernel has
@@ -202,10 +202,6 @@ def process_limit(values: Values, _: Fleet) -> Problems:
         yield Problem(f"a user may have {int(limit)} processes and threads", WARN)
 
 
-def _count_ranks(fleet: Fleet) -> str:
-    return "1 rank" if fleet.num_ranks == 1 else f"{fleet.num_ranks} ranks"
-
-
 @each_host(WARN, _QUOTA, _CPUS)
 def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     """Each rank has a CPU of its own.
@@ -218,11 +214,12 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     why: A rank beyond its quota stands still for the rest of each 100 ms.
     """
     quota, seen, wanted = values[_QUOTA], values[_CPUS], fleet.num_ranks
+    ranks = counted(wanted, "rank")
     allowed = f"the control group allows {quota:g} CPUs at a time"
     if quota and quota < min(wanted, seen):
-        yield Problem(f"{allowed}, for {_count_ranks(fleet)}")
+        yield Problem(f"{allowed}, for {ranks}")
     elif 0 < seen < wanted:
-        yield Problem(f"{seen} CPUs may be used, for {_count_ranks(fleet)}")
+        yield Problem(f"{seen} CPUs may be used, for {ranks}")
     elif quota and quota < seen:
         fix = "Keep libraries from starting a thread for each CPU that they see: "
         fix += f"OMP_NUM_THREADS={max(1, int(quota) // wanted)}"
@@ -267,5 +264,5 @@ def memory_left(values: Values, fleet: Fleet) -> Problems:
     left, wanted = values[_LEFT], fleet.num_ranks
     if left < _GOOD_RANK_BYTES * wanted:
         severity = FAIL if left < _MIN_RANK_BYTES * wanted else WARN
-        what = f"{format_size(left)} of memory is free, for {_count_ranks(fleet)}"
-        yield Problem(what, severity)
+        ranks = counted(wanted, "rank")
+        yield Problem(f"{format_size(left)} of memory is free, for {ranks}", severity)

@@ -4,11 +4,12 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from ronde.check.check import WARN, Check, Problem, Problems, Severity, make_check
 from ronde.check.fleet import Fleet, Value
 
+K = TypeVar("K")
 MIN_MAJORITY = 3  # with fewer hosts there is no majority
 
 
@@ -35,10 +36,8 @@ def spell(value: Value) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def find_odd(
-    shown: Mapping[str, str], of: str = "hosts"
-) -> Iterator[tuple[str, str, str]]:
-    """Yield hosts that differ, with value and what most have."""
+def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str, str]]:
+    """Yield those that differ, with value and what most have."""
     counts = Counter(shown.values())
     if len(counts) < 2:
         return
@@ -61,15 +60,15 @@ def differing(
         yield Problem(f"{title} {value}", usual=usual, host=host)
 
 
-class Few(NamedTuple):
-    """Hosts that have too little of something."""
+class Few(NamedTuple, Generic[K]):
+    """Hosts, or parts of them, that have too little of something."""
 
-    hosts: tuple[str, ...]
+    hosts: tuple[K, ...]
     usual: float  # what most hosts have; in a draw, the most that any of them has
     is_draw: bool
 
 
-def find_few(amounts: Mapping[str, float], share: float) -> Few:
+def find_few(amounts: Mapping[K, float], share: float) -> Few[K]:
     """Find those with less than a share of the upper median; of two it is a draw."""
     if not amounts:
         return Few((), 0.0, is_draw=False)
@@ -81,7 +80,7 @@ def find_few(amounts: Mapping[str, float], share: float) -> Few:
 
 
 def show_usual(
-    host: str, amounts: Mapping[str, float], few: Few, show: Callable[[float], str]
+    host: str, amounts: Mapping[str, float], few: Few[str], show: Callable[[float], str]
 ) -> str:
     """Return what other hosts have, for ``Finding.usual``."""
     if not few.is_draw:

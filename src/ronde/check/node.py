@@ -7,7 +7,7 @@ answer has ``error`` where it could not be done.
 import json
 import sys
 from contextlib import ExitStack
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from ronde.check.catalogue import OPERATIONS, PROBES
@@ -42,7 +42,7 @@ def _answer(context: NodeContext, line: str) -> dict[str, Value] | None:
             return {each: outcome._asdict() for each, outcome in outcomes.items()}
         if name not in _MODULES:
             return {"error": f"there is no operation {name!r}"}
-        module = import_module(f"ronde.check.{_MODULES[name]}")
-        return getattr(module, name)(context, question)
+        operation = resolve_name(f"ronde.check.{_MODULES[name]}.{name}")
+        return operation(context, question)
     except (OSError, ValueError, KeyError) as error:
         return {"error": f"{type(error).__name__}: {error}"}

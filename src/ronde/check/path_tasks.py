@@ -1,8 +1,8 @@
 """Tasks on paths, in processes that may hang: a mount that hangs holds up no other.
 
 A thread would not do: while it hangs in the kernel, its process cannot end. Run as a
-program it is one such process: tasks come in as an argument, and an answer a line goes
-out. Many are started, so it imports little, and nothing but the standard library.
+program it is one such process: tasks come in as JSON, and an answer a line goes out.
+Many are started, so it imports little, and nothing but the standard library.
 """
 
 import json
@@ -11,7 +11,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 SAMPLE_BYTES = 64 << 10
@@ -20,7 +19,6 @@ NUM_SAMPLES = 16
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     # The module typing takes longer to import than most tasks take.
-    import subprocess
     from typing import Any
 
 # ``do`` names a function below; the rest are its arguments.
@@ -28,11 +26,10 @@ Task = Mapping[str, object]
 # What came of it. ``error`` is why nothing did, ``has_hung``: time was up.
 TaskOutcome = dict[str, "Any"]
 _PAUSE_S = 0.02
-_KILLED_S = 0.2
 _PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
-    "from ronde.check.path_tasks import main; main(sys.argv[2])"
+    "from ronde.check.path_tasks import main; main()"
 )
 
 
@@ -44,51 +41,24 @@ def run_tasks(
     What lies on one mount belongs into one group. What is late has hung, and is killed.
     """
     # Imported here: the program does without.
-    import subprocess
-    from concurrent.futures import ThreadPoolExecutor
+    from ronde.check.probing import ENDED, run_programs
 
-    ends_s = time.monotonic() + deadline_s
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGE_DIR, json.dumps(group)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        for group in (list(map(dict, each)) for each in groups)
-    ]
+    words = ("-I", "-S", "-c", _BOOT, _PACKAGE_DIR)
+    given = [json.dumps([*map(dict, group)]).encode() for group in groups]
     late = {"error": f"no answer within {deadline_s:g} s", "has_hung": True}
-    # One after the other, those behind one that hangs would be taken to hang too.
-    with ThreadPoolExecutor(len(groups) or 1) as pool:
-        collected = [
-            pool.submit(_collect, process, len(group), ends_s, late)
-            for process, group in zip(running, groups, strict=True)
-        ]
-        return [each.result() for each in collected]
+    found: list[list[TaskOutcome]] = []
+    ended = run_programs([(words, each, deadline_s) for each in given])
+    for group, each in zip(groups, ended, strict=True):
+        # What follows the last end of a line was cut off.
+        outcomes = [json.loads(line) for line in each.output.split(b"\n")[:-1]]
+        is_late = each.failure and not each.failure.startswith(ENDED)
+        lost = late if is_late else {"error": "it died"}
+        found.append(outcomes + [lost] * (len(group) - len(outcomes)))
+    return found
 
 
-def _collect(
-    process: "subprocess.Popen[bytes]", num: int, ends_s: float, late: TaskOutcome
-) -> list[TaskOutcome]:
-    import subprocess
-
-    lost: TaskOutcome = {"error": "it died"}
-    try:
-        output, _ = process.communicate(timeout=max(0.0, ends_s - time.monotonic()))
-    except subprocess.TimeoutExpired as error:
-        output, lost = error.output or b"", late
-        process.kill()
-        # What hangs in the kernel dies when that lets go of it; nobody waits for it.
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_KILLED_S)
-    # What follows the last end of a line was cut off.
-    outcomes = [json.loads(line) for line in output.split(b"\n")[:-1]]
-    return outcomes + [lost] * (num - len(outcomes))
-
-
-def main(tasks: str) -> None:
-    """Run tasks; write what comes of each as soon as it does."""
-    for task in json.loads(tasks):
+def main() -> None:
+    for task in json.load(sys.stdin):
         try:
             outcome = _TASKS[str(task.pop("do"))](**task)
         except OSError as error:
@@ -98,7 +68,6 @@ def main(tasks: str) -> None:
 
 
 def look(path: str) -> TaskOutcome:
-    """Look at a directory: whether it is one, may be written to, and has room."""
     room = os.statvfs(path)
     return {
         "real_path": str(Path(path).resolve()),

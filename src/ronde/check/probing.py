@@ -24,7 +24,7 @@ _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from ronde.check.probing import main; main(sys.argv[2:])"
 )
-_WORDS = (sys.executable, "-c", _BOOT, __file__.rpartition("/ronde/check/")[0])
+_WORDS = ("-c", _BOOT, __file__.rpartition("/ronde/check/")[0])
 _KILLED_S = 1.0
 _MAX_REASON_CHARS = 300
 
@@ -71,6 +71,63 @@ class FactReader:
         self.unreadable |= dict.fromkeys(names, reason)
 
 
+class Ended(NamedTuple):
+    """A program that is over."""
+
+    output: bytes
+    failure: str  # how it failed, or hung; empty where it ran to its end
+    seconds: float
+
+
+def run_programs(
+    programs: Sequence[tuple[Sequence[str], bytes, float]],
+) -> list[Ended]:
+    """Run Python with some words, an input and a deadline, side by side.
+
+    What is late has hung: it is killed, and holds up no other.
+    """
+    # Imported here: probes, whose program this is too, do without.
+    from concurrent.futures import ThreadPoolExecutor
+
+    begun_s, pipe = time.monotonic(), subprocess.PIPE
+    running = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            # A group of its own, so that what it has started ends with it.
+            start_new_session=True,
+        )
+        for words, _, _ in programs
+    ]
+
+    def collect(number: int) -> Ended:
+        process, (_, given, deadline_s) = running[number], programs[number]
+        output: bytes
+        failure, left_s = "", max(0.0, begun_s + deadline_s - time.monotonic())
+        try:
+            output, complaint = process.communicate(given, timeout=left_s)
+            if process.returncode or not output:
+                last = complaint.decode(errors="replace").strip().splitlines()[-1:]
+                failure = f"{ENDED} {process.returncode}: {''.join(last)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            what = "was killed"
+            try:
+                output, _ = process.communicate(timeout=_KILLED_S)
+            except subprocess.TimeoutExpired as error:
+                # What hangs in the kernel dies when that lets go of it.
+                what, output = "cannot even be killed", error.output or b""
+            failure = f"it hung and {what} after {deadline_s:g} s"
+        seconds = time.monotonic() - begun_s
+        return Ended(output, failure[:_MAX_REASON_CHARS], seconds)
+
+    # One after the other, those behind one that hangs would be taken to hang too.
+    with ThreadPoolExecutor(len(programs) or 1) as pool:
+        return list(pool.map(collect, range(len(programs))))
+
+
 class ProbeEntry(NamedTuple):
     """A probe."""
 
@@ -93,60 +150,22 @@ class ProbeOutcome(NamedTuple):
 def run_probes(
     entries: Mapping[str, ProbeEntry], settings: dict[str, Value]
 ) -> dict[str, ProbeOutcome]:
-    # Imported here: probes, whose program this is too, do without.
-    from concurrent.futures import ThreadPoolExecutor
-
-    begun_s = time.monotonic()
-    running = {
-        name: subprocess.Popen(
-            [*_WORDS, *entry.modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # A group of its own, so that what it has started ends with it.
-            start_new_session=True,
-        )
-        for name, entry in entries.items()
-    }
-
-    def collect(name: str) -> ProbeOutcome:
-        entry = entries[name]
-        given = json.dumps({**settings, **entry.settings}).encode()
-        return _collect(running[name], given, begun_s, entry.deadline_s)
-
-    # One after the other, those behind a probe that hangs would be taken to hang too.
-    with ThreadPoolExecutor(len(entries) or 1) as pool:
-        return dict(zip(entries, pool.map(collect, entries), strict=True))
-
-
-def _collect(
-    process: "subprocess.Popen[bytes]", given: bytes, begun_s: float, deadline_s: float
-) -> ProbeOutcome:
-    left_s = max(0.0, begun_s + deadline_s - time.monotonic())
-    try:
-        output, complaint = process.communicate(given, timeout=left_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        try:
-            process.communicate(timeout=_KILLED_S)
-            how = "was killed"
-        except subprocess.TimeoutExpired:
-            # What hangs in the kernel dies when that lets go of it.
-            how = "cannot even be killed"
-        reason = f"it hung and {how} after {deadline_s:g} s"
-        return ProbeOutcome({}, {}, reason, time.monotonic() - begun_s)
-    seconds = time.monotonic() - begun_s
-    try:
-        found: Any = json.loads(output)
-        return ProbeOutcome(found["values"], found["unreadable"], "", seconds)
-    except (ValueError, KeyError, TypeError):
-        last = complaint.decode(errors="replace").strip().splitlines()[-1:]
-        reason = f"{ENDED} {process.returncode}: {''.join(last)}"
-        return ProbeOutcome({}, {}, reason[:_MAX_REASON_CHARS], seconds)
+    given = [json.dumps({**settings, **e.settings}).encode() for e in entries.values()]
+    ended = run_programs(
+        [
+            ((*_WORDS, *entry.modules), text, entry.deadline_s)
+            for entry, text in zip(entries.values(), given, strict=True)
+        ]
+    )
+    found: dict[str, ProbeOutcome] = {}
+    for name, (output, failure, seconds) in zip(entries, ended, strict=True):
+        facts: Any = {} if failure else json.loads(output)
+        values, unreadable = facts.get("values", {}), facts.get("unreadable", {})
+        found[name] = ProbeOutcome(values, unreadable, failure, seconds)
+    return found
 
 
 def main(modules: Sequence[str]) -> None:
-    """Be one probe: read settings, write facts."""
     reader = FactReader(json.loads(sys.stdin.buffer.read()))
     # What libraries print must not be taken for facts.
     facts_fd = os.dup(1)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import ronde
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
-from ronde.check.fleet import ENVIRONMENT, Fleet, Values, name_some
+from ronde.check.fleet import ENVIRONMENT, Fleet, Values
 from ronde.check.majority import differing, find_odd, once_a_host, same_everywhere
 from ronde.check.probing import FactReader, UnreadableError
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text
+from ronde.units import list_first
 
 ABSENT = "not installed"  # the version of what is not there
 # From ronde's own requirements.
@@ -203,7 +204,7 @@ def _differing_names(fleet: Fleet, fact: str, join: str, absent: str) -> Problem
             for host, value, usual in find_odd(shown):
                 found.setdefault(host, []).append((f"{name}{join}{value}", usual))
     for host, differences in found.items():
-        what = name_some(dict(differences), _MAX_NAMED)
+        what = list_first([*dict(differences)], _MAX_NAMED)
         usual = "; ".join(usual for _, usual in differences[:_MAX_NAMED])
         yield Problem(what, usual=usual, host=host)
 

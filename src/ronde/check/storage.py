@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
-from ronde.check.fleet import Fleet, Value, Values, name_some
+from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.majority import MIN_MAJORITY, find_odd
 from ronde.check.path_tasks import run_tasks
 from ronde.check.probing import FactReader
 from ronde.launch.environments import own_environment
-from ronde.units import format_size
+from ronde.units import format_size, list_first
 
 # Roles of folders: shared by all hosts, where ranks start, for temporary files.
 _SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
@@ -49,20 +49,17 @@ def read(reader: FactReader) -> None:
     files: Sequence[str] = settings.get("files", ())
     network = [point for point, kind in mounts.items() if _NETWORK.fullmatch(kind)]
     others = [point for point in network if point not in roles]
-    by_folder: dict[str, list[str]] = {}
+    by_folder: dict[str, list[tuple[str, str]]] = {}
     for file in files:
-        by_folder.setdefault(file.rpartition("/")[0], []).append(file)
-    groups = [
-        *([("look", path)] for path in (*roles, *others[:_MAX_NETWORK_MOUNTS])),
-        *([("sample", file) for file in each] for each in by_folder.values()),
-    ]
+        by_folder.setdefault(file.rpartition("/")[0], []).append(("sample", file))
+    looks = ([("look", path)] for path in (*roles, *others[:_MAX_NETWORK_MOUNTS]))
+    groups = [*looks, *by_folder.values()]
     tasks = [[{"do": do, "path": f"{root}{path}"} for do, path in g] for g in groups]
     found: dict[tuple[str, str], Any] = {}
     for group_of, outcomes in zip(groups, run_tasks(tasks, _HANG_S), strict=True):
         found |= zip(group_of, outcomes, strict=True)
-    reader.values[_HUNG] = sorted(
-        {path for (_, path), each in found.items() if each.get("has_hung")}
-    )
+    hung = {path for (_, path), each in found.items() if each.get("has_hung")}
+    reader.values[_HUNG] = sorted(hung)
     reader.values[_FILES] = {file: found["sample", file] for file in files}
     reader.values[_PATHS] = {
         path: {"roles": each} | _locate(found["look", path], root, mounts)
@@ -209,7 +206,6 @@ def try_path(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def run(hosts: HostSet) -> None:
-    """Try all folders of the setting ``paths``, where there are several hosts."""
     if len(hosts.names) < 2:
         return
     for host in hosts.names:
@@ -298,7 +294,9 @@ def shared_folder(fleet: Fleet) -> Problems:
         for host, usual in _outside(group(sight)):
             seen = [other for other, is_seen in sight[host].items() if is_seen]
             sees = (
-                f"files of {name_some(seen)} only" if seen else "no other host's files"
+                f"files of {list_first([*seen], 4)} only"
+                if seen
+                else "no other host's files"
             )
             yield Problem(f"{path} shows {sees}", usual=usual, host=host)
 
@@ -310,10 +308,10 @@ def _outside(groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
     first, second = groups[:2]
     is_draw = len(first) == len(second) or sum(map(len, groups)) < MIN_MAJORITY
     for each in groups:
-        usual = f"shared by {name_some(list(first))}"
+        usual = f"shared by {list_first([*first], 4)}"
         if is_draw:
             others = [o for o in groups if o is not each and len(o) > 1]
-            shares = " and by ".join(name_some(list(other)) for other in others)
+            shares = " and by ".join(list_first([*other], 4) for other in others)
             usual = f"shared by {shares or 'none'}"
         if is_draw or each is not first:
             for host in each:

@@ -15,9 +15,17 @@ from ronde.check.catalogue import all_checks, plan_for
 from ronde.check.check import Check, Family, Severity
 from ronde.check.cluster import ABSENT, TAKING_PART
 from ronde.check.collect import Collected, collect, collect_from
+from ronde.check.expected import EXPECTED, read_expected
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value
 from ronde.check.history import Earlier, Kept, compare, load_last, save
-from ronde.check.judging import Judgement, Readiness, decide, fit_together, judge
+from ronde.check.judging import (
+    GPU_COUNT,
+    Judgement,
+    Readiness,
+    decide,
+    fit_together,
+    judge,
+)
 from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS
 from ronde.cli.hosts import HOST_DEFAULTS, find_hosts, make_spawner
 from ronde.errors import Failure, HostError, HostFailure, UsageError
@@ -54,6 +62,8 @@ what to check:
                         else this one
   --path DIR ...        folder that all hosts must share
   --file FILE ...       file that must be equal on all hosts
+  --expect WORDS        what each host must have, as 8xH100,8x400G,2TiB (GPUs,
+                        ports, memory), or a file with such words
   --only NAME[,NAME] ...
                         make these checks alone: families or ids of ronde
                         check list
@@ -63,9 +73,10 @@ what to check:
 measurements:
   --burn TIME           also multiply matrices that long, as 30s: results must
                         be equal, and speeds alike; GPUs copy as well
-  --bandwidth [WAY]     also measure the bandwidth between hosts, pair by
-                        pair: tcp, or ronde bench's over gloo or nccl; auto
-                        takes nccl where all hosts have it, else tcp
+  --bandwidth [WAY]     also measure the bandwidth between GPUs of a host, and
+                        between hosts, pair by pair: tcp, or ronde bench's
+                        over gloo or nccl; auto takes nccl where all hosts
+                        have it, else tcp
 
 output:
   --strict              exit with 1 where there are warnings
@@ -81,11 +92,13 @@ output:
 
 {HOST_OPTIONS}
 {SSH_OPTIONS}
-In the table: ok, ! warning, x not ready, ? could not be read, - nothing to check.
-What could not be read is listed and is no fault.
+In the table: ok, ! warning, x not ready, ? something could not be read, - nothing was
+read. What could not be read is listed and is no fault; but a host whose GPUs cannot be
+asked is not called ready.
 
 exit code: 0 all hosts are ready, 1 warnings, with --strict, 2 a host is not ready, or
-two are not together, 3 no host answered, 64 a bad command line, 130 after Ctrl-C.
+two are not together, 3 no host answered, or of one it could not be found out, 64 a bad
+command line, 130 after Ctrl-C.
 
 examples:
   ronde check                                     this machine
@@ -191,6 +204,8 @@ def read_request(
         "burn_s": burn_s,
         "bandwidth": "",
     }
+    if options.expect is not None:
+        settings[EXPECTED] = read_expected(options.expect)
     if way is not None:
         settings["bandwidth"] = read_one_of("--bandwidth", way or "auto", _WAYS)
     if options.ranks is not None:
@@ -254,7 +269,8 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
         settings = {"directory": directory, ENVIRONMENT: env}
         plan = plan_for(checks, settings)
         found = collect_from(controller, nodes, settings, plan, lambda _: None)
-        findings = judge(Fleet(found.hosts, settings), checks).findings
+        judgement = judge(Fleet(found.hosts, settings), checks)
+        findings = judgement.findings
         bad = [each for each in findings if each.severity is Severity.FAIL]
         failures = [HostFailure(e.host, Failure(e.what, e.fix)) for e in bad]
         if found.failures or bad:
@@ -266,7 +282,11 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
                 [node.name for node in nodes if node.name not in unfit],
             )
         warned = [each for each in findings if each.severity is Severity.WARN]
-        return tuple(f"{each.host}: {each.what}. {each.fix}" for each in warned)
+        unread = [each for each in judgement.unread if each.check == GPU_COUNT]
+        return (
+            *(f"{each.host}: {each.what}. {each.fix}" for each in warned),
+            *(f"{each.host}: its GPUs are unknown: {each.reason}" for each in unread),
+        )
 
     return check
 
@@ -279,12 +299,14 @@ def _judge(request: CheckRequest, collected: Collected) -> _Checked:
     fleet = Fleet(collected.hosts, {**request.settings, ABSENT: absent})
     judgement = judge(fleet, request.checks)
     names = [host.name for host in request.hosts]
-    verdict = decide(names, judgement.findings, len(collected.hosts))
+    verdict = decide(names, judgement, len(collected.hosts))
     code = EXIT_READY
     if not verdict.num_asked:
         code = EXIT_UNKNOWN
     elif verdict.is_faulty:
         code = EXIT_NOT_READY
+    elif verdict.unknown:
+        code = EXIT_UNKNOWN
     elif verdict.is_warned and request.options.strict:
         code = EXIT_WARNED
     return _Checked(collected, judgement, verdict, code)

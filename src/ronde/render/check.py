@@ -79,11 +79,12 @@ def _marks(
     hosts: Sequence[str], judgement: Judgement, families: Mapping[str, Family]
 ) -> dict[tuple[str, Family], str]:
     """Return the mark of each cell that has one: the worst that is there."""
-    marks: dict[tuple[str, Family], str] = {}
+    marks = dict.fromkeys(judgement.made, _FINE)
     for unread in judgement.unread:
-        if unread.check in families:
-            marks[unread.host, families[unread.check]] = _UNREAD
-    marks |= dict.fromkeys(judgement.made, _FINE)
+        family = families.get(unread.check)
+        # Where nothing at all was read is another mark.
+        if family and (unread.host, family) in marks:
+            marks[unread.host, family] = _UNREAD
     # The worst stands first, so it is written last.
     for each in reversed(judgement.findings):
         for host in hosts if each.check in families else ():
@@ -161,6 +162,11 @@ def draw_verdict(
         for (where, is_pair), ids in failed.items()
     )
     text = _draw_ready(verdict)
+    if verdict.unknown:
+        are = "are" if len(verdict.unknown) > 1 else "is"
+        who = fold_hosts(verdict.unknown, _MAX_NAMES)
+        shown = f"could not tell whether {who} {are} ready: the GPUs cannot be asked"
+        text += wrap("", shown, width, indent=_INDENT)
     for (ids, is_pair), names in same.items():
         are = "are" if is_pair or len(names) > 1 else "is"
         ready = "ready together" if is_pair else "ready"
@@ -171,7 +177,7 @@ def draw_verdict(
 
 def _draw_ready(verdict: Readiness) -> str:
     num, num_warned = verdict.num_hosts, len(verdict.warned)
-    num_ready = num - len(verdict.faulty)
+    num_ready = len(verdict.ready) + num_warned
     if not num_ready:
         return ""
     hosts, are = ("host" if num == 1 else "hosts"), ("is" if num_ready == 1 else "are")
@@ -291,7 +297,6 @@ def draw_hostfile(hosts: Sequence[Host]) -> str:
         }
         words = [f"[{host.name}]" if ":" in host.name else host.name]
         words += [f"{name}={value}" for name, value in facts.items() if value != ""]
-        words += [f"label.{name}={value}" for name, value in host.labels.items()]
         text += f"{' '.join(words)}\n"
     return text
 
@@ -316,6 +321,7 @@ def checked_as_json(
             "ready": verdict.ready,
             "warned": verdict.warned,
             "not_ready": verdict.faulty,
+            "unknown": verdict.unknown,
             "warned_pairs": verdict.warned_pairs,
             "not_ready_pairs": verdict.faulty_pairs,
         },

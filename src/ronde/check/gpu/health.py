@@ -1,15 +1,8 @@
-"""Whether GPUs are in good health: memory, clocks, temperature, firmware, Xids."""
+"""Whether GPUs are in good health: memory, clocks, temperature, firmware."""
 
-import os
-import re
-import time
-from collections.abc import Iterator
-from pathlib import Path
-
-from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
-from ronde.check.fleet import Fleet, Value, Values
+from ronde.check.check import FAIL, WARN, Problem, Problems, check
+from ronde.check.fleet import Fleet, Value
 from ronde.check.gpu.nvml import each_gpu, fold_gpus, odd_gpus
-from ronde.topology.pci import plain_address
 
 _MAX_UNCORRECTED_ROWS = 512
 _MAX_SRAM_CORRECTED = 10_000
@@ -115,21 +108,19 @@ def gpu_clocks(reasons: Value) -> Problems:
             yield Problem(what, severity)
 
 
-@each_gpu(FAIL, "gpu.margin_celsius")
+@each_gpu(WARN, "gpu.margin_celsius")
 def gpu_temperature(margin: Value) -> Problems:
     """GPUs are well below their temperature limit.
 
     reads: NVML's margin temperature
-    threshold: 5 degrees Celsius below; at the limit is worse
-    source: 0: gpud; 5: ronde's own
+    threshold: 5 degrees Celsius below; 0 and less is no reading (H100, older GPUs)
+    source: gpud 4a8de33, temperature component, skips 0 and less; 5: ronde's own
     fix: check fans, dust and airflow
     needs: an NVIDIA GPU from Hopper on
     why: At the limit the clocks go down, and all ranks wait.
     """
-    if margin <= 0:
-        yield Problem("as hot as it may be: its clocks are lowered")
-    elif margin < _MIN_MARGIN_CELSIUS:
-        yield Problem(f"{margin} degrees Celsius below its limit", WARN)
+    if 0 < margin < _MIN_MARGIN_CELSIUS:
+        yield Problem(f"{margin} degrees Celsius below its limit")
 
 
 @each_gpu(WARN, "gpu.power_limit_w")
@@ -171,114 +162,3 @@ def gpu_firmware(fleet: Fleet) -> Problems:
         yield from fold_gpus(host, found)
     yield from odd_gpus(fleet, "gpu.vbios", lambda v: f"VBIOS {v}", WARN)
     yield from odd_gpus(fleet, "gpu.gsp_firmware", lambda v: f"GSP {v}", WARN)
-
-
-_RECENT_S = 2 * 3600.0
-_BAD_XIDS = {
-    *(48, 62, 63, 64, 65, 68, 69, 73, 74, 79, 80, 81, 92, 94, 95, 119, 120),
-    *range(56, 59),
-    *range(144, 151),
-}
-_XIDS = {
-    13: "error in a kernel",
-    31: "access to memory that is not its own",
-    43: "a kernel was stopped",
-    45: "a program ended and was cleaned up",
-    48: "two bits wrong in memory",
-    62: "its micro-controller halted",
-    63: "a row of memory waits to be replaced",
-    64: "a row of memory could not be replaced",
-    74: "error of an NVLink",
-    79: "it has fallen off the bus",
-    92: "many single bits wrong in memory",
-    94: "memory error, contained",
-    95: "memory error, not contained",
-    119: "its system processor does not answer",
-    120: "error of its system processor",
-}
-
-_RECORD_BYTES = 8192
-_MAX_BYTES = 16 << 20
-_XID = re.compile(
-    r"(?P<kind>S?Xid) \(PCI:(?P<address>[0-9a-fA-F:.]+)\): (?P<code>\d+)(?P<rest>.*)"
-)
-_RECORD = re.compile(r"\d+,\d+,(?P<us>\d+),[^;]*;(?P<text>.*)")
-
-
-def read_xids(root: str) -> list[Value]:
-    """Return what the log has of each kind, GPU and number: the last one, and how many.
-
-    Whether an error is fatal the log has for SXid only.
-    """
-    now_s = read_clock_s(root)
-    found: dict[tuple[str, str, int], Value] = {}
-    for record in _records(f"{root}/dev/kmsg"):
-        at, xid = _RECORD.match(record), _XID.search(record)
-        if at is None or xid is None:
-            continue
-        # The driver leaves out the function, which is 0.
-        text = xid["address"]
-        address = plain_address(text) or plain_address(f"{text}.0") or text
-        key = xid["kind"], address, int(xid["code"])
-        found[key] = {
-            "kind": key[0],
-            "address": key[1],
-            "code": key[2],
-            "times": found[key]["times"] + 1 if key in found else 1,
-            "age_s": max(0.0, round(now_s - int(at["us"]) / 1e6, 1)),
-            "is_fatal": ", Fatal" in xid["rest"],
-        }
-    return list(found.values())
-
-
-def read_clock_s(root: str) -> float:
-    """Return the time by the clock of the log: seconds since the start of the host."""
-    if not root:
-        # Not /proc/uptime: that counts sleep, and a container's may be its own.
-        return time.monotonic()
-    return float(Path(f"{root}/proc/uptime").read_text("ascii").split()[0])
-
-
-def _records(path: str) -> Iterator[str]:
-    """Yield the kernel's log, the oldest first; one read gives one record."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        rest, num_bytes = b"", 0
-        while num_bytes < _MAX_BYTES:
-            try:
-                chunk = os.read(fd, _RECORD_BYTES)
-            except BrokenPipeError:
-                # Records were overwritten meanwhile; the next one is there.
-                continue
-            except BlockingIOError:
-                break
-            if not chunk:
-                break
-            num_bytes += len(chunk)
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from (line.decode(errors="replace") for line in lines)
-    finally:
-        os.close(fd)
-
-
-@each_host(FAIL, "gpu.xids")
-def gpu_xid(values: Values, _: Fleet) -> Problems:
-    """The driver has logged no recent GPU error.
-
-    reads: Xid and SXid in /dev/kmsg
-    threshold: no Xid of hardware, no fatal SXid for 2 hours; others are only shown
-    source: Azure's node health checks; NVIDIA's catalogue of Xids; 144 to 150: gpud
-    fix: look the number up in NVIDIA's catalogue of Xid errors; drain the host
-    needs: an NVIDIA GPU; root where kernel.dmesg_restrict is 1
-    why: A GPU that failed in the last two hours will probably fail again.
-    """
-    for each in values["gpu.xids"]:
-        if each["age_s"] > _RECENT_S:
-            continue
-        is_xid, code = each["kind"] == "Xid", each["code"]
-        is_bad = code in _BAD_XIDS if is_xid else each["is_fatal"]
-        what = f"{each['kind']} {code} {_XIDS.get(code, '') if is_xid else ''}".rstrip()
-        what += f", {each['times']} times" if each["times"] > 1 else ""
-        what += f", {each['age_s'] / 60:.0f} minutes ago at {each['address']}"
-        fix = "" if is_bad else "look at the program that ran then"
-        yield Problem(what, FAIL if is_bad else INFORM, fix=fix)

@@ -14,8 +14,12 @@ from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.sysfs import read_functions
 
-# By part of the model's name; those whose links the board joins, not a bridge.
-_EXPECTED_LINKS = {"A100-SXM4": 12, "H100 80GB HBM3": 18, "GB200": 18, "GB300": 18}
+# By NVML's name of the model; those whose links the board joins, not a bridge.
+_EXPECTED_LINKS = (
+    (re.compile("A100-SXM"), 12),
+    (re.compile("A800-SXM|H800$"), 8),
+    (re.compile(r"H100 80GB HBM3|\b([HB]200|H20|B300|G[HB][23]00)\b(?! NVL)"), 18),
+)
 _COMPLETED = 3
 _UNFINISHED = {1: "has not begun", 2: "goes on"}
 _SUMMARIES = {
@@ -58,7 +62,8 @@ def read_is_virtual(root: str) -> bool:
     # Other processors than x86 do not show it: the firmware's maker counts.
     firmware = f"{root}/sys/class/dmi/id"
     maker, product = (
-        read_text(f"{firmware}/{n}") for n in ("sys_vendor", "product_name")
+        read_text(f"{firmware}/sys_vendor"),
+        read_text(f"{firmware}/product_name"),
     )
     is_known = _HYPERVISORS.search(f"{maker} {product}") is not None
     return is_known and not product.endswith(_BARE)
@@ -143,8 +148,10 @@ def gpu_nvlink(fleet: Fleet) -> Problems:
     """All NVLinks of a GPU are active.
 
     reads: NVML's state of each NVLink
-    threshold: 12 of A100 SXM, 18 of H100 SXM, GB200, GB300; as most GPUs of the model
-    source: NVIDIA Health Validation; A100: its data sheet
+    threshold: 12 of A100 SXM; 8 of A800 and H800 SXM; 18 of H100, H200, H20, B200 and
+        B300 SXM, GH200, GB200, GB300; as most GPUs of the model
+    source: NVIDIA Health Validation (H100, GB200, GB300); the others: NVIDIA's data
+        sheets, NVLink's bandwidth by that of one link (A100 50, B200 100 GB/s)
     fix: stop all jobs; sudo nvidia-smi --gpu-reset, or reseat the bridge; or reboot
     needs: an NVIDIA GPU with NVLink
     why: NCCL uses as many links as the GPU with the fewest has, or none.
@@ -169,7 +176,7 @@ def _inactive_links(fleet: Fleet) -> Problems:
 
 def _lacking_links(links: Value, title: str) -> Problem | None:
     num_active = sum(links)
-    wanted = next((n for name, n in _EXPECTED_LINKS.items() if name in title), 0)
+    wanted = next((num for name, num in _EXPECTED_LINKS if name.search(title)), 0)
     if num_active >= wanted:
         return None
     inactive = format_list([n for n, is_active in enumerate(links) if not is_active])
@@ -189,16 +196,14 @@ def gpu_fabric(fabric: Value) -> Problems:
     needs: NVIDIA GPUs behind NVSwitches
     why: CUDA does not start (error 802), or NVLinks are slow.
     """
-    state, status = fabric["state"], fabric["status"]
-    what = _UNFINISHED.get(state, "")
-    if state == _COMPLETED and status:
-        what = f"ended in error {status}"
-    if what:
-        yield Problem(f"its registration with the fabric {what}")
-    if state != _COMPLETED:
+    status, health = fabric["status"], fabric["health"]
+    if fabric["state"] != _COMPLETED:
+        if what := _UNFINISHED.get(fabric["state"]):
+            yield Problem(f"its registration with the fabric {what}")
         # What else is reported counts once it is registered.
         return
-    health = fabric["health"]
+    if status:
+        yield Problem(f"its registration with the fabric ended in error {status}")
     configuration = health >> _CONFIGURATION_BIT & _CONFIGURATION_MASK
     if configuration not in _CONFIGURATION_FINE:
         what = f"the fabric is configured wrongly (NVML's number {configuration})"

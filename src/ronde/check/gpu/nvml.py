@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ronde.check.check import Check, Problem, Problems, Severity, make_check
 from ronde.check.fleet import Fleet, Value
+from ronde.check.gpu.smi import FailedError, ask_smi, is_error
 from ronde.check.probing import (
     ENDED,
     FactReader,
@@ -84,7 +85,6 @@ class NvmlDriver:
         return GPU_QUESTIONS[question](_AskedGpu(self, handle))
 
     def call(self, name: str, *given: object) -> Any:  # noqa: ANN401
-        """Call a function of NVML's by name."""
         function = getattr(self.nvml, name, None)
         if function is None:
             reason = f"nvidia-ml-py is too old: it has no {name}"
@@ -106,33 +106,17 @@ class _AskedGpu(NamedTuple):
     def __call__(self, name: str, *given: object) -> Any:  # noqa: ANN401
         return self.driver.call(f"nvmlDevice{name}", self.handle, *given)
 
-    def first_known(self, *names: str) -> Any:  # noqa: ANN401
-        """Call the first of some functions that driver and module have."""
-        for name in names[:-1]:
-            try:
-                return self(name)
-            except RefusedError as error:
-                if error.code != FUNCTION_NOT_FOUND:
-                    raise
-        return self(names[-1])
-
 
 _Answer = Callable[[_AskedGpu], Value]
 
 
-def _text(answer: Any) -> str:  # noqa: ANN401
-    # Older releases of the module have bytes.
+def _text(answer: Any) -> str:  # noqa: ANN401  str, or bytes by release of the module
     return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
 
 def _memory(ask: _AskedGpu) -> Value:
     """Return how much is used without what the driver keeps for itself."""
-    try:
-        version = getattr(ask.driver.nvml, "nvmlMemory_v2", None)
-        memory = ask("GetMemoryInfo", version)
-    except RefusedError:
-        # Before release 510 the driver has but the first form, which counts it.
-        memory = ask("GetMemoryInfo")
+    memory = ask("GetMemoryInfo", getattr(ask.driver.nvml, "nvmlMemory_v2", None))
     return {"total": int(memory.total), "used": int(memory.used)}
 
 
@@ -199,16 +183,23 @@ _PCIE = {
     "generation": "GetCurrPcieLinkGeneration",
     "max_generation": "GetMaxPcieLinkGeneration",
 }
-# Bits of the reasons for which clocks are not as high as they can be.
-_CLOCKS = ("GetCurrentClocksEventReasons", "GetCurrentClocksThrottleReasons")
 _POWER = {
     "enforced": "GetEnforcedPowerLimit",
     "default": "GetPowerManagementDefaultLimit",
 }
 
 
+def _clock_events(ask: _AskedGpu) -> Value:
+    """Return bits of the reasons for which clocks are not as high as they can be."""
+    try:
+        return int(ask("GetCurrentClocksEventReasons"))
+    except RefusedError as error:
+        if error.code != FUNCTION_NOT_FOUND:
+            raise
+        return int(ask("GetCurrentClocksThrottleReasons"))  # before release 535
+
+
 def _nvlinks(ask: _AskedGpu) -> Value:
-    """Return for each NVLink that it has whether it is active."""
     found: list[bool] = []
     for link in range(_MAX_LINKS):
         try:
@@ -222,16 +213,10 @@ def _nvlinks(ask: _AskedGpu) -> Value:
 
 def _processes(ask: _AskedGpu) -> Value:
     """Return those that compute on it, but a desktop's: these draw as well."""
-
-    def list_those(kind: str) -> Any:  # noqa: ANN401
-        # Before release 510 the driver has but the second form.
-        name = f"Get{kind}RunningProcesses"
-        return ask.first_known(name, f"{name}_v2")
-
-    computing = list_those("Compute")
-    drawing: set[int] = set()
+    computing, drawing = ask("GetComputeRunningProcesses"), set[int]()
     with suppress(RefusedError):
-        drawing |= {int(p.pid) for p in (list_those("Graphics") if computing else ())}
+        if computing:
+            drawing |= {int(each.pid) for each in ask("GetGraphicsRunningProcesses")}
     return [
         {"pid": int(each.pid), "memory_bytes": each.usedGpuMemory}
         for each in computing
@@ -252,7 +237,7 @@ GPU_QUESTIONS: dict[str, _Answer] = {
         name: int(ask("GetMemoryErrorCounter", *which))
         for name, which in _ECC_ERRORS.items()
     },
-    "clock_events": lambda ask: int(ask.first_known(*_CLOCKS)),
+    "clock_events": _clock_events,
     "margin_celsius": lambda ask: int(ask("GetMarginTemperature")),
     "pcie": lambda ask: {part: int(ask(name)) for part, name in _PCIE.items()},
     "power_limit_w": lambda ask: {n: ask(name) / 1000 for n, name in _POWER.items()},
@@ -275,7 +260,6 @@ class GpuReport(NamedTuple):
 
 
 def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
-    """Ask for one GPU in this process."""
     answers: dict[str, Value] = {}
     refused: dict[str, tuple[int, str]] = {}
     for question in GPU_QUESTIONS:
@@ -287,7 +271,6 @@ def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
 
 
 def ask_apart(count: int) -> list[GpuReport]:
-    """Ask for this host's GPUs, for each in a process of its own."""
     entries = {
         str(number): ProbeEntry((__name__,), DEADLINE_S, "", {"gpu": number})
         for number in range(count)
@@ -316,10 +299,41 @@ def ask_driver(reader: FactReader) -> None:
             with open_nvml() as nvml:
                 keep_answers(reader, NvmlDriver(nvml), ask_apart)
         except NoNvmlError as error:
-            if error.__cause__ is not None:
-                # It is there, and something is wrong with it.
-                reader.values["gpu.nvml_error"] = str(error.__cause__)
+            if error.__cause__ is None:
+                _keep_printed(reader)
+                return
+            # It is there, and something is wrong with it.
+            reader.values["gpu.nvml_error"] = str(error.__cause__)
             raise UnreadableError(str(error)) from error
+
+
+def _keep_printed(reader: FactReader) -> None:
+    """Store the facts ``ALL_ANSWERS`` as nvidia-smi prints them."""
+    try:
+        cuda_version, gpus = ask_smi()
+    except FailedError as error:
+        reader.values["gpu.nvml_error"] = str(error)
+        raise UnreadableError(f"nvidia-smi: {error}") from error
+    reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
+    titles = [str(gpu.get(_NAME, "")) for gpu in gpus]
+    reader.values[LOST] = [title if is_error(title) else "" for title in titles]
+    for question in GPU_QUESTIONS:
+        fact, answers = f"gpu.{question}", [gpu.get(question) for gpu in gpus]
+        if all(question in gpu for gpu in gpus):
+            reader.values[fact] = answers
+        else:
+            reader.unreadable[fact] = (
+                "nvidia-smi does not print it; nvidia-ml-py has it: "
+                "pip install 'ronde[gpu]'"
+            )
+    _name_processes(reader)
+
+
+def _name_processes(reader: FactReader) -> None:
+    for processes in reader.values.get("gpu.processes", ()):
+        for process in processes or ():
+            # Empty where a container does not see it.
+            process["command"] = read_text(f"/proc/{process['pid']}/comm")
 
 
 def keep_answers(
@@ -340,10 +354,7 @@ def keep_answers(
     for question in GPU_QUESTIONS:
         _keep_gpu_answers(reader, gpus, question, lost)
     reader.values[LOST] = lost
-    for processes in reader.values.get("gpu.processes", ()):
-        for process in processes or ():
-            # Empty where a container does not see it.
-            process["command"] = read_text(f"/proc/{process['pid']}/comm")
+    _name_processes(reader)
 
 
 def _keep_gpu_answers(
@@ -351,14 +362,13 @@ def _keep_gpu_answers(
 ) -> None:
     """Store the answers of all GPUs, and in ``lost`` why one is lost."""
     refused: dict[int, str] = {}
-    fatal = _GONE if question == _NAME else _REPORTED_LOST
+    fact, fatal = f"gpu.{question}", _GONE if question == _NAME else _REPORTED_LOST
     for number, gpu in enumerate(gpus):
         code, why = gpu.refused.get(question, (NOT_SUPPORTED, ""))
         if code in fatal:
             lost[number] = lost[number] or why
         elif code != NOT_SUPPORTED and not lost[number]:
             refused[number] = _reason(code, why)
-    fact = f"gpu.{question}"
     if refused:
         reason = next(iter(refused.values()))
         reader.unreadable[fact] = f"of GPU {format_list(refused)}: {reason}"

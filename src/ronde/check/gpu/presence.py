@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
 from ronde.check.fleet import Fleet, Value, Values
-from ronde.check.gpu.health import read_xids
 from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual
 from ronde.check.gpu.nvml import COUNT, LOST, ask_driver, each_gpu, fold_gpus, odd_gpus
+from ronde.check.gpu.xids import read_xids
 from ronde.check.majority import differing, same_everywhere, spell
 from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_text
@@ -25,6 +25,11 @@ _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 _CARD = re.compile(r"(/dev/)?nvidia\d+")
 _VERSION = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
 
+_NVML_CURES = {
+    "ismatch": "reboot: the driver was updated while its module was loaded",
+    "Not Found": "in a container: docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,"
+    "utility; else install the driver's libnvidia-ml.so.1",
+}
 _MAX_USED_BYTES = 2 << 30
 _MAX_BUSY_PERCENT = 20
 _BUILD = "versions.torch_build"
@@ -112,15 +117,7 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
     """
     cards, module, files, error = (values[n] for n in (_CARDS, _MODULE, _FILES, _NVML))
     if error and files:
-        fix = ""
-        if "ismatch" in error:
-            fix = "reboot: the driver was updated while its module was loaded"
-        elif "Not Found" in error:
-            fix = (
-                "in a container: docker run -e "
-                "NVIDIA_DRIVER_CAPABILITIES=compute,utility; else install the driver's "
-                "libnvidia-ml.so.1"
-            )
+        fix = next((cure for word, cure in _NVML_CURES.items() if word in error), "")
         yield Problem(f"NVML does not answer: {error}", fix=fix)
     elif module and not (files or values.get(COUNT)):
         # NVML's helper makes files that nobody has needed yet.
@@ -226,8 +223,8 @@ def gpu_torch(values: Values, _: Fleet) -> Problems:
     reads: what torch was built for, in its version.py, and the number of GPUs
     threshold: for CUDA where there are NVIDIA GPUs
     source: torch.version.cuda is None in builds for CPUs
-    fix: pip install --force-reinstall torch --index-url
-        https://download.pytorch.org/whl/cu128
+    fix: pip uninstall torch; pip install torch: for Linux the package index has builds
+        for CUDA. pytorch.org/get-started/locally names the index of each CUDA
     needs: an NVIDIA GPU
     why: Training runs on the CPU, a hundred times slower.
     """

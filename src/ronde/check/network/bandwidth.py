@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ronde.bench.results import Run, from_record
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host, name_pair
-from ronde.check.fleet import ENVIRONMENT, Fleet, HostPair, Value, Values, name_some
+from ronde.check.fleet import ENVIRONMENT, Fleet, HostPair, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.errors import UsageError
 from ronde.launch.environments import (
@@ -41,6 +41,7 @@ from ronde.store.authentication import SharedKey
 from ronde.store.server import serve_network
 from ronde.topology.graph import Level
 from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
+from ronde.units import list_first
 from ronde.world import World
 
 # Fact: by the name of each other host, what comes from it, in GB/s (1e9).
@@ -105,11 +106,10 @@ class Streams:
     def open(self, hosts: HostSet) -> dict[str, str]:
         """Have the hosts listen; return those that cannot take part, and why."""
         replies = hosts.ask_all({"do": "listen"}, _LISTEN_S)
-        for name, reply in replies.items():
-            if not reply.failure:
-                port, token = reply.values["ports"][0], reply.values["token"]
-                place = {"address": hosts.addresses[name], "port": port, "token": token}
-                self._places[name] = place
+        for name, (values, failure, _, _) in replies.items():
+            if not failure:
+                where = {"address": hosts.addresses[name], "port": values["ports"][0]}
+                self._places[name] = {**where, "token": values["token"]}
         return {n: reply.failure for n, reply in replies.items() if reply.failure}
 
     def measure(
@@ -123,11 +123,8 @@ class Streams:
         found: dict[HostPair, PairRates] = {}
         for pair in pairs:
             one, other = (replies[host] for host in pair)
-            if failure := one.failure or other.failure:
-                found[pair] = PairRates(failure=failure)
-            else:
-                rates = other.values["gb_per_s"], one.values["gb_per_s"]
-                found[pair] = PairRates(rates)
+            rates = (r.values.get("gb_per_s", 0.0) for r in (other, one))
+            found[pair] = PairRates((*rates,), one.failure or other.failure)
         return found
 
 
@@ -198,7 +195,6 @@ class Benches:
 
 
 def busbw_of(record: str) -> float:
-    """Return the bus bandwidth in GB/s of a record's row, or raise ``UsageError``."""
     run: Run = from_record(Record.from_json(record))
     if run.num_out_of_bounds:
         raise UsageError(f"{run.num_out_of_bounds} elements of the sums are wrong")
@@ -301,14 +297,8 @@ def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -
 
 def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, str]:
     half, num_ranks = int(question["half"]), int(question["num_ranks"])
-    world = World(
-        rank=half * num_ranks + local_rank,
-        size=2 * num_ranks,
-        local_rank=local_rank,
-        local_size=num_ranks,
-        cross_rank=half,
-        cross_size=2,
-    )
+    rank = half * num_ranks + local_rank
+    world = World(rank, 2 * num_ranks, local_rank, num_ranks, half, 2)
     job = JobFacts(f"check-{question['token']}", 0, question["token"])
     node = NodeFacts(os.uname().nodename, half, 2)
     return (
@@ -322,17 +312,15 @@ def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, st
 
 def _follow(ranks: Sequence[_Rank], limit_s: float) -> str:
     """Return why ranks did not end well; after a failure they have little time."""
-    due_s = time.monotonic() + limit_s
-    failure = ""
-    while True:
+    due_s, failure = time.monotonic() + limit_s, ""
+    while time.monotonic() < due_s:
         is_over = all(rank.process.poll() is not None for rank in ranks)
         if not failure and (failure := _first_failure(ranks)):
             due_s = min(due_s, time.monotonic() + _GRACE_S)
         if is_over:
             return failure
-        if time.monotonic() >= due_s:
-            return failure or f"the ranks did not end within {limit_s:g} s"
         time.sleep(_POLL_S)
+    return failure or f"the ranks did not end within {limit_s:g} s"
 
 
 def _first_failure(ranks: Sequence[_Rank]) -> str:
@@ -351,7 +339,6 @@ def _read(fd: int) -> bytes:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of a rank and of what it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -381,11 +368,11 @@ class SlowHost(NamedTuple):
 
 
 class SlowLink(NamedTuple):
-    """Two hosts that are slow with each other alone; the lower direction, in GB/s."""
+    """Two hosts that are slow with each other alone."""
 
     host: str
     other: str
-    rate: float
+    rate: float  # of the lower direction, in GB/s
     usual: float
 
 
@@ -451,7 +438,7 @@ def run(hosts: HostSet) -> None:
     for pairs in played:
         _play(hosts, way, pairs)
     slow, links = judge_pairs({n: f.values[RATES] for n, f in hosts.facts.items()})
-    suspected = [{each.host, partner} for each in slow for partner in each.partners]
+    suspected = [{each.host, other} for each in slow for other in each.partners]
     suspected += ({each.host, each.other} for each in links)
     for pairs in played:
         _play(hosts, way, [pair for pair in pairs if {*pair} in suspected])
@@ -488,14 +475,13 @@ def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> 
     """Measure disjoint pairs; the better of two measurements stays."""
     if not pairs:
         return
-    for pair, measured in way.measure(hosts, pairs).items():
-        ends = zip(pair, pair[::-1], measured.rates, strict=True)
-        for one, other, rate in ends:
+    for pair, (rates, failure, remarks) in way.measure(hosts, pairs).items():
+        for one, other, rate in zip(pair, pair[::-1], rates, strict=True):
             known: dict[str, Value] = hosts.facts[one].values
-            if measured.remarks:
-                known[REMARKS] = {**measured.remarks, **known[REMARKS]}
-            if measured.failure:
-                known[FAILURES][other] = measured.failure
+            if remarks:
+                known[REMARKS] = {**remarks, **known[REMARKS]}
+            if failure:
+                known[FAILURES][other] = failure
             else:
                 known[RATES][other] = max(rate, known[RATES].get(other, 0.0))
 
@@ -531,7 +517,7 @@ def slow_host_link(fleet: Fleet) -> Problems:
         else:
             what = f"only {_show(slow.rate)} with"
         yield Problem(
-            f"{what} {name_some(list(slow.partners))}",
+            f"{what} {list_first([*slow.partners], 4)}",
             FAIL if slow.rate < _CRAWL_SHARE * slow.usual else WARN,
             f"{_show(slow.usual)} between other hosts",
             host=slow.host,
@@ -575,23 +561,18 @@ def pair_job(fleet: Fleet) -> Problems:
     needs: several hosts, torch, and --bandwidth gloo or nccl
     why: A job that includes both hosts fails in the same way.
     """
-    failures: dict[str, Mapping[str, str]] = {}
-    able: set[str] = set()
-    way = ""
-    for facts in fleet.having(FAILURES, WAY):
-        way = facts.values[WAY]
-        if way != "tcp":
-            failures[facts.host] = facts.values[FAILURES]
-            able |= {facts.host} if facts.values.get(RATES) else set()
+    known = [f for f in fleet.having(FAILURES, WAY) if f.values[WAY] != "tcp"]
+    failures: dict[str, Mapping[str, str]] = {f.host: f.values[FAILURES] for f in known}
+    able = {facts.host for facts in known if facts.values.get(RATES)}
 
     def failed(where: str, among: str, reason: str) -> Problem:
-        what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
-        return Problem(what, host=where)
+        what = f"no all_reduce by {known[0].values[WAY]} {among}"
+        return Problem(f"{what}: {reason.rstrip('.')}", host=where)
 
     for host, reasons in failures.items():
         if reasons and host not in able:
             reason = next(iter(reasons.values()))
-            yield failed(host, f"with {name_some(reasons)}", reason)
+            yield failed(host, f"with {list_first([*reasons], 4)}", reason)
     order = list(failures)
     for host, reasons in failures.items():
         for other, reason in reasons.items():

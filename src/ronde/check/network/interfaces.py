@@ -1,5 +1,6 @@
 """A host's interfaces, its own name, and the variables that choose among interfaces."""
 
+import math
 import os
 import re
 import socket
@@ -13,22 +14,27 @@ from ronde import addresses
 from ronde.addresses import is_loopback
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value, Values
-from ronde.check.probing import FactReader
+from ronde.check.kernel_log import read_log
+from ronde.check.probing import FactReader, UnreadableError
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.pci import read_link
 
 # Fact: the address by which others reach this host; empty if they have no route.
 ADDRESS = "network.address"
 _LOOKUP_S = 2.0
-_MAX_DOWNS_A_DAY = 5
+_MIN_FLAPS = 5
+_DAY_S = 86400
 
 _INTERFACES, _UPTIME = "network.interfaces", "network.uptime_s"
+_DOWNS = "network.link_downs"
 _VARIABLES, _OWN_NAME = "network.variables", "network.own_name"
 
 _LOOPBACK, _INFINIBAND = "772", "32"
 # Drivers whose links a hypervisor makes up: speed and carrier are what it likes.
 _PARAVIRTUAL = frozenset({"virtio_net", "hv_netvsc", "vmxnet3", "vif", "gve", "ena"})
 _GLOO = "GLOO_SOCKET_IFNAME"
+# As most drivers of adapters write it: "eth0: NIC Link is Down".
+_LINK_DOWN = re.compile(r"(?P<name>[\w.@-]+): (?:NIC )?[Ll]ink (?:is )?[Dd]own")
 _BY_PREFIX = ("NCCL_SOCKET_IFNAME",)
 _BY_NAME = (_GLOO, "TP_SOCKET_IFNAME")
 _PREFIXES = ("NCCL_SOCKET_", "NCCL_IB_", "NCCL_NET", "UCX_NET_DEVICES")
@@ -48,6 +54,7 @@ def read(reader: FactReader) -> None:
     reader.keep(_VARIABLES, lambda: read_variables(root, forwarded))
     uptime = Path(f"{root}/proc/uptime")
     reader.keep(_UPTIME, lambda: float(uptime.read_text("ascii").split()[0]))
+    reader.keep(_DOWNS, lambda: read_link_downs(root, reader.values))
     reader.keep(_OWN_NAME, wait_for_name)
 
 
@@ -75,6 +82,28 @@ def read_interfaces(root: str) -> dict[str, Value]:
         if each.interface in found:
             found[each.interface]["addresses"].append(each.address)
     return found
+
+
+def read_link_downs(root: str, values: Values) -> dict[str, int]:
+    """Return how often each physical interface went down within the last 24 hours.
+
+    On the first day the kernel counts it; later its log has it.
+    """
+    links = values.get(_INTERFACES, {})
+    own = {name: i for name, i in links.items() if i["kind"] == "physical"}
+    downs = dict.fromkeys(own, 0)
+    # Each time a link goes down it comes up again.
+    if is_first_day := values.get(_UPTIME, math.inf) <= _DAY_S:
+        downs = {name: i["carrier_changes"] // 2 for name, i in own.items()}
+    try:
+        log = read_log(root)
+    except (OSError, UnreadableError):
+        if is_first_day:
+            return downs
+        raise
+    ages = ((age_s, _LINK_DOWN.search(text)) for age_s, text in log)
+    logged = Counter(at["name"] for age_s, at in ages if at and age_s <= _DAY_S)
+    return {name: max(count, logged[name]) for name, count in downs.items()}
 
 
 def _kind(own: str) -> str:
@@ -140,14 +169,11 @@ def _ask(name: str) -> list[str]:
 
 
 def _read_hosts(root: str, name: str) -> list[str]:
-    found: list[str] = []
-    for line in Path(f"{root}/etc/hosts").read_text(errors="replace").splitlines():
-        address, *names = line.partition("#")[0].split() or [""]
-        if name in names:
-            found.append(address)
-    if not found:
-        raise OSError(0, "it is not in /etc/hosts")
-    return found
+    text = Path(f"{root}/etc/hosts").read_text(errors="replace")
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    if found := [words[0] for words in lines if name in words[1:]]:
+        return found
+    raise OSError(0, "it is not in /etc/hosts")
 
 
 def chooses(setting: str, name: str) -> bool:
@@ -226,25 +252,25 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
     why: Ranks find no interface and end, or listen where no other host can connect.
     """
     interfaces: Interfaces = values[_INTERFACES]
+    known = ", ".join(interfaces)
     for variable, setting in values[_VARIABLES].items():
         if not setting or variable not in (*_BY_PREFIX, *_BY_NAME):
             continue
         chosen = [name for name in interfaces if chooses(setting, name)]
-        missing: list[str] = []
         if variable in _BY_NAME:
             chosen = setting.split(",")
-            # Each of them has to be there.
-            missing = [name for name in chosen if name not in interfaces]
-        what, known = "", ", ".join(interfaces)
-        if missing:
+        # Of those chosen by name each has to be there.
+        if missing := [name for name in chosen if name not in interfaces]:
             what = f": no {', '.join(missing)} is among {known}"
         elif not chosen:
             what = f" fits no interface here: {known}"
-        elif len(fleet.hosts) > 1 and not setting.startswith("^"):
-            why = _unreached(chosen, interfaces)
-            what = f" takes {', '.join(chosen)} alone, which {why}" if why else ""
-        if what:
-            yield Problem(f"{variable}={setting}{what}")
+        elif len(fleet.hosts) < 2 or setting.startswith("^"):
+            continue
+        elif why := _unreached(chosen, interfaces):
+            what = f" takes {', '.join(chosen)} alone, which {why}"
+        else:
+            continue
+        yield Problem(f"{variable}={setting}{what}")
 
 
 def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:
@@ -302,26 +328,22 @@ def link_speed(fleet: Fleet) -> Problems:
         yield problem._replace(fix=fix)
 
 
-@each_host(WARN, _INTERFACES, _UPTIME)
+@each_host(WARN, _DOWNS, _UPTIME)
 def link_flaps(values: Values, _: Fleet) -> Problems:
     """Links stay up.
 
-    reads: carrier_changes of interfaces, link_downed of RDMA ports, over the uptime
-    threshold: at most 5 times a day, the first day whole
-    source: Azure's node health checks drain a host at five flaps in 24 hours
+    reads: the kernel's log of physical interfaces (/dev/kmsg, else journalctl -k); on
+        the first day carrier_changes, and link_downed of RDMA ports
+    threshold: less than 5 times within the last 24 hours
+    source: Azure's node health checks 0e0a1ac (azure_ib_link_flapping.nhc)
     fix: Look when it was: journalctl -k | grep -i 'link is'. Then cable, transceiver
         and switch port; drain the host while it goes on.
     why: A link that goes away for seconds ends a run, or stops it for minutes.
     """
-    days = max(1.0, values[_UPTIME] / 86400)
-    # Each time a link goes down it comes up again.
-    downs: dict[str, int] = {
-        name: interface["carrier_changes"] // 2
-        for name, interface in values[_INTERFACES].items()
-        if interface["kind"] == "physical"
-    }
-    ports = values.get("network.rdma_ports", {})
-    downs |= {name: port["downs"] for name, port in ports.items()}
+    downs: dict[str, int] = dict(values[_DOWNS])
+    if values[_UPTIME] <= _DAY_S:
+        ports = values.get("network.rdma_ports", {})
+        downs |= {name: port["downs"] for name, port in ports.items()}
     for name, number in downs.items():
-        if number > _MAX_DOWNS_A_DAY * days:
-            yield Problem(f"{name} went down {number} times in {days:.3g} days or less")
+        if number >= _MIN_FLAPS:
+            yield Problem(f"{name} went down {number} times within 24 hours")

@@ -3,6 +3,7 @@
 import ctypes
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,11 @@ def read_errors(root: str) -> dict[str, dict[str, int]]:
     """Return by port what it has counted, by name; not of virtual functions."""
     found: dict[str, dict[str, int]] = {}
     for port, own, is_function in _list_ports(root):
-        if is_function:
-            continue
-        counts = {
-            name: read_number(f"{own}/{directory}/{name}", -1)
-            for directory, names in _ERRORS.items()
-            for name in names
-        }
-        if known := {name: count for name, count in counts.items() if count >= 0}:
-            found[port] = known
+        for directory, names in _ERRORS.items() if not is_function else ():
+            for name in names:
+                count = read_number(f"{own}/{directory}/{name}", -1)
+                if count >= 0:
+                    found.setdefault(port, {})[name] = count
     return found
 
 
@@ -127,11 +124,9 @@ def _read_gids(own: str) -> dict[str, Value]:
 
 def _has_library(root: str) -> bool:
     if not root:
-        try:
-            ctypes.CDLL(_IBVERBS)
-        except OSError:
-            return False
-        return True
+        with suppress(OSError):
+            return bool(ctypes.CDLL(_IBVERBS))
+        return False
     places = (Path(root) / directory for directory in _LIBRARY_DIRS)
     return any(
         (place / _IBVERBS).exists() or any(place.glob(f"*-linux-gnu/{_IBVERBS}"))

@@ -14,25 +14,25 @@ import hmac
 import os
 import random
 import secrets
-import selectors
+import select
 import socket
 import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
 from ronde.check.check import FAIL, WARN, Problem, Problems, check
-from ronde.check.fleet import Fleet, HostPair, Value, name_some
+from ronde.check.fleet import Fleet, HostPair, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.majority import same_everywhere, spell
 from ronde.check.network.interfaces import ADDRESS
-from ronde.units import format_size
+from ronde.units import format_size, list_first
 
 # By the host's and the other's name: the fact ``REACH``; a pair is in this order.
 Reached = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -89,31 +89,27 @@ class Reception:
         self._ended.wait(_IDLE_S)
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for each in (*self._sockets, self._stop_fd):
-                selector.register(each, selectors.EVENT_READ)
-            is_open = True
-            while is_open:
-                for key, _ in selector.select():
-                    if key.fileobj == self._stop_fd:
-                        is_open = False
-                        continue
+        with ExitStack() as closing:
+            closing.callback(self._ended.set)
+            for each in self._sockets:
+                closing.enter_context(each)
+            closing.callback(os.close, self._stop_fd)
+            ready: list[Any] = []
+            while self._stop_fd not in ready:
+                for each in ready:
                     # What went away meanwhile is let go.
                     with suppress(OSError):
-                        self._take(cast("socket.socket", key.fileobj))
-        for each in self._sockets:
-            each.close()
-        os.close(self._stop_fd)
-        self._ended.set()
+                        self._take(each)
+                ready, _, _ = select.select([*self._sockets, self._stop_fd], [], [])
 
     def _take(self, ready: socket.socket) -> None:
         if ready.type == socket.SOCK_STREAM:
             connection, _ = ready.accept()
-            if threading.active_count() < _MAX_CONNECTIONS:
-                given = connection, self.token.encode()
-                threading.Thread(target=_answer, args=given, daemon=True).start()
-            else:
+            if threading.active_count() >= _MAX_CONNECTIONS:
                 connection.close()
+                return
+            given = connection, self.token.encode()
+            threading.Thread(target=_answer, args=given, daemon=True).start()
             return
         datagram, sender = ready.recvfrom(_MAX_DATAGRAM_BYTES)
         token = self.token.encode()
@@ -261,36 +257,32 @@ def _visit(name: str, target: dict[str, Value]) -> dict[str, Value]:
     """Reach one host."""
     address, token = target["address"], target["token"].encode()
     interface, own_mtu = own_end(address)
-    found: dict[str, Value] = {
-        "error": "",
-        "is_refused": False,
-        "lost_bytes": 0,
-        "interface": interface,
-        "own_mtu": own_mtu,
-    }
+    found: dict[str, Value] = {"error": "", "is_refused": False, "lost_bytes": 0}
+    found |= {"interface": interface, "own_mtu": own_mtu}
     with ExitStack() as closing:
-        connections: list[socket.socket] = []
-        port = 0
+        line, what = None, ""
         try:
             for port in target["ports"]:
-                opened = closing.enter_context(_connect(address, port, token))
-                connections.append(opened)
+                what = f"port {port}"
+                line = closing.enter_context(_connect(address, port, token))
         except OSError as error:
-            found["error"] = f"port {port}: {_reason(error)}"
+            found["error"] = f"{what}: {_reason(error)}"
             found["is_refused"] = isinstance(error, ConnectionRefusedError)
         if own_mtu:
             # Also where no connection was made: a lost answer is no lost question.
             with suppress(OSError):
                 to = (address, target["udp_port"])
                 found["mtu"] = measure_mtu(*to, token, name, own_mtu)
-        if not found["error"]:
+        if line and not found["error"]:
             try:
-                if not _arrives(connections[0], _SMALL_BYTES):
-                    found["error"] = "an open connection breaks: no answer"
-                elif not _arrives(connections[0], LARGE_BYTES):
+                _echo(line, _SMALL_BYTES)
+                with suppress(TimeoutError):
                     found["lost_bytes"] = LARGE_BYTES
+                    _echo(line, LARGE_BYTES)
+                    found["lost_bytes"] = 0
             except OSError as error:
-                found["error"] = f"an open connection breaks: {_reason(error)}"
+                what = f"an open connection breaks: {_reason(error)}"
+                found |= {"error": what, "lost_bytes": 0}
     return found
 
 
@@ -300,15 +292,11 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _arrives(connection: socket.socket, size_bytes: int) -> bool:
-    """Send a frame; return whether the answer comes in time."""
-    try:
-        connection.settimeout(_ANSWER_S)
-        connection.sendall(FRAME.pack(size_bytes) + bytes(size_bytes))
-        receive_exactly(connection, 1)
-    except TimeoutError:
-        return False
-    return True
+def _echo(connection: socket.socket, size_bytes: int) -> None:
+    """Send a frame and wait for its answer."""
+    connection.settimeout(_ANSWER_S)
+    connection.sendall(FRAME.pack(size_bytes) + bytes(size_bytes))
+    receive_exactly(connection, 1)
 
 
 def own_end(address: str) -> tuple[str, int]:
@@ -337,17 +325,13 @@ def measure_mtu(
             sending.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _DO_NOT_CUT)
         else:
             sending.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _DO_NOT_CUT)
-
-        def arrive(sizes: Iterable[int]) -> set[int]:
-            wanted = {size - headers for size in sizes}
-            begin = token + name.encode() + b"\0"
-            arrived = _send_sizes(sending, (address, port), begin, wanted)
-            return {size + headers for size in arrived}
-
+        to, head = (address, port), token + name.encode() + b"\0"
         most = min(own_mtu, _MAX_DATAGRAM_BYTES)
         passed, lost, sizes = 0, most + 1, [most]
         while sizes:
-            arrived = arrive(sizes)
+            wanted = {size - headers for size in sizes}
+            answered = _send_sizes(sending, to, head, wanted)
+            arrived = {size + headers for size in answered}
             passed = max([passed, *arrived])
             lost = min([lost, *(size for size in sizes if size > passed)])
             # Sizes that part what lies between the two into equal steps.
@@ -378,8 +362,6 @@ def _send_sizes(
                 answer = sending.recv(TOKEN_BYTES + ACK.size)
                 if answer.startswith(token) and len(answer) > TOKEN_BYTES + 1:
                     arrived |= wanted & {*ACK.unpack_from(answer, TOKEN_BYTES)}
-        if arrived == wanted:
-            break
     return arrived
 
 
@@ -460,9 +442,7 @@ STEP = ProbeStep("reaching", run, (ADDRESS, MTU, REACH))
 
 
 def _each(reached: Reached) -> Iterator[tuple[HostPair, Mapping[str, Any]]]:
-    for host, others in reached.items():
-        for other, found in others.items():
-            yield (host, other), found
+    return (((h, o), found) for h in reached for o, found in reached[h].items())
 
 
 def failing_pairs(reached: Reached) -> list[HostPair]:
@@ -484,13 +464,13 @@ def lost_pairs(reached: Reached) -> list[HostPair]:
 def lossy_pairs(reached: Reached) -> list[HostPair]:
     """Return the pairs that lose messages or packets as large as both ends allow."""
     mtus = {host: own_mtu(others) for host, others in reached.items()}
-    found: list[HostPair] = []
-    for pair, each in _each(reached):
-        least = min(each["own_mtu"], mtus.get(pair[1], 0))
-        is_small = bool(each.get("mtu")) and each["mtu"] < least
-        if not each["error"] and (each["lost_bytes"] or is_small):
-            found.append(pair)
-    return found
+
+    def is_lossy(other: str, found: Mapping[str, Any]) -> bool:
+        least = min(found["own_mtu"], mtus.get(other, 0))
+        is_small = bool(found.get("mtu")) and found["mtu"] < least
+        return not found["error"] and bool(found["lost_bytes"] or is_small)
+
+    return [pair for pair, found in _each(reached) if is_lossy(pair[1], found)]
 
 
 def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
@@ -526,16 +506,13 @@ def blame(
 
 
 def _name_ways(
-    host: str,
-    pairs: Sequence[HostPair],
-    outwards: str = "to {}",
-    inwards: str = "from {}",
+    host: str, pairs: Sequence[HostPair], outwards: str, inwards: str
 ) -> str:
     """Return with whom a host has faults, each direction by its pattern."""
     to = [other for sender, other in pairs if sender == host]
     by = [sender for sender, other in pairs if other == host]
     ways = ((outwards, to), (inwards, by))
-    return " and ".join(p.format(name_some(names)) for p, names in ways if names)
+    return " and ".join(p.format(list_first([*names], 4)) for p, names in ways if names)
 
 
 @check(FAIL, ADDRESS)
@@ -572,15 +549,13 @@ def reachable(fleet: Fleet) -> Problems:
     for host, own in blame(pairs, refused).items():
         sender, receiver = own[0]
         first = reached[sender][receiver]
-        what = _name_ways(
-            host, own, "it cannot connect to {}", "{} cannot connect to it"
-        )
+        ways = ("it cannot connect to {}", "{} cannot connect to it")
+        what = _name_ways(host, own, *ways)
         if not any((b, a) in own for a, b in own):
             is_half = set(own).isdisjoint((b, a) for a, b in failing)
             what += f"; the other way {'it works' if is_half else 'packets arrive'}"
-        what += f"; {first['error']}" + "; datagrams arrive" * bool(
-            first.get("is_heard")
-        )
+        what += f"; {first['error']}"
+        what += "; datagrams arrive" if first.get("is_heard") else ""
         fix = (
             f"Let TCP through from {sender} to {receiver}, all ports: nft list "
             f"ruleset, or iptables -S, on {receiver} and {sender}; then routes (ip "
@@ -617,7 +592,7 @@ def path_mtu(fleet: Fleet) -> Problems:
     """
     reached = fleet.known(REACH)
     for host, own in blame(lossy_pairs(reached)).items():
-        ways = _name_ways(host, own)
+        ways = _name_ways(host, own, "to {}", "from {}")
         least = min(int(reached[a][b].get("mtu") or 0) for a, b in own)
         here = own_mtu(reached[host]) if host in reached else 0
         if least and least < here:

@@ -1,0 +1,124 @@
+"""What the user says that each host has: ``--expect 8xH100,8x400G,2TiB``."""
+
+import re
+from pathlib import Path
+
+from ronde.check.check import FAIL, Family, Problem, Problems, check
+from ronde.check.fleet import Fleet, Value, Values
+from ronde.errors import UsageError
+from ronde.units import format_size, parse_size_bytes
+
+EXPECTED = "expected"  # setting; see ``read_expected``
+# The rest is the firmware's and the kernel's.
+_SHARE_OF_MEMORY = 0.9
+_PORTS = re.compile(r"(\d{1,4})x(\d{1,5})G(?:b(?:it)?(?:/s|ps)?)?", re.IGNORECASE)
+_GPUS = re.compile(r"(\d{1,4})x([A-Za-z][\w .-]*)")
+
+
+def read_expected(text: str) -> dict[str, Value]:
+    """Return what ``--expect`` names, or a file of such words, a line or comma each.
+
+    ``gpus`` is a number and a part of the model's name, ``ports`` a number and Mbit/s,
+    and ``memory_bytes`` a size; what is not named is left out.
+    """
+    expected: dict[str, Value] = {}
+    path = Path(text)
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = ",".join(line.partition("#")[0] for line in lines)
+    for word in filter(None, map(str.strip, text.split(","))):
+        if found := _PORTS.fullmatch(word):
+            part = {"ports": [int(found[1]), int(found[2]) * 1000]}
+        elif found := _GPUS.fullmatch(word):
+            part = {"gpus": [int(found[1]), found[2]]}
+        else:
+            try:
+                # Without a unit it is no size.
+                size = parse_size_bytes("" if word.isdecimal() else word)
+                part = {"memory_bytes": size}
+            except UsageError:
+                raise _bad(word) from None
+        if part.keys() & expected.keys():
+            raise _bad(word, "each kind once")
+        expected |= part
+    if not expected:
+        raise _bad(text)
+    return expected
+
+
+def _bad(word: str, rule: str = "GPUs, ports or memory") -> UsageError:
+    return UsageError(
+        f"--expect must name {rule}, got {word!r}. Type, for example: "
+        "--expect 8xH100,8x400G,2TiB, or a file with such words."
+    )
+
+
+@check(FAIL, "gpu.count", besides=("gpu.titles",), family=Family.CLUSTER)
+def expected_gpus(fleet: Fleet) -> Problems:
+    """Each host has the GPUs that --expect names.
+
+    reads: NVML's number and names of the GPUs
+    threshold: as many whose name contains the model's
+    source: --expect
+    fix: nvidia-smi -L; lspci -d 10de: shows cards that the driver does not
+    needs: --expect with GPUs, as 8xH100
+    why: Ranks find no GPU, or a slower one, and all others wait.
+    """
+    number, model = fleet.settings.get(EXPECTED, {}).get("gpus", (0, ""))
+    for facts in fleet.having("gpu.count") if number else ():
+        titles = [str(title or "?") for title in facts.values.get("gpu.titles") or ()]
+        fitting = [title for title in titles if model.lower() in title.lower()]
+        if len(fitting) < number:
+            has = f"{len(fitting)} GPUs {model}"
+            if others := sorted({*titles} - {*fitting}):
+                has += (
+                    f", and {len(titles) - len(fitting)} others ({', '.join(others)})"
+                )
+            yield Problem(has, usual=f"{number} expected", host=facts.host)
+
+
+@check(
+    FAIL, "network.interfaces", besides=("network.rdma_ports",), family=Family.CLUSTER
+)
+def expected_ports(fleet: Fleet) -> Problems:
+    """Each host has the ports that --expect names.
+
+    reads: /sys/class/net, /sys/class/infiniband: speed and state
+    threshold: as many RDMA ports, or else physical interfaces, that are up and as fast
+    source: --expect
+    fix: ip -br link; ibstat: look at cable, transceiver and switch port
+    needs: --expect with ports, as 8x400G
+    why: The host with fewer or slower ports sets the pace of every reduction.
+    """
+    number, mbit_per_s = fleet.settings.get(EXPECTED, {}).get("ports", (0, 0))
+    for facts in fleet.having("network.interfaces") if number else ():
+        ports: Values = facts.values.get("network.rdma_ports") or {}
+        rdma: list[int] = [
+            p["mbit_per_s"] for p in ports.values() if p["state"] == "ACTIVE"
+        ]
+        links: Values = facts.values["network.interfaces"]
+        own: list[int] = [
+            i["mbit_per_s"] for i in links.values() if i["kind"] == "physical"
+        ]
+        fast = max(sum(rate >= mbit_per_s for rate in rates) for rates in (rdma, own))
+        if fast < number:
+            what = f"{fast} ports of {mbit_per_s / 1000:g} Gbit/s are up"
+            yield Problem(what, usual=f"{number} expected", host=facts.host)
+
+
+@check(FAIL, "host.memory_bytes", family=Family.CLUSTER)
+def expected_memory(fleet: Fleet) -> Problems:
+    """Each host has the memory that --expect names.
+
+    reads: MemTotal of /proc/meminfo
+    threshold: 90 % of it; the rest is the firmware's and the kernel's
+    source: --expect; 90 %: ronde's own
+    fix: Look for memory that firmware has taken out: dmidecode -t memory, the BMC's log
+    needs: --expect with a size, as 2TiB
+    why: A job that fits elsewhere does not fit there.
+    """
+    expected = fleet.settings.get(EXPECTED, {}).get("memory_bytes", 0)
+    for host, num_bytes in fleet.known("host.memory_bytes").items():
+        if num_bytes < _SHARE_OF_MEMORY * expected:
+            what = f"{format_size(num_bytes)} of memory"
+            yield Problem(what, usual=f"{format_size(expected)} expected", host=host)

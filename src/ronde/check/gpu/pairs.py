@@ -1,0 +1,147 @@
+"""What GPUs of one host copy to each other: ``--bandwidth`` measures it."""
+
+import os
+import signal
+import time
+from collections import defaultdict
+from importlib import import_module
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+from ronde.check.check import FAIL, WARN, Problem, Problems, check
+from ronde.check.fleet import Fleet, Value
+from ronde.check.hosts import HostSet, NodeContext, ProbeStep
+from ronde.check.probing import FactReader, ProbeEntry, run_probes
+from ronde.launch.process_tree import die_with_parent
+from ronde.units import list_first
+
+# Fact: by pair, such as ``0-1``: GB/s (1e9) of the slower direction; 0 where what
+# arrived is not what was sent.
+PAIRS = "gpu.pairs"
+_COUNT, _BUILD, _NVLINKS = "gpu.count", "versions.torch_build", "gpu.nvlinks"
+_NUM_BYTES = 256 << 20
+_MIN_ROUNDS, _WARM_UP_S, _ROUNDS_S = 3, 0.05, 0.1
+_LIMIT_S, _SLACK_S = 60.0, 5.0  # for torch's import, and a pair for a fifth of a second
+_SLOW, _VERY_SLOW = 0.9, 0.7
+_MAX_CHARS = 200
+
+Torch = Any
+
+
+def copy_pairs(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Copy between any two GPUs of this host; the answer has ``pairs``."""
+    entry = ProbeEntry((__name__,), float(question["seconds"]), "", question)
+    copied = run_probes({"": entry}, {})[""]
+    if failure := copied.failure or copied.unreadable.get("pairs", ""):
+        raise OSError(failure)
+    return copied.values
+
+
+def read(reader: FactReader) -> None:
+    """Be the program that copies."""
+    die_with_parent(os.getppid(), signal.SIGKILL)
+    with reader.reading("pairs"):
+        try:
+            torch: Torch = import_module("torch")
+            reader.values["pairs"] = measure_pairs(torch, torch.cuda.device_count())
+        except (ImportError, RuntimeError) as error:
+            # CUDA's errors go on with advice for programmers.
+            reason = str(error).partition("\n")[0][:_MAX_CHARS]
+            reader.unreadable["pairs"] = f"torch failed: {reason}"
+
+
+def measure_pairs(torch: Torch, num_gpus: int) -> dict[str, float]:
+    """Return by pair what goes through, one pair after the other."""
+    found: dict[str, float] = {}
+    for one, other in combinations(range(num_gpus), 2):
+        a, b = (
+            torch.zeros(_NUM_BYTES, dtype=torch.uint8, device=f"cuda:{number}")
+            for number in (one, other)
+        )
+        rate = min(_rate(torch, a.fill_(1), b), _rate(torch, b.fill_(2), a))
+        found[f"{one}-{other}"] = rate
+        del a, b
+        torch.cuda.empty_cache()
+    return found
+
+
+def _rate(torch: Torch, source: Any, target: Any) -> float:  # noqa: ANN401  tensors
+    """Return GB/s of the best copy; 0 where something else arrives."""
+    begun_s = now_s = time.perf_counter()
+    warm_s, taken = begun_s + _WARM_UP_S, list[float]()
+    while len(taken) < _MIN_ROUNDS or now_s < warm_s + _ROUNDS_S:
+        before_s = now_s
+        target.copy_(source, non_blocking=True)
+        for tensor in (source, target):
+            torch.cuda.synchronize(tensor.device)
+        now_s = time.perf_counter()
+        if before_s >= warm_s:
+            taken.append(now_s - before_s)
+    is_right = bool((target == source.flatten()[0].item()).all())
+    return round(is_right * source.nbytes / min(taken) / 1e9, 3)
+
+
+def run(hosts: HostSet) -> None:
+    """Have each host copy between its GPUs; of several hosts, their links come next."""
+    able = {
+        name: {"do": "copy_pairs", "seconds": _LIMIT_S}
+        for name, facts in hosts.facts.items()
+        if int(facts.values.get(_COUNT) or 0) > 1
+        and str(facts.values.get(_BUILD)).startswith(("CUDA", "HIP"))
+    }
+    for name, reply in hosts.ask(able, _LIMIT_S + _SLACK_S).items():
+        if reply.failure:
+            hosts.note_unread(name, PAIRS, reply.failure)
+        else:
+            hosts.note(name, PAIRS, reply.values["pairs"])
+    if len(hosts.names) == 1 and not able:
+        name, facts = next(iter(hosts.facts.items()))
+        num_gpus = int(facts.values.get(_COUNT) or 0)
+        what = "one GPU" if num_gpus == 1 else f"{num_gpus or 'no'} GPUs"
+        reason = (
+            f"one host with {what} that torch can use has nothing to pair: name more "
+            "hosts with -H"
+        )
+        hosts.note_unread(name, PAIRS, reason)
+
+
+STEP = ProbeStep("GPU pairs", run, (PAIRS,), (_COUNT, _BUILD), setting="bandwidth")
+
+
+@check(FAIL, PAIRS, besides=(_NVLINKS,))
+def gpu_pair_speed(fleet: Fleet) -> Problems:
+    """Any two GPUs of a host copy to each other as fast, and rightly.
+
+    reads: copies of 256 MiB both ways between each two GPUs, one pair at a time
+    threshold: what arrives is what was sent; with NVLinks at least 90 % of the median
+        of the host's pairs (a warning), below 70 % a failure; without, a warning
+    source: ronde's own; NCCL takes 30 % off the median for an outlier
+    fix: nvidia-smi topo -m; nvidia-smi nvlink -e; without NVLinks: ACS and the slots
+    needs: --bandwidth, torch, two GPUs
+    why: A ring goes through all GPUs: the slowest pair sets the pace of every step.
+    """
+    for facts in fleet.having(PAIRS):
+        pairs: dict[str, float] = facts.values[PAIRS]
+        wrong = [pair for pair, rate in pairs.items() if not rate]
+        if wrong:
+            what = f"GPUs {list_first(wrong)}: what arrives is not what was sent"
+            fix = "switch ACS and the IOMMU's translation off, else reset the GPUs"
+            yield Problem(what, fix=fix, host=facts.host)
+        usual = median(pairs.values()) if pairs else 0.0
+        links = facts.values.get(_NVLINKS) or ()
+        has_nvlinks = bool(links) and all(any(each or ()) for each in links)
+        slow: dict[bool, list[str]] = defaultdict(list)
+        for pair, rate in pairs.items():
+            # Without NVLinks those of two sockets are slower by their nature.
+            limit = _SLOW if has_nvlinks else _VERY_SLOW
+            if 0 < rate < limit * usual:
+                is_bad = has_nvlinks and rate < _VERY_SLOW * usual
+                slow[is_bad].append(f"{pair} ({rate:.3g} GB/s)")
+        for is_bad, names in slow.items():
+            yield Problem(
+                f"GPUs {list_first(names)}",
+                FAIL if is_bad else WARN,
+                f"{usual:.3g} GB/s is the median of its pairs",
+                host=facts.host,
+            )

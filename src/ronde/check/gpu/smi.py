@@ -1,0 +1,281 @@
+"""NVML's answers as ``nvidia-smi`` prints them, for hosts without nvidia-ml-py."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ronde.check.fleet import Value
+from ronde.check.probing import UnreadableError
+from ronde.errors import UsageError
+from ronde.topology.pci import plain_address
+from ronde.topology.probes.base import Element, parse_xml
+
+_DEADLINE_S = 20.0
+_MISSING = (
+    "NVML can only be asked with nvidia-ml-py or nvidia-smi, and neither is here: "
+    "pip install 'ronde[gpu]'"
+)
+_ACTIONS = ("none", "reset", "reboot", "drain p2p", "drain and reset")
+_ACTIVE = {  # by NVML's bit
+    0x80: "hw_power_brake_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x20: "sw_thermal_slowdown",
+    0x08: "hw_slowdown",
+}
+_STATES = {"not started": 1, "in progress": 2, "completed": 3}
+_SUMMARIES = {"healthy": 1, "unhealthy": 2, "limited capacity": 3}
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NVLINK = re.compile(r"GPU (?P<gpu>\d+):|\s+Link \d+: (?P<state>.*)")
+
+
+class NotShownError(Exception):
+    """This nvidia-smi does not print an answer."""
+
+
+class FailedError(Exception):
+    """nvidia-smi cannot ask the driver; the text is its own."""
+
+
+class SmiReport(NamedTuple):
+    """What it prints: of the host and of each GPU, by NVML's questions."""
+
+    cuda_version: list[int] | None
+    # None where the question does not apply to the GPU; missing where it is not shown.
+    gpus: list[dict[str, Value]]
+
+
+def ask_smi() -> SmiReport:
+    """Run ``nvidia-smi``.
+
+    Raises:
+        UnreadableError: There is none, or it does not answer.
+        FailedError: It cannot ask the driver.
+    """
+    return read_smi(_run("-q", "-x"), _run("nvlink", "-s"))
+
+
+def _run(*words: str) -> bytes:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *words],  # noqa: S607  wherever the driver has put it
+            capture_output=True,
+            check=False,
+            timeout=_DEADLINE_S,
+        )
+    except OSError:
+        raise UnreadableError(_MISSING) from None
+    except subprocess.TimeoutExpired:
+        raise UnreadableError(
+            f"nvidia-smi does not answer within {_DEADLINE_S:g} s"
+        ) from None
+    if done.returncode and words[0] == "-q" and b"<gpu " not in done.stdout:
+        lines = (done.stdout + done.stderr).decode(errors="replace").split("\n")
+        raise FailedError(next((each for each in lines if each.strip()), "no reason"))
+    return done.stdout
+
+
+def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
+    """Return what ``nvidia-smi -q -x`` and ``nvidia-smi nvlink -s`` printed."""
+    try:
+        top = parse_xml(log, "nvidia-smi -q -x")
+    except UsageError as error:
+        raise UnreadableError(str(error)) from error
+    version = "".join(piece for e in top.named("cuda_version") for piece in e.pieces)
+    found = re.fullmatch(r"(\d+)\.(\d+)", version.strip())
+    links: dict[int, list[bool]] = {}
+    gpu = -1
+    for each in _NVLINK.finditer(nvlinks.decode(errors="replace")):
+        if each["gpu"]:
+            gpu = int(each["gpu"])
+        else:
+            links.setdefault(gpu, []).append("inactive" not in each["state"])
+    gpus = [_answers(each) for each in top.named("gpu")]
+    for number, own in links.items():
+        if 0 <= number < len(gpus):
+            gpus[number]["nvlinks"] = own
+    return SmiReport([int(found[1]), int(found[2])] if found else None, gpus)
+
+
+def _answers(gpu: Element) -> dict[str, Value]:
+    answers: dict[str, Value] = {}
+    for question, read in _QUESTIONS.items():
+        try:
+            answers[question] = read(gpu)
+        except NotShownError:
+            continue
+    return answers
+
+
+def is_error(title: str) -> bool:
+    """Say whether an error stands in the place of a GPU's name."""
+    return (
+        re.search(r"unknown error|is lost|requires reset|err!", title, re.IGNORECASE)
+        is not None
+    )
+
+
+def _text(element: Element, *paths: str) -> str:
+    """Return the text at the first path that is there, such as ``pci/pci_bus_id``."""
+    for path in paths:
+        found = [element]
+        for tag in path.split("/"):
+            found = [child for each in found for child in each.named(tag)]
+        if found:
+            return "".join(found[0].pieces).strip()
+    raise NotShownError
+
+
+def _known(text: str) -> str | None:
+    return None if text.strip("[]").upper() in ("N/A", "NOT SUPPORTED") else text
+
+
+def _number(element: Element, *paths: str) -> float | None:
+    text = _known(_text(element, *paths))
+    found = _NUMBER.match(text or "")
+    if text is not None and found is None:
+        raise NotShownError
+    return None if found is None else float(found[0])
+
+
+def _count(element: Element, *paths: str) -> int | None:
+    number = _number(element, *paths)
+    return None if number is None else int(number)
+
+
+def _all_or_none(values: dict[str, Value]) -> Value:
+    return None if None in values.values() else values
+
+
+def _memory(gpu: Element) -> Value:
+    mib = {n: _number(gpu, f"fb_memory_usage/{n}") for n in ("total", "used")}
+    return _all_or_none({n: v and int(v * 2**20) for n, v in mib.items()})
+
+
+def _recovery(gpu: Element) -> Value:
+    action = _known(_text(gpu, "gpu_recovery_action"))
+    if action is None:
+        return None
+    if action.lower() not in _ACTIONS:
+        raise NotShownError
+    return _ACTIONS.index(action.lower())
+
+
+def _rows(gpu: Element) -> Value:
+    rows = gpu.named("remapped_rows")
+    if not rows or _known("".join(rows[0].pieces).strip()) is None:
+        return None
+    return {
+        "corrected": _count(rows[0], "remapped_row_corr"),
+        "uncorrected": _count(rows[0], "remapped_row_unc"),
+        "is_pending": _text(rows[0], "remapped_row_pending") == "Yes",
+        "has_failed": _text(rows[0], "remapped_row_failure") == "Yes",
+    }
+
+
+def _ecc(gpu: Element) -> Value:
+    def uncorrected(since: str) -> int | None:
+        own = f"ecc_errors/{since}/sram_uncorrectable"
+        try:
+            return _count(gpu, own)
+        except NotShownError:
+            # Newer drivers tell two kinds apart.
+            kinds = [_count(gpu, f"{own}_{kind}") for kind in ("parity", "secded")]
+            return None if None in kinds else sum(filter(None, kinds))
+
+    return _all_or_none(
+        {
+            "sram_uncorrected": uncorrected("volatile"),
+            "sram_uncorrected_ever": uncorrected("aggregate"),
+            "sram_corrected": _count(gpu, "ecc_errors/volatile/sram_correctable"),
+            "dram_corrected": _count(gpu, "ecc_errors/volatile/dram_correctable"),
+        }
+    )
+
+
+def _clock_events(gpu: Element) -> Value:
+    bits = 0
+    for bit, name in _ACTIVE.items():
+        new, old = f"clocks_event_reason_{name}", f"clocks_throttle_reason_{name}"
+        paths = f"clocks_event_reasons/{new}", f"clocks_throttle_reasons/{old}"
+        state = _known(_text(gpu, *paths))
+        if state is None:
+            return None
+        bits |= bit * (state == "Active")
+    return bits
+
+
+def _pcie(gpu: Element) -> Value:
+    info = "pci/pci_gpu_link_info"
+    return _all_or_none(
+        {
+            "width": _count(gpu, f"{info}/link_widths/current_link_width"),
+            "max_width": _count(gpu, f"{info}/link_widths/max_link_width"),
+            "generation": _count(gpu, f"{info}/pcie_gen/current_link_gen"),
+            "max_generation": _count(gpu, f"{info}/pcie_gen/max_link_gen"),
+        }
+    )
+
+
+def _power(gpu: Element) -> Value:
+    tops, limits = ("gpu_power_readings", "power_readings"), ("current", "enforced")
+    enforced = (f"{top}/{limit}_power_limit" for limit in limits for top in tops)
+    return _all_or_none(
+        {
+            "enforced": _number(gpu, *enforced),
+            "default": _number(gpu, *(f"{top}/default_power_limit" for top in tops)),
+        }
+    )
+
+
+def _fabric(gpu: Element) -> Value:
+    state = _known(_text(gpu, "fabric/state"))
+    if state is None:
+        return None
+    if state.lower() not in _STATES:
+        raise NotShownError
+    # Older drivers have no summary.
+    own = [each for top in gpu.named("fabric") for each in top.named("summary")]
+    summary = "".join(own[0].pieces).strip().lower() if own else ""
+    return {
+        "state": _STATES[state.lower()],
+        "status": 0 if _text(gpu, "fabric/status") in ("Success", "N/A") else 999,
+        "health": 0,
+        "summary": _SUMMARIES.get(summary, 0),
+    }
+
+
+def _mig(gpu: Element) -> Value:
+    mode = _known(_text(gpu, "mig_mode/current_mig"))
+    return None if mode is None else mode == "Enabled"
+
+
+def _processes(gpu: Element) -> Value:
+    """Return those that compute on it and draw nothing."""
+    listed = [e for top in gpu.named("processes") for e in top.named("process_info")]
+    own = [each for each in listed if _text(each, "type") == "C"]
+    mib = [_number(each, "used_memory") for each in own]
+    return [
+        {"pid": _count(each, "pid"), "memory_bytes": used and int(used * 2**20)}
+        for each, used in zip(own, mib, strict=True)
+    ]
+
+
+_QUESTIONS: dict[str, Callable[[Element], Value]] = {
+    "titles": lambda gpu: _text(gpu, "product_name"),
+    "bus_ids": lambda gpu: plain_address(gpu.get("id")),
+    "memory_bytes": _memory,
+    "vbios": lambda gpu: _known(_text(gpu, "vbios_version")),
+    "gsp_firmware": lambda gpu: _known(_text(gpu, "gsp_firmware_version")),
+    "recovery_action": _recovery,
+    "remapped_rows": _rows,
+    "ecc_errors": _ecc,
+    "clock_events": _clock_events,
+    "margin_celsius": lambda gpu: _count(gpu, "temperature/gpu_temp_tlimit"),
+    "pcie": _pcie,
+    "power_limit_w": _power,
+    "fabric": _fabric,
+    "mig": _mig,
+    "processes": _processes,
+    "busy_percent": lambda gpu: _count(gpu, "utilization/gpu_util"),
+}

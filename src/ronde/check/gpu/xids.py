@@ -1,0 +1,184 @@
+"""What the driver has logged of GPUs (Xid) and of their switches (SXid) since the boot.
+
+What each number asks for is that of NVIDIA's catalogue of Xid errors, as gpud 4a8de33
+carries it (catalog_generated.go, of 2025-10): its "immediate resolution".
+"""
+
+import re
+from typing import NamedTuple
+
+from ronde.check.check import (
+    FAIL,
+    INFORM,
+    WARN,
+    Problem,
+    Problems,
+    Severity,
+    each_host,
+)
+from ronde.check.fleet import Fleet, Value, Values
+from ronde.check.kernel_log import read_log
+from ronde.topology.pci import plain_address
+from ronde.units import format_duration
+
+
+class _Resolution(NamedTuple):
+    """What NVIDIA says to do about some numbers."""
+
+    severity: Severity
+    fix: str
+    codes: frozenset[int]
+
+
+_RESET = _Resolution(
+    FAIL,
+    "stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N",
+    frozenset({46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158}),
+)
+_RESTART = _Resolution(
+    INFORM,
+    "start the program again; if it happens again, look at the program",
+    frozenset({8, 11, 13, 25, 31, 32, 39, 40, 41, 43, 45, 60, 68, 69, 70, 71, 72, 75})
+    | frozenset({76, 77, 80, 82, 83, 84, 85, 86, 88, 89, 94, *range(96, 106)})
+    | frozenset({*range(126, 136), 139}),
+)
+_RESOLUTIONS = (
+    _RESET,
+    _Resolution(
+        FAIL,
+        "reset the GPU (sudo nvidia-smi --gpu-reset -i N), then dcgmi diag -r 3; if it "
+        "happens again, have the GPU replaced",
+        frozenset({48, 167, 171, 172}),
+    ),
+    _Resolution(
+        FAIL,
+        "reboot the host; if it happens again, the GPU or its slot is broken",
+        frozenset({79, 151}),
+    ),
+    _Resolution(FAIL, "connect the GPU's power cable", frozenset({54})),
+    _Resolution(
+        FAIL,
+        "nvidia-smi nvlink -e shows the link; reset its GPUs, or look at its bridge, "
+        "cable or switch",
+        frozenset({74, *range(144, 151)}),
+    ),
+    _Resolution(WARN, "update the vGPU software", frozenset({78})),
+    _RESTART,
+    # Nothing to do. 154 repeats the driver's advice, which is a check of its own.
+    _Resolution(
+        INFORM,
+        "",
+        frozenset({14, 37, 38, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141})
+        | frozenset({152, 153, 154, 157, 160, 161}),
+    ),
+)
+_OTHER = _Resolution(
+    INFORM, "look the number up in NVIDIA's catalogue of Xid errors", frozenset()
+)
+_FATAL_SWITCH = _Resolution(
+    FAIL, "reset all GPUs of the host, or reboot it", frozenset()
+)
+_NAMES = {
+    8: "a channel stood still",
+    13: "error in a kernel",
+    31: "access to memory that is not mapped",
+    43: "a kernel was stopped",
+    45: "a program ended and was cleaned up",
+    46: "the GPU stood still",
+    48: "two bits wrong in memory",
+    54: "no auxiliary power",
+    62: "its micro-controller halted",
+    64: "a row of memory could not be replaced",
+    69: "error in a kernel",
+    74: "error of an NVLink",
+    79: "it has fallen off the bus",
+    94: "memory error, contained",
+    95: "memory error, not contained",
+    109: "a context could not be switched",
+    110: "security fault",
+    119: "its system processor does not answer",
+    120: "error of its system processor",
+    136: "an NVLink could not be trained",
+    140: "uncorrected memory errors",
+    143: "it could not be initialized",
+    155: "error of an NVLink's software",
+    156: "a broken part was retired",
+    158: "a fatal timeout",
+    167: "fatal timeout on the PCI bus",
+    171: "two bits wrong in memory (DRAM)",
+    172: "two bits wrong in a cache (SRAM)",
+} | dict.fromkeys(range(144, 151), "error of an NVLink")
+
+_XID = re.compile(
+    r"(?P<kind>S?Xid) \(PCI:(?P<address>[0-9a-fA-F:.]+)\): (?P<code>\d+)(?P<rest>.*)"
+)
+_ADVICE, _ADDRESSES = "gpu.recovery_action", "gpu.bus_ids"
+
+
+def read_xids(root: str) -> list[Value]:
+    """Return what the log has of each kind, GPU and number: the last one, and how many.
+
+    Whether an error is fatal the log has for SXid, and for Xids of NVLinks from
+    Blackwell on.
+    """
+    found: dict[tuple[str, str, int], Value] = {}
+    for age_s, line in read_log(root):
+        xid = _XID.search(line)
+        if xid is None:
+            continue
+        # The driver leaves out the function, which is 0.
+        text = xid["address"]
+        address = plain_address(text) or plain_address(f"{text}.0") or text
+        key = xid["kind"], address, int(xid["code"])
+        found[key] = {
+            "kind": key[0],
+            "address": key[1],
+            "code": key[2],
+            "times": found[key]["times"] + 1 if key in found else 1,
+            "age_s": max(0.0, round(age_s, 1)),
+            "is_fatal": re.search(r"\bFatal\b", xid["rest"]) is not None,
+        }
+    return list(found.values())
+
+
+@each_host(FAIL, "gpu.xids", besides=(_ADVICE, _ADDRESSES))
+def gpu_xid(values: Values, _: Fleet) -> Problems:
+    """The driver has logged no GPU error since the host was started.
+
+    reads: Xid and SXid in /dev/kmsg, else journalctl -k; NVML's recovery action
+    threshold: none that asks for a reset, a reboot or a repair, no fatal SXid; a
+        warning where the driver asks for nothing by now; those of programs are shown
+    source: NVIDIA's catalogue of Xid errors, by gpud 4a8de33 (nvidia/xid)
+    fix: look the number up in NVIDIA's catalogue of Xid errors; drain the host
+    needs: an NVIDIA GPU; root where kernel.dmesg_restrict is 1
+    why: Until it is reset or repaired, the GPU ends jobs or computes wrong results.
+    """
+    numbers = zip(values.get(_ADDRESSES) or (), values.get(_ADVICE) or (), strict=False)
+    advice = {address: action for address, action in numbers if action is not None}
+    for each in values["gpu.xids"]:
+        resolution = _resolve(each)
+        if not resolution.fix:
+            continue
+        is_xid, code = each["kind"] == "Xid", each["code"]
+        what = f"{each['kind']} {code}"
+        what += f" ({_NAMES[code]})" if is_xid and code in _NAMES else ""
+        what += f" at {each['address']}"
+        what += f", {each['times']} times, last" if each["times"] > 1 else ""
+        what += f" {format_duration(each['age_s'])} ago"
+        severity = resolution.severity
+        # A switch is reset with all GPUs.
+        own: list[Value] = [*advice.values()]
+        own = [advice.get(each["address"])] if is_xid else own
+        if severity is FAIL and own and not any(a != 0 for a in own):
+            severity, what = WARN, f"{what}; by now the driver asks for nothing"
+        yield Problem(what, severity, fix=resolution.fix)
+
+
+def _resolve(entry: Value) -> _Resolution:
+    if entry["kind"] != "Xid":
+        return _FATAL_SWITCH if entry["is_fatal"] else _OTHER
+    code = entry["code"]
+    found = next((each for each in _RESOLUTIONS if code in each.codes), _OTHER)
+    if code in range(144, 151) and not entry["is_fatal"]:
+        return found._replace(severity=WARN)
+    return found

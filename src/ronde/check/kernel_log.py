@@ -1,0 +1,78 @@
+"""What the kernel has logged since the boot: its own log, else the journal's copy."""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ronde.check.probing import UnreadableError
+
+_RECORD_BYTES = 8192
+_MAX_BYTES = 16 << 20
+_RECORD = re.compile(r"\d+,\d+,(?P<us>\d+),[^;]*;(?P<text>.*)")
+_JOURNAL = ("journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-unix")
+_JOURNAL_LINE = re.compile(r"(?P<at_s>\d{9,}\.\d+) (?P<text>.*)")
+
+
+def read_log(root: str) -> list[tuple[float, str]]:
+    """Return for each line of the log how old it is in seconds, and its text."""
+    try:
+        return list(_kernel_log(root))
+    except OSError as error:
+        if root:
+            raise
+        return _journal(error)
+
+
+def _kernel_log(root: str) -> Iterator[tuple[float, str]]:
+    now_s = read_clock_s(root)
+    for record in _records(f"{root}/dev/kmsg"):
+        if at := _RECORD.match(record):
+            yield now_s - int(at["us"]) / 1e6, at["text"]
+
+
+def _journal(why: OSError) -> list[tuple[float, str]]:
+    reason = f"/dev/kmsg: {why.strerror}, and journalctl -k is empty; root would help"
+    try:
+        done = subprocess.run(_JOURNAL, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        raise UnreadableError(reason) from why
+    text = done.stdout[-_MAX_BYTES:].decode(errors="replace")
+    lines = [at for line in text.splitlines() if (at := _JOURNAL_LINE.match(line))]
+    # A kernel logs its start at least: nothing at all is a journal of others.
+    if not lines:
+        raise UnreadableError(reason) from why
+    now_s = time.time()
+    return [(now_s - float(at["at_s"]), at["text"]) for at in lines]
+
+
+def read_clock_s(root: str) -> float:
+    """Return the time by the clock of the log: seconds since the start of the host."""
+    if not root:
+        # Not /proc/uptime: that counts sleep, and a container's may be its own.
+        return time.monotonic()
+    return float(Path(f"{root}/proc/uptime").read_text("ascii").split()[0])
+
+
+def _records(path: str) -> Iterator[str]:
+    """Yield the kernel's log, the oldest first; one read gives one record."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        rest, num_bytes = b"", 0
+        while num_bytes < _MAX_BYTES:
+            try:
+                chunk = os.read(fd, _RECORD_BYTES)
+            except BrokenPipeError:
+                # Records were overwritten meanwhile; the next one is there.
+                continue
+            except BlockingIOError:
+                break
+            if not chunk:
+                break
+            num_bytes += len(chunk)
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+    finally:
+        os.close(fd)
