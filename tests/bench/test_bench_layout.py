@@ -19,7 +19,7 @@ from ronde.bench.results import (
     Totals,
 )
 from ronde.render.bench import ending_lines, heading_lines, number, row_line
-from ronde.topology.limits.bounds import Limit
+from ronde.topology.limits import Limit
 
 AT = datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001  local, as they print it
 TITLES = """\

@@ -69,7 +69,7 @@ def sweep_reductions(communicator):
     return counts
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_all_types_and_operations_are_right(run_ranks, size):
     counts = run_ranks(size, sweep_reductions, connecting=by_shared_memory)[0]
     skipped = {key for key, value in counts.items() if value == "skipped"}

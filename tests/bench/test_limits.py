@@ -18,7 +18,7 @@ from ronde.bench.limits import (
 )
 from ronde.collectives import Communicator
 from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind
-from ronde.topology.limits.bounds import Bound, Limit, LimitWorld, RankLayout
+from ronde.topology.limits import Bound, Limit, LimitWorld, RankLayout
 from ronde.topology.sources import Detected
 
 CPU = torch.device("cpu")

@@ -100,9 +100,11 @@ def upstream(num_results: int = 3) -> dict[str, Any]:
     return content
 
 
-def read(content: dict[str, Any] | str, **options: bool) -> Run:
+def read(content: dict[str, Any] | str) -> Run:
     text = content if isinstance(content, str) else json.dumps(content)
-    (run,) = read_log(text, "a.json", **options)
+    log = read_log(text, "a.json")
+    assert log.damage == []
+    (run,) = log.runs
     return run
 
 
@@ -228,29 +230,40 @@ def test_a_run_that_did_not_end() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "value", "damage"),
+    [
+        ("results.1.size", "big", "result 1 was left out: size must be an integer"),
+        ("results.1.size", -4, "result 1 was left out: size must be an integer"),
+        ("results.1.count", None, "result 1 was left out: count must be an integer"),
+        ("results.0.type", 7, "result 0 was left out: type must be text"),
+        ("results.0.root", "x", "result 0 was left out: root must be an integer"),
+        ("results.2.in_place.bus_bw", "fast", "result 2 was left out: bus_bw must be"),
+        ("results.2.in_place", [1], "result 2 was left out: in_place must be an obj"),
+    ],
+)
+def test_a_damaged_result_is_left_out_and_reported(
+    path: str, value: object, damage: str
+) -> None:
+    log = read_log(json.dumps(changed(path, value)), "a.json")
+    assert len(log.damage) == 1
+    assert log.damage[0].startswith(f"a.json:1: {damage}")
+    (run,) = log.runs
+    assert len(run.rows) == 2
+    assert not run.is_complete
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
-        (changed("results.1.size", "big"), r"a.json:1: result 1: size must be an inte"),
-        (changed("results.1.size", -4), r"a.json:1: result 1: size must be an integer"),
-        (changed("results.1.count", None), r"a.json:1: result 1: count must be an int"),
-        (changed("results.0.type", 7), r"a.json:1: result 0: type must be text"),
-        (
-            changed("results.0.root", "x"),
-            r"a.json:1: result 0: root must be an int",
-        ),
-        (
-            changed("results.2.in_place.bus_bw", "fast"),
-            r"result 2: bus_bw must be",
-        ),
-        (changed("results.2.in_place", [1]), r"result 2: in_place must be an object"),
         (changed("results", {"a": 1}), r"a.json:1: results must be a list"),
         (changed("config", 7), r"a.json:1: config must be an object"),
         (changed("config.devices.0.rank", "a"), r"a.json:1: rank must be an integer"),
         ('{"version": 3, "results": [}', r"a.json:1: log must be whole JSON"),
         ("{" * 5000, r"a.json:1: log must"),
+        ('{"version": ' + "1" * 5000 + "}", r"a.json:1: log must be JSON"),
     ],
 )
-def test_damage_is_an_error(content: Any, message: str) -> None:
+def test_a_log_with_nothing_to_read_is_an_error(content: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read(content)
 
@@ -258,36 +271,35 @@ def test_damage_is_an_error(content: Any, message: str) -> None:
 def test_the_line_of_a_damaged_result_is_told() -> None:
     text = json.dumps(changed("results.1.size", "big"), indent=1)
     line = text[: text.index('"big"')].count("\n") + 1
-    with pytest.raises(UsageError, match=rf"^a.json:{line - 1}: result 1: size"):
-        read(text)
+    (damage,) = read_log(text, "a.json").damage
+    assert damage.startswith(f"a.json:{line - 1}: result 1 was left out: size")
 
 
-def test_a_cut_file_is_an_error_unless_a_part_is_welcome() -> None:
+def test_of_a_cut_file_the_whole_results_are_read() -> None:
     text = json.dumps(document(), indent=1)
     cut = text[: text.index('"size": 4096')]
     line = cut.count("\n") + 1
-    with pytest.raises(UsageError, match=rf"^a.json:{line}: log must be whole JSON"):
-        read(cut)
-    run = read(cut, keeps_partial=True)
+    log = read_log(cut, "a.json")
+    assert len(log.damage) == 1
+    assert log.damage[0].startswith(f"a.json:{line}: log must be whole JSON")
+    (run,) = log.runs
     assert [row.size_bytes for row in run.rows] == [1024, 2048]
     assert not run.is_complete
-    assert run.warnings[0] == f"line {line}: the file is cut here"
 
 
-@given(cut=st.integers(0, 10**4), is_ours=st.booleans(), keeps_partial=st.booleans())
-def test_a_cut_anywhere_is_an_error_with_its_line(
-    cut: int, *, is_ours: bool, keeps_partial: bool
-) -> None:
+@given(cut=st.integers(0, 10**4), is_ours=st.booleans())
+def test_a_cut_anywhere_is_reported_with_its_line(cut: int, *, is_ours: bool) -> None:
     text = json.dumps(document() if is_ours else upstream(), indent=1)
     cut %= len(text)
     try:
-        runs = read_log(text[:cut], "a.json", keeps_partial=keeps_partial)
+        log = read_log(text[:cut], "a.json")
     except UsageError as error:
-        if not re.match(r"a\.json:\d+: ", str(error)):
-            raise
-        return
-    assert keeps_partial
-    assert not runs[0].is_complete or len(runs[0].rows) == 3
+        problems = [str(error)]
+    else:
+        problems = log.damage
+        assert not log.runs[0].is_complete
+    assert len(problems) == 1
+    assert re.match(r"a\.json:\d+: ", problems[0])
 
 
 def test_the_schema_is_one() -> None:
@@ -335,7 +347,7 @@ def test_records_read_back() -> None:
     runs = [read(document()), read(changed("results.0.in_place.time", "nan"))]
     records = [to_record(run, was_measured_here=False) for run in runs]
     text = "".join(f"{record.to_json()}\n" for record in records)
-    again = read_log(text, "a.jsonl")
+    again = read_log(text, "a.jsonl").runs
     assert again[0] == runs[0]
     assert repr(again[1]) == repr(runs[1])  # NaN is unequal to itself
     assert {record.machine.cpu for record in records} == {""}
@@ -344,20 +356,20 @@ def test_records_read_back() -> None:
 def test_records_of_other_kinds_are_passed_over() -> None:
     other = Record("training", {}).to_json()
     text = f"{other}\n\n{to_record(read(document())).to_json()}\n"
-    assert len(read_log(text, "a.jsonl")) == 1
+    assert len(read_log(text, "a.jsonl").runs) == 1
     with pytest.raises(UsageError, match=r"a.jsonl:2: records must hold one of kind"):
         read_log(f"{other}\n", "a.jsonl")
 
 
-def test_damaged_records_are_an_error_with_their_line() -> None:
+def test_damaged_records_are_left_out_and_reported() -> None:
     line = to_record(read(document())).to_json()
     for damaged in (line[:-20], line.replace('"rows"', '"rowz"')):
-        with pytest.raises(UsageError, match=r"^a.jsonl:2: "):
-            read_log(f"{line}\n{damaged}\n", "a.jsonl")
+        log = read_log(f"{line}\n{damaged}\n{line}\n", "a.jsonl")
+        assert len(log.runs) == 2
+        assert len(log.damage) == 1
+        assert log.damage[0].startswith("a.jsonl:2: ")
     with pytest.raises(UsageError, match=r"^a.jsonl:1: "):
         read_log(line[:40], "a.jsonl")
-    (run,) = read_log(f"{line}\n{line[:-20]}", "a.jsonl", keeps_partial=True)
-    assert len(run.rows) == 3
 
 
 def test_only_a_run_is_made_of_a_record() -> None:

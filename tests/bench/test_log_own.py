@@ -29,7 +29,7 @@ def bench(folder: Path, *words: str) -> tuple[Run, Run, Run]:
     (folder / "out.txt").write_text(ended.stdout)
     runs = []
     for name in ("out.txt", "out.json", "out.jsonl"):
-        (run,) = read_log((folder / name).read_text(), name)
+        (run,) = read_log((folder / name).read_text(), name).runs
         runs.append(run)
     return runs[0], runs[1], runs[2]
 
@@ -60,7 +60,7 @@ SMALL = ("-g", "2", "-b", "256", "-e", "64K", "-f", "16", "-n", "2", "-w", "1")
     [
         ("all_reduce", "-S", "1", "-I", "1", "-d", "half"),
         ("reduce", "-r", "-1", "-c", "0", "--no-limit"),
-        ("hypercube", "--no-limit"),
+        pytest.param(("hypercube", "--no-limit"), marks=pytest.mark.long),
     ],
     ids=lambda words: words[0],
 )

@@ -12,7 +12,7 @@ LOGS = Path(__file__).parent / "logs"
 
 
 def read(name: str) -> Run:
-    (run,) = read_log((LOGS / name).read_text(), name)
+    (run,) = read_log((LOGS / name).read_text(), name).runs
     return run
 
 

@@ -1,12 +1,15 @@
 """Every form that nccl-tests' text has had, and every way to damage it."""
 
+import contextlib
 import re
+import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from tests.bench.log_writing import Form, all_reduce_row, log, log_lines, side
 
+from ronde.bench.log_reading import read_log
 from ronde.bench.log_text import read_text
 from ronde.bench.results import RankSource, Row, Run, Side
 from ronde.errors import UsageError
@@ -14,8 +17,10 @@ from ronde.errors import UsageError
 ROWS = [all_reduce_row(1 << exponent) for exponent in range(10, 16)]
 
 
-def read_one(text: str, **options: bool) -> Run:
-    (run,) = read_text(text, "a.log", **options)
+def read_one(text: str) -> Run:
+    log = read_text(text, "a.log")
+    assert log.damage == []
+    (run,) = log.runs
     return run
 
 
@@ -50,7 +55,13 @@ def test_a_whole_log_is_read_back() -> None:
         Form(prefix="0: "),
         Form(prefix=" 12: "),
         Form(prefix="[3] "),
+        Form(prefix="[node1] "),
+        Form(prefix="[default0]:"),
+        Form(prefix="[pod/trainer-0/main] "),
+        Form(prefix="trainer-0: "),
         Form(prefix="2026-11-21T18:30:00.123Z "),
+        Form(prefix="2026-11-21T18:30:00.123456789+01:00 stdout F "),
+        Form(prefix="2026-11-21T18:30:00.123Z stderr F [node1] 0: "),
         Form(end="\r\n"),
         Form(end=" " * 300 + "\n"),
         Form(has_timestamps=True),
@@ -190,7 +201,7 @@ def test_lines_of_others_are_passed_over_and_told_of() -> None:
 def test_runs_follow_each_other() -> None:
     first, second = log("all_reduce", ROWS), log("reduce_scatter", ROWS[:2])
     cut = first[: first.index("# Out of")]
-    runs = read_text(cut + second + first, "a.log")
+    runs = read_text(cut + second + first, "a.log").runs
     assert [(run.test, len(run.rows), run.is_complete) for run in runs] == [
         ("all_reduce", 6, False),
         ("reduce_scatter", 2, True),
@@ -202,7 +213,8 @@ def test_runs_follow_each_other() -> None:
 def test_a_second_header_opens_a_run_of_the_same_ranks() -> None:
     lines = log_lines("all_reduce", ROWS, Form(num_devices=4))
     at = first_row(lines) + 3
-    runs = read_text(join([*lines[:at], *lines[at - 6 : at - 3], *lines[at:]]), "a.log")
+    text = join([*lines[:at], *lines[at - 6 : at - 3], *lines[at:]])
+    runs = read_text(text, "a.log").runs
     assert [len(run.rows) for run in runs] == [3, 3]
     assert [run.ranks.value for run in runs] == [4, 4]
 
@@ -287,51 +299,93 @@ def damage(old: str, new: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("text", "damage"),
+    [
+        (
+            damage("        4096  ", "        40x6  "),
+            "14: row 3 of run 1 was left out: size of a row",
+        ),
+        (
+            damage("   100.00    0.04", "   10o.00    0.04"),
+            "14: row 3 of run 1 was left out: time of a row",
+        ),
+        (
+            damage("   100.00    0.04", "   7 100.00    0.04"),
+            "14: row 3 of run 1 was left out: row must have 13 cells",
+        ),
+        (
+            damage("  4096          1024", "  4096"),
+            "14: row 3 of run 1 was left out: count of a row",
+        ),
+        (
+            damage("1024     float     sum", "1024     float"),
+            "14: row 3 of run 1 was left out: its operation",
+        ),
+        (
+            damage(" 1024     float     sum", " 1024     sum"),
+            "14: row 3 of run 1 was left out: type of a row",
+        ),
+        (damage("bandwidth    : ", "bandwidth    : x"), "19: Avg bus bandwidth"),
+        (damage("values : 0", "values : "), "18: Out of bounds values must"),
+    ],
+)
+def test_damage_is_left_out_and_reported_with_its_line(text: str, damage: str) -> None:
+    found = read_text(text, "a.log")
+    assert len(found.damage) == 1
+    assert found.damage[0].startswith(f"a.log:{damage}")
+    (run,) = found.runs
+    assert not run.is_complete
+    assert run.rows == tuple(ROWS if "row" not in damage else [*ROWS[:2], *ROWS[3:]])
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "a.log:1: log must have a table"),
         ("hello\nworld\n", "a.log:2: log must have a table"),
-        (damage("        4096  ", "        40x6  "), "a.log:14: size of a row"),
-        (damage("   100.00    0.04", "   10o.00    0.04"), "a.log:14: time of a row"),
-        (damage("   100.00    0.04", "   0.04"), "a.log:14: row must have 13 cells"),
-        (damage("   100.00    0.04", "   7 100.00    0.04"), "a.log:14: row must have"),
-        (damage("  4096          1024", "  4096"), "a.log:14: count of a row"),
-        (
-            damage("    -1   100.00    0.04", "   100.00    0.04"),
-            "a.log:14: row must",
-        ),
-        (
-            damage("1024     float     sum", "1024     float"),
-            "a.log:14: operation of a",
-        ),
-        (damage(" 1024     float     sum", " 1024     sum"), "a.log:14: type of a row"),
-        (
-            damage("   size    count", "   seize    count"),
-            "a.log:12: row must stand below",
-        ),
-        (
-            damage(" #wrong     time", " #wrong  time  time"),
-            "a.log:10: header of a table",
-        ),
+        (damage("   size    count", "   seize    count"), "a.log:12: rows from here"),
+        (damage(" #wrong     time", " #wrong  time  time"), "a.log:10: header of a"),
         (damage("  busbw", ""), "a.log:10: each half of a table must have"),
-        (damage("bandwidth    : ", "bandwidth    : x"), "a.log:19: Avg bus bandwidth"),
-        (damage("values : 0", "values : "), "a.log:18: Out of bounds values must"),
+        (damage("redop  ", "redop  " + "x " * 60), "a.log:10: header of a table"),
     ],
 )
-def test_damage_is_an_error_with_its_line(text: str, message: str) -> None:
+def test_a_log_with_nothing_to_read_is_an_error(text: str, message: str) -> None:
     with pytest.raises(UsageError) as raised:
         read_text(text, "a.log")
     assert str(raised.value).startswith(message)
 
 
-def test_a_cut_row_may_be_left_out() -> None:
+def test_a_torn_row_takes_what_follows_with_it_at_most() -> None:
+    """Four cells are missing: the next row is another one."""
+    text = damage("   100.00    0.04    0.04", "   0.04")
+    found = read_text(text, "a.log")
+    assert found.runs[0].rows == (*ROWS[:2], *ROWS[3:])
+    assert found.damage[0].startswith("a.log:14: row 3 of run 1 was left out: row must")
+
+
+def test_damage_in_one_run_leaves_the_others() -> None:
+    """As where Slurm starts a job anew and appends to its output."""
+    whole = log("all_reduce", ROWS)
+    cut = whole[: whole.index("   16384") + 60]
+    found = read_text(f"{whole}{cut}\n{whole}", "a.log")
+    assert [(len(r.rows), r.is_complete) for r in found.runs] == [
+        (6, True),
+        (4, False),
+        (6, True),
+    ]
+    assert len(found.damage) == 1
+    assert re.match(r"a\.log:\d+: row 5 of run 2 was left out: ", found.damage[0])
+
+
+def test_a_cut_row_is_left_out() -> None:
     text = log("all_reduce", ROWS)
-    cut = text[: text.index("   16384") + 60]
-    with pytest.raises(UsageError, match=r"^a.log:16: row must have 13 cells"):
-        read_one(cut)
-    run = read_one(cut, keeps_partial=True)
+    found = read_text(text[: text.index("   16384") + 60], "a.log")
+    (run,) = found.runs
     assert run.rows == tuple(ROWS[:4])
     assert not run.is_complete
+    assert found.damage == [
+        "a.log:16: row 5 of run 1 was left out: the log ends within it"
+    ]
 
 
 def test_a_last_row_without_a_line_break_is_not_believed() -> None:
@@ -394,7 +448,7 @@ def test_any_table_reads_back(rows: list[Row], form: Form) -> None:
 def runs_or_error(text: str) -> list[Run]:
     """Return the runs; none where the log is refused, by its line."""
     try:
-        return read_text(text, "a.log")
+        return read_text(text, "a.log").runs
     except UsageError as error:
         if not re.match(r"a\.log:\d+: ", str(error)):
             raise
@@ -411,6 +465,45 @@ def test_a_log_cut_anywhere_is_incomplete_or_an_error(
         for run in runs_or_error(text[:cut]):
             assert run.rows == tuple(rows[: len(run.rows)])
             assert len(run.rows) == len(rows) or not run.is_complete
+
+
+PIECES = [
+    *(
+        "a",
+        "1 ",
+        "1.5 ",
+        " ",
+        "[",
+        ":",
+        ":1",
+        "0.1node-1:1:2 [0] NCCL INFO x\n",
+        "NCCL",
+    ),
+    *("x:1:2 [0] NCCL WARN y\n", "\x1b[1", "# ", "# a : ", "...\n", "_", "a_perf\n"),
+    *("# size count type redop root time algbw busbw #wrong\n", "# x:\n", "\t", "\n"),
+    *("[1 ", "[a] ", "2026-11-21T18:30:00Z ", "a: 1 ", "8 2 float sum -1 1 1 1 0\n"),
+    *("# nThread\n", "# Rank 0 Pid 1 on h device 0 x\n", "8 2 float\n", "# a: 1\n8 "),
+    *('{"', '{"a":', '"\\', "{", '{"results": [', '{"results": [{},', "{1", "-", "."),
+    *('{"schema": 1}\n', "# engine: a\n", "# Out of bounds values : x\n", "1 2 x\n"),
+]
+HEADS = ["", "# size count type redop root time algbw busbw #wrong\n", '{"results": [']
+
+
+@pytest.mark.parametrize("head", HEADS, ids=["bare", "table", "json"])
+def test_reading_takes_time_in_proportion_to_the_text(head: str) -> None:
+    """Of twice the text no more than thrice the time, by the process's own clock."""
+
+    def time_of(piece: str, size: int) -> float:
+        text = head + piece * (size // len(piece))
+        begun = time.process_time()
+        with contextlib.suppress(UsageError):
+            read_log(text, "a.log")
+        return time.process_time() - begun
+
+    for piece in PIECES:
+        small = min(time_of(piece, 1 << 14) for _ in range(3))
+        large = min(time_of(piece, 1 << 15) for _ in range(3))
+        assert large < 3 * small + 0.02, (piece, small, large)
 
 
 @settings(max_examples=60, deadline=None)

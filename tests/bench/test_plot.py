@@ -9,7 +9,7 @@ import pytest
 
 from ronde.errors import UsageError
 from ronde.render.plot import Point, check_path, draw
-from ronde.topology.limits.bounds import Limit
+from ronde.topology.limits import Limit
 
 
 def series(latency_us: float, gb_per_s: float) -> list[Point]:

@@ -36,13 +36,18 @@ def test_two_ranks_of_its_own(tmp_path):
     assert both["units_per_s"] == pytest.approx(2 * 4 / both["step_ms"] * 1e3)
 
 
-def test_ranks_of_a_launcher(tmp_path):
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_ranks_of_a_launcher(tmp_path, size):
     path = tmp_path / "records"
     words = ("--", sys.executable, "-m", "ronde", *TRAIN, *SHORT, "--json", str(path))
-    ended = ronde("run", "-n", "2", "--no-prefix", *words)
+    options = ("--input", "gathered")
+    ended = ronde("run", "-n", str(size), "--no-prefix", *words, *options)
     assert (ended.returncode, ended.stderr) == (0, b"")
     (record,) = read_records(path)
-    assert record.values["num_ranks"] == 2
+    assert record.values["num_ranks"] == size
+    rows = [row for row in ended.stdout.decode().splitlines() if row[:1] not in "# "]
+    assert rows[0].split()[:2] == ["1", "rank"]
+    assert len(rows) == (1 if size == 1 else 3)
 
 
 def test_another_number_of_ranks_than_the_launcher_has_started():
@@ -50,13 +55,6 @@ def test_another_number_of_ranks_than_the_launcher_has_started():
     ended = ronde("run", "-n", "2", "--no-prefix", *words)
     assert ended.returncode == 6
     assert b"that ronde has started, 2, got 3. Leave -n out." in ended.stderr
-
-
-def test_one_rank():
-    ended = ronde(*TRAIN, *SHORT, "-n", "1", "--input", "gathered")
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    rows = [row for row in ended.stdout.decode().splitlines() if row[:1] not in "# "]
-    assert [row.split()[:2] for row in rows] == [["1", "rank"]]
 
 
 @pytest.mark.parametrize(

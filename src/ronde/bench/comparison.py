@@ -17,7 +17,10 @@ class RowKey(NamedTuple):
     dtype: str  # nccl-tests' name of the type
     redop: str  # ``none`` where there is none
     root: int  # -1 where there is none
-    size_bytes: int
+    size_bytes: int  # PEAK for the highest busbw of all sizes
+
+
+PEAK = -1
 
 
 class Pair(NamedTuple):
@@ -56,6 +59,13 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
     # A ratio is that of busbw. Where both have times and equally many ranks it is taken
     # from these: of small sizes the printed busbw has but one digit.
     first, second = _collect(a), _collect(b)
+    keys_a, keys_b = ({key for key, _ in each} for each in (first, second))
+    warnings = _warnings(a, b)
+    if not first.keys() & second.keys():
+        peaks = _peaks(first), _peaks(second)
+        if peaks[0].keys() & peaks[1].keys():
+            first, second = peaks
+            warnings.append("no size is in both: the highest busbw of each is compared")
     pairs: list[Pair] = []
     # Out of place stands first in a log, and so here.
     halves = first.keys() & second.keys()
@@ -63,12 +73,11 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
         left, right = first[key, place], second[key, place]
         ratio = _ratio(left, right)
         pairs.append(Pair(key, place, left.busbw_gb_per_s, right.busbw_gb_per_s, ratio))
-    keys_a, keys_b = ({key for key, _ in each} for each in (first, second))
     return Comparison(
         pairs=tuple(pairs),
         only_a=tuple(sorted(keys_a - keys_b)),
         only_b=tuple(sorted(keys_b - keys_a)),
-        warnings=tuple(_warnings(a, b)),
+        warnings=tuple(warnings),
     )
 
 
@@ -91,6 +100,17 @@ def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
                     entry = found.setdefault((key, place), [])
                     entry.append((side, run.ranks.value))
     return {key: _median(entry) for key, entry in found.items()}
+
+
+def _peaks(
+    figures: Mapping[tuple[RowKey, str], _Figures],
+) -> dict[tuple[RowKey, str], _Figures]:
+    peaks: dict[tuple[RowKey, str], _Figures] = {}
+    for (key, place), each in figures.items():
+        half = key._replace(size_bytes=PEAK), place
+        if half not in peaks or each.busbw_gb_per_s > peaks[half].busbw_gb_per_s:
+            peaks[half] = each._replace(time_us=None)
+    return peaks
 
 
 def _median(entry: Sequence[tuple[Side, int | None]]) -> _Figures:

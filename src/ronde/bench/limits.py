@@ -26,16 +26,14 @@ from ronde.collectives.objects import all_gather_json
 from ronde.memory import available_memory
 from ronde.plain_values import from_plain, to_plain
 from ronde.topology.graph import HostTopology
-from ronde.topology.limits.bounds import (
+from ronde.topology.limits import (
     COLLECTIVES,
     Bound,
+    KnownRates,
     LimitWorld,
     RankLayout,
     Rate,
     bound_of,
-)
-from ronde.topology.limits.host import (
-    KnownRates,
     find_rdma_ports,
     slowest,
     with_gpus,

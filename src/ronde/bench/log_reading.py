@@ -8,6 +8,7 @@ is passed over, for it holds whatever the user's environment held.
 import json
 import math
 import re
+from bisect import bisect
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from ronde.bench.log_state import (
     AVERAGE,
     OUT_OF_BOUNDS,
     ListedDevice,
+    Log,
     ParserState,
     name_in,
 )
@@ -26,7 +28,6 @@ from ronde.bench.results import (
     RankCount,
     RankSource,
     Row,
-    Run,
     Side,
     from_record,
 )
@@ -35,9 +36,11 @@ from ronde.records import Record
 
 VERSIONS = (1, 2, 3)
 
-_BARE = re.compile(r'"(?:[^"\\]|\\.)*"|-?\b(?:inf|nan)\b')
+# A string that does not end is taken to the end of the text, in one pass.
+_STRING = r'"(?:[^"\\]|\\.)*+"?'
+_BARE = re.compile(rf"{_STRING}|-?\b(?:inf|nan)\b", re.DOTALL)
 _JSON_NAMES = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN", "-nan": "NaN"}
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]')
+_TOKEN = re.compile(rf"{_STRING}|[{{}}\[\]]", re.DOTALL)
 _SPELLINGS = {
     "average_bus_bandwidith": "average_bus_bandwidth",
     "bandwidith": "bandwidth",
@@ -46,13 +49,10 @@ _INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
 _Object = Mapping[str, Any]
 
 
-def read_json(
-    text: str, source: str, *, test: str = "", keeps_partial: bool = False
-) -> list[Run]:
-    content, cut_at_line = _parse(text, source, keeps_partial=keeps_partial)
+def read_json(text: str, source: str, *, test: str = "") -> Log:
+    content, damage = _parse(text, source)
     state = ParserState(source, 1, has_table="results" in content)
-    if cut_at_line:
-        state.warnings.append(f"line {cut_at_line}: the file is cut here")
+    state.has_gap = bool(damage)
     if content.get("version") not in VERSIONS:
         state.warnings.append(f"its version is {content.get('version')!r}, not 1 to 3")
     try:
@@ -61,32 +61,41 @@ def read_json(
         results = _list(content, "results")
     except UsageError as error:
         raise UsageError(f"{source}:1: {error}") from error
+    bad: dict[int, str] = {}
     for index, result in enumerate(results):
         try:
             _read_result(_as_object(result, "a result"), state)
         except UsageError as error:
-            spans = _result_spans(text)[index : index + 1]
-            line = 1 + text.count("\n", 0, spans[0][0] if spans else 0)
-            raise UsageError(f"{source}:{line}: result {index}: {error}") from error
-    return [state.finish(test)]
+            bad[index] = str(error)
+    if bad:
+        spans, ends = _result_spans(text), [m.start() for m in re.finditer("\n", text)]
+        state.has_gap = True
+        damage += [
+            f"{source}:{1 + bisect(ends, spans[index][0])}: result {index} was left "
+            f"out: {why}"
+            for index, why in bad.items()
+        ]
+    if damage and not state.rows:
+        raise UsageError(damage[0])
+    return Log([state.finish(test)], damage)
 
 
-def _parse(text: str, source: str, *, keeps_partial: bool) -> tuple[_Object, int]:
-    """Return the top object, and the line where the file is cut, or 0."""
+def _parse(text: str, source: str) -> tuple[_Object, list[str]]:
+    """Return the top object, and where the file is cut."""
     try:
-        return _load(text), 0
+        return _load(text), []
     except json.JSONDecodeError as error:
-        spans = _result_spans(text) if keeps_partial else []
+        spans = _result_spans(text)
         problem = f"{source}:{error.lineno}: log must be whole JSON: {error.msg}"
-        message = f"{problem} near character {error.colno}."
+        problem += f" near character {error.colno}"
         try:
             if spans:
-                return _load(f"{text[: spans[-1][1]]}]}}"), error.lineno
-        except json.JSONDecodeError:
+                return _load(f"{text[: spans[-1][1]]}]}}"), [problem]
+        except (ValueError, RecursionError):
             pass
-        raise UsageError(
-            f"{message} --partial reads the whole results before it, if any."
-        ) from error
+        raise UsageError(f"{problem}.") from error
+    except ValueError as error:
+        raise UsageError(f"{source}:1: log must be JSON: {error}.") from error
     except RecursionError as error:
         raise UsageError(f"{source}:1: log must not be nested so deep.") from error
 
@@ -246,42 +255,35 @@ def _result_spans(text: str) -> list[tuple[int, int]]:
     return spans
 
 
-def read_log(
-    text: str, source: str, *, test: str = "", keeps_partial: bool = False
-) -> list[Run]:
+def read_log(text: str, source: str, *, test: str = "") -> Log:
     """Read nccl-tests' text or JSON, or records of ronde's."""
-    # Runs have warnings of what their log lacks; damage is an error.
+    # Runs have warnings of what their log lacks; damage is what could not be read.
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
-        return read_text(text, source, test=test, keeps_partial=keeps_partial)
+        return read_text(text, source, test=test)
     first = text.strip().split("\n", 1)[0]
     try:
         content: Any = json.loads(first)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         content = None
     # Or the first line of a records file that is cut there.
     if (isinstance(content, dict) and "schema" in content) or (
         content is None and first.startswith('{"schema"')
     ):
-        return _read_records(text, source, keeps_partial=keeps_partial)
-    return read_json(text, source, test=test, keeps_partial=keeps_partial)
+        return _read_records(text, source)
+    return read_json(text, source, test=test)
 
 
-def _read_records(text: str, source: str, *, keeps_partial: bool) -> list[Run]:
-    runs: list[Run] = []
+def _read_records(text: str, source: str) -> Log:
+    log = Log([], [])
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            record = Record.from_json(line)
-            if record.kind == KIND:
-                runs.append(from_record(record))
+            record = Record.from_json(line) if line.strip() else None
+            if record is not None and record.kind == KIND:
+                log.runs.append(from_record(record))
         except UsageError as error:
-            if keeps_partial and number == len(lines):
-                break
-            raise UsageError(f"{source}:{number}: {error}") from error
-    if not runs:
-        raise UsageError(
-            f"{source}:{len(lines)}: records must hold one of kind {KIND}, got none."
-        )
-    return runs
+            log.damage.append(f"{source}:{number}: {error}")
+    if not log.runs:
+        last = f"{source}:{len(lines)}: records must hold one of kind {KIND}, got none."
+        raise UsageError([*log.damage, last][0])
+    return log

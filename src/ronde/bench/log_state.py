@@ -127,6 +127,13 @@ _NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan)(?!\S)")
 _MAX_LISTED = 3
 
 
+class Log(NamedTuple):
+    """What a file has: its runs, and what of it could not be read, by line."""
+
+    runs: list[Run]
+    damage: list[str]
+
+
 class ListedDevice(NamedTuple):
     """One line of the list of devices."""
 
@@ -159,6 +166,8 @@ class ParserState:
     warnings: list[str] = field(default_factory=list[str])
     strays: list[str] = field(default_factory=list[str])
     has_gap: bool = False
+    num_left_out: int = 0  # rows
+    is_headless: bool = False  # whether rows below belong to no header
     is_over: bool = False  # whether the footer was read
 
     def add_device(self, comment: str) -> bool:

@@ -4,38 +4,41 @@ Releases differ in columns, and some rows lack cells that the header names. In a
 them a row begins with size, count and type, and its numbers stand at the right end in
 the header's order.
 
-Drift is read, with a warning. Damage is an error with its line: a row in which a cell
-is missing or no number. To skip it would lose a figure, to guess would invent one. A
-last line without a line break may be cut anywhere and is never used.
+Drift is read, with a warning. Damage, such as a row in which a cell is missing or no
+number, is left out and reported with its line: to guess would invent a figure. A last
+line without a line break may be cut anywhere and is never used. All patterns take time
+in proportion to the text.
 """
 
 import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from ronde.bench.log_state import AVERAGE, OUT_OF_BOUNDS, ParserState, name_in
+from ronde.bench.log_state import AVERAGE, OUT_OF_BOUNDS, Log, ParserState, name_in
 from ronde.bench.results import PLACES, Extra, Row, Run, Side
 from ronde.errors import UsageError
 
 _PREFIX = re.compile(
-    r"""\s*(?:
-        \[[^\]\s]*\]<std(?:out|err)>:       # mpirun --tag-output
-      | \d+:(?=\s|$)                        # srun --label
-      | \[\d+\]\+?[ ]                       # ronde run
-      | \d{4}-\d\d-\d\dT[\d:.]+Z?[ ]        # kubectl logs --timestamps
-    )""",
+    r"""(?:\s*(?:
+        \[[^\]\s]*\](?:<std(?:out|err)>:|:|\+?[ ])    # mpirun, torchrun, ronde, kubectl
+      | \d+:(?=\s|$)                                 # srun --label
+      | \d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)[ ](?:std(?:out|err)[ ][FP][ ])?
+      | \w[\w.-]*:(?=\s+(?:\#|[\d.]+\s|\S+:\d+:\d+[ ]\[))     # pdsh, stern: a name
+    ))++""",
     re.VERBOSE,
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Behind a host's name, before which WARN may have the time.
 _NCCL = re.compile(
-    r"""(?:\[\d[\d:. -]*\][ ])?             # WARN may have the time
-    (?P<host>\S+):\d+:\d+[ ]\[\d+\][ ]
+    r"""(?<=\S):\d+:\d+[ ]\[\d+\][ ]
     (?:\S+:\d+[ ](?:\(\S+\)[ ])?)?          # WARN has file:line and the function
     NCCL[ ](?P<level>[A-Z]+)(?P<message>.*)""",
     re.VERBOSE,
 )
+_NCCL_TIME = re.compile(r"\[\d[\d:. -]*\] $")
+_MAX_HOST_CHARS = 64  # Linux's HOST_NAME_MAX
 _CELL = re.compile(r"N/A|-?\d+(?:\.\d+)?(?:e[+-]\d+)?")
 _BANNERS = (
     ("version", re.compile(r"(?:nccl-tests|rccl-tests|ronde(?: bench)?) version\b")),
@@ -45,11 +48,11 @@ _BANNERS = (
 _ENGINE = re.compile(r"engine: (\w+)")
 _PLACES = re.compile(r"out-of-place|in-place")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
-_FOOTER = re.compile(r"(?P<name>[A-Za-z][^:]*?)\s*:(?:\s+(?P<value>.*))?$")
 _TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d")
 _ELISION = re.compile(r"[.\u2026]*(?:\.{3}|\u2026)")
 _CONCLUDED = "# Collective test concluded:"
 _MAX_STRAYS = 1000
+_MAX_COLUMNS = 64
 
 _OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
 _TIMES = ("time", "cputime")
@@ -74,24 +77,21 @@ _NOTHING = frozenset({"N/A", "-", "--"})
 _MIN_GAP = 24  # blanks in place of a half; between cells there are at most a dozen
 
 
-def read_text(
-    text: str, source: str, *, test: str = "", keeps_partial: bool = False
-) -> list[Run]:
+def read_text(text: str, source: str, *, test: str = "") -> Log:
     reader = _Reader(source, test)
     *lines, rest = text.removeprefix("\ufeff").split("\n")
-    try:
-        for number, line in enumerate(lines, 1):
-            reader.feed(number, line)
-        reader.end(len(lines) + 1, rest, keeps_partial=keeps_partial)
-    except UsageError as error:
-        raise UsageError(f"{source}:{reader.at}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        reader.feed(number, line)
+    reader.end(len(lines) + 1, rest)
+    if reader.damage and not any(run.rows for run in reader.runs):
+        raise UsageError(reader.damage[0])
     if not reader.runs:
         last = len(lines) + bool(rest.strip())
         raise UsageError(
             f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got none "
             "up to here. Its header begins with: # size count type."
         )
-    return reader.runs
+    return Log(reader.runs, reader.damage)
 
 
 class _Reader:
@@ -99,7 +99,8 @@ class _Reader:
 
     def __init__(self, source: str, test: str) -> None:
         self.runs: list[Run] = []
-        self.at = 1  # the line that an error is about
+        self.damage: list[str] = []
+        self._at = 1  # the line that is read
         self._source = source
         self._test = test
         self._state = ParserState(source, 1)
@@ -109,7 +110,7 @@ class _Reader:
         self._hosts: set[str] = set()
 
     def feed(self, number: int, raw: str) -> None:
-        self.at = number
+        self._at = number
         line, warning = self._clean(raw)
         if warning:
             self._state.warnings.append(f"line {number}: NCCL: {warning}")
@@ -117,7 +118,10 @@ class _Reader:
         if not text:
             return
         if text.startswith("#"):
-            self._comment(text[1:].strip())
+            try:
+                self._comment(text[1:].strip())
+            except UsageError as error:
+                self._report(number, str(error))
         elif _ELISION.fullmatch(text):
             self._elision()
         elif self._columns is None or self._state.is_over:
@@ -125,18 +129,25 @@ class _Reader:
         else:
             self._inside(line, self._columns)
 
-    def end(self, number: int, raw: str, *, keeps_partial: bool) -> None:
+    def end(self, number: int, raw: str) -> None:
         """Take the last line, which no line break ends, and close the last run."""
-        self.at = number
+        self._at = number
         line, _ = self._clean(raw)
         if line.strip():
-            self._rest(line, keeps_partial=keeps_partial)
-        if self._row:
-            if not keeps_partial:
-                self._refuse_row()
-            self._state.warnings.append(f"line {self._row_at}: a cut row was left out")
-            self._row = ""
+            self._rest(line)
         self._close()
+
+    def _report(self, line: int, damage: str) -> None:
+        self.damage.append(f"{self._source}:{line}: {damage}")
+        self._state.has_gap = True
+
+    def _leave_out(self, why: str) -> None:
+        self._state.num_left_out += 1
+        number = len(self._state.rows) + self._state.num_left_out
+        run = len(self.runs) + 1
+        what = f"row {number} of run {run} was left out: {why}"
+        self._report(self._row_at, what)
+        self._row = ""
 
     def _clean(self, raw: str) -> tuple[str, str]:
         """Return the benchmark's part of a line, and what NCCL warns of in it."""
@@ -145,10 +156,13 @@ class _Reader:
         bare = _COLOUR.sub("", raw.rstrip())
         if prefix := _PREFIX.match(bare):
             bare = bare[prefix.end() :]
-        found = _NCCL.search(bare)
+        found = _NCCL.search(bare) if "NCCL" in bare else None
         if found is None:
             return bare, ""
-        own, host = bare[: found.start()], found["host"]
+        words = bare[: found.start()].rsplit(None, 1)
+        host = words[-1]
+        own = bare[: found.start() - len(host)]
+        own = own[: time.start()] if (time := _NCCL_TIME.search(own)) else own
         if own.strip() or bare[:1].isspace():
             own += self._glued_cell(host)
         else:
@@ -158,29 +172,30 @@ class _Reader:
 
     def _glued_cell(self, word: str) -> str:
         """Return the cell that a host's name was printed right behind, or nothing."""
-        for host in sorted(self._hosts, key=len, reverse=True):
-            if word.endswith(host):
-                return word.removesuffix(host)
+        for length in range(min(len(word), _MAX_HOST_CHARS), 0, -1):
+            if word[-length:] in self._hosts:
+                return word[:-length]
         cell = _CELL.match(word)
         # A host that begins with a digit cannot be told from a number before it.
         if cell is None or not word[cell.end() : cell.end() + 1].isalpha():
             return ""
         return cell[0]
 
-    def _rest(self, line: str, *, keeps_partial: bool) -> None:
+    def _rest(self, line: str) -> None:
         text = line.strip()
         words = text.split("#", 1)[0].split()
         columns = None if self._state.is_over else self._columns
         if columns is not None and words and _claims_to_be_row(words):
             self._extend_row(line)
             words = self._row.split()
-            if not keeps_partial and len(words) < columns.num_words(words):
-                self._refuse_row()
+            if len(words) < columns.num_words(words):
+                self._leave_out("the log ends within it")
+                return
             self._row = ""
         elif _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
             return
         self._state.warnings.append(
-            f"line {self.at} ends without a line break and may be cut: it was left out"
+            f"line {self._at} ends without a line break and may be cut: it was left out"
         )
 
     def _comment(self, comment: str) -> None:
@@ -203,10 +218,11 @@ class _Reader:
 
     def _open_run(self, kind: str) -> None:
         state = self._state
-        if self._columns is not None or kind in state.banners:
+        has_content = state.devices or state.is_headless
+        if self._columns is not None or (has_content and kind in state.banners):
             self._close()
         elif not state.banners:
-            state.first_line = self.at
+            state.first_line = self._at
         self._state.banners.add(kind)
 
     def _open_table(self, words: list[str]) -> None:
@@ -218,16 +234,18 @@ class _Reader:
                 self._state.devices = state.devices
                 self._state.title, self._state.mention = state.title, state.mention
         elif not state.banners and not state.devices:
-            state.first_line = self.at
+            state.first_line = self._at
+        self._state.has_table = self._state.is_headless = True
         self._columns = _parse_header(words, self._state.places)
-        self._state.has_table = True
+        self._state.is_headless = False
 
     def _close(self) -> None:
-        if self._row:
-            self._refuse_row()
-        if self._columns is not None or self._state.banners:
-            self.runs.append(self._state.finish(self._test))
-        self._state, self._columns = ParserState(self._source, self.at), None
+        if self._row and self._columns is not None:
+            self._take_row(self._columns)
+        state = self._state
+        if self._columns is not None or state.banners or state.is_headless:
+            self.runs.append(state.finish(self._test))
+        self._state, self._columns = ParserState(self._source, self._at), None
 
     def _before_table(self, comment: str) -> None:
         state = self._state
@@ -240,26 +258,25 @@ class _Reader:
             state.is_list_cut = True
 
     def _below_table(self, comment: str) -> None:
-        found = _FOOTER.match(comment)
-        if found is None:
+        name, colon, value = (part.strip() for part in comment.partition(":"))
+        if not colon or not name[:1].isalpha():
             return
-        name, value = found["name"], found["value"] or ""
-        if self._row:
+        if self._row and self._columns is not None:
             # alltoallv reports its traffic inside a row; a footer ends the table.
             if name not in (AVERAGE, OUT_OF_BOUNDS):
                 return
-            self._refuse_row()
+            self._take_row(self._columns)
         self._state.add_footer(name, value)
         if name == "error":
-            self._state.warnings.append(f"line {self.at}: {found['value']}")
+            self._state.warnings.append(f"line {self._at}: {value}")
 
     def _elision(self) -> None:
         state = self._state
-        if self._row:
-            self._refuse_row()
         if self._columns is not None and not state.is_over:
+            if self._row:
+                self._take_row(self._columns)
             state.has_gap = True
-            state.warnings.append(f"line {self.at}: rows were left out here")
+            state.warnings.append(f"line {self._at}: rows were left out here")
         elif state.devices:
             state.is_list_cut = True
 
@@ -267,10 +284,14 @@ class _Reader:
         """Take a line outside a table, where a row is an error."""
         words = text.split()
         if len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words):
-            raise UsageError(
-                "row must stand below a header (# size count type ...), got "
-                f"{text[:60]!r} without one."
-            )
+            if not self._state.is_headless:
+                self._state.is_headless = True
+                self._report(
+                    self._at,
+                    "rows from here on were left out: a row must stand below a header "
+                    f"(# size count type ...), got {text[:60]!r} without one",
+                )
+            return
         if not self._state.mention and (found := _PROGRAM.search(text)):
             self._state.mention = name_in(found[1])
         if text.endswith("...") and self._state.devices:
@@ -281,12 +302,12 @@ class _Reader:
         words = text.split()
         if not _claims_to_be_row(words):
             if len(self._state.strays) < _MAX_STRAYS:
-                self._state.strays.append(f"line {self.at}: {line.strip()[:50]!r}")
+                self._state.strays.append(f"line {self._at}: {line.strip()[:50]!r}")
             return
         if self._row and not all(
             _is_number(word) or _TIME_OF_DAY.fullmatch(word) for word in words
         ):
-            self._refuse_row()
+            self._take_row(columns)
         self._extend_row(text)
         words = self._row.split()
         has_blank_half = " " * 30 in self._row.strip() and len(words) >= 7
@@ -297,26 +318,23 @@ class _Reader:
         if self._row:
             self._row += f" {text}"
         else:
-            self._row, self._row_at = text, self.at
+            self._row, self._row_at = text, self._at
 
     def _take_row(self, columns: "_Columns") -> None:
-        self.at = self._row_at
-        row, extras = _parse_row(self._row, columns)
-        above = self._state.rows[-1:]
-        # The operation is blank in all rows of a table or in none.
-        if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
-            raise UsageError(
-                f"operation of a row must be there as above it, got {row.redop!r}."
-            )
+        try:
+            row, extras = _parse_row(self._row, columns)
+            above = self._state.rows[-1:]
+            # The operation is blank in all rows of a table or in none.
+            if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
+                raise UsageError(  # noqa: TRY301
+                    f"its operation must be there as above it, got {row.redop!r}"
+                )
+        except UsageError as error:
+            self._leave_out(str(error))
+            return
         self._row = ""
         self._state.rows.append(row)
         self._state.extras.append(extras)
-
-    def _refuse_row(self) -> NoReturn:
-        self.at = self._row_at
-        if self._columns is not None:
-            _parse_row(self._row, self._columns)
-        raise UsageError(f"row must be whole, got {self._row.strip()[:60]!r}.")
 
 
 def _claims_to_be_row(words: list[str]) -> bool:
@@ -356,6 +374,11 @@ def _parse_header(words: Sequence[str], places: Sequence[str]) -> _Columns:
         raise UsageError(
             "header of a table must be size, count, type and one or two halves from "
             f"time on, got {' '.join(words)!r}."
+        )
+    if len(names) > _MAX_COLUMNS:
+        raise UsageError(
+            f"header of a table must have at most {_MAX_COLUMNS} columns, "
+            f"got {len(names)}"
         )
     end = starts[-1]
     while end < len(names) and names[end] in _OF_A_SIDE:

@@ -6,7 +6,6 @@ the timed loop: an operation is a function without arguments.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -147,17 +146,12 @@ def _reduce_scatter(
 def _reduce(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
     """Every rank reduces its share, and the root gathers the shares."""
     counts = rows(views.receive.numel(), spec.size)
-    shares = _split(views.receive, counts)
+    shares = views.receive.split_with_sizes(counts)
     own = shares[spec.rank]
     reduced = Views(views.receive, own, is_in_place=True)
     scatter = _reduce_scatter(spec, communicator, reduced)
     collect = _to_root(spec, communicator, own, shares)
     return _after_copy(views, lambda: (scatter(), collect()))
-
-
-def _split(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    ends = accumulate(counts)
-    return [tensor[e - c : e] for e, c in zip(ends, counts, strict=True)]
 
 
 def _to_root(

@@ -11,7 +11,7 @@ from ronde.bench.options import Options
 from ronde.errors import UsageError
 from ronde.plain_values import from_plain
 from ronde.records import MachineRecord, Record
-from ronde.topology.limits.bounds import Limit
+from ronde.topology.limits import Limit
 
 
 @dataclass(frozen=True, slots=True)

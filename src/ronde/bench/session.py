@@ -17,7 +17,7 @@ from ronde.bench.timing import Clock, CudaEvent, Expired, Watchdog
 from ronde.bench.variables import Variables
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
-from ronde.topology.limits.bounds import Limit
+from ronde.topology.limits import Limit
 from ronde.world import RankInfo
 from ronde.world.environment import select_variables
 

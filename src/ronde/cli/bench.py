@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ronde.arguments import CommandParser
 from ronde.bench.catalog import free_host_memory, largest_row, require_room
@@ -115,6 +116,8 @@ def _require_possible(options: Options) -> None:
 
 def _start(words: Sequence[str], options: Options) -> int:
     size = options.num_self_launched
+    if "mpi" in options.engines.names:
+        _refuse_mpi()
     if options.engines.device == "cpu":
         memory, is_checked = free_host_memory(), options.loop.checks > 0
         largest = largest_row(memory.free_bytes, size, is_checked=is_checked)
@@ -129,7 +132,13 @@ def _start(words: Sequence[str], options: Options) -> int:
         size,
         env={"NCCL_CTA_POLICY": options.cta_policy} if options.cta_policy else None,
         rank_env=rank_env,
-        is_mpi="mpi" in options.engines.names,
+    )
+
+
+def _refuse_mpi() -> NoReturn:
+    raise UsageError(
+        "ranks of the engine mpi must be started by mpirun or srun, got ronde bench. "
+        "Type: mpirun -n 2 ronde bench ..."
     )
 
 
@@ -158,7 +167,6 @@ def run_self(
     *,
     env: Mapping[str, str] | None = None,
     rank_env: Mapping[int, Mapping[str, str]] | None = None,
-    is_mpi: bool = False,
 ) -> int:
     """Start ``python -m ronde WORDS`` once per rank on this machine; wait for the end.
 
@@ -171,7 +179,6 @@ def run_self(
             env=dict(env or {}),
             rank_env=dict(rank_env or {}),
             grace_s=_GRACE_S,
-            is_mpi=is_mpi,
             num_ranks=size,
         )
         result = launch(spec, AgentStarter(agent), signal_fd, SelfLaunchConsole())
@@ -263,7 +270,9 @@ def run_train(words: Sequence[str]) -> int:
             size = count_cores() if is_cpu else count_slots(own_environment())
         if size < 1:
             raise UsageError(f"-n must be at least 1, got {size}. Type: -n 2")
-        return run_self(own_words, size, is_mpi=engine == "mpi")
+        if engine == "mpi":
+            _refuse_mpi()
+        return run_self(own_words, size)
     if given.num_proc not in (None, info.size):
         raise UsageError(
             f"-n must be the ranks that {info.launcher} has started, {info.size}, "

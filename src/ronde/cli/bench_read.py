@@ -9,15 +9,17 @@ from ronde.arguments import CommandParser, read_one_of
 from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.comparison import compare
 from ronde.bench.log_reading import read_log
+from ronde.bench.log_state import Log
 from ronde.bench.options import Exit
-from ronde.bench.results import Run, to_record
+from ronde.bench.results import to_record
 from ronde.errors import UsageError
 from ronde.records import append_record
 from ronde.render.bench_tables import draw_comparison, draw_rows, draw_runs
 
+_MAX_DAMAGE = 20
 _READING = """\
   --test NAME   collective of logs that do not name it, as all_reduce
-  --partial     accept a log that ends within a row or within JSON
+  --partial     exit with 0 although a log is damaged or cut
   -h, --help    show this help and exit
 """
 _READ_HELP = f"""\
@@ -34,7 +36,9 @@ is standard input. n is the number of ranks, from the list of devices or else fr
 ratio of busbw to algbw; a range means that rounding hides the exact number. A run is
 complete if it has its footer and all its rows.
 
-exit code: 0; 6 if a log is damaged or ends within a row (the message names the line).
+What is damaged or cut is left out and reported with its line, and the rest is given.
+
+exit code: 0; 6 if a log is damaged or cut.
 
 examples:
   ronde bench read slurm-1234.out --rows
@@ -49,11 +53,12 @@ options:
   --fail-below RATIO
                 exit with 7 if the geometric mean of the ratios is below RATIO
 {_READING}
-Rows are matched by test, type, operation, root and size. The ratio is B's busbw divided
-by A's; with equal numbers of ranks it is computed from the times, which have more
-digits.
+Rows are matched by test, type, operation, root and size; where no size is in both, the
+highest busbw of each is compared. The ratio is B's busbw divided by A's; with equal
+numbers of ranks it is computed from the times, which have more digits.
 
-exit code: 0; 7 if the geometric mean of the ratios is below --fail-below.
+exit code: 0; 7 if the geometric mean of the ratios is below --fail-below; 6 if a log is
+damaged or cut.
 
 example:
   ronde bench compare before.log after.log --fail-below 0.95
@@ -67,11 +72,8 @@ def run_read(words: Sequence[str]) -> int:
         return Exit.OK
     if not options.logs:
         parser.error("a log is needed, or - for standard input")
-    runs = [
-        (name, run)
-        for name, runs in zip(options.logs, _read(options, options.logs), strict=True)
-        for run in runs
-    ]
+    logs = _read(options, options.logs)
+    runs = [(n, r) for n, log in zip(options.logs, logs, strict=True) for r in log.runs]
     records = [to_record(run, was_measured_here=False) for _, run in runs]
     try:
         for record in records if options.json else ():
@@ -88,7 +90,7 @@ def run_read(words: Sequence[str]) -> int:
     for name, each in runs:
         for warning in each.warnings:
             print(f"{name}: {warning}.", file=sys.stderr)
-    return Exit.OK
+    return _end(options, logs)
 
 
 def run_compare(words: Sequence[str]) -> int:
@@ -102,30 +104,39 @@ def run_compare(words: Sequence[str]) -> int:
     if options is None:
         return Exit.OK
     names = (options.a, options.b)
-    first, second = _read(options, names)
-    comparison = compare(first, second)
+    first, second = logs = _read(options, names)
+    comparison = compare(first.runs, second.runs)
     print(draw_comparison(comparison, names), end="")
     mean = comparison.mean_ratio()
     if mean is None:
         raise UsageError(
-            "two results must have a row in common to be compared, got none with the "
-            "same test, type, operation, root and size. If a log does not name its "
-            "test, give --test."
+            "two results must have rows of the same test, type, operation and root to "
+            "be compared, got none. If a log does not name its test, give --test."
         )
+    status = _end(options, logs)
     # A ratio that is no number is below everything.
     if options.fail_below is None or mean >= options.fail_below:
-        return Exit.OK
+        return status
     print(f"ronde: B/A is {mean:.3f}, below {options.fail_below:g}", file=sys.stderr)
     return Exit.FAILED
 
 
-def _read(options: argparse.Namespace, names: Sequence[str]) -> list[list[Run]]:
+def _end(options: argparse.Namespace, logs: Sequence[Log]) -> int:
+    damage = [each for log in logs for each in log.damage]
+    for each in damage[:_MAX_DAMAGE]:
+        print(f"ronde: {each}", file=sys.stderr)
+    if (more := len(damage) - _MAX_DAMAGE) > 0:
+        print(f"ronde: and {more} more damaged places", file=sys.stderr)
+    return Exit.USAGE if damage and not options.partial else Exit.OK
+
+
+def _read(options: argparse.Namespace, names: Sequence[str]) -> list[Log]:
     test = options.test or ""
     if test:
         read_one_of("--test", test, list(COLLECTIVES))
     if names.count("-") > 1:
         raise UsageError("standard input can be read but once. Name a file.")
-    found: list[list[Run]] = []
+    found: list[Log] = []
     for name in names:
         is_input = name == "-"
         try:
@@ -136,7 +147,5 @@ def _read(options: argparse.Namespace, names: Sequence[str]) -> list[list[Run]]:
             ) from error
         text = content.decode("utf-8", errors="replace")
         source = "standard input" if is_input else name
-        found.append(
-            list(read_log(text, source, test=test, keeps_partial=options.partial))
-        )
+        found.append(read_log(text, source, test=test))
     return found

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from ronde.bench.comparison import Comparison, RowKey
+from ronde.bench.comparison import PEAK, Comparison, RowKey
 from ronde.bench.results import PLACES, Run, Side
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.outcome import Phase, TrainingOutcome, Variant
-from ronde.render.text import align, counted, grouped
-from ronde.units import format_size
+from ronde.render.text import align, grouped
+from ronde.units import counted, format_size
 
 _RUN_HEADINGS = (
     *("log", "test", "n", "known by", "type", "op", "rows", "sizes", "peak busbw"),
@@ -57,7 +57,8 @@ def _comparison_table(comparison: Comparison) -> str:
     for pair in comparison.pairs:
         key = pair.key
         titles = [key.test or "?", key.engine or _NONE, key.dtype, key.redop]
-        titles += [str(key.root), format_size(key.size_bytes)]
+        size = "peak" if key.size_bytes == PEAK else format_size(key.size_bytes)
+        titles += [str(key.root), size]
         line = cells.setdefault(key, titles + [_NONE] * 3 * len(PLACES))
         start = len(titles) + 3 * PLACES.index(pair.place)
         line[start : start + 3] = [

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.limits.bounds import Limit
+from ronde.topology.limits import Limit
 from ronde.units import format_duration, format_size
 
 SUFFIXES = (".svg", ".png")
