@@ -3,7 +3,6 @@
 from ronde.topology.machine import Core
 from ronde.topology.placement.placing import (
     Inventory,
-    InventoryNode,
     NearDevice,
     Nearness,
     RankPlace,
@@ -19,16 +18,8 @@ def inventory(
 ) -> Inventory:
     """Return one with so many cores a node, of two threads, and devices by node."""
     numbered = [node for node, count in cores.items() for _ in range(count)]
-    of_node = {
-        node: tuple(
-            Core((n, n + len(numbered)), node)
-            for n, number in enumerate(numbered)
-            if number == node
-        )
-        for node in cores
-    }
     return Inventory(
-        tuple(InventoryNode(n, own) for n, own in of_node.items()),
+        tuple(Core((n, n + len(numbered)), node) for n, node in enumerate(numbered)),
         gpus=tuple(NearDevice(str(n), node) for n, node in enumerate(gpus)),
         nics=tuple(f"mlx5_{n}" for n in range(nics)),
         nearness=near or {},

@@ -358,17 +358,6 @@ def test_bandwidth_tells_how_many_nvlinks(title, mb_per_s, num_links):
     assert there == Link(LinkKind.NVLINK, *ends, num_links, mb_per_s / 1000)
 
 
-def test_distances_by_hwloc_s_own_numbers():
-    matrix = (
-        '<distances2 type="NUMANode" nbobjs="2" kind="5" name="NUMALatency" '
-        'indexing="gp"><indexes>2 1</indexes><u64values>10 21 31 10</u64values>'
-        "</distances2>"
-    )
-    first, second = read(machine(NODES, matrix)).numa_nodes
-    assert first.distances == ((1, 31), (0, 10))
-    assert second.distances == ((1, 10), (0, 21))
-
-
 def test_an_interface_without_a_device_has_a_node():
     inside = (
         f'<object type="Package" cpuset="0xc">{NODES}'

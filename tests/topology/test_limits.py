@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.bench.catalog import COLLECTIVES as MEASURED
-from ronde.topology.limits.bounds import (
+from ronde.topology.limits import (
     COLLECTIVES,
     Islands,
     Limit,
@@ -12,7 +12,6 @@ from ronde.topology.limits.bounds import (
     RankLayout,
     Rate,
     bound_of,
-    bounds_of,
     gpu_bound,
     memory_bound,
     network_bound,
@@ -156,7 +155,6 @@ def test_no_bound_has_a_reason() -> None:
 
 def test_nvls_on_one_node() -> None:
     eight = RankLayout(8, 1, 8)
-    assert nvls_bound(eight, 1, counts_write_back=False) == 1.75
     assert nvls_bound(eight, 1) == pytest.approx(1.56, abs=0.005)
 
 
@@ -293,7 +291,7 @@ def test_faster_links_never_lower_a_bound(
 
 @given(worlds())
 def test_what_nccl_counts_on_is_never_above(world: LimitWorld) -> None:
-    for found in bounds_of(world):
+    for found in (bound_of(world, each) for each in COLLECTIVES):
         if found.limit is None or found.limit.practical_gb_per_s is None:
             continue
         assert world.has_gpus

@@ -8,7 +8,7 @@ import pytest
 from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
 from ronde.render.topo_tables import judge
-from ronde.topology.limits.bounds import Limit
+from ronde.topology.limits import Limit
 
 
 def run(words):

@@ -13,8 +13,7 @@ from ronde.topology.graph import (
     NetPort,
     PciDevice,
 )
-from ronde.topology.limits.bounds import Limit, LimitWorld, bound_of
-from ronde.topology.limits.host import network_rates, world_of
+from ronde.topology.limits import Limit, LimitWorld, bound_of, world_of
 from ronde.topology.probes.base import Saved
 from ronde.topology.probes.nccl import NcclTopologyProbe
 
@@ -124,7 +123,7 @@ def port(bus_id: str, mbit_per_s: int = 400_000, **changes: object) -> NetPort:
 def total(*ports: NetPort, devices: tuple[PciDevice, ...], gpu: str = "") -> float:
     gpus = (GpuDevice(gpu, 0),) if gpu else ()
     host = HostTopology(devices=devices, gpus=gpus, ports=ports)
-    network = network_rates(host).network
+    network = world_of(host, 2, 1).network
     return 0 if network is None else network.gb_per_s
 
 
@@ -132,7 +131,7 @@ def test_an_adapter_is_no_faster_than_its_link() -> None:
     """400G on PCIe 4 x16: 31.5 of 50 GB/s, of which NCCL counts on 24."""
     nic = "0000:10:00.0"
     host = HostTopology(devices=(device(nic),), ports=(port(nic),))
-    network = network_rates(host).network
+    network = world_of(host, 2, 1).network
     assert network is not None
     assert network.gb_per_s == pytest.approx(31.5, abs=0.01)
     assert network.practical_gb_per_s == 24
@@ -185,7 +184,7 @@ def test_the_least_link_that_there_is_limits_nothing() -> None:
     bridge = PciDevice("0000:01:00.0", speed="2.5 GT/s PCIe", width=1)
     nic = device("0000:10:00.0", bridge.bus_id)
     host = HostTopology(devices=(bridge, nic), ports=(port(nic.bus_id, 100_000),))
-    network = network_rates(host).network
+    network = world_of(host, 2, 1).network
     assert network is not None
     # NCCL believes it.
     assert network[:3] == ("nic10, 12.5 GB/s", 12.5, 15 / 80)

@@ -71,7 +71,6 @@ def test_a_whole_job_is_read() -> None:
     assert values(job.networks) == ["IB"]
     assert values(job.candidates) == ["IB mlx5_0:1/IB", "IB mlx5_1:1/IB"]
     assert values(job.gdr) == ["IB mlx5_0 Enabled"]
-    assert values(job.uses) == ["PXN 0 GDR 1"]
     (comm,) = job.communicators
     assert (comm.num_ranks, comm.num_nodes) == (16, 2)
     assert [rank.rank for rank in comm.ranks] == list(range(16))
@@ -102,11 +101,7 @@ def test_the_topology_is_read_with_its_levels() -> None:
         ("CPU/0-0", "SYS", 22.0, "CPU/0-1"),
     ]
     assert job.trees[4].port_gb_per_s == 25.0
-    assert [(p.target, p.num_hops, p.gb_per_s, p.kind) for p in job.paths] == [
-        ("GPU/0-1b000", 0, 5000.0, "LOC"),
-        ("GPU/0-43000", 2, 370.8, "NVL"),
-        ("NET/0-0", 3, 24.0, "PIX"),
-    ]
+    assert values(job.gpu_paths) == ["LOC", "NVL"]
 
 
 def test_a_level_of_the_topology_may_be_off_by_a_blank() -> None:
@@ -129,9 +124,9 @@ def test_what_hangs_below_a_line_that_is_missing_hangs_nowhere() -> None:
 
 def test_a_path_that_was_cut_is_left_out() -> None:
     """NCCL cuts lines of paths, also in the middle of a number."""
-    line = P + "GPU/0-3000 :GPU/0-c1000 (1/80.0/NVL) GPU/0-81000 (1/80."
+    line = P + "GPU/0-3000 :GPU/0-c1000 (1/80.0/NVL) GPU/0-81000 (1/24.0/PI"
 
-    assert [path.target for path in one_job(line).paths] == ["GPU/0-c1000"]
+    assert values(one_job(line).gpu_paths) == ["NVL"]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +149,6 @@ def test_a_path_that_was_cut_is_left_out() -> None:
             "NVLS multicast support is not available on dev 3",
             "nvls",
             "not available on dev 3",
-        ),
-        (
-            "MNNVL busId 0x51000 fabric UUID a1.b2 cliqueId 0x1 state 2 healthMask 0x0",
-            "mnnvl",
-            "state 2 uuid a1.b2",
         ),
         (
             (

@@ -12,7 +12,7 @@ from ronde.topology.graph import (
     read_topology,
     write_topology,
 )
-from ronde.topology.limits.host import NetworkRates, network_rates
+from ronde.topology.limits import KnownRates, LimitWorld, world_of
 from ronde.topology.probes.sysfs import read_host
 
 GEN4_X16 = 16 * 2 * 128 / 130
@@ -60,9 +60,10 @@ class Adapters(Tree):
         self.write(f"{own}/ports/1/state", f"{state}\n")
         return self
 
-    def rates(self, interface: str = "") -> NetworkRates:
+    def rates(self, interface: str = "") -> LimitWorld:
         """Return what is found."""
-        return network_rates(read_host(self.root), interface)
+        given = KnownRates(interface=interface)
+        return world_of(read_host(self.root), 2, 1, given)
 
     def told(self, interface: str = "") -> str:
         """Return the words for it; empty where nothing is known."""
@@ -80,7 +81,7 @@ def test_an_ethernet_interface(tree: Adapters) -> None:
     assert tree.told("eth0") == tree.told() == "eth0, 3.125 GB/s"
     rates = tree.rates("eth0")
     assert rates.path == rates.network
-    assert rates.remark == ""
+    assert rates.unknown == ()
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "", None, "unknown"])
@@ -89,7 +90,8 @@ def test_an_interface_that_does_not_tell(tree: Adapters, speed: str | None) -> N
     for name in ("eth0", "eth7"):
         rates = tree.rates(name)
         assert (rates.network, rates.path) == (None, None)
-        assert rates.remark == (
+        (why,) = rates.unknown
+        assert why == (
             f"the link rate is not known: {name} is virtual, or its speed "
             "is unknown; --link-rate gives it"
         )

@@ -351,54 +351,15 @@ def test_rates_alone_do_not_tell_where_links_lead():
     )
 
 
-def test_links_of_an_unknown_model_are_as_fast_as_they_signal():
+def test_links_of_an_unknown_model_carry_what_their_signalling_leaves():
     text = "\tGPU0\tGPU1\nGPU0\tX\tNV2\nGPU1\tNV2\tX\n"
-    text += status(0, num_active=2, rate="99.5").replace("A100-SXM4-40GB", "Z9")
-    host = read(text)
-    assert [link.gb_per_s for link in host.links] == [199.0, 0.0]
-    assert "unknown model" in host.remarks[0]
+    text += status(0, num_active=2, rate="106.25").replace("A100-SXM4-40GB", "Z9")
+    assert [link.gb_per_s for link in read(text).links] == [200.0, 0.0]
 
 
 def test_links_at_several_rates_show():
     text = status(0, num_active=2).replace("Link 1: 25", "Link 1: 12.5")
     assert "signal at 12.5, 25 GB/s" in read(text).remarks[1]
-
-
-def remotes(number: int, targets: dict[str, int]) -> str:
-    addresses = [address for address, count in targets.items() for _ in range(count)]
-    return f"GPU {number}: NVIDIA H100 PCIe (UUID: GPU-{number})\n" + "".join(
-        f"         Link {n}: Remote Device 00000000:{address}:00.0: Link {n}\n"
-        for n, address in enumerate(addresses)
-    )
-
-
-def test_remote_devices_tell_addresses_of_gpus():
-    text = NICS.replace("NV12", "NV3") + remotes(0, {"D5": 3}) + remotes(1, {"C2": 3})
-    host = read(text)
-    a, b = "0000:c2:00.0", "0000:d5:00.0"
-    assert [(gpu.bus_id, gpu.node) for gpu in host.gpus] == [(a, UNKNOWN), (b, UNKNOWN)]
-    assert [(device.bus_id, device.node) for device in host.devices] == [(a, 0), (b, 0)]
-    assert host.links == (
-        Link(LinkKind.NVLINK, a, b, 3),
-        Link(LinkKind.NVLINK, b, a, 3),
-    )
-    assert words(host)[a, b] == "NV3"
-    assert host.remarks == ()
-
-
-def test_remote_devices_that_all_gpus_share_are_switches():
-    switches = {"05": 2, "06": 2, "07": 2}
-    host = read("".join(remotes(n, switches) for n in range(3)))
-    assert [gpu.bus_id for gpu in host.gpus] == [""] * 3
-    assert {(link.target, link.num_links) for link in host.links} == {(NVSWITCH, 6)}
-
-
-def test_a_gpu_alone_has_links_to_what_is_not_shown():
-    host = read(remotes(0, {"05": 2, "06": 1}))
-    assert [(link.target, link.num_links) for link in host.links] == [
-        ("0000:05:00.0", 2),
-        ("0000:06:00.0", 1),
-    ]
 
 
 SUMMARY = """\
@@ -472,7 +433,6 @@ def test_what_does_not_hold_together_is_refused(old, new, message):
         "Link 0: 25 GB/s\n",
         status(0, num_active=2) + "\t Link 2: 2",
         status(0, num_active=2) + "\t Link 2: <inac",
-        remotes(0, {"05": 1}) + " Link 1: Remote Device 00000000:05",
     ],
 )
 def test_links_that_are_cut_are_refused(text):
@@ -488,6 +448,7 @@ def test_links_alone_are_recognised():
 
 def test_other_things_said_of_links_are_let_pass():
     errors = "\t Link 0: Replay Errors: 0\n\t Link 0, P2P is supported: true\n"
+    errors += " Link 0: Remote Device 00000000:C2:00.0: Link 0\n"
     assert len(read(status(0, num_active=2) + errors).gpus) == 1
 
 
@@ -507,20 +468,19 @@ def test_harm_does_none(path):
         ("\t" + "\t".join(f"GPU{n}" for n in range(400)) + "\n") * 2000,
         "GPU0\tmlx5_0\n" * 50_000,
         status(0, num_active=50_000),
-        "".join(remotes(n, {f"{n % 100:02}": 20}) for n in range(1000)) * 10,
         "GPU 0: " + " " * 5_000_000 + "x",
         "|  0  " + "x " * 2_000_000,
         "GPU0\tX\n" * 100_000,
         "\tGPU0\tNIC0\n" + "NIC0 \n" * 200_000,
     ],
-    ids=range(9),
+    ids=range(8),
 )
 def test_much_of_it_takes_no_time(text):
     check_harmless(read, iter([Hostile("much", text.encode())]))
     PROBE.recognises(Saved("it", text.encode()))
 
 
-CUT = NICS + status(0, num_active=2) + remotes(1, {"C2": 3})
+CUT = NICS + status(0, num_active=2) + status(1, num_active=3)
 
 
 @given(st.integers(0, len(CUT)), st.text(max_size=3))

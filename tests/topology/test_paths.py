@@ -24,15 +24,11 @@ from ronde.topology.graph import (
     Relation,
 )
 from ronde.topology.paths.detours import (
-    DEFAULT_TRANSPORTS,
-    Transports,
+    Detours,
     add_detours,
     default_peer_level,
     find_nearest,
-    find_own_gpu,
-    find_own_ports,
     parse_level,
-    read_transports,
 )
 from ronde.topology.paths.network import (
     Path,
@@ -40,7 +36,6 @@ from ronde.topology.paths.network import (
     PathNetwork,
     Paths,
     VertexKind,
-    build_network,
     find_paths,
     join_switches,
 )
@@ -132,8 +127,8 @@ class TestSamples:
     def test_nvlinks_to_switches_count_together(self, name, version, gb_per_s):
         host = sample_host(name)
         paths = find_paths(host, parse_release(version))
-        switch = paths.network.vertices[NVSWITCH]
-        assert {edge.gb_per_s for edge in switch.edges} == {gb_per_s}
+        edges = paths.network.edges[NVSWITCH]
+        assert {edge.gb_per_s for edge in edges} == {gb_per_s}
         for one, other in permutations([each.name for each in host.gpus], 2):
             assert figures(paths.between(one, other)) == (2, gb_per_s, "NVL")
 
@@ -198,10 +193,9 @@ def follow(network: PathNetwork, route: tuple[str, ...]) -> Path:
     holder = VertexKind.GPU if network.release == OLD else VertexKind.DEV
     outward = route[::-1]
     for place, (here, there) in enumerate(pairwise(outward)):
-        vertex = network.vertices[here]
-        found = [e for e in vertex.edges if e.target == there]
+        found = [e for e in network.edges[here] if e.target == there]
         edge = max(found, key=lambda e: e.gb_per_s)
-        passes = vertex.kind == holder and outward[0] not in (
+        passes = network.kinds[here] == holder and outward[0] not in (
             *(here, here.removeprefix("dev/")),
         )
         is_peer = passes and edge.kind == kind == PathKind.NVL and place > 0
@@ -215,22 +209,22 @@ def all_routes(network: PathNetwork, target: str, source: str) -> list[Path]:
     found: list[Path] = []
     is_old = network.release == OLD
     holder = VertexKind.GPU if is_old else VertexKind.DEV
-    is_gpu = network.vertices[target].kind == VertexKind.GPU
+    is_gpu = network.kinds[target] == VertexKind.GPU
     start = f"dev/{target}" if is_gpu and not is_old else target
     longest = 2 if start != target else 1
 
     def step(outward: tuple[str, ...]) -> None:
-        here = network.vertices[outward[-1]]
-        if here.name == source:
+        here = outward[-1]
+        if here == source:
             found.append(follow(network, outward[::-1]))
             return
-        for edge in here.edges:
+        for edge in network.edges[here]:
             if edge.target in outward:
                 continue
-            there = network.vertices[edge.target]
-            if here.kind == holder and here.name != start:
-                is_end = edge.kind == PathKind.LOC and there.kind == VertexKind.GPU
-                is_peer = edge.kind == PathKind.NVL and there.kind == holder
+            there = network.kinds[edge.target]
+            if network.kinds[here] == holder and here != start:
+                is_end = edge.kind == PathKind.LOC and there == VertexKind.GPU
+                is_peer = edge.kind == PathKind.NVL and there == holder
                 if not is_end and not (is_peer and len(outward) - 1 <= longest):
                     continue
             step((*outward, edge.target))
@@ -422,12 +416,12 @@ class TestHosts:
             Link(LinkKind.NVLINK, ends[0], ends[1], 2),
         ]
         host = make_host(gpu(0), gpu(1), gpu(2), links=links)
-        edges = build_network(host, OLD).vertices[ends[0]].edges
+        edges = PathNetwork(host, OLD).edges[ends[0]]
         # 60 and 40 GB/s, while PCIe has 24.
         assert [edge.target for edge in edges] == [ends[1], ends[2], "numa/0"]
         wide = host._replace(gpus=tuple(g._replace(sm=60) for g in host.gpus))
         one = wide._replace(links=(links[0],))
-        edges = build_network(one, OLD).vertices[ends[0]].edges
+        edges = PathNetwork(one, OLD).edges[ends[0]]
         assert [edge.gb_per_s for edge in edges] == [18.0, 24.0]
 
     def test_devices_of_which_no_node_is_told_are_at_none(self):
@@ -589,28 +583,27 @@ class TestDetours:
             parse_level(text)
 
     @pytest.mark.parametrize(
-        ("settings", "transports"),
+        ("settings", "same"),
         [
-            ({}, DEFAULT_TRANSPORTS),
-            ({"NCCL_P2P_LEVEL": "SYS"}, Transports(peer_level=PathKind.SYS)),
-            ({"NCCL_NET_GDR_LEVEL": "0"}, Transports(gdr_level=PathKind.LOC)),
-            ({"NCCL_PXN_DISABLE": "1"}, Transports(has_relays=False)),
-            ({"NCCL_PXN_DISABLE": "0"}, DEFAULT_TRANSPORTS),
-            ({"NCCL_NET_GDR_C2C": "0"}, Transports(has_gdr_over_c2c=False)),
-            ({"NCCL_PXN_C2C": "0"}, Transports(relays_over_c2c=False)),
+            ({"NCCL_NET_GDR_LEVEL": "0"}, {"NCCL_NET_GDR_LEVEL": "LOC"}),
+            ({"NCCL_PXN_DISABLE": "0"}, {}),
+            ({"NCCL_P2P_LEVEL": "PXB"}, {}),
             # NCCL looks at the level only where peers are not forbidden.
             (
                 {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "SYS"},
-                Transports(peer_level=PathKind.LOC),
+                {"NCCL_P2P_LEVEL": "LOC"},
             ),
             (
-                {"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "PXB"},
-                Transports(peer_level=PathKind.PXB),
+                {"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"},
+                {"NCCL_P2P_LEVEL": "NVL"},
             ),
         ],
     )
-    def test_settings_are_read_as_nccl_reads_them(self, settings, transports):
-        assert read_transports(settings) == transports
+    def test_settings_are_read_as_nccl_reads_them(self, settings, same):
+        paths = find_paths(sample_host(OCI_H100))
+        plain, used = add_detours(paths), add_detours(paths, settings)
+        assert used == add_detours(paths, same)
+        assert (used == plain) is (not same or same == {"NCCL_P2P_LEVEL": "NVL"})
 
     @pytest.mark.parametrize(
         ("settings", "words"),
@@ -622,7 +615,7 @@ class TestDetours:
     )
     def test_settings_that_say_nothing_of_paths_are_refused(self, settings, words):
         with pytest.raises(UsageError, match=words):
-            read_transports(settings)
+            add_detours(find_paths(HostTopology()), settings)
 
     def test_without_gpudirect_an_adapter_is_reached_by_the_processor(self):
         # The switch's own link is PCIe 3.
@@ -645,7 +638,7 @@ class TestDetours:
         paths = find_paths(host, OLD)
         ends = "0000:40:00.0", "net/mlx5_0"
         assert add_detours(paths) == paths
-        used = add_detours(paths, Transports(gdr_level=PathKind.LOC))
+        used = add_detours(paths, {"NCCL_NET_GDR_LEVEL": "LOC"})
         assert figures(used.between(*ends)) == (5, 12.0, "PHB")
 
     def test_peers_too_far_exchange_by_the_processor_of_the_target(self):
@@ -655,7 +648,7 @@ class TestDetours:
         ends = "0000:40:00.0", "0000:41:00.0"
         assert figures(add_detours(paths).between(*ends)) == (2, 24.0, "PIX")
         for level in (PathKind.LOC, PathKind.NVL):
-            used = add_detours(paths, Transports(peer_level=level))
+            used = add_detours(paths, {"NCCL_P2P_LEVEL": level})
             assert figures(used.between(*ends)) == (4, 12.0, "PHB")
             assert used.between(*ends).route[2] == "numa/0"
 
@@ -671,7 +664,7 @@ class TestDetours:
     )
     def test_which_peers_are_too_far(self, node, num_gpus, version, level):
         host = make_host(*(gpu(n) for n in range(num_gpus)), nodes=[node])
-        assert default_peer_level(build_network(host, parse_release(version))) == level
+        assert default_peer_level(PathNetwork(host, parse_release(version))) == level
 
     def test_nccls_own_choice_of_level_is_used(self):
         # A path that nobody could find shows whether it is replaced.
@@ -688,7 +681,7 @@ class TestDetours:
         far = "0000:40:00.0", "0000:42:00.0"
         table = {**paths.table, far: paths.table[far]._replace(gb_per_s=1.0)}
         assert add_detours(Paths(paths.network, table)).between(*far).gb_per_s == 16.0
-        kept = Transports(peer_level=PathKind.SYS)
+        kept = {"NCCL_P2P_LEVEL": "SYS"}
         used = add_detours(Paths(paths.network, table), kept)
         assert used.between(*far).gb_per_s == 1.0
 
@@ -703,7 +696,7 @@ class TestDetours:
         assert used.between(*far).route[1:3] == (NVSWITCH, "0000:d8:00.0")
         back = far[::-1]
         assert used.between(*back) == paths.between(*back)
-        off = add_detours(paths, Transports(has_relays=False))
+        off = add_detours(paths, {"NCCL_PXN_DISABLE": "1"})
         assert off.between(*far) == paths.between(*far)
 
     def test_a_gpu_that_is_as_near_itself_needs_no_other(self):
@@ -722,14 +715,12 @@ class TestDetours:
         switch = bridge("0000:01:00.0")
         elements = [make(n, switch.bus_id) for make in (gpu, nic) for n in range(4)]
         host = make_host(*elements, bridges=[switch])
-        table = find_paths(host, OLD).table
-        gpus = [each.name for each in host.gpus]
-        ports = [each.name for each in host.ports]
+        detours = Detours(find_paths(host, OLD), {})
         # The bits of the number in reverse: 00, 10, 01, 11.
-        own = [find_own_ports(table, g, (gpus, ports), OLD) for g in host.gpus]
+        own = [detours.find_own_ports(each) for each in host.gpus]
         assert own == [(f"net/mlx5_{n}",) for n in (0, 2, 1, 3)]
-        back = [find_own_gpu(table, p, host.gpus, ports, OLD) for p in ports]
-        assert back == [gpus[n] for n in (0, 2, 1, 3)]
+        back = [detours.find_own_gpu(each.name) for each in host.ports]
+        assert back == [host.gpus[n] for n in (0, 2, 1, 3)]
 
     def test_the_nearest_has_the_most_bandwidth_and_then_the_nearest_kind(self):
         figures = {"a": ("SYS", 24.0), "b": ("PHB", 24.0), "c": ("PIX", 12.0)}
@@ -793,8 +784,25 @@ class TestDetours:
         link = Link(LinkKind.C2C, "0000:40:00.0", "numa/0", 10, gb_per_s=374.88)
         host = make_host(gpu(0, sm=90), nic(0), nodes=[node], links=[link])
         paths = find_paths(host)
-        used = add_detours(paths, Transports(has_gdr_over_c2c=False))
+        used = add_detours(paths, {"NCCL_NET_GDR_C2C": "0"})
         for ends in permutations(("0000:40:00.0", "net/mlx5_0")):
             path = used.between(*ends)
             assert path.kind is PathKind.P2C
             assert "numa/0" in path.route
+
+    def test_a_gpu_with_c2c_passes_on_unless_nccl_is_told_not_to(self):
+        names = "0000:40:00.0", "0000:41:00.0"
+        links = [
+            *(Link(LinkKind.NVLINK, *pair, 6) for pair in permutations(names)),
+            *(
+                Link(LinkKind.C2C, name, f"numa/{n}", 10, gb_per_s=374.88)
+                for n, name in enumerate(names)
+            ),
+        ]
+        gpus = [gpu(n, node=n, sm=90) for n in range(2)]
+        nodes = [NumaNode(n, arch="arm64") for n in range(2)]
+        paths = find_paths(make_host(*gpus, nic(0), nodes=nodes, links=links))
+        far = names[1], "net/mlx5_0"
+        assert add_detours(paths).between(*far).kind is PathKind.PXN
+        off = add_detours(paths, {"NCCL_PXN_C2C": "0"})
+        assert off.between(*far).kind is PathKind.SYS

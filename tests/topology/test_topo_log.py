@@ -14,7 +14,7 @@ from ronde.plain_values import from_plain
 from ronde.render.topo_log import draw_log
 from ronde.topology.graph import Diagnostic, Level
 from ronde.topology.nccl_log import NcclLog, judge_nccl_log, read_nccl_log
-from ronde.topology.nccl_log.verdicts import VERDICTS
+from ronde.topology.nccl_log.judge import VERDICTS
 
 
 def run(words):
@@ -125,17 +125,6 @@ def test_where_lines_were_lost_a_start_may_have_been_said_to_be_complete() -> No
             {
                 "extra": (
                     (
-                        "MNNVL busId 0x1 fabric UUID 0.0 cliqueId 0x0 state 2 "
-                        "healthMask 0x0"
-                    ),
-                )
-            },
-            {"fabric-not-ready": WARNING},
-        ),
-        (
-            {
-                "extra": (
-                    (
                         "P2P is disabled between connected GPUs 1 and 0. You can "
                         "repress this message with NCCL_IGNORE_DISABLED_P2P=1."
                     ),
@@ -183,7 +172,7 @@ def test_what_the_log_does_not_show_is_no_fault() -> None:
     text = without(text_of(JobLog(num_hosts=1, intra="SHM/direct")), "NVL")
     assert found(text) == {}
     text = without(text_of(JobLog(num_hosts=1, channels=NO_NVLINK)), "NVL")
-    assert found(text) == {"few-channels": NOTE}
+    assert found(text) == {}
 
 
 @pytest.mark.parametrize(
@@ -432,7 +421,7 @@ def test_two_channels_are_right_for_a_small_bridge() -> None:
     bridge = text.replace(b"NVL[370.8] - NVS/0-0", b"NVL[48.0] - GPU/0-2000")
 
     assert found(text) == {"few-channels": ERROR}
-    assert found(bridge) == {"few-channels": NOTE}
+    assert found(bridge) == {}
     available = b"node0:1000:2000 [0] NCCL INFO NVLS multicast support is available on "
     switched = without(text, "NVL[", "/NVL)") + available + b"dev 0\n"
     assert found(switched) == {"few-channels": ERROR}
@@ -483,7 +472,7 @@ def test_one_gpu_slower_than_the_others() -> None:
         ),
         (
             "NET/IB : Got completion from peer x<1> with error 5, opcode 1, len 1",
-            "warned-connection-flushed",
+            "warned-follows",
         ),
         (
             "NET/IB : Got completion from peer x<1> with error 4, opcode 1, len 1",
@@ -511,12 +500,12 @@ def test_one_gpu_slower_than_the_others() -> None:
         ("socketFinalizeAccept: wrong type 4 != 3", "warned-versions"),
         ("XML Topology has wrong version 2, 1 needed", "warned-topology"),
         ("Failed to open libibverbs.so[.1]", "warned-no-libibverbs"),
-        ("NUMA auto balancing enabled which can lead to", "warned-numa-balancing"),
-        ('Missing "iommu=pt" from kernel command line', "warned-iommu"),
-        ('Missing "amd_iommu=on" from kernel command line', "warned-iommu"),
+        ("NUMA auto balancing enabled which can lead to", "warned-host-setting"),
+        ('Missing "iommu=pt" from kernel command line', "warned-host-setting"),
+        ('Missing "amd_iommu=on" from kernel command line', "warned-host-setting"),
         (
             'Missing "HSA_FORCE_FINE_GRAIN_PCIE=1" from environment',
-            "warned-fine-grain",
+            "warned-host-setting",
         ),
         ("Cuda failure 802 'system not yet initialized'", "warned-fabric-manager"),
         (
@@ -535,7 +524,7 @@ def test_one_gpu_slower_than_the_others() -> None:
         ("No transport found for rank 0[1] -> rank 1[2]", "warned-no-transport"),
         (
             "Detected mixed local Net device counts across ranks (min 7, max 8)",
-            "warned-adapters-differ",
+            "warned-no-transport",
         ),
         (
             "NCCL version mismatch with remote peer 10.0.0.1<5> (local: 2, remote 3)",
@@ -624,13 +613,12 @@ def test_the_words_name_what_was_chosen() -> None:
     assert "missing  " not in text
 
 
-def test_a_job_that_was_aborted_is_told_so_and_not_blamed() -> None:
+def test_a_job_that_was_aborted_is_not_blamed() -> None:
     """torch gives communicators up at the end of a program that was well."""
     line = b"comm 0x1 rank 0 nranks 16 cudaDev 0 busId 1b000 - Abort COMPLETE\n"
     text = text_of(JobLog()) + b"node0:1000:2000 [0] NCCL INFO " + line
 
     assert found(text) == {}
-    assert "1 rank gave up a communicator" in draw_log(read(text), ())
 
 
 def test_what_is_not_said_is_named() -> None:

@@ -6,7 +6,6 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -100,8 +99,7 @@ options:
   --rules         list the rules and exit
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-A graph that NCCL wrote (NCCL_GRAPH_DUMP_FILE) is checked, too. Several hosts are also
-compared with each other.
+Several hosts are also compared with each other.
 
 exit code: 0 notes at most, 1 a warning or an error, 64 a source that cannot be read
 
@@ -325,7 +323,7 @@ def _table(host: HostTopology, options: argparse.Namespace | None) -> str:
         tabulate_speeds,
     )
     from ronde.topology.paths.classes import classify
-    from ronde.topology.paths.detours import add_detours, read_transports
+    from ronde.topology.paths.detours import add_detours
     from ronde.topology.paths.network import find_paths
     from ronde.topology.paths.speeds import LATEST, parse_release
 
@@ -339,13 +337,13 @@ def _table(host: HostTopology, options: argparse.Namespace | None) -> str:
     unset = [each for each in options.x if "=" not in each]
     if unset:
         raise UsageError(f"-x must be NAME=VALUE, got {unset[0]!r}. Give its value.")
-    transports = read_transports(dict(each.split("=", 1) for each in options.x))
-    return tabulate_paths(add_detours(paths, transports))
+    settings = dict(each.split("=", 1) for each in options.x)
+    return tabulate_paths(add_detours(paths, settings))
 
 
 def _draw(hosts: Sequence[HostTopology], path: Path) -> None:
     from ronde.render.topo_svg import draw_svg
-    from ronde.topology.lint.host import lint_host
+    from ronde.topology.lint import lint_host
 
     if len(hosts) != 1:
         raise UsageError(
@@ -361,49 +359,33 @@ def _draw(hosts: Sequence[HostTopology], path: Path) -> None:
 
 
 def _lint(options: argparse.Namespace) -> int:
-    from ronde.render.text import counted, wrap
+    from ronde.render.text import wrap
     from ronde.render.topo_log import count_findings, draw_findings
-    from ronde.topology.lint.fleet import CATALOGUE, lint_fleet
-    from ronde.topology.lint.host import lint_host
-    from ronde.topology.paths.speeds import LATEST
-    from ronde.topology.search_graph import (
-        check_search_graphs,
-        read_search_graphs,
-        recognises_search_graph,
-    )
+    from ronde.topology.lint import CATALOGUE, lint_fleet, lint_host
+    from ronde.units import counted
 
     if options.rules:
-        for subject, entries in groupby(CATALOGUE, key=lambda entry: entry.subject):
+        for subject, rules in CATALOGUE.items():
             print(f"{subject}:")
-            for entry in entries:
-                print(wrap(f"  {entry.name:<24}", entry.meaning, indent=26), end="")
+            for name, meaning in rules.items():
+                print(wrap(f"  {name:<24}", meaning, indent=26), end="")
         return 0
-    known = {entry.name for entry in CATALOGUE}
+    known = {name for rules in CATALOGUE.values() for name in rules}
     wanted = _names("--rule", options.rule, known) or known
     wanted = wanted - _names("--ignore", options.ignore, known)
     sources = _read_sources(options)
-    graphs = [saved for saved in sources if recognises_search_graph(saved)]
-    found = [
-        _at(saved.name, finding)
-        for saved in graphs
-        for finding in check_search_graphs(read_search_graphs(saved))
-    ]
-    machines = [saved for saved in sources if saved not in graphs]
-    names = ", ".join(sorted({saved.name for saved in graphs}))
-    subject = f"{names}, as NCCL {LATEST} reads it"
-    if machines or not graphs or options.root is not None:
-        hosts = _load(machines, options.root).hosts
-        for host in hosts:
-            place = host.name if len(hosts) > 1 else ""
-            found += [_at(place, finding) for finding in lint_host(host)]
-        found += lint_fleet(hosts)
-        subject = f"{len(hosts)} hosts"
-        if len(hosts) == 1:
-            gpus, ports, nodes = hosts[0].gpus, hosts[0].ports, hosts[0].numa_nodes
-            parts = {"GPU": gpus, "network port": ports, "NUMA node": nodes}
-            counts = (counted(len(some), noun) for noun, some in parts.items())
-            name = hosts[0].name or ", ".join(saved.name for saved in machines)
-            subject = f"{name} ({', '.join(counts)})"
+    hosts, found = _load(sources, options.root).hosts, list[Diagnostic]()
+    for host in hosts:
+        place = host.name if len(hosts) > 1 else ""
+        found += [_at(place, finding) for finding in lint_host(host)]
+    found += lint_fleet(hosts)
+    subject = f"{len(hosts)} hosts"
+    if len(hosts) == 1:
+        gpus, ports, nodes = hosts[0].gpus, hosts[0].ports, hosts[0].numa_nodes
+        parts = {"GPU": gpus, "network port": ports, "NUMA node": nodes}
+        counts = (counted(len(some), noun) for noun, some in parts.items())
+        name = hosts[0].name or ", ".join(saved.name for saved in sources)
+        subject = f"{name} ({', '.join(counts)})"
     findings = [finding for finding in found if finding.rule in wanted]
     if options.json:
         _print_json("ronde-findings", {"findings": to_plain(tuple(findings))})
@@ -490,8 +472,13 @@ def _place(options: argparse.Namespace) -> int:
 
 def _limit(options: argparse.Namespace) -> int:
     from ronde.render.topo_tables import judge, tabulate_limits
-    from ronde.topology.limits.bounds import COLLECTIVES, bounds_of
-    from ronde.topology.limits.host import KnownRates, slowest, world_of
+    from ronde.topology.limits import (
+        COLLECTIVES,
+        KnownRates,
+        bound_of,
+        slowest,
+        world_of,
+    )
 
     names = _collectives(options, COLLECTIVES)
     hosts = _load_hosts(options)
@@ -499,7 +486,7 @@ def _limit(options: argparse.Namespace) -> int:
     given = KnownRates(options.link_rate, options.gpu_rate)
     size = (options.nodes or len(hosts), ranks_per_node or 1)
     world = slowest([world_of(host, *size, given) for host in hosts])
-    bounds = bounds_of(world, names)
+    bounds = [bound_of(world, name) for name in names]
     measured: float | None = options.measured
     judged = bounds[0]
     limit = None if measured is None else judged.limit

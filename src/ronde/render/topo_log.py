@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ronde.render.text import WIDTH, counted, grouped, list_first, list_some, wrap
+from ronde.render.text import WIDTH, grouped, list_some, wrap
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log import NcclJob, NcclLog
 from ronde.topology.nccl_log.log import Reported
 from ronde.topology.search_graph import SearchGraph
-from ronde.units import format_size
+from ronde.units import counted, format_size, list_first
 
 _ORDER = {severity: place for place, severity in enumerate(Level)}
 _LABEL = 16
@@ -52,7 +52,7 @@ def draw_search(graphs: Sequence[SearchGraph]) -> str:
 
 
 def _draw_graph(graph: SearchGraph) -> str:
-    title = f"{graph.pattern_name} (graph {graph.id})"
+    title = f"{graph.pattern} (graph {graph.id})"
     if not graph.num_channels:
         return f"{title}: none found\n"
     total = graph.num_channels * graph.intra_gb_per_s
@@ -93,7 +93,6 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
         ("algorithms", _tunings(job)),
         ("settings", _names(job.settings, 12)),
         ("start", _start(job)),
-        ("end", _end(job)),
         ("missing", _missing(job)),
     )
     text = wrap("", _head(job, log), width, indent=2)
@@ -213,12 +212,6 @@ def _start(job: NcclJob) -> str:
             num_complete = sum(rank.is_complete for rank in comm.ranks)
             parts.append(f"{num_complete} of {comm.num_ranks} ranks completed it")
     return "; ".join(parts)
-
-
-def _end(job: NcclJob) -> str:
-    ranks = [counted(each.num_processes, "rank") for each in job.aborts]
-    words = "gave up a communicator (torch does so at its end, too)"
-    return f"{ranks[0]} {words}" if ranks else ""
 
 
 def _missing(job: NcclJob) -> str:

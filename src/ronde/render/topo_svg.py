@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
-from ronde.render.text import counted, grouped, list_some
+from ronde.render.text import grouped, list_some
 from ronde.render.topo_tree import (
     LINK_TITLES,
     ElementTree,
@@ -30,7 +30,7 @@ from ronde.topology.graph import (
     NumaNode,
 )
 from ronde.topology.paths.speeds import is_link_known, link_gb_per_s, smp_gb_per_s
-from ronde.units import format_size
+from ronde.units import counted, format_size
 
 _ITEM_WIDTH = 190.0
 _MAX_WIDTH = 1860.0

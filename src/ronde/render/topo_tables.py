@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from ronde.render.text import WIDTH, align, counted, grouped, list_some, wrap
+from ronde.render.text import WIDTH, align, grouped, list_some, wrap
 from ronde.topology.comparison import (
     Difference,
     HostComparison,
@@ -12,10 +12,11 @@ from ronde.topology.comparison import (
 )
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import UNKNOWN
-from ronde.topology.limits.bounds import Bound, Limit, LimitWorld, Rate
+from ronde.topology.limits import Bound, Limit, LimitWorld, Rate
 from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
 from ronde.topology.paths.network import Path, Paths, VertexKind
 from ronde.topology.placement.plan import HostPlan, PlannedRank
+from ronde.units import counted
 
 # A list of CPUs in many pieces is as long as it likes; a table is not.
 _MOST_LIST_CHARS = 23

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ronde.render.text import counted, format_runs, grouped
+from ronde.render.text import format_runs, grouped
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
     NVSWITCH,
@@ -17,7 +17,7 @@ from ronde.topology.graph import (
     PciDevice,
     Topology,
 )
-from ronde.topology.limits.host import find_ways, known_gb_per_s
+from ronde.topology.limits import find_ways, known_gb_per_s
 from ronde.topology.paths.speeds import (
     is_link_known,
     is_pci_known,
@@ -26,7 +26,7 @@ from ronde.topology.paths.speeds import (
     smp_gb_per_s,
 )
 from ronde.topology.pci import is_nvswitch
-from ronde.units import format_size
+from ronde.units import counted, format_size
 
 LINK_TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI", LinkKind.C2C: "C2C"}
 _NVSWITCH_CLASS = 0x0680

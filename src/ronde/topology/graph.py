@@ -49,11 +49,8 @@ class NumaNode(NamedTuple):
 
 
 def nccl_family(family: int) -> int:
-    """Return a processor's family as NCCL counts it, of the kernel's or hwloc's.
-
-    They add the extended family to 15, NCCL adds 16 times as much. Source:
-    ``ncclTopoGetXmlFromCpu`` of NCCL's src/graph/xml.cc.
-    """
+    """Return the kernel's or hwloc's family as NCCL's ``ncclTopoGetXmlFromCpu``."""
+    # They add the extended family to 15, NCCL adds 16 times as much.
     return 15 + 16 * (family - 15) if family > 15 else family
 
 
@@ -200,15 +197,15 @@ class Diagnostic(NamedTuple):
     should_gb_per_s: float = 0.0
 
 
-_SCHEMA = "ronde-topology"
+# The version changes when a field changes its meaning or goes.
+_SCHEMA = {"form": "ronde-topology", "version": 2}
 _MAX_DEPTH = 256
-_VERSION = 2  # Changes when a field changes its meaning or goes.
 
 
 def write_topology(topology: Topology) -> str:
     """Return the JSON of a topology."""
     plain = cast("dict[str, object]", to_plain(topology))
-    return json.dumps({"form": _SCHEMA, "version": _VERSION, **plain}, indent=1) + "\n"
+    return json.dumps({**_SCHEMA, **plain}, indent=1) + "\n"
 
 
 def read_topology(data: bytes, origin: str) -> Topology:
@@ -220,29 +217,21 @@ def read_topology(data: bytes, origin: str) -> Topology:
             f"{origin} must be JSON, got an error: {error}. Was it cut?"
         ) from None
     values = cast("dict[str, object]", read) if isinstance(read, dict) else {}
-    found = values.pop("form", None), values.pop("version", None)
-    if found != (_SCHEMA, _VERSION):
+    found = {name: values.pop(name, None) for name in _SCHEMA}
+    if found != _SCHEMA:
+        form, version = map(shorten, found.values())
         raise UsageError(
-            f"{origin} must have form {_SCHEMA!r} and version {_VERSION}, got "
-            f"{shorten(found[0])} and {shorten(found[1])}. Write it with this version "
-            "of ronde: ronde topo --json"
+            f"{origin} must have form 'ronde-topology' and version 2, got {form} and "
+            f"{version}. Write it with this version of ronde: ronde topo --json"
         )
     try:
         topology = from_plain(Topology, values, "topology")
         for host in topology.hosts:
             _require_order(host.devices)
     except PlainValueError as error:
-        raise UsageError(
-            f"{origin}: {error} Write it with: ronde topo --json"
-        ) from None
-    if len({switch.name for switch in topology.switches}) != len(topology.switches):
-        raise UsageError(f"{origin} must name each switch once. Remove the others.")
-    if circle := find_circle(topology.switches):
-        raise UsageError(
-            f"{origin} must have no switch above itself, got "
-            f"{shorten(' > '.join(circle))}. Correct what is below them."
-        )
-    _require_shallow(topology.switches, origin)
+        message = f"{origin}: {error} Write it with: ronde topo --json"
+        raise UsageError(message) from None
+    _require_tree(topology.switches, origin)
     return topology
 
 
@@ -255,8 +244,15 @@ def find_circle(switches: Sequence[NetworkSwitch]) -> list[str]:
     return []
 
 
-def _require_shallow(switches: Sequence[NetworkSwitch], origin: str) -> None:
+def _require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
     below = {switch.name: switch.switches for switch in switches}
+    if len(below) != len(switches):
+        raise UsageError(f"{origin} must name each switch once. Remove the others.")
+    if circle := find_circle(switches):
+        raise UsageError(
+            f"{origin} must have no switch above itself, got "
+            f"{shorten(' > '.join(circle))}. Correct what is below them."
+        )
     depths: dict[str, int] = {}
     for name in TopologicalSorter(below).static_order():
         depths[name] = 1 + max((depths[n] for n in below.get(name, ())), default=0)
@@ -271,12 +267,11 @@ def _require_order(devices: Iterable[PciDevice]) -> None:
     listed = {device.bus_id for device in devices}
     depths: dict[str, int] = {}
     for name, parent, *_ in devices:
+        rule = ""
         if name in depths or (parent in listed and parent not in depths):
-            raise PlainValueError(
-                f"devices must come once and after their parents, got {name!r}."
-            )
+            rule = "come once and after their parents"
         depths[name] = depths.get(parent, 0) + 1
         if depths[name] > _MAX_DEPTH:
-            raise PlainValueError(
-                f"devices must be at most {_MAX_DEPTH} below one another, got {name!r}."
-            )
+            rule = f"be at most {_MAX_DEPTH} below one another"
+        if rule:
+            raise PlainValueError(f"devices must {rule}, got {name!r}.")

@@ -27,7 +27,6 @@ def read_text(path: str, max_bytes: int = _MAX_BYTES) -> str:
 
 
 def read_number(path: str, default: int, base: int = 10) -> int:
-    """Return the whole number that a file holds, else the default."""
     return _parsed(path, lambda text: int(text, base), default)
 
 
@@ -50,16 +49,14 @@ def _parsed(path: str, parse: Callable[[str], int], default: int) -> int:
 
 def read_fields(path: str, max_bytes: int = _MAX_BYTES) -> dict[str, str]:
     """Return the fields of lines such as ``Model:   NVIDIA H100``, blanks included."""
-    lines = read_text(path, max_bytes).splitlines()
-    pairs = [line.partition(":") for line in lines]
+    pairs = (line.partition(":") for line in read_text(path, max_bytes).splitlines())
     return {name.strip(): value for name, _, value in pairs}
 
 
 def list_names(directory: str) -> list[str]:
     """Return what is in a directory, sorted; nothing where it cannot be read."""
     try:
-        with os.scandir(directory) as entries:
-            return sorted(entry.name for entry in entries)
+        return sorted(os.listdir(directory))  # noqa: PTH208 - see above
     except OSError:
         return []
 

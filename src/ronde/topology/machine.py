@@ -1,12 +1,10 @@
-"""What ranks on one machine have to share, as the kernel shows it in /proc and /sys.
-
-Functions take ``root``: the directory that holds proc and sys; empty for this machine.
-"""
+"""What ranks on one machine have to share, as /proc and /sys below a root show it."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ronde.memory import list_groups
 from ronde.topology.cpu_sets import members, parse_mask
 from ronde.topology.kernel_files import (
     list_names,
@@ -19,8 +17,7 @@ from ronde.topology.kernel_files import (
 )
 from ronde.topology.pci import bus_id, bus_order, is_address, read_node, read_path
 
-UNKNOWN_NODE = -1
-"""The memory node of what the kernel does not place."""
+UNKNOWN_NODE = -1  # The memory node of what the kernel does not place.
 
 
 class Core(NamedTuple):
@@ -52,61 +49,32 @@ class NearPort(NamedTuple):
 class Machine(NamedTuple):
     """What ranks on one machine have to share."""
 
-    # Those that this process may use, by memory node and number.
-    cores: tuple[Core, ...]
+    cores: tuple[Core, ...]  # That this process may use, by memory node and number.
     cpu_limit: float  # CPUs that the control groups allow at a time, 0 for no limit.
-    # Those that a program of this process would see, in its order; all of one maker.
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...]  # That its programs would see, in their order; of one maker.
     mbit_per_s: dict[str, int]  # Of each network interface that is up; 0 if unknown.
-    # What is known of these GPUs and the ports to train over, port by port.
-    near: tuple[NearPort, ...] = ()
+    near: tuple[NearPort, ...] = ()  # Of these GPUs and the ports to train over.
 
 
 def read_cpu_limit(root: str) -> float:
     """Return how many CPUs may be used at a time, 0 for no limit."""
     limits: list[float] = []
     for group in list_groups(root, "cpu"):
-        quota, _, period = read_text(f"{group}/cpu.max").partition(" ")
-        if not quota:
-            quota = read_text(f"{group}/cpu.cfs_quota_us")
-            period = read_text(f"{group}/cpu.cfs_period_us")
+        old = [read_text(f"{group}/cpu.cfs_{name}_us") for name in ("quota", "period")]
+        limit = read_text(f"{group}/cpu.max") or " ".join(old)
+        quota, _, period = limit.partition(" ")
         if quota.isdecimal() and period.isdecimal() and int(period):
             limits.append(int(quota) / int(period))
     return min(filter(None, limits), default=0.0)
 
 
-def list_groups(root: str, controller: str) -> list[str]:
-    """Return the directories of this process's groups, each before what is above it.
-
-    Not all that are named need be there.
-    """
-    mounts = f"{root}/sys/fs/cgroup"
-    found: list[str] = []
-    for line in read_text(f"{root}/proc/self/cgroup").splitlines():
-        _, controllers, path = f"{line}::".split(":", 2)
-        if not controllers:
-            tops = [mounts, f"{mounts}/unified"]
-        elif controller in controllers.split(","):
-            tops = [f"{mounts}/{controller}", f"{mounts}/{controllers}"]
-        else:
-            continue
-        parts = [part for part in path.rstrip(":").split("/") if part]
-        # A group outside of what is mounted: its path leads up.
-        parts = [] if ".." in parts else parts
-        for num in range(len(parts), -1, -1):
-            found += ["/".join([top, *parts[:num]]) for top in tops]
-    return found
-
-
 def read_cores(root: str) -> tuple[Core, ...]:
     """Return the cores by memory node and number, each with its allowed threads."""
-    nodes = read_node_cpus(root)
-    cores = [
-        Core(
-            cpus, next((n for n, c in nodes.items() if c >> cpus[0] & 1), UNKNOWN_NODE)
-        )
-        for cpus in split_cores(root, _allowed(root))
-    ]
+    cores: list[Core] = []
+    nodes = read_node_cpus(root).items()
+    for cpus in split_cores(root, _allowed(root)):
+        node = next((n for n, own in nodes if own >> cpus[0] & 1), UNKNOWN_NODE)
+        cores.append(Core(cpus, node))
     return tuple(sorted(cores, key=lambda core: (core.node, core.cpus)))
 
 
@@ -140,11 +108,7 @@ def read_node_cpus(root: str) -> dict[int, int]:
 
 
 def _allowed(root: str) -> int:
-    """Return the CPUs that are online, in the affinity mask and in the cpuset.
-
-    Sandboxes show some of these files only, or the host's: what would leave nothing is
-    not believed.
-    """
+    """Return the CPUs that are online, in the affinity mask and in the cpuset."""
     try:
         mask = read_fields(f"{root}/proc/self/status").get("Cpus_allowed", "")
         affinity = parse_mask(mask.strip())
@@ -154,6 +118,8 @@ def _allowed(root: str) -> int:
     groups = list_groups(root, "cpuset")
     sets = (read_list(f"{group}/{name}") for group in groups for name in names)
     allowed = read_online(root)
+    # Sandboxes show some of these files only, or the host's: what would leave nothing
+    # is not believed.
     for limit in (affinity, next(filter(None, sets), 0)):
         allowed = allowed & limit or allowed or limit
     return allowed
@@ -170,8 +136,8 @@ _PCI_MAKERS = {"0x1002": "amd", "0x8086": "intel"}
 # VGA, 3D and other display controllers, and processing accelerators: AMD's and Intel's
 # GPUs for computing are of any of these classes.
 _PCI_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+# AMD's and Intel's GPUs on it are parts of the processor, for screens.
 FIRST_BUS = "0000:00:"
-"""AMD's and Intel's GPUs on it are parts of the processor, for screens."""
 
 
 def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -187,10 +153,7 @@ def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return those that an environment leaves to be seen.
-
-    To ask again about what is left changes nothing.
-    """
+    """Return those that an environment leaves; to ask again changes nothing."""
     maker = gpus[0].maker if gpus else "nvidia"
     text = environ.get(VISIBLE_DEVICES[maker])
     if text is None and maker == "amd":
@@ -199,14 +162,11 @@ def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, 
 
 
 def select_gpus(gpus: Sequence[Gpu], text: str) -> tuple[Gpu, ...]:
-    """Return those that a list names, in its order.
-
-    As drivers do, stop at the first item that is no device or was named already. Where
-    nothing is known of any GPU, the list is believed.
-    """
+    """Return those that a list names, in its order; it is believed if none is known."""
     chosen: list[Gpu] = []
     for item in text.split(","):
         gpu = _find(gpus, item.strip())
+        # As drivers do, stop at what is no device or was named already.
         if gpu is None or gpu in chosen:
             break
         chosen.append(gpu)
@@ -255,11 +215,10 @@ def read_driver_gpus(root: str) -> dict[str, DriverGpu]:
 def _nvidia(root: str) -> list[Gpu]:
     found: list[Gpu] = []
     drivers = read_driver_gpus(root)
-    for address, driver in drivers.items():
-        if _may_open(f"{root}/dev/nvidia{driver.minor}"):
+    for address, (model, uuid, minor) in drivers.items():
+        if _may_open(f"{root}/dev/nvidia{minor}"):
             node = read_node(root, read_path(f"{root}/sys/bus/pci/devices/{address}"))
-            place = str(len(found))
-            found.append(Gpu(address, node, driver.model, "nvidia", driver.uuid, place))
+            found.append(Gpu(address, node, model, "nvidia", uuid, str(len(found))))
     if drivers:
         return found
     # One GPU a device file, in sandboxes that hide the driver's directory.
@@ -269,10 +228,7 @@ def _nvidia(root: str) -> list[Gpu]:
 
 
 def _rendering(root: str, maker: str) -> list[Gpu]:
-    """Return a maker's GPUs that have a file for rendering, which computing uses too.
-
-    Not those inside the processor, which sit on the first bus.
-    """
+    """Return a maker's GPUs with a file for rendering, which computing uses, too."""
     devices: dict[str, str] = {}
     for name in list_names(f"{root}/sys/class/drm"):
         path = read_path(f"{root}/sys/class/drm/{name}")
@@ -296,9 +252,6 @@ def _may_open(path: str) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
-_LOOPBACK = "772"
-
-
 def read_interface_rates(root: str) -> dict[str, int]:
     """Return the Mbit/s of each interface that is up; 0 if unknown."""
     found: dict[str, int] = {}
@@ -306,7 +259,8 @@ def read_interface_rates(root: str) -> dict[str, int]:
         own = f"{root}/sys/class/net/{name}"
         # The carrier of one that is down cannot be read.
         is_up = read_text(f"{own}/carrier") == "1"
-        if is_up and read_text(f"{own}/type") != _LOOPBACK:
+        is_loopback = read_text(f"{own}/type") == "772"
+        if is_up and not is_loopback:
             found[name] = max(0, read_number(f"{own}/speed", 0))
     return found
 

@@ -33,8 +33,7 @@ _BY_WORD = {word: sm for sm, words in _CAPABILITIES.items() for word in words.sp
 def read_path(link: str) -> str:
     """Return the place on the bus of what a link of sysfs leads to.
 
-    That is host bridge, bridges and device: ``pci0000:80/0000:80:02.2/0000:82:00.0``;
-    empty for what is below no PCI device.
+    Such as ``pci0000:80/0000:80:02.2/0000:82:00.0``; empty below no PCI device.
     """
     parts = read_link(link).partition("/devices/")[2].split("/")
     ends = [n for n, part in enumerate(parts, 1) if is_address(part)]
@@ -55,7 +54,6 @@ def bus_id(path: str) -> str:
 
 
 def is_address(text: str) -> bool:
-    """Return whether a text is the address of a device: ``0000:1b:00.0``."""
     return _ADDRESS.fullmatch(text) is not None
 
 
@@ -75,11 +73,8 @@ def read_node(root: str, path: str) -> int:
 
 
 def plain_address(text: str) -> str:
-    """Return an address as sysfs spells it: ``0000:c2:00.0``; empty if it is none.
-
-    nvidia-smi writes eight digits for the domain, lspci omits it where all are in the
-    first.
-    """
+    """Return an address as sysfs spells it: ``0000:c2:00.0``; empty if it is none."""
+    # nvidia-smi writes eight digits for the domain, lspci may omit it.
     match = _ANY_ADDRESS.fullmatch(text)
     if match is None:
         return ""
@@ -88,24 +83,19 @@ def plain_address(text: str) -> str:
 
 
 def is_gpu(class_code: int, vendor: int) -> bool:
-    """Return whether a device computes, which what only drives a screen does not.
-
-    NVIDIA's are of any display class; others' are 3D or other display controllers, for
-    the VGA controllers of servers are management processors; AMD has accelerators, too.
-    """
+    """Return whether a device computes, which what only drives a screen does not."""
     kind = class_code >> 8
     if kind >> 8 == _DISPLAY:
+        # The VGA controllers of servers are management processors.
         return vendor == _NVIDIA or kind != _VGA
     return kind >> 8 == _ACCELERATOR and vendor == _AMD
 
 
 def is_network(class_code: int) -> bool:
-    """Return whether a device is a network adapter."""
     return class_code >> 16 == _NETWORK
 
 
 def is_nvswitch(class_code: int, vendor: int) -> bool:
-    """Return whether a device is a switch of NVLink's."""
     return class_code >> 8 == _OTHER_BRIDGE and vendor == _NVIDIA
 
 

@@ -5,21 +5,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.graph import (
-    GpuDevice,
-    HostTopology,
-    PciDevice,
-    Topology,
-    read_topology,
-)
+from ronde.topology.graph import HostTopology, Topology, read_topology
 from ronde.topology.machine import read_gpus
 from ronde.topology.probes.base import MAX_BYTES, Probe, Saved, outermost_tag
 from ronde.topology.probes.sysfs import read_host
 
-E = TypeVar("E", GpuDevice, PciDevice)
 _NVIDIA = 0x10DE
 # NVIDIA's driver has one of these, the last one in WSL.
 _DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
@@ -79,8 +72,8 @@ def read_file(saved: Saved) -> Topology:
             return Topology(_named(hosts, Path(saved.name).stem), switches)
     if outermost_tag(saved.data) == "graphs":
         raise UsageError(
-            f"{saved.name} must have a machine, got a graph of NCCL's search. Give it "
-            "to ronde topo by itself, or to ronde topo lint."
+            f"{saved.name} must have a machine, got a graph of NCCL's search. Show it "
+            f"by itself: ronde topo {saved.name}"
         )
     formats = ", ".join(probe.format for probe in probes)
     raise UsageError(
@@ -153,24 +146,20 @@ def _ask_nvml(host: HostTopology) -> Detected:
 
     nvml, notices = read_nvml()
     if nvml and nvml.gpus:
+        gpus = {gpu.name: gpu for gpu in host.gpus}
+        for gpu in nvml.gpus:
+            own = gpus.get(gpu.name, gpu)
+            title, uuid = own.title or gpu.title, own.uuid or gpu.uuid
+            own = own._replace(sm=max(own.sm, gpu.sm), title=title, uuid=uuid)
+            gpus[gpu.name] = own
+        known = {device.bus_id for device in host.devices}
+        hidden = (each for each in nvml.devices if each.bus_id not in known)
         host = host._replace(
             sources=host.sources + nvml.sources,
-            gpus=_filled(host.gpus, nvml.gpus),
-            devices=_filled(host.devices, nvml.devices),
+            gpus=tuple(gpus.values()),
+            devices=(*host.devices, *hidden),
             links=host.links + nvml.links,
             relations=host.relations + nvml.relations,
             remarks=host.remarks + nvml.remarks,
         )
     return Detected(host, notices)
-
-
-def _filled(own: Sequence[E], others: Sequence[E]) -> tuple[E, ...]:
-    """Return elements with NVML's values where the kernel's are unknown, and others."""
-    found = {each.name: each for each in own}
-    for other in others:
-        each = found.setdefault(other.name, other)
-        defaults = each._field_defaults.items()
-        missing = [field for field, value in defaults if getattr(each, field) == value]
-        values = {field: getattr(other, field) for field in missing}
-        found[other.name] = each._replace(**values)
-    return tuple(found.values())

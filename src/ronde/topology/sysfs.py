@@ -18,14 +18,10 @@ from ronde.topology.pci import read_path
 def read_machine(
     root: Path = Path("/"), environ: Mapping[str, str] | None = None
 ) -> Machine:
-    """Return what this process may use of the machine; it asks no driver.
-
-    What cannot be read is left out or unknown, and is never an error: a driver that
-    hangs would take a start with it, and sandboxes hide much.
-    """
+    """Return what this process may use of the machine, as far as it can be read."""
+    # No driver is asked: one that hangs would take a start with it.
     top = str(root).rstrip("/")
-    gpus = read_gpus(top, environ or {})
-    near: tuple[NearPort, ...] = ()
+    gpus, near = read_gpus(top, environ or {}), tuple[NearPort, ...]()
     bus_ids = {gpu.bus_id for gpu in gpus if gpu.bus_id}
     kinds = [f"{top}/sys/class/{kind}" for kind in ("net", "infiniband")]
     ports = (f"{kind}/{name}" for kind in kinds for name in list_names(kind))

@@ -1,7 +1,6 @@
 """NCCL's debug log, as values: what it chose, where, and what looks wrong."""
 
-from ronde.topology.nccl_log.collector import read_nccl_log
 from ronde.topology.nccl_log.judge import judge_nccl_log
-from ronde.topology.nccl_log.log import NcclJob, NcclLog
+from ronde.topology.nccl_log.log import NcclJob, NcclLog, read_nccl_log
 
 __all__ = ["NcclJob", "NcclLog", "judge_nccl_log", "read_nccl_log"]

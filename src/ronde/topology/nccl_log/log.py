@@ -1,9 +1,36 @@
-"""The content of NCCL's debug log; an empty field was not in the log."""
+"""The content of NCCL's debug log, and how it is collected in bounded memory.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+What many ranks report alike is kept once, with their hosts. A job is the processes that
+communicators join, and all others of their hosts, if no other job is there.
+"""
+
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, BinaryIO, NamedTuple
 
 from ronde.topology.graph import UNKNOWN
+from ronde.topology.nccl_log.messages import (
+    MessageReader,
+    NcclMessage,
+    read_lines,
+    recognise,
+)
+
+_MAX_VALUES = 1 << 12  # Of each topic.
+_MAX_KEPT_TEXT = 400
+# NCCL before 2.23 names no more of a ring, and does not say so.
+_MAX_RANKS_OF_OLD_RING = 20
+# What a level of a tree may be off by: people paste, and lose a blank.
+_SLACK = 2
+# A host that is named in so few messages may be a word that was cut.
+_MAX_MISREAD = 3
+_DEVICE = re.compile(r"\[\d+\] ?([^\s\[={},]+)")
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+_NIC = re.compile(r"/-?\d+(?:\(\d+\))?")
+_GPU_PATH = re.compile(r"GPU/[0-9a-fA-F-]+ \(\d+/[\d.]+/(\w+)\)")
 
 
 class Reported(NamedTuple):
@@ -11,7 +38,6 @@ class Reported(NamedTuple):
 
     value: str  # A version, a device, a setting.
     hosts: tuple[str, ...]  # By name.
-    num_processes: int
 
 
 class RankSeen(NamedTuple):
@@ -19,7 +45,6 @@ class RankSeen(NamedTuple):
 
     rank: int
     host: str
-    device: int = UNKNOWN  # CUDA's number of its GPU.
     bus_id: str = ""  # ``83000`` for 0000:83:00.0, as NCCL writes it.
     has_started: bool = False  # Its start began.
     is_complete: bool = False  # Its start was complete.
@@ -39,11 +64,11 @@ class NcclCommunicator(NamedTuple):
     """Ranks that communicate."""
 
     name: str  # NCCL's number of it, or one of the log's own that begins with ``#``.
-    num_ranks: int
-    num_nodes: int = UNKNOWN  # By NCCL's own count.
-    is_mnnvl: bool = False  # NVLink joins nodes in it.
-    ranks: tuple[RankSeen, ...] = ()  # Those in the log, by number.
-    channels: tuple[ChannelCounts, ...] = ()  # Distinct ones.
+    num_ranks: int  # 0 if unknown.
+    num_nodes: int  # By NCCL's own count.
+    is_mnnvl: bool  # NVLink joins nodes in it.
+    ranks: tuple[RankSeen, ...]  # Those in the log, by number.
+    channels: tuple[ChannelCounts, ...]  # Distinct ones.
 
     @property
     def hosts(self) -> list[str]:
@@ -58,17 +83,6 @@ class TreeLink(NamedTuple):
     source: str  # Above it: ``CPU/0-0``.
     target: str  # Below it: ``GPU/0-3000``.
     port_gb_per_s: float  # Of the network port below; 0 for other targets.
-    hosts: tuple[str, ...]
-
-
-class PathSeen(NamedTuple):
-    """A path between two elements that NCCL found."""
-
-    source: str  # ``GPU/0-3000``.
-    target: str  # ``NET/0-0``.
-    num_hops: int
-    gb_per_s: float  # Of its slowest link.
-    kind: str  # ``NVL``, ``PIX``, ``SYS``, ...
     hosts: tuple[str, ...]
 
 
@@ -131,20 +145,17 @@ class NcclJob(NamedTuple):
     candidates: tuple[Reported, ...] = ()
     plugins: tuple[Reported, ...] = ()  # On plugins for the network.
     gdr: tuple[Reported, ...] = ()  # Of GPUDirect RDMA: ``IB mlx5_0 Enabled``.
-    uses: tuple[Reported, ...] = ()  # Of rings: ``PXN 1 GDR 1``.
     nvls: tuple[Reported, ...] = ()  # ``available on dev 0``, ``lost: CUDA error ...``.
-    mnnvl: tuple[Reported, ...] = ()  # NVLink between nodes: ``state 3 uuid 0.0``.
     p2p: tuple[Reported, ...] = ()  # GPUs that are refused each other's memory.
     settings: tuple[Reported, ...] = ()  # ``NCCL_IB_HCA=mlx5``.
     # ``10.0.0.1<4567> returned Connection refused``.
     retries: tuple[Reported, ...] = ()
-    aborts: tuple[Reported, ...] = ()  # Processes that gave up; one value at most.
-    trees: tuple[TreeLink, ...] = ()
-    paths: tuple[PathSeen, ...] = ()
+    gpu_paths: tuple[Reported, ...] = ()  # Kinds of those between GPUs: ``NVL``.
+    trees: tuple[TreeLink, ...] = ()  # In the order of the log, as what follows.
     graphs: tuple[GraphSeen, ...] = ()
+    warnings: tuple[WarningSeen, ...] = ()
     edges: tuple[EdgesSeen, ...] = ()  # Most first.
     tunings: tuple[Tuning, ...] = ()  # By collective and size.
-    warnings: tuple[WarningSeen, ...] = ()  # In the order of the log.
 
 
 class NcclLog(NamedTuple):
@@ -159,7 +170,396 @@ class NcclLog(NamedTuple):
     num_left_out: int = 0  # Things that were too many to keep.
 
 
-def name_some(names: Sequence[str]) -> str:
-    """Return names in a row; of more than three, the rest as a number."""
-    left = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {left} more" if left > 0 else "")
+_Match = re.Match[str]
+
+
+class _Process:
+    def __init__(self, host: str, pid: int) -> None:
+        self.host = host
+        self.pid = pid
+        self.num_messages = 0
+        # What it reports, by topic and value: a count, and details of the topic.
+        self.notes: dict[tuple[str, Any], list[Any]] = {}
+        # Its ranks, by the thread that starts one and by NCCL's pointer.
+        self.parts: dict[int | str, _Part] = {}
+        # Of each thread that prints a topology: indent and name of what is open.
+        self.branches: dict[int, list[tuple[int, str]]] = {}
+
+
+class _Part:
+    """One rank of a communicator, as far as its process has reported it."""
+
+    def __init__(self, process: _Process) -> None:
+        self.process = process
+        self.name: str | None = None
+        self.num_ranks: int | None = None
+        self.rank: int | None = None
+        self.num_nodes = UNKNOWN
+        self.is_mnnvl = False
+        self.channels: set[ChannelCounts] = set()
+        self.seen: dict[str, Any] = {}  # Fields of ``RankSeen``.
+
+
+class _Comm:
+    """A communicator: its parts, and by rank the first one that has it."""
+
+    def __init__(self, name: str, num_ranks: int | None) -> None:
+        self.name = name
+        self.num_ranks = num_ranks
+        self.parts: list[_Part] = []
+        self.ranks: dict[int, _Part] = {}
+
+    def add(self, part: _Part) -> None:
+        self.parts.append(part)
+        if part.rank is not None:
+            self.ranks.setdefault(part.rank, part)
+
+    def may_have(self, part: _Part) -> bool:
+        owner = None if part.rank is None else self.ranks.get(part.rank)
+        is_free = owner is None or owner.process is part.process
+        return is_free and part.num_ranks in (None, self.num_ranks)
+
+
+class _Collector:
+    """Takes messages one by one; ``take_X`` those of the topic X."""
+
+    def __init__(self) -> None:
+        self.processes: dict[tuple[str, int], _Process] = {}
+        self.values: dict[tuple[str, Any], int] = {}  # Topics and values, in order.
+        self.parts: list[_Part] = []
+        self.loose_versions: dict[str, None] = {}
+        self.num_messages = 0
+        self.num_left_out = 0
+        self._num_values: Counter[str] = Counter()
+        # One process stands for its host where all see the same.
+        self._first_of_host: dict[str, _Process] = {}
+        self._takers: dict[str, Callable[[_Process, int, _Match], None]] = {
+            name.removeprefix("take_"): getattr(self, name)
+            for name in dir(self)
+            if name.startswith("take_")
+        }
+
+    def take(self, message: NcclMessage) -> None:
+        self.num_messages += 1
+        host, pid, thread, is_warning, place, text = message
+        if not host:
+            self.loose_versions[text.rpartition(" ")[2]] = None
+            return
+        process = self.processes.get((host, pid))
+        if process is None:
+            process = self.processes[host, pid] = _Process(host, pid)
+            self._first_of_host.setdefault(host, process)
+        process.num_messages += 1
+        if is_warning:
+            kept = text[:_MAX_KEPT_TEXT]
+            self._note(process, "warnings", _NUMBER.sub("#", kept), kept, place)
+        if found := recognise(text):
+            topic, words, match = found
+            if taker := self._takers.get(topic):
+                taker(process, thread, match)
+            elif match.lastindex:
+                value = words.format(*match.groups()) if words else match[1]
+                self._note(process, topic, value)
+
+    def _note(
+        self, process: _Process, topic: str, value: object, *details: object
+    ) -> list[Any] | None:
+        """Count a value of a process; return its note, none for too many values."""
+        key = topic, value
+        note = process.notes.get(key)
+        if note is None:
+            if key not in self.values:
+                if self._num_values[topic] >= _MAX_VALUES:
+                    self.num_left_out += 1
+                    return None
+                self._num_values[topic] += 1
+                self.values[key] = len(self.values)
+            note = process.notes[key] = [0, *details]
+        note[0] += 1
+        return note
+
+    def take_found(self, process: _Process, _: int, match: _Match) -> None:
+        network, devices = match.groups()
+        for device in _DEVICE.findall(devices):
+            # The address behind a socket's name is of no use.
+            name = device.partition(":")[0] if network == "Socket" else device
+            self._note(process, "candidates", f"{network} {name}")
+
+    def take_system(self, process: _Process, thread: int, _: _Match) -> None:
+        process.branches[thread] = []
+
+    def take_tree_root(self, process: _Process, thread: int, match: _Match) -> None:
+        if thread in process.branches:
+            process.branches[thread] = [(0, match[1])]
+
+    def take_tree_link(self, process: _Process, thread: int, match: _Match) -> None:
+        blanks, kind, gb_per_s, target, port = match.groups()
+        branches = process.branches.get(thread, [])
+        # What hangs below a link begins where the link's own words end.
+        while branches and branches[-1][0] > len(blanks) + _SLACK:
+            branches.pop()
+        is_below = bool(branches) and len(blanks) - branches[-1][0] <= _SLACK
+        source = branches[-1][1] if is_below else ""
+        branches.append((match.start(4), target))
+        port_gb_per_s = float(port or 0) if target.startswith("NET/") else 0.0
+        value = (kind, float(gb_per_s), source, target, port_gb_per_s)
+        self._note(self._first_of_host[process.host], "trees", value)
+
+    def take_paths(self, process: _Process, _: int, match: _Match) -> None:
+        source, targets = match.groups()
+        for kind in _GPU_PATH.findall(targets) if source.startswith("GPU/") else ():
+            self._note(self._first_of_host[process.host], "gpu_paths", kind)
+
+    def take_graph(self, process: _Process, _: int, match: _Match) -> None:
+        pattern, num_channels, intra, inter, *types = match.groups()
+        value = (int(pattern), int(num_channels), float(intra), float(inter), *types)
+        self._note(process, "graphs", value)
+
+    def take_edge(self, process: _Process, _: int, match: _Match) -> None:
+        source, target, transport = match.groups()
+        if transport.startswith("NET/"):
+            transport = _NIC.sub("", transport, count=1)
+        # A switch of the network has no rank.
+        self._note(process, "edges", transport, source, target or source)
+
+    def take_tuning(self, process: _Process, _: int, match: _Match) -> None:
+        collective, text, algorithm, protocol = match.groups()
+        kind, size = (collective, algorithm, protocol), int(text)
+        if note := self._note(process, "tunings", kind, size, size):
+            note[1:] = min(note[1], size), max(note[2], size)
+
+    def take_init(self, process: _Process, thread: int, match: _Match) -> None:
+        pointer, rank, num_ranks, bus_id, parent, *split, name, word = match.groups()
+        if not name:
+            # One that was split off has no number of its own.
+            above = process.parts.get(parent or "")
+            name = f"#{process.host}:{process.pid}:{pointer}"
+            if above and above.name:
+                name = "/".join([f"#{above.name}", *(each or "-" for each in split)])
+        places = pointer, thread
+        part = self._part(process, places, int(num_ranks), int(rank), name)
+        mark = "has_started" if word == "START" else "is_complete"
+        part.seen |= {"bus_id": bus_id, mark: True}
+
+    def take_layout(self, process: _Process, thread: int, match: _Match) -> None:
+        rank, num_ranks, num_nodes, mnnvl = map(int, match.groups()[1:])
+        part = self._part(process, (match[1], thread), num_ranks, rank)
+        part.num_nodes, part.is_mnnvl = num_nodes, mnnvl == 1
+
+    def take_ring(self, process: _Process, thread: int, match: _Match) -> None:
+        num_ranks = len(match[1].split())
+        may_be_cut = num_ranks == _MAX_RANKS_OF_OLD_RING
+        self._part(process, (thread,), None if may_be_cut else num_ranks)
+
+    def take_channels(self, process: _Process, thread: int, match: _Match) -> None:
+        counts = ChannelCounts(*map(int, match.groups()))
+        self._part(process, (thread,)).channels.add(counts)
+
+    def take_timings(self, process: _Process, thread: int, match: _Match) -> None:
+        part = self._part(process, (thread,), int(match[2]), int(match[1]))
+        phases = (each.split(" ") for each in match[4].split(", "))
+        ordered = sorted(((n, float(s)) for n, s in phases), key=lambda p: -p[1])
+        part.seen |= {"init_s": float(match[3]), "init_phases": tuple(ordered)}
+
+    def _part(
+        self,
+        process: _Process,
+        places: Sequence[int | str],
+        num_ranks: int | None = None,
+        rank: int | None = None,
+        name: str | None = None,
+    ) -> _Part:
+        """Return the rank that a message is of; a new one if it is of none there."""
+        for place in places:
+            part = process.parts.get(place)
+            if part is not None and (
+                (num_ranks is None or part.num_ranks in (None, num_ranks))
+                and (rank is None or part.rank in (None, rank))
+                and (name is None or part.name in (None, name))
+            ):
+                break
+        else:
+            part = _Part(process)
+            self.parts.append(part)
+        process.parts |= dict.fromkeys(places, part)
+        part.num_ranks = part.num_ranks or num_ranks
+        part.rank = rank if part.rank is None else part.rank
+        part.name = part.name or name
+        return part
+
+    def communicators(self) -> list[_Comm]:
+        """Return all; parts without a name are added to what they can only be of."""
+        comms: dict[tuple[object, ...], _Comm] = {}
+        of_host: defaultdict[str, dict[_Comm, None]] = defaultdict(dict)
+        for part in self.parts:
+            if part.name is not None:
+                new = _Comm(part.name, part.num_ranks)
+                comm = comms.setdefault((part.name, part.num_ranks), new)
+                comm.add(part)
+                of_host[part.process.host][comm] = None
+        num_named = len(comms)
+        for part in self.parts:
+            if part.name is None:
+                host = part.process.host
+                fitting = (comm for comm in of_host[host] if comm.may_have(part))
+                found = list(islice(fitting, 2))
+                new = _Comm(f"#{len(comms) - num_named + 1}", part.num_ranks)
+                key = host, part.num_ranks, part.num_nodes
+                comm = found[0] if len(found) == 1 else comms.setdefault(key, new)
+                comm.add(part)
+        return list(comms.values())
+
+
+def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
+    """Return the content of one log that lies in one file or in several.
+
+    Raises:
+        OSError: One cannot be read.
+        UsageError: One is packed, and damaged.
+    """
+    collector = _Collector()
+    total: Counter[str] = Counter()
+    for file in files:
+        # Lines break inside each other within a file alone.
+        reader = MessageReader()
+        for line in read_lines(file):
+            for message in reader.feed(line):
+                collector.take(message)
+        reader.end()
+        total["num_lines"] += reader.num_lines
+        total["num_mended"] += reader.num_mended
+        total["num_lost"] += reader.num_lost
+    processes = collector.processes.values()
+    _mend_hosts(processes)
+    comms = collector.communicators()
+    jobs: defaultdict[_Process, list[_Process]] = defaultdict(list)
+    comms_of: defaultdict[_Process, list[_Comm]] = defaultdict(list)
+    job_of = _job_of(processes, comms)
+    for process in processes:
+        jobs[job_of[process]].append(process)
+    for comm in comms:
+        comms_of[job_of[comm.parts[0].process]].append(comm)
+    ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
+    return NcclLog(
+        tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
+        loose_versions=tuple(collector.loose_versions),
+        num_messages=collector.num_messages,
+        num_left_out=collector.num_left_out,
+        **total,
+    )
+
+
+def _mend_hosts(processes: Iterable[_Process]) -> None:
+    """Give processes that were named a few times alone the host that they are of.
+
+    That is the longest host that the name ends with, or the one that ends with it.
+    """
+    rare = [each for each in processes if each.num_messages <= _MAX_MISREAD]
+    sure = {(p.pid, p.host[::-1]) for p in processes if p.num_messages > _MAX_MISREAD}
+    ordered = sorted(sure)
+    for process in rare:
+        pid, name = process.pid, process.host[::-1]
+        ends = (name[:length] for length in range(len(name), 0, -1))
+        at = bisect_left(ordered, (pid, name))
+        longer = [h for p, h in ordered[at : at + 2] if p == pid and h.startswith(name)]
+        other = longer[0] if len(longer) == 1 else name
+        process.host = next((end for end in ends if (pid, end) in sure), other)[::-1]
+
+
+def _job_of(
+    processes: Iterable[_Process], comms: Iterable[_Comm]
+) -> dict[_Process, _Process]:
+    """Return of each process the one that stands for its job."""
+    above: dict[_Process, _Process] = {}
+
+    def top(process: _Process) -> _Process:
+        while (upper := above.setdefault(process, process)) is not process:
+            above[process] = above[upper]
+            process = upper
+        return process
+
+    of_host: defaultdict[str, set[_Process]] = defaultdict(set)
+    for comm in comms:
+        for part in comm.parts:
+            above[top(part.process)] = top(comm.parts[0].process)
+    for process in above:
+        of_host[process.host].add(top(process))
+    alone: dict[str, _Process] = {}
+    for process in processes:
+        if process not in above:
+            tops = of_host[process.host]
+            home = alone.setdefault(process.host, process)
+            above[process] = next(iter(tops)) if len(tops) == 1 else home
+    return {process: top(process) for process in above}
+
+
+def _hosts(processes: Iterable[_Process]) -> tuple[str, ...]:
+    return tuple(sorted({process.host for process in processes}))
+
+
+def _job(
+    processes: Sequence[_Process],
+    comms: Iterable[_Comm],
+    order: dict[tuple[str, Any], int],
+) -> NcclJob:
+    reports: defaultdict[tuple[str, Any], dict[_Process, list[Any]]]
+    reports = defaultdict(dict)
+    for process in processes:
+        for key, note in process.notes.items():
+            reports[key][process] = note
+    fields: defaultdict[str, list[Any]] = defaultdict(list)
+    for topic, value in sorted(reports, key=order.__getitem__):
+        fields[topic].append(_reported(topic, value, reports[topic, value]))
+    for topic, values in fields.items():
+        if topic == "edges":
+            values.sort(key=lambda edges: -edges.num_edges)
+        elif topic not in ("trees", "graphs", "warnings"):
+            values.sort()
+    found = map(_communicator, comms)
+    fields["communicators"] = sorted(found, key=lambda comm: -comm.num_ranks)
+    return NcclJob(
+        hosts=_hosts(processes),
+        num_processes=len({(p.host, p.pid) for p in processes}),
+        **{name: tuple(values) for name, values in fields.items()},
+    )
+
+
+_KINDS: dict[str, Callable[..., object]] = {
+    "trees": TreeLink,
+    "graphs": GraphSeen,
+    "edges": EdgesSeen,
+    "tunings": Tuning,
+    "warnings": WarningSeen,
+}
+
+
+def _reported(topic: str, value: Any, notes: dict[_Process, list[Any]]) -> object:  # noqa: ANN401 - values of any kind
+    """Return what the notes of a value make; most are only reported."""
+    hosts = _hosts(notes)
+    nums, *details = zip(*notes.values(), strict=True)
+    fields: tuple[object, ...] = value, hosts
+    if topic in ("trees", "graphs"):
+        fields = *value, hosts
+    elif topic == "edges":
+        example = int(details[0][0]), int(details[1][0])
+        fields = value, sum(nums), example, hosts
+    elif topic == "tunings":
+        fields = *value, min(details[0]), max(details[1])
+    elif topic == "warnings":
+        fields = details[0][0], details[1][0], sum(nums), hosts
+    return _KINDS.get(topic, Reported)(*fields)
+
+
+def _communicator(comm: _Comm) -> NcclCommunicator:
+    num_nodes = (p.num_nodes for p in comm.parts if p.num_nodes != UNKNOWN)
+    return NcclCommunicator(
+        comm.name,
+        comm.num_ranks or 0,
+        next(num_nodes, UNKNOWN),
+        any(part.is_mnnvl for part in comm.parts),
+        ranks=tuple(
+            RankSeen(rank, part.process.host, **part.seen)
+            for rank, part in sorted(comm.ranks.items())
+        ),
+        channels=tuple(sorted({each for p in comm.parts for each in p.channels})),
+    )

@@ -4,7 +4,7 @@ Files are read in pieces, so that a log of any size takes bounded memory. Ranks 
 into one file at once, so lines break inside each other. The prefix of every message
 shows where: ``host:pid:thread [device] NCCL INFO``. What stands before it on the line
 is the head of a message that was cut; its tail may follow on a line of its own, and is
-put to it where exactly one head makes sense of it.
+put to it where both make a message of a known form.
 """
 
 import gzip
@@ -48,11 +48,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
 _PIECE_BYTES = 1 << 20
-_MAX_HEADS = 32
-_MAX_PIDS = 1 << 20
 _MAX_PREFIXES = 1 << 16
-_HEAD_LASTS_LINES = 200
-_MAX_HEAD_CHARS = 2048
+_HEAD_LASTS = 200  # Lines.
 
 
 class NcclMessage(NamedTuple):
@@ -76,8 +73,8 @@ class MessageReader:
         self._hosts_of_pid: dict[int, set[str]] = {}
         self._hosts: dict[str, int] = {}  # With the number of their processes.
         self._prefixes: dict[str, tuple[str, int, int, bool, str]] = {}
-        # Heads of messages that were cut, each with the line where it stood.
-        self._heads: list[tuple[int, str]] = []
+        # The head of a message that was cut, and the number of its line.
+        self._head, self._head_line = "", 0
 
     def feed(self, line: str) -> list[NcclMessage]:
         self.num_lines += 1
@@ -94,62 +91,37 @@ class MessageReader:
         return [each for part in parts for each in self._feed_part(part)]
 
     def end(self) -> None:
-        self._forget(len(self._heads))
+        """Wait no longer for the tail of a message that was cut."""
+        # A head that has no prefix was no message, as far as one can tell.
+        self.num_lost += "NCCL" in self._head
+        self._head = ""
 
     def _feed_part(self, line: str) -> list[NcclMessage]:
-        match = _CLEAN.match(line)
-        if match is not None and not _has_mark(line, match.end()):
-            message = _message(match[1], match, line[match.end() :])
-            is_known = self._is_known(message)
-            if (
-                not is_known
-                and self._heads
-                and (mended := self._join(line, is_host_cut=True))
-            ):
-                return [mended]
-            if is_known or self._is_own(message.host, message.pid):
-                prefix = line.partition(_INFO)[0]
-                if prefix and not message.is_warning:
-                    if len(self._prefixes) >= _MAX_PREFIXES:
-                        # Times of day stand in them: no two are alike.
-                        self._prefixes.clear()
-                    self._prefixes[prefix] = message[:-1]
-                return [message]
-        if match is None and not self._heads and "CCL" not in line:
+        if self.num_lines - self._head_line > _HEAD_LASTS:
+            self.end()
+        if "CCL" not in line and not self._head:
             return []
-        return list(self._split(line[:MAX_LINE_CHARS]))
-
-    def _is_known(self, message: NcclMessage) -> bool:
-        return message.host in self._hosts_of_pid.get(message.pid, ())
-
-    def _is_own(self, host: str, pid: int) -> bool:
-        """Return whether a line begins with its host, and learn that host.
-
-        Where the host ends with another that has this process, the rest is the tail of
-        a line that was cut, unless more processes have the longer; where another ends
-        with it, it was cut itself.
-        """
-        self._forget(self._num_old())
+        message = _read_whole(line)
+        if message is None:
+            return list(self._split(line[:MAX_LINE_CHARS]))
+        host, pid = message[:2]
         hosts = self._hosts_of_pid.setdefault(pid, set())
-        num_processes = self._hosts.get(host, 0)
-        end = _longest_end(host, hosts)
-        if end and num_processes <= self._hosts[end]:
-            return False
-        is_cut = self._heads and not num_processes
-        if is_cut and any(known.endswith(host) for known in self._hosts):
-            return False
-        if len(self._hosts_of_pid) < _MAX_PIDS:
+        if host not in hosts:
+            if mended := self._join(line, is_host_cut=True):
+                return [mended]
+            # Where the host ends with another that has this process, the rest is the
+            # tail of a line that was cut, unless more processes have the longer.
+            end = _longest_end(host[1:], hosts)
+            if end and self._hosts.get(host, 0) <= self._hosts[end]:
+                return list(self._split(line[:MAX_LINE_CHARS]))
             hosts.add(host)
-            self._hosts[host] = num_processes + 1
-        return True
-
-    def _own_host(self, token: str, pid: int) -> str:
-        """Return the known host that a word ends with, else the word itself."""
-        for hosts in (self._hosts_of_pid.get(pid, ()), self._hosts):
-            end = token if token in hosts else _longest_end(token, hosts)
-            if end:
-                return end
-        return token
+            self._hosts[host] = self._hosts.get(host, 0) + 1
+        if not message.is_warning:
+            if len(self._prefixes) >= _MAX_PREFIXES:
+                # Times of day stand in them: no two are alike.
+                self._prefixes.clear()
+            self._prefixes[line.partition(_INFO)[0]] = message[:-1]
+        return [message]
 
     def _split(self, line: str) -> Iterator[NcclMessage]:
         """Yield the messages of a line that broke, or that another broke into."""
@@ -157,17 +129,19 @@ class MessageReader:
         starts: list[int] = []
         is_sure: list[bool] = []
         for mark in marks:
-            found = _HOST_END.search(line[max(0, mark.start() - 255) : mark.start()])
-            host = self._own_host(found.group() if found else "", int(mark["pid"]))
-            starts.append(mark.start() - len(host))
+            at = mark.start()
+            found = _HOST_END.search(line, max(0, at - 255), at)
+            token = found[0] if found else ""
+            own = self._hosts_of_pid.get(int(mark["pid"]), ())
+            host = _longest_end(token, own) or _longest_end(token, self._hosts) or token
+            starts.append(at - len(host))
             is_sure.append(host in self._hosts)
-        lead = line[: starts[0]] if starts else line
-        yield from self._lead(lead, is_cut=bool(starts))
+        yield from self._lead(line[: starts[0]] if marks else line, is_cut=bool(marks))
         for index, mark in enumerate(marks):
             host = line[starts[index] : mark.start()]
             if not host:
                 continue
-            if index + 1 == len(marks):
+            if mark is marks[-1]:
                 yield _message(host, mark, line[mark.end() :])
             elif is_sure[index + 1]:
                 self._hold(line[starts[index] : starts[index + 1]])
@@ -179,91 +153,66 @@ class MessageReader:
         """Yield the message that a piece without a prefix of its own completes."""
         if is_cut and (match := _BEFORE_ALONE.match(lead)):
             # Blanks alone are the piece's own: a line was cut in front of them.
-            is_blank = lead[: match.end()].isspace()
-            lead = lead if is_blank else lead[match.end() :]
+            lead = lead if match[0].isspace() else lead[match.end() :]
         if not lead.strip():
             return
         if version := _LOOSE_VERSION.fullmatch(lead):
-            yield NcclMessage("", 0, 0, False, "", version.group(1))  # noqa: FBT003
+            yield NcclMessage("", 0, 0, False, "", version[1])  # noqa: FBT003
         elif message := self._join(lead):
             yield message
         elif is_cut:
             self._hold(lead)
 
     def _join(self, tail: str, *, is_host_cut: bool = False) -> NcclMessage | None:
-        """Return the message that a tail completes, if it is one and no other.
+        """Return the message that a tail completes, if it is one.
 
         Either its mark is in the head, or it is in the tail and the host is cut.
         """
-        self._forget(self._num_old())
-        wholes: dict[NcclMessage, tuple[int, str]] = {}
-        for head in self._heads:
-            message = _read_whole(head[1] + tail)
-            if message is None or (is_host_cut and _INFO in head[1]):
-                continue
-            if is_host_cut:
-                is_whole = self._is_known(message)
-            else:
-                is_sure = message.host in self._hosts and not message.is_warning
-                is_whole = is_sure and recognise(message.text) is not None
-            if is_whole:
-                wholes.setdefault(message, head)
-        if len(wholes) != 1:
+        message = _read_whole(self._head + tail) if self._head else None
+        if message is None:
             return None
-        message, head = wholes.popitem()
-        self._heads.remove(head)
+        if is_host_cut:
+            is_known = message.host in self._hosts_of_pid.get(message.pid, ())
+            is_whole = is_known and _INFO not in self._head
+        else:
+            is_sure = message.host in self._hosts and not message.is_warning
+            is_whole = is_sure and recognise(message.text) is not None
+        if not is_whole:
+            return None
+        self._head = ""
         self.num_mended += 1
         return message
 
     def _hold(self, head: str) -> None:
-        if "NCCL" not in head and not _MARK_BEGUN.fullmatch(head):
-            # Another program wrote this, and ended its line too late.
-            return
-        if len(head) > _MAX_HEAD_CHARS:
-            self.num_lost += 1
-            return
-        self._heads.append((self.num_lines, head))
-        self._forget(max(self._num_old(), len(self._heads) - _MAX_HEADS))
-
-    def _num_old(self) -> int:
-        oldest = self.num_lines - _HEAD_LASTS_LINES
-        return sum(line < oldest for line, _ in self._heads)
-
-    def _forget(self, num_heads: int) -> None:
-        # A head that has no prefix was no message, as far as one can tell.
-        self.num_lost += sum("NCCL" in head for _, head in self._heads[:num_heads])
-        del self._heads[:num_heads]
+        # What is no part of a message another program wrote, and ended too late.
+        if "NCCL" in head or _MARK_BEGUN.fullmatch(head):
+            self.end()
+            self._head, self._head_line = head, self.num_lines
 
 
 def _longest_end(token: str, hosts: Container[str]) -> str:
-    """Return the longest host that a longer word ends with; empty for none."""
-    ends = (token[start:] for start in range(1, len(token)))
+    """Return the longest host that a word ends with; empty for none."""
+    ends = (token[start:] for start in range(len(token)))
     return next((end for end in ends if end in hosts), "")
-
-
-def _has_mark(line: str, start: int) -> bool:
-    return line.find(_INFO, start) >= 0 or line.find(_WARN, start) >= 0
 
 
 def _message(host: str, mark: re.Match[str], text: str) -> NcclMessage:
     pid, thread, place, level = mark.group("pid", "thread", "place", "level")
-    is_warning = level == "WARN"
-    return NcclMessage(
-        host, int(pid), int(thread), is_warning, place or "", _plain(text)
-    )
+    text = text.rstrip(" ")
+    if "[repeated " in text:
+        text = _REPEATED.sub("", text)
+    return NcclMessage(host, int(pid), int(thread), level == "WARN", place or "", text)
 
 
 def _read_whole(text: str) -> NcclMessage | None:
     """Return the one message that a line is, as far as its prefix goes."""
     match = _CLEAN.match(text)
-    if match is None or _has_mark(text, match.end()):
+    if match is None:
         return None
-    return _message(match[1], match, text[match.end() :])
-
-
-def _plain(text: str) -> str:
-    text = text.rstrip(" ")
-    return _REPEATED.sub("", text) if "[repeated " in text else text
+    end = match.end()
+    if text.find(_INFO, end) >= 0 or text.find(_WARN, end) >= 0:
+        return None
+    return _message(match[1], match, text[end:])
 
 
 # Each line: the first word or group of a message, its topic, and the whole message;
@@ -287,7 +236,7 @@ NET/ plugins (NET/Plugin ?: .+|NET/OFI .+)
 === system === System : maxBw [\d.]+ totalBw [\d.]+ ===
 === system ={30,}
 + tree_link ( *)\+ ([A-Z0-9]{3,4})\[([\d.]+)\] - (@ELEMENT)
-    (?: \([0-9a-f./-]*?([\d.]*)\))?(?: \[MLOPart \d+\])?
+    (?: \((?:(?:[0-9a-f-]*/)*([\d.]+)|[0-9a-f./-]*)\))?(?: \[MLOPart \d+\])?
 / paths (@ELEMENT) :((?:@ELEMENT \(.*)?)
 / tree_root (@ELEMENT)(?: \([0-9a-f./-]*\))?
 Pattern graph Pattern (\d+), crossNic \d+, nChannels (\d+), bw ([\d.]+)/([\d.]+),
@@ -307,21 +256,18 @@ NVLS nvls NVLS multicast support is ((?:not )?available on dev \d+)
 Failed nvls Failed to bind NVLink SHARP \(NVLS\) Multicast memory of size \d+ :
     [ ](CUDA error \d+ '.*?').* => lost: {}
 Failed plugins (Failed to open libibverbs\.so\S*)
-MNNVL mnnvl MNNVL busId 0x[0-9a-f]+ fabric UUID (\S+) cliqueId 0x[0-9a-f]+
-    [ ]state (\d+) healthMask 0x[0-9a-f]+ => state {1} uuid {0}
+MNNVL
 comm layout comm (0x[0-9a-f]+) rank (\d+) nRanks (\d+) nNodes (\d+) localRanks \d+
     [ ]localRank \d+ MNNVL (\d)
-comm aborts comm 0x[0-9a-f]+ rank \d+ n[rR]anks \d+ cudaDev \d+ busId [0-9a-f]+ -
-    [ ]Abort (?:START|COMPLETE) => aborted
 init init (?:\[Rank \d+\] )?(?:\w+ )?comm (0x[0-9a-f]+) rank (\d+) nranks (\d+)
-    [ ]cudaDev (\d+)(?: nvmlDev \d+)? busId ([0-9a-f]+)
+    [ ]cudaDev \d+(?: nvmlDev \d+)? busId ([0-9a-f]+)
     (?: parent (0x[0-9a-f]+|\(nil\)) (?:(?:splitCount|childCount) (\d+) )?
     color (-?\d+) key -?\d+)?(?: commId (0x[0-9a-f]+))?
     (?: localSize \d+)?(?: used \d+ bytes)?(?: on core -?\d+)?
     [ ]?- Init (START|COMPLETE)
 Init timings Init timings(?: - \w+)?: rank (\d+) nranks (\d+) total ([\d.]+)
     [ ]\(([a-z]+ -?[\d.]+(?:, [a-z]+ -?[\d.]+)*)\)
-Connected uses Connected all rings, use ring (PXN \d+ GDR \d+)
+Connected nothing Connected all rings, use ring PXN \d+ GDR \d+
 Ring
 Trees
 digit channels (\d+) coll channels, (?:\d+ collnet channels, )?(\d+) nvls channels,
@@ -371,7 +317,6 @@ def _compile_forms() -> dict[str, list[tuple[str, str, _Match]]]:
 
 
 _PATTERNS = _compile_forms()
-_PATH_ITEM = _compile(r"(@ELEMENT) \((\d+)/([\d.]+)/(\w+)\)")
 
 
 def recognise(text: str) -> tuple[str, str, re.Match[str]] | None:
@@ -387,17 +332,6 @@ def recognise(text: str) -> tuple[str, str, re.Match[str]] | None:
     return None
 
 
-def split_paths(text: str) -> list[tuple[str, int, float, str]]:
-    """Return the whole items of a line of paths: target, hops, GB/s and kind.
-
-    NCCL cuts these lines at 1,023 characters; the item that is cut is left out.
-    """
-    return [
-        (target, int(hops), float(gb_per_s), kind)
-        for target, hops, gb_per_s, kind in _PATH_ITEM.findall(text)
-    ]
-
-
 def _group_of(word: str, text: str) -> str:
     if text.endswith(("Init COMPLETE", "Init START")):
         return "init"
@@ -405,10 +339,9 @@ def _group_of(word: str, text: str) -> str:
         return "retry"
     if word[:1].isdigit():
         return "digit"
-    groups = {"NCCL_": "setting", "RCCL_": "setting"}
     for beginning in ("NCCL_", "RCCL_", "NET/", "===", "comm:"):
         if word.startswith(beginning) and " :GPU/" not in text:
-            return groups.get(beginning, beginning)
+            return "setting" if beginning[1:] == "CCL_" else beginning
     return "/" if word[3:4] == "/" else "tuning"
 
 

@@ -1,5 +1,6 @@
 """How near GPUs and network adapters are, in the words of ``nvidia-smi topo -m``."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
@@ -30,25 +31,20 @@ class ClassTable(NamedTuple):
 
 
 def classify(host: HostTopology) -> ClassTable:
-    """Return the words for all GPUs and adapters of a host.
-
-    They follow from its PCI tree and NVLinks, and from a source's word on the pair
-    where there is no tree. Ports that are in neither are no hardware, and left out.
-    """
+    """Return words by PCI tree and NVLinks; without a tree, a source's own."""
     gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
     paired = host.paired
+    # A port in neither tree nor pair is no hardware.
     ports = [each.name for each in host.ports if each.bus_id or each.name in paired]
     names = tuple(dict.fromkeys([*gpus, *ports]))
     pairs = _Pairs(host)
     numbers = [pairs.numa_number(name) for name in names]
     cpus = {each.number: format_list(each.cpus) for each in host.numa_nodes}
     num_gpus = len(set(gpus))
+    nics = range(len(names) - num_gpus)
     return ClassTable(
         names=names,
-        labels=tuple(
-            f"GPU{place}" if place < num_gpus else f"NIC{place - num_gpus}"
-            for place in range(len(names))
-        ),
+        labels=(*(f"GPU{n}" for n in range(num_gpus)), *(f"NIC{n}" for n in nics)),
         titles=tuple(name.removeprefix("net/") for name in names[num_gpus:]),
         words=tuple(tuple(pairs.word(a, b) for b in names) for a in names),
         cpus=tuple(cpus.get(number, "") for number in numbers),
@@ -64,13 +60,10 @@ class _Pairs:
         self._adapters = {each.name: adapter_name(each) for each in host.ports}
         self._numbers = find_numa_numbers(host)
         self._listed = {each.number for each in host.numa_nodes}
-        self._links: dict[tuple[str, str], int] = {}
+        self._links: Counter[tuple[str, str]] = Counter()
         self._peers: set[frozenset[str]] = set()
-        self._relations = {
-            frozenset((each.source, each.target)): each.path
-            for each in host.relations
-            if each.path
-        }
+        said = [each for each in host.relations if each.path]
+        self._relations = {frozenset((r.source, r.target)): r.path for r in said}
         gpus = {each.name for each in host.gpus}
         processors = {each.name for each in host.numa_nodes}
         for link in host.links:
@@ -78,8 +71,7 @@ class _Pairs:
                 continue
             ends = link.source, link.target if link.target in gpus else NVSWITCH
             if link.kind == LinkKind.NVLINK and link.target != link.source:
-                count = max(0, link.num_links)
-                self._links[ends] = self._links.get(ends, 0) + count
+                self._links[ends] += max(0, link.num_links)
             elif link.kind == LinkKind.XGMI:
                 self._peers.add(frozenset(ends))
 
@@ -91,15 +83,12 @@ class _Pairs:
             return "X"
         if frozenset((one, other)) in self._peers:
             return "XGMI"
-        to_switch = [self._links.get((each, NVSWITCH), 0) for each in (one, other)]
-        direct = [self._links.get(ends, 0) for ends in ((one, other), (other, one))]
+        to_switch = [self._links[each, NVSWITCH] for each in (one, other)]
+        direct = [self._links[ends] for ends in ((one, other), (other, one))]
         if count := max(*direct, min(to_switch)):
             return f"NV{count}"
-        return (
-            self._pci_word(one, other)
-            or self._relations.get(frozenset((one, other)))
-            or self._numa_word(one, other)
-        )
+        given = self._relations.get(frozenset((one, other)))
+        return self._pci_word(one, other) or given or self._numa_word(one, other)
 
     def _pci_word(self, one: str, other: str) -> str:
         """Return the word by the PCI tree, empty where there is none."""

@@ -111,152 +111,10 @@ class Edge(NamedTuple):
     gb_per_s: float
 
 
-class Vertex(NamedTuple):
-    """An element of a host."""
-
-    name: str
-    kind: VertexKind
-    edges: tuple[Edge, ...]  # By falling bandwidth, the PCI link above it last.
-
-
-class PathNetwork(NamedTuple):
-    """A host's vertices."""
-
-    host: HostTopology
-    release: NcclRelease  # Whose rules made it.
-    vertices: dict[str, Vertex]  # By name; of each kind in NCCL's order.
-    # Pairs of vertices between which no source has the chip that NVLinks leave, or
-    # anything of the PCI device: NCCL would ask the hardware.
-    guessed: frozenset[frozenset[str]] = frozenset()
-
-    def named(self, kind: VertexKind) -> tuple[str, ...]:
-        return tuple(v.name for v in self.vertices.values() if v.kind == kind)
-
-
-class Paths(NamedTuple):
-    """The paths of a host."""
-
-    network: PathNetwork
-    table: dict[tuple[str, str], Path]  # By the names of source and target.
-
-    def between(self, source: str, target: str) -> Path | None:
-        """Return the path to a GPU, port, NUMA node or ``NVSWITCH``, from anything."""
-        return self.table.get((source, target))
-
-    def is_known(self, path: Path) -> bool:
-        """Return whether a path's bandwidth is NCCL's, and no guess of ours."""
-        steps = zip(path.route, path.route[1:], strict=False)
-        return not any(frozenset(step) in self.network.guessed for step in steps)
-
-
-def find_paths(host: HostTopology, release: NcclRelease = LATEST) -> Paths:
-    """Return the paths by the hardware alone; ``detours`` has what NCCL makes of them.
-
-    Source: ``ncclTopoSetPaths`` of NCCL's src/graph/paths.cc. As there, bandwidth is
-    that of the direction from target to source: it differs only where the two
-    directions of a link do.
-    """
-    network = build_network(host, release)
-    search = _Search(network)
-    table: dict[tuple[str, str], Path] = {}
-    for kind in "CPU", "DEV", "GPU", "NET", "NVS":
-        for target in network.named(VertexKind(kind)):
-            for source, way in search.run(target).items():
-                found = _KINDS[way.rank], way.gb_per_s, len(way.route) - 1, way.route
-                table[source, target] = Path(*found)
-    devices = {each.bus_id for each in host.devices}
-    for relation in host.relations:
-        # A source's word on a pair counts where no PCI tree has more.
-        word = _KINDS_OF_WORDS.get(relation.path)
-        for ends in permutations((relation.source, relation.target)):
-            path = table.get((ends[0], ends[1]))
-            if word and path and devices.isdisjoint(path.route):
-                table[ends[0], ends[1]] = path._replace(kind=word)
-    return Paths(network, table)
-
-
-class _Way(NamedTuple):
-    """A path from a vertex to the target in the search."""
-
-    rank: int  # Of its kind.
-    gb_per_s: float
-    route: tuple[str, ...]  # From the vertex to the target.
-
-
-class _Search:
-    """Breadth-first, from a target to all that lead to it."""
-
-    def __init__(self, network: PathNetwork) -> None:
-        self._is_2_30 = network.release is NcclRelease.V2_30
-        holder_kind = VertexKind.DEV if self._is_2_30 else VertexKind.GPU
-        self._holders = set(network.named(holder_kind))
-        vertices = network.vertices
-        ends = {(v.name, e.target, e.kind) for v in vertices.values() for e in v.edges}
-        # Target, rank and GB/s of each step; whether it leads into a GPU, from which
-        # nothing leads on, and whether it is NVLink from a GPU's links to another's.
-        self._steps = {
-            name: [
-                (
-                    edge.target,
-                    edge.kind.rank,
-                    edge.gb_per_s,
-                    edge.kind == PathKind.LOC
-                    and vertices[edge.target].kind == VertexKind.GPU,
-                    edge.kind == PathKind.NVL and edge.target in self._holders,
-                )
-                for edge in vertex.edges
-                # NCCL gives up where a link is listed in one direction alone.
-                if (edge.target, name, edge.kind) in ends
-            ]
-            for name, vertex in vertices.items()
-        }
-
-    def run(self, target: str) -> dict[str, _Way]:
-        start = f"dev/{target}" if f"dev/{target}" in self._holders else target
-        found = {target: _Way(0, LOCAL_GB_PER_S, (target,))}
-        wave = [target]
-        while wave:
-            after: dict[str, None] = {}
-            for name in wave:
-                for way in self._extend(found[name], start):
-                    end = way.route[0]
-                    if self._is_better(way, found.get(end)):
-                        found[end] = way
-                        after[end] = None
-            wave = list(after)
-        return found
-
-    def _extend(self, way: _Way, start: str) -> Iterator[_Way]:
-        """Yield the ways that are a step longer; ``start`` has the target's links."""
-        name = way.route[0]
-        # Through a GPU a path leads but by NVLink, from the target's own to another's.
-        passes_gpu = name in self._holders and name != start
-        is_next = len(way.route) <= (2 if start == way.route[-1] else 3)
-        for end, step_rank, step_gb_per_s, is_end, is_peer in self._steps[name]:
-            if passes_gpu and not is_end and not (is_peer and is_next):
-                continue
-            rank = max(way.rank, step_rank)
-            if passes_gpu and way.rank == step_rank == PathKind.NVL.rank:
-                rank = PathKind.NVB.rank
-            yield _Way(rank, min(way.gb_per_s, step_gb_per_s), (end, *way.route))
-
-    def _is_better(self, new: _Way, old: _Way | None) -> bool:
-        if old is None:
-            return new.gb_per_s > 0
-        if not self._is_2_30:
-            has_more = old.gb_per_s < new.gb_per_s
-            return has_more and len(old.route) >= len(new.route)
-        # A nearer kind replaces what was found in fewer hops.
-        marks = [(w.rank, -w.gb_per_s, len(w.route)) for w in (new, old)]
-        return marks[0] < marks[1]
-
-
 def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
-    """Return the parent of each device by bus address, parts of a switch left out.
-
-    Broadcom's switches for PCIe 4 and 5 in base mode show themselves as a switch above
-    others, and yet sustain the full bandwidth between all their ports.
-    """
+    """Return the parent of each device by bus address, parts of a switch left out."""
+    # Broadcom's for PCIe 4 and 5 in base mode show themselves as one above others
+    # (level 0 and 1), and yet sustain the full bandwidth between all their ports.
     parents = {each.bus_id: each.parent for each in devices}
     by_bus_id = {each.bus_id: each for each in devices}
     for switch in devices:
@@ -274,12 +132,7 @@ def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
 
 
 def _generation(switch: PciDevice, level: int) -> int:
-    """Return the PCIe generation of a switch of Broadcom's, 0 of any other device.
-
-    ``level`` is 0 for one above others, 1 for one below.
-
-    Source: ``getBcmGen`` of NCCL's src/graph/topo.cc.
-    """
+    """Return the PCIe generation of Broadcom's switch, 0 of others (``getBcmGen``)."""
     if (switch.vendor, switch.subsystem_vendor) != (_BROADCOM, _BROADCOM):
         return 0
     kind = switch.device, switch.subsystem_device & 0xF000
@@ -326,68 +179,69 @@ def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevi
     return chain
 
 
-def build_network(host: HostTopology, release: NcclRelease = LATEST) -> PathNetwork:
-    """Return the network of a host, put together in NCCL's order.
+class PathNetwork:
+    """The vertices of a host, put together in NCCL's order.
 
     What has no PCI device hangs at its NUMA node, as if by PCIe 3. PCI devices without
     NUMA node are at one of number -1, as in NCCL. Of one name the first counts.
     """
-    return _Builder(host, release).build()
 
-
-class _Builder:
-    """Adds the elements of one host."""
-
-    def __init__(self, host: HostTopology, release: NcclRelease) -> None:
-        self._host = host
-        self._release = release
-        self._kinds: dict[str, VertexKind] = {}
+    def __init__(self, host: HostTopology, release: NcclRelease = LATEST) -> None:
+        self.host = host
+        self.release = release
+        # Pairs of vertices between which no source has the chip that NVLinks leave, or
+        # anything of the PCI device: NCCL would ask the hardware.
+        self.guessed: set[frozenset[str]] = set()
+        # Of the vertex at which a GPU's links begin.
+        self._prefix = "" if release is NcclRelease.V2_29 else "dev/"
+        self.kinds: dict[str, VertexKind] = {}  # Of all vertices, in NCCL's order.
         # Bandwidth of the edges of each vertex, by target and kind; the last to be
         # widened is last.
         self._edges: dict[str, dict[tuple[str, PathKind], float]] = {}
         self._above: dict[str, str] = {}
-        self._guessed: set[frozenset[str]] = set()
         self._parents = join_switches(host.devices)
         self._numbers = find_numa_numbers(host)
         self._gpus = {each.name: each for each in reversed(host.gpus)}
+        self._add_all()
+        # Of each by falling bandwidth, the PCI link above it last.
+        self.edges = {name: self._sorted(name) for name in self.kinds}
 
-    def build(self) -> PathNetwork:
+    def named(self, kind: VertexKind) -> tuple[str, ...]:
+        return tuple(name for name, own in self.kinds.items() if own == kind)
+
+    def _add_all(self) -> None:
         nodes = list(self._order_nodes())
-        for node in nodes:
-            self._add(node.name, VertexKind.CPU)
+        self.kinds |= {node.name: VertexKind.CPU for node in nodes}
         self._add_devices()
-        for gpu in self._host.gpus:
-            if gpu.name not in self._kinds:
+        for gpu in self.host.gpus:
+            if gpu.name not in self.kinds:
                 self._add_gpu(PciDevice(gpu.name))
-        for port in self._host.ports:
-            if port.name not in self._kinds:
+        for port in self.host.ports:
+            if port.name not in self.kinds:
                 self._add_port(port)
-        for link in self._host.links:
+        for link in self.host.links:
             self._add_link(link)
         for node, other in permutations(nodes, 2):
             speed = smp_gb_per_s(node, other)
             self._connect(node.name, other.name, PathKind.SYS, speed)
-        vertices = {n: Vertex(n, k, self._sorted(n)) for n, k in self._kinds.items()}
-        guessed = frozenset(self._guessed)
-        return PathNetwork(self._host, self._release, vertices, guessed)
 
     def _add_devices(self) -> None:
-        adapters = {each.bus_id for each in self._host.ports}
-        for device in self._host.devices:
+        adapters = {each.bus_id for each in self.host.ports}
+        for device in self.host.devices:
             name, code = device.bus_id, device.class_code
-            if name not in self._parents or name in self._kinds:
+            if name not in self._parents or name in self.kinds:
                 continue
             if name in self._gpus:
                 self._add_gpu(device)
             elif name in adapters:
-                self._add_below(name, VertexKind.NIC, device)
+                self._hang(name, VertexKind.NIC, device)
             elif code >> 16 not in _END_CLASSES and code not in _NVLINK_CLASSES:
-                self._add_below(name, VertexKind.PCI, device)
+                self._hang(name, VertexKind.PCI, device)
 
     def _order_nodes(self) -> Iterator[NumaNode]:
         """Yield the NUMA nodes by the devices' order, that of NCCL's files."""
-        known = {each.number: each for each in self._host.numa_nodes}
-        devices = {each.bus_id for each in self._host.devices}
+        known = {each.number: each for each in self.host.numa_nodes}
+        devices = {each.bus_id for each in self.host.devices}
         numbers = [n for name, n in self._numbers.items() if name in devices]
         numbers += [n for n in self._numbers.values() if n != UNKNOWN]
         numbers += known
@@ -398,19 +252,15 @@ class _Builder:
 
     def _sorted(self, name: str) -> tuple[Edge, ...]:
         """Return a vertex's edges with the first one to the vertex above it last."""
-        own = self._edges[name].items()
+        own = self._edges.get(name, {}).items()
         edges = [Edge(*end, speed) for end, speed in sorted(own, key=lambda e: -e[1])]
         above = self._above.get(name)
         up = next((e for e in edges if e.target == above), None)
         return (*(e for e in edges if e is not up), up) if up else tuple(edges)
 
-    def _add(self, name: str, kind: VertexKind) -> None:
-        self._kinds[name] = kind
-        self._edges[name] = {}
-
     def _connect(self, source: str, target: str, kind: PathKind, speed: float) -> None:
         """Add an edge, or its bandwidth in GB/s to one of the same kind."""
-        own = self._edges[source]
+        own = self._edges.setdefault(source, {})
         # Sums of equal links must be equal, whatever the order of the links.
         own[target, kind] = round(own.pop((target, kind), 0.0) + speed, 6)
 
@@ -418,53 +268,46 @@ class _Builder:
         self._connect(one, other, kind, speed)
         self._connect(other, one, kind, speed)
 
-    def _hang(self, name: str, above: str, speed: float) -> None:
-        """Join a vertex by PCI to the one above it, where there is one."""
-        if above not in self._kinds:
-            return
-        ends = {self._kinds[name], self._kinds[above]}
-        kind = PathKind.PHB if VertexKind.CPU in ends else PathKind.PIX
-        if ends == {VertexKind.PCI}:
-            kind = PathKind.PXB
-        self._above[name] = above
-        self._join(name, above, kind, speed)
-
-    def _add_below(self, vertex: str, kind: VertexKind, device: PciDevice) -> None:
+    def _hang(
+        self, vertex: str, kind: VertexKind, device: PciDevice, speed: float = 0.0
+    ) -> None:
         """Add a vertex, and join it by a device's link to what is above the device."""
-        self._add(vertex, kind)
-        above = self._vertex_above(device.bus_id)
-        self._hang(vertex, above, pci_gb_per_s(device))
-        if not is_pci_known(device):
-            self._guessed.add(frozenset((vertex, above)))
+        self.kinds[vertex] = kind
+        above = self._parents.get(device.bus_id, "")
+        if self.kinds.get(above) != VertexKind.PCI:
+            above = NumaNode(self._numbers[device.bus_id]).name
+        if not speed and not is_pci_known(device):
+            self.guessed.add(frozenset((vertex, above)))
+        if above in self.kinds:
+            ends = {kind, self.kinds[above]}
+            step = PathKind.PHB if VertexKind.CPU in ends else PathKind.PIX
+            step = PathKind.PXB if ends == {VertexKind.PCI} else step
+            self._above[vertex] = above
+            self._join(vertex, above, step, speed or pci_gb_per_s(device))
 
     def _add_gpu(self, device: PciDevice) -> None:
-        name = device.bus_id
-        holder = self._holder(name)
-        if holder == name:
-            self._add_below(name, VertexKind.GPU, device)
-        else:
-            self._add_below(holder, VertexKind.DEV, device)
-            self._add(name, VertexKind.GPU)
+        name, holder = device.bus_id, self._prefix + device.bus_id
+        self._hang(holder, VertexKind.DEV, device)
+        self.kinds[name] = VertexKind.GPU
+        if holder != name:
             self._join(holder, name, PathKind.LOC, LOCAL_GB_PER_S)
 
     def _add_port(self, port: NetPort) -> None:
         adapter = adapter_name(port)
-        if adapter not in self._kinds and port.bus_id:
-            self._add_below(adapter, VertexKind.NIC, PciDevice(adapter))
-        elif adapter not in self._kinds:
-            self._add(adapter, VertexKind.NIC)
-            self._hang(adapter, self._vertex_above(adapter), LOCAL_GB_PER_S)
+        if adapter not in self.kinds:
+            limit = 0.0 if port.bus_id else LOCAL_GB_PER_S
+            self._hang(adapter, VertexKind.NIC, PciDevice(adapter), limit)
         # One that the source lists as a mere PCI device has a speed all the same.
         is_known = port.mbit_per_s != 0 or port.number != UNKNOWN
         speed = port_gb_per_s(port) if is_known else LOCAL_GB_PER_S
-        self._add(port.name, VertexKind.NET)
+        self.kinds[port.name] = VertexKind.NET
         self._join(adapter, port.name, PathKind.LOC, speed)
-        if not port.bus_id and port.name in self._host.paired:
-            self._guessed.add(frozenset((adapter, port.name)))
+        if not port.bus_id and port.name in self.host.paired:
+            self.guessed.add(frozenset((adapter, port.name)))
 
     def _add_link(self, link: Link) -> None:
         if link.kind == LinkKind.PCI:
-            ends = {self._kinds.get(link.source), self._kinds.get(link.target)}
+            ends = {self.kinds.get(link.source), self.kinds.get(link.target)}
             if ends == {VertexKind.PCI}:
                 self._connect(link.source, link.target, PathKind.PXB, LOCAL_GB_PER_S)
             return
@@ -472,34 +315,136 @@ class _Builder:
         speed = link_gb_per_s(link, gpu) if gpu else 0.0
         if gpu is None or speed <= 0:
             return
-        source, target = self._holder(gpu.name), self._link_target(link)
+        source, target = self._prefix + gpu.name, self._link_target(link)
         kind = PathKind.C2C if link.kind == LinkKind.C2C else PathKind.NVL
-        if target == NVSWITCH and target not in self._kinds:
-            self._add(target, VertexKind.NVS)
-        if target in self._kinds:
+        if target == NVSWITCH and target not in self.kinds:
+            self.kinds[target] = VertexKind.NVS
+        if target in self.kinds:
             self._connect(source, target, kind, speed)
             # Between GPUs the other direction is a link of its own.
-            if self._kinds[target] in (VertexKind.CPU, VertexKind.NVS):
+            if self.kinds[target] in (VertexKind.CPU, VertexKind.NVS):
                 self._connect(target, source, kind, speed)
         if not is_link_known(link, gpu):
-            self._guessed.add(frozenset((source, target)))
+            self.guessed.add(frozenset((source, target)))
 
     def _link_target(self, link: Link) -> str:
         """Return the vertex that a GPU's link leads to: by its class, or its name."""
         is_gpu = link.target in self._gpus
-        is_processor = self._kinds.get(link.target) == VertexKind.CPU
+        is_processor = self.kinds.get(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
             is_gpu = link.target_class >> 16 in _GPU_CLASSES
             is_processor = link.target_class == POWER_BRIDGE_CLASS
         if link.kind == LinkKind.C2C or is_processor:
             return NumaNode(self._numbers[link.source]).name
         is_peer = is_gpu and link.target != NVSWITCH
-        return self._holder(link.target) if is_peer else NVSWITCH
+        return self._prefix + link.target if is_peer else NVSWITCH
 
-    def _holder(self, gpu: str) -> str:
-        return gpu if self._release is NcclRelease.V2_29 else f"dev/{gpu}"
 
-    def _vertex_above(self, name: str) -> str:
-        parent = self._parents.get(name, "")
-        is_switch = self._kinds.get(parent) == VertexKind.PCI
-        return parent if is_switch else NumaNode(self._numbers[name]).name
+class Paths(NamedTuple):
+    """The paths of a host."""
+
+    network: PathNetwork
+    table: dict[tuple[str, str], Path]  # By the names of source and target.
+
+    def between(self, source: str, target: str) -> Path | None:
+        """Return the path to a GPU, port, NUMA node or ``NVSWITCH``, from anything."""
+        return self.table.get((source, target))
+
+    def is_known(self, path: Path) -> bool:
+        """Return whether a path's bandwidth is NCCL's, and no guess of ours."""
+        steps = zip(path.route, path.route[1:], strict=False)
+        return not any(frozenset(step) in self.network.guessed for step in steps)
+
+
+def find_paths(host: HostTopology, release: NcclRelease = LATEST) -> Paths:
+    """Return the paths by the hardware alone; ``detours`` has what NCCL makes of them.
+
+    Source: ``ncclTopoSetPaths`` of NCCL's src/graph/paths.cc. As there, bandwidth is
+    that of the direction from target to source: it differs only where the two
+    directions of a link do.
+    """
+    network = PathNetwork(host, release)
+    search = _Search(network)
+    table: dict[tuple[str, str], Path] = {}
+    for kind in "CPU", "DEV", "GPU", "NET", "NVS":
+        for target in network.named(VertexKind(kind)):
+            for source, way in search.run(target).items():
+                found = _KINDS[way.rank], way.gb_per_s, len(way.route) - 1, way.route
+                table[source, target] = Path(*found)
+    devices = {each.bus_id for each in host.devices}
+    for relation in host.relations:
+        # A source's word on a pair counts where no PCI tree has more.
+        word = _KINDS_OF_WORDS.get(relation.path)
+        for ends in permutations((relation.source, relation.target)):
+            path = table.get((ends[0], ends[1]))
+            if word and path and devices.isdisjoint(path.route):
+                table[ends[0], ends[1]] = path._replace(kind=word)
+    return Paths(network, table)
+
+
+class _Way(NamedTuple):
+    """A path from a vertex to the target in the search."""
+
+    rank: int  # Of its kind.
+    gb_per_s: float
+    route: tuple[str, ...]  # From the vertex to the target.
+
+
+class _Search:
+    """Breadth-first, from a target to all that lead to it."""
+
+    def __init__(self, network: PathNetwork) -> None:
+        self._is_2_30 = network.release is NcclRelease.V2_30
+        holder_kind = VertexKind.DEV if self._is_2_30 else VertexKind.GPU
+        self._holders = set(network.named(holder_kind))
+        steps = [(name, e) for name, edges in network.edges.items() for e in edges]
+        ends = {(name, edge.target, edge.kind) for name, edge in steps}
+        # Target, rank and GB/s of each step; whether it leads into a GPU, from which
+        # nothing leads on, and whether it is NVLink from a GPU's links to another's.
+        self._steps: dict[str, list[tuple[str, int, float, bool, bool]]]
+        self._steps = {name: [] for name in network.edges}
+        for name, (end, kind, gb_per_s) in steps:
+            is_gpu = network.kinds.get(end) == VertexKind.GPU
+            is_peer = kind == PathKind.NVL and end in self._holders
+            # NCCL gives up where a link is listed in one direction alone.
+            if (end, name, kind) in ends:
+                is_end = kind == PathKind.LOC and is_gpu
+                self._steps[name].append((end, kind.rank, gb_per_s, is_end, is_peer))
+
+    def run(self, target: str) -> dict[str, _Way]:
+        start = f"dev/{target}" if f"dev/{target}" in self._holders else target
+        found = {target: _Way(0, LOCAL_GB_PER_S, (target,))}
+        wave = [target]
+        while wave:
+            after: dict[str, None] = {}
+            for name in wave:
+                for way in self._extend(found[name], start):
+                    end = way.route[0]
+                    if self._is_better(way, found.get(end)):
+                        found[end] = way
+                        after[end] = None
+            wave = list(after)
+        return found
+
+    def _extend(self, way: _Way, start: str) -> Iterator[_Way]:
+        """Yield the ways that are a step longer; ``start`` has the target's links."""
+        name = way.route[0]
+        # Through a GPU a path leads but by NVLink, from the target's own to another's.
+        passes_gpu = name in self._holders and name != start
+        is_next = len(way.route) <= (2 if start == way.route[-1] else 3)
+        for end, step_rank, step_gb_per_s, is_end, is_peer in self._steps[name]:
+            if passes_gpu and not is_end and not (is_peer and is_next):
+                continue
+            rank = max(way.rank, step_rank)
+            if passes_gpu and way.rank == step_rank == PathKind.NVL.rank:
+                rank = PathKind.NVB.rank
+            yield _Way(rank, min(way.gb_per_s, step_gb_per_s), (end, *way.route))
+
+    def _is_better(self, new: _Way, old: _Way | None) -> bool:
+        if old is None:
+            return new.gb_per_s > 0
+        hops = len(new.route), len(old.route)
+        if not self._is_2_30:
+            return old.gb_per_s < new.gb_per_s and hops[1] >= hops[0]
+        # A nearer kind replaces what was found in fewer hops.
+        return (new.rank, -new.gb_per_s, hops[0]) < (old.rank, -old.gb_per_s, hops[1])

@@ -21,36 +21,12 @@ LOCAL_GB_PER_S = 5000.0
 """Within an element; NCCL's word for no limit."""
 
 _UNKNOWN_LANES = 16
-_UNKNOWN_PCI_CODE = 60
-
-# Units of 100 Mb/s a lane. The first that a speed begins with counts, so that
-# "16 GT/s" is PCIe 4 and "16.0 GT/s" alone is what is not known: PCIe 3.
-_PCI_CODES = (
-    ("2.5 GT/s", 15),
-    ("5 GT/s", 30),
-    ("8 GT/s", 60),
-    ("16 GT/s", 120),
-    ("32 GT/s", 240),
-    ("5.0 GT/s PCIe", 30),
-    ("8.0 GT/s PCIe", 60),
-    ("16.0 GT/s PCIe", 120),
-    ("32.0 GT/s PCIe", 240),
-    ("64.0 GT/s PCIe", 480),
-)
-# What is left of a lane's transfers by its encoding: eight bits of ten, 128 of 130, and
-# 242 bytes of 256.
-_PCI_PAYLOAD = {2.5: 8 / 10, 5.0: 8 / 10, **dict.fromkeys((8.0, 16.0, 32.0), 128 / 130)}
-_PCI_PAYLOAD[64.0] = 242 / 256
+_UNKNOWN_GT_PER_S = 8.0
+# The beginnings that NCCL knows: "16 GT/s" is PCIe 4, and "16.0 GT/s" alone is none.
+_NCCL_SPEED = re.compile(r"(2\.5|5|8|16|32) GT/s|(5|8|16|32|64)\.0 GT/s PCIe")
 _NCCL_SHARE_OF_THEORY = (60 / 80) / (8.0 * 128 / 130 / 8)
 # By least compute capability, GB/s of one NVLink; the most links of a GPU.
-_NVLINK_RATES = (
-    (100, 40.1),
-    (90, 20.6),
-    (87, 20.0),
-    (86, 12.0),
-    (70, 20.0),
-    (60, 18.0),
-)
+_NVLINK_RATES = {100: 40.1, 90: 20.6, 87: 20.0, 86: 12.0, 70: 20.0, 60: 18.0}
 _NVLINK_COUNTS = ((90, 18), (80, 12), (70, 6), (60, 4))
 # By least model of family 6: Sapphire Rapids counts for more, Emerald Rapids for most.
 _INTEL_RATES = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
@@ -59,10 +35,7 @@ _RELEASE = re.compile(r"(2\.(?:29|30))(?:[.+-].*)?", re.DOTALL)
 
 
 class NcclRelease(StrEnum):
-    """A line of NCCL's releases whose rules for paths are known.
-
-    Source: ``src/graph`` of NCCL, tags v2.29.7-1 and v2.30.7-1, compared.
-    """
+    """A line of NCCL's releases; ``src/graph`` of v2.29.7-1 and v2.30.7-1 compared."""
 
     V2_29 = "2.29"
     V2_30 = "2.30"
@@ -76,23 +49,20 @@ def parse_release(version: str) -> NcclRelease:
     if match := _RELEASE.fullmatch(version.strip()):
         return NcclRelease(match[1])
     raise UsageError(
-        f"NCCL's version must be 2.29 or 2.30, got {version!r}. Give the nearest of "
-        "them: 2.30"
+        f"NCCL's version must be 2.29 or 2.30, got {version!r}. Give the nearest one."
     )
 
 
 def pci_gb_per_s(device: PciDevice) -> float:
-    """Return what NCCL takes the link above a device to carry.
-
-    Source: the table of PCI generations in NCCL's src/graph/topo.cc; width times code
-    by 80.
-    """
+    """Return what NCCL takes the link above a device to carry (src/graph/topo.cc)."""
     # hwloc has only what the link carries; of that, NCCL's part from PCIe 3 on.
     if device.gb_per_s > 0 and not device.speed:
         return round(device.gb_per_s * _NCCL_SHARE_OF_THEORY, 3)
     width = device.width if device.width > 0 else _UNKNOWN_LANES
-    codes = (code for prefix, code in _PCI_CODES if device.speed.startswith(prefix))
-    return width * next(codes, _UNKNOWN_PCI_CODE) / 80
+    match = _NCCL_SPEED.match(device.speed)
+    rate = float(match[1] or match[2]) if match else _UNKNOWN_GT_PER_S
+    # In units of 100 Mb/s: 15, 30, 60, 120, ...
+    return width * rate * (6 if rate <= 5 else 7.5) / 80
 
 
 def is_pci_known(device: PciDevice) -> bool:
@@ -105,14 +75,16 @@ def pci_theory_gb_per_s(speed: str, width: int) -> float:
     """Return what a PCI link carries at most; 0 if unknown."""
     match = re.match(r"(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", speed)
     rate = float(match[1]) if match else 0.0
-    if width <= 0 or rate not in _PCI_PAYLOAD:
+    if width <= 0 or rate not in (2.5, 5, 8, 16, 32, 64):
         return 0.0
-    return rate / 8 * _PCI_PAYLOAD[rate] * width
+    # What its encoding leaves: eight bits of ten, 128 of 130, 242 bytes of 256.
+    payload = 8 / 10 if rate <= 5 else 128 / 130 if rate <= 32 else 242 / 256
+    return rate / 8 * payload * width
 
 
 def nvlink_gb_per_s(sm: int) -> float:
     """Return what NCCL takes one NVLink of a GPU to carry; an unknown ``sm`` is 80."""
-    return next((speed for least, speed in _NVLINK_RATES if sm >= least), 20.0)
+    return next((speed for least, speed in _NVLINK_RATES.items() if sm >= least), 20.0)
 
 
 def max_nvlinks(sm: int) -> int:
@@ -121,10 +93,7 @@ def max_nvlinks(sm: int) -> int:
 
 
 def xgmi_gb_per_s(gcn: str) -> float:
-    """Return what RCCL takes one xGMI link of a GPU to carry: ``942``, ``gfx90a``.
-
-    Source: ``ncclTopoXGMISpeed`` of RCCL's src/graph/topo.h.
-    """
+    """Return what RCCL takes one xGMI link to carry (``ncclTopoXGMISpeed``)."""
     name = gcn.strip().lower().removeprefix("gfx")
     if name.startswith(("94", "95")):
         return 48.0
@@ -133,11 +102,9 @@ def xgmi_gb_per_s(gcn: str) -> float:
 
 
 def link_gb_per_s(link: Link, gpu: GpuDevice) -> float:
-    """Return what NCCL or RCCL takes direct links of a GPU to carry together.
-
-    It counts the links; where their number or the GPU's architecture is unknown, the
-    source's own figure counts, and so it does for C2C. 0 if nothing is known.
-    """
+    """Return what NCCL or RCCL takes direct links of a GPU to carry; 0 if unknown."""
+    # It counts the links; where their number or the GPU's architecture is unknown, the
+    # source's own figure counts, and so it does for C2C.
     if link.kind == LinkKind.C2C or link.num_links <= 0:
         return link.gb_per_s
     if link.kind == LinkKind.XGMI:
@@ -157,10 +124,7 @@ def is_link_known(link: Link, gpu: GpuDevice) -> bool:
 
 
 def smp_gb_per_s(node: NumaNode, other: NumaNode) -> float:
-    """Return what NCCL takes to pass from one NUMA node to another.
-
-    It asks only the processor that sends; an unknown one has no limit.
-    """
+    """Return what NCCL takes to pass between NUMA nodes, by the one that sends."""
     if node.number == other.number:
         return LOCAL_GB_PER_S
     if node.arch in _SMP_BY_ARCH:

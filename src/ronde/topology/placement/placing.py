@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from itertools import groupby
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -21,13 +20,6 @@ from ronde.topology.placement.policies import (
 
 # Memory nodes with cores of a host: every set of them is tried.
 _MAX_NODES = 16
-
-
-class InventoryNode(NamedTuple):
-    """A memory node with cores."""
-
-    number: int  # The kernel's; ``UNKNOWN_NODE`` for cores that it does not place.
-    cores: tuple[Core, ...]  # Those that ranks may use, ascending.
 
 
 class NearDevice(NamedTuple):
@@ -48,20 +40,12 @@ class Nearness(NamedTuple):
 class Inventory(NamedTuple):
     """What there is on one host."""
 
-    # Those with cores, by number: no rank can run on others.
-    nodes: tuple[InventoryNode, ...]
-    # From each node to each, in that order, as the firmware reports them; empty where
-    # all others are equally far.
-    distances: tuple[tuple[int, ...], ...] = ()
+    cores: tuple[Core, ...]  # Those that ranks may use.
     gpus: tuple[NearDevice, ...] = ()  # In the order of local ranks.
     nics: tuple[str, ...] = ()  # Names of those to train over.
     # By index of GPU and adapter; no entry where it is unknown.
     nearness: Mapping[tuple[int, int], Nearness] = {}
     host: str = ""  # Its name, for messages.
-
-    @property
-    def cores(self) -> tuple[Core, ...]:
-        return tuple(core for node in self.nodes for core in node.cores)
 
     def nearest_nics(self, gpu: int) -> tuple[int, ...]:
         """Return the indexes of the adapters that are nearest to a GPU, all equal."""
@@ -69,22 +53,16 @@ class Inventory(NamedTuple):
         best = min((near.order for near in own.values()), default=None)
         return tuple(nic for nic, near in own.items() if near.order == best)
 
-    def numbers_of(self, mask: int) -> tuple[int, ...]:
-        return tuple(n.number for bit, n in enumerate(self.nodes) if mask >> bit & 1)
-
 
 def inventory_of_machine(
     machine: Machine, gpus: Sequence[Gpu | None], host: str = ""
 ) -> Inventory:
-    """Return what a machine has for ranks, as its agent reports it.
-
-    ``gpus`` are in the order of local ranks, None for a rank without one.
-    """
+    """Return what a machine has for ranks; ``gpus`` are those of the local ranks."""
     names = tuple(dict.fromkeys(near.port for near in machine.near))
     places = {gpu.bus_id: index for index, gpu in enumerate(gpus) if gpu}
     none = NearDevice("", UNKNOWN_NODE)
     return Inventory(
-        nodes_of_cores(machine.cores),
+        machine.cores,
         gpus=tuple(NearDevice(g.visible_as, g.node) if g else none for g in gpus),
         nics=names,
         nearness={
@@ -94,17 +72,6 @@ def inventory_of_machine(
         },
         host=host,
     )
-
-
-def nodes_of_cores(cores: Sequence[Core]) -> tuple[InventoryNode, ...]:
-    """Return cores by memory node."""
-    ordered = sorted(cores, key=_core_order)
-    by_node = groupby(ordered, key=lambda core: core.node)
-    return tuple(InventoryNode(number, tuple(own)) for number, own in by_node)
-
-
-def _core_order(core: Core) -> tuple[int, tuple[int, ...]]:
-    return core.node, core.cpus
 
 
 class Scope(StrEnum):
@@ -124,13 +91,6 @@ class AlignmentRequest(NamedTuple):
 
 class PlacementError(UsageError):
     """A policy refuses ranks; nothing was started."""
-
-    def __init__(
-        self, message: str, ranks: Sequence[int], reasons: Sequence[str]
-    ) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-        self.reasons = tuple(reasons)
 
 
 class CoreShare(NamedTuple):
@@ -175,9 +135,8 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
         PlacementError: The policy refuses a rank, or all together.
         UsageError: The host has no cores to align with, or too many nodes.
     """
-    num_nodes, policy = len(inventory.nodes), request.policy
-    if request.num_ranks < 1:
-        raise UsageError(f"num_ranks must be at least 1, got {request.num_ranks}.")
+    placer, policy = _Placer(inventory, request), request.policy
+    num_nodes, ranks = len(placer.nodes), range(request.num_ranks)
     if policy in {Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE} and not num_nodes:
         raise UsageError(
             f"policy {policy} must have CPUs to align with, got none from any source. "
@@ -188,7 +147,6 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
             f"memory nodes with cores must be at most {_MAX_NODES}, got {num_nodes}: "
             "every set of them is tried. Take policy none."
         )
-    placer, ranks = _Placer(inventory, request), range(request.num_ranks)
     groups = [ranks] if request.scope is Scope.JOB else [[rank] for rank in ranks]
     return tuple(each for group in groups for each in placer.place(group))
 
@@ -196,11 +154,8 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
 def _share_cores(
     cores: tuple[Core, ...], homes: Sequence[int]
 ) -> tuple[CoreShare, ...]:
-    """Divide cores among ranks in blocks, the low ranks' one core larger.
-
-    ``homes`` are the memory nodes near each rank's GPU, or ``UNKNOWN_NODE``: with one
-    such, or one without cores, all cores are divided among all ranks.
-    """
+    """Divide cores among ranks in blocks, the low ranks' one core larger."""
+    # With a GPU that is near no node with cores, all are divided among all.
     known = {core.node for core in cores} - {UNKNOWN_NODE}
     is_near_gpu = known.issuperset(homes)
     shares: dict[int, CoreShare] = {}
@@ -231,35 +186,41 @@ class _Placer:
     """Tracks what is left from rank to rank."""
 
     def __init__(self, inventory: Inventory, request: AlignmentRequest) -> None:
+        num_ranks = request.num_ranks
+        if num_ranks < 1:
+            raise UsageError(f"num_ranks must be at least 1, got {num_ranks}.")
+        cores = tuple(sorted(inventory.cores, key=lambda core: (core.node, core.cpus)))
+        # The bits of masks stand for them, in this order.
+        self.nodes = sorted({core.node for core in cores})
         self._inventory = inventory
         # Without any node there is nothing to align with.
-        self._policy = request.policy if inventory.nodes else Policy.NONE
-        ranks = range(request.num_ranks)
-        has_gpus = len(inventory.gpus) >= request.num_ranks
-        self._gpus = [(rank,) if has_gpus else () for rank in ranks]
-        homes = [inventory.gpus[r].node if has_gpus else UNKNOWN_NODE for r in ranks]
-        self._shares = _share_cores(inventory.cores, homes)
-        self._free = [list(node.cores) for node in inventory.nodes]
+        self._policy = request.policy if self.nodes else Policy.NONE
+        self._has_gpus = len(inventory.gpus) >= num_ranks
+        gpus = inventory.gpus if self._has_gpus else ()
+        homes = [gpu.node for gpu in gpus[:num_ranks]] or [UNKNOWN_NODE] * num_ranks
+        self._shares = _share_cores(cores, homes)
+        self._free = {n: [c for c in cores if c.node == n] for n in self.nodes}
+        self._total = [len(own) for own in self._free.values()]
         self._num_given = [0] * len(inventory.nics)
 
     def place(self, ranks: Sequence[int]) -> list[RankPlace]:
         hints = {} if self._policy is Policy.NONE else self._hints(ranks)
-        nodes = NodeSet(len(self._inventory.nodes))
+        nodes = NodeSet(len(self.nodes))
         alignment = decide(self._policy, tuple(hints.values()), nodes)
         reasons = () if alignment.is_preferred else self._explain(ranks, hints)
         if not alignment.is_admitted:
-            host = self._inventory.host
-            where = f" on {host}" if host else ""
+            where = f" on {self._inventory.host}" if self._inventory.host else ""
             name = f"rank {ranks[0]}{where}"
             if len(ranks) > 1:
                 name = f"ranks 0-{ranks[-1]}{where} together"
             raise PlacementError(
                 f"policy must be one that every rank can keep, got {self._policy} and "
-                f"{name}: {'; '.join(reasons)}. Use fewer ranks, or take best-effort.",
-                ranks,
-                reasons,
+                f"{name}: {'; '.join(reasons)}. Use fewer ranks, or take best-effort."
             )
         return [self._take(rank, alignment, reasons) for rank in ranks]
+
+    def _gpus(self, ranks: Iterable[int]) -> list[NearDevice]:
+        return [self._inventory.gpus[rank] for rank in ranks if self._has_gpus]
 
     def _is_fixed(self, rank: int) -> bool:
         """Return whether a rank has the cores of its share and no others."""
@@ -271,25 +232,21 @@ class _Placer:
         fixed = {c for r in ranks if self._is_fixed(r) for c in self._shares[r].cores}
         if not fixed:
             num_wanted = sum(len(self._shares[rank].cores) for rank in ranks)
-            return num_wanted, [len(cores) for cores in self._free]
+            return num_wanted, [len(cores) for cores in self._free.values()]
         own = Counter(core.node for core in fixed)
-        return len(fixed), [own[node.number] for node in self._inventory.nodes]
+        return len(fixed), [own[node] for node in self.nodes]
 
     def _hints(self, ranks: Sequence[int]) -> dict[str, tuple[Hint, ...]]:
-        nodes, gpus = self._inventory.nodes, self._inventory.gpus
         found: dict[str, tuple[Hint, ...]] = {}
-        if own := [gpus[index].node for rank in ranks for index in self._gpus[rank]]:
+        if own := [gpu.node for gpu in self._gpus(ranks)]:
             # Preferred is as few nodes as all GPUs of the host allow.
-            total, free = (
-                [counts[node.number] for node in nodes]
-                for counts in (Counter(gpu.node for gpu in gpus), Counter(own))
-            )
+            all_counts = Counter(gpu.node for gpu in self._inventory.gpus), Counter(own)
+            total, free = ([counts[n] for n in self.nodes] for counts in all_counts)
             hints = counted_hints(total, free, len(own)) or NOWHERE
             found["gpu"] = ANY if UNKNOWN_NODE in own else hints
         num_wanted, free = self._wanted(ranks)
         if num_wanted:
-            total = [len(node.cores) for node in nodes]
-            found["cpu"] = counted_hints(total, free, num_wanted) or NOWHERE
+            found["cpu"] = counted_hints(self._total, free, num_wanted) or NOWHERE
         return found
 
     def _take(
@@ -299,49 +256,38 @@ class _Placer:
         cores = share.cores if self._is_fixed(rank) else self._take_cores(rank, mask)
         return RankPlace(
             rank=rank,
-            gpus=self._gpus[rank],
+            gpus=(rank,) if self._has_gpus else (),
             cores=cores,
-            nodes=() if mask is None else self._inventory.numbers_of(mask),
+            nodes=() if mask is None else self._numbers(mask),
             home=_middle_node(cores) if share.has_enough else share.home,
-            nics=self._take_nic(rank),
+            nics=self._take_nic(rank) if self._has_gpus else (),
             is_preferred=alignment.is_preferred,
             reasons=reasons,
             share=share,
         )
 
+    def _numbers(self, mask: int) -> tuple[int, ...]:
+        return tuple(n for bit, n in enumerate(self.nodes) if mask >> bit & 1)
+
     def _take_cores(self, rank: int, mask: int | None) -> tuple[Core, ...]:
-        """Give out cores, of one node where one has enough.
-
-        The nodes of the mask are not left while they have enough together; then those
-        come first that are near the rank's GPU.
-        """
-        nodes, distances = self._inventory.nodes, self._inventory.distances
-        mask = (1 << len(nodes)) - 1 if mask is None else mask
-        near = {self._inventory.gpus[gpu].node for gpu in self._gpus[rank]}
-        near.discard(UNKNOWN_NODE)
-        bits = (bit for bit, node in enumerate(nodes) if node.number in near)
-        own = next(bits, (mask & -mask).bit_length() - 1)
-        row = distances[own] if distances else [0] * len(nodes)
-        order = sorted(
-            range(len(nodes)), key=lambda b: (not mask >> b & 1, b != own, row[b], b)
-        )
-        wanted = len(self._shares[rank].cores)
-        inside = [bit for bit in order if mask >> bit & 1]
-        has_room = sum(len(self._free[bit]) for bit in inside) >= wanted
-        tried = inside if has_room else order
-        whole = [bit for bit in tried if len(self._free[bit]) >= wanted]
+        """Give out cores of the mask, near the GPU and of one node if possible."""
+        inside = self.nodes if mask is None else self._numbers(mask)
+        near = {gpu.node for gpu in self._gpus([rank])}
+        order = sorted(self.nodes, key=lambda n: (n not in inside, n not in near, n))
+        wanted, free = len(self._shares[rank].cores), self._free
+        has_room = sum(len(free[node]) for node in order[: len(inside)]) >= wanted
+        tried = order[: len(inside)] if has_room else order
+        whole = [node for node in tried if len(free[node]) >= wanted]
         taken: list[Core] = []
-        for bit in [*whole[:1], *order]:
+        for node in [*whole[:1], *order]:
             num_more = wanted - len(taken)
-            taken += self._free[bit][:num_more]
-            del self._free[bit][:num_more]
-        return tuple(sorted(taken, key=_core_order))
+            taken += free[node][:num_more]
+            del free[node][:num_more]
+        return tuple(sorted(taken, key=lambda core: (core.node, core.cpus)))
 
-    def _take_nic(self, rank: int) -> tuple[int, ...]:
+    def _take_nic(self, gpu: int) -> tuple[int, ...]:
         """Give out the adapter nearest to a rank's GPU, of equals the least used."""
-        near = [
-            nic for g in self._gpus[rank] for nic in self._inventory.nearest_nics(g)
-        ]
+        near = self._inventory.nearest_nics(gpu)
         if not near:
             return ()
         best = min(near, key=lambda nic: (self._num_given[nic], nic))
@@ -362,10 +308,9 @@ class _Placer:
             for name, each in hints.items()
         }
         num_cores, free = self._wanted(ranks)
-        gpus = [index for rank in ranks for index in self._gpus[rank]]
-        titles = ", ".join(self._inventory.gpus[n].name or str(n) for n in gpus)
+        names = [gpu.name for gpu in self._gpus(ranks)]
         wants = {
-            "gpu": f"gpu: GPU{'s' * (len(gpus) > 1)} {titles}",
+            "gpu": f"gpu: GPU{'s' * (len(names) > 1)} {', '.join(names)}",
             "cpu": f"cpu: {num_cores} core{'s' * (num_cores > 1)}",
         }
         if all(good.values()):
@@ -375,21 +320,22 @@ class _Placer:
                 for name, masks in good.items()
                 if None not in masks
             )
-        counts = zip(free, self._inventory.nodes, strict=True)
-        texts = [f"{count} on node {node.number}" for count, node in counts]
-        ends = {"gpu": "", "cpu": f" (free: {', '.join(texts)})"}
-        obstacles = {"gpu": "near no node with usable cores", "cpu": "not free"}
-        for name, each in hints.items():
-            if some := self._smallest([hint.mask for hint in each]):
-                obstacles[name] = f"not on fewer than {some[0]}"
-        faulty = [name for name, masks in good.items() if not masks]
-        return tuple(f"{wants[n]} {obstacles[n]}{ends[n]}" for n in faulty)
+        counts = zip(free, self.nodes, strict=True)
+        texts = ", ".join(f"{count} on node {node}" for count, node in counts)
+        found: list[str] = []
+        for name in (name for name, masks in good.items() if not masks):
+            some = self._smallest([hint.mask for hint in hints[name]])
+            no_room = "not free" if name == "cpu" else "near no node with usable cores"
+            obstacle = f"not on fewer than {some[0]}" if some else no_room
+            end = f" (free: {texts})" if name == "cpu" else ""
+            found.append(f"{wants[name]} {obstacle}{end}")
+        return tuple(found)
 
     def _smallest(self, masks: Iterable[int | None]) -> list[str]:
         """Return sets of nodes in words, those of the fewest first."""
         texts: list[str] = []
         for mask in sorted((m for m in masks if m), key=lambda m: (m.bit_count(), m)):
-            numbers = "+".join(map(str, self._inventory.numbers_of(mask)))
+            numbers = "+".join(map(str, self._numbers(mask)))
             is_one = mask.bit_count() == 1
             texts.append(f"node {numbers}" if is_one else f"nodes {numbers} together")
         return texts

@@ -6,14 +6,10 @@ from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, NetPort, NumaNode
+from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, NetPort
 from ronde.topology.machine import UNKNOWN_NODE, Core, NearPort
 from ronde.topology.paths.classes import UNKNOWN_WORD, classify
-from ronde.topology.paths.network import (
-    PathKind,
-    find_numa_numbers,
-    find_paths,
-)
+from ronde.topology.paths.network import PathKind, find_numa_numbers, find_paths
 from ronde.topology.pci import bus_order
 from ronde.topology.placement.placing import (
     AlignmentRequest,
@@ -21,7 +17,6 @@ from ronde.topology.placement.placing import (
     NearDevice,
     Nearness,
     RankPlace,
-    nodes_of_cores,
     place,
 )
 
@@ -73,32 +68,110 @@ def plan_host(
 ) -> HostPlan:
     """Place ranks on a host; ``allowed`` are the cores that may be used, else all.
 
-    GPUs are in the order of their bus addresses, as CUDA counts them when asked to.
-    AMD's are in the source's order, for HIP has no such setting; so are all where one
-    has no address.
-
     Raises:
         UsageError: As ``place``.
     """
     cores, notices = infer_cores(host) if allowed is None else (allowed, ())
     if not cores:
         notices = (*notices, "CPUs are unknown: ranks get none.")
-    planner = _Planner(host, cores)
-    places = place(planner.inventory, request)
-    if planner.gpus and not places[0].gpus:
-        few = f"{len(places)} ranks and only {len(planner.gpus)} GPUs"
+    gpus, gpu_variables = _order_gpus(host)
+    ports = _training_ports(host)
+    # Near a node without CPUs there is no place for a rank.
+    bare = {node.number for node in host.numa_nodes if not node.cpus}
+    near = find_numa_numbers(host)
+    near |= {name: UNKNOWN_NODE for name, node in near.items() if node in bare}
+    inventory = Inventory(
+        tuple(cores),
+        tuple(NearDevice(str(gpu.number), near[gpu.name]) for gpu in gpus),
+        tuple(port.title for port in ports),
+        _find_nearness(host, gpus, ports),
+        host.name,
+    )
+    places = place(inventory, request)
+    if gpus and not places[0].gpus:
+        few = f"{len(places)} ranks and only {len(gpus)} GPUs"
         notices = (*notices, f"{few}: no rank has one of its own.")
     for each in [each.share for each in places if not each.share.has_enough][:1]:
         pool = f"{len(each.pool)} core{'s' * (len(each.pool) > 1)}"
         notices = (*notices, f"{len(each.ranks)} ranks share {pool}.")
+    used = [gpu for each in places for gpu in each.gpus]
+    env = {}
+    if used and gpu_variables:
+        numbers = ",".join(str(gpus[gpu].number) for gpu in used)
+        env = {name: value or numbers for name, value in gpu_variables.items()}
     return HostPlan(
         host.name,
         str(request.policy),
         str(request.scope),
-        tuple(planner.rank_plan(each) for each in places),
-        planner.gpu_env(places) | planner.nic_env(places),
+        tuple(_plan_rank(each, inventory, gpus, ports) for each in places),
+        env | _nic_env(inventory, used, ports),
         notices,
     )
+
+
+def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
+    """Return the GPUs with the numbers that programs use, and the variables for them.
+
+    CUDA counts by bus address when asked to, HIP has no such setting. A variable
+    without a value is to list the numbers.
+    """
+    vendors = {device.bus_id: device.vendor for device in host.devices}
+    amd = [gpu for gpu in host.gpus if gpu.gcn or vendors.get(gpu.bus_id) == _AMD]
+    if amd or not all(gpu.bus_id for gpu in host.gpus):
+        ordered = sorted(host.gpus, key=lambda gpu: gpu.number)
+        is_amd = bool(amd) and len(amd) == len(host.gpus)
+        return ordered, {"HIP_VISIBLE_DEVICES": ""} if is_amd else {}
+    ordered = sorted(host.gpus, key=lambda gpu: bus_order(gpu.bus_id))
+    gpus = [gpu._replace(number=number) for number, gpu in enumerate(ordered)]
+    return gpus, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _plan_rank(
+    rank: RankPlace,
+    inventory: Inventory,
+    gpus: Sequence[GpuDevice],
+    ports: Sequence[NetPort],
+) -> PlannedRank:
+    every, own = ({core.node for core in c} for c in (inventory.cores, rank.cores))
+    is_near_one = len(own) == 1 < len(every) and rank.home != UNKNOWN_NODE
+    memory_nodes = (rank.home,) if is_near_one else ()
+    words = [f"--physcpubind={format_list(rank.cpus)}"] if rank.cpus else []
+    words += [f"--preferred={node}" for node in memory_nodes]
+    devices = [_verbs_name(ports[nic], is_port_needed=True) for nic in rank.nics]
+    near = [(nic, inventory.nearness[rank.gpus[0], nic]) for nic in rank.nics]
+    return PlannedRank(
+        rank=rank.rank,
+        gpus=tuple(gpus[gpu].number for gpu in rank.gpus),
+        gpu_bus_ids=tuple(gpus[gpu].bus_id for gpu in rank.gpus),
+        num_cores=len(rank.cores),
+        cpus=rank.cpus,
+        nodes=rank.nodes,
+        memory_nodes=memory_nodes,
+        nics=tuple(
+            NicChoice(ports[nic].title, each.word, each.gb_per_s) for nic, each in near
+        ),
+        is_preferred=rank.is_preferred,
+        reasons=rank.reasons,
+        env={"UCX_NET_DEVICES": ",".join(devices)} if any(devices) else {},
+        command=" ".join(["numactl", *words]) if words else "",
+    )
+
+
+def _nic_env(
+    inventory: Inventory, gpus: Sequence[int], ports: Sequence[NetPort]
+) -> dict[str, str]:
+    """Return what leaves NCCL all adapters that are nearest to GPUs of the plan.
+
+    NCCL must find the same on every rank of a host: it picks each GPU's from them.
+
+    Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
+    """
+    used = sorted({nic for gpu in gpus for nic in inventory.nearest_nics(gpu)})
+    names = [_verbs_name(ports[nic], is_port_needed=False) for nic in used]
+    if not names or not all(names):
+        return {}
+    # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
+    return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
 
 
 def find_near_ports(
@@ -114,13 +187,8 @@ def find_near_ports(
 
 
 def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
-    """Return the cores of a host, and notices on what had to be inferred.
-
-    CPUs that are listed on two nodes are on none: placeholders in clouds' files give
-    all nodes the same. Where no source has the threads of a core, those at the same
-    place in a node's runs of numbers share one, as Linux counts all first threads
-    before all second ones. Where that is wrong, ranks get other cores of the same node.
-    """
+    """Return the cores of a host, and notices on what had to be inferred."""
+    # Placeholders in clouds' files give all nodes the same CPUs.
     counts = Counter(cpu for node in host.numa_nodes for cpu in node.cpus)
     twice = {cpu for cpu, count in counts.items() if count > 1}
     cores: list[Core] = []
@@ -147,7 +215,10 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
 
 
 def _threads_by_place(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the CPUs at the same place in each run of numbers: a core each."""
+    """Return the CPUs at the same place in each run of numbers: a core each.
+
+    Linux counts all first threads of a node before all second ones.
+    """
     by_run = groupby(enumerate(cpus), key=lambda each: each[1] - each[0])
     runs = [[cpu for _, cpu in run] for _, run in by_run]
     # Many short runs are no threads: every other CPU is of this node, or some are off.
@@ -163,11 +234,7 @@ def _is_rdma(port: NetPort) -> bool:
 
 
 def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
-    """Return the ports to train over: the others serve storage or logins.
-
-    Where RDMA adapters are, only those count, and of them only those of the rate that
-    most have.
-    """
+    """Return RDMA ports of the usual rate, else all: others serve storage or logins."""
     paired = host.paired
     placed = [
         port
@@ -183,10 +250,7 @@ def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
 def _find_nearness(
     host: HostTopology, gpus: Sequence[GpuDevice], ports: Sequence[NetPort]
 ) -> dict[tuple[int, int], Nearness]:
-    """Return how near each port is to each GPU, by their indexes, where it is known.
-
-    First counts the class of the way, then what it carries.
-    """
+    """Return how near each port is to each GPU, by their indexes, where it is known."""
     if not gpus or not ports:
         return {}
     table, paths = classify(host), find_paths(host)
@@ -207,109 +271,10 @@ def _find_nearness(
     return found
 
 
-class _Planner:
-    """A host's inventory, and the name of each item of it."""
-
-    def __init__(self, host: HostTopology, cores: Sequence[Core]) -> None:
-        vendors = {device.bus_id: device.vendor for device in host.devices}
-        amd = [g for g in host.gpus if g.gcn or vendors.get(g.bus_id) == _AMD]
-        in_bus_order = not amd and all(gpu.bus_id for gpu in host.gpus)
-        self.gpus = sorted(host.gpus, key=lambda gpu: gpu.number)
-        self._is_amd = len(amd) == len(host.gpus)
-        self._numbers = [gpu.number for gpu in self.gpus]
-        if in_bus_order:
-            self.gpus.sort(key=lambda gpu: bus_order(gpu.bus_id))
-            self._numbers = list(range(len(self.gpus)))
-        self._ports = _training_ports(host)
-        nodes = nodes_of_cores(cores)
-        known = {node.number: node for node in host.numa_nodes}
-        near = find_numa_numbers(host)
-        # Near a node without CPUs there is no place for a rank.
-        bare = {node.number for node in host.numa_nodes if not node.cpus}
-        near |= {name: UNKNOWN_NODE for name, node in near.items() if node in bare}
-        self.inventory = Inventory(
-            nodes,
-            _distances([known.get(n.number) or NumaNode(n.number) for n in nodes]),
-            tuple(
-                NearDevice(str(number), near[gpu.name])
-                for number, gpu in zip(self._numbers, self.gpus, strict=True)
-            ),
-            tuple(port.title for port in self._ports),
-            _find_nearness(host, self.gpus, self._ports),
-            host.name,
-        )
-
-    def rank_plan(self, rank: RankPlace) -> PlannedRank:
-        memory_nodes: tuple[int, ...] = ()
-        if len(self.inventory.nodes) > 1 and len({c.node for c in rank.cores}) == 1:
-            memory_nodes = (rank.home,) if rank.home != UNKNOWN_NODE else ()
-        words = [f"--physcpubind={format_list(rank.cpus)}"] if rank.cpus else []
-        words += [f"--preferred={node}" for node in memory_nodes]
-        ports = [(nic, self._ports[nic]) for nic in rank.nics]
-        devices = [_verbs_name(port, is_port_needed=True) for _, port in ports]
-        near = {nic: self.inventory.nearness[rank.gpus[0], nic] for nic in rank.nics}
-        return PlannedRank(
-            rank=rank.rank,
-            gpus=tuple(self._numbers[gpu] for gpu in rank.gpus),
-            gpu_bus_ids=tuple(self.gpus[gpu].bus_id for gpu in rank.gpus),
-            num_cores=len(rank.cores),
-            cpus=rank.cpus,
-            nodes=rank.nodes,
-            memory_nodes=memory_nodes,
-            nics=tuple(
-                NicChoice(port.title, near[nic].word, near[nic].gb_per_s)
-                for nic, port in ports
-            ),
-            is_preferred=rank.is_preferred,
-            reasons=rank.reasons,
-            env={"UCX_NET_DEVICES": ",".join(devices)} if any(devices) else {},
-            command=" ".join(["numactl", *words]) if words else "",
-        )
-
-    def gpu_env(self, places: Sequence[RankPlace]) -> dict[str, str]:
-        """Return what shows every rank all GPUs of the plan, rank by rank."""
-        indexes = [gpu for each in places for gpu in each.gpus]
-        numbers = ",".join(str(self._numbers[index]) for index in indexes)
-        if indexes and self._is_amd:
-            return {"HIP_VISIBLE_DEVICES": numbers}
-        if not indexes or not all(self.gpus[index].bus_id for index in indexes):
-            return {}
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": numbers}
-
-    def nic_env(self, places: Sequence[RankPlace]) -> dict[str, str]:
-        """Return what leaves NCCL all adapters that are nearest to GPUs of the plan.
-
-        NCCL must find the same on every rank of a host: it picks each GPU's from them.
-
-        Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
-        """
-        gpus = {gpu for each in places for gpu in each.gpus}
-        used = {nic for gpu in gpus for nic in self.inventory.nearest_nics(gpu)}
-        ports = [self._ports[nic] for nic in sorted(used)]
-        names = [_verbs_name(port, is_port_needed=False) for port in ports]
-        if not names or not all(names):
-            return {}
-        # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
-        return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
-
-
-def _distances(nodes: Sequence[NumaNode]) -> tuple[tuple[int, ...], ...]:
-    """Return how far nodes are from each other; nothing if no source has it."""
-    known = [(node.number, dict(node.distances)) for node in nodes]
-    if not any(row for _, row in known):
-        return ()
-    return tuple(
-        tuple(row.get(other, 10 if here == other else 255) for other, _ in known)
-        for here, row in known
-    )
-
-
 def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:
-    """Return ``mlx5_0:1``; without its port where that is unknown and not needed.
+    """Return ``mlx5_0:1``; empty for what NCCL's own InfiniBand code does not drive.
 
-    Empty for adapters that NCCL's own InfiniBand code does not drive, such as Amazon's
-    and Slingshot's, and for ports that are unknown and needed. Fused adapters
-    (``mlx5_0+mlx5_1``) are named one by one.
+    Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
     """
     if not _is_rdma(port) or not port.title.startswith(_VERBS):
         return ""

@@ -80,7 +80,7 @@ def decide(
         return Alignment(None, is_preferred=True, is_admitted=True)
     if policy is Policy.SINGLE_NUMA_NODE:
         single = [
-            [hint for hint in hints if hint.is_preferred and _is_one_node(hint.mask)]
+            [h for h in hints if h.is_preferred and (h.mask or 1).bit_count() == 1]
             for hints in resources
         ]
         mask, is_preferred = merge(single, nodes._replace(is_closest=False))
@@ -90,18 +90,12 @@ def decide(
     return Alignment(mask, is_preferred, is_preferred or policy is Policy.BEST_EFFORT)
 
 
-def _is_one_node(mask: int | None) -> bool:
-    return mask is None or mask.bit_count() == 1
-
-
 def merge(resources: Sequence[Sequence[Hint]], nodes: NodeSet) -> Hint:
     """Return the best of all combinations of one hint a resource.
 
     A combination takes the nodes that all its hints have in common, and is preferred
-    when all are and name the same nodes. Combinations are never listed, for eight nodes
-    and four resources have billions: preferred ones exist exactly for masks that every
-    resource prefers, and of the others no more need be known than which sets of nodes
-    are what some combination has in common.
+    when all are and name the same nodes. Eight nodes and four resources have billions
+    of combinations: only what some of them have in common is listed.
     """
     preferred = _agreed_masks(resources, nodes.all_mask)
     count = best_count(resources)
@@ -119,11 +113,21 @@ def compare(
     ``count`` is that of ``best_count``: not preferred sets are best when they have this
     size, for a smaller one lacks what some resource needs.
     """
+
+    def rank(hint: Hint) -> tuple[int, int, int, int, int]:
+        mask = hint.mask or 0
+        size, distance = mask.bit_count(), 0
+        if nodes.is_closest:
+            members = [node for node in range(nodes.num_nodes) if mask >> node & 1]
+            # A sum over all ordered pairs: of sets of one size as good as a mean.
+            distance = sum(nodes.distances[a][b] for a in members for b in members)
+        if hint.is_preferred:
+            return (0, 0, size, distance, mask)
+        return (1 if size <= count else 2, max(0, count - size), size, distance, mask)
+
     if not candidate.mask:
         return current
-    if current is None:
-        return candidate
-    is_better = _rank(candidate, count, nodes) < _rank(current, count, nodes)
+    is_better = current is None or rank(candidate) < rank(current)
     return candidate if is_better else current
 
 
@@ -134,18 +138,6 @@ def best_count(resources: Iterable[Iterable[Hint]]) -> int:
     return max(sizes, default=0)
 
 
-def _rank(hint: Hint, count: int, nodes: NodeSet) -> tuple[int, int, int, int, int]:
-    mask = hint.mask or 0
-    size, distance = mask.bit_count(), 0
-    if nodes.is_closest:
-        members = [node for node in range(nodes.num_nodes) if mask >> node & 1]
-        # A sum over all ordered pairs: of sets of one size as good as a mean.
-        distance = sum(nodes.distances[a][b] for a in members for b in members)
-    if hint.is_preferred:
-        return (0, 0, size, distance, mask)
-    return (1 if size <= count else 2, max(0, count - size), size, distance, mask)
-
-
 def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
     wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
     named = {mask for masks in wanted for mask in masks if mask}
@@ -154,12 +146,9 @@ def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int
 
 
 def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
-    """Return what the hints of each combination have in common.
-
-    The number of combinations that have at least some nodes in common is a product over
-    the resources; of those that have just these, its differences. So it takes
-    ``n 2**n`` steps, however many hints there are.
-    """
+    """Return what the hints of each combination have in common, in ``n 2**n`` steps."""
+    # The number of combinations that have at least some nodes in common is a product
+    # over the resources; of those that have just these, its differences.
     ways = [1] * (all_mask + 1)
     for hints in resources:
         counts = [0] * len(ways)

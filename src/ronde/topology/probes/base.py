@@ -19,14 +19,11 @@ _LOOKED_AT = 1 << 16
 _COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
 _TAG = re.compile(rb"<([A-Za-z_][\w:.-]*)")
 # What launchers and loggers put before a line. The first differs from line to line.
-_TAGS = tuple(
-    re.compile(form)
-    for form in (
-        r"\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?(?:[ \t]|$)|>(?: |$)",
-        r" {0,12}\d{1,6}:(?: |$)",
-        r"[A-Za-z][\w.-]{0,253}:(?: |$)",
-        r"\[[^\]\n]{1,300}\](?:<std(?:out|err)>)?:? ?",
-    )
+_TAGS = (
+    r"\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?(?:[ \t]|$)|>(?: |$)",
+    r" {0,12}\d{1,6}:(?: |$)",
+    r"[A-Za-z][\w.-]{0,253}:(?: |$)",
+    r"\[[^\]\n]{1,300}\](?:<std(?:out|err)>)?:? ?",
 )
 
 
@@ -38,7 +35,6 @@ class Saved(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The bytes as text; what is no UTF-8 stands as replacement characters."""
         return self.data.decode(errors="replace")
 
 
@@ -70,12 +66,13 @@ def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     places: tuple[str, ...] = ()
     for _ in range(_MAX_NESTED):
         for form in _TAGS:
-            if tags := _tags(plain, form):
+            if any(tags := _tags(plain, form)):
                 plain = [
-                    line.removeprefix(t) for line, t in zip(plain, tags, strict=True)
+                    line.removeprefix(tag)
+                    for line, tag in zip(plain, tags, strict=True)
                 ]
                 own = {tag.strip(" :") for tag in tags if tag}
-                if form is not _TAGS[0] and len(own) > len(places):
+                if form != _TAGS[0] and len(own) > len(places):
                     places = tuple(sorted(own))
                 break
         else:
@@ -83,13 +80,12 @@ def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return plain, places
 
 
-def _tags(lines: Sequence[str], form: re.Pattern[str]) -> list[str]:
+def _tags(lines: Sequence[str], form: str) -> list[str]:
     """Return what each line begins with; nothing where a line does not."""
-    matches = [form.match(line) for line in lines]
+    matches = [re.match(form, line) for line in lines]
     if any(m is None and line.strip() for m, line in zip(matches, lines, strict=True)):
         return []
-    tags = [match[0] if match else "" for match in matches]
-    return tags if any(tags) else []
+    return [match[0] if match else "" for match in matches]
 
 
 def first_lines(text: str) -> list[str]:
@@ -145,11 +141,7 @@ def outermost_tag(data: bytes) -> str:
 
 
 def parse_xml(data: bytes, origin: str) -> Element:
-    """Return the outermost element.
-
-    Document type declarations are skipped; entities of its own and elements inside one
-    another without end are refused.
-    """
+    """Return the outermost element; refuse entities and endless nesting."""
     # Each open element is in the one before; the first is around the outermost.
     opened = [Element("", {}, 0, origin, [], [])]
     num_elements = 0
@@ -186,9 +178,9 @@ def parse_xml(data: bytes, origin: str) -> Element:
     parser.EntityDeclHandler = refuse_entity
     try:
         parser.Parse(data, True)  # noqa: FBT003 - it takes no names
+    except UsageError:
+        raise
     except (expat.ExpatError, ValueError, LookupError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(
             f"{origin} must be well-formed XML, got an error: {error}. Was it cut, or "
             "changed on its way?"

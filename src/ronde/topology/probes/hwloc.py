@@ -42,8 +42,6 @@ _PORT_STATE = re.compile(r"Port([0-9]{1,3})State")
 # ``hwloc/topology-nvml.c``.
 _FIRST_NVLINK_SM, _FIRST_NVLINK_GB_PER_S, _NVLINK_GB_PER_S = 60, 20.0, 25.0
 
-_Distances = dict[int, tuple[tuple[int, int], ...]]
-
 
 class HwlocProbe:
     """Reads hwloc's XML."""
@@ -68,10 +66,10 @@ class HwlocProbe:
         # What holds for the whole machine stands in it before version 3, then beside.
         infos = {**_infos(root), **_infos(machines[0])}
         objects = list(_walk(machines[0]))
-        nodes = _Nodes(objects, infos, _read_distances(root, objects))
+        nodes = _Nodes(objects, infos, _read_distances(root))
         devices = _read_devices(objects, nodes)
         gpus = _read_gpus(objects, devices)
-        ports = _read_ports(objects, nodes, version)
+        ports = tuple(_read_ports(objects, nodes, version))
         ends = [each.bus_id for each in (*gpus, *ports) if each.bus_id]
         host = HostTopology(
             name=infos.get("HostName", ""),
@@ -91,13 +89,9 @@ class _Object(NamedTuple):
     element: Element
     kind: str
     cpus: int  # Its CPUs as bits, else those of the nearest object around it.
-    package: "_Object | None"  # The package around it.
+    package: Element | None  # The package around it.
     bus_id: str  # Its own, else that of the nearest PCI device or bridge around it.
     parent: str  # Of one with an address of its own: the next one around it.
-
-    @property
-    def own_bus_id(self) -> str:
-        return self.bus_id if self.element.get("pci_busid") else ""
 
 
 def _walk(machine: Element) -> Iterator[_Object]:
@@ -105,16 +99,23 @@ def _walk(machine: Element) -> Iterator[_Object]:
     waiting = [(machine, _Object(machine, "", 0, None, "", ""))]
     while waiting:
         element, around = waiting.pop()
-        text = element.get("pci_busid")
+        text, cpus = element.get("pci_busid"), around.cpus
         address = plain_address(text)
         if text and not address:
             rule = "pci_busid must be an address such as 0000:1b:00.0"
             raise element.bad(rule, text)
+        if "cpuset" in element.attributes:
+            try:
+                cpus = parse_words(element.get("cpuset"))
+            except ValueError:
+                rule = "cpuset must be words of hexadecimal digits for at most "
+                rule += f"{MAX_CPU + 1} CPUs"
+                raise element.bad(rule, element.get("cpuset")) from None
         each = _Object(
             element,
             element.get("type"),
-            _cpus(element) if "cpuset" in element.attributes else around.cpus,
-            around if around.kind == "Package" else around.package,
+            cpus,
+            around.element if around.kind == "Package" else around.package,
             address or around.bus_id,
             around.bus_id,
         )
@@ -127,10 +128,8 @@ def _infos(element: Element) -> dict[str, str]:
 
 
 def _number(element: Element, name: str) -> int:
-    text = element.attributes.get(name)
-    if text is None:
-        return UNKNOWN
-    if not _NUMBER.fullmatch(text):
+    text = element.attributes.get(name, str(UNKNOWN))
+    if text != str(UNKNOWN) and not _NUMBER.fullmatch(text):
         raise element.bad(f"{name} must be a whole number", text)
     return int(text)
 
@@ -148,47 +147,35 @@ def _decimal(text: str) -> float:
     return value if 0 <= value < math.inf else math.nan
 
 
-def _cpus(element: Element) -> int:
-    try:
-        return parse_words(element.get("cpuset"))
-    except ValueError:
-        rule = "cpuset must be words of hexadecimal digits for at most "
-        rule += f"{MAX_CPU + 1} CPUs"
-        raise element.bad(rule, element.get("cpuset")) from None
-
-
 class _Nodes:
-    """The NUMA nodes of a machine.
+    """The NUMA nodes of a machine; a CPU is in one of them.
 
-    A CPU is in one of them: where nodes have the same CPUs, as memory of two sorts in
-    one package has, those belong to ordinary memory, and there to the lowest number.
+    CPUs that several have belong to ordinary memory, and there to the lowest number.
     """
 
     def __init__(
         self,
         objects: Sequence[_Object],
         infos: Mapping[str, str],
-        distances: _Distances,
+        distances: Mapping[str, list[tuple[int, int]]],
     ) -> None:
         numbered: dict[int, _Object] = {}
-        for each in objects:
-            if each.kind == "NUMANode":
-                number = _number(each.element, "os_index")
-                if number in numbered or number == UNKNOWN:
-                    rule = "a NUMANode must have an os_index of its own"
-                    raise each.element.bad(rule, each.element.get("os_index"))
-                numbered[number] = each
+        special: set[int] = set()
+        for each in (each for each in objects if each.kind == "NUMANode"):
+            number = _number(each.element, "os_index")
+            if number in numbered or number == UNKNOWN:
+                rule = "a NUMANode must have an os_index of its own"
+                raise each.element.bad(rule, each.element.get("os_index"))
+            numbered[number] = each
+            if each.element.get("subtype") not in ("", "DRAM"):
+                special.add(number)
         # Without any, all is one node.
         numbered = numbered or {0: objects[0]}
-
-        def precedence(number: int) -> tuple[bool, int, int]:
-            each = numbered[number]
-            is_special = each.element.get("subtype") not in ("", "DRAM")
-            return is_special, each.cpus.bit_count(), number
-
-        taken = 0
         self._own: dict[int, int] = {}  # CPUs of each that are of no other, as bits.
-        for number in sorted(numbered, key=precedence):
+        taken = 0
+        for number in sorted(
+            numbered, key=lambda n: (n in special, numbered[n].cpus.bit_count(), n)
+        ):
             self._own[number] = numbered[number].cpus & ~taken
             taken |= numbered[number].cpus
         self._owner = {cpu: n for n, own in self._own.items() for cpu in members(own)}
@@ -200,7 +187,7 @@ class _Nodes:
             _node(number, each, infos)._replace(
                 cpus=tuple(members(self._own[number])),
                 cores=tuple(sorted(cores[number])),
-                distances=distances.get(number, ()),
+                distances=tuple(distances.get(str(number), ())),
             )
             for number, each in sorted(numbered.items())
         )
@@ -213,7 +200,7 @@ class _Nodes:
 
 
 def _node(number: int, each: _Object, machine: Mapping[str, str]) -> NumaNode:
-    package = each.package.element if each.package else None
+    package = each.package
     infos = {**machine, **(_infos(package) if package else {})}
     arch = infos.get("Architecture", "")
     return NumaNode(
@@ -230,8 +217,8 @@ def _node(number: int, each: _Object, machine: Mapping[str, str]) -> NumaNode:
 def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDevice]:
     found: dict[str, PciDevice] = {}
     for each in objects:
-        address, element = each.own_bus_id, each.element
-        if each.kind not in ("PCIDev", "Bridge") or not address:
+        address, element = each.bus_id, each.element
+        if each.kind not in ("PCIDev", "Bridge") or not element.get("pci_busid"):
             continue
         if address in found:
             raise element.bad("pci_busid must be listed once", address)
@@ -243,7 +230,6 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
                 "pci_link_speed a number of GB/s",
                 [element.get("pci_type"), element.get("pci_link_speed")],
             )
-        code, interface = kind[1], kind[6] or "00"
         vendor, device, board_vendor, board = (
             int(text or "0", 16) for text in kind.group(2, 3, 4, 5)
         )
@@ -251,7 +237,7 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
             address,
             each.parent,
             nodes.near(each.cpus),
-            int(code + interface, 16),
+            int(kind[1] + (kind[6] or "00"), 16),
             vendor,
             device,
             # Bridges have no board, and zeros stand in its place.
@@ -267,9 +253,7 @@ def _keep_lower_ends(
 ) -> tuple[PciDevice, ...]:
     """Return the devices at ``ends`` and those above, without the upper ends of links.
 
-    hwloc lists both ends of a link: the upper one, a processor's or switch's port, and
-    the lower one, the device or switch below. NCCL and the graph have only the lower,
-    with the lower of the rates of both.
+    NCCL and the graph have only the lower ends, with the lower of the rates of both.
     """
     kept: dict[str, PciDevice] = {}
     for end in ends:
@@ -309,8 +293,7 @@ def _read_gpus(
 
 def _read_ports(
     objects: Iterable[_Object], nodes: _Nodes, version: float
-) -> tuple[NetPort, ...]:
-    found: list[NetPort] = []
+) -> Iterator[NetPort]:
     # Version 3 changed the numbers for sorts of devices to bits.
     net, rdma = (16, 32) if version >= 3 else (2, 3)
     for each in objects:
@@ -330,86 +313,67 @@ def _read_ports(
             for name, state in (_infos(each.element) if is_rdma else {}).items()
             if (match := _PORT_STATE.fullmatch(name))
         }
-        found += [
+        yield from [
             port._replace(port=number, is_up=state.startswith("4"))
             for number, state in sorted(states.items())
         ] or [port]
-    return tuple(found)
 
 
 def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:
-    """Return the names of what links can lead to by hwloc's numbers of objects.
-
-    What stands for a processor is its NUMA node.
-    """
+    """Return the names of what links can lead to by hwloc's numbers of objects."""
     found: dict[str, str] = {}
     for each in objects:
-        name = each.bus_id if each.kind == "OSDev" else each.own_bus_id
-        if not name and (node := nodes.near(each.cpus)) != UNKNOWN:
-            name = f"numa/{node}"
-        if name:
-            found[each.element.get("gp_index")] = name
+        is_device = each.kind == "OSDev" or each.element.get("pci_busid")
+        name = each.bus_id if is_device else ""
+        node = nodes.near(each.cpus)  # It stands for a processor.
+        if name or node != UNKNOWN:
+            found[each.element.get("gp_index")] = name or f"numa/{node}"
     return found
 
 
 def _read_links(
     root: Element, names: Mapping[str, str], gpus: Sequence[GpuDevice]
 ) -> Iterator[Link]:
-    """Yield the direct links whose ends are known, each direction by itself.
-
-    hwloc has the bandwidth of all links together.
-    """
+    """Yield the direct links whose ends are known, each direction by itself."""
     capabilities = {gpu.name: gpu.sm for gpu in gpus}
     for matrix in root.named("distances2", "distances2hetero"):
         kind = _LINK_KINDS.get(matrix.get("name"))
-        if kind is None:
-            continue
-        indexes = [word.rpartition(":")[2] for word in _words(matrix, "indexes")]
-        for source, target, value in _entries(matrix, indexes):
+        # What stands in it is the bandwidth of all links together.
+        for source, target, mb_per_s in _entries(matrix) if kind else ():
             ends = names.get(source, ""), names.get(target, "")
-            if source == target or value <= 0 or not all(ends):
+            if kind is None or source == target or mb_per_s <= 0 or not all(ends):
                 continue
             sm = max(capabilities.get(end, UNKNOWN) for end in ends)
             is_first = sm == _FIRST_NVLINK_SM
-            rate = _FIRST_NVLINK_GB_PER_S if is_first else _NVLINK_GB_PER_S
-            is_nvlink = kind is LinkKind.NVLINK
-            count = max(1, round(value / 1000 / rate)) if is_nvlink else 1
-            yield Link(kind, *ends, count, value / 1000)
+            each = _FIRST_NVLINK_GB_PER_S if is_first else _NVLINK_GB_PER_S
+            count = max(1, round(mb_per_s / 1000 / each))
+            count = count if kind is LinkKind.NVLINK else 1
+            yield Link(kind, *ends, count, mb_per_s / 1000)
 
 
-def _read_distances(root: Element, objects: Sequence[_Object]) -> _Distances:
+def _read_distances(root: Element) -> dict[str, list[tuple[int, int]]]:
     """Return, for each NUMA node, the pairs of number and distance."""
-    nodes = [each.element for each in objects if each.kind == "NUMANode"]
-    numbers = {each.get("gp_index"): each.get("os_index") for each in nodes}
-    rows: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    rows: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for matrix in root.named("distances2"):
         is_latency = matrix.attributes.get("name", _LATENCY) == _LATENCY
-        if rows or matrix.get("type") != "NUMANode" or not is_latency:
-            continue
-        words = _words(matrix, "indexes")
-        if matrix.get("indexing") == "gp":
-            words = [numbers.get(word, "") for word in words]
-        if any(_small_number(word) == UNKNOWN for word in words):
-            raise matrix.bad("indexes must be numbers of NUMA nodes", words)
-        for source, target, value in _entries(matrix, words):
-            rows[int(source)].append((int(target), round(value)))
-    return {number: tuple(row) for number, row in rows.items()}
+        if not rows and matrix.get("type") == "NUMANode" and is_latency:
+            for source, target, value in _entries(matrix):
+                rows[source].append((_small_number(target), round(value)))
+    return rows
 
 
-def _entries(matrix: Element, names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+def _entries(matrix: Element) -> Iterator[tuple[str, str, float]]:
     """Yield source, target and value of each entry, row by row."""
-    words = _words(matrix, "u64values")
-    values = list(map(_decimal, words))
+    indexes, words = (
+        " ".join("".join(child.pieces) for child in matrix.named(tag)).split()
+        for tag in ("indexes", "u64values")
+    )
+    names = [word.rpartition(":")[2] for word in indexes]
+    values, num = list(map(_decimal, words)), len(names)
     if any(math.isnan(value) or value > 1e15 for value in values):
         raise matrix.bad("values must be numbers from 0", words)
-    num = len(names)
     if len(values) != num**2 or len(set(names)) != num:
         rule = f"a matrix of {num} different objects must have {num} * {num} values"
         raise matrix.bad(rule, len(values))
     for place, value in enumerate(values):
         yield names[place // num], names[place % num], value
-
-
-def _words(matrix: Element, tag: str) -> list[str]:
-    """Return the words that stand in all children of a name together."""
-    return " ".join("".join(child.pieces) for child in matrix.named(tag)).split()

@@ -3,21 +3,8 @@
 import re
 
 from ronde.errors import UsageError
-from ronde.topology.graph import (
-    GpuDevice,
-    HostTopology,
-    NetPort,
-    PciDevice,
-    Topology,
-)
-from ronde.topology.pci import (
-    compute_capability,
-    is_gpu,
-    is_network,
-    is_nvswitch,
-    plain_address,
-    port_kind,
-)
+from ronde.topology import pci
+from ronde.topology.graph import GpuDevice, HostTopology, NetPort, PciDevice, Topology
 from ronde.topology.probes.base import Saved, bad_value, first_lines, lines_of_one
 
 _ADDRESS = r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
@@ -40,7 +27,6 @@ class LspciProbe:
         return any(map(_START.match, first_lines(saved.text)))
 
     def read(self, saved: Saved) -> Topology:
-        """Return GPUs, network adapters, NVSwitches and bridges, as listed."""
         known: set[str] = set()
         devices: list[PciDevice] = []
         gpus: list[GpuDevice] = []
@@ -50,15 +36,12 @@ class LspciProbe:
             match = _LINE.fullmatch(line.rstrip())
             if match is None:
                 continue
-            address, rest = plain_address(match[1]), match[2]
+            address, rest = pci.plain_address(match[1]), match[2]
             kind = _CLASS.search(rest)
             ids = list(_IDS.finditer(rest, kind.end())) if kind else []
             if kind is None or not ids:
-                rule = (
-                    "a device must have its class and its ids in brackets, as lspci "
-                    "-nn writes them"
-                )
-                raise bad_value(saved.name, number, rule, line)
+                rule = "a device must have its class and its ids in brackets, as lspci"
+                raise bad_value(saved.name, number, f"{rule} -nn writes them", line)
             if address in known:
                 rule = "a device must be listed once"
                 raise bad_value(saved.name, number, rule, address)
@@ -66,13 +49,13 @@ class LspciProbe:
             title = rest[kind.end() : ids[-1].start()]
             code, vendor, device = (int(t, 16) for t in (kind[1], *ids[-1].groups()))
             code <<= 8
-            if is_gpu(code, vendor):
-                sm = compute_capability(title)
+            if pci.is_gpu(code, vendor):
+                sm = pci.compute_capability(title)
                 gpus.append(GpuDevice(address, len(gpus), sm=sm, title=title))
-            elif is_network(code):
+            elif pci.is_network(code):
                 # Ports have no names: the address stands for it.
-                ports.append(NetPort(address, address, kind=port_kind(code)))
-            elif not is_nvswitch(code, vendor) and code >> 8 != _BRIDGE:
+                ports.append(NetPort(address, address, kind=pci.port_kind(code)))
+            elif not pci.is_nvswitch(code, vendor) and code >> 8 != _BRIDGE:
                 continue
             devices.append(
                 PciDevice(address, class_code=code, vendor=vendor, device=device)
@@ -82,10 +65,6 @@ class LspciProbe:
                 f"{saved.name} must be a list of lspci -nn, got no line of a device. "
                 "Write it with: lspci -nn -D"
             )
-        host = HostTopology(
-            sources=(f"{self.format} {saved.name}",),
-            devices=tuple(devices),
-            gpus=tuple(gpus),
-            ports=tuple(ports),
-        )
+        sources = (f"{self.format} {saved.name}",)
+        host = HostTopology("", sources, (), tuple(devices), tuple(gpus), tuple(ports))
         return Topology((host,))

@@ -30,10 +30,11 @@ from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
 MAX_REMARKS = 100
 """More about one file help nobody."""
 
-_INTEGER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})\s*")
-_CODE = re.compile(r"\s*(?:0[xX])?([0-9a-fA-F]{1,15})\s*")
+_INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})\s*")
+_CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
 # NCCL's name for a switch that a virtual machine does not see.
 _UNSEEN = "fffffff:"
+_GPU_NUMBERS = ("dev", "rank", "sm", "gdr")
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
 # Display controllers, and AMD's accelerators.
 _GPU_CLASSES = (0x03, 0x12)
@@ -86,6 +87,9 @@ class _HostReader:
         # NCCL has fused the parts of ``a+b`` into one.
         fused = [port.title for port in ports if "+" in port.title]
         parts = {part for title in fused for part in title.split("+")}
+        remarks = self._remarks[:MAX_REMARKS]
+        if len(self._remarks) > MAX_REMARKS:
+            remarks.append(f"More than these {MAX_REMARKS} things are odd.")
         return HostTopology(
             name=name,
             sources=(source,),
@@ -96,14 +100,11 @@ class _HostReader:
                 p for p in ports if p.number != UNKNOWN or p.title not in parts
             ),
             links=tuple(self._links),
-            remarks=tuple(self._remarks),
+            remarks=tuple(remarks),
         )
 
     def _remark(self, element: Element, what: str) -> None:
-        if len(self._remarks) < MAX_REMARKS:
-            self._remarks.append(f"Line {element.line}: {element.tag} {what}.")
-        elif len(self._remarks) == MAX_REMARKS:
-            self._remarks.append(f"More than these {MAX_REMARKS} things are odd.")
+        self._remarks.append(f"Line {element.line}: {element.tag} {what}.")
 
     def _unread(self, element: Element, name: str) -> None:
         """Remark that an attribute cannot be read, if it is there."""
@@ -112,14 +113,13 @@ class _HostReader:
 
     def _integer(self, element: Element, name: str, default: int = UNKNOWN) -> int:
         if found := _INTEGER.fullmatch(element.get(name)):
-            value = int(found[2], 16 if found[2][1:2] in ("x", "X") else 10)
-            return -value if found[1] == "-" else value
+            return int(found[0], 16 if found[1][1:2] in ("x", "X") else 10)
         self._unread(element, name)
         return default
 
     def _code(self, element: Element, name: str) -> int:
-        if found := _CODE.fullmatch(element.get(name)):
-            return int(found[1], 16)
+        if _CODE.fullmatch(text := element.get(name)):
+            return int(text, 16)
         self._unread(element, name)
         return UNKNOWN
 
@@ -145,19 +145,21 @@ class _HostReader:
         )
         if self._nodes.setdefault(node.number, node) is not node:
             self._remark(cpu, f"has numaid {node.number} again: both are one node")
-        for child in cpu.children:
-            self._take_child(child, None, node.number)
+        self._take_children(cpu, None, node.number)
 
-    def _take_child(self, child: Element, device: PciDevice | None, node: int) -> None:
+    def _take_children(
+        self, element: Element, device: PciDevice | None, node: int
+    ) -> None:
         """Read what is below a PCI device, or below a processor itself."""
-        if child.tag == "pci":
-            self._take_pci(child, device, node)
-        elif child.tag == "nic":
-            self._take_nic(child, device, node)
-        elif child.tag == "gpu" and device:
-            self._take_gpu(child, device)
-        elif child.tag == "pcilink" and device:
-            self._take_link(child, device)
+        for child in element.children:
+            if child.tag == "pci":
+                self._take_pci(child, device, node)
+            elif child.tag == "nic":
+                self._take_nic(child, device, node)
+            elif child.tag == "gpu" and device:
+                self._take_gpu(child, device)
+            elif child.tag == "pcilink" and device:
+                self._take_link(child, device)
 
     def _take_pci(self, element: Element, above: PciDevice | None, node: int) -> None:
         listed = PciDevice(
@@ -170,8 +172,7 @@ class _HostReader:
         )
         device = self._add_device(element, listed) if listed.bus_id else None
         if device:
-            for child in element.children:
-                self._take_child(child, device, node)
+            self._take_children(element, device, node)
             if not element.named("pci", "gpu", "nic"):
                 self._take_bare(device)
 
@@ -184,16 +185,13 @@ class _HostReader:
             self._remark(element, f"{device.bus_id} is listed again")
             return there
         # Another device under a wrong address: NCCL takes it where it stands.
-        for function in range(1, 8):
-            other = device._replace(bus_id=f"{device.bus_id[:-1]}{function}")
-            if other.bus_id not in self._devices:
-                self._remark(
-                    element, f"has the address of another; it is {other.bus_id} here"
-                )
-                self._devices[other.bus_id] = other
-                return other
-        self._remark(element, "has no place there and is left out")
-        return None
+        others = (f"{device.bus_id[:-1]}{function}" for function in range(1, 8))
+        free = next((other for other in others if other not in self._devices), None)
+        if free is None:
+            self._remark(element, "has no place there and is left out")
+            return None
+        self._remark(element, f"has the address of another; it is {free} here")
+        return self._devices.setdefault(free, device._replace(bus_id=free))
 
     def _take_bare(self, device: PciDevice) -> None:
         """Add the GPU or port of a device that has nothing but its class."""
@@ -208,14 +206,9 @@ class _HostReader:
         if bus_id in self._gpus:
             self._remark(element, f"is one more part of {bus_id}: left out")
             return
-        self._gpus[bus_id] = GpuDevice(
-            bus_id,
-            number=self._integer(element, "dev"),
-            rank=self._integer(element, "rank"),
-            sm=self._integer(element, "sm"),
-            gcn=element.get("gcn").removeprefix("gfx"),
-            gdr=self._integer(element, "gdr"),
-        )
+        number, rank, sm, gdr = (self._integer(element, name) for name in _GPU_NUMBERS)
+        gcn = element.get("gcn").removeprefix("gfx")
+        self._gpus[bus_id] = GpuDevice(bus_id, number, rank, sm, gcn, gdr)
         for child in element.named("nvlink", "xgmi", "c2c"):
             self._take_link(child, device)
 
@@ -237,29 +230,26 @@ class _HostReader:
             self._links.append(Link(kind, device.bus_id, target, count, rate, code))
 
     def _take_nic(self, nic: Element, device: PciDevice | None, node: int) -> None:
-        for child in nic.named("net"):
-            if self._integer(child, "net", default=1) == 0:
-                self._remark(child, "carries no NCCL messages and is left out")
-            else:
-                self._take_net(child, device, node)
+        bus_id = device.bus_id if device else ""
+        for net in nic.named("net"):
+            if self._integer(net, "net", default=1) == 0:
+                self._remark(net, "carries no NCCL messages and is left out")
+                continue
+            number = self._integer(net, "dev")
+            port = NetPort(
+                title=net.get("name") or bus_id or f"dev{number}",
+                bus_id=bus_id,
+                node=UNKNOWN if device else node,
+                number=number,
+                kind=port_kind(device.class_code) if device else "",
+                mbit_per_s=self._integer(net, "speed", default=0),
+                port=self._integer(net, "port"),
+                gdr=self._integer(net, "gdr"),
+            )
+            if not self._add_port(port):
+                self._remark(net, f"{port.title} is listed again and left out")
         if device and not nic.named("net"):
             self._take_bare(device)
-
-    def _take_net(self, element: Element, device: PciDevice | None, node: int) -> None:
-        number = self._integer(element, "dev")
-        bus_id = device.bus_id if device else ""
-        port = NetPort(
-            title=element.get("name") or bus_id or f"dev{number}",
-            bus_id=bus_id,
-            node=UNKNOWN if device else node,
-            number=number,
-            kind=port_kind(device.class_code) if device else "",
-            mbit_per_s=self._integer(element, "speed", default=0),
-            port=self._integer(element, "port"),
-            gdr=self._integer(element, "gdr"),
-        )
-        if not self._add_port(port):
-            self._remark(element, f"{port.title} is listed again and left out")
 
     def _add_port(self, port: NetPort) -> bool:
         """Add a port under a title of its own; return whether it was not there."""

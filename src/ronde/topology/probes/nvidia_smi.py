@@ -1,15 +1,14 @@
 """What nvidia-smi prints of a machine's topology, as text that people save and send.
 
-A file may hold several outputs one after another, and what a shell printed between.
-People paste them: tabs become blanks, columns grow together, the underlining of the
-header stays as escape sequences.
+A file may hold several outputs and what a shell printed between them. People paste
+them: tabs become blanks, columns grow together, the underlining of the header stays as
+escape sequences.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, combinations
 
 from ronde.errors import UsageError
 from ronde.topology.cpu_sets import MAX_CPU, format_list, members, parse_list
@@ -26,8 +25,9 @@ from ronde.topology.graph import (
     Relation,
     Topology,
 )
-from ronde.topology.pci import bus_order, compute_capability, plain_address
+from ronde.topology.pci import compute_capability, plain_address
 from ronde.topology.probes.base import Saved, bad_value, first_lines, lines_of_one
+from ronde.topology.probes.nvml import payload_gb_per_s
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LOOKED_AT = 1 << 18
@@ -40,7 +40,7 @@ _GPU_NAME = re.compile(r"GPU(0|[1-9][0-9]{0,2})")
 _PATHS = r"NV[0-9]{1,3}|NODE|PIX|PXB|PHB|SYS|SOC"
 _PEERS = r"OK|CNS|GNS|TNS|NS|DR|U"
 _WORD = re.compile(rf"X|{_PATHS}|{_PEERS}")
-_WORDS = re.compile(rf"(?:X|{_PATHS}|{_PEERS})+")
+_WORDS = re.compile(rf"(?:{_WORD.pattern})+")
 _PEER = re.compile(_PEERS)
 _BONDED = re.compile(r"NV([0-9]+)")
 _WITHIN_NODE = ("PIX", "PXB", "PHB", "NODE")
@@ -53,7 +53,6 @@ _LEGEND = re.compile(r"\s*(NIC[0-9]{1,4})\s*:\s*(\S{1,64})\s*")
 _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
 _LINK = re.compile(r"\s*Link ([0-9]{1,3}):\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,6})?) GB/s")
-_REMOTE = re.compile(r"Remote Device (\S{1,32}): Link [0-9]{1,3}")
 _INACTIVE = "<inactive>"
 _SUMMARY = re.compile(
     r"\|\s*([0-9]{1,3})\s+(\S.{0,60}?)\s+(?:On|Off|N/A)\s*\|\s*([0-9A-Fa-f:.]{7,16})\s.*"
@@ -61,7 +60,7 @@ _SUMMARY = re.compile(
 
 
 class NvidiaSmiProbe:
-    """Reads ``nvidia-smi topo -m``, ``-mp`` and ``-p2p``, ``nvlink -s`` and ``-R``.
+    """Reads ``nvidia-smi topo -m``, ``-mp`` and ``-p2p``, and ``nvlink -s``.
 
     From ``nvidia-smi`` itself and its ``-L`` it takes names and addresses.
     """
@@ -105,8 +104,14 @@ def _is_of_gpu(line: str) -> bool:
     """Return whether a line names a GPU or describes one of its links."""
     if match := _GPU.fullmatch(line):
         return "(UUID: " in match[2]
-    text = match[2] if (match := _LINK.fullmatch(line)) else ""
-    return bool(_RATE.fullmatch(text) or _REMOTE.fullmatch(text)) or text == _INACTIVE
+    match = _LINK.fullmatch(line)
+    return match is not None and _link_rate(match[2]) is not None
+
+
+def _link_rate(text: str) -> float | None:
+    """Return the GB/s at which a link signals, 0 for none; None if it is not shown."""
+    match = _RATE.fullmatch(text)
+    return float(match[1]) if match else 0.0 if text == _INACTIVE else None
 
 
 @dataclass(slots=True)
@@ -114,9 +119,8 @@ class _Gpu:
     title: str = ""
     uuid: str = ""
     bus_id: str = ""
-    # By the link's number: GB/s at which it signals, and the address it leads to.
+    # GB/s at which each active link signals, by its number.
     rates: dict[str, float] = field(default_factory=dict[str, float])
-    remotes: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class _Reader:
@@ -130,7 +134,7 @@ class _Reader:
         self._legend: dict[str, str] = {}
         self._ports: dict[str, None] = {}  # Names of columns that are no GPUs.
         # Path and access by the names of both, each pair once; empty if unknown.
-        self._pairs: dict[tuple[str, str], tuple[str, str]] = {}
+        self._pairs: dict[tuple[str, str], list[str]] = {}
         # Of each GPU, as bits: CPUs and NUMA nodes near it, nodes of its own memory.
         self._lists_of: dict[str, list[int]] = {}
         self._header = 0  # Its line, and what it says of the matrix below.
@@ -152,9 +156,12 @@ class _Reader:
             title, _, rest = match[2].partition(" (UUID: ")
             gpu.title, gpu.uuid = title.strip(), rest.rstrip(") ") or gpu.uuid
         elif match := _LINK.fullmatch(line):
-            if not (self._below and _take_link(match[1], match[2], self._below)):
-                rule = "a link must stand below its GPU, with a rate or a remote device"
+            rate = _link_rate(match[2])
+            if self._below is None or (rate is None and match[2][0] in "<0123456789"):
+                rule = "a link must stand below its GPU, with its rate"
                 raise bad_value(self._origin, number, rule, line.strip())
+            if rate:
+                self._below.rates[match[1]] = rate
         elif match := _LEGEND.fullmatch(line):
             self._legend[match[1]] = match[2]
         elif match := _SUMMARY.fullmatch(line) if len(line) < _MAX_LINE else None:
@@ -165,11 +172,11 @@ class _Reader:
     def _begin_matrix(self, number: int, line: str, columns: list[str]) -> None:
         self._end_matrix()
         self._header, self._rows = number, set()
-        self._headings = [match[0].split()[0] for match in _HEADING.finditer(line)]
         self._columns = {name: place for place, name in enumerate(columns)}
         if len(self._columns) != len(columns):
             rule = "columns must be different"
             raise bad_value(self._origin, number, rule, line)
+        self._headings = [match[0].split()[0] for match in _HEADING.finditer(line)]
         for name in columns:
             if match := _GPU_NAME.fullmatch(name):
                 self._gpus[int(match[1])]  # Known from now on.
@@ -208,17 +215,16 @@ class _Reader:
 
     def _take_word(self, name: str, other: str, word: str) -> None:
         pair = (other, name) if (other, name) in self._pairs else (name, other)
-        path, peer = self._pairs.get(pair, ("", ""))
-        is_peer = _PEER.fullmatch(word) is not None
-        old = peer if is_peer else path
-        if bool(_BONDED.fullmatch(old)) != bool(_BONDED.fullmatch(word)):
-            # ``topo -mp`` leaves NVLinks out, and contradicts no other matrix.
-            word = old if _BONDED.fullmatch(old) else word
-        elif old and old != word:
+        known = self._pairs.setdefault(pair, ["", ""])
+        place = 1 if _PEER.fullmatch(word) else 0
+        old = known[place]
+        # ``topo -mp`` leaves NVLinks out, and contradicts no other matrix.
+        is_bonded, was_bonded = map(_BONDED.fullmatch, (word, old))
+        if not old or (is_bonded and not was_bonded):
+            known[place] = word
+        elif old != word and (is_bonded or not was_bonded):
             remark = f"{pair[0]} and {pair[1]} are given as {old} and {word}."
             self._remarks.append(remark)
-            word = old
-        self._pairs[pair] = (path, word) if is_peer else (word, peer)
 
     def _lists(self, number: int, tail: str) -> list[int]:
         """Return the lists behind a row's words as bits, in the order of headings."""
@@ -229,17 +235,14 @@ class _Reader:
         if len(fields) == len(self._headings) - 1 and not is_list:
             fields.insert(0, "")
         found = dict(zip(self._headings, fields, strict=False))
-        return [
-            0 if text in _MISSING else self._parse_list(number, text)
-            for text in (found.get(heading, "") for heading in ("CPU", "NUMA", "GPU"))
-        ]
-
-    def _parse_list(self, number: int, text: str) -> int:
-        try:
-            return parse_list(text)
-        except ValueError:
-            rule = f"an affinity must be a list of numbers up to {MAX_CPU}"
-            raise bad_value(self._origin, number, rule, text) from None
+        lists: list[int] = []
+        for text in (found.get(heading, "") for heading in ("CPU", "NUMA", "GPU")):
+            try:
+                lists.append(0 if text in _MISSING else parse_list(text))
+            except ValueError:
+                rule = f"an affinity must be a list of numbers up to {MAX_CPU}"
+                raise bad_value(self._origin, number, rule, text) from None
+        return lists
 
     def host(self, source: str) -> HostTopology:
         self._end_matrix()
@@ -248,44 +251,40 @@ class _Reader:
                 f"{self._origin} must be what nvidia-smi topo -m prints, got nothing "
                 "of it. Where there are no GPUs or no NVLinks it prints nothing."
             )
-        gpus = dict(sorted(self._gpus.items()))
         cpus, homes = self._place()
-        addresses = _find_addresses(gpus)
-        names = {f"GPU{n}": addresses.get(n, f"gpu/{n}") for n in gpus}
-        links = tuple(self._links(names))
         nodes = self._port_nodes(homes)
         ports = {
             name: NetPort(self._legend.get(name, name), node=nodes.get(name, UNKNOWN))
             for name in self._ports
         }
-        names |= {name: port.name for name, port in ports.items()}
+        gpus: dict[str, GpuDevice] = {}
+        devices: list[PciDevice] = []
+        for number, gpu in sorted(self._gpus.items()):
+            node = homes.get(f"GPU{number}", UNKNOWN)
+            if gpu.bus_id:
+                devices.append(PciDevice(gpu.bus_id, node=node))
+            gpus[f"GPU{number}"] = GpuDevice(
+                gpu.bus_id,
+                number,
+                sm=compute_capability(gpu.title),
+                title=gpu.title,
+                uuid=gpu.uuid,
+                node=UNKNOWN if gpu.bus_id else node,
+            )
+        names = {name: each.name for name, each in (gpus | ports).items()}
+        links = tuple(self._links(gpus, names))
         return HostTopology(
             sources=(source,),
             numa_nodes=tuple(
                 NumaNode(n, tuple(members(bits))) for n, bits in sorted(cpus.items())
             ),
-            devices=tuple(
-                PciDevice(address, node=homes.get(f"GPU{number}", UNKNOWN))
-                for number, address in addresses.items()
-            ),
-            gpus=tuple(
-                GpuDevice(
-                    bus_id=addresses.get(number, ""),
-                    number=number,
-                    sm=compute_capability(gpu.title),
-                    title=gpu.title,
-                    uuid=gpu.uuid,
-                    node=UNKNOWN
-                    if number in addresses
-                    else homes.get(f"GPU{number}", UNKNOWN),
-                )
-                for number, gpu in gpus.items()
-            ),
+            devices=tuple(devices),
+            gpus=tuple(gpus.values()),
             ports=tuple(ports.values()),
             links=links,
             relations=tuple(
-                Relation(names[one], names[other], path, peer)
-                for (one, other), (path, peer) in self._pairs.items()
+                Relation(names[one], names[other], *words)
+                for (one, other), words in self._pairs.items()
             ),
             remarks=tuple(dict.fromkeys(self._remarks))[:_MAX_REMARKS],
         )
@@ -293,14 +292,14 @@ class _Reader:
     def _place(self) -> tuple[dict[int, int], dict[str, int]]:
         """Return the CPUs of NUMA nodes as bits, and the node of each GPU by its name.
 
-        Without numbers, as from drivers before 2019, sets of CPUs stand for nodes and
-        are numbered by their lowest CPU.
+        Without numbers of nodes, sets of CPUs stand for them, numbered by their lowest.
         """
+        lists = self._lists_of
+        if not any(near for _, near, _ in lists.values()):
+            lists = self._number_by_cpus()
         nodes: dict[int, int] = {}
         homes: dict[str, int] = {}
-        if not any(near for _, near, _ in self._lists_of.values()):
-            return self._place_by_cpus()
-        for name, (cpus, near, own) in self._lists_of.items():
+        for name, (cpus, near, own) in lists.items():
             nodes = dict.fromkeys(members(near | own), 0) | nodes
             if near:
                 homes[name] = home = members(near)[0]
@@ -312,21 +311,18 @@ class _Reader:
                 )
         return nodes, homes
 
-    def _place_by_cpus(self) -> tuple[dict[int, int], dict[str, int]]:
-        sets = {cpus for cpus, _, _ in self._lists_of.values() if cpus}
-        if len(set(chain(*map(members, sets)))) < sum(map(int.bit_count, sets)):
+    def _number_by_cpus(self) -> dict[str, list[int]]:
+        own = {name: cpus for name, (cpus, _, _) in self._lists_of.items() if cpus}
+        sets = sorted(set(own.values()), key=lambda cpus: cpus & -cpus)
+        # Carrying leaves a sum fewer bits: some CPU is in two sets.
+        if sum(sets).bit_count() < sum(map(int.bit_count, sets)):
             self._remarks.append("CPU affinities overlap: NUMA nodes are unknown.")
-            return {}, {}
+            return {}
         if sets:
             self._remarks.append(
                 "NUMA nodes are unknown: they are numbered by the CPUs near GPUs."
             )
-        nodes = dict(enumerate(sorted(sets, key=lambda cpus: cpus & -cpus)))
-        numbers = {cpus: number for number, cpus in nodes.items()}
-        homes = {
-            name: numbers[cpus] for name, (cpus, _, _) in self._lists_of.items() if cpus
-        }
-        return nodes, homes
+        return {name: [cpus, 1 << sets.index(cpus), 0] for name, cpus in own.items()}
 
     def _port_nodes(self, homes: Mapping[str, int]) -> dict[str, int]:
         """Return the NUMA node of adapters that are near GPUs of one node."""
@@ -337,85 +333,36 @@ class _Reader:
                     near[one].add(homes[other])
         return {name: min(found) for name, found in near.items() if len(found) == 1}
 
-    def _links(self, names: Mapping[str, str]) -> Iterator[Link]:
+    def _links(
+        self, gpus: Mapping[str, GpuDevice], names: Mapping[str, str]
+    ) -> Iterator[Link]:
         """Yield the NVLinks of GPUs, as far as it is known where they lead."""
         bonds: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for pair, (path, _) in self._pairs.items():
             bonded = _BONDED.fullmatch(path)
-            if bonded and pair[0] in names and pair[1] in names:
-                bonds[pair[0]][names[pair[1]]] = int(bonded[1])
-                bonds[pair[1]][names[pair[0]]] = int(bonded[1])
-        reached = {frozenset(gpu.remotes.values()) for gpu in self._gpus.values()}
-        # Where all GPUs' links lead to the same devices, which are no GPUs, these are
-        # switches.
-        is_switched = len(self._gpus) > 1 and len(reached) == 1
-        is_switched = is_switched and not next(iter(reached)) & set(names.values())
-        for number, gpu in sorted(self._gpus.items()):
-            own = bonds[f"GPU{number}"]
-            most = max(own.values(), default=0)
+            if bonded and gpus.keys() >= set(pair):
+                for one, other in (pair, pair[::-1]):
+                    bonds[one][names[other]] = int(bonded[1])
+        for name, gpu in gpus.items():
+            targets, rates = bonds[name], self._gpus[gpu.number].rates
+            most = max(targets.values(), default=0)
             # To several others by all its links, or by more than any GPU has, a GPU
             # gets through a switch.
-            num_possible = most if most == len(gpu.rates) else _MAX_LINKS
-            targets = Counter(gpu.remotes.values()) if gpu.remotes else own
-            if gpu.remotes and is_switched:
-                targets = {NVSWITCH: len(gpu.remotes)}
-            elif not gpu.remotes and sum(own.values()) > num_possible:
+            if sum(targets.values()) > (most if most == len(rates) else _MAX_LINKS):
                 targets = {NVSWITCH: most}
-            # How fast a link signals counts where nothing better is known.
-            is_unknown = compute_capability(gpu.title) == UNKNOWN
-            rate = min(gpu.rates.values()) if gpu.rates and is_unknown else 0.0
-            self._remark_links(number, gpu, sum(targets.values()), rate)
+            num_links = sum(targets.values())
+            if rates and num_links != len(rates):
+                self._remarks.append(
+                    f"{name} has {len(rates)} active NVLinks, and of {num_links} it is "
+                    "known where they lead."
+                )
+            if len(set(rates.values())) > 1:
+                listed = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values())))
+                self._remarks.append(
+                    f"{name} has NVLinks that signal at {listed} GB/s."
+                )
+            # How fast a link signals counts where the model does not tell.
+            least = min(rates.values(), default=0) if gpu.sm == UNKNOWN else 0
+            rate = payload_gb_per_s(least * 1000)
             for target, count in targets.items():
-                source = names[f"GPU{number}"]
-                yield Link(LinkKind.NVLINK, source, target, count, rate * count)
-
-    def _remark_links(
-        self, number: int, gpu: _Gpu, num_links: int, rate: float
-    ) -> None:
-        rates = sorted(set(gpu.rates.values()))
-        if gpu.rates and num_links != len(gpu.rates):
-            self._remarks.append(
-                f"GPU{number} has {len(gpu.rates)} active NVLinks, and of {num_links} "
-                "it is known where they lead."
-            )
-        if len(rates) > 1:
-            listed = ", ".join(f"{each:g}" for each in rates)
-            self._remarks.append(
-                f"GPU{number} has NVLinks that signal at {listed} GB/s."
-            )
-        if rate and num_links:
-            self._remarks.append(
-                f"GPU{number} is of an unknown model: its NVLinks are counted as fast "
-                "as they signal, which is more than they carry."
-            )
-
-
-def _take_link(link: str, text: str, gpu: _Gpu) -> bool:
-    """Note a link's rate or remote device; return false where it is cut."""
-    if match := _RATE.fullmatch(text):
-        gpu.rates[link] = float(match[1])
-        return True
-    if match := _REMOTE.fullmatch(text):
-        gpu.remotes[link] = plain_address(match[1])
-        return bool(gpu.remotes[link])
-    is_cut = text[0] in "<0123456789" or text.startswith("Remote")
-    return text == _INACTIVE or not is_cut
-
-
-def _find_addresses(gpus: Mapping[int, _Gpu]) -> dict[int, str]:
-    """Return the bus addresses of GPUs, given or following from where links lead.
-
-    Where links lead to as many devices as there are GPUs, and as often back, these are
-    the GPUs, which nvidia-smi numbers by their addresses.
-    """
-    known = {number: gpu.bus_id for number, gpu in gpus.items() if gpu.bus_id}
-    counts = {number: Counter(gpu.remotes.values()) for number, gpu in gpus.items()}
-    reached = {address for counted in counts.values() for address in counted}
-    if len(known) == len(gpus) or len(reached) != len(gpus):
-        return known
-    numbered = dict(zip(gpus, sorted(reached, key=bus_order), strict=True))
-    are_gpus = not any(counts[a][numbered[a]] for a in gpus) and all(
-        counts[a][numbered[b]] == counts[b][numbered[a]]
-        for a, b in combinations(gpus, 2)
-    )
-    return {**numbered, **known} if are_gpus else known
+                yield Link(LinkKind.NVLINK, gpu.name, target, count, rate * count)

@@ -5,7 +5,7 @@ unknown.
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -21,10 +21,6 @@ from ronde.topology.graph import (
     Relation,
 )
 from ronde.topology.pci import plain_address
-
-_RATES = ("2.5", "5.0", "8.0", "16.0", "32.0", "64.0")
-PCI_SPEEDS = {number: f"{rate} GT/s PCIe" for number, rate in enumerate(_RATES, 1)}
-"""Of a lane by generation, as the kernel writes them."""
 
 _NVLINK_2_GB_PER_S, _NVLINK_3_GB_PER_S = 25.0, 26.0
 # NVML's numbers for what an NVLink leads to, and their PCI classes.
@@ -52,10 +48,6 @@ class GpuAnswers(NamedTuple):
     title: str = ""  # Its model.
     uuid: str = ""
     sm: int = UNKNOWN  # Compute capability, such as 90.
-    ids: int = UNKNOWN  # The device's number above its vendor's, 16 bits each.
-    board: int = UNKNOWN  # The same of the board.
-    generation: int = UNKNOWN  # Of its PCI link as trained now.
-    width: int = UNKNOWN  # The same.
     node: int = UNKNOWN  # NUMA node of the processor near it.
     nvlinks: tuple[Remote, ...] = ()  # Those that are active.
     nvlink_mb_per_s: int = UNKNOWN  # At which each of them signals.
@@ -77,58 +69,45 @@ def payload_gb_per_s(signalling_mb_per_s: float) -> float:
 def graph_of(
     gpus: Sequence[GpuAnswers], peers: Mapping[tuple[int, int], int]
 ) -> HostTopology:
-    """Return the graph of NVML's answers."""
-    bus_ids = [plain_address(gpu.address) for gpu in gpus]
-    named = [
-        GpuDevice(bus_id, number, sm=gpu.sm, title=gpu.title, uuid=gpu.uuid)
-        for number, (bus_id, gpu) in enumerate(zip(bus_ids, gpus, strict=True))
-    ]
-    names = [gpu.name for gpu in named]
-    lost = [sum(not _target(remote) for remote in gpu.nvlinks) for gpu in gpus]
+    """Return the graph of NVML's answers; on PCI devices the kernel has more."""
+    named: list[GpuDevice] = []
+    links: list[Link] = []
+    remarks: list[str] = []
+    for number, gpu in enumerate(gpus):
+        address = plain_address(gpu.address)
+        own = GpuDevice(address, number, sm=gpu.sm, title=gpu.title, uuid=gpu.uuid)
+        named.append(own)
+        each = payload_gb_per_s(gpu.nvlink_mb_per_s)
+        ends = [
+            (_target(link), _CLASSES.get(link.kind, UNKNOWN)) for link in gpu.nvlinks
+        ]
+        for (target, code), num in Counter(ends).items():
+            if target:
+                rate = round(num * each, 3)
+                links.append(Link(LinkKind.NVLINK, own.name, target, num, rate, code))
+            else:
+                lost = f"{num} NVLinks of {own.name}"
+                remarks.append(f"NVML does not show where {lost} lead.")
+        if rates := gpu.c2c_mb_per_s:
+            near, rate = f"numa/{gpu.node}", sum(rates) / 1000
+            links.append(Link(LinkKind.C2C, own.name, near, len(rates), rate))
     return HostTopology(
         sources=("NVML",),
         devices=tuple(
-            PciDevice(
-                bus_id,
-                node=gpu.node,
-                vendor=gpu.ids & 0xFFFF if gpu.ids >= 0 else UNKNOWN,
-                device=gpu.ids >> 16,
-                subsystem_vendor=gpu.board & 0xFFFF if gpu.board >= 0 else UNKNOWN,
-                subsystem_device=gpu.board >> 16,
-                speed_now=PCI_SPEEDS.get(gpu.generation, ""),
-                width_now=gpu.width,
-            )
-            for bus_id, gpu in zip(bus_ids, gpus, strict=True)
-            if bus_id
+            PciDevice(each.bus_id, node=gpu.node)
+            for each, gpu in zip(named, gpus, strict=True)
+            if each.bus_id
         ),
         gpus=tuple(named),
-        links=tuple(link for each in map(_links, names, gpus) for link in each),
+        links=tuple(links),
         relations=tuple(
-            Relation(names[one], names[other], peer=_PEERS[answer])
+            Relation(named[one].name, named[other].name, peer=_PEERS[answer])
             for (one, other), answer in peers.items()
             # One direction stands for both where they are alike.
             if answer in _PEERS and (one < other or answer != peers.get((other, one)))
         ),
-        remarks=tuple(
-            f"NVML does not show where {num_lost} NVLinks of {name} lead."
-            for name, num_lost in zip(names, lost, strict=True)
-            if num_lost
-        ),
+        remarks=tuple(remarks),
     )
-
-
-def _links(name: str, gpu: GpuAnswers) -> Iterator[Link]:
-    counts = Counter(
-        (target, _CLASSES.get(remote.kind, UNKNOWN))
-        for remote in gpu.nvlinks
-        if (target := _target(remote))
-    )
-    each = payload_gb_per_s(gpu.nvlink_mb_per_s)
-    for (target, code), num in counts.items():
-        yield Link(LinkKind.NVLINK, name, target, num, round(num * each, 3), code)
-    if rates := gpu.c2c_mb_per_s:
-        node = f"numa/{gpu.node}"
-        yield Link(LinkKind.C2C, name, node, len(rates), sum(rates) / 1000)
 
 
 def _target(remote: Remote) -> str:
@@ -165,10 +144,7 @@ def open_nvml() -> Generator[Any]:
 
 
 def read_nvml() -> tuple[HostTopology | None, tuple[str, ...]]:
-    """Return this machine's GPUs, and what has no answer, a sentence each.
-
-    None where NVML does not answer, which is no error.
-    """
+    """Return this machine's GPUs, None without NVML; and what has no answer."""
     handles: list[object] = []
     notices: list[str] = []
     status = "nvmlDeviceGetP2PStatus"
@@ -194,27 +170,20 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
         return _ask(nvml, default, name, handle, *given)
 
     def address(pci: Any) -> str:  # noqa: ANN401
-        return _text(pci.busId) if pci else ""
+        return pci.busId if pci else ""
 
-    pci = ask(None, "nvmlDeviceGetPciInfo")
     major, minor = ask((0, UNKNOWN), "nvmlDeviceGetCudaComputeCapability")
     scope = nvml.NVML_AFFINITY_SCOPE_NODE
     words = ask((), "nvmlDeviceGetMemoryAffinity", _NODE_WORDS, scope)
     nodes = sum(word << 64 * place for place, word in enumerate(words))
     speed = nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
-    kind, remote = (
-        "nvmlDeviceGetNvLinkRemoteDeviceType",
-        "nvmlDeviceGetNvLinkRemotePciInfo",
-    )
+    kind = "nvmlDeviceGetNvLinkRemoteDeviceType"
+    remote = "nvmlDeviceGetNvLinkRemotePciInfo"
     return GpuAnswers(
-        address=address(pci),
-        title=_text(ask("", "nvmlDeviceGetName")),
-        uuid=_text(ask("", "nvmlDeviceGetUUID")),
+        address=address(ask(None, "nvmlDeviceGetPciInfo")),
+        title=ask("", "nvmlDeviceGetName"),
+        uuid=ask("", "nvmlDeviceGetUUID"),
         sm=major * 10 + minor,
-        ids=pci.pciDeviceId if pci else UNKNOWN,
-        board=pci.pciSubSystemId if pci else UNKNOWN,
-        generation=ask(UNKNOWN, "nvmlDeviceGetCurrPcieLinkGeneration"),
-        width=ask(UNKNOWN, "nvmlDeviceGetCurrPcieLinkWidth"),
         node=nodes.bit_length() - 1 if nodes.bit_count() == 1 else UNKNOWN,
         nvlinks=tuple(
             Remote(ask(_UNKNOWN_REMOTE, kind, link), address(ask(None, remote, link)))
@@ -256,9 +225,3 @@ def _ask(nvml: Any, default: Any, name: str, *given: object) -> Any:  # noqa: AN
         return getattr(nvml, name)(*given)
     except nvml.NVMLError:
         return default
-
-
-def _text(answer: Any) -> str:  # noqa: ANN401
-    # Older releases of the module have bytes.
-    is_bytes = isinstance(answer, bytes)
-    return answer.decode(errors="replace") if is_bytes else str(answer)

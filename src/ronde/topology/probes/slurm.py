@@ -26,7 +26,7 @@ _LOOKED_AT = 1 << 16
 
 
 class SlurmTopologyProbe:
-    """Reads ``topology.conf`` of the plugins topology/tree and topology/block.
+    """Reads ``topology.conf`` of topology/tree and topology/block.
 
     A block is a switch with its hosts.
     """
@@ -37,28 +37,21 @@ class SlurmTopologyProbe:
         return _NAMED.search(saved.text[:_LOOKED_AT]) is not None
 
     def read(self, saved: Saved) -> Topology:
-        """Return the switches, in the order of the file."""
         found: dict[str, NetworkSwitch] = {}
-        lines: dict[str, int] = {}
+        places: dict[str, str] = {}
         num_entries = 0
         for line, text in _lines(saved.text):
             place = f"{saved.name}, line {line}"
-            values = _values(text, place)
-            kind = next((name for name in _ALLOWED if name in values), "")
-            if not kind or not values.keys() <= _ALLOWED[kind]:
-                rule = (
-                    "a line must have SwitchName with Switches, Nodes and LinkSpeed, "
-                    "or BlockName with Nodes"
-                )
-                raise _refusal(place, rule, text)
-            if kind == _SIZES:
+            switch = _read_switch(text, place)
+            if switch is None:
                 continue
-            name = values[kind]
+            name = switch.name
             if name in found:
-                rule = f"{name} must be defined once, as it is in line {lines[name]}"
+                line_before = places[name].rpartition(", ")[2]
+                rule = f"{name} must be defined once, as it is in {line_before}"
                 raise _refusal(place, rule, "it again")
-            found[name], lines[name] = _switch(name, values, place), line
-            num_entries += len(found[name].switches) + len(found[name].hosts)
+            found[name], places[name] = switch, place
+            num_entries += len(switch.switches) + len(switch.hosts)
             if num_entries > _MAX_ENTRIES:
                 rule = f"switches must have at most {_MAX_ENTRIES} names below them"
                 raise _refusal(place, f"{rule} in all", num_entries)
@@ -67,29 +60,19 @@ class SlurmTopologyProbe:
                 f"{saved.name} must define switches or blocks as Slurm's topology.conf "
                 "does, got none. Is it the right file?"
             )
-        _require_tree(found, lines, saved.name)
-        return Topology(switches=tuple(found.values()))
-
-
-def _require_tree(
-    found: dict[str, NetworkSwitch], lines: dict[str, int], origin: str
-) -> None:
-    for name, switch in found.items():
-        for child in switch.switches:
-            if child not in found:
-                place = f"{origin}, line {lines[name]}"
-                rule = f"switches below {name} must be defined"
-                raise _refusal(place, rule, child)
-    if circle := find_circle(tuple(found.values())):
-        place = f"{origin}, line {lines[circle[0]]}"
-        raise _refusal(place, "no switch must be below itself", " > ".join(circle))
+        switches = tuple(found.values())
+        for each in switches:
+            for child in (name for name in each.switches if name not in found):
+                rule = f"switches below {each.name} must be defined"
+                raise _refusal(places[each.name], rule, child)
+        if circle := find_circle(switches):
+            rule = "no switch must be below itself"
+            raise _refusal(places[circle[0]], rule, " > ".join(circle))
+        return Topology(switches=switches)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each line that is not empty, joined with those that continue it.
-
-    The number is that of the first.
-    """
+    """Yield lines that are not empty, joined with those that continue them."""
     pieces: list[str] = []
     first = 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
@@ -102,8 +85,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             pieces = []
 
 
-def _values(text: str, place: str) -> dict[str, str]:
-    """Return the values of a line by their names in lower case."""
+def _read_switch(text: str, place: str) -> NetworkSwitch | None:
     values: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -113,19 +95,22 @@ def _values(text: str, place: str) -> dict[str, str]:
             raise _refusal(place, rule, text[at:].strip())
         values[match[1].lower()] = match[2].strip('"')
         at = match.end()
-    return values
-
-
-def _switch(name: str, values: dict[str, str], place: str) -> NetworkSwitch:
+    kind = next((name for name in _ALLOWED if name in values), "")
+    if not kind or not values.keys() <= _ALLOWED[kind]:
+        rule = "a line must have SwitchName with Switches, Nodes and LinkSpeed, or "
+        raise _refusal(place, f"{rule}BlockName with Nodes", text)
+    if kind == _SIZES:
+        return None
     # Of a level above others scontrol prints all hosts below, and not its own.
     is_above = "level" in values and "switches" in values
     hosts = "" if is_above else values.get("nodes", "")
-    switches = values.get("switches", "")
-    below = [tuple(expand_list(names, place)) for names in (switches, hosts)]
+    listed = values.get("switches", ""), hosts
+    below = [tuple(expand_list(names, place)) for names in listed]
     for names in below:
         if twice := [each for each, count in Counter(names).items() if count > 1]:
-            raise _refusal(place, f"{name} must have each name once", twice[0])
-    return NetworkSwitch(name, *below, speed=values.get("linkspeed", ""))
+            rule = f"{values[kind]} must have each name once"
+            raise _refusal(place, rule, twice[0])
+    return NetworkSwitch(values[kind], *below, speed=values.get("linkspeed", ""))
 
 
 def _refusal(place: str, rule: str, got: object) -> UsageError:

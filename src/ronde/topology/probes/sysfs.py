@@ -8,7 +8,7 @@ device, and each device has the link above it.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -61,7 +61,6 @@ _NODES = "sys/devices/system/node"
 _ONE_PROCESSOR_BYTES = 4096
 _NET, _INFINIBAND = "sys/class/net", "sys/class/infiniband"
 _KINDS = {"1": "ethernet", "32": "infiniband"}
-_LOWER = "lower_"
 
 
 def read_host(root: Path = Path("/")) -> HostTopology:
@@ -75,13 +74,11 @@ def read_host(root: Path = Path("/")) -> HostTopology:
     gpus, links = _read_gpus(top, functions)
     ports = _read_ports(top, functions)
     ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
-    # Virtual functions are not among them: one that is in use has a port.
-    ends |= {
-        address
-        for address, each in functions.items()
-        if (is_network(each.class_code) and not each.is_virtual)
-        or pci.is_nvswitch(each.class_code, each.vendor)
-    }
+    for address, each in functions.items():
+        # Virtual functions are not among them: one that is in use has a port.
+        is_adapter = is_network(each.class_code) and not each.is_virtual
+        if is_adapter or pci.is_nvswitch(each.class_code, each.vendor):
+            ends.add(address)
     devices: dict[str, PciDevice] = {}
     for address in sorted(ends, key=bus_order):
         chain = functions[address].chain if address in functions else (address,)
@@ -117,13 +114,9 @@ def read_functions(root: str) -> dict[str, Function]:
     for address in sorted(names, key=bus_order):
         own = f"{root}/{_BUS}/{address}"
         parts = (pci.read_path(own) or address).split("/")[::-1]
-        code = _code(own, "class")
-        found[address] = Function(
-            tuple(takewhile(is_address, parts)),
-            code,
-            _code(own, "vendor"),
-            is_network(code) and bool(list_names(f"{own}/physfn")),
-        )
+        chain, code = tuple(takewhile(is_address, parts)), _code(own, "class")
+        is_virtual = is_network(code) and bool(list_names(f"{own}/physfn"))
+        found[address] = Function(chain, code, _code(own, "vendor"), is_virtual)
     return found
 
 
@@ -155,10 +148,9 @@ def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> in
         if node >= 0 and node in known:
             return node
     own = f"{root}/{_BUS}/{chain[0]}"
-    near = set(
-        members(read_mask(f"{own}/local_cpus") or read_list(f"{own}/local_cpulist"))
-    )
-    around = (node.number for node in nodes if near and near <= set(node.cpus))
+    near = read_mask(f"{own}/local_cpus") or read_list(f"{own}/local_cpulist")
+    cpus = set(members(near))
+    around = (node.number for node in nodes if cpus and cpus <= set(node.cpus))
     return next(around, UNKNOWN)
 
 
@@ -181,37 +173,30 @@ def _code(directory: str, name: str) -> int:
 def _read_gpus(
     root: str, functions: Mapping[str, Function]
 ) -> tuple[tuple[GpuDevice, ...], tuple[Link, ...]]:
-    """Return the GPUs by bus address, and AMD's links between them.
-
-    Of a maker whose driver lists GPUs, only those; containers show more on the bus. Of
-    NVIDIA's links the kernel knows nothing.
-    """
-    found = {
-        address: GpuDevice(
-            address,
-            UNKNOWN,
-            sm=compute_capability(driver.model),
-            title=driver.model,
-            uuid=driver.uuid,
-        )
-        for address, driver in read_driver_gpus(root).items()
-    }
-    kfd = _read_kfd(root)
+    """Return the GPUs by bus address, and AMD's links between them."""
+    # Of a maker whose driver lists GPUs, only those; containers show more on the bus.
+    found: dict[str, GpuDevice] = {}
+    for address, (model, uuid, _) in read_driver_gpus(root).items():
+        sm = compute_capability(model)
+        found[address] = GpuDevice(address, UNKNOWN, sm=sm, title=model, uuid=uuid)
+    kfd, links = _read_kfd(root)
     listed = {v for v, gpus in ((_NVIDIA, found), (_AMD, kfd)) if gpus}
-    found |= {gpu.bus_id: gpu for gpu in kfd.values()}
+    found |= kfd
     for address, each in functions.items():
         is_inside = each.vendor in (_AMD, _INTEL) and address.startswith(FIRST_BUS)
         is_gpu = pci.is_gpu(each.class_code, each.vendor) and not is_inside
         if each.vendor not in listed and is_gpu:
             found.setdefault(address, GpuDevice(address, UNKNOWN))
     ordered = sorted(found, key=bus_order)
-    gpus = tuple(found[name]._replace(number=n) for n, name in enumerate(ordered))
-    return gpus, tuple(_read_xgmi(root, kfd))
+    return tuple(
+        found[name]._replace(number=n) for n, name in enumerate(ordered)
+    ), links
 
 
-def _read_kfd(root: str) -> dict[str, GpuDevice]:
-    """Return AMD's GPUs by the number of their node, as the driver for computing."""
+def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
+    """Return AMD's GPUs by address, as the driver for computing, and their links."""
     found: dict[str, GpuDevice] = {}
+    address_of: dict[str, str] = {}  # By number of the driver's node.
     for number in list_names(f"{root}/{_KFD}"):
         # Those that this container may not use have a number that cannot be read.
         if read_text(f"{root}/{_KFD}/{number}/gpu_id") in ("", "0"):
@@ -222,27 +207,25 @@ def _read_kfd(root: str) -> dict[str, GpuDevice]:
         version = values.get("gfx_target_version", 0)
         # ``90a`` for 90010, of which each part becomes one hexadecimal digit.
         gcn = f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-        found[number] = GpuDevice(
-            f"{domain:04x}:{bus:02x}:{device:02x}.{function}",
-            UNKNOWN,
-            sm=values.get("simd_count", UNKNOWN)
-            // max(1, values.get("simd_per_cu", 1)),
-            gcn=gcn if version else "",
+        units = values.get("simd_count", UNKNOWN) // max(
+            1, values.get("simd_per_cu", 1)
         )
-    return found
-
-
-def _read_xgmi(root: str, kfd: Mapping[str, GpuDevice]) -> Iterator[Link]:
-    for number, gpu in kfd.items():
+        name = f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
+        address_of[number] = name
+        found[name] = GpuDevice(name, UNKNOWN, sm=units, gcn=gcn if version else "")
+    links: list[Link] = []
+    for number, name in address_of.items():
         directory = f"{root}/{_KFD}/{number}/io_links"
-        for name in list_names(directory):
-            values = _properties(f"{directory}/{name}/properties")
-            target = kfd.get(str(values.get("node_to")))
+        for values in (
+            _properties(f"{directory}/{n}/properties") for n in list_names(directory)
+        ):
+            target = address_of.get(str(values.get("node_to")))
             if target is not None and values.get("type") == _KFD_XGMI:
                 # MB/s that one link carries, and all together.
                 least, most = (values.get(f"{m}_bandwidth", 0) for m in ("min", "max"))
                 count = max(1, most // least) if least > 0 else 1
-                yield Link(LinkKind.XGMI, gpu.bus_id, target.bus_id, count)
+                links.append(Link(LinkKind.XGMI, name, target, count))
+    return found, tuple(links)
 
 
 def _properties(path: str) -> dict[str, int]:
@@ -257,22 +240,33 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     CPUs that are online and on none of them are a node of unknown number. Without any
     node, as kernels without NUMA show it, all is one node 0.
     """
-    left = read_online(root)
-    remarks: list[str] = []
-    online = read_list(f"{root}/{_NODES}/online")
+    left, online = read_online(root), read_list(f"{root}/{_NODES}/online")
     cpus_of = {
         number: cpus
         for number, cpus in read_node_cpus(root).items()
         if not online or online >> number & 1
     }
-    distances = _read_distances(root, list(cpus_of))
-    plain = _read_processor(root)
+    plain, numbers = _read_processor(root), list(cpus_of)
+    possible = members(read_list(f"{root}/{_NODES}/possible"))
+    remarks: list[str] = []
     nodes: list[NumaNode] = []
     for number, listed in cpus_of.items():
-        memory = _read_memory(f"{root}/{_NODES}/node{number}/meminfo")
-        own = plain._replace(number=number, memory_bytes=memory)
-        own = own._replace(distances=distances.get(number, ()))
-        nodes.append(_with_cpus(root, own, listed & left))
+        own = f"{root}/{_NODES}/node{number}"
+        row = [_number(part) for part in read_text(f"{own}/distance").split()]
+        # A column for each node that is online, from some kernels for each that may
+        # ever be; else nobody knows whose they are.
+        columns = [c for c in (numbers, possible) if len(c) == len(row)][:1]
+        pairs = (pair for c in columns for pair in zip(c, row, strict=True))
+        known = tuple((n, distance) for n, distance in pairs if n in numbers)
+        known = known if all(distance > 0 for _, distance in known) else ()
+        if not known and len(numbers) > 1:
+            remarks.append(f"The kernel lists no distances of numa/{number}.")
+        node = plain._replace(
+            number=number,
+            memory_bytes=_read_memory(f"{own}/meminfo"),
+            distances=known,
+        )
+        nodes.append(_with_cpus(root, node, listed & left))
         left &= ~listed
     if left and nodes:
         nodes.insert(0, _with_cpus(root, plain, left))
@@ -281,11 +275,8 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
         )
     elif left:
         memory = _read_memory(f"{root}/proc/meminfo")
-        own = plain._replace(number=0, memory_bytes=memory)
-        nodes.append(_with_cpus(root, own, left))
-    undistanced = [f"numa/{node}" for node in cpus_of if node not in distances]
-    if undistanced and len(cpus_of) > 1:
-        remarks.append(f"The kernel lists no distances of {', '.join(undistanced)}.")
+        node = plain._replace(number=0, memory_bytes=memory)
+        nodes.append(_with_cpus(root, node, left))
     return tuple(nodes), tuple(remarks)
 
 
@@ -323,27 +314,6 @@ def _read_memory(path: str) -> int:
     return int(found[1]) * 1024 if found else UNKNOWN
 
 
-def _read_distances(
-    root: str, nodes: list[int]
-) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Return the distances from each node to the listed ones.
-
-    A row has a column for each node that is online, in the order of their numbers, and
-    from some kernels for each that may ever be; else nobody knows what it means.
-    """
-    possible = members(read_list(f"{root}/{_NODES}/possible"))
-    columns_by_num = {len(possible): possible, len(nodes): nodes}
-    found: dict[int, tuple[tuple[int, int], ...]] = {}
-    for node in nodes:
-        text = read_text(f"{root}/{_NODES}/node{node}/distance")
-        row = [_number(part) for part in text.split()]
-        pairs = zip(columns_by_num.get(len(row), ()), row, strict=False)
-        known = tuple((n, distance) for n, distance in pairs if n in nodes)
-        if known and all(distance > 0 for _, distance in known):
-            found[node] = known
-    return found
-
-
 def _number(text: str) -> int:
     try:
         return int(text)
@@ -352,11 +322,21 @@ def _number(text: str) -> int:
 
 
 def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, ...]:
-    ports = [
-        port
-        for name in list_names(f"{root}/{_INFINIBAND}")
-        for port in _read_adapter(root, name)
-    ]
+    ports: list[NetPort] = []
+    for name in list_names(f"{root}/{_INFINIBAND}"):
+        own = f"{root}/{_INFINIBAND}/{name}"
+        for place, number in enumerate(list_numbers(f"{own}/ports")):
+            files = f"{own}/ports/{number}"
+            port = NetPort(
+                # The second and later bear their number.
+                title=f"{name}:{number}" if place else name,
+                bus_id=pci.bus_id(pci.read_path(own)),
+                kind=read_text(f"{files}/link_layer").lower(),
+                mbit_per_s=parse_rate(read_text(f"{files}/rate")),
+                port=number,
+                is_up=read_text(f"{files}/state").startswith("4:"),
+            )
+            ports.append(port)
     taken = {port.bus_id for port in ports if port.bus_id}
     for name in list_names(f"{root}/{_NET}"):
         own = f"{root}/{_NET}/{name}"
@@ -373,21 +353,6 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
             ports.append(port)
     virtual = {address for address, each in functions.items() if each.is_virtual}
     return tuple(port for port in ports if port.is_up or port.bus_id not in virtual)
-
-
-def _read_adapter(root: str, name: str) -> Iterator[NetPort]:
-    """Yield the ports of an RDMA adapter; the second and later bear their number."""
-    own = f"{root}/{_INFINIBAND}/{name}"
-    for place, number in enumerate(list_numbers(f"{own}/ports")):
-        port = f"{own}/ports/{number}"
-        yield NetPort(
-            title=f"{name}:{number}" if place else name,
-            bus_id=pci.bus_id(pci.read_path(own)),
-            kind=read_text(f"{port}/link_layer").lower(),
-            mbit_per_s=parse_rate(read_text(f"{port}/rate")),
-            port=number,
-            is_up=read_text(f"{port}/state").startswith("4:"),
-        )
 
 
 def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ...]:
@@ -407,11 +372,11 @@ def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ..
 
 
 def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
-    """Return what is right below an interface that is no port, in order of names."""
+    """Return what is right below an interface that is no port."""
     own = f"{root}/{_NET}/{name}"
     if _is_software(own):
-        names = list_names(own)
-        return [n.removeprefix(_LOWER) for n in names if n.startswith(_LOWER)]
+        names = (n for n in list_names(own) if n.startswith("lower_"))
+        return [name.removeprefix("lower_") for name in names]
     bus_id = pci.bus_id(pci.read_path(own))
     shared = [port for port in ports if bus_id and port.bus_id == bus_id]
     # The kernel counts ports from 0 here, and RDMA adapters' from 1.

@@ -1,0 +1,618 @@
+"""What physics lets collectives reach, from a machine's links: the tightest one binds.
+
+All rates are of one direction in GB/s, 1e9 bytes/s; see docs/bench-limits.md. Nodes are
+alike, and n ranks lie in order on N of them, g on each. A formula raises ``KeyError``
+for a test that it does not know.
+
+Source: bytes that must cross a node's edge, leave a GPU, or be read and written in
+memory, whatever the algorithm.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from operator import itemgetter
+from typing import NamedTuple
+
+from ronde.topology.graph import (
+    UNKNOWN,
+    GpuDevice,
+    HostTopology,
+    Link,
+    LinkKind,
+    NetPort,
+    PciDevice,
+)
+from ronde.topology.paths.speeds import (
+    link_gb_per_s,
+    max_nvlinks,
+    pci_gb_per_s,
+    pci_theory_gb_per_s,
+    smp_gb_per_s,
+)
+from ronde.topology.probes.sysfs import SOURCE as SYSFS
+
+_TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
+_PAIRWISE = ("alltoall", "alltoallv")
+_FROM_ROOT = ("broadcast", "reduce")
+_SPLIT_BY_ROOT = ("scatter", "gather")
+
+_OTHERS = (*_SPLIT_BY_ROOT, "sendrecv", "hypercube")
+COLLECTIVES = (*_TO_ALL, *_FROM_ROOT, *_PAIRWISE, *_OTHERS)
+"""Those that have formulas, as ``ronde bench`` spells them."""
+
+
+class RankLayout(NamedTuple):
+    """Where the ranks are."""
+
+    num_ranks: int  # n, at least 2.
+    num_nodes: int  # N, at least 1.
+    ranks_per_node: int  # g; the largest where nodes differ.
+
+    @property
+    def others(self) -> float:
+        """(n-1)/n: the share of the data that is not a rank's own."""
+        return (self.num_ranks - 1) / self.num_ranks
+
+
+def network_bound(
+    test: str,
+    layout: RankLayout,
+    node_gb_per_s: float,
+    *,
+    is_reduced_in_network: bool = False,
+) -> float:
+    """Return what the links between nodes allow."""
+    n, g, num_nodes = layout.num_ranks, layout.ranks_per_node, layout.num_nodes
+    if test == "all_reduce" and is_reduced_in_network:
+        return node_gb_per_s * 2 * layout.others
+    share = layout.others / ((num_nodes - 1) / num_nodes)
+    bounds = {
+        **dict.fromkeys((*_TO_ALL, *_SPLIT_BY_ROOT), node_gb_per_s * share),
+        **dict.fromkeys(_PAIRWISE, node_gb_per_s / g * share),
+        **dict.fromkeys((*_FROM_ROOT, "sendrecv"), node_gb_per_s),
+        "hypercube": node_gb_per_s / g * (n - 1) / (n - g),
+    }
+    return bounds[test]
+
+
+def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
+    """Return what the way out of each GPU allows within a node, without NVLS."""
+    n, g = layout.num_ranks, layout.ranks_per_node
+    bounds = {
+        **dict.fromkeys(_TO_ALL, gpu_gb_per_s * layout.others * g / (g - 1)),
+        **dict.fromkeys((*_PAIRWISE, "hypercube"), gpu_gb_per_s * (n - 1) / (g - 1)),
+        **dict.fromkeys((*_FROM_ROOT, *_SPLIT_BY_ROOT, "sendrecv"), gpu_gb_per_s),
+    }
+    return bounds[test]
+
+
+def nvls_bound(layout: RankLayout, gpu_gb_per_s: float) -> float:
+    """Return what all_reduce may reach when the NVLink switches reduce (NVLS)."""
+    g = layout.ranks_per_node
+    return gpu_gb_per_s * 2 * layout.others * g / (g + 1)
+
+
+def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float:
+    """Return what a node's memory allows.
+
+    Every byte of input is read at least once and every byte of result written, on the
+    node with the most of both; in place, what is already there is not written.
+    """
+    n, g = layout.num_ranks, layout.ranks_per_node
+    # By test, busbw over the bytes read and written, both by size over time.
+    shares = {
+        **dict.fromkeys(("all_reduce", "all_gather", "hypercube"), (n - 1) / (n * g)),
+        "reduce_scatter": (n - 1) / (g * (n + 1)),
+        "broadcast": 1 / g,
+        "reduce": 1 / (g + 1),
+        **dict.fromkeys((*_PAIRWISE, "sendrecv"), 1 / (2 * g)),
+        **dict.fromkeys(_SPLIT_BY_ROOT, (n - 1) / (n + g - 2)),
+    }
+    return memory_gb_per_s * shares[test]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The busbw that no algorithm can exceed on what was found."""
+
+    bus_bandwidth_gb_per_s: float  # The bound.
+    link: str  # What binds, with its rate, such as ``eth0, 3.125 GB/s``.
+    # When the bound may be exceeded all the same, or where it is uncertain.
+    note: str = ""
+    # The same bound by NCCL's figures; None where NCCL takes no part.
+    practical_gb_per_s: float | None = None
+    practical_link: str = ""  # What binds then.
+
+    def percent(self, busbw_gb_per_s: float) -> float:
+        """Return a busbw in percent of the bound; above 100 an assumption is wrong."""
+        return 100.0 * busbw_gb_per_s / self.bus_bandwidth_gb_per_s
+
+    def doubt(self, busbw_gb_per_s: float) -> str:
+        """Return what a busbw says against the bound; empty up to 100 %."""
+        if busbw_gb_per_s <= self.bus_bandwidth_gb_per_s:
+            return ""
+        suspects = (
+            "that no switch reduces (NVLS, SHARP), or the number or rate of links"
+        )
+        if self.link.startswith("memory"):
+            suspects = "that the data does not fit into the caches"
+        return (
+            f"{self.percent(busbw_gb_per_s):.0f} % of the bound: something that it "
+            f"takes for granted is wrong, such as {suspects}"
+        )
+
+
+class Rate(NamedTuple):
+    """The rate of some links together, in one direction."""
+
+    link: str  # Their name with their rate, for people: ``eth0, 3.125 GB/s``.
+    gb_per_s: float  # Of the hardware.
+    practical_gb_per_s: float | None = None  # NCCL's, where it differs.
+    note: str = ""  # For people, where they bind.
+
+
+class Islands(NamedTuple):
+    """GPUs of a node that NVLink joins to some of the node's others, and not to all."""
+
+    num_gpus: int  # Of each.
+    way_out: Rate  # PCIe links of an island together.
+
+
+class LimitWorld(NamedTuple):
+    """Ranks on nodes that are alike; None is not there or does not count."""
+
+    layout: RankLayout
+    network: Rate | None = None  # All network links of a node together.
+    path: Rate | None = None  # The best one of them.
+    gpu: Rate | None = None  # The way out of each GPU to the others of its node.
+    islands: Islands | None = None  # Where NVLink does not join all GPUs of a node.
+    memory: Rate | None = None  # Reads and writes of a node's memory together.
+    has_gpus: bool = False  # Ranks are on GPUs, and NCCL carries their bytes.
+    has_nvls: bool = False  # The NVLink switches may reduce.
+    unknown: tuple[str, ...] = ()  # What may bind and has no known rate, as clauses.
+
+    def lacking(self, reason: str) -> "LimitWorld":
+        """Return the same world with one more reason in ``unknown``, if any."""
+        return self._replace(unknown=(*self.unknown, reason)) if reason else self
+
+
+class Bound(NamedTuple):
+    """What one collective can reach."""
+
+    collective: str
+    limit: Limit | None  # None where nothing that may bind is known.
+    reason: str = ""  # Why there is no limit.
+
+
+# Switches that may be taken to reduce.
+_NVLS, _SHARP = "NVLS", "SHARP"
+_BY_RATE = itemgetter(0)
+
+
+def bound_of(world: LimitWorld, collective: str) -> Bound:
+    """Return what one collective can reach.
+
+    Where a link of ``world.unknown`` may bind the bound still holds; it is only not
+    known to be the tightest.
+    """
+    if world.layout.num_ranks < 2:
+        return Bound(collective, None, "one rank exchanges nothing")
+    if collective not in COLLECTIVES:
+        return Bound(collective, None, f"{collective} has no formula")
+    found = list(_candidates(world, collective))
+    if not found:
+        reason = "; ".join(world.unknown) or "no link of these ranks is known"
+        return Bound(collective, None, reason)
+    gb_per_s, rate = min(found, key=_BY_RATE)
+    note = "; ".join(_notes(world, collective, gb_per_s, rate))
+    limit = Limit(gb_per_s, rate.link, note)
+    if world.has_gpus:
+        planned = _candidates(world, collective, is_practical=True)
+        gb_per_s, rate = min(planned, key=_BY_RATE)
+        limit = replace(limit, practical_gb_per_s=gb_per_s, practical_link=rate.link)
+    return Bound(collective, limit)
+
+
+def _candidates(
+    world: LimitWorld,
+    test: str,
+    switches: Sequence[str] = (),
+    *,
+    is_practical: bool = False,
+) -> Iterator[tuple[float, Rate]]:
+    """Yield what each kind of link allows, if some switches reduce."""
+    layout = world.layout
+
+    def rate(of: Rate) -> float:
+        is_other = is_practical and of.practical_gb_per_s is not None
+        return (of.practical_gb_per_s or 0.0) if is_other else of.gb_per_s
+
+    if layout.num_nodes > 1 and world.network is not None:
+        # One rank of a node sends to the next node, over one path.
+        links = (test == "sendrecv" and world.path) or world.network
+        is_sharp = _SHARP in switches
+        bound = network_bound(test, layout, rate(links), is_reduced_in_network=is_sharp)
+        yield bound, links
+    if layout.ranks_per_node > 1 and world.gpu is not None:
+        is_nvls = _NVLS in switches and test == "all_reduce"
+        own = rate(world.gpu)
+        bound = nvls_bound(layout, own) if is_nvls else gpu_bound(test, layout, own)
+        yield bound, world.gpu
+    if world.islands is not None:
+        # Between islands PCIe is what the network is between nodes.
+        num_gpus, way_out = world.islands
+        num_islands = layout.num_ranks // num_gpus
+        among = RankLayout(layout.num_ranks, num_islands, num_gpus)
+        yield network_bound(test, among, rate(way_out)), way_out
+    if world.memory is not None:
+        yield memory_bound(test, layout, rate(world.memory)), world.memory
+
+
+def _notes(world: LimitWorld, test: str, gb_per_s: float, rate: Rate) -> Iterator[str]:
+    if rate.note:
+        yield rate.note
+    if world.has_gpus and test == "all_reduce":
+        best = gb_per_s
+        for switches in ((_NVLS,), (_SHARP,), (_NVLS, _SHARP)):
+            bound, link = min(_candidates(world, test, switches), key=_BY_RATE)
+            if bound > best and (world.has_nvls or _NVLS not in switches):
+                best = bound
+                yield (
+                    f"switches that reduce ({' and '.join(switches)}) allow {best:.4g} "
+                    f"GB/s, set by {link.link}"
+                )
+    if world.has_gpus and world.network is not None and test in _TO_ALL:
+        ring = world.network.gb_per_s
+        if ring < gb_per_s:
+            yield f"a pure ring reaches at most {ring:.4g} GB/s"
+
+
+# GB/s of one link in one direction, payload, by compute capability. Source: NVIDIA's
+# data sheets: P100 4 links and 160 GB/s both ways, V100 6 and 300, A100 12 and 600,
+# RTX 3090 4 and 112.5, H100 18 and 900, B200 18 and 1800.
+_NVLINKS = ((100, 50.0), (90, 25.0), (87, 25.0), (86, 14.0625), (70, 25.0), (60, 20.0))
+# Source: AMD's data sheets: MI355X 153.6 GB/s a link both ways, MI300 128, MI250 100,
+# MI100 and MI60 92.
+_XGMI = (("95", 76.8), ("94", 64.0), ("90a", 50.0), ("910", 50.0), ("", 46.0))
+
+_HOST_BRIDGE = 0x0600
+# One lane of 2.5 GT/s: what virtual machines report for links they know nothing of.
+_NOTHING_GB_PER_S = 0.25
+_MBIT_PER_GB = 8000.0
+# Modes of bonds in which each byte leaves by one port, or by all of them.
+_NOT_SHARING = ("active-backup", "broadcast")
+_MAX_NAMES = 3
+_ROUNDING = 1e-9
+_NAMES = {LinkKind.NVLINK: "NVLinks", LinkKind.XGMI: "xGMI links"}
+_SWITCHES = ""  # Stands for all switches of a host, which are one to GPUs.
+_SM_OF_NVLS = 90
+_Ways = dict[str, tuple[str, tuple[NetPort, ...]]]
+
+
+class PciFigures(NamedTuple):
+    """One direction of a link, in GB/s."""
+
+    theory: float  # By its standard; infinite where that is unknown.
+    practical: float  # NCCL's.
+
+    def plus(self, other: "PciFigures") -> "PciFigures":
+        return PciFigures(*map(sum, zip(self, other, strict=True)))
+
+    def capped(self, other: "PciFigures | None") -> "PciFigures":
+        return PciFigures(*map(min, self, other)) if other else self
+
+
+def pci_figures(device: PciDevice) -> PciFigures | None:
+    """Return what the link above a device carries; None where unknown.
+
+    A host bridge has no link above it, though NCCL counts one where a file says so, and
+    of the least link that there is nobody knows the limit: virtual machines have it.
+    """
+    theory = pci_theory_gb_per_s(device.speed, device.width)
+    if not device.speed:
+        theory = device.gb_per_s
+    if theory <= 0:
+        return None
+    practical = min(theory, pci_gb_per_s(device))
+    is_bridge = device.class_code >> 8 == _HOST_BRIDGE
+    is_limit = theory > _NOTHING_GB_PER_S and not is_bridge
+    return PciFigures(theory if is_limit else math.inf, practical)
+
+
+def find_ways(host: HostTopology) -> _Ways:
+    """Return all ways by which bytes leave, by title: up, and of known speed.
+
+    Each has a name with what it stands on, ``bond0 over eth0+eth1``, and the ports that
+    carry bytes at the same time: all below a bond that shares its load, else those of
+    the best way.
+    """
+    ways: _Ways = {
+        port.title: (port.title, (port,))
+        for port in host.ports
+        if port.is_up and port.mbit_per_s > 0
+    }
+    for each in host.interfaces:
+        lower = [ways[title] for title in each.lower if title in ways]
+        if lower:
+            names = [name for name, _ in lower]
+            sign = " + " if any(" " in name for name in names) else "+"
+            ports = max((ports for _, ports in lower), key=known_gb_per_s)
+            if each.bonding and each.bonding not in _NOT_SHARING:
+                ports = tuple(dict.fromkeys(p for _, below in lower for p in below))
+            ways[each.title] = f"{each.title} over {sign.join(names)}", ports
+    return ways
+
+
+def find_rdma_ports(host: HostTopology) -> list[NetPort]:
+    """Return the ports of RDMA adapters that are up."""
+    # Sources count their ports from 1, and interfaces' as 0 or not at all.
+    ports = _find_hardware(host)
+    return [port for port in ports if port.kind == "infiniband" or port.port > 0]
+
+
+def _find_hardware(host: HostTopology) -> list[NetPort]:
+    """Return all ports that are hardware and up."""
+    known = {device.bus_id for device in host.devices}
+    # Software has no rate of its own, and what it says is a default.
+    return [port for port in host.ports if port.bus_id in known and port.is_up]
+
+
+def _find_spare(host: HostTopology) -> set[NetPort]:
+    """Return the ports that bonds hold in reserve."""
+    ways = find_ways(host)
+    spare: set[NetPort] = set()
+    for each in host.interfaces:
+        if each.bonding in _NOT_SHARING and each.title in ways:
+            below = (ways[title][1] for title in each.lower if title in ways)
+            spare |= {p for ports in below for p in ports} - {*ways[each.title][1]}
+    return spare
+
+
+def known_gb_per_s(ports: Iterable[NetPort]) -> float:
+    """Return what ports carry together, whatever is above them."""
+    return sum(port.mbit_per_s / _MBIT_PER_GB for port in ports)
+
+
+def _paths(host: HostTopology, ports: Iterable[NetPort]) -> dict[NetPort, PciFigures]:
+    """Return what ports carry through their own PCIe links, where that is known."""
+    links = {device.bus_id: pci_figures(device) for device in host.devices}
+    paths: dict[NetPort, PciFigures] = {}
+    for port in ports:
+        link = links.get(port.bus_id)
+        if port.mbit_per_s > 0:
+            rate = known_gb_per_s([port])
+            paths[port] = PciFigures(rate, rate).capped(link)
+        elif link and link.theory < math.inf:
+            paths[port] = link
+    return paths
+
+
+def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigures:
+    """Return what all ports bring to the processors, or to GPUs on the way.
+
+    Each PCI link lets through what it carries; a bridge with a GPU below is where
+    bytes may end.
+    """
+    firsts: dict[str, str] = {}
+    for device in host.devices:
+        firsts.setdefault(device.bus_id.partition(".")[0], device.bus_id)
+    # By device; what has arrived is at the empty name.
+    arriving: defaultdict[str, PciFigures] = defaultdict(lambda: PciFigures(0.0, 0.0))
+    for port, figures in paths.items():
+        # Functions of one device share its link.
+        first = firsts.get(port.bus_id.partition(".")[0], "")
+        arriving[first] = arriving[first].plus(figures)
+    # GPUs and all bridges above them.
+    ends = {gpu.bus_id for gpu in host.gpus}
+    for device in reversed(host.devices):
+        if device.bus_id in ends:
+            ends.add(device.parent)
+    listed = {device.bus_id for device in host.devices}
+    for device in reversed(host.devices):
+        own, is_end = arriving[device.bus_id], device.bus_id in ends
+        own = own if is_end else own.capped(pci_figures(device))
+        above = "" if is_end or device.parent not in listed else device.parent
+        arriving[above] = arriving[above].plus(own)
+    return arriving[""]
+
+
+def _rate(names: str, figures: PciFigures, ports: Iterable[NetPort]) -> Rate:
+    link = f"{names}, {figures.theory:.4g} GB/s"
+    plain_gb_per_s = known_gb_per_s(ports)
+    if figures.theory < plain_gb_per_s * (1 - _ROUNDING):
+        link += f" (PCIe lets through no more of {plain_gb_per_s:.8g})"
+    return Rate(link, *figures)
+
+
+def _names(names: Sequence[str]) -> str:
+    if len(names) <= _MAX_NAMES:
+        return "+".join(names)
+    return f"{len(names)} ports from {names[0]}"
+
+
+def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
+    """Return what direct links of a GPU carry together; 0 GB/s if unknown."""
+    # Some sources list a link at one of its ends.
+    own = [link for link in links if link.source == gpu.name]
+    own = own or [link for link in links if link.target == gpu.name]
+    if not own:
+        return Rate("no direct links", 0.0)
+    count = sum(link.num_links for link in own)
+    reported = sum(link.gb_per_s for link in own)
+    if own[0].kind is LinkKind.XGMI:
+        name = gpu.gcn.strip().lower().removeprefix("gfx")
+        each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
+    else:
+        # Virtual machines list more than the GPU can have.
+        count = min(count, max_nvlinks(gpu.sm) or count)
+        each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
+    theory = reported or count * each
+    together = own[0]._replace(num_links=count, gb_per_s=reported)
+    link = f"{count} {_NAMES[own[0].kind]}, {theory:.4g} GB/s a GPU"
+    return Rate(link, theory, min(theory, link_gb_per_s(together, gpu)))
+
+
+class KnownRates(NamedTuple):
+    """Rates that the user knows better than the source; None looks at the host."""
+
+    network_gb_per_s: float | None = None  # All network links of a node together.
+    gpu_gb_per_s: float | None = None  # The way out of each GPU.
+    # The network interface that carries all bytes; empty for those that NCCL takes.
+    interface: str = ""
+
+
+_NOTHING_GIVEN = KnownRates()
+
+
+def world_of(
+    host: HostTopology,
+    num_nodes: int,
+    ranks_per_node: int,
+    given: KnownRates = _NOTHING_GIVEN,
+) -> LimitWorld:
+    """Return the world of ranks on nodes that are like a host.
+
+    Where a node has GPUs, rank i of it has GPU i; more ranks than GPUs share them, and
+    what carries the bytes between those is not known.
+    """
+    layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
+    has_gpus = bool(host.gpus) or given.gpu_gb_per_s is not None
+    world = LimitWorld(layout, has_gpus=has_gpus)
+    if num_nodes > 1:
+        world = with_network(world, host, given)
+    if ranks_per_node == 1:
+        return world
+    if given.gpu_gb_per_s is not None:
+        link = f"as given, {given.gpu_gb_per_s:.4g} GB/s a GPU"
+        return world._replace(gpu=Rate(link, given.gpu_gb_per_s), has_nvls=True)
+    if not host.gpus:
+        why = "what memory carries is to be measured: ronde bench --limit does"
+        return world.lacking(why)
+    if ranks_per_node > len(host.gpus):
+        return world.lacking(f"{ranks_per_node} ranks share {len(host.gpus)} GPUs")
+    return with_gpus(world, host, host.gpus[:ranks_per_node])
+
+
+def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
+    """Return the world where each link is the slowest of all nodes'."""
+    rates = {
+        name: min(
+            (rate for world in worlds if (rate := getattr(world, name)) is not None),
+            key=lambda r: (r.way_out if isinstance(r, Islands) else r).gb_per_s,
+            default=None,
+        )
+        for name in ("network", "path", "gpu", "islands")
+    }
+    return worlds[0]._replace(
+        **rates,
+        has_gpus=any(world.has_gpus for world in worlds),
+        has_nvls=all(world.has_nvls for world in worlds),
+        unknown=tuple(dict.fromkeys(why for world in worlds for why in world.unknown)),
+    )
+
+
+def with_network(
+    world: LimitWorld, host: HostTopology, given: KnownRates
+) -> LimitWorld:
+    """Return a world with the network links of its nodes, which are like a host.
+
+    Those are RDMA adapters where the source lists any, else all that are hardware.
+    A port of unknown speed counts with its PCIe link: a bound, not more.
+    """
+    if given.network_gb_per_s is not None:
+        link = f"as given, {given.network_gb_per_s:.4g} GB/s"
+        return world._replace(network=Rate(link, given.network_gb_per_s))
+    if name := given.interface:
+        way, used = find_ways(host).get(name, ("", ()))
+        if not used:
+            why = f"{name} is virtual, or its speed is unknown; --link-rate gives it"
+            return world.lacking(f"the link rate is not known: {why}")
+        rate = _rate(way, _total(host, _paths(host, used)), used)
+        return world._replace(network=rate, path=rate)
+    spare = _find_spare(host)
+    ports = find_rdma_ports(host) or [p for p in _find_hardware(host) if p not in spare]
+    paths = _paths(host, ports)
+    if not paths:
+        why = "no network adapter with a rate was found; --link-rate gives it"
+        return world.lacking(why)
+    best = max(paths, key=lambda port: paths[port].theory)
+    names = _names([port.title for port in paths])
+    world = world._replace(
+        network=_rate(names, _total(host, paths), paths),
+        path=_rate(best.title, paths[best], [best]),
+    )
+    unknown = [port.title for port in ports if port.mbit_per_s <= 0]
+    why = f"speed of {_names(unknown)} unknown: its PCIe link counts" if unknown else ""
+    return world.lacking(why)
+
+
+def with_gpus(
+    world: LimitWorld, host: HostTopology, used: Sequence[GpuDevice]
+) -> LimitWorld:
+    """Return a world with the links of its nodes' GPUs, which are like a host's.
+
+    Links to other GPUs of the host do not count; a GPU has direct links of one kind.
+    """
+    known, names = {gpu.name for gpu in host.gpus}, {gpu.name for gpu in used}
+    links = [
+        link._replace(target=link.target if link.target in known else _SWITCHES)
+        for link in host.links
+        if link.kind in _NAMES and link.source in names and link.source != link.target
+    ]
+    links = [link for link in links if link.target in {*names, _SWITCHES}]
+    # GPUs that are joined, over any number of hops.
+    islands = [{name} for name in names]
+    for link in links:
+        ends = {link.source, link.target}
+        joined = [island for island in islands if island & ends]
+        islands = [island for island in islands if not island & ends]
+        islands.append(ends.union(*joined))
+    if len(islands) > 1:
+        sizes = sorted(len(island - {_SWITCHES}) for island in islands)
+        return _with_pcie(world, host, used, sizes)
+    slowest = min((_way_out(gpu, links) for gpu in used), key=lambda way: way.gb_per_s)
+    if not slowest.gb_per_s:
+        return world.lacking("the source does not show how fast a GPU's links are")
+    # AMD's files have the number of units where others have the capability.
+    are_able = all(gpu.sm >= _SM_OF_NVLS and not gpu.gcn for gpu in used)
+    has_switches = any(link.target == _SWITCHES for link in links)
+    return world._replace(gpu=slowest, has_nvls=has_switches and are_able)
+
+
+def _with_pcie(
+    world: LimitWorld,
+    host: HostTopology,
+    used: Sequence[GpuDevice],
+    sizes: Sequence[int],
+) -> LimitWorld:
+    """Return a world where PCIe is between islands, whose sizes are in order."""
+    # The kernel knows NVIDIA's models, and nothing of their links.
+    is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
+    may_know = not (host.sources and is_kernel_alone)
+    if not any(gpu.gcn or (may_know and gpu.sm != UNKNOWN) for gpu in used):
+        return world.lacking("the source does not show whether NVLink joins the GPUs")
+    bus_ids = {gpu.bus_id for gpu in used}
+    devices = [device for device in host.devices if device.bus_id in bus_ids]
+    links = [each for device in devices if (each := pci_figures(device))]
+    links = [each for each in links if each.theory < math.inf]
+    if len(links) < len(used):
+        return world.lacking("the source does not show the PCIe link of a GPU")
+    (theory, practical), size = min(links), sizes[0]
+    if size < sizes[-1] and size > 1:
+        why = f"direct links join {size} GPUs here and {sizes[-1]} there"
+        return world.lacking(why)
+    if size > 1:
+        name = f"PCIe of {size} GPUs that have direct links, {theory * size:.4g} GB/s"
+        way_out = Rate(name, theory * size, practical * size)
+        return world._replace(islands=Islands(size, way_out))
+    near = {device.node for device in devices}
+    nodes = [node for node in host.numa_nodes if node.number in near]
+    rates = (smp_gb_per_s(a, b) for a, b in permutations(nodes, 2))
+    between = min(rates, default=practical)
+    name = f"PCIe, {theory:.4g} GB/s a GPU"
+    if between < practical:
+        name += f" (NCCL counts {between:g} between processors)"
+    return world._replace(gpu=Rate(name, theory, min(between, practical)))

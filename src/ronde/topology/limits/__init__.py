@@ -1,1 +1,0 @@
-"""What physics lets collectives reach on machines, and which link it is that binds."""

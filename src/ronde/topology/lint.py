@@ -1,0 +1,642 @@
+"""What is wrong with hosts, or with the files that describe them, and what it costs."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from ronde.topology.cpu_sets import format_list
+from ronde.topology.graph import (
+    UNKNOWN,
+    Diagnostic,
+    HostTopology,
+    Level,
+    Link,
+    LinkKind,
+    NetPort,
+    PciDevice,
+)
+from ronde.topology.limits import pci_figures
+from ronde.topology.paths.network import Path, PathKind, bridges_above, find_paths
+from ronde.topology.paths.speeds import (
+    LOCAL_GB_PER_S,
+    max_nvlinks,
+    nvlink_gb_per_s,
+    pci_gb_per_s,
+    pci_theory_gb_per_s,
+    port_gb_per_s,
+    smp_gb_per_s,
+    xgmi_gb_per_s,
+)
+
+# Each: the rule, its severity (loss: an error where most of the bandwidth is lost, else
+# a warning) and what it looks for; what is seen, what comes of it, what to do, with
+# places for words. Below a rule are its further forms, with a word behind a dot, where
+# some texts differ.
+_RULES = """
+slow-bridge loss a bridge whose own link is slower than that of a device below it
+  seen The link above the bridge is slower ({link}) than the link of a device below it.
+  so What leaves the bridge upwards, to the processor and to other bridges, shares
+     {has:g} GB/s where one device has {should:g} (NCCL's figures).
+  do Compare with lspci -vv: reseat the board where LnkSta is below LnkCap, correct the
+     file where it has less than LnkSta; nothing, where slot or switch are older.
+slow-bridge.as-built note
+tiny-link error a GPU's link below 1 GB/s, as virtual machines report it
+  seen The link is reported as {link}, as virtual machines do that hide the real one.
+  so NCCL plans with {has:.1f} GB/s and leaves the device aside as far as it can.
+  do Give NCCL_TOPO_FILE with the host's real speeds, or give the virtual root port
+     x-speed and x-width; on bare metal reseat the card.
+unknown-link-speed warning an empty link speed or no lanes, which NCCL takes for PCIe 3
+     x16
+  seen The link speed is unknown ({link}).
+  so NCCL takes it for {has:g} GB/s, PCIe 3 where the speed is missing and 16 lanes
+     where the width is; PCIe 4 x16 would be 24, PCIe 5 x16 48.
+  do Write what lspci -vv shows on the bare machine, such as link_speed="16.0 GT/s PCIe"
+     link_width="16".
+trained-down loss a link that runs below what both of its ends can do
+  seen The link runs at {now} and both ends can do {link}.
+  so It carries {has:.4g} of {should:.4g} GB/s (PCIe's limit one way).
+  do Reseat the card or its riser, look for errors in dmesg (AER), and look at the
+     slot's setting in the firmware.
+trained-down.at-rest note
+  do Look again under load: GPUs lower the speed at rest.
+link-to-itself error NVLink or xGMI that leads from a GPU to itself
+  seen {num} links between GPUs lead from the GPU to itself.
+  so They connect it to no other GPU{loss}.
+  do Write the bus address of the other GPU as target; nvidia-smi nvlink -R shows it.
+gpu-listed-as-switch error NVLink to a GPU whose class is given as that of a switch
+  seen NVLinks lead to {num_gpus} GPUs that are listed as NVLink switches (0x068000).
+  so NCCL takes all {num} for links into one switch and adds them up.
+  do Write one line, target="fffffff:ff:ff.0", tclass="0x068000" and the GPU's own
+     number of links, where there are switches; else tclass="0x030200".
+too-many-nvlinks error more NVLinks than the chip has
+  seen {num} NVLinks are listed, and the chip (sm {sm}) has {most}.
+  so NCCL chooses algorithms for {has:.1f} GB/s{cap}, where {should:.1f} exist.
+  do Let the counts of one GPU add up to what nvidia-smi nvlink -s shows.
+gpu-without-links error a GPU without NVLink or xGMI on a host where others have it
+  seen The GPU has no links to other GPUs, and others of this host have.
+  so Every ring through it falls back to the PCI bus{loss}.
+  do Look at nvidia-smi nvlink -s and, with switches, at the fabric manager's log; reset
+     or replace the GPU, or leave it out.
+uneven-nvlinks warning a GPU with fewer NVLinks than others of its kind
+  seen {num} NVLinks are up, and other GPUs of this host have {most}.
+  so Collectives run at the slowest GPU's rate{loss}.
+  do Find links that are down or count errors: nvidia-smi nvlink -s, -e; reset the GPU.
+uneven-nvlinks.badly error
+no-peer-access warning GPUs that may not reach each other's memory
+  seen The driver does not let it reach the memory of other GPUs ({counts}).
+  so NCCL copies through the host's shared memory instead.
+  do CNS: the processor's chipset does not; TNS: no bus between them does; GNS: this
+     kind of GPU does not. In a virtual machine look whether the host passes peer access
+     on; switch ACS off on the bridges.
+nic-faster-than-link loss a network adapter that carries more than its PCI link
+  seen The adapter's {num} port(s) carry {should:.4g} GB/s, its PCI link ({link})
+     {has:.4g} (PCIe's limit).
+  so The adapter is held to {has:.4g} GB/s; NCCL plans with {planned:g}.
+  do Move the adapter to a wider or newer slot, or use fewer of its ports; correct the
+     file where adapters with links of their own are listed as one.
+nic-faster-than-link.virtual warning
+  seen The adapter's {num} port(s) carry {should:.4g} GB/s, its PCI link ({link}) counts
+     for {has:g} with NCCL, and is none that limits them: the adapter is listed as a
+     host bridge, or with the slowest link there is.
+  so NCCL plans with {has:g} GB/s through this adapter, whatever it carries.
+  do Correct the file: a link of its own for each adapter, as the bare machine has it.
+odd-nic-speed warning a port's speed that no hardware has
+  seen Its speed is given as {given} Mb/s, which no port has{guess}.
+  so NCCL plans with {planned:g} GB/s for it; {nearest} Mb/s would be {meant:g}.
+  do Write the rate in /sys/class/infiniband/*/ports/1/rate, in Mb/s.
+nic-down note a port of an adapter without link
+  seen The port has no link.
+  so NCCL does not use it: the node has {rate} less.
+  do Look at ibstat or ip link, at the cable and at the switch's port.
+nic-down.lost warning
+virtual-nic note a virtual interface among the network adapters
+  seen A virtual interface is among the network adapters.
+  so NCCL may choose it, and other hosts cannot be reached over it.
+  do Leave it out: NCCL_SOCKET_IFNAME=^lo,docker,veth,virbr, or name the right one.
+no-gpudirect warning a GPU whose memory adapters cannot reach though they could others'
+  seen GPUDirect RDMA is off for the GPU (gdr 0), and on for adapters.
+  so Every byte of the network goes through the host's memory, twice over the PCI bus.
+  do Load nvidia_peermem or use a kernel and driver with DMA-BUF (for AMD: a kernel with
+     peer memory), and write the file anew.
+far-nic loss a GPU for which NCCL prefers a far network adapter to a near one
+  seen NCCL chooses {far} ({far_kind}), and {port} is nearer ({kind}).
+  so It prefers {should:g} GB/s to {has:g}, and beyond PXB there is no GPUDirect RDMA.
+  do Look why the way to the near adapter is slow (slow-bridge, trained-down,
+     odd-nic-speed), or name the adapters in NCCL_IB_HCA.
+nic-behind-processor note a GPU without a network adapter on its own PCI switch
+  seen Its nearest network adapter is behind {place} processor ({kind}).
+  so Up to {has:g} GB/s (NCCL's figure), and by default NCCL uses GPUDirect RDMA up to
+     PXB alone: the data goes through the host's memory.
+  do Write the switches in, where a virtual machine's file leaves them out; else place
+     adapters at every socket, or try NCCL_NET_GDR_LEVEL=PHB for those at its own.
+no-numa-node warning a device or processor whose NUMA node is -1
+  seen {what}
+  so NCCL takes all such devices as next to one processor, and nothing is bound near
+     them: traffic may cross the sockets' link unseen.
+  do Switch NUMA on in the firmware, or give the virtual machine its host's nodes; in a
+     file write the numaid.
+shared-cores warning cores that two NUMA nodes claim
+  seen Its CPUs {cpus} are another node's, too.
+  so The threads of all these nodes' devices share these CPUs, far from most devices.
+  do Write each node's own cores; /sys/devices/system/node/node*/cpumap has them.
+uneven-cores note one NUMA node with another number of cores
+  seen It has {num} CPUs ({cpus}), and every other node has {usual}.
+  so Its devices have another share of CPUs; in a file, the mask often lacks a digit.
+  do Compare with /sys/devices/system/node/node*/cpumap.
+implausible-processor warning a processor that is too old for the links below it
+  seen The processor is given as Intel family {family} model {model}, {why}.
+  so One of both is wrong, and NCCL believes both:{between} the given speed.
+  do Show the virtual machine its host's model (QEMU: -cpu host), or correct modelid or
+     link_speed in the file; from Sapphire Rapids on NCCL counts 22 or 40 GB/s.
+odd-source note what was odd in a source
+  seen {remark}
+  so It was read all the same; what is shown here may not be what the source meant.
+  do Correct the source, or make it anew.
+node-gpus-differ loss a node with another number of GPUs than most
+  seen It has {num:g} GPUs, and {others}.
+  so NCCL cannot pair GPUs of the nodes rank by rank: it falls back to fewer channels,
+     and rings wait for the smallest node.
+  do Look for the missing GPU in nvidia-smi -L and dmesg (Xid 79: it fell off the bus),
+     or start the same number of ranks everywhere.
+node-nvlinks-differ loss a node whose GPUs have other NVLinks than most nodes'
+  seen It has {num:g} NVLinks at the GPU with the fewest, and {others}.
+  so All nodes run with what the weakest has, often with 2 channels{loss}.
+  do Look at nvidia-smi nvlink -s and the fabric manager on that node, or leave it out.
+node-network-differs loss a node whose network ports carry another sum than most
+  seen It has {num:g} GB/s of network, and {others}.
+  so Collectives over the nodes run at the rate of the slowest{loss}.
+  do Look at ibstat or ip link on that node for ports that are down or slow.
+node-gpu-links-differ loss a node whose slowest GPU link is not that of most
+  seen It has {num:g} GB/s at its slowest GPU's PCI link, and {others}.
+  so Copies from and to the host, and the network, run slower there{loss}.
+  do Look at lspci -vv for LnkSta below LnkCap on that node.
+node-cores-differ loss a node with another number of cores than most
+  seen It has {num:g} hardware threads, and {others}.
+  so Loading data may be slower there, and all wait for it.
+  do Look at lscpu for offline cores, and at SMT in the firmware.
+"""
+_TINY_GB_PER_S = 1.0
+_SWITCH_CLASS = 0x068000
+# Compute capability of the last chip whose number of NVLinks is known.
+_LATEST_SM = 103
+_RATES = (1000, 2500, 5000, 10000, 25000, 40000, 50000, 56000, 100000, 200000, 400000)
+_HIGHEST = 1_600_000
+_VIRTUAL = ("virbr", "docker", "veth", "br-", "vnet", "tap", "tun", "lo", "dummy")
+# Slower adapters seldom have GPUDirect RDMA.
+_RDMA_MBIT_PER_S = 25_000
+# Lowest model of Intel's family 6 with lanes of that many GT/s: Ice Lake, Sapphire
+# Rapids.
+_FIRST_MODELS = ((16.0, 0x6A), (32.0, 0x8F))
+
+
+def _read(table: str) -> dict[str, dict[str, str]]:
+    """Return texts by rule, or rule and form, with ``severity`` and ``meaning``."""
+    found: dict[str, dict[str, str]] = {}
+    own: dict[str, str] = {}
+    for line in re.sub(r"\n {5}", " ", table.strip()).split("\n"):
+        name, _, text = line.strip().partition(" ")
+        if line.startswith("  "):
+            own[name] = text
+        else:
+            severity, _, meaning = text.partition(" ")
+            own = found[name] = {**own, "severity": severity, "meaning": meaning}
+    return found
+
+
+_TEXTS = _read(_RULES)
+_MEANINGS = {rule: t["meaning"] for rule, t in _TEXTS.items() if "." not in rule}
+CATALOGUE = {
+    "a host": {n: m for n, m in _MEANINGS.items() if not n.startswith("node-")},
+    "several hosts": {n: m for n, m in _MEANINGS.items() if n.startswith("node-")},
+}
+"""What each rule looks for, by what it looks at and by its name."""
+
+
+class Hit(NamedTuple):
+    """One element that a rule found to be wrong."""
+
+    element: str
+    has: float  # GB/s, as in a ``Diagnostic``; ``{has}`` and ``{should}`` in texts.
+    should: float
+    words: dict[str, object]  # For other places in texts; ``form``: which of several.
+
+    def describe(self, rule: str) -> Diagnostic:
+        element, has, should, words = self
+        loss = f": {has:g} instead of {should:g} GB/s (NCCL's figures)"
+        loss = loss if 0 < has < should else ""
+        words = {"has": has, "should": should, "loss": loss, **words}
+        texts = _TEXTS[rule + str(words.get("form", ""))]
+        severity = texts["severity"]
+        if severity == "loss":
+            severity = Level.ERROR if has < should / 2 else Level.WARNING
+        seen, so, do = (texts[name].format_map(words) for name in ("seen", "so", "do"))
+        return Diagnostic(rule, Level(severity), element, seen, so, do, has, should)
+
+
+def _hit(element: str, has: float = 0.0, should: float = 0.0, **words: object) -> Hit:
+    return Hit(element, has, should, words)
+
+
+def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
+    """Return what is wrong with a host, or looks so, in the order of the rules."""
+    view = HostView(host)
+    return tuple(
+        hit.describe(rule)
+        for rule in CATALOGUE["a host"]
+        for hit in getattr(view, rule.replace("-", "_"))()
+    )
+
+
+def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
+    """Return in what hosts differ from what most of them are.
+
+    Hosts whose number is unknown are left aside; fewer than two have no fleet.
+    """
+    return tuple(
+        hit.describe(rule)
+        for rule, measure in _MEASURES.items()
+        for hit in _odd_hosts([(host.name, *measure(host)) for host in hosts])
+    )
+
+
+def _known_gb_per_s(device: PciDevice) -> float:
+    """Return NCCL's figure for the link above a device; 0 if no source has one."""
+    is_known = bool(device.speed and device.width > 0) or device.gb_per_s > 0
+    return pci_gb_per_s(device) if is_known else 0.0
+
+
+def _is_tiny(device: PciDevice) -> bool:
+    return 0 < _known_gb_per_s(device) < _TINY_GB_PER_S
+
+
+def _gt_per_s(speed: str) -> float:
+    """Return the number in front of GT/s; 0 where there is none."""
+    match = re.match(r"(\d{1,3}(?:\.\d{1,3})?) ?GT/s", speed)
+    return float(match[1]) if match else 0.0
+
+
+def _link_words(device: PciDevice) -> str:
+    """Return the link above a device in words: ``16.0 GT/s PCIe x16``."""
+    if not device.speed and device.gb_per_s:
+        return f"{device.gb_per_s:g} GB/s"
+    speed = device.speed if _gt_per_s(device.speed) else f'"{device.speed}"'
+    return f"{speed} x{device.width}" if device.width >= 0 else speed
+
+
+def _has_likely_rate(port: NetPort) -> bool:
+    """Whether hardware has the rate, alone or as some links that are bound together."""
+    return 0 < port.mbit_per_s <= _HIGHEST and any(
+        port.mbit_per_s == rate * num for rate in _RATES for num in (1, 2, 3, 4)
+    )
+
+
+class HostView:
+    """One host with what its elements are to each other; a method a rule."""
+
+    def __init__(self, host: HostTopology) -> None:
+        self.host = host
+        self.paths = find_paths(host)
+        self.devices = {device.bus_id: device for device in host.devices}
+        # GPUs with a PCI device, and the ports of each adapter, by bus address.
+        self.gpus = {gpu.bus_id: gpu for gpu in host.gpus if gpu.bus_id}
+        self.ports: defaultdict[str, list[NetPort]] = defaultdict(list)
+        for port in host.ports:
+            if port.bus_id:
+                self.ports[port.bus_id].append(port)
+        # NVLink and xGMI, by the GPU they leave.
+        self.links: defaultdict[str, list[Link]] = defaultdict(list)
+        for link in host.links:
+            if link.kind in (LinkKind.NVLINK, LinkKind.XGMI):
+                self.links[link.source].append(link)
+        # GPUs and adapters below each bridge.
+        self.ends: defaultdict[str, list[PciDevice]] = defaultdict(list)
+        for bus_id in dict.fromkeys([*self.gpus, *self.ports]):
+            for bridge in bridges_above(self.devices, bus_id)[1:]:
+                self.ends[bridge.bus_id].append(self.devices[bus_id])
+        known = self.gpus.keys() | self.ports.keys() | self.ends.keys()
+        self.devices_that_matter = [d for d in host.devices if d.bus_id in known]
+
+    def num_links(self, gpu: str) -> int:
+        own = self.links.get(gpu, ())
+        return sum(link.num_links for link in own if link.target != gpu)
+
+    def link_rate(self, name: str) -> float:
+        """Return NCCL's GB/s for one link of a GPU; 0 where its chip is unknown."""
+        gpu = self.gpus.get(name)
+        if gpu and gpu.gcn:
+            return xgmi_gb_per_s(gpu.gcn)
+        return nvlink_gb_per_s(gpu.sm) if gpu and gpu.sm > 0 else 0.0
+
+    def bus_rate(self, name: str) -> float:
+        """Return the GB/s of the best way from one GPU to any other; 0 for none."""
+        others = (gpu.name for gpu in self.host.gpus if gpu.name != name)
+        ways = (self.paths.between(name, other) for other in others)
+        return max((way.gb_per_s for way in ways if way), default=0.0)
+
+    def ways(self) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
+        """Yield GPUs with their ways to the ports that carry traffic between hosts."""
+        ports = [port for port in self.host.ports if port.bus_id and port.is_up]
+        fastest = max((port.mbit_per_s for port in ports), default=0)
+        # The one for management is slower.
+        fast = [port for port in ports if 2 * port.mbit_per_s >= fastest]
+        for gpu in self.gpus:
+            ways = [(p, way) for p in fast if (way := self.paths.between(gpu, p.name))]
+            if ways:
+                yield gpu, ways
+
+    def slow_bridge(self) -> Iterator[Hit]:
+        roots = [_gt_per_s(each.speed) for each in self.host.devices if not each.parent]
+        for bus_id, ends in self.ends.items():
+            bridge = self.devices[bus_id]
+            has = _known_gb_per_s(bridge)
+            # A port with a rate alone (hwloc) has that of the link below it, which is
+            # the device's own.
+            farther = [end for end in ends if bridge.speed or end.parent != bus_id]
+            should = max(map(_known_gb_per_s, farther), default=0.0)
+            if 0 < has < should and not _is_tiny(bridge):
+                # Slow by its generation alone, and no slot of the host has a later one.
+                is_as_built = (
+                    2 * has >= should
+                    and all(end.width <= bridge.width for end in farther)
+                    and all(speed <= _gt_per_s(bridge.speed) for speed in roots)
+                )
+                words = {"link": _link_words(bridge)}
+                words["form"] = ".as-built" if is_as_built else ""
+                yield _hit(bus_id, has, should, **words)
+
+    def tiny_link(self) -> Iterator[Hit]:
+        # One in a package with its processor needs no bus.
+        packaged = [link for link in self.host.links if link.kind is LinkKind.C2C]
+        inside = {end for link in packaged for end in (link.source, link.target)}
+        gpus = [gpu for gpu in self.gpus if gpu in self.devices and gpu not in inside]
+        above = [b for b, e in self.ends.items() if any(d.bus_id in gpus for d in e)]
+        for device in (self.devices[bus_id] for bus_id in [*gpus, *above]):
+            if _is_tiny(device):
+                has, link = _known_gb_per_s(device), _link_words(device)
+                yield _hit(device.name, has, link=link)
+
+    def unknown_link_speed(self) -> Iterator[Hit]:
+        for device in self.devices_that_matter:
+            # A source without either leaves it to others; an empty speed or no lanes
+            # are a wrong answer.
+            is_given = device.width >= 0 or device.speed
+            is_known = _gt_per_s(device.speed) and device.width > 0
+            if is_given and not is_known and not device.gb_per_s:
+                has, link = pci_gb_per_s(device), _link_words(device)
+                yield _hit(device.name, has, link=link)
+
+    def trained_down(self) -> Iterator[Hit]:
+        for device in self.devices_that_matter:
+            now = device._replace(
+                speed=device.speed_now or device.speed,
+                width=device.width_now if device.width_now > 0 else device.width,
+            )
+            has, should = (
+                pci_theory_gb_per_s(each.speed, each.width) or each.gb_per_s
+                for each in (now, device)
+            )
+            if not 0 < has < should:
+                continue
+            leads_to_gpu = device.bus_id in self.gpus or any(
+                end.parent == device.bus_id and end.bus_id in self.gpus
+                for end in self.ends.get(device.bus_id, ())
+            )
+            words = {"now": _link_words(now), "link": _link_words(device)}
+            if leads_to_gpu and now.width >= device.width:
+                words["form"] = ".at-rest"
+            yield _hit(device.name, has, should, **words)
+
+    def link_to_itself(self) -> Iterator[Hit]:
+        for name, links in self.links.items():
+            own = [link.num_links for link in links if link.target == name]
+            if own:
+                has, should = self.bus_rate(name), sum(own) * self.link_rate(name)
+                yield _hit(name, has, should, num=sum(own))
+
+    def gpu_listed_as_switch(self) -> Iterator[Hit]:
+        for name, links in self.links.items():
+            to_gpus = [link for link in links if link.target in self.gpus]
+            wrong = [x.num_links for x in to_gpus if x.target_class == _SWITCH_CLASS]
+            if wrong:
+                yield _hit(name, num_gpus=len(wrong), num=sum(wrong))
+
+    def too_many_nvlinks(self) -> Iterator[Hit]:
+        for gpu in self.gpus.values():
+            num, most = self.num_links(gpu.name), max_nvlinks(gpu.sm)
+            # Of later chips nobody knows yet how many they have.
+            is_known = 0 < gpu.sm <= _LATEST_SM and not gpu.gcn
+            if is_known and 0 < most < num:
+                has, should = (n * nvlink_gb_per_s(gpu.sm) for n in (num, most))
+                is_capped = has > LOCAL_GB_PER_S
+                cap = f", over its cap of {LOCAL_GB_PER_S:g}" if is_capped else ""
+                words = {"num": num, "sm": gpu.sm, "most": most, "cap": cap}
+                yield _hit(gpu.name, has, should, **words)
+
+    def gpu_without_links(self) -> Iterator[Hit]:
+        linked = {gpu.name for gpu in self.host.gpus if self.num_links(gpu.name)}
+        # Some sources have them as ``NV4`` of a pair.
+        bonded = [each for each in self.host.relations if each.path.startswith("NV")]
+        linked |= {end for each in bonded for end in (each.source, each.target)}
+        rates = [self.num_links(name) * self.link_rate(name) for name in linked]
+        for gpu in self.host.gpus:
+            if linked and gpu.name not in linked:
+                yield _hit(gpu.name, self.bus_rate(gpu.name), max(rates))
+
+    def uneven_nvlinks(self) -> Iterator[Hit]:
+        totals = {
+            gpu.name: num
+            for gpu in self.gpus.values()
+            if not gpu.gcn and (num := self.num_links(gpu.name))
+        }
+        kinds = {self.gpus[name].sm for name in totals}
+        most = max(totals.values(), default=0)
+        for name, num in totals.items():
+            if num < most and len(kinds) == 1:
+                has, should = (n * self.link_rate(name) for n in (num, most))
+                form = ".badly" if 2 * num < most else ""
+                yield _hit(name, has, should, num=num, most=most, form=form)
+
+    def no_peer_access(self) -> Iterator[Hit]:
+        bad: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for each in self.host.relations:
+            if each.peer not in ("", "OK", "X") and each.source != each.target:
+                bad[each.source][each.peer] += 1
+        for name, words in bad.items():
+            counts = ", ".join(f"{word} for {n}" for word, n in sorted(words.items()))
+            yield _hit(name, counts=counts)
+
+    def nic_faster_than_link(self) -> Iterator[Hit]:
+        for bus_id, ports in self.ports.items():
+            device = self.devices.get(bus_id)
+            figures = pci_figures(device) if device else None
+            if device is None or figures is None:
+                continue
+            likely = [port for port in ports if port.is_up and _has_likely_rate(port)]
+            should = sum(map(port_gb_per_s, likely))
+            words = {"num": len(ports), "link": f"{device.speed} x{device.width}"}
+            has, planned = figures.theory, _known_gb_per_s(device)
+            if has == math.inf:
+                # A link that is none, as virtual machines report it.
+                has, words["form"] = figures.practical, ".virtual"
+            if has < should:
+                yield _hit(bus_id, has, should, planned=planned, **words)
+
+    def odd_nic_speed(self) -> Iterator[Hit]:
+        for port in self.host.ports:
+            given = port.mbit_per_s
+            if port.bus_id and given > 0 and not _has_likely_rate(port):
+                # What is beyond all hardware was written in kb/s.
+                is_huge = given > _HIGHEST
+                wanted = given / 1000 if is_huge else given
+                nearest = min(_RATES, key=lambda rate: abs(rate - wanted))
+                has, should = port_gb_per_s(port), nearest / 8000
+                words = {"given": given, "planned": has, "meant": should}
+                words["nearest"] = nearest
+                guess = ": it looks like kb/s" if is_huge else ""
+                rates = (0.0, 0.0) if is_huge else (has, should)
+                yield _hit(port.name, *rates, guess=guess, **words)
+
+    def nic_down(self) -> Iterator[Hit]:
+        up_at = {port.bus_id for port in self.host.ports if port.is_up}
+        for port in self.host.ports:
+            # Of two ports often one has no cable, and Ethernet for management none.
+            is_loss = port.kind == "infiniband" and port.bus_id not in up_at
+            rate = f"{port_gb_per_s(port):g} GB/s" if port.mbit_per_s > 0 else ""
+            if port.bus_id and not port.is_up:
+                form = ".lost" if is_loss else ""
+                yield _hit(port.name, rate=rate or "its rate", form=form)
+
+    def virtual_nic(self) -> Iterator[Hit]:
+        for port in self.host.ports:
+            if not port.bus_id and port.title.startswith(_VIRTUAL):
+                yield _hit(port.name)
+
+    def no_gpudirect(self) -> Iterator[Hit]:
+        has_any = any(port.gdr == 1 for port in self.host.ports)
+        for gpu in self.host.gpus:
+            if has_any and gpu.gdr == 0:
+                yield _hit(gpu.name)
+
+    def far_nic(self) -> Iterator[Hit]:
+        for gpu, ways in self.ways():
+            port, near = min(ways, key=lambda way: (way[1].kind, -way[1].gb_per_s))
+            far, chosen = min(ways, key=lambda way: (-way[1].gb_per_s, way[1].kind))
+            if near.kind <= PathKind.PXB < chosen.kind:
+                has, should = near.gb_per_s, chosen.gb_per_s
+                words = {"far": far.title, "far_kind": chosen.kind}
+                words |= {"port": port.title, "kind": near.kind}
+                yield _hit(gpu, has, should, **words)
+
+    def nic_behind_processor(self) -> Iterator[Hit]:
+        for gpu, ways in self.ways():
+            fastest = max(port.mbit_per_s for port, _ in ways)
+            way = min((w for _, w in ways), key=lambda w: (w.kind, -w.gb_per_s))
+            is_slow = 0 < fastest < _RDMA_MBIT_PER_S
+            place = "another socket's" if way.kind > PathKind.PHB else "its own"
+            if way.kind > PathKind.PXN and not is_slow:
+                yield _hit(gpu, way.gb_per_s, place=place, kind=way.kind)
+
+    def no_numa_node(self) -> Iterator[Hit]:
+        nodes = self.host.numa_nodes
+        for node in nodes:
+            if node.number < 0:
+                yield _hit(node.name, what="The node's own number is -1.")
+        for bus_id in [*self.gpus, *self.ports]:
+            above = bridges_above(self.devices, bus_id)
+            is_lost = above and all(each.node == UNKNOWN for each in above)
+            if is_lost and sum(1 for node in nodes if node.cpus) > 1:
+                what = "The device's NUMA node is unknown (-1)."
+                yield _hit(bus_id, what=what)
+
+    def shared_cores(self) -> Iterator[Hit]:
+        counts = Counter(cpu for node in self.host.numa_nodes for cpu in node.cpus)
+        for node in self.host.numa_nodes:
+            if own := [cpu for cpu in node.cpus if counts[cpu] > 1]:
+                yield _hit(node.name, cpus=format_list(own))
+
+    def uneven_cores(self) -> Iterator[Hit]:
+        nodes = [node for node in self.host.numa_nodes if node.cpus]
+        counts = Counter(len(node.cpus) for node in nodes)
+        if len(nodes) < 3 or len(counts) != 2 or 1 not in counts.values():
+            return
+        usual = counts.most_common(1)[0][0]
+        (node,) = (node for node in nodes if len(node.cpus) != usual)
+        words = {"cpus": format_list(node.cpus), "usual": usual, "num": len(node.cpus)}
+        yield _hit(node.name, 0.0, 0.0, **words)
+
+    def implausible_processor(self) -> Iterator[Hit]:
+        roots = (_gt_per_s(each.speed) for each in self.host.devices if not each.parent)
+        speed = max(roots, default=0.0)
+        nodes = self.host.numa_nodes
+        for node in nodes if self.gpus else ():
+            if node.vendor != "GenuineIntel" or node.model < 0:
+                continue
+            if node.family not in (6, UNKNOWN):
+                why = "which no host of such GPUs has"
+            elif any(speed >= r and node.model < m for r, m in _FIRST_MODELS):
+                why = f"and links of {speed:g} GT/s below it, which it lacks"
+            else:
+                continue
+            others = [n for n in nodes if n.number != node.number and n.cpus]
+            rate = min((smp_gb_per_s(node, other) for other in others), default=0.0)
+            between = f" {rate:g} GB/s between sockets and" if rate else ""
+            words = {"family": node.family, "model": node.model, "why": why}
+            yield _hit(node.name, rate, 0.0, between=between, **words)
+
+    def odd_source(self) -> Iterator[Hit]:
+        return (_hit("source", remark=each) for each in self.host.remarks)
+
+
+def _odd_hosts(measured: Sequence[tuple[str, float, float]]) -> Iterator[Hit]:
+    known = [(name, num, num * rate) for name, num, rate in measured if num >= 0]
+    counts = Counter(num for _, num, _ in known)
+    # With as many of either, what is more is taken for right.
+    usual = max(counts, key=lambda num: (counts[num], num), default=0)
+    should = max((total for _, num, total in known if num == usual), default=0.0)
+    others = f"{counts[usual]} of {len(known)} nodes have {usual:g}"
+    for name, num, has in known:
+        if num != usual:
+            words, rates = {"num": num, "others": others, "loss": ""}, (0.0, 0.0)
+            if should and num < usual:
+                words["loss"] = f": {has:g} instead of {should:g} GB/s"
+                rates = has, should
+            yield _hit(name, *rates, **words)
+
+
+def _fewest_nvlinks(host: HostTopology) -> tuple[float, float]:
+    counts: Counter[str] = Counter()
+    for link in host.links:
+        if link.kind is LinkKind.NVLINK and link.source != link.target:
+            counts[link.source] += link.num_links
+    # A source with more links than the chip has must not pass for the better one.
+    totals = (min(counts[gpu.name], max_nvlinks(gpu.sm)) for gpu in host.gpus)
+    sm = max((gpu.sm for gpu in host.gpus), default=0)
+    return min(totals, default=-1), nvlink_gb_per_s(sm) if sm > 0 else 0.0
+
+
+def _network(host: HostTopology) -> tuple[float, float]:
+    ports = [port for port in host.ports if port.bus_id and port.is_up]
+    rates = [port_gb_per_s(port) for port in ports if port.mbit_per_s > 0]
+    # The one for management is slower.
+    return sum(rate for rate in rates if 2 * rate >= max(rates)) or -1, 1.0
+
+
+def _slowest_gpu_link(host: HostTopology) -> tuple[float, float]:
+    gpus = {gpu.bus_id for gpu in host.gpus}
+    rates = [_known_gb_per_s(d) for d in host.devices if d.bus_id in gpus]
+    return min((rate for rate in rates if rate), default=-1), 1.0
+
+
+# What a host has, below 0 if unknown; and the GB/s of one of it, 0 for none.
+_MEASURES: dict[str, Callable[[HostTopology], tuple[float, float]]] = {
+    "node-gpus-differ": lambda host: (len(host.gpus), 0.0),
+    "node-nvlinks-differ": _fewest_nvlinks,
+    "node-network-differs": _network,
+    "node-gpu-links-differ": _slowest_gpu_link,
+    "node-cores-differ": lambda host: (
+        sum(len(node.cpus) for node in host.numa_nodes) or -1,
+        0.0,
+    ),
+}
