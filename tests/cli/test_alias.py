@@ -90,10 +90,6 @@ print(horovod.__version__)
 """
 
 
-def test_all_that_scripts_import_is_there(python) -> None:
-    assert python(ALL) == (0, "0.28.1\n", "")
-
-
 PRINTED = {
     "import horovod.foo": "horovod.foo No module named 'horovod.foo'",
     "import horovod.torch.foo": "No module named 'horovod.torch.foo'",
@@ -120,11 +116,22 @@ for statement in json.loads({statements!r}):
 """
 
 
-def test_parts_are_imported_and_what_is_not_there_is_an_import_error(python) -> None:
+PATCH = """
+from unittest import mock
+import ronde.torch.elastic.sampler as sampler
+with mock.patch("horovod.torch.elastic.sampler.size", return_value=7):
+    print(sampler.size())
+"""
+
+
+def test_what_scripts_import_is_there_and_else_is_an_import_error(python) -> None:
+    """And what patches Horovod's names patches ours: one process imports torch once."""
     program = PRINT.format(statements=json.dumps(list(PRINTED)))
-    status, out, err = python(program)
+    status, out, err = python(program + ALL + PATCH)
     assert (status, err) == (0, "")
-    for line, (statement, text) in zip(out.splitlines(), PRINTED.items(), strict=True):
+    *lines, version, patched = out.splitlines()
+    assert (version, patched) == ("0.28.1", "7")
+    for line, (statement, text) in zip(lines, PRINTED.items(), strict=True):
         assert text in line, statement
         if statement.endswith(" as hvd"):
             assert line == text, statement
@@ -135,16 +142,6 @@ def test_an_error_inside_a_module_is_its_own(python) -> None:
     status, _, err = python(code)
     assert status == 1
     assert "import of cloudpickle halted" in err
-
-
-def test_patching_by_horovods_name_patches_ronde(python) -> None:
-    code = """
-from unittest import mock
-import ronde.torch.elastic.sampler as sampler
-with mock.patch("horovod.torch.elastic.sampler.size", return_value=7):
-    print(sampler.size())
-"""
-    assert python(code) == (0, "7\n", "")
 
 
 # Without the start-up module of every rank.

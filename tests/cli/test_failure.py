@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.launch.failure import LostHost, RankEnd, Tail, find_awaited, judge
-from ronde.launch.output.files import Generation
+from ronde.launch.output import Generation
 from ronde.render.job import summarize
 from ronde.render.text import format_ranks, parse_ranks
 

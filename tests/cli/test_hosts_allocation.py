@@ -15,7 +15,7 @@ from ronde.launch.hosts.host import (
     is_here,
     take_each,
 )
-from ronde.launch.hosts.sources import allocated_names, parse_hostfile, read_allocation
+from ronde.launch.hosts.sources import parse_hostfile, read_allocation
 
 
 def hosts(**slots):
@@ -223,12 +223,6 @@ def test_slurms_allocation(environ, slots) -> None:
 )
 def test_outside_of_an_allocation(environ) -> None:
     assert read_allocation(environ) is None
-    assert allocated_names(environ) == ()
-
-
-def test_names_are_known_where_slots_are_not() -> None:
-    environ = slurm("n[1-2],m", HET_SIZE=2, NTASKS_PER_NODE="x")
-    assert allocated_names(environ) == ("n1", "n2", "m")
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,6 @@ DIALECTS = {
     ],
     "n1 gpus=0,2": [Host("n1", 2, gpus=("0", "2"))],
     "n1 slots=1 gpus=MIG-a/1/0": [Host("n1", 1, gpus=("MIG-a/1/0",))],
-    "n1 label.rack=r1 label.leaf=a=b": [
-        Host("n1", labels={"rack": "r1", "leaf": "a=b"})
-    ],
     # several on one line
     "n[01-02] slots=2": [Host("n01", 2), Host("n02", 2)],
     "n1,n2 slots=2": [Host("n1", 2), Host("n2", 2)],
@@ -89,9 +86,9 @@ REFUSED = {
     "< 4",
     "n1:4 max_slots=3": "got 3 < 4",
     "n1 SLOTS=2": "column 4: a key must be one of slots, count, cpu, max_slots, "
-    "max-slots, port, addr, user, gpus or label.NAME, got 'SLOTS'. Type: slots=",
+    "max-slots, port, addr, user, gpus, got 'SLOTS'. Type: slots=",
     "n1 binding=user:0": "got 'binding'",
-    "n1 label.=x": "got 'label.'",
+    "n1 label.rack=x": "got 'label.rack'",
     "n1 4": "column 4: after a host must stand key=value with no blanks in the value, "
     "got '4'. Type: slots=4",
     "n1 slots": "got 'slots'",
@@ -168,7 +165,6 @@ HOSTS = st.builds(
     port=st.just(0) | st.integers(1, 65535),
     address=st.just("") | st.ip_addresses().map(str),
     gpus=st.lists(st.integers(0, 99).map(str), unique=True, max_size=3).map(tuple),
-    labels=st.dictionaries(WORDS, WORDS, max_size=2),
 )
 
 
@@ -190,7 +186,6 @@ def written(draw, host):
     pairs += [("port", host.port)] * bool(host.port)
     pairs += [("addr", host.address)] * bool(host.address)
     pairs += [("gpus", ",".join(host.gpus))] * bool(host.gpus)
-    pairs += [(f"label.{key}", value) for key, value in host.labels.items()]
     blank = st.text(" \t", max_size=2)
     words = [
         f" {draw(blank)}{key}{draw(blank)}={draw(blank)}{value}"

@@ -15,19 +15,24 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from ronde.errors import HostError, UsageError
+from ronde.errors import HostError, LaunchError, StoreError, UsageError
 from ronde.launch.joining import join_client, join_server
-from ronde.launch.joining.channel import make_head_tls, make_node_context, release
+from ronde.launch.joining.channel import (
+    MAGIC,
+    NodeInfo,
+    authenticate_head,
+    make_head_tls,
+    make_node_context,
+    release,
+)
 from ronde.launch.joining.join_client import JoinRequest, join_head
 from ronde.launch.joining.join_server import JoinConfig, wait_for_nodes
-from ronde.launch.joining.mutual_auth import NodeInfo, Token, authenticate_head
-from ronde.launch.messages import PROTOCOL
 from ronde.launch.signals import InterruptedStartError
+from ronde.store.authentication import GREETING_BYTES, SharedKey
+from ronde.store.protocol import decode, encode
 
-TOKEN = Token(b"0123456789abcdef" * 2)
-OTHER = Token(b"fedcba9876543210" * 2)
-GREETING_BYTES = 42
-ANSWER_HEAD_BYTES = 66
+TOKEN = SharedKey(b"0123456789abcdef" * 2)
+OTHER = SharedKey(b"fedcba9876543210" * 2)
 HERE = "127.0.0.1"
 TIMEOUT_S = 20.0
 
@@ -118,6 +123,11 @@ def receive(sock, size):
     while len(data) < size and (more := sock.recv(size - len(data))):
         data += more
     return data
+
+
+def receive_frame(sock):
+    length = receive(sock, 4)
+    return length + receive(sock, int.from_bytes(length, "big"))
 
 
 def is_open(port):
@@ -284,12 +294,12 @@ def test_before_its_proof_a_client_gets_nothing_that_depends_on_the_token(start_
     head = start_head()
     with tls_client(head.port) as sock:
         hello_reader = receive(sock, GREETING_BYTES)
-        sock.sendall(bytes(ANSWER_HEAD_BYTES))
+        sock.sendall(encode(0, [bytes(32), b"", bytes(32)]))
         assert receive(sock, 1) == b""
     with tls_client(head.port) as sock:
         again = receive(sock, GREETING_BYTES)
-    assert hello_reader[:10] == again[:10]
-    assert hello_reader[10:] != again[10:]
+    assert hello_reader[:-32] == again[:-32]
+    assert hello_reader[-32:] != again[-32:]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +332,7 @@ def test_a_claim_longer_than_any_of_ours_is_not_waited_for(start_head):
     head = start_head()
     with tls_client(head.port) as sock:
         receive(sock, GREETING_BYTES)
-        sock.sendall(bytes(64) + b"\xff\xff")
+        sock.sendall((8193).to_bytes(4, "big"))
         assert receive(sock, 1) == b""
     head.await_notice("does not know the token")
 
@@ -391,15 +401,13 @@ def knock_once(port):
 
 def test_a_node_does_not_take_its_own_proof_for_the_heads():
     def reflect(sock):
-        sock.sendall(b"ronde\r\n\0" + PROTOCOL.to_bytes(2, "big") + bytes(32))
-        answer = receive(sock, ANSWER_HEAD_BYTES)
-        sock.sendall(answer[32:64])
+        sock.sendall(MAGIC + bytes(32))
+        _, _, proof = decode(receive_frame(sock)[4:]).fields
+        sock.sendall(encode(0, [proof]))
 
     with (
         fake_head(reflect) as port,
-        pytest.raises(
-            join_server.AuthenticationError, match="is not the head, or stands between"
-        ),
+        pytest.raises(StoreError, match="is not the head, or stands between"),
     ):
         knock_once(port)
 
@@ -410,9 +418,7 @@ def test_who_stands_between_can_pass_on_everything_and_gets_nothing(start_head):
     def pass_on(sock):
         with tls_client(head.port) as onward:
             sock.sendall(receive(onward, GREETING_BYTES))
-            answer = receive(sock, ANSWER_HEAD_BYTES)
-            node_info = receive(sock, int.from_bytes(answer[-2:], "big"))
-            onward.sendall(answer + node_info)
+            onward.sendall(receive_frame(sock))
             assert receive(onward, 1) == b""
 
     with fake_head(pass_on) as port, pytest.raises(EOFError):
@@ -423,11 +429,11 @@ def test_who_stands_between_can_pass_on_everything_and_gets_nothing(start_head):
 
 def test_a_head_of_another_version_says_so():
     def be_newer(sock):
-        sock.sendall(b"ronde\r\n\0" + b"\xff\xff" + bytes(32))
+        sock.sendall(MAGIC[:-4] + b"\0\0\xff\xff" + bytes(32))
 
     with (
         fake_head(be_newer) as port,
-        pytest.raises(join_server.LaunchError, match=r"got 65535\. Run the same"),
+        pytest.raises(LaunchError, match=r"got 65535\. Run the same"),
     ):
         knock_once(port)
 

@@ -9,14 +9,12 @@ from hypothesis import given, strategies as st
 from ronde.errors import UsageError
 from ronde.launch.failure import LostHost, RankEnd, judge
 from ronde.launch.messages import Output, Stream
-from ronde.launch.output.files import (
+from ronde.launch.output import (
     ErrorFile,
     Generation,
-    JobRecords,
     RankLogs,
     attempt_dir,
 )
-from ronde.records import read_records
 
 HOSTS = ("a", "a", "b")
 
@@ -266,31 +264,3 @@ def test_an_error_file_without_a_directory_is_refused(heard, tmp_path):
         ErrorFile(heard, str(tmp_path / "none" / "error.json"))
     with pytest.raises(UsageError, match="--error-file must be a file"):
         ErrorFile(heard, str(tmp_path))
-
-
-def test_no_end_is_recorded_of_a_generation_that_did_not_begin(heard, tmp_path):
-    path = tmp_path / "records.jsonl"
-    records = JobRecords(heard, str(path))
-    records.begin(generation(1))
-    records.began({"ranks_s": 0.5})
-    for _ in range(2):
-        lost = LostHost("b", (2,), "gone", 69, 3.0)
-        records.finished(judge([end(0, 0), end(1, 0)], lost=[lost]))
-    kinds = [record.kind for record in read_records(path)]
-    assert kinds == [
-        "generation",
-        "rank_end",
-        "rank_end",
-        "host_lost",
-        "generation_end",
-    ]
-
-
-def test_a_record_that_takes_nothing_more_is_told_once(heard, tmp_path):
-    records = JobRecords(heard, str(tmp_path / "none" / "records.jsonl"))
-    for epoch in range(2):
-        records.begin(generation(epoch + 1))
-        records.began({})
-        records.finished(judge([end(0, 0)]))
-    (told,) = heard.told
-    assert told.endswith("is not written on: No such file or directory")

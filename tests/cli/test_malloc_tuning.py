@@ -78,27 +78,11 @@ def count_of_rank(claim):
         hvd.shutdown()
 
 
-def count_of_program(code, **env):
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS + code],
-        env=clean_environment() | env,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+def counts_of_job(ronde, code, *options):
+    program = (sys.executable, "-c", FAULTS + code)
+    done = ronde("run", "--no-prefix", *options, "--", *program)
     assert done.returncode == 0, done.stderr.decode()
-    return int(done.stdout)
-
-
-def counts_of_job(ronde, code, *options, **env):
-    done = ronde(
-        *("run", "-n", "2", "--no-prefix", *options, "--"),
-        *(sys.executable, "-c", FAULTS + code),
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    first, second = map(int, done.stdout.split())
-    return first, second
+    return [int(word) for word in done.stdout.split()]
 
 
 def variables_of_job(ronde, **env):
@@ -121,9 +105,11 @@ def test_init_has_every_rank_keep_it(run_ranks_bare, size):
     assert max(counts) < NUM_PAGES / 4
 
 
-@pytest.mark.parametrize("code", [WITH_INIT, WITHOUT_INIT])
-def test_the_launcher_has_every_rank_keep_it(ronde, code):
-    assert max(counts_of_job(ronde, code)) < NUM_PAGES / 4
+def test_the_launcher_has_every_rank_keep_it(ronde):
+    """Also before ``init()``, and so in programs that know nothing of ronde."""
+    counts = counts_of_job(ronde, f"{WITHOUT_INIT}\n{WITH_INIT}", "-n", "2")
+    assert len(counts) == 4
+    assert max(counts) < NUM_PAGES / 4
 
 
 @pytest.mark.parametrize(
@@ -135,16 +121,17 @@ def test_the_launcher_has_every_rank_keep_it(ronde, code):
         {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"},
     ],
 )
-def test_the_user_can_have_it_given_back(ronde, env):
-    assert count_of_program(WITH_INIT, **env) >= NUM_PAGES
+def test_the_user_can_have_it_given_back(ronde, run_ranks_bare, env):
+    (count,) = run_ranks_bare(1, count_of_rank, launcher="plain", environment=env)
+    assert count >= NUM_PAGES
     assert variables_of_job(ronde, **env) == {
         name: text for name, text in env.items() if name.startswith("MALLOC_")
     }
 
 
 def test_an_option_has_it_given_back_to(ronde):
-    counts = counts_of_job(ronde, WITH_INIT, "--no-malloc-tuning")
-    assert min(counts) >= NUM_PAGES
+    (count,) = counts_of_job(ronde, WITH_INIT, "-n", "1", "--no-malloc-tuning")
+    assert count >= NUM_PAGES
 
 
 def test_what_is_neither_yes_nor_no_is_refused(ronde):
@@ -168,7 +155,15 @@ def test_another_allocator_is_left_alone(tmp_path):
     library = tmp_path / "allocator.so"
     words = [compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
     subprocess.run(words, input=SHIM.encode(), check=True, timeout=60)
-    assert count_of_program(WITH_INIT, LD_PRELOAD=str(library)) >= NUM_PAGES
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS + WITH_INIT],
+        env=clean_environment() | {"LD_PRELOAD": str(library)},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert int(done.stdout) >= NUM_PAGES
 
 
 def test_a_control_group_bounds_it(ronde, small_group):

@@ -18,7 +18,6 @@ from ronde.launch.messages import (
     decode_message,
     encode_message,
 )
-from ronde.launch.output.output_process import Finish
 from ronde.topology.machine import Core, Machine
 
 # An environment may hold any bytes; Python shows those that are no text as surrogates.
@@ -26,7 +25,6 @@ text = st.text(st.characters(exclude_characters="\0"), max_size=20)
 env = st.dictionaries(text, text, max_size=4)
 jobs = st.builds(
     NodeJob,
-    job_id=text,
     epoch=st.integers(0, 9),
     job_marker=text,
     argv=st.lists(text, max_size=4).map(tuple),
@@ -37,14 +35,12 @@ jobs = st.builds(
             st.integers(0, 99),
             env,
             st.lists(st.integers(0, 999)).map(tuple),
-            st.integers(-1, 9),
         )
     ).map(tuple),
     cwd=text,
     grace_s=st.floats(0, 1e6),
     address=text,
     master_port=st.integers(0, 65535),
-    is_mpi=st.booleans(),
 )
 
 
@@ -82,7 +78,7 @@ def test_every_answer_arrives_as_it_was_sent(kind):
 @pytest.mark.parametrize("cause", [None, LOST, END])
 def test_a_verdict_arrives_as_it_was_sent(cause):
     result = JobResult(3, cause, (END,), (), None, (LOST,), (END, END))
-    assert decode_message(encode_message(Finish(result)), (Finish,)) == Finish(result)
+    assert decode_message(encode_message(result), (JobResult,)) == result
 
 
 def said(**changes) -> bytes:

@@ -1,27 +1,27 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, strategies as st
 
 from ronde.errors import LaunchError, UsageError
-from ronde.launch.joining.channel import make_head_tls, parse_endpoint, with_port
-from ronde.launch.joining.mutual_auth import (
+from ronde.launch.joining.channel import (
     MIN_CHARACTERS,
     NodeInfo,
-    Role,
-    Token,
-    Transcript,
     decode_node_info,
     host_name,
+    make_head_tls,
+    parse_endpoint,
     read_token,
+    with_port,
 )
+from ronde.store.authentication import SharedKey, Transcript
 
 GOOD = "0123456789abcdef" * 2
-TOKEN = Token(GOOD.encode())
+TOKEN = SharedKey(GOOD.encode())
+MEETING = Transcript(b"h" * 48, b"n" * 32, b"claim")
 some_bytes = st.binary(max_size=40)
 meetings = st.builds(Transcript, some_bytes, some_bytes, some_bytes, some_bytes)
 
@@ -38,25 +38,26 @@ def token_file(tmp_path):
 
 
 @given(meetings, meetings)
-@example(Transcript(b"", b"ab", b"c", b""), Transcript(b"", b"a", b"bc", b""))
+@example(Transcript(b"ab", b"c", b"", b""), Transcript(b"a", b"bc", b"", b""))
+@example(Transcript(b"", b"a", b"", b""), Transcript(b"", b"", b"a", b""))
 @example(Transcript(b"", b"", b"a", b""), Transcript(b"", b"", b"", b"a"))
 def test_a_proof_is_of_one_meeting_only(one, other):
-    proof = one.sign(TOKEN, Role.NODE)
-    assert other.verify(TOKEN, Role.NODE, proof) is (one == other)
+    is_same = TOKEN.prove(b"client", one) == TOKEN.prove(b"client", other)
+    assert is_same is (one == other)
 
 
 @given(meetings)
 def test_a_proof_is_of_one_role_and_one_token_only(transcript):
-    proof = transcript.sign(TOKEN, Role.NODE)
-    assert not transcript.verify(TOKEN, Role.HEAD, proof)
-    assert not transcript.verify(Token(GOOD[::-1].encode()), Role.NODE, proof)
-    assert not transcript.verify(TOKEN, Role.NODE, proof[:-1])
+    proof = TOKEN.prove(b"client", transcript)
+    assert proof != TOKEN.prove(b"server", transcript)
+    assert proof != SharedKey(GOOD[::-1].encode()).prove(b"client", transcript)
 
 
 def test_another_certificate_makes_another_proof():
-    transcript = Transcript(make_head_tls().certificate, b"h" * 32, b"n" * 32, b"claim")
-    other = replace(transcript, certificate=make_head_tls().certificate)
-    assert not other.verify(TOKEN, Role.NODE, transcript.sign(TOKEN, Role.NODE))
+    one, other = (
+        MEETING._replace(certificate=make_head_tls().certificate) for _ in range(2)
+    )
+    assert TOKEN.prove(b"client", one) != TOKEN.prove(b"client", other)
 
 
 @given(st.binary())
@@ -79,13 +80,12 @@ def test_a_machine_of_any_name_can_claim_one(nodename, slots):
 
 def test_a_good_token_is_read_and_the_line_end_is_not_part_of_it(token_file):
     with_end = read_token(token_file(GOOD + "\n"))
-    assert with_end.sign(b"x") == TOKEN.sign(b"x")
-    assert with_end.sign(b"x") != Token(GOOD.encode() + b"\n").sign(b"x")
+    assert with_end.prove(b"client", MEETING) == TOKEN.prove(b"client", MEETING)
 
 
 def test_a_token_does_not_show_itself():
     shown = f"{TOKEN} {TOKEN!r}"
-    assert "Token" in shown
+    assert "SharedKey" in shown
     assert GOOD not in shown
 
 
@@ -122,8 +122,9 @@ def test_no_token_file_is_one_sentence(tmp_path):
 
 def test_a_token_comes_through_standard_input():
     code = (
-        "from ronde.launch.joining.mutual_auth import read_token;"
-        "print(read_token('-').sign(b'x').hex())"
+        "from ronde.launch.joining.channel import read_token;"
+        "from ronde.store.authentication import Transcript;"
+        "print(read_token('-').prove(b'', Transcript(b'', b'')).hex())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -133,7 +134,7 @@ def test_a_token_comes_through_standard_input():
         timeout=30,
         check=True,
     )
-    assert done.stdout.strip() == TOKEN.sign(b"x").hex()
+    assert done.stdout.strip() == TOKEN.prove(b"", Transcript(b"", b"")).hex()
 
 
 def test_a_certificate_is_of_one_job_and_its_key_does_not_stay_open():

@@ -9,7 +9,7 @@ from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller import Controller
 from ronde.launch.hosts.host import Host
-from ronde.launch.output.output_process import NoOutput
+from ronde.launch.output import NoOutput
 from ronde.launch.process_tree import children
 from ronde.launch.signals import caught_signals
 

@@ -1,13 +1,11 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from ronde.errors import UsageError
 from ronde.launch.messages import Output, Stream
-from ronde.launch.output.files import Generation
-from ronde.records import read_records
+from ronde.launch.output import Generation
 from ronde.render.console import Console, Tag, TagPlace, parse_tag
 from ronde.render.text import parse_ranks
 
@@ -163,30 +161,3 @@ def test_the_error_file_says_why_nothing_was_started(ronde, tmp_path):
     assert done.returncode == report["exit_code"] == 64
     assert done.stderr.decode().startswith(f"ronde: {report['message']}")
     assert report["verdict"] is None
-
-
-def test_the_record_has_job_generation_and_ends(ronde, tmp_path):
-    path = tmp_path / "records.jsonl"
-    words = ("run", "-n", "2", "--record", str(path))
-    done = ronde(*words, *shell("test $RANK = 0 || exit 3"))
-    assert done.returncode == 3
-    assert path.stat().st_mode & 0o777 == 0o600
-    records = read_records(Path(path))
-    kinds = ["job", "generation", "rank_end", "rank_end", "generation_end"]
-    assert [record.kind for record in records] == kinds
-    job, generation, zero, one, end = (record.values for record in records)
-    assert {r["job_id"] for r in (job, generation, zero, one, end)} == {job["job_id"]}
-    assert (job["size"], [p["rank"] for p in job["plan"]]) == (2, [0, 1])
-    assert all(value >= 0 for value in generation["timings"].values())
-    assert (zero["rank"], one["exit_code"]) == (0, 3)
-    assert end["cause"]["rank"] == 1
-    assert end["ran_s"] > 0
-
-
-def test_a_record_that_cannot_be_written_is_refused(ronde, tmp_path):
-    started = tmp_path / "started"
-    words = ("run", "-n", "1", "--record", str(tmp_path))
-    done = ronde(*words, *shell(f"touch {started}"))
-    assert done.returncode == 64
-    assert done.stderr.startswith(b"ronde: --record must be a file")
-    assert not started.exists()

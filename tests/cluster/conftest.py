@@ -1,13 +1,14 @@
 """The hosts that tests on several of them share."""
 
 import functools
-import os
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 from tests.cluster.machines import Cluster, machines, why_not
-from tests.cluster.training import LIMIT_S, Training, assert_done
+from tests.cluster.training_rank import train
+from tests.ranks import run_ranks_bare
+
+import ronde.torch as hvd
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def cluster(three_hosts) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def local_loss(three_hosts, tmp_path_factory) -> Callable[[int], float]:
+def local_loss() -> Callable[[int], float]:
     """Return ``loss(size)``: of as many ranks on one host, with the engine ``gloo``.
 
     Gloo adds in an order that depends on the ranks alone, wherever they are: on several
@@ -36,16 +37,14 @@ def local_loss(three_hosts, tmp_path_factory) -> Callable[[int], float]:
 
     @functools.cache
     def loss(size: int) -> float:
-        training = Training(tmp_path_factory.mktemp("local") / "record")
-        words = [sys.executable, "-m", "ronde", "run", "-n", str(size)]
-        environment = {"PATH": os.defpath, "OMP_NUM_THREADS": "1"}
-        done = three_hosts.run(
-            three_hosts.hosts[0],
-            [*words, "--engine", "gloo", "--", *training.words],
-            env=environment,
-            timeout_s=LIMIT_S,
-        )
-        assert_done(done)
-        return training.loss(size)
+        losses = run_ranks_bare(size, _train, environment={"RONDE_ENGINE": "gloo"})
+        assert len(set(losses)) == 1
+        return losses[0]
 
+    return loss
+
+
+def _train(_: object) -> float:
+    loss = train()
+    hvd.shutdown()
     return loss

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ronde.topology.machine import list_groups
+from ronde.memory import list_groups
 
 HALF_A_CPU = {
     "cpu.cfs_period_us": "100000",

@@ -12,11 +12,14 @@ import time
 from pathlib import Path
 
 import torch
+from tests.cluster.training_rank import Descent
 
 import ronde.torch as rd
 from ronde.world import read_rank_info
 
 SIZES = (64, 7)
+STEP_S = 0.05
+"""At least, so that there are processors left for the strangers."""
 
 
 def wait_for(path):
@@ -35,13 +38,14 @@ def main():
     rd.init()
     torch.manual_seed(0)
     model = torch.nn.Linear(*SIZES)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = Descent(model.parameters(), 0.01)
     optimizer = rd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters()
     )
     rd.broadcast_parameters(model.state_dict(), root_rank=0)
     num_steps, is_over = 0, False
     while not is_over:
+        time.sleep(STEP_S)
         optimizer.zero_grad()
         (model(torch.ones(2, SIZES[0])).sum() * (rd.rank() + 1)).backward()
         optimizer.step()

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 
-GREETING = b"ronde store 1\r\n\0" + b"n" * 32
+GREETING = b"ronde store 2\r\n\0" + b"n" * 32
 TORCH_HELLO = b"\0" + struct.pack("=I", 0x3C85F7CE) + b"\x07"
 """What torch's store takes for a client that asks how many keys there are."""
 CHECK = b"\0\0\0\x06\x04\0\0\0\x01k"

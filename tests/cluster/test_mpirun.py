@@ -16,8 +16,7 @@ from tests.cluster.training import (
     tolerance,
 )
 
-# The loss on one host comes first, and is a training as well.
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 PREFIX = Path(sys.prefix)
 
 

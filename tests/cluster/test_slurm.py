@@ -132,13 +132,8 @@ def test_srun_finds_an_installed_alias(job, tmp_path):
     environment = make_environment(tmp_path / "environment")
     assert environment.ronde("alias", "--install")[0] == 0
     script = tmp_path / "train.py"
-    script.write_text(
-        "import horovod.torch as hvd, torch\n"
-        "hvd.init()\n"
-        "total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)\n"
-        "print(hvd.__name__, hvd.size(), total.item())\n"
-    )
+    script.write_text("import horovod\nprint(horovod.__name__)\n")
     words = ("srun", "-N2", "-n3", str(environment.python), str(script))
     done = job(*words, cwd=tmp_path)
     assert_done(done)
-    assert done.stdout.splitlines() == ["ronde.torch 3 6.0"] * 3, done.stderr
+    assert done.stdout.splitlines() == ["ronde.horovod"] * 3, done.stderr

@@ -114,7 +114,7 @@ def into(path):
 
 def test_a_disk_that_stalls_longer_than_a_lease_ends_no_job(cluster, disk):
     out = disk / "out"
-    options = ["--log-dir", str(disk / "logs"), "--record", str(disk / "record")]
+    options = ["--log-dir", str(disk / "logs")]
     with job(cluster, *options, carrier=into(out)) as launcher:
         await_text(cluster, out)
         with frozen(cluster, disk):

@@ -191,13 +191,10 @@ def batch(three_hosts):
         yield running
 
 
-@pytest.mark.parametrize("secret", ["munge", "file"])
-def test_under_slurm(cluster, batch, tmp_path, secret):
+def test_under_slurm(cluster, batch, tmp_path):
     """The strangers know the ports: they follow from numbers that everybody sees."""
     with Job(cluster, tmp_path, 3) as job:
         words = ["srun", "-N3", "-n3", "--kill-on-bad-exit=1"]
-        if secret == "file":  # noqa: S105  a word
-            words += ["env", f"LD_LIBRARY_PATH={without_munge(tmp_path)}"]
         env = environment() | {"XDG_CONFIG_HOME": str(tmp_path)}
         env["PATH"] += f":{batch.environment['PATH']}"
         job.watch(batch.start([*words, *RANK, str(tmp_path)], env=env, **PIPES))
@@ -207,9 +204,3 @@ def test_under_slurm(cluster, batch, tmp_path, secret):
 
         run_beside_strangers(job, cluster.hosts, taken)
     assert (tmp_path / "ronde" / "secret").exists()
-
-
-def without_munge(folder):
-    """Return a directory with a library of MUNGE's name that is none."""
-    (folder / "libmunge.so.2").write_text("none")
-    return str(folder)

@@ -12,8 +12,7 @@ from tests.cluster.training import (
     tolerance,
 )
 
-# The loss on one host comes first, and is a training as well.
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 HOSTS, SIZE = "node1:2,node2:1,node3:1", 4
 
 

@@ -17,7 +17,7 @@ from ronde.arguments import read_number
 from ronde.cli.hosts import find_run_hosts, read_text
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host
-from ronde.launch.output.files import Generation, JobFile, attempt_dir
+from ronde.launch.output import Generation, JobFile, attempt_dir
 from ronde.launch.program import absolute_path
 
 _HELP = """\
@@ -89,7 +89,7 @@ _VALUES_IGNORED = (
     *("autotune-gaussian-process-noise", "elastic-timeout"),
 )
 _FLAGS_IGNORED = (
-    *("disable-cache", "tcp", "prefix-output-with-timestamp", "jsrun"),
+    *("disable-cache", "tcp", "prefix-output-with-timestamp", "jsrun", "mpi"),
     *("log-with-timestamp", "log-without-timestamp", "log-hide-timestamp"),
     *("no-log-hide-timestamp", "mpi-threads-disable", "no-mpi-threads-disable"),
     "no-python",
@@ -119,7 +119,6 @@ class HorovodOptions(NamedTuple):
     """What horovodrun's options ask for."""
 
     env: dict[str, str]  # variables for all ranks
-    engine: str  # or empty
     hosts: tuple[Host, ...]  # where ranks may run, at least one
     min_ranks: int | None  # how many suffice where there are fewer slots; None for all
     ssh_args: tuple[str, ...]
@@ -183,7 +182,6 @@ def read_horovod_options(
     identity = given.get("ssh-identity-file")
     return HorovodOptions(
         env=_variables(given, environ),
-        engine="mpi" if "mpi" in given else "",
         hosts=_hosts(options, given, environ),
         min_ranks=min_ranks,
         ssh_args=("-i", identity) if identity is not None else (),

@@ -26,7 +26,13 @@ from ronde.launch import controller, environments
 from ronde.launch.agent_start.starter import AgentStarter, JobHosts
 from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host, take_each
 from ronde.launch.limits import Timeouts
-from ronde.launch.output import files
+from ronde.launch.output import (
+    ErrorFile,
+    JobFile,
+    OutputSink,
+    RankLogs,
+    write_report,
+)
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.launch.spawners.base import Spawner
@@ -179,7 +185,6 @@ def read_request(
         cwd=options.chdir or "",
         grace_s=parse_duration_s(options.grace, "--grace"),
         master_port=port,
-        is_mpi=read_engine({**environ, **env}) == "mpi",
         hosts=horovod.hosts,
         num_ranks=num_ranks,
         min_ranks=min_ranks,
@@ -250,15 +255,19 @@ def _rank_env(
     """Return the variables for all ranks; refuse meaningless ones."""
     env = environments.select_forwarded(environ) | horovod.env
     env |= environments.read_assignments(options.env, environ)
-    if engine := options.engine or horovod.engine:
-        env["RONDE_ENGINE"] = require_engine(engine, "--engine")
+    if options.engine:
+        env["RONDE_ENGINE"] = require_engine(options.engine, "--engine")
     if options.algorithm:
         env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
     if options.no_malloc_tuning:
         env["RONDE_MALLOC_TUNING"] = "0"
     known = {**environ, **env}
     env |= environments.alias_environment(known, is_wanted=options.horovod_alias)
-    read_engine(known)
+    if read_engine(known) == "mpi":
+        raise UsageError(
+            "ranks of the engine mpi must be started by mpirun or srun, got ronde run. "
+            "Type: RONDE_ENGINE=mpi mpirun -n 4 python train.py, or --engine auto"
+        )
     require_algorithm(known.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
     read_horovod_config(known)
     read_malloc_tuning(known)
@@ -328,7 +337,7 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 def make_sink(
     options: argparse.Namespace, output_dir: str = ""
-) -> tuple[files.OutputSink, list[files.JobFile]]:
+) -> tuple[OutputSink, list[JobFile]]:
     """Return what shows the job, and what writes files of it."""
     log_dir = output_dir or options.log_dir or ""
     log_dir = str(absolute_path(log_dir)) if log_dir else ""
@@ -344,9 +353,8 @@ def make_sink(
         only = parse_ranks(options.only, "--only")
     sink = Console(1, 2, tag=tag, only=only, log_dir=log_dir)
     kinds = (
-        (files.JobRecords, options.record),
-        (files.RankLogs, log_dir),
-        (files.ErrorFile, options.error_file),
+        (RankLogs, log_dir),
+        (ErrorFile, options.error_file),
         (horovodrun.LinkedOutputs, output_dir),
     )
     return sink, [kind(sink, path) for kind, path in kinds if path]
@@ -389,7 +397,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
         if options.error_file:
             # The user must see the error itself, not that the file cannot be written.
             with suppress(OSError):
-                files.write_report(options.error_file, exit_code_of(error), str(error))
+                write_report(options.error_file, exit_code_of(error), str(error))
         raise
 
 
@@ -420,17 +428,12 @@ def _launch(request: RunRequest, job_hosts: JobHosts, signal_fd: int) -> int:
 
 def _sync(folder: str, job_hosts: JobHosts, signal_fd: int) -> None:
     from ronde.launch.spawners.sync import sync_folder
-    from ronde.units import format_size
 
     starter = job_hosts.starter
     starter.look_up(job_hosts.hosts, signal_fd)
     others = [host for host in job_hosts.hosts if not starter.is_here(host)]
     if others:
-        done = sync_folder(folder, others, starter.spawner, signal_fd)
-        _report(
-            f"{done.num_files} files, {format_size(done.size_bytes)}, copied to "
-            f"{done.num_hosts} hosts in {done.took_s:.1f} s"
-        )
+        _report(sync_folder(folder, others, starter.spawner, signal_fd))
 
 
 @contextmanager
@@ -472,9 +475,7 @@ def _limited(text: str) -> Generator[None]:
 @contextmanager
 def _joined_nodes(start: _Start) -> Generator[JobHosts]:
     """Wait until all nodes have joined; at the end send them the exit code."""
-    from ronde.launch.joining import join_server
-    from ronde.launch.joining.channel import choose_address, parse_endpoint, release
-    from ronde.launch.joining.mutual_auth import read_token
+    from ronde.launch.joining import channel, join_server
 
     options = start.options
     text = options.nodes or ""
@@ -483,11 +484,11 @@ def _joined_nodes(start: _Start) -> Generator[JobHosts]:
             "--nodes must be a whole number of at least 2 with --listen, got "
             f"{text or 'none'}. Type: ronde run --nodes 3 --listen 29400 ..."
         )
-    host, port = parse_endpoint(options.listen, "--listen")
+    host, port = channel.parse_endpoint(options.listen, "--listen")
     config = join_server.JoinConfig(
-        address=choose_address(host),
+        address=channel.choose_address(host),
         port=port,
-        token=read_token(token_file(options, start.environ)),
+        token=channel.read_token(token_file(options, start.environ)),
         head=os.uname().nodename,
         num_nodes=int(text) - 1,
         timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
@@ -505,13 +506,11 @@ def _joined_nodes(start: _Start) -> Generator[JobHosts]:
         joined.exit_code = exit_code_of(error)
         raise
     finally:
-        release([transport for _, transport in nodes], joined.exit_code)
+        channel.release([transport for _, transport in nodes], joined.exit_code)
 
 
 def _run_node(start: _Start) -> int:
-    from ronde.launch.joining.channel import parse_endpoint, with_port
-    from ronde.launch.joining.join_client import JoinRequest, follow_head, join_head
-    from ronde.launch.joining.mutual_auth import NodeInfo, host_name, read_token
+    from ronde.launch.joining import channel, join_client
 
     options = start.options
     if options.program:
@@ -519,26 +518,28 @@ def _run_node(start: _Start) -> int:
             f"program must be given to the head alone, got {options.program[0]!r} with "
             "--agent. Drop it."
         )
-    host, port = parse_endpoint(options.agent, "--agent")
+    host, port = channel.parse_endpoint(options.agent, "--agent")
     if not host or not port:
         raise UsageError(
             f"--agent must be the HEAD:PORT to join, got {options.agent!r}. "
             "Type: ronde run --agent node1:29400"
         )
-    request = JoinRequest(
+    request = join_client.JoinRequest(
         host=host,
         port=port,
-        token=read_token(token_file(options, start.environ)),
-        node_info=NodeInfo(host_name(os.uname().nodename), own_slots(options)),
+        token=channel.read_token(token_file(options, start.environ)),
+        node_info=channel.NodeInfo(
+            channel.host_name(os.uname().nodename), own_slots(options)
+        ),
         timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
     )
     try:
-        channel = join_head(request, start.signal_fd, _report)
-        where = with_port(host, port)
+        joined = join_client.join_head(request, start.signal_fd, _report)
+        where = channel.with_port(host, port)
         _report(f"{request.node_info.host} has joined {where}, and ends when that does")
         lost = f"the head at {where} is gone; all its ranks here were ended"
         ended = partial(_report, lost)
-        return follow_head(channel, start.agent, start.signal_fd, ended)
+        return join_client.follow_head(joined, start.agent, start.signal_fd, ended)
     except InterruptedStartError as error:
         return 128 + error.number
 

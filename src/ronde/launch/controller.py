@@ -30,12 +30,12 @@ from ronde.launch.hosts.host import (
     usable_cores,
 )
 from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
-from ronde.launch.output.files import Generation, JobFile, OutputSink
-from ronde.launch.output.output_process import NoOutput, OutputProcess
+from ronde.launch.output import Generation, JobFile, NoOutput, OutputProcess, OutputSink
 from ronde.launch.process_tree import adopt_orphans, children, sweep
 from ronde.launch.program import absolute_path
-from ronde.launch.running import RemotePrograms, Running, refusal
+from ronde.launch.running import RemotePrograms, Running, require_accepted
 from ronde.launch.signals import InterruptedStartError, interruption_code
+from ronde.units import counted
 from ronde.world import World
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class JobSpec(NamedTuple):
     cwd: str = ""  # directory to start in; empty for the one each agent was started in
     grace_s: float = 15.0  # seconds between the stop signal and the sweep
     master_port: int = 0  # port to meet at, 0 for any
-    is_mpi: bool = False  # the ranks are to be able to initialise MPI
     hosts: tuple[Host, ...] = ()  # in the order of the ranks; empty for this machine
     num_ranks: int | None = None  # None for one a slot
     min_ranks: int | None = None  # that suffice where there are fewer slots
@@ -76,10 +75,8 @@ class JobPlan(NamedTuple):
 
     spec: JobSpec
     facts: JobFacts  # name and mark of the job
-    shares: tuple[HostShare, ...]  # the ranks of each host
-    places: tuple[tuple[RankResources, ...], ...]  # of each share's ranks
+    shares: tuple[HostShare, ...]  # of each host, in the order of the ranks
     address: str  # where the ranks meet
-    host_env: tuple[Mapping[str, str], ...]  # variables of each share's ranks
     nodes: tuple[AgentNode, ...] = ()  # in the order of the shares
     # called with the port that is held for rank 0, and the nodes as they are now:
     # whether all reach it; None where all ranks are on one host
@@ -90,41 +87,34 @@ class JobPlan(NamedTuple):
     def hosts(self) -> tuple[str, ...]:
         return tuple(share.host.name for share in self.shares for _ in share.ranks)
 
-    @property
-    def size(self) -> int:
-        return len(self.hosts)
-
-    def jobs(self, epoch: int) -> tuple[messages.NodeJob, ...]:
-        facts, worlds = self.facts._replace(epoch=epoch), self._worlds()
-        indices = range(len(self.shares))
-        return tuple(self._job(facts, index, worlds) for index in indices)
+    def jobs(self, epoch: int) -> list[messages.NodeJob]:
+        worlds, indices = self._worlds(), range(len(self.shares))
+        facts = self.facts._replace(epoch=epoch)
+        return [self._job(facts, index, worlds) for index in indices]
 
     def _job(
         self, facts: JobFacts, index: int, worlds: Iterator[World]
     ) -> messages.NodeJob:
-        spec, share, places = self.spec, self.shares[index], self.places[index]
-        shared = dict(spec.env)
-        node = NodeFacts(share.host.name, index, len(self.shares))
+        spec, (host, numbers, places, host_env) = self.spec, self.shares[index]
+        node = NodeFacts(host.name, index, len(self.shares))
         ranks: list[messages.RankSpec] = []
-        for rank, place, world in zip(share.ranks, places, worlds, strict=False):
-            env = rank_environment(world, facts, node) | place.env
-            if "OMP_NUM_THREADS" not in shared:
+        for rank, place in zip(numbers, places, strict=True):
+            env = rank_environment(next(worlds), facts, node) | place.env
+            if "OMP_NUM_THREADS" not in spec.env:
                 env["OMP_NUM_THREADS"] = str(place.num_cores)
             env |= spec.rank_env.get(rank, {})
-            ranks.append(messages.RankSpec(rank, env, place.cpus, place.memory_node))
+            ranks.append(messages.RankSpec(rank, env, place.cpus))
         defaults = default_environment(min(place.num_cores for place in places))
         return messages.NodeJob(
-            job_id=facts.job_id,
             epoch=facts.epoch,
             job_marker=facts.job_marker,
             argv=spec.argv,
-            env=defaults | shared | dict(self.host_env[index]),
+            env={**defaults, **spec.env, **host_env},
             ranks=tuple(ranks),
             cwd=spec.cwd,
             grace_s=spec.grace_s,
             address=self.address if index == 0 else "",
             master_port=spec.master_port,
-            is_mpi=spec.is_mpi,
         )
 
     def _worlds(self) -> Iterator[World]:
@@ -132,16 +122,10 @@ class JobPlan(NamedTuple):
         num_at = [sum(size > local for size in sizes) for local in range(max(sizes))]
         num_before = [0] * len(num_at)
         for share, size in zip(self.shares, sizes, strict=True):
-            for local_rank, rank in enumerate(share.ranks):
-                yield World(
-                    rank=rank,
-                    size=sum(sizes),
-                    local_rank=local_rank,
-                    local_size=size,
-                    cross_rank=num_before[local_rank],
-                    cross_size=num_at[local_rank],
-                )
-                num_before[local_rank] += 1
+            for local, rank in enumerate(share.ranks):
+                cross = num_before[local], num_at[local]
+                yield World(rank, sum(sizes), local, size, *cross)
+                num_before[local] += 1
 
 
 def make_facts(max_restarts: int = 0) -> JobFacts:
@@ -171,16 +155,12 @@ class Controller(Handler):
         self._others = children()
         self._answers: dict[str, messages.FromAgent] = {}
         self._lost: list[tuple[AgentNode, HostLoss]] = []
-        self._timings: dict[str, float] = {}
 
     def connect(
         self, hosts: Sequence[Host], patience_s: float = 0.0
     ) -> list[AgentNode]:
         """Return a node for each host, in their order; for so long, try again."""
-        begun_s = time.monotonic()
-        nodes = AgentConnector(self._loop, self._starter).run(hosts, patience_s)
-        self._timings["agents_s"] = time.monotonic() - begun_s
-        return nodes
+        return AgentConnector(self._loop, self._starter).run(hosts, patience_s)
 
     def connect_ready(
         self, hosts: Sequence[Host]
@@ -212,11 +192,10 @@ class Controller(Handler):
             self._output.notice(notice)
         while True:
             try:
-                begun_s, jobs = time.monotonic(), plan.jobs(epoch)
+                jobs = plan.jobs(epoch)
                 port = self._prepare(nodes, jobs)
                 if plan.check is not None:
                     plan.check(port, nodes)
-                self._timings["ready_s"] = time.monotonic() - begun_s
             except LaunchError:
                 lost = [node.name for node in nodes if node.is_over]
                 # Before the first generation has run, hosts are not known to be fit.
@@ -245,28 +224,22 @@ class Controller(Handler):
         jobs: Sequence[messages.NodeJob],
         port: int,
     ) -> JobResult:
-        ranks = tuple(rank for job in jobs for rank in job.ranks)
-        which = (plan.facts.job_id, jobs[0].epoch)
-        self._output.begin(Generation(*which, plan.hosts, plan.spec.argv, ranks))
+        self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts))
         loop = self._loop
         loop.progress.begin("to be ready", lambda: ["the output"])
         loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))
         loop.progress.end("output ready")
         self._require_all()
-
-        def report(ranks_s: float) -> None:
-            self._output.began(self._timings | {"ranks_s": ranks_s})
-
-        return Running(loop, nodes, jobs, report).run(plan.address, port)
+        return Running(loop, nodes, jobs).run(plan.address, port)
 
     def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
+        return_s = self._loop.timeouts.return_s
         # While one comes back another may be lost.
         while lost := [node for node in nodes if node.is_over]:
             for node in lost:
                 node.transport.wait(_LEAVE_S)
                 self._loop.nodes.remove(node)
             names = ", ".join(node.name for node in lost)
-            return_s = self._loop.timeouts.return_s
             self._output.notice(
                 f"connecting to {names} again, for up to {return_s:g} s"
             )
@@ -280,13 +253,7 @@ class Controller(Handler):
     ) -> int:
         step = ("to check program and directory", "program and directory checked")
         answers = self._ask(list(zip(nodes, jobs, strict=True)), *step)
-        refusals = [
-            (node.name, answer)
-            for node, answer in zip(nodes, answers, strict=True)
-            if isinstance(answer, messages.Refused)
-        ]
-        if refusals:
-            raise refusal(refusals, num_hosts=len(nodes))
+        require_accepted(list(zip(nodes, answers, strict=True)), len(nodes))
         return max(a.master_port for a in answers if isinstance(a, messages.Ready))
 
     def _ask(
@@ -331,16 +298,14 @@ class Controller(Handler):
                 raise LaunchError(
                     f"agent must run until the job is over, but {loss.reason}."
                 )
-        if self._lost:
-            count = len(self._lost)
-            hosts = "1 host was" if count == 1 else f"{count} hosts were"
-            raise HostError(
-                f"{hosts} lost before the ranks ran.",
-                [
-                    HostFailure(node.name, Failure(loss.reason, f"ssh {node.name}"))
-                    for node, loss in self._lost
-                ],
-            )
+        failures = [
+            HostFailure(node.name, Failure(loss.reason, f"ssh {node.name}"))
+            for node, loss in self._lost
+        ]
+        if failures:
+            verb = "was" if len(failures) == 1 else "were"
+            hosts = counted(len(failures), "host")
+            raise HostError(f"{hosts} {verb} lost before the ranks ran.", failures)
 
     def write_out(self, *, is_hurried: bool) -> int:
         return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else None)
@@ -350,7 +315,6 @@ class Controller(Handler):
             if node.hello is None:
                 # Whatever leads there need not end because nobody writes to it.
                 node.transport.kill()
-            node.send(messages.Leave())
             node.close()
         due_s = time.monotonic() + _LEAVE_S
         codes = [
@@ -377,39 +341,26 @@ def resolve(controller: Controller, spec: JobSpec) -> JobPlan:
     )
     job_nodes = tuple(by_name[share.host.name] for share in shares)
     address, check = _LOOPBACK, None
-    host_env: tuple[dict[str, str], ...] = tuple(dict[str, str]() for _ in job_nodes)
+    host_env: list[dict[str, str]] = [{}]
     if len(job_nodes) > 1:
-        if spec.is_mpi:
-            raise UsageError(
-                f"--engine mpi must run on one host here, got {len(job_nodes)}. Let "
-                "mpirun start the ranks: mpirun -n 4 -H a:2,b:2 python train.py"
-            )
         address, host_env, check = _meet(controller, spec, job_nodes)
     if spec.cwd or not all(node.is_here for node in job_nodes):
         # On other hosts the directory of the same name. In full here as well: an agent
         # that starts ranks again is in it already.
         spec = spec._replace(cwd=str(absolute_path(spec.cwd)))
-    placed = [
-        _place(spec, node, share) for node, share in zip(job_nodes, shares, strict=True)
-    ]
-    notices += tuple(text for _, texts in placed for text in texts)
+    placed: list[HostShare] = []
+    for share, node, env in zip(shares, job_nodes, host_env, strict=True):
+        places, texts = _place(spec, node, len(share.ranks))
+        placed.append(share._replace(places=places, env=env))
+        notices += texts
     if drained := kept_out(hosts):
         notices += (f"not used, with 0 slots: {drained}.",)
     size = shares[-1].ranks.stop
     if spec.num_ranks is not None and size < spec.num_ranks:
         text = f"{size} ranks start, not {spec.num_ranks}: there are {size} "
         notices += (f"{text}slots, and --min-np is {spec.min_ranks}.",)
-    return JobPlan(
-        spec=spec,
-        facts=make_facts(spec.max_restarts),
-        shares=shares,
-        places=tuple(places for places, _ in placed),
-        address=address,
-        host_env=host_env,
-        nodes=job_nodes,
-        check=check,
-        notices=notices,
-    )
+    facts = make_facts(spec.max_restarts)
+    return JobPlan(spec, facts, tuple(placed), address, job_nodes, check, notices)
 
 
 def _require_different(nodes: Sequence[AgentNode]) -> None:
@@ -436,9 +387,9 @@ def _slots(node: AgentNode, num_hosts: int) -> int:
 
 
 def _place(
-    spec: JobSpec, node: AgentNode, share: HostShare
+    spec: JobSpec, node: AgentNode, num_ranks: int
 ) -> tuple[tuple[RankResources, ...], tuple[str, ...]]:
-    machine, num_ranks = node.met.machine, len(share.ranks)
+    machine = node.met.machine
     if spec.placement is None and not node.host.gpus:
         num_cores = max(1, usable_cores(machine) // num_ranks)
         return (RankResources(num_cores=num_cores),) * num_ranks, ()
@@ -450,35 +401,30 @@ def _place(
 
 
 def _meet(
-    controller: Controller, spec: JobSpec, job_nodes: Sequence[AgentNode]
-) -> tuple[str, tuple[dict[str, str], ...], Callable[[int, Sequence[AgentNode]], None]]:
-    # Imported where they are needed: a job on one host has nobody to meet.
-    from ronde.launch.network import (
-        HostNetwork,
-        choose_meeting_point,
-        find_candidates,
-        require_answers,
-    )
+    controller: Controller, spec: JobSpec, nodes: Sequence[AgentNode]
+) -> tuple[str, list[dict[str, str]], Callable[[int, Sequence[AgentNode]], None]]:
+    # Imported where it is needed: a job on one host has nobody to meet.
+    from ronde.launch import network
 
     networks = [
-        HostNetwork(
+        network.HostNetwork(
             node.name,
             node.met.interfaces,
             node.host.address,
             node.met.machine.mbit_per_s,
         )
-        for node in job_nodes
+        for node in nodes
     ]
-    candidates = find_candidates(networks, spec.interfaces)
+    candidates = network.find_candidates(networks, spec.interfaces)
     addresses = [candidate.address for candidate in candidates]
-    sources = controller.locate(job_nodes[1:], addresses)
-    point = choose_meeting_point(networks, candidates, sources, spec.interfaces)
+    sources = controller.locate(nodes[1:], addresses)
+    point = network.choose_meeting_point(networks, candidates, sources, spec.interfaces)
 
-    def check(port: int, job_nodes: Sequence[AgentNode]) -> None:
-        found = controller.locate(job_nodes[1:], [point.address], port)
-        require_answers(networks, point, port, [own[0] for own in found])
+    def check(port: int, nodes: Sequence[AgentNode]) -> None:
+        found = controller.locate(nodes[1:], [point.address], port)
+        network.require_answers(networks, point, port, [own[0] for own in found])
 
-    env = tuple(point.environment(i, spec.env) for i in range(len(job_nodes)))
+    env = [point.environment(i, spec.env) for i in range(len(nodes))]
     return point.address, env, check
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
@@ -116,23 +117,17 @@ def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, 
 
 
 def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, str]:
-    place = {
-        "RANK": str(world.rank),
-        "SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_SIZE": str(world.local_size),
-        "CROSS_RANK": str(world.cross_rank),
-        "CROSS_SIZE": str(world.cross_size),
-    }
+    place = {name.upper(): str(number) for name, number in asdict(world).items()}
+    size = place.pop("SIZE")
     return {
-        **{name: value for name, value in place.items() if name != "SIZE"},
-        "WORLD_SIZE": place["SIZE"],
+        **place,
+        "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": place["LOCAL_SIZE"],
         "GROUP_RANK": str(node.node_rank),
         "GROUP_WORLD_SIZE": str(node.num_nodes),
         "ROLE_NAME": "default",
         "ROLE_RANK": place["RANK"],
-        "ROLE_WORLD_SIZE": place["SIZE"],
+        "ROLE_WORLD_SIZE": size,
         "TORCHELASTIC_RESTART_COUNT": str(job.epoch),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.job_id,
@@ -141,7 +136,8 @@ def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, 
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "NODE_RANK": str(node.node_rank),
         "HOROVOD_HOSTNAME": node.host,
-        **{f"HOROVOD_{name}": value for name, value in place.items()},
+        **{f"HOROVOD_{name}": number for name, number in place.items()},
+        "HOROVOD_SIZE": size,
         "RONDE_JOB_ID": job.job_id,
         "RONDE_EPOCH": str(job.epoch),
         "RONDE_COOKIE": job.job_marker,
@@ -190,7 +186,11 @@ def read_assignments(
         if name and is_set and "*" not in name:
             extra[name] = value
         elif "*" in name and not is_set:
-            extra |= {n: environ[n] for n in _matching(name, environ)}
+            # Imported here: no job without a pattern needs it; it takes milliseconds.
+            from fnmatch import fnmatchcase
+
+            matching = [each for each in environ if fnmatchcase(each, name)]
+            extra |= {each: environ[each] for each in matching if _is_free(each)}
         elif name in environ:
             extra[name] = environ[name]
         else:
@@ -221,15 +221,7 @@ def redacted(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_free(name: str) -> bool:
-    is_bound = name in _LOCAL_NAMES or names_place(name)
-    return not is_bound and not names_secret(name)
-
-
-def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    # Imported here: no job without a pattern needs it, and it takes some milliseconds.
-    from fnmatch import fnmatchcase
-
-    return [name for name in names if fnmatchcase(name, pattern) and _is_free(name)]
+    return not (name in _LOCAL_NAMES or names_place(name) or names_secret(name))
 
 
 def alias_environment(

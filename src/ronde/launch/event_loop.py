@@ -11,7 +11,7 @@ from ronde.errors import LaunchError, StoreError
 from ronde.launch.limits import Timeouts
 from ronde.launch.messages import Forward, FromAgent, Notice, Output, Pong, Relayed
 from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
-from ronde.launch.output.output_process import NoOutput, OutputProcess
+from ronde.launch.output import NoOutput, OutputProcess
 from ronde.launch.signals import (
     ASKING,
     SUSPENDING,
@@ -21,8 +21,8 @@ from ronde.launch.signals import (
     suspend_self,
     wait_for,
 )
-from ronde.store.protocol import Splitter, StoreState, max_connections
-from ronde.units import format_duration
+from ronde.store.protocol import Splitter, StoreState
+from ronde.units import format_duration, list_first
 
 SLOW_S = 10.0  # after so long a step reports once what it waits for
 _VERBOSE_SLOW_S = _LONG_S = 2.0
@@ -56,12 +56,11 @@ class StartProgress:
             self.due_s += SLOW_S if self._is_verbose else float("inf")
 
     def report(self) -> None:
-        names = self._awaited()
-        if self._step and names:
-            more = len(names) - _MAX_NAMES
-            shown = ", ".join(names[:_MAX_NAMES])
-            shown += f" and {more} more" if more > 0 else ""
-            took_s = time.monotonic() - self._begun_s
+        if self._step and (names := self._awaited()):
+            shown, took_s = (
+                list_first(names, _MAX_NAMES),
+                time.monotonic() - self._begun_s,
+            )
             self._notice(f"waiting for {shown} {self._step}, {took_s:.0f} s so far")
 
     def took(self, done: str, took_s: float) -> None:
@@ -75,11 +74,8 @@ class StartProgress:
             self._notice(f"{done} in {format_duration(took_s)}")
 
 
-@dataclass(eq=False, slots=True)
-class _Client:
-    node: AgentNode
-    number: int
-    splitter: Splitter = field(default_factory=Splitter)
+_Client = tuple[AgentNode, int]
+"""Whose rank it is, and the number of its connection there."""
 
 
 class StoreService:
@@ -92,45 +88,40 @@ class StoreService:
     def __init__(self, epoch: int = -1) -> None:
         self._epoch = epoch
         self._state: StoreState[_Client] = StoreState()
-        self._clients: dict[AgentNode, dict[int, _Client]] = {}
+        self._received: dict[_Client, Splitter] = {}
 
     def take(self, node: AgentNode, relayed: Relayed) -> None:
         """Answer what came from a rank of a node, if it is of this generation."""
-        clients = self._clients.setdefault(node, {})
-        client = clients.get(relayed.connection)
-        if relayed.epoch != self._epoch or not (client or relayed.data):
+        if relayed.epoch != self._epoch:
             return
-        if client is None:
-            client = _Client(node, relayed.connection)
-            if len(clients) >= max_connections(len(node.ranks)):
-                self._send(client, b"")
-                return
-            clients[client.number] = client
-        elif not relayed.data:
+        client = node, relayed.connection
+        if not relayed.data:
             self._forget(client)
             return
+        received = self._received.setdefault(client, Splitter())
         try:
-            for body in client.splitter.feed(relayed.data):
+            for body in received.feed(relayed.data):
                 for answered, reply in self._state.handle(client, body):
-                    is_stuck = answered.node.relayed_bytes > _MAX_UNSENT_BYTES
+                    is_stuck = answered[0].relayed_bytes > _MAX_UNSENT_BYTES
                     self._send(answered, b"" if is_stuck else reply)
         except StoreError:
             # It is no request: the end of the connection says so.
             self._send(client, b"")
 
     def forget(self, node: AgentNode) -> None:
-        for client in self._clients.pop(node, {}).values():
-            self._state.forget(client)
+        for client in [each for each in self._received if each[0] is node]:
+            self._forget(client)
 
     def _send(self, client: _Client, data: bytes) -> None:
         """Send a reply; without one the connection ends."""
-        client.node.relay(Relayed(self._epoch, client.number, data))
+        node, number = client
+        node.relay(Relayed(self._epoch, number, data))
         if not data:
             self._forget(client)
 
     def _forget(self, client: _Client) -> None:
-        if self._clients.get(client.node, {}).pop(client.number, None):
-            self._state.forget(client)
+        self._received.pop(client, None)
+        self._state.forget(client)
 
 
 class Handler:
@@ -160,23 +151,18 @@ class Handler:
         """Nobody reads the job's standard output any more, which counts as a signal."""
 
 
+@dataclass(eq=False)
 class EventLoop:
     """All agents of a job, its user's signals and its output, waited for together."""
 
-    def __init__(
-        self,
-        output: OutputProcess | NoOutput,
-        signal_fd: int,
-        progress: StartProgress,
-        timeouts: Timeouts,
-    ) -> None:
-        self.timeouts = timeouts
-        self.output = output
-        self.progress = progress
-        self.nodes: list[AgentNode] = []
-        self.is_hurried = False  # output that cannot be shown at once is dropped
-        self.store = StoreService()  # each generation has a new one
-        self.signal_fd = signal_fd
+    output: OutputProcess | NoOutput
+    signal_fd: int
+    progress: StartProgress
+    timeouts: Timeouts
+    nodes: list[AgentNode] = field(default_factory=list[AgentNode])
+    is_hurried: bool = False  # output that cannot be shown at once is dropped
+    # each generation has a new one
+    store: StoreService = field(default_factory=StoreService)
 
     @property
     def live_nodes(self) -> list[AgentNode]:
@@ -184,7 +170,7 @@ class EventLoop:
 
     @property
     def is_held_back(self) -> bool:
-        return self.output.backlog_bytes >= _MAX_BACKLOG_BYTES
+        return self.output.waiting_bytes >= _MAX_BACKLOG_BYTES
 
     def serve(
         self,

@@ -74,18 +74,15 @@ class Tail:
         With it come the exceptions that it was raised for, and the lines of its
         message; a prefix of every line, such as torch's ``[rank0]: ``, is taken away.
         """
-        return (
-            find_traceback(self._lines()) if _TRACEBACK.encode() in self._kept else ""
-        )
+        has_any = _TRACEBACK.encode() in self._kept
+        return find_traceback(self._lines()) if has_any else ""
 
     def _lines(self) -> list[str]:
         lines = bytes(self._kept[-_KEPT_BYTES:]).split(b"\n")
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        if not shown[-1]:
-            shown.pop()
-        return [
-            _COLOUR.sub("", line.decode("utf-8", "backslashreplace")) for line in shown
-        ]
+        shown = shown if shown[-1] else shown[:-1]
+        texts = (line.decode("utf-8", "backslashreplace") for line in shown)
+        return [_COLOUR.sub("", text) for text in texts]
 
 
 def find_traceback(lines: Sequence[str]) -> str:
@@ -151,19 +148,12 @@ class RankEnd:
     host: str
     pid: int
     status: int  # exit code, or minus the number of the signal that ended it
-    # when it began to end, as far as that was seen, in seconds since the ranks were
-    # started
-    at_s: float
-    # true when the job was being ended already, or when that ended it
-    was_stopped: bool
+    at_s: float  # when it began to end, as far as was seen, since the ranks' start
+    was_stopped: bool  # the job was being ended already, or that ended it
     stderr_tail: tuple[str, ...] = ()  # the last lines it wrote to stderr
-    # the Python traceback that is its last word on stderr, or empty
-    traceback: str = ""
-    # what the kernel says of its end, a core file or a lack of memory, in half a
-    # sentence, or empty
-    evidence: str = ""
-    # true when it was stopped, but seemed to end by itself before
-    was_leaving: bool = False
+    traceback: str = ""  # the Python traceback that is its last word there, or empty
+    evidence: str = ""  # the kernel's, a core file or a lack of memory: half a sentence
+    was_leaving: bool = False  # it was stopped, but seemed to end by itself before
 
     @property
     def exit_code(self) -> int:
@@ -204,9 +194,7 @@ class LostHost:
     ranks: tuple[int, ...]  # those that ran there
     reason: str  # what was seen of it: ``no message from it for 8 s``
     exit_code: int  # what the job ends with if this is its cause
-    # when it went, in seconds since the ranks were started; of one that fell silent,
-    # when it was last heard of
-    at_s: float
+    at_s: float  # when it was last heard of, since the ranks' start
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +205,11 @@ class JobResult:
     # the rank that failed first and by itself, or the host that was lost before; None
     # when all went well or the user ended the job
     cause: RankEnd | LostHost | None
-    # other ranks that failed before the job was being ended
-    also_failed: tuple[RankEnd, ...]
-    # ranks that were ended because of the cause, or of the user
-    ended: tuple[RankEnd, ...]
+    also_failed: tuple[RankEnd, ...]  # other ranks, before the job was being ended
+    ended: tuple[RankEnd, ...]  # ranks that were ended by the user, or for the cause
     interrupted_by: int | None  # the signal by which the user ended the job, or None
     also_lost: tuple[LostHost, ...] = ()  # hosts that were lost and are not the cause
-    # how every rank ended, by rank, but those of lost hosts
-    ends: tuple[RankEnd, ...] = ()
+    ends: tuple[RankEnd, ...] = ()  # of every rank, by rank, but those of lost hosts
 
     def is_worth_restart(self, barred_codes: Collection[int]) -> bool:
         if self.interrupted_by is not None or self.exit_code == 0:
@@ -246,10 +231,24 @@ def judge(
     lost their peer, it is one that was stopped before it had ended: that crashed, or
     seemed to end by itself, or is named. If the order ended it, the code is theirs.
     """
-    ends = _dated(ends)
+    # Who lost a peer knew of its end at the latest then.
+    losses = [(end.at_s, end.lost_ranks) for end in ends if end.lost_ranks]
+    noted = [[at_s for at_s, lost in losses if end.rank in lost] for end in ends]
+    ends = [
+        replace(end, at_s=min(end.at_s, *known)) if known else end
+        for end, known in zip(ends, noted, strict=True)
+    ]
     failed = [end for end in ends if end.status != 0 and not end.was_stopped]
     by_itself = [*(end for end in failed if not end.is_secondary), *lost]
-    suspects = by_itself or (failed and _late_suspects(ends, failed)) or failed
+    named = {rank for end in failed for rank in end.lost_ranks}
+    late = [
+        end
+        for end in ends
+        if end.was_stopped
+        and end.status != 0
+        and (end.is_crash or end.was_leaving or end.rank in named)
+    ]
+    suspects = by_itself or (failed and late) or failed
     cause = min(suspects, key=_priority, default=None)
     by_rank = sorted(ends, key=lambda end: end.rank)
     ended = tuple(e for e in by_rank if e.was_stopped and e is not cause)
@@ -279,30 +278,6 @@ def find_awaited(end: RankEnd, running: Collection[int]) -> set[int]:
     if end.lost_ranks:
         return set(end.lost_ranks.intersection(running))
     return set(running) if has_lost_peer(end.last_words) else set()
-
-
-def _dated(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    noted: dict[int, float] = {}
-    for end in ends:
-        for rank in end.lost_ranks:
-            noted[rank] = min(end.at_s, noted.get(rank, end.at_s))
-    return [
-        replace(end, at_s=noted[end.rank])
-        if end.at_s > noted.get(end.rank, end.at_s)
-        else end
-        for end in ends
-    ]
-
-
-def _late_suspects(ends: Sequence[RankEnd], failed: Sequence[RankEnd]) -> list[RankEnd]:
-    named = {rank for end in failed for rank in end.lost_ranks}
-    return [
-        end
-        for end in ends
-        if end.was_stopped
-        and end.status != 0
-        and (end.is_crash or end.was_leaving or end.rank in named)
-    ]
 
 
 def _priority(failure: RankEnd | LostHost) -> tuple[float, int, int]:

@@ -12,21 +12,22 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from struct import Struct
-from typing import NamedTuple, Protocol, TypeVar, cast, get_args
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast, get_args
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError, StoreError
 from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
-from ronde.topology.machine import UNKNOWN_NODE, Machine
+from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 9  # changes when a message changes; both sides must have the same
+PROTOCOL = 10  # changes when a message changes; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
 _LENGTH = Struct(">I")
 _HEAD = Struct(">II")
+_JSON = 1  # the kind of a frame whose body is a message as JSON
 
 
 class RankSpec(NamedTuple):
@@ -35,13 +36,11 @@ class RankSpec(NamedTuple):
     rank: int
     env: dict[str, str]  # its own environment variables; they win over the job's
     cpus: tuple[int, ...] = ()  # those that it may use; empty for all of the agent's
-    memory_node: int = UNKNOWN_NODE  # where its memory is to lie
 
 
 class NodeJob(NamedTuple):
     """To the agent: check that this job can start here, and start nothing yet."""
 
-    job_id: str  # name of the job, also of its directory of logs
     epoch: int  # generation of the world, 0 for the first start
     job_marker: str  # random, each process has it as RONDE_COOKIE; no secret
     argv: tuple[str, ...]
@@ -51,7 +50,6 @@ class NodeJob(NamedTuple):
     grace_s: float  # seconds between the stop signal and the sweep
     address: str  # numeric address that the ranks meet at, where rank 0 is here
     master_port: int  # port to bind for the ranks to meet at, or 0 for any
-    is_mpi: bool  # the ranks are to be able to initialise MPI
 
 
 class Start(NamedTuple):
@@ -93,10 +91,6 @@ class TakeStacks(NamedTuple):
     """To the agent: report the stacks of every rank that runs."""
 
 
-class Leave(NamedTuple):
-    """To the agent: there is no further job; end."""
-
-
 class Credit(NamedTuple):
     """To the agent: so many more bytes of output may be sent."""
 
@@ -120,8 +114,6 @@ class Hello(NamedTuple):
     protocol: int
     host: str  # name that the host itself goes by
     identity: str  # two agents with the same one are on one machine
-    pid: int
-    directory: str  # where it was started
     machine: Machine
     interfaces: tuple[InterfaceAddress, ...]  # addresses others might reach it by
 
@@ -218,9 +210,7 @@ class Finished(NamedTuple):
 
 
 JobOrder = Start | Forward | StopRanks | TakeStacks
-ToAgent = (
-    NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Leave | Credit | Ping
-)
+ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Ping
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
 FromJob = Started | HostEnding | Exited | Stacks | Notice | Pong | Finished
 FromAgent = FromStart | FromJob
@@ -228,7 +218,7 @@ TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
 
 
-def encode_message(message: tuple[object, ...]) -> bytes:
+def encode_message(message: object) -> bytes:
     plain = cast("dict[str, object]", to_plain(message))
     return json.dumps({"is": type(message).__name__, **plain}).encode()
 
@@ -242,25 +232,21 @@ def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
     if not isinstance(decoded, dict):
         raise LaunchError(f"control message must be an object, got {shorten(decoded)}.")
     values = cast("dict[str, object]", decoded)
-    name = values.pop("is", None)
+    kind = _find_kind(values.pop("is", None), kinds)
+    try:
+        return from_plain(kind, values)
+    except PlainValueError as error:
+        raise LaunchError(
+            f"{error} Run the same version of ronde on every host."
+        ) from None
+
+
+def _find_kind(name: object, kinds: tuple[type[T], ...]) -> type[T]:
     for kind in kinds:
         if kind.__name__ == name:
-            try:
-                return from_plain(kind, values)
-            except PlainValueError as error:
-                raise LaunchError(
-                    f"{error} Run the same version of ronde on every host."
-                ) from None
+            return kind
     names = ", ".join(kind.__name__ for kind in kinds)
     raise LaunchError(f"message must be one of {names}, got {shorten(name)}.")
-
-
-class FrameKind(IntEnum):
-    """What a frame's body is."""
-
-    CONTROL = 1  # a JSON message
-    OUTPUT = 3  # bytes that a rank wrote
-    STORE = 4  # bytes on a rank's connection to the store
 
 
 class Stream(IntEnum):
@@ -286,18 +272,19 @@ class Relayed(NamedTuple):
     data: bytes  # empty when the connection is closed
 
 
-Frame = bytes | Output | Relayed
+_RAW: dict[int, type[Output | Relayed]] = {3: Output, 4: Relayed}
+"""Kinds of frames whose bodies are two numbers and bytes."""
 
 
-def encode(message: tuple[object, ...]) -> bytes:
-    if isinstance(message, Output | Relayed):
-        is_output = isinstance(message, Output)
-        kind = FrameKind.OUTPUT if is_output else FrameKind.STORE
-        return encode_frame(kind, _HEAD.pack(*message[:2]) + message.data)
-    return encode_frame(FrameKind.CONTROL, encode_message(message))
+def encode(message: object) -> bytes:
+    """Return a message as a frame."""
+    for kind, raw in _RAW.items():
+        if isinstance(message, raw):
+            return encode_frame(kind, _HEAD.pack(*message[:2]) + message.data)
+    return encode_frame(_JSON, encode_message(message))
 
 
-def encode_frame(kind: FrameKind, body: bytes) -> bytes:
+def encode_frame(kind: int, body: bytes) -> bytes:
     length = len(body) + 1
     if length > MAX_FRAME_BYTES:
         raise LaunchError(
@@ -307,16 +294,17 @@ def encode_frame(kind: FrameKind, body: bytes) -> bytes:
     return _LENGTH.pack(length) + bytes((kind,)) + body
 
 
-class FrameDecoder:
-    """Turn received bytes, cut anywhere, back into messages."""
+class MessageDecoder(Generic[T]):
+    """Turns received bytes, cut anywhere, back into messages of some kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: tuple[type[T], ...]) -> None:
+        self._kinds = kinds
         self._splitter = Splitter(MAX_FRAME_BYTES)
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """Return what is complete now: control messages as bytes, all else as it is.
+    def feed(self, data: bytes) -> list[T]:
+        """Return the messages that are complete now.
 
-        LaunchError where it is no frame: the stream cannot be used further.
+        LaunchError where it is none of them: the stream cannot be used further.
         """
         try:
             frames = self._splitter.feed(data)
@@ -324,28 +312,26 @@ class FrameDecoder:
             raise LaunchError(
                 f"{error} Something other than ronde wrote to the control channel."
             ) from None
-        return [_open_frame(frame[0], frame[1:]) for frame in frames]
+        return [self._open(frame[0], frame[1:]) for frame in frames]
 
-
-def _open_frame(kind: int, body: bytes) -> Frame:
-    if kind == FrameKind.CONTROL:
-        return body
-    if kind not in (FrameKind.OUTPUT, FrameKind.STORE):
-        raise LaunchError(
-            f"frame kind must be one of {[int(k) for k in FrameKind]}, got {kind}. "
-            "Run the same version of ronde on every host."
-        )
-    if len(body) < _HEAD.size:
-        raise LaunchError(
-            f"output or store frame must hold at least {_HEAD.size} bytes, got "
-            f"{len(body)}."
-        )
-    number, other = _HEAD.unpack_from(body)
-    if kind == FrameKind.STORE:
-        return Relayed(number, other, body[_HEAD.size :])
-    if other not in (1, 2):
-        raise LaunchError(f"output stream must be 1 or 2, got {other}.")
-    return Output(number, Stream(other), body[_HEAD.size :])
+    def _open(self, kind: int, body: bytes) -> T:
+        if kind == _JSON:
+            return decode_message(body, self._kinds)
+        raw = _RAW.get(kind)
+        if raw is None or len(body) < _HEAD.size:
+            raise LaunchError(
+                f"frame must be of kind {_JSON}, or of {list(_RAW)} with {_HEAD.size} "
+                f"bytes or more, got kind {kind} with {len(body)} bytes. Run the same "
+                "version of ronde on every host."
+            )
+        _find_kind(raw.__name__, self._kinds)
+        number, other = _HEAD.unpack_from(body)
+        message = Relayed(number, other, body[_HEAD.size :])
+        if raw is Output:
+            if other not in (1, 2):
+                raise LaunchError(f"output stream must be 1 or 2, got {other}.")
+            message = Output(number, Stream(other), message.data)
+        return cast("T", message)
 
 
 class MessageWriter:
@@ -361,28 +347,29 @@ class MessageWriter:
     ) -> None:
         self._write = write
         self._limit_bytes = limit_bytes
-        self._waiting: deque[memoryview] = deque()
+        self._unsent = bytearray()
         self._relayed: deque[Relayed] = deque()
-        self.waiting_bytes = 0  # of messages that have not been taken yet
-        self.relayed_bytes = 0  # of the store's that wait for these
+        self.relayed_bytes = 0  # of the store's that wait for the messages
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How much of the messages has not been taken yet."""
+        return len(self._unsent)
 
     @property
     def is_writing(self) -> bool:
         """Whether ``flush`` should be called when more is taken."""
-        return self.waiting_bytes > 0 or bool(self._relayed)
+        return bool(self._unsent or self._relayed)
 
-    def send(self, message: tuple[object, ...]) -> None:
-        self.put(encode(message))
-
-    def put(self, frames: bytes) -> None:
-        """Keep frames, and write what is taken now."""
-        if self.waiting_bytes + len(frames) > self._limit_bytes:
+    def send(self, message: object) -> None:
+        """Keep a message, and write what is taken now."""
+        frame = encode(message)
+        if len(self._unsent) + len(frame) > self._limit_bytes:
             raise LaunchError(
                 f"unsent frames must stay under {self._limit_bytes} bytes, "
-                f"got {self.waiting_bytes + len(frames)}. The other side is stuck."
+                f"got {len(self._unsent) + len(frame)}. The other side is stuck."
             )
-        self._waiting.append(memoryview(frames))
-        self.waiting_bytes += len(frames)
+        self._unsent += frame
         self._flush_messages()
 
     def relay(self, relayed: Relayed) -> None:
@@ -392,28 +379,25 @@ class MessageWriter:
 
     def flush(self) -> None:
         self._flush_messages()
-        while self._relayed and not self.waiting_bytes:
+        while self._relayed and not self._unsent:
             relayed = self._relayed.popleft()
             self.relayed_bytes -= len(relayed.data)
-            self.put(encode(relayed))
+            self.send(relayed)
 
     def _flush_messages(self) -> None:
-        while self._waiting:
-            head = self._waiting[0]
-            taken = self._write(head)
-            self.waiting_bytes -= taken
-            if taken < len(head):
-                self._waiting[0] = head[taken:]
-                if not taken:
-                    return
-            else:
-                self._waiting.popleft()
+        taken = -1
+        while self._unsent and taken:
+            with memoryview(self._unsent) as unsent:
+                taken = self._write(unsent)
+            del self._unsent[:taken]
 
 
 class Transport(Protocol):
     """Two directions of bytes, neither of which is ever waited for.
 
-    Who has it polls ``read_fd``, and ``write_fd`` with something to write.
+    Who has it polls ``read_fd``, and ``write_fd`` with something to write. ``read``
+    returns what has come, empty at the end, None when nothing is there now; ``write``
+    returns how many bytes were taken.
     """
 
     @property
@@ -422,21 +406,16 @@ class Transport(Protocol):
     @property
     def write_fd(self) -> int: ...
 
-    def read(self) -> bytes | None:
-        """Return what has come, empty at the end, None when nothing is there now."""
-        ...
+    def read(self) -> bytes | None: ...
 
-    def write(self, data: memoryview) -> int:
-        """Return how many bytes were taken, 0 when none are taken now."""
-        ...
+    def write(self, data: memoryview) -> int: ...
 
 
 class PipeTransport:
     """Two pipes, which are made non-blocking here."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
-        self.read_fd = read_fd
-        self.write_fd = write_fd
+        self.read_fd, self.write_fd = read_fd, write_fd
         for fd in (read_fd, write_fd):
             os.set_blocking(fd, False)
 

@@ -20,6 +20,7 @@ from ronde.addresses import (
 )
 from ronde.errors import HostError, LaunchError, UsageError
 from ronde.launch.signals import wait_for
+from ronde.units import list_first
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_FIRST_EPHEMERAL = 32768
@@ -29,7 +30,6 @@ DEADLINE_S = 2.0
 _ANSWER_S = 1.5
 _ASK_AGAIN_S = 0.25
 _SSH_PORT = 22  # any port will do: where nothing listens, the kernel answers that
-_NUM_NAMED = 8
 
 
 def hold_port(address: str, port: int = 0) -> socket.socket:
@@ -45,16 +45,20 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
             "--interface."
         )
     if port:
+        held, code = None, errno.EADDRINUSE
         try:
             # Perhaps only connections of an earlier job are there that are not
             # forgotten yet.
-            return _bind_alone(address, port) or _bind(address, port, is_shared=True)
+            held = _bind(address, port) or _bind(address, port, is_shared=True)
         except OSError as error:
+            code = error.errno or 0
+        if held is None:
             raise UsageError(
                 f"--master-port must be a port that is free on {address}, got {port} "
-                f"({os.strerror(error.errno or 0).lower()}). "
-                "Choose another, or leave the option out."
-            ) from None
+                f"({os.strerror(code).lower()}). Choose another, or leave the option "
+                "out."
+            )
+        return held
     first_ephemeral = _DEFAULT_FIRST_EPHEMERAL
     with suppress(OSError, ValueError, IndexError):
         first_ephemeral = int(_RANGE_FILE.read_text(encoding="ascii").split()[0])
@@ -63,9 +67,8 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
         held = None
         if lowest < first_ephemeral:
             offset = int.from_bytes(os.urandom(4), "big") % (first_ephemeral - lowest)
-            held = _bind_alone(address, lowest + offset)
-        held = held or _bind_alone(address, 0)
-        if held is not None:
+            held = _bind(address, lowest + offset)
+        if held := held or _bind(address, 0):
             return held
     raise LaunchError(
         f"a free TCP port must exist on {address}, got none in {_NUM_TRIES} tries. "
@@ -73,27 +76,20 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
     )
 
 
-def _bind_alone(address: str, port: int) -> socket.socket | None:
+def _bind(address: str, port: int, *, is_shared: bool = False) -> socket.socket | None:
     """Bind while nobody else has the port bound, then let rank 0 bind it too."""
-    try:
-        return _bind(address, port, is_shared=False)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return None
-
-
-def _bind(address: str, port: int, *, is_shared: bool) -> socket.socket:
-    held = socket.socket(family_of(address))
-    option = socket.SOL_SOCKET, socket.SO_REUSEADDR
-    try:
-        held.setsockopt(*option, int(is_shared))
-        held.bind((address, port))
-        held.setsockopt(*option, 1)
-    except OSError:
-        held.close()
-        raise
-    return held
+    with ExitStack() as undo:
+        held = undo.enter_context(socket.socket(family_of(address)))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(is_shared))
+        try:
+            held.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return None
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        undo.pop_all()
+        return held
 
 
 def locate(
@@ -158,6 +154,19 @@ class HostNetwork(NamedTuple):
     # rates of its interfaces, by name, as far as they are known
     mbit_per_s: Mapping[str, int] = MappingProxyType({})
 
+    @property
+    def shown(self) -> str:
+        return _listed(self.interfaces)
+
+    @property
+    def chosen(self) -> InterfaceAddress | None:
+        """The one at the address that the user named."""
+        plain = self.address
+        with suppress(OSError):
+            family = family_of(plain)
+            plain = socket.inet_ntop(family, socket.inet_pton(family, plain))
+        return next((each for each in self.interfaces if each.address == plain), None)
+
 
 class MeetingPoint(NamedTuple):
     """Where the ranks meet."""
@@ -178,30 +187,25 @@ def find_candidates(
     hosts: Sequence[HostNetwork], interfaces: Sequence[str] = ()
 ) -> tuple[InterfaceAddress, ...]:
     """Return the addresses of the first host that the others might meet it at."""
-    head = hosts[0]
+    head, lacking = hosts[0], list[HostNetwork]()
     for host in hosts:
-        own = {i.address for i in host.interfaces}
-        if host.address and _plain(host.address) not in own:
+        if host.address and not host.chosen:
             raise UsageError(
                 f"addr= of {host.name} must be an address of that host, got "
-                f"{host.address!r}. It has {_listed(host.interfaces)}."
+                f"{host.address!r}. It has {host.shown}."
             )
-    if head.address:
-        named = _plain(head.address)
-        return tuple(each for each in head.interfaces if each.address == named)
-    lacking = [
-        host
-        for host in hosts
-        if interfaces
-        and not host.address
-        and not {i.interface for i in host.interfaces} & {*interfaces}
-    ]
-    if lacking:
-        first = lacking[0]
+        if not host.address and not any(
+            each.interface in interfaces for each in host.interfaces
+        ):
+            lacking.append(host)
+    if head.chosen:
+        return (head.chosen,)
+    if interfaces and lacking:
         raise UsageError(
             "--interface must name one that is up and has an address on every host, "
-            f"got {','.join(interfaces)}, which {_named([h.name for h in lacking])} "
-            f"lacks. {first.name} has {_listed(first.interfaces)}."
+            f"got {','.join(interfaces)}, which "
+            f"{list_first([host.name for host in lacking])} lacks. {lacking[0].name} "
+            f"has {lacking[0].shown}."
         )
     owners = Counter(
         address for host in hosts for address in {i.address for i in host.interfaces}
@@ -215,8 +219,8 @@ def find_candidates(
     if not found:
         raise UsageError(
             f"{head.name} must have a network address of its own that other hosts can "
-            f"reach, got {_listed(head.interfaces)}. Name one with addr= in the host "
-            "file, or let another host come first."
+            f"reach, got {head.shown}. Name one with addr= in the host file, or let "
+            "another host come first."
         )
     return found
 
@@ -227,68 +231,42 @@ def choose_meeting_point(
     sources: Sequence[Sequence[str]],
     interfaces: Sequence[str] = (),
 ) -> MeetingPoint:
-    best = choose_address(candidates, sources, hosts[0].mbit_per_s)
+    head, *others = hosts
+    best = choose_address(candidates, sources, head.mbit_per_s)
     if best is None:
-        raise _no_route(hosts, candidates, sources)
-    others = (
-        _interface_of(host, own[best], interfaces)
-        for host, own in zip(hosts[1:], sources, strict=True)
-    )
-    chosen = candidates[best]
-    return MeetingPoint(chosen.address, (chosen.interface, *others))
+        num_lost = [sum(not own[i] for own in sources) for i in range(len(candidates))]
+        nearest = num_lost.index(min(num_lost))
+        lost = _name_silent(others, [own[nearest] for own in sources])
+        raise HostError(
+            f"all hosts must have a route to {head.name}, but {lost} has none to "
+            f"{candidates[nearest].address}. Tried: {_listed(candidates)}. Name an "
+            f"address of {head.name} that all reach with addr= in the host file, or "
+            "let another host come first."
+        )
+    chosen = [candidates[best].interface]
+    for host, own in zip(others, sources, strict=True):
+        # The user's choice, else its route's.
+        by_address = {each.address: each.interface for each in host.interfaces}
+        named = [name for name in interfaces if name in by_address.values()]
+        by_route = by_address.get(own[best], "")
+        chosen.append(host.chosen.interface if host.chosen else (*named, by_route)[0])
+    return MeetingPoint(candidates[best].address, tuple(chosen))
 
 
 def require_answers(
     hosts: Sequence[HostNetwork], point: MeetingPoint, port: int, sources: Sequence[str]
 ) -> None:
-    silent = [h.name for h, own in zip(hosts[1:], sources, strict=True) if not own]
-    if silent:
-        where = f"{point.address} port {port}"
+    if silent := _name_silent(hosts[1:], sources):
         raise HostError(
-            f"{hosts[0].name} must answer all hosts at {where}, but does not answer "
-            f"{_named(silent)}. A firewall may be between them: open it, or choose a "
-            "port with --master-port or a network with --interface."
+            f"{hosts[0].name} must answer all hosts at {point.address} port {port}, "
+            f"but does not answer {silent}. A firewall may be between them: open it, "
+            "or choose a port with --master-port or a network with --interface."
         )
 
 
-def _no_route(
-    hosts: Sequence[HostNetwork],
-    candidates: Sequence[InterfaceAddress],
-    sources: Sequence[Sequence[str]],
-) -> HostError:
-    num_lost = [sum(not own[i] for own in sources) for i in range(len(candidates))]
-    index = num_lost.index(min(num_lost))
-    lost = [h.name for h, own in zip(hosts[1:], sources, strict=True) if not own[index]]
-    head, tried = hosts[0].name, _listed(candidates)
-    return HostError(
-        f"all hosts must have a route to {head}, but {_named(lost)} has none to "
-        f"{candidates[index].address}. Tried: {tried}. Name an address of {head} that "
-        "all reach with addr= in the host file, or let another host come first."
-    )
-
-
-def _interface_of(host: HostNetwork, source: str, interfaces: Sequence[str]) -> str:
-    """Return the name of a host's interface: the user's choice, else its route's."""
-    by_address = {each.address: each.interface for each in host.interfaces}
-    if host.address:
-        return by_address[_plain(host.address)]
-    own = by_address.values()
-    return next((n for n in interfaces if n in own), by_address.get(source, ""))
-
-
-def _plain(address: str) -> str:
-    family = family_of(address)
-    try:
-        return socket.inet_ntop(family, socket.inet_pton(family, address))
-    except OSError:
-        return address
+def _name_silent(hosts: Sequence[HostNetwork], sources: Sequence[str]) -> str:
+    return list_first([h.name for h, s in zip(hosts, sources, strict=True) if not s])
 
 
 def _listed(interfaces: Sequence[InterfaceAddress]) -> str:
     return ", ".join(f"{i.address} ({i.interface})" for i in interfaces) or "none"
-
-
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - _NUM_NAMED
-    named = ", ".join(names[:_NUM_NAMED])
-    return f"{named} and {more} more" if more > 0 else named

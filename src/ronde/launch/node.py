@@ -30,6 +30,7 @@ _NEVER = float("inf")
 EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
 _SSH_FAILED = 255
+Received = messages.FromAgent | messages.Output | messages.Relayed
 
 
 class AgentTransport(messages.Transport, Protocol):
@@ -38,12 +39,9 @@ class AgentTransport(messages.Transport, Protocol):
     @property
     def error_fd(self) -> int: ...  # the other side's complaints; -1 where none come
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the exit code of what carries the bytes; None if it goes on.
-
-        Minus the number of a signal; 0 where there is no process.
-        """
-        ...
+    # The exit code of what carries the bytes, minus the number of a signal, 0 where
+    # there is no process; None if it goes on.
+    def wait(self, timeout_s: float) -> int | None: ...
 
     def close(self) -> None: ...  # the agent then ends everything and itself
 
@@ -111,7 +109,7 @@ class AgentNode(messages.MessageWriter):
         is_here: bool,
         timeouts: Timeouts = USUAL,
     ) -> None:
-        super().__init__(transport.write)
+        super().__init__(self._write_some)
         self.host = host  # as the user named it
         self.name = host.name
         self.transport = transport
@@ -128,17 +126,20 @@ class AgentNode(messages.MessageWriter):
         self.has_errors = transport.error_fd >= 0
         self._credit_bytes = messages.FIRST_CREDIT_BYTES  # output that may be under way
         self._is_greeted = hello_reader is None
-        self._decoder = messages.FrameDecoder()
+        self._reader = messages.MessageDecoder(
+            (*messages.FROM_AGENT, messages.Output, messages.Relayed)
+        )
         self._last_words = b""
         self._pinged_at_s = 0.0
         self._round_trip_s = _NEVER
         self.clock_offset_s = 0.0
         self._is_watched = False
 
-    def send(self, message: tuple[object, ...]) -> None:
-        """Send a message; an agent that is gone does not get it."""
-        with suppress(BrokenPipeError):
-            super().send(message)
+    def _write_some(self, data: memoryview) -> int:
+        try:
+            return self.transport.write(data)
+        except BrokenPipeError:
+            return len(data)  # an agent that is gone does not get it
 
     def relay(self, relayed: messages.Relayed) -> None:
         """Send the store's reply, in pieces between which messages come first."""
@@ -146,25 +147,14 @@ class AgentNode(messages.MessageWriter):
         for at in range(0, max(len(data), 1), _RELAYED_BYTES):
             super().relay(relayed._replace(data=data[at : at + _RELAYED_BYTES]))
 
-    def flush(self) -> None:
-        with suppress(BrokenPipeError):
-            super().flush()
-
-    def receive(
-        self,
-    ) -> list[messages.FromAgent | messages.Output | messages.Relayed] | None:
+    def receive(self) -> list[Received] | None:
         data = self.transport.read()
         if data == b"":
             return None
         if data and self.hello_reader is not None and not self._is_greeted:
             data = self.hello_reader.feed(data)
             self._is_greeted = data is not None
-        return [
-            messages.decode_message(frame, messages.FROM_AGENT)
-            if isinstance(frame, bytes)
-            else frame
-            for frame in self._decoder.feed(data or b"")
-        ]
+        return self._reader.feed(data or b"")
 
     def find_problem(self) -> Failure | None:
         found = self.hello_reader.found if self.hello_reader else None

@@ -10,7 +10,6 @@ from ronde.launch.hosts.host import Host, RankResources, usable_cores
 from ronde.topology.machine import (
     UNKNOWN_NODE,
     VISIBLE_DEVICES,
-    Core,
     Gpu,
     Machine,
     select_gpus,
@@ -18,11 +17,11 @@ from ronde.topology.machine import (
 )
 from ronde.topology.placement.placing import (
     AlignmentRequest,
-    RankPlace,
     inventory_of_machine,
     place,
 )
 from ronde.topology.placement.policies import Policy
+from ronde.units import counted
 
 
 class GpuView(StrEnum):
@@ -121,13 +120,18 @@ def bind(
     has_choice = len({core.node for core in machine.cores}) > 1
     bound: list[RankResources] = []
     for each in places:
+        share, cores, is_enough = each.share, each.cores, each.share.has_enough
+        pool = counted(len(share.pool), "core") + " near GPU" * share.is_near_gpu
+        part = f"1/{len(share.ranks)} of {pool}"
+        num_cores = len(cores) if is_enough else 1
+        why = part if len(share.ranks) > 1 else pool
         if mode is BindMode.NUMA:
             # The whole memory node that its part lies in the middle of.
             cores = [core for core in machine.cores if core.node == each.home]
             num_cores = len(cores) // homes.count(each.home)
-            why = f"memory node near 1/{len(each.share.ranks)} of {_pool(each)}"
-        else:
-            cores, num_cores, why = _own_part(each)
+            why, is_enough = f"memory node near {part}", True
+        elif not is_enough:
+            why = f"{len(share.ranks)} ranks share {pool}"
         if machine.cpu_limit:
             num_cores = min(num_cores, int(machine.cpu_limit / num_ranks))
         nodes = {core.node for core in cores}
@@ -139,23 +143,10 @@ def bind(
                     nodes.pop() if has_choice and len(nodes) == 1 else UNKNOWN_NODE
                 ),
                 why=why,
-                has_enough=mode is BindMode.NUMA or each.share.has_enough,
+                has_enough=is_enough,
             )
         )
     return tuple(bound)
-
-
-def _own_part(rank_place: RankPlace) -> tuple[Sequence[Core], int, str]:
-    cores, name = rank_place.cores, _pool(rank_place)
-    num_ranks = len(rank_place.share.ranks)
-    if not rank_place.share.has_enough:
-        return cores, 1, f"{num_ranks} ranks share {name}"
-    return cores, len(cores), f"1/{num_ranks} of {name}" if num_ranks > 1 else name
-
-
-def _pool(rank_place: RankPlace) -> str:
-    share = rank_place.share
-    return _counted(len(share.pool)) + (" near GPU" if share.is_near_gpu else "")
 
 
 def _obstacle(
@@ -173,11 +164,11 @@ def _obstacle(
         # who is bound cannot get out of their way.
         (
             is_auto and 0 < limit < len(cores),
-            f"the CPU quota is {limit:g} of {_counted(len(cores))}",
+            f"the CPU quota is {limit:g} of {counted(len(cores), 'core')}",
         ),
         (
             is_auto and not has_gpus and num_ranks > len(cores),
-            f"{_counted(len(cores))} for {num_ranks} ranks",
+            f"{counted(len(cores), 'core')} for {num_ranks} ranks",
         ),
         (is_wide and len(nodes) == 1, "all cores are near the same memory"),
         (
@@ -189,12 +180,10 @@ def _obstacle(
             "cores that are near no rank's GPU would be idle",
         ),
     )
-    found = next((text for is_there, text in obstacles if is_there), None)
-    return "" if found is None else f"not bound: {found}".removesuffix(": ")
-
-
-def _counted(num_cores: int) -> str:
-    return f"{num_cores} core" + ("" if num_cores == 1 else "s")
+    found = [
+        f"not bound: {text}".removesuffix(": ") for holds, text in obstacles if holds
+    ]
+    return found[0] if found else ""
 
 
 def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ...]:

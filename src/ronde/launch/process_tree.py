@@ -1,15 +1,14 @@
 """Processes and their descendants, as the kernel shows and ends them.
 
 A *child subreaper* becomes the parent of every orphan below it, so no descendant can
-hide by forking twice; a *pidfd* names one process for good. Where those are refused,
-start times are checked before and after a process was stopped, which keeps its number.
+hide by forking twice; a *pidfd* names one process for good.
 """
 
 import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -81,29 +80,26 @@ class ProcessStat(NamedTuple):
 
 
 def read_processes() -> dict[int, ProcessStat]:
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
-    return {pid: process for pid in pids if (process := read_process(pid))}
+    return {pid: process for pid in _pids() if (process := read_process(pid))}
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
 
 
 def read_process(pid: int) -> ProcessStat | None:
-    text = read_text(f"/proc/{pid}/stat")
-    if not text:
-        return None
     # The name may hold anything, also spaces and parentheses: split at the last one.
-    head, _, tail = text.rpartition(")")
-    values = tail.split()
-    return ProcessStat(
-        pid=pid,
-        parent=int(values[1]),
-        group=int(values[2]),
-        state=values[0],
-        started=int(values[19]),
-        name=head.partition("(")[2],
-    )
+    head, _, tail = read_text(f"/proc/{pid}/stat").rpartition(")")
+    if not head:
+        return None
+    state, parent, group, *more = tail.split()
+    name = head.partition("(")[2]
+    return ProcessStat(pid, int(parent), int(group), state, int(more[16]), name)
 
 
 def read_text(path: str) -> str:
     try:
+        # To its end: of a list such as ``vmstat`` one read returns a page.
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
@@ -157,29 +153,19 @@ def has_children() -> bool:
 
 def signal_process(process: ProcessStat, number: int) -> None:
     """Send a signal to exactly this process, or to nobody when it is gone."""
-    fd = -1
     try:
         fd = os.pidfd_open(process.pid)
-        if _is_same(process):
-            signal.pidfd_send_signal(fd, number)
+        try:
+            if _is_same(process):
+                signal.pidfd_send_signal(fd, number)
+        finally:
+            os.close(fd)
     except ProcessLookupError:
         return
-    except OSError:
-        _stop_and_signal(process, number)
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
-def _stop_and_signal(process: ProcessStat, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        if not _is_same(process):
-            return
-        os.kill(process.pid, signal.SIGSTOP)
-        if not _is_same(process):
-            os.kill(process.pid, signal.SIGCONT)
-        elif number != signal.SIGSTOP:
-            os.kill(process.pid, number)
+    except OSError:  # an old kernel, or a container
+        with suppress(ProcessLookupError, PermissionError):
+            if _is_same(process):
+                os.kill(process.pid, number)
 
 
 def _is_same(process: ProcessStat) -> bool:
@@ -259,7 +245,8 @@ def waits_in(process: ProcessStat) -> str:
 def require_empty(job_marker: str, deadline_s: float) -> None:
     """Wait until no process of a job is left on this host; LaunchError at the end."""
     ends_at = time.monotonic() + deadline_s
-    while left := list(find_members(job_marker)):
+    mark = b"RONDE_COOKIE=" + os.fsencode(job_marker)
+    while left := [pid for pid in _pids() if mark in _environment(pid)]:
         if time.monotonic() > ends_at:
             raise LaunchError(
                 "processes of the generation before must have ended, but "
@@ -268,15 +255,8 @@ def require_empty(job_marker: str, deadline_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def find_members(job_marker: str) -> Iterator[int]:
-    mark = b"RONDE_COOKIE=" + os.fsencode(job_marker)
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            environ = (entry / "environ").read_bytes()
-        except OSError:
-            # Somebody else's, or gone.
-            continue
-        if mark in environ.split(b"\0"):
-            yield int(entry.name)
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # somebody else's, or gone
+        return []

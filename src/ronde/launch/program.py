@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -51,27 +52,27 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
     program, *arguments = argv
     if program == "-m":
         return [sys.executable, *argv]
-    is_path = "/" in program
-    found = (
-        program if is_path else find_executable(program, *search_path.split(os.pathsep))
-    )
-    if found is None and program.endswith(".py") and Path(program).is_file():
-        found = program
-    if found is None:
-        raise UsageError(
-            f"program must be a path or a command on PATH, got {program!r}, which is "
-            f"neither. {_advice(program)}"
-        )
-    _require_allowed(program, found)
-    if not Path(found).is_file():
-        what = "is a directory" if Path(found).is_dir() else "does not exist"
+    found = program if "/" in program else _find_command(program, search_path)
+    try:
+        mode = Path(found).stat().st_mode
+    except PermissionError:
+        raise _not_allowed(program, "reach") from None
+    except OSError:
+        mode = 0
+    if not stat.S_ISREG(mode):
+        what = "is a directory" if stat.S_ISDIR(mode) else "does not exist"
         raise UsageError(
             f"program must be a file, got {program!r}, which {what} "
             f"(seen from {Path.cwd()}). Check the spelling and --chdir."
         )
+    is_python = found.endswith(".py")
+    if is_python and not os.access(found, os.R_OK):
+        raise _not_allowed(program, "read")
     if os.access(found, os.X_OK):
         return [found, *arguments]
-    if found.endswith(".py"):
+    if mode & 0o111:
+        raise _not_allowed(program, "run")
+    if is_python:
         return [sys.executable, found, *arguments]
     raise UsageError(
         f"program must be executable, got {program!r}, which is not. "
@@ -79,26 +80,30 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
     )
 
 
-def _require_allowed(program: str, path: str) -> None:
-    """Refuse what is for others: a host's ranks may be another user's than we are."""
-    what = ""
-    try:
-        is_program = bool(Path(path).stat().st_mode & 0o111)
-    except PermissionError:
-        what = "reach"
-    except OSError:
-        return
-    else:
-        if path.endswith(".py") and not os.access(path, os.R_OK):
-            what = "read"
-        elif is_program and not os.access(path, os.X_OK):
-            what = "run"
-    if what:
-        raise UsageError(
-            f"program must be one that user {os.geteuid()} of {os.uname().nodename} "
-            f"may {what}, got {program!r}. Type: chmod a+rx {program}, likewise for "
-            "its directories, or log in as its owner."
-        )
+def _not_allowed(program: str, verb: str) -> UsageError:
+    """Return an error: a host's ranks may be another user's than we are."""
+    return UsageError(
+        f"program must be one that user {os.geteuid()} of {os.uname().nodename} may "
+        f"{verb}, got {program!r}. Type: chmod a+rx {program}, likewise for its "
+        "directories, or log in as its owner."
+    )
+
+
+def _find_command(program: str, search_path: str) -> str:
+    found = find_executable(program, *search_path.split(os.pathsep))
+    if found is not None:
+        return found
+    advice = "Check the spelling, or give its path."
+    if Path(program).is_file():
+        if program.endswith(".py"):
+            return program
+        advice = f"Did you mean ./{program}?"
+    elif program == "python":
+        advice = f"Did you mean python3, or {sys.executable}?"
+    raise UsageError(
+        f"program must be a path or a command on PATH, got {program!r}, which is "
+        f"neither. {advice}"
+    )
 
 
 def find_executable(program: str, *directories: str) -> str | None:
@@ -106,11 +111,3 @@ def find_executable(program: str, *directories: str) -> str | None:
     paths = (Path(directory or ".") / program for directory in directories)
     # In this order: of a directory that is closed to us ``is_file`` raises.
     return next((str(p) for p in paths if os.access(p, os.X_OK) and p.is_file()), None)
-
-
-def _advice(program: str) -> str:
-    if Path(program).is_file():
-        return f"Did you mean ./{program}?"
-    if program == "python":
-        return f"Did you mean python3, or {sys.executable}?"
-    return "Check the spelling, or give its path."

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from ronde.launch.failure import (
     signal_name,
 )
 from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
-from ronde.launch.output.files import RankStacks
+from ronde.launch.output import RankStacks
 from ronde.launch.signals import (
     ASKING,
     FORWARDED,
@@ -30,20 +30,25 @@ from ronde.launch.signals import (
     InterruptedStartError,
     interrupter,
 )
+from ronde.units import counted
 
 
-def refusal(
-    refusals: Sequence[tuple[str, messages.Refused]], num_hosts: int
-) -> UsageError | LaunchError:
+def require_accepted(
+    answers: Sequence[tuple[AgentNode, messages.FromAgent]], num_hosts: int
+) -> None:
+    """Raise with the reasons of all agents that refuse a job."""
     by_reason: dict[str, list[str]] = {}
-    for host, refused in refusals:
-        by_reason.setdefault(refused.reason, []).append(host)
+    is_usage = True
+    for node, answer in answers:
+        if isinstance(answer, messages.Refused):
+            by_reason.setdefault(answer.reason, []).append(node.name)
+            is_usage = is_usage and answer.is_usage
     lines = [
         reason if num_hosts == 1 else f"{', '.join(hosts)}: {reason}"
         for reason, hosts in by_reason.items()
     ]
-    is_usage = all(refused.is_usage for _, refused in refusals)
-    return (UsageError if is_usage else LaunchError)("\n".join(lines))
+    if lines:
+        raise (UsageError if is_usage else LaunchError)("\n".join(lines))
 
 
 class Answer(NamedTuple):
@@ -137,17 +142,15 @@ class _Rank:
 
 
 class Running(Handler):
-    """One run of all ranks; ``on_started`` gets the seconds until all ran."""
+    """One run of all ranks."""
 
     def __init__(
         self,
         loop: EventLoop,
         nodes: Sequence[AgentNode],
         jobs: Sequence[messages.NodeJob],
-        on_started: Callable[[float], None],
     ) -> None:
         super().__init__(loop)
-        self._on_started = on_started
         self._nodes = list(nodes)
         self._grace_s = jobs[0].grace_s
         self._epoch = jobs[0].epoch
@@ -163,7 +166,6 @@ class Running(Handler):
         self._answer_by_s = self._cause_by_s = self._stacks_by_s = _NEVER
         self._awaited: set[int] = set()
         self._stacks: dict[int, messages.Stacks] = {}
-        self._is_asking = False
         self._started_at_s = 0.0
 
     def run(self, address: str, port: int) -> JobResult:
@@ -176,7 +178,7 @@ class Running(Handler):
             node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
             node.send(messages.Start(address, port))
         while not self._loop.serve(self, lambda: not self._unfinished(), self._due_s):
-            if self._is_asking and time.monotonic() > self._stacks_by_s:
+            if time.monotonic() > self._stacks_by_s:
                 self._show_stacks()
             elif not self._is_stopping:
                 self._stop(signal.SIGTERM)
@@ -227,7 +229,7 @@ class Running(Handler):
                 self._finished[node.name] = message
                 node.watch(is_watched=False)
             case messages.Refused():
-                raise refusal([(node.name, message)], num_hosts=len(self._nodes))
+                require_accepted([(node, message)], len(self._nodes))
             case _:
                 super().take(node, message)
 
@@ -245,15 +247,13 @@ class Running(Handler):
                     self._stop_if_caused(message)
             case messages.Stacks():
                 self._stacks[message.rank] = message
-        if self._is_asking and not self._unheard():
+        if self._stacks_by_s < _NEVER and not self._unheard():
             self._show_stacks()
 
     def _take_start(self) -> None:
         for node in self._nodes:
             node.watch(is_watched=True)
-        count = len(self._ranks)
-        self._loop.progress.end(f"{count} rank{'s' if count > 1 else ''} started")
-        self._on_started(time.monotonic() - self._started_at_s)
+        self._loop.progress.end(f"{counted(len(self._ranks), 'rank')} started")
 
     def take_output(self, output: messages.Output) -> None:
         if self._is_stopping and not self._is_killing:
@@ -298,8 +298,7 @@ class Running(Handler):
         )
 
     def _ask_for_stacks(self) -> None:
-        if not self._is_asking:
-            self._is_asking = True
+        if self._stacks_by_s == _NEVER:
             self._stacks.clear()
             self._stacks_by_s = time.monotonic() + ANSWER_S
             self._send(messages.TakeStacks())
@@ -312,7 +311,7 @@ class Running(Handler):
         ]
 
     def _show_stacks(self) -> None:
-        self._is_asking, self._stacks_by_s = False, _NEVER
+        self._stacks_by_s = _NEVER
         unheard = {number: messages.Stacks(number, ()) for number in self._unheard()}
         self._loop.output.stacks(
             [

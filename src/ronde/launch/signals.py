@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 TIMED_OUT = signal.SIGALRM  # comes when the time that the user gave the job is over
+# Each of these ends the job.
 STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, TIMED_OUT})
-"""Each of these ends the job."""
-
 ASKING = signal.SIGQUIT  # asks where the job is, and ends nothing
+# Each of these goes to the ranks and does nothing else.
 FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT})
-"""Each of these goes to the ranks and does nothing else."""
-
 SUSPENDING = signal.SIGTSTP  # stops the ranks and then this process
 _CAUGHT = STOPPING | FORWARDED | {ASKING, SUSPENDING}
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, SUSPENDING})

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ronde.errors import UsageError
 from ronde.launch.failure import JobResult, RankEnd
 from ronde.launch.messages import Output, Stream
-from ronde.launch.output.files import Generation, RankStacks
+from ronde.launch.output import Generation, RankStacks
 from ronde.render.text import RankChoice
 
 HELD_BYTES = 64 << 10  # a line longer than this is shown in pieces

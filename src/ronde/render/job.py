@@ -13,19 +13,12 @@ from ronde.launch.environments import redacted
 from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
 from ronde.launch.hosts.host import RankResources
 from ronde.launch.messages import ProcessStack
-from ronde.launch.output.files import Generation, RankStacks, attempt_dir
+from ronde.launch.output import Generation, RankStacks, attempt_dir
 from ronde.launch.signals import TIMED_OUT, interruption_code
-from ronde.render.text import (
-    align,
-    counted,
-    format_places,
-    format_ranks,
-    format_runs,
-    grouped,
-    list_first,
-)
+from ronde.render.text import align, format_places, format_ranks, format_runs, grouped
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE
+from ronde.units import counted, list_first
 
 _TITLES = ("host", "rank", "local", "device", "cores", "CPUs", "memory", "NIC", "why")
 _UNSET = "(unset)"
@@ -34,7 +27,7 @@ _UNSET = "(unset)"
 def plan_text(plan: JobPlan) -> str:
     """Return all of a plan but secrets; hosts and ranks that are alike share a line."""
     shared, own = _environments(plan)
-    size = f"{counted(plan.size, 'rank')} on {counted(len(plan.shares), 'host')}"
+    size = f"{counted(len(plan.hosts), 'rank')} on {counted(len(plan.shares), 'host')}"
     lines = [
         f"{size}, meeting at {plan.address}: {shlex.join(plan.spec.argv)}",
         "",
@@ -57,9 +50,8 @@ def plan_text(plan: JobPlan) -> str:
 
 def _rows(plan: JobPlan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    hosts = zip(plan.shares, plan.places, strict=True)
-    for places, alike in groupby(hosts, key=lambda host: host[1]):
-        first, *others = [share for share, _ in alike]
+    for places, alike in groupby(plan.shares, key=lambda share: share.places):
+        first, *others = alike
         start, local = first.ranks.start, 0
         for place, same in groupby(places):
             num = len(list(same))

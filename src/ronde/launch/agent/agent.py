@@ -5,222 +5,44 @@ and one loop, and exchanges frames over its standard input and output. Its paren
 *reaper*, kills what an agent that died left behind.
 """
 
-import errno
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum, auto
 from pathlib import Path
 from typing import NoReturn
 
 from ronde.addresses import read_interfaces
-from ronde.errors import LaunchError, UsageError
 from ronde.launch import messages
-from ronde.launch.agent.diagnostics import KernelDiagnostics, StackTaker
-from ronde.launch.agent.ranks import RankGroup, allow_ranks, remove_directory
+from ronde.launch.agent.ranks import JobPhase, LocalJob
 from ronde.launch.agent.relay import (
     OutputSender,
     RemoteProgram,
-    StoreRelay,
     Watched,
     name_directory,
 )
 from ronde.launch.environments import own_environment
 from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
-from ronde.launch.network import hold_port
+from ronde.launch.network import find_answering, locate
 from ronde.launch.process_tree import (
     adopt_orphans,
     children,
     die_with_parent,
     has_children,
-    require_empty,
     sweep,
 )
-from ronde.launch.program import enter_directory, require_processes, resolve_program
 from ronde.launch.signals import is_kept_ignored, notice_signals, signal_pipe
 from ronde.store.local_socket import remove
 from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity
 
-_LEFTOVER_POLL_S = 0.02
-_FENCE_S = 20.0
-_USAGE_ERRORS = frozenset(
-    {errno.ENOENT, errno.ENOEXEC, errno.EACCES, errno.ENOTDIR, errno.E2BIG}
-)
 _NUMBERS_BYTES = 4096
 _LOCATE_S = 2.0
 _NEVER = float("inf")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class JobPhase(Enum):
-    """How far a job is."""
-
-    PREPARING = auto()
-    RUNNING = auto()
-    STOPPING = auto()
-    OVER = auto()
-
-
-class LocalJob:
-    """What an agent does for one job; it reports to the controller as it goes."""
-
-    def __init__(self, job: messages.NodeJob, sender: OutputSender) -> None:
-        self.phase = JobPhase.PREPARING
-        self._job = job
-        self._sender = sender
-        self._stacks = StackTaker()
-        self.ranks = RankGroup(self._stacks, sender)
-        self._command: list[str] = []
-        self._directory = ""
-        self._port: socket.socket | None = None
-        self.store: StoreRelay | None = None  # the ranks' way to the store
-        self._deadline = 0.0
-        self._stopped_s = 0.0
-        self._stopped_by = 0
-        self._kernel = KernelDiagnostics()
-
-    @property
-    def due_s(self) -> float:
-        """When ``advance`` must be called at the latest, on the monotonic clock."""
-        due_s = self._stacks.due_s
-        if self.phase is not JobPhase.STOPPING:
-            return due_s
-        if self.ranks.is_running:
-            return min(due_s, self._deadline)
-        return min(self._deadline, time.monotonic() + _LEFTOVER_POLL_S)
-
-    def watched(self) -> Watched:
-        if self.store is not None:
-            yield from self.store.watched()
-        yield from self.ranks.watched()
-
-    def prepare(self, directory: Path) -> None:
-        job = self._job
-        own_path = own_environment().get("PATH", "")
-        try:
-            require_processes()
-            allow_ranks(len(job.ranks))
-            if job.epoch:
-                require_empty(job.job_marker, _FENCE_S)
-            self._directory = enter_directory(job.cwd)
-            self._command = resolve_program(job.argv, job.env.get("PATH", own_path))
-            if job.address:
-                self._port = hold_port(job.address, job.master_port)
-            self.ranks.prepare(job)
-            self.store = StoreRelay(directory, job.epoch, len(job.ranks), self._sender)
-        except (UsageError, LaunchError, OSError) as error:
-            shortage = explain_shortage(error) if isinstance(error, OSError) else ""
-            self._refuse(shortage or str(error), is_usage=isinstance(error, UsageError))
-            return
-        self._sender.send(
-            messages.Ready(self._port.getsockname()[1] if self._port else 0)
-        )
-
-    def start(self, order: messages.Start) -> None:
-        if self.phase is not JobPhase.PREPARING or self.store is None:
-            raise LaunchError("Start must come once, after NodeJob.")
-        where = {
-            "RONDE_STORE": str(self.store.path),
-            # What the agent was started with may name another one.
-            "PWD": self._directory,
-            "MASTER_ADDR": order.master_addr,
-            "MASTER_PORT": str(order.master_port),
-        }
-        try:
-            ranks = self.ranks.start(self._job, self._command, where)
-        except OSError as error:
-            sweep()
-            reason = explain_shortage(error) or (
-                f"program must be one that can start, but {self._command[0]!r} does "
-                f"not: {error.strerror}."
-            )
-            self._refuse(reason, is_usage=error.errno in _USAGE_ERRORS)
-            return
-        for complaint in self.ranks.complaints:
-            self._sender.send(messages.Notice(complaint))
-        self.phase = JobPhase.RUNNING
-        for rank in ranks:
-            self._sender.send(messages.Started(rank.rank, rank.pid))
-
-    def call_off(self) -> None:
-        if self.phase is not JobPhase.PREPARING:
-            raise LaunchError("NodeJob must come while no ranks run.")
-        self._end()
-
-    def stop(self, number: int) -> None:
-        if self.phase is JobPhase.PREPARING:
-            self._end()
-            self._sender.send(messages.Finished(0, ()))
-            return
-        if self.phase is JobPhase.RUNNING:
-            self.phase = JobPhase.STOPPING
-            self._stopped_s = time.monotonic()
-            self._stopped_by = number
-            self._deadline = self._stopped_s + self._job.grace_s
-        if number == signal.SIGKILL:
-            # Nobody waits for their output any more.
-            self._sender.discard()
-            self._deadline = 0.0
-        self.ranks.stop(number)
-
-    def advance(self) -> None:
-        for stacks in self._stacks.take():
-            self._sender.send(stacks)
-        if self.phase is JobPhase.RUNNING:
-            is_over = not self.ranks.is_running
-        elif self.phase is JobPhase.STOPPING:
-            is_late = time.monotonic() >= self._deadline
-            is_over = is_late or not (self.ranks.is_running or self.ranks.groups_left())
-        else:
-            return
-        if is_over:
-            # First: MPI's holders are no leftover of the ranks.
-            self.ranks.close()
-            swept = sweep(on_reaped=self.note_end)
-            self.ranks.close_pipes()
-            self._end()
-            self._sender.send_last(messages.Finished(swept.num_killed, swept.stuck))
-
-    def note_end(self, pid: int, wait_status: int) -> None:
-        """Send Exited for a child that was reaped, if it is a rank."""
-        rank = self.ranks.find(pid)
-        if rank is None:
-            return
-        status = rank.reaped(wait_status)
-        if status and not self._stopped_s:
-            self.ranks.look_for_ends()
-        for pipe in rank.pipes:
-            pipe.drain()
-        evidence = self._kernel.explain(status, wait_status, pid, self._directory)
-        began_s = rank.began_s or time.monotonic()
-        traceback_s = max(pipe.traceback_s for pipe in rank.pipes)
-        self._sender.send(
-            messages.Exited(
-                rank.rank, status, began_s, traceback_s, self._stopped_s, evidence
-            )
-        )
-        self.ranks.stop_rest(rank, self._stopped_by)
-
-    def _refuse(self, reason: str, *, is_usage: bool) -> None:
-        self._end()
-        self._sender.send(messages.Refused(reason, is_usage))
-
-    def _end(self) -> None:
-        self.phase = JobPhase.OVER
-        self._kernel.close()
-        self.ranks.close()
-        self._stacks.close()
-        if self.store is not None:
-            self.store.close()
-        if self._port is not None:
-            self._port.close()
-            self._port = None
 
 
 def run_reaped(
@@ -280,7 +102,6 @@ def run_reaped(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     code = os.waitstatus_to_exitcode(_wait_for_child(child))
     sweep(spared=others)
-    remove_directory(child)
     remove(directory)
     if is_foreground and asked and code < 0:
         os._exit(128 + asked[-1])
@@ -323,16 +144,18 @@ def main(first_message_s: float = _NEVER) -> NoReturn:
 def run_agent(
     transport: messages.Transport, directory: Path, first_message_s: float = _NEVER
 ) -> int:
-    agent = Agent(transport, directory, first_message_s)
-    with suppress(BrokenPipeError, EOFError):
-        try:
-            agent.run()
-        finally:
-            # Whatever happened: nothing outlives the agent.
-            if has_children():
-                sweep()
-            remove(directory)
-    return 0 if agent.is_leaving else 1
+    """Be an agent until its controller leaves; return 1 where it leaves first."""
+    try:
+        with suppress(BrokenPipeError):
+            Agent(transport, directory, first_message_s).run()
+    except EOFError:
+        return 1
+    finally:
+        # Whatever happened: nothing outlives the agent.
+        if has_children():
+            sweep()
+        remove(directory)
+    return 0
 
 
 class Agent:
@@ -341,9 +164,9 @@ class Agent:
     def __init__(
         self, transport: messages.Transport, directory: Path, first_message_s: float
     ) -> None:
-        self.is_leaving = False
+        self._is_leaving = False
         self._transport = transport
-        self._decoder = messages.FrameDecoder()
+        self._reader = messages.MessageDecoder((*messages.TO_AGENT, messages.Relayed))
         self._sender = OutputSender(transport.write)
         self._directory = directory
         self._job: LocalJob | None = None
@@ -358,21 +181,16 @@ class Agent:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
     def run(self) -> None:
-        directory = ""
-        with suppress(OSError):
-            directory = str(Path.cwd())
         self._sender.send(
             messages.Hello(
                 protocol=messages.PROTOCOL,
                 host=os.uname().nodename,
                 identity=network_identity(),
-                pid=os.getpid(),
-                directory=directory,
                 machine=read_machine(environ=own_environment()),
                 interfaces=read_interfaces(),
             )
         )
-        while not (self.is_leaving and self._sender.is_empty):
+        while not self._is_leaving:
             self._serve_ready()
             if time.monotonic() > self._heard_at + self._lease_s:
                 self._doubt_controller()
@@ -410,9 +228,6 @@ class Agent:
             yield from self._job.watched()
 
     def _doubt_controller(self) -> None:
-        # Imported where it is needed: most agents hear of their controller.
-        from ronde.launch.network import find_answering
-
         addresses, self._controller_addresses = self._controller_addresses, ()
         if not find_answering({"": addresses}):
             raise EOFError("the controller is silent")
@@ -422,17 +237,13 @@ class Agent:
         data = self._transport.read()
         if data is None:
             return
-        if not data:
-            raise EOFError("the controller is gone")
+        self._is_leaving = not data
         self._heard_at = time.monotonic()
-        for frame in self._decoder.feed(data):
-            if isinstance(frame, messages.Output):
-                raise LaunchError("an agent takes no output.")
-            if isinstance(frame, messages.Relayed):
-                if self._job is not None and self._job.store is not None:
-                    self._job.store.deliver(frame)
-                continue
-            self._obey(messages.decode_message(frame, messages.TO_AGENT))
+        for message in self._reader.feed(data):
+            if not isinstance(message, messages.Relayed):
+                self._obey(message)
+            elif self._job is not None and self._job.store is not None:
+                self._job.store.deliver(message)
             # What takes long here is no silence of the controller's.
             self._heard_at = max(self._heard_at, time.monotonic())
 
@@ -468,9 +279,6 @@ class Agent:
                 self._controller_addresses = order.addresses
                 self._sender.send(messages.Pong(order.sent_at_s, time.monotonic()))
             case messages.Locate():
-                # Imported where it is needed: not for a job on one host.
-                from ronde.launch.network import locate
-
                 sources = locate(order.addresses, order.port, _LOCATE_S)
                 self._sender.send(messages.Located(sources))
             case messages.StartProgram():
@@ -480,12 +288,10 @@ class Agent:
                     self._program.write(order.line)
             case messages.NodeJob():
                 if self._job is not None:
-                    # A host was lost meanwhile, and its controller tries again.
-                    self._job.call_off()
+                    # Another host was lost, and the controller tries again.
+                    self._job.end()
                 self._job = LocalJob(order, self._sender)
                 self._job.prepare(self._directory)
-            case messages.Leave():
-                self.is_leaving = True
             case _:
                 self._obey_for_job(order)
 
@@ -509,6 +315,6 @@ class Agent:
             case messages.StopRanks():
                 self._job.stop(order.signal)
             case messages.Forward():
-                self._job.ranks.send(order.signal)
+                self._job.send(order.signal)
             case messages.TakeStacks():
-                self._job.ranks.ask_for_stacks()
+                self._job.ask_for_stacks()

@@ -14,7 +14,6 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from ronde.launch.messages import ProcessStack, Stacks
 from ronde.launch.process_tree import (
@@ -26,6 +25,7 @@ from ronde.launch.process_tree import (
     signal_process,
     waits_in,
 )
+from ronde.memory import list_groups
 
 _CRASH_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
@@ -34,8 +34,6 @@ _PLAIN_ENDS = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 _OOM_KILL = re.compile(r"oom-kill:|oom_reaper:|Killed process ")
 _GPU_ERROR = "NVRM: Xid"
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-_CLOCK_STEP_S = 1.0
-_OTHER = "a process of the job"
 _MEMORY_DIR = "/dev/shm"  # noqa: S108 - it is asked about, nothing is put there
 _MAX_KERNEL_TEXT = 160
 _MAX_KEPT_LINES = 256
@@ -48,17 +46,25 @@ _RANK_S = 4.0
 _POLL_S = 0.005
 _MAX_PROCESSES = 16
 _MAX_TEXT_BYTES = 64 << 10
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits in the kernel, not to be interrupted",
+    "T": "is stopped",
+    "t": "is traced",
+}
 
 
 class KernelDiagnostics:
     """Looks at the machine now, to report later what changed."""
 
     def __init__(self) -> None:
-        self._since_s = time.time()
-        own = oom_counters(
-            read_text("/proc/self/cgroup"), read_text("/proc/self/mountinfo")
+        groups, names = (
+            list_groups("", "memory"),
+            ("memory.events", "memory.oom_control"),
         )
         # Where no group counts, the machine does.
+        own = [f"{group}/{name}" for group in groups for name in names]
         self._counters = [*own, "/proc/vmstat"]
         self._num_oom_kills = self._count_oom_kills()
         self._kernel_lines: list[str] = []
@@ -70,14 +76,15 @@ class KernelDiagnostics:
             return ""
         kernel_line = self._kernel_line(pid)
         is_crash = -status in _CRASH_SIGNALS
-        found = [self._explain_core(wait_status, pid, cwd)] if status < 0 else []
+        found = [_explain_core(pid, cwd)] if os.WCOREDUMP(wait_status) else []
         if _OOM_KILL.search(kernel_line):
             self._num_oom_kills += 1
             found.append("the kernel killed it for lack of memory (OOM)")
         elif self._count_oom_kills() > self._num_oom_kills and not is_crash:
-            is_own = status == -signal.SIGKILL
-            self._num_oom_kills += is_own
-            victim, seems = ("it", " (OOM), it seems") if is_own else (_OTHER, "")
+            victim, seems = "a process of the job", ""
+            if status == -signal.SIGKILL:
+                self._num_oom_kills += 1
+                victim, seems = "it", " (OOM), it seems"
             found.append(f"the kernel killed {victim} for lack of memory{seems}")
         elif kernel_line and (is_crash or _GPU_ERROR in kernel_line):
             found.append(f"kernel log: {kernel_line}")
@@ -86,41 +93,18 @@ class KernelDiagnostics:
         return "; ".join(filter(None, found))
 
     def close(self) -> None:
-        if self._kernel_fd is not None:
+        if self._kernel_fd >= 0:
             os.close(self._kernel_fd)
-            self._kernel_fd = None
-
-    def _explain_core(self, wait_status: int, pid: int, cwd: str) -> str:
-        if not os.WCOREDUMP(wait_status):
-            return ""
-        pattern = read_text("/proc/sys/kernel/core_pattern").rstrip("\n")
-        if pattern.startswith("|"):
-            taker = pattern[1:].split()[0].rpartition("/")[2]
-            is_systemd = taker == "systemd-coredump"
-            cure = f", see coredumpctl info {pid}" if is_systemd else ""
-            return f"core dumped to {taker}{cure}"
-        has_pid = read_text("/proc/sys/kernel/core_uses_pid").strip() == "1"
-        if has_pid and "%p" not in pattern:
-            pattern += ".%p"
-        start = Path("/" if pattern.startswith("/") else cwd)
-        # The directory may be gone, or closed to us.
-        with suppress(OSError):
-            for path in start.glob(core_glob(pattern, pid).lstrip("/")):
-                # An older one of the same name is not this process's.
-                if path.stat().st_mtime >= self._since_s - _CLOCK_STEP_S:
-                    return f"core dumped to {path}"
-        return "core dumped"
+            self._kernel_fd = -1
 
     def _count_oom_kills(self) -> int:
         for path in self._counters:
-            for line in read_text(path).splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill" and value.strip().isdecimal():
-                    return int(value)
+            if count := re.search(r"^oom_kill (\d+)$", read_text(path), re.MULTILINE):
+                return int(count[1])
         return 0
 
     def _kernel_line(self, pid: int) -> str:
-        if self._kernel_fd is not None:
+        if self._kernel_fd >= 0:
             self._kernel_lines += _read_kernel_log(self._kernel_fd)
             del self._kernel_lines[:-_MAX_KEPT_LINES]
         named = re.compile(rf"(\[|[Pp]rocess |pid[=:] ?){pid}\b")
@@ -128,32 +112,22 @@ class KernelDiagnostics:
         return lines[-1][:_MAX_KERNEL_TEXT] if lines else ""
 
 
-def oom_counters(cgroups: str, mounts: str) -> list[str]:
-    counters: list[str] = []
-    for line in mounts.splitlines():
-        place, _, kind = line.partition(" - ")
-        words = place.split()
-        root, mount = _unescaped(words[3]), _unescaped(words[4])
-        is_v2 = kind.startswith("cgroup2 ")
-        is_v1 = kind.startswith("cgroup ") and "memory" in kind.split()[-1].split(",")
-        if not is_v1 and not is_v2:
-            continue
-        path = _own_path(cgroups, "" if is_v2 else "memory")
-        name = "memory.events" if is_v2 else "memory.oom_control"
-        below = path.removeprefix(root) if root != "/" else path
-        # In a container the mount may begin at one's own group.
-        counters += [f"{mount}{below.rstrip('/')}/{name}", f"{mount}/{name}"]
-    return list(dict.fromkeys(counters))
+def _explain_core(pid: int, cwd: str) -> str:
+    pattern = read_text("/proc/sys/kernel/core_pattern").strip()
+    if pattern.startswith("|"):
+        taker = pattern[1:].split()[0].rpartition("/")[2]
+        is_systemd = taker == "systemd-coredump"
+        cure = f", see coredumpctl info {pid}" if is_systemd else ""
+        return f"core dumped to {taker}{cure}"
+    if read_text("/proc/sys/kernel/core_uses_pid") == "1\n":
+        pattern += "" if "%p" in pattern else ".%p"
+    return f"core dumped to {os.path.join(cwd, core_file(pattern, pid))}"  # noqa: PTH118
 
 
-def _own_path(cgroups: str, controller: str) -> str:
-    entries = (line.split(":", 2) for line in cgroups.splitlines())
-    own = (path for _, names, path in entries if controller in names.split(","))
-    return next(own, "/")
-
-
-def _unescaped(path: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+def core_file(pattern: str, pid: int) -> str:
+    """Return the path of a core file, with stars for what only the kernel knows."""
+    known = {"%": "%", "p": str(pid)}
+    return re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
 
 
 def _explain_shared_memory() -> str:
@@ -169,20 +143,13 @@ def _explain_shared_memory() -> str:
     return f"{_MEMORY_DIR} has {free_mib} of {size_mib} MiB free"
 
 
-def core_glob(pattern: str, pid: int) -> str:
-    known = {"%": "%", "p": str(pid)}
-    matching = re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
-    # Two of them side by side mean something else to ``glob``, or nothing.
-    return re.sub(r"\*+", "*", matching)
-
-
-def _open_kernel_log() -> int | None:
+def _open_kernel_log() -> int:
     with suppress(OSError):
         if os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE:  # noqa: PTH115
             fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(fd, 0, os.SEEK_END)
             return fd
-    return None
+    return -1
 
 
 def _read_kernel_log(fd: int) -> list[str]:
@@ -197,26 +164,6 @@ def _read_kernel_log(fd: int) -> list[str]:
             return lines
         text = record.decode("utf-8", "backslashreplace").partition(";")[2]
         lines.append(text.partition("\n")[0])
-
-
-_MASKS = ("SigBlk", "SigPnd", "ShdPnd", "SigCgt")
-_STATES = {
-    "R": "runs",
-    "S": "sleeps",
-    "D": "waits in the kernel, not to be interrupted",
-    "T": "is stopped",
-    "t": "is traced",
-    "Z": "has ended",
-    "X": "has ended",
-}
-
-
-class _Signals(NamedTuple):
-    """What is known of the signal in one process, and in which threads."""
-
-    blocked_in: frozenset[str]
-    is_pending: bool
-    is_caught: bool
 
 
 class StackTaker:
@@ -251,7 +198,7 @@ class StackTaker:
             if rank not in self._asked and pid in table:
                 processes = [table[pid], *descendants(pid, table=table)]
                 alive = [p for p in processes if not p.is_zombie][:_MAX_PROCESSES]
-                self._asked[rank] = _take_stacks(alive, self._files.get(rank))
+                self._asked[rank] = _take_stacks(alive, self._files.get(rank, -1))
 
     def take(self) -> list[Stacks]:
         taken: list[Stacks] = []
@@ -271,21 +218,26 @@ class StackTaker:
 
 
 def _take_stacks(
-    processes: Sequence[ProcessStat], fd: int | None
+    processes: Sequence[ProcessStat], fd: int
 ) -> Generator[None, None, tuple[ProcessStack, ...]]:
     """Ask a rank's processes one after the other; yield while one has not answered."""
     ends_at_s = time.monotonic() + _RANK_S
     taken: list[ProcessStack] = []
     for process in processes:
         pid, text = process.pid, ""
-        before = _read_signals(pid)
         # Both: by default the signal would end a process.
-        can_answer = before.is_caught and fd is not None and _holds_file(pid, fd)
-        if can_answer and fd is not None and time.monotonic() <= ends_at_s:
+        can_answer = _threads_with(pid, "SigCgt") and _holds_file(pid, fd)
+        if can_answer and time.monotonic() <= ends_at_s:
+            blocked_before = _threads_with(pid, "SigBlk")
             os.ftruncate(fd, 0)
             due_s = time.monotonic() + _PROCESS_S
             signal_process(process, _SIGNAL)
-            while not _has_answered(pid, fd, before) and time.monotonic() <= due_s:
+            while time.monotonic() <= due_s and not (
+                os.fstat(fd).st_size
+                # The handler has run to its end: it blocks its own signal.
+                and not _threads_with(pid, "SigPnd", "ShdPnd")
+                and _threads_with(pid, "SigBlk") <= blocked_before
+            ):
                 yield
             text = os.pread(fd, _MAX_TEXT_BYTES, 0).decode(errors="replace")
         state = "" if text else _kernel_state(pid)
@@ -293,17 +245,23 @@ def _take_stacks(
     return tuple(taken)
 
 
-def _has_answered(pid: int, fd: int, before: _Signals) -> bool:
-    """Whether the handler has run to its end: it blocks its own signal."""
-    if not os.fstat(fd).st_size:
-        return False
-    signals = _read_signals(pid)
-    return not signals.is_pending and signals.blocked_in <= before.blocked_in
+def _threads_with(pid: int, *masks: str) -> set[str]:
+    """Return the threads of a process that have the signal in one of their masks."""
+    wanted = re.compile(rf"^(?:{'|'.join(masks)}):\t(\w+)$", re.MULTILINE)
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+    except OSError:  # it ends meanwhile
+        return set()
+    found = {
+        t: wanted.findall(read_text(f"/proc/{pid}/task/{t}/status")) for t in threads
+    }
+    bit = 1 << (_SIGNAL - 1)
+    return {t for t, values in found.items() if any(int(v, 16) & bit for v in values)}
 
 
 def _holds_file(pid: int, fd: int) -> bool:
-    wanted = os.fstat(fd)
     try:
+        wanted = os.fstat(fd)
         return any(
             os.path.samestat(wanted, each.stat())
             for each in Path(f"/proc/{pid}/fd").iterdir()
@@ -312,27 +270,8 @@ def _holds_file(pid: int, fd: int) -> bool:
         return False
 
 
-def _read_signals(pid: int) -> _Signals:
-    bit = 1 << (_SIGNAL - 1)
-    blocked_in: set[str] = set()
-    is_pending = is_caught = False
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            text = (task / "status").read_text(errors="replace")
-            fields = dict(re.findall(r"^(Sig\w+|ShdPnd):\t(\w+)$", text, re.MULTILINE))
-            masks = {name: int(fields[name], 16) & bit for name in _MASKS}
-            if masks["SigBlk"]:
-                blocked_in.add(task.name)
-            is_pending |= bool(masks["SigPnd"] or masks["ShdPnd"])
-            is_caught |= bool(masks["SigCgt"])
-    except (OSError, ValueError, KeyError):
-        # It ends meanwhile: nothing is known, and nothing is waited for.
-        return _Signals(frozenset(blocked_in), is_pending=False, is_caught=False)
-    return _Signals(frozenset(blocked_in), is_pending, is_caught)
-
-
 def _kernel_state(pid: int) -> str:
     process = read_process(pid)
-    if process is None:
+    if process is None or process.state not in _STATES:
         return "has ended"
-    return _STATES.get(process.state, process.state) + waits_in(process)
+    return _STATES[process.state] + waits_in(process)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -62,15 +62,6 @@ class OutputSender(messages.MessageWriter):
     def is_full(self) -> bool:
         return self._output_bytes >= _FULL_BYTES
 
-    @property
-    def is_store_full(self) -> bool:
-        """Whether the ranks' connections to the store should not be read for now."""
-        return self.relayed_bytes >= _FULL_BYTES
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self._outputs or self._last_message or self.is_writing)
-
     def send_last(self, message: messages.FromAgent) -> None:
         self._last_message = message
         self.flush()
@@ -112,22 +103,25 @@ class OutputPipe:
 
     rank: int
     stream: messages.Stream
-    fd: int  # non-blocking, open for reading
+    file: IO[bytes]  # closed once all writers are gone and all is read
     sender: OutputSender
-    is_open: bool = True  # false once all writers are gone and all is read
     # when the last Python traceback was read from stderr, monotonic; 0 for never
     traceback_s: float = 0.0
     _before: bytes = b""
+
+    def __post_init__(self) -> None:
+        os.set_blocking(self.file.fileno(), False)
 
     def read(self) -> bool:
         """Pass on what is there; False when nothing is now. Closes at the end."""
         try:
             # It may have been drained to its end after the poll had seen it ready.
-            data = os.read(self.fd, _PIPE_BYTES) if self.is_open else b""
+            is_open = not self.file.closed
+            data = os.read(self.file.fileno(), _PIPE_BYTES) if is_open else b""
         except BlockingIOError:
             return False
         if not data:
-            self.close()
+            self.file.close()
             return False
         if self.stream is messages.Stream.STDERR:
             text = self._before + data
@@ -142,26 +136,18 @@ class OutputPipe:
             if not self.read():
                 return
 
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            os.close(self.fd)
-
 
 def name_directory() -> Path:
     """Return where an agent may make its sockets; nobody can guess it before."""
     return temporary_directory() / f"{_PREFIX}{os.urandom(8).hex()}"
 
 
-@dataclass(slots=True)
-class _Connection:
-    number: int
-    sock: socket.socket
-    unsent: bytearray = field(default_factory=bytearray)
-
-
 class StoreRelay:
-    """Takes the connections of one generation's ranks and relays their bytes."""
+    """Takes the connections of one generation's ranks and relays their bytes.
+
+    The store is the controller's, so that no port is open for it and no rank's or
+    host's end takes it away; the ranks' host reaches it over what it has anyway.
+    """
 
     def __init__(
         self, directory: Path, epoch: int, num_ranks: int, sender: OutputSender
@@ -169,7 +155,7 @@ class StoreRelay:
         self._epoch = epoch
         self._max_connections = max_connections(num_ranks)
         self._sender = sender
-        self._by_number: dict[int, _Connection] = {}
+        self._by_number: dict[int, tuple[socket.socket, bytearray]] = {}
         self._count = 0
         if not directory.exists():
             # Remove the sockets of agents that were killed together with their reapers.
@@ -183,27 +169,32 @@ class StoreRelay:
 
     def watched(self) -> Watched:
         yield self._listener.fileno(), select.POLLIN, self._accept
-        reading = 0 if self._sender.is_store_full else select.POLLIN
-        for each in self._by_number.values():
-            if events := reading | (select.POLLOUT if each.unsent else 0):
-                yield each.sock.fileno(), events, partial(self._serve, each)
+        reading = 0 if self._is_held_back else select.POLLIN
+        for number, (sock, unsent) in self._by_number.items():
+            if events := reading | (select.POLLOUT if unsent else 0):
+                yield sock.fileno(), events, partial(self._serve, number)
+
+    @property
+    def _is_held_back(self) -> bool:
+        return self._sender.relayed_bytes >= _FULL_BYTES
 
     def deliver(self, relayed: messages.Relayed) -> None:
-        connection = self._by_number.get(relayed.connection)
-        if connection is None or relayed.epoch != self._epoch:
+        number = relayed.connection
+        if relayed.epoch != self._epoch or number not in self._by_number:
             return
-        connection.unsent += relayed.data
-        if not relayed.data or len(connection.unsent) > _MAX_UNSENT_BYTES:
-            self._close(connection)
+        unsent = self._by_number[number][1]
+        unsent += relayed.data
+        if not relayed.data or len(unsent) > _MAX_UNSENT_BYTES:
+            self._close(number)
         else:
-            self._write(connection)
+            self._write(number)
 
     def close(self) -> None:
         if self._listener.fileno() >= 0:
             self._listener.close()
             self.path.unlink(missing_ok=True)
-        for connection in list(self._by_number.values()):
-            self._close(connection)
+        for number in list(self._by_number):
+            self._close(number)
 
     def _accept(self) -> None:
         try:
@@ -216,37 +207,38 @@ class StoreRelay:
             return
         sock.setblocking(False)  # noqa: FBT003  the socket's own method
         self._count += 1
-        self._by_number[self._count] = _Connection(self._count, sock)
+        self._by_number[self._count] = sock, bytearray()
 
-    def _serve(self, connection: _Connection) -> None:
-        self._write(connection)
+    def _serve(self, number: int) -> None:
+        self._write(number)
         # It may have been closed, now or after the poll had seen it ready.
-        if connection.number not in self._by_number or self._sender.is_store_full:
+        if number not in self._by_number or self._is_held_back:
             return
         try:
-            data = connection.sock.recv(_READ_BYTES)
+            data = self._by_number[number][0].recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if data:
-            self._sender.relay(messages.Relayed(self._epoch, connection.number, data))
+            self._sender.relay(messages.Relayed(self._epoch, number, data))
         else:
-            self._close(connection)
+            self._close(number)
 
-    def _write(self, connection: _Connection) -> None:
+    def _write(self, number: int) -> None:
+        sock, unsent = self._by_number.get(number, (None, bytearray()))
         try:
-            while connection.unsent and connection.number in self._by_number:
-                del connection.unsent[: connection.sock.send(connection.unsent)]
+            while sock is not None and unsent:
+                del unsent[: sock.send(unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._close(connection)
+            self._close(number)
 
-    def _close(self, connection: _Connection) -> None:
-        if self._by_number.pop(connection.number, None) is not None:
-            connection.sock.close()
-            self._sender.relay(messages.Relayed(self._epoch, connection.number, b""))
+    def _close(self, number: int) -> None:
+        if number in self._by_number:
+            self._by_number.pop(number)[0].close()
+            self._sender.relay(messages.Relayed(self._epoch, number, b""))
 
 
 class RemoteProgram:
@@ -269,16 +261,19 @@ class RemoteProgram:
             start_new_session=True,
         )
         self.pid = self._process.pid
-        pipes = (self._process.stdin, self._process.stdout)
-        self._pipes = cast("tuple[IO[bytes], IO[bytes]]", pipes)
-        for pipe in self._pipes:
-            os.set_blocking(pipe.fileno(), False)
+        pipes = cast(
+            "tuple[IO[bytes], ...]", (self._process.stdin, self._process.stdout)
+        )
+        self._pipes = pipes
+        self._in_fd, self._out_fd = (pipe.fileno() for pipe in pipes)
+        for fd in (self._in_fd, self._out_fd):
+            os.set_blocking(fd, False)
 
     def watched(self) -> Watched:
         if self._is_reading:
-            yield self._pipes[1].fileno(), select.POLLIN, self._read
+            yield self._out_fd, select.POLLIN, self._read
         if self._unwritten:
-            yield self._pipes[0].fileno(), select.POLLOUT, self._write
+            yield self._in_fd, select.POLLOUT, self._write
 
     def write(self, line: str) -> None:
         self._unwritten += line.encode() + b"\n"
@@ -295,10 +290,8 @@ class RemoteProgram:
         self._process.returncode = 0
 
     def _read(self) -> bool:
-        if not self._is_reading:
-            return False
         try:
-            data = os.read(self._pipes[1].fileno(), _PIPE_BYTES)
+            data = os.read(self._out_fd, _PIPE_BYTES) if self._is_reading else b""
         except BlockingIOError:
             return False
         *lines, self._unread = (self._unread + data).split(b"\n")
@@ -310,12 +303,10 @@ class RemoteProgram:
         return True
 
     def _write(self) -> None:
-        if not self._unwritten:
-            return
         try:
-            written = os.write(self._pipes[0].fileno(), self._unwritten)
+            written = os.write(self._in_fd, self._unwritten) if self._unwritten else 0
         except BlockingIOError:
-            written = 0
+            return
         except BrokenPipeError:
             # Why it ended is reported when it is reaped.
             written = len(self._unwritten)

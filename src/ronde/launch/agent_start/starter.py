@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
@@ -33,6 +33,7 @@ from ronde.launch.spawners.base import (
     Spawner,
     last_line,
 )
+from ronde.units import counted
 
 _SENTINEL_BYTES = 32
 _MANY = 8  # hosts whose names are looked up at once, and not one after the other
@@ -145,11 +146,15 @@ class JobHosts:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
+    index: int
     host: Host
     failure: Failure | None
     tries: int = 0
     node: AgentNode | None = None
-    due_s: float = 0.0  # when to try it again, or to give it up
+    due_s: float = 0.0  # when to try it, or to give it up
+
+    def __lt__(self, other: "_Attempt") -> bool:
+        return (self.due_s, self.index) < (other.due_s, other.index)
 
 
 class AgentConnector(Handler):
@@ -158,23 +163,22 @@ class AgentConnector(Handler):
     def __init__(self, loop: EventLoop, starter: AgentStarter) -> None:
         super().__init__(loop)
         self._starter = starter
-        # No event may cost the time of looking at thousands of hosts.
-        self._untried: deque[_Attempt] = deque()
-        self._paused: list[_Attempt] = []
-        self._starting: list[_Attempt] = []
-        self._by_node: dict[AgentNode, _Attempt] = {}
+        # A heap: no event may cost the time of looking at thousands of hosts.
+        self._waiting: list[_Attempt] = []
+        self._starting: dict[AgentNode, _Attempt] = {}
+        self._greeted: dict[AgentNode, _Attempt] = {}
         self._patient_until_s = 0.0
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
         """Return a node for each host, in their order, each with its hello."""
         known = self._starter.look_up(hosts, self._loop.signal_fd)
-        attempts = [_Attempt(host, known.get(host.name)) for host in hosts]
+        attempts = [_Attempt(i, h, known.get(h.name)) for i, h in enumerate(hosts)]
         raise_open_files_limit(len(hosts) * _FDS_PER_HOST + _OTHER_FDS)
         self._patient_until_s = time.monotonic() + patience_s
         progress = self._loop.progress
         progress.begin("to answer (login, start of Python there)", self._awaited)
-        self._untried.extend(a for a in attempts if a.failure is None)
-        while self._untried or self._paused or self._starting:
+        self._waiting = [a for a in attempts if a.failure is None]
+        while self._waiting or self._starting:
             self._start_some()
             self._loop.serve(self, self._has_work, self._due_s)
             self._give_up_late()
@@ -184,32 +188,26 @@ class AgentConnector(Handler):
             progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
             message = f"{len(failed)} of {len(hosts)} hosts cannot take part."
             raise HostError(message, failed, ready)
-        progress.end(f"{len(hosts)} host{'s' if len(hosts) != 1 else ''} answered")
+        progress.end(f"{counted(len(hosts), 'host')} answered")
         return [attempt.node for attempt in attempts if attempt.node is not None]
 
     def _awaited(self) -> list[str]:
-        waiting = (*self._starting, *self._paused, *self._untried)
-        return [attempt.host.name for attempt in waiting]
+        return [a.host.name for a in (*self._starting.values(), *self._waiting)]
+
+    def _is_next_due(self) -> bool:
+        has_room = bool(self._waiting) and len(self._starting) < MAX_STARTING
+        return has_room and self._waiting[0].due_s <= time.monotonic()
 
     def _has_work(self) -> bool:
-        if not (self._untried or self._paused or self._starting):
-            return True
-        now_s = time.monotonic()
-        is_due = bool(self._untried) or any(a.due_s <= now_s for a in self._paused)
-        return is_due and len(self._starting) < MAX_STARTING
+        return self._is_next_due() or not (self._waiting or self._starting)
 
     def _due_s(self) -> float:
-        waiting = (*self._starting, *self._paused)
+        waiting = (*self._starting.values(), *self._waiting[:1])
         return min((a.due_s for a in waiting), default=float("inf"))
 
     def _start_some(self) -> None:
-        now_s = time.monotonic()
-        room = MAX_STARTING - len(self._starting)
-        ready = [a for a in self._paused if a.due_s <= now_s][:room]
-        self._paused = [a for a in self._paused if a not in ready]
-        while self._untried and len(ready) < room:
-            ready.append(self._untried.popleft())
-        for attempt in ready:
+        while self._is_next_due():
+            attempt = heappop(self._waiting)
             attempt.tries += 1
             begun_s = time.monotonic()
             try:
@@ -226,18 +224,15 @@ class AgentConnector(Handler):
             self._loop.progress.took(f"{node.name} was looked up", now_s - begun_s)
             attempt.due_s = now_s + self._loop.timeouts.connect_s
             self._loop.nodes.append(node)
-            self._by_node[node] = attempt
-            self._starting.append(attempt)
+            self._starting[node] = attempt
 
     def _give_up_late(self) -> None:
         now_s = time.monotonic()
-        for attempt in [a for a in self._starting if now_s > a.due_s]:
-            self._starting.remove(attempt)
-            if attempt.node is not None:
-                # It stays on the loop: what it has started is looked for at the end.
-                attempt.node.transport.kill()
-                attempt.node.close()
-                attempt.failure = self._explain_silence(attempt.node)
+        for node in [n for n, a in self._starting.items() if now_s > a.due_s]:
+            # It stays on the loop: what it has started is looked for at the end.
+            node.transport.kill()
+            node.close()
+            self._starting.pop(node).failure = self._explain_silence(node)
 
     def _explain_silence(self, node: AgentNode) -> Failure:
         cure = self._starter.explain(node, _UNKNOWN, "timed out").cure
@@ -253,8 +248,7 @@ class AgentConnector(Handler):
     def take(self, node: AgentNode, message: FromAgent) -> None:
         if not isinstance(message, Hello):
             raise LaunchError(f"agent of {node.name} must send Hello first.")
-        attempt = self._by_node[node]
-        self._starting = [a for a in self._starting if a is not attempt]
+        attempt = self._greeted[node] = self._starting.pop(node)
         problem = node.find_problem()
         if problem is None and message.protocol != PROTOCOL:
             problem = Failure(
@@ -269,12 +263,10 @@ class AgentConnector(Handler):
         attempt.failure = problem
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
-        attempt = self._by_node.pop(node, None)
+        attempt = self._starting.pop(node, None) or self._greeted.pop(node, None)
         if attempt is None:
             # It was there before: who connects the others sees that it is over.
             return
-        if attempt in self._starting:
-            self._starting.remove(attempt)
         self._loop.nodes.remove(node)
         attempt.node = None
         code = node.transport.wait(_EXIT_S)
@@ -287,7 +279,7 @@ class AgentConnector(Handler):
             pause_s = _PAUSE_S * 2 ** min(attempt.tries, _NUM_TRIES - 1)
             jitter = 0.5 + os.urandom(1)[0] / 256
             attempt.due_s = time.monotonic() + pause_s * jitter
-            self._paused.append(attempt)
+            heappush(self._waiting, attempt)
         else:
             attempt.failure = failure
 

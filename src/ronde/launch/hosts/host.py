@@ -1,13 +1,18 @@
 """Hosts as the user names them, whether one is this machine, and their ranks."""
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import inf
 from threading import Thread
+from types import MappingProxyType
 from typing import NamedTuple
 
+from ronde.addresses import is_loopback, source_towards
 from ronde.errors import UsageError
 from ronde.launch.signals import wait_for
 from ronde.topology.machine import (
@@ -17,6 +22,7 @@ from ronde.topology.machine import (
     read_cpu_limit,
     read_gpus,
 )
+from ronde.units import list_first
 
 SLOTS_OPEN = -1
 """Nobody said how many: the host's GPUs, else its cores where it is alone, else 1."""
@@ -41,8 +47,6 @@ class Host:
     address: str = ""  # numeric address that the ranks are to use, or empty
     # GPUs that its ranks may use, as ``CUDA_VISIBLE_DEVICES`` has them; empty for all
     gpus: tuple[str, ...] = ()
-    # what the host file says of it besides
-    labels: dict[str, str] = field(default_factory=dict[str, str])
     named_at: str = ""  # where it is named, for messages: ``hosts.txt line 3``
 
 
@@ -54,29 +58,16 @@ def is_here(host: Host, addresses: Sequence[str] | None = None) -> bool:
         return True
     if addresses is None:
         with suppress(OSError):
-            addresses = _resolve(host.name)
-    return any(map(_can_bind, addresses or ()))
+            addresses = resolve(host.name)
+    return any(is_loopback(a) or source_towards(a) == a for a in addresses or ())
 
 
 def _own_name() -> str:
     import pwd
 
-    try:
+    with suppress(KeyError):
         return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return ""
-
-
-def _can_bind(address: str) -> bool:
-    import socket
-
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    return ""
 
 
 def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
@@ -88,7 +79,7 @@ def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
         for name in asked:
             # Anything but the answer that there is no such name is no answer.
             with suppress(OSError):
-                answers[name] = _resolve(name)
+                answers[name] = resolve(name)
 
     num_threads = min(_MAX_LOOKING_UP, len(names))
     # The system's resolver cannot be called off, so that nobody waits for these.
@@ -103,10 +94,8 @@ def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
     return dict(answers)
 
 
-def _resolve(name: str) -> tuple[str, ...]:
-    # Imported where it is needed: a job on this machine starts without.
-    import socket
-
+def resolve(name: str) -> tuple[str, ...]:
+    """Return a name's addresses; ``OSError`` where nobody knows whether it has any."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except UnicodeError:
@@ -118,11 +107,30 @@ def _resolve(name: str) -> tuple[str, ...]:
     return tuple(str(each[4][0]) for each in found)
 
 
+@dataclass(frozen=True, slots=True)
+class RankResources:
+    """Where one rank sits."""
+
+    num_cores: int  # physical cores that it may count on, for its threads
+    # hardware threads that it is bound to; empty for none in particular
+    cpus: tuple[int, ...] = ()
+    memory_node: int = UNKNOWN_NODE  # where its memory is to lie, or ``UNKNOWN_NODE``
+    # variables that name its devices
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    device: str = ""  # its device, for people; empty for none
+    # the nearest network interface, for people; empty where that is not known
+    nic: str = ""
+    why: str = ""  # the reason for all that, for people
+    has_enough: bool = True  # false where ranks share the cores that each was to have
+
+
 class HostShare(NamedTuple):
     """The ranks of one host."""
 
     host: Host
     ranks: range  # at least one, consecutive
+    places: tuple[RankResources, ...] = ()  # of each rank, once they are known
+    env: Mapping[str, str] = MappingProxyType({})  # variables of all of them
 
 
 def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
@@ -141,9 +149,7 @@ def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
 
 
 def kept_out(hosts: Sequence[Host]) -> str:
-    named = [_named(host) for host in hosts if not host.slots]
-    more = f" and {len(named) - 8} more" if len(named) > 8 else ""
-    return ", ".join(named[:8]) + more
+    return list_first([_named(host) for host in hosts if not host.slots])
 
 
 def _named(host: Host) -> str:
@@ -157,14 +163,10 @@ def hosts_to_ask(
     if all(host.slots > 0 for host in usable):
         shares = allocate(hosts, num_ranks, lambda host: host.slots, min_ranks)
         return tuple(share.host for share in shares)
-    asked: list[Host] = []
-    sure = 0
-    for host in usable:
-        if num_ranks is not None and sure >= num_ranks:
-            break
-        asked.append(host)
-        sure += max(1, host.slots)
-    return tuple(asked)
+    sure = accumulate((max(1, host.slots) for host in usable), initial=0)
+    return tuple(
+        h for h, n in zip(usable, sure, strict=False) if n < (num_ranks or inf)
+    )
 
 
 def allocate(
@@ -193,18 +195,14 @@ def allocate(
         start = stop
     least = num_ranks if min_ranks is None else min_ranks
     if least is not None and start < least:
-        raise UsageError(_too_many(least, start, shares))
+        there = [f"{share.host.name}:{len(share.ranks)}" for share in shares]
+        raise UsageError(
+            f"Requested more processes ({least}) than there are available slots "
+            f"({start})\nThat is {list_first(there, sign=',')}. Give the hosts more "
+            f"slots, as in -H {shares[0].host.name}:{least} or --slots, or start fewer "
+            "ranks."
+        )
     return tuple(shares)
-
-
-def _too_many(num_ranks: int, slots: int, shares: Sequence[HostShare]) -> str:
-    shown = [f"{share.host.name}:{len(share.ranks)}" for share in shares[:8]]
-    more = f" and {len(shares) - 8} more" if len(shares) > 8 else ""
-    return (
-        f"Requested more processes ({num_ranks}) than there are available slots "
-        f"({slots})\nThat is {','.join(shown)}{more}. Give the hosts more slots, as in "
-        f"-H {shares[0].host.name}:{num_ranks} or --slots, or start fewer ranks."
-    )
 
 
 def count_slots(environ: Mapping[str, str]) -> int:
@@ -219,20 +217,3 @@ def usable_cores(machine: Machine) -> int:
     """Return the physical cores of a machine, cut to the CPU quota; least 1."""
     limit = int(machine.cpu_limit) if machine.cpu_limit else len(machine.cores)
     return max(1, min(len(machine.cores), limit))
-
-
-@dataclass(frozen=True, slots=True)
-class RankResources:
-    """Where one rank sits."""
-
-    num_cores: int  # physical cores that it may count on, for its threads
-    # hardware threads that it is bound to; empty for none in particular
-    cpus: tuple[int, ...] = ()
-    memory_node: int = UNKNOWN_NODE  # where its memory is to lie, or ``UNKNOWN_NODE``
-    # variables that name its devices
-    env: dict[str, str] = field(default_factory=dict[str, str])
-    device: str = ""  # its device, for people; empty for none
-    # the nearest network interface, for people; empty where that is not known
-    nic: str = ""
-    why: str = ""  # the reason for all that, for people
-    has_enough: bool = True  # false where ranks share the cores that each was to have

@@ -5,18 +5,20 @@ Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one gramma
     line  := [ hosts { key "=" value } ] [ "#" ... | "//" ... ]
     hosts := what ``-H`` takes: n1, n1:4, user@n[01-04,7], [fd00::2]:4
     key   := slots | count | cpu | max_slots | max-slots | port | addr | user | gpus
-             | label.NAME
 """
 
-import os
 import re
+import socket
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import IO, NamedTuple, cast
+from tempfile import TemporaryFile
+from typing import NamedTuple
 
+from ronde.addresses import family_of
 from ronde.errors import UsageError, WorldError
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 from ronde.launch.process_tree import adopting_orphans, children, sweep
@@ -39,104 +41,41 @@ _KEYS = {
     **dict.fromkeys(("max_slots", "max-slots"), "max_slots"),
     **{key: key for key in ("port", "addr", "user", "gpus")},
 }
-_LABEL = "label."
 _COMMENT = re.compile(r"(?:^|[ \t])(?:#|//)")
 _HOSTS = re.compile(r"(?:[^ \t,\[]|\[[^\]]*\]?|[ \t]*,[ \t]*)+")
 _PAIR = re.compile(r"[ \t]+([^ \t=]+)[ \t]*=[ \t]*([^ \t]*)")
 _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 
 
+_CURE = "Name the hosts by -H or --hostfile."
+_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_POLL_S = 0.02
+
+
 def parse_hosts(text: str, option: str = "-H") -> tuple[Host, ...]:
-    hosts = parse_words(text, option, option)
-    return count_repeated(hosts)
+    return _count_repeated(_parse_words(text, option, option))
 
 
-def parse_words(text: str, option: str, named_at: str) -> list[Host]:
-    words = split_list(text, option)
-    hosts = [host for word in words for host in _parse_word(word, option, named_at)]
+def _parse_words(text: str, option: str, named_at: str) -> list[Host]:
+    hosts: list[Host] = []
+    for word in split_list(text, option):
+        user, has_user, rest = word.rpartition("@")
+        if has_user:
+            _check_user(user, option)
+        name, slots = _split_slots(rest, option)
+        count = SLOTS_OPEN
+        if slots is not None:
+            count = parse_number(slots, f"slots of {name}", option, highest=MAX_SLOTS)
+        names = [name] if ":" in name and "[" not in name else expand(name, option)
+        for one in names:
+            _check_name(one, option)
+            hosts.append(Host(one, count, user=user, named_at=named_at))
     if not hosts:
         raise UsageError(
             f"{option}: hosts must be names such as a:2,b:4, got none. Name them, or "
             "leave the option out."
         )
     return hosts
-
-
-def count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Give a host that stands several times without slots that many."""
-    times: Counter[str] = Counter()
-    kept: dict[str, Host] = {}
-    for host in hosts:
-        first = kept.setdefault(host.name, host)
-        times[host.name] += 1
-        is_same = replace(host, named_at=first.named_at) == first
-        if first is not host and not (is_same and host.slots == SLOTS_OPEN):
-            places = dict.fromkeys((first.named_at, host.named_at))
-            raise UsageError(
-                f"{' and '.join(places)}: a host that has slots must be named once, "
-                f"got {host.name} twice. Name it once, with all of its slots."
-            )
-    return tuple(
-        host if times[name] == 1 else replace(host, slots=times[name])
-        for name, host in kept.items()
-    )
-
-
-def check_name(name: str, option: str) -> str:
-    if not _NAME.fullmatch(name) and not (":" in name and is_address(name)):
-        raise UsageError(
-            f"{option}: a host must be a name or an address, got {name!r}. Type it as "
-            "n1, n1:4, 10.0.0.1, fd00::1 or [fd00::1]:4."
-        )
-    return name
-
-
-def check_user(user: str, option: str) -> str:
-    if not _USER.fullmatch(user):
-        raise UsageError(
-            f"{option}: a user must be a login name, got {user!r}. Type: user@n1"
-        )
-    return user
-
-
-def is_address(text: str) -> bool:
-    """Say whether it is a numeric IPv4 or IPv6 address, with or without a zone."""
-    import socket
-
-    address, has_zone, zone = text.partition("%")
-    family = socket.AF_INET6 if ":" in text else socket.AF_INET
-    try:
-        socket.inet_pton(family, address)
-    except (OSError, ValueError):
-        return False
-    return not has_zone or (":" in address and _NAME.fullmatch(zone) is not None)
-
-
-def parse_number(
-    text: str, name: str, option: str, *, lowest: int = 0, highest: int
-) -> int:
-    is_number = re.fullmatch(r"[0-9]{1,9}", text)
-    if not is_number or not lowest <= int(text) <= highest:
-        raise UsageError(
-            f"{option}: {name} must be a whole number from {lowest} to {highest}, got "
-            f"{text!r}. Correct it."
-        )
-    return int(text)
-
-
-def _parse_word(word: str, option: str, named_at: str) -> list[Host]:
-    user, has_user, rest = word.rpartition("@")
-    if has_user:
-        check_user(user, option)
-    name, slots = _split_slots(rest, option)
-    count = SLOTS_OPEN
-    if slots is not None:
-        count = parse_number(slots, f"slots of {name}", option, highest=MAX_SLOTS)
-    names = [name] if ":" in name and "[" not in name else expand(name, option)
-    return [
-        Host(check_name(one, option), count, user=user, named_at=named_at)
-        for one in names
-    ]
 
 
 def _split_slots(text: str, option: str) -> tuple[str, str | None]:
@@ -156,10 +95,72 @@ def _split_slots(text: str, option: str) -> tuple[str, str | None]:
     return text, None
 
 
+def _count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Give a host that stands several times without slots that many."""
+    times: Counter[str] = Counter()
+    kept: dict[str, Host] = {}
+    for host in hosts:
+        first = kept.setdefault(host.name, host)
+        times[host.name] += 1
+        is_same = replace(host, named_at=first.named_at) == first
+        if first is not host and not (is_same and host.slots == SLOTS_OPEN):
+            places = dict.fromkeys((first.named_at, host.named_at))
+            raise UsageError(
+                f"{' and '.join(places)}: a host that has slots must be named once, "
+                f"got {host.name} twice. Name it once, with all of its slots."
+            )
+    return tuple(
+        host if times[name] == 1 else replace(host, slots=times[name])
+        for name, host in kept.items()
+    )
+
+
+def _check_name(name: str, option: str) -> None:
+    if not _NAME.fullmatch(name) and not (":" in name and _is_address(name)):
+        raise UsageError(
+            f"{option}: a host must be a name or an address, got {name!r}. Type it as "
+            "n1, n1:4, 10.0.0.1, fd00::1 or [fd00::1]:4."
+        )
+
+
+def _check_user(user: str, option: str) -> None:
+    if not _USER.fullmatch(user):
+        raise UsageError(
+            f"{option}: a user must be a login name, got {user!r}. Type: user@n1"
+        )
+
+
+def _is_address(text: str) -> bool:
+    """Say whether it is a numeric IPv4 or IPv6 address, with or without a zone."""
+    address, has_zone, zone = text.partition("%")
+    with suppress(OSError, ValueError):
+        socket.inet_pton(family_of(text), address)
+        return not has_zone or (":" in address and _NAME.fullmatch(zone) is not None)
+    return False
+
+
+def parse_number(
+    text: str, name: str, option: str, *, lowest: int = 0, highest: int
+) -> int:
+    is_number = re.fullmatch(r"[0-9]{1,9}", text)
+    if not is_number or not lowest <= int(text) <= highest:
+        raise UsageError(
+            f"{option}: {name} must be a whole number from {lowest} to {highest}, got "
+            f"{text!r}. Correct it."
+        )
+    return int(text)
+
+
 class _Value(NamedTuple):
-    shown: str  # as it was written
+    key: str  # as it was written
     text: str
     place: str  # line and column of the value
+
+    def must_be_once(self, key: str, first: str) -> UsageError:
+        return UsageError(
+            f"{self.place}: {key} must be given once, got {first} and "
+            f"{self.key}={self.text}. Drop one."
+        )
 
 
 def parse_hostfile(text: str, option: str) -> tuple[Host, ...]:
@@ -176,14 +177,14 @@ def parse_hostfile(text: str, option: str) -> tuple[Host, ...]:
             f"{option} must hold a line such as n1 slots=4 for each host, got none. "
             "Write them, or leave the option out."
         )
-    return count_repeated(hosts)
+    return _count_repeated(hosts)
 
 
 def _parse_line(line: str, named_at: str) -> list[Host]:
     start = len(line) - len(line.lstrip(BLANKS))
     named = _HOSTS.match(line, start)
     end = named.end() if named else start
-    hosts = parse_words(line[start:end], f"{named_at}, column {start + 1}", named_at)
+    hosts = _parse_words(line[start:end], f"{named_at}, column {start + 1}", named_at)
     values: dict[str, _Value] = {}
     while end < len(line):
         match = _PAIR.match(line, end)
@@ -196,40 +197,26 @@ def _parse_line(line: str, named_at: str) -> list[Host]:
                 "comment"
             )
         word, text = match.groups()
-        key = _known_key(word, f"{named_at}, column {match.start(1) + 1}")
-        place = f"{named_at}, column {match.start(2) + 1}"
-        value = _Value(f"{word}={text}", text, place)
-        if key in values:
-            raise _given_twice(key, values[key].shown, value)
+        if word not in _KEYS:
+            likely = word.lower() if word.lower() in _KEYS else ""
+            raise UsageError(
+                f"{named_at}, column {match.start(1) + 1}: a key must be one of "
+                f"{', '.join(_KEYS)}, got {word!r}. "
+                f"{f'Type: {likely}=' if likely else 'Correct it or drop it.'}"
+            )
+        key, end = _KEYS[word], match.end()
+        value = _Value(word, text, f"{named_at}, column {match.start(2) + 1}")
+        if first := values.get(key):
+            raise value.must_be_once(key, f"{first.key}={first.text}")
         values[key] = value
-        end = match.end()
     return [_with_values(host, values, len(hosts)) for host in hosts]
-
-
-def _given_twice(key: str, first: str, second: _Value) -> UsageError:
-    both = f"{first} and {second.shown}"
-    return UsageError(
-        f"{second.place}: {key} must be given once, got {both}. Drop one."
-    )
-
-
-def _known_key(key: str, option: str) -> str:
-    if key in _KEYS:
-        return _KEYS[key]
-    if key.startswith(_LABEL) and key != _LABEL:
-        return key
-    likely = key.lower() if key.lower() in _KEYS else ""
-    raise UsageError(
-        f"{option}: a key must be one of {', '.join(_KEYS)} or label.NAME, got "
-        f"{key!r}. {f'Type: {likely}=' if likely else 'Correct it or drop it.'}"
-    )
 
 
 def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Host:
     given = (("user", f"{host.user}@"), ("slots", f"{host.name}:{host.slots}"))
     for key, shown in given:
         if key in values and getattr(host, key) not in ("", SLOTS_OPEN):
-            raise _given_twice(key, shown, values[key])
+            raise values[key].must_be_once(key, shown)
     user, address, gpus = host.user, "", tuple[str, ...]()
     if value := values.get("gpus"):
         gpus = tuple(value.text.split(","))
@@ -239,10 +226,11 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
                 f"and no blanks between them, got {value.text!r}. Type: gpus=0,2"
             )
     if value := values.get("user"):
-        user = check_user(value.text, value.place)
+        user = value.text
+        _check_user(user, value.place)
     if value := values.get("addr"):
         address = value.text
-        if not is_address(address) or num_hosts > 1:
+        if not _is_address(address) or num_hosts > 1:
             raise UsageError(
                 f"{value.place}: addr must be the numeric address of one host, got "
                 f"{address!r} for {num_hosts}. Type: n1 addr=10.0.0.1"
@@ -253,18 +241,13 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
     if most < slots:
         value = values["max_slots"]
         raise UsageError(
-            f"{value.place}: {value.shown.partition('=')[0]} must be at least the "
-            f"slots, got {most} < {slots}. Drop one."
+            f"{value.place}: {value.key} must be at least the slots, got {most} < "
+            f"{slots}. Drop one."
         )
     if slots == SLOTS_OPEN:
         slots = most if "max_slots" in values else len(gpus) or SLOTS_OPEN
     port = _number(values, "port", 1, 65535, 0)
-    labels = {
-        key.removeprefix(_LABEL): value.text
-        for key, value in values.items()
-        if key.startswith(_LABEL)
-    }
-    return Host(host.name, slots, user, port, address, gpus, labels, host.named_at)
+    return Host(host.name, slots, user, port, address, gpus, host.named_at)
 
 
 def _number(
@@ -272,56 +255,37 @@ def _number(
 ) -> int:
     if key not in values:
         return default
-    shown, text, place = values[key]
-    name = shown.partition("=")[0]
+    name, text, place = values[key]
     return parse_number(text, name, place, lowest=lowest, highest=highest)
 
 
-_CURE = "Name the hosts by -H or --hostfile."
-_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_POLL_S = 0.02
-
-
-def allocated_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    name = _list_name(environ)
-    if not name:
-        return ()
-    return tuple(check_name(one, name) for one in expand_list(environ[name], name))
-
-
 def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
+    if "SLURM_JOB_ID" not in environ:
+        return None
     # First of all: such a job lists its hosts under other names.
-    num_groups = environ.get("SLURM_HET_SIZE", "1")
-    if num_groups != "1" and "SLURM_JOB_ID" in environ:
+    if (num_groups := environ.get("SLURM_HET_SIZE", "1")) != "1":
         raise UsageError(
             "SLURM_HET_SIZE must be 1, since only the allocation of a plain job is "
             f"read, got {num_groups!r}. {_CURE}"
         )
-    names = allocated_names(environ)
+    listed_at = next((name for name in _LISTS if environ.get(name)), "")
+    names = expand_list(environ[listed_at], listed_at) if listed_at else []
     if not names:
         return None
-    name = _list_name(environ)
-    slots = _slots(environ, len(names), f"{name}={environ[name]}")
+    for each in names:
+        _check_name(each, listed_at)
+    slots = _tasks(environ, len(names), f"{listed_at}={environ[listed_at]}")
+    if max(slots) <= 1:
+        # Slurm gives the GPUs of this host, where it started this process. Only a job
+        # that asked for a total can have other counts elsewhere.
+        name, num_gpus = "SLURM_GPUS_ON_NODE", 0
+        if name in environ and not (len(names) > 1 and "SLURM_GPUS" in environ):
+            num_gpus = parse_number(environ[name], name, "Slurm", highest=MAX_SLOTS)
+        slots = [num_gpus or SLOTS_OPEN] * len(names)
     return tuple(
-        Host(one, count, named_at=name) for one, count in zip(names, slots, strict=True)
+        Host(each, count, named_at=listed_at)
+        for each, count in zip(names, slots, strict=True)
     )
-
-
-def _list_name(environ: Mapping[str, str]) -> str:
-    names = _LISTS if "SLURM_JOB_ID" in environ else ()
-    return next((name for name in names if environ.get(name)), "")
-
-
-def _slots(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
-    tasks = _tasks(environ, num_hosts, hosts)
-    if max(tasks) > 1:
-        return tasks
-    # Slurm gives the GPUs of this host, where it started this process. Only a job that
-    # asked for a total can have other counts elsewhere.
-    name, num_gpus = "SLURM_GPUS_ON_NODE", 0
-    if name in environ and not (num_hosts > 1 and "SLURM_GPUS" in environ):
-        num_gpus = parse_number(environ[name], name, "Slurm", highest=MAX_SLOTS)
-    return [num_gpus or SLOTS_OPEN] * num_hosts
 
 
 def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
@@ -354,12 +318,15 @@ def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, .
         with (
             adopting_orphans(),
             caught_signals() as signal_fd,
+            TemporaryFile() as output,
             subprocess.Popen(  # noqa: S602  horovodrun takes a command line, too
-                script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+                script, shell=True, stdin=subprocess.DEVNULL, stdout=output
             ) as process,
         ):
             try:
-                printed = _read_printed(process, signal_fd, timeout_s)
+                _require_success(process, signal_fd, timeout_s)
+                output.seek(0)
+                printed = output.read().decode()
             except (ValueError, InterruptedStartError):
                 sweep(spared=others)
                 raise
@@ -371,24 +338,14 @@ def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, .
     return parse_hostfile(printed, f"{option} {script}")
 
 
-def _read_printed(
+def _require_success(
     process: "subprocess.Popen[bytes]", signal_fd: int, timeout_s: float
-) -> str:
-    output = cast("IO[bytes]", process.stdout)
-    ends_at_s = time.monotonic() + timeout_s
-    printed, is_open = b"", True
-    while is_open or process.poll() is None:
-        left_s = ends_at_s - time.monotonic()
-        if left_s <= 0:
+) -> None:
+    due_s = time.monotonic() + timeout_s
+    while process.poll() is None:
+        if time.monotonic() >= due_s:
             raise ValueError(f"it takes longer than {timeout_s:g} s")
-        readable = [signal_fd, *([output.fileno()] if is_open else [])]
-        for fd in wait_for(readable, [], left_s if is_open else _POLL_S):
-            if fd == signal_fd:
-                raise_if_stopped(signal_fd)
-                continue
-            data = os.read(fd, 65536)
-            printed += data
-            is_open = bool(data)
+        if wait_for([signal_fd], [], _POLL_S):
+            raise_if_stopped(signal_fd)
     if process.returncode:
         raise ValueError(f"exit code {process.returncode}")
-    return printed.decode("utf-8")

@@ -1,27 +1,55 @@
-"""Addresses and encrypted connections between the head and the nodes that join.
+"""Encrypted connections between the head and the nodes that join, and their proofs.
 
-What goes through are records: a kind, a length, a body. TLS alone would do but for the
-end: the head closes the agent's input, and sends the job's exit code after that.
+Both sides prove that they know the token as the note of ``ronde.store.authentication``
+has it; a node claims its ``NodeInfo``. Before the proof the head interprets nothing,
+and the node has sent nothing of its agent's. Not protected: the token opens the whole
+job. The steps of a proof wait for nothing: each yields the event of ``select.poll``
+that it goes on with.
+
+What goes through then are records: a length, a kind, a body. TLS alone would do but for
+the end: the head closes the agent's input, and sends the job's exit code after that.
 """
 
 import datetime as dt
+import hmac
+import json
 import os
+import re
+import select
 import socket
 import ssl
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from enum import IntEnum
-from struct import Struct
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
-from ronde.addresses import family_of, is_loopback, read_interfaces
-from ronde.errors import LaunchError, UsageError
+from ronde.addresses import is_loopback, read_interfaces
+from ronde.errors import LaunchError, StoreError, UsageError
+from ronde.launch.hosts.host import SLOTS_CORES, resolve
+from ronde.launch.messages import PROTOCOL, decode_message
 from ronde.launch.signals import wait_for
+from ronde.store.authentication import (
+    GREETING_BYTES,
+    NONCE_BYTES,
+    ServerSession,
+    SharedKey,
+)
+from ronde.store.protocol import Splitter
 
-_HEAD = Struct(">BH")
+MIN_CHARACTERS = 32  # with fewer it could be guessed by who has seen one proof
+_MAX_BYTES = _RECEIVE_BYTES = 4096
+_FOR_OTHERS = stat.S_IROTH | stat.S_IWOTH
+_MAKE_ONE = "Make one: (umask 077; openssl rand -hex 32 > token)"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
+T = TypeVar("T")
+Steps = Generator[int, None, T]
+_JOINING = b"ronde joins "
+MAGIC = _JOINING + PROTOCOL.to_bytes(4, "big")
+_HEAD_BYTES = 5  # the length of what follows, and the kind of the record
 _TLS_RECORD_BYTES = 16 << 10
-_MAX_BODY_BYTES = _TLS_RECORD_BYTES - _HEAD.size
+_MAX_BODY_BYTES = _TLS_RECORD_BYTES - _HEAD_BYTES
 _READ_BYTES = 256 << 10
 _LAST_WORD_S = 0.5
 _KEEPALIVE = (
@@ -54,8 +82,10 @@ def parse_endpoint(text: str, option: str) -> tuple[str, int]:
 
 
 def choose_address(host: str) -> str:
+    found: Sequence[str] = ()
+    with suppress(OSError):
+        found = resolve(host or socket.gethostname())
     if host:
-        found = _resolve(host)
         # A name may stand for its loopback address besides the real one.
         found = [a for a in found if not is_loopback(a)] or found
         if found:
@@ -64,13 +94,10 @@ def choose_address(host: str) -> str:
             f"--listen must be an address of this machine, got {host!r}, which no "
             "address is known for. Type: --listen ADDRESS:PORT"
         )
-    own, named = read_interfaces(), _resolve(socket.gethostname())
-    for each in own:
-        if each.address in named:
-            return each.address
-    first_of_each = {each.interface: each.address for each in reversed(own)}
-    if len(first_of_each) == 1:
-        return first_of_each.popitem()[1]
+    own = read_interfaces()
+    named = [each.address for each in own if each.address in found]
+    if named or len({each.interface for each in own}) == 1:
+        return (named or [own[0].address])[0]
     names = ", ".join(f"{each.address} ({each.interface})" for each in own)
     there = f"are several: {names}" if own else "is none that others could reach"
     raise UsageError(
@@ -79,26 +106,60 @@ def choose_address(host: str) -> str:
     )
 
 
-def _resolve(host: str) -> list[str]:
+def read_token(path: str) -> SharedKey:
+    """Read the token from a file, or from standard input where the path is ``-``."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(each[4][0]) for each in found))
-
-
-def listen(address: str, port: int, backlog: int) -> socket.socket:
-    try:
-        sock = socket.create_server(
-            (address, port), family=family_of(address), backlog=backlog
-        )
+        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
+            status = os.fstat(file.fileno())
+            is_file = path != "-" and stat.S_ISREG(status.st_mode)
+            if is_file and status.st_mode & _FOR_OTHERS:
+                raise UsageError(
+                    f"--token-file must not be open to every user, got {path!r} with "
+                    f"mode {stat.S_IMODE(status.st_mode):04o}. Type: chmod 600 {path} "
+                    "(for a secret of Kubernetes: defaultMode: 0440)"
+                )
+            # To the end, or so much that it can be no token.
+            text = file.read(2 * _MAX_BYTES).strip()
     except OSError as error:
         raise UsageError(
-            f"--listen must be an address of this machine with a free port, got "
-            f"{with_port(address, port)}: {error.strerror or error}."
+            f"--token-file must be a file that can be read, got {path!r}: "
+            f"{error.strerror}. {_MAKE_ONE}"
         ) from None
-    sock.settimeout(0)
-    return sock
+    if len(text) < MIN_CHARACTERS:
+        raise UsageError(
+            f"token in {path!r} must have at least {MIN_CHARACTERS} characters, "
+            f"got {len(text)}. {_MAKE_ONE}"
+        )
+    if len(text) > _MAX_BYTES or any(not 33 <= byte <= 126 for byte in text):
+        raise UsageError(
+            f"token in {path!r} must be one word of at most {_MAX_BYTES} ASCII "
+            f"characters, got something else. {_MAKE_ONE}"
+        )
+    return SharedKey(text)
+
+
+class NodeInfo(NamedTuple):
+    """What a node says of itself when it joins."""
+
+    host: str  # its name, for messages
+    slots: int  # ranks that it takes, or one of the negative ones of ``Host``
+
+    def encode(self) -> bytes:
+        return json.dumps({"is": "NodeInfo", **self._asdict()}).encode()
+
+
+def decode_node_info(raw: bytes) -> NodeInfo:
+    node_info = decode_message(raw, (NodeInfo,))
+    if not _NAME.fullmatch(node_info.host):
+        raise LaunchError(f"host must be a host's name, got {node_info.host!r}.")
+    if node_info.slots == 0 or node_info.slots < SLOTS_CORES:
+        raise LaunchError(f"slots must be at least 1, got {node_info.slots}.")
+    return node_info
+
+
+def host_name(nodename: str) -> str:
+    """Return a machine's name of itself with only what ``NodeInfo`` may have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", nodename).lstrip(".-")[:253] or "node"
 
 
 class HeadTls(NamedTuple):
@@ -109,31 +170,6 @@ class HeadTls(NamedTuple):
 
 
 def make_head_tls() -> HeadTls:
-    pem, certificate = _make_certificate()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Nobody comes a second time: each connection proves itself anew.
-    context.num_tickets = 0
-    # ssl reads certificates from files only; this one lies in memory.
-    fd = os.memfd_create("certificate")
-    try:
-        os.write(fd, pem)
-        context.load_cert_chain(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)
-    return HeadTls(context, certificate)
-
-
-def make_node_context() -> ssl.SSLContext:
-    """Return what a node connects with; the proof takes the place of an authority."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def _make_certificate() -> tuple[bytes, bytes]:
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -157,18 +193,108 @@ def _make_certificate() -> tuple[bytes, bytes]:
         .not_valid_after(now + 3650 * day)
         .sign(key, hashes.SHA256())
     )
+    encoding = serialization.Encoding
     pem = key.private_bytes(
-        serialization.Encoding.PEM,
+        encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
-    ) + certificate.public_bytes(serialization.Encoding.PEM)
-    return pem, certificate.public_bytes(serialization.Encoding.DER)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Nobody comes a second time: each connection proves itself anew.
+    context.num_tickets = 0
+    # ssl reads certificates from files only; this one lies in memory.
+    fd = os.memfd_create("certificate")
+    try:
+        os.write(fd, pem + certificate.public_bytes(encoding.PEM))
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+    return HeadTls(context, certificate.public_bytes(encoding.DER))
 
 
-class _Kind(IntEnum):
-    DATA = 0
-    END = 1  # there is no more data in this direction; the result is still to come
-    RESULT = 2  # the last record: an exit code
+def make_node_context() -> ssl.SSLContext:
+    """Return what a node connects with; the proof takes the place of an authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def authenticate_node(
+    sock: ssl.SSLSocket, token: SharedKey, certificate: bytes
+) -> Steps[NodeInfo]:
+    """Let a node prove itself to the head, and then prove the head to the node."""
+    yield from _go_on(sock.do_handshake)
+    session = ServerSession(token, MAGIC, certificate)
+    # Less than one TLS record: taken whole or not at all.
+    yield from _go_on(partial(sock.send, session.unsent))
+    session.unsent.clear()
+    while not session.is_trusted:
+        session.feed((yield from _receive(sock, _RECEIVE_BYTES)))
+    decoded = decode_node_info(session.claim)
+    yield from _go_on(partial(sock.send, session.unsent))
+    return decoded
+
+
+def authenticate_head(
+    sock: ssl.SSLSocket, token: SharedKey, node_info: NodeInfo
+) -> Steps[None]:
+    """Prove a node to the head, and let the head prove itself."""
+    yield from _go_on(sock.do_handshake)
+    certificate = sock.getpeercert(binary_form=True) or b""
+    greeting = yield from _receive_all(sock, GREETING_BYTES)
+    if not greeting.startswith(_JOINING):
+        raise LaunchError("what answers there must be ronde run, but it is not.")
+    protocol = int.from_bytes(greeting[len(_JOINING) : -NONCE_BYTES], "big")
+    if protocol != PROTOCOL:
+        raise LaunchError(
+            f"protocol of the head must be {PROTOCOL}, got {protocol}. "
+            "Run the same version of ronde on every node."
+        )
+    claim = node_info.encode()
+    _, hello, expected = token.introduce(greeting, claim, certificate)
+    yield from _go_on(partial(sock.send, hello))
+    reply = yield from _receive_all(sock, len(expected))
+    if not hmac.compare_digest(reply, expected):
+        raise StoreError(
+            "what answers there must know the token, but it does not: it is not the "
+            "head, or stands between here and the head."
+        )
+
+
+def _go_on(call: Callable[[], T]) -> Steps[T]:
+    while True:
+        try:
+            return call()
+        except ssl.SSLWantReadError:
+            yield select.POLLIN
+        except ssl.SSLWantWriteError:
+            yield select.POLLOUT
+
+
+def _receive(sock: ssl.SSLSocket, most: int) -> Steps[bytes]:
+    data = yield from _go_on(partial(sock.recv, most))
+    if not data:
+        raise EOFError("the other side has ended the connection")
+    return data
+
+
+def _receive_all(sock: ssl.SSLSocket, size: int) -> Steps[bytes]:
+    received = b""
+    while len(received) < size:
+        received += yield from _receive(sock, size - len(received))
+    return received
+
+
+# Kinds of records: data; there is no more in this direction, but the result is still to
+# come; the last one, an exit code.
+_DATA, _END, _RESULT = range(3)
+
+
+def _record(kind: int, body: bytes | memoryview = b"") -> bytes:
+    return (1 + len(body)).to_bytes(4, "big") + bytes((kind,)) + body
 
 
 class TlsChannel:
@@ -180,7 +306,7 @@ class TlsChannel:
         self.result: int | None = None  # the other side's last word, once it has come
         self.is_ended = False  # whether the other side sends no more data
         self._sock = sock
-        self._received = bytearray()
+        self._splitter = Splitter(_TLS_RECORD_BYTES)
         self._is_broken = False
         self._record = b""
         for level, option, value in _KEEPALIVE:
@@ -204,51 +330,32 @@ class TlsChannel:
         data = b""
         if self.result is None and not self._is_broken:
             try:
-                self._pull()
-                data = self._unpack()
-            except (OSError, LaunchError):
+                records = self._splitter.feed(self._pull())
+            except (OSError, StoreError):
                 # Broken, or no records: either way there is nobody any more.
-                self._is_broken = True
+                self._is_broken, records = True, []
+            data = b"".join(each[1:] for each in records if each[0] == _DATA)
+            for last in (each for each in records if each[0] != _DATA):
+                self.is_ended = True
+                self.result = last[-1] if last[0] == _RESULT else None
         is_over = self.is_ended or self._is_broken
         return data if data or is_over else None
 
-    def _pull(self) -> None:
-        pulled = 0
+    def _pull(self) -> bytes:
+        pulled = bytearray()
         # Room for a whole TLS record: so nothing decrypted ever stays behind, which no
         # poll would show.
         with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            while pulled < _READ_BYTES and not self._is_broken:
+            while len(pulled) < _READ_BYTES and not self._is_broken:
                 data = self._sock.recv(_TLS_RECORD_BYTES)
                 self._is_broken = not data
-                self._received += data
-                pulled += len(data)
-
-    def _unpack(self) -> bytes:
-        data, start = list[bytes](), 0
-        while len(self._received) - start >= _HEAD.size:
-            kind, length = _HEAD.unpack_from(self._received, start)
-            begin = start + _HEAD.size
-            if len(self._received) < begin + length:
-                break
-            start = begin + length
-            body = bytes(memoryview(self._received)[begin:start])
-            is_result = kind == _Kind.RESULT and length == 1
-            if kind == _Kind.DATA:
-                data.append(body)
-            elif kind == _Kind.END or is_result:
-                self.is_ended = True
-                self.result = body[0] if is_result else self.result
-            else:
-                raise LaunchError(f"record must be one of ours, got kind {kind}.")
-        del self._received[:start]
-        return b"".join(data)
+                pulled += data
+        return bytes(pulled)
 
     def write(self, data: memoryview) -> int:
         """Return how many bytes were taken, 0 when none are taken now."""
-        piece = data[:_MAX_BODY_BYTES]
-        if not self._record:
-            self._record = _HEAD.pack(_Kind.DATA, len(piece)) + piece
-        taken = len(self._record) - _HEAD.size
+        self._record = self._record or _record(_DATA, data[:_MAX_BODY_BYTES])
+        taken = len(self._record) - _HEAD_BYTES
         return taken if self._send_record() else 0
 
     def _send_record(self) -> bool:
@@ -278,24 +385,21 @@ class TlsChannel:
 
     def close(self) -> None:
         """Announce that there is no more data; a result may follow."""
-        self._send(_HEAD.pack(_Kind.END, 0))
+        self._send(_record(_END))
 
     def send_result(self, code: int) -> None:
-        self._send(_HEAD.pack(_Kind.RESULT, 1) + bytes((code & 0xFF,)))
+        self._send(_record(_RESULT, bytes((code & 0xFF,))))
 
     def _send(self, record: bytes) -> None:
         """Send a record after the one that is in hand; who is gone does not get it."""
         ends_at = time.monotonic() + _LAST_WORD_S
-        waiting = [record]
-        if self.read_fd < 0:
-            return
+        waiting = [record] if self.read_fd >= 0 else []
         with suppress(BrokenPipeError):
-            while self._record or waiting:
+            while waiting or self._record:
                 self._record = self._record or waiting.pop()
-                if not self._send_record():
-                    left_s = max(0.0, ends_at - time.monotonic())
-                    if not wait_for([], [self.write_fd], left_s):
-                        return
+                left_s = max(0.0, ends_at - time.monotonic())
+                if not (self._send_record() or wait_for([], [self.write_fd], left_s)):
+                    return
 
     def kill(self) -> None:
         self._is_broken = True

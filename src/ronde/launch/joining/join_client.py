@@ -12,13 +12,20 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from ronde.errors import HostError, LaunchError
+from ronde.errors import HostError, LaunchError, StoreError
 from ronde.launch.agent.agent import run_agent, run_reaped
 from ronde.launch.agent.relay import name_directory
-from ronde.launch.joining.channel import TlsChannel, make_node_context, with_port
-from ronde.launch.joining.mutual_auth import NodeInfo, Token, authenticate_head
+from ronde.launch.joining.channel import (
+    NodeInfo,
+    Steps,
+    TlsChannel,
+    authenticate_head,
+    make_node_context,
+    with_port,
+)
 from ronde.launch.node import EXIT_UNREACHABLE
 from ronde.launch.signals import STOPPING, raise_if_stopped, wait_for
+from ronde.store.authentication import SharedKey
 
 LAST_ATTEMPT_S = 1.0  # what the last attempt has at least, to find out what is wrong
 _ATTEMPT_S = 10.0
@@ -35,6 +42,7 @@ _REASONS = (
     ((ssl.SSLError,), "what answers there does not speak TLS 1.3"),
 )
 _UNANSWERED_S = 10.0
+_FAILURES = (OSError, EOFError, LaunchError, StoreError)
 
 
 class JoinRequest(NamedTuple):
@@ -42,7 +50,7 @@ class JoinRequest(NamedTuple):
 
     host: str  # name or numeric address of the head
     port: int
-    token: Token  # what both sides must know
+    token: SharedKey  # what both sides must know
     node_info: NodeInfo  # what the node says of itself
     timeout_s: float  # how long it looks
 
@@ -59,7 +67,7 @@ def join_head(
             now_s = time.monotonic()
             due_s = max(min(now_s + _ATTEMPT_S, ends_at), now_s + LAST_ATTEMPT_S)
             return _try_all(request, signal_fd, due_s)
-        except (OSError, EOFError, LaunchError) as error:
+        except _FAILURES as error:
             reason = _explain(error)
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
@@ -88,32 +96,32 @@ def _try_all(request: JoinRequest, signal_fd: int, ends_at: float) -> TlsChannel
     found = socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
     failure: Exception = TimeoutError()
     for family, _, _, _, address in found:
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = make_node_context().wrap_socket(
+            socket.socket(family), do_handshake_on_connect=False
+        )
         try:
-            _connect(sock, address, signal_fd, ends_at)
-            context = make_node_context()
-            sock = secured = context.wrap_socket(sock, do_handshake_on_connect=False)
-            for wanted in authenticate_head(secured, request.token, request.node_info):
+            for wanted in _connect(sock, address, request):
                 _wait(signal_fd, sock.fileno(), wanted, ends_at)
-            return TlsChannel(secured)
+            return TlsChannel(sock)
         except BaseException as error:
             sock.close()
-            if not isinstance(error, OSError | EOFError | LaunchError):
+            if not isinstance(error, _FAILURES):
                 raise
             failure = error
     raise failure
 
 
 def _connect(
-    sock: socket.socket, address: tuple[object, ...], signal_fd: int, ends_at: float
-) -> None:
+    sock: ssl.SSLSocket, address: tuple[object, ...], request: JoinRequest
+) -> Steps[None]:
     sock.settimeout(0)
     code = sock.connect_ex(address)
     if code == errno.EINPROGRESS:
-        _wait(signal_fd, sock.fileno(), select.POLLOUT, ends_at)
+        yield select.POLLOUT
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, os.strerror(code))
+    yield from authenticate_head(sock, request.token, request.node_info)
 
 
 def _wait(signal_fd: int, fd: int, wanted: int, ends_at: float) -> None:

@@ -9,29 +9,32 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ronde.errors import Failure, HostError, LaunchError
+from ronde.addresses import family_of
+from ronde.errors import Failure, HostError, LaunchError, StoreError, UsageError
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.hosts.host import Host
-from ronde.launch.joining.channel import TlsChannel, listen, make_head_tls, with_port
-from ronde.launch.joining.mutual_auth import (
-    AuthenticationError,
+from ronde.launch.joining.channel import (
     NodeInfo,
     Steps,
-    Token,
+    TlsChannel,
     authenticate_node,
+    make_head_tls,
+    with_port,
 )
 from ronde.launch.limits import Timeouts
 from ronde.launch.node import AgentNode
 from ronde.launch.signals import raise_if_stopped
+from ronde.store.authentication import SharedKey
+from ronde.units import counted
 
 MAX_PENDING = 64  # connections at a time that have not authenticated themselves
 AUTHENTICATE_S = 10.0  # what one of them has for it
 _CROWDED_S = 1.0  # what it has for it while others cannot get in
 _BACKLOG = 512
-_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
 _NOT_PROVEN = "did not prove that it knows the token"
 
@@ -41,7 +44,7 @@ class JoinConfig(NamedTuple):
 
     address: str  # numeric address to listen on
     port: int  # its port, 0 for any
-    token: Token  # what a node must know
+    token: SharedKey  # what a node must know
     head: str  # name of this node, which no other gets
     num_nodes: int  # nodes to wait for, this one not counted
     timeout_s: float
@@ -60,17 +63,27 @@ def wait_for_nodes(
     config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
 ) -> list[tuple[Host, TlsChannel]]:
     """Return all nodes that have joined, by name; from then on nothing listens."""
-    with listen(config.address, config.port, _BACKLOG) as listener:
-        server = _JoinServer(config, listener, notice)
-        try:
-            server.run(signal_fd)
-        except BaseException:
-            for _, channel in server.nodes():
-                channel.kill()
-            raise
-        finally:
-            server.close()
-        return server.nodes()
+    where = config.address, config.port
+    try:
+        listener = socket.create_server(
+            where, family=family_of(config.address), backlog=_BACKLOG
+        )
+    except OSError as error:
+        raise UsageError(
+            f"--listen must be an address of this machine with a free port, got "
+            f"{with_port(*where)}: {error.strerror or error}."
+        ) from None
+    listener.settimeout(0)
+    server = _JoinServer(config, listener, notice)
+    try:
+        server.run(signal_fd)
+    except BaseException:
+        for _, channel in server.nodes():
+            channel.kill()
+        raise
+    finally:
+        server.close()
+    return server.nodes()
 
 
 class _JoinServer:
@@ -89,9 +102,19 @@ class _JoinServer:
         return sorted(self._joined.values(), key=lambda node: _natural(node[0].name))
 
     def run(self, signal_fd: int) -> None:
-        config = self._config
-        address, port = self._listener.getsockname()[:2]
-        self._report_address(address, port)
+        config, (address, port) = self._config, self._listener.getsockname()[:2]
+        host = address
+        if address in ("0.0.0.0", "::"):  # noqa: S104 - to be warned of
+            host = config.head
+            self._notice(
+                f"listens on all networks of this machine ({address}), as was asked; "
+                "name one address to listen only there"
+            )
+        nodes, command = counted(config.num_nodes, "node"), "ronde run --agent"
+        where = with_port(host, port)
+        self._notice(
+            f"waits for {nodes}; start on each: {command} {where} --token-file FILE"
+        )
         ends_at = time.monotonic() + config.timeout_s
         while len(self._joined) < config.num_nodes:
             if time.monotonic() >= ends_at:
@@ -99,76 +122,58 @@ class _JoinServer:
                 raise HostError(
                     f"nodes that join must be {config.num_nodes}, got "
                     f"{len(self._joined)} within {config.timeout_s:g} s: {here}. Start "
-                    f"on each: ronde run --agent {with_port(address, port)}, or wait "
-                    "longer: --join-timeout"
+                    f"on each: {command} {where}, or wait longer: --join-timeout"
                 )
-            for fd, events in self._poll(signal_fd, ends_at):
-                if fd == signal_fd:
-                    raise_if_stopped(signal_fd)
-                elif fd == self._listener.fileno():
-                    self._accept()
-                elif fd in self._pending:
-                    self._go_on(self._pending[fd])
-                elif events & _GONE:
-                    host, channel = self._joined.pop(fd)
-                    channel.kill()
-                    self._notice(f"{host.name} left before the job began")
-            due_s = time.monotonic() - self._patience_s
-            for pending in list(self._pending.values()):
-                if pending.since_s <= due_s:
-                    self._refuse(pending, _NOT_PROVEN)
-
-    def _report_address(self, address: str, port: int) -> None:
-        num_nodes, host = self._config.num_nodes, address
-        if address in ("0.0.0.0", "::"):  # noqa: S104 - to be warned of
-            host = self._config.head
-            self._notice(
-                f"listens on all networks of this machine ({address}), as was asked; "
-                "name one address to listen only there"
-            )
-        nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-        command = f"ronde run --agent {with_port(host, port)}"
-        self._notice(f"waits for {nodes}; start on each: {command} --token-file FILE")
+            self._serve(signal_fd, ends_at)
 
     def close(self) -> None:
+        self._listener.close()
         for pending in self._pending.values():
             pending.sock.close()
-        self._pending.clear()
         for kind, count in self._refused.items():
             if count > 1:
                 self._notice(f"in all {count} connections: each {kind}")
 
-    def _poll(self, signal_fd: int, ends_at: float) -> list[tuple[int, int]]:
-        poll = select.poll()
-        poll.register(signal_fd, select.POLLIN)
-        if len(self._pending) < MAX_PENDING:
-            poll.register(self._listener, select.POLLIN)
-        for fd, pending in self._pending.items():
-            poll.register(fd, pending.wanted)
-            ends_at = min(ends_at, pending.since_s + self._patience_s)
-        for fd in self._joined:
-            poll.register(fd, select.POLLRDHUP)
-        return poll.poll(max(0.0, ends_at - time.monotonic()) * 1000 + 1)
-
-    @property
-    def _patience_s(self) -> float:
+    def _serve(self, signal_fd: int, ends_at: float) -> None:
         is_crowded = len(self._pending) >= MAX_PENDING
-        return _CROWDED_S if is_crowded else AUTHENTICATE_S
+        patience_s = _CROWDED_S if is_crowded else AUTHENTICATE_S
+        wanted = {
+            signal_fd: select.POLLIN,
+            **dict.fromkeys(self._joined, select.POLLRDHUP),
+        }
+        wanted |= {fd: pending.wanted for fd, pending in self._pending.items()}
+        if not is_crowded:
+            wanted[self._listener.fileno()] = select.POLLIN
+        poll = select.poll()
+        for item in wanted.items():
+            poll.register(*item)
+        dues = [each.since_s + patience_s for each in self._pending.values()]
+        wait_s = max(0.0, min([ends_at, *dues]) - time.monotonic())
+        for fd, _ in poll.poll(wait_s * 1000 + 1):
+            if fd == signal_fd:
+                raise_if_stopped(signal_fd)
+            elif fd == self._listener.fileno():
+                # It may have gone again.
+                with suppress(OSError):
+                    self._accept()
+            elif fd in self._pending:
+                self._go_on(self._pending[fd])
+            elif fd in self._joined:
+                host, channel = self._joined.pop(fd)
+                channel.kill()
+                self._notice(f"{host.name} left before the job began")
+        due_s = time.monotonic() - patience_s
+        for pending in list(self._pending.values()):
+            if pending.since_s <= due_s:
+                self._refuse(pending, _NOT_PROVEN)
 
     def _accept(self) -> None:
-        try:
-            raw, address = self._listener.accept()
-        except OSError:
-            # It has gone again.
-            return
+        raw, address = self._listener.accept()
         raw.settimeout(0)
-        try:
-            sock = self._tls.context.wrap_socket(
-                raw, server_side=True, do_handshake_on_connect=False
-            )
-        except OSError:
-            raw.close()
-            return
+        # It takes over the descriptor, or closes it when the peer has gone.
+        sock = self._tls.context.wrap_socket(
+            raw, server_side=True, do_handshake_on_connect=False
+        )
         steps = authenticate_node(sock, self._config.token, self._tls.certificate)
         pending = _PendingConnection(sock, address[0], steps, time.monotonic())
         self._pending[sock.fileno()] = pending
@@ -179,7 +184,7 @@ class _JoinServer:
             pending.wanted = next(pending.steps)
         except StopIteration as end:
             self._let_in(pending, end.value)
-        except AuthenticationError:
+        except StoreError:
             self._refuse(pending, "does not know the token")
         except LaunchError as error:
             self._refuse(pending, f"knows the token but is no node: {error}")

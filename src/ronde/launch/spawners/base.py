@@ -118,35 +118,34 @@ class HelloReader:
         self.noise = b""
         self._program = program
         self._sentinel = sentinel
-        self._hello: bytes | None = None
+        self._received = b""
 
     def feed(self, data: bytes) -> bytes | None:
         """Take bytes; return what follows the hello, None while that is incomplete."""
-        if self._hello is None:
-            noise, is_found, after = (self.noise + data).partition(self._sentinel)
-            self.noise = noise[-MAX_NOISE_BYTES:]
-            if not is_found:
-                return None
-            data, self._hello = after, b""
-        self._hello, is_whole, after = (self._hello + data).partition(b"\n")
-        if len(self._hello) > MAX_HELLO_BYTES:
+        self._received += data
+        noise, is_found, after = self._received.partition(self._sentinel)
+        self.noise = noise[-MAX_NOISE_BYTES:]
+        if not is_found:
+            self._received = self.noise
+        hello, is_whole, after = after.partition(b"\n")
+        if len(hello) > MAX_HELLO_BYTES:
             raise LaunchError(
                 f"greeting must have at most {MAX_HELLO_BYTES} bytes, got more."
             )
         if not is_whole:
             return None
         try:
-            decoded: object = json.loads(self._hello)
-        except (ValueError, RecursionError) as error:
-            raise LaunchError(f"greeting must be JSON: {error}.") from None
-        values = cast("dict[str, object]", decoded if isinstance(decoded, dict) else {})
-        try:
-            found = from_plain(RemotePython, {**values, "program": self._program})
+            values: object = json.loads(hello)
+            if isinstance(values, dict):
+                values = {**cast("dict[str, object]", values), "program": self._program}
+            found = from_plain(RemotePython, values)
         except PlainValueError:
             raise LaunchError(
                 f"greeting must have the texts {', '.join(RemotePython._fields[:4])}, "
-                f"got {decoded!r:.80}."
+                f"got {hello!r:.80}."
             ) from None
+        except (ValueError, RecursionError) as error:
+            raise LaunchError(f"greeting must be JSON: {error}.") from None
         # They are shown on a terminal.
         texts = ("".join(filter(str.isprintable, text)) for text in found)
         self.found = RemotePython._make(texts)

@@ -121,24 +121,16 @@ class SshSpawner(Spawner):
     def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
         if exit_code != _FAILED:
             return explain_program(exit_code, complaints)
-        failure = explain_connection(host, complaints)
-        if failure is not None:
-            return failure
-        last = last_line(complaints) or "no output"
-        return Failure(f"ssh failed: {last}", shell_command(self.name, host))
-
-
-def explain_connection(host: Host, complaints: str) -> Failure | None:
-    for pattern, reason, cure in _COMPLAINTS:
-        if re.search(pattern, complaints):
-            known = f"[{host.name}]:{host.port}" if host.port not in {0, 22} else ""
-            advice = cure.format(
-                ssh=shell_command("ssh", host),
-                copy_id=shlex.join(["ssh-copy-id", *ssh_destination(host)]),
+        ssh = shell_command(self.name, host)
+        for pattern, reason, cure in _COMPLAINTS:
+            if re.search(pattern, complaints):
                 # As known_hosts has it.
-                forget=shlex.join(["ssh-keygen", "-R", known or host.name]),
-            )
-            return Failure(
-                reason, advice, is_transient=reason in (_NO_SERVER, _CROWDED)
-            )
-    return None
+                has_port = host.port not in {0, 22}
+                known = f"[{host.name}]:{host.port}" if has_port else host.name
+                advice = cure.format(
+                    ssh=ssh,
+                    copy_id=shlex.join(["ssh-copy-id", *ssh_destination(host)]),
+                    forget=shlex.join(["ssh-keygen", "-R", known]),
+                )
+                return Failure(reason, advice, reason in (_NO_SERVER, _CROWDED))
+        return Failure(f"ssh failed: {last_line(complaints) or 'no output'}", ssh)

@@ -22,6 +22,7 @@ from ronde.launch.program import absolute_path
 from ronde.launch.signals import raise_if_stopped, wait_for
 from ronde.launch.spawners.base import Spawner, last_line
 from ronde.launch.spawners.ssh import SshSpawner
+from ronde.units import format_size
 
 EXCLUDED = frozenset({".git", "__pycache__", ".venv"})
 """Files and folders of these names stay here, wherever they are."""
@@ -33,15 +34,6 @@ _RSYNC_VANISHED = 24
 _RSYNC_SETTLED = frozenset({0, _RSYNC_VANISHED, _SSH_FAILED})
 _TAR_SUMMARIES = ("tar: Exiting", "tar: Error")
 _UNPACK = 'mkdir -p "$0" && cd "$0" && exec tar -xof -'
-
-
-class Synced(NamedTuple):
-    """What a copy to all hosts was."""
-
-    num_files: int  # files of the folder
-    size_bytes: int  # of all of them
-    num_hosts: int  # hosts that have them now
-    took_s: float
 
 
 class _Copy(NamedTuple):
@@ -56,7 +48,8 @@ class _Copy(NamedTuple):
 
 def sync_folder(
     folder: str, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
-) -> Synced:
+) -> str:
+    """Return a sentence on what was copied."""
     began_s = time.monotonic()
     path = absolute_path(folder)
     if not path.is_dir():
@@ -76,7 +69,10 @@ def sync_folder(
         failed = {failure.host for failure in failures}
         ready = [host.name for host in hosts if host.name not in failed]
         raise HostError(message, failures, ready)
-    return Synced(len(sizes), sum(sizes), len(hosts), time.monotonic() - began_s)
+    return (
+        f"{len(sizes)} files, {format_size(sum(sizes))}, copied to {len(hosts)} hosts "
+        f"in {time.monotonic() - began_s:.1f} s"
+    )
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -118,9 +114,8 @@ def _explain(copied: _Copy, spawner: Spawner) -> Failure:
     code, printed = copied.process.returncode, copied.printed()
     if code == _SSH_FAILED:
         return spawner.explain(copied.host, code, printed)
-    lines = printed.splitlines()
-    kept = "\n".join(line for line in lines if not line.startswith(_TAR_SUMMARIES))
-    last = last_line(kept) or f"exit code {code}"
+    lines = [x for x in printed.splitlines() if not x.startswith(_TAR_SUMMARIES)]
+    last = last_line("\n".join(lines)) or f"exit code {code}"
     return Failure(f"not copied: {last}", "see the space and the rights there")
 
 

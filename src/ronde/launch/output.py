@@ -1,0 +1,569 @@
+"""Where a job's output and events go: what shows them, files, and a process for both.
+
+That process, a fork of the controller, alone may wait: a file system or a terminal may
+stall for minutes, and the controller must answer meanwhile.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Protocol, get_args
+
+from ronde.errors import LaunchError, UsageError
+from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
+from ronde.launch.messages import (
+    MessageDecoder,
+    MessageWriter,
+    Notice,
+    Output,
+    PipeTransport,
+    ProcessStack,
+    Stream,
+    encode,
+)
+from ronde.launch.process_tree import die_with_parent
+from ronde.launch.program import absolute_path
+from ronde.launch.signals import interrupter, is_kept_ignored, wait_for
+
+
+class Generation(NamedTuple):
+    """One start of all ranks."""
+
+    job_id: str
+    epoch: int  # 0 for the first start, one more for each restart
+    hosts: tuple[str, ...]  # name of each rank's host, by rank
+
+
+NO_GENERATION = Generation("", 0, ())
+
+
+class RankStacks(NamedTuple):
+    """Where a rank is."""
+
+    rank: int
+    host: str
+    processes: tuple[ProcessStack, ...]  # its own and those below it; or no answer
+
+
+class OutputSink(Protocol):
+    """Shows what a job reports; in the output process, where it may wait.
+
+    The output process polls the ``pending_fds``, calls ``write_to`` for each that is
+    ready, and takes no more output while ``backlog_bytes`` is large. ``write_to``
+    raises BrokenPipeError when nobody reads the ranks' standard output any more.
+    """
+
+    @property
+    def pending_fds(self) -> tuple[int, ...]: ...
+
+    @property
+    def backlog_bytes(self) -> int: ...
+
+    def begin(self, generation: Generation) -> None: ...
+
+    def output(self, output: Output, now_s: float) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None: ...
+
+    def finished(self, result: JobResult) -> None: ...
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due; return when to come again, None for not before output."""
+        ...
+
+    def write_to(self, fd: int) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class JobFile:
+    """Writes to files what a job reports, before it is shown; the base of such.
+
+    ``begin`` raises UsageError where it cannot write what the user asked for; what
+    goes wrong later is a notice.
+    """
+
+    def __init__(self, sink: OutputSink, path: str) -> None:
+        self._notice = sink.notice
+        self._path = path
+        self._generation = NO_GENERATION
+
+    def begin(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def output(self, output: Output) -> None: ...
+
+    def finished(self, result: JobResult) -> None: ...
+
+
+SCHEMA = 1  # version of the reports' form
+_MAX_OPEN = 128
+_OPEN = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE = _OPEN | os.O_CREAT | os.O_EXCL
+_INDEX = "index.json"
+
+
+def describe_result(result: JobResult) -> dict[str, object]:
+    number = result.interrupted_by
+    return {
+        "exit_code": result.exit_code,
+        "interrupted_by": None if number is None else interrupter(number),
+        "cause": _describe_failure(result.cause) if result.cause else None,
+        "also_failed": [_describe_failure(end) for end in result.also_failed],
+        "also_lost": [_describe_failure(lost) for lost in result.also_lost],
+        "ended": [_describe_end(end) for end in result.ended],
+    }
+
+
+def _describe_end(end: RankEnd) -> dict[str, object]:
+    return {
+        "rank": end.rank,
+        "host": end.host,
+        "pid": end.pid,
+        "exit_code": end.exit_code,
+        "signal": signal_name(-end.status) if end.status < 0 else None,
+        "at_s": round(end.at_s, 6),
+        "was_stopped": end.was_stopped,
+    }
+
+
+def _describe_failure(failure: RankEnd | LostHost) -> dict[str, object]:
+    if isinstance(failure, LostHost):
+        return {"kind": "host", **asdict(failure), "at_s": round(failure.at_s, 6)}
+    return {
+        "kind": "rank",
+        **_describe_end(failure),
+        "evidence": failure.evidence,
+        "lost_its_peer": failure.is_secondary,
+        "traceback": failure.traceback,
+        "stderr_tail": list(failure.stderr_tail),
+    }
+
+
+def replace_json(path: str, content: Mapping[str, object]) -> None:
+    beside = f"{path}.{os.getpid()}.new"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    fd = os.open(beside, flags, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            # What no UTF-8 stands for is written as JSON's escapes.
+            file.write(json.dumps(content, indent=1).encode() + b"\n")
+        Path(beside).replace(path)
+    except OSError:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+class ErrorFile(JobFile):
+    """Writes how the latest generation ended, whether well or not, to a file."""
+
+    def __init__(self, sink: OutputSink, path: str) -> None:
+        super().__init__(sink, path)
+        directory = absolute_path(path).parent
+        if not os.access(directory, os.W_OK | os.X_OK) or Path(path).is_dir():
+            raise UsageError(
+                f"--error-file must be a file in a directory that can be written, got "
+                f"{path!r}. Create {str(directory)!r} or name another."
+            )
+
+    def finished(self, result: JobResult) -> None:
+        try:
+            write_report(self._path, result.exit_code, "", result, self._generation)
+        except OSError as error:
+            self._notice(f"--error-file {self._path} was not written: {error.strerror}")
+
+
+def write_report(
+    path: str,
+    exit_code: int,
+    message: str,
+    result: JobResult | None = None,
+    generation: Generation = NO_GENERATION,
+) -> None:
+    content = {
+        "schema": SCHEMA,
+        "job_id": generation.job_id or None,
+        "epoch": generation.epoch if generation.job_id else None,
+        "exit_code": exit_code,
+        "message": message,
+        "verdict": describe_result(result) if result else None,
+    }
+    replace_json(path, content)
+
+
+def attempt_dir(directory: str, generation: Generation) -> str:
+    return f"{directory}/{generation.job_id}/attempt_{generation.epoch}"
+
+
+class RankLogs(JobFile):
+    """Writes the output of each rank to files of its own before it is shown.
+
+    ``DIR/<job id>/attempt_<epoch>/<rank>/{stdout,stderr}.log`` have the bytes as they
+    are, ``index.json`` beside them lists them and how the ranks ended. A file that
+    takes nothing more is given up with one notice for its rank.
+    """
+
+    def __init__(self, sink: OutputSink, directory: str) -> None:
+        super().__init__(sink, "")
+        self._directory = directory
+        self._started_at_s = 0.0
+        self._open: dict[tuple[int, Stream], int] = {}
+        self._given_up: set[tuple[int, Stream]] = set()
+        self._complained: set[int] = set()
+
+    def begin(self, generation: Generation) -> None:
+        self._close()
+        super().begin(generation)
+        self._started_at_s = time.time()
+        self._complained.clear()
+        self._given_up.clear()
+        ranks = range(len(generation.hosts))
+        self._path = attempt_dir(self._directory, generation)
+        try:
+            Path(self._directory).mkdir(parents=True, exist_ok=True)
+            Path(self._path).parent.mkdir(mode=0o700, exist_ok=True)
+            Path(self._path).mkdir(mode=0o700)
+            for rank in ranks:
+                Path(self._path, str(rank)).mkdir(mode=0o700)
+                for stream in Stream:
+                    name = f"{self._path}/{_file_name(rank, stream)}"
+                    os.close(os.open(name, _CREATE, 0o600))
+            self._write_index(None)
+        except OSError as error:
+            if generation.epoch == 0:
+                raise UsageError(
+                    "--log-dir must be a directory that can be written, got "
+                    f"{self._directory!r} ({error.strerror}). "
+                    "Create it or name another."
+                ) from None
+            self._given_up.update((rank, stream) for rank in ranks for stream in Stream)
+            self._notice(f"no log files are written any more: {error.strerror}")
+
+    def output(self, output: Output) -> None:
+        key = (output.rank, output.stream)
+        try:
+            rest = memoryview(b"" if key in self._given_up else output.data)
+            while rest:
+                rest = rest[os.write(self._fd(key), rest) :]
+        except OSError as error:
+            self._given_up.add(key)
+            if output.rank not in self._complained:
+                self._complained.add(output.rank)
+                self._notice(
+                    f"{output.stream.name.lower()}.log of rank {output.rank} takes "
+                    f"nothing more ({error.strerror}); it is shown here only"
+                )
+
+    def finished(self, result: JobResult) -> None:
+        self._close()
+        try:
+            self._write_index(result)
+        except OSError as error:
+            self._notice(f"{_INDEX} of the log files lacks the end: {error.strerror}")
+
+    def _write_index(self, result: JobResult | None) -> None:
+        generation = self._generation
+        if not generation.hosts:
+            return
+        ends = {} if result is None else {end.rank: end for end in result.ends}
+        ranks = [
+            {
+                "rank": rank,
+                "host": host,
+                **{s.name.lower(): _file_name(rank, s) for s in Stream},
+                "end": _describe_end(ends[rank]) if rank in ends else None,
+            }
+            for rank, host in enumerate(generation.hosts)
+        ]
+        content = {
+            "schema": SCHEMA,
+            "job_id": generation.job_id,
+            "epoch": generation.epoch,
+            "started_at": _utc(self._started_at_s),
+            "ended_at": None if result is None else _utc(time.time()),
+            "ranks": ranks,
+            "verdict": None if result is None else describe_result(result),
+        }
+        replace_json(f"{self._path}/{_INDEX}", content)
+
+    def _close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _fd(self, key: tuple[int, Stream]) -> int:
+        fd = self._open.pop(key, None)
+        if fd is None:
+            if len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            fd = os.open(f"{self._path}/{_file_name(*key)}", _OPEN)
+        self._open[key] = fd  # the latest is the last
+        return fd
+
+
+def _file_name(rank: int, stream: Stream) -> str:
+    return f"{rank}/{stream.name.lower()}.log"
+
+
+def _utc(at_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s))
+
+
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 256 << 10
+_MAX_BACKLOG_BYTES = 256 << 10
+_MAX_UNWRITTEN_BYTES = 512 << 20
+_MAX_DISCARDED_BYTES = 16 << 20
+_KILLED_S = 0.2
+_IGNORED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGTTOU),
+)
+
+
+class EndOfStacks(NamedTuple):
+    """To the process: show the ``RankStacks`` that came before, one a rank."""
+
+
+class OutputAnswer(NamedTuple):
+    """From the process: everything is prepared, or its output is read no more."""
+
+    problem: str  # why not all is prepared; empty where it is
+    signal: int  # SIGPIPE, or SIGHUP of a closed terminal; 0 where the output is read
+
+
+# A generation is to be prepared for, and answered; a result is how it ended.
+_Order = Generation | Notice | RankStacks | EndOfStacks | JobResult
+_ORDERS: tuple[type[_Order | Output], ...] = (Output, *get_args(_Order))
+
+
+class NoOutput:
+    """Takes the place of ``OutputProcess`` for a job that has no output."""
+
+    read_fd = write_fd = -1
+    waiting_bytes = 0
+    is_settled = has_ended = True
+
+    def _do_nothing(self, *_: object) -> None: ...
+
+    begin = output = notice = stacks = finished = _do_nothing
+    discard = flush = read = close = kill = _do_nothing
+
+
+class OutputProcess(MessageWriter):
+    """The controller's end: takes everything at once, and never waits for a write.
+
+    Must be made in a process with one thread, before that starts others: the process
+    is a fork of this one. It ends with this process, however that ends.
+    """
+
+    def __init__(self, sink: OutputSink, files: Sequence[JobFile] = ()) -> None:
+        orders, self._orders_fd = os.pipe()
+        self.read_fd, replies = os.pipe()
+        discard, self._discard_fd = os.pipe()
+        parent = os.getpid()
+        # A signal that came between fork and its being ignored would count twice.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        self._pid = os.fork()
+        if not self._pid:
+            _run_output(sink, files, (orders, discard, replies), parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        for fd in (orders, replies, discard):
+            os.close(fd)
+        with suppress(OSError):
+            fcntl.fcntl(self._orders_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        pipes = PipeTransport(self.read_fd, self._orders_fd)
+        super().__init__(pipes.write, _MAX_UNWRITTEN_BYTES)
+        self._reader = MessageDecoder((OutputAnswer,))
+        self._is_closing = False
+        self.is_settled = True  # nothing is waited for that must precede the ranks
+        self.has_ended = False  # whether all was written that will be
+
+    def begin(self, generation: Generation) -> None:
+        self.is_settled = False
+        self.send(generation)
+
+    def output(self, output: Output) -> None:
+        # What is to be discarded comes without end, and files may take nothing.
+        is_discarding = self._discard_fd < 0
+        if not (is_discarding and self.waiting_bytes >= _MAX_DISCARDED_BYTES):
+            self.send(output)
+
+    def notice(self, text: str) -> None:
+        self.send(Notice(text))
+
+    def stacks(self, taken: Sequence[RankStacks]) -> None:
+        for each in taken:
+            self.send(each)
+        self.send(EndOfStacks())
+
+    def finished(self, result: JobResult) -> None:
+        self.send(result)
+
+    def discard(self) -> None:
+        """Have what waits to be shown forgotten; files get all they can."""
+        if self._discard_fd >= 0:
+            os.close(self._discard_fd)
+            self._discard_fd = -1
+
+    @property
+    def write_fd(self) -> int:
+        return self._orders_fd if self.waiting_bytes else -1
+
+    def read(self) -> int:
+        data = os.read(self.read_fd, _READ_BYTES)
+        if not data:
+            self.has_ended = True
+            os.waitpid(self._pid, 0)
+            if not self._is_closing:
+                raise LaunchError(
+                    "the process that writes the output must run as long as the job, "
+                    "but it is gone. Start the job again."
+                )
+            return 0
+        unread_signal = 0
+        for answer in self._reader.feed(data):
+            if answer.problem:
+                raise UsageError(answer.problem)
+            if not answer.signal:
+                self.is_settled = True
+            elif not is_kept_ignored(answer.signal):
+                unread_signal = answer.signal
+        return unread_signal
+
+    def close(self) -> None:
+        """Announce that nothing follows; ``has_ended`` when all is written."""
+        self._is_closing = True
+        self.flush()
+        if not self.has_ended:
+            # Somebody may have stopped it, and it has to see this end.
+            os.kill(self._pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if not self.has_ended:
+            os.kill(self._pid, signal.SIGKILL)
+            if wait_for([self.read_fd], [], _KILLED_S):
+                os.waitpid(self._pid, 0)
+
+    def send(self, message: object) -> None:
+        if self._orders_fd >= 0:
+            # Why nobody takes it is found out by ``read``.
+            with suppress(BrokenPipeError):
+                super().send(message)
+
+    def flush(self) -> None:
+        with suppress(BrokenPipeError):
+            super().flush()
+        if self._is_closing and self._orders_fd >= 0 and not self.waiting_bytes:
+            os.close(self._orders_fd)
+            self._orders_fd = -1
+
+
+def _run_output(
+    sink: OutputSink, files: Sequence[JobFile], fds: tuple[int, int, int], parent: int
+) -> NoReturn:
+    """Be the process, which has just been forked; end it."""
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        # An agent must see the end of its input when the controller ends.
+        first = 3
+        for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(first, fd)
+            first = fd + 1
+        orders, discard, replies = fds
+        if die_with_parent(parent, signal.SIGKILL):
+            _Writer(sink, files, replies).run(orders, discard)
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - the outermost line of a process
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+class _Writer:
+    """What the process does: all of it may wait."""
+
+    def __init__(
+        self, sink: OutputSink, files: Sequence[JobFile], replies_fd: int
+    ) -> None:
+        self._sink = sink
+        self._files = files
+        self._replies_fd = replies_fd
+        self._reader = MessageDecoder(_ORDERS)
+        self._stacks: list[RankStacks] = []
+
+    def run(self, orders_fd: int, discard_fd: int) -> None:
+        sink, is_open, is_discarding = self._sink, True, False
+        while is_open or sink.pending_fds:
+            readable = [] if is_discarding else [discard_fd]
+            if is_open and sink.backlog_bytes < _MAX_BACKLOG_BYTES:
+                readable.append(orders_fd)
+            now_s = time.monotonic()
+            tick_at_s = sink.tick(now_s)
+            limit_s = None if tick_at_s is None else max(0.0, tick_at_s - now_s)
+            for fd in wait_for(readable, sink.pending_fds, limit_s):
+                if fd == discard_fd:
+                    is_discarding = True
+                    sink.discard()
+                elif fd == orders_fd:
+                    is_open = self._read_orders(fd)
+                else:
+                    self._write_to(fd)
+
+    def _write_to(self, fd: int) -> None:
+        try:
+            self._sink.write_to(fd)
+        except BrokenPipeError as error:
+            is_hangup = error.errno == errno.EIO
+            self._answer("", signal.SIGHUP if is_hangup else signal.SIGPIPE)
+
+    def _read_orders(self, fd: int) -> bool:
+        data = os.read(fd, _READ_BYTES)
+        for order in self._reader.feed(data):
+            if isinstance(order, Output):
+                for file in self._files:
+                    file.output(order)
+                self._sink.output(order, time.monotonic())
+            else:
+                self._obey(order)
+        return bool(data)
+
+    def _obey(self, order: _Order) -> None:
+        match order:
+            case Generation():
+                self._begin(order)
+            case Notice():
+                self._sink.notice(order.text)
+            case RankStacks():
+                self._stacks.append(order)
+            case EndOfStacks():
+                self._sink.stacks(self._stacks)
+                self._stacks = []
+            case JobResult():
+                for each in (*self._files, self._sink):
+                    each.finished(order)
+
+    def _begin(self, generation: Generation) -> None:
+        problem = ""
+        try:
+            for each in (*self._files, self._sink):
+                each.begin(generation)
+        except UsageError as error:
+            problem = str(error)
+        self._answer(problem)
+
+    def _answer(self, problem: str, number: int = 0) -> None:
+        # If the controller is gone, this process ends at once, too.
+        with suppress(BrokenPipeError):
+            os.write(self._replies_fd, encode(OutputAnswer(problem, number)))

@@ -1,1 +1,0 @@
-"""Where the output and the events of a job go."""
