@@ -17,7 +17,7 @@ from tests.coordination.coordinators import (
 )
 from torch import Tensor
 
-from ronde.coordination.control import shared_memory
+from ronde.coordination import fast_path
 from ronde.coordination.coordinator import CoordinationOptions
 from ronde.errors import CollectiveError, PeerLostError
 
@@ -62,7 +62,13 @@ def test_known_names_take_no_messages(size) -> None:
     assert max(run_coordinated(size, work)) < 50
 
 
-@pytest.mark.parametrize("engine", ["shared_memory", "gloo", "auto", "hierarchical"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *("shared_memory", "gloo", "hierarchical"),
+        pytest.param("auto", marks=pytest.mark.long),  # shared memory once more
+    ],
+)
 def test_results_are_the_engines_own(engine) -> None:
     """Bit by bit, for all that can be reduced, of any layout."""
 
@@ -248,8 +254,8 @@ def test_no_wake_up_is_lost(size, is_busy) -> None:
         waking = threading.Thread(target=wake)
         waking.start()
         with naps() as patch:
-            patch.setattr(shared_memory, "_FIRST_NAP_S", NEVER_S)
-            patch.setattr(shared_memory, "NEAR", 0)
+            patch.setattr(fast_path, "_FIRST_NAP_S", NEVER_S)
+            patch.setattr(fast_path, "NEAR", 0)
             choose = random.Random(coordinator.rank)
             for _ in range(3):
                 coordinator.run(summed("x", torch.ones(1)))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -104,7 +104,12 @@ def use_a_process_set(tensor: Tensor) -> Any:
     return place, tensor, hvd.remove_process_set(some)
 
 
-OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.5, momentum=0.5)
+@cache
+def optimizer() -> torch.optim.Optimizer:
+    """Make one; the first imports ``torch._dynamo``, which only ranks are to do."""
+    return torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.5, momentum=0.5)
+
+
 EVEN = [1, 1, 1, 1]
 FUNCTIONS: dict[str, Function] = {
     **{
@@ -148,7 +153,7 @@ FUNCTIONS: dict[str, Function] = {
     "allgather_object": around(lambda t: hvd.allgather_object(t.tolist())),
     "broadcast_parameters": in_place(lambda t: hvd.broadcast_parameters([t], 1)),
     "broadcast_optimizer_state": around(
-        lambda _: hvd.broadcast_optimizer_state(OPTIMIZER, 1)
+        lambda _: hvd.broadcast_optimizer_state(optimizer(), 1)
     ),
     "add_process_set, remove_process_set": around(use_a_process_set),
 }
@@ -199,7 +204,7 @@ def test_every_collective_is_among_the_functions():
         pytest.param(2, "shared_memory", FEW, "inductor", marks=pytest.mark.soak),
         pytest.param(2, "gloo", FUNCTIONS, "inductor", marks=pytest.mark.long),
         (3, "gloo", FEW, "aot_eager"),
-        (4, "hierarchical", FEW, "aot_eager"),
+        pytest.param(4, "hierarchical", FEW, "aot_eager", marks=pytest.mark.long),
     ],
 )
 def test_collectives(environment, size, engine, names, backend):
@@ -301,14 +306,18 @@ def as_they_are(model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
     return model, train_step
 
 
-def with_compiled_model(model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+def with_compiled_model(
+    model: nn.Module, backend: str
+) -> tuple[nn.Module, Callable[..., Any]]:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    return torch.compile(model), train_step
+    return torch.compile(model, backend=backend), train_step
 
 
-def with_compiled_step(model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
-    return model, compiled(train_step)
+def with_compiled_step(
+    model: nn.Module, backend: str
+) -> tuple[nn.Module, Callable[..., Any]]:
+    return model, compiled(train_step, backend=backend)
 
 
 def train_step(
@@ -340,10 +349,11 @@ def train(
     return [*losses, *(p.detach() for p in model.parameters())]
 
 
-def compare_training(*, is_synchronized: bool) -> None:
+def compare_training(*, is_synchronized: bool, backend: str) -> None:
     expected = train(as_they_are, is_synchronized=is_synchronized)
     for prepare in (with_compiled_model, with_compiled_step):
-        results = train(prepare, is_synchronized=is_synchronized)
+        compiling = partial(prepare, backend=backend)
+        results = train(compiling, is_synchronized=is_synchronized)
         assert num_graphs() >= 1
         # The compiler adds up a convolution in another order.
         torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-6)
@@ -352,16 +362,17 @@ def compare_training(*, is_synchronized: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "is_synchronized"),
+    ("size", "is_synchronized", "backend"),
     [
-        (3, True),
-        pytest.param(2, False, marks=pytest.mark.long),
-        pytest.param(2, True, marks=pytest.mark.long),
-        pytest.param(3, False, marks=pytest.mark.long),
+        (3, True, "aot_eager"),
+        pytest.param(3, True, "inductor", marks=pytest.mark.soak),
+        pytest.param(2, False, "inductor", marks=pytest.mark.long),
+        pytest.param(2, True, "inductor", marks=pytest.mark.long),
+        pytest.param(3, False, "inductor", marks=pytest.mark.long),
     ],
 )
-def test_training(environment, size, is_synchronized):
-    work = partial(compare_training, is_synchronized=is_synchronized)
+def test_training(environment, size, is_synchronized, backend):
+    work = partial(compare_training, is_synchronized=is_synchronized, backend=backend)
     run_sessions(size, work, environment=environment, timeout_s=LIMIT_S)
 
 

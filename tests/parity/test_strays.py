@@ -1,5 +1,6 @@
 """Variables that a shell or an image left over do not stop ``init()``."""
 
+import os
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 from tests.launchers import launcher_environment, launcher_words
 
 import ronde.torch as hvd
+from ronde.errors import UsageError
 
 TRAIN = """
 import torch
@@ -56,29 +58,45 @@ def test_what_is_left_over_is_named_and_ignored(train, launcher, size):
     assert done.stderr.count(f"{warning} rank 0 of {size}.") == expected
 
 
-def test_a_launcher_that_forgets_a_variable_is_refused(train):
-    done = train("python", 1, RANK="1", LOCAL_RANK="1")
-    assert "variables of the world must be complete" in done.stderr
-    assert (done.returncode, done.stdout) == (1, "")
-    done = train("python", 1, LOCAL_RANK="1")
-    assert "got LOCAL_RANK=1 and no RANK and WORLD_SIZE" in done.stderr
-    assert done.returncode == 1
-
-
-def test_mpi_is_there_only_where_its_library_loads(tmp_path):
-    script = (
-        "import sys; import ronde.torch as hvd; "
-        "print(hvd.mpi_built(), hvd.mpi_built(), 'mpi4py.MPI' in sys.modules)"
-    )
-    for variables, expected in (
-        ({}, f"{hvd.mpi_built()} {hvd.mpi_built()} False\n"),
-        ({"MPI4PY_LIBMPI": "/no/such/libmpi.so"}, "False False False\n"),
+def init_with(_: object, variables):
+    """Return what ``init()`` says where only some of a launcher's variables are set."""
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=launcher_environment(tmp_path, **variables),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout == expected
+        del os.environ[name]  # noqa: TID251  what a launcher forgets
+    os.environ.update(variables, LOCAL_RANK="1")  # noqa: TID251
+    with pytest.raises(UsageError) as caught:
+        hvd.init()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "1"}, "variables of the world must be complete"),
+        ({}, "got LOCAL_RANK=1 and no RANK and WORLD_SIZE"),
+    ],
+)
+def test_a_launcher_that_forgets_a_variable_is_refused(
+    run_ranks_bare, variables, message
+):
+    (told,) = run_ranks_bare(1, init_with, variables, launcher="plain")
+    assert message in told
+
+
+def ask_for_mpi(_: object):
+    return hvd.mpi_built(), hvd.mpi_built(), "mpi4py.MPI" in sys.modules
+
+
+@pytest.mark.parametrize("library", ["", "/no/such/libmpi.so"])
+def test_mpi_is_there_only_where_its_library_loads(run_ranks_bare, tmp_path, library):
+    env = {"TMPDIR": str(tmp_path), "OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    if library:
+        env["MPI4PY_LIBMPI"] = library
+    is_there = not library and hvd.mpi_built()
+    (told,) = run_ranks_bare(1, ask_for_mpi, launcher="plain", environment=env)
+    assert told == (is_there, is_there, False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ronde.coordination.stall import StallReport, describe_stall
+from ronde.coordination.waits import StallReport, describe_stall
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,29 @@ Note [Who makes progress]
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from ronde.collectives import Communicator, Look, Work
+import torch
+
+from ronde.collectives import Communicator, Look, ReduceOp, Work
 from ronde.coordination.control.channel import ControlChannel
-from ronde.coordination.requests import Entry, NamedOperation, OpKind
-from ronde.coordination.stall import WAITS
-from ronde.coordination.state import SHUT_DOWN, CoordinationOptions, CoordinatorState
-from ronde.coordination.waits import SyncPoint, Waits
-from ronde.errors import CollectiveError
+from ronde.coordination.execution import CoordinationOptions, Execution, FusionTuning
+from ronde.coordination.fast_path import FastPath
+from ronde.coordination.node import Node, RootNode, RunCommand
+from ronde.coordination.requests import Entry, NamedOperation, OpKind, Request
+from ronde.coordination.waits import (
+    STALLS,
+    WAITS,
+    Inspector,
+    StallReport,
+    SyncPoint,
+    Waiting,
+    Waits,
+)
+from ronde.errors import CollectiveError, PeerLostError
 
 __all__ = ["CoordinationOptions", "Coordinator"]
 
@@ -30,6 +43,278 @@ _LOOK_EVERY_S = 0.25  # between two looks at who still lives and what waits for 
 _NUM_QUICK_WAITS = 2
 _FAST_S = 0.05  # after so long on the fast path, whoever has not come is to refuse
 _CLOSE_WITHIN_S = 2.0  # an operation that is under way may end by itself for so long
+_FAST_ENGINES = ("auto", "shared_memory")  # they reduce so few bytes in the same way
+_FIND_LOSS_WITHIN_S = 1.5
+"""After tensors could not be moved: who is gone, and not only who noticed."""
+_HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1  # for a communicator
+SHUT_DOWN = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks "
+    "or an attempt to allreduce, allgather or broadcast a tensor after one of the "
+    "ranks finished execution. If the shutdown was caused by an exception, you should "
+    "see the exception in the log before the first shutdown message."
+)
+_JOINED_WITHOUT = (
+    "%s must exist on every rank before any rank joins, got a rank that joined without "
+    "it. Create optimizers before any rank joins."
+)
+
+
+class CoordinatorState:
+    """One rank's agreement and what comes of it; one thread at a time."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        channel: ControlChannel,
+        waits: Waits,
+        options: CoordinationOptions,
+        *,
+        set_id: int,
+        ranks: tuple[int, ...],
+    ) -> None:
+        """Begin; ``ranks`` are the set's among all, or empty for all."""
+        self.submitted: deque[Entry] = deque()  # to the node; any thread may append
+        # Called when a stall ends the job, for what is not in the table.
+        self.on_stop: Callable[[], None] = lambda: None
+        self.execution = Execution(communicator, set_id, options)
+        self._communicator, self._channel = communicator, channel
+        self._waits, self._table = waits, waits.table(set_id)
+        self._ranks = ranks or tuple(range(communicator.size))
+        self._stall_warning_s = options.stall_warning_s
+        self._tuning: FusionTuning | None = None
+        self._inspector: Inspector | None = None
+        self._node = Node(channel.tree)
+        if channel.tree.parent is None:
+            self._node = root = RootNode(channel.tree, options.cache_capacity)
+            limits = options.stall_warning_s, options.stall_shutdown_s
+            self._inspector = Inspector(root, *limits)
+            if options.tuning is not None:
+                default = options.fusion_threshold_bytes
+                change = partial(root.order, "tune")
+                self._tuning = FusionTuning(default, options.tuning, change)
+        self.fast_path: FastPath | None = None
+        is_fast = communicator.engine in _FAST_ENGINES and options.tuning is None
+        if channel.shared is not None and is_fast:
+            self.fast_path = FastPath(channel.shared)
+        self._lost: set[int] = set()
+        self._num_connected = 0
+        self.ask_all = partial(self._node.report, "ask")
+
+    def progress(self) -> bool:
+        """Do all that needs no waiting; return whether something came of it."""
+        has_changed = False
+        commands = self._node.commands
+        while self._exchange():
+            has_changed = True
+            while commands:
+                command = commands.popleft()
+                if isinstance(command, RunCommand):
+                    self._run(command)
+                else:
+                    getattr(self, f"take_{command.verb}")(*command.values)
+        return has_changed
+
+    def start_fast(self, entry: Entry) -> FastPath | None:
+        """Return the fast path, if it can take an operation, which it begins then."""
+        # A timeline shows what ranks agree on, a round that gave way is driven only by
+        # ordinary waits, and several operations had better travel together.
+        if (
+            self.fast_path is None
+            or entry.operation.kind is not OpKind.ALLREDUCE
+            or self.submitted
+            or self.execution.recorder is not None
+            or self._waits.put_off
+            or len(self._table.entries) != 1
+        ):
+            return None
+        cache = self._node.cache
+        known = cache.find(entry.name)
+        if known is None or not known[1].matches(entry.operation):
+            return None
+        tag = cache.epoch << 32 | known[0] + 1
+        is_started = self.fast_path.start(entry, tag, known[1])
+        return self.fast_path if is_started else None
+
+    def finish_fast(self, *, is_late: bool = False) -> None:
+        """End what is on the fast path, if it can be: see ``FastPath.finish``."""
+        ended = self.fast_path and self.fast_path.finish(is_late=is_late)
+        if not ended:
+            return
+        entry, is_over = ended
+        if is_over:
+            self._table.take(entry.name)
+            self._node.cache.use(entry.name)
+        else:
+            self.submitted.append(entry)
+
+    def look(self) -> None:
+        """Look after neighbours and stalls; ``progress`` is to follow."""
+        self._report_losses()
+        if self._stall_warning_s:
+            oldest_s = next(iter(self._table.waiting().values()), 0.0)
+            if oldest_s >= self._stall_warning_s:
+                self.ask_all(STALLS)
+        if self._inspector is not None:
+            self._inspector.look()
+
+    def _exchange(self) -> bool:
+        """Take messages in and send some; return whether there are commands."""
+        node, channel = self._node, self._channel
+        for sender, message in channel.receive():
+            node.receive(sender, message)
+        if self.fast_path is not None:
+            self.finish_fast()
+            if self.fast_path.is_asked():
+                self.fast_path.refuse()
+        if self.submitted:
+            recorder = self.execution.recorder
+            if recorder is not None:
+                recorder.cycle(time.monotonic_ns())
+            while self.submitted:
+                self._submit(self.submitted.popleft())
+        if isinstance(node, RootNode) and node.inquiries and self._inspector:
+            self._inspector.look()
+        for to, message in node.flush():
+            channel.send(to, message)
+        return bool(node.commands)
+
+    def _submit(self, entry: Entry) -> None:
+        operation, name = entry.operation, entry.name
+        if operation.kind is OpKind.JOIN:
+            self._table.has_joined = True
+            self._node.join()
+            return
+        known = self._node.cache.find(name)
+        if known is None:
+            self._node.submit(Request.of(operation, name))
+        elif known[1].matches(operation):
+            self._node.hit(*known)
+        else:
+            self._node.change(known[0], Request.of(operation, name))
+
+    def _run(self, run: RunCommand) -> None:
+        if self._table.failure is not None:
+            return
+        entries = [self._table.take(request.name) for request in run.requests]
+        try:
+            self.execution.run(run, entries)
+        except Exception as error:  # noqa: BLE001 - fails the entries
+            self._fail(entries, error)
+            return
+        if self.fast_path is not None:
+            self.fast_path.ran()
+        if self._tuning is not None and not self._tuning.is_over:
+            own = [entry for entry in entries if entry is not None]
+            num_bytes = sum(t.nbytes for each in own for t in each.operation.tensors)
+            self._tuning.ran([each.name for each in own], num_bytes, time.monotonic())
+
+    def take_connect(self, name: str) -> None:
+        """Make a communicator, if every rank still asks for it."""
+        if self._table.failure is not None:
+            return
+        # The root still counts a rank that has given up, and one that has joined.
+        entry = self._table.entries.get(name)
+        absent = _HAS_JOINED if self._table.has_joined else _HAS_GIVEN_UP
+        vote = torch.tensor([absent if entry is None else _ASKS], device="cpu")
+        try:
+            self._communicator.all_reduce(vote, ReduceOp.MIN).wait()
+        except CollectiveError as error:
+            self._fail([entry], error)
+            return
+        number, self._num_connected = self._num_connected, self._num_connected + 1
+        if entry is None:
+            return
+        if vote.item() == _HAS_GIVEN_UP:
+            self.submitted.append(entry)  # and it may ask again
+            return
+        self._table.take(name)
+        make = entry.operation.connect
+        if vote.item() == _HAS_JOINED or make is None:
+            entry.fail(CollectiveError(_JOINED_WITHOUT % name))
+            return
+        try:
+            with torch.inference_mode(mode=False):  # it outlives the call
+                entry.succeed((make(number), number))
+        except CollectiveError as error:
+            entry.fail(error)
+        except Exception as error:  # noqa: BLE001 - fails the entry
+            self._fail([entry], error)
+
+    def take_fail(self, name: str, text: str) -> None:
+        if entry := self._table.take(name):
+            entry.fail(CollectiveError(text))
+
+    def take_joined(self, last: int) -> None:
+        self._table.all_joined()
+        if entry := self._table.take("join.noname"):
+            entry.succeed(last)
+
+    def take_lost(self, rank: int, reason: str, is_orderly: bool) -> None:  # noqa: FBT001
+        how = "has shut down" if is_orderly else "is gone"
+        text = f"{SHUT_DOWN}\nRank {self._ranks[rank]} {how}: {reason}."
+        self._table.fail(PeerLostError(text))
+
+    def take_report(self, kind: str, number: int, points: list[list[Any]]) -> None:
+        rank = self._node.tree.rank
+        if kind == STALLS:
+            answer = StallReport.of(rank, self._table)
+        else:
+            answer = self._waits.answer([SyncPoint(*point) for point in points])
+        self._node.report("answer", kind, number, rank, answer)
+
+    def take_give_way(
+        self, chosen: list[tuple[int, list[int]]], where: list[tuple[int, str]]
+    ) -> None:
+        own = self._node.tree.rank
+        others = [f"rank {rank} waits in {name}" for rank, name in where if rank != own]
+        self._waits.give_way(dict(chosen).get(own, []), ", ".join(others))
+
+    def take_stop(self, text: str) -> None:
+        self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{text}"))
+        self.on_stop()
+
+    def take_tune(self, num_bytes: int) -> None:
+        self.execution.threshold_bytes = num_bytes
+
+    def _fail(self, entries: Sequence[Entry | None], error: Exception) -> None:
+        """End all after tensors could not be moved, or an error of this rank alone."""
+        if isinstance(error, CollectiveError):
+            # First, so that a rank that waits for tensors of this one can answer, too.
+            self._communicator.abort()
+            self._await_loss()
+            if self._table.failure is None:
+                self._leave(str(error), PeerLostError(f"{SHUT_DOWN}\n{error}"))
+            error = self._table.failure or error
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            self._leave(reason, CollectiveError(f"{SHUT_DOWN}\n{reason}"))
+            self._communicator.abort()
+        for entry in filter(None, entries):
+            entry.fail(error)
+
+    def _await_loss(self) -> None:
+        """Wait for a moment to learn who is gone."""
+        deadline = time.monotonic() + _FIND_LOSS_WITHIN_S
+        while self._table.failure is None and time.monotonic() < deadline:
+            self._report_losses()
+            self._exchange()
+            for command in self._node.commands:
+                is_run = isinstance(command, RunCommand)
+                if not is_run and command.verb == "lost" and not self._table.failure:
+                    self.take_lost(*command.values)
+            self._channel.wait(_FIND_LOSS_WITHIN_S / 10, is_eager=True)
+
+    def _leave(self, reason: str, failure: CollectiveError) -> None:
+        """Announce that this rank takes part no more; fail all of its own."""
+        self._node.lose(self._node.tree.rank, reason, is_orderly=False)
+        self._exchange()
+        self._table.fail(failure)
+
+    def _report_losses(self) -> None:
+        for rank, reason, is_orderly in self._channel.find_losses():
+            if rank not in self._lost:
+                self._lost.add(rank)
+                self._node.lose(rank, reason, is_orderly=is_orderly)
 
 
 class Coordinator:
@@ -37,8 +322,8 @@ class Coordinator:
 
     Any thread may submit; names may come in any order, differently on each rank. The
     recorder of ``execution`` may be set at any time. ``watch`` counts, for stalls, what
-    is waited for elsewhere: collectives that are never negotiated, such as buckets.
-    ``wake`` has the coordinator's own thread make progress.
+    is waited for elsewhere, such as buckets, which are never negotiated. ``wake`` has
+    the coordinator's own thread make progress.
     """
 
     def __init__(
@@ -53,13 +338,11 @@ class Coordinator:
     ) -> None:
         """Begin; nobody else may use the communicator and the channel.
 
-        ``ranks`` are the set's among all, ascending; empty for all. ``waits`` are those
-        of this process in all sets.
+        ``ranks`` are the set's, ascending; empty for all. ``waits`` are this process's.
         """
         self.rank, self.size = communicator.rank, communicator.size
-        self._communicator = communicator
+        self._communicator, self._options = communicator, options
         self._channel, self._waiter = channel, channel.waiter
-        self._options = options
         self.waits = waits = waits or Waits()
         self._table = waits.table(set_id)
         self.watch = self._table.watch
@@ -99,9 +382,8 @@ class Coordinator:
     def connect(self, name: str, make: Callable[[int], Communicator]) -> Entry:
         """Start to make a communicator with an order of calls of its own.
 
-        The result is the communicator and its number. ``wait()`` raises
-        ``CollectiveError`` also where a rank has joined without asking for it, and
-        ``UnpairedError``: see ``Waits.give_way``.
+        The result is the communicator and its number. ``wait()`` fails also where a
+        rank has joined without asking for it, and by ``Waits.give_way``.
         """
         return self._submit(NamedOperation(OpKind.CONNECT, name=name, connect=make))
 
@@ -116,14 +398,14 @@ class Coordinator:
         entry = self._enter(operation)
         state = self._state
         with self._lock:
-            rounds = None if self._is_closed else state.start_fast(entry)
-            if rounds is not None:
+            fast_path = None if self._is_closed else state.start_fast(entry)
+            if fast_path is not None:
                 state.finish_fast()
             else:
                 state.submitted.append(entry)
-        if rounds is not None and not entry.is_over:
+        if fast_path is not None and not entry.is_over:
             # If the round does not end, ``_finish`` sees to it.
-            rounds.wait(min(_FAST_S, self.waits.patience_s))
+            fast_path.wait(min(_FAST_S, self.waits.patience_s))
             with self._lock:
                 state.finish_fast(is_late=True)
         return entry.wait()
@@ -172,7 +454,7 @@ class Coordinator:
         """Make progress until ``entry`` is over, or ``look`` stops it."""
         self._waiter.add_waiter()
         try:
-            num_left = 0 if look or self.waits.has_put_off else _NUM_QUICK_WAITS
+            num_left = 0 if look or self.waits.put_off else _NUM_QUICK_WAITS
             while num_left and not self._is_over(entry):
                 # Mostly that is all: what comes below takes longer.
                 self._await_messages(self.waits.patience_s)
@@ -180,7 +462,7 @@ class Coordinator:
             if look is not None:
                 self._wait(entry, look)
             elif not entry.is_over:
-                with self.waits.waiting(self.point(entry.name)) as own:
+                with Waiting(self.waits, self.point(entry.name)) as own:
                     self._wait(entry, own)
         finally:
             self._waiter.remove_waiter()
@@ -201,7 +483,7 @@ class Coordinator:
 
     def _await_messages(self, timeout_s: float) -> None:
         fast_path = self._state.fast_path
-        if fast_path is not None and fast_path.rounds.is_awaited():
+        if fast_path is not None and fast_path.is_awaited():
             with self._lock:
                 fast_path.refuse()
         self._waiter.wait(timeout_s, is_eager=True)
@@ -235,7 +517,7 @@ class Coordinator:
         """Make progress when nobody else does: asleep until something comes."""
         while not self._is_closed:
             timeout_s = _LOOK_EVERY_S
-            if self._table.is_empty():
+            if not (self._table.entries or self._table.watches):
                 # Something may begin to be watched meanwhile, and that wakes nobody.
                 timeout_s = self._options.stall_warning_s / 2 or None
             self._waiter.wait(timeout_s, is_eager=False)

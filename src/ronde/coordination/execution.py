@@ -5,10 +5,8 @@ much travels together may be tuned, by measuring what runs anyway.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +34,29 @@ _MOST_NAMES = 1000
 """A step with more names is cut: names that never come again would make it endless."""
 
 
+@dataclass(frozen=True, slots=True)
+class CoordinationOptions:
+    """How a coordinator works; equal on all ranks."""
+
+    fusion_threshold_bytes: int = 128 << 20  # tensors are fused up to this; 0: none
+    tuning: AutotuneOptions | None = None  # finds a better threshold
+    # Submissions that nobody waits for yet gather so long (Horovod's cycle time).
+    gather_time_s: float = 0.001
+    cache_capacity: int = 1024  # requests remembered; 0 for none
+    is_group_alone: bool = False  # do not fuse a group with anything else
+    stall_warning_s: float = 60.0  # warn of what has waited for so long; 0 for never
+    stall_shutdown_s: float = 0.0  # end the job after so long; 0 for never
+
+
 class _Item(NamedTuple):
     """One tensor: its request's place among those that run together, its own there."""
 
     request: int
     tensor: int
     numel: int
+
+
+_Owned = Sequence[tuple[_Item, Entry | None]]
 
 
 @dataclass(slots=True)
@@ -59,22 +74,17 @@ class Execution:
     """Runs one process set's operations, fused up to ``threshold_bytes``."""
 
     def __init__(
-        self,
-        communicator: Communicator,
-        *,
-        set_id: int,
-        threshold_bytes: int,
-        is_group_alone: bool,
+        self, communicator: Communicator, set_id: int, options: CoordinationOptions
     ) -> None:
         self.recorder: Recorder | None = None
-        self.threshold_bytes = threshold_bytes
+        self.threshold_bytes = options.fusion_threshold_bytes
         self._communicator = communicator
         self._engine = communicator.engine.upper()
         self._set_id = set_id
-        self._is_group_alone = is_group_alone
+        self._is_group_alone = options.is_group_alone
         # One stretch for each dtype and device, as large as was ever needed, where the
         # communicator reduces it without a copy.
-        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, str], Tensor] = {}
         self._plans: dict[tuple[int, ...] | None, list[_Batch]] = {}
         self._num_items = 0
         self._activities: list[Activity] = []
@@ -90,7 +100,9 @@ class Execution:
         if self._last is not None:
             # Perhaps on another stream: it reads the same buffers to its end.
             marks.append(self._last)
-        with _after(marks):
+        with torch.cuda.device(marks[0].device if marks else None):
+            for mark in marks:
+                mark.order()
             self._run(run, entries)
             device = torch.cuda.current_device()
             self._last = StreamMark(torch.device("cuda", device))
@@ -100,11 +112,22 @@ class Execution:
         results: list[list[Any]] = [[] for _ in entries]
         for batch in self._plan(run):
             begun_ns = time.monotonic_ns()
-            with writing_to(_own_tensors(batch, entries)):
-                self._run_batch(batch, run.requests, entries, results)
+            owned = [(item, entries[item.request]) for item in batch.items]
+            try:
+                with writing_to(_own_tensors(owned)):
+                    if batch.flat is not None:
+                        self._reduce_packed(batch, batch.flat, owned)
+                    else:
+                        item, entry = owned[0]
+                        result = self._run_one(run.requests[item.request], item, entry)
+                        results[item.request].append(result)
+            except UsageError as error:  # of the engine, alike on all ranks
+                for _, entry in owned:
+                    if entry is not None:
+                        entry.fail(error.with_traceback(None))
             if self.recorder is not None:
                 times_ns = agreed_ns, begun_ns, time.monotonic_ns()
-                self._record(self.recorder, batch, run.requests, entries, times_ns)
+                self._record(self.recorder, run.requests, owned, times_ns)
             self._activities.clear()
         for entry, request, made in zip(entries, run.requests, results, strict=True):
             if entry is not None and not entry.is_over:
@@ -134,17 +157,16 @@ class Execution:
 
     def _pack(self, batch: _Batch, requests: Sequence[Request]) -> None:
         """Give the tensors of a batch their places; collective."""
-        dtype = batch.request.dtypes[batch.items[0].tensor]
+        dtype = batch.request.torch_dtypes[batch.items[0].tensor]
         key = dtype, batch.request.device
         numel = sum(item.numel for item in batch.items)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             room = 1 << max(numel - 1, 1).bit_length()
-            where = torch.device(batch.request.device)
+            where = torch.device(key[1])
             if where.type == "cuda":
                 where = torch.device("cuda", torch.cuda.current_device())
-            torch_dtype = batch.request.torch_dtypes[batch.items[0].tensor]
-            buffer = self._communicator.allocate(room, torch_dtype, where)
+            buffer = self._communicator.allocate(room, dtype, where)
             self._buffers[key] = buffer
         batch.flat = buffer[:numel]
         start = 0
@@ -153,33 +175,11 @@ class Execution:
             batch.views.append(buffer[start : start + item.numel].view(shape))
             start += item.numel
 
-    def _run_batch(
-        self,
-        batch: _Batch,
-        requests: Sequence[Request],
-        entries: _Entries,
-        results: list[list[Any]],
-    ) -> None:
-        try:
-            if batch.flat is not None:
-                self._reduce_packed(batch, batch.flat, entries)
-                return
-            item = batch.items[0]
-            entry = entries[item.request]
-            result = self._run_one(requests[item.request], item.tensor, entry)
-            results[item.request].append(result)
-        except UsageError as error:  # of the engine, alike on all ranks
-            for item in batch.items:
-                entry = entries[item.request]
-                if entry is not None:
-                    entry.fail(error.with_traceback(None))
-
-    def _reduce_packed(self, batch: _Batch, flat: Tensor, entries: _Entries) -> None:
+    def _reduce_packed(self, batch: _Batch, flat: Tensor, owned: _Owned) -> None:
         sources: list[Tensor] = []
         outputs: list[Tensor] = []
         places: list[Tensor] = []
-        for item, view in zip(batch.items, batch.views, strict=True):
-            entry = entries[item.request]
+        for (item, entry), view in zip(owned, batch.views, strict=True):
             if entry is None:
                 view.zero_()
                 continue
@@ -187,61 +187,58 @@ class Execution:
             outputs.append(entry.operation.outputs[item.tensor])
             places.append(view)
         self._timed("MEMCPY_IN_FUSION_BUFFER", _copy_all, places, sources)
-        self._timed(f"{self._engine}_ALLREDUCE", self._all_reduce, batch.request, flat)
+        name = f"{self._engine}_ALLREDUCE"
+        self._timed(name, self._all_reduce, batch.request, flat, None)
         self._timed("MEMCPY_OUT_FUSION_BUFFER", _copy_all, outputs, places)
 
-    def _run_one(self, request: Request, index: int, entry: Entry | None) -> Any:  # noqa: ANN401 - each operation's own
+    def _run_one(self, request: Request, item: _Item, entry: Entry | None) -> Any:  # noqa: ANN401 - each operation's own
         if request.kind is OpKind.BARRIER:
             return None  # that all have asked for it is all there is to it
         if entry is None:
-            source = output = request.zeros(index)
+            source = output = request.zeros(item.tensor)
             splits = None
         else:
             operation = entry.operation
-            source, splits = operation.tensors[index], operation.splits
-            output = operation.outputs[index] if operation.outputs else source
-        if output is not source and request.kind is not OpKind.ALLREDUCE:
-            output.copy_(source)
+            source, splits = operation.tensors[item.tensor], operation.splits
+            output = operation.outputs[item.tensor] if operation.outputs else source
         name = f"{self._engine}_{_NAMES[request.kind]}"
-        return self._timed(name, self._call, request, source, output, splits)
+        if request.kind is OpKind.ALLREDUCE:
+            apart = None if output is source else source
+            return self._timed(name, self._all_reduce, request, output, apart)
+        if output is not source:
+            output.copy_(source)
+        return self._timed(name, self._call, request, output, splits)
 
     def _call(
-        self,
-        request: Request,
-        source: Tensor,
-        output: Tensor,
-        splits: Sequence[int] | None,
+        self, request: Request, tensor: Tensor, splits: Sequence[int] | None
     ) -> Any:  # noqa: ANN401 - each operation's own
         communicator = self._communicator
         before, after = request.prescale, request.postscale
         match request.kind:
-            case OpKind.ALLREDUCE:
-                return self._all_reduce(request, output, source)
             case OpKind.REDUCESCATTER:
                 work = communicator.reduce_scatter(
-                    source, request.reduce_op, prescale=before, postscale=after
+                    tensor, request.reduce_op, prescale=before, postscale=after
                 )
             case OpKind.ADASUM:
                 if before != 1.0:
-                    output.mul_(before)
-                adasum(communicator, output)
-                return output if after == 1.0 else output.mul_(after)
+                    tensor.mul_(before)
+                adasum(communicator, tensor)
+                return tensor if after == 1.0 else tensor.mul_(after)
             case OpKind.BROADCAST:
-                work = communicator.broadcast(output, request.root)
+                work = communicator.broadcast(tensor, request.root)
             case OpKind.ALLGATHER:
-                work = communicator.all_gather(source)
+                work = communicator.all_gather(tensor)
             case _:
-                return communicator.all_to_all(source, splits).wait()
+                return communicator.all_to_all(tensor, splits).wait()
         return work.wait()
 
     def _all_reduce(
-        self, request: Request, output: Tensor, source: Tensor | None = None
+        self, request: Request, output: Tensor, source: Tensor | None
     ) -> Tensor:
-        reduce = self._communicator.all_reduce
-        if source is not None and source is not output:
-            reduce = partial(reduce, source=source)
         op, before, after = request.reduce_op, request.prescale, request.postscale
-        return reduce(output, op, prescale=before, postscale=after).wait()
+        reduce = self._communicator.all_reduce
+        work = reduce(output, op, prescale=before, postscale=after, source=source)
+        return work.wait()
 
     def _timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
         begun_ns = time.monotonic_ns()
@@ -252,15 +249,13 @@ class Execution:
     def _record(
         self,
         recorder: Recorder,
-        batch: _Batch,
         requests: Sequence[Request],
-        entries: _Entries,
+        owned: _Owned,
         times_ns: tuple[int, int, int],
     ) -> None:
-        """Take a batch down; the times when it was agreed, began and ended."""
         agreed_ns, begun_ns, ended_ns = times_ns
-        for item in batch.items:
-            request, entry = requests[item.request], entries[item.request]
+        for item, entry in owned:
+            request = requests[item.request]
             name, num_tensors = request.name, len(request.shapes)
             if num_tensors > 1:
                 name += f"_{item.tensor + 1}of{num_tensors}"
@@ -276,22 +271,18 @@ class Execution:
                     ended_ns=ended_ns,
                     dtype=request.dtypes[item.tensor] if request.dtypes else "",
                     shape=request.shapes[item.tensor] if request.shapes else (),
-                    num_fused=len(batch.items),
+                    num_fused=len(owned),
                     activities=tuple(self._activities),
                 )
             )
 
 
 def _plan_batches(
-    requests: Sequence[Request],
-    threshold_bytes: int,
-    *,
-    is_group_alone: bool,
+    requests: Sequence[Request], threshold_bytes: int, *, is_group_alone: bool
 ) -> list[_Batch]:
     """Gather tensors that are reduced in the same way, up to a size.
 
-    A tensor joins the last open batch of its own kind, past others that do not fit, so
-    that two dtypes in turn make two batches (Horovod's look-ahead).
+    Two dtypes in turn make two batches (Horovod's look-ahead).
     """
     planned: list[_Batch] = []
     open_by_key: dict[object, _Batch] = {}
@@ -320,9 +311,8 @@ def _plan_batches(
     return planned
 
 
-def _own_tensors(batch: _Batch, entries: _Entries) -> Iterator[Tensor]:
-    for item in batch.items:
-        entry = entries[item.request]
+def _own_tensors(owned: _Owned) -> Iterator[Tensor]:
+    for item, entry in owned:
         if entry is not None:
             # A slice: a barrier has no tensor.
             yield from entry.operation.tensors[item.tensor : item.tensor + 1]
@@ -334,23 +324,11 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
 
 
-@contextmanager
-def _after(marks: Sequence[StreamMark]) -> Generator[None]:
-    """Work on the device of some marks, after all of them; anywhere without any."""
-    if not marks:
-        yield
-        return
-    with torch.cuda.device(marks[0].device):
-        for mark in marks:
-            mark.order()
-        yield
-
-
 class FusionTuning:
-    """Tries fusion thresholds; on the root of a process set's coordinators alone.
+    """Tries fusion thresholds, on the root of a process set's coordinators.
 
-    A step of a program that names its tensors ends when a name comes again. Its cost is
-    its seconds a byte (Horovod's score, upside down): steps are of unequal size.
+    A step ends when a name comes again. Its cost is its seconds a byte: steps are of
+    unequal size.
     """
 
     def __init__(
@@ -374,8 +352,6 @@ class FusionTuning:
 
     def ran(self, names: Sequence[str], num_bytes: int, now_s: float) -> None:
         """Note operations that were carried out together, over by ``now_s``."""
-        if self.is_over:
-            return
         is_full = len(self._names) >= _MOST_NAMES
         if is_full or not self._names.isdisjoint(names):
             self._end_step()

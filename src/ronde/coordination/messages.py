@@ -2,9 +2,8 @@
 
 What every step sends is short: an epoch and bits, as ``encode_numbers`` has them. From
 a rank to its parent: the sender and all below are ready for these cached requests. From
-the root to everyone: carry these out.
-
-Any other message is a JSON list; each item is a verb and its values. Upwards go events:
+the root to everyone: carry these out. Any other message is a JSON list of verbs with
+their values. Upwards go events:
 
 =========  =======================================================================
 request    text, ranks: those ranks have made that request
@@ -12,12 +11,11 @@ absent     all ranks from the sender down have joined
 changed    number: a cached request no longer fits
 joined     rank
 lost       rank, reason, is_orderly: the rank is gone; whether it had closed
-ask        kind: a rank wants all ranks to be asked this: see ``stall``
+ask        kind: a rank wants all ranks to be asked this: see ``waits``
 answer     kind, number, rank, values: an answer to the question of that number
 =========  =======================================================================
 
-Downwards, from the root to everyone, go commands, passed on as they are: see
-``Command``. Sets of ranks travel as ``encode_bits`` has them.
+Downwards go the root's commands, passed on as they are: see ``Command``.
 
 Note [Cached requests are bits]
     The root gives each request that may come again a number, which everyone remembers.
@@ -82,7 +80,7 @@ def encode(items: Sequence[Sequence[Any]]) -> bytes:
 
 
 def encode_numbers(epoch: int, bits: int) -> bytes:
-    """Write numbers of cached requests, given as the bits of a number, not zero."""
+    """Write numbers of cached requests, as the bits of a number that is not zero."""
     first = (bits & -bits).bit_length() - 1 & ~7
     rest = bits >> first
     data = rest.to_bytes((rest.bit_length() + 7) // 8, "little")

@@ -3,14 +3,12 @@
 It neither waits nor sends: it can be run for any number of ranks in one process.
 
 Note [A tree that counts]
-    Every rank has a node in a tree. A node reports a name to its parent once the rank
-    itself and all its children have reported it, so one message stands for all ranks
-    below, however many. What reaches the root from everywhere is agreed: the root
-    decides, and its commands go down the same edges. Edges keep the order of messages,
-    so all ranks take the same commands in the same order, and a node learns of the
-    root's commands before it learns what those below answered to them.
+    A node reports a name to its parent once the rank itself and all its children have
+    reported it, so one message stands for all ranks below. What reaches the root from
+    everywhere is agreed: its commands go down the same edges. Edges keep the order of
+    messages, so all ranks take the same commands in the same order, and a node learns
+    of the root's commands before it learns what those below answered to them.
 
-Note [Two ways]
     A request is reported by its text the first time, and by its bit later
     (Note [Cached requests are bits]). When one rank's request of a cached name has
     changed, the root has all drop that name: whoever waits for its bit asks anew by
@@ -20,7 +18,6 @@ Note [Two ways]
 import json
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -35,21 +32,15 @@ from ronde.coordination.messages import (
 )
 from ronde.coordination.requests import OpKind, RankRequests, Request, find_mismatch
 
-_Words = tuple[Any, ...]
-"""A verb and its values."""
-_EPOCHS_CAPACITIES = 16
-"""Numbers given in an epoch, in capacities of the cache: then they begin at 0 again, so
-that bits stay few."""
+_Words = tuple[Any, ...]  # a verb and its values
+_EPOCHS_CAPACITIES = 16  # numbers given in an epoch, so that bits stay few
 
 
 class RunCommand(NamedTuple):
-    """Carry these out, in this order; they may be fused.
-
-    ``key`` is the same for the same requests in the same order; None where one of them
-    is not remembered.
-    """
+    """Carry these out, in this order; they may be fused."""
 
     requests: list[Request]
+    # The same for the same requests in the same order; None where one is not cached.
     key: tuple[int, int] | None
 
 
@@ -61,10 +52,9 @@ class Command(NamedTuple):
     fail      name, text: the ranks' requests for it do not fit together
     joined    last: all ranks have joined, this one last
     lost      rank, reason, is_orderly: it takes part in nothing any more
-    report    kind, number, points: answer that question: see ``stall``
+    report    kind, number, points: answer that question: see ``waits``
     give_way  chosen, where: have waits give way, or fail where they cannot. Pairs of a
-              rank and the numbers of its waits, then of a rank and what it waits for,
-              of those that wait in a circle
+              rank and its waits, then of a rank of the circle and what it waits for
     stop      text: end the job, for this reason
     tune      num_bytes: fuse up to this many from now on
     ========  ======================================================================
@@ -77,15 +67,12 @@ class Command(NamedTuple):
 
 
 class RequestCache:
-    """What all ranks remember, kept alike by the same commands.
-
-    ``epoch`` counts resets, see Note [Cached requests are bits]; ``live`` has the
-    numbers in use, as bits; ``requests`` begin with what was not used for longest.
-    """
+    """What all ranks remember, kept alike by the same commands."""
 
     def __init__(self) -> None:
-        self.epoch = 0
-        self.live = 0
+        self.epoch = 0  # counts resets: see Note [Cached requests are bits]
+        self.live = 0  # the numbers in use, as bits
+        # What was not used for longest first.
         self.requests: OrderedDict[int, Request] = OrderedDict()
         self.numbers: dict[str, int] = {}
 
@@ -114,27 +101,22 @@ class RequestCache:
         self.numbers.clear()
 
 
-@dataclass(slots=True)
-class PendingName:
-    """The texts for one name so far, the ranks that sent each, and who reported it."""
+class PendingName(NamedTuple):
+    """One name's texts so far, with the ranks that sent each, and who reported it."""
 
-    ranks: dict[str, int] = field(default_factory=dict[str, int])
-    contributors: set[int] = field(default_factory=set[int])
+    ranks: dict[str, int]
+    contributors: set[int]
 
 
 class ReadyCounter:
-    """Counts until all contributors are ready: a rank itself, and its children.
-
-    A contributor that is absent, for all ranks from there on have joined, is ready for
-    everything. ``is_changed``: something may have become complete since
-    ``take_complete``.
-    """
+    """Counts until all contributors are ready: a rank itself, and its children."""
 
     def __init__(self, contributors: Sequence[int]) -> None:
-        self.is_changed = False
+        self.is_changed = False  # since ``take_complete``
+        # All ranks from there on have joined: ready for everything.
         self.absent: set[int] = set()
         self._have = dict.fromkeys(contributors, 0)
-        self._pending = defaultdict[str, PendingName](PendingName)
+        self._pending = defaultdict[str, PendingName](lambda: PendingName({}, set()))
 
     @property
     def is_all_absent(self) -> bool:
@@ -156,16 +138,14 @@ class ReadyCounter:
 
     def take_ready(self, live: int) -> int:
         """Return the bits of ``live`` that all contributors have, and take them off."""
-        if self.is_all_absent:
-            # What some of them still waited for when they joined.
+        ready = live
+        for contributor, bits in self._have.items():
+            if contributor not in self.absent:
+                ready &= bits
+        if self.is_all_absent:  # what some of them still waited for when they joined
             ready = 0
             for bits in self._have.values():
                 ready |= bits
-        else:
-            ready = live
-            for contributor, bits in self._have.items():
-                if contributor not in self.absent:
-                    ready &= bits
         if ready:
             self.drop(ready)
         return ready
@@ -173,12 +153,11 @@ class ReadyCounter:
     def take_complete(self) -> list[PendingName]:
         """Return the names that all contributors have reported, and take them off."""
         self.is_changed = False
-        absent, needed = self.absent, len(self._have)
+        contributors = self._have.keys() - self.absent
         complete = [
             name
             for name, pending in self._pending.items()
-            if len(pending.contributors | absent if absent else pending.contributors)
-            == needed
+            if contributors <= pending.contributors
         ]
         return [self._pending.pop(name) for name in complete]
 
@@ -219,11 +198,9 @@ class Node:
         self._counter.leave(self.tree.rank)
 
     def report(self, *event: Any) -> None:  # noqa: ANN401 - what JSON takes
-        """Report an event to the root: see ``messages``."""
         self._events.append(event)
 
     def lose(self, rank: int, reason: str, *, is_orderly: bool) -> None:
-        """Report that a rank is gone."""
         if rank == self.tree.parent:
             # Nobody above can reach those below any more.
             self.order("lost", rank, reason, is_orderly)
@@ -280,8 +257,12 @@ class Node:
     def _obey(self, message: bytes) -> None:
         """Take the root's commands in, and pass them on."""
         self._out += [(child, message) for child in self.tree.children]
-        if numbers := decode_numbers(message):
-            self._run_cached(numbers[1])
+        if decoded := decode_numbers(message):
+            numbers, requests = bits_of(decoded[1]), self.cache.requests
+            for number in numbers:
+                self._own.pop(number, None)
+            key = self.cache.epoch, decoded[1]
+            self.commands.append(RunCommand([requests[n] for n in numbers], key))
             return
         run = RunCommand([], None)
         for verb, *values in json.loads(message):
@@ -299,13 +280,6 @@ class Node:
             self._follow(verb, values)
         if run.requests:
             self.commands.append(run)
-
-    def _run_cached(self, bits: int) -> None:
-        numbers, requests = bits_of(bits), self.cache.requests
-        for number in numbers:
-            self._own.pop(number, None)
-        run = RunCommand([requests[n] for n in numbers], (self.cache.epoch, bits))
-        self.commands.append(run)
 
     def _follow(self, verb: str, values: list[Any]) -> None:
         cache, dropped = self.cache, list[int]()

@@ -1,20 +1,18 @@
 """Named operations: what is asked for, what travels of it, and its result to come.
 
-Which requests fit together is judged by Horovod's rules, in its words.
-
 Note [Order on an accelerator]
     Operations are carried out by whichever thread drives the coordinator, on that
     thread's stream. What was submitted is ready when the submitter's stream has come so
-    far; what comes of it is ready for the stream of whoever waits. Events express that
-    without stopping the processor.
+    far; what comes of it is ready for the stream of whoever waits: events say so.
 """
 
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from itertools import product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -213,7 +211,7 @@ class Entry(Work[Any]):
         wake: Callable[[], None],
         drive: Callable[["Entry", Look | None], None],
     ) -> None:
-        """Begin; ``wake`` has somebody make progress soon, ``drive`` does so itself."""
+        """Begin; ``wake`` has somebody make progress soon, ``drive`` makes it."""
         super().__init__(None, is_over=False)
         self._wake, self._drive = wake, drive
         self.name = name
@@ -315,11 +313,11 @@ class RankRequests(NamedTuple):
 def find_mismatch(asked: Sequence[RankRequests], *, has_joined: bool) -> str:
     """Return what is wrong with the requests for one name; empty where they fit.
 
-    ``asked`` are the differing ones, by their lowest rank. The text is Horovod's, then
-    the ranks and what they asked for.
+    ``asked`` are the differing ones, by their lowest rank. Rules and words are
+    Horovod's; then come the ranks and what they asked for.
     """
     request = asked[0].request
-    problems = [next(_differences([each.request for each in asked]), "")]
+    problems = [_find_difference([each.request for each in asked])]
     if has_joined:
         problems.append(_ON_JOIN.get(request.kind, ""))
     if request.kind in _NEEDS_ROWS and not all(request.shapes):
@@ -331,17 +329,17 @@ def find_mismatch(asked: Sequence[RankRequests], *, has_joined: bool) -> str:
     return text
 
 
-def _differences(requests: Sequence[Request]) -> Iterator[str]:
-    """Yield what differs from the first, what counts most first."""
+def _find_difference(requests: Sequence[Request]) -> str:
+    """Return what differs from the first and counts most."""
     first, *others = requests
-    for what, sent, values_of in _RULES:
-        for other in others:
-            for x, y in zip(values_of(first), values_of(other), strict=False):
-                if x != y:
-                    yield (
-                        f"Mismatched {what.format(first.kind.name)}: One rank {sent} "
-                        f"{x}, but another rank {sent} {y}."
-                    )
+    for (what, sent, values_of), other in product(_RULES, others):
+        for x, y in zip(values_of(first), values_of(other), strict=False):
+            if x != y:
+                return (
+                    f"Mismatched {what.format(first.kind.name)}: One rank {sent} {x}, "
+                    f"but another rank {sent} {y}."
+                )
+    return ""
 
 
 def _describe(asked: RankRequests) -> str:

@@ -13,21 +13,28 @@ Note [Ranks that wait for each other]
     time, between the questions, and slow ranks are never taken for stuck ones. Where
     ranks wait for each other in a circle, those in ``backward()`` *give way*: it
     returns, and its round goes on whenever the thread waits for anything else, to its
-    end at ``step()`` or ``synchronize()`` at the latest.
+    end at ``step()`` or ``synchronize()`` at the latest. From then on, everyone asks
+    sooner. Where orders agree nothing is published, asked or sent.
 
-    The first time this takes ``_FIRST_PATIENCE_S``; from then on, everyone asks sooner.
-    Where orders agree nothing is published, asked or sent.
+Note [Questions]
+    A rank that waits for long has the root ask all ranks, through the agreement's own
+    messages, one of two questions. ``STALLS``: what has this rank submitted, and for
+    how long does it wait? What some ranks never ask for is a stall: Horovod's warning,
+    and its shutdown. ``WAITS``: for what does it wait that can do nothing else? Then,
+    of all those points: to which has it come?
 """
 
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+from ronde.coordination.messages import format_ranks
+from ronde.coordination.node import RootNode
 from ronde.coordination.requests import CONNECT_PREFIX, Entry, NamedOperation, OpKind
 from ronde.errors import CollectiveError, UnpairedError, UsageError, fresh
 
@@ -49,17 +56,21 @@ _DRIVE_EVERY_S = 0.001
 _EXPECT_ANSWER_S = 0.1
 _LISTEN_EVERY_S = 0.002
 _LISTEN_RARELY_S = 0.02
+STALLS, WAITS = "stalls", "waits"
+_ANSWER_WITHIN_S = {STALLS: 2.0, WAITS: 0.5}
+"""A rank that is too busy to answer does not wait for anybody."""
+_MOST_NAMES = 64
+_NAMES_SHOWN = 6
 
 
 class PendingTable:
-    """A process set's operations that have no result yet, by name; any thread."""
+    """A process set's operations that have no result yet; any thread."""
 
     def __init__(self) -> None:
         self.failure: CollectiveError | None = None  # why nothing can be done any more
         self.has_joined = False  # this rank
-        self._entries: dict[str, Entry] = {}
-        self.find = self._entries.get
-        self._watches: list[tuple[str, int]] = []
+        self.entries: dict[str, Entry] = {}
+        self.watches: list[tuple[str, int]] = []
         self._numbers = defaultdict[tuple[OpKind, bool], "count[int]"](count)
         self._lock = threading.Lock()
 
@@ -76,64 +87,55 @@ class PendingTable:
         with self._lock:
             if self.failure is not None:
                 raise fresh(self.failure)
-            if self._entries.setdefault(entry.name, entry) is not entry:
+            if self.entries.setdefault(entry.name, entry) is not entry:
                 raise UsageError(_IN_FLIGHT)
-
-    def has_one(self) -> bool:
-        return len(self._entries) == 1
 
     def take(self, name: str) -> Entry | None:
         """Return an operation, whose name may be used again, or None."""
         with self._lock:
-            return self._entries.pop(name, None)
+            return self.entries.pop(name, None)
 
     def fail(self, failure: CollectiveError) -> None:
         """Fail all that is under way and to come; the first reason stays."""
         with self._lock:
             if self.failure is None:
                 self.failure = failure
-            entries = list(self._entries.values())
-            self._entries.clear()
+            entries = list(self.entries.values())
+            self.entries.clear()
         for entry in entries:
             entry.fail(self.failure)
 
     @contextmanager
     def watch(self, name: str) -> Generator[None]:
         watched = name, time.monotonic_ns()
-        self._watches.append(watched)
+        self.watches.append(watched)
         try:
             yield
         finally:
-            self._watches.remove(watched)
-
-    def is_empty(self) -> bool:
-        return not (self._entries or self._watches)
+            self.watches.remove(watched)
 
     def waiting(self) -> dict[str, float]:
         """Return for how many seconds each name is waited for, the oldest first."""
         with self._lock:
-            entries = list(self._entries.values())
+            entries = list(self.entries.values())
         now = time.monotonic_ns()
         # Whoever waits to connect watches that; who has joined does not mind.
         since = {
             e.name: now if e.operation.kind is OpKind.CONNECT else e.submitted_ns
             for e in entries
         }
-        since |= dict(self._watches.copy())
+        since |= dict(self.watches.copy())
         oldest_first = sorted(since.items(), key=lambda item: item[1])
         return {name: (now - at_ns) * 1e-9 for name, at_ns in oldest_first}
 
 
 class SyncPoint(NamedTuple):
-    """Where all ranks of a process set meet: a request, or a round of gradients.
-
-    ``number`` is the round's; 0 for a request. ``ranks`` are the set's; empty for all.
-    """
+    """Where all ranks of a process set meet: a request, or a round of gradients."""
 
     set_id: int
     name: str
-    number: int = 0
-    ranks: tuple[int, ...] = ()
+    number: int = 0  # the round's; 0 for a request
+    ranks: tuple[int, ...] = ()  # the set's; empty for all
 
     @property
     def is_connect(self) -> bool:
@@ -141,36 +143,42 @@ class SyncPoint(NamedTuple):
 
 
 class BlockedWait(NamedTuple):
-    """A wait, as other ranks see it; ``wait_id`` is used once on its rank."""
+    """A wait, as other ranks see it."""
 
-    wait_id: int
+    wait_id: int  # used once on its rank
     point: SyncPoint
     can_give_way: bool
 
 
 class Waiting:
-    """One wait: the ``Look`` that ``thread`` calls until it is over or gives way."""
+    """The ``Look`` that a thread, or else this one, calls until it need not wait."""
 
     def __init__(
-        self, waits: "Waits", point: SyncPoint, thread: int, *, can_give_way: bool
+        self,
+        waits: "Waits",
+        point: SyncPoint,
+        thread: int = 0,
+        *,
+        can_give_way: bool = False,
     ) -> None:
         self.point = point
-        self.thread = thread
+        self.thread = thread or threading.get_ident()
         self.can_give_way = can_give_way
         self.gives_way = False
-        self.number = 0
+        self.number = 0  # once published
         self._waits = waits
         self._patience_s = self._ask_at_s = self._answer_by_s = 0.0
 
     def move_to(self, point: SyncPoint) -> None:
-        self._waits.withdraw(self)
+        self.__exit__()
         self.point = point
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._waits.withdraw(self)
+        self._waits.published.pop(self.number, None)
+        self.number = 0
 
     def __call__(self) -> float | None:
         """Ask when patience is over, and drive what was put off: see ``Look``."""
@@ -183,7 +191,9 @@ class Waiting:
             self._patience_s = waits.patience_s
             self._ask_at_s = now + self._patience_s
         if now >= self._ask_at_s:
-            waits.publish(self)
+            if not self.number:
+                self.number = next(waits.numbers)
+                waits.published[self.number] = self
             waits.ask_all()
             self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
             self._ask_at_s = now + self._patience_s
@@ -191,7 +201,7 @@ class Waiting:
         pause_s = self._ask_at_s - now
         if has_put_off:
             pause_s = min(pause_s, _DRIVE_EVERY_S)
-        if self.number and self.can_give_way:
+        if self.number and self.can_give_way:  # an answer wakes nobody
             is_soon = now < self._answer_by_s
             pause_s = min(pause_s, _LISTEN_EVERY_S if is_soon else _LISTEN_RARELY_S)
         return pause_s
@@ -204,13 +214,15 @@ class Waits:
         self.patience_s = _FIRST_PATIENCE_S  # after so long a wait is looked into
         self.ask_all: Callable[[], None] = lambda: None  # has the root look into all
         self._has_warned = False
-        self._numbers = count(1)
-        self._published: dict[int, Waiting] = {}
+        self.numbers = count(1)
+        self.published: dict[int, Waiting] = {}
         self._users: set[int] = set()
         self._begun: dict[tuple[int, str], int] = {}
         self._tables = defaultdict[int, PendingTable](PendingTable)
         self.table = self._tables.__getitem__  # by the set's number
-        self._put_off: dict[Callable[[], None], int] = {}
+        # Rounds that gave way and are not over: what makes progress on each, without
+        # waiting, and the thread that is to call it when it waits.
+        self.put_off: dict[Callable[[], None], int] = {}
 
     def add_user(self) -> None:
         self._users.add(threading.get_ident())
@@ -219,72 +231,39 @@ class Waits:
         """Note that this rank has come to a round, and will see it through."""
         self._begun[point.set_id, point.name] = point.number
 
-    def waiting(
-        self, point: SyncPoint, thread: int | None = None, *, can_give_way: bool = False
-    ) -> Waiting:
-        """Return the ``Look`` of a wait that ``thread``, or else this one, begins."""
-        thread = threading.get_ident() if thread is None else thread
-        return Waiting(self, point, thread, can_give_way=can_give_way)
-
-    def publish(self, waiting: Waiting) -> None:
-        if not waiting.number:
-            waiting.number = next(self._numbers)
-            self._published[waiting.number] = waiting
-
-    def withdraw(self, waiting: Waiting) -> None:
-        """Have nobody see a wait any more: it is over."""
-        self._published.pop(waiting.number, None)
-        waiting.number = 0
-
-    def put_off(self, progress: Callable[[], None], thread: int) -> None:
-        """Have ``thread`` call it when it waits; it never waits or raises itself."""
-        self._put_off[progress] = thread
-
-    def take_up(self, progress: Callable[[], None]) -> None:
-        self._put_off.pop(progress, None)
-
-    @property
-    def has_put_off(self) -> bool:
-        """Whether a round of this rank gave way and is not over."""
-        return bool(self._put_off)
-
     def drive(self) -> bool:
         """Make progress on this thread's rounds; return whether there are any."""
-        for progress, thread in list(self._put_off.items()):
+        for progress, thread in list(self.put_off.items()):
             if thread == threading.get_ident():
                 progress()
-        return self.has_put_off
+        return bool(self.put_off)
 
-    def answer(
-        self, points: Sequence[SyncPoint]
-    ) -> list[BlockedWait] | tuple[list[int], list[bool]]:
-        """Return all waits; or which there are still, and which points it came to."""
-        blocked = self._blocked()
-        if not points:
-            return blocked
-        still = [each.wait_id for each in blocked]
-        return still, [self._has_come_to(point) for point in points]
+    def answer(self, points: Sequence[SyncPoint]) -> Sequence[Sequence[object]]:
+        """Return all waits; or which there are still, and which points it came to.
 
-    def _blocked(self) -> list[BlockedWait]:
-        """Return all waits; none where some thread may still do something else."""
-        published = list(self._published.values())
+        None where some thread may still do something else.
+        """
+        published = list(self.published.values())
         users = frozenset(self._users)
         self._users -= users - {thread.ident for thread in threading.enumerate()}
         is_stuck = self._users <= {waiting.thread for waiting in published}
-        if self._tables[0].has_joined or not is_stuck:
-            return []
-        if not all(self._has_come_to(waiting.point) for waiting in published):
-            return []  # one is over, and its thread about to go on
+        # Where not, one is over, and its thread about to go on.
+        has_come = all(self._has_come_to(waiting.point) for waiting in published)
+        if self._tables[0].has_joined or not is_stuck or not has_come:
+            published = []
+        if points:
+            still = [waiting.number for waiting in published]
+            return still, [self._has_come_to(point) for point in points]
         return [BlockedWait(w.number, w.point, w.can_give_way) for w in published]
 
     def give_way(self, wait_ids: Sequence[int], others: str) -> None:
         """Have waits give way, and look into the next ones sooner.
 
         One that cannot is of ranks that wait to connect, each with others: what it
-        waits for fails. ``others`` tells the log who waits for what meanwhile.
+        waits for fails. ``others`` wait meanwhile: for the log.
         """
         self.patience_s = _LATER_PATIENCE_S
-        found = [self._published.get(wait_id) for wait_id in wait_ids]
+        found = [self.published.get(wait_id) for wait_id in wait_ids]
         for waiting in filter(None, found):
             set_id, name, *_ = waiting.point
             if waiting.can_give_way:
@@ -299,4 +278,251 @@ class Waits:
         if point.number:
             return self._begun.get((point.set_id, point.name), 0) >= point.number
         table = self._tables.get(point.set_id)
-        return table is not None and table.find(point.name) is not None
+        return table is not None and point.name in table.entries
+
+
+BlockedWaits = Mapping[int, Sequence[BlockedWait]]
+"""What each rank waits for that can do nothing else; others are not there."""
+
+
+class StallReport(NamedTuple):
+    """What one rank waits for: ``names``, the oldest first, each for ``ages_s``."""
+
+    rank: int
+    has_joined: bool
+    names: tuple[str, ...]
+    ages_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, rank: int, table: PendingTable) -> "StallReport":
+        waiting = list(table.waiting().items())[:_MOST_NAMES]
+        ages_s = tuple([round(age_s, 3) for _, age_s in waiting])
+        return cls(rank, table.has_joined, tuple([n for n, _ in waiting]), ages_s)
+
+
+class Inspector:
+    """The root's: asks all ranks, compares, warns, ends the job or has some give way.
+
+    It asks one question at a time. Where nobody can give way, but all ranks of a set
+    wait to connect, each with others, all of them learn that.
+    """
+
+    def __init__(self, root: RootNode, warning_s: float, shutdown_s: float) -> None:
+        self._root = root
+        self._warning_s, self._shutdown_s = warning_s, shutdown_s
+        repeat_s = min(warning_s, shutdown_s / 4, 5.0) if shutdown_s else warning_s
+        self._repeat_s = {STALLS: repeat_s, WAITS: 0.0}
+        self._next_s = dict.fromkeys((STALLS, WAITS), 0.0)
+        self._wanted: set[str] = set()
+        self._asked = ""  # the question under way, if one is
+        self._number = 0
+        self._deadline_s = 0.0
+        self._answers: dict[int, list[Any]] = {}  # by rank
+        self._blocked: dict[int, list[BlockedWait]] = {}
+        self._points: list[SyncPoint] = []
+
+    def look(self) -> None:
+        """Take answers in, and go on where all are there or it is time."""
+        news, self._root.inquiries = self._root.inquiries, []
+        for kind, *answer in news:
+            if not answer:
+                self._wanted.add(kind)
+            elif answer[0] == self._number:
+                self._answers[answer[1]] = answer[2]
+        now = time.monotonic()
+        is_full = len(self._answers) == self._root.tree.size
+        if self._asked and (is_full or now >= self._deadline_s):
+            kind, self._asked = self._asked, ""
+            (self._judge_stalls if kind == STALLS else self._judge_waits)()
+        for kind in (STALLS, WAITS):
+            if not self._asked and kind in self._wanted and now >= self._next_s[kind]:
+                self._wanted.remove(kind)
+                self._next_s[kind] = now + self._repeat_s[kind]
+                self._points = []
+                self._inquire(kind)
+
+    def _inquire(self, kind: str) -> None:
+        self._asked = kind
+        self._number += 1
+        self._answers.clear()
+        self._deadline_s = time.monotonic() + _ANSWER_WITHIN_S[kind]
+        self._root.order("report", kind, self._number, self._points)
+
+    def _judge_stalls(self) -> None:
+        text, is_fatal = describe_stall(
+            {rank: StallReport(*answer) for rank, answer in self._answers.items()},
+            self._root.tree.size,
+            warning_s=self._warning_s,
+            shutdown_s=self._shutdown_s,
+        )
+        if text:
+            _logger.warning("%s", text)
+        if is_fatal:
+            self._root.order("stop", text)
+
+    def _judge_waits(self) -> None:
+        size, answers = self._root.tree.size, self._answers
+        if not self._points:
+            self._blocked = {
+                rank: [
+                    BlockedWait(wait_id, SyncPoint._make((*point, tuple(ranks))), can)
+                    for wait_id, (*point, ranks), can in waits
+                ]
+                for rank, waits in answers.items()
+            }
+            blocked = [each for waits in self._blocked.values() for each in waits]
+            self._points = sorted({each.point for each in blocked})
+            if any(each.can_give_way or each.point.is_connect for each in blocked):
+                self._inquire(WAITS)
+            return
+        still: dict[int, list[BlockedWait]] = {}
+        came: set[tuple[int, SyncPoint]] = set()
+        for rank, (wait_ids, has_come) in answers.items():
+            blocked = self._blocked.get(rank, ())
+            if waits := [each for each in blocked if each.wait_id in wait_ids]:
+                still[rank] = waits
+            pairs = zip(self._points, has_come, strict=True)
+            came.update((rank, point) for point, is_there in pairs if is_there)
+        circles = find_circles(still, size, came)
+        chosen = {
+            rank: wait_ids
+            for rank, waits in circles.items()
+            if (wait_ids := [each.wait_id for each in waits if each.can_give_way])
+        }
+        chosen = chosen or find_unpaired(circles, size)
+        if chosen:
+            where = [(rank, w[0].point.name) for rank, w in sorted(circles.items())]
+            self._root.order("give_way", list(chosen.items()), where)
+
+
+def describe_stall(
+    reports: Mapping[int, StallReport],
+    size: int,
+    *,
+    warning_s: float,
+    shutdown_s: float,
+) -> tuple[str, bool]:
+    """Return what has waited for longer than ``warning_s``, and for whom.
+
+    Empty where nobody waits for somebody else for long. And whether the job is to end:
+    whether something has waited for ``shutdown_s``, if that is not 0. A rank that did
+    not answer has no report.
+    """
+    missing: dict[int, list[str]] = {}
+    fatal: set[int] = set()
+    for name, age_s in _late_names(reports, warning_s).items():
+        for rank in range(size):
+            report = reports.get(rank)
+            if report is not None and (name in report.names or report.has_joined):
+                continue
+            missing.setdefault(rank, []).append(name)
+            if shutdown_s and age_s >= shutdown_s:
+                fatal.add(rank)
+    if not missing:
+        return "", False
+    opening = (
+        "One or more tensors were submitted to be reduced, gathered or broadcasted by "
+        "subset of ranks and are waiting for remainder of ranks for more than "
+        f"{warning_s:g} seconds. This may indicate that different ranks are trying to "
+        "submit different tensors or that only subset of ranks is submitting tensors, "
+        "which will cause deadlock. "
+    )
+    lines = [opening, "Missing ranks:"]
+    for rank, names in sorted(missing.items()):
+        lines.append(f"{rank}{'!' if rank in fatal else ''}: [{_show(names)}]")
+    if fatal:
+        lines.append(
+            'One or more rank (marked by "!") is stalled for longer than '
+            f"{shutdown_s:g} seconds. Will shutdown."
+        )
+    by_activity = defaultdict[str, int](int)
+    for rank in missing:
+        by_activity[_activity(reports.get(rank))] |= 1 << rank
+    lines += [f"{format_ranks(ranks)}: {what}" for what, ranks in by_activity.items()]
+    return "\n".join(lines), bool(fatal)
+
+
+def _late_names(
+    reports: Mapping[int, StallReport], warning_s: float
+) -> dict[str, float]:
+    """Return the names that some rank has waited for, and for how long at most."""
+    late: dict[str, float] = {}
+    for report in reports.values():
+        for name, age_s in zip(report.names, report.ages_s, strict=True):
+            if age_s >= warning_s:
+                late[name] = max(age_s, late.get(name, 0.0))
+    return late
+
+
+def _activity(report: StallReport | None) -> str:
+    if report is None:
+        return "no answer: stopped, or too busy for its other threads to run"
+    if report.names:
+        return f"waiting for [{_show(report.names)}]"
+    return "nothing pending"
+
+
+def _show(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return f"{shown} ..." if len(names) > _NAMES_SHOWN else shown
+
+
+def find_circles(
+    waits: BlockedWaits, size: int, came: set[tuple[int, SyncPoint]]
+) -> dict[int, list[BlockedWait]]:
+    """Return the waits of ranks that wait for themselves in the end, for such alone."""
+    missing = {
+        (rank, each): {
+            other
+            for other in each.point.ranks or range(size)
+            if (other, each.point) not in came
+        }
+        for rank, blocked in waits.items()
+        for each in blocked
+    }
+    # A rank may still come anywhere if it is free, or if one of its waits can end.
+    stuck = set(missing)
+    while True:
+        held = {
+            rank
+            for rank, blocked in waits.items()
+            if all((rank, each) in stuck for each in blocked)
+        }
+        ended = {key for key in stuck if not missing[key] & held}
+        if not ended:
+            break
+        stuck -= ended
+    edges = defaultdict[int, set[int]](set)
+    for rank, each in stuck:
+        edges[rank] |= missing[rank, each] & waits.keys()
+    return {
+        rank: [each for each in waits[rank] if (rank, each) in stuck]
+        for rank in edges
+        if rank in _reachable(edges, rank)
+    }
+
+
+def find_unpaired(circles: BlockedWaits, size: int) -> dict[int, list[int]]:
+    """Return the waits, one a rank and set, of sets whose ranks all wait to connect."""
+    by_set = defaultdict[int, dict[int, BlockedWait]](dict)
+    for rank, waits in circles.items():
+        for each in waits:
+            if each.point.is_connect:
+                by_set[each.point.set_id].setdefault(rank, each)
+    unpaired = defaultdict[int, list[int]](list)
+    for waits in by_set.values():
+        for rank, each in waits.items():
+            if len(waits) == len(each.point.ranks or range(size)):
+                unpaired[rank].append(each.wait_id)
+    return unpaired
+
+
+def _reachable(edges: Mapping[int, set[int]], start: int) -> set[int]:
+    found: set[int] = set()
+    left = list(edges[start])
+    while left:
+        rank = left.pop()
+        if rank not in found:
+            found.add(rank)
+            left += edges.get(rank, ())
+    return found

@@ -14,7 +14,6 @@ from ronde.data_parallel.compression import (
 from ronde.data_parallel.group import (
     GroupConnector,
     JoinParticipant,
-    JoinProgress,
     ReducerGroup,
     ReducerKey,
     participate_until_all_joined,
@@ -30,7 +29,6 @@ __all__ = [
     "GradientSpec",
     "GroupConnector",
     "JoinParticipant",
-    "JoinProgress",
     "PowerSGD",
     "Reducer",
     "ReducerGroup",

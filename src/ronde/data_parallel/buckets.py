@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -68,13 +68,6 @@ class BucketLimits:
     first_bytes: int = 1 << 20
     other_bytes: int = 25 << 20
 
-    def columns(self) -> dict[str, int]:
-        """Return what a ``TuningLog`` shows of it."""
-        return {
-            "first_bucket_bytes": self.first_bytes,
-            "bucket_bytes": self.other_bytes,
-        }
-
 
 def plan_buckets(
     specs: Sequence[GradientSpec],
@@ -82,12 +75,11 @@ def plan_buckets(
     limits: BucketLimits,
     groups: Sequence[Sequence[int]] = (),
 ) -> tuple[BucketPlan, ...]:
-    """Cut gradients into buckets along the order in which backward makes them.
+    """Cut gradients into buckets along ``order``, in which backward makes them.
 
-    ``order`` are indices into ``specs``, each at most once. Gradients of one of
-    ``groups`` share a bucket (one for each kind), however large, which stands where the
-    last of them stands in ``order``. Every index of ``order`` is in exactly one slot;
-    offsets are aligned and do not overlap.
+    It has indices into ``specs``; each is in one slot. Gradients of one of ``groups``
+    share a bucket (one for each kind), however large, which stands where the last of
+    them stands in ``order``. Offsets are aligned.
     """
     group_of = {index: g for g, group in enumerate(groups) for index in group}
     sizes = Counter((group_of[i], specs[i].kind) for i in order if i in group_of)
@@ -128,10 +120,9 @@ def candidate_limits(
     groups: Sequence[Sequence[int]] = (),
 ) -> list[BucketLimits]:
     """Return ``default`` and what leads to other buckets than it, each plan once."""
-    found: dict[object, BucketLimits] = {}
-    pairs = [(first or other, other) for first in _FIRST_SIZES for other in _SIZES]
-    tried = [BucketLimits(first * _MIB, other * _MIB) for first, other in pairs]
-    for limits in [default, *tried]:
+    found = {plan_buckets(specs, order, default, groups): default}
+    for first, other in product(_FIRST_SIZES, _SIZES):
+        limits = BucketLimits((first or other) * _MIB, other * _MIB)
         found.setdefault(plan_buckets(specs, order, limits, groups), limits)
     return list(found.values())
 
@@ -174,17 +165,19 @@ class BucketTuning:
         numbers = [chosen.first_bytes, chosen.other_bytes, int(self._tuner.is_over)]
         decision = torch.tensor(numbers, device="cpu")
         yield from result_of(self._communicator.broadcast(decision, 0))
-        *limits, is_over = cast("list[int]", decision.tolist())
+        first, other, is_over = cast("list[int]", decision.tolist())
         self.is_over = bool(is_over)
         self._log_last()
-        return BucketLimits(*limits)
+        return BucketLimits(first, other)
 
     def _log_last(self) -> None:
         if self._log is not None:
-            self._log.add_last(self._name, self._tuner, BucketLimits.columns)
+            self._log.add_last(self._name, self._tuner, _columns)
 
 
-_SPARSE = 4
+def _columns(limits: BucketLimits) -> dict[str, int]:
+    first, other = limits.first_bytes, limits.other_bytes
+    return {"first_bucket_bytes": first, "bucket_bytes": other}
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,34 +268,27 @@ Sum = Generator[Iterable[Work[Any]], None, None]
 
 It yields what its next stage waits for, on an accelerator nothing: once the first is
 started, once it is over (the control numbers are summed then), and, if there is
-another, once the second is started. All ranks go through the stages in the same order
-relative to their other collectives. What it keeps between rounds belongs to parameters:
-buckets are planned anew.
+another, once the second is started. The order of stages is the same on all ranks.
 """
 ARRIVED, ADVANCED, OVER = 1, 2, 3
 """The stages: the first collective is over, the second started, all is over."""
+_SPARSE = 4
 
 
 class GradientBucket:
     """Gradients that are reduced together.
 
-    Control numbers follow the gradients. First one each, set to one by every rank that
-    has that gradient: after the reduction a zero there shows that no rank had it, so
-    that it can stay None, as it would in one process. ``_SPARSE`` ones a rank show that
-    some rank's was sparse; then the result becomes sparse again, on all.
+    ``memory`` is flat: ``values``, the gradients and padding, then ``control``, which
+    is summed as it is. That has one number for each gradient, set to one by every rank
+    that has it: a zero after the sum shows that no rank had it, so that it can stay
+    None, as in one process. ``_SPARSE`` ones a rank show that some rank's was sparse;
+    then the result becomes sparse again, on all. In the bucket that is started first
+    ``flags`` follow, ones from ranks that train and zeros from those that only
+    participate, but for ``odd_flags``: see Note [Control flags] in ``rounds``.
 
-    Attributes:
-        memory: Flat: ``values``, the gradients and padding, then ``control``, what is
-            summed as it is. The communicator reduces it without a copy.
-        flags: The end of ``control``, in the bucket that is started first: ones from
-            ranks that train and zeros from those that only participate, but for
-            ``odd_flags``. See Note [Control flags] in ``rounds``.
-        prescale: Multiplies the values in their sum: backward writes gradients to their
-            places, and nothing should touch them again. None where they are scaled when
-            they get there. Whether it is None is the same on all ranks.
-        num_pending: Gradients to wait for before it is full.
-        is_launched: Whether nothing is left to be started in this round.
-        works: What the next stage of the sum under way waits for.
+    ``prescale`` multiplies the values in their sum, where backward writes gradients to
+    their places, which nothing should touch again; None where they are scaled when they
+    get there. ``is_launched``: nothing is left to be started in this round.
     """
 
     def __init__(
@@ -320,21 +306,25 @@ class GradientBucket:
         self.memory = communicator.allocate(end + num_flags, dtype, device)
         self.values, self.control = self.memory[: plan.numel], self.memory[plan.numel :]
         self.flags = self.memory[end:]
-        self.views = [
-            _view_like(self.values[s.offset : s.offset + s.numel], g.parameter)
+        # Strided as autograd itself would make them, which is what optimizers are fast
+        # on (channels_last weights, for one).
+        self._views = [
+            self.values[s.offset : s.offset + s.numel].as_strided(
+                g.parameter.shape, torch.empty_like(g.parameter, device="meta").stride()
+            )
             for s, g in zip(self.slots, self.gradients, strict=True)
         ]
         self._is_scaled = any(gradient.is_fusible for gradient in self.gradients)
         self.prescale: float | None = None
         self.odd_flags: Sequence[int] = ()
-        self.num_pending = 0
+        self.num_pending = 0  # gradients to wait for before it is full
         self.is_launched = False
-        self.works: Iterable[Work[Any]] = ()
+        self.works: Iterable[Work[Any]] = ()  # what the next stage of the sum waits for
         self._sum: Sum | None = None
         self._stage = 0
 
     def adopt(self) -> None:
-        for gradient, view in zip(self.gradients, self.views, strict=True):
+        for gradient, view in zip(self.gradients, self._views, strict=True):
             old = gradient.view
             gradient.view = view
             gradient.is_scaled_in_sum = self._is_scaled
@@ -354,7 +344,7 @@ class GradientBucket:
         self.is_launched = self.num_pending == 0 and self.flags.numel() == 0
 
     def fill(self, scaling: Scaling) -> None:
-        """Copy in whatever is there, for the sum that is launched now."""
+        """Copy in whatever is there, for the sum that is started now."""
         self.is_launched = True
         self.control.fill_(1)
         for slot, gradient in enumerate(self.gradients):
@@ -367,27 +357,22 @@ class GradientBucket:
                     f"while backward makes {gradient.name}. Call it after backward()."
                 )
             if not gradient.was_used:
-                self.views[slot].zero_()
+                self._views[slot].zero_()
                 self.control[slot] = 0
             elif gradient.was_sparse:
                 self.control[slot] = _SPARSE * scaling.size
-        self._set_flags(scaling, 0)
 
-    def fill_with_zeros(self, scaling: Scaling) -> None:
-        """Add nothing to the others' sum, which is launched now."""
+    def fill_with_zeros(self) -> None:
         self.is_launched = True
         for gradient in self.gradients:
             gradient.is_open = False
         self.memory.zero_()
-        self._set_flags(scaling, 1)
 
-    def _set_flags(self, scaling: Scaling, odd: int) -> None:
+    def start(self, total: Sum, scaling: Scaling, *, odd: int = 0) -> None:
+        """Start the sum of what it was filled with."""
         for flag in self.odd_flags:
             self.flags[flag] = odd
         self.prescale = scaling.before if self._is_scaled else None
-
-    def start(self, total: Sum) -> None:
-        """Start the sum of what it was filled with."""
         self._sum, self._stage = total, 0
         self.works = next(total)
 
@@ -407,10 +392,9 @@ class GradientBucket:
         return round(float(self.flags[flag].real))
 
     def finish(self, scaling: Scaling, keep: Callable[[], float]) -> bool:
-        """Wait for the sum and hand the results to the parameters.
+        """Hand the results to the parameters; return whether backward added to one.
 
-        ``keep`` returns the factor for a result to enter the next round. Returns
-        whether backward added to a gradient meanwhile.
+        ``keep`` returns the factor for a result to enter the next round.
         """
         if self._sum is None:
             return False
@@ -426,7 +410,7 @@ class GradientBucket:
         sparse_from = _SPARSE // 2 * scaling.size
         is_late = False
         for slot, gradient in enumerate(self.gradients):
-            view, late = self.views[slot], gradient.parameter.grad
+            view, late = self._views[slot], gradient.parameter.grad
             if late is not None:
                 view.mul_(keep()).add_(_dense(late))
                 is_late = True
@@ -438,72 +422,44 @@ class GradientBucket:
         return is_late
 
 
-def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
-    # Strided as autograd itself would make it, which is what optimizers are fast on
-    # (channels_last weights, for one).
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return flat.as_strided(parameter.shape, strides)
+def reduce_sparse(
+    gradients: Sequence[Gradient], scaling: Scaling, group: ReducerGroup
+) -> Steps[None]:
+    """Gather the rows that are not zero of those that are trained; collective.
 
-
-class SparseGradients:
-    """Gradients of which only the rows that are not zero travel.
-
-    They are gathered from all ranks one after the other, in this order on every rank. A
-    result holds the entries of all ranks in rank order, added up nowhere yet: equal on
-    all ranks, and so is whatever an optimizer makes of it.
+    A result holds the entries of all ranks in rank order, added up nowhere yet: equal
+    on all ranks, and so is what an optimizer makes of it. What no rank has stays None.
     """
+    trained = [g for g in gradients if g.parameter.requires_grad]
+    if not trained:
+        return
+    own = [_own(gradient, scaling) for gradient in trained]
 
-    def __init__(self, gradients: Sequence[Gradient]) -> None:
-        self.gradients = gradients
+    def gather() -> list[list[Tensor]]:
+        all_gather = group.communicator.all_gather
+        works = [[all_gather(part) for part in each] for each in own]
+        return [[work.wait() for work in each] for each in works]
 
-    @property
-    def num_pending(self) -> int:
-        return sum(
-            gradient.parameter.requires_grad and not gradient.num_passes
-            for gradient in self.gradients
-        )
-
-    def reduce(self, scaling: Scaling, group: ReducerGroup) -> Steps[None]:
-        """Reduce those that are trained; what no rank has stays None. Collective."""
-        trained = [g for g in self.gradients if g.parameter.requires_grad]
-        if not trained:
-            return
-        own = [_own(gradient, scaling) for gradient in trained]
-
-        def gather() -> list[list[Tensor]]:
-            all_gather = group.communicator.all_gather
-            works = [[all_gather(part) for part in each] for each in own]
-            return [[work.wait() for work in each] for each in works]
-
-        gathered = yield from aside(group.waits, gather)
-        for gradient, (positions, entries) in zip(trained, gathered, strict=True):
-            gradient.num_passes = 0
-            gradient.is_reduced = True
-            if gradient.parameter.grad is None and not entries.shape[0]:
-                continue
-            scaled = entries * scaling.after if scaling.after != 1.0 else entries
-            shape = gradient.parameter.shape
-            gradient.assign_grad(
-                torch.sparse_coo_tensor(
-                    positions.t(), scaled, shape, check_invariants=False
-                )
+    gathered = yield from aside(group.waits, gather)
+    for gradient, (positions, entries) in zip(trained, gathered, strict=True):
+        gradient.num_passes = 0
+        gradient.is_reduced = True
+        if gradient.parameter.grad is None and not entries.shape[0]:
+            continue
+        scaled = entries * scaling.after if scaling.after != 1.0 else entries
+        shape = gradient.parameter.shape
+        gradient.assign_grad(
+            torch.sparse_coo_tensor(
+                positions.t(), scaled, shape, check_invariants=False
             )
-
-    def participate_with_zeros(
-        self, are_reduced: Sequence[bool], communicator: Communicator
-    ) -> None:
-        """Take part in the others' reductions, as marked, without adding anything."""
-        for gradient in compress(self.gradients, are_reduced):
-            works = [communicator.all_gather(part) for part in _nothing(gradient)]
-            for work in works:
-                work.wait()
+        )
 
 
 def _own(gradient: Gradient, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """Return where this rank has entries, (entries, sparse dims), and those, scaled."""
     grad = gradient.parameter.grad
     if grad is None:
-        return _nothing(gradient)
+        return no_entries(gradient)
     grad = grad.detach()
     if not grad.is_sparse:
         grad = grad.to_sparse(gradient.sparse_dims)
@@ -512,7 +468,7 @@ def _own(gradient: Gradient, scaling: Scaling) -> tuple[Tensor, Tensor]:
     return grad.indices().t().contiguous(), entries
 
 
-def _nothing(gradient: Gradient) -> tuple[Tensor, Tensor]:
+def no_entries(gradient: Gradient) -> tuple[Tensor, Tensor]:
     parameter, dims = gradient.parameter, gradient.sparse_dims
     positions = torch.empty((0, dims), dtype=torch.int64, device=parameter.device)
     return positions, parameter.detach().new_empty((0, *parameter.shape[dims:]))

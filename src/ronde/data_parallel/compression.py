@@ -7,13 +7,10 @@ Note [A round of PowerSGD]
         M <- gradient + error        P <- sum of M Q        orthonormalize P
         error <- M - P (M' P)'       Q <- sum of M' P       gradient <- P Q'
 
-    So r (m + n) numbers travel instead of m n, in sums, which any all-reduce makes.
-    One step of power iteration a round suffices, since gradients change slowly. What
-    the approximation misses stays in ``error``, on each rank its own part, and enters
-    the next round: nothing is lost, only late.
-
-    All P of a bucket travel in one collective, with what is not compressed, and all Q
-    in a second one.
+    So r (m + n) numbers travel instead of m n, in sums: all P of a bucket in one
+    collective, with what is not compressed, and all Q in a second one. One step of
+    power iteration a round suffices, since gradients change slowly. What it misses
+    stays in ``error``, on each rank its own part, and enters the next round.
 
     Source: Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient
     Compression for Distributed Optimization. NeurIPS 2019, algorithms 1 and 2.
@@ -35,10 +32,7 @@ from ronde.errors import UsageError
 
 
 class Compressor(Protocol):
-    """A pair of static functions; any class that has them serves.
-
-    Both must be deterministic and keep the number of elements.
-    """
+    """Two static functions, deterministic; they keep the number of elements."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -88,8 +82,7 @@ class PowerSGD:
 
     Takes memory for one more copy of the gradients that it compresses; float16 and
     bfloat16 ones are kept and sent in float32. What was not sent yet is no part of the
-    optimizer's ``state_dict()``. Vectors, scalars and complex gradients travel as they
-    are.
+    ``state_dict()``. Vectors, scalars and complex gradients travel as they are.
 
     Attributes:
         rank: Columns of the factors: more are closer to the gradient, and cost more.
@@ -122,17 +115,13 @@ class PowerSGD:
         )
 
     def shape_of(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Return the shape of the matrix that a gradient is unfolded into, or None.
-
-        It has one row for each index of the dimension that lies outermost in memory,
-        and is a view of the gradient therefore, whatever its layout.
-        """
-        if not parameter.is_floating_point() or parameter.numel() == 0:
-            return None
-        strides = torch.empty_like(parameter, device="meta").stride()
+        """Return the shape of the matrix that a gradient is unfolded into, or None."""
         real = [d for d in range(parameter.dim()) if parameter.shape[d] > 1]
-        if len(real) < 2:
+        if not parameter.is_floating_point() or not parameter.numel() or len(real) < 2:
             return None
+        # A row for each index of the dimension that lies outermost in memory: so it is
+        # a view of the gradient, whatever its layout.
+        strides = torch.empty_like(parameter, device="meta").stride()
         num_rows = parameter.shape[max(real, key=lambda d: strides[d])]
         num_columns = parameter.numel() // num_rows
         rank = min(self.rank, num_rows, num_columns)
@@ -145,7 +134,6 @@ class PowerSGD:
 
 
 GradientCompression = type[Compressor] | PowerSGD
-"""What an optimizer can send its gradients by."""
 
 
 class Compression:
@@ -170,7 +158,6 @@ class Compression:
 def sum_by(
     compression: GradientCompression,
 ) -> Callable[[GradientBucket, Communicator], Sum]:
-    """Make what sums the buckets of one reducer."""
     if isinstance(compression, PowerSGD):
         return _LowRankSums(compression).sum
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
@@ -184,12 +171,9 @@ def sum_by(
 def _sum_compressed(
     compressor: type[Compressor], bucket: GradientBucket, communicator: Communicator
 ) -> Sum:
-    """Sum what a compressor makes of a whole bucket.
-
-    The control numbers travel with the values where the compressor is one of ours,
-    which keep small integers. What a user's own makes of them nobody knows: they travel
-    by themselves then, and also where only the values are to be scaled.
-    """
+    """Sum what a compressor makes of a whole bucket."""
+    # Control numbers travel with the values where the compressor is one of ours, which
+    # keep small integers; not where only the values are to be scaled.
     prescale, values = bucket.prescale, bucket.values
     works: list[Work[Tensor]] = []
     is_ours = compressor in (NoneCompressor, FP16Compressor, BF16Compressor)
@@ -251,15 +235,13 @@ class _LowRankSums:
 class _Matrix:
     """One parameter's gradient in the round under way, and what lasts between rounds.
 
-    In a round ``values`` is M, ``left`` P, and ``place`` the gradient's elements in the
-    bucket as a matrix, the memory of ``values`` too where the dtypes are equal. Where
-    this rank has no such gradient its error stays for later: it may not be applied.
+    Where this rank has no such gradient its error stays: it may not be applied.
     """
 
     slot: Slot
-    place: Tensor
-    values: Tensor
-    left: Tensor
+    place: Tensor  # the gradient's elements in the bucket, as a matrix
+    values: Tensor  # M; the memory of ``place`` where the dtypes are equal
+    left: Tensor  # P
 
     def __init__(self, right: Tensor, error: Tensor) -> None:
         self.right, self.error = right, error
@@ -275,7 +257,7 @@ class _Matrix:
         self.left = self.values @ self.right
 
     def project(self, *, is_finite: bool) -> Tensor:
-        """Return this rank's M' P, P orthonormal; keep what that misses."""
+        """Return this rank's M' P; keep what that misses."""
         if not is_finite:
             self.left = torch.full_like(self.left, math.nan)
             return self.values.T @ self.left
@@ -286,7 +268,6 @@ class _Matrix:
         return right
 
     def put_back(self, right: Tensor, *, is_finite: bool) -> None:
-        """Make the bucket hold P Q'."""
         if self.values is self.place:
             torch.mm(self.left, right.T, out=self.place)
         else:

@@ -8,12 +8,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
 
 from ronde.collectives import Communicator, Look, Work
 from ronde.collectives.lane import FutureWork
 from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.coordination.coordinator import Coordinator
+from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.coordination.waits import SyncPoint, Waits
 from ronde.errors import CollectiveError
 
@@ -27,6 +30,24 @@ class ReducerKey(NamedTuple):
     set_id: int
     number: int  # among those of the set
     size: int  # ranks in the set
+
+
+class GroupConnector(Protocol):
+    """Connects a reducer with its like on the other ranks, when it is first used.
+
+    It fails where there is no session, a rank is gone, or the ranks' models differ.
+    ``waits`` are this process's; None where nobody sees them. ``start`` begins to
+    connect and returns where the ranks meet. ``connect`` is collective; the stall
+    inspector counts it if it is watched. ``give_up`` fails one that is under way.
+    """
+
+    @property
+    def key(self) -> ReducerKey: ...
+    @property
+    def waits(self) -> Waits | None: ...
+    def start(self) -> SyncPoint: ...
+    def connect(self, *, is_watched: bool = True) -> "Steps[ReducerGroup]": ...
+    def give_up(self) -> None: ...
 
 
 class ReducerGroup(NamedTuple):
@@ -43,44 +64,23 @@ class ReducerGroup(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return f"gradients{self.number or ''}"
 
     @property
     def waits(self) -> Waits | None:
-        return None if self.coordinator is None else self.coordinator.waits
+        return self.coordinator and self.coordinator.waits
 
     def start(self) -> SyncPoint:
-        coordinator = self.coordinator
-        if coordinator is None:
+        if self.coordinator is None:
             return SyncPoint(self.set_id, self.name)
-        return coordinator.point(self.name)
+        return self.coordinator.point(self.name)
 
     def connect(self, *, is_watched: bool = True) -> "Steps[ReducerGroup]":  # noqa: ARG002
         return self
         yield
 
     def give_up(self) -> None:
-        """Do nothing: it is connected."""
-
-
-class GroupConnector(Protocol):
-    """Connects a reducer with its like on the other ranks, when it is first used.
-
-    It fails where there is no session, a rank is gone, or the ranks' models differ.
-    ``waits`` are those of this process; None where nobody sees them. ``start`` begins
-    to connect, if that was not done, and returns where the ranks meet. ``connect`` is
-    collective; the stall inspector counts it if it is watched. ``give_up`` has a
-    connection that is under way fail on this rank.
-    """
-
-    @property
-    def key(self) -> ReducerKey: ...
-    @property
-    def waits(self) -> Waits | None: ...
-    def start(self) -> SyncPoint: ...
-    def connect(self, *, is_watched: bool = True) -> Steps[ReducerGroup]: ...
-    def give_up(self) -> None: ...
+        pass
 
 
 def run(steps: Steps[T]) -> T:
@@ -137,12 +137,12 @@ def aside(waits: Waits | None, function: Callable[[], T]) -> Steps[T]:
     """Call what may block, in a thread where this rank has something else to do.
 
     Note [What may block]
-        Allocating, and gathering of uneven sizes, block until all ranks do so. All have
-        come to the round here, so each gets there: at once, or where it has put the
-        round off, whenever it waits for anything. But were two ranks to block in two
-        rounds that they had put off, each would keep the other waiting.
+        Allocating, and gathering of uneven sizes, block until all ranks do so. All come
+        to it: at once, or where they have put the round off, whenever they wait for
+        anything. But two ranks that block in two rounds that they had put off would
+        keep each other waiting.
     """
-    if waits is None or not waits.has_put_off:
+    if waits is None or not waits.put_off:
         return function()
     outcome: Future[T] = Future()
 
@@ -152,34 +152,18 @@ def aside(waits: Waits | None, function: Callable[[], T]) -> Steps[T]:
         except BaseException as error:  # noqa: BLE001  raised where it is waited for
             outcome.set_exception(error)
 
-    thread = threading.Thread(
-        target=in_mode_of_caller(call), name="ronde-aside", daemon=True
-    )
-    thread.start()
+    target = in_mode_of_caller(call)
+    threading.Thread(target=target, name="ronde-aside", daemon=True).start()
     return (yield from result_of(FutureWork(outcome)))
-
-
-class JoinProgress(NamedTuple):
-    """How far a rank went with one participant: its key, and ``last_round``."""
-
-    set_id: int
-    number: int
-    size: int
-    last_round: int
-
-    @property
-    def key(self) -> ReducerKey:
-        return ReducerKey(*self[:3])
 
 
 class JoinParticipant(Protocol):
     """Something that reduces over ranks on its own, outside any coordinator.
 
     ``last_round`` is the number of the last reduction that this rank added something
-    to. ``start_connecting`` begins to connect with the other ranks and returns at once.
-    ``participate_with_zeros`` takes part, adding nothing, until all ranks do so, or a
-    reduction fails. ``unbind`` leaves the other ranks; if abruptly, what is under way
-    fails everywhere.
+    to. ``start_connecting`` returns at once. ``participate_with_zeros`` adds nothing,
+    until all ranks do so, or a reduction fails. ``unbind`` leaves the other ranks; if
+    abruptly, what is under way fails everywhere.
     """
 
     @property
@@ -192,30 +176,17 @@ class JoinParticipant(Protocol):
 
 
 def participate_until_all_joined(
-    participants: Iterable[JoinParticipant],
-    *,
-    join: Callable[[], int],
-    exchange: Callable[[list[JoinProgress]], list[list[JoinProgress]]],
+    participants: Iterable[JoinParticipant], coordinator: Coordinator
 ) -> int:
-    """Take part with zeros until all have joined; collective.
+    """Take part with zeros until all ranks have joined; collective.
 
     Each participant has a thread: they need each other in no order. One that another
-    rank has given up already is never called by anybody again. Here it may still be
-    there, say because only this rank keeps an old optimizer; its thread waits in vain,
-    until it is given up too.
+    rank has given up, such as an old optimizer that only this rank keeps, waits in vain
+    until it is given up here, too.
 
-    Args:
-        participants: What this rank has.
-        join: Returns once all ranks have joined, with the one that did so last.
-        exchange: Returns what every rank gives it, by rank; called after that.
-
-    Returns:
-        The rank that went on longest: of those that took part in the last step the one
-        that ``join`` returned, if it is one of them. Steps are not negotiated, so news
-        of who has joined may be overtaken by them.
-
-    Raises:
-        CollectiveError: A reduction failed, or a rank is gone.
+    Returns the rank that went on longest: of those that took part in the last step the
+    one that joined last, if it is one of them. Raises ``CollectiveError`` where a
+    reduction failed or a rank is gone.
     """
     threads: dict[JoinParticipant, threading.Thread] = {}
     errors: list[tuple[ReducerKey, CollectiveError]] = []
@@ -235,24 +206,26 @@ def participate_until_all_joined(
         )
         threads[each].start()
     try:
-        last = join()
-        everyone = exchange([JoinProgress(*p.key, p.last_round) for p in threads])
-        counts = Counter(each.key for progress in everyone for each in progress)
+        last: int = coordinator.run(NamedOperation(OpKind.JOIN))
+        rows = [(coordinator.rank, *p.key, p.last_round) for p in threads]
+        sent = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
+        operation = NamedOperation(OpKind.ALLGATHER, (sent,), "join.standings")
+        (gathered,) = coordinator.run(operation)
+        everyone = cast("list[list[int]]", gathered.tolist())
+        counts = Counter(ReducerKey(*row[1:4]) for row in everyone)
         living.update(key for key, number in counts.items() if number == key.size)
     finally:
-        for each, thread in threads.items():
+        # First those that wait in vain.
+        for each in sorted(threads, key=lambda participant: participant.key in living):
             if each.key not in living:
                 each.unbind(is_abrupt=True)
-                thread.join()
-        for thread in threads.values():
-            thread.join()
+            threads[each].join()
     for key, error in errors:
         if key in living:
             raise error
-    size = len(everyone)
-    num_rounds = [
-        sum(p.last_round for p in progress if p.key in living and p.size == size)
-        for progress in everyone
-    ]
+    num_rounds = [0] * coordinator.size
+    for rank, *key, last_round in everyone:
+        if ReducerKey(*key) in living and key[2] == coordinator.size:
+            num_rounds[rank] += last_round
     most = max(num_rounds)
     return last if num_rounds[last] == most else num_rounds.index(most)

@@ -2,35 +2,33 @@
 
 Note [Gradient accumulation fusion]
     The gradient of a linear layer's weight is a matrix product. Backward puts it into
-    memory of its own, from where it is copied into the bucket: a 50 MB gradient is
-    allocated, written, read and freed in every step. Megatron's layers write it to its
-    final place instead. Here that happens below any layers: while the node of the
-    product runs, a ``TorchDispatchMode`` turns the ``mm`` that makes the gradient into
-    ``mm(..., out=view)``. The kernel and its operands are the same, and so are the
-    bits; autograd takes the view for the fresh tensor it expects, and makes it
-    ``parameter.grad`` without a copy.
+    memory of its own, from where it is copied into the bucket. Megatron's layers write
+    it to its final place instead. Here that happens below any layers: while the node of
+    the product runs, a ``TorchDispatchMode`` turns the ``mm`` that makes the gradient
+    into ``mm(..., out=view)``. Kernel, operands and so the bits are the same; autograd
+    makes the view ``parameter.grad`` without a copy.
 
     The nodes are found when the first gradient of a backward pass arrives, by a walk
-    from the tensors that ``backward()`` was called on: nothing is added to forward.
-    So the layer that comes first in backward is never fused.
+    from the tensors that ``backward()`` was called on: so the layer that comes first in
+    backward is never fused.
 
     A gradient is fused only where nobody can see the difference. The graph must use the
     weight once, in one product (so not if it is tied, cast by autocast, parametrized,
     or compiled), ``parameter.grad`` must be None and its place in the bucket unused.
     Nobody else may have a hook where the gradient passes: it might keep the tensor,
-    which the sum over all ranks is going to overwrite. The one hook that cannot be seen
-    is a tensor hook on a transposed weight, ``weight.t().register_hook()``: what such a
-    hook keeps, it must clone.
+    which the sum over all ranks overwrites. The one hook that cannot be seen is a
+    tensor hook on a transposed weight: what ``weight.t().register_hook()`` keeps, it
+    must clone.
 """
 
 import inspect
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, cast
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +61,11 @@ _MM = torch.ops.aten.mm.default
 def add_hook(
     gradient: Gradient, index: int, method: Callable[[int], None], *, is_before: bool
 ) -> RemovableHandle:
-    """Call ``method(index)`` each time backward has added to ``parameter.grad``.
+    """Call a bound method each time backward has added to a gradient, or before it.
 
-    Or before it adds, where ``is_before``. ``method`` is a bound method; its object is
-    held weakly. A frozen parameter is hooked too, and calls once it is thawed.
+    Its object is held weakly. A frozen parameter is hooked too.
     """
-    target = WeakMethod(method)
+    target = weakref.WeakMethod(method)
 
     @outside_compiler
     def call(_: Tensor) -> None:
@@ -93,40 +90,23 @@ def add_hook(
 def call_at_end_of_backward(
     method: Callable[[], None], keep_failure: Callable[[BaseException], None]
 ) -> None:
-    """Call ``method`` after this backward pass; the other one: see ``_AtRelease``."""
+    """Call ``method`` after this backward pass; where that cannot raise, keep it."""
+    callback = method
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(module, "in_compiled_autograd_region", False):
-        method = _AtRelease(method, keep_failure)
+        # It queues callbacks and never calls them. It releases them when its backward
+        # pass is over, also when that raised.
+        @outside_compiler
+        def call_at_release() -> None:
+            try:
+                method()
+            except BaseException as error:  # noqa: BLE001  a finalizer cannot raise
+                keep_failure(error)
+
+        callback = partial(_nothing)
+        weakref.finalize(callback, call_at_release).atexit = False
     engine = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
-    engine.queue_callback(method)
-
-
-class _AtRelease:
-    """Calls a method when it is released, unless it was called before.
-
-    Compiled autograd queues callbacks and never calls them. It releases them when its
-    backward pass is over, also when that raised.
-    """
-
-    def __init__(
-        self, method: Callable[[], None], keep_failure: Callable[[BaseException], None]
-    ) -> None:
-        self._method = method
-        self._keep_failure = keep_failure
-        self._is_called = False
-
-    def __call__(self) -> None:
-        self._is_called = True
-        self._method()
-
-    @outside_compiler
-    def __del__(self) -> None:
-        if self._is_called:
-            return
-        try:
-            self._method()
-        except BaseException as error:  # noqa: BLE001  a finalizer cannot raise
-            self._keep_failure(error)
+    engine.queue_callback(callback)
 
 
 def current_backward() -> int:
@@ -134,11 +114,8 @@ def current_backward() -> int:
 
 
 def is_nested_backward() -> bool:
-    """Return whether this backward runs inside another one's node.
-
-    Reentrant checkpointing does that: the end of such a backward is not the end of the
-    outer one. A node written in Python is always called through this function.
-    """
+    """Return whether this backward runs inside another one's node: checkpointing."""
+    # A node written in Python is always called through this function.
     return _caller(BackwardCFunction.apply.__code__) is not None
 
 

@@ -4,22 +4,18 @@ Note [One round]
     A *round* reduces every bucket once, in plan order, on every rank: that fixed order
     is what makes negotiation needless. A round opens with the first gradient that is
     ready and is finished at the end of the same backward pass, so that after
-    ``backward()`` all gradients are what one process would have: clipping, inspecting
-    and ``GradScaler`` need no care. What no rank used stays None. Ranks whose graphs
-    differ agree, and a rank without any gradient adds zeros.
+    ``backward()`` all gradients are what one process would have. What no rank used
+    stays None. A rank without any gradient adds zeros. The plan is made at the end of
+    the first backward: then one knows in which order gradients come, and which are
+    sparse.
 
     Where ranks would wait for each other in a circle, a round *gives way*: see Note
     [Ranks that wait for each other]. ``backward()`` returns then, and what is left of
     the round is done whenever its thread waits for something else, and at the latest by
     ``synchronize()`` or the next ``backward()``.
 
-    The plan is made at the end of the first backward: then one knows in which order
-    gradients come, and which are sparse.
-
     ``synchronize()`` runs a round when none has run since the last step, or when
-    something was added after it, so a rank without any gradient takes part from there.
-
-    Adding to a finished gradient (a second ``backward()``) is right as well: a result,
+    something was added after it. Adding to a finished gradient is right: a result,
     scaled by ``Scaling.keep``, enters the next round once a rank and comes out as it
     was. Adding while the bucket is under way goes to a fresh ``.grad``, since the
     bucket's gradients are detached meanwhile, and one more round follows.
@@ -39,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.waits import Waits
+from ronde.coordination.waits import Waiting, Waits
 from ronde.data_parallel.buckets import BucketLimits, Gradient
 from ronde.data_parallel.compression import NoneCompressor
 from ronde.data_parallel.group import GroupConnector, ReducerKey, Resumable
@@ -78,10 +74,10 @@ class Reducer:
         self._options = options
         self._gradients: list[Gradient] = []
         self._armed_backward = -1
-        self._has_run = False
+        self._has_run = False  # since the last step
         self._num_prepared = 0
         self._owner = threading.get_ident()
-        self._under_way: Resumable | None = None
+        self._under_way: Resumable | None = None  # the round that gave way
         self._failure: BaseException | None = None
         self._has_given_way = False
         self._waits: Waits | None = None
@@ -91,10 +87,10 @@ class Reducer:
         self._communicators: list[Communicator] = []
         self._rounds = self._new_rounds()
         self.add(named_parameters)
-        self._release = weakref.finalize(
-            self, _release, self._hooks, self._communicators
-        )
-        self._release.atexit = False
+        ends = self._hooks, self._communicators
+        self.close = weakref.finalize(self, _release, *ends)
+        """Take the hooks off the parameters and close the communicator."""
+        self.close.atexit = False
 
     def add(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
         """Take more parameters in, from the next round on; collective."""
@@ -113,7 +109,7 @@ class Reducer:
     @property
     def num_buckets(self) -> int:
         """Collectives a round; 0 before the first."""
-        return len(self._rounds.queue.buckets)
+        return len(self._rounds.buckets)
 
     @property
     def num_fused(self) -> int:
@@ -156,7 +152,7 @@ class Reducer:
             if self._under_way is not None:
                 self._under_way.progress()
                 if self._under_way.is_over and self._waits is not None:
-                    self._waits.take_up(self.progress)
+                    self._waits.put_off.pop(self.progress, None)
         finally:
             self._lock.release()
 
@@ -172,7 +168,7 @@ class Reducer:
     def step_done(self) -> None:
         """Note that the optimizer has stepped: the next step needs a new round."""
         self.forget()
-        self._rounds.queue.steps.num_steps += 1
+        self._rounds.steps.num_steps += 1
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""
@@ -192,10 +188,7 @@ class Reducer:
         """Leave the other ranks, if abruptly with failures; the next use connects."""
         self._connector.give_up()
         for communicator in self._communicators:
-            if is_abrupt:
-                communicator.abort()
-            else:
-                communicator.close()
+            (communicator.abort if is_abrupt else communicator.close)()
         with self._lock:
             self._communicators.clear()
             self._rounds, self._failure = self._new_rounds(), None
@@ -203,13 +196,9 @@ class Reducer:
                 self._under_way.close()
                 self._under_way = None
             if self._waits is not None:
-                self._waits.take_up(self.progress)
+                self._waits.put_off.pop(self.progress, None)
             for gradient in self._gradients:
                 gradient.reset()
-
-    def close(self) -> None:
-        """Take the hooks off the parameters and close the communicator."""
-        self._release()
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -258,18 +247,15 @@ class Reducer:
             gradient.num_passes += 1
             if gradient.num_passes < self._options.passes:
                 return
-            self._arm()
+            # By number, since a backward that raises never calls back.
+            backward = current_backward()
+            if backward != self._armed_backward:
+                self._armed_backward = backward
+                call_at_end_of_backward(self._on_backward_end, self._keep_failure)
+                self._unfuse()
+                if self._options.is_fusing:
+                    self._fused = fuse(self._gradients)
             self._rounds.arrive(index)
-
-    def _arm(self) -> None:
-        # By number, since a backward that raises never calls back.
-        backward = current_backward()
-        if backward != self._armed_backward:
-            self._armed_backward = backward
-            call_at_end_of_backward(self._on_backward_end, self._keep_failure)
-            self._unfuse()
-            if self._options.is_fusing:
-                self._fused = fuse(self._gradients)
 
     def _keep_failure(self, error: BaseException) -> None:
         self._failure = error
@@ -295,14 +281,14 @@ class Reducer:
         rounds = self._rounds
         under_way = self._under_way or Resumable(rounds.finish())
         point = rounds.start()
-        if rounds.group is None:
+        if not rounds.is_connected:
             self._waits = self._connector.waits
         if self._waits is None:  # nobody sees it
             under_way.run(lambda: 1.0)
         else:
-            self._waits.take_up(self.progress)
-            rounds.waiting = self._waits.waiting(
-                point, self._owner, can_give_way=can_give_way
+            self._waits.put_off.pop(self.progress, None)
+            rounds.waiting = Waiting(
+                self._waits, point, self._owner, can_give_way=can_give_way
             )
             with rounds.waiting as waiting:
                 is_over = under_way.run(waiting)
@@ -310,7 +296,7 @@ class Reducer:
                 self._under_way = under_way
                 self._has_given_way = True
                 self._prepare_additions()
-                self._waits.put_off(self.progress, self._owner)
+                self._waits.put_off[self.progress] = self._owner
                 return
         self._under_way = None
         if under_way.failure is not None:
@@ -322,6 +308,5 @@ class Reducer:
 def _release(hooks: list[RemovableHandle], communicators: list[Communicator]) -> None:
     for hook in hooks:
         hook.remove()
-    hooks.clear()
     for communicator in communicators:
         communicator.close()

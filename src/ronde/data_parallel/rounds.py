@@ -1,11 +1,10 @@
 """A reducer's rounds over one communicator: see Note [One round] in ``reducer``.
 
 Note [Control flags]
-    A rank that has joined (Horovod's ``join``) adds nothing any more, but every bucket
-    needs it. So it participates with zeros in the rounds of the others, each of which
-    begins with the same bucket, whatever is trained. That one ends with flags, ones on
-    every rank that is still training and zeros on those that only participate. Their
-    sums show:
+    A rank that has joined (Horovod's ``join``) participates with zeros in the rounds of
+    the others, each of which begins with the same bucket, whatever is trained. That one
+    ends with flags, ones on every rank that is still training and zeros on those that
+    only participate. Their sums show:
 
         0     whether anybody is left; if not, nobody runs the rest of the round
         1     whether no parameter is new; if one is, all plan anew after the round
@@ -14,14 +13,13 @@ Note [Control flags]
         6...  which other buckets, then which sparse gradients, are reduced at all: what
               is frozen is left out
 
-    Ranks that train know all but the third and the steps. They look at the third where
-    it costs nothing; it matters for gradients that are added to after their reduction:
-    see ``Scaling``.
+    Ranks that train look at the third where it costs nothing; it matters for gradients
+    that are added to after their reduction: see ``Scaling``.
 """
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, compress, count
@@ -44,10 +42,11 @@ from ronde.data_parallel.buckets import (
     GradientBucket,
     GradientSpec,
     Scaling,
-    SparseGradients,
     Sum,
     candidate_limits,
+    no_entries,
     plan_buckets,
+    reduce_sparse,
 )
 from ronde.data_parallel.compression import GradientCompression, NoneCompressor, sum_by
 from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
@@ -87,9 +86,8 @@ class ReducerOptions:
 class StepCheck:
     """Finds ranks that ran backward unequally often between two optimizer steps.
 
-    Each rank that trains sets one of three flags, that of its steps modulo three. If
-    more than one of the sums is not zero, a round has added up the gradients of
-    different steps: some rank ran backward more often than the others.
+    Each rank that trains sets one of three flags, that of its steps modulo three. More
+    than one sum that is not zero: a round has added up gradients of different steps.
     """
 
     def __init__(self) -> None:
@@ -101,38 +99,31 @@ class StepCheck:
         return self.num_steps % _NUM_STEP_FLAGS
 
     def check(self, flags: Tensor) -> None:
-        """Raise on all ranks, where a round's flags show that their steps differ.
-
-        Those of an accelerator are looked at when the next round is over: to read them
-        at once, the program would have to wait for the accelerator in every step.
-        """
-        if flags.is_cpu:
-            _check_steps(flags, self.flag)
-            return
-        here = torch.empty_like(flags, device="cpu", pin_memory=True)
-        here.copy_(flags, non_blocking=True)
-        is_here = torch.Event(flags.device)
-        is_here.record()
-        last, self._last = self._last, (here, self.flag, is_here)
-        if last is not None:
-            here, flag, is_here = last
+        """Raise on all ranks, where a round's flags show that their steps differ."""
+        flag = self.flag
+        if not flags.is_cpu:
+            # Looked at when the next round is over: not to wait for the accelerator.
+            here = torch.empty_like(flags, device="cpu", pin_memory=True)
+            here.copy_(flags, non_blocking=True)
+            is_here = torch.Event(flags.device)
+            is_here.record()
+            last, self._last = self._last, (here, flag, is_here)
+            if last is None:
+                return
+            flags, flag, is_here = last
             is_here.synchronize()
-            _check_steps(here, flag)
-
-
-def _check_steps(flags: Tensor, flag: int) -> None:
-    counts = list(map(round, cast("list[float]", flags.real.tolist())))
-    if counts.count(0) == _NUM_STEP_FLAGS - 1:
-        return
-    # Behind in steps is who ran more backward passes before this one.
-    behind = next(i for i in range(_NUM_STEP_FLAGS) if counts[i] and counts[i - 2])
-    this = "including this one" if flag == behind else "not on this one"
-    raise CollectiveError(
-        "Gradients were computed more than backward_passes_per_step times before call "
-        f"to step() on {counts[behind]} of {sum(counts)} ranks, {this}. All ranks must "
-        "call backward() equally often before each step(). Skip the extra passes, or "
-        "accumulate them with a larger backward_passes_per_step."
-    )
+        counts = list(map(round, cast("list[float]", flags.real.tolist())))
+        if counts.count(0) == _NUM_STEP_FLAGS - 1:
+            return
+        # Behind in steps is who ran more backward passes before this one.
+        behind = next(i for i in range(_NUM_STEP_FLAGS) if counts[i] and counts[i - 2])
+        this = "including this one" if flag == behind else "not on this one"
+        raise CollectiveError(
+            "Gradients were computed more than backward_passes_per_step times before "
+            f"call to step() on {counts[behind]} of {sum(counts)} ranks, {this}. All "
+            "ranks must call backward() equally often before each step(). Skip the "
+            "extra passes, or accumulate them with a larger backward_passes_per_step."
+        )
 
 
 def describe(name: str, parameter: Tensor) -> str:
@@ -158,163 +149,15 @@ def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
                 )
 
 
-class BucketQueue:
-    """The buckets in the order in which every rank starts them, then what is sparse.
+class ReductionRounds:
+    """Runs rounds, one after the other; not thread-safe.
 
-    A bucket that is full waits for those before it: the ranks' collectives must meet.
-    ``order`` has the planned gradients as they are reduced, ``num_rounds`` counts those
-    that any rank added something to, equally on all ranks.
+    All ranks launch the buckets in one order, then what is sparse: a bucket that is
+    full waits for those before it, since the ranks' collectives must meet.
     """
 
-    group: ReducerGroup
-    """Set before anything is planned."""
-
-    def __init__(
-        self,
-        gradients: Sequence[Gradient],
-        options: ReducerOptions,
-        sum_of: Callable[[GradientBucket], Sum],
-    ) -> None:
-        """Begin with all gradients, a list that may grow."""
-        self._gradients = gradients
-        self._groups = options.groups
-        self._sum_of = sum_of
-        self._sparse = SparseGradients(())
-        self._next = 0
-        self._bucket_of: dict[int, GradientBucket] = {}
-        self.bucket_of = self._bucket_of.get  # None for a sparse gradient and a new one
-        self.limits = options.limits
-        self.buckets: list[GradientBucket] = []
-        self.order: list[int] = []
-        self.num_rounds = 0
-        self.steps = StepCheck()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is missing from this round any more."""
-        return self._next == len(self.buckets) and not self._sparse.num_pending
-
-    def rearrange(self, order: Sequence[int]) -> Steps[None]:
-        """Plan anew along ``order``, then the planned ones left out; collective."""
-        rest = sorted(set(self.order) - set(order), reverse=True)
-        self.order = [*order, *rest]
-        specs, dense = self._specs_and_dense()
-        plans = plan_buckets(specs, dense, self.limits, self._groups)
-        sparse = [i for i in self.order if self._gradients[i].sparse_dims]
-        if sparse and not plans:
-            plans = (BucketPlan((), 0, specs[sparse[0]].kind),)  # for the flags
-        gradients, communicator = self._gradients, self.group.communicator
-        self._sparse = SparseGradients([gradients[i] for i in sparse])
-        num_flags = _NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
-
-        def allocate() -> list[GradientBucket]:
-            return [
-                GradientBucket(plan, gradients, communicator, 0 if place else num_flags)
-                for place, plan in enumerate(plans)
-            ]
-
-        self.buckets = yield from aside(self.group.waits, allocate)
-        self._bucket_of.clear()
-        for bucket in self.buckets:
-            bucket.adopt()
-            self._bucket_of.update(
-                dict.fromkeys((s.index for s in bucket.slots), bucket)
-            )
-
-    def candidates(self) -> list[BucketLimits]:
-        return candidate_limits(*self._specs_and_dense(), self.limits, self._groups)
-
-    def _specs_and_dense(self) -> tuple[list[GradientSpec], list[int]]:
-        parameters = [gradient.parameter for gradient in self._gradients]
-        specs = [
-            GradientSpec(p.numel(), p.element_size(), (p.dtype, p.device))
-            for p in parameters
-        ]
-        return specs, [i for i in self.order if not self._gradients[i].sparse_dims]
-
-    def open(self, *, has_new_parameters: bool = False) -> None:
-        """Begin a round."""
-        for bucket in self.buckets:
-            bucket.open()
-        self._next = 0
-        if self.buckets:
-            frozen = [bucket.is_launched for bucket in self.buckets[1:]]
-            frozen += [not g.parameter.requires_grad for g in self._sparse.gradients]
-            steps = [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
-            odd = [_JOINED, *compress(count(_NUM_OWN_FLAGS), frozen), *steps]
-            self.buckets[0].odd_flags = [_SETTLED, *odd] if has_new_parameters else odd
-
-    def launch(self, scaling: Scaling, *, has_all: bool) -> None:
-        """Start the buckets that wait for nothing before them, or all if it has all."""
-        for bucket in self.buckets[self._next :]:
-            if bucket.num_pending and not has_all:
-                return
-            self._next += 1
-            if not bucket.is_launched:
-                bucket.fill(scaling)
-                bucket.start(self._sum_of(bucket))
-
-    def finish(self, scaling: Scaling) -> Steps[bool]:
-        """Wait for all; return whether backward added to one that was under way."""
-        for bucket in self.buckets:
-            yield from bucket.works
-            bucket.go_to(ADVANCED)
-
-        def keep() -> float:
-            return scaling.without(self.buckets[0].count(_JOINED)).keep
-
-        is_late = False
-        for bucket in self.buckets:
-            yield from bucket.works
-            is_late |= bucket.finish(scaling, keep)
-        if self._sparse.gradients:
-            yield from self._sparse.reduce(scaling, self.group)
-        if self.buckets:
-            self.num_rounds += 1
-            self.steps.check(self.buckets[0].flags[_STEPS:_NUM_OWN_FLAGS])
-        return is_late
-
-    def num_joined(self) -> int:
-        """Return how many ranks only participated; on an accelerator 0, not to wait."""
-        is_near = bool(self.buckets) and self.buckets[0].flags.is_cpu
-        return self.buckets[0].count(_JOINED) if is_near else 0
-
-    def participate_with_zeros(self, scaling: Scaling) -> tuple[bool, bool]:
-        """Take part in a round of the others; collective.
-
-        Returns whether anybody still trains, and whether no parameter is new.
-        """
-        self.open()
-        first, *others = self.buckets
-        first.odd_flags = (_JOINED,)
-        self._launch_zeros([first], scaling)
-        first.go_to(ARRIVED)
-        flags = cast("list[float]", first.flags.real.tolist())
-        is_anyone_left, is_settled = map(bool, flags[:2])
-        are_reduced = [bool(flag) for flag in flags[_NUM_OWN_FLAGS:]]
-        if not is_anyone_left:
-            first.drop()
-            return False, is_settled
-        self._launch_zeros(compress(others, are_reduced), scaling)
-        for stage in (ADVANCED, OVER):
-            for bucket in self.buckets:
-                bucket.go_to(stage)
-        communicator = self.group.communicator
-        self._sparse.participate_with_zeros(are_reduced[len(others) :], communicator)
-        self.num_rounds += 1
-        return True, is_settled
-
-    def _launch_zeros(
-        self, buckets: Iterable[GradientBucket], scaling: Scaling
-    ) -> None:
-        for bucket in buckets:
-            bucket.fill_with_zeros(scaling)
-            bucket.start(self._sum_of(bucket))
-
-
-class ReductionRounds:
-    """Runs rounds, one after the other; not thread-safe."""
-
+    # From when it is connected on:
+    _group: ReducerGroup
     _communicator: Communicator
     _point: SyncPoint
 
@@ -326,50 +169,61 @@ class ReductionRounds:
         communicators: list[Communicator],
     ) -> None:
         """Begin; ``gradients`` may grow; ``communicators``: what is to be closed."""
-        self._connector = connector
-        self._communicators = communicators
-        self.group: ReducerGroup | None = None  # until connected
+        self._gradients, self._options = gradients, options
+        self._connector, self._communicators = connector, communicators
+        self.is_connected = False
         self.waiting: Waiting | None = None  # what ``finish`` is waited for with
         self.is_open = False
         self.last_round = 0  # that this rank added something to
         self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)
-        self._gradients = gradients
-        self._options = options
+        self.steps = StepCheck()
+        self.buckets: list[GradientBucket] = []
+        self._num_rounds = 0  # that any rank added something to, equally on all ranks
+        self._order: list[int] = []  # planned gradients as they are reduced
+        self._limits = options.limits
+        self._bucket_of: dict[int, GradientBucket] = {}
+        self._sparse: list[Gradient] = []
+        self._next = 0  # the first bucket that is not launched
         self._sum = sum_by(options.compressor)
         self._has_joined = False
         self._num_launched = 0
         self._arrivals: list[int] | None = []
         self._has_new_parameters = False
         self._tuning: BucketTuning | None = None
-        self.queue = BucketQueue(gradients, options, self._sum_of)
 
     def start(self) -> SyncPoint:
         """Begin to connect, if that was not done; return where the ranks meet."""
-        return self._connector.start() if self.group is None else self._point
+        return self._point if self.is_connected else self._connector.start()
 
     def set_options(self, options: ReducerOptions) -> None:
         self._options = options
-        if self.group is not None:
+        if self.is_connected:
             self.scaling = self._all_scaling = options.scaling(self._communicator.size)
 
     def _connect(self, *, is_watched: bool = True) -> Steps[None]:
-        if self.group is not None:
+        if self.is_connected:
             return
-        group = yield from self._connector.connect(is_watched=is_watched)
-        self.group = self.queue.group = group
-        self._communicator = group.communicator
+        self._group = yield from self._connector.connect(is_watched=is_watched)
+        self._communicator = self._group.communicator
         self._communicators.append(self._communicator)
-        self._point = group.start()
+        self._point = self._group.start()
+        self.is_connected = True
         self.set_options(self._options)
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
-        is_tuned = self._tuning is not None and self._tuning.is_over
-        return self.queue.limits if is_tuned else None
+        return (
+            self._limits if self._tuning is not None and self._tuning.is_over else None
+        )
 
     @property
     def is_complete(self) -> bool:
-        return self.queue.is_complete and not self._has_new_parameters
+        """Whether nothing is missing from this round any more."""
+        return (
+            self._next == len(self.buckets)
+            and not self._has_new_parameters
+            and all(g.num_passes or not g.parameter.requires_grad for g in self._sparse)
+        )
 
     def arrive(self, index: int) -> None:
         """Take a gradient that backward has made; opens a round if none is."""
@@ -379,14 +233,14 @@ class ReductionRounds:
         is_first = gradient.num_passes == self._options.passes
         if is_first and self._arrivals is not None:
             self._arrivals.append(index)
-        bucket = self.queue.bucket_of(index)
+        bucket = self._bucket_of.get(index)
         if bucket is None or bucket.is_launched:
-            return
+            return  # sparse, new, or late
         gradient.copy_in(self.scaling)  # now, while it is in the cache
         if is_first:
             bucket.num_pending -= 1
             if bucket.num_pending == 0:
-                self.queue.launch(self.scaling, has_all=False)
+                self._launch(has_all=False)
 
     def finish(self) -> Steps[None]:
         """Finish the round that is open, or run one, and those that must follow it."""
@@ -395,13 +249,18 @@ class ReductionRounds:
         while is_late:
             if not self.is_open:
                 self._open()
-            self._begin()
-            self.queue.launch(self.scaling, has_all=True)
-            self.is_open = False
-            is_late = yield from self.queue.finish(self.scaling)
-            self.scaling = self._all_scaling.without(self.queue.num_joined())
+            if self._group.waits is not None:
+                # This rank has come to the round, and will see it through.
+                self._point = self._point._replace(number=self._num_rounds + 1)
+                self._group.waits.begin(self._point)
+                if self.waiting is not None:
+                    self.waiting.move_to(self._point)
+            is_late = yield from self._complete()
+            if self.buckets and self.buckets[0].flags.is_cpu:  # else not, not to wait
+                num_joined = self.buckets[0].count(_JOINED)
+                self.scaling = self._all_scaling.without(num_joined)
             yield from self._tune()
-            self.last_round = self.queue.num_rounds
+            self.last_round = self._num_rounds
             if self._has_new_parameters:
                 is_late |= yield from self._admit()
 
@@ -415,78 +274,143 @@ class ReductionRounds:
                 # The others' results will go where it lies.
                 gradient.assign_grad(grad.clone())
         self._has_joined = True
-        self._follow_others()
-        self.queue.steps = StepCheck()  # on all ranks, that took unequally many
-        self._has_joined = False
-
-    def _follow_others(self) -> None:
-        queue = self.queue
-        is_anyone_left, is_settled = True, bool(queue.buckets)
+        is_anyone_left, is_settled = True, bool(self.buckets)
         while is_anyone_left:
             if not is_settled:
                 run(self._admit())
-            if not queue.buckets:
-                return  # all had joined before anything was to be reduced
-            is_anyone_left, is_settled = queue.participate_with_zeros(self._all_scaling)
+            if not self.buckets:
+                break  # all had joined before anything was to be reduced
+            is_anyone_left, is_settled = self._add_zeros()
             if is_anyone_left:
                 run(self._tune())
-
-    def _begin(self) -> None:
-        """Note that this rank has come to the next round, and will see it through."""
-        waits = self.queue.group.waits
-        if waits is not None:
-            self._point = self._point._replace(number=self.queue.num_rounds + 1)
-            waits.begin(self._point)
-            if self.waiting is not None:
-                self.waiting.move_to(self._point)
+        self.steps = StepCheck()  # on all ranks, that took unequally many
+        self._has_joined = False
 
     def _open(self) -> None:
         self._has_new_parameters = any(
             g.parameter.requires_grad and not g.is_planned for g in self._gradients
         )
-        self.queue.open(has_new_parameters=self._has_new_parameters)
+        self._open_buckets()
         self.is_open = True
 
+    def _open_buckets(self) -> None:
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.open()
+        if self.buckets:
+            frozen = [bucket.is_launched for bucket in self.buckets[1:]]
+            frozen += [not g.parameter.requires_grad for g in self._sparse]
+            steps = [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
+            odd = [_JOINED, *compress(count(_NUM_OWN_FLAGS), frozen), *steps]
+            self.buckets[0].odd_flags = odd + [_SETTLED] * self._has_new_parameters
+
+    def _launch(self, *, has_all: bool) -> None:
+        """Start the buckets that wait for nothing before them, or all if it has all."""
+        for bucket in self.buckets[self._next :]:
+            if bucket.num_pending and not has_all:
+                return
+            self._next += 1
+            if not bucket.is_launched:
+                bucket.fill(self.scaling)
+                bucket.start(self._sum_of(bucket), self.scaling)
+
+    def _complete(self) -> Steps[bool]:
+        """Launch and await the rest; return whether backward added meanwhile."""
+        self._launch(has_all=True)
+        self.is_open = False
+        for bucket in self.buckets:
+            yield from bucket.works
+            bucket.go_to(ADVANCED)
+
+        def keep() -> float:
+            return self.scaling.without(self.buckets[0].count(_JOINED)).keep
+
+        is_late = False
+        for bucket in self.buckets:
+            yield from bucket.works
+            is_late |= bucket.finish(self.scaling, keep)
+        yield from reduce_sparse(self._sparse, self.scaling, self._group)
+        if self.buckets:
+            self._num_rounds += 1
+            self.steps.check(self.buckets[0].flags[_STEPS:_NUM_OWN_FLAGS])
+        return is_late
+
+    def _add_zeros(self) -> tuple[bool, bool]:
+        """Return whether anybody still trains, and whether no parameter is new."""
+        self._open_buckets()
+        first, *others = self.buckets
+        first.odd_flags = (_JOINED,)
+        self._launch_zeros(first)
+        first.go_to(ARRIVED)
+        flags = cast("list[float]", first.flags.real.tolist())
+        is_anyone_left, is_settled = map(bool, flags[:2])
+        if not is_anyone_left:
+            first.drop()
+            return False, is_settled
+        are_reduced = [bool(flag) for flag in flags[_NUM_OWN_FLAGS:]]
+        for bucket in compress(others, are_reduced):
+            self._launch_zeros(bucket)
+        for stage in (ADVANCED, OVER):
+            for bucket in self.buckets:
+                bucket.go_to(stage)
+        for gradient in compress(self._sparse, are_reduced[len(others) :]):
+            gather = self._communicator.all_gather
+            for work in [gather(part) for part in no_entries(gradient)]:
+                work.wait()
+        self._num_rounds += 1
+        return True, is_settled
+
+    def _launch_zeros(self, bucket: GradientBucket) -> None:
+        bucket.fill_with_zeros()
+        bucket.start(self._sum_of(bucket), self._all_scaling, odd=1)
+
     def _admit(self) -> Steps[bool]:
-        """Plan for gradients that are to be reduced from now on; collective.
+        """Plan for new gradients; return whether a round must follow; collective.
 
         If others are planned already, reduces the new ones by themselves: what is
-        reduced once in this round must not be again. Returns whether a round must
-        follow.
+        reduced once in this round must not be again.
         """
-        agreed, arrivals = yield from aside(self.queue.group.waits, self._agree)
+        agreed, arrivals = yield from aside(self._group.waits, self._agree)
         new = agreed[::-1]  # backward makes gradients roughly in reverse
         if self._arrivals is not None and new:
             self._arrivals = None
             rest = [index for index in new if index not in set(arrivals)]
-            yield from self.queue.rearrange([*arrivals, *rest])
+            yield from self._arrange([*arrivals, *rest])
             return True
-        is_late = yield from self._reduce_alone(new)
-        yield from self.queue.rearrange([*self.queue.order, *new])
+        planned, self._order = self._order, []
+        yield from self._arrange(new)
+        is_late = False
+        if self.buckets and self._has_joined:
+            self._add_zeros()
+        elif self.buckets:
+            self._has_new_parameters = False
+            self._open_buckets()
+            is_late = yield from self._complete()
+        yield from self._arrange([*planned, *new])
         return is_late
 
     def _agree(self) -> tuple[list[int], list[int]]:
         """Return which gradients are to be planned now, and rank 0's arrivals.
 
-        Collective. Takes down of which of them some rank has a sparse one: a rank that
-        did not use an embedding learns it so. What one that has joined trains does not
-        count. Fails on every rank where parameters differ, or what one rank trains is
-        frozen on another.
+        A rank that did not use an embedding learns here that its gradient is sparse.
+        What one that has joined trains does not count. Fails on every rank where
+        parameters differ, or what one rank trains is frozen on another.
         """
         gradients, communicator = self._gradients, self._communicator
         mine = [describe(g.name, g.parameter) for g in gradients]
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()[:16]
         trained = [g.parameter.requires_grad for g in gradients]
         vote = encode_bits(sum(is_on << i for i, is_on in enumerate(trained)))
-        dims: dict[int, int] = {}
-        for index, gradient in enumerate(gradients):
-            grad = gradient.parameter.grad
-            if grad is not None and grad.is_sparse:
-                dims[index] = grad.sparse_dim()
+        grads = [gradient.parameter.grad for gradient in gradients]
+        dims = [
+            (index, grad.sparse_dim())
+            for index, grad in enumerate(grads)
+            if grad is not None and grad.is_sparse
+        ]
         own = (
             digest,
             None if self._has_joined else vote,
-            [] if self._options.is_sparse_densified else list(dims.items()),
+            [] if self._options.is_sparse_densified else dims,
             None if communicator.rank else self._arrivals,
         )
         everyone = all_gather_json(communicator, own)
@@ -506,63 +430,98 @@ class ReductionRounds:
                 gradients[index].sparse_dims = sparse_dims
         return new, arrivals[0] or []
 
-    def _reduce_alone(self, new: Sequence[int]) -> Steps[bool]:
-        queue = BucketQueue(self._gradients, self._options, self._sum_of)
-        queue.group = self.queue.group
-        yield from queue.rearrange(new)
-        if not queue.buckets:
-            return False
-        if self._has_joined:
-            queue.participate_with_zeros(self._all_scaling)
-            return False
-        queue.open()
-        queue.launch(self.scaling, has_all=True)
-        return (yield from queue.finish(self.scaling))
+    def _arrange(self, order: Sequence[int]) -> Steps[None]:
+        """Plan anew along ``order``, then the planned ones left out; collective."""
+        self._order = [*order, *sorted(set(self._order) - set(order), reverse=True)]
+        specs, dense = self._specs_and_dense()
+        plans = plan_buckets(specs, dense, self._limits, self._options.groups)
+        sparse = [i for i in self._order if self._gradients[i].sparse_dims]
+        if sparse and not plans:
+            plans = (BucketPlan((), 0, specs[sparse[0]].kind),)  # for the flags
+        gradients, communicator = self._gradients, self._communicator
+        self._sparse = [gradients[i] for i in sparse]
+        num_flags = _NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
+
+        def allocate() -> list[GradientBucket]:
+            return [
+                GradientBucket(plan, gradients, communicator, 0 if place else num_flags)
+                for place, plan in enumerate(plans)
+            ]
+
+        self.buckets = yield from aside(self._group.waits, allocate)
+        self._bucket_of.clear()
+        for bucket in self.buckets:
+            bucket.adopt()
+            for slot in bucket.slots:
+                self._bucket_of[slot.index] = bucket
+
+    def _specs_and_dense(self) -> tuple[list[GradientSpec], list[int]]:
+        parameters = [gradient.parameter for gradient in self._gradients]
+        kinds = [(p.dtype, p.device) for p in parameters]
+        sizes = [(p.numel(), p.element_size()) for p in parameters]
+        specs = [GradientSpec(*s, k) for s, k in zip(sizes, kinds, strict=True)]
+        return specs, [i for i in self._order if not self._gradients[i].sparse_dims]
 
     def _tune(self) -> Steps[None]:
         """Try other bucket sizes, if that is asked for; at times collective."""
-        queue, options = self.queue, self._options.tuning
-        if options is None or not queue.buckets:
+        options = self._options
+        if options.tuning is None or not self.buckets:
             return
         if self._tuning is None:
-            name = f"gradients.{self._gradients[0].name}"
-            candidates = queue.candidates()
-            self._tuning = BucketTuning(name, candidates, self._communicator, options)
+            self._tuning = BucketTuning(
+                f"gradients.{self._gradients[0].name}",
+                candidate_limits(
+                    *self._specs_and_dense(), self._limits, options.groups
+                ),
+                self._communicator,
+                options.tuning,
+            )
         limits = yield from self._tuning.round_done()
-        if limits is not None and limits != queue.limits:
-            queue.limits = limits
-            yield from queue.rearrange(queue.order)
+        if limits is not None and limits != self._limits:
+            self._limits = limits
+            yield from self._arrange(self._order)
 
     def _sum_of(self, bucket: GradientBucket) -> Sum:
-        """Sum a bucket, for timelines and the stall inspector to see where they are."""
-        group = self.queue.group
-        coordinator = group.coordinator
-        if coordinator is None:
-            yield from self._sum(bucket, self._communicator)
-            return
-        name = group.name
-        if bucket.gradients:
-            name = f"{name}.{bucket.gradients[0].name}"
         self._num_launched += 1
-        number, begun_ns = self._num_launched, time.monotonic_ns()
-        # One that has joined may wait for as long as the others like.
-        has_joined = self._has_joined
-        with nullcontext() if has_joined else coordinator.watch(name):
-            yield from self._sum(bucket, self._communicator)
-        recorder = coordinator.execution.recorder
-        if recorder is not None:
-            recorder.operation(
-                Recorded(
-                    set_id=group.set_id,
-                    sequence=number,
-                    name=name,
-                    kind="ALLREDUCE",
-                    submitted_ns=0 if has_joined else begun_ns,
-                    agreed_ns=0,
-                    begun_ns=begun_ns,
-                    ended_ns=time.monotonic_ns(),
-                    dtype=str(bucket.memory.dtype).removeprefix("torch."),
-                    shape=tuple(bucket.memory.shape),
-                    num_fused=len(bucket.gradients),
-                )
+        total = self._sum(bucket, self._communicator)
+        number, has_joined = self._num_launched, self._has_joined
+        return _watched(total, bucket, self._group, number, has_joined=has_joined)
+
+
+def _watched(
+    total: Sum,
+    bucket: GradientBucket,
+    group: ReducerGroup,
+    number: int,
+    *,
+    has_joined: bool,
+) -> Sum:
+    """Sum a bucket, for timelines and the stall inspector to see where they are."""
+    coordinator = group.coordinator
+    if coordinator is None:
+        yield from total
+        return
+    name = group.name
+    if bucket.gradients:
+        name = f"{name}.{bucket.gradients[0].name}"
+    begun_ns = time.monotonic_ns()
+    # One that has joined may wait for as long as the others like.
+    with nullcontext() if has_joined else coordinator.watch(name):
+        yield from total
+    recorder = coordinator.execution.recorder
+    if recorder is not None:
+        recorder.operation(
+            Recorded(
+                set_id=group.set_id,
+                sequence=number,
+                name=name,
+                kind="ALLREDUCE",
+                submitted_ns=0 if has_joined else begun_ns,
+                agreed_ns=0,
+                begun_ns=begun_ns,
+                ended_ns=time.monotonic_ns(),
+                dtype=str(bucket.memory.dtype).removeprefix("torch."),
+                shape=tuple(bucket.memory.shape),
+                num_fused=len(bucket.gradients),
             )
+        )

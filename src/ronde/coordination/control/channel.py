@@ -20,28 +20,23 @@ from ronde.collectives.engines.shared_memory.shared_state import through_store
 from ronde.collectives.engines.torch_distributed import Groups
 from ronde.coordination.control.doorbell import FAR, NEAR, Doorbell, Waiter
 from ronde.coordination.control.gloo import GlooTransport
-from ronde.coordination.control.shared_memory import (
-    ExchangeRounds,
-    SharedMemoryTransport,
-)
+from ronde.coordination.control.shared_memory import SharedMemoryTransport
 from ronde.coordination.messages import Loss, Tree
 from ronde.errors import CollectiveError
 
 _logger = logging.getLogger("ronde")
 Transport = SharedMemoryTransport | GlooTransport
-"""What carries some of a rank's connections, and closes them all.
+"""What carries some of a rank's connections, each used by one thread at a time.
 
-Each is the way to one neighbour and back, used by one thread at a time. Its ``receive``
-also sends what was kept. Nothing arrives any more that had not when its ``find_loss``
-returned a loss.
+Nothing arrives any more that had not when a connection's ``find_loss`` returned a loss.
 """
 
 
 class ControlChannel:
     """Carries messages between one rank and its neighbours in a tree.
 
-    All that happens on a connection rings the doorbell of ``waiter``. ``rounds`` are
-    those of all ranks, where all of them are on one host.
+    All that happens on a connection rings the doorbell of ``waiter``. ``shared`` is the
+    memory of all ranks, where all of them are on one host.
     """
 
     def __init__(
@@ -49,10 +44,10 @@ class ControlChannel:
         waiter: Waiter,
         tree: Tree,
         transports: Sequence[Transport] = (),
-        rounds: ExchangeRounds | None = None,
+        shared: SharedMemoryTransport | None = None,
     ) -> None:
         self.tree = tree
-        self.rounds = rounds
+        self.shared = shared
         self.waiter = waiter
         self._transports = tuple(transports)
         self._connections = {c.rank: c for t in transports for c in t.connections}
@@ -61,10 +56,9 @@ class ControlChannel:
         self.add_waiter, self.remove_waiter = waiter.add_waiter, waiter.remove_waiter
 
     def send(self, to: int, message: bytes) -> None:
-        """Send a message to a neighbour and return at once.
+        """Send at once, or what does not fit yet with a later ``send`` or ``receive``.
 
-        What does not fit on its way yet is kept and goes off in a later ``receive`` or
-        ``send``. To a neighbour that is gone it is dropped.
+        To a neighbour that is gone it is dropped.
         """
         if connection := self._connections.get(to):
             connection.send(message)
@@ -90,10 +84,9 @@ class ControlChannel:
         return list(self._losses)
 
     def close(self) -> None:
-        """Announce it to the neighbours and give all back; calls may be repeated.
+        """Announce it to the neighbours; calls may be repeated. Every ``wait`` returns.
 
-        Not collective. What was sent before still arrives as far as the transport
-        allows without waiting for the receiver. Every ``wait`` returns.
+        What was sent before still arrives, where that needs no waiting for receivers.
         """
         transports, self._transports = self._transports, ()
         self._connections = {}
@@ -161,9 +154,9 @@ def connect_channel(
             else:
                 local.open()
         undoing.pop_all()
-    rounds = local.rounds if local is not None and len(leaders) == 1 else None
-    waiter = Waiter(doorbell, FAR if rounds is None else NEAR)
-    return ControlChannel(waiter, tree, transports, rounds)
+    shared = local if len(leaders) == 1 else None
+    waiter = Waiter(doorbell, FAR if shared is None else NEAR)
+    return ControlChannel(waiter, tree, transports, shared)
 
 
 def _share_memory(

@@ -4,11 +4,8 @@ Note [Notifications]
     Every ``notify`` stores a value that none before it stored: notifiers count in steps
     as wide as there are notifiers, each from its own number. So whoever has read a
     value and goes to sleep on it is woken by every later one, even if two come at once
-    and one hides the other; an addition, which takes a load and a store, would not do.
-
-    What is announced is stored before the notification, and a waiter reads the value
-    before it looks around. So what was not seen has yet to notify, or has changed the
-    value.
+    and one hides the other. What is announced is stored before the notification, and a
+    waiter reads the value before it looks around: so nothing is missed.
 
 Note [Two halves]
     The two halves of the word hold the same: those who wait for an answer sleep on one,
@@ -42,9 +39,7 @@ _BACKGROUND_AT = 4
 _FOR_EVER_S = 3600.0
 NEAR, FAR = 200, 0
 """How often one who waits for an answer looks for it, and lets others run, before it
-sleeps: ranks of this host may need this very core. Looking without pause would gain 0.3
-us at best, and costs ten where they do. Answers of other hosts come by threads that
-want this core and this interpreter."""
+sleeps. Answers of other hosts come by threads that want this very interpreter."""
 
 
 class Doorbell:
@@ -90,10 +85,6 @@ class Doorbell:
             wake_all(self.address + _BACKGROUND_AT)
 
 
-class _LastWake(threading.local):
-    number = 0  # of the last ``wake()`` that made a ``wait`` of this thread return
-
-
 class Waiter:
     """How a rank waits for its own doorbell.
 
@@ -107,7 +98,7 @@ class Waiter:
         self._seen = 0
         self._last_wake = 0
         self._next_wake = itertools.count(1).__next__
-        self._thread = _LastWake()
+        self._thread = threading.local()  # with the last wake that each returned after
         self._lock = threading.Lock()
         self.num_waiters = 0
         self._num_asleep = {_EAGER: 0, _BACKGROUND: 0}
@@ -123,15 +114,14 @@ class Waiter:
         """Return after a notification that nobody has read yet, or ``wake()``.
 
         What came since the last ``read``, by any thread, and a ``wake`` since the last
-        ``wait`` of this thread count: neither is ever missed. It may also return for
-        nothing. An eager one spins and yields for a short while before it sleeps: for a
-        caller that wants its answer.
+        ``wait`` of this thread count. It may also return for nothing. An eager one
+        spins and yields for a short while before it sleeps: it wants its answer.
         """
-        thread = self._thread
+        last_wake = getattr(self._thread, "number", 0)
         kind = _EAGER if is_eager else _BACKGROUND
-        if not self._is_due(kind, thread.number) and not (is_eager and self._spin()):
-            self._sleep(kind, timeout_s)
-        thread.number = self._last_wake
+        if not self._is_due(kind, last_wake) and not (is_eager and self._spin()):
+            self._sleep(kind, timeout_s, last_wake)
+        self._thread.number = self._last_wake
 
     def wake(self) -> None:
         self._last_wake = self._next_wake()
@@ -141,15 +131,11 @@ class Waiter:
 
     def add_waiter(self) -> None:
         """Let waits that are not eager sleep on when notified; may be nested."""
-        with self._lock:
-            self.num_waiters += 1
-            self._publish()
+        self._count(1)
 
     def remove_waiter(self) -> None:
         """Wake them again from now on, and now if something was not read."""
-        with self._lock:
-            self.num_waiters -= 1
-            self._publish()
+        self._count(-1)
         if not self.num_waiters and self._words[_VALUE] != self._seen:
             self.doorbell.notify()
 
@@ -172,31 +158,31 @@ class Waiter:
                 break
         return False
 
-    def _sleep(self, kind: int, timeout_s: float | None) -> None:
+    def _sleep(self, kind: int, timeout_s: float | None, last_wake: int) -> None:
         left_s = _FOR_EVER_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + left_s
         address = self.doorbell.address + (_BACKGROUND_AT if kind == _BACKGROUND else 0)
-        self._count_asleep(kind, 1)
+        self._count(1, kind)
         try:
             while left_s > 0:
                 value = self._words[_VALUE]
-                if self._is_due(kind, self._thread.number):
+                if self._is_due(kind, last_wake):
                     return
                 sleep_while(address, value & _HALF, left_s)
                 if timeout_s is not None:
                     left_s = deadline - time.monotonic()
         finally:
-            self._count_asleep(kind, -1)
+            self._count(-1, kind)
 
-    def _count_asleep(self, kind: int, change: int) -> None:
+    def _count(self, change: int, kind: int = 0) -> None:
+        """Count waiters, or who sleeps, and store who is to be woken."""
         with self._lock:
-            self._num_asleep[kind] += change
-            self._publish()
-
-    def _publish(self) -> None:
-        """Store who is to be woken; the lock is held."""
-        asleep = _EAGER if self._num_asleep[_EAGER] else 0
-        if self._num_asleep[_BACKGROUND] and not self.num_waiters:
-            asleep |= _BACKGROUND
-        self._words[_ASLEEP] = asleep
-        fence()
+            if kind:
+                self._num_asleep[kind] += change
+            else:
+                self.num_waiters += change
+            asleep = _EAGER if self._num_asleep[_EAGER] else 0
+            if self._num_asleep[_BACKGROUND] and not self.num_waiters:
+                asleep |= _BACKGROUND
+            self._words[_ASLEEP] = asleep
+            fence()

@@ -2,6 +2,8 @@
 
 A message is a frame of one length for all, and what does not fit into it, under a tag
 of its own. A frame begins with the length of the message, or with a sign below zero.
+Gloo does not send what nobody holds any more, and only who waits for it learns that it
+was sent. So a thread waits, for many messages at once.
 
 Note [Close handshake]
     Gloo moves bytes once the receiver has asked for them, and a connection that is
@@ -17,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -53,9 +56,17 @@ class GlooTransport:
         ``neighbours`` are the rank and the host of each of its numbers; what comes in
         rings this rank's doorbell.
         """
-        self.groups = groups
+        self.backend = groups.of(torch.device("cpu"))
         self.doorbell = doorbell
-        self.sent = _Sent()
+        self._groups = groups
+        self._lock = threading.Lock()
+        self._kept: list[BackendWork] = []  # what is on its way
+        self._num_bytes = 0
+        self._batches: SimpleQueue[list[BackendWork] | None] = SimpleQueue()
+        self._sent = threading.Thread(
+            target=self._let_go, name="ronde control sent", daemon=True
+        )
+        self._sent.start()
         self.connections = [
             GlooConnection(self, peer, rank, host)
             for peer, (rank, host) in neighbours.items()
@@ -63,24 +74,43 @@ class GlooTransport:
         # A thread inside of Gloo must not outlive the interpreter: C++ would abort.
         atexit.register(self.close)
 
+    def keep(self, work: BackendWork, num_bytes: int) -> None:
+        with self._lock:
+            self._kept.append(work)
+            self._num_bytes += num_bytes
+            if len(self._kept) < _MOST_KEPT and self._num_bytes < _MOST_KEPT_BYTES:
+                return
+            self._batches.put(self._kept)
+            self._kept, self._num_bytes = [], 0
+
     def close(self) -> None:
         """Close the connections and end all threads; see Note [Close handshake]."""
         atexit.unregister(self.close)
         for each in self.connections:
             each.close()
         self._join(time.monotonic() + _CLOSE_S)
-        self.groups.abort()  # ends what a neighbour that hangs leaves waiting
+        self._groups.abort()  # ends what a neighbour that hangs leaves waiting
         deadline = time.monotonic() + _ENDING_S
         self._join(deadline)
-        self.sent.close(max(0.0, deadline - time.monotonic()))
+        self._batches.put(None)
+        self._sent.join(max(0.0, deadline - time.monotonic()))
+        self._kept = []
         for each in self.connections:
             if each.thread.is_alive():
                 # A thread that never comes back from Gloo harms nobody at the end.
                 _logger.warning("the connection to %s could not be closed", each.name)
+        self.connections = []  # they refer to this, and Gloo ends with it
 
     def _join(self, deadline: float) -> None:
         for each in self.connections:
             each.thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _let_go(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            for work in batch:
+                # If that fails, the listening thread notices as well.
+                with suppress(RuntimeError):
+                    work.wait()
 
 
 class GlooConnection:
@@ -92,9 +122,7 @@ class GlooConnection:
         """Listen; ``peer`` is the neighbour's number in Gloo's group."""
         self.rank = rank
         self.name = f"rank {rank}, on {host},"
-        self._backend = transport.groups.of(torch.device("cpu"))
-        self._peer, self._sent = peer, transport.sent
-        self._doorbell = transport.doorbell
+        self._transport, self._peer = transport, peer
         self._received: deque[bytes] = deque()
         self._loss: Loss | None = None
         self._is_closing = False
@@ -128,30 +156,24 @@ class GlooConnection:
     def _listen(self) -> None:
         while self._loss is None:
             try:
-                received = self._take_message()
+                # The length of a message, or a sign.
+                frame = self._take(_FRAME_BYTES, _FRAMES)
+                length: int = _HEADER.unpack_from(frame)[0]
+                message = frame[_HEADER.size : _HEADER.size + max(length, 0)]
+                if length > _INLINE_BYTES:
+                    message += self._take(length - _INLINE_BYTES, _REMAINDERS)
             except RuntimeError:
                 text = f"{self.name} ended or cannot be reached"
                 self._loss = Loss(self.rank, text, is_orderly=False)
             else:
-                if isinstance(received, bytes):
-                    self._received.append(received)
+                if length >= 0:
+                    self._received.append(message)
                 else:
                     text = f"{self.name} closed its connections"
                     self._loss = Loss(self.rank, text, is_orderly=True)
-                    if received == _CLOSE and not self._is_closing:
+                    if length == _CLOSE and not self._is_closing:
                         self._put_frame(_CLOSE_ACK)
-            self._doorbell.notify()
-
-    def _take_message(self) -> bytes | int:
-        """Wait for a message, or a sign; RuntimeError where the connection breaks."""
-        frame = self._take(_FRAME_BYTES, _FRAMES)
-        length: int = _HEADER.unpack_from(frame)[0]
-        if length < 0:
-            return length
-        message = frame[_HEADER.size : _HEADER.size + length]
-        if length > _INLINE_BYTES:
-            message += self._take(length - _INLINE_BYTES, _REMAINDERS)
-        return message
+            self._transport.doorbell.notify()
 
     def _put_frame(self, length: int, data: bytes = b"") -> None:
         frame = _HEADER.pack(length) + data
@@ -159,54 +181,12 @@ class GlooConnection:
 
     def _put(self, data: bytes, tag: int) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        try:
-            work: BackendWork = self._backend.send([tensor], self._peer, tag)
-        except RuntimeError:
-            return  # the listening thread notices as well, and finds out why
-        self._sent.keep(work, len(data))
+        # If that fails, the listening thread notices as well, and finds out why.
+        with suppress(RuntimeError):
+            work = self._transport.backend.send([tensor], self._peer, tag)
+            self._transport.keep(work, len(data))
 
     def _take(self, num_bytes: int, tag: int) -> bytes:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        self._backend.recv([tensor], self._peer, tag).wait(_FOR_EVER)
+        self._transport.backend.recv([tensor], self._peer, tag).wait(_FOR_EVER)
         return tensor.numpy().tobytes()
-
-
-class _Sent:
-    """Holds what is on its way: Gloo does not send what nobody holds any more.
-
-    Only who waits for it learns that it was sent. So a thread does, for many messages
-    at once: it need not run for every one of them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: list[BackendWork] = []
-        self._num_bytes = 0
-        self._batches: SimpleQueue[list[BackendWork] | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._let_go, name="ronde control sent", daemon=True
-        )
-        self._thread.start()
-
-    def keep(self, work: BackendWork, num_bytes: int) -> None:
-        with self._lock:
-            self._kept.append(work)
-            self._num_bytes += num_bytes
-            if len(self._kept) < _MOST_KEPT and self._num_bytes < _MOST_KEPT_BYTES:
-                return
-            self._batches.put(self._kept)
-            self._kept, self._num_bytes = [], 0
-
-    def close(self, timeout_s: float) -> None:
-        """Let everything go and end the thread; the connections are closed."""
-        self._batches.put(None)
-        self._thread.join(timeout_s)
-        self._kept = []
-
-    def _let_go(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            for work in batch:
-                try:
-                    work.wait()
-                except RuntimeError:
-                    continue  # the listening thread notices as well
