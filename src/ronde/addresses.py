@@ -5,11 +5,11 @@ Every agent imports this at its start: it takes the standard library's light par
 
 import ctypes
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
-_NEEDED = _IFF_UP | _IFF_RUNNING
+_WANTED = _IFF_UP | _IFF_RUNNING
 _ANY_PORT = 9  # nothing is sent there, but a route is asked for with a port
 
 
@@ -42,40 +42,33 @@ def read_interfaces() -> tuple[InterfaceAddress, ...]:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [_Link]
-    first = _Link()
+    first = link = _Link()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         raise OSError(ctypes.get_errno(), "getifaddrs")
+    found: list[InterfaceAddress] = []
     try:
-        found = list(_addresses(first))
+        while link:
+            node = link.contents
+            raw, mask = _raw_address(node.address), _raw_address(node.netmask)
+            is_wanted = node.flags & (_WANTED | _IFF_LOOPBACK) == _WANTED
+            if is_wanted and raw and not _is_link_local(raw):
+                family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
+                address, name = socket.inet_ntop(family, raw), node.name
+                num_bits = int.from_bytes(mask or b"\xff" * len(raw)).bit_count()
+                interface = name.decode(errors="surrogateescape")
+                found.append(InterfaceAddress(interface, address, num_bits))
+            link = node.next
     finally:
         libc.freeifaddrs(first)
     return tuple(sorted(found, key=lambda each: ":" in each.address))
 
 
-def _addresses(link: Any) -> Iterator[InterfaceAddress]:  # noqa: ANN401  ctypes' own
-    while link:
-        node = link.contents
-        is_of_use = node.flags & _NEEDED == _NEEDED and not node.flags & _IFF_LOOPBACK
-        raw = _raw_address(node.address) if is_of_use else b""
-        if raw and not _is_link_local(raw):
-            family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
-            netmask = _raw_address(node.netmask) or b"\xff" * len(raw)
-            yield InterfaceAddress(
-                interface=node.name.decode(errors="surrogateescape"),
-                address=socket.inet_ntop(family, raw),
-                prefix_length=int.from_bytes(netmask, "big").bit_count(),
-            )
-        link = node.next
-
-
 def _raw_address(pointer: int | None) -> bytes:
     """Return the address in a ``struct sockaddr``; empty where it is no IP address."""
-    if not pointer:
-        return b""
-    family = ctypes.c_ushort.from_address(pointer).value
-    if family == socket.AF_INET:
+    family = ctypes.c_ushort.from_address(pointer).value if pointer else None
+    if pointer and family == socket.AF_INET:
         return ctypes.string_at(pointer + 4, 4)
-    if family == socket.AF_INET6:
+    if pointer and family == socket.AF_INET6:
         return ctypes.string_at(pointer + 8, 16)
     return b""
 
@@ -100,21 +93,19 @@ def choose_address(
     reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]
 
     def rate(index: int) -> tuple[bool, bool, int]:
-        candidate = candidates[index]
-        is_near = all(_is_neighbour(candidate, each[index]) for each in sources)
-        speed = mbit_per_s.get(candidate.interface, 0)
-        return not is_near, ":" in candidate.address, -speed
+        interface, address, num_bits = candidates[index]
+        networks = {
+            _network(a, num_bits) for a in (address, *(s[index] for s in sources))
+        }
+        return len(networks) > 1, ":" in address, -mbit_per_s.get(interface, 0)
 
     return min(reached, key=rate, default=None)
 
 
-def _is_neighbour(candidate: InterfaceAddress, source: str) -> bool:
-    family = family_of(candidate.address)
-    if family != family_of(source):
-        return False
-    raw = [socket.inet_pton(family, a) for a in (candidate.address, source)]
-    here, there = (int.from_bytes(each, "big") for each in raw)
-    return (here ^ there) >> (8 * len(raw[0]) - candidate.prefix_length) == 0
+def _network(address: str, num_bits: int) -> tuple[socket.AddressFamily, int]:
+    family = family_of(address)
+    raw = socket.inet_pton(family, address)
+    return family, int.from_bytes(raw) >> max(0, 8 * len(raw) - num_bits)
 
 
 def is_loopback(address: str) -> bool:

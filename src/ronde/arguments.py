@@ -39,25 +39,24 @@ class CommandParser(argparse.ArgumentParser):
 
     def declare(self, text: str) -> None:
         """Add the options of further lines, which the help need not show."""
-        for line in text.splitlines():
-            if match := _OPTION.fullmatch(line):
-                names, value, repeated = match.groups()
-                self._declare(names.split(", "), value or "", has_more=bool(repeated))
-
-    def _declare(self, names: list[str], value: str, *, has_more: bool) -> None:
-        how: dict[str, Any] = {"metavar": value, "type": self._types.get(value, str)}
-        if _OPTIONAL in names[0]:
-            names = [names[0].replace(_OPTIONAL, "")]
-            how = {"action": argparse.BooleanOptionalAction}
-        elif not value:
-            how = {"action": "store_true"}
-        elif has_more:
-            how = {"action": "append", "default": [], "metavar": value}
-        elif value.startswith("{"):
-            how["choices"] = value[1:-1].split(",")
-        elif value.startswith("["):
-            how |= {"nargs": "?", "const": ""}
-        self.add_argument(*names, **how)
+        for match in filter(None, map(_OPTION.fullmatch, text.splitlines())):
+            names, value = match[1].split(", "), match[2] or ""
+            how: dict[str, Any] = {
+                "metavar": value,
+                "type": self._types.get(value, str),
+            }
+            if _OPTIONAL in names[0]:
+                names = [names[0].replace(_OPTIONAL, "")]
+                how = {"action": argparse.BooleanOptionalAction}
+            elif not value:
+                how = {"action": "store_true"}
+            elif match[3]:
+                how = {"action": "append", "default": [], "metavar": value}
+            elif value.startswith("{"):
+                how["choices"] = value[1:-1].split(",")
+            elif value.startswith("["):
+                how |= {"nargs": "?", "const": ""}
+            self.add_argument(*names, **how)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace | None:
         """Return the options; None where help was asked for, and shown."""
@@ -90,37 +89,39 @@ class CommandParser(argparse.ArgumentParser):
             self.alias(name, name[:2] + name[2:].replace("-", "_"))
 
     def error(self, message: str) -> NoReturn:
-        """Raise ``UsageError`` with what is wrong with the command line."""
         if match := re.match(r"(ambiguous option|unrecog.* arguments): (\S+)", message):
             self._refuse_unknown(match[2])
         if match := re.match("the following arguments are required: (.*)", message):
             message = f"{match[1]} must be given, got none"
         if match := re.match(r"argument ([^\s/]+)\S*: (.*)", message):
             option, problem = match[1], match[2]
+            message = f"{option}: {problem}"
             if problem.startswith("expected "):
                 message = f"{option} must have a value, got none"
             elif explicit := re.match("ignored explicit argument '(.*)'", problem):
                 message = f"{option} must have no value, got '{explicit[1]}'"
                 if not option.startswith("--"):
                     self._refuse_foreign(option + explicit[1])
-            else:
-                message = f"{option}: {problem}"
         raise UsageError(f"{message}. Type: {self.prog} --help")
 
     def _refuse_unknown(self, word: str) -> NoReturn:
-        from difflib import get_close_matches
-
         if not word.startswith("-"):
             raise UsageError(f"unexpected word {word!r}. Type: {self.prog} --help")
         self._refuse_foreign(word)
         name = word.partition("=")[0]
         known = [n for a in self._actions for n in a.option_strings if n[:2] == "--"]
-        near = get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        near = _nearest(name.replace("_", "-"), known, 0.7)
+        meant = f" Did you mean {near}?" if near else ""
         raise UsageError(f"unknown option {name}.{meant} Type: {self.prog} --help")
 
     def _refuse_foreign(self, word: str) -> None:
         """Refuse a well-known option of another launcher, with what stands for it."""
+
+
+def _nearest(word: str, known: Sequence[str], cutoff: float) -> str:
+    from difflib import get_close_matches  # which nobody needs who types it right
+
+    return next(iter(get_close_matches(word, known, n=1, cutoff=cutoff)), "")
 
 
 def require_alone(options: argparse.Namespace, *names: str) -> None:
@@ -136,7 +137,7 @@ def attribute_of(name: str) -> str:
 def read_number(
     option: str, text: str, cure: str, *, least: int = 0, most: int | None = None
 ) -> int:
-    if text.isascii() and text.isdecimal() and len(text) < 10:
+    if re.fullmatch("[0-9]{1,9}", text):
         number = int(text)
         if number >= least and (most is None or number <= most):
             return number
@@ -155,14 +156,10 @@ def read_one_of(option: str, word: str, words: Sequence[str]) -> str:
 
 def refuse_verb(word: str, verbs: Sequence[str], command: str) -> NoReturn:
     """Raise ``UsageError``: ``word`` is no verb; which one was meant."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, verbs, n=1, cutoff=0.6)
-    if near:
-        cure = f"Did you mean {command} {near[0]}?"
+    cure = f"Type: {command} {verbs[0]} {word} ..., or {command} --help"
+    if near := _nearest(word, verbs, 0.6):
+        cure = f"Did you mean {command} {near}?"
     elif word.startswith("-"):
         cure = f"Type: {command} --help"
-    else:
-        cure = f"Type: {command} {verbs[0]} {word} ..., or {command} --help"
     known = f"{', '.join(verbs[:-1])} or {verbs[-1]}"
     raise UsageError(f"verb must be {known}, got {word!r}. {cure}")

@@ -1,19 +1,4 @@
-"""Every error that ronde raises on purpose.
-
-::
-
-    RondeError
-    ├── UsageError(ValueError)           the caller's mistake; nothing was started
-    │   ├── WorldError                   the environment is partial or contradictory
-    │   └── PlacementError               a policy refuses where ranks would sit; see
-    │                                    ``topology.placement.placing``
-    ├── NotInitializedError(ValueError)  a front end was used before its ``init()``
-    ├── LaunchError(RuntimeError)        a job could not be started or kept running
-    │   └── HostError                    hosts that cannot take part; each is listed
-    ├── StoreError(RuntimeError)         the job's store refuses, or is gone
-    └── CollectiveError(RuntimeError)    a collective failed, on each of its ranks
-        ├── PeerLostError                another rank is gone
-        └── UnpairedError                the ranks wait to connect, each with others
+"""Every error that ronde raises on purpose: each is a ``RondeError``.
 
 Messages follow one form: ``<name> must be <rule>, got <value>.`` and then what to do.
 """

@@ -11,7 +11,7 @@ Note [Memory that is kept]:
 import ctypes
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 _UNLIMITED = 1 << 60
@@ -30,15 +30,11 @@ class AvailableMemory(NamedTuple):
     remedy: str  # what a person can do to have more
 
 
-# The mount, and the names of limit, usage and reclaimable memory, by the controllers'
-# names in ``/proc/self/cgroup``; version 2 has an empty one.
-_VERSIONS = {
-    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": (
-        *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        "total_inactive_file",
-    ),
-}
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of control groups, version 2 and 1: limit, usage, and what of it can be reclaimed."""
 
 
 def available_memory(root: Path = _ROOT) -> AvailableMemory:
@@ -52,45 +48,50 @@ def available_memory(root: Path = _ROOT) -> AvailableMemory:
 
 
 def _of_groups(root: Path) -> Iterator[AvailableMemory]:
+    for folder in map(Path, list_groups(str(root).rstrip("/"), "memory")):
+        for limit_name, usage_name, reclaimable in _FILES:
+            limit, usage = (_read(folder / name) for name in (limit_name, usage_name))
+            # Empty where it is not mounted, "max" where there is none.
+            if limit[:1].isdecimal() and usage and int(limit) < _UNLIMITED:
+                used = int(usage) - _fields(folder / "memory.stat").get(reclaimable, 0)
+                yield AvailableMemory(
+                    max(0, int(limit) - used),
+                    f"{limit_name} {int(limit)} of the control group",
+                    "Use fewer ranks or a smaller model, or raise the memory limit of "
+                    "the container or job (docker run --memory, sbatch --mem, "
+                    "resources.limits).",
+                )
+
+
+def list_groups(root: str, controller: str) -> list[str]:
+    """Return directories of this process's groups, inner ones first; some may lack."""
+    mounts = f"{root}/sys/fs/cgroup"
+    found: list[str] = []
+    for line in _read(Path(f"{root}/proc/self/cgroup")).splitlines():
+        _, controllers, path = f"{line}::".split(":", 2)
+        if not controllers:
+            tops = [mounts, f"{mounts}/unified"]
+        elif controller in controllers.split(","):
+            tops = [f"{mounts}/{controller}", f"{mounts}/{controllers}"]
+        else:
+            continue
+        parts = [part for part in path.rstrip(":").split("/") if part]
+        # A group outside of what is mounted: its path leads up.
+        parts = [] if ".." in parts else parts
+        for num in range(len(parts), -1, -1):
+            found += ["/".join([top, *parts[:num]]) for top in tops]
+    return found
+
+
+def _read(path: Path) -> str:
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for name in _VERSIONS.keys() & controllers.split(","):
-            mount, *names = _VERSIONS[name]
-            # A group is bound by those above it too. In a container the path may be the
-            # host's, of which only the last group is mounted, at the root.
-            own = PurePosixPath(path.lstrip("/"))
-            for each in (own, *own.parents):
-                yield from _of_group(root / mount / each, *names)
-
-
-def _of_group(
-    folder: Path, limit_name: str, usage_name: str, reclaimable: str
-) -> Iterator[AvailableMemory]:
-    try:
-        limit = int((folder / limit_name).read_text())
-        usage = int((folder / usage_name).read_text())
-    except (OSError, ValueError):  # not mounted, or "max"
-        return
-    if limit < _UNLIMITED:
-        usage -= _fields(folder / "memory.stat").get(reclaimable, 0)
-        yield AvailableMemory(
-            max(0, limit - usage),
-            f"{limit_name} {limit} of the control group",
-            "Use fewer ranks or a smaller model, or raise the memory limit of the "
-            "container or job (docker run --memory, sbatch --mem, resources.limits).",
-        )
+        return ""
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
-    try:
-        words = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
+    words = [line.split() for line in _read(path).splitlines()]
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdecimal()}
 
 
@@ -106,48 +107,26 @@ class MallocThresholds(NamedTuple):
             "MALLOC_MMAP_THRESHOLD_": str(self.mmap_bytes),
         }
 
-    def apply(self) -> bool:
-        """Give them to this process; return False where its malloc is not glibc's."""
+    def apply(self) -> None:
+        """Give them to this process, unless its malloc is another library's."""
         libc = ctypes.CDLL(None)
-        if not _has_glibc_malloc(libc):
-            return False
-        libc.mallopt(_M_TRIM_THRESHOLD, min(self.trim_bytes, _MAX_INT))
-        libc.mallopt(_M_MMAP_THRESHOLD, min(self.mmap_bytes, _MAX_INT))
-        return True
+        of_glibc = ctypes.CDLL("libc.so.6").malloc
+        pointers = [ctypes.cast(f, ctypes.c_void_p) for f in (libc.malloc, of_glibc)]
+        if pointers[0].value == pointers[1].value:
+            libc.mallopt(_M_TRIM_THRESHOLD, min(self.trim_bytes, _MAX_INT))
+            libc.mallopt(_M_MMAP_THRESHOLD, min(self.mmap_bytes, _MAX_INT))
 
 
 def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | None:
     """Return each rank's thresholds; None where glibc's own are as high."""
-    version = _glibc_version()
-    share = available_memory(root).num_bytes // num_ranks
-    mmap_bytes = share // 8
-    if version is None or mmap_bytes < _GLIBC_MMAP_BYTES:
-        return None
-    if version < _FIRST_WITHOUT_LIMIT:
-        mmap_bytes = _GLIBC_MMAP_BYTES
-    return MallocThresholds(share // 2, mmap_bytes)
-
-
-class _SymbolInfo(ctypes.Structure):
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def _glibc_version() -> tuple[int, ...] | None:
     try:
-        text = os.confstr("CS_GNU_LIBC_VERSION") or ""
+        version = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ")
     except (OSError, ValueError):  # another C library
         return None
-    return tuple(map(int, text.removeprefix("glibc ").split(".")))
-
-
-def _has_glibc_malloc(libc: ctypes.CDLL) -> bool:
-    """Whether malloc is glibc's own, and not that of a library loaded before it."""
-    found = _SymbolInfo(), _SymbolInfo()
-    libc.dladdr(libc.malloc, ctypes.byref(found[0]))
-    libc.dladdr(libc.gnu_get_libc_version, ctypes.byref(found[1]))
-    return found[0].base == found[1].base
+    share = available_memory(root).num_bytes // num_ranks
+    mmap_bytes = share // 8
+    if mmap_bytes < _GLIBC_MMAP_BYTES:
+        return None
+    if tuple(map(int, version.split("."))) < _FIRST_WITHOUT_LIMIT:
+        mmap_bytes = _GLIBC_MMAP_BYTES
+    return MallocThresholds(share // 2, mmap_bytes)

@@ -3,6 +3,7 @@
 Nothing is evaluated, nothing unpickled, nothing unknown is let through.
 """
 
+from contextlib import suppress
 from enum import Enum
 from types import UnionType
 from typing import Any, TypeVar, cast
@@ -46,26 +47,36 @@ def _is_record(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
     return hasattr(kind, "_fields") or hasattr(kind, "__dataclass_fields__")
 
 
-def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
-    """Return the value as the annotation wants it, lists as tuples."""
-    outer = getattr(wanted, "__origin__", wanted)
+def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401
+    """Return a value as its annotation wants it: lists as tuples, texts as members."""
     if isinstance(wanted, UnionType):
-        wanted = outer = _chosen(value, wanted)
+        wanted = _chosen(value, wanted)
+    outer = getattr(wanted, "__origin__", wanted)
     if _is_record(outer) and isinstance(value, dict):
-        return from_plain(cast("type[Any]", wanted), cast("object", value), where)
-    if outer is tuple and isinstance(value, list):
-        return _checked_items(cast("list[object]", value), wanted.__args__, where)
+        return from_plain(wanted, cast("object", value), where)
     if outer is dict and isinstance(value, dict):
         entries, inner = cast("dict[str, object]", value), wanted.__args__[1]
         return {k: _checked(v, inner, f"{where}[{k!r}]") for k, v in entries.items()}
+    if outer is tuple and isinstance(value, list):
+        return _checked_items(cast("list[object]", value), wanted.__args__, where)
     if outer is float and type(value) is int:
         value = float(value)
     if wanted is Any or type(value) is outer:
         return value
-    return _checked_member(value, wanted, where)
+    return _member(value, wanted, where)
 
 
-def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401 - an annotation is any object
+def _member(value: Any, wanted: Any, where: str) -> object:  # noqa: ANN401
+    """Return the member of an enumeration that has a value; refuse any other."""
+    name = wanted.__name__ if isinstance(wanted, type) else str(wanted)
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        with suppress(ValueError):
+            return wanted(value)
+        name = f"one of {', '.join(str(member.value) for member in wanted)}"
+    raise PlainValueError(f"{where} must be {name}, got {shorten(value)}.")
+
+
+def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401
     """Return the member of a union that a value can be; records differ in fields."""
     own, fields = type(value), None
     if isinstance(value, dict):
@@ -74,17 +85,6 @@ def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401 - an annota
         if kind is own or (_is_record(kind) and kind.__annotations__.keys() == fields):
             return kind
     return float if own is int and float in union.__args__ else union
-
-
-def _checked_member(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401 - an annotation is any object
-    """Return the member of an enumeration that has a value."""
-    name = wanted.__name__ if isinstance(wanted, type) else str(wanted)
-    if isinstance(wanted, type) and issubclass(wanted, Enum):
-        members: dict[object, Enum] = {member.value: member for member in wanted}
-        if isinstance(value, str) and value in members:
-            return members[value]
-        name = f"one of {', '.join(str(each) for each in members)}"
-    raise PlainValueError(f"{where} must be {name}, got {shorten(value)}.")
 
 
 def _checked_items(

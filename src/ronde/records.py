@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -42,6 +42,15 @@ class MachineRecord:
         )
 
 
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    names = [line for line in text.splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.processor()
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
@@ -72,7 +81,7 @@ class Record:
     def from_json(cls, text: str) -> "Record":
         try:
             content: Any = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"a record must be JSON, got {text[:60]!r}.") from error
         if not isinstance(content, dict) or "schema" not in content:
             raise UsageError(f'a record must have a "schema", got {text[:60]!r}.')
@@ -91,12 +100,12 @@ class Record:
             )
         machine: dict[str, Any] = entries["machine"]
         try:
-            facts = [machine[each.name] for each in fields(MachineRecord)]
+            facts = [machine[name] for name in MachineRecord.__match_args__]
+            known["machine"] = MachineRecord(*facts)
         except KeyError as error:
             raise UsageError(
                 f"machine of a record must have {error}, got {machine!r}."
             ) from error
-        known["machine"] = MachineRecord(*facts)
         return cls(**known)
 
 
@@ -120,12 +129,3 @@ def read_records(path: Path, kind: str | None = None) -> list[Record]:
             except UsageError as error:
                 raise UsageError(f"{path}:{number}: {error}") from error
     return [record for record in records if kind in (None, record.kind)]
-
-
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor()
-    names = [line for line in text.splitlines() if line.startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else platform.processor()

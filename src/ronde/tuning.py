@@ -11,11 +11,11 @@ Note [How a setting is chosen]
 """
 
 import csv
-import statistics
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from statistics import median
+from typing import Generic, NamedTuple, TypeVar
 
 from ronde.errors import UsageError
 
@@ -46,8 +46,7 @@ class TuningOptions:
         return self.steps_per_sample + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Sample(Generic[S]):
+class Sample(NamedTuple, Generic[S]):
     """What a setting cost."""
 
     phase: str  # ``warmup``, ``search`` or ``final``
@@ -62,83 +61,68 @@ class Tuner(Generic[S]):
     """
 
     def __init__(self, candidates: Sequence[S], options: TuningOptions) -> None:
-        self._candidates = candidates
         self._options = options
         self._costs: list[float] = []
         self.samples: list[Sample[S]] = []
         self.is_over = False
-        self._phase = "search"
-        self._course = self._run()
-        self.setting = self._advance(None)
+        self._course = self._run(candidates)
+        self._phase, self.setting = "search", candidates[0]
+        self._advance(None)
 
     def feed(self, cost: float) -> None:
         """Record what the last step cost: less is better."""
         self._costs.append(cost)
-        if len(self._costs) < self._options.num_fed:
-            return
-        # A change is paid for in the step after it.
-        median = statistics.median(self._costs[1:])
-        self._costs = []
-        self.samples.append(Sample(self._phase, self.setting, median))
-        self.setting = self._advance(median)
+        if len(self._costs) == self._options.num_fed:
+            # A change is paid for in the step after it.
+            sample = Sample(self._phase, self.setting, median(self._costs[1:]))
+            self._costs = []
+            self.samples.append(sample)
+            self._advance(sample.cost)
 
     @property
     def best_cost(self) -> float | None:
         """Median of the choice's samples but for the warm-up; None without any."""
         counted = [s for s in self.samples if s.phase != "warmup"]
         costs = [s.cost for s in counted if s.setting == self.setting]
-        return statistics.median(costs) if costs else None
+        return median(costs) if costs else None
 
-    def _advance(self, cost: float | None) -> S:
+    def _advance(self, cost: float | None) -> None:
         try:
             # A generator is started with None.
-            return self._course.send(cost)  # pyright: ignore[reportArgumentType]
+            self._phase, self.setting = self._course.send(cost)  # pyright: ignore[reportArgumentType]
         except StopIteration as end:
-            self.is_over = True
-            return end.value
+            self.is_over, self.setting = True, end.value
 
-    def _run(self) -> Generator[S, float, S]:
-        default = self._candidates[0]
-        if len(self._candidates) == 1:
+    def _run(self, candidates: Sequence[S]) -> Generator[tuple[str, S], float, S]:
+        default = candidates[0]
+        if len(candidates) == 1:
             return default
-        self._phase = "warmup"
         for _ in range(self._options.warmup_samples):
-            yield default
-        self._phase = "search"
-        winner = yield from self._search()
-        self._phase = "final"
-        is_better = winner != default and (yield from self._meet(winner, default))
-        return winner if is_better else default
-
-    def _search(self) -> Generator[S, float, S]:
+            yield "warmup", default
         budget = self._options.max_samples
-        field = list(self._candidates[:budget])
-        costs: dict[S, list[float]] = {candidate: [] for candidate in field}
-        while len(field) > 1 and budget >= len(field):
-            for candidate in field:
-                costs[candidate].append((yield candidate))
-            budget -= len(field)
-            field.sort(key=lambda candidate: statistics.median(costs[candidate]))
-            del field[(len(field) + 1) // 2 :]
-        return field[0]
-
-    def _meet(self, winner: S, default: S) -> Generator[S, float, bool]:
-        num_lost = 0
-        for number in range(self._options.num_pairs):
-            costs: dict[S, float] = {}
+        left = list(candidates[:budget])
+        costs: dict[S, list[float]] = {candidate: [] for candidate in left}
+        while len(left) > 1 and budget >= len(left):
+            for candidate in left:
+                costs[candidate].append((yield "search", candidate))
+            budget -= len(left)
+            left.sort(key=lambda candidate: median(costs[candidate]))
+            del left[(len(left) + 1) // 2 :]
+        winner, num_lost = left[0], 0
+        for number in range(self._options.num_pairs if winner != default else 0):
+            pair: dict[S, float] = {}
             for setting in (winner, default) if number % 2 else (default, winner):
-                costs[setting] = yield setting
-            limit = (1.0 - self._options.min_gain) * costs[default]
-            num_lost += costs[winner] >= limit
+                pair[setting] = yield "final", setting
+            num_lost += pair[winner] >= (1.0 - self._options.min_gain) * pair[default]
             if num_lost > 1:
-                return False
-        return True
+                return default
+        return winner
 
 
 class TuningLog:
     """A CSV file of samples and of each tuner's choice; the score is 1 / cost."""
 
-    COLUMNS: ClassVar[tuple[str, ...]] = (
+    COLUMNS = (
         *("tuned", "phase", "first_bucket_bytes", "bucket_bytes"),
         *("tensor_fusion_threshold", "score"),
     )

@@ -1,4 +1,4 @@
-"""Sizes and durations, between text and numbers.
+"""Sizes, durations and counts, between text and numbers.
 
 Binary units are powers of 1024 (``KiB``, and ``K`` alone as nccl-tests has it), decimal
 ones powers of 1000 (``kB``, ``GB/s``). Case does not matter.
@@ -6,35 +6,32 @@ ones powers of 1000 (``kB``, ``GB/s``). Case does not matter.
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from ronde.errors import UsageError
 
-_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-
-_SIZE_UNITS = (
-    {"": 1, "b": 1}
-    | {u.lower(): 1024**i for i, u in enumerate(_BINARY, 1)}
-    | {u[0].lower(): 1024**i for i, u in enumerate(_BINARY, 1)}
-    | {f"{u[0].lower()}b": 1000**i for i, u in enumerate(_BINARY, 1)}
-)
-
-_DURATION_UNITS = {
-    "us": Fraction(1, 1_000_000),
-    "ms": Fraction(1, 1000),
-    "s": Fraction(1),
-    "m": Fraction(60),
-    "h": Fraction(3600),
-    "d": Fraction(86400),
+_PREFIXES = "kmgtpe"
+_POWERS = dict(enumerate(_PREFIXES, 1))
+_SIZE_UNITS = {"": 1, "b": 1}
+_SIZE_UNITS.update({prefix: 1024**n for n, prefix in _POWERS.items()})
+_SIZE_UNITS.update({f"{prefix}ib": 1024**n for n, prefix in _POWERS.items()})
+_SIZE_UNITS.update({f"{prefix}b": 1000**n for n, prefix in _POWERS.items()})
+_MICROSECONDS = {
+    "d": 86_400_000_000,
+    "h": 3_600_000_000,
+    "m": 60_000_000,
+    "s": 1_000_000,
+    "ms": 1000,
+    "us": 1,
 }
-
-_NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18}"
+_NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})"
 
 
 def parse_size_bytes(text: str, option: str = "") -> int:
     """Read a size such as ``4096``, ``25MiB``, ``8K`` or ``1.5GB`` in bytes."""
     of = f"{option}: " if option else ""
-    match = re.fullmatch(rf"({_NUMBER})\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    match = re.fullmatch(rf"{_NUMBER}\s*([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in _SIZE_UNITS:
         raise UsageError(
             f"{of}size must be a number of bytes or one with a unit, got {text!r}. "
@@ -55,30 +52,31 @@ def format_size(size_bytes: int) -> str:
         raise UsageError(f"size_bytes must be at least 0, got {size_bytes}.")
     exponent = 0
     # 1023.5 would be written as 1024: that is one of the next unit.
-    while exponent < len(_BINARY) and size_bytes / 1024**exponent >= 1023.5:
+    while exponent < len(_PREFIXES) and size_bytes / 1024**exponent >= 1023.5:
         exponent += 1
     if exponent == 0:
         return f"{size_bytes}B"
-    return f"{_digits(size_bytes / 1024**exponent, 4)}{_BINARY[exponent - 1]}"
+    return (
+        f"{_digits(size_bytes / 1024**exponent, 4)}{_PREFIXES[exponent - 1].upper()}iB"
+    )
 
 
 def parse_duration_s(text: str, option: str = "") -> float:
     """Read a duration such as ``0.5`` (seconds), ``5s``, ``250ms`` or ``1h30m``."""
-    of = f"{option}: " if option else ""
     stripped = text.strip().lower()
     if re.fullmatch(_NUMBER, stripped, re.ASCII):
         return float(stripped)
-    part = rf"({_NUMBER})(us|ms|[smhd])"
-    units = [match[2] for match in re.finditer(part, stripped)]
-    factors = [_DURATION_UNITS[unit] for unit in units]
-    is_whole = re.fullmatch(rf"(?:{part})+", stripped, re.ASCII) is not None
-    if not is_whole or factors != sorted(set(factors), reverse=True):
+    # Each unit at most once, the largest first.
+    parts = "".join(f"(?:{_NUMBER}{unit})?" for unit in _MICROSECONDS)
+    match = re.fullmatch(parts, stripped, re.ASCII)
+    if not stripped or match is None:
+        of = f"{option}: " if option else ""
         raise UsageError(
             f"{of}duration must be seconds or numbers with units, the largest first, "
             f"got {text!r}. Write it as 5s, 2m or 1h30m."
         )
-    numbers = (Fraction(match[1]) for match in re.finditer(part, stripped))
-    return float(sum(n * f for n, f in zip(numbers, factors, strict=True)))
+    pairs = zip(match.groups(), _MICROSECONDS.values(), strict=True)
+    return float(sum(Fraction(n) * factor for n, factor in pairs if n) / 1_000_000)
 
 
 def format_duration(duration_s: float) -> str:
@@ -91,12 +89,10 @@ def format_duration(duration_s: float) -> str:
             if 0 < duration_s < 999.5 * factor:
                 return f"{_digits(duration_s / factor, 3)}{unit}"
         return f"{_digits(duration_s, 3)}s"
-    seconds = round(duration_s)
-    if seconds < 3600:
-        parts = ((seconds // 60, "m"), (seconds % 60, "s"))
-    else:
-        minutes = round(seconds / 60)
-        parts = ((minutes // 60, "h"), (minutes % 60, "m"))
+    seconds, units = round(duration_s), "ms"
+    if seconds >= 3600:
+        seconds, units = round(seconds / 60), "hm"
+    parts = zip(divmod(seconds, 60), units, strict=True)
     return "".join(f"{count}{unit}" for count, unit in parts if count)
 
 
@@ -107,3 +103,13 @@ def _digits(value: float, count: int) -> str:
     decimals = max(0, count - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def counted(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else plural}"
+
+
+def list_first(names: Sequence[str], most: int = 8, sign: str = ", ") -> str:
+    left = len(names) - most
+    return sign.join(names[:most]) + (f" and {left:,} more" if left > 0 else "")

@@ -22,7 +22,8 @@ class Setting:
         size: Number of ranks.
         algorithm: What it is to follow, where it has several.
         hosts: A letter a rank: the host that it is to think itself on.
-        has_places: Where its tensors lie is checked here, not by another setting.
+        is_whole: On three ranks it is given every combination of dtype, operation and
+            shape; another setting is, where they come to the same code.
         timeout_s: How long a collective waits.
     """
 
@@ -30,7 +31,7 @@ class Setting:
     size: int
     algorithm: str = ""
     hosts: str = ""
-    has_places: bool = True
+    is_whole: bool = True
     timeout_s: float = 60.0
 
     def __str__(self) -> str:
@@ -66,10 +67,9 @@ SETTINGS = [
     *(Setting("gloo", size) for size in (1, 2, 3, 4)),
     *(Setting("shared_memory", size) for size in (2, 3, 4)),
     Setting("auto", 2),
-    Setting("scheduled", 3, "ring"),
-    *(Setting("scheduled", size, "ring", has_places=False) for size in (1, 2, 4)),
-    Setting("scheduled", 3, "tree", has_places=False),
-    Setting("scheduled", 3, "halving_doubling", has_places=False),
+    *(Setting("scheduled", size, "ring") for size in (1, 2, 3, 4)),
+    Setting("scheduled", 3, "tree", is_whole=False),
+    Setting("scheduled", 3, "halving_doubling", is_whole=False),
     Setting("hierarchical", 4, hosts="abab"),
     Setting("hierarchical", 3, hosts="aab"),
 ]

@@ -58,27 +58,28 @@ def allocated_memory_is_zero_and_outlives_all(communicator: Communicator, device
 
 def reductions_are_the_same_everywhere(communicator: Communicator, device: str):
     rank, size = communicator.rank, communicator.size
-    for seed, length in enumerate(LENGTHS):
-        inputs = [
-            sample((length,), torch.float32, r, seed, device) for r in range(size)
-        ]
-        expected = Reduced(inputs, ReduceOp.SUM)
-        results = []
-        for where in placements(communicator):
-            tensor = place(communicator, inputs[rank], where[rank])
-            assert communicator.all_reduce(tensor).wait() is tensor
-            expected.check(tensor)
-            results.append(tensor.clone())
-        assert all(torch.equal(result, results[0]) for result in results)
+    first: dict[int, Tensor] = {}
+    for length, where in cases(size, LENGTHS, placements(communicator)):
+        kind = (size, length, torch.float32, ReduceOp.SUM, device)
+        inputs, expected = reduced(*kind)
+        tensor = place(communicator, inputs[rank], where[rank])
+        assert communicator.all_reduce(tensor).wait() is tensor
+        expected.check(tensor)
+        assert torch.equal(tensor, first.setdefault(length, tensor.clone()))
 
 
 @functools.lru_cache(maxsize=1)
-def scaled(
-    size: int, length: int, dtype: torch.dtype, op: ReduceOp, device: str
+def reduced(
+    size: int,
+    length: int,
+    dtype: torch.dtype,
+    op: ReduceOp,
+    device: str,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[list[Tensor], Reduced]:
-    """Return what the ranks put in, and what scaling and reducing it must give."""
+    """Return what the ranks put in, and what reducing it must give."""
     inputs = [sample((length,), dtype, rank, device=device) for rank in range(size)]
-    return inputs, Reduced(inputs, op, 0.5, 2.0)
+    return inputs, Reduced(inputs, op, *scales)
 
 
 def large_reductions_of_every_kind(communicator: Communicator, device: str):
@@ -90,7 +91,7 @@ def large_reductions_of_every_kind(communicator: Communicator, device: str):
         (torch.uint16, ReduceOp.MAX, 9_001),
     )
     for (dtype, op, length), where in cases(size, kinds, placements(communicator)[:4]):
-        inputs, expected = scaled(size, length, dtype, op, device)
+        inputs, expected = reduced(size, length, dtype, op, device, (0.5, 2.0))
         tensor = place(communicator, inputs[rank], where[rank])
         communicator.all_reduce(tensor, op, prescale=0.5, postscale=2.0).wait()
         expected.check(tensor)
@@ -129,22 +130,20 @@ def large_reduce_scatter(communicator: Communicator, device: str):
 def large_movements(communicator: Communicator, device: str):
     rank, size = communicator.rank, communicator.size
     plan = [[40_000 + 7 * r + to for to in range(size)] for r in range(size)]
-    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+    dtypes = (torch.float32, torch.bfloat16, torch.bool)
+    for dtype, where in cases(size, dtypes, placements(communicator)):
         parts = [sample((200_003,), dtype, r, device=device) for r in range(size)]
-        for where in placements(communicator):
-            tensor = place(communicator, parts[rank], where[rank])
-            gathered = communicator.all_gather(tensor[: 200_000 + rank]).wait()
-            expected = [parts[r][: 200_000 + r] for r in range(size)]
-            assert_same_bits(gathered, concatenated(expected))
-            received, counts = communicator.all_to_all(tensor, plan[rank]).wait()
-            assert counts == [row[rank] for row in plan]
-            starts = [sum(row[:rank]) for row in plan]
-            expected = [
-                parts[r][starts[r] : starts[r] + counts[r]] for r in range(size)
-            ]
-            assert_same_bits(received, concatenated(expected))
-            communicator.broadcast(tensor, size - 1).wait()
-            assert_same_bits(tensor, parts[-1])
+        tensor = place(communicator, parts[rank], where[rank])
+        gathered = communicator.all_gather(tensor[: 200_000 + rank]).wait()
+        expected = [parts[r][: 200_000 + r] for r in range(size)]
+        assert_same_bits(gathered, concatenated(expected))
+        received, counts = communicator.all_to_all(tensor, plan[rank]).wait()
+        assert counts == [row[rank] for row in plan]
+        starts = [sum(row[:rank]) for row in plan]
+        expected = [parts[r][starts[r] : starts[r] + counts[r]] for r in range(size)]
+        assert_same_bits(received, concatenated(expected))
+        communicator.broadcast(tensor, size - 1).wait()
+        assert_same_bits(tensor, parts[-1])
 
 
 PLACES = [

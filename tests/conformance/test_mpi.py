@@ -62,11 +62,8 @@ def test_suite_under_mpirun(size):
     assert_all_through(mpirun(size, "suite"), size)
 
 
-def test_short_calls_in_ronde_run():
-    options = ("-n", "3", "--engine", "mpi", "--", sys.executable, "-m", MODULE)
-    assert_all_through(
-        start(sys.executable, "-m", "ronde", "run", *options, "short calls"), 3
-    )
+def test_short_calls():
+    assert_all_through(mpirun(3, "short calls"), 3)
 
 
 def test_threads_take_turns():
@@ -104,7 +101,7 @@ def test_ranks_that_mpi_does_not_know_are_refused(run_ranks_bare, tmp_path):
             "MPI must know the ranks that the launcher started, but its rank is" in text
         )
         assert f"rank is 0 of 1 where the launcher's is {rank} of 2" in text
-        assert text.endswith("ronde run --engine mpi")
+        assert "Start the program with mpirun of the MPI that mpi4py loads" in text
 
 
 def connect_without_mpi4py(claim):

@@ -16,13 +16,13 @@ from ronde.collectives.store import store_beyond
 from ronde.errors import StoreError, UsageError
 from ronde.store.authentication import (
     MAGIC,
-    Offer,
     ProvenConnection,
-    SameUser,
     Seal,
     SharedKey,
+    Transcript,
     dial_network,
     read_secret,
+    user_key,
 )
 from ronde.store.protocol import Op, encode
 from ronde.store.server import _MAX_STRANGERS
@@ -131,7 +131,7 @@ def test_who_poses_and_says_nothing_is_not_waited_for_long():
 def test_what_a_middleman_changes_is_not_obeyed(turned):
     with network_store() as port:
         sock = socket.create_connection((HERE, port))
-        connection = ProvenConnection(sock, Offer(b"", KEY), LIMIT_S)
+        connection = ProvenConnection(sock, SharedKey(KEY), LIMIT_S)
         frame = bytearray(connection._sent.mark(encode(Op.SET, [b"key", b"value"])))
         frame[4 + turned if turned >= 0 else turned] ^= 1
         sock.sendall(frame)
@@ -144,7 +144,7 @@ def test_what_is_sent_again_is_not_obeyed_again():
     with network_store() as port:
         store = store_beyond(HERE, port, SharedKey(KEY), LIMIT_S)
         sock = socket.create_connection((HERE, port))
-        connection = ProvenConnection(sock, Offer(b"", KEY), LIMIT_S)
+        connection = ProvenConnection(sock, SharedKey(KEY), LIMIT_S)
         frame = connection._sent.mark(encode(Op.ADD, [b"n", b"1"]))
         sock.sendall(frame)
         assert sock.recv(4096) != b""
@@ -152,7 +152,8 @@ def test_what_is_sent_again_is_not_obeyed_again():
         assert drain(sock) == b""
         connection.close()
         assert store.get("n") == b"1"
-    there, back = (Seal(KEY, role, b"") for role in (b"rank", b"store"))
+    key, transcript = SharedKey(KEY), Transcript(b"", b"")
+    there, back = (Seal(key, role, transcript) for role in (b"client", b"server"))
     assert there.mark(frame) != back.mark(frame)
 
 
@@ -218,14 +219,14 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, spoil):
 
 
 def test_one_users_processes_know_each_other_job_by_job(tmp_path):
-    one, same, other = (SameUser(job, tmp_path) for job in ("1.0", "1.0", "2.0"))
-    for offer in one.offers():
-        assert same.find_key(offer.credential) == offer.key
-    for offer in one.offers():
-        assert other.find_key(offer.credential) != offer.key
-    elsewhere = SameUser("1.0", tmp_path / "another home")
-    *_, by_file = one.offers()
-    assert elsewhere.find_key(by_file.credential) != by_file.key
+    transcript = Transcript(b"greeting", b"nonce")
+    places = (("1.0", "home"), ("1.0", "home"), ("2.0", "home"), ("1.0", "another"))
+    one, same, *others = (
+        user_key(job, tmp_path / home).prove(b"client", transcript)
+        for job, home in places
+    )
+    assert one == same
+    assert one not in others
 
 
 def test_a_connection_is_one_ranks_at_a_time():

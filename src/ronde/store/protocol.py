@@ -61,7 +61,6 @@ def max_connections(num_ranks: int) -> int:
 
 
 def encode(kind: int, fields: Sequence[bytes]) -> bytes:
-    """Return a frame with its length."""
     length = 1 + sum(_LENGTH.size + len(field) for field in fields)
     if length > MAX_FRAME_BYTES or len(fields) > _MAX_FIELDS:
         raise StoreError(
@@ -142,7 +141,6 @@ class StoreState(Generic[C]):
         return replies + [r for each in ready for r in self._answer_or_wait(*each)]
 
     def forget(self, client: C) -> None:
-        """Drop what a client waits for: it is gone."""
         _, missing = self._waiting.pop(client, (None, ()))
         for key in missing:
             self._by_key[key].pop(client)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ronde.errors import StoreError
-from ronde.store.authentication import ServerSession, Trust
+from ronde.store.authentication import ServerSession, SharedKey
 from ronde.store.local_socket import is_own
 from ronde.store.protocol import StoreState
 
@@ -159,12 +159,12 @@ def serve_locally(listener: socket.socket, max_clients: int) -> StoreServer:
 
 
 def serve_network(
-    listener: socket.socket, trust: Trust, max_clients: int
+    listener: socket.socket, key: SharedKey, max_clients: int
 ) -> StoreServer:
     """Answer on a TCP socket, to clients that prove to be of the job."""
 
     def admit(sock: socket.socket) -> ServerSession:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return ServerSession(trust.find_key)
+        return ServerSession(key)
 
     return StoreServer(listener, admit, max_clients)

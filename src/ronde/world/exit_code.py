@@ -1,7 +1,5 @@
 """Whether this process is about to end with a failure, for what runs at its end.
 
-It stands alone: a rank's Python may load it by its path, without ronde.
-
 Note [The exit code at exit]
     An uncaught exception leaves ``sys.last_value``, but a SystemExit leaves nothing.
     Its ``code`` is read by the interpreter itself, though, from no Python frame: so

@@ -1,6 +1,5 @@
 """Horovod's variables that change how a program runs: ``HOROVOD_*``."""
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +77,7 @@ def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConf
     return HorovodConfig(
         **values,
         explicit=frozenset(given),
-        without_effect=tuple(filter(_WITHOUT_EFFECT.fullmatch, given)),
+        without_effect=tuple(n for n in given if re.fullmatch(_WITHOUT_EFFECT, n)),
         remarks=tuple(remarks),
     )
 
@@ -97,9 +96,9 @@ def report_ignored(config: HorovodConfig) -> None:
 
 
 def _remarks(given: Mapping[str, str]) -> list[str]:
-    others = (_READ_ELSEWHERE, _WITHOUT_EFFECT)
+    others = f"{_READ_ELSEWHERE}|{_WITHOUT_EFFECT}"
     named = [name for name in given if name not in _READERS]
-    unknown = [n for n in named if not any(each.fullmatch(n) for each in others)]
+    unknown = [name for name in named if not re.fullmatch(others, name)]
     engines = ("CPU_OPERATIONS", "CONTROLLER")
     ccl = [name for name in engines if given.get(name, "").lower() == "ccl"]
     remarks: list[str] = []
@@ -117,62 +116,46 @@ def _full(names: Sequence[str]) -> str:
     return ", ".join(PREFIX + name for name in names)
 
 
-def _refused(name: str, rule: str, text: str) -> WorldError:
-    return WorldError(
-        f"{PREFIX}{name} must be {rule}, got {text!r}. Correct it, or unset it."
-    )
+_Reader = Callable[[str, str], Any]
+"""Returns what the text of a variable means, or refuses it."""
 
 
-def _boolean(name: str, text: str) -> bool:
-    word = text.lower()
-    if word in ("false", "no", "off", "true", "yes", "on"):
-        return word in ("true", "yes", "on")
-    if re.fullmatch(r"[+-]?[0-9]{1,18}", word) is None:
-        raise _refused(name, "1 or 0", text)
-    return int(word) > 0
+def _reader(rule: str, pattern: str, convert: Callable[[str], Any]) -> _Reader:
+    def read(name: str, text: str) -> object:
+        if re.fullmatch(pattern, text, re.IGNORECASE | re.DOTALL) is None:
+            cure = "Correct it, or unset it."
+            raise WorldError(f"{PREFIX}{name} must be {rule}, got {text!r}. {cure}")
+        return convert(text)
+
+    return read
 
 
-def _integer(name: str, text: str) -> int:
-    if re.fullmatch(r"[0-9]{1,18}", text) is None:
-        raise _refused(name, "an integer of at least 0", text)
-    return int(text)
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise _refused(name, "a number of at least 0", text)
-    return number
-
-
-def _milliseconds(name: str, text: str) -> float:
-    return _number(name, text) / 1000
-
-
-def _timeline(name: str, text: str) -> str:
-    del name
-    return DYNAMIC if text.upper() == DYNAMIC else text
-
-
-def _level(name: str, text: str) -> int:
+def _as_level(text: str) -> int:
     import logging  # which nobody needs to load for the other variables
 
-    levels = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-    if text.upper() not in levels:
-        raise _refused(name, f"one of {', '.join(levels)}", text)
     return getattr(logging, text.upper(), logging.DEBUG)
 
 
-def _cores(name: str, text: str) -> tuple[int, ...]:
-    if re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text.replace(" ", "")) is None:
-        raise _refused(name, "cores as 0,1,2, one for each local rank", text)
-    return tuple(map(int, text.split(",")))
+def _as_boolean(text: str) -> bool:
+    return re.fullmatch("true|yes|on|[+]?0*[1-9].*", text, re.IGNORECASE) is not None
 
 
-_READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+_LEVELS = "TRACE, DEBUG, INFO, WARNING, ERROR, FATAL"
+_REAL = r"\+?([0-9]{1,99}(\.[0-9]*)?|\.[0-9]{1,99})(e[+-]?[0-9]{1,2})?"
+_number = _reader("a number of at least 0", _REAL, float)
+_milliseconds = _reader("a number of at least 0", _REAL, lambda t: float(t) / 1000)
+_integer = _reader("an integer of at least 0", "[0-9]{1,18}", int)
+_WORDS = "true|yes|on|false|no|off"
+_boolean = _reader("1 or 0", f"{_WORDS}|[+-]?[0-9]{{1,18}}", _as_boolean)
+_text = _reader("", ".*", str)
+_timeline = _reader("", ".*", lambda t: DYNAMIC if t.upper() == DYNAMIC else t)
+_level = _reader(f"one of {_LEVELS}", _LEVELS.replace(", ", "|"), _as_level)
+_cores = _reader(
+    "cores as 0,1,2, one for each local rank",
+    "[0-9]{1,6}( *, *[0-9]{1,6})*",
+    lambda t: tuple(map(int, t.split(","))),
+)
+_READERS: dict[str, tuple[str, _Reader]] = {
     "FUSION_THRESHOLD": ("fusion_threshold_bytes", _integer),
     "CYCLE_TIME": ("cycle_time_s", _milliseconds),
     "CACHE_CAPACITY": ("cache_capacity", _integer),
@@ -186,7 +169,7 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_s", _number),
     "STALL_CHECK_DISABLE": ("", _boolean),
     "AUTOTUNE": ("is_autotuning", _boolean),
-    "AUTOTUNE_LOG": ("autotune_log", lambda _, path: path),
+    "AUTOTUNE_LOG": ("autotune_log", _text),
     "AUTOTUNE_WARMUP_SAMPLES": ("autotune_warmup_samples", _integer),
     "AUTOTUNE_STEPS_PER_SAMPLE": ("autotune_steps_per_sample", _integer),
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_max_samples", _integer),
@@ -199,11 +182,11 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "THREAD_AFFINITY": ("thread_affinity", _cores),
 }
 # Read elsewhere, or written by a launcher for its ranks.
-_READ_ELSEWHERE = re.compile(
+_READ_ELSEWHERE = (
     "HOSTNAME|(LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT)|GLOO_IFACE"
     "|CPU_OPERATIONS|CONTROLLER"
 )
-_WITHOUT_EFFECT = re.compile(
+_WITHOUT_EFFECT = (
     "(WITH|WITHOUT|GPU|NCCL|CUDA|ROCM|BUILD|MPICXX)_.*"  # of the build
     "|BATCH_D2D_MEMCOPIES|NUM_NCCL_STREAMS|ENABLE_ASYNC_COMPLETION|MPI_THREADS_DISABLE"
     "|ADASUM_MPI_CHUNK_SIZE|CCL_CACHE|DISABLE_NVTX_RANGES|LOG_HIDE_TIME|ELASTIC_TIMEOUT"

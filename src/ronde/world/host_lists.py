@@ -1,31 +1,24 @@
 """Slurm's lists of hosts: ``n[01-04,7],login1``."""
 
 import re
+from itertools import product
 
 from ronde.errors import UsageError
 
 MAX_HOSTS = 1 << 16  # of one list: more is a typing error
 BLANKS = " \t"
-_RANGES = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def split_list(text: str, source: str) -> list[str]:
     """Split at the commas that stand in no brackets; empty parts are left out."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if depth not in (0, 1):
-            break
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    if depth:
+    outside = re.sub(r"\[[^][]*\]", "", text)
+    if "[" in outside or "]" in outside:
         raise UsageError(
             f"{source}: brackets must be closed and stand in no others, got {text!r}. "
             "Type them as in n[01-04,7]."
         )
+    parts = re.findall(r"(?:\[[^][]*\]|[^],[])+", text)
     return [part.strip(BLANKS) for part in parts if part.strip(BLANKS)]
 
 
@@ -43,9 +36,9 @@ def expand(word: str, source: str) -> list[str]:
 
     The leftmost range is slowest; a number is as wide as the low end of its range.
     """
-    names = [""]
-    for index, piece in enumerate(_RANGES.split(word)):
-        ranges: list[tuple[range, int]] = []  # the numbers of 01-04, and their width
+    count, choices = 1, list[list[str]]()
+    for index, piece in enumerate(re.split(r"\[([^][]*)\]", word)):
+        numbers: list[str] = []
         for part in piece.split(",") if index % 2 else ():
             match = _RANGE.fullmatch(part)
             if match is None or int(match[2] or match[1]) < int(match[1]):
@@ -53,15 +46,12 @@ def expand(word: str, source: str) -> list[str]:
                     f"{source}: a range must be ascending numbers such as 01-04,7, got "
                     f"{part!r} in {word!r}. Type it as in n[01-04,7]."
                 )
-            end = int(match[2] or match[1]) + 1
-            ranges.append((range(int(match[1]), end), len(match[1])))
-        num_tails = sum(len(numbers) for numbers, _ in ranges) or 1
-        _require_room(len(names) * num_tails, word, source)
-        tails = [
-            f"{number:0{width}}" for numbers, width in ranges for number in numbers
-        ]
-        names = [name + tail for name in names for tail in tails or [piece]]
-    return names
+            span = range(int(match[1]), int(match[2] or match[1]) + 1)
+            _require_room(count * (len(numbers) + len(span)), word, source)
+            numbers += [f"{number:0{len(match[1])}}" for number in span]
+        count *= len(numbers) or 1
+        choices.append(numbers or [piece])
+    return ["".join(each) for each in product(*choices)]
 
 
 def _require_room(count: int, word: str, source: str) -> None:

@@ -1,26 +1,26 @@
 """This process among the ranks: the values, and what each launcher's variables give."""
 
-import operator
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import eq, le, lt
 from typing import NamedTuple
 
 from ronde.errors import WorldError
+from ronde.world.environment import own_or, read_engine, require_algorithm
 
 _PSEUDO_STEPS = range(4294967290, 4294967293)
 """Interactive, batch and extern: shells that Slurm counts as steps, not ``srun``."""
 _MAX_NODES = 1 << 20
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = (
     *("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"),
     *("node_rank", "num_nodes"),
 )
-_COUNTS = dict(zip(_NUMBERS[::2], _NUMBERS[1::2], strict=True))
-"""Each index and its count."""
-Place = dict[str, int]
-"""What is known of a place, by the names of ``_NUMBERS``."""
+_COUNTS = dict(zip(_NUMBERS[::2], _NUMBERS[1::2], strict=True))  # of each index
+Place = dict[str, int]  # what is known of a place, by the names of ``_NUMBERS``
 
 
 class Launcher(StrEnum):
@@ -129,7 +129,7 @@ class LauncherReading(NamedTuple):
         """Return whether ``other`` started one launcher a node and this is that one."""
         level = "node_rank" if "num_nodes" in self.place else "cross_rank"
         node = [self.place.get(name) for name in (level, _COUNTS[level])]
-        return node == [other.place["rank"], other.place["size"]]
+        return not other.missing and node == [other.place["rank"], other.place["size"]]
 
 
 class LauncherEnv(NamedTuple):
@@ -141,11 +141,9 @@ class LauncherEnv(NamedTuple):
     job_id: str = ""  # the variable that names the job
     is_marked: bool = False  # ``job_id`` alone already shows the launcher
 
-    def read(self, environ: Mapping[str, str]) -> LauncherReading | None:
+    def read(self, environ: Mapping[str, str]) -> LauncherReading:
         marks = [self.job_id] if self.is_marked else []
         found = [name for name in (*marks, *self.names.values()) if name in environ]
-        if not found:
-            return None
         values = {key: integer(environ, name) for key, name in self.names.items()}
         place = {key: value for key, value in values.items() if value is not None}
         _check(place, self.names)
@@ -163,35 +161,33 @@ class LauncherEnv(NamedTuple):
 
 
 def _check(place: Place, names: Mapping[str, str]) -> None:
-    for count in _COUNTS.values():
-        if place.get(count) == 0:
-            raise WorldError(
-                f"{names[count]} must be at least 1, got 0. "
-                f"Set it anew, or unset it to run a world of one."
-            )
-    cure = "Set the variables anew, all from one launcher."
-    rules = [(index, "below", operator.lt, count) for index, count in _COUNTS.items()]
+    """Refuse numbers that cannot all be true."""
+    zeros = [count for count in _COUNTS.values() if place.get(count) == 0]
+    problems = [f"{names[count]} must be at least 1, got 0" for count in zeros]
+    rules = [(lt, "below", index, count) for index, count in _COUNTS.items()]
     for index, count in list(_COUNTS.items())[1:]:
-        rules.append((count, "at most", operator.le, "size"))
-        rules.append((index, "below", operator.lt, "size"))
+        rules += ((le, "at most", count, "size"), (lt, "below", index, "size"))
     if place.get("num_nodes") == 1:
         equal = f"equal where {names['num_nodes']}=1 to"
-        rules.append(("local_size", equal, operator.eq, "size"))
-    for low, rule, is_kept, high in rules:
-        if {low, high} <= place.keys() and not is_kept(place[low], place[high]):
-            raise WorldError(
-                f"{names[low]} must be {rule} {names[high]}, got "
-                f"{names[low]}={place[low]} and {names[high]}={place[high]}. {cure}"
-            )
-    if place.keys() >= {"size", "local_size", "num_nodes"}:
-        local_size, num_nodes = place["local_size"], place["num_nodes"]
-        least = local_size + num_nodes - 1  # every node has a rank
-        if place["size"] < least:
-            raise WorldError(
-                f"{names['size']} must be at least {names['local_size']} + "
-                f"{names['num_nodes']} - 1 = {local_size} + {num_nodes} - 1 = "
-                f"{least}, got {place['size']}. {cure}"
-            )
+        rules.append((eq, equal, "local_size", "size"))
+    problems += [
+        f"{names[low]} must be {rule} {names[high]}, got "
+        f"{names[low]}={place[low]} and {names[high]}={place[high]}"
+        for is_kept, rule, low, high in rules
+        if {low, high} <= place.keys() and not is_kept(place[low], place[high])
+    ]
+    known = ("size", "local_size", "num_nodes")
+    size, local_size, num_nodes = (place.get(name, 1) for name in known)
+    least = local_size + num_nodes - 1  # every node has a rank
+    if place.keys() >= {*known} and size < least:
+        problems.append(
+            f"{names['size']} must be at least {names['local_size']} + "
+            f"{names['num_nodes']} - 1 = {local_size} + {num_nodes} - 1 = "
+            f"{least}, got {size}"
+        )
+    if problems:
+        cure = "Set the variables anew, all from one launcher."
+        raise WorldError(f"{problems[0]}. {cure}")
 
 
 _TORCH_WORDS = (
@@ -209,8 +205,7 @@ RONDE = LauncherEnv(
 )
 TORCHRUN = LauncherEnv(
     *(Launcher.TORCHRUN, _TORCHRUN_NAMES, tuple(_TORCHRUN_NAMES)),
-    "TORCHELASTIC_RUN_ID",
-    is_marked=True,
+    *("TORCHELASTIC_RUN_ID", True),
 )
 PLAIN = LauncherEnv(Launcher.PLAIN, _TORCH_NAMES)
 HOROVOD = LauncherEnv(
@@ -222,6 +217,15 @@ OPEN_MPI = LauncherEnv(
     Launcher.OPEN_MPI, _OPEN_MPI_NAMES, _NUMBERS[:4], "PMIX_NAMESPACE"
 )
 PMI = LauncherEnv(Launcher.PMI, dict(zip(_NUMBERS[:4], _PMI_WORDS, strict=True)))
+_SLURM = {
+    "rank": ("SLURM_PROCID",),
+    "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "local_rank": ("SLURM_LOCALID",),
+    "node_rank": ("SLURM_NODEID",),
+    "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    "tasks": ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+}
+"""The step's variable, else the job's; ``tasks`` are of every node."""
 
 
 def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
@@ -242,55 +246,43 @@ def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
     if ours is None and theirs is None:
         known.append(PLAIN)  # of equal values the launcher's own know more
     else:
-        known.insert(0, RONDE if ours is not None else TORCHRUN)
-    readings = [found for each in known if (found := each.read(environ))]
+        known.insert(0, TORCHRUN if ours is None else RONDE)
+    readings = [reading for each in known if (reading := each.read(environ)).found]
     # Left over from another launcher's start they may well be at odds: do not look.
     if not any(each.is_above_slurm and "local_rank" in each.place for each in readings):
-        slurm = _read_slurm(environ)
-        readings += [slurm] if slurm else []
+        readings += _read_slurm(environ)
     return readings
 
 
-def _read_slurm(environ: Mapping[str, str]) -> LauncherReading | None:
+def _read_slurm(environ: Mapping[str, str]) -> list[LauncherReading]:
     """Read what ``srun`` gives the tasks of a step.
 
-    None outside a step (``salloc``, a batch script): nobody is a rank yet.
+    Nothing outside a step (``salloc``, a batch script): nobody is a rank yet.
     """
     step = environ.get("SLURM_STEP_ID")
     if step is None or (step.isdecimal() and int(step) in _PSEUDO_STEPS):
-        return None
-
-    def of_step(name: str, name_of_job: str) -> str:
-        return name if name in environ else name_of_job
-
+        return []
     names = {
-        "rank": "SLURM_PROCID",
-        "size": of_step("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        "local_rank": "SLURM_LOCALID",
-        "node_rank": "SLURM_NODEID",
-        "num_nodes": of_step("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        key: next(filter(environ.__contains__, either), either[-1])
+        for key, either in _SLURM.items()
     }
+    name = names.pop("tasks")
     env = LauncherEnv(Launcher.SLURM, names, job_id="SLURM_STEP_ID", is_marked=True)
     reading = env.read(environ)
-    name = of_step("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    if reading is None:
-        raise AssertionError("a step has at least its number")
     reading = reading._replace(job_id=f"{environ.get('SLURM_JOB_ID', '')}.{step}")
-    if name not in environ:
-        return reading
-    shown = f"{name}={environ[name]}"
-    tasks = parse_tasks_per_node(environ[name], name)
-    place = reading.place | _place_among(reading.place, tasks, shown, names)
-    return reading._replace(place=place, found=(*reading.found, shown))
+    if name in environ:
+        shown = f"{name}={environ[name]}"
+        tasks = parse_tasks_per_node(environ[name], name)
+        place = reading.place | _place_among(reading.place, tasks, shown, names)
+        reading = reading._replace(place=place, found=(*reading.found, shown))
+    return [reading]
 
 
 def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
     """Expand Slurm's run-length form: ``4(x2),3`` is ``[4, 4, 3]``."""
     tasks: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(
-            r"\s*([0-9]{1,9})(?:\(x([0-9]{1,7})\))?\s*", part, re.ASCII
-        )
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?", part.strip())
         repeat = int(match[2] or 1) if match else 0
         if match is None or not 0 < repeat <= _MAX_NODES - len(tasks):
             raise WorldError(
@@ -320,23 +312,137 @@ def _place_among(
             f"{names['local_rank']} must be below the tasks of node {node} in {shown}, "
             f"got {local_rank}. Start the program with srun, which sets all three."
         )
-    return {
-        "local_size": tasks[node],
-        "cross_rank": sum(count > local_rank for count in tasks[:node]),
-        "cross_size": sum(count > local_rank for count in tasks),
-        "node_rank": node,
-        "num_nodes": len(tasks),
-    }
+    is_peer = [count > local_rank for count in tasks]
+    cross = (sum(is_peer[:node]), sum(is_peer))
+    return dict(zip(_NUMBERS[3:], (tasks[node], *cross, node, len(tasks)), strict=True))
 
 
 def integer(environ: Mapping[str, str], name: str) -> int | None:
     """Read a variable that must be a count or an index; None where it is unset."""
     text = environ.get(name)
-    if text is None:
-        return None
-    if re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII) is None:
+    if text is not None and re.fullmatch("[0-9]{1,9}", text.strip()) is None:
         raise WorldError(
             f"{name} must be an integer of at least 0, got {text!r}. "
             f"Correct it, or unset it to run a world of one."
         )
-    return int(text)
+    return None if text is None else int(text)
+
+
+def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
+    """Read who this process is among how many from the launcher's variables.
+
+    Without any of them: a world of one. Variables that are left over, such as
+    ``LOCAL_RANK=0`` alone, are ignored and listed in the result.
+
+    Where nothing describes this host, ``local_rank`` is 0 and ``local_size`` the least
+    that fits; exchange hosts (``World.from_hosts``) before you rely on them.
+
+    Raises:
+        WorldError: The variables are partial, no numbers, contradict each other, or
+            name no engine. They are never taken for a world of one.
+    """
+    environ = own_or(environ)
+    found = read_launcher_env(environ)
+    readings = [reading for reading in found if not reading.is_stray]
+    meeting = [f"{name}={environ[name]}" for name in _MEETING if name in environ]
+    if not readings and meeting:
+        # Only several ranks have to meet: a launcher has set too little.
+        readings = found
+    stray = [text for each in found if each not in readings for text in each.found]
+    if readings:
+        rank_info = _rank_info(environ, _resolve_conflicts(readings))
+    else:
+        rank_info = RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
+        stray += meeting if len(meeting) < len(_MEETING) else []
+    engine, name = read_engine(environ), "RONDE_ALGORITHM"
+    algorithm = require_algorithm(environ.get(name, ""), name)
+    return replace(rank_info, stray=tuple(stray), engine=engine, algorithm=algorithm)
+
+
+def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
+    """Choose the first reading that all others agree with or explain.
+
+    Slurm's variables under another launcher describe that launcher's daemon, not the
+    rank. One launcher a node, started by another (torchrun under ``mpirun``), is the
+    inner one's world. All else that differs is refused.
+    """
+    slurm = next((r for r in readings if r.launcher is Launcher.SLURM), None)
+    if any(reading.is_above_slurm for reading in readings):
+        readings = [r for r in readings if r is not slurm]
+    for reading in readings:
+        if reading.missing or not all(
+            other.agrees_with(reading) or reading.is_inside(other) for other in readings
+        ):
+            continue
+        is_local = {"local_rank", "local_size"} & reading.place.keys()
+        if is_local or not slurm or slurm.missing or not slurm.agrees_with(reading):
+            return reading
+        # Only Slurm knows the local numbers: with ``srun --mpi=pmi2``, and with
+        # RANK=$SLURM_PROCID by hand.
+        return reading._replace(place=slurm.place)
+    if missing := next((" and ".join(r.missing) for r in readings if r.missing), ""):
+        everything = ", ".join(text for each in readings for text in each.found)
+        raise WorldError(
+            f"variables of the world must be complete, got {everything} "
+            f"and no {missing}. Set {missing}, start the program with a launcher, "
+            "or unset them all to run a world of one."
+        )
+    views = [readings[0], *(r for r in readings if not r.agrees_with(readings[0]))]
+    shown = " but ".join(
+        f"{r.launcher.value} has {r.place['rank']} of {r.place['size']} "
+        f"({', '.join(r.found)})"
+        for r in views
+    )
+    unset = (" ".join(text.partition("=")[0] for text in r.found) for r in views)
+    raise WorldError(
+        f"rank and size must be the same in every launcher's variables: {shown}. "
+        f"Start the program with one launcher, or unset {' or '.join(unset)}."
+    )
+
+
+def _rank_info(environ: Mapping[str, str], reading: LauncherReading) -> RankInfo:
+    """Fill in what follows from the rest, and the least that fits where nothing does.
+
+    Whether ``cross_rank`` is known must come out alike on all ranks.
+    """
+    place, is_ours = reading.place, reading.launcher is Launcher.RONDE
+    rank, size = place["rank"], place["size"]
+    local_rank, local_size = place.get("local_rank"), place.get("local_size")
+    cross = (place.get("cross_rank"), place.get("cross_size"))
+    if size in (local_size, 1):
+        local_rank = rank if local_rank is None else local_rank
+        local_size, cross = size, (0, 1)
+    elif local_rank is None or local_size is None:
+        local_rank = local_rank or 0
+        local_size, cross = local_size or local_rank + 1, (None, None)
+    return RankInfo(
+        *(reading.launcher, rank, size, local_rank, local_size, *cross),
+        meeting=_read_meeting(environ, reading.launcher),
+        store=environ.get("RONDE_STORE", "") if is_ours else "",
+        job_id=reading.job_id,
+    )
+
+
+def _read_meeting(environ: Mapping[str, str], launcher: Launcher) -> Meeting | None:
+    address, port_text = (environ.get(name) for name in _MEETING)
+    if address is None and port_text is None:
+        return None
+    if not address or not port_text:
+        here, gone = _MEETING[:: 1 if address else -1]
+        raise WorldError(
+            f"MASTER_ADDR and MASTER_PORT must both be set or neither, got "
+            f"{here}={environ.get(here, '')} and no {gone}. "
+            f"Set {gone}, or unset {here}."
+        )
+    port = integer(environ, "MASTER_PORT") or 0
+    if not 0 < port < 65536:
+        raise WorldError(
+            f"MASTER_PORT must be in 1..65535, got {port_text}. "
+            f"Give a port that is free on {address}."
+        )
+    is_torchrun, attempt = launcher is Launcher.TORCHRUN, 0
+    if is_torchrun or launcher is Launcher.RONDE:
+        name = "TORCHELASTIC_RESTART_COUNT" if is_torchrun else "RONDE_EPOCH"
+        attempt = integer(environ, name) or 0
+    is_hosted = is_torchrun and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Meeting(address, port, is_hosted, attempt)
