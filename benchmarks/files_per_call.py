@@ -88,6 +88,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="name the files")
     asked = parser.parse_args()
+    import torch._dynamo  # noqa: F401  by the first optimizer, long where all is noted
+
     files = _Files()
     hvd.init()
     if hvd.size() < 2:

@@ -24,14 +24,14 @@ def plan(
     shares: list[HostShare] = []
     for name, places in hosts:
         start = shares[-1].ranks.stop if shares else 0
-        shares.append(HostShare(Host(name), range(start, start + len(places))))
+        env_of_host = {"GLOO_SOCKET_IFNAME": f"eth{len(shares)}"}
+        ranks = range(start, start + len(places))
+        shares.append(HostShare(Host(name), ranks, places, env_of_host))
     return JobPlan(
         spec=JobSpec(("python", "my train.py"), env or {}),
         facts=make_facts(),
         shares=tuple(shares),
-        places=tuple(places for _, places in hosts),
         address="10.0.0.1",
-        host_env=tuple({"GLOO_SOCKET_IFNAME": f"eth{n}"} for n in range(len(hosts))),
     )
 
 

@@ -112,8 +112,6 @@ output:
   --log-dir DIR         also write each rank's output to files under DIR on
                         this host
   --error-file FILE     write how the job ended to FILE, as JSON
-  --record FILE         append plan, timings and ends to FILE, as lines of
-                        JSON
 
 binding:
   --bind HOW            bind each rank to: core (own cores near its GPU, else
@@ -129,7 +127,7 @@ binding:
 
 tensors:
   --engine NAME         what moves the tensors: auto, shared_memory, gloo,
-                        nccl, mpi, scheduled, hierarchical (default: auto)
+                        nccl, scheduled, hierarchical (default: auto)
   --algorithm NAME      schedule of the engines scheduled and hierarchical:
                         ring, tree, halving_doubling
   --timeline FILE       write a trace of all ranks to FILE, for Perfetto and

@@ -98,16 +98,11 @@ def _combine(
     out: Tensor,
 ) -> None:
     rows = cast("list[tuple[float, float, float]]", products.tolist())
-    for part, (dot, lower_norm, upper_norm) in zip(parts, rows, strict=True):
-        of_lower = _coefficient(dot, lower_norm)
-        of_upper = _coefficient(dot, upper_norm)
+    for part, (dot, *norms) in zip(parts, rows, strict=True):
+        of_lower, of_upper = (1 - dot / n * 0.5 if n >= _TINY else 1.0 for n in norms)
         for chunk in _chunks(part):
             result = lower[chunk].double().mul_(of_lower)
             out[chunk].copy_(result.add_(upper[chunk].double(), alpha=of_upper))
-
-
-def _coefficient(dot: float, norm: float) -> float:
-    return 1.0 - dot / norm * 0.5 if norm >= _TINY else 1.0
 
 
 def _sum(communicator: Communicator, values: Tensor, size: int) -> Tensor:

@@ -258,7 +258,7 @@ def two_levels(config: EngineConfig, host: str) -> Engine:
     local = SoloEngine() if size == 1 else _shared_memory_or_gloo(own_host)
     cross = None
     if groups.is_even or place == 0:
-        size = groups.num_hosts
+        size = len(groups.ranks)
         local_size = size if config.is_one_host else 1
         info = replace(config.info, rank=index, size=size, local_size=local_size)
         column = replace(config, info=info).at(store, f"place{place}")

@@ -46,7 +46,7 @@ from ronde.collectives.objects import all_gather_json, broadcast_json
 from ronde.collectives.store import JobStore, await_all, join, store_at, store_beyond
 from ronde.errors import CollectiveError, StoreError, UsageError, WorldError
 from ronde.store import local_socket
-from ronde.store.authentication import SameUser, SharedKey, dial_network
+from ronde.store.authentication import SharedKey, dial_network, user_key
 from ronde.store.protocol import max_connections
 from ronde.store.server import serve_locally, serve_network
 from ronde.world import Launcher, Meeting, RankInfo
@@ -86,7 +86,7 @@ def meet(info: RankInfo, timeout_s: float) -> Store:
     Collective: the n-th call of one rank meets the n-th call of all others.
 
     Raises:
-        UsageError: On Slurm: MUNGE does not answer, and no secret file can be used.
+        UsageError: On Slurm: no secret file can be used.
         WorldError: The ranks are on several hosts, and it is unknown where to meet.
         CollectiveError: The others did not come in time, or the port is in use.
     """
@@ -124,8 +124,8 @@ def _open_launchers(info: RankInfo, timeout_s: float) -> Store:
         address = info.meeting.address if is_spread and info.meeting else ""
         return store_at(place, timeout_s, address)
     host, _, port = place.rpartition(":")
-    trust = SharedKey(Path(key_file).read_bytes())
-    return store_beyond(host, int(port), trust, timeout_s)
+    key = SharedKey(Path(key_file).read_bytes())
+    return store_beyond(host, int(port), key, timeout_s)
 
 
 def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
@@ -305,14 +305,14 @@ def _meet_in_step(info: RankInfo, timeout_s: float) -> JobStore:
             f"rank {info.rank} must find {wanted}, a host of the step, by its name, "
             f"got none. {_CURE}"
         )
-    trust = SameUser(f"slurm {info.job_id}", read_config_directory())
+    key = user_key(f"slurm {info.job_id}", read_config_directory())
     if info.rank != 0:
-        return _find_step(addresses, trust, info, timeout_s)
+        return _find_step(addresses, key, info, timeout_s)
     # Answer on the first port that is free, and wait until all others have joined.
     listener = _bind_first(addresses[0], step_ports(info.job_id))
     port = listener.getsockname()[1]
-    serve_network(listener, trust, max_connections(info.size))
-    store = store_beyond(addresses[0], port, trust, timeout_s)
+    serve_network(listener, key, max_connections(info.size))
+    store = store_beyond(addresses[0], port, key, timeout_s)
     join(store, info)
     await_all(store, info, timeout_s)
     return store
@@ -351,7 +351,7 @@ def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _find_step(
-    addresses: Sequence[str], trust: SameUser, info: RankInfo, timeout_s: float
+    addresses: Sequence[str], key: SharedKey, info: RankInfo, timeout_s: float
 ) -> JobStore:
     """Try until somebody at a port of rank 0's host proves to be of this step."""
     ends_at = time.monotonic() + timeout_s
@@ -359,8 +359,8 @@ def _find_step(
     ports = step_ports(info.job_id)
     while time.monotonic() < ends_at:
         places = [(a, port) for port in ports[:num_ports] for a in addresses]
-        for address, port in _answering(places, trust):
-            store = store_beyond(address, port, trust, timeout_s)
+        for address, port in _answering(places, key):
+            store = store_beyond(address, port, key, timeout_s)
             if join(store, info):
                 return store
         # Many ranks that dial often would keep rank 0's host busy while it starts.
@@ -371,17 +371,18 @@ def _find_step(
     raise CollectiveError(
         f"rank 0 must answer at {' or '.join(addresses)} within {timeout_s:g} s, "
         f"but did not answer rank {info.rank}. See whether it started, whether a "
-        "firewall is between, and whether MUNGE runs on both hosts or "
-        f"{read_config_directory()} is the same directory there. {_CURE}"
+        f"firewall is between, and whether {read_config_directory() / 'secret'} is "
+        "the same file on both hosts: copy it, or set XDG_CONFIG_HOME to a directory "
+        f"that they share. {_CURE}"
     )
 
 
-def _answering(places: Sequence[_Place], trust: SameUser) -> list[_Place]:
+def _answering(places: Sequence[_Place], key: SharedKey) -> list[_Place]:
     """Return where somebody proves to be of this step; a stranger may take long."""
 
     def is_ours(place: _Place) -> bool:
         try:
-            dial_network(*place, trust, _ANSWER_S).close()
+            dial_network(*place, key, _ANSWER_S).close()
         except (OSError, StoreError):
             return False
         return True
@@ -411,21 +412,21 @@ def _meet_by_mpi(info: RankInfo, timeout_s: float) -> JobStore:
         ) from error
     mpi = Communicator(engine)
     address = _agree_on_address(mpi)
-    key, port = secrets.token_bytes(32), 0
+    own_key, port = secrets.token_bytes(32), 0
     if mpi.rank == 0 and address:
         listener = socket.create_server((address, 0), family=family_of(address))
         port = listener.getsockname()[1]
-        serve_network(listener, SharedKey(key), max_connections(info.size))
+        serve_network(listener, SharedKey(own_key), max_connections(info.size))
     # Who reads what MPI carries is of the job, or can do as he likes with it anyway.
-    shared_key, port = broadcast_json(mpi, lambda: [key.hex(), port], 0)
+    shared_key, port = broadcast_json(mpi, lambda: [own_key.hex(), port], 0)
     mpi.close()
     if not address:
         raise WorldError(
             "rank 0's host must have an address that all hosts have a route to, got "
             "none. Set MASTER_ADDR and MASTER_PORT on all ranks to where they reach it."
         )
-    trust = SharedKey(bytes.fromhex(shared_key))
-    return store_beyond(address, int(port), trust, timeout_s)
+    key = SharedKey(bytes.fromhex(shared_key))
+    return store_beyond(address, int(port), key, timeout_s)
 
 
 def _agree_on_address(mpi: Communicator) -> str:

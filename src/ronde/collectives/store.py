@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed import Store
 
 from ronde.errors import CollectiveError, StoreError
-from ronde.store.authentication import Trust, dial_network
+from ronde.store.authentication import SharedKey, dial_network
 from ronde.store.client import PlainConnection, StoreClient
 from ronde.store.local_socket import dial
 from ronde.store.protocol import Op
@@ -108,9 +108,9 @@ def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
     return JobStore(connect, timeout_s, address)
 
 
-def store_beyond(address: str, port: int, trust: Trust, timeout_s: float) -> JobStore:
+def store_beyond(address: str, port: int, key: SharedKey, timeout_s: float) -> JobStore:
     def connect(limit_s: float) -> PlainConnection:
-        return dial_network(address, port, trust, limit_s)
+        return dial_network(address, port, key, limit_s)
 
     return JobStore(connect, timeout_s, address)
 

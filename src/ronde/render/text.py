@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from ronde.errors import UsageError
 from ronde.topology.cpu_sets import format_list
+from ronde.units import list_first
 
 WIDTH = 80
 _MAX_RUNS = 8
@@ -26,16 +27,6 @@ def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(lines or [label.rstrip()]) + "\n"
-
-
-def counted(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else plural}"
-
-
-def list_first(names: Sequence[str], most: int, sign: str = ", ") -> str:
-    left = len(names) - most
-    return sign.join(names[:most]) + (f" and {left:,} more" if left > 0 else "")
 
 
 def list_some(names: Sequence[str], most: int = 8, noun: str = "times") -> str:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ronde.render.text import align, counted
+from ronde.render.text import align
 from ronde.trace.summary import FusionSummary, RankSummary, TensorSummary, TraceSummary
-from ronde.units import format_duration, format_size
+from ronde.units import counted, format_duration, format_size
 
 _MAX_LATE_RANKS = 3
 _HEADINGS = ("rank", "host", "operations", "waiting", "moving", "came last", "held up")

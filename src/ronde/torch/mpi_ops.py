@@ -22,7 +22,7 @@ The functions without ``async`` and without underscore work under autograd. Thos
 
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.data_parallel import (
     Compression,
     Compressor,
-    JoinProgress,
     participate_until_all_joined,
 )
 from ronde.errors import CollectiveError as HorovodInternalError, UsageError
@@ -454,25 +453,9 @@ def join(device: int = -1) -> int:
     joined last, equal on all ranks; with optimizers one that took the last step.
     """
     del device
-    session = current_session()
-    coordinator = session.states[0].coordinator
-
-    def exchange(own: list[JoinProgress]) -> list[list[JoinProgress]]:
-        rows = [(session.world.rank, *standing) for standing in own]
-        width = 1 + len(JoinProgress._fields)
-        sent = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, width)
-        operation = NamedOperation(OpKind.ALLGATHER, (sent,), "join.standings")
-        (gathered,) = coordinator.run(operation)
-        everyone: list[list[JoinProgress]] = [[] for _ in range(session.world.size)]
-        for its_rank, *standing in gathered.tolist():
-            everyone[its_rank].append(JoinProgress(*standing))
-        return everyone
-
-    return participate_until_all_joined(
-        [each for state in session.states.values() for each in state.participants],
-        join=lambda: cast("int", coordinator.run(NamedOperation(OpKind.JOIN))),
-        exchange=exchange,
-    )
+    states = current_session().states
+    participants = [each for state in states.values() for each in state.participants]
+    return participate_until_all_joined(participants, states[0].coordinator)
 
 
 def _run_compressed(

@@ -38,10 +38,6 @@ class HostGroups(NamedTuple):
         return cls(tuple(map(tuple, found.values())))
 
     @property
-    def num_hosts(self) -> int:
-        return len(self.ranks)
-
-    @property
     def is_even(self) -> bool:
         return len({len(ranks) for ranks in self.ranks}) == 1
 

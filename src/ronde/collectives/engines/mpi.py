@@ -357,8 +357,7 @@ def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiEngine:
             f"MPI must know the ranks that the launcher started, but its rank is "
             f"{world.rank} of {world.size} where the launcher's is {rank} of {size}. "
             "Start the program with mpirun of the MPI that mpi4py loads "
-            f"({MPI.Get_library_version().partition(',')[0]}), or with: ronde run "
-            "--engine mpi"
+            f"({MPI.Get_library_version().partition(',')[0]})."
         )
     # The world itself is the program's; it is never closed here.
     return MpiEngine(library, world, timeout_s).clone()
