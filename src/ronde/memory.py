@@ -8,7 +8,6 @@ Note [Memory that is kept]:
     machine or the control group has for each of its ranks.
 """
 
-import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +108,8 @@ class MallocThresholds(NamedTuple):
 
     def apply(self) -> None:
         """Give them to this process, unless its malloc is another library's."""
+        import ctypes  # the launcher reads memory too, and needs none of this
+
         libc = ctypes.CDLL(None)
         of_glibc = ctypes.CDLL("libc.so.6").malloc
         pointers = [ctypes.cast(f, ctypes.c_void_p) for f in (libc.malloc, of_glibc)]

@@ -35,7 +35,8 @@ def test_help_of_run_names_every_option(ronde):
 
 def test_help_of_run_names_what_there_is(ronde):
     text = " ".join(ronde("run", "--help").stdout.decode().split())
-    assert ", ".join(ENGINES) in text
+    # MPI starts its ranks itself.
+    assert ", ".join(name for name in ENGINES if name != "mpi") in text
     assert ", ".join(ALGORITHMS) in text
 
 
