@@ -129,7 +129,7 @@ def test_a_joined_rank_is_never_late():
     )
     arrivals = find_arrivals((t.rank, t.keyed) for t in tracks)
     ((_, arrival),) = arrivals.items()
-    assert (arrival.late_rank, arrival.num_ranks) == (1, 2)
+    assert (arrival.late_rank, arrival.early_ns) == (1, BASE_NS + 5)
     assert waited_ns(record(submitted=5), arrival) == 4
     assert waited_ns(record(submitted=None), arrival) == 0
 

@@ -6,7 +6,7 @@ import json
 from hypothesis import strategies as st
 
 from ronde.timeline.events import Activity, ClockBound, Recorded
-from ronde.timeline.part import Encoder, PartHeader, Track
+from ronde.timeline.part import Encoder, PartHeader, Track, encode_line
 
 BASE_NS = 10**13
 """An uptime of some hours."""
@@ -52,7 +52,7 @@ def encode(*records, ended=True, **head):
     """Return the lines of a segment."""
     encoder = Encoder(header(**head))
     lines = encoder.head + encoder.operations(records)
-    return lines + encoder.end(len(records), 0) if ended else lines
+    return lines + encode_line(["e", len(records), 0]) if ended else lines
 
 
 @st.composite

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from ronde.render.text import align
-from ronde.trace.summary import FusionSummary, RankSummary, TensorSummary, TraceSummary
+from ronde.trace.reading import RankTrace
+from ronde.trace.summary import FusionSummary, TensorSummary, TraceSummary
 from ronde.units import counted, format_duration, format_size
 
 _MAX_LATE_RANKS = 3
@@ -17,49 +18,51 @@ was carried out; held up: all others were ready for something, and this rank was
 def draw_trace(name: str, summary: TraceSummary, num_tensors: int) -> str:
     if not summary.num_operations:
         return f"{name}: no operation was recorded.\n" + _notes(summary)
-    hosts = {rank.host for rank in summary.ranks}
+    ranks = summary.trace.ranks
+    hosts = {rank.host for rank in ranks}
     where = "" if hosts == {""} else f" on {counted(len(hosts), 'host')}"
     head = (
-        f"{name}: {counted(len(summary.ranks), 'rank')}{where}, "
+        f"{name}: {counted(len(ranks), 'rank')}{where}, "
         f"{format_duration(summary.span_s)}, "
         f"{counted(summary.num_operations, 'operation')}.\n"
     )
-    parts = [head, _clocks(summary.ranks), _ranks(summary), _KEY]
+    parts = [head, _clocks(ranks), _ranks(summary), _KEY]
     parts += [_tensors(summary, num_tensors), _fusion(summary.fusion), _notes(summary)]
     return "\n".join(part for part in parts if part)
 
 
-def _clocks(ranks: Sequence[RankSummary]) -> str:
+def _clocks(ranks: Sequence[RankTrace]) -> str:
     if len(ranks) == 1:
         return ""
-    unknown = [rank.rank for rank in ranks if rank.clock_error_s is None]
+    unknown = [rank.rank for rank in ranks if rank.clock_error_us is None]
     if unknown:
         return (
             f"The clocks of {_names(unknown)} were not measured but aligned by their "
             "hosts' time of day, so it is unknown which rank came late.\n"
         )
-    worst = max(ranks, key=lambda rank: rank.clock_error_s or 0)
-    if not worst.clock_error_s:
+    worst = max(ranks, key=lambda rank: rank.clock_error_us or 0)
+    if not worst.clock_error_us:
         return "All ranks read one clock.\n"
+    error = format_duration(worst.clock_error_us / 1e6)
     return (
-        f"The clocks are within {format_duration(worst.clock_error_s)} of rank 0's; "
+        f"The clocks are within {error} of rank 0's; "
         f"rank {worst.rank}'s is the least certain.\n"
     )
 
 
 def _ranks(summary: TraceSummary) -> str:
-    has_drops = any(rank.num_dropped for rank in summary.ranks)
+    has_drops = any(rank.num_dropped for rank in summary.trace.ranks)
     headings = [*_HEADINGS, *(["dropped"] if has_drops else [])]
     rows = [
         [
-            str(rank.rank),
-            rank.host or "-",
-            f"{rank.num_operations:,}",
+            str(rank.trace.rank),
+            rank.trace.host or "-",
+            f"{len(rank.trace.operations):,}",
             _share(rank.waiting_s, summary.span_s),
             _share(rank.moving_s, summary.span_s),
             f"{rank.num_late:,}",
             _share(rank.held_up_s, summary.span_s),
-            *([f"{rank.num_dropped:,}"] if has_drops else []),
+            *([f"{rank.trace.num_dropped:,}"] if has_drops else []),
         ]
         for rank in summary.ranks
     ]
@@ -118,20 +121,21 @@ def _fusion(fusion: FusionSummary | None) -> str:
 
 
 def _notes(summary: TraceSummary) -> str:
-    notes = list(summary.remarks)
-    cut = [rank.rank for rank in summary.ranks if not rank.is_whole]
+    trace = summary.trace
+    notes = list(trace.remarks)
+    cut = [rank.rank for rank in trace.ranks if not rank.is_whole]
     if cut:
         notes.append(
             f"The program did not end in order on {_names(cut)}: its last half second "
             "may be missing."
         )
-    if dropped := sum(rank.num_dropped for rank in summary.ranks):
+    if dropped := sum(rank.num_dropped for rank in trace.ranks):
         notes.append(
             f"{counted(dropped, 'record')} are missing, the oldest: the limit was "
             "reached. A larger --timeline-limit keeps more."
         )
-    here = {rank.rank for rank in summary.ranks}
-    if missing := [rank for rank in range(summary.size) if rank not in here]:
+    here = {rank.rank for rank in trace.ranks}
+    if missing := [rank for rank in range(trace.size) if rank not in here]:
         notes.append(f"There are no records of {_names(missing)}.")
     return "".join(f"{note}\n" for note in notes)
 

@@ -72,17 +72,14 @@ class ClockMap(NamedTuple):
         """Return how far the offset may be wrong; beyond what was measured it grows."""
         if not self.points or not self.is_measured:
             return 0
-        first, last = self.points[0], self.points[-1]
-        if at_ns <= first[0]:
-            return first[2] + int((first[0] - at_ns) * DRIFT)
-        if at_ns >= last[0]:
-            return last[2] + int((at_ns - last[0]) * DRIFT)
-        return self._interpolate(at_ns, 2)
+        inside_ns = min(max(at_ns, self.points[0][0]), self.points[-1][0])
+        drift_ns = int(abs(at_ns - inside_ns) * DRIFT)
+        return self._interpolate(inside_ns, 2) + drift_ns
 
     def _interpolate(self, at_ns: int, what: int) -> int:
-        index = max(bisect_right(self.points, at_ns, key=lambda point: point[0]), 1)
-        after = self.points[min(index, len(self.points) - 1)]
-        before = self.points[max(min(index, len(self.points) - 1) - 1, 0)]
+        index = bisect_right(self.points, at_ns, key=lambda point: point[0])
+        index = min(index, len(self.points) - 1)
+        before, after = self.points[max(index - 1, 0)], self.points[index]
         span = after[0] - before[0]
         rise = (after[what] - before[what]) * (at_ns - before[0]) // span if span else 0
         return before[what] + rise
@@ -104,7 +101,6 @@ class Arrival(NamedTuple):
     late_rank: int  # the last; the lowest of several
     late_ns: int
     early_ns: int  # when the first did
-    num_ranks: int  # how many are known
     margin_ns: int  # by how much the last one was later than the one before it
 
     @classmethod
@@ -112,8 +108,7 @@ class Arrival(NamedTuple):
         """Return what pairs of a time and a negated rank show, two at least."""
         ordered = sorted(times)
         late_ns, rank = ordered[-1]
-        before_ns, early_ns = ordered[-2][0], ordered[0][0]
-        return cls(-rank, late_ns, early_ns, len(ordered), late_ns - before_ns)
+        return cls(-rank, late_ns, ordered[0][0], late_ns - ordered[-2][0])
 
 
 class AlignedTrack(NamedTuple):
@@ -147,17 +142,24 @@ def align(tracks: Sequence[Track]) -> list[AlignedTrack]:
     clocks = _clock_maps(tracks)
     aligned: list[AlignedTrack] = []
     for track in tracks:
-        clock = clocks[track.header.clock]
-        turns: Counter[tuple[int, int, str]] = Counter()
-        keyed: list[tuple[OperationKey, Recorded]] = []
-        for record in track.operations:
-            same = (record.set_id, record.sequence, record.name)
-            key = OperationKey(track.header.session, *same, turns[same])
-            keyed.append((key, _shift(record, clock)))
-            turns[same] += 1
+        clock, session = clocks[track.header.clock], track.header.session
+        keyed = with_keys((session, _shift(each, clock)) for each in track.operations)
         cycles = [at_ns + clock.offset_ns(at_ns) for at_ns in track.cycles]
         aligned.append(AlignedTrack(track, clock, keyed, cycles))
     return aligned
+
+
+def with_keys(
+    records: Iterable[tuple[int, Recorded]],
+) -> list[tuple[OperationKey, Recorded]]:
+    """Find the keys of one rank's records, in their order, each with its session."""
+    turns: Counter[tuple[int, int, int, str]] = Counter()
+    keyed: list[tuple[OperationKey, Recorded]] = []
+    for session, record in records:
+        same = (session, record.set_id, record.sequence, record.name)
+        keyed.append((OperationKey(*same, turns[same]), record))
+        turns[same] += 1
+    return keyed
 
 
 def _clock_maps(tracks: Sequence[Track]) -> dict[str, ClockMap]:

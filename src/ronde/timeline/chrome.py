@@ -18,8 +18,9 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ronde.errors import UsageError
 from ronde.timeline.alignment import (
@@ -43,19 +44,16 @@ class Lanes:
     """
 
     def __init__(self) -> None:
-        self._free: list[int] = []
-        self._taken: list[tuple[int, int]] = []
-        self.num_lanes = 0
+        self._ends: list[int] = []  # of each lane's last span
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._ends)
 
     def place(self, begin: int, end: int) -> int:
-        while self._taken and self._taken[0][0] <= begin:
-            heapq.heappush(self._free, heapq.heappop(self._taken)[1])
-        if self._free:
-            lane = heapq.heappop(self._free)
-        else:
-            lane = self.num_lanes
-            self.num_lanes += 1
-        heapq.heappush(self._taken, (max(end, begin + 1), lane))
+        free = (lane for lane, last in enumerate(self._ends) if last <= begin)
+        lane = next(free, len(self._ends))
+        self._ends[lane : lane + 1] = [max(end, begin + 1)]
         return lane
 
 
@@ -184,12 +182,7 @@ def us(ns: int) -> str:
     return f"{sign}{abs(ns) // 1000}.{abs(ns) % 1000:03}"
 
 
-_WRITE_BYTES = 1 << 18
 _TRIES = 8
-
-
-class _TooLargeError(Exception):
-    """The file would pass its limit."""
 
 
 def write_trace(
@@ -206,12 +199,11 @@ def write_trace(
     try:
         for _ in range(_TRIES):
             since_ns = records[len(records) - num_kept] if num_kept else None
-            try:
-                _replace(path, _text(aligned, since_ns, remarks), limit_bytes)
-            except _TooLargeError as error:
-                num_kept = int(num_kept * 0.9 * min(float(str(error)), 0.9))
-            else:
+            lines = _text(aligned, since_ns, remarks)
+            share = _replace(path, lines, limit_bytes)
+            if share == 1:
                 return len(records) - num_kept
+            num_kept = int(num_kept * 0.9 * min(share, 0.9))
     except OSError as error:
         raise UsageError(
             f"timeline must be a file that can be written, got {str(path)!r}: "
@@ -223,45 +215,25 @@ def write_trace(
     )
 
 
-def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -> None:
-    """Write beside ``path`` first, so that nobody ever finds half a file."""
+def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -> float:
+    """Write a file; return 1, or without having written it the share that fits."""
+    # Beside ``path`` first, so that nobody ever finds half a file.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    draft, is_packed = Path(name), path.name.endswith(".gz")
     try:
         with os.fdopen(descriptor, "wb") as raw:
-            if path.name.endswith(".gz"):
-                with gzip.GzipFile("", "wb", 5, raw, mtime=0) as packed:
-                    _write(packed, raw, lines, limit_bytes)
-            else:
-                _write(raw, raw, lines, limit_bytes)
-            _check_size(raw, limit_bytes)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _write(
-    to: "IO[bytes] | gzip.GzipFile",
-    raw: IO[bytes],
-    lines: Iterator[tuple[float, str]],
-    limit_bytes: int,
-) -> None:
-    waiting: list[str] = []
-    num_waiting = 0
-    for done, line in lines:
-        waiting.append(line)
-        num_waiting += len(line)
-        if num_waiting >= _WRITE_BYTES:
-            to.write("".join(waiting).encode())
-            waiting.clear()
-            num_waiting = 0
-            _check_size(raw, limit_bytes, done)
-    to.write("".join(waiting).encode())
-
-
-def _check_size(raw: IO[bytes], limit_bytes: int, done: float = 1.0) -> None:
-    if raw.tell() > limit_bytes:
-        raise _TooLargeError(limit_bytes / raw.tell() * done)
+            file = gzip.GzipFile("", "wb", 5, raw, mtime=0) if is_packed else raw
+            with TextIOWrapper(file, "utf-8") as text:
+                for done, line in lines:
+                    text.write(line)
+                    if raw.tell() > limit_bytes:
+                        return limit_bytes / raw.tell() * done
+        if (size_bytes := draft.stat().st_size) > limit_bytes:
+            return limit_bytes / size_bytes
+        draft.replace(path)
+        return 1
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _text(

@@ -110,7 +110,7 @@ class Gathering:
             parts[rank] = b"".join(chunks)
             self._store.set(f"taken/{rank}", b"")
         # An answer to this shows that those before it are out.
-        self._store.check([f"clock/{0}"])
+        self._store.check(["clock/0"])
         return parts, missing
 
     def _compare(self) -> None:
@@ -120,8 +120,8 @@ class Gathering:
             if self._rank == 0:
                 self._wait_for([f"clock/{r}" for r in range(self._size)], deadline)
                 self._serve("start", self._foreign_clocks(self._announced()), deadline)
-            elif self._wait_for([f"clock/{0}"], deadline):
-                is_own = self._store.get(f"clock/{0}").decode() == self._clock
+            elif self._wait_for(["clock/0"], deadline):
+                is_own = self._store.get("clock/0").decode() == self._clock
                 if not is_own and self._store.add(f"leader/{self._clock}", 1) == 1:
                     self._is_leader = True
                     self._measure("start", deadline)

@@ -18,7 +18,6 @@ Note [The form of a part]
 
 import json
 import os
-import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -95,8 +94,7 @@ class Encoder:
     def __init__(self, header: PartHeader) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._last_ns = 0
-        content = {"ronde_timeline": FORMAT, **asdict(header)}
-        self.head = json.dumps(content).encode() + b"\n"
+        self.head = encode_line({"ronde_timeline": FORMAT, **asdict(header)})
 
     def operations(self, records: Iterable[Recorded]) -> bytes:
         lines: list[str] = []
@@ -124,14 +122,9 @@ class Encoder:
             self._last_ns = ended
         return "\n".join([*lines, ""]).encode()
 
-    def cycle(self, at_ns: int) -> bytes:
-        return f'["c",{at_ns}]\n'.encode()
 
-    def bound(self, bound: ClockBound) -> bytes:
-        return f'["b",{bound.at_ns},{bound.low_ns},{bound.high_ns}]\n'.encode()
-
-    def end(self, num_taken: int, num_lost: int) -> bytes:
-        return f'["e",{num_taken},{num_lost}]\n'.encode()
+def encode_line(content: object) -> bytes:
+    return json.dumps(content).encode() + b"\n"
 
 
 def is_part(data: bytes) -> bool:
@@ -248,7 +241,6 @@ class PartFiles:
         self._bounds: list[ClockBound] = []
         self._num_segments = 0
         self._num_taken = 0
-        self._lock = threading.Lock()
         self._open()
 
     @property
@@ -257,34 +249,27 @@ class PartFiles:
 
     def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
         if self._size_bytes >= self._segment_bytes:
-            with self._lock:
-                self._rotate()
-        lines = self._encoder.operations(records)
+            self._rotate()
+        lines = self._new_bounds() + self._encoder.operations(records)
         self._num_taken += len(records)
-        lines += b"".join(map(self._encoder.cycle, cycles))
+        lines += b"".join(encode_line(["c", at_ns]) for at_ns in cycles)
         self._unflushed_bytes += len(lines)
-        with self._lock:
-            self._put(self._packer.compress(lines))
+        self._put(self._packer.compress(lines))
         if self._unflushed_bytes >= _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
         self._unflushed_bytes = 0
-        with self._lock:
-            self._put(self._packer.flush(zlib.Z_SYNC_FLUSH))
+        self._put(self._packer.flush(zlib.Z_SYNC_FLUSH))
 
     def take_bound(self, bound: ClockBound) -> None:
-        """Write down what was measured of the clock; from any thread."""
-        with self._lock:
-            self._bounds.append(bound)
-            self._put(self._packer.compress(self._encoder.bound(bound)))
-        self.flush()
+        """Have the next records bring what was measured; from any thread."""
+        self._bounds.append(bound)
 
     def close(self, num_lost: int) -> None:
-        end = self._encoder.end(self._num_taken, num_lost)
-        with self._lock:
-            self._put(self._packer.compress(end))
-            self._finish()
+        end = encode_line(["e", self._num_taken, num_lost])
+        self._put(self._packer.compress(self._new_bounds() + end))
+        self._finish()
 
     def read(self) -> bytes:
         return b"".join(path.read_bytes() for path in self.paths)
@@ -302,14 +287,18 @@ class PartFiles:
         name = f"{_stem(header.rank, header)}{self._num_segments}{SUFFIX}"
         self._path = self.directory / name
         self._num_segments += 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        self._fd = os.open(self._path, flags, 0o600)
-        self._size_bytes = self._unflushed_bytes = 0
+        self._file = open(self._path, "wb", 0, opener=_open_private)  # noqa: SIM115
+        self._size_bytes = self._num_bounds = 0
         self._packer = zlib.compressobj(1, wbits=31)
         self._encoder = Encoder(replace(header, num_before=self._num_taken))
-        bounds = map(self._encoder.bound, self._bounds)
-        head = self._packer.compress(b"".join([self._encoder.head, *bounds]))
-        self._put(head + self._packer.flush(zlib.Z_SYNC_FLUSH))
+        self._put(self._packer.compress(self._encoder.head + self._new_bounds()))
+        self.flush()
+
+    def _new_bounds(self) -> bytes:
+        """Return the lines of bounds that this segment has not."""
+        bounds = self._bounds[self._num_bounds :]
+        self._num_bounds += len(bounds)
+        return b"".join(encode_line(["b", *bound]) for bound in bounds)
 
     def _rotate(self) -> None:
         self._finish()
@@ -320,22 +309,21 @@ class PartFiles:
 
     def _finish(self) -> None:
         self._put(self._packer.flush())
-        self._close()
+        self._file.close()
 
     def _put(self, data: bytes) -> None:
         self._size_bytes += len(data)
         rest = memoryview(data)
         try:
             while rest:
-                rest = rest[os.write(self._fd, rest) :]
+                rest = rest[self._file.write(rest) :]
         except OSError:
-            self._close()
+            self._file.close()
             raise
 
-    def _close(self) -> None:
-        # Its number may be another file's next.
-        fd, self._fd = self._fd, -1
-        os.close(fd)
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _stem(rank: int, header: PartHeader) -> str:

@@ -8,14 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ronde.errors import UsageError
 from ronde.timeline.alignment import clock_identity
 from ronde.timeline.chrome import write_trace
-from ronde.timeline.events import ClockBound, Recorded
+from ronde.timeline.events import Recorded
 from ronde.timeline.gathering import Gathering, SharedStore
 from ronde.timeline.part import PartFiles, PartHeader, read_parts
 
@@ -249,11 +248,13 @@ class RankRecording:
         )
         self._gathering: Gathering | None = None
         if store is not None:
-            # Not a method: a circle would keep the store's connection open.
-            on_bound = partial(_take_bound, self._files)
-            who = (header.rank, header.size)
             self._gathering = Gathering(
-                store, *who, clock=header.clock, on_bound=on_bound
+                store,
+                header.rank,
+                header.size,
+                clock=header.clock,
+                # Not of this object: a circle would keep the store's connection open.
+                on_bound=self._files.take_bound,
             )
             self._gathering.start()
 
@@ -292,13 +293,6 @@ class RankRecording:
             )
 
 
-def _take_bound(files: PartFiles, bound: ClockBound) -> None:
-    try:
-        files.take_bound(bound)
-    except OSError as error:
-        _logger.warning("a clock's offset could not be written down: %s", error)
-
-
 def write_merged(
     path: Path, blobs: Sequence[bytes], limit_bytes: int, remarks: Sequence[str] = ()
 ) -> None:
@@ -307,10 +301,13 @@ def write_merged(
 
 
 def _remarks(missing: list[int], size: int, parts: dict[int, bytes]) -> list[str]:
+    remarks: list[str] = []
+    if missing:
+        remarks.append(f"The records of ranks {missing} did not come in time.")
     silent = [r for r in range(1, size) if r not in parts and r not in missing][:16]
-    late = f"The records of ranks {missing} did not come in time."
-    silence = f"Ranks {silent} recorded nothing: no timeline ran there."
-    return [late] * bool(missing) + [silence] * bool(silent)
+    if silent:
+        remarks.append(f"Ranks {silent} recorded nothing: no timeline ran there.")
+    return remarks
 
 
 def open_horovod_recording(

@@ -4,14 +4,19 @@ import gzip
 import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ronde.errors import UsageError
-from ronde.timeline.alignment import Arrival, OperationKey, align, find_arrivals
+from ronde.timeline.alignment import (
+    Arrival,
+    OperationKey,
+    align,
+    find_arrivals,
+    with_keys,
+)
 from ronde.timeline.events import Recorded
 from ronde.timeline.part import FORMAT, MAGIC, SUFFIX, Track, is_part, read_parts
 
@@ -124,13 +129,14 @@ def _read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
             f"timeline must be of version {FORMAT}, got {facts['ronde_timeline']!r}. "
             "Read it with the version of ronde that wrote it."
         )
-    records: dict[int, list[tuple[OperationKey, Recorded]]] = {}
-    turns: Counter[tuple[int, int, int, int, str]] = Counter()
+    found: dict[int, list[tuple[int, Recorded]]] = {}
     for line in lines:
         if '"tensor"' not in line or '"fused"' not in line:
             continue
         event = json.loads(line.rstrip().rstrip(","))
-        records.setdefault(event["pid"], []).append(_record(event, turns))
+        own = (event["args"]["session"], _record(event))
+        found.setdefault(event["pid"], []).append(own)
+    records = {rank: with_keys(own) for rank, own in found.items()}
     arrivals = find_arrivals(records.items())
     recordings = [
         RankTrace(
@@ -165,9 +171,7 @@ def _joined(recordings: Iterable[RankTrace]) -> list[RankTrace]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def _record(
-    event: Mapping[str, Any], turns: Counter[tuple[int, int, int, int, str]]
-) -> tuple[OperationKey, Recorded]:
+def _record(event: Mapping[str, Any]) -> Recorded:
     args = event["args"]
     begun_ns = round(event["ts"] * 1000)
 
@@ -175,14 +179,19 @@ def _record(
         # 0 is what never was, so a time at the very start is moved by 1.
         return 0 if since_us is None else (begun_ns + round(since_us * 1000)) or 1
 
-    name, set_id, sequence = args["tensor"], args["set"], args["sequence"]
-    same = (event["pid"], args["session"], set_id, sequence, name)
-    key = OperationKey(args["session"], set_id, sequence, name, turns[same])
-    turns[same] += 1
-    asked = (absolute_ns(args["submitted_us"]), absolute_ns(args["agreed_us"]))
-    times = (*asked, begun_ns, begun_ns + round(event["dur"] * 1000))
-    about = (args["dtype"], tuple(args["shape"]), args["fused"])
-    return key, Recorded(set_id, sequence, name, event["name"], *times, *about)
+    return Recorded(
+        set_id=args["set"],
+        sequence=args["sequence"],
+        name=args["tensor"],
+        kind=event["name"],
+        submitted_ns=absolute_ns(args["submitted_us"]),
+        agreed_ns=absolute_ns(args["agreed_us"]),
+        begun_ns=begun_ns,
+        ended_ns=begun_ns + round(event["dur"] * 1000),
+        dtype=args["dtype"],
+        shape=tuple(args["shape"]),
+        num_fused=args["fused"],
+    )
 
 
 def read_trace(path: Path) -> Trace:

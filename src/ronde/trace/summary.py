@@ -21,16 +21,11 @@ _DTYPE_BYTES = {
 class RankSummary(NamedTuple):
     """What one rank did."""
 
-    rank: int
-    host: str  # empty where it is unknown
-    num_operations: int  # of which there is a record
+    trace: RankTrace
     waiting_s: float
     moving_s: float  # time in which an operation was carried out
     num_late: int  # operations for which it came last, beyond the clocks' error
     held_up_s: float
-    clock_error_s: float | None  # how far its times may be off; None where unmeasured
-    num_dropped: int  # operations that are missing
-    is_whole: bool  # whether its recording ended in order
 
 
 class TensorSummary(NamedTuple):
@@ -55,34 +50,33 @@ class FusionSummary(NamedTuple):
 class TraceSummary(NamedTuple):
     """A trace in figures."""
 
+    trace: Trace
     span_s: float  # from the first event to the last
-    size: int  # ranks of the job; 0 where it is unknown
     num_operations: int  # different ones, over all ranks
     num_unclear: int  # those whose last rank is unclear, for the clocks' error
     ranks: Sequence[RankSummary]
     tensors: Sequence[TensorSummary]  # those that waited longest in all, first
     fusion: FusionSummary | None  # None where nothing was recorded
-    remarks: Sequence[str]  # what the trace does not show, in sentences
 
 
 def summarize(trace: Trace) -> TraceSummary:
     records = [record for rank in trace.ranks for _, record in rank.operations]
     begins = (min(r.submitted_ns or r.begun_ns, r.begun_ns) for r in records)
     span_ns = max((r.ended_ns for r in records), default=0) - min(begins, default=0)
+    error_ns = _error_ns(trace)
     clear = {
         key: arrival
         for key, arrival in trace.arrivals.items()
-        if arrival.margin_ns > _error_ns(trace)
+        if arrival.margin_ns > error_ns
     }
     return TraceSummary(
+        trace,
         span_s=span_ns * _NS,
-        size=trace.size,
         num_operations=len({key for rank in trace.ranks for key, _ in rank.operations}),
         num_unclear=len(trace.arrivals) - len(clear),
         ranks=[_rank(rank, trace, clear.values()) for rank in trace.ranks],
         tensors=_tensors(trace.arrivals, clear),
         fusion=_fusion(trace.ranks),
-        remarks=trace.remarks,
     )
 
 
@@ -106,18 +100,12 @@ def _rank(rank: RankTrace, trace: Trace, clear: Iterable[Arrival]) -> RankSummar
     held_up = [
         (arrival.late_ns - arrival.margin_ns, arrival.late_ns) for arrival in late
     ]
-    error_us = rank.clock_error_us
     return RankSummary(
-        rank=rank.rank,
-        host=rank.host,
-        num_operations=len(rank.operations),
+        trace=rank,
         waiting_s=covered(waits) * _NS,
         moving_s=covered(moves) * _NS,
         num_late=len(late),
         held_up_s=covered(held_up) * _NS,
-        clock_error_s=None if error_us is None else error_us / 1e6,
-        num_dropped=rank.num_dropped,
-        is_whole=rank.is_whole,
     )
 
 
