@@ -5,7 +5,6 @@ from itertools import islice
 from threading import Event
 
 import pytest
-from hypothesis import given, strategies as st
 
 from ronde.horovod import compatibility as util
 from ronde.horovod.compatibility import (
@@ -140,16 +139,6 @@ def test_rank_and_size_by_any_launcher(monkeypatch) -> None:
     assert get_env_rank_and_size() == (3, 4)
 
 
-@given(st.lists(st.integers()), st.integers(1, 9))
-def test_a_list_is_split_evenly(items: list[int], num_parts: int) -> None:
-    parts = util.split_list(items, num_parts)
-    assert [item for part in parts for item in part] == items
-    lengths = [len(part) for part in parts]
-    assert len(lengths) == num_parts
-    assert lengths == sorted(lengths, reverse=True)
-    assert max(lengths) - min(lengths) <= 1
-
-
 def test_versions_are_compared_as_such() -> None:
     assert util.is_version_greater_equal_than("2.13.0+cpu", "2.9.0")
     assert not util.is_version_greater_equal_than("1.9", "1.10.0")
@@ -158,9 +147,6 @@ def test_versions_are_compared_as_such() -> None:
 
 
 def test_the_rest_of_the_odds_and_ends() -> None:
-    assert [n for n in range(10) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8]
-    assert util.is_iterable([])
-    assert not util.is_iterable(3)
     assert util.gloo_built()
     assert not util.ddl_built()
     assert not util.ccl_built()

@@ -2,10 +2,9 @@
 
 import logging
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
-from itertools import pairwise
 from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
@@ -26,13 +25,9 @@ __all__ = [
     "extension_available",
     "get_version_mismatch_message",
     "gloo_built",
-    "gpu_available",
-    "is_iterable",
     "is_version_greater_equal_than",
     "mpi_built",
     "nccl_built",
-    "num_rank_is_power_2",
-    "split_list",
 ]
 
 _logger = logging.getLogger("ronde")
@@ -67,13 +62,6 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     return ext_base_name == "torch"
 
 
-def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether a front end sees a GPU."""
-    import torch
-
-    return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
-
-
 def _with_verbose(function: Any) -> Any:  # noqa: ANN401  of features
     @wraps(function)
     def built(verbose: bool = False) -> Any:  # noqa: ANN401  the function's own
@@ -103,27 +91,6 @@ def env(**kwargs: str | None) -> Generator[None]:
         for name in values:
             environ.pop(name, None)
         environ.update(before)
-
-
-def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether a number of ranks is a power of 2."""
-    return num_rank > 0 and num_rank.bit_count() == 1
-
-
-def split_list(items: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
-    """Split into consecutive parts whose lengths differ by 1 at most, longer first."""
-    length, num_longer = divmod(len(items), num_parts)
-    starts = [i * length + min(i, num_longer) for i in range(num_parts + 1)]
-    return [items[a:b] for a, b in pairwise(starts)]
-
-
-def is_iterable(x: object) -> bool:
-    """Return whether ``iter(x)`` works."""
-    try:
-        iter(x)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    except TypeError:
-        return False
-    return True
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
