@@ -8,7 +8,6 @@ A file of records is one JSON object a line, each with the version of its form:
 import json
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any, cast
 
 from ronde import __version__
 from ronde.errors import UsageError
+from ronde.plain_values import PlainValueError, from_plain
 
 SCHEMA = 1
-"""Version of the form; a change that an older reader would misread raises it."""
-_TEXTS, _OBJECTS = ("kind", "created_at", "ronde"), ("machine", "values")
-_ENTRIES = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_OBJECTS, dict)
+"""Version of the form; every change of it raises this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +58,23 @@ class Record:
     """One measurement."""
 
     kind: str  # what was measured, such as ``training``; readers choose by it
-    values: Mapping[str, Any]  # JSON's types only; names carry their units
+    values: dict[str, Any]  # JSON's types only; names carry their units
     created_at: str = field(default_factory=_now)  # UTC, ISO 8601
     ronde: str = __version__  # that wrote it
     machine: MachineRecord = field(default_factory=MachineRecord.here)
 
     def to_json(self) -> str:
         """Return the record as one line of JSON, which has no form for NaN."""
-        content = asdict(self)
-        ordered = {"schema": SCHEMA} | {name: content[name] for name in _ENTRIES}
+        content = {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "created_at": self.created_at,
+            "ronde": self.ronde,
+            "machine": asdict(self.machine),
+            "values": self.values,
+        }
         try:
-            return json.dumps(ordered, allow_nan=False)
+            return json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"values of a record must be JSON's types, got {self.values!r}: "
@@ -91,22 +95,11 @@ class Record:
                 f"schema must be {SCHEMA}, got {entries['schema']!r}. "
                 f"Read the file with the version of ronde that wrote it."
             )
-        known: dict[str, Any] = {name: entries.get(name) for name in _ENTRIES}
-        wrong = [n for n, kind in _ENTRIES.items() if not isinstance(known[n], kind)]
-        if wrong:
-            raise UsageError(
-                f"a record must have {', '.join(_ENTRIES)}, "
-                f"got none or another type for {', '.join(wrong)}."
-            )
-        machine: dict[str, Any] = entries["machine"]
+        del entries["schema"]
         try:
-            facts = [machine[name] for name in MachineRecord.__match_args__]
-            known["machine"] = MachineRecord(*facts)
-        except KeyError as error:
-            raise UsageError(
-                f"machine of a record must have {error}, got {machine!r}."
-            ) from error
-        return cls(**known)
+            return from_plain(cls, entries, "a record")
+        except PlainValueError as error:
+            raise UsageError(str(error)) from error
 
 
 def append_record(path: Path, record: Record, *, is_private: bool = False) -> None:
