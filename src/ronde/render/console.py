@@ -1,5 +1,6 @@
 """A job on a terminal or in pipes: lines with their ranks, and progress bars."""
 
+import codecs
 import os
 import select
 import stat
@@ -138,22 +139,12 @@ def newest_part(raw: bytes) -> bytes:
 
 def whole_length(raw: bytes) -> int:
     """Return the length of ``raw`` without a UTF-8 sequence begun at its end."""
-    for back in range(1, min(4, len(raw)) + 1):
-        byte = raw[-back]
-        if byte & 0xC0 == 0x80:
-            continue
-        needed = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-        return len(raw) - back if needed > back else len(raw)
-    return len(raw)
+    return codecs.utf_8_decode(raw, "replace")[1]
 
 
 def printable(raw: bytes) -> bytes:
     """Return valid UTF-8; undecodable bytes are written out in hexadecimal."""
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return raw.decode("utf-8", "backslashreplace").encode()
-    return raw
+    return raw.decode("utf-8", "backslashreplace").encode()
 
 
 class TagPlace(StrEnum):

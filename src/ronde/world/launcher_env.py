@@ -15,12 +15,14 @@ _PSEUDO_STEPS = range(4294967290, 4294967293)
 """Interactive, batch and extern: shells that Slurm counts as steps, not ``srun``."""
 _MAX_NODES = 1 << 20
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
-_NUMBERS = (
-    *("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"),
-    *("node_rank", "num_nodes"),
-)
-_COUNTS = dict(zip(_NUMBERS[::2], _NUMBERS[1::2], strict=True))  # of each index
-Place = dict[str, int]  # what is known of a place, by the names of ``_NUMBERS``
+_COUNTS = {
+    "rank": "size",
+    "local_rank": "local_size",
+    "cross_rank": "cross_size",
+    "node_rank": "num_nodes",
+}
+"""The numbers of a place: indices, each with the count that it is below."""
+Place = dict[str, int]  # what is known of a place, by their names
 
 
 class Launcher(StrEnum):
@@ -53,8 +55,14 @@ class World:
         counts, own = Counter(hosts), hosts[rank]
         local_rank = hosts[:rank].count(own)
         peers = [name for name, count in counts.items() if count > local_rank]
-        local, cross = (local_rank, counts[own]), (peers.index(own), len(peers))
-        return cls(rank, len(hosts), *local, *cross)
+        return cls(
+            rank=rank,
+            size=len(hosts),
+            local_rank=local_rank,
+            local_size=counts[own],
+            cross_rank=peers.index(own),
+            cross_size=len(peers),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +103,14 @@ class RankInfo:
         """The whole world, or None until the ranks have exchanged their hosts."""
         if self.cross_rank is None or self.cross_size is None:
             return None
-        local = (self.local_rank, self.local_size)
-        cross = (self.cross_rank, self.cross_size)
-        return World(self.rank, self.size, *local, *cross)
+        return World(
+            self.rank,
+            self.size,
+            self.local_rank,
+            self.local_size,
+            self.cross_rank,
+            self.cross_size,
+        )
 
 
 class LauncherReading(NamedTuple):
@@ -176,10 +189,9 @@ def _check(place: Place, names: Mapping[str, str]) -> None:
         for is_kept, rule, low, high in rules
         if {low, high} <= place.keys() and not is_kept(place[low], place[high])
     ]
-    known = ("size", "local_size", "num_nodes")
-    size, local_size, num_nodes = (place.get(name, 1) for name in known)
-    least = local_size + num_nodes - 1  # every node has a rank
-    if place.keys() >= {*known} and size < least:
+    local_size, num_nodes = place.get("local_size", 1), place.get("num_nodes", 1)
+    size, least = place.get("size"), local_size + num_nodes - 1  # each node has a rank
+    if size is not None and local_size > 1 < num_nodes and size < least:
         problems.append(
             f"{names['size']} must be at least {names['local_size']} + "
             f"{names['num_nodes']} - 1 = {local_size} + {num_nodes} - 1 = "
@@ -190,33 +202,65 @@ def _check(place: Place, names: Mapping[str, str]) -> None:
         raise WorldError(f"{problems[0]}. {cure}")
 
 
-_TORCH_WORDS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("CROSS_RANK", "CROSS_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-)
-_TORCH_NAMES = dict(zip(_NUMBERS, _TORCH_WORDS, strict=True))
 # torchrun does not write CROSS_*: what stands there is somebody else's.
-_TORCHRUN_NAMES = {k: v for k, v in _TORCH_NAMES.items() if not k.startswith("cross")}
-_OPEN_MPI_NAMES = {k: f"OMPI_COMM_WORLD_{k.upper()}" for k in _NUMBERS[:4]}
-_PMI_WORDS = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-RONDE = LauncherEnv(
-    *(Launcher.RONDE, _TORCH_NAMES, tuple(_TORCH_NAMES)), "RONDE_JOB_ID", is_marked=True
-)
-TORCHRUN = LauncherEnv(
-    *(Launcher.TORCHRUN, _TORCHRUN_NAMES, tuple(_TORCHRUN_NAMES)),
-    *("TORCHELASTIC_RUN_ID", True),
-)
-PLAIN = LauncherEnv(Launcher.PLAIN, _TORCH_NAMES)
-HOROVOD = LauncherEnv(
-    Launcher.HOROVOD, {k: f"HOROVOD_{k.upper()}" for k in _NUMBERS[:6]}
-)
+_TORCHRUN_NAMES = {
+    "rank": "RANK",
+    "size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_size": "LOCAL_WORLD_SIZE",
+    "node_rank": "GROUP_RANK",
+    "num_nodes": "GROUP_WORLD_SIZE",
+}
+_TORCH_NAMES = _TORCHRUN_NAMES | {
+    "cross_rank": "CROSS_RANK",
+    "cross_size": "CROSS_SIZE",
+}
 # OMPI_COMM_WORLD_NODE_RANK is no node's index, whatever its name: on 2 nodes of 2 ranks
 # it is 0, 1, 0, 1. No variable has the node.
-OPEN_MPI = LauncherEnv(
-    Launcher.OPEN_MPI, _OPEN_MPI_NAMES, _NUMBERS[:4], "PMIX_NAMESPACE"
+_OPEN_MPI_NAMES = {
+    "rank": "OMPI_COMM_WORLD_RANK",
+    "size": "OMPI_COMM_WORLD_SIZE",
+    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_PMI_NAMES = {
+    "rank": "PMI_RANK",
+    "size": "PMI_SIZE",
+    "local_rank": "MPI_LOCALRANKID",
+    "local_size": "MPI_LOCALNRANKS",
+}
+_HOROVOD_NAMES = {
+    "rank": "HOROVOD_RANK",
+    "size": "HOROVOD_SIZE",
+    "local_rank": "HOROVOD_LOCAL_RANK",
+    "local_size": "HOROVOD_LOCAL_SIZE",
+    "cross_rank": "HOROVOD_CROSS_RANK",
+    "cross_size": "HOROVOD_CROSS_SIZE",
+}
+
+RONDE = LauncherEnv(
+    Launcher.RONDE,
+    _TORCH_NAMES,
+    required=tuple(_TORCH_NAMES),
+    job_id="RONDE_JOB_ID",
+    is_marked=True,
 )
-PMI = LauncherEnv(Launcher.PMI, dict(zip(_NUMBERS[:4], _PMI_WORDS, strict=True)))
+TORCHRUN = LauncherEnv(
+    Launcher.TORCHRUN,
+    _TORCHRUN_NAMES,
+    required=tuple(_TORCHRUN_NAMES),
+    job_id="TORCHELASTIC_RUN_ID",
+    is_marked=True,
+)
+OPEN_MPI = LauncherEnv(
+    Launcher.OPEN_MPI,
+    _OPEN_MPI_NAMES,
+    required=tuple(_OPEN_MPI_NAMES),
+    job_id="PMIX_NAMESPACE",
+)
+PMI = LauncherEnv(Launcher.PMI, _PMI_NAMES)
+HOROVOD = LauncherEnv(Launcher.HOROVOD, _HOROVOD_NAMES)
+PLAIN = LauncherEnv(Launcher.PLAIN, _TORCH_NAMES)
 _SLURM = {
     "rank": ("SLURM_PROCID",),
     "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -313,8 +357,13 @@ def _place_among(
             f"got {local_rank}. Start the program with srun, which sets all three."
         )
     is_peer = [count > local_rank for count in tasks]
-    cross = (sum(is_peer[:node]), sum(is_peer))
-    return dict(zip(_NUMBERS[3:], (tasks[node], *cross, node, len(tasks)), strict=True))
+    return {
+        "local_size": tasks[node],
+        "cross_rank": sum(is_peer[:node]),
+        "cross_size": sum(is_peer),
+        "node_rank": node,
+        "num_nodes": len(tasks),
+    }
 
 
 def integer(environ: Mapping[str, str], name: str) -> int | None:
@@ -416,7 +465,12 @@ def _rank_info(environ: Mapping[str, str], reading: LauncherReading) -> RankInfo
         local_rank = local_rank or 0
         local_size, cross = local_size or local_rank + 1, (None, None)
     return RankInfo(
-        *(reading.launcher, rank, size, local_rank, local_size, *cross),
+        reading.launcher,
+        rank,
+        size,
+        local_rank,
+        local_size,
+        *cross,
         meeting=_read_meeting(environ, reading.launcher),
         store=environ.get("RONDE_STORE", "") if is_ours else "",
         job_id=reading.job_id,
