@@ -6,7 +6,6 @@ import select
 import stat
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -219,8 +218,7 @@ class FdWriter:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._write_fd = -1
-        self._waiting: deque[memoryview] = deque()
-        self.waiting_bytes = 0
+        self._waiting = bytearray()
         self._piece_bytes = _PIECE_BYTES
         self._ready = select.poll()
         self._ready.register(fd, select.POLLOUT)
@@ -244,21 +242,23 @@ class FdWriter:
                 weakref.finalize(self, os.close, self._write_fd)
                 self._piece_bytes = _PIPE_PIECE_BYTES
 
+    @property
+    def waiting_bytes(self) -> int:
+        return len(self._waiting)
+
     def put(self, data: bytes) -> None:
-        if data and not self.is_broken:
-            self._waiting.append(memoryview(data))
-            self.waiting_bytes += len(data)
+        if not self.is_broken:
+            self._waiting += data
 
     def discard(self) -> None:
         self._waiting.clear()
-        self.waiting_bytes = 0
 
     def write(self) -> None:
         """Write while the descriptor is ready, as it must be at the call."""
         if self._write_fd < 0:
             self._open()
         for _ in range(_MAX_PIECES):
-            piece = self._take_piece()
+            piece = self._waiting[: self._piece_bytes]
             if not piece:
                 return
             try:
@@ -270,36 +270,22 @@ class FdWriter:
                 self.discard()
                 # With its number: EIO is a closed terminal.
                 raise BrokenPipeError(error.errno, error.strerror) from error
-            self.waiting_bytes -= taken
-            if taken < len(piece):
-                self._waiting.appendleft(memoryview(piece)[taken:])
+            del self._waiting[:taken]
+            if taken < len(piece) or not self._ready.poll(0):
                 return
-            if not self._ready.poll(0):
-                return
-
-    def _take_piece(self) -> bytes | memoryview:
-        taken: list[memoryview] = []
-        room = self._piece_bytes
-        while self._waiting and room:
-            head = self._waiting.popleft()
-            if len(head) > room:
-                self._waiting.appendleft(head[room:])
-                head = head[:room]
-            taken.append(head)
-            room -= len(head)
-        return taken[0] if len(taken) == 1 else b"".join(taken)
 
 
 class Screen:
-    """Lines and bars on one terminal."""
+    """Lines on one descriptor; on a terminal bars, too."""
 
     def __init__(self, writer: FdWriter) -> None:
-        self._writer = writer
+        self.writer = writer
+        self.is_terminal = os.isatty(writer.fd)
         self._bars: dict[tuple[int, int], bytes] = {}
         self._num_drawn = 0
 
     def print(self, text: bytes) -> None:
-        self._writer.put(self._erased() + text + self._drawn())
+        self.writer.put(self._erased() + text + self._drawn())
 
     def set_bar(self, key: tuple[int, int], text: bytes | None) -> None:
         """Show, change or, with None, remove one bar; bars are ordered by key."""
@@ -322,7 +308,7 @@ class Screen:
         if not self._bars:
             return b""
         try:
-            columns, rows = os.get_terminal_size(self._writer.fd)
+            columns, rows = os.get_terminal_size(self.writer.fd)
         except OSError:
             columns, rows = 0, 0
         # A terminal whose size was never set reports 0.
@@ -349,16 +335,11 @@ class Console:
         only: RankChoice | None = None,
         log_dir: str = "",
     ) -> None:
-        stdout = FdWriter(stdout_fd)
-        stderr = stdout if _is_same(stdout_fd, stderr_fd) else FdWriter(stderr_fd)
-        self._writers = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
-        self._screens = {
-            stream: Screen(writer)
-            for stream, writer in self._writers.items()
-            if os.isatty(writer.fd)
-        }
-        if stderr is stdout and self._screens:
-            self._screens[Stream.STDERR] = self._screens[Stream.STDOUT]
+        stdout = stderr = Screen(FdWriter(stdout_fd))
+        if not _is_same(stdout_fd, stderr_fd):
+            stderr = Screen(FdWriter(stderr_fd))
+        self._screens = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
+        self._writers = {stdout.writer, stderr.writer}
         self._tagger = Tagger(tag or Tag())
         self._only = only
         self._log_dir = log_dir
@@ -435,65 +416,55 @@ class Console:
 
     @property
     def pending_fds(self) -> tuple[int, ...]:
-        fds = [c.fd for c in self._writers.values() if c.waiting_bytes]
-        return tuple(dict.fromkeys(fds))
+        return tuple(each.fd for each in self._writers if each.waiting_bytes)
 
     @property
     def backlog_bytes(self) -> int:
-        return sum(c.waiting_bytes for c in set(self._writers.values()))
+        return sum(each.waiting_bytes for each in self._writers)
 
     def write_to(self, fd: int) -> None:
-        for writer in set(self._writers.values()):
+        for writer in self._writers:
             if writer.fd != fd or not writer.waiting_bytes:
                 continue
             try:
                 writer.write()
             except BrokenPipeError:
                 # Both streams may have this one.
-                if writer is self._writers[Stream.STDOUT]:
+                if writer is self._screens[Stream.STDOUT].writer:
                     raise
 
     def discard(self) -> None:
         self._is_discarding = True
         self._holding.clear()
-        for writer in self._writers.values():
+        for writer in self._writers:
             writer.discard()
 
     def _show(self, key: _Key, lines: list[RankLines]) -> None:
         if not lines:
             return
-        rank, stream = key[0], Stream(key[1])
-        screen = self._screens.get(stream)
-        if screen is not None:
-            screen.set_bar(key, None)
-        self._print(stream, b"".join(self._tagger.tagged(rank, each) for each in lines))
+        screen = self._screens[Stream(key[1])]
+        screen.set_bar(key, None)
+        screen.print(b"".join(self._tagger.tagged(key[0], each) for each in lines))
 
     def _show_progress(self, key: _Key, text: bytes, now_s: float) -> None:
-        rank, stream = key[0], Stream(key[1])
-        screen = self._screens.get(stream)
-        if screen is None:
-            # The first state shows little; the clock runs from there.
-            due_s = self._progress_due_s.setdefault(key, now_s + FILE_PROGRESS_S)
-        else:
-            due_s = self._progress_due_s.get(key, now_s)
+        screen = self._screens[Stream(key[1])]
+        interval_s = SCREEN_PROGRESS_S if screen.is_terminal else FILE_PROGRESS_S
+        # The first state shows little: in a file it is left out.
+        first_s = now_s if screen.is_terminal else now_s + interval_s
+        due_s = self._progress_due_s.setdefault(key, first_s)
         if now_s < due_s or text == self._progress_shown.get(key):
             return
         self._progress_shown[key] = text
-        shown = self._tagger.tag(rank) + text
-        if screen is None:
-            self._print(stream, shown + b"\n")
-            self._progress_due_s[key] = now_s + FILE_PROGRESS_S
-        else:
+        self._progress_due_s[key] = now_s + interval_s
+        shown = self._tagger.tag(key[0]) + text
+        if screen.is_terminal:
             screen.set_bar(key, shown)
-            self._progress_due_s[key] = now_s + SCREEN_PROGRESS_S
+        else:
+            screen.print(shown + b"\n")
 
     def _report(self, text: str) -> None:
-        self._print(Stream.STDERR, text.encode("utf-8", "backslashreplace"))
-
-    def _print(self, stream: Stream, text: bytes) -> None:
-        if text:
-            screen = self._screens.get(stream)
-            (self._writers[stream].put if screen is None else screen.print)(text)
+        screen = self._screens[Stream.STDERR]
+        screen.print(text.encode("utf-8", "backslashreplace"))
 
 
 def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
