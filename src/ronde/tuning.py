@@ -122,9 +122,13 @@ class Tuner(Generic[S]):
 class TuningLog:
     """A CSV file of samples and of each tuner's choice; the score is 1 / cost."""
 
-    COLUMNS = (
-        *("tuned", "phase", "first_bucket_bytes", "bucket_bytes"),
-        *("tensor_fusion_threshold", "score"),
+    COLUMNS: tuple[str, ...] = (
+        "tuned",
+        "phase",
+        "first_bucket_bytes",
+        "bucket_bytes",
+        "tensor_fusion_threshold",
+        "score",
     )
 
     def __init__(self, path: Path) -> None:

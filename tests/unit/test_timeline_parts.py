@@ -192,7 +192,7 @@ def test_a_full_disk_ends_the_timeline_and_not_the_program(caplog):
             full.write(b"x")
 
     broken, sound = Full(), Memory()
-    recorder = ThreadedRecorder([broken, sound], gather_s=0.0)
+    recorder = ThreadedRecorder([broken, sound], gather_s=0.001)
     recorder.operation(record())
     assert broken.flushed.wait(10)
     assert sound.flushed.wait(10)

@@ -68,7 +68,8 @@ def _loader(name: str) -> tuple[Loader | None, bool]:
     if name in _MODULES:
         return _Loader(partial(import_module, f"ronde.{_MODULES[name]}")), False
     if name.partition(".")[0] != "torch":
-        return (_PackageLoader(name) if name in _PACKAGES else None), True
+        is_known = name in _PACKAGES
+        return _Loader(partial(_find_package, name)) if is_known else None, True
     own = find_spec(f"ronde.{name}")
     is_package = own is not None and own.submodule_search_locations is not None
     return own and _Loader(partial(import_module, own.name)), is_package
@@ -98,17 +99,9 @@ def _find_run() -> ModuleType:
     return cast("ModuleType", run)
 
 
-class _PackageLoader(Loader):
-    """Makes a package of Horovod's that has nothing but modules, and ``run``."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        del spec
-        return sys.modules.get(f"horovod.{self._name}")
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.modules[f"horovod.{self._name}"] = module
-        if self._name == "runner":
-            module.__dict__["run"] = import_module("ronde.horovod").run
+def _find_package(name: str) -> ModuleType:
+    """Make a package of Horovod's that has nothing but modules, and ``run``."""
+    module = sys.modules.setdefault(f"horovod.{name}", ModuleType(f"horovod.{name}"))
+    if name == "runner":
+        module.__dict__["run"] = import_module("ronde.horovod").run
+    return module

@@ -180,8 +180,6 @@ class Tagger:
     def __init__(self, tag: Tag) -> None:
         self._tag = tag
         self._places: list[bytes] = []
-        self._second = 0
-        self._time_of_day = b""
 
     def begin(self, hosts: Sequence[str]) -> None:
         """Make the tag of each rank: ``[3]``, ``[node2:3]`` or nothing."""
@@ -205,10 +203,8 @@ class Tagger:
         if not self._tag.has_time:
             return place + b" " if place else b""
         now_s = time.time()
-        if int(now_s) != self._second:
-            self._second = int(now_s)
-            self._time_of_day = time.strftime("%H:%M:%S").encode()
-        at = b"%s.%03d " % (self._time_of_day, int(now_s % 1 * 1000))
+        clock = time.strftime("%H:%M:%S", time.localtime(now_s)).encode()
+        at = b"%s.%03d " % (clock, int(now_s % 1 * 1000))
         return at + place + b" " if place else at
 
 

@@ -15,7 +15,7 @@ from ronde.launch.hosts.host import RankResources
 from ronde.launch.messages import ProcessStack
 from ronde.launch.output import Generation, RankStacks, attempt_dir
 from ronde.launch.signals import TIMED_OUT, interruption_code
-from ronde.render.text import align, format_places, format_ranks, format_runs, grouped
+from ronde.render.text import align, format_places, format_runs, grouped, name_ranks
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE
 from ronde.units import counted, list_first
@@ -227,7 +227,7 @@ def _draw_cause(cause: RankEnd | LostHost) -> list[str]:
     if isinstance(cause, LostHost):
         return [
             f"{cause.host} was lost first, after {cause.at_s:.1f} s: {cause.reason}",
-            f"it had {_ranks(cause.ranks)}",
+            f"it had {name_ranks(cause.ranks)}",
         ]
     head = (
         f"rank {cause.rank} failed first, after {cause.at_s:.1f} s: "
@@ -262,7 +262,7 @@ def _failures(
 ) -> Iterator[tuple[str, str]]:
     """Yield what failed by itself besides the cause, equal failures together."""
     for lost in result.also_lost:
-        yield "lost too", f"{lost.host} ({_ranks(lost.ranks)}): {lost.reason}"
+        yield "lost too", f"{lost.host} ({name_ranks(lost.ranks)}): {lost.reason}"
     groups = grouped((_fate(e), e) for e in result.also_failed if not e.is_secondary)
     if isinstance(cause, RankEnd) and (same := groups.pop(_fate(cause), [])):
         yield "failed alike", _places(same)
@@ -294,7 +294,3 @@ def _consequences(result: JobResult) -> Iterator[tuple[str, str]]:
 
 def _places(ends: Sequence[RankEnd]) -> str:
     return format_places([(end.rank, end.host) for end in ends])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)}"

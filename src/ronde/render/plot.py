@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ronde.errors import UsageError
+from ronde.render.text import shorten
 from ronde.topology.limits import Limit
 from ronde.units import format_duration, format_size
 
@@ -19,7 +20,6 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", "-.", ":")
 _MAX_SIZE_LABELS = 8
-_MAX_LINK_LETTERS = 48
 _MAX_COLUMNS = 4
 
 
@@ -135,10 +135,8 @@ def _set_up(axes: Any, sizes: Sequence[int]) -> None:  # noqa: ANN401
 
 
 def _draw_limit(axes: Any, limit: Limit) -> None:  # noqa: ANN401
-    rate, link = limit.bus_bandwidth_gb_per_s, limit.link
-    if len(link) > _MAX_LINK_LETTERS:
-        link = f"{link[: _MAX_LINK_LETTERS - 1]}…"
-    label = f"limit {rate:.3g} GB/s: {link}"
+    rate = limit.bus_bandwidth_gb_per_s
+    label = f"limit {rate:.3g} GB/s: {shorten(limit.link, 48)}"
     axes.axhline(rate, color="black", linestyle="--", linewidth=1.2, label=label)
     # At the left end, where small sizes leave room.
     at = {"xy": (0, rate), "xycoords": ("axes fraction", "data")}

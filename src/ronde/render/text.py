@@ -151,6 +151,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(shown) + (f" and {num_left} more" if num_left else "")
 
 
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-3, 5``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)}"
+
+
 def _parse_range(text: str) -> range:
     span, has_step, step = text.partition(":")
     first, has_last, last = span.partition("-")
@@ -166,5 +171,4 @@ def format_places(places: Sequence[tuple[int, str]]) -> str:
     """Return ``ranks 2-5 on node2, node3`` for ranks and the names of their hosts."""
     hosts = dict.fromkeys(host for _, host in places)
     where = ", ".join(hosts) if len(hosts) <= _MAX_HOSTS else f"{len(hosts)} hosts"
-    ranks = sorted({rank for rank, _ in places})
-    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)} on {where}"
+    return f"{name_ranks({rank for rank, _ in places})} on {where}"

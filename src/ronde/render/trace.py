@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ronde.render.text import align
+from ronde.render.text import align, name_ranks
 from ronde.trace.reading import RankTrace
 from ronde.trace.summary import FusionSummary, TensorSummary, TraceSummary
 from ronde.units import counted, format_duration, format_size
@@ -37,8 +37,8 @@ def _clocks(ranks: Sequence[RankTrace]) -> str:
     unknown = [rank.rank for rank in ranks if rank.clock_error_us is None]
     if unknown:
         return (
-            f"The clocks of {_names(unknown)} were not measured but aligned by their "
-            "hosts' time of day, so it is unknown which rank came late.\n"
+            f"The clocks of {name_ranks(unknown)} were not measured but aligned by "
+            "their hosts' time of day, so it is unknown which rank came late.\n"
         )
     worst = max(ranks, key=lambda rank: rank.clock_error_us or 0)
     if not worst.clock_error_us:
@@ -51,8 +51,6 @@ def _clocks(ranks: Sequence[RankTrace]) -> str:
 
 
 def _ranks(summary: TraceSummary) -> str:
-    has_drops = any(rank.num_dropped for rank in summary.trace.ranks)
-    headings = [*_HEADINGS, *(["dropped"] if has_drops else [])]
     rows = [
         [
             str(rank.trace.rank),
@@ -62,11 +60,10 @@ def _ranks(summary: TraceSummary) -> str:
             _share(rank.moving_s, summary.span_s),
             f"{rank.num_late:,}",
             _share(rank.held_up_s, summary.span_s),
-            *([f"{rank.trace.num_dropped:,}"] if has_drops else []),
         ]
         for rank in summary.ranks
     ]
-    return align([headings, *rows], right={*headings} - {"host"})
+    return align([_HEADINGS, *rows], right={*_HEADINGS} - {"host"})
 
 
 def _share(time_s: float, span_s: float) -> str:
@@ -126,8 +123,8 @@ def _notes(summary: TraceSummary) -> str:
     cut = [rank.rank for rank in trace.ranks if not rank.is_whole]
     if cut:
         notes.append(
-            f"The program did not end in order on {_names(cut)}: its last half second "
-            "may be missing."
+            f"The program did not end in order on {name_ranks(cut)}: its last half "
+            "second may be missing."
         )
     if dropped := sum(rank.num_dropped for rank in trace.ranks):
         notes.append(
@@ -136,12 +133,5 @@ def _notes(summary: TraceSummary) -> str:
         )
     here = {rank.rank for rank in trace.ranks}
     if missing := [rank for rank in range(trace.size) if rank not in here]:
-        notes.append(f"There are no records of {_names(missing)}.")
+        notes.append(f"There are no records of {name_ranks(missing)}.")
     return "".join(f"{note}\n" for note in notes)
-
-
-def _names(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (" and more" if len(ranks) > 8 else "")

@@ -122,7 +122,8 @@ class ServerSession:
         self.unsent = bytearray()
         self._key = key
         self._certificate = certificate
-        self._seals: tuple[Seal, ...] = ()  # of the client's frames, and of ours
+        self._received: Seal | None = None  # of the client's frames
+        self._sent: Seal | None = None  # and of ours
         self._splitter = Splitter()
         if key is not None:
             self._splitter = Splitter(_MAX_HELLO_BYTES)
@@ -134,10 +135,10 @@ class ServerSession:
         bodies = self._splitter.feed(data)
         if bodies and self._key and not self.is_trusted:
             self._admit(self._key, bodies.pop(0))
-        return [self._seals[0].check(b) for b in bodies] if self._seals else bodies
+        return [self._received.check(b) for b in bodies] if self._received else bodies
 
     def send(self, frame: bytes) -> None:
-        self.unsent += self._seals[1].mark(frame) if self._seals else frame
+        self.unsent += self._sent.mark(frame) if self._sent else frame
 
     def _admit(self, key: SharedKey, hello: bytes) -> None:
         fields = decode(hello).fields
@@ -150,8 +151,8 @@ class ServerSession:
         self.is_trusted, self.claim = True, claim
         self._splitter = Splitter()
         self.unsent += encode(0, (key.prove(b"server", transcript),))
-        roles = b"client", b"server"
-        self._seals = tuple(Seal(key, role, transcript) for role in roles)
+        self._received = Seal(key, b"client", transcript)
+        self._sent = Seal(key, b"server", transcript)
 
 
 class ProvenConnection(PlainConnection):

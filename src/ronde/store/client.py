@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from ronde.errors import StoreError
 from ronde.store.protocol import MAX_FRAME_BYTES, Op, Status, decode, encode
+from ronde.units import list_first
 
 _READ_BYTES = 256 << 10
 _MAX_IDLE = 4
-_NUM_NAMED = 4
 
 
 class StoreClient:
@@ -106,6 +106,5 @@ def receive(sock: socket.socket, size: int, due_s: float) -> bytes:
 def _explain_lateness(op: Op, keys: Sequence[bytes]) -> str:
     if op not in (Op.GET, Op.WAIT):
         return "the store that the ranks meet in does not answer"
-    shown = ", ".join(key.decode(errors="replace") for key in keys[:_NUM_NAMED])
-    more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
-    return f"other ranks must have set {shown}{more} in the store, but some did not"
+    shown = list_first([key.decode(errors="replace") for key in keys], most=4)
+    return f"other ranks must have set {shown} in the store, but some did not"

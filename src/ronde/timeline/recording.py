@@ -53,7 +53,6 @@ class ThreadedRecorder:
         self._cycles: deque[int] = deque()
         self._num_lost = 0
         self._losing = threading.Lock()
-        self._has_some = threading.Event()
         self._closing = threading.Event()
         name = "ronde-timeline"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -65,32 +64,25 @@ class ThreadedRecorder:
                 self._num_lost += 1
             return
         self._operations.append(recorded)
-        if not self._has_some.is_set():
-            self._has_some.set()
 
     def cycle(self, at_ns: int) -> None:
         """Take down that submissions were sent off for agreement."""
         if self._has_cycles and len(self._cycles) < MAX_WAITING:
             self._cycles.append(at_ns)
-            if not self._has_some.is_set():
-                self._has_some.set()
 
     def close(self) -> None:
         self._closing.set()
-        self._has_some.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            self._has_some.wait()
-            self._closing.wait(self._gather_s)
-            # Before anything is taken out: what comes in later sets it again.
-            self._has_some.clear()
+        while not self._closing.wait(self._gather_s):
             self._hand_on()
         self._hand_on()
         self._each(lambda sink: sink.close(self._num_lost))
 
     def _hand_on(self) -> None:
+        if not self._operations and not self._cycles:
+            return
         while self._operations or self._cycles:
             taken = _pop(self._operations), _pop(self._cycles)
             self._each(lambda sink, taken=taken: sink.take(*taken))
@@ -321,8 +313,13 @@ def open_horovod_recording(
     """Begin a timeline as Horovod has it: rank 0 writes ``path`` while it runs."""
     live = None
     if header.rank == 0:
-        times = {"start_ns": time.monotonic_ns(), "wall_us": time.time_ns() // 1000}
-        live = LiveFile(path, header.rank, limit_bytes=limit_bytes, **times)
+        live = LiveFile(
+            path,
+            header.rank,
+            start_ns=time.monotonic_ns(),
+            wall_us=time.time_ns() // 1000,
+            limit_bytes=limit_bytes,
+        )
     directory = path.parent / f"{path.name}.parts"
     if header.rank != 0 and not path.parent.is_dir():
         # The path is of rank 0's host.

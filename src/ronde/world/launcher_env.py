@@ -125,7 +125,8 @@ class LauncherReading(NamedTuple):
     @property
     def is_stray(self) -> bool:
         """Whether it is left over, as ``LOCAL_RANK=0`` alone: nothing implies ranks."""
-        is_of_one = all(n == (name not in _COUNTS) for name, n in self.place.items())
+        alone = dict.fromkeys(_COUNTS, 0) | dict.fromkeys(_COUNTS.values(), 1)
+        is_of_one = self.place.items() <= alone.items()
         is_plain = self.launcher is Launcher.PLAIN
         return is_plain and "rank" not in self.place and is_of_one
 
