@@ -36,7 +36,6 @@ def test_an_operation_looks_as_horovod_writes_it(tmp_path):
     activity = Activity("GLOO_ALLREDUCE", BASE_NS + 21_000, BASE_NS + 29_000)
     times = {"submitted": 1000, "agreed": 10_000, "begun": 20_000, "ended": 30_000}
     live.take([record(**times)._replace(activities=(activity,))], [BASE_NS + 31_000])
-    live.flush()
     live.close(0)
     events = json.loads((tmp_path / "t.json").read_text())[2:]
     assert events == [
@@ -65,7 +64,6 @@ def test_any_operation_can_be_written(tmp_path_factory, operations):
     for each in operations:
         # One tensor's operations never overlap; its parts are nested.
         live.take([each._replace(activities=())])
-        live.flush()
         json.loads(path.read_text())
     live.close(0)
     events = json.loads(path.read_text())
@@ -79,7 +77,6 @@ def test_operations_one_after_another_are_in_chromes_format(tmp_path):
     for number in range(5):
         at = number * 100_000
         live.take([record("x", number, at, at + 10_000, at + 20_000, at + 30_000)])
-        live.flush()
     live.close(0)
     check_events(json.loads((tmp_path / "t.json").read_text()))
 
@@ -89,7 +86,6 @@ def test_the_file_grows_no_further_than_its_limit(tmp_path):
     live = open_live(path, limit)
     for number in range(200):
         live.take([record("x", number)])
-        live.flush()
     live.close(0)
     assert limit / 2 < path.stat().st_size <= limit + 200
     assert json.loads(path.read_text())[-1]["name"] == "TIMELINE_LIMIT"

@@ -223,13 +223,12 @@ def _decode(
 
 NUM_SEGMENTS = 4  # at most: a recording keeps at least 3 of 4 of its limit
 SUFFIX = ".ronde-part"
-_FLUSH_BYTES = 16 << 10  # held back by the packer at most, beyond the limit
 
 
 class PartFiles:
     """Writes one rank's records to files of a directory, packed, within a limit.
 
-    What was flushed before a crash can be read.
+    What was taken before a crash can be read.
     """
 
     def __init__(self, directory: Path, header: PartHeader, limit_bytes: int) -> None:
@@ -253,14 +252,7 @@ class PartFiles:
         lines = self._new_bounds() + self._encoder.operations(records)
         self._num_taken += len(records)
         lines += b"".join(encode_line(["c", at_ns]) for at_ns in cycles)
-        self._unflushed_bytes += len(lines)
-        self._put(self._packer.compress(lines))
-        if self._unflushed_bytes >= _FLUSH_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        self._unflushed_bytes = 0
-        self._put(self._packer.flush(zlib.Z_SYNC_FLUSH))
+        self._write(lines)
 
     def take_bound(self, bound: ClockBound) -> None:
         """Have the next records bring what was measured; from any thread."""
@@ -268,8 +260,7 @@ class PartFiles:
 
     def close(self, num_lost: int) -> None:
         end = encode_line(["e", self._num_taken, num_lost])
-        self._put(self._packer.compress(self._new_bounds() + end))
-        self._finish()
+        self._finish(self._new_bounds() + end)
 
     def read(self) -> bytes:
         return b"".join(path.read_bytes() for path in self.paths)
@@ -291,8 +282,7 @@ class PartFiles:
         self._size_bytes = self._num_bounds = 0
         self._packer = zlib.compressobj(1, wbits=31)
         self._encoder = Encoder(replace(header, num_before=self._num_taken))
-        self._put(self._packer.compress(self._encoder.head + self._new_bounds()))
-        self.flush()
+        self._write(self._encoder.head + self._new_bounds())
 
     def _new_bounds(self) -> bytes:
         """Return the lines of bounds that this segment has not."""
@@ -307,11 +297,12 @@ class PartFiles:
             self._finished.pop(0).unlink(missing_ok=True)
         self._open()
 
-    def _finish(self) -> None:
-        self._put(self._packer.flush())
+    def _finish(self, lines: bytes = b"") -> None:
+        self._write(lines, zlib.Z_FINISH)
         self._file.close()
 
-    def _put(self, data: bytes) -> None:
+    def _write(self, lines: bytes, how: int = zlib.Z_SYNC_FLUSH) -> None:
+        data = self._packer.compress(lines) + self._packer.flush(how)
         self._size_bytes += len(data)
         rest = memoryview(data)
         try:

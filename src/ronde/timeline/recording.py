@@ -29,7 +29,6 @@ class Sink(Protocol):
     """Where records go. Called by one thread; an OSError ends the sink."""
 
     def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None: ...
-    def flush(self) -> None: ...
     def close(self, num_lost: int) -> None: ...
 
 
@@ -81,13 +80,10 @@ class ThreadedRecorder:
         self._each(lambda sink: sink.close(self._num_lost))
 
     def _hand_on(self) -> None:
-        if not self._operations and not self._cycles:
-            return
         while self._operations or self._cycles:
             taken = _pop(self._operations), _pop(self._cycles)
             self._each(lambda sink, taken=taken: sink.take(*taken))
             time.sleep(0)
-        self._each(lambda sink: sink.flush())
 
     def _each(self, do: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):
@@ -114,7 +110,7 @@ class LiveFile:
     """Writes one rank's timeline in Horovod's form: each tensor is a ``pid``.
 
     A JSON array of events in Chrome's trace format, times in us since ``start_ns``.
-    Every flush overwrites its end.
+    What comes next overwrites its end.
     """
 
     def __init__(
@@ -124,36 +120,26 @@ class LiveFile:
         self._start_ns = start_ns
         self._left_bytes = limit_bytes
         self._pids: dict[tuple[int, str], int] = {}
-        self._waiting: list[str] = []
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._end_at = 0
-        self._name_process(0, {"start_time_since_epoch_in_micros": wall_us})
-        self.flush()
+        self._write(_names(0, {"start_time_since_epoch_in_micros": wall_us}))
 
     def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
-        if self._left_bytes <= 0:
-            return
-        for record in records:
-            # A list first: naming a process appends too.
-            self._waiting += list(self._spans(record))
-        self._waiting += [_CYCLE % self._us(at_ns) for at_ns in cycles]
-
-    def flush(self) -> None:
-        if not self._waiting:
-            return
-        text = ",\n".join(self._waiting).encode()
-        self._waiting.clear()
-        if len(text) > self._left_bytes:
-            text = b'{"ph": "i", "name": "TIMELINE_LIMIT", "ts": 0, "s": "g"}'
-            self._left_bytes = 0
-        self._left_bytes -= len(text)
-        self._put((b",\n" if self._end_at else b"[\n") + text)
+        if self._left_bytes > 0:
+            events = [event for record in records for event in self._spans(record)]
+            self._write(events + [_CYCLE % self._us(at_ns) for at_ns in cycles])
 
     def close(self, num_lost: int) -> None:
         del num_lost
         os.close(self._fd)
 
-    def _put(self, text: bytes) -> None:
+    def _write(self, events: Sequence[str]) -> None:
+        text = ",\n".join(events).encode()
+        if len(text) > self._left_bytes:
+            text = b'{"ph": "i", "name": "TIMELINE_LIMIT", "ts": 0, "s": "g"}'
+            self._left_bytes = 0
+        self._left_bytes -= len(text)
+        text = (b",\n" if self._end_at else b"[\n") + text
         try:
             rest, at = memoryview(text + _END), self._end_at
             while rest:
@@ -167,18 +153,12 @@ class LiveFile:
     def _us(self, at_ns: int) -> int:
         return (at_ns - self._start_ns) // 1000
 
-    def _name_process(self, pid: int, args: Mapping[str, object]) -> None:
-        about = {"process_name": args, "process_sort_index": {"sort_index": pid}}
-        for name, what in about.items():
-            event = {"name": name, "ph": "M", "pid": pid, "args": what}
-            self._waiting.append(json.dumps(event))
-
     def _spans(self, record: Recorded) -> Iterator[str]:
         key = (record.set_id, record.name)
         pid = self._pids.get(key)
         if pid is None:
             pid = self._pids[key] = len(self._pids) + 1
-            self._name_process(pid, {"name": record.name})
+            yield from _names(pid, {"name": record.name})
         if record.submitted_ns:
             start = self._us(record.submitted_ns)
             yield _begin(f"NEGOTIATE_{record.kind}", start, pid)
@@ -194,6 +174,14 @@ class LiveFile:
         shape = "[" + ", ".join(map(str, record.shape)) + "]"
         about = f', "args": {{"dtype": "{record.dtype}", "shape": "{shape}"}}'
         yield _end(self._us(record.ended_ns), pid, about)
+
+
+def _names(pid: int, args: Mapping[str, object]) -> list[str]:
+    about = {"process_name": args, "process_sort_index": {"sort_index": pid}}
+    return [
+        json.dumps({"name": name, "ph": "M", "pid": pid, "args": what})
+        for name, what in about.items()
+    ]
 
 
 def _begin(name: str, ts: int, pid: int) -> str:
