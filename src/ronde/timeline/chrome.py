@@ -98,17 +98,15 @@ class RankEvents:
 
     def names(self) -> list[str]:
         name = f"rank {self._rank} ({self._host})"
-        return [
-            self._name("process_name", {"name": name}),
-            self._name("process_sort_index", {"sort_index": self._rank}),
-        ]
+        place = {"pid": self._rank, "tid": 0}
+        return name_events("process", place, {"name": name}, self._rank)
 
     def lane_names(self) -> Iterator[str]:
         """Yield the names of lanes, after ``events`` has found which it needs."""
         for (set_id, lane), tid in self._tids.items():
-            what = {"name": f"process set {set_id}, lane {lane}"}
-            yield self._name("thread_name", what, tid)
-            yield self._name("thread_sort_index", {"sort_index": tid}, tid)
+            name = {"name": f"process set {set_id}, lane {lane}"}
+            place = {"pid": self._rank, "tid": tid}
+            yield from name_events("thread", place, name, tid)
 
     def _operations(self, arrivals: Mapping[OperationKey, Arrival]) -> Iterator[Timed]:
         waiting: list[Timed] = []
@@ -126,9 +124,16 @@ class RankEvents:
         while waiting:
             yield heapq.heappop(waiting)
 
-    def _name(self, name: str, args: Mapping[str, str | int], tid: int = 0) -> str:
-        place = {"ph": "M", "pid": self._rank, "tid": tid}
-        return json.dumps({"name": name, **place, "args": args})
+
+def name_events(
+    kind: str, place: Mapping[str, int], name: Mapping[str, object], index: int
+) -> list[str]:
+    """Return the events that name a ``process`` or ``thread`` and order it."""
+    about = {f"{kind}_name": name, f"{kind}_sort_index": {"sort_index": index}}
+    return [
+        json.dumps({"name": each, "ph": "M", **place, "args": args})
+        for each, args in about.items()
+    ]
 
 
 def begin_ns(record: Recorded) -> int:

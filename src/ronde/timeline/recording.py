@@ -7,13 +7,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ronde.errors import UsageError
 from ronde.timeline.alignment import clock_identity
-from ronde.timeline.chrome import write_trace
+from ronde.timeline.chrome import name_events, write_trace
 from ronde.timeline.events import Recorded
 from ronde.timeline.gathering import Gathering, SharedStore
 from ronde.timeline.part import PartFiles, PartHeader, read_parts
@@ -122,7 +122,8 @@ class LiveFile:
         self._pids: dict[tuple[int, str], int] = {}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._end_at = 0
-        self._write(_names(0, {"start_time_since_epoch_in_micros": wall_us}))
+        start = {"start_time_since_epoch_in_micros": wall_us}
+        self._write(name_events("process", {"pid": 0}, start, 0))
 
     def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
         if self._left_bytes > 0:
@@ -158,7 +159,8 @@ class LiveFile:
         pid = self._pids.get(key)
         if pid is None:
             pid = self._pids[key] = len(self._pids) + 1
-            yield from _names(pid, {"name": record.name})
+            name = {"name": record.name}
+            yield from name_events("process", {"pid": pid}, name, pid)
         if record.submitted_ns:
             start = self._us(record.submitted_ns)
             yield _begin(f"NEGOTIATE_{record.kind}", start, pid)
@@ -174,14 +176,6 @@ class LiveFile:
         shape = "[" + ", ".join(map(str, record.shape)) + "]"
         about = f', "args": {{"dtype": "{record.dtype}", "shape": "{shape}"}}'
         yield _end(self._us(record.ended_ns), pid, about)
-
-
-def _names(pid: int, args: Mapping[str, object]) -> list[str]:
-    about = {"process_name": args, "process_sort_index": {"sort_index": pid}}
-    return [
-        json.dumps({"name": name, "ph": "M", "pid": pid, "args": what})
-        for name, what in about.items()
-    ]
 
 
 def _begin(name: str, ts: int, pid: int) -> str:
