@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from ronde.data_parallel import (
     ReducerGroup,
     ReducerOptions,
 )
-from ronde.tuning import AutotuneOptions, TuningLog, TuningOptions
+from ronde.tuning import TuningLog, TuningOptions
 from ronde.world import read_rank_info
 
 
@@ -60,7 +61,7 @@ def tune(
 ) -> tuple[BucketLimits, int]:
     """Train until the sizes are chosen; return them, and the number of steps."""
     file = TuningLog(log) if log is not None and communicator.rank == 0 else None
-    tuning = AutotuneOptions(amount, file)
+    tuning = replace(amount, log=file)
     replica = Replica(name, communicator, ReducerOptions(tuning=tuning))
     num_steps = 0
     while (limits := replica.reducer.tuned_limits) is None:

@@ -12,7 +12,7 @@ Note [How a setting is chosen]
 
 import csv
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
@@ -20,103 +20,6 @@ from typing import Generic, NamedTuple, TypeVar
 from ronde.errors import UsageError
 
 S = TypeVar("S", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class TuningOptions:
-    """How much is tried; equal on all ranks."""
-
-    warmup_samples: int = 3  # of the default, thrown away
-    steps_per_sample: int = 10  # whose median is a sample
-    max_samples: int = 20  # to find the best; warm-up and last comparison come on top
-    num_pairs: int = 6  # of samples in the last comparison, winner against default
-    min_gain: float = 0.03  # part of the default's cost that a winner must save, 0 to 1
-
-    def __post_init__(self) -> None:
-        least = {"warmup_samples": 0, "steps_per_sample": 1, "max_samples": 1}
-        for name, limit in (least | {"num_pairs": 3}).items():
-            if (value := getattr(self, name)) < limit:
-                raise UsageError(f"{name} must be >= {limit}, got {value}.")
-        if not 0.0 <= self.min_gain < 1.0:
-            raise UsageError(f"min_gain must be >= 0 and < 1, got {self.min_gain}.")
-
-    @property
-    def num_fed(self) -> int:
-        """Steps from one possible change of the setting to the next."""
-        return self.steps_per_sample + 1
-
-
-class Sample(NamedTuple, Generic[S]):
-    """What a setting cost."""
-
-    phase: str  # ``warmup``, ``search`` or ``final``
-    setting: S
-    cost: float  # median over the steps, in whatever was fed
-
-
-class Tuner(Generic[S]):
-    """Chooses the setting of the next step: see Note [How a setting is chosen].
-
-    The first candidate is the default. Once ``is_over``, ``setting`` is the choice.
-    """
-
-    def __init__(self, candidates: Sequence[S], options: TuningOptions) -> None:
-        self._options = options
-        self._costs: list[float] = []
-        self.samples: list[Sample[S]] = []
-        self.is_over = False
-        self._course = self._run(candidates)
-        self._phase, self.setting = "search", candidates[0]
-        self._advance(None)
-
-    def feed(self, cost: float) -> None:
-        """Record what the last step cost: less is better."""
-        self._costs.append(cost)
-        if len(self._costs) == self._options.num_fed:
-            # A change is paid for in the step after it.
-            sample = Sample(self._phase, self.setting, median(self._costs[1:]))
-            self._costs = []
-            self.samples.append(sample)
-            self._advance(sample.cost)
-
-    @property
-    def best_cost(self) -> float | None:
-        """Median of the choice's samples but for the warm-up; None without any."""
-        counted = [s for s in self.samples if s.phase != "warmup"]
-        costs = [s.cost for s in counted if s.setting == self.setting]
-        return median(costs) if costs else None
-
-    def _advance(self, cost: float | None) -> None:
-        try:
-            # A generator is started with None.
-            self._phase, self.setting = self._course.send(cost)  # pyright: ignore[reportArgumentType]
-        except StopIteration as end:
-            self.is_over, self.setting = True, end.value
-
-    def _run(self, candidates: Sequence[S]) -> Generator[tuple[str, S], float, S]:
-        default = candidates[0]
-        if len(candidates) == 1:
-            return default
-        for _ in range(self._options.warmup_samples):
-            yield "warmup", default
-        budget = self._options.max_samples
-        left = list(candidates[:budget])
-        costs: dict[S, list[float]] = {candidate: [] for candidate in left}
-        while len(left) > 1 and budget >= len(left):
-            for candidate in left:
-                costs[candidate].append((yield "search", candidate))
-            budget -= len(left)
-            left.sort(key=lambda candidate: median(costs[candidate]))
-            del left[(len(left) + 1) // 2 :]
-        winner, num_lost = left[0], 0
-        for number in range(self._options.num_pairs if winner != default else 0):
-            pair: dict[S, float] = {}
-            for setting in (winner, default) if number % 2 else (default, winner):
-                pair[setting] = yield "final", setting
-            num_lost += pair[winner] >= (1.0 - self._options.min_gain) * pair[default]
-            if num_lost > 1:
-                return default
-        return winner
 
 
 class TuningLog:
@@ -145,19 +48,113 @@ class TuningLog:
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self.COLUMNS, restval="").writerow(row)
 
-    def add_last(
-        self, tuned: str, tuner: Tuner[S], columns: Callable[[S], Mapping[str, int]]
-    ) -> None:
-        """Append a tuner's last sample, and its choice once it is over."""
-        for each in tuner.samples[-1:]:
-            self.add(tuned, each.phase, columns(each.setting), each.cost)
-        if tuner.is_over:
-            self.add(tuned, "best", columns(tuner.setting), tuner.best_cost)
-
 
 @dataclass(frozen=True, slots=True)
-class AutotuneOptions:
-    """How a size is tuned; ``log`` takes down what rank 0 sees."""
+class TuningOptions:
+    """How much is tried; equal on all ranks, but for the log."""
 
-    amount: TuningOptions = field(default_factory=TuningOptions)
-    log: TuningLog | None = None
+    warmup_samples: int = 3  # of the default, thrown away
+    steps_per_sample: int = 10  # whose median is a sample
+    max_samples: int = 20  # to find the best; warm-up and last comparison come on top
+    num_pairs: int = 6  # of samples in the last comparison, winner against default
+    min_gain: float = 0.03  # part of the default's cost that a winner must save, 0 to 1
+    log: TuningLog | None = None  # takes down what rank 0 sees
+
+    def __post_init__(self) -> None:
+        least = {"warmup_samples": 0, "steps_per_sample": 1, "max_samples": 1}
+        for name, limit in (least | {"num_pairs": 3}).items():
+            if (value := getattr(self, name)) < limit:
+                raise UsageError(f"{name} must be >= {limit}, got {value}.")
+        if not 0.0 <= self.min_gain < 1.0:
+            raise UsageError(f"min_gain must be >= 0 and < 1, got {self.min_gain}.")
+
+    @property
+    def num_fed(self) -> int:
+        """Steps from one possible change of the setting to the next."""
+        return self.steps_per_sample + 1
+
+
+class Sample(NamedTuple, Generic[S]):
+    """What a setting cost."""
+
+    phase: str  # ``warmup``, ``search`` or ``final``
+    setting: S
+    cost: float  # median over the steps, in whatever was fed
+
+
+class Tuner(Generic[S]):
+    """Chooses the setting of the next step: see Note [How a setting is chosen].
+
+    The first candidate is the default. Once ``is_over``, ``setting`` is the choice. In
+    the log it goes by ``name``, its settings by ``columns``.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[S],
+        options: TuningOptions,
+        name: str,
+        columns: Callable[[S], Mapping[str, int]],
+    ) -> None:
+        self._options, self._name, self._columns = options, name, columns
+        self._costs: list[float] = []
+        self.samples: list[Sample[S]] = []
+        self.is_over = False
+        self._course = self._run(candidates)
+        self._phase, self.setting = "search", candidates[0]
+        self._advance(None)
+
+    def feed(self, cost: float) -> None:
+        """Record what the last step cost: less is better."""
+        self._costs.append(cost)
+        if len(self._costs) == self._options.num_fed:
+            # A change is paid for in the step after it.
+            sample = Sample(self._phase, self.setting, median(self._costs[1:]))
+            self._costs = []
+            self.samples.append(sample)
+            self._note(sample.phase, sample.setting, sample.cost)
+            self._advance(sample.cost)
+
+    @property
+    def best_cost(self) -> float | None:
+        """Median of the choice's samples but for the warm-up; None without any."""
+        counted = [s for s in self.samples if s.phase != "warmup"]
+        costs = [s.cost for s in counted if s.setting == self.setting]
+        return median(costs) if costs else None
+
+    def _advance(self, cost: float | None) -> None:
+        try:
+            # A generator is started with None.
+            self._phase, self.setting = self._course.send(cost)  # pyright: ignore[reportArgumentType]
+        except StopIteration as end:
+            self.is_over, self.setting = True, end.value
+            self._note("best", self.setting, self.best_cost)
+
+    def _note(self, phase: str, setting: S, cost: float | None) -> None:
+        if self._options.log is not None:
+            self._options.log.add(self._name, phase, self._columns(setting), cost)
+
+    def _run(self, candidates: Sequence[S]) -> Generator[tuple[str, S], float, S]:
+        default = candidates[0]
+        if len(candidates) == 1:
+            return default
+        for _ in range(self._options.warmup_samples):
+            yield "warmup", default
+        budget = self._options.max_samples
+        left = list(candidates[:budget])
+        costs: dict[S, list[float]] = {candidate: [] for candidate in left}
+        while len(left) > 1 and budget >= len(left):
+            for candidate in left:
+                costs[candidate].append((yield "search", candidate))
+            budget -= len(left)
+            left.sort(key=lambda candidate: median(costs[candidate]))
+            del left[(len(left) + 1) // 2 :]
+        winner, num_lost = left[0], 0
+        for number in range(self._options.num_pairs if winner != default else 0):
+            pair: dict[S, float] = {}
+            for setting in (winner, default) if number % 2 else (default, winner):
+                pair[setting] = yield "final", setting
+            num_lost += pair[winner] >= (1.0 - self._options.min_gain) * pair[default]
+            if num_lost > 1:
+                return default
+        return winner

@@ -1,6 +1,7 @@
 """Bucket sizes that are tried while ranks train."""
 
 import csv
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,7 +23,7 @@ from ronde.data_parallel import (
 from ronde.data_parallel.buckets import candidate_limits
 from ronde.errors import UsageError
 from ronde.torch.session import current_session
-from ronde.tuning import AutotuneOptions, TuningLog, TuningOptions
+from ronde.tuning import TuningLog, TuningOptions
 
 AMOUNT = TuningOptions(
     warmup_samples=1, steps_per_sample=2, max_samples=8, num_pairs=3, min_gain=0.0
@@ -89,7 +90,7 @@ def test_all_ranks_change_at_once_and_gradients_do_not(tmp_path, compression):
 
     def run(communicator):
         log = TuningLog(path) if communicator.rank == 0 else None
-        tuning = AutotuneOptions(AMOUNT, log)
+        tuning = replace(AMOUNT, log=log)
         options = ReducerOptions(compressor=compression, tuning=tuning)
         return train(communicator, options, MOST_STEPS + 5)
 
@@ -128,7 +129,7 @@ def check_log(path, limits):
 
 def test_a_rank_that_has_joined_changes_with_the_others():
     def run(communicator):
-        options = ReducerOptions(tuning=AutotuneOptions(AMOUNT))
+        options = ReducerOptions(tuning=AMOUNT)
         # Rank 0, which decides, runs out of data first.
         last = (3, MOST_STEPS + 3, 11)[communicator.rank]
         return train(communicator, options, MOST_STEPS, last)[2]
@@ -142,8 +143,8 @@ def test_nothing_to_try_is_logged(tmp_path):
     path = tmp_path / "autotune.csv"
 
     def run(communicator):
-        log = TuningLog(path)
-        options = ReducerOptions(tuning=AutotuneOptions(log=log))
+        log = TuningLog(path) if communicator.rank == 0 else None
+        options = ReducerOptions(tuning=TuningOptions(log=log))
         parameter = nn.Parameter(torch.zeros(5))
         reducer = Reducer(
             [("only", parameter)], ReducerGroup(communicator.duplicate()), options

@@ -1,11 +1,12 @@
 """The fusion threshold, found on a coordinator whose costs are simulated."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 
 from ronde.coordination.execution import FusionTuning
-from ronde.tuning import AutotuneOptions, TuningLog, TuningOptions
+from ronde.tuning import TuningLog, TuningOptions
 
 MIB = 1 << 20
 DEFAULT = 128 * MIB
@@ -20,7 +21,7 @@ class Coordinator:
         self.threshold = DEFAULT
         self.changes: list[int] = []
         self.latency_s, self.large_s_per_byte = latency_s, large_s_per_byte
-        options = AutotuneOptions(AMOUNT, log)
+        options = replace(AMOUNT, log=log)
         self.tuning = FusionTuning(DEFAULT, options, self.change)
 
     def change(self, threshold: int) -> None:

@@ -39,7 +39,7 @@ class Machine:
 
 
 def tune(machine: Machine, options: TuningOptions) -> Tuner[int]:
-    tuner = Tuner(range(len(machine.costs)), options)
+    tuner = Tuner(range(len(machine.costs)), options, "", dict)
     while not tuner.is_over:
         tuner.feed(machine.run(tuner.setting, options))
     return tuner
@@ -74,7 +74,7 @@ def test_finds_the_best_on_a_quiet_machine(costs, random):
 
 
 def test_an_only_candidate_needs_no_trial():
-    tuner = Tuner(["default"], TuningOptions())
+    tuner = Tuner(["default"], TuningOptions(), "", dict)
     assert tuner.is_over
     assert tuner.setting == "default"
 
@@ -82,7 +82,7 @@ def test_an_only_candidate_needs_no_trial():
 def test_a_slow_time_of_the_machine_makes_no_winner():
     """The default ran while the machine was slow: the last comparison shows it."""
     options = TuningOptions(warmup_samples=0, steps_per_sample=1)
-    tuner = Tuner(["default", "other"], options)
+    tuner = Tuner(["default", "other"], options, "", dict)
     while not tuner.is_over:
         is_slow = tuner.setting == "default" and not tuner.samples
         tuner.feed(3.0 if is_slow else 1.0)

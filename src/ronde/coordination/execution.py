@@ -19,7 +19,7 @@ from ronde.coordination.node import RunCommand
 from ronde.coordination.requests import Entry, OpKind, Request, StreamMark
 from ronde.errors import UsageError
 from ronde.timeline.events import Activity, Recorded, Recorder
-from ronde.tuning import AutotuneOptions, Tuner
+from ronde.tuning import Tuner, TuningOptions
 
 _MAX_ITEMS = 4096  # tensors in the plans that are kept, 1 KiB each; alike on all ranks
 _ALONE_BYTES = 1 << 20
@@ -39,7 +39,7 @@ class CoordinationOptions:
     """How a coordinator works; equal on all ranks."""
 
     fusion_threshold_bytes: int = 128 << 20  # tensors are fused up to this; 0: none
-    tuning: AutotuneOptions | None = None  # finds a better threshold
+    tuning: TuningOptions | None = None  # finds a better threshold
     # Submissions that nobody waits for yet gather so long (Horovod's cycle time).
     gather_time_s: float = 0.001
     cache_capacity: int = 1024  # requests remembered; 0 for none
@@ -334,12 +334,16 @@ class FusionTuning:
     def __init__(
         self,
         default_bytes: int,
-        options: AutotuneOptions,
+        options: TuningOptions,
         change: Callable[[int], None],
     ) -> None:
         others = [size for size in _SIZES if size != default_bytes]
-        self._tuner = Tuner([default_bytes, *others], options.amount)
-        self._log = options.log
+        self._tuner = Tuner(
+            [default_bytes, *others],
+            options,
+            "fusion",
+            lambda size: {"tensor_fusion_threshold": size},
+        )
         self._change = change
         self._names: set[str] = set()
         self._num_bytes = 0
@@ -371,11 +375,7 @@ class FusionTuning:
         if not num_bytes:
             return
         tuner = self._tuner
-        before, num_samples = tuner.setting, len(tuner.samples)
+        before = tuner.setting
         tuner.feed(seconds / num_bytes)
-        if self._log is not None and len(tuner.samples) > num_samples:
-            self._log.add_last(
-                "fusion", tuner, lambda size: {"tensor_fusion_threshold": size}
-            )
         if tuner.setting != before:
             self._change(tuner.setting)

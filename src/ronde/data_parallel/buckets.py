@@ -16,7 +16,7 @@ from torch import Tensor
 from ronde.collectives import Communicator, Work
 from ronde.data_parallel.group import ReducerGroup, Steps, aside, result_of
 from ronde.errors import UsageError
-from ronde.tuning import AutotuneOptions, Tuner
+from ronde.tuning import Tuner, TuningOptions
 
 ALIGNMENT_BYTES = 64
 """Every gradient starts on a cache line, which vector loads and copies want."""
@@ -138,16 +138,13 @@ class BucketTuning:
         name: str,
         candidates: Sequence[BucketLimits],
         communicator: Communicator,
-        options: AutotuneOptions,
+        options: TuningOptions,
     ) -> None:
-        self._name = name
         self._communicator = communicator
-        self._log = options.log if communicator.rank == 0 else None
-        self._num_fed = options.amount.num_fed
-        self._tuner = Tuner(candidates, options.amount)
+        self._num_fed = options.num_fed
+        self._tuner = Tuner(candidates, options, name, _columns)
         self.is_over = self._tuner.is_over
         self._num_rounds = 0
-        self._log_last()
         self._last_s = time.perf_counter()
 
     def round_done(self) -> Steps[BucketLimits | None]:
@@ -167,12 +164,7 @@ class BucketTuning:
         yield from result_of(self._communicator.broadcast(decision, 0))
         first, other, is_over = cast("list[int]", decision.tolist())
         self.is_over = bool(is_over)
-        self._log_last()
         return BucketLimits(first, other)
-
-    def _log_last(self) -> None:
-        if self._log is not None:
-            self._log.add_last(self._name, self._tuner, _columns)
 
 
 def _columns(limits: BucketLimits) -> dict[str, int]:

@@ -52,7 +52,7 @@ from ronde.data_parallel.compression import GradientCompression, NoneCompressor,
 from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
 from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorded
-from ronde.tuning import AutotuneOptions
+from ronde.tuning import TuningOptions
 
 _NUM_STEP_FLAGS = 3
 _SETTLED, _JOINED, _STEPS = 1, 2, 3
@@ -72,7 +72,7 @@ class ReducerOptions:
     groups: tuple[tuple[int, ...], ...] = ()  # gradients to be reduced together
     is_sparse_densified: bool = False  # reduce sparse gradients as dense ones
     is_fusing: bool = True  # backward may write into buckets: see ``hooks``
-    tuning: AutotuneOptions | None = None  # finds better ``limits``
+    tuning: TuningOptions | None = None  # finds better ``limits``
 
     def scaling(self, size: int) -> Scaling:
         passes = self.passes if self.is_passes_average else 1

@@ -26,7 +26,7 @@ from ronde.torch.session import (
     is_initialized,
     sessions,
 )
-from ronde.tuning import AutotuneOptions, TuningLog, TuningOptions
+from ronde.tuning import TuningLog, TuningOptions
 from ronde.world import RankInfo, World, read_rank_info
 from ronde.world.environment import read_malloc_tuning, send_exit_notice
 from ronde.world.horovod_config import (
@@ -249,14 +249,9 @@ def _check_comm(comm: Sequence[int] | Any, rank_info: RankInfo) -> None:  # noqa
     )
 
 
-def _tuning_options(config: HorovodConfig, rank: int) -> AutotuneOptions | None:
+def _tuning_options(config: HorovodConfig, rank: int) -> TuningOptions | None:
     if not config.is_autotuning:
         return None
-    amount = TuningOptions(
-        config.autotune_warmup_samples,
-        config.autotune_steps_per_sample,
-        config.autotune_max_samples,
-    )
     log = None
     if config.autotune_log and rank == 0:
         try:
@@ -266,11 +261,16 @@ def _tuning_options(config: HorovodConfig, rank: int) -> AutotuneOptions | None:
                 "HOROVOD_AUTOTUNE_LOG must be a file that can be written, got "
                 f"{config.autotune_log}: {error.strerror}. Give another path."
             ) from error
-    return AutotuneOptions(amount, log)
+    return TuningOptions(
+        config.autotune_warmup_samples,
+        config.autotune_steps_per_sample,
+        config.autotune_max_samples,
+        log=log,
+    )
 
 
 def _coordination_options(
-    config: HorovodConfig, tuning: AutotuneOptions | None
+    config: HorovodConfig, tuning: TuningOptions | None
 ) -> CoordinationOptions:
     return CoordinationOptions(
         fusion_threshold_bytes=config.fusion_threshold_bytes,

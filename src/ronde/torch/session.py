@@ -29,7 +29,7 @@ from ronde.errors import (
     UsageError,
 )
 from ronde.torch.recordings import Recordings
-from ronde.tuning import AutotuneOptions
+from ronde.tuning import TuningOptions
 from ronde.world import Launcher, RankInfo, World
 from ronde.world.horovod_config import HorovodConfig
 
@@ -109,7 +109,7 @@ class Session:
     # By the set's number; 0 is all ranks.
     sets: dict[int, tuple[int, ...]]  # the ranks of every set
     states: dict[int, ProcessSetState]  # those sets that this rank belongs to
-    tuning: AutotuneOptions | None = None  # None leaves bucket sizes as they are
+    tuning: TuningOptions | None = None  # None leaves bucket sizes as they are
     # Works by their handles, with what makes the result of theirs.
     handles: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     handle_numbers: "count[int]" = field(default_factory=count)
