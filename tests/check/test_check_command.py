@@ -133,7 +133,7 @@ def test_no_host_can_be_asked(tmp_path):
         (["--burn", "soon"], "--burn: duration must be"),
         (["--burn", "100d"], "--burn must be at most a day"),
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
-        (["--ranks", "0"], "ranks must be"),
+        (["--ranks", "0"], "--ranks must be"),
         (["--path", ""], "must name something"),
         (["--save", "/proc"], "--save must be a file that can be written"),
         (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),

@@ -87,7 +87,7 @@ def test_a_script_may_say_all_slots() -> None:
         "-H a --host-discovery-script b": "--hosts must stand alone",
         "-H a:1,b:2 --slots 4": "--slots must be for hosts without slots of "
         "their own, got 4, but all have some, as a with 1. Drop one of the two.",
-        "--slots 0": "--slots: slots must be a whole number from 1 to 65536, got '0'",
+        "--slots 0": "--slots must be a whole number from 1 to 65536, got '0'",
         "--slots x": "got 'x'",
         "-H=": "-H: hosts must be names such as a:2,b:4, got none",
         "-H a:x": "-H: slots of a must be a whole number",
@@ -98,7 +98,7 @@ def test_a_script_may_say_all_slots() -> None:
         "--host-discovery-script false": "--host-discovery-script must print hosts and "
         "end with 0, got 'false'",
         "--host-discovery-script true": "--host-discovery-script true must hold a line",
-        "-p 0": "--ssh-port: port must be a whole number from 1 to 65535, got '0'",
+        "-p 0": "--ssh-port must be a whole number from 1 to 65535, got '0'",
         "-p x": "got 'x'",
     }.items(),
 )

@@ -24,8 +24,8 @@ def token(tmp_path):
     [
         (["--nodes", "2", "true"], "have nodes join: --listen and --agent"),
         (["--token-file", "x", "true"], "--token-file must come with --listen"),
-        (["--listen", "1", "true"], "at least 2 with --listen, got none"),
-        (["--listen", "1", "--nodes", "1", "true"], "at least 2 with --listen, got 1"),
+        (["--listen", "1", "true"], "--nodes must be a whole number of at"),
+        (["--listen", "1", "--nodes", "1", "true"], "2, got '1'. With --listen"),
         (["--listen", "a:b", "--nodes", "2", "true"], "--listen must be HOST:PORT"),
         (["--listen", "1", "--nodes", "2"], "program must be given"),
         (["--listen", "1", "-H", "a:1", "true"], "-H must stand without --listen"),

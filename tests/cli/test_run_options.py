@@ -123,7 +123,7 @@ def usage_error(done) -> str:
         (["-n", "x", "true"], "-n must be a whole number of at least 1, got"),
         (["-n", "-1", "true"], "-n"),
         (["-n", "2.0", "true"], "-n must be a whole number of at least 1, got"),
-        (["--nproc-per-node", "0", "true"], "--nproc-per-node: ranks must be a whole"),
+        (["--nproc-per-node", "0", "true"], "--nproc-per-node must be a whole"),
         (
             ["-H", "localhost:1", "--nproc-per-node", "2", "true"],
             "localhost (-H) has 1.",

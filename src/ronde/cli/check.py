@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ronde.arguments import CommandParser, read_one_of
+from ronde.arguments import CommandParser, read_number, read_one_of
 from ronde.check.catalogue import all_checks, plan_for
 from ronde.check.check import Check, Family, Severity
 from ronde.check.cluster import ABSENT, TAKING_PART
@@ -33,8 +33,7 @@ from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller import Controller, Preflight
 from ronde.launch.environments import own_environment, select_forwarded
-from ronde.launch.hosts.host import Host
-from ronde.launch.hosts.sources import MAX_SLOTS, parse_number
+from ronde.launch.hosts.host import MAX_SLOTS, Host
 from ronde.launch.node import AgentNode
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals
@@ -209,8 +208,8 @@ def read_request(
     if way is not None:
         settings["bandwidth"] = read_one_of("--bandwidth", way or "auto", _WAYS)
     if options.ranks is not None:
-        settings["num_ranks"] = parse_number(
-            options.ranks, "ranks", "--ranks", lowest=1, highest=MAX_SLOTS
+        settings["num_ranks"] = read_number(
+            "--ranks", options.ranks, "Correct it.", least=1, most=MAX_SLOTS
         )
     elif any(host.slots > 0 for host in hosts):
         settings["num_ranks"] = max(host.slots for host in hosts)

@@ -16,7 +16,7 @@ import ronde
 from ronde.arguments import read_number
 from ronde.cli.hosts import find_run_hosts, read_text
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import Host
+from ronde.launch.hosts.host import Host, is_here
 from ronde.launch.output import Generation, JobFile, attempt_dir
 from ronde.launch.program import absolute_path
 
@@ -220,10 +220,7 @@ def _hosts(
     hosts, text = find_run_hosts(options, environ), given.get("ssh-port")
     if text is None:
         return hosts
-    from ronde.launch.hosts.host import is_here
-    from ronde.launch.hosts.sources import parse_number
-
-    port = parse_number(text, "port", "--ssh-port", lowest=1, highest=65535)
+    port = read_number("--ssh-port", text, "Correct it.", least=1, most=65535)
     # It is for other hosts: with a port, this machine would count as another one.
     own = next((host for host in hosts if is_here(host)), None)
     return tuple(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ronde.arguments import attribute_of, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.hosts.host import MAX_SLOTS, SLOTS_OPEN, Host, is_here
 from ronde.launch.spawners.base import Spawner
 
 LAUNCHERS = ("auto", "ssh", "slurm")
@@ -24,8 +24,6 @@ def find_run_hosts(
     """Return what ``find_hosts`` does, without those that an option leaves out."""
     hosts = find_hosts(options, {} if options.standalone else environ)
     if options.standalone:
-        from ronde.launch.hosts.host import is_here
-
         for host in hosts:
             if not is_here(host):
                 raise UsageError(
@@ -91,9 +89,8 @@ def find_hosts(
 def read_slots(options: argparse.Namespace) -> int:
     if options.slots is None:
         return SLOTS_OPEN
-    from ronde.launch.hosts.sources import MAX_SLOTS, parse_number
-
-    return parse_number(options.slots, "slots", "--slots", lowest=1, highest=MAX_SLOTS)
+    cure = "Type: --slots 4"
+    return read_number("--slots", options.slots, cure, least=1, most=MAX_SLOTS)
 
 
 def read_text(path: str, option: str) -> str:

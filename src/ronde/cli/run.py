@@ -24,7 +24,13 @@ from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import controller, environments
 from ronde.launch.agent_start.starter import AgentStarter, JobHosts
-from ronde.launch.hosts.host import SLOTS_CORES, SLOTS_GPUS, Host, take_each
+from ronde.launch.hosts.host import (
+    MAX_SLOTS,
+    SLOTS_CORES,
+    SLOTS_GPUS,
+    Host,
+    take_each,
+)
 from ronde.launch.limits import Timeouts
 from ronde.launch.output import (
     ErrorFile,
@@ -225,15 +231,8 @@ def read_num_each(options: argparse.Namespace) -> int | None:
         return None
     if text in _UNITS:
         return _UNITS[text]
-    option = "--nproc-per-node"
-    if not text.isdecimal() or not text.isascii():
-        raise UsageError(
-            f"{option} must be auto, gpu, cpu or a whole number of at least 1, got "
-            f"{text!r}. Type: ronde run --nproc-per-node 2 ..."
-        )
-    from ronde.launch.hosts.sources import MAX_SLOTS, parse_number
-
-    return parse_number(text, "ranks", option, lowest=1, highest=MAX_SLOTS)
+    cure = "Type a number, gpu or cpu: ronde run --nproc-per-node 2 ..."
+    return read_number("--nproc-per-node", text, cure, least=1, most=MAX_SLOTS)
 
 
 def _no_restart_codes(text: str) -> frozenset[int]:
@@ -478,19 +477,15 @@ def _joined_nodes(start: _Start) -> Generator[JobHosts]:
     from ronde.launch.joining import channel, join_server
 
     options = start.options
-    text = options.nodes or ""
-    if not (text.isascii() and text.isdecimal() and int(text) >= 2):
-        raise UsageError(
-            "--nodes must be a whole number of at least 2 with --listen, got "
-            f"{text or 'none'}. Type: ronde run --nodes 3 --listen 29400 ..."
-        )
+    cure = "With --listen, type: ronde run --nodes 3 --listen 29400 ..."
+    num_nodes = read_number("--nodes", options.nodes or "none", cure, least=2)
     host, port = channel.parse_endpoint(options.listen, "--listen")
     config = join_server.JoinConfig(
         address=channel.choose_address(host),
         port=port,
         token=channel.read_token(token_file(options, start.environ)),
         head=os.uname().nodename,
-        num_nodes=int(text) - 1,
+        num_nodes=num_nodes - 1,
         timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
     )
     head = Host(config.head, own_slots(options))

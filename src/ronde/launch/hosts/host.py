@@ -28,6 +28,7 @@ SLOTS_OPEN = -1
 """Nobody said how many: the host's GPUs, else its cores where it is alone, else 1."""
 SLOTS_GPUS = -2  # as many as the host has GPUs, and it must have one
 SLOTS_CORES = -3  # as many as the host has cores
+MAX_SLOTS = 1 << 16
 LOOK_UP_S = 6.0
 """How long all names may take: a question that is lost is asked again after 5 s."""
 _MAX_LOOKING_UP = 64

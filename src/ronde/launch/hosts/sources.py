@@ -19,8 +19,9 @@ from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from ronde.addresses import family_of
+from ronde.arguments import read_number
 from ronde.errors import UsageError, WorldError
-from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.hosts.host import MAX_SLOTS, SLOTS_OPEN, Host
 from ronde.launch.process_tree import adopting_orphans, children, sweep
 from ronde.launch.signals import (
     InterruptedStartError,
@@ -31,7 +32,6 @@ from ronde.launch.signals import (
 from ronde.world.host_lists import BLANKS, expand, expand_list, split_list
 from ronde.world.launcher_env import parse_tasks_per_node
 
-MAX_SLOTS = 1 << 16
 # Nothing that a shell or ssh would read as more than a name, and no leading dash.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -48,6 +48,7 @@ _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 
 
 _CURE = "Name the hosts by -H or --hostfile."
+_CORRECT = "Correct it."
 _LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _POLL_S = 0.02
 
@@ -65,7 +66,8 @@ def _parse_words(text: str, option: str, named_at: str) -> list[Host]:
         name, slots = _split_slots(rest, option)
         count = SLOTS_OPEN
         if slots is not None:
-            count = parse_number(slots, f"slots of {name}", option, highest=MAX_SLOTS)
+            what = f"{option}: slots of {name}"
+            count = read_number(what, slots, _CORRECT, most=MAX_SLOTS)
         names = [name] if ":" in name and "[" not in name else expand(name, option)
         for one in names:
             _check_name(one, option)
@@ -137,18 +139,6 @@ def _is_address(text: str) -> bool:
         socket.inet_pton(family_of(text), address)
         return not has_zone or (":" in address and _NAME.fullmatch(zone) is not None)
     return False
-
-
-def parse_number(
-    text: str, name: str, option: str, *, lowest: int = 0, highest: int
-) -> int:
-    is_number = re.fullmatch(r"[0-9]{1,9}", text)
-    if not is_number or not lowest <= int(text) <= highest:
-        raise UsageError(
-            f"{option}: {name} must be a whole number from {lowest} to {highest}, got "
-            f"{text!r}. Correct it."
-        )
-    return int(text)
 
 
 class _Value(NamedTuple):
@@ -256,7 +246,7 @@ def _number(
     if key not in values:
         return default
     name, text, place = values[key]
-    return parse_number(text, name, place, lowest=lowest, highest=highest)
+    return read_number(f"{place}: {name}", text, _CORRECT, least=lowest, most=highest)
 
 
 def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
@@ -280,7 +270,7 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
         # that asked for a total can have other counts elsewhere.
         name, num_gpus = "SLURM_GPUS_ON_NODE", 0
         if name in environ and not (len(names) > 1 and "SLURM_GPUS" in environ):
-            num_gpus = parse_number(environ[name], name, "Slurm", highest=MAX_SLOTS)
+            num_gpus = read_number(name, environ[name], _CURE, most=MAX_SLOTS)
         slots = [num_gpus or SLOTS_OPEN] * len(names)
     return tuple(
         Host(each, count, named_at=listed_at)
@@ -307,7 +297,7 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
                 f"{hosts}, got {environ[name]!r}, which has {len(tasks)}. {_CURE}"
             )
     each = environ.get(each_name, "1")
-    return [parse_number(each, each_name, "Slurm", highest=MAX_SLOTS)] * num_hosts
+    return [read_number(each_name, each, _CURE, most=MAX_SLOTS)] * num_hosts
 
 
 def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
