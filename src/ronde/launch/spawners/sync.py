@@ -1,17 +1,15 @@
 """The program's folder, copied to hosts that share no file system with this one.
 
-By rsync where both sides have it, else as a tar archive. Nothing is deleted there.
+It travels as one tar archive. Nothing is deleted there.
 """
 
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -21,7 +19,6 @@ from ronde.launch.process_tree import end_with
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import raise_if_stopped, wait_for
 from ronde.launch.spawners.base import Spawner, last_line
-from ronde.launch.spawners.ssh import SshSpawner
 from ronde.units import format_size
 
 EXCLUDED = frozenset({".git", "__pycache__", ".venv"})
@@ -30,8 +27,6 @@ MAX_COPYING = 16  # hosts that are copied to at a time
 _LAST_BYTES = 64 << 10
 _POLL_S = 0.02
 _SSH_FAILED = 255
-_RSYNC_VANISHED = 24
-_RSYNC_SETTLED = frozenset({0, _RSYNC_VANISHED, _SSH_FAILED})
 _TAR_SUMMARIES = ("tar: Exiting", "tar: Error")
 _UNPACK = 'mkdir -p "$0" && cd "$0" && exec tar -xof -'
 
@@ -57,13 +52,19 @@ def sync_folder(
             f"--sync must be a folder, got {folder!r}. Name that of the program."
         )
     try:
-        sizes = [entry.lstat().st_size for entry in _files(path)]
-        failures = _copy_to_all(path, hosts, spawner, signal_fd)
+        with tempfile.TemporaryFile() as archive:
+            sizes = _pack(path, archive, signal_fd)
+            copied = _copy_to_all(path, hosts, spawner, archive, signal_fd)
     except OSError as error:
         raise UsageError(
             f"--sync must be a folder that can be read, got {folder!r} ({error}). "
             "Name that of the program."
         ) from None
+    failures = [
+        HostFailure(each.host.name, _explain(each, spawner))
+        for each in copied
+        if each.process.returncode
+    ]
     if failures:
         message = f"{len(failures)} of {len(hosts)} hosts did not get {path}."
         failed = {failure.host for failure in failures}
@@ -75,41 +76,6 @@ def sync_folder(
     )
 
 
-def _files(path: Path) -> Iterator[Path]:
-    for entry in path.iterdir():
-        if entry.name in EXCLUDED:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            yield from _files(entry)
-        else:
-            yield entry
-
-
-def _copy_to_all(
-    path: Path, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
-) -> list[HostFailure]:
-    copied: list[_Copy] = []
-    if isinstance(spawner, SshSpawner) and shutil.which("rsync"):
-        commands = [(h, _rsync(path, h, spawner.client(h))) for h in hosts]
-        copied = _run_all(commands, None, signal_fd)
-    # With any other code rsync may not be there, or a login's noise was no answer to
-    # it: a tar archive does without both. And of a full disk rsync may write nothing.
-    settled = [each for each in copied if each.process.returncode in _RSYNC_SETTLED]
-    has_settled = {each.host.name for each in settled}
-    rest = [host for host in hosts if host.name not in has_settled]
-    if rest:
-        with tempfile.TemporaryFile() as archive:
-            _pack(path, archive, signal_fd)
-            words = ["sh", "-c", _UNPACK, str(path)]
-            commands = [(h, spawner.command(h, words)) for h in rest]
-            settled += _run_all(commands, archive, signal_fd)
-    return [
-        HostFailure(each.host.name, _explain(each, spawner))
-        for each in settled
-        if each.process.returncode not in {0, _RSYNC_VANISHED}
-    ]
-
-
 def _explain(copied: _Copy, spawner: Spawner) -> Failure:
     code, printed = copied.process.returncode, copied.printed()
     if code == _SSH_FAILED:
@@ -119,32 +85,28 @@ def _explain(copied: _Copy, spawner: Spawner) -> Failure:
     return Failure(f"not copied: {last}", "see the space and the rights there")
 
 
-def _rsync(path: Path, host: Host, client: Sequence[str]) -> list[str]:
-    there = f"[{host.name}]" if ":" in host.name else host.name
-    return [
-        *("rsync", "--archive", "--protect-args", "--rsh", shlex.join(client)),
-        # By itself it makes no more than the last folder of a path.
-        *("--rsync-path", f"mkdir -p {shlex.quote(str(path))} && rsync"),
-        *(f"--exclude={name}" for name in sorted(EXCLUDED)),
-        *("--", f"{path}/", f"{there}:{path}/"),
-    ]
+def _pack(path: Path, archive: IO[bytes], signal_fd: int) -> list[int]:
+    """Return the sizes of all that is no folder."""
+    sizes: list[int] = []
 
-
-def _pack(path: Path, archive: IO[bytes], signal_fd: int) -> None:
     def keep(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         raise_if_stopped(signal_fd)
-        return None if Path(entry.name).name in EXCLUDED else entry
+        if Path(entry.name).name in EXCLUDED:
+            return None
+        if not entry.isdir():
+            sizes.append(entry.size)
+        return entry
 
     with tarfile.open(fileobj=archive, mode="w") as tar:
         tar.add(path, arcname=".", filter=keep)
     archive.flush()
+    return sizes
 
 
-def _copy(host: Host, words: Sequence[str], archive: IO[bytes] | None) -> _Copy:
+def _copy(host: Host, words: Sequence[str], archive: IO[bytes]) -> _Copy:
     output = tempfile.TemporaryFile()  # noqa: SIM115 - it is read when the copy has ended
     # Opened anew, for each reads at a place of its own.
-    source = f"/proc/self/fd/{archive.fileno()}" if archive else os.devnull
-    with Path(source).open("rb") as given:
+    with Path(f"/proc/self/fd/{archive.fileno()}").open("rb") as given:
         process = subprocess.Popen(
             words,
             stdin=given,
@@ -157,16 +119,20 @@ def _copy(host: Host, words: Sequence[str], archive: IO[bytes] | None) -> _Copy:
     return _Copy(host, process, output)
 
 
-def _run_all(
-    commands: Sequence[tuple[Host, Sequence[str]]],
-    archive: IO[bytes] | None,
+def _copy_to_all(
+    path: Path,
+    hosts: Sequence[Host],
+    spawner: Spawner,
+    archive: IO[bytes],
     signal_fd: int,
 ) -> list[_Copy]:
-    waiting, running, done = list(reversed(commands)), list[_Copy](), list[_Copy]()
+    unpack = ["sh", "-c", _UNPACK, str(path)]
+    waiting, running, done = list(reversed(hosts)), list[_Copy](), list[_Copy]()
     try:
         while waiting or running:
             while waiting and len(running) < MAX_COPYING:
-                running.append(_copy(*waiting.pop(), archive))
+                host = waiting.pop()
+                running.append(_copy(host, spawner.command(host, unpack), archive))
             if wait_for([signal_fd], [], _POLL_S):
                 raise_if_stopped(signal_fd)
             done += [each for each in running if each.process.poll() is not None]
