@@ -111,24 +111,18 @@ def test_the_index_says_whose_they_are_and_how_it_ended(heard, tmp_path):
     path = tmp_path / "job/attempt_1/index.json"
     before = json.loads(path.read_text())
     assert (before["job_id"], before["epoch"]) == ("job", 1)
-    assert (before["ended_at"], before["verdict"]) == (None, None)
     assert [r["host"] for r in before["ranks"]] == list(HOSTS)
     for entry in before["ranks"]:
         assert (path.parent / entry["stdout"]).read_bytes() == b""
         assert (path.parent / entry["stderr"]).read_bytes() == b""
     lost = LostHost("b", (2,), "gone", 69, 3.0)
     logs.finished(judge([end(0, -11), end(1, 0)], lost=[lost]))
-    after = json.loads(path.read_text())
-    assert after["started_at"] == before["started_at"] <= after["ended_at"]
-    assert [r["end"] and r["end"]["signal"] for r in after["ranks"]] == [
-        "SIGSEGV",
-        None,
-        None,
-    ]
-    assert after["ranks"][2]["end"] is None
+    after = json.loads((path.parent / "end.json").read_text())
+    assert (after["job_id"], after["epoch"]) == ("job", 1)
     assert after["verdict"]["exit_code"] == 139
+    assert after["verdict"]["cause"]["signal"] == "SIGSEGV"
     assert after["verdict"]["also_lost"][0]["ranks"] == [2]
-    assert names(path.parent) == ["0", "1", "2", "index.json"]
+    assert names(path.parent) == ["0", "1", "2", "end.json", "index.json"]
 
 
 def test_a_restart_has_files_of_its_own(heard, tmp_path):

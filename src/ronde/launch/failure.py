@@ -209,7 +209,6 @@ class JobResult:
     ended: tuple[RankEnd, ...]  # ranks that were ended by the user, or for the cause
     interrupted_by: int | None  # the signal by which the user ended the job, or None
     also_lost: tuple[LostHost, ...] = ()  # hosts that were lost and are not the cause
-    ends: tuple[RankEnd, ...] = ()  # of every rank, by rank, but those of lost hosts
 
     def is_worth_restart(self, barred_codes: Collection[int]) -> bool:
         if self.interrupted_by is not None or self.exit_code == 0:
@@ -267,7 +266,6 @@ def judge(
         ended,
         interrupted_by,
         also_lost=tuple(sorted((e for e in lost if e is not cause), key=_priority)),
-        ends=tuple(by_rank),
     )
 
 

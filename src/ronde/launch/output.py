@@ -104,12 +104,17 @@ class JobFile:
 
     def finished(self, result: JobResult) -> None: ...
 
+    def _write_end(self, path: str, result: JobResult) -> None:
+        try:
+            write_report(path, result.exit_code, "", result, self._generation)
+        except OSError as error:
+            self._notice(f"{path} was not written: {error.strerror}")
+
 
 SCHEMA = 1  # version of the reports' form
 _MAX_OPEN = 128
 _OPEN = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
-_INDEX = "index.json"
 
 
 def describe_result(result: JobResult) -> dict[str, object]:
@@ -176,10 +181,7 @@ class ErrorFile(JobFile):
             )
 
     def finished(self, result: JobResult) -> None:
-        try:
-            write_report(self._path, result.exit_code, "", result, self._generation)
-        except OSError as error:
-            self._notice(f"--error-file {self._path} was not written: {error.strerror}")
+        self._write_end(self._path, result)
 
 
 def write_report(
@@ -208,14 +210,13 @@ class RankLogs(JobFile):
     """Writes the output of each rank to files of its own before it is shown.
 
     ``DIR/<job id>/attempt_<epoch>/<rank>/{stdout,stderr}.log`` have the bytes as they
-    are, ``index.json`` beside them lists them and how the ranks ended. A file that
-    takes nothing more is given up with one notice for its rank.
+    are, ``index.json`` beside them lists them, and ``end.json`` is the report of how it
+    ended. A file that takes nothing more is given up with one notice for its rank.
     """
 
     def __init__(self, sink: OutputSink, directory: str) -> None:
         super().__init__(sink, "")
         self._directory = directory
-        self._started_at_s = 0.0
         self._open: dict[tuple[int, Stream], int] = {}
         self._given_up: set[tuple[int, Stream]] = set()
         self._complained: set[int] = set()
@@ -223,7 +224,6 @@ class RankLogs(JobFile):
     def begin(self, generation: Generation) -> None:
         self._close()
         super().begin(generation)
-        self._started_at_s = time.time()
         self._complained.clear()
         self._given_up.clear()
         ranks = range(len(generation.hosts))
@@ -237,7 +237,7 @@ class RankLogs(JobFile):
                 for stream in Stream:
                     name = f"{self._path}/{_file_name(rank, stream)}"
                     os.close(os.open(name, _CREATE, 0o600))
-            self._write_index(None)
+            self._write_index()
         except OSError as error:
             if generation.epoch == 0:
                 raise UsageError(
@@ -265,22 +265,16 @@ class RankLogs(JobFile):
 
     def finished(self, result: JobResult) -> None:
         self._close()
-        try:
-            self._write_index(result)
-        except OSError as error:
-            self._notice(f"{_INDEX} of the log files lacks the end: {error.strerror}")
+        if self._path:
+            self._write_end(f"{self._path}/end.json", result)
 
-    def _write_index(self, result: JobResult | None) -> None:
+    def _write_index(self) -> None:
         generation = self._generation
-        if not generation.hosts:
-            return
-        ends = {} if result is None else {end.rank: end for end in result.ends}
         ranks = [
             {
                 "rank": rank,
                 "host": host,
                 **{s.name.lower(): _file_name(rank, s) for s in Stream},
-                "end": _describe_end(ends[rank]) if rank in ends else None,
             }
             for rank, host in enumerate(generation.hosts)
         ]
@@ -288,12 +282,10 @@ class RankLogs(JobFile):
             "schema": SCHEMA,
             "job_id": generation.job_id,
             "epoch": generation.epoch,
-            "started_at": _utc(self._started_at_s),
-            "ended_at": None if result is None else _utc(time.time()),
+            "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "ranks": ranks,
-            "verdict": None if result is None else describe_result(result),
         }
-        replace_json(f"{self._path}/{_INDEX}", content)
+        replace_json(f"{self._path}/index.json", content)
 
     def _close(self) -> None:
         while self._open:
@@ -311,10 +303,6 @@ class RankLogs(JobFile):
 
 def _file_name(rank: int, stream: Stream) -> str:
     return f"{rank}/{stream.name.lower()}.log"
-
-
-def _utc(at_s: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s))
 
 
 _PIPE_BYTES = 1 << 20
