@@ -27,9 +27,6 @@ _DEFAULT_FIRST_EPHEMERAL = 32768
 _NUM_BELOW = 16384
 _NUM_TRIES = 64
 DEADLINE_S = 2.0
-_ANSWER_S = 1.5
-_ASK_AGAIN_S = 0.25
-_SSH_PORT = 22  # any port will do: where nothing listens, the kernel answers that
 
 
 def hold_port(address: str, port: int = 0) -> socket.socket:
@@ -106,21 +103,6 @@ def locate(
         return tuple(source for _, source in pairs)
     reached = _reached({a for a, source in pairs if source}, port, deadline_s)
     return tuple(source if address in reached else "" for address, source in pairs)
-
-
-def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    ends_at = time.monotonic() + _ANSWER_S
-    found: set[str] = set()
-    hosts = {name: own for name, own in hosts.items() if own}
-    while time.monotonic() < ends_at and len(found) < len(hosts):
-        asked_until = time.monotonic() + _ASK_AGAIN_S
-        asked = [a for name, own in hosts.items() if name not in found for a in own]
-        answers = zip(asked, locate(asked, _SSH_PORT, _ASK_AGAIN_S), strict=True)
-        reached = {address for address, source in answers if source}
-        found |= {name for name, own in hosts.items() if reached & {*own}}
-        if len(found) < len(hosts):
-            time.sleep(max(0.0, asked_until - time.monotonic()))
-    return frozenset(found)
 
 
 def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]:
