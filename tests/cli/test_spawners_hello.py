@@ -159,17 +159,22 @@ INSTALL = f"ssh ada@node2 /usr/bin/python3 -m pip install ronde=={ronde.__versio
     ],
 )
 def test_what_is_wrong_there_is_told_with_what_to_type(changes, reason, cure):
-    failure = met(**changes).problem(HOST)
+    failure = met(**changes).problem(HOST, "ssh")
     assert failure is not None
     assert (failure.reason, failure.cure) == (reason, cure)
 
 
 def test_another_python_is_told_before_its_ronde():
-    failure = met(python="3.6.15", ronde="", import_error="SyntaxError").problem(HOST)
+    failure = met(python="3.6.15", ronde="", import_error="SyntaxError").problem(
+        HOST, "ssh"
+    )
     assert failure is not None
     assert failure.reason.startswith("its Python is 3.6.15 (/usr/bin/python3), here")
     assert "--python" in failure.cure
 
 
 def test_another_patch_of_the_same_python_is_none():
-    assert met(python="{}.{}.99".format(*sys.version_info[:2])).problem(HOST) is None
+    assert (
+        met(python="{}.{}.99".format(*sys.version_info[:2])).problem(HOST, "ssh")
+        is None
+    )

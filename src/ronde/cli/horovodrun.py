@@ -199,13 +199,9 @@ def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str
     if "stall-check" in given:
         env["HOROVOD_STALL_CHECK_DISABLE"] = str(int(given["stall-check"] == "0"))
     if "fusion-threshold-mb" in given:
-        text = given["fusion-threshold-mb"]
-        if not text.isdecimal() or not text.isascii():
-            raise UsageError(
-                f"--fusion-threshold-mb must be a whole number of MiB, got {text!r}. "
-                "Type: --fusion-threshold-mb 128"
-            )
-        env["HOROVOD_FUSION_THRESHOLD"] = str(int(text) << 20)
+        text, cure = given["fusion-threshold-mb"], "Type: --fusion-threshold-mb 128"
+        num_mib = read_number("--fusion-threshold-mb", text, cure)
+        env["HOROVOD_FUSION_THRESHOLD"] = str(num_mib << 20)
     known = {**environ, **env}
     # For those that open sockets themselves.
     if names := known.get("HOROVOD_GLOO_IFACE"):

@@ -23,7 +23,7 @@ from ronde.cli.help import RUN_HELP
 from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import controller, environments
-from ronde.launch.agent_start.starter import AgentStarter, JobHosts
+from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.hosts.host import (
     MAX_SLOTS,
     SLOTS_CORES,
@@ -32,6 +32,7 @@ from ronde.launch.hosts.host import (
     take_each,
 )
 from ronde.launch.limits import Timeouts
+from ronde.launch.node import EXIT_INTERNAL
 from ronde.launch.output import (
     ErrorFile,
     JobFile,
@@ -41,7 +42,6 @@ from ronde.launch.output import (
 )
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
-from ronde.launch.spawners.base import Spawner
 from ronde.render.console import Console, Tag, TagPlace, parse_tag
 from ronde.render.text import parse_ranks
 from ronde.units import parse_duration_s, parse_size_bytes
@@ -236,14 +236,12 @@ def read_num_each(options: argparse.Namespace) -> int | None:
 
 
 def _no_restart_codes(text: str) -> frozenset[int]:
-    codes = [code for word in text.split(",") if (code := word.strip())]
-    wrong = [code for code in codes if not code.isdecimal()]
-    if wrong:
-        raise UsageError(
-            "--no-restart-codes must be exit codes such as 93,64, got "
-            f"{wrong[0]!r}. Correct it."
-        )
-    return frozenset(map(int, codes))
+    cure = "Type exit codes: --no-restart-codes 93,64"
+    return frozenset(
+        read_number("each of --no-restart-codes", code, cure)
+        for word in text.split(",")
+        if (code := word.strip())
+    )
 
 
 def _rank_env(
@@ -387,9 +385,13 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
         with _limited(options.timeout or ""), recorded as timeline_env:
             request = read_request(options, start.environ, timeline_env)
             _warn(request, start.environ)
-            with _job_hosts(request, start) as job_hosts:
-                job_hosts.exit_code = _launch(request, job_hosts, signal_fd)
-                return job_hosts.exit_code
+            if options.listen:
+                return _launch_with_nodes(request, start)
+            make = partial(
+                make_spawner, options, start.environ, request.horovod.ssh_args
+            )
+            starter = AgentStarter(agent, make, options.python, timeouts)
+            return _launch(request, request.spec.hosts, starter, signal_fd)
     except InterruptedStartError as error:
         return interruption_code(error.number)
     except RondeError as error:
@@ -409,10 +411,12 @@ def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
         _report(warning)
 
 
-def _launch(request: RunRequest, job_hosts: JobHosts, signal_fd: int) -> int:
+def _launch(
+    request: RunRequest, hosts: Sequence[Host], starter: AgentStarter, signal_fd: int
+) -> int:
     options = request.options
-    spec = request.spec._replace(hosts=job_hosts.hosts)
-    starter = job_hosts.starter
+    hosts = take_each(hosts, read_num_each(options))
+    spec = request.spec._replace(hosts=hosts)
     if options.dry_run:
         from ronde.render.job import plan_text
 
@@ -420,36 +424,20 @@ def _launch(request: RunRequest, job_hosts: JobHosts, signal_fd: int) -> int:
         print(plan_text(plan), end="")
         return 0
     if options.sync:
-        _sync(options.sync, job_hosts, signal_fd)
+        _sync(options.sync, hosts, starter, signal_fd)
     sink, job_files = make_sink(options, request.horovod.output_dir)
     return controller.launch(spec, starter, signal_fd, sink, job_files).exit_code
 
 
-def _sync(folder: str, job_hosts: JobHosts, signal_fd: int) -> None:
+def _sync(
+    folder: str, hosts: Sequence[Host], starter: AgentStarter, signal_fd: int
+) -> None:
     from ronde.launch.spawners.sync import sync_folder
 
-    starter = job_hosts.starter
-    starter.look_up(job_hosts.hosts, signal_fd)
-    others = [host for host in job_hosts.hosts if not starter.is_here(host)]
+    starter.look_up(hosts, signal_fd)
+    others = [host for host in hosts if not starter.is_here(host)]
     if others:
         _report(sync_folder(folder, others, starter.spawner, signal_fd))
-
-
-@contextmanager
-def _job_hosts(request: RunRequest, start: _Start) -> Generator[JobHosts]:
-    options = request.options
-    num_each = read_num_each(options)
-    if options.listen:
-        with _joined_nodes(start) as job_hosts:
-            job_hosts.hosts = take_each(job_hosts.hosts, num_each)
-            yield job_hosts
-        return
-
-    def make() -> Spawner:
-        return make_spawner(options, start.environ, request.horovod.ssh_args)
-
-    starter = AgentStarter(start.agent, make, options.python, start.timeouts)
-    yield JobHosts(take_each(request.horovod.hosts, num_each), starter)
 
 
 @contextmanager
@@ -471,8 +459,7 @@ def _limited(text: str) -> Generator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-@contextmanager
-def _joined_nodes(start: _Start) -> Generator[JobHosts]:
+def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
     """Wait until all nodes have joined; at the end send them the exit code."""
     from ronde.launch.joining import channel, join_server
 
@@ -491,17 +478,19 @@ def _joined_nodes(start: _Start) -> Generator[JobHosts]:
     head = Host(config.head, own_slots(options))
     nodes = join_server.wait_for_nodes(config, start.signal_fd, _report)
     agents = join_server.JoinedAgents(start.agent, nodes, start.timeouts)
-    joined = JobHosts((head, *(host for host, _ in nodes)), agents)
+    hosts = [head, *(host for host, _ in nodes)]
+    code = EXIT_INTERNAL
     try:
-        yield joined
+        code = _launch(request, hosts, agents, start.signal_fd)
     except InterruptedStartError as error:
-        joined.exit_code = interruption_code(error.number)
+        code = interruption_code(error.number)
         raise
     except RondeError as error:
-        joined.exit_code = exit_code_of(error)
+        code = exit_code_of(error)
         raise
     finally:
-        channel.release([transport for _, transport in nodes], joined.exit_code)
+        channel.release([transport for _, transport in nodes], code)
+    return code
 
 
 def _run_node(start: _Start) -> int:

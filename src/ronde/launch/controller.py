@@ -308,7 +308,7 @@ class Controller(Handler):
             raise HostError(f"{hosts} {verb} lost before the ranks ran.", failures)
 
     def write_out(self, *, is_hurried: bool) -> int:
-        return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else None)
+        return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else float("inf"))
 
     def close(self) -> None:
         for node in self._loop.live_nodes:
@@ -317,10 +317,7 @@ class Controller(Handler):
                 node.transport.kill()
             node.close()
         due_s = time.monotonic() + _LEAVE_S
-        codes = [
-            node.transport.wait(max(0.0, due_s - time.monotonic()))
-            for node in self._loop.nodes
-        ]
+        codes = [n.transport.wait(due_s - time.monotonic()) for n in self._loop.nodes]
         if any(code != 0 for code in codes):
             sweep(spared=self._others)
 

@@ -57,10 +57,8 @@ class StartProgress:
 
     def report(self) -> None:
         if self._step and (names := self._awaited()):
-            shown, took_s = (
-                list_first(names, _MAX_NAMES),
-                time.monotonic() - self._begun_s,
-            )
+            shown = list_first(names, _MAX_NAMES)
+            took_s = time.monotonic() - self._begun_s
             self._notice(f"waiting for {shown} {self._step}, {took_s:.0f} s so far")
 
     def took(self, done: str, took_s: float) -> None:
@@ -205,8 +203,7 @@ class EventLoop:
             readable += fds
             writable += [transport.write_fd] if node.is_writing else []
             by_fd |= dict.fromkeys((*fds, transport.write_fd), node)
-        limit_s = None if timeout_s == float("inf") else max(0.0, timeout_s)
-        for fd in wait_for(readable, writable, limit_s):
+        for fd in wait_for(readable, writable, timeout_s):
             if fd == self.signal_fd:
                 self._take_signals(handler)
             elif fd == output.read_fd:
@@ -285,7 +282,7 @@ class EventLoop:
                 node.heard()
                 node.send(Forward(signal.SIGCONT))
 
-    def write_out(self, limit_s: float | None) -> int:
+    def write_out(self, limit_s: float) -> int:
         output, number, is_last = self.output, 0, False
         output.close()
         while not output.has_ended:

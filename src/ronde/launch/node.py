@@ -155,8 +155,10 @@ class AgentNode(messages.MessageWriter):
         return self._reader.feed(data or b"")
 
     def find_problem(self) -> Failure | None:
-        found = self.hello_reader.found if self.hello_reader else None
-        return found.problem(self.host) if found else None
+        reader = self.hello_reader
+        if reader is None or reader.found is None:
+            return None
+        return reader.found.problem(self.host, reader.program)
 
     def read_errors(self) -> None:
         with suppress(BlockingIOError):

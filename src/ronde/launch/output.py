@@ -76,8 +76,8 @@ class OutputSink(Protocol):
 
     def finished(self, result: JobResult) -> None: ...
 
-    def tick(self, now_s: float) -> float | None:
-        """Do what is due; return when to come again, None for not before output."""
+    def tick(self, now_s: float) -> float:
+        """Do what is due; return when to come again, at infinity before no output."""
         ...
 
     def write_to(self, fd: int) -> None: ...
@@ -219,12 +219,10 @@ class RankLogs(JobFile):
         self._directory = directory
         self._open: dict[tuple[int, Stream], int] = {}
         self._given_up: set[tuple[int, Stream]] = set()
-        self._complained: set[int] = set()
 
     def begin(self, generation: Generation) -> None:
         self._close()
         super().begin(generation)
-        self._complained.clear()
         self._given_up.clear()
         ranks = range(len(generation.hosts))
         self._path = attempt_dir(self._directory, generation)
@@ -255,9 +253,9 @@ class RankLogs(JobFile):
             while rest:
                 rest = rest[os.write(self._fd(key), rest) :]
         except OSError as error:
+            is_first = all(rank != output.rank for rank, _ in self._given_up)
             self._given_up.add(key)
-            if output.rank not in self._complained:
-                self._complained.add(output.rank)
+            if is_first:
                 self._notice(
                     f"{output.stream.name.lower()}.log of rank {output.rank} takes "
                     f"nothing more ({error.strerror}); it is shown here only"
@@ -498,8 +496,7 @@ class _Writer:
             if is_open and sink.backlog_bytes < _MAX_BACKLOG_BYTES:
                 readable.append(orders_fd)
             now_s = time.monotonic()
-            tick_at_s = sink.tick(now_s)
-            limit_s = None if tick_at_s is None else max(0.0, tick_at_s - now_s)
+            limit_s = sink.tick(now_s) - now_s
             for fd in wait_for(readable, sink.pending_fds, limit_s):
                 if fd == discard_fd:
                     is_discarding = True

@@ -1,6 +1,6 @@
 """GPU, cores, memory node and network port of each rank of a host."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -111,9 +111,9 @@ def bind(
         policy = Policy.NONE
     wanted = AlignmentRequest(num_ranks, policy)
     places = place(inventory_of_machine(machine, gpus, host), wanted)
-    if obstacle := _obstacle(machine, num_ranks, mode, gpus):
+    for reason in _obstacles(machine, num_ranks, mode, gpus):
         share = max(1, usable_cores(machine) // num_ranks)
-        return (RankResources(share, why=obstacle),) * num_ranks
+        return (RankResources(share, why=f"not bound{reason}"),) * num_ranks
     if mode is BindMode.AUTO:
         mode = BindMode.NUMA if all(gpus) else BindMode.CORE
     homes = [each.home for each in places]
@@ -149,41 +149,31 @@ def bind(
     return tuple(bound)
 
 
-def _obstacle(
+def _obstacles(
     machine: Machine, num_ranks: int, mode: BindMode, gpus: Sequence[Gpu | None]
-) -> str:
+) -> Iterator[str]:
+    """Yield why nobody is to be bound."""
     cores, limit = machine.cores, machine.cpu_limit
     nodes = {core.node for core in cores}
-    gpu_nodes = {gpu.node if gpu else UNKNOWN_NODE for gpu in gpus}
     is_auto, has_gpus = mode is BindMode.AUTO, all(gpus)
-    is_wide = mode is BindMode.NUMA or (is_auto and has_gpus)
-    obstacles = (
-        (mode is BindMode.NONE, ""),
-        (not cores, "the kernel shows no cores"),
-        # Such a limit is of time, not of place: neighbours run on the same cores, and
-        # who is bound cannot get out of their way.
-        (
-            is_auto and 0 < limit < len(cores),
-            f"the CPU quota is {limit:g} of {counted(len(cores), 'core')}",
-        ),
-        (
-            is_auto and not has_gpus and num_ranks > len(cores),
-            f"{counted(len(cores), 'core')} for {num_ranks} ranks",
-        ),
-        (is_wide and len(nodes) == 1, "all cores are near the same memory"),
-        (
-            is_auto and has_gpus and not gpu_nodes <= nodes - {UNKNOWN_NODE},
-            "no cores near a GPU, or its place is not known",
-        ),
-        (
-            is_auto and has_gpus and nodes != gpu_nodes,
-            "cores that are near no rank's GPU would be idle",
-        ),
-    )
-    found = [
-        f"not bound: {text}".removesuffix(": ") for holds, text in obstacles if holds
-    ]
-    return found[0] if found else ""
+    if mode is BindMode.NONE:
+        yield ""
+    if not cores:
+        yield ": the kernel shows no cores"
+    # Such a limit is of time, not of place: neighbours run on the same cores, and who
+    # is bound cannot get out of their way.
+    if is_auto and 0 < limit < len(cores):
+        yield f": the CPU quota is {limit:g} of {counted(len(cores), 'core')}"
+    if is_auto and not has_gpus and num_ranks > len(cores):
+        yield f": {counted(len(cores), 'core')} for {num_ranks} ranks"
+    if len(nodes) == 1 and (mode is BindMode.NUMA or (is_auto and has_gpus)):
+        yield ": all cores are near the same memory"
+    if is_auto and has_gpus:
+        gpu_nodes = {gpu.node if gpu else UNKNOWN_NODE for gpu in gpus}
+        if not gpu_nodes <= nodes - {UNKNOWN_NODE}:
+            yield ": no cores near a GPU, or its place is not known"
+        elif nodes != gpu_nodes:
+            yield ": cores that are near no rank's GPU would be idle"
 
 
 def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ...]:

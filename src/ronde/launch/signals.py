@@ -5,6 +5,7 @@ import select
 import signal
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 TIMED_OUT = signal.SIGALRM  # comes when the time that the user gave the job is over
@@ -93,12 +94,16 @@ def suspend_self() -> None:
 
 
 def wait_for(
-    readable: Sequence[int], writable: Sequence[int], timeout_s: float | None
+    readable: Sequence[int], writable: Sequence[int], timeout_s: float
 ) -> list[int]:
-    """Return the descriptors that are ready; poll, since epoll refuses plain files."""
+    """Return the descriptors that are ready; poll, since epoll refuses plain files.
+
+    An infinite time is no limit, one that is over no wait.
+    """
     poll = select.poll()
     for fd in readable:
         poll.register(fd, select.POLLIN)
     for fd in writable:
         poll.register(fd, select.POLLOUT | (select.POLLIN if fd in readable else 0))
-    return [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]
+    limit_ms = None if timeout_s == inf else max(0.0, timeout_s) * 1000
+    return [fd for fd, _ in poll.poll(limit_ms)]

@@ -393,7 +393,7 @@ class Console:
 
         self._report(summarize(result, self._generation, self._log_dir))
 
-    def tick(self, now_s: float) -> float | None:
+    def tick(self, now_s: float) -> float:
         """Show what has rested long enough; return when the next will have."""
         due: list[float] = []
         for key in sorted(self._holding):
@@ -408,7 +408,7 @@ class Console:
                 due.append(max(assembler.due_s, now_s + SCREEN_PROGRESS_S))
             else:
                 self._holding.discard(key)
-        return min(due, default=None)
+        return min(due, default=float("inf"))
 
     @property
     def pending_fds(self) -> tuple[int, ...]:

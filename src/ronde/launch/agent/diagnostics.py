@@ -59,10 +59,8 @@ class KernelDiagnostics:
     """Looks at the machine now, to report later what changed."""
 
     def __init__(self) -> None:
-        groups, names = (
-            list_groups("", "memory"),
-            ("memory.events", "memory.oom_control"),
-        )
+        names = ("memory.events", "memory.oom_control")
+        groups = list_groups("", "memory")
         # Where no group counts, the machine does.
         own = [f"{group}/{name}" for group in groups for name in names]
         self._counters = [*own, "/proc/vmstat"]

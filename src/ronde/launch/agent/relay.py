@@ -250,7 +250,8 @@ class RemoteProgram:
 
     def __init__(self, module: str, sender: OutputSender) -> None:
         self._sender = sender
-        self._unread = self._unwritten = b""
+        self._unread = b""
+        self._unwritten = bytearray()
         self._is_reading = True
         package_dir = __file__.rpartition("/ronde/launch/")[0]
         # Its group is its own, so that nothing typed at a terminal reaches it.
@@ -262,18 +263,16 @@ class RemoteProgram:
         )
         self.pid = self._process.pid
         pipes = cast(
-            "tuple[IO[bytes], ...]", (self._process.stdin, self._process.stdout)
+            "tuple[IO[bytes], ...]", (self._process.stdout, self._process.stdin)
         )
-        self._pipes = pipes
-        self._in_fd, self._out_fd = (pipe.fileno() for pipe in pipes)
-        for fd in (self._in_fd, self._out_fd):
-            os.set_blocking(fd, False)
+        self._files = pipes
+        self._pipes = messages.PipeTransport(*(pipe.fileno() for pipe in pipes))
 
     def watched(self) -> Watched:
         if self._is_reading:
-            yield self._out_fd, select.POLLIN, self._read
+            yield self._pipes.read_fd, select.POLLIN, self._read
         if self._unwritten:
-            yield self._in_fd, select.POLLOUT, self._write
+            yield self._pipes.write_fd, select.POLLOUT, self._write
 
     def write(self, line: str) -> None:
         self._unwritten += line.encode() + b"\n"
@@ -283,16 +282,16 @@ class RemoteProgram:
         while self._is_reading and self._read():
             pass
         # Something that it has started may hold its output.
-        self._is_reading, self._unwritten = False, b""
-        for pipe in self._pipes:
-            pipe.close()
+        self._is_reading = False
+        self._unwritten.clear()
+        for file in self._files:
+            file.close()
         # The agent has reaped it, and nobody is to wait for it again.
         self._process.returncode = 0
 
     def _read(self) -> bool:
-        try:
-            data = os.read(self._out_fd, _PIPE_BYTES) if self._is_reading else b""
-        except BlockingIOError:
+        data = self._pipes.read() if self._is_reading else None
+        if data is None:
             return False
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
@@ -304,10 +303,9 @@ class RemoteProgram:
 
     def _write(self) -> None:
         try:
-            written = os.write(self._in_fd, self._unwritten) if self._unwritten else 0
-        except BlockingIOError:
-            return
+            with memoryview(self._unwritten) as unwritten:
+                written = self._pipes.write(unwritten)
+            del self._unwritten[:written]
         except BrokenPipeError:
             # Why it ended is reported when it is reaped.
-            written = len(self._unwritten)
-        self._unwritten = self._unwritten[written:]
+            self._unwritten.clear()

@@ -24,7 +24,7 @@ from ronde.launch.limits import (
     raise_open_files_limit,
 )
 from ronde.launch.messages import PROTOCOL, FromAgent, Hello
-from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss, ProcessTransport
+from ronde.launch.node import AgentNode, HostLoss, ProcessTransport
 from ronde.launch.process_tree import end_with
 from ronde.launch.spawners.base import (
     BOOTSTRAP,
@@ -133,15 +133,6 @@ class AgentStarter:
         if exit_code == EXIT_NO_FORK:
             raise LaunchError(complaints.strip())
         return Failure(f"its agent ended with exit code {exit_code}: {complaints}", "")
-
-
-@dataclass(slots=True)
-class JobHosts:
-    """The hosts of a job, in the order of the ranks, and their agents."""
-
-    hosts: tuple[Host, ...]
-    starter: AgentStarter
-    exit_code: int = EXIT_INTERNAL  # the job's, to be set when it is known
 
 
 @dataclass(slots=True, eq=False)

@@ -369,15 +369,15 @@ class TlsChannel:
         self._record = b""
         return True
 
-    def wait(self, timeout_s: float | None) -> int | None:
+    def wait(self, timeout_s: float) -> int | None:
         """Return the other side's result, 0 where it went without; None at the end.
 
         Data that comes before is lost.
         """
-        ends_at = time.monotonic() + (timeout_s or 0.0)
+        ends_at = time.monotonic() + timeout_s
         while self.result is None and not self._is_broken:
-            left_s = None if timeout_s is None else ends_at - time.monotonic()
-            if left_s is not None and left_s <= 0:
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0:
                 return None
             wait_for([self.read_fd], [], left_s)
             self.read()
@@ -397,7 +397,7 @@ class TlsChannel:
         with suppress(BrokenPipeError):
             while waiting or self._record:
                 self._record = self._record or waiting.pop()
-                left_s = max(0.0, ends_at - time.monotonic())
+                left_s = ends_at - time.monotonic()
                 if not (self._send_record() or wait_for([], [self.write_fd], left_s)):
                     return
 
@@ -413,5 +413,5 @@ def release(nodes: Sequence[TlsChannel], code: int) -> None:
     ends_at = time.monotonic() + _GOODBYE_S
     for node in nodes:
         if node.read_fd >= 0:
-            node.wait(max(0.0, ends_at - time.monotonic()))
+            node.wait(ends_at - time.monotonic())
         node.kill()

@@ -1,6 +1,7 @@
 """A node: finds the head, and is its agent here."""
 
 import errno
+import math
 import os
 import random
 import select
@@ -168,7 +169,7 @@ def follow_head(
                 # The node was killed, which is no end of its agent's own.
                 os._exit(code)
             channel.send_result(code)
-        channel.wait(None)
+        channel.wait(math.inf)
         if channel.result is None:
             on_lost()
             return EXIT_UNREACHABLE

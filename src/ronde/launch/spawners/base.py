@@ -5,7 +5,7 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import ronde
 from ronde.errors import Failure, LaunchError
@@ -87,9 +87,9 @@ class RemotePython(NamedTuple):
     executable: str
     ronde: str  # version of ronde there; empty where it cannot be imported
     import_error: str
-    program: str  # what led there: ``ssh`` or ``srun``
 
-    def problem(self, host: Host) -> Failure | None:
+    def problem(self, host: Host, program: str) -> Failure | None:
+        """Return why it will not do; ``program``, ssh or srun, led there."""
         here = "{}.{}".format(*sys.version_info[:2])
         there = ".".join(self.python.split(".")[:2])
         if here != there:
@@ -100,7 +100,7 @@ class RemotePython(NamedTuple):
         if self.ronde == ronde.__version__:
             return None
         words = [self.executable, "-m", "pip", "install", f"ronde=={ronde.__version__}"]
-        cure = f"{shell_command(self.program, host)} {shlex.join(words)}"
+        cure = f"{shell_command(program, host)} {shlex.join(words)}"
         if self.ronde:
             return Failure(
                 f"its ronde is {self.ronde}, here it is {ronde.__version__}", cure
@@ -116,7 +116,7 @@ class HelloReader:
     def __init__(self, program: str, sentinel: bytes) -> None:
         self.found: RemotePython | None = None
         self.noise = b""
-        self._program = program
+        self.program = program  # what leads there: ``ssh`` or ``srun``
         self._sentinel = sentinel
         self._received = b""
 
@@ -135,13 +135,10 @@ class HelloReader:
         if not is_whole:
             return None
         try:
-            values: object = json.loads(hello)
-            if isinstance(values, dict):
-                values = {**cast("dict[str, object]", values), "program": self._program}
-            found = from_plain(RemotePython, values)
+            found = from_plain(RemotePython, json.loads(hello))
         except PlainValueError:
             raise LaunchError(
-                f"greeting must have the texts {', '.join(RemotePython._fields[:4])}, "
+                f"greeting must have the texts {', '.join(RemotePython._fields)}, "
                 f"got {hello!r:.80}."
             ) from None
         except (ValueError, RecursionError) as error:
