@@ -17,6 +17,7 @@ from ronde.launch.joining.channel import (
     read_token,
     with_port,
 )
+from ronde.launch.messages import encode_message
 from ronde.store.authentication import SharedKey, Transcript
 
 GOOD = "0123456789abcdef" * 2
@@ -61,7 +62,7 @@ def test_another_certificate_makes_another_proof():
 
 
 @given(st.binary())
-@example(NodeInfo("node1", 2).encode()[:-1])
+@example(encode_message(NodeInfo("node1", 2))[:-1])
 @example(b'{"is": "NodeInfo", "host": "node1", "slots": true}')
 @example(b'{"is": "NodeInfo", "host": "node1", "slots": 0}')
 @example(b'{"is": "NodeInfo", "host": "a\\u001b[2J", "slots": 1}')
@@ -75,7 +76,7 @@ def test_what_is_no_claim_is_refused_by_a_sentence(raw):
 @given(st.text(), st.integers(1, 10**6) | st.just(-1))
 def test_a_machine_of_any_name_can_claim_one(nodename, slots):
     node_info = NodeInfo(host_name(nodename), slots)
-    assert decode_node_info(node_info.encode()) == node_info
+    assert decode_node_info(encode_message(node_info)) == node_info
 
 
 def test_a_good_token_is_read_and_the_line_end_is_not_part_of_it(token_file):

@@ -126,7 +126,11 @@ def test_files_have_what_the_console_leaves_out(ronde, tmp_path):
         assert (logs / f"{rank}/stderr.log").read_text() == "no\n"
     index = json.loads((logs / "index.json").read_text())
     assert index["job_id"] == job.name
-    assert [rank["end"]["exit_code"] for rank in index["ranks"]] == [0, 0, 0]
+    assert [rank["stdout"] for rank in index["ranks"]] == [
+        f"{rank}/stdout.log" for rank in range(3)
+    ]
+    end = json.loads((logs / "end.json").read_text())
+    assert (end["exit_code"], end["verdict"]["cause"]) == (0, None)
 
 
 def test_only_and_tag_are_checked_before_anything_starts(ronde, tmp_path):

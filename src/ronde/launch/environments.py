@@ -17,6 +17,7 @@ from ronde.memory import malloc_thresholds
 from ronde.topology.machine import read_gpus
 from ronde.world import World
 from ronde.world.environment import read_malloc_tuning
+from ronde.world.launcher_env import HOROVOD
 
 _ALLOWED_NAMES = frozenset(
     {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "LANG", "TZ"}
@@ -61,11 +62,7 @@ _PLACE_NAMES = frozenset(
         *("SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS"),
     }
 )
-_HOROVOD_PLACES = frozenset(
-    f"HOROVOD_{scope}{word}"
-    for scope in ("", "LOCAL_", "CROSS_")
-    for word in ("RANK", "SIZE")
-) | {"HOROVOD_HOSTNAME"}
+_HOROVOD_PLACES = frozenset({*HOROVOD.names.values(), "HOROVOD_HOSTNAME"})
 # Of the login that led to a host. A key agent's socket stays: where it is, it works.
 _LOGIN_PREFIXES = ("SUDO_",)
 _LOGIN_NAMES = frozenset(

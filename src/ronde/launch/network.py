@@ -3,9 +3,8 @@
 import errno
 import os
 import socket
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from ronde.addresses import (
     source_towards,
 )
 from ronde.errors import HostError, LaunchError, UsageError
-from ronde.launch.signals import wait_for
 from ronde.units import list_first
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -95,36 +93,21 @@ def locate(
     """Return this host's own address towards each of some hosts' numeric addresses.
 
     Empty where no route leads there, it is this host's own, or ``port``, if not 0, does
-    not answer within the deadline, if by refusing.
+    not answer within the deadline, be it by refusing.
     """
-    pairs = [(address, source_towards(address)) for address in addresses]
-    pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]
-    if not port:
-        return tuple(source for _, source in pairs)
-    reached = _reached({a for a, source in pairs if source}, port, deadline_s)
-    return tuple(source if address in reached else "" for address, source in pairs)
+    return tuple(_locate(address, port, deadline_s) for address in addresses)
 
 
-def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]:
-    ends_at = time.monotonic() + deadline_s
-    answers = (0, errno.ECONNREFUSED)
-    reached: set[str] = set()
-    with ExitStack() as sockets:
-        trying: dict[int, tuple[socket.socket, str]] = {}
-        for address in addresses:
-            sock = sockets.enter_context(socket.socket(family_of(address)))
-            sock.setblocking(False)  # noqa: FBT003  the socket's own method
-            error = sock.connect_ex((address, port))
-            if error == errno.EINPROGRESS:
-                trying[sock.fileno()] = sock, address
-            elif error in answers:
-                reached.add(address)
-        while trying and (left_s := ends_at - time.monotonic()) > 0:
-            for fd in wait_for([], list(trying), left_s):
-                sock, address = trying.pop(fd)
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in answers:
-                    reached.add(address)
-    return reached
+def _locate(address: str, port: int, deadline_s: float) -> str:
+    own = source_towards(address)
+    if own == address or is_loopback(own):
+        return ""
+    if not own or not port:
+        return own
+    with socket.socket(family_of(address)) as asking:
+        asking.settimeout(deadline_s)
+        answer = asking.connect_ex((address, port))
+    return own if answer in (0, errno.ECONNREFUSED) else ""
 
 
 class HostNetwork(NamedTuple):
@@ -135,10 +118,6 @@ class HostNetwork(NamedTuple):
     address: str = ""  # the one that the user named for it, or empty
     # rates of its interfaces, by name, as far as they are known
     mbit_per_s: Mapping[str, int] = MappingProxyType({})
-
-    @property
-    def shown(self) -> str:
-        return _listed(self.interfaces)
 
     @property
     def chosen(self) -> InterfaceAddress | None:
@@ -174,7 +153,7 @@ def find_candidates(
         if host.address and not host.chosen:
             raise UsageError(
                 f"addr= of {host.name} must be an address of that host, got "
-                f"{host.address!r}. It has {host.shown}."
+                f"{host.address!r}. It has {_listed(host.interfaces)}."
             )
         if not host.address and not any(
             each.interface in interfaces for each in host.interfaces
@@ -187,7 +166,7 @@ def find_candidates(
             "--interface must name one that is up and has an address on every host, "
             f"got {','.join(interfaces)}, which "
             f"{list_first([host.name for host in lacking])} lacks. {lacking[0].name} "
-            f"has {lacking[0].shown}."
+            f"has {_listed(lacking[0].interfaces)}."
         )
     owners = Counter(
         address for host in hosts for address in {i.address for i in host.interfaces}
@@ -201,8 +180,8 @@ def find_candidates(
     if not found:
         raise UsageError(
             f"{head.name} must have a network address of its own that other hosts can "
-            f"reach, got {head.shown}. Name one with addr= in the host file, or let "
-            "another host come first."
+            f"reach, got {_listed(head.interfaces)}. Name one with addr= in the host "
+            "file, or let another host come first."
         )
     return found
 

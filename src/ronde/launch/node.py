@@ -123,7 +123,6 @@ class AgentNode(messages.MessageWriter):
         self.is_over = False  # it is gone, whoever wanted that
         self.has_errors = transport.error_fd >= 0
         self._credit_bytes = messages.FIRST_CREDIT_BYTES  # output that may be under way
-        self._is_greeted = hello_reader is None
         self._reader = messages.MessageDecoder(
             (*messages.FROM_AGENT, messages.Output, messages.Relayed)
         )
@@ -146,12 +145,11 @@ class AgentNode(messages.MessageWriter):
             super().relay(relayed._replace(data=data[at : at + _RELAYED_BYTES]))
 
     def receive(self) -> list[Received] | None:
-        data = self.transport.read()
+        data, greeter = self.transport.read(), self.hello_reader
         if data == b"":
             return None
-        if data and self.hello_reader is not None and not self._is_greeted:
-            data = self.hello_reader.feed(data)
-            self._is_greeted = data is not None
+        if data and greeter is not None and greeter.found is None:
+            data = greeter.feed(data)
         return self._reader.feed(data or b"")
 
     def find_problem(self) -> Failure | None:

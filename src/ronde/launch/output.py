@@ -24,7 +24,7 @@ from ronde.launch.messages import (
     Notice,
     Output,
     PipeTransport,
-    ProcessStack,
+    Stacks,
     Stream,
     encode,
 )
@@ -42,14 +42,6 @@ class Generation(NamedTuple):
 
 
 NO_GENERATION = Generation("", 0, ())
-
-
-class RankStacks(NamedTuple):
-    """Where a rank is."""
-
-    rank: int
-    host: str
-    processes: tuple[ProcessStack, ...]  # its own and those below it; or no answer
 
 
 class OutputSink(Protocol):
@@ -72,7 +64,7 @@ class OutputSink(Protocol):
 
     def notice(self, text: str) -> None: ...
 
-    def stacks(self, taken: Sequence[RankStacks]) -> None: ...
+    def stacks(self, taken: Sequence[Stacks]) -> None: ...
 
     def finished(self, result: JobResult) -> None: ...
 
@@ -316,7 +308,7 @@ _IGNORED = (
 
 
 class EndOfStacks(NamedTuple):
-    """To the process: show the ``RankStacks`` that came before, one a rank."""
+    """To the process: show the ``Stacks`` that came before, one a rank."""
 
 
 class OutputAnswer(NamedTuple):
@@ -327,7 +319,7 @@ class OutputAnswer(NamedTuple):
 
 
 # A generation is to be prepared for, and answered; a result is how it ended.
-_Order = Generation | Notice | RankStacks | EndOfStacks | JobResult
+_Order = Generation | Notice | Stacks | EndOfStacks | JobResult
 _ORDERS: tuple[type[_Order | Output], ...] = (Output, *get_args(_Order))
 
 
@@ -386,7 +378,7 @@ class OutputProcess(MessageWriter):
     def notice(self, text: str) -> None:
         self.send(Notice(text))
 
-    def stacks(self, taken: Sequence[RankStacks]) -> None:
+    def stacks(self, taken: Sequence[Stacks]) -> None:
         for each in taken:
             self.send(each)
         self.send(EndOfStacks())
@@ -487,7 +479,7 @@ class _Writer:
         self._files = files
         self._replies_fd = replies_fd
         self._reader = MessageDecoder(_ORDERS)
-        self._stacks: list[RankStacks] = []
+        self._stacks: list[Stacks] = []
 
     def run(self, orders_fd: int, discard_fd: int) -> None:
         sink, is_open, is_discarding = self._sink, True, False
@@ -530,7 +522,7 @@ class _Writer:
                 self._begin(order)
             case Notice():
                 self._sink.notice(order.text)
-            case RankStacks():
+            case Stacks():
                 self._stacks.append(order)
             case EndOfStacks():
                 self._sink.stacks(self._stacks)

@@ -19,6 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _PAUSE_S = 0.002
+_KILLED_WITHIN_S = 5.0
 _MAX_FREEZE_PASSES = 50
 # Loaded at import: a child between fork and exec must not load libraries.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -185,7 +186,6 @@ class Swept(NamedTuple):
 def sweep(
     on_reaped: Callable[[int, int], object] = lambda _pid, _status: None,
     spared: frozenset[int] = frozenset(),
-    deadline_s: float = 5.0,
 ) -> Swept:
     """Kill every descendant of this process, and reap those that become its children.
 
@@ -194,7 +194,7 @@ def sweep(
     descendant left but the spared, given that it adopts orphans.
     """
     me = os.getpid()
-    ends_at = time.monotonic() + deadline_s
+    ends_at = time.monotonic() + _KILLED_WITHIN_S
     killed: set[tuple[int, int]] = set()
     while spared or has_children():
         below = _freeze(me, spared)

@@ -21,7 +21,6 @@ from ronde.launch.failure import (
     signal_name,
 )
 from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
-from ronde.launch.output import RankStacks
 from ronde.launch.signals import (
     ASKING,
     FORWARDED,
@@ -313,12 +312,7 @@ class Running(Handler):
     def _show_stacks(self) -> None:
         self._stacks_by_s = _NEVER
         unheard = {number: messages.Stacks(number, ()) for number in self._unheard()}
-        self._loop.output.stacks(
-            [
-                RankStacks(number, self._ranks[number].node.name, each.processes)
-                for number, each in (self._stacks | unheard).items()
-            ]
-        )
+        self._loop.output.stacks(list((self._stacks | unheard).values()))
         if self._interrupted_by == TIMED_OUT and not self._is_stopping:
             self._interrupt(TIMED_OUT, signal.SIGTERM)
 

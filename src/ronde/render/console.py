@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch.failure import JobResult, RankEnd
-from ronde.launch.messages import Output, Stream
-from ronde.launch.output import Generation, RankStacks
+from ronde.launch.messages import Output, Stacks, Stream
+from ronde.launch.output import NO_GENERATION, Generation
 from ronde.render.text import RankChoice
 
 HELD_BYTES = 64 << 10  # a line longer than this is shown in pieces
@@ -339,7 +339,7 @@ class Console:
         self._tagger = Tagger(tag or Tag())
         self._only = only
         self._log_dir = log_dir
-        self._generation: Generation | None = None
+        self._generation = NO_GENERATION
         self._shown: frozenset[int] = frozenset()
         self._assemblers: dict[_Key, LineAssembler] = {}
         self._holding: set[_Key] = set()
@@ -376,11 +376,11 @@ class Console:
     def notice(self, text: str) -> None:
         self._report(f"ronde: {text.removesuffix('.')}.\n")
 
-    def stacks(self, taken: Sequence[RankStacks]) -> None:
+    def stacks(self, taken: Sequence[Stacks]) -> None:
         # Hardly any job is asked.
         from ronde.render.job import draw_stacks
 
-        self._report(draw_stacks(taken))
+        self._report(draw_stacks(taken, self._generation.hosts))
 
     def finished(self, result: JobResult) -> None:
         for key in sorted(self._holding):

@@ -12,8 +12,8 @@ from ronde.launch.controller import JobPlan
 from ronde.launch.environments import redacted
 from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
 from ronde.launch.hosts.host import RankResources
-from ronde.launch.messages import ProcessStack
-from ronde.launch.output import Generation, RankStacks, attempt_dir
+from ronde.launch.messages import ProcessStack, Stacks
+from ronde.launch.output import NO_GENERATION, Generation, attempt_dir
 from ronde.launch.signals import TIMED_OUT, interruption_code
 from ronde.render.text import align, format_places, format_runs, grouped, name_ranks
 from ronde.topology.cpu_sets import format_list
@@ -128,14 +128,14 @@ def tabulate_failures(
     return "".join(f"ronde:   {line}\n" for line in text.splitlines())
 
 
-def draw_stacks(taken: Sequence[RankStacks]) -> str:
+def draw_stacks(taken: Sequence[Stacks], hosts: Sequence[str]) -> str:
     """Return the stacks of ranks in a frame; each place once, with who is there."""
     ranks = sorted(taken)
-    groups = grouped((_place(p), (rank, p)) for rank in ranks for p in rank.processes)
+    groups = grouped((_place(p), (n, p)) for n, processes in ranks for p in processes)
     body: list[str] = []
     for place, members in groups.items():
-        body += [*_draw_place(place, members), ""]
-    if silent := [(rank.rank, rank.host) for rank in ranks if not rank.processes]:
+        body += [*_draw_place(place, members, hosts), ""]
+    if silent := [(n, hosts[n]) for n, processes in ranks if not processes]:
         body += [f"{format_places(silent)}: no answer", ""]
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in body[:-1]]
     return _frame("where the ranks are, most recent call first", lines)
@@ -160,10 +160,10 @@ def _place(process: ProcessStack) -> _Place:
 
 
 def _draw_place(
-    place: _Place, members: Sequence[tuple[RankStacks, ProcessStack]]
+    place: _Place, members: Sequence[tuple[int, ProcessStack]], hosts: Sequence[str]
 ) -> Iterator[str]:
     name, state, threads = place
-    places = format_places([(rank.rank, rank.host) for rank, _ in members])
+    places = format_places([(rank, hosts[rank]) for rank, _ in members])
     pids = [str(process.pid) for _, process in members]
     label = "pid" if len(pids) == 1 else "pids"
     process = f"{name}, {label} {list_first(pids, _MAX_PIDS)}"
@@ -181,7 +181,7 @@ def _draw_place(
 
 
 def summarize(
-    result: JobResult, generation: Generation | None = None, log_dir: str = ""
+    result: JobResult, generation: Generation = NO_GENERATION, log_dir: str = ""
 ) -> str:
     """Return how a job ended and why; empty where all went well."""
     cause = result.cause
@@ -189,13 +189,12 @@ def summarize(
         return _interrupted(result)
     body = _draw_cause(cause)
     facts = [*_failures(result, cause), *_consequences(result)]
-    if generation is not None and log_dir:
+    if generation.job_id and log_dir:
         facts.append(("logs", attempt_dir(log_dir, generation)))
     if facts:
         body.append("")
         body += [f"{f'{label}:':<{_LABEL_WIDTH}} {fact}" for label, fact in facts]
-    epoch = 0 if generation is None else generation.epoch
-    attempt = f" at start {epoch + 1}" if epoch else ""
+    attempt = f" at start {generation.epoch + 1}" if generation.epoch else ""
     title = f"the job failed{attempt}, exit code {result.exit_code}"
     if result.interrupted_by is not None:
         title = f"{_interruption(result.interrupted_by)}{attempt}"

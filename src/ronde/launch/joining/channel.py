@@ -12,7 +12,6 @@ the end: the head closes the agent's input, and sends the job's exit code after 
 
 import datetime as dt
 import hmac
-import json
 import os
 import re
 import select
@@ -28,7 +27,7 @@ from typing import NamedTuple, TypeVar
 from ronde.addresses import is_loopback, read_interfaces
 from ronde.errors import LaunchError, StoreError, UsageError
 from ronde.launch.hosts.host import SLOTS_CORES, resolve
-from ronde.launch.messages import PROTOCOL, decode_message
+from ronde.launch.messages import PROTOCOL, decode_message, encode_message
 from ronde.launch.signals import wait_for
 from ronde.store.authentication import (
     GREETING_BYTES,
@@ -144,9 +143,6 @@ class NodeInfo(NamedTuple):
     host: str  # its name, for messages
     slots: int  # ranks that it takes, or one of the negative ones of ``Host``
 
-    def encode(self) -> bytes:
-        return json.dumps({"is": "NodeInfo", **self._asdict()}).encode()
-
 
 def decode_node_info(raw: bytes) -> NodeInfo:
     node_info = decode_message(raw, (NodeInfo,))
@@ -253,7 +249,7 @@ def authenticate_head(
             f"protocol of the head must be {PROTOCOL}, got {protocol}. "
             "Run the same version of ronde on every node."
         )
-    claim = node_info.encode()
+    claim = encode_message(node_info)
     _, hello, expected = token.introduce(greeting, claim, certificate)
     yield from _go_on(partial(sock.send, hello))
     reply = yield from _receive_all(sock, len(expected))
