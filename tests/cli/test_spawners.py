@@ -64,7 +64,7 @@ def test_an_agent_is_met_behind_any_noise():
     noise = "head -c 100000 /dev/zero; echo '{\"python\": 1}'; printf '$ '; "
     transport, hello_reader, rest = meet(Here(noise))
     assert hello_reader.found is not None
-    assert hello_reader.found.problem(HOST) is None
+    assert hello_reader.found.problem(HOST, "ssh") is None
     assert hello_reader.found.executable == sys.executable
     assert hello_reader.noise.endswith(b'{"python": 1}\n$ ')
     while len(rest) < 5:
