@@ -50,7 +50,7 @@ _POLL_S = 0.01
 _RANK = str(ROOT / "benchmarks" / "cluster_rank.py")
 _FULL = "/tmp/full"  # noqa: S108  each host has its own
 _DISK = "/tmp/disk"  # noqa: S108
-_OUTAGE = (0.25, 0.45)
+_OUTAGE = (0.5, 0.875)
 """Of a lease."""
 _SLOW = "1mbit"
 _RARE = 0.3
@@ -63,7 +63,7 @@ class Running:
     Attributes:
         cluster: Where.
         launcher: ``ronde run``, on the first host.
-        lease_s: After which silence a host is lost.
+        lease_s: After which silence a host is asked for.
         victim: The rank that is to break.
         host: That rank's host.
     """

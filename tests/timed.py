@@ -6,7 +6,7 @@ from ronde.cli import main
 from ronde.launch.limits import Timeouts
 
 LEASE_S = 2.5
-"""Of hosts that are to be missed soon."""
+"""Of hosts that are to be missed soon; twice that long a busy one may be silent."""
 
 
 def ronde(**timeouts: float) -> list[str]:

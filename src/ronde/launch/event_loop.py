@@ -262,8 +262,16 @@ class EventLoop:
             return
         # With the one whose time has come all that would follow it at once.
         due_s = now_s + self.timeouts.ping_s
-        for node in [node for node in nodes if due_s > node.silent_by_s]:
-            if not wait_for([node.transport.read_fd], [], 0):
+        silent = [node for node in nodes if due_s > node.silent_by_s]
+        # Imported where it is needed: most jobs lose no host.
+        from ronde.launch.network import find_answering
+
+        asked = {node.name: node.addresses for node in silent if not node.is_doubted}
+        answering = find_answering(asked)
+        for node in silent:
+            if node.name in answering:
+                node.doubt()
+            elif not wait_for([node.transport.read_fd], [], 0):
                 node.transport.kill()
                 silence_s = time.monotonic() - node.heard_at_s
                 reason = f"no message from it for {silence_s:.0f} s"

@@ -21,7 +21,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 11  # changes when a message changes; both sides must have the same
+PROTOCOL = 10  # changes when a message changes; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -102,8 +102,10 @@ class Ping(NamedTuple):
 
     sent_at_s: float  # the controller's clock, which is sent back as it is
     # after so long without any message the agent ends everything, until the next
-    # ``Ping`` changes that
+    # ``Ping`` changes that; after twice as long where the controller's host answers at
+    # one of its addresses
     lease_s: float
+    addresses: tuple[str, ...]
 
 
 class Hello(NamedTuple):

@@ -3,8 +3,9 @@
 import errno
 import os
 import socket
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from ronde.addresses import (
     source_towards,
 )
 from ronde.errors import HostError, LaunchError, UsageError
+from ronde.launch.signals import wait_for
 from ronde.units import list_first
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -25,6 +27,9 @@ _DEFAULT_FIRST_EPHEMERAL = 32768
 _NUM_BELOW = 16384
 _NUM_TRIES = 64
 DEADLINE_S = 2.0
+_ANSWER_S = 1.5
+_ASK_AGAIN_S = 0.25
+_SSH_PORT = 22  # any port will do: where nothing listens, the kernel answers that
 
 
 def hold_port(address: str, port: int = 0) -> socket.socket:
@@ -93,21 +98,51 @@ def locate(
     """Return this host's own address towards each of some hosts' numeric addresses.
 
     Empty where no route leads there, it is this host's own, or ``port``, if not 0, does
-    not answer within the deadline, be it by refusing.
+    not answer within the deadline, if by refusing.
     """
-    return tuple(_locate(address, port, deadline_s) for address in addresses)
+    pairs = [(address, source_towards(address)) for address in addresses]
+    pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]
+    if not port:
+        return tuple(source for _, source in pairs)
+    reached = _reached({a for a, source in pairs if source}, port, deadline_s)
+    return tuple(source if address in reached else "" for address, source in pairs)
 
 
-def _locate(address: str, port: int, deadline_s: float) -> str:
-    own = source_towards(address)
-    if own == address or is_loopback(own):
-        return ""
-    if not own or not port:
-        return own
-    with socket.socket(family_of(address)) as asking:
-        asking.settimeout(deadline_s)
-        answer = asking.connect_ex((address, port))
-    return own if answer in (0, errno.ECONNREFUSED) else ""
+def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    ends_at = time.monotonic() + _ANSWER_S
+    found: set[str] = set()
+    hosts = {name: own for name, own in hosts.items() if own}
+    while time.monotonic() < ends_at and len(found) < len(hosts):
+        asked_until = time.monotonic() + _ASK_AGAIN_S
+        asked = [a for name, own in hosts.items() if name not in found for a in own]
+        answers = zip(asked, locate(asked, _SSH_PORT, _ASK_AGAIN_S), strict=True)
+        reached = {address for address, source in answers if source}
+        found |= {name for name, own in hosts.items() if reached & {*own}}
+        if len(found) < len(hosts):
+            time.sleep(max(0.0, asked_until - time.monotonic()))
+    return frozenset(found)
+
+
+def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]:
+    ends_at = time.monotonic() + deadline_s
+    answers = (0, errno.ECONNREFUSED)
+    reached: set[str] = set()
+    with ExitStack() as sockets:
+        trying: dict[int, tuple[socket.socket, str]] = {}
+        for address in addresses:
+            sock = sockets.enter_context(socket.socket(family_of(address)))
+            sock.setblocking(False)  # noqa: FBT003  the socket's own method
+            error = sock.connect_ex((address, port))
+            if error == errno.EINPROGRESS:
+                trying[sock.fileno()] = sock, address
+            elif error in answers:
+                reached.add(address)
+        while trying and (left_s := ends_at - time.monotonic()) > 0:
+            for fd in wait_for([], list(trying), left_s):
+                sock, address = trying.pop(fd)
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in answers:
+                    reached.add(address)
+    return reached
 
 
 class HostNetwork(NamedTuple):

@@ -1,6 +1,7 @@
 """A host of a job as its controller sees it: the transport, the frames, the agent."""
 
 import fcntl
+import functools
 import os
 import signal
 import subprocess
@@ -120,6 +121,7 @@ class AgentNode(messages.MessageWriter):
         self.owed_bytes = 0  # output that came since credit was last given
         self.heard_at_s = 0.0  # when something came from it
         self.silent_by_s = _NEVER  # when it counts as lost if nothing comes
+        self.is_doubted = False  # nothing came for ``lease_s``, but its host answers
         self.is_over = False  # it is gone, whoever wanted that
         self.has_errors = transport.error_fd >= 0
         self._credit_bytes = messages.FIRST_CREDIT_BYTES  # output that may be under way
@@ -174,6 +176,10 @@ class AgentNode(messages.MessageWriter):
             raise AssertionError("a node that was connected has sent its hello")
         return self.hello
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(i.address for i in self.hello.interfaces) if self.hello else ()
+
     def require_own(self, rank: int) -> None:
         if rank not in self.ranks:
             raise LaunchError(
@@ -189,6 +195,12 @@ class AgentNode(messages.MessageWriter):
         limit_s = self.timeouts.lease_s if self._is_watched else _NEVER
         self.heard_at_s = time.monotonic()
         self.silent_by_s = self.heard_at_s + limit_s
+        self.is_doubted = False
+
+    def doubt(self) -> None:
+        """Wait as long again: its host answers."""
+        self.is_doubted = True
+        self.silent_by_s = self.heard_at_s + 2 * self.timeouts.lease_s
 
     def ping(self, now_s: float) -> float:
         """Send a ping if one is due; return when the next one is."""
@@ -196,7 +208,7 @@ class AgentNode(messages.MessageWriter):
             return _NEVER
         if now_s >= self._pinged_at_s + self.timeouts.ping_s:
             self._pinged_at_s = now_s
-            self.send(messages.Ping(now_s, self.timeouts.lease_s))
+            self.send(messages.Ping(now_s, self.timeouts.lease_s, _own_addresses()))
         return self._pinged_at_s + self.timeouts.ping_s
 
     def limit_credit(self, num_bytes: int) -> None:
@@ -234,3 +246,11 @@ class AgentNode(messages.MessageWriter):
     def close(self) -> None:
         self.is_over = True
         self.transport.close()
+
+
+@functools.cache
+def _own_addresses() -> tuple[str, ...]:
+    # Imported where it is needed: a job on one host starts without.
+    from ronde.addresses import read_interfaces
+
+    return tuple(each.address for each in read_interfaces())

@@ -26,7 +26,7 @@ from ronde.launch.agent.relay import (
 )
 from ronde.launch.environments import own_environment
 from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
-from ronde.launch.network import locate
+from ronde.launch.network import find_answering, locate
 from ronde.launch.process_tree import (
     adopt_orphans,
     children,
@@ -40,6 +40,7 @@ from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity
 
 _NUMBERS_BYTES = 4096
+_LOCATE_S = 2.0
 _NEVER = float("inf")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -171,6 +172,7 @@ class Agent:
         self._job: LocalJob | None = None
         self._program: RemoteProgram | None = None
         self._lease_s = first_message_s
+        self._controller_addresses: tuple[str, ...] = ()
         self._heard_at = time.monotonic()
         self._reaper = os.getppid()
         self._signal_fd, wakeup_fd = signal_pipe()
@@ -191,7 +193,7 @@ class Agent:
         while not self._is_leaving:
             self._serve_ready()
             if time.monotonic() > self._heard_at + self._lease_s:
-                raise EOFError("the controller is silent")
+                self._doubt_controller()
             if self._job is not None:
                 self._job.advance()
                 if self._job.phase is JobPhase.OVER:
@@ -224,6 +226,12 @@ class Agent:
             yield from self._program.watched()
         if self._job is not None:
             yield from self._job.watched()
+
+    def _doubt_controller(self) -> None:
+        addresses, self._controller_addresses = self._controller_addresses, ()
+        if not find_answering({"": addresses}):
+            raise EOFError("the controller is silent")
+        self._lease_s *= 2
 
     def _read_control(self) -> None:
         data = self._transport.read()
@@ -268,9 +276,10 @@ class Agent:
                 self._sender.grant(order.num_bytes)
             case messages.Ping():
                 self._lease_s = order.lease_s or _NEVER
+                self._controller_addresses = order.addresses
                 self._sender.send(messages.Pong(order.sent_at_s, time.monotonic()))
             case messages.Locate():
-                sources = locate(order.addresses, order.port)
+                sources = locate(order.addresses, order.port, _LOCATE_S)
                 self._sender.send(messages.Located(sources))
             case messages.StartProgram():
                 self._start_program(order.module)
