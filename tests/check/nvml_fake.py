@@ -34,7 +34,6 @@ H100 = {
     "clock_events": 1,
     "margin_celsius": 50,
     "pcie": {"width": 16, "max_width": 16, "generation": 1, "max_generation": 5},
-    "power_limit_w": {"enforced": 700.0, "default": 700.0},
     "nvlinks": [True] * 18,
     "fabric": {
         "state": 3,

@@ -176,12 +176,6 @@ class FakeLibrary:
     def DeviceGetMarginTemperature(self, device, info):
         at(info).marginTemperature = self._gpu(device, "margin_celsius")
 
-    def DeviceGetEnforcedPowerLimit(self, device, limit):
-        at(limit).value = int(self._gpu(device, "power_limit_w")["enforced"] * 1000)
-
-    def DeviceGetPowerManagementDefaultLimit(self, device, limit):
-        at(limit).value = int(self._gpu(device, "power_limit_w")["default"] * 1000)
-
     def DeviceGetNvLinkState(self, device, link, state):
         links = self._gpu(device, "nvlinks")
         if link >= len(links):

@@ -65,10 +65,6 @@ FORMS = {
     "pcie": has(
         width=is_count, max_width=is_count, generation=is_count, max_generation=is_count
     ),
-    "power_limit_w": has(
-        enforced=lambda watts: 1 < watts < 10_000,
-        default=lambda watts: 1 < watts < 10_000,
-    ),
     "nvlinks": lambda links: len(links) <= WHOLE_LINKS and all(map(is_bool, links)),
     "fabric": has(
         state=is_count,

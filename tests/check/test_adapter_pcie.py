@@ -5,7 +5,7 @@ import pytest
 from ronde.check.check import FAIL, WARN
 from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.judging import judge
-from ronde.check.network import pci
+from ronde.check.network import interfaces, pci, rdma
 from ronde.check.network.pci import adapter_pcie
 from ronde.check.probing import FactReader
 
@@ -40,6 +40,7 @@ def probe(tmp_path):
                 },
                 f"{CARD}/infiniband/mlx5_0/name": "",
                 "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+                "sys/class/infiniband/mlx5_0/ports/1/phys_state": "5: LinkUp",
                 "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
                 "proc/cpuinfo": "flags : fpu",
                 **dict(port),
@@ -52,8 +53,9 @@ def probe(tmp_path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.symlink_to(tmp_path / target)
         reader = FactReader({"root": str(tmp_path)})
-        pci.read(reader)
-        assert not reader.unreadable
+        for module in (interfaces, rdma, pci):
+            module.read(reader)
+        assert {"network.pci_links", "network.is_virtual"} <= reader.values.keys()
         return reader.values
 
     return read

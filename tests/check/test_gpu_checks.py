@@ -21,7 +21,6 @@ UNSUPPORTED = (
     "mig",
     "gsp_firmware",
     "has_valid_inforom",
-    "power_limit_w",
 )
 CARD = {"address": "0000:1b:00.0", "driver": "nvidia"}
 
@@ -152,13 +151,6 @@ SMALL = {"total": 40 * GIB, "used": 0}
         ("clock_events", 0x08, "gpu-clocks", WARN, "halved"),
         ("clock_events", 0x21, "gpu-clocks", WARN, "hot"),
         ("margin_celsius", 4, "gpu-temperature", WARN, "4 degrees"),
-        (
-            "power_limit_w",
-            {"enforced": 350.0, "default": 700.0},
-            "gpu-power-limit",
-            WARN,
-            "350 W, by default 700 W",
-        ),
         ("has_valid_inforom", False, "gpu-firmware", FAIL, "InfoROM"),
         ("vbios", "96.00.74.00.02", "gpu-firmware", WARN, "VBIOS 96.00.74.00.02"),
         ("gsp_firmware", "535.1", "gpu-firmware", WARN, "GSP 535.1"),
@@ -206,7 +198,6 @@ def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
         # H100 and older GPUs have these for no reading.
         ("margin_celsius", 0),
         ("margin_celsius", -3),
-        ("power_limit_w", {"enforced": 800.0, "default": 700.0}),
         ("fabric", FABRIC | {"state": 0, "health": 0x555}),
         ("fabric", FABRIC | {"health": 0b10101010 | 1 << 8}),
         ("busy_percent", 19),
@@ -482,7 +473,7 @@ def test_errors_since_the_start_are_told_with_their_age():
     assert "--gpu-reset" in finding.fix
 
 
-@pytest.mark.parametrize("code", [63, 92, 106, 154])
+@pytest.mark.parametrize("code", [63, 92, 106, 108, 154])
 def test_errors_that_ask_for_nothing_are_not_told(code):
     assert find(host(facts={"gpu.xids": [xid(code)]})) == ()
 

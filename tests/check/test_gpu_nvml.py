@@ -29,7 +29,6 @@ WORN = healthy(
     clock_events=0x40,
     margin_celsius=-3,
     pcie={"width": 8, "max_width": 16, "generation": 3, "max_generation": 5},
-    power_limit_w={"enforced": 350.0, "default": 700.0},
     nvlinks=[True, False, True],
     fabric={
         "state": 3,

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from ronde.check import burn
 from ronde.check.check import FAIL, WARN
 from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.gpu import pairs
 from ronde.check.gpu.pairs import gpu_pair_speed, measure_pairs
+from ronde.check.hosts import HostSet
 from ronde.check.judging import judge
 
 torch = pytest.importorskip("torch")
@@ -17,8 +19,8 @@ torch = pytest.importorskip("torch")
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
     monkeypatch.setattr(pairs, "_NUM_BYTES", 1 << 16)
-    monkeypatch.setattr(pairs, "_WARM_UP_S", 0.0)
-    monkeypatch.setattr(pairs, "_ROUNDS_S", 0.0)
+    monkeypatch.setattr(burn, "_WARM_UP_S", 0.0)
+    monkeypatch.setattr(burn, "_ROUNDS_S", 0.0)
 
 
 def make_torch(broken=""):
@@ -78,3 +80,26 @@ def test_without_nvlinks_slow_pairs_are_a_warning():
 
 def test_wrong_bytes_are_a_failure():
     assert find(_1=0) == [(FAIL, "GPUs 0-1: what arrives is not what was sent")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"gpu.count": 0, "versions.torch_build": "CUDA 12.8"},
+        {"gpu.count": 1, "versions.torch_build": "CUDA 12.8"},
+        {"gpu.count": 8, "versions.torch_build": "CPU"},
+        {},
+    ],
+)
+def test_one_host_without_two_gpus_for_torch_has_nothing_to_pair(values):
+    hosts = HostSet(None, {"a": ""}, {})
+    hosts.facts["a"].values.update(values)
+    pairs.run(hosts)
+    (unread,) = judge(Fleet((hosts.facts["a"],), {}), [gpu_pair_speed]).unread
+    assert unread.reason.startswith("it has no two GPUs that torch can use, so there")
+
+
+def test_of_several_hosts_one_without_gpus_is_no_complaint():
+    hosts = HostSet(None, {"a": "", "b": ""}, {})
+    pairs.run(hosts)
+    assert hosts.facts["a"].unreadable == {}

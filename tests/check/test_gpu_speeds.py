@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.check.burn import COPIES, PRODUCTS, name_devices
+from ronde.check.burn import COPIES, PRODUCTS
 from ronde.check.catalogue import all_checks
 from ronde.check.check import Severity
 from ronde.check.fleet import Fleet, HostFacts
@@ -114,12 +114,13 @@ def test_gpus_whose_ronde_does_not_tell_the_model_are_compared_by_number():
     assert finding.what.startswith("cuda:1 ")
 
 
-def test_slow_gpus_of_a_host_share_a_finding():
+def test_each_slow_gpu_of_a_host_is_named():
     odd = [computed(30.0), computed(31.0)]
-    (finding,) = find(PRODUCTS, gpus(*[computed(100.0)] * 6, *odd))
-    assert finding.what == (
-        "cuda:6 computed at 30 GFLOP/s; cuda:7 computed at 31 GFLOP/s"
-    )
+    found = find(PRODUCTS, gpus(*[computed(100.0)] * 6, *odd))
+    assert [finding.what for finding in found] == [
+        "cuda:6 computed at 30 GFLOP/s",
+        "cuda:7 computed at 31 GFLOP/s",
+    ]
 
 
 @given(
@@ -222,19 +223,3 @@ def test_a_gpu_that_could_not_be_measured_is_told_and_is_no_fault():
     (finding,) = find(COPIES, gpus(copied(), {"failure": "out of memory"}))
     assert finding.severity is INFORM
     assert finding.what == "cuda:1 could not be measured: out of memory"
-
-
-# Names
-
-
-@pytest.mark.parametrize(
-    ("names", "told"),
-    [
-        (["cpu"], "cpu"),
-        (["cuda:10", "cuda:2", "cuda:3"], "cuda:2-3,10"),
-        (["cuda:0", "cpu"], "cpu, cuda:0"),
-        (["cuda:"], "cuda:"),
-    ],
-)
-def test_devices_are_named_in_short(names, told):
-    assert name_devices(names) == told

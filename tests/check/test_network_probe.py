@@ -28,11 +28,9 @@ def facts_of(root):
 
 
 BASE = {
-    "proc/sys/kernel/hostname": "gpu7\n",
     "proc/uptime": "7200.50 14000.00\n",
     "proc/self/environ": "HOME=/root\0NCCL_SOCKET_IFNAME=eth\0NCCL_IB_HCA==mlx5_0\0"
     "NCCL_DEBUG=INFO\0GLOO_SOCKET_IFNAME=eth0\0",
-    "etc/hosts": "127.0.0.1 localhost\n10.1.0.7 gpu7.site gpu7 # static\n",
     "sys/class/net/eth0/type": "1\n",
     "sys/class/net/eth0/operstate": "up\n",
     "sys/class/net/eth0/mtu": "9000\n",
@@ -150,15 +148,6 @@ def test_links_of_a_hypervisor_and_of_the_air_are_told_apart(tmp_path):
     }
 
 
-def test_the_own_name_is_looked_up_in_a_saved_tree(tmp_path):
-    write(tmp_path, BASE)
-    own = facts_of(tmp_path).values["network.own_name"]
-    assert own == {"name": "gpu7", "addresses": ["10.1.0.7"], "error": ""}
-    write(tmp_path, {"etc/hosts": "# gpu7\n\n10.1.0.7 gpu77\n"})
-    own = facts_of(tmp_path).values["network.own_name"]
-    assert (own["addresses"], own["error"]) == ([], "it is not in /etc/hosts")
-
-
 def test_rdma_ports_are_read(tmp_path):
     write(tmp_path, BASE | RDMA)
     facts = facts_of(tmp_path)
@@ -171,15 +160,12 @@ def test_rdma_ports_are_read(tmp_path):
         }
     }  # fmt: skip
     assert facts.values["network.rdma_device_files"] == {}
-    assert facts.values["network.has_rdma_library"] is False
 
 
-def test_device_files_and_the_library_are_found(tmp_path):
-    library = "usr/lib/x86_64-linux-gnu/libibverbs.so.1"
-    write(tmp_path, BASE | RDMA | {"dev/infiniband/uverbs0": "", library: ""})
+def test_device_files_are_found(tmp_path):
+    write(tmp_path, BASE | RDMA | {"dev/infiniband/uverbs0": ""})
     facts = facts_of(tmp_path)
     assert facts.values["network.rdma_device_files"] == {"uverbs0": True}
-    assert facts.values["network.has_rdma_library"] is True
 
 
 def test_counters_of_a_virtual_function_are_left_alone(tmp_path):
@@ -225,7 +211,7 @@ def test_a_name_server_that_hangs_costs_its_deadline_and_is_told():
         return []
 
     begun_s = time.monotonic()
-    own = look_up_own_name("", hang)(0.1)
+    own = look_up_own_name("gpu7", hang)(0.1)
     took_s = time.monotonic() - begun_s
     let_go.set()
     assert own["error"] == "no answer within 0.1 s"
@@ -236,5 +222,6 @@ def test_a_name_that_does_not_resolve_says_why():
     def refuse(name):
         raise OSError(-2, "Name or service not known")
 
-    own = look_up_own_name("", refuse)()
+    own = look_up_own_name("gpu7", refuse)()
+    assert own["name"] == "gpu7"
     assert own["error"] == "Name or service not known"

@@ -10,12 +10,12 @@ from ronde.check.judging import judge
 from ronde.check.network.reach import blame, lost_pairs
 
 FINE = {
-    "error": "", "is_refused": False, "lost_bytes": 0, "interface": "eth0",
+    "error": "", "is_refused": False, "lost_bytes": 0,
     "own_mtu": 1500, "mtu": 1500,
 }  # fmt: skip
 CLOSED = {
     "error": "port 4001: no answer", "is_refused": False, "lost_bytes": 0,
-    "interface": "eth0", "own_mtu": 1500, "mtu": None, "is_heard": False,
+    "own_mtu": 1500, "mtu": None, "is_heard": False,
 }  # fmt: skip
 
 
@@ -144,12 +144,6 @@ def test_lost_large_messages_are_told_apart_from_a_closed_port():
 def test_an_unknown_path_mtu_is_no_fault():
     pairs = pairs_with("n1", 3)
     assert not found(fleet_of(3, {pair: {"mtu": None} for pair in pairs}))
-
-
-def test_a_host_without_an_address_is_told():
-    told = found(fleet_of(3, {}, n2={"network.address": ""}))
-    assert set(told) == {("own-address", "n2")}
-    assert not found(fleet_of(1, {}, n1={"network.address": ""}))
 
 
 def test_a_long_list_of_hosts_is_cut():

@@ -19,7 +19,7 @@ import random
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from threading import Thread
@@ -29,9 +29,9 @@ from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, che
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.majority import find_few, find_odd
-from ronde.check.probing import FactReader, ProbeEntry, ProbeOutcome, run_probes
+from ronde.check.probing import FactReader, run_probe
 from ronde.launch.process_tree import die_with_parent
-from ronde.topology.cpu_sets import format_list, members
+from ronde.topology.cpu_sets import members
 from ronde.topology.kernel_files import read_list
 from ronde.topology.pci import plain_address
 
@@ -76,7 +76,8 @@ def burn(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     Then each GPU copies, one after the other. The answer has ``products`` by device, of
     ``multiply``, and ``copies`` by GPU, of ``measure_gpu``; of what failed ``failure``.
     """
-    multiplied = _run_program(float(question["seconds"]) + _BESIDES_S, question)
+    limit_s = float(question["seconds"]) + _BESIDES_S
+    multiplied = run_probe(__name__, limit_s, question)
     if multiplied.unreadable:
         raise OSError(multiplied.unreadable["products"])
     failed = {"all processors": {"failure": multiplied.failure}}
@@ -84,14 +85,10 @@ def burn(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     gpus = [name for name in products if name.startswith(_CUDA)]
     copies: dict[str, Value] = {}
     if gpus:
-        copied = _run_program(_BESIDES_S, {"do": "copy"})
+        copied = run_probe(__name__, _BESIDES_S, {"do": "copy"})
         failed = {"failure": f"its program failed: {copied.failure}"}
         copies = {name: copied.values.get(name, failed) for name in gpus}
     return {"products": products, "copies": copies}
-
-
-def _run_program(limit_s: float, settings: dict[str, Value]) -> ProbeOutcome:
-    return run_probes({"": ProbeEntry((__name__,), limit_s, "", settings)}, {})[""]
 
 
 def read(reader: FactReader) -> None:
@@ -217,25 +214,35 @@ def measure_copies(
     part = source[: host.numel()]
 
     def rate(to: Tensor, of: Tensor) -> float:
-        taken: list[float] = []
-        begun_s = now_s = clock()
-        warm_s, end_s = begun_s + _WARM_UP_S, math.inf
-        while len(taken) < _MIN_ROUNDS or now_s < end_s:
-            before_s = now_s
+        def copy() -> None:
             for _ in range(NUM_IN_ROUND):
                 to.copy_(of, non_blocking=True)
             wait()
-            now_s = clock()
-            if before_s >= warm_s:
-                end_s = min(end_s, before_s + _ROUNDS_S)
-                taken.append(now_s - before_s)
-        return round(NUM_IN_ROUND * of.nbytes / min(taken) / 1e9, 3)
+
+        return round(NUM_IN_ROUND * of.nbytes / quickest_s(copy, clock) / 1e9, 3)
 
     return {
         "host_to_device_gb_per_s": rate(part, host),
         "device_to_host_gb_per_s": rate(host, part),
         "device_memory_gb_per_s": 2 * rate(target, source),
     }
+
+
+def quickest_s(
+    work: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return what the quickest of some rounds takes, once clocks have risen."""
+    taken: list[float] = []
+    now_s = clock()
+    warm_s, end_s = now_s + _WARM_UP_S, math.inf
+    while len(taken) < _MIN_ROUNDS or now_s < end_s:
+        before_s = now_s
+        work()
+        now_s = clock()
+        if before_s >= warm_s:
+            end_s = min(end_s, before_s + _ROUNDS_S)
+            taken.append(now_s - before_s)
+    return min(taken)
 
 
 @contextmanager
@@ -356,25 +363,10 @@ def find_slow_devices(
     return found
 
 
-def fold_devices(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
-    """Yield problems by host; devices whose problem is alike share one."""
-    same: dict[Problem, dict[str, list[str]]] = {}
+def _of_hosts(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
     for device, problem in found:
-        key = problem._replace(what="", host=device.host)
-        same.setdefault(key, {}).setdefault(problem.what, []).append(device.name)
-    for problem, whats in same.items():
-        parts = (f"{name_devices(names)} {what}" for what, names in whats.items())
-        yield problem._replace(what="; ".join(parts))
-
-
-def name_devices(names: Sequence[str]) -> str:
-    """Return names of devices as people read them: ``cpu, cuda:0-3,7``."""
-    numbered = {n: n.removeprefix(_CUDA) for n in names if n.startswith(_CUDA)}
-    gpus = [n for n, number in numbered.items() if number.isdecimal()]
-    shown = [name for name in names if name not in gpus]
-    if gpus:
-        shown.append(f"{_CUDA}{format_list([int(numbered[n]) for n in gpus])}")
-    return ", ".join(shown)
+        what = f"{device.name} {problem.what}"
+        yield problem._replace(what=what, host=device.host)
 
 
 @check(FAIL, PRODUCTS)
@@ -428,7 +420,7 @@ def product_speed(fleet: Fleet) -> Problems:
                 device = CheckedDevice(host, name, each.get("model", name))
                 (cpus if name == CPU else gpus)[device] = float(each["gflop_per_s"])
     slow = find_slow_devices(cpus, _CPU_SPEED) | find_slow_devices(gpus, _GPU_SPEED)
-    return fold_devices(slow.items())
+    return _of_hosts(slow.items())
 
 
 _IN_MEMORY = "device_memory_gb_per_s"
@@ -471,7 +463,7 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
         if name != _IN_MEMORY:
             slow = _judge_with_host(known, rates, slow, measure)
         found += slow.items()
-    yield from fold_devices(found)
+    yield from _of_hosts(found)
 
 
 def _judge_with_host(

@@ -1,9 +1,7 @@
 """Whether hosts answer, are machines of their own, and as large and fast as others."""
 
-import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 from ronde.check.check import FAIL, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
@@ -12,16 +10,12 @@ from ronde.check.majority import find_few, having_less, show_usual
 from ronde.check.probing import ENDED, FAILED
 from ronde.units import format_duration, format_size
 
-# Facts: seconds for a fixed piece of work, while all hosts do it; and of CPU for it,
-# the best of many on several CPUs.
-PACE, PACE_CPU = "cluster.compute_s", "cluster.compute_cpu_s"
-_SLOW, _VERY_SLOW, _SLOW_CPU = 2.0, 4.0, 1.5
+PACE = "cluster.compute_s"  # fact: for a fixed piece of work, while all hosts do it
+_SLOW, _VERY_SLOW = 2.0, 4.0
 _SPIN_S, _SPIN_TIMEOUT_S, _MAX_ROUNDS = 0.2, 10.0, 5
 _BASE, _EXPONENT, _MODULUS = 3, (1 << 512) - 1, (1 << 521) - 1
 """Half a millisecond or so, in the interpreter's own arithmetic: no library of which a
 host may have another one, and no instructions that some processors lack."""
-# On each CPU of a tour several pieces: the first find cold caches and a slow clock.
-_MAX_CPUS, _NUM_PIECES = 8, 8
 
 # Setting: by the name of a host that could not be asked, ``reason`` and ``cure``.
 ABSENT = "absent"
@@ -171,91 +165,65 @@ def memory_alike(fleet: Fleet) -> Problems:
 def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Compute the same again and again for ``seconds``, where the system puts it.
 
-    The answer has ``wall_s`` for one piece of work, waiting included, and ``cpu_s`` of
-    the quickest one on any CPU, which a busy neighbour on one core does not change.
+    The answer has ``wall_s`` for one piece of work, waiting included.
     """
     begun_s = now_s = time.monotonic()
-    num_pieces, best_s = 0, float("inf")
+    num_pieces = 0
     while num_pieces == 0 or now_s < begun_s + float(question["seconds"]):
-        best_s = min(best_s, _compute_piece())
+        pow(_BASE, _EXPONENT, _MODULUS)
         num_pieces += 1
         now_s = time.monotonic()
-    allowed = sorted(os.sched_getaffinity(0))
-    # In some containers no CPU may be chosen.
-    with suppress(PermissionError):
-        try:
-            for cpu in allowed[:: -(-len(allowed) // _MAX_CPUS)]:
-                os.sched_setaffinity(0, {cpu})
-                best_s = min(best_s, *(_compute_piece() for _ in range(_NUM_PIECES)))
-        finally:
-            os.sched_setaffinity(0, allowed)
-    return {"wall_s": (now_s - begun_s) / num_pieces, "cpu_s": best_s}
-
-
-def _compute_piece() -> float:
-    cpu_s = time.thread_time()
-    pow(_BASE, _EXPONENT, _MODULUS)
-    return time.thread_time() - cpu_s
+    return {"wall_s": (now_s - begun_s) / num_pieces}
 
 
 def measure_pace(hosts: HostSet) -> None:
     """Store the best of some rounds, in which all take part; one if none seems slow."""
-    best: dict[str, tuple[float, float]] = {}
     for _ in range(_MAX_ROUNDS):
         replies = hosts.ask_all({"do": "spin", "seconds": _SPIN_S}, _SPIN_TIMEOUT_S)
         for host, reply in replies.items():
             if reply.failure:
                 hosts.note_unread(host, PACE, reply.failure)
                 continue
-            wall_s, cpu_s = reply.values["wall_s"], reply.values["cpu_s"]
-            known_wall_s, known_cpu_s = best.get(host, (wall_s, cpu_s))
-            best[host] = min(wall_s, known_wall_s), min(cpu_s, known_cpu_s)
-        walls = {host: wall_s for host, (wall_s, _) in best.items()}
-        cpus = {host: cpu_s for host, (_, cpu_s) in best.items()}
-        if not find_slow(walls, _SLOW) and not find_slow(cpus, _SLOW_CPU):
+            wall_s = reply.values["wall_s"]
+            hosts.note(
+                host, PACE, min(wall_s, hosts.facts[host].values.get(PACE, wall_s))
+            )
+        paces = {n: f.values[PACE] for n, f in hosts.facts.items() if PACE in f.values}
+        if not find_few(_speeds(paces), 1 / _SLOW).hosts:
             break
-    for host, each in best.items():
-        hosts.facts[host].values.update(zip((PACE, PACE_CPU), each, strict=True))
 
 
-PACE_STEP = ProbeStep("pace", measure_pace, (PACE, PACE_CPU))
+PACE_STEP = ProbeStep("pace", measure_pace, (PACE,))
 
 
 def _speeds(paces: Mapping[str, float]) -> dict[str, float]:
     return {host: 1 / max(pace, 1e-9) for host, pace in paces.items()}
 
 
-def find_slow(paces: Mapping[str, float], limit: float) -> tuple[str, ...]:
-    return find_few(_speeds(paces), 1 / limit).hosts
-
-
-@check(FAIL, PACE, PACE_CPU)
+@check(FAIL, PACE)
 def slow_host(fleet: Fleet) -> Problems:
     """All hosts compute as fast.
 
-    reads: the time and CPU time of a fixed computation, on all hosts at once
-    threshold: twice what most hosts need, four times a failure; 1.5 times the CPU time
+    reads: the time of a fixed computation, on all hosts at once
+    threshold: twice what most hosts need, four times a failure
     source: ronde's own: hosts that share two busy CPUs stay below twice
-    fix: Look at who uses or limits its CPUs: top, taskset -p $$, nice, cpu.max
+    fix: Look at who uses or limits its CPUs: top, taskset -p $$, nice, cpu.max; at
+        governor, power cap and heat
     needs: several hosts
     why: Every collective waits for the slowest host.
     """
-    walls, cpus = fleet.known(PACE), fleet.known(PACE_CPU)
-    slow_cpus, speeds = find_slow(cpus, _SLOW_CPU), _speeds(walls)
+    speeds = _speeds(fleet.known(PACE))
     few, fewest = find_few(speeds, 1 / _SLOW), find_few(speeds, 1 / _VERY_SLOW)
 
     def show(speed: float) -> str:
         return f"{1000 / speed:.2g} ms"
 
-    for host in (host for host in walls if host in (*few.hosts, *slow_cpus)):
-        share = min(1.0, cpus[host] / max(walls[host], 1e-9))
+    for host in few.hosts:
         # In a draw no single host can be said to crawl.
         is_bad = host in fewest.hosts and not fewest.is_draw
-        fix = "Its CPU is clocked down or another model: look at governor, power cap "
         yield Problem(
-            f"{show(speeds[host])} for a piece of work, with {share:.0%} of a CPU",
+            f"{show(speeds[host])} for a piece of work",
             FAIL if is_bad else WARN,
             show_usual(host, speeds, few, show),
-            f"{fix}and heat" if host in slow_cpus else "",
-            host,
+            host=host,
         )

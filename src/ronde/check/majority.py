@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ronde.check.check import WARN, Check, Problem, Problems, Severity, make_check
 from ronde.check.fleet import Fleet, Value
+from ronde.units import list_first
 
 K = TypeVar("K")
 MIN_MAJORITY = 3  # with fewer hosts there is no majority
@@ -46,7 +47,7 @@ def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str
     for host, value in shown.items():
         if is_draw:
             others = [v for v in counts if v != value]
-            yield host, value, f"{', '.join(others)} elsewhere"
+            yield host, value, f"{list_first(others, 4)} elsewhere"
         elif value != usual:
             yield host, value, f"{usual} on {most} {of}"
 

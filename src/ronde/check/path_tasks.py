@@ -1,36 +1,26 @@
 """Tasks on paths, in processes that may hang: a mount that hangs holds up no other.
 
-A thread would not do: while it hangs in the kernel, its process cannot end. Run as a
-program it is one such process: tasks come in as JSON, and an answer a line goes out.
-Many are started, so it imports little, and nothing but the standard library.
+A thread would not do: while it hangs in the kernel, its process cannot end.
 """
 
-import json
+import hashlib
 import os
 import stat
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from ronde.check.probing import ENDED, FactReader, ProbeEntry, run_probes
 
 SAMPLE_BYTES = 64 << 10
 # So many pieces of a large file are read, from its first byte to its last.
 NUM_SAMPLES = 16
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    # The module typing takes longer to import than most tasks take.
-    from typing import Any
-
 # ``do`` names a function below; the rest are its arguments.
 Task = Mapping[str, object]
 # What came of it. ``error`` is why nothing did, ``has_hung``: time was up.
-TaskOutcome = dict[str, "Any"]
+TaskOutcome = dict[str, Any]
 _PAUSE_S = 0.02
-_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
-_BOOT = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from ronde.check.path_tasks import main; main()"
-)
 
 
 def run_tasks(
@@ -38,33 +28,31 @@ def run_tasks(
 ) -> list[list[TaskOutcome]]:
     """Run tasks, those of a group one after the other, groups side by side.
 
-    What lies on one mount belongs into one group. What is late has hung, and is killed.
+    What lies on one mount belongs into one group: where one task is late, all have
+    hung.
     """
-    # Imported here: the program does without.
-    from ronde.check.probing import ENDED, run_programs
-
-    words = ("-I", "-S", "-c", _BOOT, _PACKAGE_DIR)
-    given = [json.dumps([*map(dict, group)]).encode() for group in groups]
-    late = {"error": f"no answer within {deadline_s:g} s", "has_hung": True}
+    entries = {
+        str(number): ProbeEntry((__name__,), deadline_s, "", {"tasks": group})
+        for number, group in enumerate(groups)
+    }
     found: list[list[TaskOutcome]] = []
-    ended = run_programs([(words, each, deadline_s) for each in given])
-    for group, each in zip(groups, ended, strict=True):
-        # What follows the last end of a line was cut off.
-        outcomes = [json.loads(line) for line in each.output.split(b"\n")[:-1]]
-        is_late = each.failure and not each.failure.startswith(ENDED)
-        lost = late if is_late else {"error": "it died"}
-        found.append(outcomes + [lost] * (len(group) - len(outcomes)))
+    for group, ran in zip(groups, run_probes(entries, {}).values(), strict=True):
+        lost: TaskOutcome = {"error": "it died"}
+        if not ran.failure.startswith(ENDED):
+            lost = {"error": f"no answer within {deadline_s:g} s", "has_hung": True}
+        found.append(ran.values.get("outcomes", [lost] * len(group)))
     return found
 
 
-def main() -> None:
-    for task in json.load(sys.stdin):
+def read(reader: FactReader) -> None:
+    """Be one of the processes: the setting ``tasks`` is a group."""
+    outcomes: list[TaskOutcome] = []
+    for task in reader.settings["tasks"]:
         try:
-            outcome = _TASKS[str(task.pop("do"))](**task)
+            outcomes.append(_TASKS[task.pop("do")](**task))
         except OSError as error:
-            outcome = {"error": error.strerror or str(error)}
-        sys.stdout.write(json.dumps(outcome) + "\n")
-        sys.stdout.flush()
+            outcomes.append({"error": error.strerror or str(error)})
+    reader.values["outcomes"] = outcomes
 
 
 def look(path: str) -> TaskOutcome:
@@ -83,9 +71,6 @@ def look(path: str) -> TaskOutcome:
 
 def sample(path: str) -> TaskOutcome:
     """Return a file's size and the beginning of a hash of it, or of samples of it."""
-    # Imported where it is needed: it takes longer than most tasks.
-    import hashlib
-
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -101,10 +86,8 @@ def sample(path: str) -> TaskOutcome:
 
 
 def leave(path: str, name: str) -> TaskOutcome:
-    """Leave a small file, so that it appears by a renaming."""
-    part = Path(path, f"{name}.part")
-    part.write_text(name, encoding="utf-8")
-    part.replace(Path(path, name))
+    """Leave a small file; who looks for it waits until all of it is there."""
+    Path(path, name).write_text(name, encoding="utf-8")
     return {}
 
 
@@ -127,9 +110,8 @@ def _holds(place: Path, text: str) -> bool:
 
 
 def clear(path: str, names: Sequence[str]) -> TaskOutcome:
-    """Remove files of ``leave``, whole or not; another host may do so as well."""
+    """Remove files of ``leave``; another host may do so as well."""
     for name in names:
-        Path(path, f"{name}.part").unlink(missing_ok=True)
         Path(path, name).unlink(missing_ok=True)
     return {}
 

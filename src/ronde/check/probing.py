@@ -165,6 +165,13 @@ def run_probes(
     return found
 
 
+def run_probe(
+    module: str, deadline_s: float, settings: Mapping[str, Value]
+) -> ProbeOutcome:
+    """Run what a module reads in a process of its own."""
+    return run_probes({"": ProbeEntry((module,), deadline_s, "", settings)}, {})[""]
+
+
 def main(modules: Sequence[str]) -> None:
     reader = FactReader(json.loads(sys.stdin.buffer.read()))
     # What libraries print must not be taken for facts.

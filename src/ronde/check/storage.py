@@ -9,11 +9,11 @@ from typing import Any
 from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
 from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
-from ronde.check.majority import MIN_MAJORITY, find_odd
+from ronde.check.majority import find_odd
 from ronde.check.path_tasks import run_tasks
 from ronde.check.probing import FactReader
 from ronde.launch.environments import own_environment
-from ronde.units import format_size, list_first
+from ronde.units import format_size
 
 # Roles of folders: shared by all hosts, where ranks start, for temporary files.
 _SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
@@ -33,9 +33,6 @@ _ELSEWHERE = (
     "start in a folder that exists there too, or give ronde check and ronde run the "
     "same --chdir DIR; if ronde run --sync DIR copies it there: --skip folder-missing"
 )
-
-# By host: whether it sees the file of each other host that left one.
-Sight = Mapping[str, Mapping[str, bool]]
 
 
 def read(reader: FactReader) -> None:
@@ -251,25 +248,6 @@ def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, bool]]:
 STEP = ProbeStep("sharing", run, (SHARED,))
 
 
-def group(sight: Sight) -> list[list[str]]:
-    """Return groups of hosts that share a folder, maybe by a third; largest first."""
-    left = list(sight)
-    groups: list[list[str]] = []
-    while left:
-        members = [left.pop(0)]
-        for member in members:
-            near = [other for other in left if _share(sight, member, other)]
-            members += near
-            left = [other for other in left if other not in near]
-        groups.append([host for host in sight if host in members])
-    return sorted(groups, key=len, reverse=True)
-
-
-def _share(sight: Sight, one: str, other: str) -> bool:
-    seen = [sight[one].get(other), sight[other].get(one)]
-    return False not in seen and True in seen
-
-
 @check(FAIL, SHARED)
 def shared_folder(fleet: Fleet) -> Problems:
     """A shared folder is the same one on all hosts.
@@ -291,28 +269,11 @@ def shared_folder(fleet: Fleet) -> Problems:
                 what = f"unknown whether {path} is shared: no host can write there"
                 yield Problem(what, INFORM, host=host)
             continue
-        for host, usual in _outside(group(sight)):
-            seen = [other for other, is_seen in sight[host].items() if is_seen]
-            sees = (
-                f"files of {list_first([*seen], 4)} only"
-                if seen
-                else "no other host's files"
-            )
-            yield Problem(f"{path} shows {sees}", usual=usual, host=host)
-
-
-def _outside(groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yield each host that differs, and what most others have; in a draw, all."""
-    if len(groups) < 2:
-        return
-    first, second = groups[:2]
-    is_draw = len(first) == len(second) or sum(map(len, groups)) < MIN_MAJORITY
-    for each in groups:
-        usual = f"shared by {list_first([*first], 4)}"
-        if is_draw:
-            others = [o for o in groups if o is not each and len(o) > 1]
-            shares = " and by ".join(list_first([*other], 4) for other in others)
-            usual = f"shared by {shares or 'none'}"
-        if is_draw or each is not first:
-            for host in each:
-                yield host, usual
+        # Hosts that share it see the same files, whoever of them could leave one.
+        left = sorted({other for seen in sight.values() for other in seen})
+        shown: dict[str, str] = {}
+        for host, seen in sight.items():
+            names = [other for other in left if other == host or seen.get(other)]
+            shown[host] = f"files of {', '.join(names) or 'no host'}"
+        for host, value, usual in find_odd(shown):
+            yield Problem(f"{path} shows {value}", usual=usual, host=host)

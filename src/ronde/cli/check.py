@@ -253,8 +253,7 @@ def _unknown(name: str, known: Sequence[str], said_by: str, kind: str) -> UsageE
     return UsageError(f"{said_by} must name {kind}, got {name!r}. {cure}")
 
 
-def _unwritable(option: str, file: str, reason: str = "") -> UsageError:
-    got = f"{file}: {reason}" if reason else file
+def _unwritable(option: str, got: str) -> UsageError:
     return UsageError(
         f"{option} must be a file that can be written, got {got}. Name another."
     )
@@ -340,16 +339,23 @@ def _show(
 def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
     options = request.options
     if options.save:
-        save(Path(options.save), kept)
+        with _writing("--save", options.save):
+            save(Path(options.save), kept)
     if options.write_hostfile:
-        file, names = options.write_hostfile, [host.name for host in request.hosts]
+        names = [host.name for host in request.hosts]
         good = fit_together(names, checked.verdict, is_strict=options.strict)
         fit = [host for host in request.hosts if host.name in good]
         text = render.draw_hostfile(fit)
-        try:
-            Path(file).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise _unwritable("--write-hostfile", file, str(error.strerror)) from None
+        with _writing("--write-hostfile", options.write_hostfile):
+            Path(options.write_hostfile).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(option: str, file: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(option, f"{file}: {error.strerror}") from None
 
 
 @contextmanager

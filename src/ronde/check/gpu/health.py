@@ -123,22 +123,6 @@ def gpu_temperature(margin: Value) -> Problems:
         yield Problem(f"{margin} degrees Celsius below its limit")
 
 
-@each_gpu(WARN, "gpu.power_limit_w")
-def gpu_power_limit(limit: Value) -> Problems:
-    """No GPU has a power limit below its default.
-
-    reads: NVML's enforced and default power limit
-    threshold: the default
-    source: ronde's own
-    fix: sudo nvidia-smi -pl WATTS
-    needs: an NVIDIA GPU
-    why: Under load its clocks stay lower than those of the others.
-    """
-    if limit["enforced"] < limit["default"]:
-        what = f"limited to {limit['enforced']:g} W, by default {limit['default']:g} W"
-        yield Problem(what, fix=f"sudo nvidia-smi -i N -pl {limit['default']:g}")
-
-
 _FIRMWARE = ("gpu.has_valid_inforom", "gpu.vbios", "gpu.gsp_firmware")
 
 

@@ -38,11 +38,11 @@ _NAME = "titles"  # the first question; every GPU that works has an answer
 HOST_QUESTIONS = ("count", "cuda_version")
 
 
-class RefusedError(Exception):
+class RefusedError(UnreadableError):
     """NVML does not answer a question; ``code`` is its number of the error."""
 
     def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
+        super().__init__(f"{reason}{'; root would help' * (code == NO_PERMISSION)}")
         self.code = code
 
 
@@ -58,7 +58,6 @@ _GONE = _REPORTED_LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
 The first sign that one has fallen off the bus is often nothing but ``UNKNOWN``.
 """
 
-_FAILED = 0  # no number of NVML's: the process that asked has ended
 _CORRECTED, _UNCORRECTED = 0, 1
 _SINCE_LOADED, _EVER = 0, 1
 _DRAM, _SRAM = 2, 7
@@ -183,10 +182,6 @@ _PCIE = {
     "generation": "GetCurrPcieLinkGeneration",
     "max_generation": "GetMaxPcieLinkGeneration",
 }
-_POWER = {
-    "enforced": "GetEnforcedPowerLimit",
-    "default": "GetPowerManagementDefaultLimit",
-}
 
 
 def _clock_events(ask: _AskedGpu) -> Value:
@@ -240,7 +235,6 @@ GPU_QUESTIONS: dict[str, _Answer] = {
     "clock_events": _clock_events,
     "margin_celsius": lambda ask: int(ask("GetMarginTemperature")),
     "pcie": lambda ask: {part: int(ask(name)) for part, name in _PCIE.items()},
-    "power_limit_w": lambda ask: {n: ask(name) / 1000 for n, name in _POWER.items()},
     "nvlinks": _nvlinks,
     "fabric": _fabric,
     "mig": lambda ask: bool(ask("GetMigMode")[0]),
@@ -253,21 +247,28 @@ ALL_ANSWERS = [f"gpu.{name}" for name in (*HOST_QUESTIONS, *GPU_QUESTIONS, "lost
 
 
 class GpuReport(NamedTuple):
-    """What NVML reports of one GPU, by question."""
+    """What is known of one GPU, by question."""
 
-    answers: Mapping[str, Value]
-    refused: Mapping[str, tuple[int, str]]  # NVML's number of the error, and why
+    answers: Mapping[str, Value]  # None where the question does not apply
+    unread: Mapping[str, str]  # why
+    lost: str = ""  # why it is lost; empty for one that answers
 
 
 def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
     answers: dict[str, Value] = {}
-    refused: dict[str, tuple[int, str]] = {}
+    unread: dict[str, str] = {}
+    lost = ""
     for question in GPU_QUESTIONS:
         try:
             answers[question] = nvml.ask_gpu(question, number)
         except RefusedError as error:
-            refused[question] = error.code, str(error)
-    return GpuReport(answers, refused)
+            if error.code in (_GONE if question == _NAME else _REPORTED_LOST):
+                lost = lost or str(error)
+            elif error.code == NOT_SUPPORTED:
+                answers[question] = None
+            else:
+                unread[question] = str(error)
+    return GpuReport(answers, {} if lost else unread, lost)
 
 
 def ask_apart(count: int) -> list[GpuReport]:
@@ -277,12 +278,10 @@ def ask_apart(count: int) -> list[GpuReport]:
     }
     found: list[GpuReport] = []
     for values, _, failure, _ in run_probes(entries, {}).values():
-        refused = values.get("refused", {})
         if failure.startswith(ENDED):
-            refused = dict.fromkeys(GPU_QUESTIONS, (_FAILED, failure))
-        elif failure:
-            refused = {_NAME: (GPU_IS_LOST, failure)}
-        found.append(GpuReport(values.get("answers", {}), refused))
+            found.append(GpuReport({}, dict.fromkeys(GPU_QUESTIONS, failure)))
+        else:
+            found.append(GpuReport(**values) if values else GpuReport({}, {}, failure))
     return found
 
 
@@ -294,6 +293,7 @@ def read(reader: FactReader) -> None:
 
 
 def ask_driver(reader: FactReader) -> None:
+    """Store the facts ``ALL_ANSWERS``: NVML's, else as nvidia-smi prints them."""
     with reader.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:
@@ -308,32 +308,20 @@ def ask_driver(reader: FactReader) -> None:
 
 
 def _keep_printed(reader: FactReader) -> None:
-    """Store the facts ``ALL_ANSWERS`` as nvidia-smi prints them."""
     try:
         cuda_version, gpus = ask_smi()
     except FailedError as error:
         reader.values["gpu.nvml_error"] = str(error)
         raise UnreadableError(f"nvidia-smi: {error}") from error
     reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
-    titles = [str(gpu.get(_NAME, "")) for gpu in gpus]
-    reader.values[LOST] = [title if is_error(title) else "" for title in titles]
-    for question in GPU_QUESTIONS:
-        fact, answers = f"gpu.{question}", [gpu.get(question) for gpu in gpus]
-        if all(question in gpu for gpu in gpus):
-            reader.values[fact] = answers
-        else:
-            reader.unreadable[fact] = (
-                "nvidia-smi does not print it; nvidia-ml-py has it: "
-                "pip install 'ronde[gpu]'"
-            )
-    _name_processes(reader)
-
-
-def _name_processes(reader: FactReader) -> None:
-    for processes in reader.values.get("gpu.processes", ()):
-        for process in processes or ():
-            # Empty where a container does not see it.
-            process["command"] = read_text(f"/proc/{process['pid']}/comm")
+    why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install 'ronde[gpu]'"
+    found: list[GpuReport] = []
+    for gpu in gpus:
+        title = str(gpu.get(_NAME, ""))
+        lost = title if is_error(title) else ""
+        missing = () if lost else GPU_QUESTIONS.keys() - gpu.keys()
+        found.append(GpuReport(gpu, dict.fromkeys(missing, why), lost))
+    _keep_gpus(reader, found)
 
 
 def keep_answers(
@@ -341,43 +329,27 @@ def keep_answers(
 ) -> None:
     """Store the facts ``ALL_ANSWERS``; ``ask_gpus`` gets the number of GPUs."""
     for question in HOST_QUESTIONS:
-        fact = f"gpu.{question}"
-        try:
-            reader.values[fact] = nvml.ask_host(question)
-        except RefusedError as error:
-            if error.code == NOT_SUPPORTED:
-                reader.values[fact] = None
-            else:
-                reader.unreadable[fact] = _reason(error.code, str(error))
-    gpus = ask_gpus(reader.values.get(COUNT) or 0)
-    lost = [""] * len(gpus)
+        with reader.reading(f"gpu.{question}"):
+            reader.values[f"gpu.{question}"] = nvml.ask_host(question)
+    _keep_gpus(reader, ask_gpus(reader.values.get(COUNT, 0)))
+
+
+def _keep_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
+    reader.values[LOST] = [gpu.lost for gpu in gpus]
     for question in GPU_QUESTIONS:
-        _keep_gpu_answers(reader, gpus, question, lost)
-    reader.values[LOST] = lost
-    _name_processes(reader)
-
-
-def _keep_gpu_answers(
-    reader: FactReader, gpus: Sequence[GpuReport], question: str, lost: list[str]
-) -> None:
-    """Store the answers of all GPUs, and in ``lost`` why one is lost."""
-    refused: dict[int, str] = {}
-    fact, fatal = f"gpu.{question}", _GONE if question == _NAME else _REPORTED_LOST
-    for number, gpu in enumerate(gpus):
-        code, why = gpu.refused.get(question, (NOT_SUPPORTED, ""))
-        if code in fatal:
-            lost[number] = lost[number] or why
-        elif code != NOT_SUPPORTED and not lost[number]:
-            refused[number] = _reason(code, why)
-    if refused:
-        reason = next(iter(refused.values()))
-        reader.unreadable[fact] = f"of GPU {format_list(refused)}: {reason}"
-    if len(refused) < len(gpus) or not gpus:
-        reader.values[fact] = [gpu.answers.get(question) for gpu in gpus]
-
-
-def _reason(code: int, why: str) -> str:
-    return f"{why}{'; root would help' * (code == NO_PERMISSION)}"
+        fact = f"gpu.{question}"
+        reasons = {
+            n: g.unread[question] for n, g in enumerate(gpus) if question in g.unread
+        }
+        if reasons:
+            reason = next(iter(reasons.values()))
+            reader.unreadable[fact] = f"of GPU {format_list(reasons)}: {reason}"
+        if len(reasons) < len(gpus) or not gpus:
+            reader.values[fact] = [gpu.answers.get(question) for gpu in gpus]
+    for processes in reader.values.get("gpu.processes", ()):
+        for process in processes or ():
+            # Empty where a container does not see it.
+            process["command"] = read_text(f"/proc/{process['pid']}/comm")
 
 
 def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:

@@ -4,12 +4,12 @@ import re
 import subprocess
 from collections.abc import Callable
 from typing import NamedTuple
+from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element
 
 from ronde.check.fleet import Value
 from ronde.check.probing import UnreadableError
-from ronde.errors import UsageError
 from ronde.topology.pci import plain_address
-from ronde.topology.probes.base import Element, parse_xml
 
 _DEADLINE_S = 20.0
 _MISSING = (
@@ -78,11 +78,10 @@ def _run(*words: str) -> bytes:
 def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
     """Return what ``nvidia-smi -q -x`` and ``nvidia-smi nvlink -s`` printed."""
     try:
-        top = parse_xml(log, "nvidia-smi -q -x")
-    except UsageError as error:
-        raise UnreadableError(str(error)) from error
-    version = "".join(piece for e in top.named("cuda_version") for piece in e.pieces)
-    found = re.fullmatch(r"(\d+)\.(\d+)", version.strip())
+        top = ET.fromstring(log)  # noqa: S314  what root has installed
+    except ET.ParseError as error:
+        raise UnreadableError(f"nvidia-smi -q -x prints no XML: {error}") from error
+    found = re.fullmatch(r"(\d+)\.(\d+)", top.findtext("cuda_version", "").strip())
     links: dict[int, list[bool]] = {}
     gpu = -1
     for each in _NVLINK.finditer(nvlinks.decode(errors="replace")):
@@ -90,7 +89,7 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
             gpu = int(each["gpu"])
         else:
             links.setdefault(gpu, []).append("inactive" not in each["state"])
-    gpus = [_answers(each) for each in top.named("gpu")]
+    gpus = [_answers(each) for each in top.findall("gpu")]
     for number, own in links.items():
         if 0 <= number < len(gpus):
             gpus[number]["nvlinks"] = own
@@ -118,11 +117,9 @@ def is_error(title: str) -> bool:
 def _text(element: Element, *paths: str) -> str:
     """Return the text at the first path that is there, such as ``pci/pci_bus_id``."""
     for path in paths:
-        found = [element]
-        for tag in path.split("/"):
-            found = [child for each in found for child in each.named(tag)]
-        if found:
-            return "".join(found[0].pieces).strip()
+        text = element.findtext(path)
+        if text is not None:
+            return text.strip()
     raise NotShownError
 
 
@@ -162,14 +159,14 @@ def _recovery(gpu: Element) -> Value:
 
 
 def _rows(gpu: Element) -> Value:
-    rows = gpu.named("remapped_rows")
-    if not rows or _known("".join(rows[0].pieces).strip()) is None:
+    rows = gpu.find("remapped_rows")
+    if rows is None or _known((rows.text or "").strip()) is None:
         return None
     return {
-        "corrected": _count(rows[0], "remapped_row_corr"),
-        "uncorrected": _count(rows[0], "remapped_row_unc"),
-        "is_pending": _text(rows[0], "remapped_row_pending") == "Yes",
-        "has_failed": _text(rows[0], "remapped_row_failure") == "Yes",
+        "corrected": _count(rows, "remapped_row_corr"),
+        "uncorrected": _count(rows, "remapped_row_unc"),
+        "is_pending": _text(rows, "remapped_row_pending") == "Yes",
+        "has_failed": _text(rows, "remapped_row_failure") == "Yes",
     }
 
 
@@ -217,17 +214,6 @@ def _pcie(gpu: Element) -> Value:
     )
 
 
-def _power(gpu: Element) -> Value:
-    tops, limits = ("gpu_power_readings", "power_readings"), ("current", "enforced")
-    enforced = (f"{top}/{limit}_power_limit" for limit in limits for top in tops)
-    return _all_or_none(
-        {
-            "enforced": _number(gpu, *enforced),
-            "default": _number(gpu, *(f"{top}/default_power_limit" for top in tops)),
-        }
-    )
-
-
 def _fabric(gpu: Element) -> Value:
     state = _known(_text(gpu, "fabric/state"))
     if state is None:
@@ -235,8 +221,7 @@ def _fabric(gpu: Element) -> Value:
     if state.lower() not in _STATES:
         raise NotShownError
     # Older drivers have no summary.
-    own = [each for top in gpu.named("fabric") for each in top.named("summary")]
-    summary = "".join(own[0].pieces).strip().lower() if own else ""
+    summary = gpu.findtext("fabric/summary", "").strip().lower()
     return {
         "state": _STATES[state.lower()],
         "status": 0 if _text(gpu, "fabric/status") in ("Success", "N/A") else 999,
@@ -252,18 +237,18 @@ def _mig(gpu: Element) -> Value:
 
 def _processes(gpu: Element) -> Value:
     """Return those that compute on it and draw nothing."""
-    listed = [e for top in gpu.named("processes") for e in top.named("process_info")]
-    own = [each for each in listed if _text(each, "type") == "C"]
-    mib = [_number(each, "used_memory") for each in own]
-    return [
-        {"pid": _count(each, "pid"), "memory_bytes": used and int(used * 2**20)}
-        for each, used in zip(own, mib, strict=True)
-    ]
+    found: list[Value] = []
+    for each in gpu.findall("processes/process_info"):
+        if _text(each, "type") == "C":
+            mib = _number(each, "used_memory")
+            size_bytes = None if mib is None else int(mib * 2**20)
+            found.append({"pid": _count(each, "pid"), "memory_bytes": size_bytes})
+    return found
 
 
 _QUESTIONS: dict[str, Callable[[Element], Value]] = {
     "titles": lambda gpu: _text(gpu, "product_name"),
-    "bus_ids": lambda gpu: plain_address(gpu.get("id")),
+    "bus_ids": lambda gpu: plain_address(gpu.get("id", "")),
     "memory_bytes": _memory,
     "vbios": lambda gpu: _known(_text(gpu, "vbios_version")),
     "gsp_firmware": lambda gpu: _known(_text(gpu, "gsp_firmware_version")),
@@ -273,7 +258,6 @@ _QUESTIONS: dict[str, Callable[[Element], Value]] = {
     "clock_events": _clock_events,
     "margin_celsius": lambda gpu: _count(gpu, "temperature/gpu_temp_tlimit"),
     "pcie": _pcie,
-    "power_limit_w": _power,
     "fabric": _fabric,
     "mig": _mig,
     "processes": _processes,

@@ -48,7 +48,7 @@ Interfaces = Mapping[str, Mapping[str, Any]]
 
 def read(reader: FactReader) -> None:
     root = reader.root
-    wait_for_name = look_up_own_name(root)
+    wait_for_name = look_up_own_name(socket.gethostname(), _resolve)
     reader.keep(_INTERFACES, lambda: read_interfaces(root))
     forwarded = reader.settings.get(ENVIRONMENT, {})
     reader.keep(_VARIABLES, lambda: read_variables(root, forwarded))
@@ -134,21 +134,17 @@ def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
 
 
 def look_up_own_name(
-    root: str, resolve: Callable[[str], list[str]] | None = None
+    name: str, resolve: Callable[[str], list[str]]
 ) -> Callable[..., dict[str, Value]]:
     """Begin to look up the host's own name, in a thread: a server may never answer.
 
     What is returned waits for the answer.
     """
-    name = read_text(f"{root}/proc/sys/kernel/hostname") or socket.gethostname()
     found: dict[str, Value] = {}
 
     def ask() -> None:
         try:
-            if resolve:
-                found["addresses"] = resolve(name)
-            else:
-                found["addresses"] = _read_hosts(root, name) if root else _ask(name)
+            found["addresses"] = resolve(name)
         except (OSError, UnicodeError) as error:
             found["error"] = getattr(error, "strerror", None) or str(error)
 
@@ -163,17 +159,9 @@ def look_up_own_name(
     return wait
 
 
-def _ask(name: str) -> list[str]:
+def _resolve(name: str) -> list[str]:
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(each[4][0]).partition("%")[0] for each in found))
-
-
-def _read_hosts(root: str, name: str) -> list[str]:
-    text = Path(f"{root}/etc/hosts").read_text(errors="replace")
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    if found := [words[0] for words in lines if name in words[1:]]:
-        return found
-    raise OSError(0, "it is not in /etc/hosts")
 
 
 def chooses(setting: str, name: str) -> bool:

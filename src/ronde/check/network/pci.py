@@ -9,9 +9,9 @@ from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.gpu.links import read_is_virtual
 from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_number, read_text
-from ronde.topology.machine import parse_rate
 
 _LINKS, _VIRTUAL = "network.pci_links", "network.is_virtual"
+_PORTS, _INTERFACES = "network.rdma_ports", "network.interfaces"
 _SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s")
 # What is left of a lane's GT/s for data, by the speed: 8b/10b, 128b/130b, FLIT.
 _CODED = {2.5: 0.8, 5.0: 0.8, 64.0: 0.945}
@@ -22,11 +22,12 @@ _NO_WIDTH = 255  # of what is on no link, as in a virtual machine
 
 
 def read(reader: FactReader) -> None:
-    reader.keep(_LINKS, lambda: read_links(reader.root))
+    """Read the links of the ports that ``interfaces`` and ``rdma`` have read."""
+    reader.keep(_LINKS, lambda: read_links(reader.root, reader.values))
     reader.keep(_VIRTUAL, lambda: read_is_virtual(reader.root))
 
 
-def read_links(root: str) -> dict[str, Value]:
+def read_links(root: str, values: Values) -> dict[str, Value]:
     """Return the PCI link of each adapter's port, by the port's name.
 
     ``mbit_per_s`` is the port's, 0 where it is unknown or down; ``speed`` is in GT/s,
@@ -34,7 +35,7 @@ def read_links(root: str) -> dict[str, Value]:
     Ports of virtual functions, which have the link of their adapter, are left out.
     """
     found: dict[str, Value] = {}
-    for name, device, mbit_per_s in _list_ports(root):
+    for name, device, mbit_per_s in _list_ports(root, values):
         own = Path(device).resolve()
         width = read_number(f"{own}/current_link_width", 0)
         if (own / "physfn").exists() or not 0 < width < _NO_WIDTH:
@@ -59,23 +60,22 @@ def _speed(ends: Sequence[Path], which: str) -> float:
     return min((float(m[1]) for m in map(_SPEED.match, texts) if m), default=0.0)
 
 
-def _list_ports(root: str) -> Iterator[tuple[str, str, int]]:
+def _list_ports(root: str, values: Values) -> Iterator[tuple[str, str, int]]:
     """Yield name, PCI device and rate of each port."""
-    for name in list_names(f"{root}/sys/class/infiniband"):
-        top = f"{root}/sys/class/infiniband/{name}"
-        for port in list_names(f"{top}/ports"):
-            own = f"{top}/ports/{port}"
-            is_up = read_text(f"{own}/state").startswith("4:")
-            rate = parse_rate(read_text(f"{own}/rate")) if is_up else 0
-            yield f"{name}:{port}", f"{top}/device", rate
-    for name in list_names(f"{root}/sys/class/net"):
-        own = f"{root}/sys/class/net/{name}"
+    ports: Values = values.get(_PORTS, {})
+    for name, port in ports.items():
+        adapter = name.partition(":")[0]
+        rate = port["mbit_per_s"] if port["state"] == "ACTIVE" else 0
+        yield name, f"{root}/sys/class/infiniband/{adapter}/device", rate
+    interfaces: Values = values.get(_INTERFACES, {})
+    for name, interface in interfaces.items():
+        device = f"{root}/sys/class/net/{name}/device"
         # A port that RDMA uses as well is above already.
-        if not list_names(f"{own}/device/infiniband"):
-            yield name, f"{own}/device", max(0, read_number(f"{own}/speed", 0))
+        if not list_names(f"{device}/infiniband"):
+            yield name, device, interface["mbit_per_s"]
 
 
-@each_host(FAIL, _LINKS, _VIRTUAL)
+@each_host(FAIL, _LINKS, _VIRTUAL, _PORTS, _INTERFACES)
 def adapter_pcie(values: Values, _: Fleet) -> Problems:
     """The PCI links of network adapters carry what their ports do.
 

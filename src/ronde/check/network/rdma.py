@@ -3,7 +3,6 @@
 import ctypes
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ _ROCE_2 = "RoCE v2"
 _LINK_LOCAL, _IPV4_LOCAL = "fe80:", ":ffff:a9fe:"
 
 _IBVERBS = "libibverbs.so.1"
-_LIBRARY_DIRS = ("lib", "lib64", "usr/lib", "usr/lib64", "usr/local/lib")
 _MAX_GIDS = 64
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _FLAPS = "link_downed"
@@ -60,7 +58,7 @@ def read(reader: FactReader) -> None:
         if name.startswith("uverbs")
     }
     if list_names(f"{root}/sys/class/infiniband"):
-        reader.keep(_LIBRARY, lambda: _has_library(root))
+        reader.values[_LIBRARY] = _has_library()
 
 
 def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
@@ -122,16 +120,12 @@ def _read_gids(own: str) -> dict[str, Value]:
     return found
 
 
-def _has_library(root: str) -> bool:
-    if not root:
-        with suppress(OSError):
-            return bool(ctypes.CDLL(_IBVERBS))
+def _has_library() -> bool:
+    try:
+        ctypes.CDLL(_IBVERBS)
+    except OSError:
         return False
-    places = (Path(root) / directory for directory in _LIBRARY_DIRS)
-    return any(
-        (place / _IBVERBS).exists() or any(place.glob(f"*-linux-gnu/{_IBVERBS}"))
-        for place in places
-    )
+    return True
 
 
 def _chosen(values: Values) -> dict[str, Port]:

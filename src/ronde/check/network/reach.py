@@ -245,7 +245,7 @@ def reach(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     - ``is_refused``: whether it was the other host that refused;
     - ``lost_bytes``: size of a message that did not arrive though small ones did, or 0;
     - ``mtu``: the largest packet in bytes that arrives, or null if none did;
-    - ``interface``, ``own_mtu``: what leads there.
+    - ``own_mtu``: of the interface that leads there, in bytes; 0 if none does.
     """
     targets: list[dict[str, Value]] = question["targets"]
     with ThreadPoolExecutor(len(targets) or 1) as pool:
@@ -256,9 +256,9 @@ def reach(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 def _visit(name: str, target: dict[str, Value]) -> dict[str, Value]:
     """Reach one host."""
     address, token = target["address"], target["token"].encode()
-    interface, own_mtu = own_end(address)
+    own_mtu = own_mtu_towards(address)
     found: dict[str, Value] = {"error": "", "is_refused": False, "lost_bytes": 0}
-    found |= {"interface": interface, "own_mtu": own_mtu}
+    found["own_mtu"] = own_mtu
     with ExitStack() as closing:
         line, what = None, ""
         try:
@@ -299,19 +299,20 @@ def _echo(connection: socket.socket, size_bytes: int) -> None:
     receive_exactly(connection, 1)
 
 
-def own_end(address: str) -> tuple[str, int]:
-    """Return the interface that leads to an address, if any, and its MTU."""
+def own_mtu_towards(address: str) -> int:
+    """Return the MTU of the interface that leads to an address, 0 if none does."""
     source = source_towards(address)
     name = "lo" if is_loopback(source) else ""
     for each in read_interfaces():
         if each.address == source:
             name = each.interface
     if not name:
-        return "", 0
+        return 0
+    # Not a file of sysfs, which may be another network namespace's.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("16s24x", name.encode()[:15])
         answer = fcntl.ioctl(asking, _SIOCGIFMTU, request)
-    return name, struct.unpack_from("i", answer, 16)[0]
+    return struct.unpack_from("i", answer, 16)[0]
 
 
 def measure_mtu(
@@ -513,23 +514,6 @@ def _name_ways(
     by = [sender for sender, other in pairs if other == host]
     ways = ((outwards, to), (inwards, by))
     return " and ".join(p.format(list_first([*names], 4)) for p, names in ways if names)
-
-
-@check(FAIL, ADDRESS)
-def own_address(fleet: Fleet) -> Problems:
-    """There is an address by which others can reach the host.
-
-    reads: the addresses of its interfaces, and the other hosts' routes to them
-    threshold: at least one that is neither loopback nor link-local
-    source: what any connection between hosts needs; no tool's number
-    fix: Bring the interface up and give it an address: ip address; ip link.
-    needs: several hosts
-    why: Ranks on other hosts cannot meet those of this one; the start fails.
-    """
-    for host, address in fleet.known(ADDRESS).items() if len(fleet.hosts) > 1 else ():
-        if not address:
-            what = "it has only loopback and link-local addresses"
-            yield Problem(what, host=host)
 
 
 @check(FAIL, REACH)
