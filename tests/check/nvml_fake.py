@@ -16,7 +16,6 @@ H100 = {
     "bus_ids": "0000:1b:00.0",
     "memory_bytes": {"total": 80 * GIB, "used": 0},
     "vbios": "96.00.74.00.01",
-    "gsp_firmware": "550.54.15",
     "has_valid_inforom": True,
     "recovery_action": 0,
     "remapped_rows": {

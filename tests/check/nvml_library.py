@@ -145,9 +145,6 @@ class FakeLibrary:
         at(memory).total, at(memory).used = answer["total"], answer["used"]
         at(memory).reserved = 600 << 20
 
-    def DeviceGetGspFirmwareVersion(self, device, text):
-        self._write(text, device, "gsp_firmware")
-
     def DeviceValidateInforom(self, device):
         if not self._gpu(device, "has_valid_inforom"):
             raise RefusalError(14)

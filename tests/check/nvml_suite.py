@@ -48,7 +48,6 @@ FORMS = {
     ),
     "memory_bytes": has(total=is_count, used=is_count),
     "vbios": is_text,
-    "gsp_firmware": is_text,
     "has_valid_inforom": is_bool,
     "recovery_action": is_count,
     "remapped_rows": has(

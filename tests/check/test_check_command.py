@@ -13,10 +13,11 @@ import pytest
 from tests.cli.conftest import Ronde, clean_environment
 
 from ronde.check.catalogue import all_checks
-from ronde.check.fleet import Fleet
+from ronde.check.collect import Collected
+from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.history import load_last
 from ronde.check.judging import judge
-from ronde.cli.check import make_parser, read_request
+from ronde.cli.check import judge_request, make_parser, read_request
 from ronde.errors import UsageError
 from ronde.launch.hosts.sources import parse_hostfile, parse_hosts
 from ronde.render.check import draw_hostfile
@@ -110,6 +111,13 @@ def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
     assert good.read_text() == (
         "localhost slots=2\n" if ready else "# no host is ready\n"
     )
+
+
+def test_a_host_whose_gpus_cannot_be_asked_ends_with_3():
+    gpus = {"gpu.count": "neither nvidia-ml-py nor nvidia-smi is here"}
+    asked = Collected((HostFacts(HERE, {}, gpus, {}),), ())
+    assert judge_request(request("--only", "gpu"), asked).exit_code == 3
+    assert judge_request(request("--only", "host"), asked).exit_code == 0
 
 
 def test_no_host_can_be_asked(tmp_path):

@@ -1,5 +1,7 @@
 """Checks of GPUs: each fires on what it is for, and is silent on healthy hosts."""
 
+import re
+
 import pytest
 from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
@@ -7,6 +9,7 @@ from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 from ronde.check.check import Family, Severity
 from ronde.check.fleet import Fleet, HostFacts
 from ronde.check.gpu.nvml import keep_answers
+from ronde.check.gpu.presence import gpu_torch
 from ronde.check.judging import judge
 from ronde.check.probing import FactReader
 
@@ -19,7 +22,6 @@ UNSUPPORTED = (
     "fabric",
     "margin_celsius",
     "mig",
-    "gsp_firmware",
     "has_valid_inforom",
 )
 CARD = {"address": "0000:1b:00.0", "driver": "nvidia"}
@@ -153,7 +155,6 @@ SMALL = {"total": 40 * GIB, "used": 0}
         ("margin_celsius", 4, "gpu-temperature", WARN, "4 degrees"),
         ("has_valid_inforom", False, "gpu-firmware", FAIL, "InfoROM"),
         ("vbios", "96.00.74.00.02", "gpu-firmware", WARN, "VBIOS 96.00.74.00.02"),
-        ("gsp_firmware", "535.1", "gpu-firmware", WARN, "GSP 535.1"),
         (
             "memory_bytes",
             {"total": 40 * GIB, "used": 0},
@@ -471,6 +472,12 @@ def test_errors_since_the_start_are_told_with_their_age():
         "Xid 95 (memory error, not contained) at 0000:1b:00.0, 3 times, last 30h ago"
     )
     assert "--gpu-reset" in finding.fix
+
+
+def test_the_cure_for_a_torch_without_cuda_names_no_index_that_ends_some_day():
+    """The index of each CUDA ends at some torch: that of 12.4 at 2.6."""
+    assert "/whl/" not in gpu_torch.fix
+    assert not re.search(r"cu1\d\d", gpu_torch.fix)
 
 
 @pytest.mark.parametrize("code", [63, 92, 106, 108, 154])

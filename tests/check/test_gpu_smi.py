@@ -44,7 +44,6 @@ def test_what_it_prints_are_nvmls_answers():
         "bus_ids": "0000:1b:00.0",
         "memory_bytes": {"total": 81559 << 20, "used": 4 << 20},
         "vbios": "96.00.74.00.01",
-        "gsp_firmware": "575.51.02",
         "recovery_action": 0,
         "remapped_rows": {
             "corrected": 0,

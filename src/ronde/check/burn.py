@@ -302,13 +302,11 @@ def run_burn(hosts: HostSet) -> None:
             hosts.note_unread(host, PRODUCTS, reply.failure)
         else:
             hosts.note(host, PRODUCTS, products)
-        failed = [f"{g}: {c['failure']}" for g, c in copies.items() if "failure" in c]
-        if len(failed) < len(copies):
+        if copies:
             hosts.note(host, COPIES, copies)
-        elif failed or hosts.facts[host].values.get(_NUM_GPUS):
-            failed += [reply.failure] if reply.failure else []
-            failed += [p["failure"] for p in products.values() if "failure" in p]
-            reason = next(iter(failed), "torch sees no GPU there")
+        elif hosts.facts[host].values.get(_NUM_GPUS):
+            failures = [reply.failure, *(p.get("failure") for p in products.values())]
+            reason = next(filter(None, failures), "torch sees no GPU there")
             hosts.note_unread(host, COPIES, reason)
 
 

@@ -169,7 +169,7 @@ def _check(options: argparse.Namespace) -> int:
             collected = collect(
                 request.hosts, starter, signal_fd, request.settings, plan, report
             )
-    checked = _judge(request, collected)
+    checked = judge_request(request, collected)
     ids = tuple(check.id for check in request.checks)
     kept = Kept(collected.hosts, checked.judgement.findings, ids)
     try:
@@ -289,7 +289,7 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
     return check
 
 
-def _judge(request: CheckRequest, collected: Collected) -> _Checked:
+def judge_request(request: CheckRequest, collected: Collected) -> _Checked:
     absent = {
         each.host: {"reason": each.failure.reason, "cure": each.failure.cure}
         for each in collected.failures

@@ -123,14 +123,11 @@ def gpu_temperature(margin: Value) -> Problems:
         yield Problem(f"{margin} degrees Celsius below its limit")
 
 
-_FIRMWARE = ("gpu.has_valid_inforom", "gpu.vbios", "gpu.gsp_firmware")
-
-
-@check(FAIL, "gpu.titles", besides=_FIRMWARE)
+@check(FAIL, "gpu.titles", besides=("gpu.has_valid_inforom", "gpu.vbios"))
 def gpu_firmware(fleet: Fleet) -> Problems:
-    """GPUs of one model have the same firmware, and no damaged InfoROM.
+    """GPUs of one model have the same VBIOS, and no damaged InfoROM.
 
-    reads: NVML's VBIOS and GSP versions, and its validation of the InfoROM
+    reads: NVML's VBIOS version, and its validation of the InfoROM
     threshold: a valid InfoROM; versions as on most GPUs of the model, else a warning
     source: NVIDIA's NVML manual: NVML_ERROR_CORRUPTED_INFOROM; versions: ronde's own
     fix: install the firmware of the others; ask the vendor for it
@@ -145,4 +142,3 @@ def gpu_firmware(fleet: Fleet) -> Problems:
         found = (damaged if is_valid is False else None for is_valid in valid)
         yield from fold_gpus(host, found)
     yield from odd_gpus(fleet, "gpu.vbios", lambda v: f"VBIOS {v}", WARN)
-    yield from odd_gpus(fleet, "gpu.gsp_firmware", lambda v: f"GSP {v}", WARN)

@@ -224,7 +224,6 @@ GPU_QUESTIONS: dict[str, _Answer] = {
     "bus_ids": lambda ask: plain_address(_text(ask("GetPciInfo").busId)),
     "memory_bytes": _memory,
     "vbios": lambda ask: _text(ask("GetVbiosVersion")),
-    "gsp_firmware": lambda ask: _text(ask("GetGspFirmwareVersion")),
     "has_valid_inforom": _has_valid_inforom,
     "recovery_action": _recovery,
     "remapped_rows": _remapped_rows,

@@ -251,7 +251,6 @@ _QUESTIONS: dict[str, Callable[[Element], Value]] = {
     "bus_ids": lambda gpu: plain_address(gpu.get("id", "")),
     "memory_bytes": _memory,
     "vbios": lambda gpu: _known(_text(gpu, "vbios_version")),
-    "gsp_firmware": lambda gpu: _known(_text(gpu, "gsp_firmware_version")),
     "recovery_action": _recovery,
     "remapped_rows": _rows,
     "ecc_errors": _ecc,
