@@ -71,63 +71,6 @@ class FactReader:
         self.unreadable |= dict.fromkeys(names, reason)
 
 
-class Ended(NamedTuple):
-    """A program that is over."""
-
-    output: bytes
-    failure: str  # how it failed, or hung; empty where it ran to its end
-    seconds: float
-
-
-def run_programs(
-    programs: Sequence[tuple[Sequence[str], bytes, float]],
-) -> list[Ended]:
-    """Run Python with some words, an input and a deadline, side by side.
-
-    What is late has hung: it is killed, and holds up no other.
-    """
-    # Imported here: probes, whose program this is too, do without.
-    from concurrent.futures import ThreadPoolExecutor
-
-    begun_s, pipe = time.monotonic(), subprocess.PIPE
-    running = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            # A group of its own, so that what it has started ends with it.
-            start_new_session=True,
-        )
-        for words, _, _ in programs
-    ]
-
-    def collect(number: int) -> Ended:
-        process, (_, given, deadline_s) = running[number], programs[number]
-        output: bytes
-        failure, left_s = "", max(0.0, begun_s + deadline_s - time.monotonic())
-        try:
-            output, complaint = process.communicate(given, timeout=left_s)
-            if process.returncode or not output:
-                last = complaint.decode(errors="replace").strip().splitlines()[-1:]
-                failure = f"{ENDED} {process.returncode}: {''.join(last)}"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            what = "was killed"
-            try:
-                output, _ = process.communicate(timeout=_KILLED_S)
-            except subprocess.TimeoutExpired as error:
-                # What hangs in the kernel dies when that lets go of it.
-                what, output = "cannot even be killed", error.output or b""
-            failure = f"it hung and {what} after {deadline_s:g} s"
-        seconds = time.monotonic() - begun_s
-        return Ended(output, failure[:_MAX_REASON_CHARS], seconds)
-
-    # One after the other, those behind one that hangs would be taken to hang too.
-    with ThreadPoolExecutor(len(programs) or 1) as pool:
-        return list(pool.map(collect, range(len(programs))))
-
-
 class ProbeEntry(NamedTuple):
     """A probe."""
 
@@ -148,21 +91,59 @@ class ProbeOutcome(NamedTuple):
 
 
 def run_probes(
-    entries: Mapping[str, ProbeEntry], settings: dict[str, Value]
+    entries: Mapping[str, ProbeEntry], settings: Mapping[str, Value]
 ) -> dict[str, ProbeOutcome]:
-    given = [json.dumps({**settings, **e.settings}).encode() for e in entries.values()]
-    ended = run_programs(
-        [
-            ((*_WORDS, *entry.modules), text, entry.deadline_s)
-            for entry, text in zip(entries.values(), given, strict=True)
-        ]
-    )
-    found: dict[str, ProbeOutcome] = {}
-    for name, (output, failure, seconds) in zip(entries, ended, strict=True):
-        facts: Any = {} if failure else json.loads(output)
+    """Run probes side by side.
+
+    What is late has hung: it is killed, and holds up no other.
+    """
+    # Imported here: probes, whose program this is too, do without.
+    from concurrent.futures import ThreadPoolExecutor
+
+    begun_s, pipe = time.monotonic(), subprocess.PIPE
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, *_WORDS, *entry.modules],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            # A group of its own, so that what it has started ends with it.
+            start_new_session=True,
+        )
+        for name, entry in entries.items()
+    }
+
+    def collect(name: str) -> ProbeOutcome:
+        process, entry, failure = running[name], entries[name], ""
+        given = json.dumps({**settings, **entry.settings}).encode()
+        facts: Any = {}
+        try:
+            left_s = max(0.0, begun_s + entry.deadline_s - time.monotonic())
+            output, complaint = process.communicate(given, timeout=left_s)
+            if process.returncode or not output:
+                last = complaint.decode(errors="replace").strip().splitlines()[-1:]
+                failure = f"{ENDED} {process.returncode}: {''.join(last)}"
+            else:
+                facts = json.loads(output)
+        except subprocess.TimeoutExpired:
+            failure = f"it hung and {_kill(process)} after {entry.deadline_s:g} s"
         values, unreadable = facts.get("values", {}), facts.get("unreadable", {})
-        found[name] = ProbeOutcome(values, unreadable, failure, seconds)
-    return found
+        seconds = time.monotonic() - begun_s
+        return ProbeOutcome(values, unreadable, failure[:_MAX_REASON_CHARS], seconds)
+
+    # One after the other, those behind one that hangs would be taken to hang too.
+    with ThreadPoolExecutor(len(running) or 1) as pool:
+        return dict(zip(running, pool.map(collect, running), strict=True))
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> str:
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.communicate(timeout=_KILLED_S)
+    except subprocess.TimeoutExpired:
+        # What hangs in the kernel dies when that lets go of it.
+        return "cannot even be killed"
+    return "was killed"
 
 
 def run_probe(
