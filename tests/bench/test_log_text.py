@@ -486,7 +486,11 @@ PIECES = [
     *('{"', '{"a":', '"\\', "{", '{"results": [', '{"results": [{},', "{1", "-", "."),
     *('{"schema": 1}\n', "# engine: a\n", "# Out of bounds values : x\n", "1 2 x\n"),
 ]
-HEADS = ["", "# size count type redop root time algbw busbw #wrong\n", '{"results": [']
+HEADS = [
+    "",
+    "# size count type redop root time algbw busbw #wrong time algbw busbw #wrong\n",
+    '{"results": [',
+]
 
 
 @pytest.mark.parametrize("head", HEADS, ids=["bare", "table", "json"])
@@ -504,6 +508,34 @@ def test_reading_takes_time_in_proportion_to_the_text(head: str) -> None:
         small = min(time_of(piece, 1 << 14) for _ in range(3))
         large = min(time_of(piece, 1 << 15) for _ in range(3))
         assert large < 3 * small + 0.02, (piece, small, large)
+
+
+def test_tables_below_a_long_list_of_devices_take_time_in_proportion() -> None:
+    def time_of(count: int) -> float:
+        devices = "".join(
+            f"#  Rank {rank} Pid 1 on host{rank} device 0 [0x0f] A\n"
+            for rank in range(count)
+        )
+        text = devices + (HEADS[1] + "8 2 float sum -1 1 1 1 0 1 1 1 0\n") * count
+        begun = time.process_time()
+        assert len(read_text(text, "a.log").runs) == count
+        return time.process_time() - begun
+
+    small, large = (min(time_of(count) for _ in range(3)) for count in (500, 1000))
+    assert large < 3 * small + 0.02, (small, large)
+
+
+def test_a_run_that_slurm_requeued_is_read_below_the_one_that_it_cut() -> None:
+    whole = log("all_reduce", ROWS)
+    cut = whole[: whole.index("   16384") + 60]
+    found = read_text(f"{cut}\n{whole}", "a.log")
+    first, second = found.runs
+    assert first.rows == tuple(ROWS[:4])
+    assert not first.is_complete
+    assert second.rows == tuple(ROWS)
+    assert second.is_complete
+    (damage,) = found.damage
+    assert damage.startswith("a.log:16: row 5 of run 1 was left out: row must have 13 ")
 
 
 @settings(max_examples=60, deadline=None)

@@ -143,6 +143,25 @@ class ListedDevice(NamedTuple):
     name: str
 
 
+class _Listed(NamedTuple):
+    """What a list of devices shows: found once, for all tables that follow it."""
+
+    num_ranks: int | None  # None where the list is not whole
+    hosts: list[str]
+    names: list[str]
+
+    @classmethod
+    def of(cls, devices: Sequence[ListedDevice], *, is_cut: bool) -> "_Listed":
+        num_ranks, numbers = None, sorted(each.rank for each in devices)
+        if numbers and not is_cut and numbers == list(range(len(numbers))):
+            # Split into groups, only the group of world rank 0 prints.
+            group = min(devices, key=lambda each: each.rank).group
+            num_ranks = sum(each.group == group for each in devices)
+        hosts = list(dict.fromkeys(each.host for each in devices))
+        names = list(dict.fromkeys(each.name for each in devices))
+        return cls(num_ranks, hosts, names)
+
+
 @dataclass(slots=True)
 class ParserState:
     """What is known of a run so far."""
@@ -156,6 +175,7 @@ class ParserState:
     places: list[str] = field(default_factory=list[str])
     devices: list[ListedDevice] = field(default_factory=list[ListedDevice])
     is_list_cut: bool = False
+    listed: "_Listed | None" = None  # what the list of devices shows, once it was asked
     has_table: bool = False  # whether the results have begun
     given: RankCount | None = None  # where ranks need not be counted or inferred
     facts: dict[str, object] = field(default_factory=dict[str, object])
@@ -190,9 +210,11 @@ class ParserState:
 
     def finish(self, test: str = "") -> Run:
         warnings = list(self.warnings)
-        listed = self._num_listed()
-        name = test or self._find_test(listed, warnings)
-        ranks = self._count_ranks(name, listed, warnings)
+        if self.listed is None:
+            self.listed = _Listed.of(self.devices, is_cut=self.is_list_cut)
+        listed = self.listed
+        name = test or self._find_test(listed.num_ranks, warnings)
+        ranks = self._count_ranks(name, listed.num_ranks, warnings)
         is_complete = self.is_over and not self.has_gap
         if not self.has_table:
             warnings.append("ended before its table began")
@@ -206,8 +228,8 @@ class ParserState:
             "source": self.source,
             "line": self.first_line,
             "arguments": self.arguments,
-            "hosts": list(dict.fromkeys(each.host for each in self.devices)),
-            "devices": list(dict.fromkeys(each.name for each in self.devices)),
+            "hosts": listed.hosts,
+            "devices": listed.names,
             **self.facts,
         }
         bounds = self._number(OUT_OF_BOUNDS)
@@ -230,15 +252,6 @@ class ParserState:
     def _number(self, footer: str) -> float | None:
         text = self.footers.get(footer)
         return None if text is None else float(text.split()[0])
-
-    def _num_listed(self) -> int | None:
-        """Return the length of the list of devices, where it is whole."""
-        numbers = sorted(each.rank for each in self.devices)
-        if not numbers or self.is_list_cut or numbers != list(range(len(numbers))):
-            return None
-        # Split into groups, only the group of world rank 0 prints.
-        group = min(self.devices, key=lambda each: each.rank).group
-        return sum(each.group == group for each in self.devices)
 
     def _count_ranks(
         self, test: str, listed: int | None, warnings: list[str]

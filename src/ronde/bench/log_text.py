@@ -48,7 +48,6 @@ _BANNERS = (
 _ENGINE = re.compile(r"engine: (\w+)")
 _PLACES = re.compile(r"out-of-place|in-place")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
-_TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d")
 _ELISION = re.compile(r"[.\u2026]*(?:\.{3}|\u2026)")
 _CONCLUDED = "# Collective test concluded:"
 _MAX_STRAYS = 1000
@@ -67,19 +66,21 @@ _UNITS = {
     "error": "error",
 }
 _OF_A_SIDE = frozenset({"time", "algbw", "busbw", "#wrong", *_UNITS})
-_NUMBER = re.compile(
-    r"(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|-?inf|-?nan", re.IGNORECASE
-)
+_DIGITS = r"(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|-?inf|-?nan)"
+_NUMBER = re.compile(_DIGITS, re.IGNORECASE)
+_CELLS = re.compile(rf"{_DIGITS}\**|N/A|--?", re.IGNORECASE)
+# What a row may go on with: its cells, a date and a time of day.
+_REST = re.compile(rf"{_CELLS.pattern}|\d{{4}}-\d\d-\d\d|\d\d:\d\d:\d\d", re.IGNORECASE)
 _INTEGER = re.compile(r"\d{1,18}")
 _ROOT = re.compile(r"-?\d{1,9}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _NOTHING = frozenset({"N/A", "-", "--"})
-_MIN_GAP = 24  # blanks in place of a half; between cells there are at most a dozen
+_GAP = " " * 24  # in place of a half; between cells there are at most a dozen
 
 
 def read_text(text: str, source: str, *, test: str = "") -> Log:
     reader = _Reader(source, test)
-    *lines, rest = text.removeprefix("\ufeff").split("\n")
+    *lines, rest = _COLOUR.sub("", text.removeprefix("\ufeff")).split("\n")
     for number, line in enumerate(lines, 1):
         reader.feed(number, line)
     reader.end(len(lines) + 1, rest)
@@ -105,8 +106,9 @@ class _Reader:
         self._test = test
         self._state = ParserState(source, 1)
         self._columns: _Columns | None = None
-        # A row whose numbers may go on below, and where it began.
-        self._row, self._row_at = "", 0
+        self._row: list[str] = []  # words of a row that may go on below
+        self._row_at = 0  # the line that it began in
+        self._has_gap = False  # whether it has so many blanks as a half takes
         self._hosts: set[str] = set()
 
     def feed(self, number: int, raw: str) -> None:
@@ -122,7 +124,7 @@ class _Reader:
                 self._comment(text[1:].strip())
             except UsageError as error:
                 self._report(number, str(error))
-        elif _ELISION.fullmatch(text):
+        elif text[-1] in ".\u2026" and _ELISION.fullmatch(text):
             self._elision()
         elif self._columns is None or self._state.is_over:
             self._outside(text)
@@ -147,14 +149,15 @@ class _Reader:
         run = len(self.runs) + 1
         what = f"row {number} of run {run} was left out: {why}"
         self._report(self._row_at, what)
-        self._row = ""
+        self._row = []
 
     def _clean(self, raw: str) -> tuple[str, str]:
         """Return the benchmark's part of a line, and what NCCL warns of in it."""
         # NCCL writes at any time: its line may begin in the middle of a row, with no
         # blank between.
-        bare = _COLOUR.sub("", raw.rstrip())
-        if prefix := _PREFIX.match(bare):
+        bare = raw.rstrip()
+        has_prefix = ":" in bare or "]" in bare
+        if has_prefix and (prefix := _PREFIX.match(bare)):
             bare = bare[prefix.end() :]
         found = _NCCL.search(bare) if "NCCL" in bare else None
         if found is None:
@@ -186,12 +189,11 @@ class _Reader:
         words = text.split("#", 1)[0].split()
         columns = None if self._state.is_over else self._columns
         if columns is not None and words and _claims_to_be_row(words):
-            self._extend_row(line)
-            words = self._row.split()
-            if len(words) < columns.num_words(words):
+            self._extend_row(line, words)
+            if len(self._row) < columns.num_words(self._row):
                 self._leave_out("the log ends within it")
                 return
-            self._row = ""
+            self._row = []
         elif _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
             return
         self._state.warnings.append(
@@ -231,7 +233,7 @@ class _Reader:
             self._close()
             if not state.is_over:
                 # The same program goes on: its ranks are still the same.
-                self._state.devices = state.devices
+                self._state.devices, self._state.listed = state.devices, state.listed
                 self._state.title, self._state.mention = state.title, state.mention
         elif not state.banners and not state.devices:
             state.first_line = self._at
@@ -300,29 +302,28 @@ class _Reader:
     def _inside(self, line: str, columns: "_Columns") -> None:
         text = line.split("#", 1)[0]
         words = text.split()
-        if not _claims_to_be_row(words):
-            if len(self._state.strays) < _MAX_STRAYS:
-                self._state.strays.append(f"line {self._at}: {line.strip()[:50]!r}")
-            return
-        if self._row and not all(
-            _is_number(word) or _TIME_OF_DAY.fullmatch(word) for word in words
-        ):
-            self._take_row(columns)
-        self._extend_row(text)
-        words = self._row.split()
-        has_blank_half = " " * 30 in self._row.strip() and len(words) >= 7
-        if len(words) >= columns.num_words(words) or has_blank_half:
+        if not (self._row and all(map(_REST.fullmatch, words))):
+            if not _claims_to_be_row(words):
+                if len(self._state.strays) < _MAX_STRAYS:
+                    self._state.strays.append(f"line {self._at}: {line.strip()[:50]!r}")
+                return
+            if self._row:
+                self._take_row(columns)
+        self._extend_row(text, words)
+        num_blank = len(columns.sides[0][1]) if self._has_gap else 0
+        if len(self._row) >= columns.num_words(self._row) - num_blank:
             self._take_row(columns)
 
-    def _extend_row(self, text: str) -> None:
-        if self._row:
-            self._row += f" {text}"
-        else:
-            self._row, self._row_at = text, self._at
+    def _extend_row(self, text: str, words: list[str]) -> None:
+        has_gap = _GAP in text.strip()
+        if not self._row:
+            self._row_at, self._has_gap = self._at, has_gap
+        self._row += words
+        self._has_gap |= has_gap
 
     def _take_row(self, columns: "_Columns") -> None:
         try:
-            row, extras = _parse_row(self._row, columns)
+            row, extras = _parse_row(self._row, columns, has_gap=self._has_gap)
             above = self._state.rows[-1:]
             # The operation is blank in all rows of a table or in none.
             if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
@@ -332,7 +333,7 @@ class _Reader:
         except UsageError as error:
             self._leave_out(str(error))
             return
-        self._row = ""
+        self._row = []
         self._state.rows.append(row)
         self._state.extras.append(extras)
 
@@ -340,11 +341,10 @@ class _Reader:
 def _claims_to_be_row(words: list[str]) -> bool:
     """Say whether a line of a table begins as a row, or is full of numbers as one."""
     begins = len(words) > 1 and words[0].isdecimal() and words[1].isdecimal()
-    return begins or 2 * sum(map(_is_number, words)) >= max(len(words), 1)
-
-
-def _is_number(word: str) -> bool:
-    return word in _NOTHING or _NUMBER.fullmatch(word.rstrip("*")) is not None
+    if begins:
+        return True
+    num_numbers = sum(_CELLS.fullmatch(word) is not None for word in words)
+    return 2 * num_numbers >= max(len(words), 1)
 
 
 class _Columns(NamedTuple):
@@ -354,12 +354,7 @@ class _Columns(NamedTuple):
     # The halves' places and the names of their columns.
     sides: tuple[tuple[str, tuple[str, ...]], ...]
     tail: tuple[str, ...]  # columns after the halves; ``timestamp`` has two words a row
-
-    @property
-    def num_numbers(self) -> int:
-        """Words at the right end of a row, from the first half on."""
-        num_tail = sum(2 if name == "timestamp" else 1 for name in self.tail)
-        return sum(len(names) for _, names in self.sides) + num_tail
+    num_numbers: int  # words at the right end of a row, from the first half on
 
     def num_words(self, words: Sequence[str]) -> int:
         """Return how many words the row that begins with ``words`` must have."""
@@ -390,11 +385,15 @@ def _parse_header(words: Sequence[str], places: Sequence[str]) -> _Columns:
         )
     titles = places if len(places) == len(halves) else PLACES[: len(halves)]
     sides = tuple(zip(titles, halves, strict=True))
-    return _Columns("root" in names[: starts[0]], sides, tuple(names[end:]))
+    tail = tuple(names[end:])
+    num_numbers = len(names) - starts[0] + tail.count("timestamp")
+    return _Columns("root" in names[: starts[0]], sides, tail, num_numbers)
 
 
-def _parse_row(text: str, columns: _Columns) -> tuple[Row, dict[str, Extra]]:
-    head, numbers, is_half = _divide(text, columns)
+def _parse_row(
+    words: Sequence[str], columns: _Columns, *, has_gap: bool
+) -> tuple[Row, dict[str, Extra]]:
+    head, numbers, is_half = _divide(words, columns, has_gap=has_gap)
     operation, root = _operation_and_root(head[3:])
     for name, word in zip(("size", "count"), head, strict=False):
         if _INTEGER.fullmatch(word) is None:
@@ -427,13 +426,13 @@ def _parse_row(text: str, columns: _Columns) -> tuple[Row, dict[str, Extra]]:
     return Row(size_bytes, count, dtype, operation, root, *halves), extras
 
 
-def _divide(text: str, columns: _Columns) -> tuple[list[str], list[str], bool]:
+def _divide(
+    words: Sequence[str], columns: _Columns, *, has_gap: bool
+) -> tuple[Sequence[str], Sequence[str], bool]:
     """Return a row's head, its numbers, and whether its first half was left blank."""
-    words = text.split()
     needed, num_numbers = columns.num_words(words), columns.num_numbers
     first = len(columns.sides[0][1])
-    is_short = len(columns.sides) == 2 and len(words) == needed - first
-    is_half = is_short and " " * _MIN_GAP in text.strip()
+    is_half = has_gap and len(columns.sides) == 2 and len(words) == needed - first
     if is_half:
         num_numbers -= first
     # Old tables put a root where their header has no column for it.
@@ -446,7 +445,7 @@ def _divide(text: str, columns: _Columns) -> tuple[list[str], list[str], bool]:
     return words[:-num_numbers], words[-num_numbers:], is_half
 
 
-def _operation_and_root(words: list[str]) -> tuple[str, int | None]:
+def _operation_and_root(words: Sequence[str]) -> tuple[str, int | None]:
     """Read what stands between type and numbers, either of which may be missing."""
     operation, root, rest = "", None, words
     if rest and _WORD.fullmatch(rest[0]):
