@@ -15,15 +15,15 @@ DELAY_S = 0.03
 
 
 class Slow(TorchDistributedEngine):
-    """Gloo with a delay before every all_reduce and barrier."""
+    """Gloo with a delay before every all_reduce and all_gather."""
 
     def all_reduce(self, source, out, what):
         time.sleep(DELAY_S)
         return super().all_reduce(source, out, what)
 
-    def barrier(self):
+    def all_gather(self, own, out, counts, call="all_gather"):
         time.sleep(DELAY_S)
-        return super().barrier()
+        return super().all_gather(own, out, counts, call)
 
 
 def by_gloo(claim):
@@ -51,7 +51,7 @@ def test_the_fastest_is_chosen_by_all_ranks_alike(run_ranks):
     assert set(first.choices) == set(COLLECTIVES)
     for name in COLLECTIVES:
         assert len(first.choices[name]) == (5 if name in SIZED else 1)
-    for choice in (*first.choices["all_reduce"], *first.choices["barrier"]):
+    for choice in (*first.choices["all_reduce"], *first.choices["all_gather"]):
         assert choice.engine == "gloo"
         assert "scheduled/ring" in choice.reason
 

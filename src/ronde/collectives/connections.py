@@ -168,10 +168,10 @@ def _connect_by_table(config: EngineConfig) -> Communicator:
 
     has_cuda = torch.tensor([float(torch.cuda.is_available())], device="cpu")
     everybody.all_reduce(has_cuda, ReduceOp.MAX).wait()
-    pairs = [choose("send", None, "cpu")]
-    pairs += [choose("send", None, "cuda")] if has_cuda.item() else []
-    others = {name: connect_other(name, "0") for name in pairs if name != first.name}
-    return Communicator(first, Routes(first, choose, connect_other, others))
+    nccl = None
+    if has_cuda.item() and first.name != "gloo":
+        nccl = connect_other("nccl", "0")
+    return Communicator(first, Routes(first, choose, connect_other, nccl))
 
 
 def agree_on_table(communicator: Communicator) -> EngineTable:
