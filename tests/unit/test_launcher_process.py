@@ -33,7 +33,7 @@ codes = {}
 while len(codes) < 50:
     pid, status = os.wait()
     codes[pid] = os.waitstatus_to_exitcode(status)
-print(launcher.pid, codes[rank])
+print(launcher[0], codes[rank])
 """
 
 

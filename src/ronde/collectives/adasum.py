@@ -16,11 +16,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ronde.collectives.arithmetic import dense, put_back
+from ronde.collectives.arithmetic import FLOATS, dense, put_back
 from ronde.collectives.communicator import Communicator
 from ronde.errors import UsageError
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CHUNK = 1 << 16  # elements that are held in float64 at a time
 _TINY = sys.float_info.min**0.5  # a squared norm below this counts as 0: coefficient 1
 
@@ -37,7 +36,7 @@ def adasum(
         raise UsageError(
             f"size must be a power of two for Adasum, got {size}. Use 2, 4 or 8 ranks."
         )
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in FLOATS:
         raise UsageError(
             f"tensor must be of a floating dtype for Adasum, got {tensor.dtype}."
         )

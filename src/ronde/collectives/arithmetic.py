@@ -13,12 +13,12 @@ from ronde.collectives.engine import ReduceOp
 from ronde.errors import UsageError
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
-_FLOATS = HALVES | {torch.float32, torch.float64}
+FLOATS = HALVES | {torch.float32, torch.float64}
 _SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _UNSIGNED = frozenset({torch.uint8, torch.uint16, torch.uint32, torch.uint64})
-_INTEGERS = _SIGNED | _UNSIGNED
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
-PLAIN = _FLOATS - HALVES | {torch.int8, torch.uint8, torch.int32, torch.int64}
+INTEGERS = _SIGNED | _UNSIGNED
+COMPLEX = frozenset({torch.complex64, torch.complex128})
+PLAIN = FLOATS - HALVES | {torch.int8, torch.uint8, torch.int32, torch.int64}
 """What engines reduce as it is, but for the averages of integers."""
 _I32, _I64 = torch.int32, torch.int64
 _WIDENED = {torch.int16: _I32, torch.uint16: _I32, torch.uint32: _I64}
@@ -49,13 +49,13 @@ def require_reducible(
                 "prescale and postscale must be 1 for torch.bool, "
                 f"got {prescale} and {postscale}."
             )
-    elif dtype in _COMPLEX:
+    elif dtype in COMPLEX:
         if op in _ORDERED:
             raise UsageError(
                 f"op must be sum, average or product for {dtype}, got {op}: complex "
                 "numbers have no order."
             )
-    elif dtype not in _FLOATS and dtype not in _INTEGERS:
+    elif dtype not in FLOATS and dtype not in INTEGERS:
         raise UsageError(
             "dtype must be a float of 16 to 64 bits, an integer, bool or complex to be "
             f"reduced, got {dtype}. Convert the tensor first."
@@ -99,7 +99,7 @@ def scale_(tensor: Tensor, factor: float) -> None:
     if factor == 1.0:
         return
     values = tensor.detach()
-    if tensor.dtype in _INTEGERS:
+    if tensor.dtype in INTEGERS:
         values.copy_(values.to(torch.float64) * factor)
     else:
         values.mul_(factor)
@@ -111,12 +111,12 @@ def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
     dtype = values.dtype
     if dtype is torch.bool:
         return values.view(torch.uint8)
-    if dtype in _COMPLEX and op in _ADDED:
+    if dtype in COMPLEX and op in _ADDED:
         return torch.view_as_real(values)
     if dtype is torch.uint64:
         signed = values.view(torch.int64)
         return signed ^ _SIGN_BIT if op in _ORDERED else signed
-    if dtype in _INTEGERS and op is ReduceOp.AVERAGE:
+    if dtype in INTEGERS and op is ReduceOp.AVERAGE:
         return values.to(torch.int64)
     return values.to(_WIDENED.get(dtype, dtype))
 
@@ -131,7 +131,7 @@ def decode(
         _divide_(reduced, dtype, size)
     if dtype is torch.bool:
         result = reduced.view(torch.bool)
-    elif dtype in _COMPLEX and op in _ADDED:
+    elif dtype in COMPLEX and op in _ADDED:
         result = torch.view_as_complex(reduced)
     elif dtype is torch.uint64:
         signed = reduced ^ _SIGN_BIT if op in _ORDERED else reduced

@@ -28,7 +28,6 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -151,15 +150,11 @@ def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
 # Ranks of one host.
 
 
-class LauncherProcess(NamedTuple):
-    """A process, identified also by its start time: a pid may be used again."""
+def find_launcher(info: RankInfo) -> tuple[int, int]:
+    """Return the nearest ancestor that is not part of this rank: pid and start time.
 
-    pid: int  # 0 for one outside of this container
-    started_at: int  # in clock ticks since boot
-
-
-def find_launcher(info: RankInfo) -> LauncherProcess:
-    """Return the nearest ancestor that is not part of this rank."""
+    A pid may be used again. Both are 0 for one outside of this container.
+    """
     # Shells and wrappers between launcher and rank have the rank's environment; the
     # launcher has not, or it is another user's and hides its own.
     begun = time.monotonic()
@@ -174,16 +169,16 @@ def find_launcher(info: RankInfo) -> LauncherProcess:
             os.sched_yield()
 
 
-def _find_launcher(info: RankInfo, *, is_late: bool) -> LauncherProcess:
+def _find_launcher(info: RankInfo, *, is_late: bool) -> tuple[int, int]:
     pid = os.getppid()
     while pid > 1 and _is_of_rank(pid, info):
         pid = int(_stat(pid)[1])
     if pid == 0:
-        return LauncherProcess(0, 0)
+        return 0, 0
     state, *fields = _stat(pid)
     if (state in "ZX" or int(fields[5]) & _IS_EXITING) and not is_late:
         raise ProcessLookupError(pid)
-    return LauncherProcess(pid, int(fields[18]))
+    return pid, int(fields[18])
 
 
 def _is_of_rank(pid: int, info: RankInfo) -> bool:
@@ -224,8 +219,8 @@ def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:
 
 def socket_name(info: RankInfo) -> str:
     """Name the socket after the launcher's process, which all ranks descend from."""
-    launcher = find_launcher(info)
-    identity = f"{boot_identity()} {launcher.pid} {launcher.started_at} {info.job_id}"
+    pid, started_at = find_launcher(info)
+    identity = f"{boot_identity()} {pid} {started_at} {info.job_id}"
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 

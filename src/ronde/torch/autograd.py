@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
+from ronde.collectives.arithmetic import COMPLEX, FLOATS, INTEGERS
 from ronde.collectives.torch_modes import new_like, outside_compiler
 from ronde.coordination.requests import NamedOperation as Operation, OpKind
 from ronde.errors import CollectiveError, UsageError
@@ -39,19 +40,14 @@ _REDUCE_OPS = {
     Product: ReduceOp.PRODUCT,
 }
 _WITH_OUTPUTS = (OpKind.ALLREDUCE, OpKind.BROADCAST)
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_NUMBERS = _FLOATS | {
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-}
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_NUMBERS = FLOATS | INTEGERS
 _REDUCIBLE: dict[int, Dtypes] = {
-    Average: _NUMBERS | _COMPLEX,
-    Sum: _NUMBERS | _COMPLEX,
-    Adasum: _FLOATS,
+    Average: _NUMBERS | COMPLEX,
+    Sum: _NUMBERS | COMPLEX,
+    Adasum: FLOATS,
     Min: _NUMBERS | {torch.bool},
     Max: _NUMBERS | {torch.bool},
-    Product: _NUMBERS | _COMPLEX | {torch.bool},
+    Product: _NUMBERS | COMPLEX | {torch.bool},
 }
 
 

@@ -142,7 +142,8 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         _logger.warning(
             "Ignored %s: no launcher sets so little. This is rank 0 of %s. Unset "
             "it, or start the program with ronde run.",
-            *(", ".join(rank_info.stray), rank_info.size),
+            ", ".join(rank_info.stray),
+            rank_info.size,
         )
     _check_comm(comm, rank_info)
     tuning = _tuning_options(config, rank)
@@ -161,7 +162,11 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         world = rank_info.world or World.from_hosts(rank, hosts)
         recordings = Recordings(rank, rank_info.size, hosts[rank], connections.store)
         session = Session(
-            *(world, rank_info, config, connections, hosts),
+            world=world,
+            rank_info=rank_info,
+            config=config,
+            connections=connections,
+            hosts=hosts,
             options=_coordination_options(config, tuning),
             is_dynamic=config.has_dynamic_process_sets or _DYNAMIC_SETS in _requested,
             recordings=recordings,

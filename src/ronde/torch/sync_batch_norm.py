@@ -8,13 +8,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from ronde.collectives.arithmetic import HALVES
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.errors import UsageError
 from ronde.torch.mpi_ops import Sum, allreduce, allreduce_
 from ronde.torch.process_sets import ProcessSet, global_process_set
 from ronde.torch.session import size
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -83,7 +82,7 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         mean, variance, count = _moments(inputs, layer.process_set)
         layer.track(mean, variance, count)
-        dtype = torch.float32 if inputs.dtype in _HALVES else inputs.dtype
+        dtype = torch.float32 if inputs.dtype in HALVES else inputs.dtype
         mean, variance = mean.to(dtype), variance.to(dtype)
         inverse_std = (variance + layer.eps).rsqrt()
         ctx.save_for_backward(inputs, weight, mean, inverse_std, count)
@@ -135,7 +134,7 @@ def _moments(inputs: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, T
     sums = inputs.new_zeros(2 * channels + 1, dtype=torch.float64)
     if count:
         dims = [0, *range(2, inputs.dim())]
-        wide = inputs.float() if inputs.dtype in _HALVES else inputs
+        wide = inputs.float() if inputs.dtype in HALVES else inputs
         variance, mean = torch.var_mean(wide, dims, correction=0)
         variance, mean = variance.double(), mean.double()
         sums[0] = count

@@ -96,8 +96,8 @@ class SharedMemoryEngine(Engine):
     def all_gather(
         self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
     ) -> Work[None]:
-        steps = phases.all_gather(self._state, own, out, counts)
-        return self._progress.submit(call, steps)
+        layout = Layout(call, own.dtype, (own.numel(),))
+        return self.gather_rows(layout, own, 1, lambda _: out)
 
     def refuse(self, layout: Layout) -> None:
         self._progress.submit(layout.call, phases.refuse(self._state, layout))
@@ -106,7 +106,7 @@ class SharedMemoryEngine(Engine):
         self, layout: Layout, data: Tensor, row_bytes: int, place: PlaceRows
     ) -> Work[None]:
         steps = phases.gather_rows(self._state, layout, data, row_bytes, place)
-        return self._progress.submit("all_gather", steps)
+        return self._progress.submit(layout.call, steps)
 
     def exchange_rows(
         self,
@@ -119,7 +119,7 @@ class SharedMemoryEngine(Engine):
         steps = phases.exchange_rows(
             self._state, layout, data, splits, row_bytes, place
         )
-        return self._progress.submit("all_to_all", steps)
+        return self._progress.submit(layout.call, steps)
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
         steps = phases.broadcast(self._state, data, root)

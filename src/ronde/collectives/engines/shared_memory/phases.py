@@ -78,31 +78,7 @@ def gather_rows(
     layouts, locations = yield from _exchange_layouts(state, layout, location)
     counts = [each.num_rows * row_bytes for each in layouts]
     parts = place(layouts).split_with_sizes(counts)
-    yield from _gather(state, data, parts, locations, slot)
-
-
-def all_gather(
-    state: SharedState, own: Tensor, out: Tensor, counts: Sequence[int]
-) -> Steps[None]:
-    location, slot = _locate(state, own), state.staging.take()
-    if not location:
-        _show(state, slot, own)
-    call = Call.of("all_gather", _BYTE, out.numel())
-    locations = yield from state.synchronize(call, location)
-    parts = out.split_with_sizes(list(counts))
-    yield from _gather(state, own, parts, locations, slot)
-
-
-def _gather(
-    state: SharedState,
-    data: Tensor,
-    parts: Sequence[Tensor],
-    locations: Sequence[int],
-    slot: int,
-) -> Steps[None]:
-    """Copy all ranks' bytes into ``parts``; ``data`` may lie in its part already."""
-    # ``slot`` has the first bytes where no rank has a location.
-    own = parts[state.rank]
+    own = parts[state.rank]  # ``data`` may lie there already
     if own.data_ptr() != data.data_ptr():
         own.copy_(data)
     if is_same_region(locations):

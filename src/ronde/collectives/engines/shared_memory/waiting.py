@@ -28,6 +28,7 @@ Note [Yield or sleep]
 
 import ctypes
 import errno
+import json
 import os
 import platform
 import threading
@@ -164,12 +165,11 @@ class PeerProcess(NamedTuple):
         return cls(pid, int(_stat(pid)[19]), cores)
 
     def encode(self) -> bytes:
-        return f"{self.pid} {self.started_at} {self.cores:x}".encode()
+        return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> "PeerProcess":
-        pid, started_at, cores = text.split()
-        return cls(int(pid), int(started_at), int(cores, 16))
+        return cls(*json.loads(text))
 
     def state(self) -> str:
         """Return its state as ``/proc`` has it, a letter; nothing once it ended."""
