@@ -6,6 +6,7 @@ from ronde.bench.catalog import COLLECTIVES, DTYPES, Traffic
 from ronde.bench.operations import Buffers
 from ronde.bench.options import Engines, Loop, Options, Shown, Sweep
 from ronde.bench.ranks import Ranks
+from ronde.bench.results import Measured
 from ronde.bench.sweeps import RowBench, SweepBench
 from ronde.bench.timing import Clock, Watchdog
 from ronde.collectives import connect
@@ -69,3 +70,10 @@ def sweep_bench(communicator, options, **further):
     """Return what sweeps on the communicator of a test."""
     bench = row_bench(communicator, loop=options.loop, **further)
     return SweepBench(bench, options, lambda: False)
+
+
+def run_rows(bench):
+    """Run a sweep; return its rows."""
+    events = []
+    bench.run(events.append)
+    return [event for event in events if isinstance(event, Measured)]

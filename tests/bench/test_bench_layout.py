@@ -45,7 +45,7 @@ FOOTERS = [
 
 
 def heading(*words: str, **changes) -> Heading:
-    device = Device(0, 0, 1942267, "node1", 0, (0, 15, 0), "NVIDIA H100 80GB HBM3")
+    device = Device(0, 0, 1942267, "node1", 0, "0000:0f:00", "NVIDIA H100 80GB HBM3")
     options = parse(["all_reduce", "-b", "8", "-e", "1G", "-f", "2", *words])
     known = Heading(options, "gloo", (device,), 16, {"torch": "2.13.0"}, started_at=AT)
     return replace(known, **changes)
@@ -55,10 +55,10 @@ def measured(*, is_each_timed: bool = False) -> Measured:
     out = Side(4389.53, 244.62, 458.65, 0.0)
     into = Side(4331.12, 247.91, 464.84, 0.0)
     row = Row(1 << 30, 1 << 28, "float", "sum", -1, out, into)
-    times = IterationTimes.of_ranks([[1.0, 3.0], [2.0, 2.0]], 0)
+    times = IterationTimes([[1.0, 3.0], [2.0, 2.0]], 0)
     iterations = times if is_each_timed else None
     return Measured(
-        row, Half(out, iterations), Half(into, iterations), cycle=0, num_iterations=2,
+        row, Half(out, iterations), Half(into, iterations), cycle=0,
         at=AT,
     )  # fmt: skip
 

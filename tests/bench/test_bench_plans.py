@@ -10,11 +10,9 @@ from hypothesis import given, strategies as st
 from ronde.bench.catalog import (
     COLLECTIVES,
     DTYPES,
-    FreeMemory,
     Traffic,
     base_bytes,
     find_collective,
-    free_host_memory,
     in_elements,
     largest_row,
     read_matrix,
@@ -28,6 +26,7 @@ from ronde.bench.options import Loop
 from ronde.bench.results import IterationTimes
 from ronde.bench.timing import Clock, combine
 from ronde.errors import UsageError
+from ronde.memory import AvailableMemory, available_memory
 
 GIB = 1 << 30
 
@@ -181,9 +180,9 @@ def test_operations_are_taken_in_turn():
 
 def test_iterations_are_summed_up_without_those_skipped():
     ranks = [[100.0, *range(1, 101)], [0.0, *[0.5] * 100]]
-    times = IterationTimes.of_ranks(ranks, 1)
-    assert (times.min_us, times.max_us, times.mean_us) == (1, 100, 50.5)
-    assert times.median_us == 51
+    times = IterationTimes(ranks, 1)
+    assert times.kept_us == list(range(1, 101))
+    assert times.mean_us == 50.5
     assert [times.percentile_us(p) for p in (1, 50, 95, 99, 100)] == [
         1,
         50,
@@ -211,7 +210,7 @@ def host(root: Path, *, available_kib: int, groups: dict[str, str]) -> Path:
 
 def test_the_scarcest_memory_counts(tmp_path):
     plain = host(tmp_path / "a", available_kib=4096, groups={})
-    assert free_host_memory(plain).free_bytes == 4 << 20
+    assert available_memory(plain).num_bytes == 4 << 20
     limited = host(
         tmp_path / "b",
         available_kib=4096,
@@ -223,9 +222,9 @@ def test_the_scarcest_memory_counts(tmp_path):
             "job/step/memory.current": "1000",
         },
     )
-    memory = free_host_memory(limited)
-    assert memory.free_bytes == 1000500
-    assert "control group" in memory.what
+    memory = available_memory(limited)
+    assert memory.num_bytes == 1000500
+    assert "control group" in memory.source
 
 
 def test_a_reserve_is_kept():
@@ -236,6 +235,7 @@ def test_a_reserve_is_kept():
 
 
 def test_what_does_not_fit_is_told_what_would():
+    memory = AvailableMemory(200, "the memory", "")
     with pytest.raises(UsageError, match=r"-b must be at most 100 .*got 101\. Give -b"):
-        require_room(101, 100, FreeMemory(200, "the memory"))
-    require_room(100, 100, FreeMemory(200, "the memory"))
+        require_room(101, 100, memory)
+    require_room(100, 100, memory)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.bench.rank_benches import by_shared_memory, options_of, sweep_bench
+from tests.bench.rank_benches import by_shared_memory, options_of, run_rows, sweep_bench
 
 from ronde.bench.catalog import COLLECTIVES, DTYPES, OPS
 from ronde.bench.options import Loop
@@ -16,7 +16,7 @@ def sweep_all(communicator, dtypes, ops, loop):
     for test in COLLECTIVES:
         options = options_of(test, dtypes=dtypes, ops=ops, loop=loop)
         bench = sweep_bench(communicator, options)
-        rows = [event for event in bench.run() if isinstance(event, Measured)]
+        rows = run_rows(bench)
         wrong[test] = [
             side.num_wrong
             for each in rows
@@ -57,7 +57,9 @@ def sweep_reductions(communicator):
     counts = {}
     for test in ("all_reduce", "reduce_scatter", "reduce"):
         options = options_of(test, dtypes=tuple(DTYPES), ops=OPS, sizes=(512, 512))
-        for event in sweep_bench(communicator, options).run():
+        events = []
+        sweep_bench(communicator, options).run(events.append)
+        for event in events:
             if isinstance(event, Measured):
                 row = event.row
                 counts[test, row.dtype, row.redop, row.root] = (
@@ -65,7 +67,7 @@ def sweep_reductions(communicator):
                     row.in_place.num_wrong,
                 )
             else:
-                counts[test, event.text.split(":")[1].strip()] = "skipped"
+                counts[test, event.split(":")[1].strip()] = "skipped"
     return counts
 
 
@@ -181,7 +183,7 @@ def touch_after(tensor):
 def sweep_faulty(communicator, fault, test):
     options = options_of(test, sizes=(512, 512))
     bench = sweep_bench(Faulty(communicator, fault), options)
-    rows = [event for event in bench.run() if isinstance(event, Measured)]
+    rows = run_rows(bench)
     return [(r.row.out_of_place.num_wrong, r.out_of_place.num_failed) for r in rows]
 
 

@@ -8,7 +8,6 @@ import torch
 
 from ronde.addresses import read_interfaces
 from ronde.bench.limits import (
-    Wires,
     buffer_bytes,
     cache_bytes,
     copy_gb_per_s,
@@ -18,7 +17,7 @@ from ronde.bench.limits import (
 )
 from ronde.collectives import Communicator
 from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind
-from ronde.topology.limits import Bound, Limit, LimitWorld, RankLayout
+from ronde.topology.limits import Bound, KnownRates, Limit, LimitWorld, RankLayout
 from ronde.topology.sources import Detected
 
 CPU = torch.device("cpu")
@@ -72,13 +71,13 @@ def test_a_copy_reads_and_writes() -> None:
 
 
 def _search(
-    communicator: Communicator, hosts: list[str], wires: Wires, test: str
+    communicator: Communicator, hosts: list[str], given: KnownRates, test: str
 ) -> Bound:
-    return search_limit(test, communicator, hosts, CPU, wires)
+    return search_limit(test, communicator, hosts, CPU, given)
 
 
 def test_memory_limits_the_ranks_of_one_host(run_ranks) -> None:
-    found = run_ranks(2, _search, ["a", "a"], Wires(), "all_reduce")
+    found = run_ranks(2, _search, ["a", "a"], KnownRates(), "all_reduce")
     assert found[0] == found[1]
     limit = found[0].limit
     assert limit.link.startswith("memory, ")
@@ -89,8 +88,8 @@ def test_memory_limits_the_ranks_of_one_host(run_ranks) -> None:
 
 
 def test_the_network_limits_several_hosts(run_ranks) -> None:
-    wires = Wires(gb_per_s=0.125)
-    found = run_ranks(3, _search, ["a", "b", "a"], wires, "all_reduce")
+    given = KnownRates(network_gb_per_s=0.125)
+    found = run_ranks(3, _search, ["a", "b", "a"], given, "all_reduce")
     assert found == found[:1] * 3
     # 0.125 * 2/1 * 2/3
     assert found[0].limit == Limit(pytest.approx(1 / 6), "as given, 0.125 GB/s", "")
@@ -98,12 +97,12 @@ def test_the_network_limits_several_hosts(run_ranks) -> None:
 
 def test_memory_binds_where_the_network_is_faster(run_ranks) -> None:
     hosts = ["a", "b", "a"]
-    found = run_ranks(3, _search, hosts, Wires(gb_per_s=1e6), "broadcast")
+    found = run_ranks(3, _search, hosts, KnownRates(network_gb_per_s=1e6), "broadcast")
     assert found[0].limit.link.startswith("memory, ")
 
 
 def test_a_link_that_does_not_tell_is_no_limit(run_ranks) -> None:
-    found = run_ranks(2, _search, ["a", "b"], Wires(interface="lo"), "all_reduce")
+    found = run_ranks(2, _search, ["a", "b"], KnownRates(interface="lo"), "all_reduce")
     assert found[0].limit is None
     assert found[0].reason == (
         "the link rate is not known: lo is virtual, or its speed is unknown; "
@@ -144,7 +143,7 @@ def test_without_nvml_nobody_knows_of_nvlinks() -> None:
 
 def test_the_interface_towards_the_other_hosts_is_found(run_ranks) -> None:
     others = {each.interface for each in read_interfaces()}
-    found = run_ranks(3, _search, ["a", "b", "b"], Wires(), "all_reduce")
+    found = run_ranks(3, _search, ["a", "b", "b"], KnownRates(), "all_reduce")
     assert found == found[:1] * 3
     if found[0].limit:
         assert found[0].limit.link.split(",")[0].split()[0] in {*others, "memory"}
@@ -155,7 +154,7 @@ def test_the_interface_towards_the_other_hosts_is_found(run_ranks) -> None:
 
 def test_one_rank_has_no_limit(run_ranks) -> None:
     def alone(communicator: Communicator) -> Limit | None:
-        return search_limit("all_reduce", communicator, ["a"], CPU).limit
+        return search_limit("all_reduce", communicator, ["a"], CPU, KnownRates()).limit
 
     assert run_ranks(1, alone) == [None]
 

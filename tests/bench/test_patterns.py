@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ronde.bench.catalog import DTYPES, OPS, NumberKind, premultiplier
+from ronde.bench.catalog import DTYPES, OPS, premultiplier
 from ronde.bench.checking import TOLERANCE, ReductionInputs, random_bytes
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def numbers(tensor: torch.Tensor) -> list[Fraction]:
 def wrapped(value: int, dtype) -> int:
     modulus = 2 ** (8 * dtype.num_bytes)
     value %= modulus
-    is_negative = dtype.kind is NumberKind.SIGNED and value >= modulus // 2
+    is_negative = not dtype.is_unsigned and value >= modulus // 2
     return value - modulus if is_negative else value
 
 

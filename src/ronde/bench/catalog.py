@@ -6,22 +6,13 @@ Elements are counted for one rank.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
-from pathlib import Path
+from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.memory import available_memory
+from ronde.memory import AvailableMemory
 from ronde.units import format_size
-
-
-class NumberKind(Enum):
-    """What the bits of an element are."""
-
-    SIGNED = auto()
-    UNSIGNED = auto()
-    FLOAT = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +22,32 @@ class DType:
     name: str  # nccl-tests' name, such as ``half``
     torch_name: str  # name of torch's dtype
     num_bytes: int  # of one element
-    kind: NumberKind  # what its bits are
     significand_bits: int = 0  # of a float, the hidden one included; 0 for integers
     max_exponent: int = 0  # of a float: below 2**this all significands are finite
 
     @property
     def is_float(self) -> bool:
-        return self.kind is NumberKind.FLOAT
+        return self.significand_bits > 0
+
+    @property
+    def is_unsigned(self) -> bool:
+        return self.name.startswith("u")
 
 
 _ALL = (
-    DType("int8", "int8", 1, NumberKind.SIGNED),
-    DType("uint8", "uint8", 1, NumberKind.UNSIGNED),
-    DType("int32", "int32", 4, NumberKind.SIGNED),
-    DType("uint32", "uint32", 4, NumberKind.UNSIGNED),
-    DType("int64", "int64", 8, NumberKind.SIGNED),
-    DType("uint64", "uint64", 8, NumberKind.UNSIGNED),
-    DType("half", "float16", 2, NumberKind.FLOAT, 11, 15),
-    DType("float", "float32", 4, NumberKind.FLOAT, 24, 127),
-    DType("double", "float64", 8, NumberKind.FLOAT, 53, 1023),
-    DType("bfloat16", "bfloat16", 2, NumberKind.FLOAT, 8, 127),
+    DType("int8", "int8", 1),
+    DType("uint8", "uint8", 1),
+    DType("int32", "int32", 4),
+    DType("uint32", "uint32", 4),
+    DType("int64", "int64", 8),
+    DType("uint64", "uint64", 8),
+    DType("half", "float16", 2, 11, 15),
+    DType("float", "float32", 4, 24, 127),
+    DType("double", "float64", 8, 53, 1023),
+    DType("bfloat16", "bfloat16", 2, 8, 127),
     # Its largest number is 1.75 * 2**8: not every significand fits that exponent.
-    DType("f8e4m3", "float8_e4m3fn", 1, NumberKind.FLOAT, 4, 7),
-    DType("f8e5m2", "float8_e5m2", 1, NumberKind.FLOAT, 3, 15),
+    DType("f8e4m3", "float8_e4m3fn", 1, 4, 7),
+    DType("f8e5m2", "float8_e5m2", 1, 3, 15),
 )
 
 DTYPES: Mapping[str, DType] = MappingProxyType({each.name: each for each in _ALL})
@@ -156,7 +150,9 @@ _ALL_TESTS = (
     Collective("reduce_scatter", *_SCATTERED, has_op=True),
     Collective("broadcast", Spread.WHOLE, Factor.ONE, has_root=True),
     Collective(
-        *("reduce", Spread.WHOLE, Factor.ONE),
+        "reduce",
+        Spread.WHOLE,
+        Factor.ONE,
         has_op=True,
         has_root=True,
         emulation="reduce_scatter, then every rank sends its share to the root",
@@ -296,18 +292,6 @@ _RESERVE_PER_BYTES = 16 * _GIB
 _MAX_RESERVE_BYTES = 4 * _GIB
 
 
-class FreeMemory(NamedTuple):
-    """The free part of the memory that the buffers are in."""
-
-    free_bytes: int
-    what: str  # its name, for a sentence
-
-
-def free_host_memory(root: Path = Path("/")) -> FreeMemory:
-    available = available_memory(root)
-    return FreeMemory(available.num_bytes, available.source)
-
-
 def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
     """Return the bytes of the largest row for which a rank can have its buffers.
 
@@ -321,10 +305,10 @@ def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
     return usable // num_sharing // (3 if is_checked else 2)
 
 
-def require_room(min_bytes: int, largest_bytes: int, memory: FreeMemory) -> None:
+def require_room(min_bytes: int, largest_bytes: int, memory: AvailableMemory) -> None:
     if min_bytes > largest_bytes:
         raise UsageError(
             f"-b must be at most {largest_bytes} ({format_size(largest_bytes)}), for "
-            f"which every rank's buffers fit {memory.what}, {memory.free_bytes} bytes; "
-            f"got {min_bytes}. Give -b {largest_bytes} or less."
+            f"which every rank's buffers fit {memory.source}, {memory.num_bytes} "
+            f"bytes; got {min_bytes}. Give -b {largest_bytes} or less."
         )

@@ -33,7 +33,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ronde.bench.catalog import DType, NumberKind, premultiplier
+from ronde.bench.catalog import DType, premultiplier
 from ronde.bench.operations import CallSpec, Views
 
 REDUCED = -1  # instead of a source: the elements of all ranks, reduced
@@ -129,7 +129,7 @@ class ReductionInputs:
         if self.op not in ("min", "max"):
             return left.add_(right)
         # torch orders no unsigned integers; with the top bit turned, signed ones do.
-        is_turned = self.dtype.kind is NumberKind.UNSIGNED and self.dtype.num_bytes >= 4
+        is_turned = self.dtype.is_unsigned and self.dtype.num_bytes >= 4
         turn = torch.iinfo(left.dtype).min if is_turned else 0
         choose = torch.minimum if self.op == "min" else torch.maximum
         return choose(left ^ turn, right ^ turn) ^ turn
@@ -177,8 +177,7 @@ class ReductionInputs:
     def _small_integer(self, draw: "Draw", rank: int) -> Tensor:
         """Return numbers of at least 0 that can be added up, or doubled, unharmed."""
         num_bytes = self.dtype.num_bytes
-        is_unsigned = self.dtype.kind is NumberKind.UNSIGNED
-        highest = 2 ** (8 * num_bytes - (0 if is_unsigned else 1)) - 1
+        highest = 2 ** (8 * num_bytes - (0 if self.dtype.is_unsigned else 1)) - 1
         if self.op == "mulsum":
             # The doubling goes by way of float64.
             return draw.below(rank, min(_power_of_two(highest // 2 + 1), 2**50))
@@ -261,7 +260,7 @@ def _narrow(bits: Tensor, dtype: DType) -> Tensor:
     if dtype.num_bytes > 1:
         return bits
     low = bits.bitwise_and_(0xFF)
-    return low if dtype.kind is NumberKind.UNSIGNED else low.sub_(128)
+    return low if dtype.is_unsigned else low.sub_(128)
 
 
 def _cast(wide: Tensor, dtype: DType) -> Tensor:

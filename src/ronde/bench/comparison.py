@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ronde.bench.results import PLACES, Row, Run, Side
@@ -165,23 +164,3 @@ class Compared(NamedTuple):
         """Return how many times as fast an engine is as the first."""
         first = self.side(next(iter(self.rows)))
         return (first.time_us or 0.0) / (self.side(engine).time_us or math.inf)
-
-
-@dataclass(slots=True)
-class Ratios:
-    """What is kept of all rows."""
-
-    logarithms: dict[str, float] = field(default_factory=dict[str, float])
-    num_rows: int = 0  # rows in the sums
-    num_wrong: dict[str, float] = field(default_factory=dict[str, float])
-
-    def add(self, compared: Compared) -> None:
-        self.num_rows += 1
-        for engine in compared.rows:
-            ratio = math.log(compared.ratio(engine) or 1.0)
-            self.logarithms[engine] = self.logarithms.get(engine, 0.0) + ratio
-            wrong = compared.side(engine).num_wrong or 0.0
-            self.num_wrong[engine] = self.num_wrong.get(engine, 0.0) + wrong
-
-    def mean(self, engine: str) -> float:
-        return math.exp(self.logarithms[engine] / max(1, self.num_rows))

@@ -9,7 +9,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,29 +141,22 @@ def copy_gb_per_s(
 _NO_RATE = "the link rate is not known: {}; --link-rate gives it"
 
 
-@dataclass(frozen=True, slots=True)
-class Wires:
-    """What the user knows of the links between hosts."""
-
-    interface: str = ""  # this host's for TCP; empty finds it
-    gb_per_s: float | None = None  # of a host's links, one direction, on all ranks
-
-
 def search_limit(
     test: str,
     communicator: Communicator,
     hosts: Sequence[str],
     device: torch.device,
-    wires: Wires = Wires(),
+    given: KnownRates,
 ) -> Bound:
     """Return the limit of busbw for these ranks, or why there is none; collective."""
     # On CPUs it takes about a second, in which all ranks copy memory. ``hosts`` has the
-    # host of every rank; ``test`` is spelled as ``ronde bench`` does.
+    # host of every rank; ``test`` is spelled as ``ronde bench`` does. ``given`` has the
+    # rate of a host's links on all ranks, or this host's interface for TCP.
     if test not in COLLECTIVES:
         return Bound(test, None, f"{test} has no formula")
     if communicator.size < 2:
         return Bound(test, None, "one rank exchanges nothing")
-    world = _world(communicator, hosts, device, wires)
+    world = _world(communicator, hosts, device, given)
     # A bound that is missing might have been the tightest.
     if world.unknown:
         return Bound(test, None, world.unknown[0])
@@ -175,14 +167,14 @@ def _world(
     communicator: Communicator,
     hosts: Sequence[str],
     device: torch.device,
-    wires: Wires,
+    given: KnownRates,
 ) -> LimitWorld:
     """Return what carries the bytes of these ranks; collective."""
     counts = Counter(hosts)
     layout = RankLayout(communicator.size, len(counts), max(counts.values()))
     own = LimitWorld(layout, has_gpus=device.type == "cuda")
     if layout.num_nodes > 1:
-        own = _with_network(own, communicator, hosts, wires)
+        own = _with_network(own, communicator, hosts, given)
     if own.has_gpus and layout.ranks_per_node > 1:
         own = _with_gpus(own, communicator, hosts, device)
     everyone = all_gather_json(communicator, to_plain(own))
@@ -196,11 +188,14 @@ def _world(
 
 
 def _with_network(
-    world: LimitWorld, communicator: Communicator, hosts: Sequence[str], wires: Wires
+    world: LimitWorld,
+    communicator: Communicator,
+    hosts: Sequence[str],
+    given: KnownRates,
 ) -> LimitWorld:
     """Return a world with the links of this host that carry the bytes; collective."""
-    if wires.gb_per_s is not None:
-        return with_network(world, HostTopology(), KnownRates(wires.gb_per_s))
+    if given.network_gb_per_s is not None:
+        return with_network(world, HostTopology(), given)
     found = _interface_between(communicator, hosts)
     host = read_host()
     if not world.has_gpus:
@@ -209,7 +204,7 @@ def _with_network(
     # Gloo speaks TCP; NCCL and MPI take RDMA adapters where there are any.
     if (world.has_gpus or communicator.engine == "mpi") and find_rdma_ports(host):
         return with_network(world, host, KnownRates())
-    interface = wires.interface or found
+    interface = given.interface or found
     if not interface:
         why = "no interface of a host leads to where the ranks meet"
         return world.lacking(_NO_RATE.format(why))

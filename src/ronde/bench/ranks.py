@@ -159,15 +159,16 @@ def _device(info: RankInfo, options: Options, variables: Variables) -> torch.dev
 
 
 def _describe(rank: int, group: int, device: torch.device) -> Device:
-    index, bus_id, name = 0, (0, 0, 0), MachineRecord.here().cpu or "CPU"
+    index, place, name = 0, (0, 0, 0), MachineRecord.here().cpu or "CPU"
     if device.type == "cuda":
         # torch gives these properties no type.
         cuda: Any = torch.cuda
         facts: Any = cuda.get_device_properties(device)
         index, name = device.index, facts.name
-        bus_id = (
+        place = (
             int(getattr(facts, "pci_domain_id", 0)),
             int(getattr(facts, "pci_bus_id", 0)),
             int(getattr(facts, "pci_device_id", 0)),
         )
+    bus_id = "{:04x}:{:02x}:{:02x}".format(*place)
     return Device(rank, group, os.getpid(), socket.gethostname(), index, bus_id, name)

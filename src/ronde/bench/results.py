@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import IntEnum, StrEnum
+from statistics import fmean, pstdev
 from typing import Any, NamedTuple, cast
 
 from ronde.bench.options import Options
@@ -108,7 +109,7 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
     """Return a run as a record of kind ``bench``; infinity and NaN become text."""
-    values = cast("dict[str, Any]", _finite(asdict(run)))
+    values = cast("dict[str, Any]", finite(asdict(run)))
     machine = MachineRecord.here() if was_measured_here else _ELSEWHERE
     return Record(KIND, values, machine=machine)
 
@@ -129,7 +130,7 @@ def from_record(record: Record) -> Run:
 
 
 def _numbers(value: object) -> object:
-    """Return ``value`` with what ``_finite`` has made text as numbers again."""
+    """Return ``value`` with what ``finite`` has made text as numbers again."""
     if isinstance(value, dict):
         entries = cast("dict[str, object]", value)
         return {name: _numbers(each) for name, each in entries.items()}
@@ -138,48 +139,45 @@ def _numbers(value: object) -> object:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _finite(value: object) -> object:
-    """Return ``value`` with infinities and NaN as text, and tuples as lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+def finite(value: object, num_decimals: int | None = None) -> object:
+    """Return ``value`` with infinities and NaN as text, and tuples as lists.
+
+    Other floats are rounded to ``num_decimals``, where they are given.
+    """
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return str(value)
+        return value if num_decimals is None else round(value, num_decimals)
     if isinstance(value, Mapping):
         entries = cast("Mapping[object, object]", value)
-        return {str(k): _finite(v) for k, v in entries.items()}
+        return {str(k): finite(v, num_decimals) for k, v in entries.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in cast("list[object]", value)]
+        return [finite(each, num_decimals) for each in cast("list[object]", value)]
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
-    """Times of single iterations, and their figures without the skipped ones."""
+    """Times of single iterations; figures are of the slowest rank in each."""
 
-    times_us: tuple[float, ...]  # of the slowest rank in each
-    rank_times_us: tuple[tuple[float, ...], ...]  # by rank and iteration
-    num_skipped: int
-    min_us: float
-    max_us: float
-    mean_us: float
-    median_us: float  # of an even number the upper, as nccl-tests takes it
-    deviation_us: float
+    rank_times_us: Sequence[Sequence[float]]  # by rank and iteration
+    num_skipped: int  # iterations that the figures leave out
 
-    @classmethod
-    def of_ranks(
-        cls, rank_times_us: Sequence[Sequence[float]], num_skipped: int
-    ) -> "IterationTimes":
-        times = tuple(max(column) for column in zip(*rank_times_us, strict=True))
-        kept = sorted(times[num_skipped:])
-        mean = sum(kept) / len(kept)
-        return cls(
-            times,
-            tuple(tuple(each) for each in rank_times_us),
-            num_skipped,
-            kept[0],
-            kept[-1],
-            mean,
-            kept[len(kept) // 2],
-            math.sqrt(sum((t - mean) ** 2 for t in kept) / len(kept)),
-        )
+    @property
+    def times_us(self) -> list[float]:
+        return [max(column) for column in zip(*self.rank_times_us, strict=True)]
+
+    @property
+    def kept_us(self) -> list[float]:
+        return sorted(self.times_us[self.num_skipped :])
+
+    @property
+    def mean_us(self) -> float:
+        return fmean(self.kept_us)
+
+    @property
+    def deviation_us(self) -> float:
+        return pstdev(self.kept_us)
 
     @property
     def variation_percent(self) -> float:
@@ -187,7 +185,7 @@ class IterationTimes:
 
     def percentile_us(self, percent: int) -> float:
         """Return the time that ``percent`` of the iterations do not exceed."""
-        times = sorted(self.times_us[self.num_skipped :])
+        times = self.kept_us
         return times[max(0, math.ceil(percent / 100 * len(times)) - 1)]
 
 
@@ -200,12 +198,8 @@ class Device:
     pid: int
     host: str
     index: int  # of the device on its host
-    bus_id: tuple[int, int, int]  # PCI domain, bus and device; zeros for a CPU
+    bus_id: str  # PCI domain, bus and device in hexadecimal; zeros for a CPU
     name: str
-
-    @property
-    def bus_text(self) -> str:
-        return "{:04x}:{:02x}:{:02x}".format(*self.bus_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +235,6 @@ class Measured:
     out_of_place: Half
     in_place: Half
     cycle: int  # number of the sweep, from 0 on
-    num_iterations: int  # timed iterations of each half
     at: datetime  # local time of its end
 
 
@@ -251,12 +244,6 @@ class Reason(IntEnum):
     COMPLETE = 0
     DURATION = 1  # the time that the user gave it is over
     STOPPED = 2  # by the user
-
-
-class Remark(NamedTuple):
-    """A sentence between the rows."""
-
-    text: str
 
 
 @dataclass(slots=True)
@@ -269,8 +256,7 @@ class Totals:
     peak_busbw_gb_per_s: float = 0.0
     peak_size_bytes: int = 0
     num_failed: int = 0  # checks that failed
-    num_wrong: float = 0.0
-    is_checked: bool = False  # something was verified
+    num_wrong: float | None = None  # None where nothing was checked
 
     def add(self, measured: Measured) -> None:
         self.num_rows += 1
@@ -283,8 +269,7 @@ class Totals:
                 self.peak_size_bytes = measured.row.size_bytes
             self.num_failed += half.num_failed
             if half.side.num_wrong is not None:
-                self.is_checked = True
-                self.num_wrong += half.side.num_wrong
+                self.num_wrong = (self.num_wrong or 0.0) + half.side.num_wrong
 
     @property
     def average_busbw_gb_per_s(self) -> float:

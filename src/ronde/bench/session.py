@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ronde.bench import catalog
-from ronde.bench.limits import Wires, search_limit
+from ronde.bench.limits import search_limit
 from ronde.bench.operations import IN_PLACE_ONLY, Buffers
 from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
@@ -17,7 +17,8 @@ from ronde.bench.timing import Clock, CudaEvent, Expired, Watchdog
 from ronde.bench.variables import Variables
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
-from ronde.topology.limits import Limit
+from ronde.memory import AvailableMemory, available_memory
+from ronde.topology.limits import KnownRates, Limit
 from ronde.world import RankInfo
 from ronde.world.environment import select_variables
 
@@ -70,9 +71,9 @@ class BenchSession(NamedTuple):
             return None, ""
         # ronde run names the interface so, if not the user.
         named = select_variables([_INTERFACE]).get(_INTERFACE, "")
-        wires = Wires(named, shown.link_rate_gb_per_s or None)
+        given = KnownRates(shown.link_rate_gb_per_s or None, interface=named)
         name, device = self.options.test.name, ranks.device
-        found = search_limit(name, ranks.group, ranks.hosts, device, wires)
+        found = search_limit(name, ranks.group, ranks.hosts, device, given)
         return found.limit, found.reason
 
     def _call_overhead_us(self) -> float | None:
@@ -146,13 +147,13 @@ def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
     """Cut the sweep to what fits the memory of the scarcest rank; collective."""
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
-        memory = catalog.FreeMemory(free, "the GPU's memory")
+        memory = AvailableMemory(free, "the GPU's memory", "")
         num_sharing = ranks.num_sharing if options.is_gpu_shared else 1
     else:
-        memory, num_sharing = catalog.free_host_memory(), ranks.num_sharing
+        memory, num_sharing = available_memory(), ranks.num_sharing
     num_sharing *= len(options.engines.names)
     is_checked = options.loop.checks > 0
-    own = catalog.largest_row(memory.free_bytes, num_sharing, is_checked=is_checked)
+    own = catalog.largest_row(memory.num_bytes, num_sharing, is_checked=is_checked)
     largest = int(min(each[0] for each in ranks.exchange([own])))
     sweep = options.sweep
     catalog.require_room(sweep.min_bytes, largest, memory)

@@ -1,7 +1,7 @@
 """Rows, sweeps and engines side by side: timed and verified."""
 
 import statistics
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -84,7 +84,6 @@ class RowBench:
             self.row(case, *(half.side for half in halves)),
             *halves,
             cycle=cycle,
-            num_iterations=self.loop.iterations,
             at=datetime.now(),  # noqa: DTZ005  local, as nccl-tests prints it
         )
 
@@ -160,7 +159,7 @@ class RowBench:
         counts = self.check(case, cycle, is_in_place=is_in_place)
         if self.loop.is_each_timed:
             times = [[t * 1e6 for t in each.iterations_s] for each in elapsed]
-            iterations = results.IterationTimes.of_ranks(times, self.loop.skipped)
+            iterations = results.IterationTimes(times, self.loop.skipped)
         side = self.side(case, time_us, counts, called_us)
         return results.Half(side, iterations, sum(count > 0 for count in counts))
 
@@ -185,9 +184,6 @@ def _tile(reduction: ReductionInputs | None, rank: int, device: torch.device) ->
     return reduction.input_of(rank, 0, count).view(torch.uint8)
 
 
-Event = results.Measured | results.Remark
-
-
 @dataclass(frozen=True, slots=True)
 class SweepBench:
     """Runs the sweeps that were asked for."""
@@ -197,22 +193,24 @@ class SweepBench:
     is_stopped: Callable[[], bool]  # whether the user of this rank wants an end
     is_traffic_shown: bool = False  # say of ``alltoallv`` what every rank sent
 
-    def run(self) -> Generator[Event, None, results.Reason]:
-        """Yield rows as they are measured; collective."""
+    def run(self, take: Callable[[results.Measured | str], None]) -> results.Reason:
+        """Have ``take`` called with each row, and remarks between; collective."""
         test, size = self.options.test, self.rows.communicator.size
         if not catalog.is_possible(test, size):
-            yield results.Remark(f"nRanks {size} is not a power of 2, skipping")
+            take(f"nRanks {size} is not a power of 2, skipping")
             return results.Reason.COMPLETE
         pairs, skipped = self.possible()
-        yield from (results.Remark(text) for text in skipped)
+        for text in skipped:
+            take(text)
         started = monotonic()
         cycles = self.options.loop.cycles
         for cycle in range(cycles) if cycles else count():
             for case in self.cases(pairs):
                 measured = self.rows.measure(case, cycle)
-                yield measured
+                take(measured)
                 if self.is_traffic_shown and test.spread is catalog.Spread.MATRIX:
-                    yield from self._traffic(case, measured)
+                    for text in self._traffic(case, measured):
+                        take(text)
                 reason = self.agree_to_stop(started)
                 if reason:
                     return reason
@@ -241,9 +239,7 @@ class SweepBench:
             reasons = self.rows.ranks.exchange([float(own)])
         return results.Reason(int(max(each[0] for each in reasons)))
 
-    def _traffic(
-        self, case: Case, measured: results.Measured
-    ) -> Iterator[results.Remark]:
+    def _traffic(self, case: Case, measured: results.Measured) -> Iterator[str]:
         size, time_us = self.rows.communicator.size, measured.out_of_place.side.time_us
         factor = case.test.factor.value_for(size)
         matrix = self.rows.traffic.matrix(
@@ -252,7 +248,7 @@ class SweepBench:
         for rank, row in enumerate(matrix):
             sent, received = sum(row), sum(line[rank] for line in matrix)
             algbw = max(sent, received) / (time_us or 1) / 1e3
-            yield results.Remark(
+            yield (
                 f"  rank={rank} send_bytes={sent} recv_bytes={received} "
                 f"alg_bw={algbw:.2f} bus_bw={algbw * factor:.2f}"
             )
@@ -286,8 +282,8 @@ class EngineComparison:
     options: Options
     is_stopped: Callable[[], bool]
 
-    def run(self) -> Generator[Compared | results.Remark, None, results.Reason]:
-        """Yield rows as they are measured; collective."""
+    def run(self, take: Callable[[Compared | str], None]) -> results.Reason:
+        """Have ``take`` called with each row, and remarks between; collective."""
         sweeps = {
             name: SweepBench(bench, self.options, self.is_stopped)
             for name, bench in self.benches.items()
@@ -299,12 +295,13 @@ class EngineComparison:
             except UnsupportedError as error:
                 raise UnsupportedError(f"engine {name}: {error}") from error
             found.append(pairs)
-            yield from (results.Remark(f"{name}: {text}") for text in skipped)
+            for text in skipped:
+                take(f"{name}: {text}")
         common = [pair for pair in found[0] if all(pair in each for each in found)]
         started = monotonic()
         all_cases = (sweep.cases(common) for sweep in sweeps.values())
         for case, *_ in zip(*all_cases, strict=True):
-            yield self._compare(case)
+            take(self._compare(case))
             reason = next(iter(sweeps.values())).agree_to_stop(started)
             if reason:
                 return reason

@@ -3,12 +3,12 @@
 import argparse
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ronde.arguments import CommandParser
-from ronde.bench.catalog import free_host_memory, largest_row, require_room
+from ronde.bench.catalog import largest_row, require_room
 from ronde.bench.options import HELP, Exit, Options, UnsupportedError, parse
 from ronde.bench.training.catalogue import MODELS
 from ronde.bench.training.outcome import (
@@ -30,6 +30,7 @@ from ronde.launch.environments import own_environment
 from ronde.launch.hosts.host import count_cores, count_slots
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import STOPPING, caught_signals
+from ronde.memory import available_memory
 from ronde.render.console import SelfLaunchConsole
 from ronde.render.plot import check_path
 from ronde.world import Launcher, RankInfo, read_rank_info
@@ -119,8 +120,8 @@ def _start(words: Sequence[str], options: Options) -> int:
     if "mpi" in options.engines.names:
         _refuse_mpi()
     if options.engines.device == "cpu":
-        memory, is_checked = free_host_memory(), options.loop.checks > 0
-        largest = largest_row(memory.free_bytes, size, is_checked=is_checked)
+        memory, is_checked = available_memory(), options.loop.checks > 0
+        largest = largest_row(memory.num_bytes, size, is_checked=is_checked)
         require_room(options.sweep.min_bytes, largest, memory)
     # To NCCL each rank is a host of its own: on one host it refuses a GPU twice.
     rank_env = {
@@ -235,15 +236,6 @@ models:
 def run_train(words: Sequence[str]) -> int:
     parser = CommandParser("ronde bench train", _HELP, types={"N": int, "FILE": Path})
     parser.declare("  --progress")
-    parser.set_defaults(
-        dtype=Dtype.FLOAT32,
-        optimizer=OptimizerKind.SGD,
-        compression=WireFormat.NONE,
-        input=InputKind.PREPARED,
-        device=DeviceKind.AUTO,
-        rounds=5,
-        warmup=3,
-    )
     given = parser.read(words)
     if given is None:
         from ronde.render.bench_tables import draw_models
@@ -319,20 +311,28 @@ def _show_progress(num_done: int, num_blocks: int) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "dtype": Dtype,
+    "device": DeviceKind,
+    "optimizer": OptimizerKind,
+    "compression": WireFormat,
+    "input": InputKind,
+    **dict.fromkeys(("batch", "rounds", "steps", "warmup"), int),
+}
+
+
 def _options(given: argparse.Namespace) -> TrainOptions:
     model = find_model(given.model)
+    # What is left out is as ``TrainOptions`` has it.
+    named: dict[str, Any] = {"batch": model.batch}
+    for name, kind in _KINDS.items():
+        value = getattr(given, name)
+        if value is not None:
+            named[name] = kind(value)
     return TrainOptions(
         model=model,
-        batch=model.batch if given.batch is None else given.batch,
-        rounds=given.rounds,
-        steps=given.steps,
-        warmup=given.warmup,
-        dtype=Dtype(given.dtype),
-        device=DeviceKind(given.device),
-        optimizer=OptimizerKind(given.optimizer),
-        compression=WireFormat(given.compression),
-        input=InputKind(given.input),
         engine=require_engine(given.engine, "--engine") if given.engine else "",
         is_channels_last=given.channels_last,
         is_compiled=given.compile,
+        **named,
     )

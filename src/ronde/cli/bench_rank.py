@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 import torch
 
 from ronde.bench import results
-from ronde.bench.comparison import Compared, Ratios
+from ronde.bench.comparison import Compared
 from ronde.bench.options import Exit, Options
 from ronde.bench.ranks import Ranks, meet_ranks
 from ronde.bench.session import BenchSession, open_session
@@ -39,7 +39,6 @@ _SEVERAL_HOSTS = (
     "scheduled/tree",
     "scheduled/halving_doubling",
 )
-_Event = TypeVar("_Event")
 
 
 @contextmanager
@@ -105,24 +104,13 @@ def _part(ranks: Ranks) -> None:
     ranks.close()
 
 
-def _follow(
-    events: Generator[_Event, None, results.Reason], take: Callable[[_Event], None]
-) -> results.Reason:
-    while True:
-        try:
-            event = next(events)
-        except StopIteration as end:
-            return results.Reason(end.value)
-        take(event)
-
-
 def _sweep(
     session: BenchSession, reporter: "Reporter", is_stopped: Callable[[], bool]
 ) -> int:
     reporter.begin(session.heading())
     is_shown = session.variables.is_traffic_shown
     sweep = SweepBench(session.first, session.options, is_stopped, is_shown)
-    reason = _follow(sweep.run(), reporter.take)
+    reason = sweep.run(reporter.take)
     # A soak has no other end.
     is_cut = reason is results.Reason.STOPPED and session.options.loop.cycles > 0
     errors = ("interrupted",) if is_cut else ()
@@ -149,27 +137,23 @@ def _compare(
     session: BenchSession, reporter: "Reporter", is_stopped: Callable[[], bool]
 ) -> int:
     heading, shown = session.heading(), session.options.shown
-    ratios = Ratios()
-    rows: dict[str, list[results.Row]] = {name: [] for name in session.benches}
+    compared: list[Compared] = []
 
-    def take(event: Compared | results.Remark) -> None:
-        if isinstance(event, results.Remark):
-            reporter.show(f"# {event.text}")
+    def take(event: Compared | str) -> None:
+        if isinstance(event, str):
+            reporter.show(f"# {event}")
             return
-        ratios.add(event)
-        for name, row in event.rows.items():
-            rows[name].append(row)
+        compared.append(event)
         reporter.show(render.compared_line(event))
 
-    reporter.show(
-        *render.facts_lines(heading), *render.comparison_titles(heading, list(rows))
-    )
+    reporter.show(*render.facts_lines(heading))
+    reporter.show(*render.comparison_titles(heading, list(session.benches)))
     comparison = EngineComparison(session.benches, session.options, is_stopped)
-    reason = _follow(comparison.run(), take)
+    reason = comparison.run(take)
     was_stopped = reason is results.Reason.STOPPED
-    reporter.show(
-        *render.comparison_summary(ratios, "interrupted" if was_stopped else "")
-    )
+    error = "interrupted" if was_stopped else ""
+    reporter.show(*render.comparison_summary(compared, error))
+    rows = {name: [each.rows[name] for each in compared] for name in session.benches}
     if session.ranks.is_speaker:
         for name, each in rows.items() if shown.record_path else ():
             run = _run(heading, name, each, {})
@@ -179,7 +163,8 @@ def _compare(
             _plot(heading, rows)
     if was_stopped:
         return Exit.INTERRUPTED
-    return Exit.FAILED if any(ratios.num_wrong.values()) else Exit.OK
+    sides = [each.side(engine) for each in compared for engine in each.rows]
+    return Exit.FAILED if any(side.num_wrong for side in sides) else Exit.OK
 
 
 def _run_tuning(options: Options, variables: Variables, info: RankInfo) -> None:
@@ -237,9 +222,9 @@ class Reporter:
         if self._json is not None:
             self._json.begin(heading)
 
-    def take(self, event: results.Measured | results.Remark) -> None:
-        if isinstance(event, results.Remark):
-            self.show(f"# {event.text}")
+    def take(self, event: results.Measured | str) -> None:
+        if isinstance(event, str):
+            self.show(f"# {event}")
             return
         self.totals.add(event)
         heading = self._heading

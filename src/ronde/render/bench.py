@@ -5,13 +5,13 @@ everything else in a row, and in JSON under the key ``ronde``.
 """
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from statistics import geometric_mean, median_high
 from typing import Any, TextIO
 
 import ronde
 from ronde.bench import results
-from ronde.bench.comparison import Compared, Ratios
+from ronde.bench.comparison import Compared
 from ronde.units import format_duration, format_size
 
 _TIME_WIDTH, _RATE_WIDTH = 7, 6
@@ -51,7 +51,7 @@ def facts_lines(heading: results.Heading) -> list[str]:
         "# Using devices",
         *(
             f"#  Rank {d.rank:2d} Group {d.group:2d} Pid {d.pid:6d} on {d.host:>10} "
-            f"device {d.index:2d} [{d.bus_text}] {d.name}"
+            f"device {d.index:2d} [{d.bus_id}] {d.name}"
             for d in heading.devices
         ),
         "#",
@@ -137,8 +137,8 @@ def _half(half: results.Half) -> str:
         f"  {number(side.busbw_gb_per_s or 0.0, _RATE_WIDTH)}  {wrong}"
     )
     if times is not None:
-        ninety_nine, variation = times.percentile_us(99), times.variation_percent
-        for value in (times.min_us, times.max_us, ninety_nine, variation):
+        kept, ninety_nine = times.kept_us, times.percentile_us(99)
+        for value in (kept[0], kept[-1], ninety_nine, times.variation_percent):
             text += f"  {number(value, _TIME_WIDTH)}"
     return text
 
@@ -190,7 +190,8 @@ def progress_text(
     text += f", {format_duration(elapsed_s)}"
     if totals.peak_busbw_gb_per_s:
         text += f", peak {totals.peak_busbw_gb_per_s:.2f} GB/s"
-    return text + (f", {totals.num_wrong:g} wrong" if totals.is_checked else "")
+    wrong = totals.num_wrong
+    return text if wrong is None else f"{text}, {wrong:g} wrong"
 
 
 def comparison_titles(heading: results.Heading, engines: Sequence[str]) -> list[str]:
@@ -223,12 +224,13 @@ def compared_line(compared: Compared) -> str:
     return line
 
 
-def comparison_summary(ratios: Ratios, error: str = "") -> list[str]:
+def comparison_summary(compared: Sequence[Compared], error: str = "") -> list[str]:
     lines = ["#"]
-    for engine in ratios.logarithms:
-        wrong = ratios.num_wrong[engine]
+    for engine in compared[0].rows if compared else ():
+        wrong = sum(each.side(engine).num_wrong or 0.0 for each in compared)
         judged = f"{wrong:g} wrong elements" if wrong else "OK"
-        lines.append(_footer(engine, f"{ratios.mean(engine):.3g} times, {judged}"))
+        mean = geometric_mean([each.ratio(engine) or 1.0 for each in compared])
+        lines.append(_footer(engine, f"{mean:.3g} times, {judged}"))
     return [*lines, "#", f"# error: {error}" if error else ""]
 
 
@@ -302,7 +304,7 @@ class JsonReport:
             }
             if times is not None:
                 entry[f"{place}_per_iter"] = _iterations(times)
-        entry["actual_iterations"] = measured.num_iterations
+        entry["actual_iterations"] = self._heading.options.loop.iterations
         entry["experiment_name"] = ""
         at = measured.at.strftime(_STAMP)
         ours: dict[str, Any] = {"cycle": measured.cycle, "at": at}
@@ -319,7 +321,7 @@ def _config(heading: results.Heading) -> dict[str, Any]:
         step = {"step_factor": sweep.factor}
     names = ("rank", "group", "pid", "hostname", "device", "device_hex", "device_info")
     devices = [
-        (d.rank, d.group, d.pid, d.host, d.index, d.bus_text, d.name)
+        (d.rank, d.group, d.pid, d.host, d.index, d.bus_id, d.name)
         for d in heading.devices
     ]
     return {
@@ -359,23 +361,24 @@ def _ours(heading: results.Heading, ending: results.Ending) -> dict[str, Any]:
         "limit": bound,
         "call_overhead_us": heading.call_overhead_us,
         "peak_busbw_gb_per_s": totals.peak_busbw_gb_per_s,
-        "num_wrong": totals.num_wrong if totals.is_checked else None,
+        "num_wrong": totals.num_wrong,
         "ended_by": ending.reason.name.lower(),
     }
 
 
 def _iterations(times: results.IterationTimes) -> dict[str, Any]:
+    kept = times.kept_us
     entry: dict[str, Any] = {
         "skipped_iterations": times.num_skipped,
-        "min_us": times.min_us,
-        "max_us": times.max_us,
+        "min_us": kept[0],
+        "max_us": kept[-1],
         "avg_us": times.mean_us,
-        "p50_us": times.median_us,
+        "p50_us": median_high(kept),
         "p95_us": times.percentile_us(95),
         "p99_us": times.percentile_us(99),
         "stdev_us": times.deviation_us,
         "cv_pct": times.variation_percent,
-        "times_us": list(times.times_us),
+        "times_us": times.times_us,
     }
     if len(times.rank_times_us) > 1:
         entry["per_process_max_times_us"] = [list(t) for t in times.rank_times_us]
@@ -387,15 +390,4 @@ def _bool(value: bool) -> str:  # noqa: FBT001  theirs are words
 
 
 def _dump(entry: dict[str, Any]) -> str:
-    return json.dumps(_finite(entry), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:  # noqa: ANN401  whatever JSON has
-    """Round floats to six decimals, and write those that JSON has not as words."""
-    if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(value, list):
-        return [_finite(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
-    return value
+    return json.dumps(results.finite(entry, num_decimals=6), allow_nan=False)
