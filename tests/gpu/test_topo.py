@@ -27,7 +27,7 @@ def test_every_verb_has_an_answer():
     assert "rank" in topo("place", "-n", str(NUM_DEVICES))
     assert "all_reduce" in topo("limit")
     topo("lint", num_codes=2)
-    for flag in ("--matrix", "--paths", "--nccl-paths"):
+    for flag in ("--matrix", "--paths"):
         assert topo(flag).strip()
 
 

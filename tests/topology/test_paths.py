@@ -11,7 +11,6 @@ from tests.topology.sample_hosts import (
     sample_host,
 )
 
-from ronde.errors import UsageError
 from ronde.topology.graph import (
     NVSWITCH,
     GpuDevice,
@@ -23,13 +22,6 @@ from ronde.topology.graph import (
     PciDevice,
     Relation,
 )
-from ronde.topology.paths.detours import (
-    Detours,
-    add_detours,
-    default_peer_level,
-    find_nearest,
-    parse_level,
-)
 from ronde.topology.paths.network import (
     Path,
     PathKind,
@@ -39,9 +31,7 @@ from ronde.topology.paths.network import (
     find_paths,
     join_switches,
 )
-from ronde.topology.paths.speeds import LATEST, NcclRelease, parse_release
 
-OLD = parse_release("2.29.7")
 GEN3 = "8.0 GT/s PCIe"
 GEN4 = "16.0 GT/s PCIe"
 INTEL = NumaNode(0, arch="x86_64", vendor="GenuineIntel", family=6, model=85)
@@ -99,7 +89,7 @@ class TestKinds:
 
 class TestSamples:
     def test_perlmutter_is_what_nccl_printed(self):
-        paths = find_paths(sample_host(PERLMUTTER), OLD)
+        paths = find_paths(sample_host(PERLMUTTER))
         assert figures(paths.between("net/cxi2", "0000:41:00.0")) == (3, 24.0, "PHB")
         assert figures(paths.between("net/cxi2", "0000:03:00.0")) == (4, 16.0, "SYS")
         direct = paths.between("0000:03:00.0", "0000:c1:00.0")
@@ -108,25 +98,11 @@ class TestSamples:
             *(0, 5000.0, "LOC"),
         )
 
-    def test_perlmutter_has_a_hop_more_for_each_gpu_since_2_30(self):
-        for release in (LATEST,):
-            paths = find_paths(sample_host(PERLMUTTER), release)
-            near = paths.between("net/cxi2", "0000:41:00.0")
-            assert figures(near) == (4, 24.0, "PHB")
-            direct = paths.between("0000:03:00.0", "0000:c1:00.0")
-            assert figures(direct) == (3, 80.0, "NVL")
-
     # 18 links of 20.6 and 40.1 GB/s.
-    @pytest.mark.parametrize(
-        ("name", "version", "gb_per_s"),
-        [
-            (H200, "2.29.7", 370.8),
-            (B200, "2.29.7", 721.8),
-        ],
-    )
-    def test_nvlinks_to_switches_count_together(self, name, version, gb_per_s):
+    @pytest.mark.parametrize(("name", "gb_per_s"), [(H200, 370.8), (B200, 721.8)])
+    def test_nvlinks_to_switches_count_together(self, name, gb_per_s):
         host = sample_host(name)
-        paths = find_paths(host, parse_release(version))
+        paths = find_paths(host)
         edges = paths.network.edges[NVSWITCH]
         assert {edge.gb_per_s for edge in edges} == {gb_per_s}
         for one, other in permutations([each.name for each in host.gpus], 2):
@@ -137,7 +113,7 @@ class TestSamples:
         assert {each.peer for each in said} == {"OK"}
         host = sample_host(H200)
         assert len(host.gpus) == 8
-        paths = add_detours(find_paths(host))
+        paths = find_paths(host)
         for one, other in combinations(host.gpus, 2):
             path = paths.between(one.name, other.name)
             assert path.kind <= PathKind.NVL
@@ -145,26 +121,25 @@ class TestSamples:
     def test_more_links_than_a_chip_has_end_at_nccls_limit(self):
         # The file has seven times 18: 126 * 40.1 = 5052.6.
         host = sample_host("modal_gvisor_b200_vm_topo.xml")
-        path = find_paths(host, OLD).between(host.gpus[0].name, host.gpus[1].name)
+        path = find_paths(host).between(host.gpus[0].name, host.gpus[1].name)
         assert figures(path) == (2, 5000.0, "NVL")
 
     def test_a_link_to_itself_leads_nowhere(self):
         host = sample_host("azure_ncv4_a100pcie_topo.xml")
         assert {link.source == link.target for link in host.links} == {True}
-        path = find_paths(host, OLD).between(host.gpus[0].name, host.gpus[1].name)
+        path = find_paths(host).between(host.gpus[0].name, host.gpus[1].name)
         assert figures(path) == (3, 12.0, "SYS")
 
     def test_broadcoms_switches_are_one(self):
         # 180000 Mb/s; both below switches of their own, which are below one.
         host = sample_host(OCI_H100)
         path = find_paths(host).between("0000:0f:00.0", "net/mlx5_0")
-        assert figures(path) == (4, 22.5, "PIX")
+        assert figures(path) == (3, 22.5, "PIX")
 
     @pytest.mark.parametrize("name", FILES)
-    @pytest.mark.parametrize("version", ["2.29.7", "2.30.7"])
-    def test_all_gpus_reach_one_another(self, name, version):
+    def test_all_gpus_reach_one_another(self, name):
         host = sample_host(name)
-        paths = find_paths(host, parse_release(version))
+        paths = find_paths(host)
         ends = [each.name for each in (*host.gpus, *host.ports)]
         for one, other in combinations(ends, 2):
             there, back = paths.between(one, other), paths.between(other, one)
@@ -173,9 +148,8 @@ class TestSamples:
             assert 0 < there.gb_per_s <= 5000
 
     @pytest.mark.parametrize("name", FILES)
-    @pytest.mark.parametrize("version", ["2.29.7", "2.30.7"])
-    def test_every_path_is_what_its_route_is(self, name, version):
-        paths = find_paths(sample_host(name), parse_release(version))
+    def test_every_path_is_what_its_route_is(self, name):
+        paths = find_paths(sample_host(name))
         for (source, target), path in paths.table.items():
             check_route(paths, source, target, path)
 
@@ -190,14 +164,11 @@ def check_route(paths: Paths, source: str, target: str, path: Path) -> None:
 def follow(network: PathNetwork, route: tuple[str, ...]) -> Path:
     """Return the path of a route, as its target sees it."""
     kind, speed = PathKind.LOC, 5000.0
-    holder = VertexKind.GPU if network.release == OLD else VertexKind.DEV
     outward = route[::-1]
     for place, (here, there) in enumerate(pairwise(outward)):
         found = [e for e in network.edges[here] if e.target == there]
         edge = max(found, key=lambda e: e.gb_per_s)
-        passes = network.kinds[here] == holder and outward[0] not in (
-            *(here, here.removeprefix("dev/")),
-        )
+        passes = network.kinds[here] == VertexKind.GPU and here != outward[0]
         is_peer = passes and edge.kind == kind == PathKind.NVL and place > 0
         kind = max(kind, edge.kind, PathKind.NVB if is_peer else PathKind.LOC)
         speed = min(speed, edge.gb_per_s)
@@ -207,11 +178,6 @@ def follow(network: PathNetwork, route: tuple[str, ...]) -> Path:
 def all_routes(network: PathNetwork, target: str, source: str) -> list[Path]:
     """Return every route without a circle that NCCL lets pass, by brute force."""
     found: list[Path] = []
-    is_old = network.release == OLD
-    holder = VertexKind.GPU if is_old else VertexKind.DEV
-    is_gpu = network.kinds[target] == VertexKind.GPU
-    start = f"dev/{target}" if is_gpu and not is_old else target
-    longest = 2 if start != target else 1
 
     def step(outward: tuple[str, ...]) -> None:
         here = outward[-1]
@@ -222,10 +188,9 @@ def all_routes(network: PathNetwork, target: str, source: str) -> list[Path]:
             if edge.target in outward:
                 continue
             there = network.kinds[edge.target]
-            if network.kinds[here] == holder and here != start:
-                is_end = edge.kind == PathKind.LOC and there == VertexKind.GPU
-                is_peer = edge.kind == PathKind.NVL and there == holder
-                if not is_end and not (is_peer and len(outward) - 1 <= longest):
+            if network.kinds[here] == VertexKind.GPU and here != target:
+                is_peer = edge.kind == PathKind.NVL and there == VertexKind.GPU
+                if not (is_peer and len(outward) == 2):
                     continue
             step((*outward, edge.target))
 
@@ -281,14 +246,11 @@ def linked_hosts(draw: st.DrawFn) -> HostTopology:
     return host._replace(links=tuple(links))
 
 
-RULES = st.sampled_from(NcclRelease)
-
-
 class TestLaws:
-    @given(small_hosts(), RULES)
+    @given(small_hosts())
     @settings(max_examples=60, deadline=None)
-    def test_without_nvlink_none_is_better_than_the_one_found(self, host, release):
-        paths = find_paths(host, release)
+    def test_without_nvlink_none_is_better_than_the_one_found(self, host):
+        paths = find_paths(host)
         ends = [each.name for each in (*host.gpus, *host.ports)]
         for one, other in permutations(ends, 2):
             path = paths.between(one, other)
@@ -302,29 +264,19 @@ class TestLaws:
     @given(linked_hosts())
     @settings(max_examples=60, deadline=None)
     def test_with_nvlink_none_is_nearer_than_the_one_found(self, host):
-        paths = find_paths(host, LATEST)
+        paths = find_paths(host)
         for one, other in permutations([each.name for each in host.gpus], 2):
             path = paths.between(one, other)
             routes = all_routes(paths.network, other, one)
             assert path in routes
             assert path.kind == min(each.kind for each in routes)
 
-    @given(linked_hosts(), RULES)
+    @given(linked_hosts())
     @settings(max_examples=60, deadline=None)
-    def test_routes_are_what_they_say(self, host, release):
-        paths = find_paths(host, release)
+    def test_routes_are_what_they_say(self, host):
+        paths = find_paths(host)
         for (source, target), path in paths.table.items():
             check_route(paths, source, target, path)
-
-    @given(linked_hosts(), RULES)
-    @settings(max_examples=60, deadline=None)
-    def test_detours_keep_all_in_reach(self, host, release):
-        paths = find_paths(host, release)
-        used = add_detours(paths)
-        assert used.table.keys() == paths.table.keys()
-        for ends, path in used.table.items():
-            assert (path.route[0], path.route[-1]) == ends
-            assert len(path.route) == path.num_hops + 1
 
 
 class TestHosts:
@@ -344,7 +296,7 @@ class TestHosts:
             bridges=bridges,
             nodes=(INTEL, INTEL._replace(number=1)),
         )
-        paths = find_paths(host, OLD)
+        paths = find_paths(host)
         found = [
             figures(paths.between("0000:40:00.0", f"net/mlx5_{n}")) for n in range(4)
         ]
@@ -376,37 +328,30 @@ class TestHosts:
             nodes=(AMD, AMD._replace(number=1)),
             links=(*both("40", "41"), *both("41", "42"), *both("42", "43")),
         )
-        for release, more in ((OLD, 0), (LATEST, 2)):
-            paths = find_paths(host, release)
-            one = [
-                figures(paths.between("0000:40:00.0", f"0000:{n}:00.0"))
-                for n in (41, 42, 43)
-            ]
-            # To the fourth over its own processor: two GPUs on the way are too many.
-            assert one == [
-                (1 + more, 40.0, "NVL"),
-                (2 + more, 40.0, "NVB"),
-                (3 + more, 16.0, "SYS"),
-            ]
+        paths = find_paths(host)
+        one = [
+            figures(paths.between("0000:40:00.0", f"0000:{n}:00.0"))
+            for n in (41, 42, 43)
+        ]
+        # To the fourth over its own processor: two GPUs on the way are too many.
+        assert one == [(1, 40.0, "NVL"), (2, 40.0, "NVB"), (3, 16.0, "SYS")]
 
-    def test_since_2_30_5_the_nearer_kind_beats_fewer_hops(self):
+    def test_the_nearer_kind_beats_fewer_hops(self):
         # Both at one processor: by it, two hops; by the switches' NVLink, also two, but
         # narrower: 18 GB/s to PCIe's 24.
         links = [Link(LinkKind.NVLINK, f"0000:4{n}:00.0", NVSWITCH, 1) for n in (0, 1)]
         host = make_host(gpu(0, sm=60), gpu(1, sm=60), links=links)
         ends = "0000:40:00.0", "0000:41:00.0"
-        assert figures(find_paths(host, OLD).between(*ends)) == (2, 24.0, "PHB")
-        assert figures(find_paths(host, LATEST).between(*ends)) == (4, 18.0, "NVL")
+        assert figures(find_paths(host).between(*ends)) == (2, 18.0, "NVL")
 
-    def test_since_2_30_5_more_bandwidth_beats_fewer_hops(self):
+    def test_more_bandwidth_beats_fewer_hops(self):
         ends = "0000:40:00.0", "0000:41:00.0"
         links = [
             *(Link(LinkKind.NVLINK, *pair, 1) for pair in permutations(ends)),
             *(Link(LinkKind.NVLINK, name, NVSWITCH, 4) for name in ends),
         ]
         host = make_host(gpu(0), gpu(1), links=links)
-        assert figures(find_paths(host, OLD).between(*ends)) == (1, 20.0, "NVL")
-        assert figures(find_paths(host, LATEST).between(*ends)) == (4, 80.0, "NVL")
+        assert figures(find_paths(host).between(*ends)) == (2, 80.0, "NVL")
 
     def test_edges_are_by_bandwidth_and_the_one_above_is_last(self):
         ends = "0000:40:00.0", "0000:41:00.0", "0000:42:00.0"
@@ -416,12 +361,12 @@ class TestHosts:
             Link(LinkKind.NVLINK, ends[0], ends[1], 2),
         ]
         host = make_host(gpu(0), gpu(1), gpu(2), links=links)
-        edges = PathNetwork(host, OLD).edges[ends[0]]
+        edges = PathNetwork(host).edges[ends[0]]
         # 60 and 40 GB/s, while PCIe has 24.
         assert [edge.target for edge in edges] == [ends[1], ends[2], "numa/0"]
         wide = host._replace(gpus=tuple(g._replace(sm=60) for g in host.gpus))
         one = wide._replace(links=(links[0],))
-        edges = PathNetwork(one, OLD).edges[ends[0]]
+        edges = PathNetwork(one).edges[ends[0]]
         assert [edge.gb_per_s for edge in edges] == [18.0, 24.0]
 
     def test_devices_of_which_no_node_is_told_are_at_none(self):
@@ -432,22 +377,22 @@ class TestHosts:
         nodes = (AMD, AMD._replace(number=1))
         host = make_host(gpu(0, node=1), nodes=nodes)
         host = host._replace(ports=(NetPort("eth0", mbit_per_s=10000),))
-        path = find_paths(host, OLD).between("net/eth0", "0000:40:00.0")
+        path = find_paths(host).between("net/eth0", "0000:40:00.0")
         assert figures(path) == (4, 1.2, "SYS")
         assert path.route[:3] == ("net/eth0", "nic/-1", "numa/0")
 
     def test_without_nvlinks_told_a_host_has_paths(self):
         host = make_host(gpu(0), gpu(1), nic(0))
-        paths = find_paths(host, OLD)
+        paths = find_paths(host)
         assert figures(paths.between("0000:40:00.0", "0000:41:00.0")) == (
             *(2, 24.0, "PHB"),
         )
 
     def test_a_link_told_in_one_direction_alone_is_no_path(self):
         link = Link(LinkKind.NVLINK, "0000:40:00.0", "0000:41:00.0", 4)
-        paths = find_paths(make_host(gpu(0), gpu(1), links=[link]), LATEST)
+        paths = find_paths(make_host(gpu(0), gpu(1), links=[link]))
         for ends in permutations(("0000:40:00.0", "0000:41:00.0")):
-            assert figures(paths.between(*ends)) == (4, 24.0, "PHB")
+            assert figures(paths.between(*ends)) == (2, 24.0, "PHB")
 
     def test_the_class_of_its_target_says_what_a_link_leads_to(self):
         def kind(target_class: int) -> str:
@@ -457,7 +402,7 @@ class TestHosts:
                 for pair in permutations(ends)
             ]
             host = make_host(gpu(0), gpu(1), links=links)
-            route = find_paths(host, OLD).between(*ends).route
+            route = find_paths(host).between(*ends).route
             return " ".join(route[1:-1])
 
         assert kind(0x030200) == ""
@@ -466,10 +411,10 @@ class TestHosts:
 
     def test_a_port_of_which_only_the_bus_is_told_has_no_limit_of_its_own(self):
         host = make_host(gpu(0), nic(0, mbit_per_s=0))
-        known = find_paths(host, OLD).between("0000:40:00.0", "net/mlx5_0")
+        known = find_paths(host).between("0000:40:00.0", "net/mlx5_0")
         assert known.gb_per_s == 1.25
         untold = host._replace(ports=(host.ports[0]._replace(number=-1),))
-        path = find_paths(untold, OLD).between("0000:40:00.0", "net/mlx5_0")
+        path = find_paths(untold).between("0000:40:00.0", "net/mlx5_0")
         assert path.gb_per_s == 24.0
 
     def test_what_nothing_is_told_of_has_no_paths(self):
@@ -477,10 +422,9 @@ class TestHosts:
         paths = find_paths(host)
         assert paths.between("gpu/0", "gpu/1") is None
         assert paths.between("gpu/0", "gpu/7") is None
-        assert add_detours(paths).between("gpu/0", "gpu/1") is None
 
     def test_an_empty_host_has_no_paths(self):
-        assert add_detours(find_paths(HostTopology())).table == {}
+        assert find_paths(HostTopology()).table == {}
 
     def test_devices_without_numa_node_are_together_as_in_nccl(self):
         host = make_host(
@@ -489,14 +433,14 @@ class TestHosts:
             gpu(2, node=1),
             nodes=(AMD, AMD._replace(number=1)),
         )
-        paths = find_paths(host, OLD)
+        paths = find_paths(host)
         first = [paths.between("0000:40:00.0", f"0000:4{n}:00.0") for n in (1, 2)]
         assert [path.kind.value for path in first] == ["PHB", "SYS"]
         assert first[0].route[1] == "numa/-1"
 
     def test_devices_without_numa_node_are_at_the_only_one(self):
         host = make_host(gpu(0, node=-1), gpu(1), nodes=(AMD,))
-        path = find_paths(host, OLD).between("0000:40:00.0", "0000:41:00.0")
+        path = find_paths(host).between("0000:40:00.0", "0000:41:00.0")
         assert path.route[1] == "numa/0"
 
     def test_a_word_on_a_pair_counts_where_no_bus_is_told(self):
@@ -563,246 +507,3 @@ class TestSwitches:
     def test_others_stay(self):
         devices = [bridge("a"), bridge("b", "a"), broadcom("c", "b", 0xC010, 0x1000)]
         assert join_switches(devices) == {"a": "", "b": "a", "c": "b"}
-
-
-class TestDetours:
-    @pytest.mark.parametrize(
-        ("text", "kind"),
-        [
-            *(("LOC", "LOC"), ("NVL", "NVL"), ("PXB", "PXB"), ("SYS", "SYS")),
-            *(("0", "LOC"), ("1", "PIX"), ("2", "PXB"), ("3", "PHB"), ("4", "SYS")),
-            *(("5", "SYS"), ("123456789012345", "SYS")),
-        ],
-    )
-    def test_a_level_is_a_word_or_an_old_number(self, text, kind):
-        assert parse_level(text) == kind
-
-    @pytest.mark.parametrize("text", ["", "pix", "NET", "DIS", "-1", "PIX ", "٣"])
-    def test_any_other_level_is_refused(self, text):
-        with pytest.raises(UsageError, match="level must be one of LOC"):
-            parse_level(text)
-
-    @pytest.mark.parametrize(
-        ("settings", "same"),
-        [
-            ({"NCCL_NET_GDR_LEVEL": "0"}, {"NCCL_NET_GDR_LEVEL": "LOC"}),
-            ({"NCCL_PXN_DISABLE": "0"}, {}),
-            ({"NCCL_P2P_LEVEL": "PXB"}, {}),
-            # NCCL looks at the level only where peers are not forbidden.
-            (
-                {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "SYS"},
-                {"NCCL_P2P_LEVEL": "LOC"},
-            ),
-            (
-                {"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "NVL"},
-                {"NCCL_P2P_LEVEL": "NVL"},
-            ),
-        ],
-    )
-    def test_settings_are_read_as_nccl_reads_them(self, settings, same):
-        paths = find_paths(sample_host(OCI_H100))
-        plain, used = add_detours(paths), add_detours(paths, settings)
-        assert used == add_detours(paths, same)
-        assert (used == plain) is (not same or same == {"NCCL_P2P_LEVEL": "NVL"})
-
-    @pytest.mark.parametrize(
-        ("settings", "words"),
-        [
-            ({"NCCL_DEBUG": "INFO"}, "NCCL's settings must be of NCCL_P2P_LEVEL, "),
-            ({"NCCL_P2P_LEVEL": "FAR"}, "level must be one of LOC, "),
-            ({"NCCL_P2P_DISABLE": "yes"}, "NCCL_P2P_DISABLE must be 0 or 1, got 'yes'"),
-        ],
-    )
-    def test_settings_that_say_nothing_of_paths_are_refused(self, settings, words):
-        with pytest.raises(UsageError, match=words):
-            add_detours(find_paths(HostTopology()), settings)
-
-    def test_without_gpudirect_an_adapter_is_reached_by_the_processor(self):
-        # The switch's own link is PCIe 3.
-        switch = bridge("0000:01:00.0", speed=GEN3)
-        for lacking in ("gpu", "nic"):
-            host = make_host(
-                gpu(0, switch.bus_id, gdr=int(lacking != "gpu")),
-                nic(0, switch.bus_id, gdr=int(lacking != "nic")),
-                bridges=[switch],
-            )
-            raw = find_paths(host, OLD)
-            used = add_detours(raw)
-            for ends in permutations(("0000:40:00.0", "net/mlx5_0")):
-                assert figures(raw.between(*ends)) == (3, 24.0, "PIX")
-                assert figures(used.between(*ends)) == (5, 12.0, "PHB")
-
-    def test_the_level_of_gpudirect_can_be_set(self):
-        switch = bridge("0000:01:00.0", speed=GEN3)
-        host = make_host(gpu(0, switch.bus_id), nic(0, switch.bus_id), bridges=[switch])
-        paths = find_paths(host, OLD)
-        ends = "0000:40:00.0", "net/mlx5_0"
-        assert add_detours(paths) == paths
-        used = add_detours(paths, {"NCCL_NET_GDR_LEVEL": "LOC"})
-        assert figures(used.between(*ends)) == (5, 12.0, "PHB")
-
-    def test_peers_too_far_exchange_by_the_processor_of_the_target(self):
-        switch = bridge("0000:01:00.0", speed=GEN3)
-        host = make_host(gpu(0, switch.bus_id), gpu(1, switch.bus_id), bridges=[switch])
-        paths = find_paths(host, OLD)
-        ends = "0000:40:00.0", "0000:41:00.0"
-        assert figures(add_detours(paths).between(*ends)) == (2, 24.0, "PIX")
-        for level in (PathKind.LOC, PathKind.NVL):
-            used = add_detours(paths, {"NCCL_P2P_LEVEL": level})
-            assert figures(used.between(*ends)) == (4, 12.0, "PHB")
-            assert used.between(*ends).route[2] == "numa/0"
-
-    @pytest.mark.parametrize(
-        ("node", "num_gpus", "version", "level"),
-        [
-            (AMD, 2, "2.29.7", "SYS"),
-            (AMD, 3, "2.29.7", "PXB"),
-            (INTEL, 2, "2.29.7", "PXB"),
-            (NumaNode(0, arch="ppc64"), 2, "2.29.7", "PXB"),
-            (NumaNode(0, arch="arm64"), 2, "2.29.7", "PXB"),
-        ],
-    )
-    def test_which_peers_are_too_far(self, node, num_gpus, version, level):
-        host = make_host(*(gpu(n) for n in range(num_gpus)), nodes=[node])
-        assert default_peer_level(PathNetwork(host, parse_release(version))) == level
-
-    def test_nccls_own_choice_of_level_is_used(self):
-        # A path that nobody could find shows whether it is replaced.
-        nodes = (AMD, AMD._replace(number=1))
-        bridges = [bridge("0000:01:00.0"), bridge("0000:02:00.0", node=1)]
-        host = make_host(
-            gpu(0, "0000:01:00.0"),
-            gpu(1, "0000:01:00.0"),
-            gpu(2, "0000:02:00.0"),
-            bridges=bridges,
-            nodes=nodes,
-        )
-        paths = find_paths(host, OLD)
-        far = "0000:40:00.0", "0000:42:00.0"
-        table = {**paths.table, far: paths.table[far]._replace(gb_per_s=1.0)}
-        assert add_detours(Paths(paths.network, table)).between(*far).gb_per_s == 16.0
-        kept = {"NCCL_P2P_LEVEL": "SYS"}
-        used = add_detours(Paths(paths.network, table), kept)
-        assert used.between(*far).gb_per_s == 1.0
-
-    def test_another_gpu_passes_on_to_its_adapter(self):
-        host = sample_host(OCI_H100)
-        paths = find_paths(host, OLD)
-        used = add_detours(paths)
-        far = "0000:0f:00.0", "net/mlx5_17"
-        assert figures(paths.between(*far)) == (6, 6.0, "SYS")
-        # GPU, switch, the near GPU, PCI switch, adapter, port.
-        assert figures(used.between(*far)) == (5, 22.5, "PXN")
-        assert used.between(*far).route[1:3] == (NVSWITCH, "0000:d8:00.0")
-        back = far[::-1]
-        assert used.between(*back) == paths.between(*back)
-        off = add_detours(paths, {"NCCL_PXN_DISABLE": "1"})
-        assert off.between(*far) == paths.between(*far)
-
-    def test_a_gpu_that_is_as_near_itself_needs_no_other(self):
-        switch = bridge("0000:01:00.0")
-        ends = "0000:40:00.0", "0000:41:00.0"
-        host = make_host(
-            *(gpu(0, switch.bus_id), gpu(1, switch.bus_id), nic(0, switch.bus_id)),
-            bridges=[switch],
-            links=[Link(LinkKind.NVLINK, *pair, 4) for pair in permutations(ends)],
-        )
-        used = add_detours(find_paths(host, OLD))
-        kinds = {used.between(name, "net/mlx5_0").kind.value for name in ends}
-        assert kinds == {"PIX"}
-
-    def test_gpus_share_the_adapters_that_are_near_to_all(self):
-        switch = bridge("0000:01:00.0")
-        elements = [make(n, switch.bus_id) for make in (gpu, nic) for n in range(4)]
-        host = make_host(*elements, bridges=[switch])
-        detours = Detours(find_paths(host, OLD), {})
-        # The bits of the number in reverse: 00, 10, 01, 11.
-        own = [detours.find_own_ports(each) for each in host.gpus]
-        assert own == [(f"net/mlx5_{n}",) for n in (0, 2, 1, 3)]
-        back = [detours.find_own_gpu(each.name) for each in host.ports]
-        assert back == [host.gpus[n] for n in (0, 2, 1, 3)]
-
-    def test_the_nearest_has_the_most_bandwidth_and_then_the_nearest_kind(self):
-        figures = {"a": ("SYS", 24.0), "b": ("PHB", 24.0), "c": ("PIX", 12.0)}
-        table = {
-            ("x", name): Path(PathKind(kind), speed, 1, ("x", name))
-            for name, (kind, speed) in figures.items()
-        }
-        assert find_nearest(table, "x", ["a", "b", "c", "d"]) == ("b",)
-        assert find_nearest(table, "x", ["a", "c", "a"]) == ("a",)
-        assert find_nearest(table, "y", ["a"]) == ()
-
-    def test_each_adapter_has_a_gpu_of_its_own_that_passes_on(self):
-        host = sample_host(OCI_H100)
-        used = add_detours(find_paths(host, OLD))
-        relays = {
-            port.name: {
-                path.route[2]
-                for each in host.gpus
-                if (path := used.between(each.name, port.name)).kind == PathKind.PXN
-            }
-            for port in host.ports
-        }
-        # Sixteen ports, two of them below each GPU's switch.
-        assert all(len(found) == 1 for found in relays.values())
-        counts = [found.pop() for found in relays.values()]
-        assert sorted(counts) == sorted([each.name for each in host.gpus] * 2)
-
-    def test_since_2_30_only_what_has_gpudirect_passes_on(self):
-        switch = bridge("0000:01:00.0")
-        ends = "0000:40:00.0", "0000:41:00.0"
-        links = [Link(LinkKind.NVLINK, *pair, 4) for pair in permutations(ends)]
-        far = "0000:40:00.0", "net/mlx5_0"
-
-        def kind(version: str, has_gdr: int) -> str:
-            host = make_host(
-                gpu(0, node=1),
-                gpu(1, switch.bus_id, gdr=has_gdr),
-                nic(0, switch.bus_id),
-                bridges=[switch],
-                nodes=(AMD, AMD._replace(number=1)),
-                links=links,
-            )
-            return (
-                add_detours(find_paths(host, parse_release(version))).between(*far).kind
-            )
-
-        assert [kind("2.29.7", 1), kind("2.29.7", 0)] == ["PXN", "PXN"]
-        assert [kind("2.30.7", 1), kind("2.30.7", 0)] == ["PXN", "SYS"]
-
-    def test_c2c_makes_adapters_of_the_same_processor_near(self):
-        node = NumaNode(0, arch="arm64")
-        link = Link(LinkKind.C2C, "0000:40:00.0", "numa/0", 10, gb_per_s=374.88)
-        host = make_host(gpu(0, sm=90), nic(0), nodes=[node], links=[link])
-        ends = "0000:40:00.0", "net/mlx5_0"
-        raw = find_paths(host)
-        assert raw.between("0000:40:00.0", "numa/0").kind is PathKind.C2C
-        assert figures(add_detours(raw).between(*ends))[1:] == (24.0, "P2C")
-
-    def test_without_gpudirect_over_c2c_the_processor_is_on_the_way(self):
-        node = NumaNode(0, arch="arm64")
-        link = Link(LinkKind.C2C, "0000:40:00.0", "numa/0", 10, gb_per_s=374.88)
-        host = make_host(gpu(0, sm=90), nic(0), nodes=[node], links=[link])
-        paths = find_paths(host)
-        used = add_detours(paths, {"NCCL_NET_GDR_C2C": "0"})
-        for ends in permutations(("0000:40:00.0", "net/mlx5_0")):
-            path = used.between(*ends)
-            assert path.kind is PathKind.P2C
-            assert "numa/0" in path.route
-
-    def test_a_gpu_with_c2c_passes_on_unless_nccl_is_told_not_to(self):
-        names = "0000:40:00.0", "0000:41:00.0"
-        links = [
-            *(Link(LinkKind.NVLINK, *pair, 6) for pair in permutations(names)),
-            *(
-                Link(LinkKind.C2C, name, f"numa/{n}", 10, gb_per_s=374.88)
-                for n, name in enumerate(names)
-            ),
-        ]
-        gpus = [gpu(n, node=n, sm=90) for n in range(2)]
-        nodes = [NumaNode(n, arch="arm64") for n in range(2)]
-        paths = find_paths(make_host(*gpus, nic(0), nodes=nodes, links=links))
-        far = names[1], "net/mlx5_0"
-        assert add_detours(paths).between(*far).kind is PathKind.PXN
-        off = add_detours(paths, {"NCCL_PXN_C2C": "0"})
-        assert off.between(*far).kind is PathKind.SYS

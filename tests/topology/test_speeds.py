@@ -1,7 +1,6 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.errors import UsageError
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -13,36 +12,15 @@ from ronde.topology.graph import (
 )
 from ronde.topology.paths.speeds import (
     LOCAL_GB_PER_S,
-    NcclRelease,
     link_gb_per_s,
     max_nvlinks,
     nvlink_gb_per_s,
-    parse_release,
     pci_gb_per_s,
     pci_theory_gb_per_s,
     port_gb_per_s,
     smp_gb_per_s,
     xgmi_gb_per_s,
 )
-
-
-class TestReleases:
-    @pytest.mark.parametrize(
-        ("text", "release"),
-        [
-            ("2.29.7+cuda13.2", NcclRelease.V2_29),
-            (" 2.29.2-1 ", NcclRelease.V2_29),
-            ("2.30", NcclRelease.V2_30),
-            ("2.30.7", NcclRelease.V2_30),
-        ],
-    )
-    def test_a_release_is_read_as_nccl_writes_it(self, text, release):
-        assert parse_release(text) is release
-
-    @pytest.mark.parametrize("text", ["2.28.9", "2.31", "3.30", "", "2.3", "2.300"])
-    def test_anything_else_is_refused(self, text):
-        with pytest.raises(UsageError, match=r"must be 2\.29 or 2\.30"):
-            parse_release(text)
 
 
 class TestPci:

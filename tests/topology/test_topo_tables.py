@@ -1,14 +1,10 @@
 import pytest
 from tests.topology.sample_hosts import B200, FILES, OCI_H100, PERLMUTTER, sample_host
 
-from ronde.render.topo_tables import tabulate_classes, tabulate_paths, tabulate_speeds
+from ronde.render.topo_tables import tabulate_classes, tabulate_speeds
 from ronde.topology.graph import GpuDevice, HostTopology, NumaNode
 from ronde.topology.paths.classes import ClassTable, classify
-from ronde.topology.paths.detours import add_detours
 from ronde.topology.paths.network import find_paths
-from ronde.topology.paths.speeds import parse_release
-
-OLD = parse_release("2.29.7")
 
 
 def read_back(text: str) -> dict[tuple[str, str], str]:
@@ -95,7 +91,6 @@ NIC3 SYS  PHB  SYS  SYS  SYS  SYS  SYS  X    32-47,96-111  2
         assert tabulate_classes(empty) == "no GPU and no network adapter\n"
         paths = find_paths(HostTopology())
         assert tabulate_speeds(paths, empty) == "no GPU and no network adapter\n"
-        assert tabulate_paths(paths) == ""
 
     def test_a_table_wider_than_the_line_has_a_column_at_least(self):
         table = ClassTable(
@@ -113,7 +108,7 @@ NIC3 SYS  PHB  SYS  SYS  SYS  SYS  SYS  X    32-47,96-111  2
 class TestSpeeds:
     def test_perlmutters(self):
         host = sample_host(PERLMUTTER)
-        text = tabulate_speeds(find_paths(host, OLD), classify(host))
+        text = tabulate_speeds(find_paths(host), classify(host))
         lines = text.splitlines()
         assert lines[1].split()[1:] == [
             *("X", "NVL", "80.0", "NVL", "80.0", "NVL", "80.0"),
@@ -124,56 +119,5 @@ class TestSpeeds:
 
     def test_a_host_without_gpus_shows_its_adapters(self):
         host = sample_host(PERLMUTTER)._replace(gpus=(), links=())
-        text = tabulate_speeds(find_paths(host, OLD), classify(host))
+        text = tabulate_speeds(find_paths(host), classify(host))
         assert text.splitlines()[1].startswith("NIC0")
-
-
-class TestPaths:
-    def test_perlmutters_first_line_is_nccls(self):
-        # Hops by hand: a peer is one NVLink away, the own processor one PCI link, and
-        # each other processor lies behind a peer; own adapter and port two more.
-        text = tabulate_paths(add_detours(find_paths(sample_host(PERLMUTTER), OLD)))
-        assert text.splitlines()[0] == (
-            "GPU/0-3000 :GPU/0-3000 (0/5000.0/LOC) GPU/0-c1000 (1/80.0/NVL) "
-            "GPU/0-82000 (1/80.0/NVL) GPU/0-41000 (1/80.0/NVL) CPU/0-3 (1/24.0/PHB) "
-            "CPU/0-0 (2/24.0/PHB) CPU/0-1 (2/24.0/PHB) CPU/0-2 (2/24.0/PHB) "
-            "NET/0-3 (3/24.0/PHB) NET/0-0 (4/16.0/SYS) NET/0-1 (4/16.0/SYS) "
-            "NET/0-2 (4/16.0/SYS)"
-        )
-
-    def test_ports_follow_gpus(self):
-        text = tabulate_paths(find_paths(sample_host(PERLMUTTER), OLD))
-        lines = text.splitlines()
-        assert [line.partition(" ")[0] for line in lines] == [
-            *("GPU/0-3000", "GPU/0-c1000", "GPU/0-82000", "GPU/0-41000"),
-            *("NET/0-3", "NET/0-0", "NET/0-1", "NET/0-2"),
-        ]
-        assert "GPU/0-41000 (3/24.0/PHB)" in lines[-1]
-        assert "GPU/0-3000 (4/16.0/SYS)" in lines[-1]
-
-    def test_switches_and_hexadecimal_numbers(self):
-        text = tabulate_paths(find_paths(sample_host(OCI_H100), OLD))
-        assert "GPU/0-f000 :GPU/0-f000 (0/5000.0/LOC) GPU/0-2d000 (2/370.8/NVL)" in text
-        assert " NVS/0-0 (1/370.8/NVL) CPU/0-0 " in text
-        assert text.splitlines()[-1].startswith("NET/0-f :")
-        assert " NVS/0-0 (0/0.0/DIS) " in text.splitlines()[-1]
-
-    def test_since_2_30_devices_are_told_too(self):
-        text = tabulate_paths(
-            find_paths(sample_host(PERLMUTTER), parse_release("2.30"))
-        )
-        first = text.splitlines()[0]
-        assert "GPU/0-c1000 (3/80.0/NVL)" in first
-        assert first.endswith(
-            "DEV/0-3000 (1/5000.0/LOC) DEV/0-c1000 (2/80.0/NVL) "
-            "DEV/0-82000 (2/80.0/NVL) DEV/0-41000 (2/80.0/NVL)"
-        )
-
-    def test_a_domain_is_part_of_the_number(self):
-        text = tabulate_paths(find_paths(sample_host("azurehpc_nc48v4_topo.xml"), OLD))
-        assert text.startswith("GPU/0-100000 :")
-
-    def test_a_host_known_from_nvidia_smi_alone(self):
-        host = sample_host("perlmutter_a100_4x_drv580.159.txt")
-        text = tabulate_paths(find_paths(host, OLD))
-        assert text.startswith("GPU/0-0 :GPU/0-0 (0/5000.0/LOC) GPU/0-1 (1/80.0/NVL)")

@@ -52,7 +52,7 @@ Slurm's topology.conf, or the output of ronde topo --json; - is standard input. 
 file of any form is one host. Without a SOURCE it is this machine.
 """
 _SHOW_HELP = f"""\
-usage: ronde topo [SOURCE ...] [--json | --matrix | --paths | --nccl-paths] [options]
+usage: ronde topo [SOURCE ...] [--json | --matrix | --paths] [options]
 
 Show what a machine is made of.
 
@@ -60,12 +60,6 @@ options:
   --json          the graph as JSON
   --matrix        a table like that of nvidia-smi topo -m
   --paths         kind and bandwidth of the paths of GPUs
-  --nccl-paths    all paths, as NCCL's debug log has them
-  --nccl VERSION  NCCL release whose path rules to use, 2.29 or 2.30 (default:
-                  the newest)
-  -x NAME=VALUE ...
-                  with --nccl-paths: assume this NCCL setting, as
-                  NCCL_P2P_LEVEL=SYS
   --svg FILE      draw one host into FILE
 {_ROOT_OPTION}
 {_SOURCES_HELP}\
@@ -194,7 +188,7 @@ To log all that NCCL can, into one file per rank:
 
 exit code: 0 notes at most, 1 a warning or an error, 64 a file that cannot be read
 """
-_FORMS = ("--json", "--matrix", "--paths", "--nccl-paths")
+_FORMS = ("--json", "--matrix", "--paths")
 _ANY_WIDTH = 1 << 20
 
 
@@ -254,11 +248,6 @@ def _show(options: argparse.Namespace) -> int:
     sources = _read_sources(options)
     if sources and _shows_rings(sources, options):
         return 0
-    if options.x and not options.nccl_paths:
-        raise UsageError(
-            f"-x must stand with --nccl-paths, got it without: {options.x[0]!r}."
-            " Add that, or leave it out."
-        )
     topology = _load(sources, options.root)
     if not topology.hosts and not topology.switches:
         raise UsageError(
@@ -275,9 +264,9 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
         from ronde.topology.graph import write_topology
 
         print(write_topology(topology), end="")
-    elif options.matrix or options.paths or options.nccl_paths:
+    elif options.matrix or options.paths:
         for host in topology.hosts:
-            print(_table(host, options), end="")
+            print(_table(host, is_matrix=options.matrix), end="")
     elif not options.svg:
         from ronde.render.topo_tree import draw_tree
 
@@ -285,7 +274,7 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
         for host in topology.hosts:
             # Where only relations of pairs are known, the tree shows nothing of them.
             if host.relations and not host.devices:
-                print("\n" + _table(host, None), end="")
+                print("\n" + _table(host, is_matrix=True), end="")
 
 
 def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
@@ -300,7 +289,7 @@ def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
             f"sources must be graphs of NCCL's search alone or none of them, got the "
             f"graph {name} and {others[0]}. Give them one after the other."
         )
-    for option in ("--root", *_FORMS, "--nccl", "-x", "--svg"):
+    for option in ("--root", *_FORMS, "--svg"):
         if getattr(options, attribute_of(option)):
             raise UsageError(
                 f"{option} must stand with the description of a machine, got it with a "
@@ -315,30 +304,16 @@ def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
     return True
 
 
-def _table(host: HostTopology, options: argparse.Namespace | None) -> str:
-    """Return a host's table in the form that is asked for, else its matrix."""
-    from ronde.render.topo_tables import (
-        tabulate_classes,
-        tabulate_paths,
-        tabulate_speeds,
-    )
+def _table(host: HostTopology, *, is_matrix: bool) -> str:
+    from ronde.render.topo_tables import tabulate_classes, tabulate_speeds
     from ronde.topology.paths.classes import classify
-    from ronde.topology.paths.detours import add_detours
     from ronde.topology.paths.network import find_paths
-    from ronde.topology.paths.speeds import LATEST, parse_release
 
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else _ANY_WIDTH
-    if options is None or options.matrix:
+    if is_matrix:
         return tabulate_classes(classify(host), width)
-    paths = find_paths(host, parse_release(options.nccl) if options.nccl else LATEST)
-    if not options.nccl_paths:
-        return tabulate_speeds(paths, classify(host), width)
-    unset = [each for each in options.x if "=" not in each]
-    if unset:
-        raise UsageError(f"-x must be NAME=VALUE, got {unset[0]!r}. Give its value.")
-    settings = dict(each.split("=", 1) for each in options.x)
-    return tabulate_paths(add_detours(paths, settings))
+    return tabulate_speeds(find_paths(host), classify(host), width)
 
 
 def _draw(hosts: Sequence[HostTopology], path: Path) -> None:

@@ -1,6 +1,5 @@
 """Tables of a host: how near elements are, placements, limits, differences."""
 
-import re
 from collections.abc import Sequence
 
 from ronde.render.text import WIDTH, align, grouped, list_some, wrap
@@ -11,10 +10,9 @@ from ronde.topology.comparison import (
     PathComparison,
 )
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.graph import UNKNOWN
 from ronde.topology.limits import Bound, Limit, LimitWorld, Rate
 from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
-from ronde.topology.paths.network import Path, Paths, VertexKind
+from ronde.topology.paths.network import Paths
 from ronde.topology.placement.plan import HostPlan, PlannedRank
 from ronde.units import counted
 
@@ -40,12 +38,7 @@ _PLAN_HEAD = ("rank", "GPU", "bus", "cores", "CPUs", "memory", "adapter", "align
 _BUS = _PLAN_HEAD.index("bus")
 _NONE = "-"
 _LARGE = 10_000
-_LOCAL_BITS = (1 << 56) - 1
 _NOTHING = "no GPU and no network adapter\n"
-_V = VertexKind
-# What NCCL's lines lead from, and what to, in its order.
-_SOURCES = (_V.GPU, _V.NET)
-_TARGETS = (_V.GPU, _V.NVS, _V.CPU, _V.NET, _V.DEV)
 
 
 def tabulate_classes(table: ClassTable, num_chars: int = WIDTH) -> str:
@@ -96,28 +89,6 @@ def tabulate_speeds(paths: Paths, table: ClassTable, num_chars: int = WIDTH) -> 
     return text + f"\nGB/s in one direction, as NCCL counts{note}\n"
 
 
-def tabulate_paths(paths: Paths) -> str:
-    """Return the paths as NCCL writes them to its log, a line a GPU and port."""
-    # Each is hops, GB/s and kind: ``GPU/0-c1000 (1/80.0/NVL)``. NCCL itself cuts
-    # lines after 1023 characters.
-    ids = _number(paths)
-    lines: list[str] = []
-
-    def hops(path: Path | None) -> str:
-        if path is None:
-            return "(0/0.0/DIS)"
-        return f"({path.num_hops}/{path.gb_per_s:.1f}/{path.kind})"
-
-    for source in [n for kind in _SOURCES for n in paths.network.named(kind)]:
-        entries = [
-            f"{ids[target]} {hops(paths.between(source, target))}"
-            for kind in _TARGETS
-            for target in paths.network.named(kind)
-        ]
-        lines.append(f"{ids[source]} :{' '.join(entries)}\n")
-    return "".join(lines)
-
-
 def _fold(
     headings: Sequence[str],
     labels: Sequence[str],
@@ -149,28 +120,6 @@ def _shorten(text: str) -> str:
     if len(text) <= _MOST_LIST_CHARS:
         return text
     return text[: text.rfind(",", 0, _MOST_LIST_CHARS - 3) + 1] + "..."
-
-
-def _number(paths: Paths) -> dict[str, str]:
-    """Return what NCCL calls each end of a path: ``GPU/0-3000``, ``NET/0-0``."""
-    network = paths.network
-    gpus = {each.name: each.number for each in reversed(network.host.gpus)}
-    ports = {each.name: each.number for each in reversed(network.host.ports)}
-    ids: dict[str, str] = {}
-    for kind in _TARGETS:
-        for place, name in enumerate(network.named(kind)):
-            number = place
-            if kind in (_V.GPU, _V.DEV):
-                own = name.removeprefix("dev/")
-                digits = re.sub(r"[:.]", "", own)
-                is_address = re.fullmatch(r"[0-9a-f]{8,16}", digits)
-                number = int(digits, 16) if is_address else gpus[own]
-            elif kind == _V.CPU:
-                number = int(name.removeprefix("numa/"))
-            elif kind == _V.NET and ports[name] != UNKNOWN:
-                number = ports[name]
-            ids[name] = f"{kind}/0-{number & _LOCAL_BITS:x}"
-    return ids
 
 
 def tabulate_plan(plan: HostPlan) -> str:

@@ -2,7 +2,8 @@
 
 Vertices are named as in the graph: a NUMA node ``numa/0``, a PCI switch, GPU or adapter
 by its bus address, a port ``net/mlx5_0``, all NVLink switches together ``nvswitch``.
-From NCCL 2.30 on a GPU's links begin at one more vertex, ``dev/`` and its name.
+The rules are those of NCCL 2.30, but for its vertex between a GPU and the GPU's links,
+which changes no path and makes it a hop longer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,7 @@ from ronde.topology.graph import (
     PciDevice,
 )
 from ronde.topology.paths.speeds import (
-    LATEST,
     LOCAL_GB_PER_S,
-    NcclRelease,
     is_link_known,
     is_pci_known,
     link_gb_per_s,
@@ -100,7 +99,6 @@ class VertexKind(StrEnum):
     CPU = "CPU"
     NIC = "NIC"
     NET = "NET"
-    DEV = "DEV"
 
 
 class Edge(NamedTuple):
@@ -186,14 +184,11 @@ class PathNetwork:
     NUMA node are at one of number -1, as in NCCL. Of one name the first counts.
     """
 
-    def __init__(self, host: HostTopology, release: NcclRelease = LATEST) -> None:
+    def __init__(self, host: HostTopology) -> None:
         self.host = host
-        self.release = release
         # Pairs of vertices between which no source has the chip that NVLinks leave, or
         # anything of the PCI device: NCCL would ask the hardware.
         self.guessed: set[frozenset[str]] = set()
-        # Of the vertex at which a GPU's links begin.
-        self._prefix = "" if release is NcclRelease.V2_29 else "dev/"
         self.kinds: dict[str, VertexKind] = {}  # Of all vertices, in NCCL's order.
         # Bandwidth of the edges of each vertex, by target and kind; the last to be
         # widened is last.
@@ -215,7 +210,7 @@ class PathNetwork:
         self._add_devices()
         for gpu in self.host.gpus:
             if gpu.name not in self.kinds:
-                self._add_gpu(PciDevice(gpu.name))
+                self._hang(gpu.name, VertexKind.GPU, PciDevice(gpu.name))
         for port in self.host.ports:
             if port.name not in self.kinds:
                 self._add_port(port)
@@ -232,7 +227,7 @@ class PathNetwork:
             if name not in self._parents or name in self.kinds:
                 continue
             if name in self._gpus:
-                self._add_gpu(device)
+                self._hang(name, VertexKind.GPU, device)
             elif name in adapters:
                 self._hang(name, VertexKind.NIC, device)
             elif code >> 16 not in _END_CLASSES and code not in _NVLINK_CLASSES:
@@ -285,13 +280,6 @@ class PathNetwork:
             self._above[vertex] = above
             self._join(vertex, above, step, speed or pci_gb_per_s(device))
 
-    def _add_gpu(self, device: PciDevice) -> None:
-        name, holder = device.bus_id, self._prefix + device.bus_id
-        self._hang(holder, VertexKind.DEV, device)
-        self.kinds[name] = VertexKind.GPU
-        if holder != name:
-            self._join(holder, name, PathKind.LOC, LOCAL_GB_PER_S)
-
     def _add_port(self, port: NetPort) -> None:
         adapter = adapter_name(port)
         if adapter not in self.kinds:
@@ -315,7 +303,7 @@ class PathNetwork:
         speed = link_gb_per_s(link, gpu) if gpu else 0.0
         if gpu is None or speed <= 0:
             return
-        source, target = self._prefix + gpu.name, self._link_target(link)
+        source, target = gpu.name, self._link_target(link)
         kind = PathKind.C2C if link.kind == LinkKind.C2C else PathKind.NVL
         if target == NVSWITCH and target not in self.kinds:
             self.kinds[target] = VertexKind.NVS
@@ -337,7 +325,7 @@ class PathNetwork:
         if link.kind == LinkKind.C2C or is_processor:
             return NumaNode(self._numbers[link.source]).name
         is_peer = is_gpu and link.target != NVSWITCH
-        return self._prefix + link.target if is_peer else NVSWITCH
+        return link.target if is_peer else NVSWITCH
 
 
 class Paths(NamedTuple):
@@ -356,18 +344,18 @@ class Paths(NamedTuple):
         return not any(frozenset(step) in self.network.guessed for step in steps)
 
 
-def find_paths(host: HostTopology, release: NcclRelease = LATEST) -> Paths:
-    """Return the paths by the hardware alone; ``detours`` has what NCCL makes of them.
+def find_paths(host: HostTopology) -> Paths:
+    """Return the paths by the hardware alone, without what NCCL makes of them.
 
     Source: ``ncclTopoSetPaths`` of NCCL's src/graph/paths.cc. As there, bandwidth is
     that of the direction from target to source: it differs only where the two
     directions of a link do.
     """
-    network = PathNetwork(host, release)
+    network = PathNetwork(host)
     search = _Search(network)
     table: dict[tuple[str, str], Path] = {}
-    for kind in "CPU", "DEV", "GPU", "NET", "NVS":
-        for target in network.named(VertexKind(kind)):
+    for kind in VertexKind.CPU, VertexKind.GPU, VertexKind.NET, VertexKind.NVS:
+        for target in network.named(kind):
             for source, way in search.run(target).items():
                 found = _KINDS[way.rank], way.gb_per_s, len(way.route) - 1, way.route
                 table[source, target] = Path(*found)
@@ -394,31 +382,25 @@ class _Search:
     """Breadth-first, from a target to all that lead to it."""
 
     def __init__(self, network: PathNetwork) -> None:
-        self._is_2_30 = network.release is NcclRelease.V2_30
-        holder_kind = VertexKind.DEV if self._is_2_30 else VertexKind.GPU
-        self._holders = set(network.named(holder_kind))
+        self._gpus = set(network.named(VertexKind.GPU))
         steps = [(name, e) for name, edges in network.edges.items() for e in edges]
         ends = {(name, edge.target, edge.kind) for name, edge in steps}
-        # Target, rank and GB/s of each step; whether it leads into a GPU, from which
-        # nothing leads on, and whether it is NVLink from a GPU's links to another's.
-        self._steps: dict[str, list[tuple[str, int, float, bool, bool]]]
+        # Target, rank and GB/s of each step; whether it is NVLink to a GPU.
+        self._steps: dict[str, list[tuple[str, int, float, bool]]]
         self._steps = {name: [] for name in network.edges}
         for name, (end, kind, gb_per_s) in steps:
-            is_gpu = network.kinds.get(end) == VertexKind.GPU
-            is_peer = kind == PathKind.NVL and end in self._holders
             # NCCL gives up where a link is listed in one direction alone.
             if (end, name, kind) in ends:
-                is_end = kind == PathKind.LOC and is_gpu
-                self._steps[name].append((end, kind.rank, gb_per_s, is_end, is_peer))
+                is_peer = kind == PathKind.NVL and end in self._gpus
+                self._steps[name].append((end, kind.rank, gb_per_s, is_peer))
 
     def run(self, target: str) -> dict[str, _Way]:
-        start = f"dev/{target}" if f"dev/{target}" in self._holders else target
         found = {target: _Way(0, LOCAL_GB_PER_S, (target,))}
         wave = [target]
         while wave:
             after: dict[str, None] = {}
             for name in wave:
-                for way in self._extend(found[name], start):
+                for way in self._extend(found[name]):
                     end = way.route[0]
                     if self._is_better(way, found.get(end)):
                         found[end] = way
@@ -426,14 +408,14 @@ class _Search:
             wave = list(after)
         return found
 
-    def _extend(self, way: _Way, start: str) -> Iterator[_Way]:
-        """Yield the ways that are a step longer; ``start`` has the target's links."""
+    def _extend(self, way: _Way) -> Iterator[_Way]:
+        """Yield the ways that are a step longer."""
         name = way.route[0]
-        # Through a GPU a path leads but by NVLink, from the target's own to another's.
-        passes_gpu = name in self._holders and name != start
-        is_next = len(way.route) <= (2 if start == way.route[-1] else 3)
-        for end, step_rank, step_gb_per_s, is_end, is_peer in self._steps[name]:
-            if passes_gpu and not is_end and not (is_peer and is_next):
+        # Through a GPU a path leads but by NVLink, and that GPU is next to the target.
+        num_hops = len(way.route) - 1
+        passes_gpu = name in self._gpus and num_hops > 0
+        for end, step_rank, step_gb_per_s, is_peer in self._steps[name]:
+            if passes_gpu and not (is_peer and num_hops == 1):
                 continue
             rank = max(way.rank, step_rank)
             if passes_gpu and way.rank == step_rank == PathKind.NVL.rank:
@@ -443,8 +425,6 @@ class _Search:
     def _is_better(self, new: _Way, old: _Way | None) -> bool:
         if old is None:
             return new.gb_per_s > 0
-        hops = len(new.route), len(old.route)
-        if not self._is_2_30:
-            return old.gb_per_s < new.gb_per_s and hops[1] >= hops[0]
         # A nearer kind replaces what was found in fewer hops.
-        return (new.rank, -new.gb_per_s, hops[0]) < (old.rank, -old.gb_per_s, hops[1])
+        marks = [(way.rank, -way.gb_per_s, len(way.route)) for way in (new, old)]
+        return marks[0] < marks[1]

@@ -4,9 +4,7 @@ What is unknown has a value of NCCL's own, here as there: lint complains of it.
 """
 
 import re
-from enum import StrEnum
 
-from ronde.errors import UsageError
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -31,26 +29,6 @@ _NVLINK_COUNTS = ((90, 18), (80, 12), (70, 6), (60, 4))
 # By least model of family 6: Sapphire Rapids counts for more, Emerald Rapids for most.
 _INTEL_RATES = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 _SMP_BY_ARCH = {"ppc64": 32.0, "arm64": 6.0}
-_RELEASE = re.compile(r"(2\.(?:29|30))(?:[.+-].*)?", re.DOTALL)
-
-
-class NcclRelease(StrEnum):
-    """A line of NCCL's releases; ``src/graph`` of v2.29.7-1 and v2.30.7-1 compared."""
-
-    V2_29 = "2.29"
-    V2_30 = "2.30"
-
-
-LATEST = NcclRelease.V2_30
-
-
-def parse_release(version: str) -> NcclRelease:
-    """Return the line of a release: ``2.30``, ``2.29.7+cuda13.2``."""
-    if match := _RELEASE.fullmatch(version.strip()):
-        return NcclRelease(match[1])
-    raise UsageError(
-        f"NCCL's version must be 2.29 or 2.30, got {version!r}. Give the nearest one."
-    )
 
 
 def pci_gb_per_s(device: PciDevice) -> float:
