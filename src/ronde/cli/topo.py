@@ -318,7 +318,6 @@ def _table(host: HostTopology, *, is_matrix: bool) -> str:
 
 def _draw(hosts: Sequence[HostTopology], path: Path) -> None:
     from ronde.render.topo_svg import draw_svg
-    from ronde.topology.lint import lint_host
 
     if len(hosts) != 1:
         raise UsageError(
@@ -326,7 +325,7 @@ def _draw(hosts: Sequence[HostTopology], path: Path) -> None:
             "sources."
         )
     try:
-        path.write_text(draw_svg(hosts[0], lint_host(hosts[0])), encoding="utf-8")
+        path.write_text(draw_svg(hosts[0]), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"--svg must name a file that can be written, got {path}: {error.strerror}."

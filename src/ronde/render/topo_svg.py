@@ -7,30 +7,22 @@ one direction in GB/s, as NCCL counts.
 """
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
-from ronde.render.text import grouped, list_some
 from ronde.render.topo_tree import (
     LINK_TITLES,
     ElementTree,
     TreeElement,
     is_nvlink_switch,
+    numa_element,
 )
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.graph import (
-    NVSWITCH,
-    UNKNOWN,
-    Diagnostic,
-    HostTopology,
-    Level,
-    LinkKind,
-    NumaNode,
-)
-from ronde.topology.paths.speeds import is_link_known, link_gb_per_s, smp_gb_per_s
-from ronde.units import counted, format_size
+from ronde.topology.graph import NVSWITCH, UNKNOWN, HostTopology, LinkKind
+from ronde.topology.paths.speeds import is_link_known, link_gb_per_s
+from ronde.units import counted
 
 _ITEM_WIDTH = 190.0
 _MAX_WIDTH = 1860.0
@@ -40,7 +32,7 @@ _PAD = 8.0
 
 _SMALL = 11  # size of most letters
 _SIZES = {"title": 18, "subtitle": 12, "head": 13, "name": 12}
-_BOLD = frozenset({"title", "head", "name", "badgetext"})
+_BOLD = frozenset({"title", "head", "name"})
 # Widths by those of DejaVu Sans, broader than Arial and its like.
 _NARROW = frozenset(" .,:;/\\|!'`()[]{}ijlItfr-")
 _BROAD = frozenset("mwMW@%\N{HORIZONTAL ELLIPSIS}")
@@ -48,19 +40,8 @@ _MAX_LETTERS = 400
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 _MARGIN = 16.0
 _MIN_WIDTH = 560.0
-_MAX_FINDINGS = 20
-_BADGE = 16.0
-_LEGEND = (
-    ("numa", "NUMA node"),
-    ("switch", "PCI switch or bridge"),
-    ("gpu", "GPU"),
-    ("nic", "network adapter"),
-    ("other", "other device"),
-    ("fabric", "direct links"),
-)
 _MAX_ITEMS = 24  # at one place; the rest is counted only
 _MAX_PLACES = 64
-_MAX_CPUS_CHARACTERS = 22
 _SPINE = 14.0
 _HEAD_LINES = 18.0
 _SOCKET_HEAD = 20.0
@@ -79,12 +60,7 @@ text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fil
 .other{fill:#eee;stroke:#999}.fabric{fill:#fdebc8;stroke:#d08a1d}
 .cell{fill:#fff;stroke:#d8c9a8}.cell1{fill:#fdf3df;stroke:#d8c9a8}
 .cell2{fill:#f9d99a;stroke:#d8c9a8}.cell3{fill:#eeb44f;stroke:#d8c9a8}
-.line{stroke:#7a828a;stroke-width:1.2}
-.error{fill:none;stroke:#c62828;stroke-width:2.5}
-.warning{fill:none;stroke:#e07b00;stroke-width:2.5}
-.note{fill:none;stroke:#6d7680;stroke-width:2;stroke-dasharray:3 2}
-.errorbadge{fill:#c62828}.warningbadge{fill:#e07b00}.notebadge{fill:#6d7680}
-.badgetext{fill:#fff;font-weight:bold}"""
+.line{stroke:#7a828a;stroke-width:1.2}"""
 
 
 class SvgBox(NamedTuple):
@@ -132,29 +108,19 @@ class SvgBlock(NamedTuple):
         return [each._replace(x=each.x + x, y=each.y + y) for each in self.shapes]
 
 
-# A finding, and the elements that have it.
-_Finding = tuple[Diagnostic, tuple[str, ...]]
-_Marks = Mapping[str, Sequence[tuple[int, Level]]]
 # A GPU and what its links lead to -> how many links, and GB/s together; 0 for unknown.
 _Pairs = dict[tuple[str, str], tuple[int, float]]
 
 
-class _Place(NamedTuple):
-    """A NUMA node, or an unknown one, and what is at it."""
-
-    names: tuple[str, ...]  # its names in findings
-    package: int  # number of its socket; ``UNKNOWN``
-    title: str  # its first line
-    lines: tuple[str, ...]  # what follows
-    elements: tuple[TreeElement, ...]
+# A NUMA node, or an unknown one, with the number of its socket.
+_Place = tuple[int, TreeElement]
 
 
-def draw_svg(host: HostTopology, findings: Sequence[Diagnostic] = ()) -> str:
-    """Return a host as SVG; findings are marked at its elements and shown below."""
+def draw_svg(host: HostTopology) -> str:
+    """Return a host as SVG."""
     # Devices that are no GPU, network adapter or NVSwitch are counted only.
     places, num_left_out = _find_places(host)
-    folded = _fold(findings)
-    body = _lay_out_places(places, _marks(folded))
+    body = _lay_out_places(places)
     width = max(_MIN_WIDTH, body.width)
     title = host.name or next(iter(host.sources), "one host")
     counts = [
@@ -164,16 +130,15 @@ def draw_svg(host: HostTopology, findings: Sequence[Diagnostic] = ()) -> str:
     ]
     if num_left_out:
         counts.append(f"{counted(num_left_out, 'other PCI device')} not drawn")
+    counts.append("GB/s of one direction, as NCCL counts")
     heading = (
         Words(0, 18, fit(title, width, "title"), "title"),
         Words(0, 38, fit(", ".join(counts), width, "subtitle"), "subtitle"),
     )
     fabrics = _flow(_draw_fabrics(host, width), width)
-    kinds = {each.kind for each in (*body.shapes, *fabrics.shapes)}
-    blocks = [SvgBlock(width, 44, heading), body, fabrics, _list(folded, width)]
     shapes: list[Shape] = []
     y = _MARGIN
-    for block in (*blocks, _legend(kinds, width)):
+    for block in (SvgBlock(width, 44, heading), body, fabrics):
         if block.shapes:
             shapes += block.moved(_MARGIN, y)
             y += block.height + _GAP
@@ -181,115 +146,35 @@ def draw_svg(host: HostTopology, findings: Sequence[Diagnostic] = ()) -> str:
     return _to_svg(shapes, width + 2 * _MARGIN, y - _GAP + _MARGIN, title)
 
 
-def _fold(findings: Sequence[Diagnostic]) -> list[_Finding]:
-    """Return findings, the most severe first, those that are the same as one."""
-    order = list(Level)
-    ordered = sorted(findings, key=lambda f: order.index(f.severity))
-    elements = grouped((each._replace(element=""), each.element) for each in ordered)
-    return [(each, tuple(own)) for each, own in elements.items()][:_MAX_FINDINGS]
-
-
-def _marks(folded: Sequence[_Finding]) -> _Marks:
-    """Return by the elements' names what findings are about them."""
-    return grouped(
-        (word, (number, finding.severity))
-        for number, (finding, elements) in enumerate(folded, 1)
-        for element in elements
-        for word in element.replace(",", " ").split()
-    )
-
-
-def _frame(box: SvgBox, names: Sequence[str], marks: _Marks) -> list[Shape]:
-    """Return a frame and numbers for a box that findings are about."""
-    found = dict.fromkeys(mark for name in names for mark in marks.get(name, ()))
-    shapes: list[Shape] = []
-    for place, (number, severity) in enumerate(sorted(found)):
-        if not place:
-            shapes.append(box._replace(kind=str(severity), title=""))
-        # Numbers of several findings stand side by side on the upper edge.
-        left = box.x + box.width - _PAD - place * (_BADGE + 2) - _BADGE
-        if left > box.x:
-            shapes += _badge(left, box.y - 10, number, severity)
-    return shapes
-
-
-def _badge(x: float, y: float, number: int, severity: Level) -> list[Shape]:
-    return [
-        SvgBox(x, y, _BADGE, 14, f"{severity}badge"),
-        Words(x + _BADGE / 2, y + 11, str(number), "badgetext", "middle"),
-    ]
-
-
-def _list(folded: Sequence[_Finding], width: float) -> SvgBlock:
-    shapes: list[Shape] = []
-    for place, (finding, elements) in enumerate(folded):
-        y = place * (_LINE + 3)
-        shapes += _badge(0, y, place + 1, finding.severity)
-        text = f"{finding.rule}, {list_some(elements, 4)}: {finding.what}"
-        shapes.append(Words(_BADGE + _PAD, y + 11, fit(text, width - _BADGE - _PAD)))
-    return SvgBlock(width, len(folded) * (_LINE + 3), tuple(shapes))
-
-
-def _legend(kinds: set[str], width: float) -> SvgBlock:
-    blocks = [
-        SvgBlock(
-            22 + width_of(text),
-            _LINE,
-            (SvgBox(0, 1, 14, 12, f"{kind} key"), Words(20, 11, text, "dim")),
-        )
-        for kind, text in _LEGEND
-        if kind in kinds
-    ]
-    note = "GB/s of one direction, as NCCL counts"
-    blocks.append(SvgBlock(width_of(note), _LINE, (Words(0, 11, note, "dim"),)))
-    return _flow(blocks, width)
-
-
-def _find_places(host: HostTopology) -> tuple[tuple[_Place, ...], int]:
+def _find_places(host: HostTopology) -> tuple[list[_Place], int]:
     """Return the NUMA nodes with their devices, and how many devices are not drawn."""
     # GPUs, network adapters and NVSwitches are drawn, and bridges where they part.
     tree = ElementTree(host, is_drawn=True)
     nodes = sorted(host.numa_nodes, key=lambda n: (n.package, n.number))
     known = {node.number for node in nodes}
-    places = [_place(node, tree.at({node.number}, is_known=True)) for node in nodes]
+    places: list[_Place] = []
+    for node in nodes:
+        below = tree.at({node.number}, is_known=True)
+        places.append((node.package, numa_element(host, node, below)))
     if lost := tree.at(known, is_known=False):
         title = "NUMA node unknown" if nodes else "This host"
-        places.append(_Place((), UNKNOWN, title, (), lost))
+        places.append((UNKNOWN, TreeElement("numa", title, below=lost)))
     if (left := len(places) - _MAX_PLACES) > 0:
-        places[_MAX_PLACES:] = [_Place((), UNKNOWN, f"{left} more nodes", (), ())]
-    return tuple(places), sum(tree.is_left_out(device) for device in host.devices)
-
-
-def _place(node: NumaNode, elements: tuple[TreeElement, ...]) -> _Place:
-    lines = [f"{node.vendor} {node.arch}".strip()] if node.vendor or node.arch else []
-    if node.cpus:
-        cores = len(node.cores)
-        known_cores = f"{cores} cores, " if cores else ""
-        listed = format_list(node.cpus)
-        if len(listed) > _MAX_CPUS_CHARACTERS:
-            listed = f"from {node.cpus[0]} to {node.cpus[-1]}"
-        lines += [f"{known_cores}{len(node.cpus)} CPUs", f"CPUs {listed}"]
-    else:
-        lines.append("no CPUs")
-    if node.memory_bytes > 0:
-        lines.append(f"{format_size(node.memory_bytes)} of memory")
-    title = f"NUMA node {node.number}" if node.number != UNKNOWN else "NUMA node"
-    return _Place((node.name,), node.package, title, tuple(lines), elements)
+        places[_MAX_PLACES:] = [(UNKNOWN, TreeElement("numa", f"{left} more nodes"))]
+    return places, sum(tree.is_left_out(device) for device in host.devices)
 
 
 def _limited(items: Sequence[TreeElement]) -> tuple[TreeElement, ...]:
     if len(items) <= _MAX_ITEMS:
         return tuple(items)
-    rest = items[_MAX_ITEMS - 1 :]
-    names = tuple(name for item in rest for name in item.names)
-    more = TreeElement("other", names, f"and {len(rest)} more")
+    more = TreeElement("other", f"and {len(items) - _MAX_ITEMS + 1} more")
     return (*items[: _MAX_ITEMS - 1], more)
 
 
-def _lay_out_places(places: Sequence[_Place], marks: _Marks) -> SvgBlock:
+def _lay_out_places(places: Sequence[_Place]) -> SvgBlock:
     blocks: list[SvgBlock] = []
-    for package, group in groupby(places, key=lambda place: place.package):
-        own = [_lay_out_place(place, marks) for place in group]
+    for package, group in groupby(places, key=lambda place: place[0]):
+        own = [_lay_out_place(place) for _, place in group]
         blocks += own if package == UNKNOWN else [_socket(package, own)]
     # The least width that needs no more rows than the most allowed.
     num_rows = len(_rows_of(blocks, _MAX_WIDTH))
@@ -307,15 +192,11 @@ def _lay_out_places(places: Sequence[_Place], marks: _Marks) -> SvgBlock:
 
 
 def _stretched(block: SvgBlock, height: float) -> SvgBlock:
-    """Return a block whose outermost box, its first shape, and frame are higher."""
-    outer = block.shapes[0][:4]
-    shapes = [
-        each._replace(height=height)
-        if isinstance(each, SvgBox) and each[:4] == outer
-        else each
-        for each in block.shapes
-    ]
-    return SvgBlock(block.width, height, shapes)
+    """Return a block whose outermost box, its first shape, is higher."""
+    outer, *inside = block.shapes
+    if isinstance(outer, SvgBox):
+        outer = outer._replace(height=height)
+    return SvgBlock(block.width, height, [outer, *inside])
 
 
 def _socket(package: int, blocks: Sequence[SvgBlock]) -> SvgBlock:
@@ -328,35 +209,33 @@ def _socket(package: int, blocks: Sequence[SvgBlock]) -> SvgBlock:
     return SvgBlock(width, height, shapes + inner.moved(_PAD, _SOCKET_HEAD))
 
 
-def _lay_out_place(place: _Place, marks: _Marks) -> SvgBlock:
-    items = [_lay_out_item(item, marks) for item in _limited(place.elements)]
+def _lay_out_place(place: TreeElement) -> SvgBlock:
+    items = [_lay_out_item(item) for item in _limited(place.below)]
     body = _flow(items, _MAX_WIDTH - 4 * _PAD)
     width = max(body.width, _ITEM_WIDTH) + 2 * _PAD
-    head = _PAD + _HEAD_LINES + _LINE * len(place.lines)
+    head = _PAD + _HEAD_LINES + _LINE * len(place.details)
     height = head + (body.height + _GAP if items else 0) + _PAD
-    whole = _clean("\n".join((place.title, *place.lines)))
-    box = SvgBox(0, 0, width, height, "numa", whole)
+    whole = _clean("\n".join((place.title, *place.details)))
     title = fit(place.title, width - 2 * _PAD, "head")
-    shapes = [
-        box,
-        *_frame(box, place.names, marks),
+    shapes: list[Shape] = [
+        SvgBox(0, 0, width, height, "numa", whole),
         Words(_PAD, _PAD + 12, title, "head"),
     ]
-    for number, line in enumerate(place.lines):
+    for number, line in enumerate(place.details):
         y = _PAD + _HEAD_LINES + _LINE * number + 10
         shapes.append(Words(_PAD, y, fit(line, width - 2 * _PAD), "dim"))
     return SvgBlock(width, height, shapes + body.moved(_PAD, head + _GAP))
 
 
-def _lay_out_item(item: TreeElement, marks: _Marks) -> SvgBlock:
-    columns = _columns(item.below, marks)
+def _lay_out_item(item: TreeElement) -> SvgBlock:
+    columns = _columns(item.below)
     row_width = sum(column.width + _GAP for column, _ in columns) - _GAP
     width = max(_ITEM_WIDTH, row_width + _SPINE)
     first = width_of(item.title, "name") + width_of(item.bus_id)
     if item.bus_id and first + 3 * _PAD > width:
         item = item._replace(bus_id="", details=(item.bus_id, *item.details))
     height = 2 * _PAD + _LINE * (1 + len(item.details)) - 4
-    shapes = _draw_box(item, width, height, marks)
+    shapes = _draw_box(item, width, height)
     x, total = _SPINE, height
     for column, heads in columns:
         # Lines from this box to those that hang in a column below it.
@@ -369,9 +248,7 @@ def _lay_out_item(item: TreeElement, marks: _Marks) -> SvgBlock:
     return SvgBlock(width, total, shapes)
 
 
-def _columns(
-    items: Sequence[TreeElement], marks: _Marks
-) -> list[tuple[SvgBlock, list[float]]]:
+def _columns(items: Sequence[TreeElement]) -> list[tuple[SvgBlock, list[float]]]:
     """Return columns, each with where its boxes begin: one of ends, one a switch."""
     items = _limited(items)
     y = 0.0
@@ -379,23 +256,22 @@ def _columns(
     heads: list[float] = []
     for item in items:
         if not item.below:
-            end = _lay_out_item(item, marks)
+            end = _lay_out_item(item)
             shapes += end.moved(0, y)
             heads.append(y + _PAD + _LINE / 2)
             y += end.height + _GAP / 2
     ends = [(SvgBlock(_ITEM_WIDTH, y - _GAP / 2, shapes), heads)] if heads else []
-    forks = [_lay_out_item(item, marks) for item in items if item.below]
+    forks = [_lay_out_item(item) for item in items if item.below]
     return [*ends, *((fork, [_PAD + _LINE / 2]) for fork in forks)]
 
 
-def _draw_box(
-    item: TreeElement, width: float, height: float, marks: _Marks
-) -> list[Shape]:
+def _draw_box(item: TreeElement, width: float, height: float) -> list[Shape]:
     whole = _clean("\n".join((f"{item.title} {item.bus_id}".strip(), *item.details)))
-    box = SvgBox(0, 0, width, height, item.kind, whole)
     inner = width - 2 * _PAD
-    shapes: list[Shape] = [box, *_frame(box, item.names, marks)]
-    shapes.append(Words(_PAD, _PAD + 10, fit(item.title, inner, "name"), "name"))
+    shapes: list[Shape] = [
+        SvgBox(0, 0, width, height, item.kind, whole),
+        Words(_PAD, _PAD + 10, fit(item.title, inner, "name"), "name"),
+    ]
     if item.bus_id:
         aside = fit(item.bus_id, inner)
         shapes.append(Words(width - _PAD, _PAD + 10, aside, "dim", "end"))
@@ -406,10 +282,6 @@ def _draw_box(
 
 def _draw_fabrics(host: HostTopology, width: float) -> list[SvgBlock]:
     blocks: list[SvgBlock] = []
-    nodes = [node for node in host.numa_nodes if node.cpus and node.vendor]
-    rates = {smp_gb_per_s(a, b) for a in nodes for b in nodes if a.number != b.number}
-    if len(rates) == 1:
-        blocks.append(_bar(f"Between NUMA nodes: {rates.pop():g} GB/s", width))
     for kind in _FABRICS:
         if pairs := _pairs(host, kind):
             title, words = LINK_TITLES[kind], _uniform(host, pairs)

@@ -43,7 +43,6 @@ class TreeElement(NamedTuple):
     """Something on a host, and what is below it."""
 
     kind: str  # ``numa``, ``gpu``, ``nic``, ``switch`` or ``other``
-    names: tuple[str, ...]  # its names in findings
     title: str
     bus_id: str = ""
     details: tuple[str, ...] = ()
@@ -97,7 +96,7 @@ class ElementTree:
             found.append(self._nic(ports, words))
         if is_nvswitch(device.class_code, device.vendor):
             details = (words,) if _is_speed_known(device) else ()
-            found.append(TreeElement("other", (bus_id,), "NVSwitch", bus_id, details))
+            found.append(TreeElement("other", "NVSwitch", bus_id, details))
         return found
 
     def _below(self, device: PciDevice, depth: int) -> list[TreeElement]:
@@ -115,19 +114,17 @@ class ElementTree:
         is_bridge = below or device.class_code >> 16 == 0x06
         kind, title = ("switch", "PCI switch") if is_bridge else ("other", "PCI device")
         details, bus_id = (_pci_words(device),), device.bus_id
-        return [TreeElement(kind, (bus_id,), title, bus_id, details, tuple(below))]
+        return [TreeElement(kind, title, bus_id, details, tuple(below))]
 
     def _behind(
         self, bridge: PciDevice, children: Sequence[PciDevice], element: TreeElement
     ) -> TreeElement:
         """Return the one thing behind a bridge; noted where the bridge is narrower."""
-        bus_id = bridge.bus_id
-        element = element._replace(names=(*element.names, bus_id))
         if max(map(pci_gb_per_s, children)) <= pci_gb_per_s(bridge):
             return element
-        more = (f"behind {bus_id} {_pci_words(bridge)}",)
+        more = (f"behind {bridge.bus_id} {_pci_words(bridge)}",)
         if self._is_drawn:
-            more = (f"behind {bus_id}:", _pci_words(bridge))
+            more = (f"behind {bridge.bus_id}:", _pci_words(bridge))
         return element._replace(details=(*element.details, *more))
 
     def _gpu(self, gpu: GpuDevice, pci_words: str) -> TreeElement:
@@ -144,7 +141,7 @@ class ElementTree:
                 counts = [counted(count, "link")] if count > 1 or not is_known else []
                 details.append(f"{title} {', '.join([*counts, *rates])}")
         shown = tuple(filter(None, details))
-        return TreeElement("gpu", (gpu.name,), f"GPU {gpu.number}", gpu.bus_id, shown)
+        return TreeElement("gpu", f"GPU {gpu.number}", gpu.bus_id, shown)
 
     def _nic(self, ports: Sequence[NetPort], pci_words: str) -> TreeElement:
         bus_id = ports[0].bus_id
@@ -152,9 +149,8 @@ class ElementTree:
         kinds = " ".join(sorted({port.kind for port in ports if port.kind}))
         rates = format_runs([_port_rate(port) for port in ports])
         details = (rates, kinds if self._is_drawn else "", pci_words)
-        names = (*(port.name for port in ports), *([bus_id] if bus_id else []))
         title = "NIC" if title == bus_id else title
-        return TreeElement("nic", names, title, bus_id, tuple(filter(None, details)))
+        return TreeElement("nic", title, bus_id, tuple(filter(None, details)))
 
 
 def _port_rate(port: NetPort) -> str:
@@ -201,12 +197,12 @@ def draw_tree(topology: Topology) -> str:
 def _draw_host(host: HostTopology) -> str:
     tree = ElementTree(host, is_drawn=False)
     elements = [
-        _numa_element(host, node, tree.at({node.number}, is_known=True))
+        numa_element(host, node, tree.at({node.number}, is_known=True))
         for node in host.numa_nodes
     ]
     known = {node.number for node in host.numa_nodes}
     if lost := tree.at(known, is_known=False):
-        elements.append(TreeElement("numa", (), "NUMA node unknown", below=lost))
+        elements.append(TreeElement("numa", "NUMA node unknown", below=lost))
     lines = [_summary(host), *_lines(elements), *_fabric(host)]
     ways = find_ways(host)
     for each in host.interfaces:
@@ -236,9 +232,10 @@ def _summary(host: HostTopology) -> str:
     )
 
 
-def _numa_element(
+def numa_element(
     host: HostTopology, node: NumaNode, below: tuple[TreeElement, ...]
 ) -> TreeElement:
+    """Return a NUMA node of a host with what is at it."""
     cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else "no CPUs"
     if len(cpus) > _MAX_CPUS_CHARACTERS:
         cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"
@@ -252,8 +249,8 @@ def _numa_element(
         format_size(node.memory_bytes) if node.memory_bytes > 0 else "",
         f"{rates.pop()} GB/s to other nodes" if is_known else "",
     )
-    title = f"NUMA node {node.number}"
-    return TreeElement("numa", (node.name,), title, details=details, below=below)
+    shown = tuple(filter(None, details))
+    return TreeElement("numa", f"NUMA node {node.number}", "", shown, below)
 
 
 def _fabric(host: HostTopology) -> Iterator[str]:
@@ -316,7 +313,7 @@ def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:
         details = (switch.speed, nodes if switch.hosts else "")
         children = [by_name[name] for name in switch.switches if name in by_name]
         under = tuple(element(each) for each in children)
-        return TreeElement("other", (), switch.name, details=details, below=under)
+        return TreeElement("other", switch.name, "", details, under)
 
     tops = [element(switch) for switch in switches if switch.name not in below]
     lines = [f"{counted(len(switches), 'switch')} between hosts", *_lines(tops)]
