@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -189,7 +188,6 @@ To log all that NCCL can, into one file per rank:
 exit code: 0 notes at most, 1 a warning or an error, 64 a file that cannot be read
 """
 _FORMS = ("--json", "--matrix", "--paths")
-_ANY_WIDTH = 1 << 20
 
 
 class _Verb(NamedTuple):
@@ -309,11 +307,10 @@ def _table(host: HostTopology, *, is_matrix: bool) -> str:
     from ronde.topology.paths.classes import classify
     from ronde.topology.paths.network import find_paths
 
-    is_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal else _ANY_WIDTH
+    table = classify(host)
     if is_matrix:
-        return tabulate_classes(classify(host), width)
-    return tabulate_speeds(find_paths(host), classify(host), width)
+        return tabulate_classes(table)
+    return tabulate_speeds(find_paths(host), table)
 
 
 def _draw(hosts: Sequence[HostTopology], path: Path) -> None:

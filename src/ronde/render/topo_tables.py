@@ -41,29 +41,26 @@ _LARGE = 10_000
 _NOTHING = "no GPU and no network adapter\n"
 
 
-def tabulate_classes(table: ClassTable, num_chars: int = WIDTH) -> str:
+def tabulate_classes(table: ClassTable) -> str:
     """Return a table that looks and reads like that of ``nvidia-smi topo -m``."""
-    # It ends with what its words mean, of those that occur. What is wider than
-    # ``num_chars`` goes on below, under the rows' names again.
+    # It ends with what its words mean, of those that occur.
     if not table.names:
         return _NOTHING
-    cells = [list(row) for row in table.words]
-    headings = list(table.labels)
-    cpus = [_shorten(text) for text in table.cpus]
-    for heading, texts in ("CPU Affinity", cpus), ("NUMA Affinity", table.nodes):
-        if any(texts):
-            headings.append(heading)
-            cells = [[*row, text] for row, text in zip(cells, texts, strict=True)]
+    cpus = tuple(map(_shorten, table.cpus))
+    lists = {"CPU Affinity": cpus, "NUMA Affinity": table.nodes}
+    lists = {heading: texts for heading, texts in lists.items() if any(texts)}
+    cells = zip(table.labels, table.words, *lists.values(), strict=True)
+    rows = [(label, *words, *tail) for label, words, *tail in cells]
+    matrix = align([("", *table.labels, *lists), *rows])
     titled = table.labels[len(table.labels) - len(table.titles) :]
     titles = "".join(f"  {a}: {b}\n" for a, b in zip(titled, table.titles, strict=True))
     words = {word for row in table.words for word in row}
     used = {"NV#" if word.startswith("NV") else word for word in words}
     legend = "".join(f"  {w:<4} = {text}\n" for w, text in _LEGEND.items() if w in used)
-    rows = _fold(headings, table.labels, cells, num_chars)
-    return "\n".join(part for part in (rows, titles, legend) if part)
+    return "\n".join(part for part in (matrix, titles, legend) if part)
 
 
-def tabulate_speeds(paths: Paths, table: ClassTable, num_chars: int = WIDTH) -> str:
+def tabulate_speeds(paths: Paths, table: ClassTable) -> str:
     """Return kind and bandwidth of the paths from GPUs, or else from ports."""
     if not table.names:
         return _NOTHING
@@ -82,38 +79,12 @@ def tabulate_speeds(paths: Paths, table: ClassTable, num_chars: int = WIDTH) -> 
         [speed(one, *other) for other in zip(table.names, words, strict=True)]
         for one, words in zip(table.names[rows], table.words[rows], strict=True)
     ]
-    text = _fold(table.labels, table.labels[rows], cells, num_chars)
+    labelled = zip(table.labels[rows], cells, strict=True)
+    text = align([("", *table.labels), *((label, *row) for label, row in labelled)])
     figures = [cell for row in cells for cell in row if cell != "X"]
     is_lacking = any(" " not in cell for cell in figures)
     note = "; none where unknown" if is_lacking else ""
     return text + f"\nGB/s in one direction, as NCCL counts{note}\n"
-
-
-def _fold(
-    headings: Sequence[str],
-    labels: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    num_chars: int,
-) -> str:
-    """Return columns under headings, with as many beside one another as fit."""
-    columns = [
-        [heading, *(row[place] for row in cells)]
-        for place, heading in enumerate(headings)
-    ]
-    first = ["", *labels]
-    gap = 2 if _width([first, *columns], 2) <= num_chars else 1
-    blocks: list[list[list[str]]] = [[first]]
-    for column in columns:
-        if len(blocks[-1]) > 1 and _width([*blocks[-1], column], gap) > num_chars:
-            blocks.append([first])
-        blocks[-1].append(column)
-    return "\n".join(
-        align(list(zip(*block, strict=True)), gap=" " * gap) for block in blocks
-    )
-
-
-def _width(columns: Sequence[Sequence[str]], gap: int) -> int:
-    return sum(max(map(len, each)) + gap for each in columns) - gap
 
 
 def _shorten(text: str) -> str:
