@@ -443,7 +443,7 @@ class TestOddities:
         host = on_one_node(tag * 9 + end * 9)
 
         assert [d.bus_id[-1] for d in host.devices] == [*"01234567"]
-        assert host.remarks[-1] == "Line 1: pci has no place there and is left out."
+        assert host.remarks[-1] == "Line 1: pci 0000:01:00.0 is listed again."
 
     @pytest.mark.parametrize(
         ("text", "message"),

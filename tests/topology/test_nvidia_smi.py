@@ -362,24 +362,6 @@ def test_links_at_several_rates_show():
     assert "signal at 12.5, 25 GB/s" in read(text).remarks[1]
 
 
-SUMMARY = """\
-| GPU  Name                 Persistence-M | Bus-Id          Disp.A | ECC |
-|=========================================+========================+=====|
-|   0  NVIDIA H100 PCIe               Off |   00000000:C2:00.0 Off |   0 |
-| N/A   28C    P0             44W /  350W |       1MiB /  81559MiB |  0% |
-|   1  NVIDIA H100 PCIe               On  |   00000001:D5:00.0 Off |   0 |
-"""
-
-
-def test_nvidia_smi_itself_tells_addresses():
-    host = read(SUMMARY + NICS)
-    assert [(gpu.bus_id, gpu.title, gpu.sm) for gpu in host.gpus] == [
-        ("0000:c2:00.0", "NVIDIA H100 PCIe", 90),
-        ("0001:d5:00.0", "NVIDIA H100 PCIe", 90),
-    ]
-    assert [device.node for device in host.devices] == [0, 0]
-
-
 def test_a_matrix_without_nvlinks_contradicts_none():
     plain = NICS.replace("NV12", "PHB")
     for text in (NICS + plain, plain + NICS):

@@ -109,7 +109,7 @@ def test_devices_are_hexadecimal_and_may_be_of_another_host():
         ("<system/>", "a.xml must begin with the element graphs, got system"),
         (
             "<graphs>\n<graph id='0'/></graphs>",
-            "pattern of graph must be a whole number, got none at line 2 of a.xml",
+            "a.xml, line 2: pattern of graph must be a whole number, got 'none'",
         ),
         (
             f"<graphs><graph {GRAPH.replace('12.5', 'inf')}/></graphs>",
@@ -117,7 +117,7 @@ def test_devices_are_hexadecimal_and_may_be_of_another_host():
         ),
         (
             f"<graphs><graph {GRAPH}>\n{channel('gpu x')}</graph></graphs>",
-            "dev of gpu must be a hexadecimal number, got 'x' at line 2",
+            "line 2: dev of gpu must be a hexadecimal number, got 'x'",
         ),
     ],
 )

@@ -231,31 +231,25 @@ def read_topology(data: bytes, origin: str) -> Topology:
     except PlainValueError as error:
         message = f"{origin}: {error} Write it with: ronde topo --json"
         raise UsageError(message) from None
-    _require_tree(topology.switches, origin)
+    require_tree(topology.switches, origin)
     return topology
 
 
-def find_circle(switches: Sequence[NetworkSwitch]) -> list[str]:
-    """Return switches below one another, from one to itself; empty if none."""
-    try:
-        TopologicalSorter({s.name: s.switches for s in switches}).prepare()
-    except CycleError as error:
-        return list(map(str, error.args[1]))[::-1]
-    return []
-
-
-def _require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
+def require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
+    """Raise ``UsageError`` where switches are twice, in a circle, or too deep."""
     below = {switch.name: switch.switches for switch in switches}
     if len(below) != len(switches):
         raise UsageError(f"{origin} must name each switch once. Remove the others.")
-    if circle := find_circle(switches):
-        raise UsageError(
-            f"{origin} must have no switch above itself, got "
-            f"{shorten(' > '.join(circle))}. Correct what is below them."
-        )
     depths: dict[str, int] = {}
-    for name in TopologicalSorter(below).static_order():
-        depths[name] = 1 + max((depths[n] for n in below.get(name, ())), default=0)
+    try:
+        for name in TopologicalSorter(below).static_order():
+            depths[name] = 1 + max((depths[n] for n in below.get(name, ())), default=0)
+    except CycleError as error:
+        circle = " > ".join(reversed(error.args[1]))
+        raise UsageError(
+            f"{origin} must have no switch above itself, got {shorten(circle)}. "
+            "Correct what is below them."
+        ) from None
     if max(depths.values(), default=0) > _MAX_DEPTH:
         raise UsageError(
             f"{origin} must have at most {_MAX_DEPTH} switches above one another, got "

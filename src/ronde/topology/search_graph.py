@@ -8,7 +8,6 @@ import re
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.plain_values import shorten
 from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
 
 _PATTERNS = {
@@ -76,15 +75,10 @@ def _read_graph(graph: Element) -> SearchGraph:
 
 
 def _read(element: Element, name: str, form: tuple[re.Pattern[str], str]) -> str:
-    text = element.attributes.get(name)
-    found = form[0].fullmatch(text.strip()) if text is not None else None
-    if not found:
-        raise UsageError(
-            f"{name} of {element.tag} must be {form[1]}, got "
-            f"{'none' if text is None else shorten(text)} at line {element.line} "
-            f"of {element.origin}. Write the file anew with NCCL_GRAPH_DUMP_FILE."
-        )
-    return found[0]
+    text = element.attributes.get(name, "none")
+    if form[0].fullmatch(text.strip()) is None:
+        raise element.bad(f"{name} of {element.tag} must be {form[1]}", text)
+    return text.strip()
 
 
 def _device(element: Element) -> str:

@@ -170,26 +170,23 @@ class _HostReader:
             speed=element.get("link_speed"),
             width=self._integer(element, "link_width"),
         )
-        device = self._add_device(element, listed) if listed.bus_id else None
-        if device:
+        if listed.bus_id:
+            device = self._add_device(element, listed)
             self._take_children(element, device, node)
             if not element.named("pci", "gpu", "nic"):
                 self._take_bare(device)
 
-    def _add_device(self, element: Element, device: PciDevice) -> PciDevice | None:
-        """Return what stands for a device from now on; none if nothing can."""
+    def _add_device(self, element: Element, device: PciDevice) -> PciDevice:
+        """Return what stands for a device from now on."""
         there = self._devices.setdefault(device.bus_id, device)
         if there is device:
             return device
-        if there.parent == device.parent:
-            self._remark(element, f"{device.bus_id} is listed again")
-            return there
         # Another device under a wrong address: NCCL takes it where it stands.
         others = (f"{device.bus_id[:-1]}{function}" for function in range(1, 8))
-        free = next((other for other in others if other not in self._devices), None)
-        if free is None:
-            self._remark(element, "has no place there and is left out")
-            return None
+        free = next((other for other in others if other not in self._devices), "")
+        if there.parent == device.parent or not free:
+            self._remark(element, f"{device.bus_id} is listed again")
+            return there
         self._remark(element, f"has the address of another; it is {free} here")
         return self._devices.setdefault(free, device._replace(bus_id=free))
 

@@ -21,18 +21,16 @@ from ronde.topology.graph import (
     LinkKind,
     NetPort,
     NumaNode,
-    PciDevice,
     Relation,
     Topology,
 )
-from ronde.topology.pci import compute_capability, plain_address
+from ronde.topology.pci import compute_capability
 from ronde.topology.probes.base import Saved, bad_value, first_lines, lines_of_one
 from ronde.topology.probes.nvml import payload_gb_per_s
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LOOKED_AT = 1 << 18
 _MAX_REMARKS = 50
-_MAX_LINE = 400
 # No GPU has more NVLinks.
 _MAX_LINKS = 18
 
@@ -54,16 +52,10 @@ _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
 _LINK = re.compile(r"\s*Link ([0-9]{1,3}):\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,6})?) GB/s")
 _INACTIVE = "<inactive>"
-_SUMMARY = re.compile(
-    r"\|\s*([0-9]{1,3})\s+(\S.{0,60}?)\s+(?:On|Off|N/A)\s*\|\s*([0-9A-Fa-f:.]{7,16})\s.*"
-)
 
 
 class NvidiaSmiProbe:
-    """Reads ``nvidia-smi topo -m``, ``-mp`` and ``-p2p``, and ``nvlink -s``.
-
-    From ``nvidia-smi`` itself and its ``-L`` it takes names and addresses.
-    """
+    """Reads ``nvidia-smi topo -m``, ``-mp`` and ``-p2p``, ``nvlink -s`` and ``-L``."""
 
     format = "nvidia-smi topo -m"
 
@@ -118,7 +110,6 @@ def _link_rate(text: str) -> float | None:
 class _Gpu:
     title: str = ""
     uuid: str = ""
-    bus_id: str = ""
     # GB/s at which each active link signals, by its number.
     rates: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -164,10 +155,6 @@ class _Reader:
                 self._below.rates[match[1]] = rate
         elif match := _LEGEND.fullmatch(line):
             self._legend[match[1]] = match[2]
-        elif match := _SUMMARY.fullmatch(line) if len(line) < _MAX_LINE else None:
-            gpu = self._gpus[int(match[1])]
-            gpu.title = gpu.title or match[2]
-            gpu.bus_id = plain_address(match[3])
 
     def _begin_matrix(self, number: int, line: str, columns: list[str]) -> None:
         self._end_matrix()
@@ -257,20 +244,17 @@ class _Reader:
             name: NetPort(self._legend.get(name, name), node=nodes.get(name, UNKNOWN))
             for name in self._ports
         }
-        gpus: dict[str, GpuDevice] = {}
-        devices: list[PciDevice] = []
-        for number, gpu in sorted(self._gpus.items()):
-            node = homes.get(f"GPU{number}", UNKNOWN)
-            if gpu.bus_id:
-                devices.append(PciDevice(gpu.bus_id, node=node))
-            gpus[f"GPU{number}"] = GpuDevice(
-                gpu.bus_id,
+        gpus = {
+            f"GPU{number}": GpuDevice(
+                "",
                 number,
                 sm=compute_capability(gpu.title),
                 title=gpu.title,
                 uuid=gpu.uuid,
-                node=UNKNOWN if gpu.bus_id else node,
+                node=homes.get(f"GPU{number}", UNKNOWN),
             )
+            for number, gpu in sorted(self._gpus.items())
+        }
         names = {name: each.name for name, each in (gpus | ports).items()}
         links = tuple(self._links(gpus, names))
         return HostTopology(
@@ -278,7 +262,6 @@ class _Reader:
             numa_nodes=tuple(
                 NumaNode(n, tuple(members(bits))) for n, bits in sorted(cpus.items())
             ),
-            devices=tuple(devices),
             gpus=tuple(gpus.values()),
             ports=tuple(ports.values()),
             links=links,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
-from ronde.topology.graph import NetworkSwitch, Topology, find_circle
+from ronde.topology.graph import NetworkSwitch, Topology, require_tree
 from ronde.topology.probes.base import Saved
 from ronde.world.host_lists import expand_list
 
@@ -65,9 +65,7 @@ class SlurmTopologyProbe:
             for child in (name for name in each.switches if name not in found):
                 rule = f"switches below {each.name} must be defined"
                 raise _refusal(places[each.name], rule, child)
-        if circle := find_circle(switches):
-            rule = "no switch must be below itself"
-            raise _refusal(places[circle[0]], rule, " > ".join(circle))
+        require_tree(switches, saved.name)
         return Topology(switches=switches)
 
 
