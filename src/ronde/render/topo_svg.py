@@ -13,15 +13,12 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 from ronde.render.topo_tree import (
-    LINK_TITLES,
     ElementTree,
     TreeElement,
-    is_nvlink_switch,
+    fabric_lines,
     numa_element,
 )
-from ronde.topology.cpu_sets import format_list
-from ronde.topology.graph import NVSWITCH, UNKNOWN, HostTopology, LinkKind
-from ronde.topology.paths.speeds import is_link_known, link_gb_per_s
+from ronde.topology.graph import UNKNOWN, HostTopology
 from ronde.units import counted
 
 _ITEM_WIDTH = 190.0
@@ -45,10 +42,6 @@ _MAX_PLACES = 64
 _SPINE = 14.0
 _HEAD_LINES = 18.0
 _SOCKET_HEAD = 20.0
-_FABRICS = (LinkKind.NVLINK, LinkKind.XGMI)
-_MAX_GPUS = 32
-_CELL_WIDTH = 64.0
-_CELL_HEIGHT = 22.0
 
 _STYLE = """\
 text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fill:#222}
@@ -58,8 +51,6 @@ text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fil
 .numa{fill:#f4f6f8;stroke:#9aa3ad}.switch{fill:#e3e0f3;stroke:#7b6fc0}
 .gpu{fill:#e2f2d5;stroke:#5a9a2c}.nic{fill:#d9ebfa;stroke:#2f7fc1}
 .other{fill:#eee;stroke:#999}.fabric{fill:#fdebc8;stroke:#d08a1d}
-.cell{fill:#fff;stroke:#d8c9a8}.cell1{fill:#fdf3df;stroke:#d8c9a8}
-.cell2{fill:#f9d99a;stroke:#d8c9a8}.cell3{fill:#eeb44f;stroke:#d8c9a8}
 .line{stroke:#7a828a;stroke-width:1.2}"""
 
 
@@ -108,10 +99,6 @@ class SvgBlock(NamedTuple):
         return [each._replace(x=each.x + x, y=each.y + y) for each in self.shapes]
 
 
-# A GPU and what its links lead to -> how many links, and GB/s together; 0 for unknown.
-_Pairs = dict[tuple[str, str], tuple[int, float]]
-
-
 # A NUMA node, or an unknown one, with the number of its socket.
 _Place = tuple[int, TreeElement]
 
@@ -135,7 +122,7 @@ def draw_svg(host: HostTopology) -> str:
         Words(0, 18, fit(title, width, "title"), "title"),
         Words(0, 38, fit(", ".join(counts), width, "subtitle"), "subtitle"),
     )
-    fabrics = _flow(_draw_fabrics(host, width), width)
+    fabrics = _flow([_bar(line, width) for line in _links(host)], width)
     shapes: list[Shape] = []
     y = _MARGIN
     for block in (SvgBlock(width, 44, heading), body, fabrics):
@@ -280,106 +267,25 @@ def _draw_box(item: TreeElement, width: float, height: float) -> list[Shape]:
     return shapes
 
 
-def _draw_fabrics(host: HostTopology, width: float) -> list[SvgBlock]:
-    blocks: list[SvgBlock] = []
-    for kind in _FABRICS:
-        if pairs := _pairs(host, kind):
-            title, words = LINK_TITLES[kind], _uniform(host, pairs)
-            block = _bar(f"{title}: {words}", width) if words else None
-            blocks.append(block or _table(host, title, pairs))
+def _links(host: HostTopology) -> list[str]:
+    lines = list(fabric_lines(host))
     # A source may know of pairs alone, and nothing of links.
     words = {each.path for each in host.relations if each.path[:2] == "NV"}
-    if words and not any(link.kind in _FABRICS for link in host.links):
+    if words and not lines:
         kinds = ", ".join(sorted(words)[:8])
-        blocks.append(_bar(f"NVLink: between GPUs by nvidia-smi: {kinds}", width))
-    return blocks
-
-
-def _pairs(host: HostTopology, kind: LinkKind) -> _Pairs:
-    gpus = {gpu.name: gpu for gpu in host.gpus}
-    pairs: _Pairs = {}
-    unknown: set[tuple[str, str]] = set()
-    for link in host.links:
-        if link.kind == kind and link.source in gpus:
-            is_switch = link.target not in gpus and is_nvlink_switch(link)
-            key = (link.source, NVSWITCH if is_switch else link.target)
-            count, rate = pairs.get(key, (0, 0.0))
-            more = link_gb_per_s(link, gpus[link.source])
-            # Rounded, for the order of the links is to make no difference.
-            rate = round(rate + more, 3)
-            pairs[key] = (count + max(0, link.num_links), rate)
-            unknown |= set() if is_link_known(link, gpus[link.source]) else {key}
-    return {key: (n, 0.0 if key in unknown else r) for key, (n, r) in pairs.items()}
-
-
-def _uniform(host: HostTopology, pairs: _Pairs) -> str:
-    """Return what holds for all GPUs alike; empty where they differ."""
-    if len(set(pairs.values())) != 1:
-        return ""
-    count, rate = next(iter(pairs.values()))
-    words = [f"{count} links" if count else "", f"{rate:.4g} GB/s" if rate else ""]
-    what = ", ".join(filter(None, words))
-    names = {gpu.name for gpu in host.gpus}
-    numbers = format_list(sorted({gpu.number for gpu in host.gpus}))
-    all_gpus = f"every GPU ({numbers})"
-    if pairs.keys() == {(name, NVSWITCH) for name in names}:
-        return f"{all_gpus} to the NVLink switches, {what}"
-    if pairs.keys() == {(a, b) for a in names for b in names if a != b}:
-        return f"{all_gpus} to every other, {what} each"
-    return ""
+        lines.append(f"NVLink: between GPUs by nvidia-smi: {kinds}")
+    if (left := len(lines) - _MAX_ITEMS) > 0:
+        lines[_MAX_ITEMS:] = [f"and {left} more"]
+    return lines
 
 
 def _bar(text: str, width: float) -> SvgBlock:
     height = _LINE + _PAD
     shapes = (
-        SvgBox(0, 0, width, height, "fabric", text),
+        SvgBox(0, 0, width, height, "fabric", _clean(text)),
         Words(_PAD, _PAD + 8, fit(text, width - 2 * _PAD, "name"), "name"),
     )
     return SvgBlock(width, height, shapes)
-
-
-def _table(host: HostTopology, title: str, pairs: _Pairs) -> SvgBlock:
-    gpus = host.gpus[:_MAX_GPUS]
-    others = sorted({b for _, b in pairs} - {gpu.name for gpu in host.gpus})[:4]
-    columns = [(gpu.name, f"GPU {gpu.number}") for gpu in gpus]
-    columns += [(name, "switches" if name == NVSWITCH else name) for name in others]
-    most = max(rate for _, rate in pairs.values())
-    head = f"{title} from GPU to GPU: links"
-    head += ", and GB/s together" if most else ""
-    left, top = _PAD + _CELL_WIDTH, _PAD + _LINE + _GAP
-    width = left + _CELL_WIDTH * len(columns) + _PAD
-    width = max(width, width_of(head, "name") + 2 * _PAD)
-    height = top + _CELL_HEIGHT * (len(gpus) + 1) + _PAD
-    shapes: list[Shape] = [
-        SvgBox(0, 0, width, height, "fabric", head),
-        Words(_PAD, _PAD + 9, head, "name"),
-    ]
-    for place, (_, name) in enumerate(columns):
-        x = left + _CELL_WIDTH * (place + 0.5)
-        shapes.append(Words(x, top + 14, fit(name, _CELL_WIDTH - 4), "", "middle"))
-    for row, gpu in enumerate(gpus):
-        y = top + _CELL_HEIGHT * (row + 1)
-        shapes.append(Words(_PAD, y + 15, f"GPU {gpu.number}"))
-        for place, (name, _) in enumerate(columns):
-            cell = pairs.get((gpu.name, name))
-            is_own = name == gpu.name and cell is None
-            x = left + _CELL_WIDTH * place
-            shapes += _cell(x, y, cell, most) if not is_own else []
-    return SvgBlock(width, height, tuple(shapes))
-
-
-def _cell(
-    x: float, y: float, value: tuple[int, float] | None, most: float
-) -> list[Shape]:
-    if value is None:
-        return [SvgBox(x, y, _CELL_WIDTH, _CELL_HEIGHT, "cell")]
-    count, rate = value
-    shade = 1 + min(2, int(3 * rate / most)) if most > 0 else 1
-    text = fit(f"{count} · {rate:.4g}" if rate else f"{count}", _CELL_WIDTH - 4)
-    return [
-        SvgBox(x, y, _CELL_WIDTH, _CELL_HEIGHT, f"cell{shade}"),
-        Words(x + _CELL_WIDTH / 2, y + 15, text, "", "middle"),
-    ]
 
 
 def width_of(text: str, kind: str = "") -> float:

@@ -28,15 +28,11 @@ from ronde.topology.paths.speeds import (
 from ronde.topology.pci import is_nvswitch
 from ronde.units import counted, format_size
 
-LINK_TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI", LinkKind.C2C: "C2C"}
+_LINK_TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI", LinkKind.C2C: "C2C"}
 _NVSWITCH_CLASS = 0x0680
 _MAX_CPUS_CHARACTERS = 40
 _MAX_DRAWN_DEPTH = 24
 _WITHOUT_NAME = ("NIC", "NVSwitch", "PCI device", "PCI switch")
-
-
-def is_nvlink_switch(link: Link) -> bool:
-    return link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
 
 
 class TreeElement(NamedTuple):
@@ -54,7 +50,7 @@ class ElementTree:
 
     Args:
         is_drawn: Whether it is for a drawing: PCI devices that are no GPU, adapter or
-            NVSwitch are left out, GPUs have their links, and ports their kinds.
+            NVSwitch are left out, and ports have their kinds.
     """
 
     def __init__(self, host: HostTopology, *, is_drawn: bool) -> None:
@@ -66,7 +62,6 @@ class ElementTree:
         )
         self._gpus = grouped((gpu.bus_id, gpu) for gpu in host.gpus)
         self._ports = grouped((port.bus_id, port) for port in host.ports)
-        self._links = grouped(((link.kind, link.source), link) for link in host.links)
 
     def at(self, nodes: set[int], *, is_known: bool) -> tuple[TreeElement, ...]:
         """Return what is at some NUMA nodes, or at none of them."""
@@ -131,16 +126,7 @@ class ElementTree:
         kind = f"gfx{gpu.gcn.removeprefix('gfx')}" if gpu.gcn else ""
         if not kind and gpu.sm > 0:
             kind = f"sm {gpu.sm}"
-        details = [gpu.title, kind, pci_words]
-        for link_kind, title in LINK_TITLES.items() if self._is_drawn else ():
-            if links := self._links.get((link_kind, gpu.name)):
-                count = sum(max(0, link.num_links) for link in links)
-                is_known = all(is_link_known(link, gpu) for link in links)
-                rate = f"{sum(link_gb_per_s(link, gpu) for link in links):.4g}"
-                rates = [f"{rate} GB/s"] if is_known else []
-                counts = [counted(count, "link")] if count > 1 or not is_known else []
-                details.append(f"{title} {', '.join([*counts, *rates])}")
-        shown = tuple(filter(None, details))
+        shown = tuple(filter(None, (gpu.title, kind, pci_words)))
         return TreeElement("gpu", f"GPU {gpu.number}", gpu.bus_id, shown)
 
     def _nic(self, ports: Sequence[NetPort], pci_words: str) -> TreeElement:
@@ -203,7 +189,7 @@ def _draw_host(host: HostTopology) -> str:
     known = {node.number for node in host.numa_nodes}
     if lost := tree.at(known, is_known=False):
         elements.append(TreeElement("numa", "NUMA node unknown", below=lost))
-    lines = [_summary(host), *_lines(elements), *_fabric(host)]
+    lines = [_summary(host), *_lines(elements), *fabric_lines(host)]
     ways = find_ways(host)
     for each in host.interfaces:
         # What the ports of a bond carry together.
@@ -253,10 +239,10 @@ def numa_element(
     return TreeElement("numa", f"NUMA node {node.number}", "", shown, below)
 
 
-def _fabric(host: HostTopology) -> Iterator[str]:
+def fabric_lines(host: HostTopology) -> Iterator[str]:
     """Yield a line for each kind of direct links, or one a GPU where they differ."""
     titles = {gpu.name: str(gpu.number) for gpu in host.gpus}
-    for kind, title in LINK_TITLES.items():
+    for kind, title in _LINK_TITLES.items():
         links = grouped((k.source, k) for k in host.links if k.kind == kind)
         by_words = grouped(
             (_links_words(gpu, links.get(gpu.name, ()), titles), titles[gpu.name])
@@ -269,10 +255,14 @@ def _fabric(host: HostTopology) -> Iterator[str]:
             yield f"{title}: {'every GPU' if is_all else _gpus(own)}: {words or 'none'}"
 
 
+def _is_nvlink_switch(link: Link) -> bool:
+    return link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
+
+
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
     """Return to what a GPU's links lead, alike for GPUs in like places."""
     by_target = grouped(
-        ("NVSwitch" if is_nvlink_switch(link) else link.target, link) for link in links
+        ("NVSwitch" if _is_nvlink_switch(link) else link.target, link) for link in links
     )
 
     def figures(own: Sequence[Link]) -> tuple[int, str]:
