@@ -25,7 +25,6 @@ from ronde.topology.graph import (
 )
 from ronde.topology.paths.classes import classify
 from ronde.topology.paths.network import PathKind, find_paths
-from ronde.topology.paths.speeds import LATEST
 
 B200_TEXT = "hgx_b200_8x_drv595.91.txt"
 PERLMUTTER_TEXT = "perlmutter_a100_4x_drv580.159.txt"
@@ -99,7 +98,7 @@ def test_the_table_agrees_with_nccls_kinds(name):
     plain = tuple(each._replace(vendor=0) for each in host.devices)
     host = host._replace(devices=plain)
     table = classify(host)
-    paths = find_paths(host, LATEST)
+    paths = find_paths(host)
     for one, row in zip(table.names, table.words, strict=True):
         for other, word in zip(table.names, row, strict=True):
             kind = paths.between(one, other).kind
