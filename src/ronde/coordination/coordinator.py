@@ -5,7 +5,8 @@ Note [Who makes progress]
     operations run, under one lock; no other thread is woken for it. Between such waits
     a thread of the coordinator's own waits, asleep until a message comes or a
     submission is there that nobody waits for. Submissions of that kind gather for a
-    moment (``gather_time_s``), so that many small tensors travel together.
+    moment (``gather_time_s``), and longer while more come, so that many small tensors
+    travel together: parts cut anywhere would each be planned and packed anew.
 
     Nobody holds the lock while waiting for messages. While an operation runs it is
     held: operations run one after the other, in the order that was agreed.
@@ -41,6 +42,7 @@ __all__ = ["CoordinationOptions", "Coordinator"]
 
 _LOOK_EVERY_S = 0.25  # between two looks at who still lives and what waits for long
 _NUM_QUICK_WAITS = 2
+_MOST_GATHERED = 4  # so often newer submissions may put off older ones
 _FAST_S = 0.05  # after so long on the fast path, whoever has not come is to refuse
 _CLOSE_WITHIN_S = 2.0  # an operation that is under way may end by itself for so long
 _FAST_ENGINES = ("auto", "shared_memory")  # they reduce so few bytes in the same way
@@ -513,6 +515,17 @@ class Coordinator:
                 self._state.look()
         self._progress(num_own)
 
+    def _gather(self) -> None:
+        """Sleep while submissions go on that nobody waits for."""
+        submitted = self._state.submitted
+        for _ in range(_MOST_GATHERED):
+            num_before = len(submitted)
+            if self._waiter.num_waiters:
+                return
+            time.sleep(self._options.gather_time_s)
+            if len(submitted) == num_before:
+                return
+
     def _work(self) -> None:
         """Make progress when nobody else does: asleep until something comes."""
         while not self._is_closed:
@@ -523,8 +536,8 @@ class Coordinator:
             self._waiter.wait(timeout_s, is_eager=False)
             if self._is_closed:
                 return
-            if self._is_woken and not self._waiter.num_waiters:
-                time.sleep(self._options.gather_time_s)
+            if self._is_woken:
+                self._gather()
             self._is_woken = False
             self._progress(0)
             self._look(0)
