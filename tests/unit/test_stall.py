@@ -15,8 +15,8 @@ from ronde.coordination.waits import StallReport, describe_stall
     ],
 )
 def test_who_keeps_others_waiting_for_longer_than_is_allowed_is_marked(ages_s, marks):
-    first = StallReport(0, False, ("gradients.bias",), (ages_s[0],))
-    second = StallReport(1, False, ("allreduce.alone",), (ages_s[1],))
+    first = StallReport(False, {"gradients.bias": ages_s[0]})
+    second = StallReport(False, {"allreduce.alone": ages_s[1]})
     text, is_fatal = describe_stall(
         {0: first, 1: second}, 2, warning_s=1.0, shutdown_s=2.0
     )

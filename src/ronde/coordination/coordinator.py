@@ -98,7 +98,6 @@ class CoordinatorState:
         is_fast = communicator.engine in _FAST_ENGINES and options.tuning is None
         if channel.shared is not None and is_fast:
             self.fast_path = FastPath(channel.shared)
-        self._lost: set[int] = set()
         self._num_connected = 0
         self.ask_all = partial(self._node.report, "ask")
 
@@ -153,7 +152,7 @@ class CoordinatorState:
         """Look after neighbours and stalls; ``progress`` is to follow."""
         self._report_losses()
         if self._stall_warning_s:
-            oldest_s = next(iter(self._table.waiting().values()), 0.0)
+            oldest_s = next(iter(self._table.ages_s().values()), 0.0)
             if oldest_s >= self._stall_warning_s:
                 self.ask_all(STALLS)
         if self._inspector is not None:
@@ -257,12 +256,11 @@ class CoordinatorState:
         self._table.fail(PeerLostError(text))
 
     def take_report(self, kind: str, number: int, points: list[list[Any]]) -> None:
-        rank = self._node.tree.rank
         if kind == STALLS:
-            answer = StallReport.of(rank, self._table)
+            answer = StallReport.of(self._table)
         else:
             answer = self._waits.answer([SyncPoint(*point) for point in points])
-        self._node.report("answer", kind, number, rank, answer)
+        self._node.report("answer", kind, number, self._node.tree.rank, answer)
 
     def take_give_way(
         self, chosen: list[tuple[int, list[int]]], where: list[tuple[int, str]]
@@ -314,9 +312,7 @@ class CoordinatorState:
 
     def _report_losses(self) -> None:
         for rank, reason, is_orderly in self._channel.find_losses():
-            if rank not in self._lost:
-                self._lost.add(rank)
-                self._node.lose(rank, reason, is_orderly=is_orderly)
+            self._node.lose(rank, reason, is_orderly=is_orderly)
 
 
 class Coordinator:

@@ -188,7 +188,7 @@ class Execution:
             places.append(view)
         self._timed("MEMCPY_IN_FUSION_BUFFER", _copy_all, places, sources)
         name = f"{self._engine}_ALLREDUCE"
-        self._timed(name, self._all_reduce, batch.request, flat, None)
+        self._timed(name, self._call, batch.request, flat, flat, None)
         self._timed("MEMCPY_OUT_FUSION_BUFFER", _copy_all, outputs, places)
 
     def _run_one(self, request: Request, item: _Item, entry: Entry | None) -> Any:  # noqa: ANN401 - each operation's own
@@ -202,19 +202,30 @@ class Execution:
             source, splits = operation.tensors[item.tensor], operation.splits
             output = operation.outputs[item.tensor] if operation.outputs else source
         name = f"{self._engine}_{_NAMES[request.kind]}"
-        if request.kind is OpKind.ALLREDUCE:
-            apart = None if output is source else source
-            return self._timed(name, self._all_reduce, request, output, apart)
-        if output is not source:
-            output.copy_(source)
-        return self._timed(name, self._call, request, output, splits)
+        return self._timed(name, self._call, request, output, source, splits)
 
     def _call(
-        self, request: Request, tensor: Tensor, splits: Sequence[int] | None
+        self,
+        request: Request,
+        tensor: Tensor,
+        source: Tensor,
+        splits: Sequence[int] | None,
     ) -> Any:  # noqa: ANN401 - each operation's own
+        """Carry one operation out in ``tensor``, with the values of ``source``."""
         communicator = self._communicator
         before, after = request.prescale, request.postscale
+        is_apart = tensor is not source
+        if is_apart and request.kind is not OpKind.ALLREDUCE:
+            tensor.copy_(source)
         match request.kind:
+            case OpKind.ALLREDUCE:
+                work = communicator.all_reduce(
+                    tensor,
+                    request.reduce_op,
+                    prescale=before,
+                    postscale=after,
+                    source=source if is_apart else None,
+                )
             case OpKind.REDUCESCATTER:
                 work = communicator.reduce_scatter(
                     tensor, request.reduce_op, prescale=before, postscale=after
@@ -230,14 +241,6 @@ class Execution:
                 work = communicator.all_gather(tensor)
             case _:
                 return communicator.all_to_all(tensor, splits).wait()
-        return work.wait()
-
-    def _all_reduce(
-        self, request: Request, output: Tensor, source: Tensor | None
-    ) -> Tensor:
-        op, before, after = request.reduce_op, request.prescale, request.postscale
-        reduce = self._communicator.all_reduce
-        work = reduce(output, op, prescale=before, postscale=after, source=source)
         return work.wait()
 
     def _timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
@@ -347,6 +350,7 @@ class FusionTuning:
         self._change = change
         self._names: set[str] = set()
         self._num_bytes = 0
+        # When the step before ended: unknown for the first, which only marks the time.
         self._begun_s: float | None = None
         self._ended_s = 0.0
 
@@ -359,23 +363,18 @@ class FusionTuning:
         is_full = len(self._names) >= _MOST_NAMES
         if is_full or not self._names.isdisjoint(names):
             self._end_step()
-        if self._begun_s is None:
-            # Nothing is known of when the very first began: it only marks the time.
-            self._begun_s = now_s
         self._names.update(names)
         self._num_bytes += num_bytes
         self._ended_s = now_s
 
     def _end_step(self) -> None:
-        begun_s = self._ended_s if self._begun_s is None else self._begun_s
-        seconds, num_bytes = self._ended_s - begun_s, self._num_bytes
-        self._begun_s = self._ended_s
+        begun_s, self._begun_s = self._begun_s, self._ended_s
+        num_bytes, self._num_bytes = self._num_bytes, 0
         self._names.clear()
-        self._num_bytes = 0
-        if not num_bytes:
+        if begun_s is None or not num_bytes:
             return
         tuner = self._tuner
         before = tuner.setting
-        tuner.feed(seconds / num_bytes)
+        tuner.feed((self._ended_s - begun_s) / num_bytes)
         if tuner.setting != before:
             self._change(tuner.setting)

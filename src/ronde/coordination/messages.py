@@ -43,7 +43,6 @@ class Tree:
     size: int
     parent: int | None  # who it reports to
     children: tuple[int, ...]  # who reports to it, ascending
-    local: frozenset[int]  # those of its neighbours that run on its host
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[str], arity: int = _ARITY) -> list["Tree"]:
@@ -61,10 +60,13 @@ class Tree:
             below = leaders[arity * index + 1 : arity * index + 1 + arity]
             parent = leaders[(index - 1) // arity] if index else None
             children = tuple(sorted([*others, *below]))
-            trees[leader] = cls(leader, size, parent, children, frozenset(others))
+            trees[leader] = cls(leader, size, parent, children)
             for rank in others:
-                trees[rank] = cls(rank, size, leader, (), frozenset((leader,)))
+                trees[rank] = cls(rank, size, leader, ())
         return [trees[rank] for rank in range(size)]
+
+    def neighbours(self, among: Sequence[int]) -> list[int]:
+        return [r for r in among if r == self.parent or r in self.children]
 
 
 class Loss(NamedTuple):

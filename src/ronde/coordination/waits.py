@@ -30,7 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple, Self
 
 from ronde.coordination.messages import format_ranks
@@ -75,8 +75,10 @@ class PendingTable:
         self._lock = threading.Lock()
 
     def name(self, operation: NamedOperation) -> str:
-        numbers = self._numbers[operation.kind, operation.is_group]
-        return operation.wire_name(0 if operation.name else next(numbers))
+        if operation.name:
+            return operation.wire_name(0)
+        number = next(self._numbers[operation.kind, operation.is_group])
+        return operation.wire_name(number)
 
     def all_joined(self) -> None:
         self.has_joined = False
@@ -114,7 +116,7 @@ class PendingTable:
         finally:
             self.watches.remove(watched)
 
-    def waiting(self) -> dict[str, float]:
+    def ages_s(self) -> dict[str, float]:
         """Return for how many seconds each name is waited for, the oldest first."""
         with self._lock:
             entries = list(self.entries.values())
@@ -286,18 +288,14 @@ BlockedWaits = Mapping[int, Sequence[BlockedWait]]
 
 
 class StallReport(NamedTuple):
-    """What one rank waits for: ``names``, the oldest first, each for ``ages_s``."""
+    """What one rank waits for, and for how many seconds, the oldest first."""
 
-    rank: int
     has_joined: bool
-    names: tuple[str, ...]
-    ages_s: tuple[float, ...]
+    ages_s: dict[str, float]
 
     @classmethod
-    def of(cls, rank: int, table: PendingTable) -> "StallReport":
-        waiting = list(table.waiting().items())[:_MOST_NAMES]
-        ages_s = tuple([round(age_s, 3) for _, age_s in waiting])
-        return cls(rank, table.has_joined, tuple([n for n, _ in waiting]), ages_s)
+    def of(cls, table: PendingTable) -> "StallReport":
+        return cls(table.has_joined, dict(islice(table.ages_s().items(), _MOST_NAMES)))
 
 
 class Inspector:
@@ -413,7 +411,7 @@ def describe_stall(
     for name, age_s in _late_names(reports, warning_s).items():
         for rank in range(size):
             report = reports.get(rank)
-            if report is not None and (name in report.names or report.has_joined):
+            if report is not None and (name in report.ages_s or report.has_joined):
                 continue
             missing.setdefault(rank, []).append(name)
             if shutdown_s and age_s >= shutdown_s:
@@ -448,7 +446,7 @@ def _late_names(
     """Return the names that some rank has waited for, and for how long at most."""
     late: dict[str, float] = {}
     for report in reports.values():
-        for name, age_s in zip(report.names, report.ages_s, strict=True):
+        for name, age_s in report.ages_s.items():
             if age_s >= warning_s:
                 late[name] = max(age_s, late.get(name, 0.0))
     return late
@@ -457,8 +455,8 @@ def _late_names(
 def _activity(report: StallReport | None) -> str:
     if report is None:
         return "no answer: stopped, or too busy for its other threads to run"
-    if report.names:
-        return f"waiting for [{_show(report.names)}]"
+    if report.ages_s:
+        return f"waiting for [{_show(list(report.ages_s))}]"
     return "nothing pending"
 
 

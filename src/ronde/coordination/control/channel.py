@@ -51,7 +51,6 @@ class ControlChannel:
         self.waiter = waiter
         self._transports = tuple(transports)
         self._connections = {c.rank: c for t in transports for c in t.connections}
-        self._losses: list[Loss] = []
         self.wait, self.wake = waiter.wait, waiter.wake
         self.add_waiter, self.remove_waiter = waiter.add_waiter, waiter.remove_waiter
 
@@ -72,16 +71,17 @@ class ControlChannel:
         return received
 
     def find_losses(self) -> list[Loss]:
-        """Return the neighbours that are gone; all messages of each were received."""
+        """Return the neighbours that are gone, each once, all its messages received."""
+        losses: list[Loss] = []
         for connection in tuple(self._connections.values()):
             loss = connection.find_loss()
             if loss is not None and connection.has_unread():
                 # It may have ended after it wrote and before it notified.
                 self.waiter.doorbell.notify()
             elif loss is not None:
-                self._losses.append(loss)
+                losses.append(loss)
                 del self._connections[connection.rank]
-        return list(self._losses)
+        return losses
 
     def close(self) -> None:
         """Announce it to the neighbours; calls may be repeated. Every ``wait`` returns.
@@ -143,9 +143,8 @@ def connect_channel(
                 is_one_host=others is ranks,
             )
             neighbours = {
-                index: (other, hosts[other])
-                for index, other in enumerate(others)
-                if other == tree.parent or other in tree.children
+                others.index(other): (other, hosts[other])
+                for other in tree.neighbours(others)
             }
             transports.append(GlooTransport(groups, neighbours, doorbell))
         if local is not None:

@@ -36,7 +36,7 @@ _BOTH_HALVES = (1 << 32) + 1
 _HALF = (1 << 32) - 1
 _EAGER, _BACKGROUND = 1, 2
 _BACKGROUND_AT = 4
-_FOR_EVER_S = 3600.0
+_FOR_EVER_S = 3600.0 * 24 * 365
 NEAR, FAR = 200, 0
 """How often one who waits for an answer looks for it, and lets others run, before it
 sleeps. Answers of other hosts come by threads that want this very interpreter."""
@@ -159,18 +159,15 @@ class Waiter:
         return False
 
     def _sleep(self, kind: int, timeout_s: float | None, last_wake: int) -> None:
-        left_s = _FOR_EVER_S if timeout_s is None else timeout_s
-        deadline = time.monotonic() + left_s
+        deadline = time.monotonic() + (_FOR_EVER_S if timeout_s is None else timeout_s)
         address = self.doorbell.address + (_BACKGROUND_AT if kind == _BACKGROUND else 0)
         self._count(1, kind)
         try:
-            while left_s > 0:
+            while (left_s := deadline - time.monotonic()) > 0:
                 value = self._words[_VALUE]
                 if self._is_due(kind, last_wake):
                     return
                 sleep_while(address, value & _HALF, left_s)
-                if timeout_s is not None:
-                    left_s = deadline - time.monotonic()
         finally:
             self._count(-1, kind)
 

@@ -175,7 +175,7 @@ class SharedMemoryTransport:
         self.doorbell = self.doorbells[own]
         self._words = pages[own]
         self.connections = list[SharedMemoryConnection]()
-        for rank in sorted(tree.local):
+        for rank in tree.neighbours(ranks):
             other = ranks.index(rank)
             child = own if rank == tree.parent else other
             page, view = pages[child], self.segments[child].view
