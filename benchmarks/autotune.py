@@ -64,7 +64,7 @@ def tune(
     tuning = replace(amount, log=file)
     replica = Replica(name, communicator, ReducerOptions(tuning=tuning))
     num_steps = 0
-    while (limits := replica.reducer.tuned_limits) is None:
+    while (limits := replica.reducer.rounds.tuned_limits) is None:
         replica.step()
         num_steps += 1
     replica.reducer.close()

@@ -69,11 +69,11 @@ def train(communicator, options, num_steps, last_step=None):
         model(inputs).square().mean().backward()
         optimizer.step()
         reducer.step_done()
-        plans.append(reducer.num_buckets)
+        plans.append(len(reducer.rounds.buckets))
     if last_step is not None:
         reducer.participate_with_zeros()
     results = [p.detach().clone() for p in model.parameters()]
-    limits = reducer.tuned_limits
+    limits = reducer.rounds.tuned_limits
     reducer.close()
     return results, plans, limits
 
@@ -173,7 +173,7 @@ def test_horovods_variables_turn_it_on(tmp_path):
             optimizer.zero_grad()
             model(torch.ones(2, WIDTHS[0], dtype=torch.float64)).sum().backward()
             optimizer.step()
-        limits = optimizer._reducer.tuned_limits
+        limits = optimizer._reducer.rounds.tuned_limits
         hvd.shutdown()
         return limits
 

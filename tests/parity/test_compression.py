@@ -53,7 +53,7 @@ class Parameters:
 
     def unsent(self) -> list[Tensor]:
         """Return what this rank has not sent yet, a tensor a parameter."""
-        memories = self.reducer._rounds._sum.__self__._factors
+        memories = self.reducer.rounds._sum.__self__._factors
         zeros = [torch.zeros_like(value) for value in self.values]
         for value, zero in zip(self.values, zeros, strict=True):
             memory = memories.get(value)
@@ -152,7 +152,7 @@ def test_powersgd_keeps_its_memory_in_float32(dtype):
             own = gradients(parameters, communicator.rank, number)
             parameters.reduce(own)
             total += parameters.values[0].grad.float()
-        memories = parameters.reducer._rounds._sum.__self__._factors
+        memories = parameters.reducer.rounds._sum.__self__._factors
         (memory,) = (m for m in memories.values() if m)
         return total, memory.error
 
@@ -209,7 +209,7 @@ def test_powersgd_sends_two_small_collectives_a_bucket():
         parameters = make(communicator, Compression.powersgd(rank=2), **options)
         parameters.reduce(gradients(parameters, 0, 0))
         sent: list[int] = []
-        count_bytes(parameters.reducer._rounds._communicator, sent)
+        count_bytes(parameters.reducer.rounds._communicator, sent)
         parameters.reduce(gradients(parameters, 0, 1))
         return sent
 

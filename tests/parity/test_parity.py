@@ -473,7 +473,7 @@ def _train_in_tiny_buckets(_: object, problem: Problem) -> dict[str, Tensor]:
         inputs, targets = problem.data(number, 2 * BATCH)
         rows = slice(hvd.rank() * BATCH, (hvd.rank() + 1) * BATCH)
         problem.step(model, optimizer, inputs[rows], targets[rows], number)
-    assert reducer.num_buckets == len(named)
+    assert len(reducer.rounds.buckets) == len(named)
     hvd.shutdown()
     return {name: p.detach() for name, p in named}
 

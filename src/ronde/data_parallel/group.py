@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -36,27 +37,29 @@ class GroupConnector(Protocol):
     """Connects a reducer with its like on the other ranks, when it is first used.
 
     It fails where there is no session, a rank is gone, or the ranks' models differ.
-    ``waits`` are this process's; None where nobody sees them. ``start`` begins to
-    connect and returns where the ranks meet. ``connect`` is collective; the stall
-    inspector counts it if it is watched. ``give_up`` fails one that is under way.
+    ``waits`` are this process's. ``start`` begins to connect and returns where the
+    ranks meet. ``connect`` is collective; the stall inspector counts it if it is
+    watched. ``give_up`` fails one that is under way.
     """
 
     @property
     def key(self) -> ReducerKey: ...
     @property
-    def waits(self) -> Waits | None: ...
+    def waits(self) -> Waits: ...
     def start(self) -> SyncPoint: ...
     def connect(self, *, is_watched: bool = True) -> "Steps[ReducerGroup]": ...
     def give_up(self) -> None: ...
 
 
-class ReducerGroup(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReducerGroup:
     """The ranks of a reducer: the ``GroupConnector`` of one that is connected."""
 
     communicator: Communicator  # nobody else may use it
     coordinator: Coordinator | None = None  # sees what is waited for
     set_id: int = 0
     number: int = 0
+    waits: Waits = field(default_factory=Waits)  # this process's
 
     @property
     def key(self) -> ReducerKey:
@@ -65,10 +68,6 @@ class ReducerGroup(NamedTuple):
     @property
     def name(self) -> str:
         return f"gradients{self.number or ''}"
-
-    @property
-    def waits(self) -> Waits | None:
-        return self.coordinator and self.coordinator.waits
 
     def start(self) -> SyncPoint:
         if self.coordinator is None:
@@ -133,7 +132,7 @@ class Resumable:
             self.failure = error
 
 
-def aside(waits: Waits | None, function: Callable[[], T]) -> Steps[T]:
+def aside(waits: Waits, function: Callable[[], T]) -> Steps[T]:
     """Call what may block, in a thread where this rank has something else to do.
 
     Note [What may block]
@@ -142,7 +141,7 @@ def aside(waits: Waits | None, function: Callable[[], T]) -> Steps[T]:
         anything. But two ranks that block in two rounds that they had put off would
         keep each other waiting.
     """
-    if waits is None or not waits.put_off:
+    if not waits.put_off:
         return function()
     outcome: Future[T] = Future()
 

@@ -35,8 +35,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.waits import Waiting, Waits
-from ronde.data_parallel.buckets import BucketLimits, Gradient
+from ronde.coordination.waits import Waiting
+from ronde.data_parallel.buckets import Gradient
 from ronde.data_parallel.compression import NoneCompressor
 from ronde.data_parallel.group import GroupConnector, ReducerKey, Resumable
 from ronde.data_parallel.hooks import (
@@ -80,12 +80,12 @@ class Reducer:
         self._under_way: Resumable | None = None  # the round that gave way
         self._failure: BaseException | None = None
         self._has_given_way = False
-        self._waits: Waits | None = None
+        self._waits = connector.waits  # those of the session that it is connected in
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._fused: list[RemovableHandle] = []
         self._communicators: list[Communicator] = []
-        self._rounds = self._new_rounds()
+        self.rounds = self._new_rounds()
         self.add(named_parameters)
         ends = self._hooks, self._communicators
         self.close = weakref.finalize(self, _release, *ends)
@@ -107,11 +107,6 @@ class Reducer:
         return self._connector.key
 
     @property
-    def num_buckets(self) -> int:
-        """Collectives a round; 0 before the first."""
-        return len(self._rounds.buckets)
-
-    @property
     def num_fused(self) -> int:
         """Gradients that backward wrote straight into buckets until now."""
         return sum(gradient.num_fused for gradient in self._gradients)
@@ -119,17 +114,12 @@ class Reducer:
     @property
     def last_round(self) -> int:
         """Number of the last round that this rank added something to."""
-        return self._rounds.last_round
-
-    @property
-    def tuned_limits(self) -> BucketLimits | None:
-        """The bucket sizes that tuning ended with."""
-        return self._rounds.tuned_limits
+        return self.rounds.last_round
 
     def set_passes(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""
         self._options = dataclasses.replace(self._options, passes=passes)
-        self._rounds.set_options(self._options)
+        self.rounds.set_options(self._options)
         self._prepare_additions()
 
     @torch.no_grad()
@@ -139,7 +129,7 @@ class Reducer:
             self._raise_failure()
             self._owner = threading.get_ident()
             is_dirty = any(gradient.num_passes for gradient in self._gradients)
-            is_new = self._rounds.is_open or is_dirty or not self._has_run
+            is_new = self.rounds.is_open or is_dirty or not self._has_run
             if self._under_way is not None or is_new:
                 self._finish()
 
@@ -151,7 +141,7 @@ class Reducer:
         try:
             if self._under_way is not None:
                 self._under_way.progress()
-                if self._under_way.is_over and self._waits is not None:
+                if self._under_way.is_over:
                     self._waits.put_off.pop(self.progress, None)
         finally:
             self._lock.release()
@@ -168,11 +158,11 @@ class Reducer:
     def step_done(self) -> None:
         """Note that the optimizer has stepped: the next step needs a new round."""
         self.forget()
-        self._rounds.steps.num_steps += 1
+        self.rounds.steps.num_steps += 1
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""
-        self._rounds.start()
+        self.rounds.start()
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
@@ -181,7 +171,7 @@ class Reducer:
             self._raise_failure()
             if self._under_way is not None:
                 self._finish()
-            self._rounds.participate_with_zeros()
+            self.rounds.participate_with_zeros()
             self._has_run = False
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
@@ -191,12 +181,11 @@ class Reducer:
             (communicator.abort if is_abrupt else communicator.close)()
         with self._lock:
             self._communicators.clear()
-            self._rounds, self._failure = self._new_rounds(), None
+            self.rounds, self._failure = self._new_rounds(), None
             if self._under_way is not None:
                 self._under_way.close()
                 self._under_way = None
-            if self._waits is not None:
-                self._waits.put_off.pop(self.progress, None)
+            self._waits.put_off.pop(self.progress, None)
             for gradient in self._gradients:
                 gradient.reset()
 
@@ -212,7 +201,7 @@ class Reducer:
 
     def _prepare_additions(self) -> None:
         """Have backward first finish what gave way, and scale results it adds to."""
-        if self._rounds.scaling.keep == 1.0 and not self._has_given_way:
+        if self.rounds.scaling.keep == 1.0 and not self._has_given_way:
             return
         for index in range(self._num_prepared, len(self._gradients)):
             self._add_hook(index, self._before_gradient, is_before=True)
@@ -233,7 +222,7 @@ class Reducer:
                 self._finish(can_give_way=True)
             self.refuse_put_off()
         gradient = self._gradients[index]
-        grad, keep = gradient.parameter.grad, self._rounds.scaling.keep
+        grad, keep = gradient.parameter.grad, self.rounds.scaling.keep
         if gradient.is_reduced and grad is gradient.result and grad is not None:
             if keep != 1.0:
                 grad.mul_(keep)
@@ -255,7 +244,7 @@ class Reducer:
                 self._unfuse()
                 if self._options.is_fusing:
                     self._fused = fuse(self._gradients)
-            self._rounds.arrive(index)
+            self.rounds.arrive(index)
 
     def _keep_failure(self, error: BaseException) -> None:
         self._failure = error
@@ -270,34 +259,31 @@ class Reducer:
     def _on_backward_end(self) -> None:
         with self._lock:
             self._unfuse()
-            if not self._rounds.is_open:
+            if not self.rounds.is_open:
                 return
-            if not self._rounds.is_complete and is_nested_backward():
+            if not self.rounds.is_complete and is_nested_backward():
                 self._armed_backward = -1
                 return
             self._finish(can_give_way=True)
 
     def _finish(self, *, can_give_way: bool = False) -> None:
-        rounds = self._rounds
+        rounds = self.rounds
         under_way = self._under_way or Resumable(rounds.finish())
         point = rounds.start()
         if not rounds.is_connected:
             self._waits = self._connector.waits
-        if self._waits is None:  # nobody sees it
-            under_way.run(lambda: 1.0)
-        else:
-            self._waits.put_off.pop(self.progress, None)
-            rounds.waiting = Waiting(
-                self._waits, point, self._owner, can_give_way=can_give_way
-            )
-            with rounds.waiting as waiting:
-                is_over = under_way.run(waiting)
-            if not is_over:
-                self._under_way = under_way
-                self._has_given_way = True
-                self._prepare_additions()
-                self._waits.put_off[self.progress] = self._owner
-                return
+        self._waits.put_off.pop(self.progress, None)
+        rounds.waiting = Waiting(
+            self._waits, point, self._owner, can_give_way=can_give_way
+        )
+        with rounds.waiting as waiting:
+            is_over = under_way.run(waiting)
+        if not is_over:
+            self._under_way = under_way
+            self._has_given_way = True
+            self._prepare_additions()
+            self._waits.put_off[self.progress] = self._owner
+            return
         self._under_way = None
         if under_way.failure is not None:
             raise under_way.failure

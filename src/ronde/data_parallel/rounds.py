@@ -212,9 +212,9 @@ class ReductionRounds:
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
-        return (
-            self._limits if self._tuning is not None and self._tuning.is_over else None
-        )
+        """The bucket sizes that tuning ended with."""
+        is_over = self._tuning is not None and self._tuning.is_over
+        return self._limits if is_over else None
 
     @property
     def is_complete(self) -> bool:
@@ -249,12 +249,11 @@ class ReductionRounds:
         while is_late:
             if not self.is_open:
                 self._open()
-            if self._group.waits is not None:
-                # This rank has come to the round, and will see it through.
-                self._point = self._point._replace(number=self._num_rounds + 1)
-                self._group.waits.begin(self._point)
-                if self.waiting is not None:
-                    self.waiting.move_to(self._point)
+            # This rank has come to the round, and will see it through.
+            self._point = self._point._replace(number=self._num_rounds + 1)
+            self._group.waits.begin(self._point)
+            if self.waiting is not None:
+                self.waiting.move_to(self._point)
             is_late = yield from self._complete()
             if self.buckets and self.buckets[0].flags.is_cpu:  # else not, not to wait
                 num_joined = self.buckets[0].count(_JOINED)

@@ -86,7 +86,9 @@ class Connector:
                     break
                 finally:
                     self._entry = None
-        return ReducerGroup(communicator, coordinator, self.key.set_id, number)
+        return ReducerGroup(
+            communicator, coordinator, self.key.set_id, number, coordinator.waits
+        )
 
     def give_up(self) -> None:
         coordinator = self._coordinator and self._coordinator()
