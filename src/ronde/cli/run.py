@@ -231,7 +231,12 @@ def read_num_each(options: argparse.Namespace) -> int | None:
         return None
     if text in _UNITS:
         return _UNITS[text]
-    cure = "Type a number, gpu or cpu: ronde run --nproc-per-node 2 ..."
+    cure = "Type for example: ronde run --nproc-per-node 2 ..."
+    if not text.isdecimal():
+        raise UsageError(
+            "--nproc-per-node must be auto, gpu, cpu or a whole number, got "
+            f"{text!r}. {cure}"
+        )
     return read_number("--nproc-per-node", text, cure, least=1, most=MAX_SLOTS)
 
 

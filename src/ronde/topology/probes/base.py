@@ -82,10 +82,14 @@ def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 def _tags(lines: Sequence[str], form: str) -> list[str]:
     """Return what each line begins with; nothing where a line does not."""
-    matches = [re.match(form, line) for line in lines]
-    if any(m is None and line.strip() for m, line in zip(matches, lines, strict=True)):
-        return []
-    return [match[0] if match else "" for match in matches]
+    pattern = re.compile(form)
+    tags: list[str] = []
+    for line in lines:
+        match = pattern.match(line)
+        if match is None and line.strip():
+            return []  # most texts have none, and their first line shows it
+        tags.append(match[0] if match else "")
+    return tags
 
 
 def first_lines(text: str) -> list[str]:
