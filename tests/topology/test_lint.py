@@ -301,6 +301,11 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.WARNING,
         [gpu(0)],
     ),
+    "acs-redirects": (
+        lambda: with_device(BRIDGE, is_redirecting=True),
+        Level.WARNING,
+        [BRIDGE],
+    ),
     "nic-faster-than-link": (
         lambda: with_device(NIC, speed="16.0 GT/s PCIe"),
         Level.WARNING,
@@ -352,6 +357,11 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         lambda: with_node(0, model=85),
         Level.WARNING,
         ["numa/0"],
+    ),
+    "refused-by-nccl": (
+        lambda: sound()._replace(refused=("Line 2: cpu has no numaid.",)),
+        Level.ERROR,
+        ["source"],
     ),
     "odd-source": (
         lambda: sound()._replace(remarks=("Line 3: nic is listed twice.",)),

@@ -1,5 +1,6 @@
-"""The list of lspci -nn becomes devices without a tree."""
+"""lspci's list becomes devices; with -vv also a tree, links, NUMA nodes and ACS."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
 from ronde.topology.graph import UNKNOWN, HostTopology, read_topology, write_topology
+from ronde.topology.lint import lint_host
 from ronde.topology.pci import compute_capability, plain_address
 from ronde.topology.probes.base import Saved
 from ronde.topology.probes.lspci import LspciProbe
@@ -29,7 +31,7 @@ def test_samples_are_recognised_and_go_through_json(path):
     saved = Saved(path.name, path.read_bytes())
     assert PROBE.recognises(saved)
     topology = PROBE.read(saved)
-    assert topology.hosts[0].sources == (f"lspci -nn {path.name}",)
+    assert topology.hosts[0].sources == (f"lspci {path.name}",)
     assert read_topology(write_topology(topology).encode(), "it") == topology
 
 
@@ -88,14 +90,13 @@ def test_ids_are_in_the_last_brackets():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("00:02.0 PCI bridge: Red Hat, Inc. QEMU PCIe Root port\n", "line 1: a device"),
         ("\n00:02.0 PCI bridge [0604]: Red Hat [1b36:", "line 2: a device must have"),
         (
             "00:02.0 x [0604]: x [1b36:000c]\n0000:00:02.0 x [0604]: x [1b36:000c]",
             "line 2: a device must be listed once",
         ),
-        ("", "must be a list of lspci -nn"),
-        ("GPU0\n", "must be a list of lspci -nn"),
+        ("", "must be a list of lspci"),
+        ("GPU0\n", "must be a list of lspci"),
     ],
 )
 def test_other_lists_are_refused(text, message):
@@ -103,9 +104,69 @@ def test_other_lists_are_refused(text, message):
         read(text)
 
 
-def test_a_list_without_numbers_is_recognised_to_be_told_so():
-    assert PROBE.recognises(Saved("it", b"00:02.0 PCI bridge: Red Hat, Inc.\n"))
+def test_other_lines_are_not_recognised():
     assert not PROBE.recognises(Saved("it", b"GPU0\tX\n12:30.5\n"))
+
+
+# What lspci -nnvvv prints for a root port, a switch, a GPU and an adapter below it.
+DETAILS = """\
+16:02.0 PCI bridge [0604]: Intel Corporation Device [8086:347a] (rev 06)
+\tNUMA node: 0
+\tBus: primary=16, secondary=17, subordinate=1b, sec-latency=0
+\tCapabilities: [40] Express (v2) Root Port (Slot+), MSI 00
+\t\tLnkCap:\tPort #5, Speed 16GT/s, Width x16, ASPM not supported
+\t\tLnkSta:\tSpeed 16GT/s (ok), Width x16 (ok)
+\tCapabilities: [220 v1] Access Control Services
+\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+
+\t\tACSCtl:\tSrcValid- TransBlk- ReqRedir- CmpltRedir- UpstreamFwd-
+
+17:00.0 PCI bridge [0604]: Broadcom / LSI PEX890xx PCIe Gen 5 Switch [1000:c030]
+\tNUMA node: 0
+\tBus: primary=17, secondary=18, subordinate=1b, sec-latency=0
+\t\tLnkCap:\tPort #0, Speed 32GT/s, Width x16, ASPM L1, Exit Latency L1 <32us
+\t\tLnkSta:\tSpeed 16GT/s, Width x16
+\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl-
+18:00.0 3D controller [0302]: NVIDIA Corporation GA100 [A100 SXM4 80GB] [10de:20b2]
+\tSubsystem: NVIDIA Corporation Device [10de:1463]
+\tNUMA node: 0
+\t\tLnkCap:\tPort #0, Speed 16GT/s, Width x16, ASPM not supported
+\t\tLnkCap2: Supported Link Speeds: 2.5-16GT/s, Crosslink- Retimer+
+\t\tLnkSta:\tSpeed 16GT/s, Width x8 (downgraded)
+18:01.0 Infiniband controller [0207]: Mellanox MT28908 [ConnectX-6] [15b3:101b]
+\tNUMA node: 0
+\t\tLnkCap:\tPort #0, Speed 16GT/s, Width x16, ASPM not supported
+\t\tLnkSta:\tSpeed 16GT/s (ok), Width x16 (ok)
+"""
+
+
+def test_details_give_the_tree_the_links_and_the_nodes():
+    port, switch, gpu, adapter = read(DETAILS).devices
+    assert (port.parent, switch.parent) == ("", "0000:16:02.0")
+    assert gpu.parent == adapter.parent == "0000:17:00.0"
+    assert [node.number for node in read(DETAILS).numa_nodes] == [0]
+    # The switch could do more than the port above it.
+    assert (switch.speed, switch.width) == ("16.0 GT/s PCIe", 16)
+    assert (gpu.width, gpu.width_now, gpu.speed_now) == (16, 8, "16.0 GT/s PCIe")
+    assert [each.is_redirecting for each in (port, switch)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "details", [DETAILS, re.sub(r" ?\[\w{4}(:\w{4})?\]", "", DETAILS)]
+)
+def test_planted_faults_are_found_with_and_without_numbers(details):
+    host = read(details)
+    assert [gpu.sm for gpu in host.gpus] == [80]
+    found = {finding.rule: finding.element for finding in lint_host(host)}
+    assert found["trained-down"] == "0000:18:00.0"
+    assert found["acs-redirects"] == "0000:17:00.0"
+
+
+def test_a_bridge_below_itself_is_a_tree_all_the_same():
+    text = "".join(
+        f"0{n}:00.0 PCI bridge: x\n\tBus: primary=00, secondary=0{3 - n}, x\n"
+        for n in (1, 2)
+    )
+    assert read(text).devices
 
 
 @pytest.mark.parametrize(

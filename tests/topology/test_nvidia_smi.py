@@ -344,11 +344,10 @@ def test_rates_tell_a_switch_where_the_matrix_does_not():
 def test_rates_alone_do_not_tell_where_links_lead():
     host = read(status(0, num_active=17) + status(1, num_active=18, rate="25.781"))
     assert [gpu.uuid for gpu in host.gpus] == ["GPU-0", "GPU-1"]
-    assert host.links == ()
-    assert host.remarks == (
-        "GPU0 has 17 active NVLinks, and of 0 it is known where they lead.",
-        "GPU1 has 18 active NVLinks, and of 0 it is known where they lead.",
-    )
+    links = [(link.source, link.target, link.num_links) for link in host.links]
+    assert links == [("gpu/0", "", 17), ("gpu/1", "", 18)]
+    assert host.remarks == ()
+    assert find_paths(host).between("gpu/0", "gpu/1") is None
 
 
 def test_links_of_an_unknown_model_carry_what_their_signalling_leaves():
@@ -359,7 +358,7 @@ def test_links_of_an_unknown_model_carry_what_their_signalling_leaves():
 
 def test_links_at_several_rates_show():
     text = status(0, num_active=2).replace("Link 1: 25", "Link 1: 12.5")
-    assert "signal at 12.5, 25 GB/s" in read(text).remarks[1]
+    assert "signal at 12.5, 25 GB/s" in read(text).remarks[0]
 
 
 def test_a_matrix_without_nvlinks_contradicts_none():

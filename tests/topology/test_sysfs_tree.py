@@ -209,6 +209,15 @@ def test_without_nodes_all_is_one(tree):
     assert node.memory_bytes == 65536
 
 
+def test_memory_that_no_node_lists_is_the_only_node_s(tree):
+    """A virtual machine to which memory was added after its start."""
+    tree.cpus("0-1").node(0, "3", "10")
+    tree.write("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: 8 kB\n")
+    tree.write("proc/meminfo", "MemTotal: 24 kB\n")
+    (node,) = read_host(tree.root).numa_nodes
+    assert node.memory_bytes == 24 * 1024
+
+
 def test_a_row_of_distances_may_have_columns_for_nodes_that_are_not_there(tree):
     tree.cpus("0-1").write("sys/devices/system/node/online", "0,2\n")
     tree.write("sys/devices/system/node/possible", "0-2\n")

@@ -153,7 +153,7 @@ def test_bad_input_is_one_sentence(words, said):
 
 
 def test_an_empty_source_is_refused():
-    assert "must be one of these" in refused("-", stdin=b"")
+    assert "standard input must describe a machine" in refused("-", stdin=b"")
 
 
 def test_json_of_something_else_is_refused():

@@ -266,7 +266,7 @@ def test_hostile_names_stay_words(name: str) -> None:
 
 def test_a_huge_host_is_drawn_in_part() -> None:
     devices = tuple(
-        PciDevice(f"{n:04x}:00:00.0", node=n % 300, width=16) for n in range(9000)
+        PciDevice(f"{n:04x}:00:00.0", node=n % 100, width=16) for n in range(9000)
     )
     host = HostTopology(
         name="huge",

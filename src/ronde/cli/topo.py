@@ -46,7 +46,7 @@ _ROOT_OPTION = """\
 """
 _SOURCES_HELP = """\
 SOURCE is a file in one of these forms: NCCL's topology (NCCL_TOPO_DUMP_FILE writes it,
-clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m or lspci -nn,
+clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m or lspci -vvv,
 Slurm's topology.conf, or the output of ronde topo --json; - is standard input. Each
 file of any form is one host. Without a SOURCE it is this machine.
 """

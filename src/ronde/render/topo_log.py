@@ -73,6 +73,8 @@ def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -
     parts += [f"and {left} smaller jobs\n"] if left > 0 else []
     read = f"Read {counted(log.num_messages, 'message')} of NCCL in "
     read += counted(log.num_lines, "line")
+    if log.loose_versions and not log.jobs:
+        read += f": NCCL {' and '.join(log.loose_versions)}"
     if log.num_mended:
         read += f", {log.num_mended:,} put together from broken lines"
     found = count_findings(findings) if findings else "nothing that looks wrong"

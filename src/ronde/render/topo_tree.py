@@ -262,7 +262,8 @@ def _is_nvlink_switch(link: Link) -> bool:
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
     """Return to what a GPU's links lead, alike for GPUs in like places."""
     by_target = grouped(
-        ("NVSwitch" if _is_nvlink_switch(link) else link.target, link) for link in links
+        ("NVSwitch" if _is_nvlink_switch(link) else link.target or "unknown ends", link)
+        for link in links
     )
 
     def figures(own: Sequence[Link]) -> tuple[int, str]:

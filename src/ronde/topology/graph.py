@@ -15,6 +15,11 @@ from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 UNKNOWN = -1
 """A number that no source has."""
 
+_VIRTUAL = (
+    *("virbr", "docker", "veth", "br-", "vnet", "tap", "tun", "lo", "dummy"),
+    *("cali", "cni", "cilium", "flannel", "lxc", "lxd", "podman", "vxlan", "wg"),
+)
+
 NVSWITCH = "nvswitch"
 """The NVLink switches of a host where they are not seen one by one."""
 
@@ -70,6 +75,8 @@ class PciDevice(NamedTuple):
     gb_per_s: float = 0.0  # In one direction, from sources that have no speed.
     speed_now: str = ""  # As trained now, like ``speed``.
     width_now: int = UNKNOWN
+    # Whether ACS sends what devices below write to each other up to the processor.
+    is_redirecting: bool = False
 
     @property
     def name(self) -> str:
@@ -111,6 +118,11 @@ class NetPort(NamedTuple):
     def name(self) -> str:
         return f"net/{self.title}"
 
+    @property
+    def is_virtual(self) -> bool:
+        """Whether its name is that of a bridge, tunnel or container's interface."""
+        return not self.bus_id and self.title.startswith(_VIRTUAL)
+
 
 class Interface(NamedTuple):
     """A network interface whose bytes leave through ports of other names."""
@@ -125,7 +137,8 @@ class Link(NamedTuple):
 
     kind: LinkKind
     source: str
-    target: str  # Name of an element, listed or not, or ``NVSWITCH``.
+    # Name of an element, listed or not, or ``NVSWITCH``; empty if unknown.
+    target: str
     num_links: int
     gb_per_s: float = 0.0  # Of all together; 0 where it follows from the GPU.
     target_class: int = UNKNOWN  # PCI class of the target.
@@ -153,6 +166,7 @@ class HostTopology(NamedTuple):
     relations: tuple[Relation, ...] = ()
     interfaces: tuple[Interface, ...] = ()  # Each after those below it.
     remarks: tuple[str, ...] = ()  # What was odd about a source, a sentence each.
+    refused: tuple[str, ...] = ()  # Why NCCL refuses its file, like that.
 
     @property
     def paired(self) -> frozenset[str]:

@@ -560,7 +560,9 @@ def with_gpus(
     links = [
         link._replace(target=link.target if link.target in known else _SWITCHES)
         for link in host.links
-        if link.kind in _NAMES and link.source in names and link.source != link.target
+        if link.kind in _NAMES
+        and link.source in names
+        and link.target not in ("", link.source)
     ]
     links = [link for link in links if link.target in {*names, _SWITCHES}]
     # GPUs that are joined, over any number of hops.

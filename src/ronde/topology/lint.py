@@ -47,8 +47,7 @@ tiny-link error a GPU's link below 1 GB/s, as virtual machines report it
   so NCCL plans with {has:.1f} GB/s and leaves the device aside as far as it can.
   do Give NCCL_TOPO_FILE with the host's real speeds, or give the virtual root port
      x-speed and x-width; on bare metal reseat the card.
-unknown-link-speed warning an empty link speed or no lanes, which NCCL takes for PCIe 3
-     x16
+unknown-link-speed warning an empty link speed, which NCCL takes for PCIe 3
   seen The link speed is unknown ({link}).
   so NCCL takes it for {has:g} GB/s, PCIe 3 where the speed is missing and 16 lanes
      where the width is; PCIe 4 x16 would be 24, PCIe 5 x16 48.
@@ -90,6 +89,12 @@ no-peer-access warning GPUs that may not reach each other's memory
   do CNS: the processor's chipset does not; TNS: no bus between them does; GNS: this
      kind of GPU does not. In a virtual machine look whether the host passes peer access
      on; switch ACS off on the bridges.
+acs-redirects warning a bridge above a GPU that ACS makes send traffic to the processor
+  seen ACS is on: what devices below the bridge write to each other goes up first.
+  so GPUs reach each other and adapters through the processor: peer access and
+     GPUDirect RDMA are slow, or hang.
+  do On bare metal switch ACS off in the firmware, or by setpci on each bridge (NCCL's
+     troubleshooting guide has the line); a hypervisor needs it for its machines.
 nic-faster-than-link loss a network adapter that carries more than its PCI link
   seen The adapter's {num} port(s) carry {should:.4g} GB/s, its PCI link ({link})
      {has:.4g} (PCIe's limit).
@@ -150,6 +155,10 @@ implausible-processor warning a processor that is too old for the links below it
   so One of both is wrong, and NCCL believes both:{between} the given speed.
   do Show the virtual machine its host's model (QEMU: -cpu host), or correct modelid or
      link_speed in the file; from Sapphire Rapids on NCCL counts 22 or 40 GB/s.
+refused-by-nccl error what NCCL refuses in its topology file
+  seen {remark}
+  so NCCL ends with an error when it reads the file, and so does the job.
+  do Add what is missing, or write the file anew with NCCL_TOPO_DUMP_FILE.
 odd-source note what was odd in a source
   seen {remark}
   so It was read all the same; what is shown here may not be what the source meant.
@@ -179,11 +188,11 @@ node-cores-differ loss a node with another number of cores than most
 """
 _TINY_GB_PER_S = 1.0
 _SWITCH_CLASS = 0x068000
+_MAX_REMARKS = 8
 # Compute capability of the last chip whose number of NVLinks is known.
 _LATEST_SM = 103
 _RATES = (1000, 2500, 5000, 10000, 25000, 40000, 50000, 56000, 100000, 200000, 400000)
 _HIGHEST = 1_600_000
-_VIRTUAL = ("virbr", "docker", "veth", "br-", "vnet", "tap", "tun", "lo", "dummy")
 # Slower adapters seldom have GPUDirect RDMA.
 _RDMA_MBIT_PER_S = 25_000
 # Lowest model of Intel's family 6 with lanes of that many GT/s: Ice Lake, Sapphire
@@ -299,8 +308,8 @@ class HostView:
         self.host = host
         self.paths = find_paths(host)
         self.devices = {device.bus_id: device for device in host.devices}
-        # GPUs with a PCI device, and the ports of each adapter, by bus address.
-        self.gpus = {gpu.bus_id: gpu for gpu in host.gpus if gpu.bus_id}
+        self.gpus = {gpu.name: gpu for gpu in host.gpus}
+        # The ports of each adapter, by bus address.
         self.ports: defaultdict[str, list[NetPort]] = defaultdict(list)
         for port in host.ports:
             if port.bus_id:
@@ -379,11 +388,10 @@ class HostView:
 
     def unknown_link_speed(self) -> Iterator[Hit]:
         for device in self.devices_that_matter:
-            # A source without either leaves it to others; an empty speed or no lanes
-            # are a wrong answer.
+            # A source without either leaves it to others. Clouds' files give no lanes
+            # (x0) and mean the 16 that NCCL takes; an empty speed is a wrong answer.
             is_given = device.width >= 0 or device.speed
-            is_known = _gt_per_s(device.speed) and device.width > 0
-            if is_given and not is_known and not device.gb_per_s:
+            if is_given and not _gt_per_s(device.speed) and not device.gb_per_s:
                 has, link = pci_gb_per_s(device), _link_words(device)
                 yield _hit(device.name, has, link=link)
 
@@ -467,6 +475,12 @@ class HostView:
             counts = ", ".join(f"{word} for {n}" for word, n in sorted(words.items()))
             yield _hit(name, counts=counts)
 
+    def acs_redirects(self) -> Iterator[Hit]:
+        for bus_id, ends in self.ends.items():
+            has_gpu = any(end.bus_id in self.gpus for end in ends)
+            if has_gpu and self.devices[bus_id].is_redirecting:
+                yield _hit(bus_id)
+
     def nic_faster_than_link(self) -> Iterator[Hit]:
         for bus_id, ports in self.ports.items():
             device = self.devices.get(bus_id)
@@ -510,7 +524,7 @@ class HostView:
 
     def virtual_nic(self) -> Iterator[Hit]:
         for port in self.host.ports:
-            if not port.bus_id and port.title.startswith(_VIRTUAL):
+            if port.is_virtual:
                 yield _hit(port.name)
 
     def no_gpudirect(self) -> Iterator[Hit]:
@@ -585,8 +599,19 @@ class HostView:
             words = {"family": node.family, "model": node.model, "why": why}
             yield _hit(node.name, rate, 0.0, between=between, **words)
 
+    def refused_by_nccl(self) -> Iterator[Hit]:
+        return _sentences(self.host.refused)
+
     def odd_source(self) -> Iterator[Hit]:
-        return (_hit("source", remark=each) for each in self.host.remarks)
+        return _sentences(self.host.remarks)
+
+
+def _sentences(remarks: Sequence[str]) -> Iterator[Hit]:
+    """Yield one hit for all remarks, the first of which it has."""
+    left = len(remarks) - _MAX_REMARKS
+    more = [f"There are {left} more."] if left > 0 else []
+    if remarks:
+        yield _hit("source", remark=" ".join([*remarks[:_MAX_REMARKS], *more]))
 
 
 def _odd_hosts(measured: Sequence[tuple[str, float, float]]) -> Iterator[Hit]:

@@ -1,9 +1,12 @@
 """What people have of a machine's topology, in any form: files, trees, this machine."""
 
+import gzip
 import os
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,13 +47,20 @@ def _find_probes() -> list[Probe]:
 
 
 def read_saved(name: str) -> Saved:
-    """Return a file with its bytes; ``-`` is standard input."""
+    """Return a file with its bytes, unpacked by gzip; ``-`` is standard input."""
     try:
         if name == "-":
             data = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             with Path(name).open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
+        if data.startswith(b"\x1f\x8b"):
+            with gzip.GzipFile(fileobj=BytesIO(data)) as packed:
+                data = packed.read(MAX_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(
+            f"{name} must be whole gzip data, got an error: {error}. Was it cut?"
+        ) from None
     except OSError as error:
         raise UsageError(
             f"source must be a file that can be read, got {name}: {error.strerror}."
@@ -60,7 +70,13 @@ def read_saved(name: str) -> Saved:
             f"source must be at most {MAX_BYTES >> 20} MiB, got more in {name}. Is it "
             "a topology?"
         )
-    return Saved("standard input" if name == "-" else name, data)
+    name = "standard input" if name == "-" else name
+    if not data.strip():
+        raise UsageError(
+            f"{name} must describe a machine, got an empty file. Did the program that "
+            "was to write it fail?"
+        )
+    return Saved(name, data)
 
 
 def read_file(saved: Saved) -> Topology:

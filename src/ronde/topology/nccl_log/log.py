@@ -346,6 +346,10 @@ class _Collector:
         part = self._part(process, (match[1], thread), num_ranks, rank)
         part.num_nodes, part.is_mnnvl = num_nodes, mnnvl == 1
 
+    def take_call(self, process: _Process, _: int, match: _Match) -> None:
+        # Any thread may call, also of a communicator whose start is not in the log.
+        self._part(process, (match[1],), int(match[2]))
+
     def take_ring(self, process: _Process, thread: int, match: _Match) -> None:
         num_ranks = len(match[1].split())
         may_be_cut = num_ranks == _MAX_RANKS_OF_OLD_RING

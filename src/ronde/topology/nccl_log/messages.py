@@ -277,6 +277,8 @@ comm: channels comm:0x[0-9a-f]+, nRanks:\d+, nNodes:\d+, coll channels:(\d+)
     [ ]p2p channels per peer:\d+
 tuning tuning (\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)
     [ ]channel\{Lo\.\.Hi\}=\{\d+\.\.\d+\}
+tuning call \w+: opCount \w+ sendbuff \w+ recvbuff \w+ count \d+ datatype \d+ op \d+
+    [ ]root \d+ comm (0x[0-9a-f]+) \[nranks=(\d+)\].*
 setting settings ([NR]CCL_[A-Z0-9_]+) set (?:by environment )?to (\S(?:.*?\S)??)\.?
     => {}={}
 """

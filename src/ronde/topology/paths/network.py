@@ -301,7 +301,7 @@ class PathNetwork:
             return
         gpu = self._gpus.get(link.source)
         speed = link_gb_per_s(link, gpu) if gpu else 0.0
-        if gpu is None or speed <= 0:
+        if gpu is None or speed <= 0 or not link.target:
             return
         source, target = gpu.name, self._link_target(link)
         kind = PathKind.C2C if link.kind == LinkKind.C2C else PathKind.NVL

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import groupby, zip_longest
+from itertools import combinations, groupby, zip_longest
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
@@ -75,6 +75,7 @@ def plan_host(
     if not cores:
         notices = (*notices, "CPUs are unknown: ranks get none.")
     gpus, gpu_variables = _order_gpus(host)
+    gpus = _linked_first(host, gpus, request.num_ranks)
     ports = _training_ports(host)
     # Near a node without CPUs there is no place for a rank.
     bare = {node.number for node in host.numa_nodes if not node.cpus}
@@ -121,9 +122,49 @@ def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
         ordered = sorted(host.gpus, key=lambda gpu: gpu.number)
         is_amd = bool(amd) and len(amd) == len(host.gpus)
         return ordered, {"HIP_VISIBLE_DEVICES": ""} if is_amd else {}
-    ordered = sorted(host.gpus, key=lambda gpu: bus_order(gpu.bus_id))
-    gpus = [gpu._replace(number=number) for number, gpu in enumerate(ordered)]
+    gpus = sorted(host.gpus, key=lambda gpu: bus_order(gpu.bus_id))
+    numbers = [gpu.number for gpu in gpus]
+    # Of a GPU that is lost the number stays free; another order is not the bus's.
+    if numbers != sorted({*numbers}):
+        gpus = [gpu._replace(number=number) for number, gpu in enumerate(gpus)]
     return gpus, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _linked_first(
+    host: HostTopology, gpus: list[GpuDevice], num_ranks: int
+) -> list[GpuDevice]:
+    """Return GPUs with those first that NVLink or xGMI joins best, one a rank.
+
+    From each GPU on, the one with the best links to those before is added; the set
+    whose slowest pair is the fastest counts.
+    """
+    if num_ranks >= len(gpus):
+        return gpus
+    paths = find_paths(host)
+
+    def rate(a: int, b: int) -> float:
+        path = paths.between(gpus[a].name, gpus[b].name)
+        return path.gb_per_s if path and path.kind <= PathKind.NVB else 0.0
+
+    indexes = range(len(gpus))
+    rates = [[rate(a, b) for b in indexes] for a in indexes]
+    best, best_score = list(indexes[:num_ranks]), (-1.0, -1.0)
+    for first in indexes:
+        chosen = [first]
+        while len(chosen) < num_ranks:
+            left = [each for each in indexes if each not in chosen]
+            chosen.append(max(left, key=lambda n: _fit(rates[n], chosen)))
+        pairs = [rates[a][b] for a, b in combinations(chosen, 2)] or [0.0]
+        score = min(pairs), sum(pairs)
+        if score > best_score:
+            best, best_score = sorted(chosen), score
+    rest = [each for each in indexes if each not in best]
+    return [gpus[each] for each in (*best, *rest)]
+
+
+def _fit(rates: Sequence[float], chosen: Sequence[int]) -> tuple[float, float]:
+    own = [rates[each] for each in chosen]
+    return min(own), sum(own)
 
 
 def _plan_rank(
@@ -239,9 +280,11 @@ def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
     placed = [
         port
         for port in host.ports
-        if port.is_up and (port.bus_id or port.node != UNKNOWN or port.name in paired)
+        if (port.is_up and not port.is_virtual)
+        and (port.bus_id or port.node != UNKNOWN or port.name in paired)
     ]
-    adapters = [port for port in placed if _is_rdma(port)] or placed
+    real = [port for port in placed if port.bus_id] or placed
+    adapters = [port for port in placed if _is_rdma(port)] or real
     rates = Counter(port.mbit_per_s for port in adapters)
     usual = max(rates, key=lambda rate: (rates[rate], rate), default=0)
     return tuple(port for port in adapters if port.mbit_per_s == usual)

@@ -1,5 +1,6 @@
 """What every reader of a saved topology uses: the file, its text, XML and errors."""
 
+import codecs
 import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -35,7 +36,8 @@ class Saved(NamedTuple):
 
     @property
     def text(self) -> str:
-        return self.data.decode(errors="replace")
+        is_utf16 = self.data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        return self.data.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
 
 
 class Probe(Protocol):

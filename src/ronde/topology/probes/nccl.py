@@ -76,6 +76,7 @@ class _HostReader:
 
     def __init__(self) -> None:
         self._remarks: list[str] = []
+        self._refused: list[str] = []
         self._nodes: dict[int, NumaNode] = {}
         self._devices: dict[str, PciDevice] = {}
         self._gpus: dict[str, GpuDevice] = {}
@@ -101,6 +102,7 @@ class _HostReader:
             ),
             links=tuple(self._links),
             remarks=tuple(remarks),
+            refused=tuple(self._refused),
         )
 
     def _remark(self, element: Element, what: str) -> None:
@@ -135,6 +137,8 @@ class _HostReader:
             cpus = parse_words(cpu.get("affinity"))
         except ValueError:
             self._unread(cpu, "affinity")
+        if "numaid" not in cpu.attributes:
+            self._refused.append(f"Line {cpu.line}: cpu has no numaid.")
         node = NumaNode(
             self._integer(cpu, "numaid"),
             tuple(members(cpus)),

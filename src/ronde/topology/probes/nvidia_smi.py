@@ -73,7 +73,7 @@ class NvidiaSmiProbe:
 
 def _plain(text: str) -> str:
     """Return text without what is for terminals, and without blanks at lines' ends."""
-    plain = _ESCAPE.sub("", text.removeprefix("\ufeff"))
+    plain = _ESCAPE.sub("", text)
     return "\n".join(line.rstrip() for line in plain.splitlines())
 
 
@@ -334,7 +334,9 @@ class _Reader:
             if sum(targets.values()) > (most if most == len(rates) else _MAX_LINKS):
                 targets = {NVSWITCH: most}
             num_links = sum(targets.values())
-            if rates and num_links != len(rates):
+            if rates and not targets:
+                targets = {"": len(rates)}
+            elif rates and num_links != len(rates):
                 self._remarks.append(
                     f"{name} has {len(rates)} active NVLinks, and of {num_links} it is "
                     "known where they lead."

@@ -274,9 +274,11 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
             f"CPUs {format_list(members(left))} are online, but their NUMA node is not."
         )
     elif left:
-        memory = _read_memory(f"{root}/proc/meminfo")
-        node = plain._replace(number=0, memory_bytes=memory)
-        nodes.append(_with_cpus(root, node, left))
+        nodes.append(_with_cpus(root, plain._replace(number=0), left))
+    if len(nodes) == 1:
+        # Memory that a virtual machine was given after its start is in no node's file.
+        memory = max(nodes[0].memory_bytes, _read_memory(f"{root}/proc/meminfo"))
+        nodes = [nodes[0]._replace(memory_bytes=memory)]
     return tuple(nodes), tuple(remarks)
 
 

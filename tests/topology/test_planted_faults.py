@@ -1,0 +1,187 @@
+"""What is found in real files with one fault planted, and in sound ones."""
+
+import gzip
+import re
+from pathlib import Path
+
+import pytest
+
+from ronde.cli.topo import run as run_topo
+from ronde.errors import UsageError
+from ronde.render.topo_svg import draw_svg
+from ronde.topology.graph import GpuDevice, HostTopology, Level, NumaNode, PciDevice
+from ronde.topology.lint import lint_host
+from ronde.topology.placement.placing import AlignmentRequest
+from ronde.topology.placement.plan import HostPlan, plan_host
+from ronde.topology.probes.base import Saved
+from ronde.topology.sources import read_file, read_saved
+
+SAMPLES = Path(__file__).parent / "samples"
+B200 = SAMPLES / "nvsmi_topo_m/hgx_b200_8x_drv595.91.txt"
+PERLMUTTER = SAMPLES / "nvsmi_topo_m/perlmutter_a100_4x_drv580.159.txt"
+H100 = SAMPLES / "nccl_topo/azure_ndv5_h100_topo.xml"
+P4DE = SAMPLES / "nccl_topo/aws_p4de-24xl-topo.xml"
+PERLMUTTER_XML = SAMPLES / "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
+
+
+def host_of(text: str) -> HostTopology:
+    (host,) = read_file(Saved("it", text.encode())).hosts
+    return host
+
+
+def found_in(text: str) -> dict[str, str]:
+    return {each.rule: each.element for each in lint_host(host_of(text))}
+
+
+def with_fewer_links(number: int) -> str:
+    """Return the matrix of eight GPUs in which one has lost 2 of its 18 links."""
+    rows: list[str] = []
+    for row in B200.read_text().split("\n"):
+        cells = row.split("\t")
+        if cells[0] == f"GPU{number}":
+            cells = [cell.replace("NV18", "NV16") for cell in cells]
+        elif re.fullmatch("GPU[0-9]", cells[0]):
+            cells[1 + number] = cells[1 + number].replace("NV18", "NV16")
+        rows.append("\t".join(cells))
+    return "\n".join(rows)
+
+
+def link_status(*num_active: int) -> str:
+    """Return what nvidia-smi nvlink -s prints of GPUs with 18 links each."""
+    lines: list[str] = []
+    for gpu, active in enumerate(num_active):
+        lines.append(f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-{gpu:08d})")
+        rates = ["26.562 GB/s"] * active + ["<inactive>"] * (18 - active)
+        lines += [f"\t Link {n}: {rate}" for n, rate in enumerate(rates)]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_gpu_with_fewer_links_is_found_in_a_matrix():
+    assert found_in(B200.read_text()) == {}
+    assert found_in(with_fewer_links(5)) == {"uneven-nvlinks": "gpu/5"}
+
+
+def test_a_gpu_with_inactive_links_is_found_in_their_list():
+    assert found_in(link_status(18, 18, 18, 18)) == {}
+    (finding,) = lint_host(host_of(link_status(18, 18, 7, 18)))
+    assert (finding.rule, finding.element) == ("uneven-nvlinks", "gpu/2")
+    assert finding.severity is Level.ERROR
+    assert "7 NVLinks are up, and other GPUs of this host have 18" in finding.what
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+@pytest.mark.parametrize("path", [B200, H100], ids=lambda path: path.name)
+def test_other_encodings_read_the_same(path, encoding, tmp_path):
+    text = path.read_text()
+    data = text.encode(encoding)
+    data = b"\xfe\xff" + data if encoding == "utf-16-be" else data
+    (tmp_path / "saved").write_bytes(data)
+    (host,) = read_file(read_saved(str(tmp_path / "saved"))).hosts
+    assert host.gpus == host_of(text).gpus
+    assert host.links == host_of(text).links
+
+
+def test_packed_files_are_read_and_cut_ones_are_refused(tmp_path):
+    packed = tmp_path / "topo.xml.gz"
+    packed.write_bytes(gzip.compress(H100.read_bytes()))
+    (host,) = read_file(read_saved(str(packed))).hosts
+    assert len(host.gpus) == 8
+    packed.write_bytes(packed.read_bytes()[:-50])
+    with pytest.raises(UsageError, match="must be whole gzip data"):
+        read_saved(str(packed))
+
+
+def test_an_empty_file_has_its_own_sentence(tmp_path):
+    (tmp_path / "topo.xml").write_text(" \n")
+    with pytest.raises(UsageError, match="got an empty file"):
+        run_topo([str(tmp_path / "topo.xml")])
+
+
+def test_a_processor_without_numaid_is_an_error():
+    text = re.sub(' numaid="[0-9]+"', "", P4DE.read_text())
+    found = {f.rule: f for f in lint_host(host_of(text))}
+    assert found["refused-by-nccl"].severity is Level.ERROR
+    assert found["refused-by-nccl"].what.count("cpu has no numaid") == 2
+
+
+def test_what_clouds_leave_out_is_no_fault():
+    assert found_in(re.sub(' affinity="[^"]*"', "", P4DE.read_text())) == {}
+    no_lanes = H100.read_text().replace('link_width="16"', 'link_width="0"')
+    assert found_in(no_lanes) == {}
+
+
+def test_what_is_odd_in_a_file_is_one_note():
+    text = PERLMUTTER_XML.read_text()
+    text = re.sub(r'(<net [^>]*)gdr="[01]"', r'\1gdr="x"', text)
+    notes = [f for f in lint_host(host_of(text)) if f.rule == "odd-source"]
+    assert len(notes) == 1
+    assert notes[0].what.count("gdr='x'") == 4
+
+
+def test_sixteen_gpus_of_one_machine_have_all_their_switches_drawn():
+    """A DGX-2 as a virtual machine shows it: everything at one place."""
+    gpus = [PciDevice(f"0000:{n:02x}:00.0", "", 0, 0x030200) for n in range(16)]
+    switches = [
+        PciDevice(f"0000:{n:02x}:00.0", "", 0, 0x068000, 0x10DE) for n in range(32, 44)
+    ]
+    host = HostTopology(
+        "dgx2",
+        numa_nodes=(NumaNode(0),),
+        devices=(*gpus, *switches),
+        gpus=tuple(GpuDevice(each.bus_id, n) for n, each in enumerate(gpus)),
+    )
+    drawing = draw_svg(host)
+    assert all(each.bus_id in drawing for each in switches)
+
+
+def plan(text: str, num_ranks: int) -> HostPlan:
+    return plan_host(host_of(text), AlignmentRequest(num_ranks))
+
+
+def gpus_of(placed: HostPlan) -> list[int]:
+    return [gpu for rank in placed.ranks for gpu in rank.gpus]
+
+
+def test_a_lost_gpu_leaves_its_number_free():
+    text = PERLMUTTER_XML.read_text()
+    for old, new in ((3, 4), (2, 3)):
+        text = text.replace(f'<gpu dev="{old}"', f'<gpu dev="{new}"')
+    placed = plan(text, 4)
+    assert gpus_of(placed) == [0, 1, 3, 4]
+    assert placed.env["CUDA_VISIBLE_DEVICES"] == "0,1,3,4"
+
+
+PAIRS = """\
+\tGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tCPU Affinity\tNUMA Affinity
+GPU0\tX\tSYS\tSYS\tNV4\tSYS\tSYS\t0-31\t0
+GPU1\tSYS\tX\tSYS\tSYS\tSYS\tSYS\t0-31\t0
+GPU2\tSYS\tSYS\tX\tSYS\tNV4\tSYS\t0-31\t0
+GPU3\tNV4\tSYS\tSYS\tX\tSYS\tSYS\t0-31\t0
+GPU4\tSYS\tSYS\tNV4\tSYS\tX\tSYS\t0-31\t0
+GPU5\tSYS\tSYS\tSYS\tSYS\tSYS\tX\t0-31\t0
+"""
+MODELS = "".join(f"GPU {n}: NVIDIA A100 80GB PCIe (UUID: GPU-{n})\n" for n in range(6))
+
+
+def test_fewer_ranks_than_gpus_get_those_that_nvlink_joins():
+    assert gpus_of(plan(PAIRS + MODELS, 2)) == [0, 3]
+    rows = PAIRS.split("\n")
+    rows[1], rows[4] = (row.replace("NV4", "SYS") for row in (rows[1], rows[4]))
+    assert gpus_of(plan("\n".join(rows) + MODELS, 2)) == [2, 4]
+    assert gpus_of(plan(PAIRS + MODELS, 6)) == list(range(6))
+    assert gpus_of(plan(PERLMUTTER.read_text(), 2)) == [0, 1]
+
+
+def test_interfaces_of_containers_are_no_adapters():
+    text = PERLMUTTER_XML.read_text()
+    virtual = "".join(
+        f'<nic><net name="{name}" dev="{9 + n}" speed="10000" port="0" guid="0x0" '
+        'maxconn="65536" gdr="0"/></nic>'
+        for n, name in enumerate(("cali3e", "tunl0", "br-12ab", "bond7"))
+    )
+    head, cpu, rest = text.partition("<cpu ")
+    inside = rest.replace(">", f">{virtual}", 1)
+    ports = {
+        nic.name for rank in plan(head + cpu + inside, 4).ranks for nic in rank.nics
+    }
+    assert ports == {f"cxi{n}" for n in range(4)}
