@@ -438,7 +438,8 @@ def survey(cluster: Cluster, host: Machine) -> tuple[set[int], set[str]]:
     files = {
         line
         for line in listed.stdout.splitlines()
-        if not line.startswith((_FULL, _DISK))
+        # A checkout that lies there, too, has caches of what runs beside.
+        if not line.startswith((_FULL, _DISK, str(ROOT)))
     }
     return {process.pid for process in cluster.processes(host)}, files
 
