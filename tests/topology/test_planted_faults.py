@@ -1,7 +1,10 @@
 """What is found in real files with one fault planted, and in sound ones."""
 
 import gzip
+import io
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from ronde.errors import UsageError
 from ronde.render.topo_svg import draw_svg
 from ronde.topology.graph import GpuDevice, HostTopology, Level, NumaNode, PciDevice
 from ronde.topology.lint import lint_host
+from ronde.topology.nccl_log import read_nccl_log
 from ronde.topology.placement.placing import AlignmentRequest
 from ronde.topology.placement.plan import HostPlan, plan_host
 from ronde.topology.probes.base import Saved
@@ -132,6 +136,33 @@ def test_sixteen_gpus_of_one_machine_have_all_their_switches_drawn():
     )
     drawing = draw_svg(host)
     assert all(each.bus_id in drawing for each in switches)
+
+
+def device_lines(num_devices: int) -> str:
+    return "".join(
+        f"{n:04x}:00:00.0 3D controller: NVIDIA Corporation GA100\n\tNUMA node: 0\n"
+        for n in range(num_devices)
+    )
+
+
+LOG = SAMPLES / "nccl_debug_logs/hgx_h200_b200_nccl2.27.3_selected_lines.log"
+GROWING: dict[str, Callable[[int], object]] = {
+    "a matrix": lambda n: host_of(B200.read_text() * n),
+    "devices": lambda n: host_of(device_lines(20 * n)),
+    "a log": lambda n: read_nccl_log([io.BytesIO(LOG.read_bytes() * 10 * n)]),
+    "other lines": lambda n: read_nccl_log([io.BytesIO(b"\n" * 5000 * n)]),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_time_grows_as_the_input_does(name):
+    def took_s(size: int) -> float:
+        begun_s = time.process_time()
+        GROWING[name](size)
+        return time.process_time() - begun_s
+
+    once, twice = (min(took_s(size) for _ in range(3)) for size in (100, 200))
+    assert twice < 3 * once + 0.1
 
 
 def plan(text: str, num_ranks: int) -> HostPlan:

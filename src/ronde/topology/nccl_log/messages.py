@@ -78,6 +78,8 @@ class MessageReader:
 
     def feed(self, line: str) -> list[NcclMessage]:
         self.num_lines += 1
+        if "CCL" not in line and not self._head:
+            return []
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, _, text = line.partition(_INFO)
         known = self._prefixes.get(prefix)
@@ -99,8 +101,6 @@ class MessageReader:
     def _feed_part(self, line: str) -> list[NcclMessage]:
         if self.num_lines - self._head_line > _HEAD_LASTS:
             self.end()
-        if "CCL" not in line and not self._head:
-            return []
         message = _read_whole(line)
         if message is None:
             return list(self._split(line[:MAX_LINE_CHARS]))
