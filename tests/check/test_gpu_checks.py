@@ -447,7 +447,8 @@ def xid(code, **changes):
         *((xid(code), FAIL) for code in (46, 95, 109, 136, 140, 143, 155, 156, 158)),
         *((xid(code), FAIL) for code in (74, 110, 119, 151, 167, 171, 172)),
         (xid(150, is_fatal=True), FAIL),
-        (xid(150), WARN),
+        (xid(150), INFORM),
+        (xid(78), WARN),
         (xid(69), INFORM),
         (xid(80), INFORM),
         (xid(999), INFORM),
@@ -474,13 +475,27 @@ def test_errors_since_the_start_are_told_with_their_age():
     assert "--gpu-reset" in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (79, "reboot the host"),
+        (94, "start the program again; when it suits"),
+        (151, "restart the virtual machine"),
+        (31, "look at the program"),
+    ],
+)
+def test_an_error_in_the_log_has_its_own_cure(code, words):
+    finding = only(find(host(facts={"gpu.xids": [xid(code)]} | UNADVISED)), "gpu-xid")
+    assert words in finding.fix
+
+
 def test_the_cure_for_a_torch_without_cuda_names_no_index_that_ends_some_day():
     """The index of each CUDA ends at some torch: that of 12.4 at 2.6."""
     assert "/whl/" not in gpu_torch.fix
     assert not re.search(r"cu1\d\d", gpu_torch.fix)
 
 
-@pytest.mark.parametrize("code", [63, 92, 106, 108, 154])
+@pytest.mark.parametrize("code", [43, 63, 92, 106, 108, 154])
 def test_errors_that_ask_for_nothing_are_not_told(code):
     assert find(host(facts={"gpu.xids": [xid(code)]})) == ()
 

@@ -317,7 +317,7 @@ def test_errors_in_the_log_are_counted_and_dated(tmp_path):
             [
                 (100, "NVRM: Xid (PCI:0000:1b:00): 31, pid=1, name=python, Ch 8"),
                 (9000, "NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus."),
-                (9500, "NVRM: Xid (PCI:0000:1b:00): 31, pid=2, name=python, Ch 8"),
+                (9500, "NVRM: Xid (PCI:0000:1b:00 GPU-I:05): 31, pid=2, name=python"),
                 (9900, "nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link"),
                 (9990, "usb 1-1: new device, not Xid"),
             ]

@@ -18,8 +18,9 @@ def count(root, **counts):
 def test_errors_are_read_by_port_as_far_as_they_are_counted(tmp_path):
     count(tmp_path, counters__symbol_error=7, hw_counters__out_of_sequence=0)
     count(tmp_path, counters__port_rcv_data=99, counters__link_downed="N/A (no PMA)")
+    count(tmp_path, hw_counters__implied_nak_seq_err=2)
     assert read_errors(str(tmp_path)) == {
-        "mlx5_0:1": {"symbol_error": 7, "out_of_sequence": 0}
+        "mlx5_0:1": {"symbol_error": 7, "out_of_sequence": 0, "implied_nak_seq_err": 2}
     }
     assert read_errors(str(tmp_path / "none")) == {}
 

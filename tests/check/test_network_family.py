@@ -181,6 +181,9 @@ def test_the_way_to_choose_is_nccls():
         "mlx5_1:1",
     ]
     assert [n for n in ports if chooses("mlx5_1", n)] == ["mlx5_1:1", "mlx5_10:1"]
+    # Rail and plane of an adapter choose nothing.
+    assert [n for n in ports if chooses("=mlx5_0:2:0:1", n)] == ["mlx5_0:2"]
+    assert [n for n in ports if chooses("=mlx5_1::0:0", n)] == ["mlx5_1:1"]
 
 
 @given(st.text("=^:,eth01", max_size=12), st.text("eth01:", max_size=6))

@@ -373,8 +373,10 @@ def product_checksum(fleet: Fleet) -> Problems:
 
     reads: the checksum of a float64 matrix product on CPUs and GPUs, for --burn's time
     threshold: the same bits everywhere: sums below 2^53 are exact in any order
-    source: IEEE 754; large clusters find silent errors by comparing hosts
-    fix: Take the host out and test it: dcgmi diag -r 3, memtester, stress-ng --verify
+    source: IEEE 754; silent errors of processors are common in large clusters: Dixit et
+        al., Silent Data Corruptions at Scale, arXiv 2102.11245
+    fix: Take the host out and test it: dcgmi diag -r 3; memtester 1G 1; stress-ng --cpu
+        0 --verify -t 10m
     needs: --burn, torch
     why: A processor that silently computes wrong results spoils the model of all ranks.
     """
@@ -405,7 +407,7 @@ def product_speed(fleet: Fleet) -> Problems:
     reads: the speed of that product, of all hosts' CPUs and of GPUs of one model
     threshold: CPUs: 80% of what most hosts reach, below 50% a failure; GPUs: 90% of
         what most of the model reach, below 80% a failure
-    source: ronde's own
+    source: ronde's own: CPUs of like hosts differ more than GPUs of one model
     fix: Look at clocks, power cap and heat of that device while it computes
     needs: --burn, torch; several hosts, or several GPUs of one model
     why: Every collective waits for the slowest.
@@ -439,7 +441,8 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
     threshold: 90% of what most GPUs of the model reach, on all hosts; below 80% a
         failure; with the host at least 21 GB/s on A100 SXM, 48 GB/s on H100 SXM and
         H200 SXM. A warning at most where no CPU next to the GPU could be chosen
-    source: shares: ronde's own; 21 and 48 GB/s: Azure's node health checks (ND v4, v5)
+    source: shares: ronde's own; 21 and 48 GB/s: Azure's node health checks 0e0a1ac
+        (nd96asr_v4.conf, nd96isr_h100_v5.conf, nd96isr_h200_v5.conf: check_gpu_bw)
     fix: Look at its PCI link under load (sudo lspci -vv | grep Lnk) and clocks; reseat
         it; for its own memory: dcgmi diag -r 3
     needs: --burn, torch, GPUs; to compare, several of one model

@@ -51,7 +51,7 @@ def probe_hung(fleet: Fleet) -> Problems:
 
     reads: whether each probe, a process of its own, ends before its deadline
     threshold: 5 to 45 s by probe (a GPU: gpu-lost); one that breaks is a warning
-    source: ronde's own
+    source: ronde's own: meant to be several times what a probe takes on a slow host
     fix: Look at what hangs: ps -eo pid,stat,wchan:32,cmd; mostly a restart helps
     why: A rank that asks the same hangs as well, and all others wait for it.
     """
@@ -108,10 +108,12 @@ def clock_offset(fleet: Fleet) -> Problems:
 
     reads: each host's clock against this machine's, beyond the error of the exchange
     threshold: 100 ms from the middle host; a failure above 5 s
-    source: ronde's own: below 100 ms traces of several hosts can be laid side by side
+    source: ronde's own: below 100 ms traces of several hosts can be laid side by side,
+        above 5 s nothing keeps the time
     fix: As root: timedatectl set-ntp true, or chronyc makestep
     needs: several hosts
-    why: Logs and traces of several hosts contradict each other; tokens are refused.
+    why: Logs and traces of several hosts contradict each other; from minutes on, tokens
+        are refused (Kerberos: 5 minutes, RFC 4120).
     """
     known = {f.host: f.values for f in fleet.having(OFFSET, ERROR)}
     offsets = {host: float(values[OFFSET]) for host, values in known.items()}
@@ -150,7 +152,7 @@ def memory_alike(fleet: Fleet) -> Problems:
 
     reads: MemTotal of /proc/meminfo
     threshold: 90% of what most hosts have
-    source: ronde's own
+    source: ronde's own: one memory module of eight is more, what firmware takes is less
     fix: Look for memory that firmware has taken out: dmidecode -t memory, the BMC's log
     needs: several hosts
     why: A memory module may have failed; a job that fits elsewhere does not fit there.

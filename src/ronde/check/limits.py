@@ -133,7 +133,8 @@ def locked_memory(fleet: Fleet) -> Problems:
 
     reads: the limit on locked memory, RDMA adapters, and the capability to lock more
     threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of what most hosts have
-    source: AMD's Primus, preflight on RDMA clusters; what most hosts have: ronde's own
+    source: 32GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); unlimited: NCCL
+        2.30.7's manual, Troubleshooting NCCL errors; 90 %: ronde's own
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or
         slurmd, and memlock unlimited in /etc/security/limits.conf
     why: RDMA pins its buffers: ibv_reg_mr fails, and NCCL stops or takes sockets.
@@ -161,7 +162,8 @@ def open_files(fleet: Fleet) -> Problems:
 
     reads: the soft limit on open files that a rank inherits
     threshold: 65536 (below 4096 a warning, 256 a failure), no less than most hosts
-    source: PyTorch's notes on sharing tensors by files; the numbers are ronde's own
+    source: torch.multiprocessing's manual: file_descriptor takes a file a tensor; the
+        numbers are ronde's own: 65536 leaves room for that and a connection a peer
     fix: ulimit -n 65536, or nofile in /etc/security/limits.conf; docker run --ulimit
         nofile=65536
     why: Connections and shared tensors are files: 'Too many open files' after hours.
@@ -208,7 +210,7 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
 
     reads: cpu.max (cfs_quota_us) of control groups; CPUs of affinity and cpuset
     threshold: a CPU for each rank; a quota below the CPUs that are seen is shown
-    source: the kernel's documentation of CPU bandwidth; a CPU a rank is ronde's own
+    source: Linux' cgroup-v2.rst, cpu.max, and sched-bwc.rst; a CPU a rank: ronde's own
     fix: Raise the limit (docker run --cpus, resources.limits.cpu, sbatch
         --cpus-per-task), or run fewer ranks there
     why: A rank beyond its quota stands still for the rest of each 100 ms.
@@ -232,7 +234,8 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
 
     reads: size and free room of /dev/shm, and whether it may be written to
     threshold: above 64MiB; a warning below 8GiB, or 40 % of the memory if that is less
-    source: Docker gives 64MiB by default; AMD's Primus asks for 8GiB
+    source: 64MiB: Docker's default, too little by NCCL 2.30.7's manual, Shared memory;
+        8GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); 40 %: ronde's own
     fix: docker run --shm-size 8g, or --ipc=host; in Kubernetes an emptyDir with medium
         Memory at /dev/shm; else mount -o remount,size=8g /dev/shm
     why: Data loaders and NCCL have buffers there: a rank ends with a bus error.

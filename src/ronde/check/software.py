@@ -186,7 +186,7 @@ def nccl(version: str) -> str:
 
     reads: which nvidia-nccl wheel is installed
     threshold: the same version everywhere
-    source: NCCL itself refuses: Mismatched NCCL version detected
+    source: NCCL 2.30.7 refuses (src/init.cc): Mismatched NCCL version detected
     fix: pip install --force-reinstall torch==VERSION there
     needs: several hosts
     why: NCCL does not form a communicator, so training does not start.

@@ -133,7 +133,7 @@ def dataset_files(fleet: Fleet) -> Problems:
     reads: size and hash of the files of --file; above 1MiB, of 16 pieces of 64KiB
     threshold: each exists, with the same size and hash everywhere
     source: ronde's own; what most hosts have, of three or more
-    fix: copy it again: rsync -a HOST:FILE FILE
+    fix: copy it again: rsync -ac HOST:FILE FILE
     needs: --file
     why: Ranks train on different data, or take fewer steps than the others and hang.
     """
@@ -173,7 +173,8 @@ def disk_space(values: Values, _: Fleet) -> Problems:
 
     reads: statfs of the folder where ranks start, of TMPDIR and of --path
     threshold: 5 % or 50GiB free, and 1GiB; 5 % of the files; below 16MiB a failure
-    source: 5 %: Imbue's host health checks; the sizes are ronde's own
+    source: 5 % of the bytes: Imbue's cluster-health 8f5964a (health_checks.py); of the
+        files: what the kubelet evicts at by default; the sizes are ronde's own
     fix: make room there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER
     why: Writing a checkpoint fails, after hours of training.
     """

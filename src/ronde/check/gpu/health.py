@@ -38,9 +38,10 @@ def gpu_advice(action: Value) -> Problems:
 
     reads: NVML's field 230, the recovery action
     threshold: 0, none
-    source: NVIDIA's NVML manual: NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261), GET_GPU_RECOVERY_ACTION; actions 6
+        and 7: NVML's change log for 615
     fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
-    needs: an NVIDIA GPU, a driver of 2025 or later
+    needs: an NVIDIA GPU, a driver from 570 on
     why: The GPU has met an error that it cannot recover from by itself.
     """
     if action:
@@ -54,10 +55,12 @@ def gpu_rows(rows: Value) -> Problems:
 
     reads: NVML's remapped rows
     threshold: none failed, none pending, at most 512 replaced (uncorrectable errors)
-    source: Azure's node health checks; NVIDIA's GPU memory error management
+    source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc); 512: NVIDIA's GPU
+        Memory Error Management, RMA Policy, and DCGM 72fa3fe
     fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU from Ampere on
-    why: The next access to the row ends the job, or gives a wrong number.
+    why: Errors there have ended jobs; until the reset its pages are left out, and when
+        no spare rows are left, more jobs end.
     """
     if rows["has_failed"]:
         yield Problem("a broken row of its memory could not be replaced", fix=_REPLACE)
@@ -73,8 +76,11 @@ def gpu_ecc_errors(counts: Value) -> Problems:
     """GPUs had no errors that ECC cannot correct, and few others.
 
     reads: NVML's error counters of caches (SRAM) and memory (DRAM)
-    threshold: caches: 0 uncorrectable (4 ever), 10000 corrected; memory: 20000000
-    source: Azure's node health checks; 4 ever: Stas Bekman's ML engineering book
+    threshold: since the driver was loaded, caches: 0 uncorrectable, 10000 corrected;
+        memory: 20000000 corrected; caches, ever: 4 uncorrectable
+    source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc and
+        nd96isr_h100_v5.conf), with 0 ever as well; 4 ever: Stas Bekman's ML Engineering
+        744d01e (nvidia/debug.md), near NVIDIA's RMA policy, which counts by bank
     fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU with ECC
     why: Uncorrectable errors end the job; many corrected ones announce them.
@@ -98,7 +104,8 @@ def gpu_clocks(reasons: Value) -> Problems:
 
     reads: NVML's reasons for clocks below the highest, at this moment
     threshold: no slowdown by heat or power supply; a bare hardware slowdown warns
-    source: NVIDIA's NVML manual: clocks event reasons; gpud
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): clocks event reasons; gpud 4a8de33
+        (hw-slowdown), which waits for 6 in 10 minutes; warnings: ronde's own
     fix: check fans, airflow and power supplies; nvidia-smi -q -d PERFORMANCE
     needs: an NVIDIA GPU
     why: One slow GPU slows every step of all ranks.
@@ -114,9 +121,10 @@ def gpu_temperature(margin: Value) -> Problems:
 
     reads: NVML's margin temperature
     threshold: 5 degrees Celsius below; 0 and less is no reading (H100, older GPUs)
-    source: gpud 4a8de33, temperature component, skips 0 and less; 5: ronde's own
+    source: gpud 4a8de33 (temperature/component.go) skips 0 and less, and has no limit
+        by itself; 5: ronde's own, as idle GPUs are tens of degrees below
     fix: check fans, dust and airflow
-    needs: an NVIDIA GPU from Hopper on
+    needs: an NVIDIA GPU from Ada on, a driver from 570 on
     why: At the limit the clocks go down, and all ranks wait.
     """
     if 0 < margin < _MIN_MARGIN_CELSIUS:
@@ -129,7 +137,8 @@ def gpu_firmware(fleet: Fleet) -> Problems:
 
     reads: NVML's VBIOS version, and its validation of the InfoROM
     threshold: a valid InfoROM; versions as on most GPUs of the model, else a warning
-    source: NVIDIA's NVML manual: NVML_ERROR_CORRUPTED_INFOROM; versions: ronde's own
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): NVML_ERROR_CORRUPTED_INFOROM;
+        versions: ronde's own
     fix: install the firmware of the others; ask the vendor for it
     needs: an NVIDIA GPU; to compare, three of one model
     why: Firmware controls clocks, power and errors; the InfoROM keeps counts of errors.

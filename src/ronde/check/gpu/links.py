@@ -118,7 +118,8 @@ def gpu_pcie(fleet: Fleet) -> Problems:
 
     reads: NVML's width of each link and the possible one; idle generations are low
     threshold: the possible width (a warning in virtual machines); as most of the model
-    source: NVIDIA's NVML manual: nvmlDeviceGetMaxPcieLinkWidth
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): nvmlDeviceGetMaxPcieLinkWidth is what
+        GPU and slot both have; the rest: ronde's own
     fix: reseat the card or its cable; look at the slot's settings in the BIOS
     needs: an NVIDIA GPU
     why: Copies to the host and to network adapters take a multiple of the time.
@@ -150,8 +151,9 @@ def gpu_nvlink(fleet: Fleet) -> Problems:
     reads: NVML's state of each NVLink
     threshold: 12 of A100 SXM; 8 of A800 and H800 SXM; 18 of H100, H200, H20, B200 and
         B300 SXM, GH200, GB200, GB300; as most GPUs of the model
-    source: NVIDIA Health Validation (H100, GB200, GB300); the others: NVIDIA's data
-        sheets, NVLink's bandwidth by that of one link (A100 50, B200 100 GB/s)
+    source: NVIDIA Health Validation, nvlink_bandwidth_count_speed (H100, GB200, GB300);
+        the others: NVIDIA's data sheets, NVLink's bandwidth by that of one link, both
+        ways (Ampere and Hopper 50, Blackwell 100 GB/s)
     fix: stop all jobs; sudo nvidia-smi --gpu-reset, or reseat the bridge; or reboot
     needs: an NVIDIA GPU with NVLink
     why: NCCL uses as many links as the GPU with the fewest has, or none.
@@ -190,7 +192,8 @@ def gpu_fabric(fabric: Value) -> Problems:
 
     reads: NVML's fabric state, status and health
     threshold: completed without an error, and healthy
-    source: NVIDIA's Fabric Manager guide and NVML manual: fabric health
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): fabric state, health mask, summary;
+        NVIDIA's Fabric Manager guide 2.3
     fix: While nothing uses the GPUs: sudo systemctl restart nvidia-fabricmanager (of
         the driver's version); on GB200: look at the switch trays
     needs: NVIDIA GPUs behind NVSwitches
@@ -222,8 +225,10 @@ def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
 
     reads: /sys/class/infiniband, /sys/module/nvidia_peermem, driver and kernel version
     threshold: nvidia_peermem is loaded, or the open driver on Linux from 5.12
-    source: NVIDIA's GPUDirect RDMA manual; NCCL's manual on DMA-BUF
-    fix: sudo modprobe nvidia-peermem (after the RDMA driver is installed)
+    source: NCCL 2.30.7's manual, GPU-to-NIC communication; open driver and 5.12:
+        NVIDIA's GPU Operator manual, GPUDirect RDMA (cloud-native-docs 52dcb7b)
+    fix: sudo modprobe nvidia-peermem (after MLNX_OFED or DOCA-OFED is installed), or
+        install the open GPU driver
     needs: several hosts, GPUs and RDMA adapters of NVIDIA's
     why: All traffic between hosts is copied through the host's memory.
     """
@@ -238,8 +243,9 @@ def gpu_acs(values: Values, _: Fleet) -> Problems:
 
     reads: the ACS control register of each bridge above a GPU; not in virtual machines
     threshold: no source validation, redirection or forwarding upstream
-    source: NCCL's manual: troubleshooting, PCI Access Control Services
-    fix: sudo setpci -s BRIDGE ECAP_ACS+0x6.w=0000, or switch ACS off in the BIOS
+    source: NCCL 2.30.7's manual, PCI Access Control Services
+    fix: sudo setpci -s BRIDGE ECAP_ACS+0x6.w=0000 after each boot, or switch ACS off in
+        the BIOS
     needs: root; two GPUs, or a GPU and an RDMA adapter
     why: Traffic between GPUs and adapters goes up to the processor and is slow.
     """

@@ -105,7 +105,8 @@ def gpu_pair_speed(fleet: Fleet) -> Problems:
     reads: copies of 256 MiB both ways between each two GPUs, one pair at a time
     threshold: what arrives is what was sent; with NVLinks at least 90 % of the median
         of the host's pairs (a warning), below 70 % a failure; without, a warning
-    source: ronde's own; NCCL takes 30 % off the median for an outlier
+    source: ronde's own: 10 % for what is more than the noise of short copies, 30 % for
+        what slows a job as much
     fix: nvidia-smi topo -m; nvidia-smi nvlink -e; without NVLinks: ACS and the slots
     needs: --bandwidth, torch, two GPUs
     why: A ring goes through all GPUs: the slowest pair sets the pace of every step.

@@ -110,7 +110,7 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
     reads: NVIDIA's cards on the PCI bus, their driver and files, NVML's first answer
     threshold: NVML answers where the driver is loaded or device files exist; cards
         without NVIDIA's driver are a warning
-    source: NVIDIA's NVML manual: errors of nvmlInit
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): errors of nvmlInit_v2
     fix: nvidia-smi, and read its error; sudo dmesg | grep NVRM
     needs: an NVIDIA GPU
     why: CUDA does not start, or training silently runs on the CPU.
@@ -136,8 +136,9 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
 
     reads: /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0 and so on: opens them
     threshold: the common files and one GPU's open; none with 'Input/output error'
-    source: NVIDIA's driver README, chapter on device files
-    fix: docker run --gpus all; srun --gres=gpu:N; sudo chmod 666 /dev/nvidia*
+    source: NVIDIA's driver README, FAQ: device files are made with mode 0666
+    fix: docker run --gpus all; srun --gres=gpu:N; sudo chmod 666 /dev/nvidiactl
+        /dev/nvidia-uvm /dev/nvidia[0-9]*
     needs: an NVIDIA GPU
     why: CUDA reports no device, or fails with an unknown error.
     """
@@ -161,7 +162,8 @@ def gpu_lost(fleet: Fleet) -> Problems:
     reads: NVML's answers for each GPU, in its own process, and the device files
     threshold: no GPU is reported as lost or in need of a reset, has no name, or does
         not answer all questions in 15 s; no fewer GPUs than device files
-    source: NVIDIA's NVML manual: GPU_IS_LOST, RESET_REQUIRED; Xid 79; AMD's Primus
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): GPU_IS_LOST, RESET_REQUIRED; 15 s:
+        AMD's Primus fd1eeab (preflight/node_smoke/cli.py); device files: ronde's own
     fix: reboot the host; if it happens again, the GPU or its slot is broken
     needs: an NVIDIA GPU
     why: The rank on it fails at its first CUDA call, and the job with it.
@@ -222,11 +224,11 @@ def gpu_torch(values: Values, _: Fleet) -> Problems:
 
     reads: what torch was built for, in its version.py, and the number of GPUs
     threshold: for CUDA where there are NVIDIA GPUs
-    source: torch.version.cuda is None in builds for CPUs
+    source: torch's own version.py: cuda is None in builds for CPUs
     fix: pip uninstall torch; pip install torch: for Linux the package index has builds
         for CUDA. pytorch.org/get-started/locally names the index of each CUDA
     needs: an NVIDIA GPU
-    why: Training runs on the CPU, a hundred times slower.
+    why: Training runs on the CPU, many times slower.
     """
     if values[COUNT] and values[_BUILD] == "CPU":
         count = values[COUNT]
@@ -239,7 +241,7 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
 
     reads: NVML's CUDA version, and torch's in its version.py
     threshold: at least torch's; an older minor version warns, an older major one fails
-    source: NVIDIA's CUDA compatibility manual
+    source: NVIDIA's CUDA Compatibility R590, Minor Version Compatibility
     fix: install a newer driver, or a torch for an older CUDA
     needs: an NVIDIA GPU
     why: CUDA does not start: the driver is insufficient for the runtime.
@@ -260,7 +262,7 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
 
     reads: NVML's computing processes, used memory and utilization of each GPU
     threshold: no process, below 2 GiB used, below 20 % busy; not MPS, not a desktop's
-    source: AMD Primus, node smoke test
+    source: AMD's Primus fd1eeab (preflight/node_smoke/cli.py)
     fix: nvidia-smi; end what is left of your own jobs
     needs: an NVIDIA GPU
     why: Memory runs out, or all ranks wait for the one that shares its GPU.
@@ -283,10 +285,11 @@ def gpu_mig(fleet: Fleet) -> Problems:
 
     reads: NVML's MIG mode
     threshold: off; with one rank in all, as with one GPU, it is only shown
-    source: NVIDIA's MIG guide: no peer access between instances
-    fix: sudo nvidia-smi -mig 0
+    source: NVIDIA's MIG guide: no peer access between instances; NCCL 2.32's manual:
+        from 2.31 on it joins instances, as an experiment and without NVLinks
+    fix: stop what uses the GPU, then: sudo nvidia-smi -i N -mig 0
     needs: an NVIDIA GPU from Ampere on
-    why: NCCL cannot join instances of a GPU.
+    why: NCCL up to 2.30 cannot join instances; later ones copy through the host.
     """
     count = fleet.hosts[0].values.get(COUNT) if len(fleet.hosts) == 1 else 0
     is_alone = count and (fleet.settings.get("num_ranks") or count) == 1

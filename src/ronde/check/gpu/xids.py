@@ -1,7 +1,9 @@
 """What the driver has logged of GPUs (Xid) and of their switches (SXid) since the boot.
 
-What each number asks for is that of NVIDIA's catalogue of Xid errors, as gpud 4a8de33
-carries it (catalog_generated.go, of 2025-10): its "immediate resolution".
+What each number asks for is the immediate action of NVIDIA's catalogue of Xid errors,
+as gpud 4a8de33 carries it (nvidia/xid/catalog_generated.go, of 2025-10). Its workflows
+(45, 48, 74, 144 to 150) are here what they mostly end in. For 167, 171 and 172 it has
+no action: 171 and 172 come with a 48 and count like one; that 167 does is ronde's own.
 """
 
 import re
@@ -38,8 +40,8 @@ _RESET = _Resolution(
 _RESTART = _Resolution(
     INFORM,
     "start the program again; if it happens again, look at the program",
-    frozenset({8, 11, 13, 25, 31, 32, 39, 40, 41, 43, 45, 60, 68, 69, 70, 71, 72, 75})
-    | frozenset({76, 77, 80, 82, 83, 84, 85, 86, 88, 89, 94, *range(96, 106)})
+    frozenset({8, 11, 13, 25, 31, 32, 39, 40, 41, 45, 60, 68, 69, 70, 71, 72, 75, 76})
+    | frozenset({77, 80, 82, 83, 84, 85, 86, 88, 89, *range(96, 106)})
     | frozenset({*range(126, 136), 139}),
 )
 _RESOLUTIONS = (
@@ -53,8 +55,9 @@ _RESOLUTIONS = (
     _Resolution(
         FAIL,
         "reboot the host; if it happens again, the GPU or its slot is broken",
-        frozenset({79, 151}),
+        frozenset({79}),
     ),
+    _Resolution(FAIL, "restart the virtual machine", frozenset({151})),
     _Resolution(FAIL, "connect the GPU's power cable", frozenset({54})),
     _Resolution(
         FAIL,
@@ -63,12 +66,18 @@ _RESOLUTIONS = (
         frozenset({74, *range(144, 151)}),
     ),
     _Resolution(WARN, "update the vGPU software", frozenset({78})),
+    _Resolution(
+        INFORM,
+        "start the program again; when it suits, stop what uses the GPU, then: sudo "
+        "nvidia-smi --gpu-reset -i N",
+        frozenset({94}),
+    ),
     _RESTART,
     # Nothing to do. 154 repeats the driver's advice, which is a check of its own.
     _Resolution(
         INFORM,
         "",
-        frozenset({14, 37, 38, 44, 63, 66, 67, 92, 93, *range(106, 109), 121, 137})
+        frozenset({14, 37, 38, 43, 44, 63, 66, 67, 92, 93, *range(106, 109), 121, 137})
         | frozenset({141, 152, 153, 154, 157, 160, 161}),
     ),
 )
@@ -82,7 +91,6 @@ _NAMES = {
     8: "a channel stood still",
     13: "error in a kernel",
     31: "access to memory that is not mapped",
-    43: "a kernel was stopped",
     45: "a program ended and was cleaned up",
     46: "the GPU stood still",
     48: "two bits wrong in memory",
@@ -109,8 +117,10 @@ _NAMES = {
     172: "two bits wrong in a cache (SRAM)",
 } | dict.fromkeys(range(144, 151), "error of an NVLink")
 
+# With MIG the instance stands behind the address.
 _XID = re.compile(
-    r"(?P<kind>S?Xid) \(PCI:(?P<address>[0-9a-fA-F:.]+)\): (?P<code>\d+)(?P<rest>.*)"
+    r"(?P<kind>S?Xid) \(PCI:(?P<address>[0-9a-fA-F:.]+)(?: GPU-I:[0-9a-fA-F]+)?\): "
+    r"(?P<code>\d+)(?P<rest>.*)"
 )
 _ADVICE, _ADDRESSES = "gpu.recovery_action", "gpu.bus_ids"
 
@@ -147,8 +157,10 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
 
     reads: Xid and SXid in /dev/kmsg, else journalctl -k; NVML's recovery action
     threshold: none that asks for a reset, a reboot or a repair, no fatal SXid; a
-        warning where the driver asks for nothing by now; those of programs are shown
-    source: NVIDIA's catalogue of Xid errors, by gpud 4a8de33 (nvidia/xid)
+        warning where the driver asks for nothing by now; those of programs, and of
+        NVLinks if not fatal, are shown
+    source: NVIDIA's catalogue of Xid errors, by gpud 4a8de33 (nvidia/xid); fatal SXid:
+        Fabric Manager guide, by gpud 4a8de33 (nvidia/sxid)
     fix: look the number up in NVIDIA's catalogue of Xid errors; drain the host
     needs: an NVIDIA GPU; root where kernel.dmesg_restrict is 1
     why: Until it is reset or repaired, the GPU ends jobs or computes wrong results.
@@ -179,6 +191,7 @@ def _resolve(entry: Value) -> _Resolution:
         return _FATAL_SWITCH if entry["is_fatal"] else _OTHER
     code = entry["code"]
     found = next((each for each in _RESOLUTIONS if code in each.codes), _OTHER)
+    # In the catalogue's table of these, most that are not fatal ask for nothing.
     if code in range(144, 151) and not entry["is_fatal"]:
-        return found._replace(severity=WARN)
+        return found._replace(severity=INFORM)
     return found

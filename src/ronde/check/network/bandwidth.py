@@ -501,7 +501,8 @@ def slow_host_link(fleet: Fleet) -> Problems:
 
     reads: what comes through between each two hosts: TCP both ways, or ronde bench
     threshold: 70 % of the median of all hosts; below 30 % it fails; three or more hosts
-    source: NCCL's advice: over 30 % off the median is an outlier; 30 %: ronde's own
+    source: ronde's own: a link at half its rate lies below 70 %, one short measurement
+        of a sound link above; below 30 % it is slower than at half its rate
     fix: ethtool and ip -s link show rate and errors there: look at its cable, its port
         of the switch, and what the cloud grants its kind of machine. ronde run -H
         HOST,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
@@ -556,7 +557,8 @@ def pair_job(fleet: Fleet) -> Problems:
 
     reads: ronde bench all_reduce on two hosts: a rank a GPU with NCCL, a slot with Gloo
     threshold: each job ends with right sums; a host that always fails is named alone
-    source: NVIDIA's nccl-tests: a run with a wrong element has failed
+    source: NVIDIA's nccl-tests a0b82b2 (src/common.cu): a run with a wrong element has
+        failed
     fix: ronde run -H ONE,OTHER -x NCCL_DEBUG=INFO ronde bench all_reduce shows more.
     needs: several hosts, torch, and --bandwidth gloo or nccl
     why: A job that includes both hosts fails in the same way.
@@ -586,10 +588,10 @@ def nccl_choice(values: Values, _: Fleet) -> Problems:
 
     reads: NCCL's log of these jobs, as ronde topo log reads it
     threshold: no error of ronde topo log, no sockets if RDMA is up; its warnings warn
-    source: NCCL's manual on NCCL_DEBUG=INFO; docs/topology-log.md has the rules
+    source: NCCL 2.30.7's manual, Logging; docs/topology-log.md has the rules
     fix: See docs/topology-log.md for the rule that is named.
     needs: several hosts with GPUs, and --bandwidth
-    why: By sockets or host memory a tenth of the bandwidth is left, unnoticed.
+    why: By sockets or host memory a fraction of the bandwidth is left, unnoticed.
     """
     # The kernel has an RDMA port that is up, whatever NCCL found.
     ports = values.get(_PORTS, {}).values()

@@ -170,7 +170,9 @@ def chooses(setting: str, name: str) -> bool:
     A list of beginnings; of whole names after ``=``, and of what not to take after
     ``^``. An adapter may be followed by a colon and the port: ``mlx5_0:1``.
 
-    Source: NCCL's documentation of ``NCCL_SOCKET_IFNAME`` and ``NCCL_IB_HCA``.
+    Further fields of an adapter, its rail and plane, choose nothing.
+
+    Source: NCCL 2.30.7's manual on ``NCCL_SOCKET_IFNAME`` and ``NCCL_IB_HCA``.
     """
     is_excluding = setting.startswith("^")
     listed = setting.removeprefix("^")
@@ -178,7 +180,7 @@ def chooses(setting: str, name: str) -> bool:
     adapter, _, port = name.partition(":")
     is_listed = False
     for entry in listed.removeprefix("=").split(","):
-        begin, _, wanted_port = entry.strip().partition(":")
+        begin, wanted_port, *_ = *entry.strip().split(":"), ""
         fits = adapter == begin if is_whole else adapter.startswith(begin)
         if begin and fits and wanted_port in ("", port):
             is_listed = True
@@ -191,7 +193,8 @@ def host_name(values: Values, fleet: Fleet) -> Problems:
 
     reads: the host's name, resolved; its addresses; not if GLOO_SOCKET_IFNAME is set
     threshold: its first own address is neither loopback nor a container bridge's
-    source: Gloo listens at what the name resolves to; ronde run names an interface
+    source: torch's ProcessGroupGloo.cpp, createDefaultDevice: Gloo listens at what the
+        name resolves to, else at loopback; ronde run names an interface
     fix: Correct /etc/hosts, or export GLOO_SOCKET_IFNAME (ronde run does).
     needs: several hosts
     why: Under torchrun or mpirun, Gloo's ranks listen at loopback; others are refused.
@@ -235,7 +238,8 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
 
     reads: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME
     threshold: one fits that other hosts reach and that has an address; Gloo: all
-    source: NCCL's and Gloo's documentation of the variables
+    source: NCCL 2.30.7's manual, NCCL_SOCKET_IFNAME; torch.distributed's manual,
+        GLOO_SOCKET_IFNAME; that others must reach it: ronde's own
     fix: Unset the variable, or name an interface of this host: ip -br address.
     why: Ranks find no interface and end, or listen where no other host can connect.
     """
@@ -301,7 +305,8 @@ def link_speed(fleet: Fleet) -> Problems:
 
     reads: /sys/class/net/*/speed of physical interfaces that are up
     threshold: what the interface of the same name has on most hosts
-    source: most hosts' speed; where two speeds are equally many, the faster one
+    source: ronde's own: hosts of a job are alike; where two speeds are equally many,
+        the faster one counts
     fix: ethtool INTERFACE: look at speed and errors; then cable and switch port.
     needs: several hosts
     why: The slowest link sets the pace of every reduction.

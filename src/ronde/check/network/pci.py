@@ -82,7 +82,8 @@ def adapter_pcie(values: Values, _: Fleet) -> Problems:
     reads: width and speed in sysfs, of adapter and slot; the rates of ports that are up
     threshold: the lanes and the speed that both ends have (fewer lanes alone warn), and
         no less than the port's rate; from 25 Gbit/s on; virtual machines: a warning
-    source: PCI Express Base Specification: bits a lane and coding; 25: ronde's own
+    source: PCI Express Base Specification 6.0: bits a lane and coding; 25: ronde's own,
+        as slower ports are seldom those of training
     fix: reseat the card or its riser; look at the slot's lanes in the BIOS
     why: The link, not the port, then sets the pace of every reduction.
     """

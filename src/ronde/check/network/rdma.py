@@ -37,12 +37,16 @@ _MAX_GIDS = 64
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _FLAPS = "link_downed"
 _LINK_ERRORS = "symbol_error link_error_recovery link_downed port_rcv_errors"
-_LOST = "out_of_sequence packet_seq_err local_ack_timeout_err rnr_nak_retry_err"
+_LOST = "out_of_sequence packet_seq_err implied_nak_seq_err local_ack_timeout_err"
 _ERRORS = {
     "counters": f"{_LINK_ERRORS} local_link_integrity_errors".split(),
-    "hw_counters": _LOST.split(),
+    "hw_counters": f"{_LOST} rnr_nak_retry_err".split(),
 }
-"""By directory of a port, what counts what should not be."""
+"""By directory of a port, what counts what should not be.
+
+Source: NCCL 2.30.7's manual, RDMA protocol statistics and Port error counters; Linux'
+drivers/infiniband/hw/mlx5/counters.c.
+"""
 
 Port = Mapping[str, Any]
 
@@ -154,7 +158,9 @@ def rdma_port(fleet: Fleet) -> Problems:
 
     reads: state and phys_state in /sys/class/infiniband, of ports of NCCL_IB_HCA
     threshold: ACTIVE and LinkUp; Disabled and Sleep are intended
-    source: the InfiniBand specification; fatal if it is up on most hosts, or is named
+    source: NCCL 2.30.7's manual, NIC-level diagnostics; Disabled and Sleep: AMD's
+        Primus fd1eeab (preflight/node_smoke/cli.py); a failure if it is up on most
+        hosts or is named: ronde's own
     fix: ibstat; then cable and transceiver. INIT: no subnet manager answers. If nothing
         is plugged in, leave it out: NCCL_IB_HCA.
     needs: an RDMA adapter
@@ -195,7 +201,8 @@ def rdma_rate(fleet: Fleet) -> Problems:
 
     reads: rate in /sys/class/infiniband, of ports that are up
     threshold: what the port of the same name has on most hosts
-    source: most hosts' rate; where two rates are equally many, the faster one
+    source: ronde's own: hosts of a job are alike; where two rates are equally many, the
+        faster one counts
     fix: ibstat; ibdiagnet: reseat the cable or transceiver, look at the switch.
     needs: several hosts with RDMA adapters
     why: The slowest port sets the pace of every reduction.
@@ -213,7 +220,8 @@ def roce_gid(fleet: Fleet) -> Problems:
 
     reads: gids and gid_attrs in /sys/class/infiniband, and NCCL_IB_GID_INDEX
     threshold: a routable GID of RoCE v2; if most hosts have none, it is only shown
-    source: NCCL's documentation of the variable; RoCE v2 is routed, v1 is not
+    source: NCCL 2.30.7's manual, RoCE: from 2.21 on unset; its net_ib/connect.cc takes
+        no link-local GID; RoCE v2 is routed, v1 is not
     fix: Give the port's interface an IP address; unset NCCL_IB_GID_INDEX: NCCL finds
         it. Or leave the port out: NCCL_IB_HCA=^NAME; if it is the only one,
         NCCL_IB_DISABLE=1.
@@ -271,7 +279,8 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
 
     reads: /dev/infiniband/uverbs* and libibverbs.so.1, where a port is up
     threshold: one may be opened, the library exists; without GPUs a warning
-    source: what NCCL needs for its InfiniBand transport; no tool's number
+    source: NCCL 2.30.7 loads that library (src/misc/ibvsymbols.cc), which opens those
+        files
     fix: In a container: --device=/dev/infiniband --ulimit memlock=-1, and install
         rdma-core (Debian: libibverbs1, ibverbs-providers) in it.
     needs: several hosts with RDMA adapters

@@ -522,7 +522,8 @@ def reachable(fleet: Fleet) -> Problems:
 
     reads: TCP and datagrams between all pairs; above 32 hosts a ring and eight others
     threshold: every connection is made within a second, at the second try at last
-    source: NCCL and Gloo: every rank listens at a port that the kernel chooses
+    source: NCCL 2.30.7's manual, IP ports: ranks listen at ports that the kernel
+        chooses, as Gloo's do; a second: TCP's first repeat (RFC 6298), ronde's own
     fix: Let TCP through: nft list ruleset, or iptables -S; then routes and cloud rules.
     needs: several hosts
     why: The start hangs until its timeout, and the message names no host.
@@ -554,7 +555,8 @@ def mtu(size_bytes: int) -> str:
 
     reads: the MTU of the interface that leads to the other hosts
     threshold: what most hosts have
-    source: one MTU on one network, as in RFC 894; TCP takes the smaller of two
+    source: RFC 4861, 4.6.4: all nodes of a link use one MTU; TCP takes the smaller of
+        two (RFC 9293, 3.7.1), so that nobody notices
     fix: ip link set dev INTERFACE mtu BYTES, and in the network's configuration.
     needs: several hosts
     why: Small packets take more CPU; RDMA over Ethernet may lose large ones.
