@@ -51,6 +51,17 @@ def find(text: bytes, rule: str) -> Diagnostic:
     return finding
 
 
+def test_calls_have_the_number_of_ranks_and_a_version_may_stand_alone():
+    call = (
+        "AllReduce: opCount 0 sendbuff 0x7f0 recvbuff 0x7f1 count 1024 datatype 7 op 0 "
+        "root 0 comm 0x5630 [nranks=32] stream 0x5640"
+    )
+    version = b"NCCL version 2.21.5+cuda12.4\n"
+    log = read(version + f"node1:100:200 [0] NCCL INFO {call}\n".encode())
+    assert draw_log(log, ()).startswith("32 ranks on 1 host (node1), NCCL 2.21.5+cuda")
+    assert "1 line: NCCL 2.21.5+cuda12.4." in draw_log(read(version), ())
+
+
 def without(text: bytes, *words: str) -> bytes:
     lines = text.splitlines(keepends=True)
     return b"".join(
