@@ -40,7 +40,6 @@ from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity
 
 _NUMBERS_BYTES = 4096
-_LOCATE_S = 2.0
 _NEVER = float("inf")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -279,7 +278,7 @@ class Agent:
                 self._controller_addresses = order.addresses
                 self._sender.send(messages.Pong(order.sent_at_s, time.monotonic()))
             case messages.Locate():
-                sources = locate(order.addresses, order.port, _LOCATE_S)
+                sources = locate(order.addresses, order.port)
                 self._sender.send(messages.Located(sources))
             case messages.StartProgram():
                 self._start_program(order.module)
