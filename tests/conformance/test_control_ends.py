@@ -227,6 +227,7 @@ def test_an_absent_rank_is_not_waited_for_for_ever(run_ranks_bare, hosts):
 
 STUCK = """
 import os, signal, sys
+from tests.conformance.test_control_ends import await_state
 from torch.distributed import TCPStore
 from ronde.collectives.engines.torch_distributed import Groups
 from ronde.coordination.control import gloo
@@ -238,7 +239,10 @@ store = TCPStore("127.0.0.1", port, wait_for_workers=False)
 groups = Groups(store, rank, 2, 60.0, is_one_host=True)
 transport = gloo.GlooTransport(groups, {1 - rank: (1 - rank, "b")}, Doorbell.private())
 if rank == 1:
+    store.set("pid", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
+# Its listening thread answers a goodbye until then.
+await_state(int(store.get("pid")), "T")
 groups.close()  # Gloo's own shutdown ends no connection, and so not the thread on it
 """
 
