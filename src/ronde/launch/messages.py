@@ -21,7 +21,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 10  # changes when a message changes; both sides must have the same
+PROTOCOL = 11  # changes when a message changes; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -50,6 +50,9 @@ class NodeJob(NamedTuple):
     grace_s: float  # seconds between the stop signal and the sweep
     address: str  # numeric address that the ranks meet at, where rank 0 is here
     master_port: int  # port to bind for the ranks to meet at, or 0 for any
+    # elastic: so many ranks it may come to have, by ``StartRanks``, and it lasts until
+    # ``StopRanks``, whoever has ended; 0 for not elastic
+    max_ranks: int = 0
 
 
 class Start(NamedTuple):
@@ -57,6 +60,26 @@ class Start(NamedTuple):
 
     master_addr: str
     master_port: int
+
+
+class StartRanks(NamedTuple):
+    """To the agent of an elastic job: start these as well, while others run."""
+
+    ranks: tuple[RankSpec, ...]
+
+
+class EndRank(NamedTuple):
+    """To the agent of an elastic job: signal a rank's processes."""
+
+    rank: int
+    signal: int
+
+
+class SendToRanks(NamedTuple):
+    """To the agent of an elastic job: pass a text on to ranks, by their channels."""
+
+    ranks: tuple[int, ...]  # empty for all that run there
+    text: str
 
 
 class Locate(NamedTuple):
@@ -182,6 +205,26 @@ class ProcessStack(NamedTuple):
     text: str  # the stacks of its threads as ``faulthandler`` writes them, or empty
 
 
+class RankText(NamedTuple):
+    """What one rank of an elastic job said by its channel."""
+
+    rank: int
+    text: str
+
+
+class RankTexts(NamedTuple):
+    """From the agent of an elastic job: what ranks said since the last of these."""
+
+    texts: tuple[RankText, ...]
+
+
+class RankStopped(NamedTuple):
+    """From the agent of an elastic job: a rank was stopped, or goes on again."""
+
+    rank: int
+    is_stopped: bool
+
+
 class Stacks(NamedTuple):
     """From the agent: where a rank is, its own process first."""
 
@@ -209,10 +252,11 @@ class Finished(NamedTuple):
     stuck: tuple[str, ...]  # processes that the kernel does not let die, each named
 
 
-JobOrder = Start | Forward | StopRanks | TakeStacks
+JobOrder = Start | StartRanks | EndRank | SendToRanks | Forward | StopRanks | TakeStacks
 ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Ping
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
-FromJob = Started | HostEnding | Exited | Stacks | Notice | Pong | Finished
+FromRanks = Started | Exited | RankTexts | RankStopped | Stacks
+FromJob = FromRanks | HostEnding | Notice | Pong | Finished
 FromAgent = FromStart | FromJob
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)

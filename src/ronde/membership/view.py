@@ -1,0 +1,202 @@
+"""A view, who its members are, and what a rank and its controller say about it.
+
+A *member* is a process of a job, by a number that it keeps and no other ever gets. A
+*view* is the members that train together, in the order of their ranks. Views are
+numbered, and belong to one start of the job (``RONDE_EPOCH``).
+
+Note [From one view to the next]
+    A change begins with ``ViewEnded`` (somebody was lost: break off) or with
+    ``AskStep`` and ``StopAfter`` (planned: all stop after the same step). Each member
+    then has nothing of the old view under way and says ``Settled``, as does a new
+    process. Once all that live have, ``ViewBegins`` goes to the members of the next
+    view. It alone holds the view's key, under which they meet, so that a process that
+    was left out, stopped or cut off can reach nobody.
+
+    Data-parallel ranks are never more than one step apart, and a member that was asked
+    for its step begins none beyond the next but one until it hears when to stop. So
+    the step after the largest is one that all can still stop after.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast, get_args
+
+from ronde.errors import LaunchError
+from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
+from ronde.world import World
+
+T = TypeVar("T")
+NO_VIEW = -1
+NEW = -1  # the step of a process that has no state yet
+
+
+class Place(NamedTuple):
+    """Where a member is."""
+
+    number: int  # of the process: its own, for good
+    host: str
+    slot: int  # which of its host's, from 0 on
+
+
+class Settled(NamedTuple):
+    """From a rank: nothing of an earlier view is under way here.
+
+    Unasked, it says that this rank cannot go on in its view.
+    """
+
+    view: int  # the last that it took part in; NO_VIEW for a new process
+    step: int  # how many it has applied; NEW without any state
+    reason: str  # why it cannot go on, in half a sentence; empty if it was asked
+
+
+class AtStep(NamedTuple):
+    """From a rank, to ``AskStep``: so many it has applied."""
+
+    view: int
+    step: int
+
+
+class Running(NamedTuple):
+    """From a rank: it is connected and has the state of the newest."""
+
+    view: int
+
+
+class Done(NamedTuple):
+    """From a rank: it has applied the last step, and waits for ``Finish``."""
+
+    view: int
+    step: int
+
+
+class ViewEnded(NamedTuple):
+    """To a rank: the view is over; break off whatever is under way."""
+
+    view: int
+    reason: str  # such as ``rank 2 on node1 was killed by SIGKILL``
+
+
+class AskStep(NamedTuple):
+    """To a rank: how many steps have you applied? A planned change is to come."""
+
+    view: int
+
+
+class StopAfter(NamedTuple):
+    """To a rank: settle when so many steps are applied."""
+
+    view: int
+    step: int
+    reason: str
+
+
+class ViewBegins(NamedTuple):
+    """To a rank: a view, as a difference to the last one, or whole."""
+
+    view: int
+    key: str  # secret, of this view alone
+    base: int  # the view it differs from; NO_VIEW where it is whole
+    gone: tuple[int, ...]  # members of ``base`` that are not in it
+    new: tuple[Place, ...]  # its other members, in the order of their ranks
+    source: int  # the member whose state counts: one that has applied the most steps
+    step: int  # how many it has applied; NEW where nobody has any state
+    is_equal: bool  # all have that state already
+    reason: str
+
+
+class Leave(NamedTuple):
+    """To a rank: the next view is without it; exit with 0."""
+
+    reason: str
+
+
+class Finish(NamedTuple):
+    """To a rank: all have applied the last step."""
+
+
+FromRank = Settled | AtStep | Running | Done
+ToRank = ViewEnded | AskStep | StopAfter | ViewBegins | Leave | Finish
+FROM_RANK: tuple[type[FromRank], ...] = get_args(FromRank)
+TO_RANK: tuple[type[ToRank], ...] = get_args(ToRank)
+
+
+def encode_text(message: FromRank | ToRank) -> str:
+    """Return a message as one line of JSON."""
+    plain = cast("dict[str, object]", to_plain(message))
+    return json.dumps({"is": type(message).__name__, **plain})
+
+
+def decode_text(text: str, kinds: tuple[type[T], ...]) -> T:
+    """Return the message of a line; ``LaunchError`` if it is none of ``kinds``."""
+    try:
+        values = cast("dict[str, object]", json.loads(text))
+        name = values.pop("is", None)
+        kind = next(each for each in kinds if each.__name__ == name)
+        return from_plain(kind, values)
+    except (ValueError, AttributeError, TypeError, StopIteration, PlainValueError):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise LaunchError(
+            f"a rank's message must be one of {names}, got {shorten(text)}."
+        ) from None
+
+
+def order_ranks(
+    survivors: Sequence[tuple[int, int]], newcomers: Sequence[int]
+) -> list[int]:
+    """Return member numbers in the order of their new ranks.
+
+    ``survivors`` are number and former rank, ascending by rank. They keep their order,
+    and their rank where it exists and no lower one would be left without a survivor
+    or newcomer for it; newcomers fill the gaps, rank 0 never.
+    """
+    size = len(survivors) + len(newcomers)
+    ordered = [-1] * size
+    for index, (number, rank) in enumerate(survivors):
+        most = size - (len(survivors) - index)
+        ordered[min(rank, most) if index else 0] = number
+    rest = iter(newcomers)
+    return [next(rest) if number < 0 else number for number in ordered]
+
+
+class View(NamedTuple):
+    """The members of one view, in the order of their ranks."""
+
+    view: int
+    members: tuple[Place, ...]
+
+    def next(self, begins: ViewBegins) -> "View":
+        """Return the view that begins, which is whole or differs from this one."""
+        if begins.base == NO_VIEW:
+            return View(begins.view, begins.new)
+        gone = set(begins.gone)
+        kept = [
+            (p, rank) for rank, p in enumerate(self.members) if p.number not in gone
+        ]
+        by_number = {place.number: place for place in begins.new}
+        by_number |= {place.number: place for place, _ in kept}
+        order = order_ranks(
+            [(place.number, rank) for place, rank in kept],
+            [place.number for place in begins.new],
+        )
+        return View(begins.view, tuple(by_number[number] for number in order))
+
+    def rank_of(self, number: int) -> int:
+        return next(r for r, p in enumerate(self.members) if p.number == number)
+
+    def world_of(self, number: int) -> World:
+        """Return a member's world; local ranks go by slot, not by rank."""
+        by_host: dict[str, list[int]] = {}
+        for place in self.members:
+            by_host.setdefault(place.host, []).append(place.slot)
+        own = self.members[self.rank_of(number)]
+        slots: Mapping[str, list[int]] = {h: sorted(s) for h, s in by_host.items()}
+        local_rank = slots[own.host].index(own.slot)
+        peers = [host for host, each in slots.items() if len(each) > local_rank]
+        return World(
+            rank=self.rank_of(number),
+            size=len(self.members),
+            local_rank=local_rank,
+            local_size=len(slots[own.host]),
+            cross_rank=peers.index(own.host),
+            cross_size=len(peers),
+        )
