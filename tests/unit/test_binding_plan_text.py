@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.launch.controller import JobPlan, JobSpec, make_facts
+from ronde.launch.job import JobPlan, JobSpec, make_facts
 from ronde.launch.hosts.host import Host, HostShare, RankResources
 from ronde.render.job import plan_text
 from ronde.render.text import format_runs

@@ -31,6 +31,7 @@ from ronde.launch.hosts.host import (
     Host,
     take_each,
 )
+from ronde.launch.job import JobSpec
 from ronde.launch.limits import Timeouts
 from ronde.launch.node import EXIT_INTERNAL
 from ronde.launch.output import (
@@ -149,7 +150,8 @@ class RunRequest(NamedTuple):
 
     options: argparse.Namespace
     horovod: horovodrun.HorovodOptions
-    spec: controller.JobSpec
+    spec: JobSpec
+    preflight: controller.Preflight | None
 
 
 def read_request(
@@ -185,7 +187,7 @@ def read_request(
     port_cure = "Leave the option out for a free port."
     port = read_number("--master-port", options.master_port, port_cure, most=65535)
     restart_cure = "Type: --max-restarts 3"
-    spec = controller.JobSpec(
+    spec = JobSpec(
         argv=("-m", *program) if options.module else tuple(program),
         env={**env, **more_env},
         cwd=options.chdir or "",
@@ -196,12 +198,11 @@ def read_request(
         min_ranks=min_ranks,
         interfaces=tuple(n for n in (options.interface or "").split(",") if n),
         placement=_placement(options),
-        preflight=preflight,
         max_restarts=read_number("--max-restarts", options.max_restarts, restart_cure),
         no_restart_codes=_no_restart_codes(options.no_restart_codes),
         is_verbose=bool(options.verbose),
     )
-    return RunRequest(options, horovod, spec)
+    return RunRequest(options, horovod, spec, preflight)
 
 
 def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
@@ -425,13 +426,15 @@ def _launch(
     if options.dry_run:
         from ronde.render.job import plan_text
 
-        plan = controller.dry_run(spec, starter, signal_fd, _report)
+        plan = controller.dry_run(spec, starter, signal_fd, _report, request.preflight)
         print(plan_text(plan), end="")
         return 0
     if options.sync:
         _sync(options.sync, hosts, starter, signal_fd)
     sink, job_files = make_sink(options, request.horovod.output_dir)
-    return controller.launch(spec, starter, signal_fd, sink, job_files).exit_code
+    return controller.launch(
+        spec, starter, signal_fd, sink, job_files, request.preflight
+    ).exit_code
 
 
 def _sync(

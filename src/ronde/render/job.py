@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from ronde.errors import HostFailure
-from ronde.launch.controller import JobPlan
 from ronde.launch.environments import redacted
 from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
 from ronde.launch.hosts.host import RankResources
+from ronde.launch.job import JobPlan
 from ronde.launch.messages import ProcessStack, Stacks
 from ronde.launch.output import NO_GENERATION, Generation, attempt_dir
 from ronde.launch.signals import TIMED_OUT, interruption_code

@@ -1,0 +1,138 @@
+"""A job: what the user asked for, and the plan of it."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from ronde.errors import UsageError
+from ronde.launch import messages
+from ronde.launch.environments import (
+    JobFacts,
+    NodeFacts,
+    default_environment,
+    rank_environment,
+)
+from ronde.launch.hosts.host import (
+    SLOTS_CORES,
+    SLOTS_GPUS,
+    Host,
+    HostShare,
+    RankResources,
+    usable_cores,
+)
+from ronde.launch.node import AgentNode
+from ronde.world import World
+
+if TYPE_CHECKING:
+    from ronde.launch.placement import PlacementRequest
+
+
+class JobSpec(NamedTuple):
+    """What the user asked for."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]  # for all ranks, on top of what is there on each host
+    rank_env: Mapping[int, Mapping[str, str]] = MappingProxyType({})  # of single ranks
+    cwd: str = ""  # directory to start in; empty for the one each agent was started in
+    grace_s: float = 15.0  # seconds between the stop signal and the sweep
+    master_port: int = 0  # port to meet at, 0 for any
+    hosts: tuple[Host, ...] = ()  # in the order of the ranks; empty for this machine
+    num_ranks: int | None = None  # None for one a slot
+    min_ranks: int | None = None  # that suffice where there are fewer slots
+    interfaces: tuple[str, ...] = ()  # that the ranks may use, none for any
+    # how ranks get cores and GPUs; None leaves that to the scheduler
+    placement: "PlacementRequest | None" = None
+    max_restarts: int = 0  # how often all ranks may be started again
+    no_restart_codes: frozenset[int] = frozenset()  # of the job: then they are not
+    is_verbose: bool = False  # report how long each step of the start takes
+
+
+class JobPlan(NamedTuple):
+    """All of a job that does not change when it is started again."""
+
+    spec: JobSpec
+    facts: JobFacts  # name and mark of the job
+    shares: tuple[HostShare, ...]  # of each host, in the order of the ranks
+    address: str  # where the ranks meet
+    nodes: tuple[AgentNode, ...] = ()  # in the order of the shares
+    # called with the port that is held for rank 0, and the nodes as they are now:
+    # whether all reach it; None where all ranks are on one host
+    check: Callable[[int, Sequence[AgentNode]], None] | None = None
+    notices: tuple[str, ...] = ()  # what the user should know of it, each a sentence
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(share.host.name for share in self.shares for _ in share.ranks)
+
+    def jobs(self, epoch: int) -> list[messages.NodeJob]:
+        worlds, indices = self._worlds(), range(len(self.shares))
+        facts = self.facts._replace(epoch=epoch)
+        return [self._job(facts, index, worlds) for index in indices]
+
+    def _job(
+        self, facts: JobFacts, index: int, worlds: Iterator[World]
+    ) -> messages.NodeJob:
+        spec, (host, numbers, places, host_env) = self.spec, self.shares[index]
+        node = NodeFacts(host.name, index, len(self.shares))
+        ranks: list[messages.RankSpec] = []
+        for rank, place in zip(numbers, places, strict=True):
+            env = rank_environment(next(worlds), facts, node) | place.env
+            if "OMP_NUM_THREADS" not in spec.env:
+                env["OMP_NUM_THREADS"] = str(place.num_cores)
+            env |= spec.rank_env.get(rank, {})
+            ranks.append(messages.RankSpec(rank, env, place.cpus))
+        defaults = default_environment(min(place.num_cores for place in places))
+        return messages.NodeJob(
+            epoch=facts.epoch,
+            job_marker=facts.job_marker,
+            argv=spec.argv,
+            env={**defaults, **spec.env, **host_env},
+            ranks=tuple(ranks),
+            cwd=spec.cwd,
+            grace_s=spec.grace_s,
+            address=self.address if index == 0 else "",
+            master_port=spec.master_port,
+        )
+
+    def _worlds(self) -> Iterator[World]:
+        sizes = [len(share.ranks) for share in self.shares]
+        num_at = [sum(size > local for size in sizes) for local in range(max(sizes))]
+        num_before = [0] * len(num_at)
+        for share, size in zip(self.shares, sizes, strict=True):
+            for local, rank in enumerate(share.ranks):
+                cross = num_before[local], num_at[local]
+                yield World(rank, sum(sizes), local, size, *cross)
+                num_before[local] += 1
+
+
+def make_facts(max_restarts: int = 0) -> JobFacts:
+    job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    return JobFacts(job_id, 0, os.urandom(16).hex(), max_restarts)
+
+
+def count_slots_of(node: AgentNode, num_hosts: int) -> int:
+    machine = node.met.machine
+    if node.host.slots == SLOTS_CORES:
+        return usable_cores(machine)
+    if node.host.slots == SLOTS_GPUS and not machine.gpus:
+        raise UsageError(
+            f"--nproc-per-node gpu must find a GPU on each host, got none on "
+            f"{node.name}. Type a number, or --nproc-per-node cpu."
+        )
+    return len(machine.gpus) or (usable_cores(machine) if num_hosts == 1 else 1)
+
+
+def place_on(
+    spec: JobSpec, node: AgentNode, num_ranks: int
+) -> tuple[tuple[RankResources, ...], tuple[str, ...]]:
+    machine = node.met.machine
+    if spec.placement is None and not node.host.gpus:
+        num_cores = max(1, usable_cores(machine) // num_ranks)
+        return (RankResources(num_cores=num_cores),) * num_ranks, ()
+    # Imported where they are needed: a job that is not bound must start at once.
+    from ronde.launch.placement import UNPLACED, place_ranks
+
+    placement = spec.placement or UNPLACED
+    return place_ranks(machine, node.host, num_ranks, placement, spec.env)
