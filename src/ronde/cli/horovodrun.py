@@ -17,7 +17,7 @@ from ronde.arguments import read_number
 from ronde.cli.hosts import find_run_hosts, read_text
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host, is_here
-from ronde.launch.output import Generation, JobFile, attempt_dir
+from ronde.launch.output import Generation, JobFile, NewRank, attempt_dir
 from ronde.launch.program import absolute_path
 
 _HELP = """\
@@ -276,20 +276,31 @@ class LinkedOutputs(JobFile):
     """Links the ranks' files as horovodrun does: ``DIR/rank.<r>/stdout``."""
 
     def begin(self, generation: Generation) -> None:
+        super().begin(generation)
         root = absolute_path(self._path)
-        logs = Path(attempt_dir(str(root), generation))
         width = len(str(len(generation.hosts) - 1))
         try:
             for rank in range(len(generation.hosts)):
-                directory = root / f"rank.{rank:0{width}}"
-                directory.mkdir(parents=True, exist_ok=True)
-                for stream in ("stdout", "stderr"):
-                    (directory / stream).unlink(missing_ok=True)
-                    target = logs / str(rank) / f"{stream}.log"
-                    (directory / stream).symlink_to(target)
+                self._link(rank, f"rank.{rank:0{width}}")
         except OSError as error:
             raise UsageError(
                 "--output-filename must be a directory that can be written, got "
                 f"{str(root)!r} ({error.strerror}). Create it or name "
                 "another."
             ) from None
+
+    def add_rank(self, rank: NewRank) -> None:
+        super().add_rank(rank)
+        try:
+            self._link(rank.rank, f"rank.{rank.rank}")
+        except OSError as error:
+            self._notice(f"rank {rank.rank} is not linked: {error.strerror}")
+
+    def _link(self, rank: int, name: str) -> None:
+        root = absolute_path(self._path)
+        directory = root / name
+        directory.mkdir(parents=True, exist_ok=True)
+        for stream in ("stdout", "stderr"):
+            (directory / stream).unlink(missing_ok=True)
+            logs = Path(attempt_dir(str(root), self._generation))
+            (directory / stream).symlink_to(logs / str(rank) / f"{stream}.log")

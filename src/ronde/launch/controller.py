@@ -283,16 +283,9 @@ def _meet(
 ) -> tuple[str, list[dict[str, str]], Callable[[int, Sequence[AgentNode]], None]]:
     # Imported where it is needed: a job on one host has nobody to meet.
     from ronde.launch import network
+    from ronde.launch.job import network_of
 
-    networks = [
-        network.HostNetwork(
-            node.name,
-            node.met.interfaces,
-            node.host.address,
-            node.met.machine.mbit_per_s,
-        )
-        for node in nodes
-    ]
+    networks = [network_of(node) for node in nodes]
     candidates = network.find_candidates(networks, spec.interfaces)
     addresses = [candidate.address for candidate in candidates]
     sources = controller.locate(nodes[1:], addresses)

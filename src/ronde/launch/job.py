@@ -26,6 +26,7 @@ from ronde.launch.node import AgentNode
 from ronde.world import World
 
 if TYPE_CHECKING:
+    from ronde.launch.network import HostNetwork
     from ronde.launch.placement import PlacementRequest
 
 
@@ -67,32 +68,51 @@ class JobPlan(NamedTuple):
         return tuple(share.host.name for share in self.shares for _ in share.ranks)
 
     def jobs(self, epoch: int) -> list[messages.NodeJob]:
-        worlds, indices = self._worlds(), range(len(self.shares))
-        facts = self.facts._replace(epoch=epoch)
-        return [self._job(facts, index, worlds) for index in indices]
+        if self.spec.elastic is not None:
+            return [self.elastic_job(epoch, share) for share in self.shares]
+        worlds = self._worlds()
+        jobs: list[messages.NodeJob] = []
+        for index, share in enumerate(self.shares):
+            ranks = tuple(
+                self.rank(epoch, index, share, local, next(worlds))
+                for local in range(len(share.ranks))
+            )
+            job = self._job(epoch, share)
+            address = self.address if index == 0 else ""
+            jobs.append(job._replace(ranks=ranks, address=address))
+        return jobs
 
-    def _job(
-        self, facts: JobFacts, index: int, worlds: Iterator[World]
-    ) -> messages.NodeJob:
-        spec, (host, numbers, places, host_env) = self.spec, self.shares[index]
-        node = NodeFacts(host.name, index, len(self.shares))
-        ranks: list[messages.RankSpec] = []
-        for rank, place in zip(numbers, places, strict=True):
-            env = rank_environment(next(worlds), facts, node) | place.env
-            if "OMP_NUM_THREADS" not in spec.env:
-                env["OMP_NUM_THREADS"] = str(place.num_cores)
-            env |= spec.rank_env.get(rank, {})
-            ranks.append(messages.RankSpec(rank, env, place.cpus))
-        defaults = default_environment(min(place.num_cores for place in places))
+    def elastic_job(self, epoch: int, share: HostShare) -> messages.NodeJob:
+        """Return the job of a host whose ranks come and go: one a place at most."""
+        job = self._job(epoch, share)
+        # The other hosts' processes live where this one's earlier ones must not.
+        marker = f"{job.job_marker}.{share.host.name}"
+        return job._replace(job_marker=marker, max_ranks=len(share.places))
+
+    def rank(
+        self, epoch: int, index: int, share: HostShare, local: int, world: World
+    ) -> messages.RankSpec:
+        """Return a rank of the host of an index among the hosts."""
+        facts, place = self.facts._replace(epoch=epoch), share.places[local]
+        node = NodeFacts(share.host.name, index, max(len(self.shares), index + 1))
+        env = rank_environment(world, facts, node) | place.env
+        if "OMP_NUM_THREADS" not in self.spec.env:
+            env["OMP_NUM_THREADS"] = str(place.num_cores)
+        env |= self.spec.rank_env.get(world.rank, {})
+        return messages.RankSpec(world.rank, env, place.cpus)
+
+    def _job(self, epoch: int, share: HostShare) -> messages.NodeJob:
+        spec = self.spec
+        defaults = default_environment(min(place.num_cores for place in share.places))
         return messages.NodeJob(
-            epoch=facts.epoch,
-            job_marker=facts.job_marker,
+            epoch=epoch,
+            job_marker=self.facts.job_marker,
             argv=spec.argv,
-            env={**defaults, **spec.env, **host_env},
-            ranks=tuple(ranks),
+            env={**defaults, **spec.env, **share.env},
+            ranks=(),
             cwd=spec.cwd,
             grace_s=spec.grace_s,
-            address=self.address if index == 0 else "",
+            address="",
             master_port=spec.master_port,
         )
 
@@ -136,3 +156,11 @@ def place_on(
 
     placement = spec.placement or UNPLACED
     return place_ranks(machine, node.host, num_ranks, placement, spec.env)
+
+
+def network_of(node: AgentNode) -> "HostNetwork":
+    # Imported where it is needed: a job on one host has nobody to meet.
+    from ronde.launch.network import HostNetwork
+
+    machine, interfaces = node.met.machine, node.met.interfaces
+    return HostNetwork(node.name, interfaces, node.host.address, machine.mbit_per_s)

@@ -173,10 +173,14 @@ class MeetingPoint(NamedTuple):
     def environment(self, host: int, user: Mapping[str, str]) -> dict[str, str]:
         if len(self.interfaces) == 1:
             return {}
-        interface = self.interfaces[host]
-        # NCCL takes a name for the beginning of one, unless "=" is put before it.
-        names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-        return {name: value for name, value in names.items() if name not in user}
+        return interface_environment(self.interfaces[host], user)
+
+
+def interface_environment(interface: str, user: Mapping[str, str]) -> dict[str, str]:
+    """Return what has ranks use an interface, where the user says nothing of it."""
+    # NCCL takes a name for the beginning of one, unless "=" is put before it.
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: value for name, value in names.items() if name not in user}
 
 
 def find_candidates(
@@ -241,12 +245,18 @@ def choose_meeting_point(
         )
     chosen = [candidates[best].interface]
     for host, own in zip(others, sources, strict=True):
-        # The user's choice, else its route's.
-        by_address = {each.address: each.interface for each in host.interfaces}
-        named = [name for name in interfaces if name in by_address.values()]
-        by_route = by_address.get(own[best], "")
-        chosen.append(host.chosen.interface if host.chosen else (*named, by_route)[0])
+        chosen.append(choose_interface(host, own[best], interfaces))
     return MeetingPoint(candidates[best].address, tuple(chosen))
+
+
+def choose_interface(
+    host: HostNetwork, source: str, interfaces: Sequence[str] = ()
+) -> str:
+    """Return the interface of the user's choice, else the one that has ``source``."""
+    by_address = {each.address: each.interface for each in host.interfaces}
+    named = [name for name in interfaces if name in by_address.values()]
+    by_route = by_address.get(source, "")
+    return host.chosen.interface if host.chosen else (*named, by_route)[0]
 
 
 def require_answers(

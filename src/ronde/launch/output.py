@@ -41,6 +41,17 @@ class Generation(NamedTuple):
     hosts: tuple[str, ...]  # name of each rank's host, by rank
 
 
+    def add(self, rank: "NewRank") -> "Generation":
+        return self._replace(hosts=(*self.hosts, rank.host))
+
+
+class NewRank(NamedTuple):
+    """One more rank of an elastic job, with the next number."""
+
+    rank: int
+    host: str
+
+
 NO_GENERATION = Generation("", 0, ())
 
 
@@ -59,6 +70,8 @@ class OutputSink(Protocol):
     def backlog_bytes(self) -> int: ...
 
     def begin(self, generation: Generation) -> None: ...
+
+    def add_rank(self, rank: NewRank) -> None: ...
 
     def output(self, output: Output, now_s: float) -> None: ...
 
@@ -91,6 +104,9 @@ class JobFile:
 
     def begin(self, generation: Generation) -> None:
         self._generation = generation
+
+    def add_rank(self, rank: NewRank) -> None:
+        self._generation = self._generation.add(rank)
 
     def output(self, output: Output) -> None: ...
 
@@ -223,10 +239,7 @@ class RankLogs(JobFile):
             Path(self._path).parent.mkdir(mode=0o700, exist_ok=True)
             Path(self._path).mkdir(mode=0o700)
             for rank in ranks:
-                Path(self._path, str(rank)).mkdir(mode=0o700)
-                for stream in Stream:
-                    name = f"{self._path}/{_file_name(rank, stream)}"
-                    os.close(os.open(name, _CREATE, 0o600))
+                self._make_files(rank)
             self._write_index()
         except OSError as error:
             if generation.epoch == 0:
@@ -237,6 +250,21 @@ class RankLogs(JobFile):
                 ) from None
             self._given_up.update((rank, stream) for rank in ranks for stream in Stream)
             self._notice(f"no log files are written any more: {error.strerror}")
+
+    def add_rank(self, rank: NewRank) -> None:
+        super().add_rank(rank)
+        try:
+            self._make_files(rank.rank)
+            self._write_index()
+        except OSError as error:
+            self._given_up.update((rank.rank, stream) for stream in Stream)
+            self._notice(f"rank {rank.rank} has no log files: {error.strerror}")
+
+    def _make_files(self, rank: int) -> None:
+        Path(self._path, str(rank)).mkdir(mode=0o700)
+        for stream in Stream:
+            name = f"{self._path}/{_file_name(rank, stream)}"
+            os.close(os.open(name, _CREATE, 0o600))
 
     def output(self, output: Output) -> None:
         key = (output.rank, output.stream)
@@ -319,7 +347,7 @@ class OutputAnswer(NamedTuple):
 
 
 # A generation is to be prepared for, and answered; a result is how it ended.
-_Order = Generation | Notice | Stacks | EndOfStacks | JobResult
+_Order = Generation | NewRank | Notice | Stacks | EndOfStacks | JobResult
 _ORDERS: tuple[type[_Order | Output], ...] = (Output, *get_args(_Order))
 
 
@@ -332,7 +360,7 @@ class NoOutput:
 
     def _do_nothing(self, *_: object) -> None: ...
 
-    begin = output = notice = stacks = finished = _do_nothing
+    begin = add_rank = output = notice = stacks = finished = _do_nothing
     discard = flush = read = close = kill = _do_nothing
 
 
@@ -368,6 +396,9 @@ class OutputProcess(MessageWriter):
     def begin(self, generation: Generation) -> None:
         self.is_settled = False
         self.send(generation)
+
+    def add_rank(self, rank: int, host: str) -> None:
+        self.send(NewRank(rank, host))
 
     def output(self, output: Output) -> None:
         # What is to be discarded comes without end, and files may take nothing.
@@ -520,6 +551,9 @@ class _Writer:
         match order:
             case Generation():
                 self._begin(order)
+            case NewRank():
+                for each in (*self._files, self._sink):
+                    each.add_rank(order)
             case Notice():
                 self._sink.notice(order.text)
             case Stacks():

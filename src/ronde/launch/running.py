@@ -133,7 +133,9 @@ _NEVER = float("inf")
 
 
 @dataclass(slots=True)
-class _Rank:
+class RunningRank:
+    """A rank as it runs and ends."""
+
     node: AgentNode
     pid: int = 0
     tail: Tail = field(default_factory=Tail)
@@ -153,10 +155,10 @@ class Running(Handler):
         self._nodes = list(nodes)
         self._grace_s = jobs[0].grace_s
         self._epoch = jobs[0].epoch
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, RunningRank] = {}
         for node, job in zip(nodes, jobs, strict=True):
             node.ranks = frozenset(spec.rank for spec in job.ranks)
-            self._ranks |= {spec.rank: _Rank(node) for spec in job.ranks}
+            self._ranks |= {spec.rank: RunningRank(node) for spec in job.ranks}
         self._finished: dict[str, messages.Finished] = {}
         self._lost: list[LostHost] = []
         self._is_stopping = False
@@ -172,23 +174,33 @@ class Running(Handler):
         self._started_at_s = time.monotonic()
         self._loop.progress.begin("to start their ranks", self._starting)
         self._loop.store = StoreService(self._epoch)
-        for node in self._nodes:
-            node.watch(is_watched=False)
-            node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
-            node.send(messages.Start(address, port))
+        self._begin(messages.Start(address, port))
         while not self._loop.serve(self, lambda: not self._unfinished(), self._due_s):
-            if time.monotonic() > self._stacks_by_s:
-                self._show_stacks()
-            elif not self._is_stopping:
-                self._stop(signal.SIGTERM)
-            else:
-                reason = HostLoss("it does not answer", EXIT_INTERNAL)
-                for node in self._unfinished():
-                    node.transport.kill()
-                    self._loop.lose(self, node, reason)
+            self._take_due()
         for node in self._nodes:
             node.watch(is_watched=False)
         self._report_leftovers()
+        return self._judge()
+
+    def _begin(self, start: messages.Start) -> None:
+        for node in self._nodes:
+            node.watch(is_watched=False)
+            node.limit_credit(_ALL_CREDIT_BYTES // len(self._nodes))
+            node.send(start)
+
+    def _take_due(self) -> None:
+        """Do what the time has come for."""
+        if time.monotonic() > self._stacks_by_s:
+            self._show_stacks()
+        elif not self._is_stopping:
+            self._stop(signal.SIGTERM)
+        else:
+            reason = HostLoss("it does not answer", EXIT_INTERNAL)
+            for node in self._unfinished():
+                node.transport.kill()
+                self._loop.lose(self, node, reason)
+
+    def _judge(self) -> JobResult:
         exited = [(n, rank.exited) for n, rank in self._ranks.items() if rank.exited]
         ends = [self._end(number, exited) for number, exited in exited]
         return judge(ends, self._interrupted_by, self._lost)
@@ -233,7 +245,7 @@ class Running(Handler):
                 super().take(node, message)
 
     def _take_rank(
-        self, rank: _Rank, message: messages.Started | messages.Exited | messages.Stacks
+        self, rank: RunningRank, message: messages.Started | messages.Exited | messages.Stacks
     ) -> None:
         match message:
             case messages.Started():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ronde.errors import UsageError
 from ronde.launch.failure import JobResult, RankEnd
 from ronde.launch.messages import Output, Stacks, Stream
-from ronde.launch.output import NO_GENERATION, Generation
+from ronde.launch.output import NO_GENERATION, Generation, NewRank
 from ronde.render.text import RankChoice
 
 HELD_BYTES = 64 << 10  # a line longer than this is shown in pieces
@@ -357,6 +357,13 @@ class Console:
         self._assemblers.clear()
         self._progress_due_s.clear()
         self._progress_shown.clear()
+
+    def add_rank(self, rank: NewRank) -> None:
+        self._generation = self._generation.add(rank)
+        hosts = self._generation.hosts
+        if self._only is None or rank.rank in self._only.among(hosts):
+            self._shown |= {rank.rank}
+        self._tagger.begin(hosts)
 
     def output(self, output: Output, now_s: float) -> None:
         if self._is_discarding or output.rank not in self._shown:

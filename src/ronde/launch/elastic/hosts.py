@@ -1,0 +1,112 @@
+"""Hosts that come into a job while it runs: connected, checked, ready for ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ronde.errors import Failure
+from ronde.launch import messages
+from ronde.launch.agent_start.starter import AgentConnector
+from ronde.launch.hosts.host import Host, HostShare
+from ronde.launch.job import JobPlan, count_slots_of, network_of, place_on
+from ronde.launch.network import choose_interface, interface_environment
+from ronde.launch.node import AgentNode, HostLoss
+
+
+@dataclass(slots=True)
+class _Arriving:
+    node: AgentNode
+    share: HostShare | None = None  # once the route to the others is known
+
+
+class JobHosts:
+    """The hosts of one start of a job, and those that are on their way into it."""
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        epoch: int,
+        connector: AgentConnector,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._plan, self._epoch = plan, epoch
+        self._connector = connector
+        self._notice = notice
+        self._arriving: dict[str, _Arriving] = {}
+        self.known: dict[str, Host] = {host.name: host for host in plan.spec.hosts}
+        # of hosts that are or were ready, in the order in which they became it
+        self.shares: dict[str, HostShare] = {s.host.name: s for s in plan.shares}
+        self._start = messages.Start(plan.address, 0)
+
+    def connect(self, name: str) -> None:
+        self._connector.add([self.known[name]])
+
+    def due_s(self) -> float:
+        return self._connector.due_s()
+
+    def advance(self) -> list[tuple[str, str]]:
+        """Go on; return hosts that cannot take part, and why, in half a sentence."""
+        self._connector.advance()
+        failed: list[tuple[str, str]] = []
+        for host, result in self._connector.collect():
+            if isinstance(result, Failure):
+                failed.append((host.name, result.reason))
+                continue
+            self._arriving[host.name] = _Arriving(result)
+            result.watch(is_watched=True)
+            result.send(messages.Locate((self._plan.address,), 0))
+        return failed
+
+    def owns(self, node: AgentNode) -> bool:
+        return self._connector.owns(node) or self._is_arriving(node)
+
+    def _is_arriving(self, node: AgentNode) -> bool:
+        arriving = self._arriving.get(node.name)
+        return arriving is not None and arriving.node is node
+
+    def take(self, node: AgentNode, message: messages.FromAgent) -> str | None:
+        """Follow a message; return an empty text once the host is ready, else why not.
+
+        None where it is on its way still.
+        """
+        arriving = self._arriving.get(node.name)
+        if arriving is None:
+            self._connector.take(node, message)
+            return None
+        match message:
+            case messages.Located():
+                share = arriving.share = self._make_share(node, message.sources[0])
+                node.send(self._plan.elastic_job(self._epoch, share))
+                return None
+            case messages.Ready() if arriving.share is not None:
+                del self._arriving[node.name]
+                self.shares[node.name] = arriving.share
+                node.send(self._start)
+                return ""
+            case messages.Refused():
+                return message.reason.removesuffix(".")
+            case messages.HostEnding():
+                return "it is about to end"
+            case _:
+                return f"its agent sent {type(message).__name__} too early"
+
+    def take_loss(self, node: AgentNode, loss: HostLoss) -> bool:
+        """Return whether a host is gone that was on its way, which says so later."""
+        if self._is_arriving(node):
+            del self._arriving[node.name]
+            return False
+        self._connector.take_loss(node, loss)
+        return True
+
+    def forget(self, node: AgentNode) -> None:
+        self._arriving.pop(node.name, None)
+
+    def _make_share(self, node: AgentNode, source: str) -> HostShare:
+        spec, host = self._plan.spec, node.host
+        if host.slots < 0:
+            host = replace(host, slots=count_slots_of(node, 2))
+        places, notices = place_on(spec, node, host.slots)
+        for text in notices:
+            self._notice(f"{node.name}: {text}")
+        interface = choose_interface(network_of(node), source, spec.interfaces)
+        env = interface_environment(interface, spec.env) if interface else {}
+        return HostShare(host, range(host.slots), places, env)

@@ -1,0 +1,388 @@
+"""One start of an elastic job: processes come and go until the last step is done.
+
+What to do is decided by ``membership.policy``; this carries it out and reports what
+happens. ``membership.view`` has the messages to and from the ranks.
+"""
+
+import secrets
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ronde.errors import HostError
+from ronde.launch import messages
+from ronde.launch.elastic.hosts import JobHosts
+from ronde.launch.elastic.options import ElasticOptions
+from ronde.launch.event_loop import EventLoop
+from ronde.launch.failure import JobResult, LostHost, signal_name
+from ronde.launch.job import JobPlan
+from ronde.launch.node import AgentNode, HostLoss
+from ronde.launch.running import Running, RunningRank
+from ronde.membership import policy, view
+from ronde.membership.policy import Membership, Phase, Rules
+from ronde.units import format_duration, list_first
+from ronde.world import World
+
+_STOPPED_S = 1.5  # a process that stands still for so long is lost
+_NEVER = float("inf")
+
+
+class ViewRecord(NamedTuple):
+    """How one view came about."""
+
+    view: int
+    began_at_s: float  # since the start of the ranks, when the one before was over
+    took_s: float  # from then until all its members ran
+    size: int
+    step: int  # that it goes on from; -1 for from the beginning
+    reason: str
+
+
+def rules_of(options: ElasticOptions) -> Rules:
+    return Rules(
+        min_ranks=options.min_ranks,
+        max_ranks=options.max_ranks,
+        spares=options.spares,
+        is_host_domain=options.failure_domain == "host",
+        cooldown_s=options.cooldown_s,
+        formation_s=options.elastic_timeout_s,
+        settle_s=options.reform_timeout_s,
+        reset_limit=options.reset_limit,
+    )
+
+
+class ElasticRunning(Running):
+    """One start of an elastic job.
+
+    In the tables of ``Running`` a rank is a process, by its number.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        plan: JobPlan,
+        jobs: Sequence[messages.NodeJob],
+        hosts: JobHosts,
+        options: ElasticOptions,
+    ) -> None:
+        super().__init__(loop, plan.nodes, jobs)
+        self._plan, self._hosts = plan, hosts
+        self._membership = Membership(rules_of(options))
+        self._view = view.View(view.NO_VIEW, ())
+        self._order: policy.BeginView | None = None  # that the view began by
+        self._pause_reason = ""
+        self._began_s = time.monotonic()  # when the change under way did
+        self._running: set[int] = set()  # members of the view that have said so
+        self._steps: dict[int, int] = {}  # of those asked for it
+        self._asked: frozenset[int] = frozenset()
+        self._stopped_s: dict[int, float] = {}
+        self._survived: set[int] = set()  # processes whose end ends nothing
+        self._releasing: set[str] = set()
+        self._reason = ""  # why the job cannot go on, a sentence
+        self._is_too_few = False
+        self.records: list[ViewRecord] = []
+
+    # Events
+
+    def _begin(self, start: messages.Start) -> None:
+        super()._begin(start)
+        slots = {name: host.slots for name, host in self._hosts.known.items()}
+        self._apply(policy.HostsFound(slots))
+        for node in self._nodes:
+            node.watch(is_watched=True)
+            self._take_ready(node)
+
+    def _take_ready(self, node: AgentNode) -> None:
+        self._finished.pop(node.name, None)
+        num_slots = len(self._hosts.shares[node.name].places)
+        self._apply(policy.HostReady(node.name, num_slots))
+
+    def take(self, node: AgentNode, message: messages.FromAgent) -> None:
+        if self._hosts.owns(node):
+            problem = self._hosts.take(node, message)
+            if problem == "" and not self._is_stopping:
+                self._nodes.append(node)
+                self._take_ready(node)
+            elif problem:
+                self._hosts.forget(node)
+                self._loop.nodes.remove(node)
+                node.close()
+                self._give_up(node.name, problem)
+            return
+        match message:
+            case messages.RankTexts():
+                for rank, text in message.texts:
+                    node.require_own(rank)
+                    self._take_text(rank, view.decode_text(text, view.FROM_RANK))
+            case messages.RankStopped():
+                node.require_own(message.rank)
+                self._take_stopped(message)
+            case messages.HostEnding() if not self._is_stopping:
+                others = [n for n in self._nodes if n is not node and not n.is_over]
+                if not others:
+                    super().take(node, message)
+                    return
+                name = signal_name(message.signal)
+                self._apply(policy.HostLeaves(node.name, f"{node.name} ends by {name}"))
+            case messages.Finished() if node.name in self._releasing:
+                self._releasing.remove(node.name)
+                self._nodes.remove(node)
+                node.close()
+            case _:
+                super().take(node, message)
+
+    def _take_text(self, number: int, message: view.FromRank) -> None:
+        if self._is_stopping:
+            return
+        match message:
+            case view.Settled():
+                reason = message.reason and f"{self._name(number)} {message.reason}"
+                self._apply(policy.MemberSettled(number, message.step, reason))
+            case view.Done():
+                if message.view == self._view.view:
+                    self._apply(policy.MemberDone(number, message.step))
+            case view.AtStep():
+                if message.view == self._view.view:
+                    self._steps[number] = message.step
+                    self._stop_after_common_step()
+            case view.Running():
+                if message.view == self._view.view:
+                    self._running.add(number)
+                    self._report_view()
+
+    def _take_stopped(self, message: messages.RankStopped) -> None:
+        self._stopped_s.pop(message.rank, None)
+        if message.is_stopped:
+            self._stopped_s[message.rank] = time.monotonic() + _STOPPED_S
+
+    def _stop_if_caused(self, exited: messages.Exited) -> None:
+        number, status = exited.rank, exited.status
+        self._stopped_s.pop(number, None)
+        how = f"ended with exit code {status}"
+        if status < 0:
+            how = f"was killed by {signal_name(-status)}"
+        evidence = f" ({exited.evidence})" if exited.evidence else ""
+        reason = f"{self._name(number)} {how}{evidence}"
+        if status == 0 and self._membership.phase is Phase.RUNNING:
+            is_member = number in self._asked or number in self._running
+            if is_member and self._membership.view > 0:
+                self._loop.output.notice(f"{reason} before the last step was done")
+        self._apply(policy.MemberLost(number, status, reason))
+
+    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        if self._hosts.owns(node):
+            if not self._hosts.take_loss(node, loss):
+                self._give_up(node.name, loss.reason)
+            return
+        if self._is_stopping:
+            super().take_loss(node, loss)
+            return
+        if node in self._nodes:
+            self._nodes.remove(node)
+        numbers = [
+            n for n, r in self._ranks.items() if r.node is node and not r.exited
+        ]
+        at_s = node.heard_at_s - self._started_at_s
+        lost = LostHost(node.name, tuple(numbers), loss.reason, loss.exit_code, at_s)
+        self._lost.append(lost)
+        reason = f"{node.name} was lost: {loss.reason}"
+        self._apply(policy.HostGone(node.name, reason))
+
+    def _give_up(self, name: str, reason: str) -> None:
+        self._loop.output.notice(f"{name} cannot take part: {reason}")
+        self._apply(policy.HostGone(name, f"{name} cannot take part: {reason}"))
+
+    # Time
+
+    def _due_s(self) -> float:
+        due_s = super()._due_s()
+        if self._is_stopping:
+            return due_s
+        stopped_s = min(self._stopped_s.values(), default=_NEVER)
+        return min(due_s, self._membership.due_s, stopped_s, self._hosts.due_s())
+
+    def _take_due(self) -> None:
+        now_s = time.monotonic()
+        if self._is_stopping or now_s > self._stacks_by_s:
+            super()._take_due()
+            return
+        for number in [n for n, at_s in self._stopped_s.items() if at_s <= now_s]:
+            del self._stopped_s[number]
+            self._kill(number)
+            reason = f"{self._name(number)} was stopped for {_STOPPED_S:g} s"
+            self._apply(policy.MemberLost(number, -signal.SIGSTOP, reason))
+        for name, reason in self._hosts.advance():
+            self._give_up(name, reason)
+        self._apply(policy.Tick())
+
+    # Orders
+
+    def _apply(self, event: policy.Event) -> None:
+        if self._is_stopping:
+            return
+        for order in self._membership.apply(event, time.monotonic()):
+            self._carry_out(order)
+        is_over = self._membership.phase is Phase.FINISHED
+        if is_over and not self._membership.num_living and not self._is_stopping:
+            self._stop(signal.SIGTERM)
+
+    def _carry_out(self, order: policy.Order) -> None:
+        match order:
+            case policy.Connect():
+                self._hosts.connect(order.host)
+            case policy.Release():
+                self._release(order.host)
+            case policy.Start():
+                self._start(order.place)
+            case policy.Kill():
+                self._kill(order.number)
+            case policy.EndView():
+                self._began_s = time.monotonic()
+                self._tell(order.numbers, view.ViewEnded(self._view.view, order.reason))
+            case policy.PauseView():
+                self._asked, self._steps = frozenset(order.numbers), {}
+                self._pause_reason = order.reason
+                self._tell(order.numbers, view.AskStep(self._view.view))
+            case policy.BeginView():
+                self._begin_view(order)
+            case policy.Dismiss():
+                self._survived.add(order.number)
+                self._tell((order.number,), view.Leave(order.reason))
+            case policy.FinishAll():
+                self._finish_all()
+            case policy.Stop():
+                self._reason, self._is_too_few = order.reason, order.is_too_few
+                self._loop.output.notice(order.reason)
+                self._stop(signal.SIGTERM)
+
+    def _start(self, place: view.Place) -> None:
+        number, name, slot = place
+        share = self._hosts.shares[name]
+        names = list(self._hosts.shares)
+        index, num_slots = names.index(name), len(share.places)
+        size = max(number + 1, self._membership.rules.max_ranks)
+        world = World(number, size, slot, num_slots, index, len(names))
+        spec = self._plan.rank(self._epoch, index, share, slot, world)
+        node = self._node(name)
+        node.ranks |= {number}
+        self._ranks[number] = RunningRank(node)
+        self._loop.output.add_rank(number, name)
+        if self._view.view != view.NO_VIEW:
+            spec.env["RONDE_JOINS"] = "1"
+        node.send(messages.StartRanks((spec,)))
+
+    def _begin_view(self, order: policy.BeginView) -> None:
+        before, self._order = self._view, order
+        self._view = view.View(order.view, order.members)
+        self._survived |= {n for n, r in self._ranks.items() if r.exited}
+        self._survived |= {n for lost in self._lost for n in lost.ranks}
+        self._running, self._asked = set(), frozenset()
+        # Whoever still waits there is not of this view.
+        self._loop.store.clear()
+        whole = view.ViewBegins(
+            view=order.view,
+            key=secrets.token_hex(16),
+            base=view.NO_VIEW,
+            gone=(),
+            new=order.members,
+            source=order.source,
+            step=order.step,
+            is_equal=order.is_equal,
+            reason=order.reason,
+        )
+        new = {place.number for place in order.new}
+        kept = [p.number for p in order.members if p.number not in new]
+        if kept:
+            base, gone = before.view, order.gone
+            self._tell(kept, whole._replace(base=base, gone=gone, new=order.new))
+        self._tell(sorted(new), whole)
+
+    def _stop_after_common_step(self) -> None:
+        living = {n for n in self._asked if self._membership.place_of(n)}
+        if living and living <= self._steps.keys():
+            step = max(self._steps[n] for n in living) + 1
+            self._began_s = time.monotonic()
+            order = view.StopAfter(self._view.view, step, self._pause_reason)
+            self._tell(sorted(living), order)
+            self._asked = frozenset()
+
+    def _report_view(self) -> None:
+        numbers = {place.number for place in self._view.members}
+        if self._running != numbers or self._order is None:
+            return
+        now_s, before = time.monotonic(), self.records[-1:] or None
+        record = ViewRecord(
+            self._view.view,
+            self._began_s - self._started_at_s,
+            now_s - self._began_s,
+            len(numbers),
+            self._order.step,
+            self._order.reason,
+        )
+        self.records.append(record)
+        if before:
+            self._loop.output.notice(describe_view(record, before[0].size))
+
+    def _finish_all(self) -> None:
+        members = {place.number for place in self._view.members}
+        self._survived |= self._ranks.keys() - members
+        for number, rank in self._ranks.items():
+            if number not in members and not rank.exited:
+                self._kill(number)
+        self._tell(sorted(members), view.Finish())
+
+    def _release(self, name: str) -> None:
+        self._releasing.add(name)
+        self._node(name).send(messages.StopRanks(signal.SIGTERM))
+
+    def _kill(self, number: int) -> None:
+        self._survived.add(number)
+        node = self._ranks[number].node
+        if not node.is_over:
+            node.send(messages.EndRank(number, signal.SIGKILL))
+
+    # Names and words
+
+    def _node(self, name: str) -> AgentNode:
+        return next(n for n in self._nodes if n.name == name and not n.is_over)
+
+    def _tell(self, numbers: Sequence[int], message: view.ToRank) -> None:
+        by_node: dict[AgentNode, list[int]] = {}
+        for number in numbers:
+            rank = self._ranks[number]
+            if not rank.node.is_over and not rank.exited:
+                by_node.setdefault(rank.node, []).append(number)
+        text = view.encode_text(message)
+        for node, ranks in by_node.items():
+            node.send(messages.SendToRanks(tuple(ranks), text))
+
+    def _name(self, number: int) -> str:
+        """Return a rank as people know it: by rank, and by process where that differs."""
+        host = self._ranks[number].node.name
+        ranks = [r for r, p in enumerate(self._view.members) if p.number == number]
+        if not ranks:
+            return f"process {number} on {host}"
+        other = f" (process {number})" if ranks[0] != number else ""
+        return f"rank {ranks[0]}{other} on {host}"
+
+    def _judge(self) -> JobResult:
+        for number in self._survived:
+            self._ranks.pop(number, None)
+        self._lost = [
+            lost for lost in self._lost if not self._survived.issuperset(lost.ranks)
+        ]
+        result = super()._judge()
+        if self._is_too_few and self._interrupted_by is None:
+            raise HostError(self._reason)
+        return replace(result, views=tuple(self.records))
+
+
+def describe_view(record: ViewRecord, size_before: int) -> str:
+    """Return one line that says how a job goes on."""
+    where = f"from step {record.step}" if record.step >= 0 else "from the beginning"
+    return (
+        f"{record.reason}; {size_before} ranks became {record.size} and go on {where} "
+        f"after {format_duration(record.took_s)}"
+    )
