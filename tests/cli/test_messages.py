@@ -14,6 +14,7 @@ from ronde.launch.messages import (
     NodeJob,
     ProcessStack,
     RankSpec,
+    RankText,
     Ready,
     decode_message,
     encode_message,
@@ -41,6 +42,7 @@ jobs = st.builds(
     grace_s=st.floats(0, 1e6),
     address=text,
     master_port=st.integers(0, 65535),
+    max_ranks=st.integers(0, 99),
 )
 
 
@@ -63,6 +65,7 @@ SAMPLES = {
     bool: True,
     str: "x",
     tuple[str, ...]: ("a", "b"),
+    tuple[RankText, ...]: (RankText(7, "x"),),
     tuple[ProcessStack, ...]: (ProcessStack(7, "sh", "sleeps", ""),),
     Machine: MACHINE,
     tuple[InterfaceAddress, ...]: (InterfaceAddress("eth0", "10.0.0.1", 24),),

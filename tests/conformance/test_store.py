@@ -232,6 +232,22 @@ def test_who_leaves_is_forgotten_and_answered_no_more():
     assert [c for c, _ in ask(state, "setter", Op.SET, b"b", b"1")] == ["setter"]
 
 
+def test_when_it_is_cleared_who_waits_is_refused_and_it_goes_on_empty():
+    state = StoreState(Limits(total_bytes=1000))
+    ask(state, "setter", Op.SET, b"a", b"v" * 700)
+    assert ask(state, "waits", Op.GET, b"a", b"b") == []
+    assert ask(state, "waits too", Op.WAIT, b"b", b"c") == []
+    refused = [(client, decode(reply[4:])) for client, reply in state.clear()]
+    assert [client for client, _ in refused] == ["waits", "waits too"]
+    assert all(r.kind == 1 and b"dropped" in r.fields[0] for _, r in refused)
+    assert state.clear() == []
+    assert ask(state, "waits", Op.COUNT)[0][1].fields == (b"0",)
+    # Nobody waits any more, and there is room as at first.
+    for name in (b"a", b"b", b"c"):
+        assert len(ask(state, "setter", Op.SET, name, b"")) == 1
+    assert ask(state, "setter", Op.SET, b"a", b"v" * 190)[0][1].kind == 0
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -99,16 +99,23 @@ class StoreService:
         received = self._received.setdefault(client, Splitter())
         try:
             for body in received.feed(relayed.data):
-                for answered, reply in self._state.handle(client, body):
-                    is_stuck = answered[0].relayed_bytes > _MAX_UNSENT_BYTES
-                    self._send(answered, b"" if is_stuck else reply)
+                self._send_all(self._state.handle(client, body))
         except StoreError:
             # It is no request: the end of the connection says so.
             self._send(client, b"")
 
+    def clear(self) -> None:
+        """Drop all keys and refuse what waits for one: a new view begins."""
+        self._send_all(self._state.clear())
+
     def forget(self, node: AgentNode) -> None:
         for client in [each for each in self._received if each[0] is node]:
             self._forget(client)
+
+    def _send_all(self, replies: Sequence[tuple[_Client, bytes]]) -> None:
+        for client, reply in replies:
+            is_stuck = client[0].relayed_bytes > _MAX_UNSENT_BYTES
+            self._send(client, b"" if is_stuck else reply)
 
     def _send(self, client: _Client, data: bytes) -> None:
         """Send a reply; without one the connection ends."""

@@ -147,6 +147,16 @@ class StoreState(Generic[C]):
             if not self._by_key[key]:
                 del self._by_key[key]
 
+    def clear(self) -> list[tuple[C, bytes]]:
+        """Drop all keys; return the refusal of each request that waits, and whose."""
+        reason = b"the keys of the store were dropped while this request waited for one"
+        reply = encode(Status.REFUSED, [reason])
+        refused = [(client, reply) for client in self._waiting]
+        for kept in (self._values, self._waiting, self._by_key):
+            kept.clear()
+        self._num_bytes = 0
+        return refused
+
     def _carry_out(
         self, kind: int, fields: Sequence[bytes]
     ) -> tuple[Sequence[bytes], Sequence[tuple[bytes, bytes]]]:

@@ -42,6 +42,7 @@ from ronde.world.environment import network_identity
 _NUMBERS_BYTES = 4096
 _NEVER = float("inf")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LOOK = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
 
 
 def run_reaped(
@@ -255,19 +256,25 @@ class Agent:
             self._sender.send(messages.HostEnding(signal.SIGTERM))
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, _LOOK)
             except ChildProcessError:
                 return
             if not pid:
                 return
-            if self._program is not None and self._program.pid == pid:
-                self._program.close()
-                self._program = None
-                code = os.waitstatus_to_exitcode(status)
-                reason = f"its program ended with exit code {code}"
-                self._sender.send(messages.ProgramExited(reason))
-            elif self._job is not None:
-                self._job.note_end(pid, status)
+            self._note_child(pid, status)
+
+    def _note_child(self, pid: int, status: int) -> None:
+        if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+            if self._job is not None:
+                self._job.note_stop(pid, is_stopped=os.WIFSTOPPED(status))
+        elif self._program is not None and self._program.pid == pid:
+            self._program.close()
+            self._program = None
+            code = os.waitstatus_to_exitcode(status)
+            reason = f"its program ended with exit code {code}"
+            self._sender.send(messages.ProgramExited(reason))
+        elif self._job is not None:
+            self._job.note_end(pid, status)
 
     def _obey(self, order: messages.ToAgent) -> None:
         match order:
@@ -311,6 +318,12 @@ class Agent:
         match order:
             case messages.Start():
                 self._job.start(order)
+            case messages.StartRanks():
+                self._job.start_more(order.ranks)
+            case messages.EndRank():
+                self._job.end_rank(order.rank, order.signal)
+            case messages.SendToRanks():
+                self._job.channels.send(order.ranks, order.text)
             case messages.StopRanks():
                 self._job.stop(order.signal)
             case messages.Forward():

@@ -208,6 +208,11 @@ class StackTaker:
                 del self._asked[rank]
         return taken
 
+    def forget(self, rank: int) -> None:
+        self._asked.pop(rank, None)
+        if rank in self._files:
+            os.close(self._files.pop(rank))
+
     def close(self) -> None:
         for fd in self._files.values():
             os.close(fd)

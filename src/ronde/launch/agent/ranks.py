@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Collection, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -18,7 +18,13 @@ from typing import IO, cast
 from ronde.errors import LaunchError, UsageError
 from ronde.launch import messages
 from ronde.launch.agent.diagnostics import KernelDiagnostics, StackTaker
-from ronde.launch.agent.relay import OutputPipe, OutputSender, StoreRelay, Watched
+from ronde.launch.agent.relay import (
+    OutputPipe,
+    OutputSender,
+    RankChannels,
+    StoreRelay,
+    Watched,
+)
 from ronde.launch.environments import (
     base_environment,
     malloc_environment,
@@ -51,6 +57,7 @@ _USAGE_ERRORS = frozenset(
 
 _FDS_PER_RANK = 3
 _OTHER_FDS = 40
+_NOT_STARTED = 127  # as of a shell: the status of a rank that could not start
 _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 _NOTICES_BYTES = 64 << 10
 
@@ -85,6 +92,7 @@ class RankProcess:
     process: "subprocess.Popen[bytes]"
     pipes: list[OutputPipe]
     is_running: bool = True
+    is_stopped: bool = False
     # when it was seen to end by itself, monotonic; 0 for not before it was reaped
     began_s: float = 0.0
 
@@ -99,7 +107,7 @@ def start_rank(
     command: Sequence[str],
     env: dict[str, str],
     sender: OutputSender,
-    notices_fd: int,
+    passed_fds: Sequence[int],
 ) -> RankProcess:
     end_with_agent = end_with(os.getpid(), signal.SIGKILL)
 
@@ -115,7 +123,7 @@ def start_rank(
         stderr=subprocess.PIPE,
         bufsize=0,
         start_new_session=True,
-        pass_fds=[notices_fd],
+        pass_fds=passed_fds,
         # The agent has one thread, so that code between fork and exec is safe.
         preexec_fn=before_exec,  # noqa: PLW1509
     )
@@ -125,8 +133,13 @@ def start_rank(
     return RankProcess(rank, process, pipes)
 
 
-def _allow_ranks(num_ranks: int) -> None:
-    least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
+def _name_descriptor(fd: int, rank: int) -> str:
+    """Name a descriptor to a rank such that another file there is not mistaken."""
+    return f"{fd}:{os.fstat(fd).st_ino}:{rank}"
+
+
+def _allow_ranks(num_ranks: int, *, is_elastic: bool) -> None:
+    least = num_ranks * (_FDS_PER_RANK + is_elastic) + LEAST_OPEN_FILES
     require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
     raise_open_files_limit(least + max_connections(num_ranks) + _OTHER_FDS)
 
@@ -154,19 +167,25 @@ class LocalJob:
     def __init__(self, job: messages.NodeJob, sender: OutputSender) -> None:
         self.phase = JobPhase.PREPARING
         self._job = job
+        self._is_elastic = job.max_ranks > 0
+        self._max_ranks = max(len(job.ranks), job.max_ranks)
         self._sender = sender
+        self.channels = RankChannels(sender)
         self._by_pid: dict[int, RankProcess] = {}
         self._stacks = StackTaker()
         self._kernel = KernelDiagnostics()
         self._command: list[str] = []
         self._directory = ""
+        self._env: dict[str, str] = {}
         self._port: socket.socket | None = None
         self.store: StoreRelay | None = None  # the ranks' way to the store
         self._notices = -1  # where ranks write that they begin to end
+        self._notices_in = -1
         self._spared: set[int] = set()
         self._deadline = 0.0
         self._stopped_s = 0.0
         self._stopped_by = 0
+        self._is_suspended = False  # the controller has stopped all, and itself
 
     @property
     def _running(self) -> list[RankProcess]:
@@ -185,6 +204,7 @@ class LocalJob:
     def watched(self) -> Watched:
         if self.store is not None:
             yield from self.store.watched()
+        yield from self.channels.watched()
         if not self._sender.is_full:
             for rank in self._by_pid.values():
                 for pipe in rank.pipes:
@@ -196,14 +216,14 @@ class LocalJob:
         own_path = own_environment().get("PATH", "")
         try:
             require_processes()
-            _allow_ranks(len(job.ranks))
-            if job.epoch:
+            _allow_ranks(self._max_ranks, is_elastic=self._is_elastic)
+            if job.epoch or self._is_elastic:
                 require_empty(job.job_marker, _FENCE_S)
             self._directory = enter_directory(job.cwd)
             self._command = resolve_program(job.argv, job.env.get("PATH", own_path))
             if job.address:
                 self._port = hold_port(job.address, job.master_port)
-            self.store = StoreRelay(directory, job.epoch, len(job.ranks), self._sender)
+            self.store = StoreRelay(directory, job.epoch, self._max_ranks, self._sender)
         except (UsageError, LaunchError, OSError) as error:
             shortage = explain_shortage(error) if isinstance(error, OSError) else ""
             self._refuse(shortage or str(error), is_usage=isinstance(error, UsageError))
@@ -215,15 +235,18 @@ class LocalJob:
     def start(self, order: messages.Start) -> None:
         if self.phase is not JobPhase.PREPARING or self.store is None:
             raise LaunchError("Start must come once, after NodeJob.")
-        where = {
+        self._env = base_environment(own_environment()) | self._job.env
+        self._env |= {
             "RONDE_STORE": str(self.store.path),
             # What the agent was started with may name another one.
             "PWD": self._directory,
             "MASTER_ADDR": order.master_addr,
             "MASTER_PORT": str(order.master_port),
         }
+        self._notices, self._notices_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            self._start_ranks(where)
+            for spec in self._job.ranks:
+                self._start_rank(spec)
         except OSError as error:
             sweep()
             reason = explain_shortage(error) or (
@@ -236,28 +259,58 @@ class LocalJob:
         for rank in self._running:
             self._sender.send(messages.Started(rank.rank, rank.pid))
 
-    def _start_ranks(self, where: dict[str, str]) -> None:
-        job, sender = self._job, self._sender
-        base = base_environment(own_environment()) | job.env | where
-        self._notices, notices = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        inode = os.fstat(notices).st_ino
-        try:
-            for plan in job.ranks:
-                env = base | plan.env
-                env |= malloc_environment(env, len(job.ranks))
-                env |= self._stacks.environment(plan.rank, env)
-                env["RONDE_EXIT_PIPE"] = f"{notices}:{inode}:{plan.rank}"
-                with inherited_binding(plan.cpus) as refused:
-                    rank = start_rank(plan.rank, self._command, env, sender, notices)
-                self._by_pid[rank.pid] = rank
-                if refused:
-                    text = f"rank {plan.rank} is not bound: {refused}"
-                    sender.send(messages.Notice(text))
-        finally:
-            os.close(notices)
+    def start_more(self, specs: Sequence[messages.RankSpec]) -> None:
+        """Start more ranks; one that does not start is reported as ended."""
+        if self.phase is not JobPhase.RUNNING or not self._is_elastic:
+            raise LaunchError("StartRanks must come to an elastic job, after Start.")
+        for spec in specs:
+            try:
+                rank = self._start_rank(spec)
+                answer = messages.Started(rank.rank, rank.pid)
+            except OSError as error:
+                self._forget(spec.rank)
+                why = explain_shortage(error) or f"{self._command[0]}: {error.strerror}"
+                answer = messages.Exited(
+                    spec.rank,
+                    _NOT_STARTED,
+                    time.monotonic(),
+                    traceback_s=0.0,
+                    stopped_s=0.0,
+                    evidence=f"it did not start: {why}",
+                )
+            self._sender.send(answer)
+
+    def _start_rank(self, spec: messages.RankSpec) -> RankProcess:
+        env = self._env | spec.env
+        env |= malloc_environment(env, self._max_ranks)
+        env |= self._stacks.environment(spec.rank, env)
+        env["RONDE_EXIT_PIPE"] = _name_descriptor(self._notices_in, spec.rank)
+        passed_fds = [self._notices_in]
+        with ExitStack() as opened:
+            if self._is_elastic:
+                channel = opened.enter_context(self.channels.open(spec.rank))
+                env["RONDE_MEMBER"] = _name_descriptor(channel.fileno(), spec.rank)
+                passed_fds.append(channel.fileno())
+            refused = opened.enter_context(inherited_binding(spec.cpus))
+            rank = start_rank(spec.rank, self._command, env, self._sender, passed_fds)
+        self._by_pid[rank.pid] = rank
+        if refused:
+            text = f"rank {spec.rank} is not bound: {refused}"
+            self._sender.send(messages.Notice(text))
+        return rank
+
+    def end_rank(self, number: int, signal_number: int) -> None:
+        """Signal a rank's group, and wake it so that it takes notice."""
+        for rank in self._running:
+            if rank.rank == number:
+                _signal_group(rank.pid, signal_number)
+                if signal_number not in (signal.SIGKILL, signal.SIGSTOP):
+                    _signal_group(rank.pid, signal.SIGCONT)
 
     def send(self, number: int, spared: Collection[int] = ()) -> None:
         """Signal every group in which a process of the job may be."""
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            self._is_suspended = number == signal.SIGSTOP
         groups = {rank.pid for rank in self._running} | self._groups_left()
         for group in groups.difference(spared):
             _signal_group(group, number)
@@ -289,11 +342,12 @@ class LocalJob:
     def advance(self) -> None:
         for stacks in self._stacks.take():
             self._sender.send(stacks)
+        self.channels.flush()
         is_over = not self._running
         if self.phase is JobPhase.STOPPING:
             is_late = time.monotonic() >= self._deadline
             is_over = is_late or (is_over and not self._groups_left())
-        elif self.phase is not JobPhase.RUNNING:
+        elif self.phase is not JobPhase.RUNNING or self._is_elastic:
             return
         if is_over:
             swept = sweep(on_reaped=self.note_end)
@@ -304,15 +358,28 @@ class LocalJob:
             self.end()
             self._sender.send_last(messages.Finished(swept.num_killed, swept.stuck))
 
+    def note_stop(self, pid: int, *, is_stopped: bool) -> None:
+        """Send RankStopped for a child that was stopped or continued, if it is news."""
+        rank = self._by_pid.get(pid)
+        if rank is None or not self._is_elastic or self._is_suspended:
+            return
+        if rank.is_stopped != is_stopped:
+            rank.is_stopped = is_stopped
+            self._sender.send(messages.RankStopped(rank.rank, is_stopped))
+
     def note_end(self, pid: int, wait_status: int) -> None:
         """Send Exited for a child that was reaped, if it is a rank."""
         rank = self._by_pid.get(pid)
         if rank is None or not rank.is_running:
             return  # an adopted orphan
         rank.is_running = False
+        if self._is_elastic:
+            _signal_group(pid, signal.SIGKILL)
+            # What it has written comes before its end.
+            self.channels.finish(rank.rank)
         # Popen must know: only the agent's own waitpid saw it.
         status = rank.process.returncode = os.waitstatus_to_exitcode(wait_status)
-        if status and not self._stopped_s:
+        if (status or self._is_elastic) and not self._stopped_s:
             self._look_for_ends()
         for pipe in rank.pipes:
             pipe.drain()
@@ -324,8 +391,17 @@ class LocalJob:
                 rank.rank, status, began_s, traceback_s, self._stopped_s, evidence
             )
         )
-        if pid in self._spared and pid in self._groups_left():
+        if self._is_elastic:
+            del self._by_pid[pid]
+            for pipe in rank.pipes:
+                pipe.file.close()
+            self._forget(rank.rank)
+        elif pid in self._spared and pid in self._groups_left():
             _signal_group(pid, self._stopped_by)
+
+    def _forget(self, rank: int) -> None:
+        self.channels.finish(rank)
+        self._stacks.forget(rank)
 
     def _look_for_ends(self) -> None:
         now_s = time.monotonic()
@@ -356,9 +432,11 @@ class LocalJob:
         self.phase = JobPhase.OVER
         self._kernel.close()
         self._stacks.close()
+        self.channels.close()
         if self._notices >= 0:
             os.close(self._notices)
-            self._notices = -1
+            os.close(self._notices_in)
+            self._notices = self._notices_in = -1
         if self.store is not None:
             self.store.close()
         if self._port is not None:

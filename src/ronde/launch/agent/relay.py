@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -22,7 +22,7 @@ from ronde.store.local_socket import (
     remove_stale,
     temporary_directory,
 )
-from ronde.store.protocol import max_connections
+from ronde.store.protocol import MAX_FRAME_BYTES, max_connections
 
 _FULL_BYTES = 64 << 10
 _DRAIN_READS = 32
@@ -32,6 +32,8 @@ _MAX_UNSENT_BYTES = 32 << 20
 _PREFIX = "ronde-agent-"
 _TRACEBACK = b"Traceback (most recent call last):"
 _PIPE_BYTES = 64 << 10
+# Of what a rank writes: as JSON a byte may take six.
+_MAX_TEXT_BYTES = MAX_FRAME_BYTES // 8
 # With site-packages, which the agent does without: torch's version is asked for.
 _PROGRAM = (
     "import sys; from importlib import import_module; "
@@ -239,6 +241,109 @@ class StoreRelay:
         if number in self._by_number:
             self._by_number.pop(number)[0].close()
             self._sender.relay(messages.Relayed(self._epoch, number, b""))
+
+
+@dataclass(slots=True)
+class _Channel:
+    sock: socket.socket
+    unread: bytes = b""
+    unwritten: bytearray = field(default_factory=bytearray)
+    is_reading: bool = True
+
+
+class RankChannels:
+    """Passes lines on between an elastic job's ranks and its controller.
+
+    Each rank has a socket of its own. What the ranks write in one turn of the agent's
+    loop is one message. A rank that is sent more than is kept for it loses its channel.
+    """
+
+    def __init__(self, sender: OutputSender) -> None:
+        self._sender = sender
+        self._by_rank: dict[int, _Channel] = {}
+        self._texts: list[messages.RankText] = []
+        self._num_bytes = 0
+
+    def open(self, rank: int) -> socket.socket:
+        """Return the rank's end of its new channel."""
+        own, other = socket.socketpair()
+        own.setblocking(False)  # noqa: FBT003  the socket's own method
+        self._by_rank[rank] = _Channel(own)
+        return other
+
+    def watched(self) -> Watched:
+        for rank, channel in self._by_rank.items():
+            is_reading = channel.is_reading and not self._is_held_back
+            events = select.POLLIN if is_reading else 0
+            if events := events | (select.POLLOUT if channel.unwritten else 0):
+                yield channel.sock.fileno(), events, partial(self._serve, rank)
+
+    @property
+    def _is_held_back(self) -> bool:
+        return self._sender.waiting_bytes >= _FULL_BYTES
+
+    def send(self, ranks: Sequence[int], text: str) -> None:
+        """Write a line to ranks, to all without any; who is gone does not get it."""
+        line = text.encode() + b"\n"
+        for rank in ranks or list(self._by_rank):
+            if channel := self._by_rank.get(rank):
+                channel.unwritten += line
+                self._write(channel)
+                if len(channel.unwritten) > _MAX_UNSENT_BYTES:
+                    self.finish(rank)
+
+    def flush(self) -> None:
+        if self._texts:
+            self._sender.send(messages.RankTexts(tuple(self._texts)))
+            self._texts.clear()
+            self._num_bytes = 0
+
+    def finish(self, rank: int) -> None:
+        """Pass on what a rank has written, and close its channel."""
+        if channel := self._by_rank.pop(rank, None):
+            for _ in range(_DRAIN_READS):
+                if not self._read(rank, channel):
+                    break
+            channel.sock.close()
+            self.flush()
+
+    def close(self) -> None:
+        for channel in self._by_rank.values():
+            channel.sock.close()
+        self._by_rank.clear()
+
+    def _serve(self, rank: int) -> None:
+        # It may have been closed after the poll had seen it ready.
+        if channel := self._by_rank.get(rank):
+            self._write(channel)
+            if not self._is_held_back:
+                self._read(rank, channel)
+
+    def _read(self, rank: int, channel: _Channel) -> bool:
+        try:
+            data = channel.sock.recv(_PIPE_BYTES) if channel.is_reading else b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        *lines, channel.unread = (channel.unread + data).split(b"\n")
+        texts = [line.decode(errors="backslashreplace") for line in lines]
+        self._texts += [messages.RankText(rank, text) for text in texts]
+        self._num_bytes += len(data)
+        if self._num_bytes >= _FULL_BYTES:
+            self.flush()
+        channel.is_reading = bool(data) and len(channel.unread) <= _MAX_TEXT_BYTES
+        return channel.is_reading
+
+    def _write(self, channel: _Channel) -> None:
+        try:
+            while channel.unwritten:
+                del channel.unwritten[: channel.sock.send(channel.unwritten)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # It has closed its end.
+            channel.unwritten.clear()
 
 
 class RemoteProgram:

@@ -1,0 +1,398 @@
+"""An agent of an elastic job: ranks come and go, and each has a channel."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import clean_environment
+
+from ronde.launch import messages
+from ronde.launch.agent_start.bootstrap import start_local_agent
+from ronde.launch.environments import own_environment
+from ronde.launch.event_loop import StoreService
+from ronde.launch.hosts.host import Host
+from ronde.launch.node import AgentNode, ProcessTransport
+from ronde.launch.process_tree import children, read_process
+from ronde.launch.signals import wait_for
+
+LIMIT_S = 20.0
+MIB = 1 << 20
+
+# Each line is Python to evaluate; the result goes back as a line of JSON.
+RANK = """
+import json, os, socket, subprocess, sys
+fd, inode, number = map(int, os.environ["RONDE_MEMBER"].split(":"))
+assert os.fstat(fd).st_ino == inode
+channel = socket.socket(fileno=fd)
+lines = channel.makefile("r", encoding="utf-8")
+answers = channel.makefile("w", encoding="utf-8")
+
+def say(value):
+    print(json.dumps(value), file=answers, flush=True)
+
+def child():
+    return subprocess.Popen(["sleep", "100"]).pid
+
+def wait_in_store():
+    from ronde.store.local_socket import dial
+    from ronde.store.protocol import Op, Status, decode, encode
+    sock = dial(os.environ["RONDE_STORE"], 20.0)
+    sock.sendall(encode(Op.SET, [b"old", b""]) + encode(Op.WAIT, [b"never"]))
+    assert decode(sock.recv(4096)[4:]).kind == Status.DONE
+    say("waits")
+    reply = decode(sock.recv(4096)[4:])
+    return Status(reply.kind).name, reply.fields[0].decode()
+
+say(["begins", number])
+for line in lines:
+    say(eval(line))
+say("alone")
+"""
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def rank(number: int) -> messages.RankSpec:
+    return messages.RankSpec(number, {})
+
+
+class Controller:
+    """What speaks with one agent."""
+
+    def __init__(self, process):
+        transport = ProcessTransport(process)
+        self.node = AgentNode(Host("here"), transport, is_here=True)
+        self.store = StoreService(0)
+        self.send = self.node.send
+        self._received = deque()
+        self._texts = deque()
+
+    def expect(self, kind, within_s=LIMIT_S):
+        """Return the next message, which must be of this kind."""
+        ends_at = time.monotonic() + within_s
+        while not self._received:
+            left_s = ends_at - time.monotonic()
+            assert left_s > 0, f"no {kind} within {within_s:g} s"
+            transport = self.node.transport
+            writable = [transport.write_fd] if self.node.is_writing else []
+            wait_for([transport.read_fd], writable, left_s)
+            self.node.flush()
+            received = self.node.receive()
+            assert received is not None, self.node.explain_end()
+            for message in received:
+                if isinstance(message, messages.Relayed):
+                    self.store.take(self.node, message)
+                elif isinstance(message, messages.Output):
+                    sys.stderr.write(message.data.decode())
+                    self.send(messages.Credit(len(message.data)))
+                else:
+                    self._received.append(message)
+        message = self._received.popleft()
+        assert isinstance(message, kind), message
+        return message
+
+    def hear_any(self):
+        """Return what any rank says next."""
+        while not self._texts:
+            self._texts += self.expect(messages.RankTexts).texts
+        return self._texts.popleft()
+
+    def hear(self, number):
+        """Return what this rank says next, before all others."""
+        text = self.hear_any()
+        assert text.rank == number
+        return json.loads(text.text)
+
+    def ask(self, number, line):
+        self.send(messages.SendToRanks((number,), line))
+        return self.hear(number)
+
+    def settle(self):
+        """Return once all that was sent is done; nothing must have come before."""
+        self.send(messages.Ping(0.0, 0.0, ()))
+        self.expect(messages.Pong)
+
+    def prepare(self, *argv, ranks=(), max_ranks=4, **others):
+        values = {"epoch": 0, "job_marker": os.urandom(8).hex(), "cwd": ""}
+        values |= {"grace_s": 5.0, "address": "", "master_port": 0} | others
+        env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        specs = tuple(map(rank, ranks))
+        self.send(
+            messages.NodeJob(
+                argv=argv, env=env, ranks=specs, max_ranks=max_ranks, **values
+            )
+        )
+
+    def begin(self, *argv, ranks=(), **others):
+        self.prepare(*argv, ranks=ranks, **others)
+        self.expect(messages.Ready)
+        self.send(messages.Start("127.0.0.1", 1))
+        return [self.expect(messages.Started).pid for _ in ranks]
+
+    def start(self, number):
+        """Start a rank of ``RANK`` and return its process."""
+        self.send(messages.StartRanks((rank(number),)))
+        started = self.expect(messages.Started)
+        assert started.rank == number
+        assert self.hear(number) == ["begins", number]
+        return started.pid
+
+    def stop(self, number=signal.SIGTERM):
+        self.send(messages.StopRanks(number))
+
+
+@contextmanager
+def running(*argv, **others):
+    with pytest.MonkeyPatch.context() as patch:
+        for name in own_environment().keys() - clean_environment().keys():
+            patch.delenv(name)
+        process = start_local_agent()
+    controller = Controller(process)
+    try:
+        controller.expect(messages.Hello)
+        if argv:
+            controller.begin(*argv, **others)
+        yield controller
+    finally:
+        controller.node.close()
+        assert process.wait(LIMIT_S) == 0
+
+
+@pytest.fixture
+def controller():
+    """The controller of a job that has no rank yet."""
+    with running(sys.executable, "-S", "-c", RANK) as controller:
+        yield controller
+
+
+def wait_for_end(process_fd):
+    assert wait_for([process_fd], [], LIMIT_S)
+    os.close(process_fd)
+
+
+def await_state(pid, states):
+    ends_at = time.monotonic() + LIMIT_S
+    while read_process(pid).state not in states:
+        assert time.monotonic() < ends_at
+
+
+def test_ranks_come_and_go_until_the_job_is_stopped(controller):
+    controller.start(5)
+    controller.start(2)
+    assert controller.ask(5, "6 * 7") == 42
+    assert controller.ask(2, "os.environ['MASTER_ADDR']") == "127.0.0.1"
+    controller.send(messages.SendToRanks((5,), "sys.exit(3)"))
+    exited = controller.expect(messages.Exited)
+    assert (exited.rank, exited.status, exited.stopped_s) == (5, 3, 0.0)
+    controller.send(messages.SendToRanks((5, 2), "'to those that are there'"))
+    assert controller.hear(2) == "to those that are there"
+    controller.send(messages.SendToRanks((), "'all'"))
+    assert controller.hear(2) == "all"
+    controller.send(messages.SendToRanks((2,), "sys.exit()"))
+    assert controller.expect(messages.Exited).status == 0
+    controller.start(7)  # it goes on without any
+    controller.stop()
+    exited = controller.expect(messages.Exited)
+    assert (exited.rank, exited.status) == (7, -signal.SIGTERM)
+    assert exited.stopped_s
+    assert controller.expect(messages.Finished) == messages.Finished(0, ())
+
+
+def test_a_job_without_any_rank_ends_when_it_is_stopped(controller):
+    controller.settle()
+    controller.stop()
+    assert controller.expect(messages.Finished) == messages.Finished(0, ())
+
+
+def test_what_a_rank_said_comes_before_its_end(controller):
+    controller.start(0)
+    line = "[say(n) for n in range(500)] and os._exit(4)"
+    controller.send(messages.SendToRanks((0,), line))
+    assert [controller.hear(0) for _ in range(500)] == list(range(500))
+    assert controller.expect(messages.Exited).status == 4
+
+
+def test_long_lines_go_both_ways(controller):
+    controller.start(0)
+    assert controller.ask(0, f"len({'x' * 9 * MIB!r})") == 9 * MIB
+    assert controller.ask(0, "'ä' * 300_000") == "ä" * 300_000
+
+
+def test_a_line_without_end_harms_nobody_else(controller):
+    first = controller.start(0)
+    controller.start(1)
+    line = f"answers.write('\\1' * {5 * MIB})"
+    controller.send(messages.SendToRanks((0,), line))
+    assert controller.ask(1, "1") == 1
+    os.kill(first, signal.SIGKILL)
+    assert controller.expect(messages.Exited).rank == 0
+
+
+def test_much_that_many_say_at_once_arrives(controller):
+    for number in range(4):
+        controller.start(number)
+    # As JSON each of these bytes is six.
+    line = f"[answers.write('\\1' * {2 * MIB - 1} + chr(10)) for _ in range(3)]"
+    controller.send(messages.SendToRanks((), line))
+    expected = {json.dumps([2 * MIB] * 3), "\1" * (2 * MIB - 1)}
+    texts = [controller.hear_any() for _ in range(16)]
+    assert sorted(text.rank for text in texts) == [n for n in range(4) for _ in "1234"]
+    assert {text.text for text in texts} == expected
+
+
+def test_children_of_a_killed_rank_die_with_it(controller):
+    pid = controller.start(0)
+    child_fd = os.pidfd_open(controller.ask(0, "child()"))
+    os.kill(pid, signal.SIGKILL)
+    assert controller.expect(messages.Exited).status == -signal.SIGKILL
+    wait_for_end(child_fd)
+
+
+def test_a_rank_is_ended_with_its_children_while_others_stay(controller):
+    controller.start(0)
+    controller.start(1)
+    child_fd = os.pidfd_open(controller.ask(0, "child()"))
+    controller.send(messages.EndRank(0, signal.SIGTERM))
+    exited = controller.expect(messages.Exited)
+    assert (exited.rank, exited.status) == (0, -signal.SIGTERM)
+    wait_for_end(child_fd)
+    controller.send(messages.EndRank(0, signal.SIGKILL))  # it is gone
+    assert controller.ask(1, "1") == 1
+
+
+def test_a_stopped_rank_is_reported_and_can_be_ended(controller):
+    pid = controller.start(3)
+    for is_stopped in (True, False, True):
+        os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+        expected = messages.RankStopped(3, is_stopped)
+        assert controller.expect(messages.RankStopped) == expected
+    controller.send(messages.EndRank(3, signal.SIGTERM))
+    message = controller.expect((messages.RankStopped, messages.Exited))
+    if isinstance(message, messages.RankStopped):
+        message = controller.expect(messages.Exited)
+    assert message.status == -signal.SIGTERM
+
+
+def test_ranks_that_stop_with_their_controller_are_not_reported(controller):
+    pid = controller.start(0)
+    controller.send(messages.Forward(signal.SIGSTOP))
+    await_state(pid, "T")
+    controller.settle()
+    controller.send(messages.Forward(signal.SIGCONT))
+    await_state(pid, "RS")
+    controller.settle()
+    assert controller.ask(0, "1") == 1
+    os.kill(pid, signal.SIGSTOP)
+    assert controller.expect(messages.RankStopped) == messages.RankStopped(0, True)
+
+
+def test_what_a_stopped_rank_does_not_read_is_kept_but_not_for_ever(controller):
+    pids = [controller.start(number) for number in range(2)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+        assert controller.expect(messages.RankStopped).is_stopped
+    line = f"len({'x' * 10 * MIB!r})"
+
+    def fill(number, num_lines):
+        for _ in range(num_lines):
+            controller.send(messages.SendToRanks((number,), line))
+            controller.settle()
+        controller.send(messages.EndRank(number, signal.SIGCONT))
+        assert not controller.expect(messages.RankStopped).is_stopped
+
+    fill(0, 2)
+    assert [controller.hear(0) for _ in range(2)] == [10 * MIB] * 2
+    fill(1, 4)
+    # It reads what its socket held: a line cut short.
+    exited = controller.expect(messages.Exited)
+    assert (exited.rank, exited.status) == (1, 1)
+    assert controller.ask(0, "1") == 1
+
+
+def test_a_rank_that_does_not_start_is_reported_and_the_others_go_on(tmp_path):
+    program = tmp_path / "program"
+    program.write_text(f"#!{sys.executable} -S\n{RANK}")
+    program.chmod(0o755)
+    with running(str(program)) as controller:
+        controller.start(0)
+        program.unlink()
+        controller.send(messages.StartRanks((rank(1), rank(2))))
+        for number in (1, 2):
+            exited = controller.expect(messages.Exited)
+            assert (exited.rank, exited.status) == (number, 127)
+            assert f"{program}: No such file" in exited.evidence
+        assert controller.ask(0, "1") == 1
+        before = num_descriptors()
+        controller.send(messages.StartRanks((rank(3),)))
+        assert controller.expect(messages.Exited).rank == 3
+        controller.settle()
+        assert num_descriptors() == before
+
+
+def num_descriptors():
+    """Count those of the agent, which is a child of the one child of this process."""
+    (reaper,) = (p for p in children() if read_process(p).name.startswith("python"))
+    listed = Path(f"/proc/{reaper}/task/{reaper}/children").read_text()
+    (agent,) = listed.split()
+    return len(list(Path(f"/proc/{agent}/fd").iterdir()))
+
+
+def test_ranks_one_after_the_other_leave_no_descriptor_behind():
+    with running("true") as controller:
+        counts = []
+        for number in range(100):
+            controller.send(messages.StartRanks((rank(number),)))
+            assert controller.expect(messages.Started).rank == number
+            assert controller.expect(messages.Exited).status == 0
+            controller.settle()
+            counts.append(num_descriptors())
+        assert set(counts) == {counts[0]}
+        controller.stop()
+        controller.expect(messages.Finished)
+
+
+def test_ranks_may_be_there_from_the_start():
+    argv = (sys.executable, "-S", "-c", RANK)
+    with running(*argv, ranks=(0, 1)) as controller:
+        said = sorted([controller.hear_any() for _ in range(2)])
+        assert [json.loads(text.text)[1] for text in said] == [0, 1]
+        assert controller.ask(1, "number") == 1
+
+
+def test_a_rank_that_is_no_elastic_program_is_none_the_worse():
+    with running("sh", "-c", "exit 5", ranks=(0,)) as controller:
+        controller.send(messages.SendToRanks((0,), "text"))
+        assert controller.expect(messages.Exited).status == 5
+
+
+def test_who_waits_in_the_store_is_refused_when_it_is_cleared(controller):
+    controller.start(0)
+    assert controller.ask(0, "wait_in_store()") == "waits"
+    controller.store.clear()
+    kind, reason = controller.hear(0)
+    assert (kind, "dropped" in reason) == ("REFUSED", True)
+
+
+def test_a_job_begins_once_no_process_of_its_host_is_left():
+    with running() as controller:
+        marker = os.urandom(8).hex()
+        env = clean_environment() | {"RONDE_COOKIE": marker}
+        with subprocess.Popen(["/bin/sleep", "100"], env=env) as left:
+            controller.prepare("true", job_marker=marker)
+            assert not wait_for([controller.node.transport.read_fd], [], 0.3)
+            left.kill()
+        controller.expect(messages.Ready)
+
+
+def test_another_job_has_no_channel_and_ends_with_its_ranks():
+    words = ("sh", "-c", "test -z $RONDE_MEMBER")
+    with running(*words, ranks=(0,), max_ranks=0) as controller:
+        assert controller.expect(messages.Exited).status == 0
+        controller.expect(messages.Finished)
