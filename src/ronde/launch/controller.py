@@ -223,7 +223,7 @@ class Controller(Handler):
             node.close()
         due_s = time.monotonic() + _LEAVE_S
         codes = [n.transport.wait(due_s - time.monotonic()) for n in self._loop.nodes]
-        if any(code != 0 for code in codes):
+        if self._loop.has_strays or any(code != 0 for code in codes):
             sweep(spared=self._others)
 
 

@@ -146,6 +146,10 @@ class Handler:
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
         raise NotImplementedError
 
+    def take_fault(self, node: AgentNode, error: LaunchError) -> None:  # noqa: ARG002
+        """Follow an agent's message that breaks the protocol: the job ends."""
+        raise error
+
     def take_signal(self, number: int) -> None:
         if number in (ASKING, TIMED_OUT):
             self._loop.progress.report()
@@ -166,6 +170,7 @@ class EventLoop:
     timeouts: Timeouts
     nodes: list[AgentNode] = field(default_factory=list[AgentNode])
     is_hurried: bool = False  # output that cannot be shown at once is dropped
+    has_strays: bool = False  # a process was killed that may have left others
     # each generation has a new one
     store: StoreService = field(default_factory=StoreService)
 
@@ -227,13 +232,19 @@ class EventLoop:
         if fd == node.transport.error_fd:
             node.read_errors()
         elif fd == node.transport.read_fd:
-            self._receive(handler, node)
+            try:
+                self._receive(handler, node)
+            except LaunchError as error:
+                handler.take_fault(node, error)
 
     def _receive(self, handler: Handler, node: AgentNode) -> None:
         received = node.receive()
         if received is None:
+            last_s = time.monotonic() + node.timeouts.end_s
             while node.has_errors and wait_for([node.transport.error_fd], [], 0.1):
                 node.read_errors()
+                if time.monotonic() > last_s:
+                    break
             self.lose(handler, node, node.explain_end())
             return
         node.heard()
@@ -273,7 +284,8 @@ class EventLoop:
         # Imported where it is needed: most jobs lose no host.
         from ronde.launch.network import find_answering
 
-        asked = {node.name: node.addresses for node in silent if not node.is_doubted}
+        doubted = [node for node in silent if not node.is_doubted]
+        asked = {n.name: n.addresses for n in doubted if n.timeouts.is_doubting}
         answering = find_answering(asked)
         for node in silent:
             if node.name in answering:

@@ -58,8 +58,13 @@ class Timeouts(NamedTuple):
     # it does not, it is lost. If it does, the line was cut for less: TCP sends again
     # what was lost after up to as long again, so that as much is waited
     lease_s: float = 8.0
+    is_doubting: bool = True  # if not, nobody asks: silent for so long is lost
+    suspect_s: float = 2.0  # in place of ``lease_s`` once a peer has lost it as well
+    end_s: float = 1.0  # what carried an agent's bytes has to end in, after the last
     # what a lost host has to come back in, when ranks are to be started again
     return_s: float = 30.0
 
 
 USUAL = Timeouts()
+ELASTIC = Timeouts(ping_s=0.5, lease_s=5.0, is_doubting=False, end_s=0.2)
+"""Of a job that goes on without a lost host: a wrong guess costs it little."""

@@ -25,7 +25,6 @@ _RELAYED_BYTES = 32 << 10
 # Output that may be under way: little on a network, so that messages are not late.
 _CREDIT_HERE_BYTES = 2 << 20
 _CREDIT_BYTES = 128 << 10
-_END_S = 1.0
 _NEVER = float("inf")
 EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
@@ -202,13 +201,20 @@ class AgentNode(messages.MessageWriter):
         self.is_doubted = True
         self.silent_by_s = self.heard_at_s + 2 * self.timeouts.lease_s
 
+    def suspect(self) -> None:
+        """A peer cannot reach it either: wait less for its next message."""
+        if self._is_watched:
+            by_s = self.heard_at_s + self.timeouts.suspect_s
+            self.silent_by_s = min(self.silent_by_s, by_s)
+
     def ping(self, now_s: float) -> float:
         """Send a ping if one is due; return when the next one is."""
         if self.is_here or self.is_over:
             return _NEVER
         if now_s >= self._pinged_at_s + self.timeouts.ping_s:
             self._pinged_at_s = now_s
-            self.send(messages.Ping(now_s, self.timeouts.lease_s, _own_addresses()))
+            asked = _own_addresses() if self.timeouts.is_doubting else ()
+            self.send(messages.Ping(now_s, self.timeouts.lease_s, asked))
         return self._pinged_at_s + self.timeouts.ping_s
 
     def limit_credit(self, num_bytes: int) -> None:
@@ -232,7 +238,7 @@ class AgentNode(messages.MessageWriter):
             self.clock_offset_s = pong.here_s - (pong.sent_at_s + now_s) / 2
 
     def explain_end(self) -> HostLoss:
-        code = self.transport.wait(_END_S)
+        code = self.transport.wait(self.timeouts.end_s)
         complaints = self.last_words.splitlines()
         last = f"; last error: {complaints[-1].strip()}" if complaints else ""
         if self.is_here:

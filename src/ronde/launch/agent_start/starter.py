@@ -1,12 +1,13 @@
 """An agent on every host: started side by side, and heard before anything else."""
 
 import functools
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -15,7 +16,7 @@ from pathlib import Path
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
 from ronde.launch.agent_start.bootstrap import start_local_agent
 from ronde.launch.event_loop import EventLoop, Handler
-from ronde.launch.hosts.host import LOOK_UP_S, Host, is_here, look_up
+from ronde.launch.hosts.host import LOOK_S, LOOK_UP_S, Host, LookUp, is_here, look_up
 from ronde.launch.limits import (
     EXIT_NO_FORK,
     USUAL,
@@ -43,7 +44,6 @@ MAX_STARTING = 64
 """Connections that are being made at a time; sshd refuses more from one client."""
 _NUM_TRIES = 4
 _PAUSE_S = 0.5
-_EXIT_S = 0.5
 _UNKNOWN = 255
 
 
@@ -73,7 +73,10 @@ def start_remote_agent(
 
 
 class AgentStarter:
-    """Starts agents; ``make_spawner`` is None where all hosts are this machine."""
+    """Starts agents; ``make_spawner`` is None where all hosts are this machine.
+
+    With ``has_aliases`` several hosts may be this machine, each with its own agent.
+    """
 
     def __init__(
         self,
@@ -81,13 +84,17 @@ class AgentStarter:
         make_spawner: Callable[[], Spawner] | None = None,
         python: str = sys.executable,
         timeouts: Timeouts = USUAL,
+        *,
+        has_aliases: bool = False,
     ) -> None:
         self.timeouts = timeouts
+        self._has_aliases = has_aliases
         self._local: subprocess.Popen[bytes] | None = local
         self._make_spawner = make_spawner
         self._python = python
-        self._here = ""
+        self._here: set[str] = set()
         self._found: dict[str, tuple[str, ...]] = {}
+        self._asked: dict[str, LookUp] = {}
 
     @functools.cached_property
     def spawner(self) -> Spawner:
@@ -98,9 +105,10 @@ class AgentStarter:
     def is_here(self, host: Host) -> bool:
         if self._make_spawner is None:
             return True
-        if not self._here and is_here(host, self._found.get(host.name)):
-            self._here = host.name
-        return host.name == self._here
+        is_open = self._has_aliases or not self._here
+        if is_open and is_here(host, self._found.get(host.name)):
+            self._here.add(host.name)
+        return host.name in self._here
 
     def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
         """Look up the names of many hosts; return why some need not be connected to."""
@@ -121,16 +129,30 @@ class AgentStarter:
             name: silent for name in names if name not in answers
         }
 
+    def is_looked_up(self, host: Host) -> bool:
+        """Look its name up in a thread, so that ``start`` does not wait for that."""
+        name = host.name
+        if self._make_spawner is None or self._found.get(name):
+            return True
+        asked = self._asked.pop(name, None) or LookUp([name])
+        if not asked.is_over():
+            self._asked[name] = asked
+            return False
+        # Where no name server has answered, what leads there asks once more.
+        self._found[name] = asked.answers.get(name, ())
+        return True
+
     def start(self, host: Host) -> AgentNode:
         if self.is_here(host):
             local, self._local = self._local or start_local_agent(), None
-            return AgentNode(host, ProcessTransport(local), is_here=True)
+            transport = ProcessTransport(local)
+            return AgentNode(host, transport, is_here=True, timeouts=self.timeouts)
         return start_remote_agent(self.spawner, host, self._python, self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
         if not node.is_here:
             return self.spawner.explain(node.host, exit_code, complaints)
-        if exit_code == EXIT_NO_FORK:
+        if exit_code == EXIT_NO_FORK and not self._has_aliases:
             raise LaunchError(complaints.strip())
         return Failure(f"its agent ended with exit code {exit_code}: {complaints}", "")
 
@@ -139,9 +161,9 @@ class AgentStarter:
 class _Attempt:
     index: int
     host: Host
-    failure: Failure | None
+    patient_until_s: float
+    is_aside: bool  # its name is looked up in a thread
     tries: int = 0
-    node: AgentNode | None = None
     due_s: float = 0.0  # when to try it, or to give it up
 
     def __lt__(self, other: "_Attempt") -> bool:
@@ -149,38 +171,85 @@ class _Attempt:
 
 
 class AgentConnector(Handler):
-    """Brings an agent to each host, so many at a time."""
+    """Brings an agent to each host, so many at a time.
+
+    Where ranks run meanwhile, their handler embeds this one: it calls ``advance`` when
+    ``due_s`` has come, passes on what concerns nodes that this one ``owns``, and takes
+    what ``collect`` returns. Of all that only ``run`` waits for anything.
+    """
 
     def __init__(self, loop: EventLoop, starter: AgentStarter) -> None:
         super().__init__(loop)
         self._starter = starter
+        self._indices = itertools.count()
         # A heap: no event may cost the time of looking at thousands of hosts.
         self._waiting: list[_Attempt] = []
         self._starting: dict[AgentNode, _Attempt] = {}
         self._greeted: dict[AgentNode, _Attempt] = {}
-        self._patient_until_s = 0.0
+        self._failed: list[tuple[_Attempt, Failure]] = []
+        self._killed: list[AgentNode] = []
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
         """Return a node for each host, in their order, each with its hello."""
         known = self._starter.look_up(hosts, self._loop.signal_fd)
-        attempts = [_Attempt(i, h, known.get(h.name)) for i, h in enumerate(hosts)]
-        raise_open_files_limit(len(hosts) * _FDS_PER_HOST + _OTHER_FDS)
-        self._patient_until_s = time.monotonic() + patience_s
+        self.add(hosts, patience_s, known)
         progress = self._loop.progress
         progress.begin("to answer (login, start of Python there)", self._awaited)
-        self._waiting = [a for a in attempts if a.failure is None]
         while self._waiting or self._starting:
-            self._start_some()
-            self._loop.serve(self, self._has_work, self._due_s)
-            self._give_up_late()
-        failed = [HostFailure(a.host.name, a.failure) for a in attempts if a.failure]
+            self.advance()
+            self._loop.serve(self, self._has_work, self.due_s)
+        results = self.collect()
+        failed = [HostFailure(h.name, r) for h, r in results if isinstance(r, Failure)]
         if failed:
-            ready = [a.host.name for a in attempts if not a.failure]
+            ready = [h.name for h, r in results if isinstance(r, AgentNode)]
             progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
             message = f"{len(failed)} of {len(hosts)} hosts cannot take part."
             raise HostError(message, failed, ready)
         progress.end(f"{counted(len(hosts), 'host')} answered")
-        return [attempt.node for attempt in attempts if attempt.node is not None]
+        return [node for _, node in results if isinstance(node, AgentNode)]
+
+    def add(
+        self,
+        hosts: Sequence[Host],
+        patience_s: float = 0.0,
+        known: Mapping[str, Failure] | None = None,
+    ) -> None:
+        """Connect to more hosts; for so long, try again.
+
+        Names are looked up aside unless it is ``known`` why some need not be tried.
+        """
+        num_fds = (len(self._loop.nodes) + len(hosts)) * _FDS_PER_HOST
+        raise_open_files_limit(num_fds + _OTHER_FDS)
+        until_s = time.monotonic() + patience_s
+        for host in hosts:
+            attempt = _Attempt(next(self._indices), host, until_s, known is None)
+            if known and host.name in known:
+                self._failed.append((attempt, known[host.name]))
+            else:
+                heappush(self._waiting, attempt)
+
+    def advance(self) -> None:
+        """Give up what is late, and start at most one attempt that is due."""
+        self._give_up_late()
+        if self._is_next_due():
+            self._start(heappop(self._waiting))
+
+    def due_s(self) -> float:
+        """Return when ``advance`` has work next, monotonic."""
+        has_room = len(self._starting) < MAX_STARTING
+        waiting = (*self._starting.values(), *self._waiting[:has_room])
+        return min((a.due_s for a in waiting), default=float("inf"))
+
+    def owns(self, node: AgentNode) -> bool:
+        return node in self._starting or node in self._greeted
+
+    def collect(self) -> list[tuple[Host, AgentNode | Failure]]:
+        """Return what became of hosts since the last call; nodes have their hello."""
+        done: list[tuple[_Attempt, AgentNode | Failure]] = [*self._failed]
+        done += [(attempt, node) for node, attempt in self._greeted.items()]
+        self._failed, self._greeted = [], {}
+        done.sort(key=lambda pair: pair[0].index)
+        return [(attempt.host, result) for attempt, result in done]
 
     def _awaited(self) -> list[str]:
         return [a.host.name for a in (*self._starting.values(), *self._waiting)]
@@ -192,38 +261,45 @@ class AgentConnector(Handler):
     def _has_work(self) -> bool:
         return self._is_next_due() or not (self._waiting or self._starting)
 
-    def _due_s(self) -> float:
-        waiting = (*self._starting.values(), *self._waiting[:1])
-        return min((a.due_s for a in waiting), default=float("inf"))
-
-    def _start_some(self) -> None:
-        while self._is_next_due():
-            attempt = heappop(self._waiting)
-            attempt.tries += 1
-            begun_s = time.monotonic()
-            try:
-                node = attempt.node = self._starter.start(attempt.host)
-            except OSError as error:
-                attempt.failure = Failure(explain_shortage(error) or str(error), "")
-                if error.filename:
-                    attempt.failure = Failure(
-                        f"{error.filename} does not start: {error.strerror}",
-                        "install it, or choose another --launcher",
-                    )
-                continue
-            now_s = time.monotonic()
-            self._loop.progress.took(f"{node.name} was looked up", now_s - begun_s)
-            attempt.due_s = now_s + self._loop.timeouts.connect_s
-            self._loop.nodes.append(node)
-            self._starting[node] = attempt
+    def _start(self, attempt: _Attempt) -> None:
+        if attempt.is_aside and not self._starter.is_looked_up(attempt.host):
+            attempt.due_s = time.monotonic() + LOOK_S
+            heappush(self._waiting, attempt)
+            return
+        attempt.tries += 1
+        begun_s = time.monotonic()
+        try:
+            node = self._starter.start(attempt.host)
+        except OSError as error:
+            failure = Failure(explain_shortage(error) or str(error), "")
+            if error.filename:
+                failure = Failure(
+                    f"{error.filename} does not start: {error.strerror}",
+                    "install it, or choose another --launcher",
+                )
+            self._failed.append((attempt, failure))
+            return
+        now_s = time.monotonic()
+        self._loop.progress.took(f"{node.name} was looked up", now_s - begun_s)
+        attempt.due_s = now_s + self._loop.timeouts.connect_s
+        self._loop.nodes.append(node)
+        self._starting[node] = attempt
 
     def _give_up_late(self) -> None:
         now_s = time.monotonic()
         for node in [n for n, a in self._starting.items() if now_s > a.due_s]:
-            # It stays on the loop: what it has started is looked for at the end.
-            node.transport.kill()
+            self._kill(node)
             node.close()
-            self._starting.pop(node).failure = self._explain_silence(node)
+            self._failed.append((self._starting.pop(node), self._explain_silence(node)))
+        for node in [n for n in self._killed if n.transport.wait(0.0) is not None]:
+            self._killed.remove(node)
+            self._loop.nodes.remove(node)
+
+    def _kill(self, node: AgentNode) -> None:
+        node.transport.kill()
+        self._killed.append(node)
+        # What it has started is looked for at the end.
+        self._loop.has_strays = True
 
     def _explain_silence(self, node: AgentNode) -> Failure:
         cure = self._starter.explain(node, _UNKNOWN, "timed out").cure
@@ -237,9 +313,9 @@ class AgentConnector(Handler):
         )
 
     def take(self, node: AgentNode, message: FromAgent) -> None:
-        if not isinstance(message, Hello):
-            raise LaunchError(f"agent of {node.name} must send Hello first.")
-        attempt = self._greeted[node] = self._starting.pop(node)
+        if not isinstance(message, Hello) or node not in self._starting:
+            raise LaunchError(f"agent of {node.name} must send Hello, once and first.")
+        attempt = self._starting.pop(node)
         problem = node.find_problem()
         if problem is None and message.protocol != PROTOCOL:
             problem = Failure(
@@ -248,23 +324,25 @@ class AgentConnector(Handler):
             )
         if problem is None:
             node.hello = message
+            self._greeted[node] = attempt
             return
         node.close()
         self._loop.nodes.remove(node)
-        attempt.failure = problem
+        self._failed.append((attempt, problem))
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
         attempt = self._starting.pop(node, None) or self._greeted.pop(node, None)
         if attempt is None:
             # It was there before: who connects the others sees that it is over.
             return
-        self._loop.nodes.remove(node)
-        attempt.node = None
-        code = node.transport.wait(_EXIT_S)
-        code = loss.exit_code if code is None else code
+        if (code := node.transport.wait(0.0)) is None:
+            code = loss.exit_code
+            self._kill(node)
+        else:
+            self._loop.nodes.remove(node)
         failure = node.find_problem()
         failure = failure or self._starter.explain(node, code, _complaints(node))
-        is_awaited = time.monotonic() < self._patient_until_s
+        is_awaited = time.monotonic() < attempt.patient_until_s
         if is_awaited or (failure.is_transient and attempt.tries < _NUM_TRIES):
             # Not all at once again: that is what it was refused for.
             pause_s = _PAUSE_S * 2 ** min(attempt.tries, _NUM_TRIES - 1)
@@ -272,7 +350,7 @@ class AgentConnector(Handler):
             attempt.due_s = time.monotonic() + pause_s * jitter
             heappush(self._waiting, attempt)
         else:
-            attempt.failure = failure
+            self._failed.append((attempt, failure))
 
 
 def _complaints(node: AgentNode) -> str:

@@ -32,7 +32,7 @@ MAX_SLOTS = 1 << 16
 LOOK_UP_S = 6.0
 """How long all names may take: a question that is lost is asked again after 5 s."""
 _MAX_LOOKING_UP = 64
-_LOOK_S = 0.05
+LOOK_S = 0.05  # between two looks at whether they are looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +71,42 @@ def _own_name() -> str:
     return ""
 
 
-def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
-    """Return addresses by name: none for an unknown one, without those not answered."""
-    answers: dict[str, tuple[str, ...]] = {}
-    asked, ends_at = iter(names), time.monotonic() + LOOK_UP_S
+class LookUp:
+    """Names that are looked up by threads, side by side."""
 
-    def work() -> None:
-        for name in asked:
+    def __init__(self, names: Sequence[str]) -> None:
+        self.answers: dict[str, tuple[str, ...]] = {}  # without those not answered
+        self._asked = iter(names)
+        self._ends_at_s = time.monotonic() + LOOK_UP_S
+        num_threads = min(_MAX_LOOKING_UP, len(names))
+        # The system's resolver cannot be called off, so that nobody waits for these.
+        self._threads = [
+            Thread(target=self._work, daemon=True) for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        for name in self._asked:
             # Anything but the answer that there is no such name is no answer.
             with suppress(OSError):
-                answers[name] = resolve(name)
+                self.answers[name] = resolve(name)
 
-    num_threads = min(_MAX_LOOKING_UP, len(names))
-    # The system's resolver cannot be called off, so that nobody waits for these.
-    threads = [Thread(target=work, daemon=True) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive() and time.monotonic() < ends_at:
-            thread.join(_LOOK_S)
-            if wait_for([stop_fd], [], 0):
-                return dict(answers)
-    return dict(answers)
+    def is_over(self, wait_s: float = 0.0) -> bool:
+        """Wait for a moment; say whether all names are answered or time is up."""
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        if alive and time.monotonic() < self._ends_at_s:
+            alive[0].join(wait_s)
+            return False
+        return True
+
+
+def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
+    """Return addresses by name: none for an unknown one, without those not answered."""
+    asked = LookUp(names)
+    while not asked.is_over(LOOK_S) and not wait_for([stop_fd], [], 0):
+        pass
+    return dict(asked.answers)
 
 
 def resolve(name: str) -> tuple[str, ...]:
