@@ -84,14 +84,14 @@ def test_minus_x_beats_an_option(ronde) -> None:
 
 
 def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
-    words = "--max-np 2 --tcp"
+    words = "--tcp"
     words += " --blacklist-cooldown-range 1 2 --disable-cache -prefix-timestamp"
     words += " --mpi-args=-x --elastic-timeout 3 --log-without-timestamp --jsrun"
     done = ronde("run", "-n", "1", *words.split(), "/bin/true")
     assert done.returncode == 0
     [line] = done.stderr.decode().splitlines()
     assert line.startswith("ronde: these options have no effect here: --mpi-args, ")
-    for name in ("blacklist-cooldown-range", "jsrun", "max-num-proc"):
+    for name in ("blacklist-cooldown-range", "jsrun", "elastic-timeout"):
         assert f"--{name}" in line
 
 

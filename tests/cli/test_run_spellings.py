@@ -124,7 +124,7 @@ def test_an_unknown_option_gets_one_sentence_with_its_equivalent(ronde, words, s
         ("--nproc-per-node tpu", "must be auto, gpu, cpu or a whole number"),
         ("--standalone -H 192.0.2.1", "hosts must be this machine alone with --stand"),
         ("--nnodes 2 -H localhost:1", "--nodes must be at most 1, the hosts"),
-        ("--nnodes 1:4", "--nodes must be a whole number"),
+        ("--nnodes 1:4", "--nodes 1:4 must come with a number of ranks for each host"),
         ("--tee 4", "--tee must be 0, 1, 2, 3 or such per local rank"),
         ("-n", "-n must have a value"),
         ("--dry-run=yes", "--dry-run must have no value, got 'yes'"),

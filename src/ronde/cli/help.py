@@ -30,8 +30,12 @@ hosts:
   --hostfile, -hostfile FILE
                         file with one host per line, as a slots=4; the formats
                         of Horovod, Open MPI, MPICH and DeepSpeed work too
-  --host-discovery-script COMMAND
-                        command that prints such lines; it runs once
+  --host-discovery WHAT
+                        command that prints such lines, or file that holds
+                        them; ronde run follows its changes
+  --host-discovery-script WHAT
+                        the same; a rank that fails then counts for its host,
+                        as in Horovod
   --slots, --slots-per-host N
                         slots of each host that has no number of its own
 """
@@ -65,7 +69,8 @@ ranks:
 
 {HOST_OPTIONS}\
   --nodes, --nnodes N   use only the first N hosts; with --listen: number of
-                        nodes, this one included
+                        nodes, this one included; as 2:4, with
+                        --nproc-per-node, ranks come and go
   --standalone          use only this machine
 
 start:
@@ -99,6 +104,32 @@ end:
   --no-restart-codes CODES
                         exit codes after which nothing is restarted (default:
                         93,64)
+
+ranks that come and go (hvd.elastic):
+  --min-ranks N         go on without lost ranks while N are left; fewer wait
+                        (default: -n, else 1)
+  --max-ranks N         take hosts and slots that are added, up to N ranks
+                        (default: -n, else no limit)
+  --discover-every TIME
+                        time between two looks at --host-discovery (default:
+                        1s)
+  --spares N            further processes that wait to take a lost rank's
+                        place (default: 0)
+  --failure-domain WHAT
+                        what is left out for a while when a rank fails: its
+                        slot or its host (default: slot)
+  --cooldown LO,HI      for how long: at first LO, then twice as long each
+                        time, up to HI (default: 30s,1h)
+  --elastic-timeout TIME
+                        end the job after so long with fewer than --min-ranks
+                        (default: 10m)
+  --reform-timeout TIME
+                        what a rank has to leave what it does when ranks
+                        change; then it is killed (default: 30s)
+  --reset-limit N       end the job at change N + 1 (default: no limit)
+  --notice NAMES        where notice of a host's end comes from: signal
+                        (SIGTERM), aws, gcp, azure, slurm, file:PATH; several
+                        as signal,aws (default: signal)
 
 output:
   --tag WHAT            prefix of each line: rank ([3]), host ([node2:3]) or

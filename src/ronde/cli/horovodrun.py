@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import ronde
-from ronde.arguments import read_number
+from ronde.arguments import attribute_of, read_number
 from ronde.cli.hosts import find_run_hosts, read_text
 from ronde.errors import UsageError
 from ronde.launch.hosts.host import Host, is_here
@@ -81,12 +81,15 @@ _SWITCHES = {
     "stall-check": "STALL_CHECK_DISABLE",
 }
 _SSH = ("ssh-port", "ssh-identity-file")
-_READ_HERE = ("output-filename", "config-file", "min-num-proc", *_SSH)
+# Those of elastic jobs: read by ``ronde.cli.elastic``.
+_OF_RUN = ("elastic-timeout", "reset-limit")  # ``ronde run`` has them, too
+_LIMITS = ("min-num-proc", "max-num-proc")
+_ELASTIC = (*_LIMITS, "blacklist-cooldown-range", *_OF_RUN)
+_READ_HERE = ("output-filename", "config-file", *_ELASTIC, *_SSH)
 _CONTROLLERS = ("gloo", "mpi", "jsrun")
 _VALUES_IGNORED = (
     *("mpi-args", "binding-args", "num-nccl-streams"),
-    *("max-num-proc", "blacklist-cooldown-range"),
-    *("autotune-gaussian-process-noise", "elastic-timeout"),
+    "autotune-gaussian-process-noise",
 )
 _FLAGS_IGNORED = (
     *("disable-cache", "tcp", "prefix-output-with-timestamp", "jsrun", "mpi"),
@@ -103,7 +106,7 @@ _OTHER_NAMES = {
     "max-num-proc": ["--max-np"],
     "prefix-output-with-timestamp": ["-prefix-timestamp"],
 }
-_CONFIGURABLE = _IGNORED.union(_VALUES, _SWITCHES, _CONTROLLERS, _SSH, ["min-num-proc"])
+_CONFIGURABLE = _IGNORED.union(_VALUES, _SWITCHES, _CONTROLLERS, _SSH, _LIMITS, _OF_RUN)
 # Sections of a configuration file, and how the names of their options begin.
 _SECTIONS = {
     "params": "",
@@ -120,7 +123,8 @@ class HorovodOptions(NamedTuple):
 
     env: dict[str, str]  # variables for all ranks
     hosts: tuple[Host, ...]  # where ranks may run, at least one
-    min_ranks: int | None  # how many suffice where there are fewer slots; None for all
+    elastic: Mapping[str, Any]  # options of elastic jobs, as they were given
+    ssh_port: int  # 0 for ssh's own choice
     ssh_args: tuple[str, ...]
     output_dir: str  # directory for the ranks' output, or empty
     ignored: tuple[str, ...]  # options that have no effect
@@ -156,6 +160,8 @@ def add_horovod_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*names, dest=dest or name, **how)
 
     for name in (*_VALUES, *_READ_HERE, *_VALUES_IGNORED):
+        if name in _OF_RUN:
+            continue
         add(name, nargs=2 if name == "blacklist-cooldown-range" else None)
     for name in _SWITCHES:
         add(name, action="store_const", const="1")
@@ -168,7 +174,8 @@ def read_horovod_options(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> HorovodOptions:
     known = (*_VALUES, *_SWITCHES, *_READ_HERE, *_VALUES_IGNORED, *_FLAGS_IGNORED)
-    given = {name: getattr(options, name) for name in (*known, *_CONTROLLERS)}
+    given = {name: getattr(options, name, None) for name in (*known, *_CONTROLLERS)}
+    given |= {name: getattr(options, attribute_of(name)) for name in _OF_RUN}
     given = {name: value for name, value in given.items() if value is not None}
     if "config-file" in given:
         given = _configured(given) | given
@@ -176,14 +183,15 @@ def read_horovod_options(
     if len(controllers) > 1:
         one, other = controllers[:2]
         raise UsageError(f"--{one} must stand alone, got --{other} too. Drop one.")
-    min_ranks = None
-    if text := given.get("min-num-proc"):
-        min_ranks = read_number("--min-np", text, "Correct it.", least=1)
+    port = 0
+    if text := given.get("ssh-port"):
+        port = read_number("--ssh-port", text, "Correct it.", least=1, most=65535)
     identity = given.get("ssh-identity-file")
     return HorovodOptions(
         env=_variables(given, environ),
-        hosts=_hosts(options, given, environ),
-        min_ranks=min_ranks,
+        hosts=_hosts(options, port, environ),
+        elastic={name: given[name] for name in _ELASTIC if name in given},
+        ssh_port=port,
         ssh_args=("-i", identity) if identity is not None else (),
         output_dir=given.get("output-filename", ""),
         ignored=tuple(f"--{name}" for name in given if name in _IGNORED),
@@ -211,12 +219,11 @@ def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str
 
 
 def _hosts(
-    options: argparse.Namespace, given: Mapping[str, str], environ: Mapping[str, str]
+    options: argparse.Namespace, port: int, environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
-    hosts, text = find_run_hosts(options, environ), given.get("ssh-port")
-    if text is None:
+    hosts = find_run_hosts(options, environ)
+    if not port:
         return hosts
-    port = read_number("--ssh-port", text, "Correct it.", least=1, most=65535)
     # It is for other hosts: with a port, this machine would count as another one.
     own = next((host for host in hosts if is_here(host)), None)
     return tuple(

@@ -14,7 +14,8 @@ from ronde.launch.hosts.host import MAX_SLOTS, SLOTS_OPEN, Host, is_here
 from ronde.launch.spawners.base import Spawner
 
 LAUNCHERS = ("auto", "ssh", "slurm")
-_SOURCES = ("--hosts", "--hostfile", "--host-discovery-script")
+DISCOVERIES = ("--host-discovery", "--host-discovery-script")
+_SOURCES = ("--hosts", "--hostfile", *DISCOVERIES)
 HOST_DEFAULTS = {"launcher": "auto", "python": sys.executable}
 
 
@@ -34,15 +35,24 @@ def find_run_hosts(
     # With --listen it counts those that join.
     if not options.nodes or options.listen:
         return hosts
-    cure = "Type: ronde run -H a,b --nodes 2 ..."
-    num_nodes = read_number("--nodes", options.nodes, cure, least=1)
+    least, most = read_nodes(options.nodes)
     usable = [host for host in hosts if host.slots]
-    if len(usable) < num_nodes:
+    if len(usable) < least:
         raise UsageError(
             f"--nodes must be at most {len(usable)}, the hosts that are known, got "
-            f"{num_nodes}. Name all with -H, or have nodes join: --listen and --agent."
+            f"{least}. Name all with -H, or have nodes join: --listen and --agent."
         )
-    return tuple(usable[:num_nodes])
+    # Beyond the fewest, hosts may take the place of others.
+    return hosts if least < most else tuple(usable[:least])
+
+
+def read_nodes(text: str) -> tuple[int, int]:
+    """Return the fewest and the most hosts of ``3`` or, as torchrun has it, ``2:4``."""
+    few, is_range, many = text.partition(":")
+    cure = "Type: ronde run -H a,b --nodes 2 ..."
+    least = read_number("--nodes", few if is_range else text, cure, least=1)
+    most = read_number("--nodes", many, cure, least=least) if is_range else least
+    return least, most
 
 
 def find_hosts(
@@ -60,8 +70,8 @@ def find_hosts(
         # Imported where it is needed: most jobs start without.
         from ronde.launch.hosts import sources
 
-        if source == "--host-discovery-script":
-            hosts = sources.discover(text, source)
+        if source in DISCOVERIES:
+            hosts = _discover(text, source)
         elif source == "--hosts":
             hosts = sources.parse_hosts(text)
         else:
@@ -74,7 +84,7 @@ def find_hosts(
     if slots == SLOTS_OPEN:
         return tuple(hosts)
     is_unused = all(host.slots != SLOTS_OPEN for host in hosts)
-    if named and is_unused and named[0] != "--host-discovery-script":
+    if named and is_unused and named[0] not in DISCOVERIES:
         raise UsageError(
             "--slots must be for hosts without slots of their own, got "
             f"{slots}, but all have some, as {hosts[0].name} with {hosts[0].slots}. "
@@ -84,6 +94,15 @@ def find_hosts(
         replace(host, slots=slots) if not named or host.slots == SLOTS_OPEN else host
         for host in hosts
     )
+
+
+def _discover(text: str, option: str) -> tuple[Host, ...]:
+    from ronde.launch.hosts import sources
+
+    if not sources.is_hostfile(text, option):
+        return sources.discover(text, option)
+    hosts = sources.parse_lines(read_text(text, option), text)
+    return sources.merge_repeated(hosts, is_counted=True)[0]
 
 
 def read_slots(options: argparse.Namespace) -> int:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.arguments import CommandParser, read_number, read_one_of, require_alone
 from ronde.cli import horovodrun
+from ronde.cli.elastic import read_elastic
 from ronde.cli.exits import exit_code_of
 from ronde.cli.help import RUN_HELP
 from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import controller, environments
 from ronde.launch.agent_start.starter import AgentStarter
+from ronde.launch.elastic.options import NO_LIMIT
 from ronde.launch.hosts.host import (
     MAX_SLOTS,
     SLOTS_CORES,
@@ -97,6 +99,7 @@ _NOT_REACHED = "the nodes join by themselves, and nothing is started there from 
 _OF_OTHER_HOSTS = {
     "hosts": _JOINED,
     "hostfile": _JOINED,
+    "host_discovery": _JOINED,
     "host_discovery_script": _JOINED,
     "standalone": "nodes that join make several hosts",
     "launcher": _NOT_REACHED,
@@ -166,18 +169,22 @@ def read_request(
     if horovod.output_dir and options.log_dir:
         raise UsageError("--output-filename must stand alone, got --log-dir too.")
     read_one_of("--launcher", options.launcher, LAUNCHERS)
-    num_ranks, min_ranks = None, horovod.min_ranks
+    num_ranks = None
     if options.num_proc != "auto":
         cure = "Type: ronde run -n 2 ..., or leave it out for one rank a slot"
         num_ranks = read_number("-n", options.num_proc, cure, least=1)
-    if min_ranks is not None and (num_ranks or min_ranks) < min_ranks:
-        raise UsageError(
-            f"--min-np must be at most -np, got {min_ranks} and -np {num_ranks}. "
-            "Correct one of them."
-        )
+    num_each = read_num_each(options)
+    elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
     if not options.nested:
         refuse_nesting(num_ranks, environ)
     env = _rank_env(options, horovod, environ)
+    if elastic is None:
+        unused = (f"--{n}" for n in horovod.elastic if n != "reset-limit")
+        horovod = horovod._replace(ignored=(*horovod.ignored, *unused))
+    else:
+        env = {"HOROVOD_ELASTIC": "1", **env}
+        if num_ranks is None and elastic.max_ranks != NO_LIMIT:
+            num_ranks = elastic.max_ranks
     preflight = None
     if options.preflight:
         # Imported where it is needed: few jobs ask for it.
@@ -195,12 +202,13 @@ def read_request(
         master_port=port,
         hosts=horovod.hosts,
         num_ranks=num_ranks,
-        min_ranks=min_ranks,
+        min_ranks=elastic.min_ranks if elastic else None,
         interfaces=tuple(n for n in (options.interface or "").split(",") if n),
         placement=_placement(options),
         max_restarts=read_number("--max-restarts", options.max_restarts, restart_cure),
         no_restart_codes=_no_restart_codes(options.no_restart_codes),
         is_verbose=bool(options.verbose),
+        elastic=elastic,
     )
     return RunRequest(options, horovod, spec, preflight)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch import messages
+from ronde.launch.elastic.options import ElasticOptions
 from ronde.launch.environments import (
     JobFacts,
     NodeFacts,
@@ -48,6 +49,7 @@ class JobSpec(NamedTuple):
     max_restarts: int = 0  # how often all ranks may be started again
     no_restart_codes: frozenset[int] = frozenset()  # of the job: then they are not
     is_verbose: bool = False  # report how long each step of the start takes
+    elastic: ElasticOptions | None = None  # how ranks come and go; None if they do not
 
 
 class JobPlan(NamedTuple):

@@ -7,6 +7,7 @@ Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one gramma
     key   := slots | count | cpu | max_slots | max-slots | port | addr | user | gpus
 """
 
+import os
 import re
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
 
@@ -153,7 +155,39 @@ class _Value(NamedTuple):
         )
 
 
+def merge_repeated(
+    hosts: Iterable[Host], *, is_counted: bool
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Return each host once, where it was first, and what to tell of doubles.
+
+    Of different slots the fewest count. One that stands several times without any has
+    that many where ``is_counted``, as in a host file.
+    """
+    by_name: dict[str, list[Host]] = {}
+    for host in hosts:
+        by_name.setdefault(host.name, []).append(host)
+    merged: list[Host] = []
+    doubles: list[str] = []
+    for name, (first, *others) in by_name.items():
+        slots = [h.slots for h in (first, *others) if h.slots != SLOTS_OPEN]
+        count = min(slots, default=SLOTS_OPEN)
+        if others and is_counted and not slots:
+            count = 1 + len(others)
+        elif others:
+            shown = f"with {count} slots" if slots else "without slots"
+            doubles.append(
+                f"{first.named_at}: {name} must be named once, got it "
+                f"{1 + len(others)} times. It counts once, {shown}."
+            )
+        merged.append(replace(first, slots=count))
+    return tuple(merged), tuple(doubles)
+
+
 def parse_hostfile(text: str, option: str) -> tuple[Host, ...]:
+    return _count_repeated(parse_lines(text, option))
+
+
+def parse_lines(text: str, option: str) -> list[Host]:
     hosts: list[Host] = []
     # Not splitlines(): that counts lines that no editor shows.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
@@ -167,7 +201,7 @@ def parse_hostfile(text: str, option: str) -> tuple[Host, ...]:
             f"{option} must hold a line such as n1 slots=4 for each host, got none. "
             "Write them, or leave the option out."
         )
-    return _count_repeated(hosts)
+    return hosts
 
 
 def _parse_line(line: str, named_at: str) -> list[Host]:
@@ -300,6 +334,20 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
     return [read_number(each_name, each, _CURE, most=MAX_SLOTS)] * num_hosts
 
 
+def is_hostfile(text: str, option: str) -> bool:
+    """Whether what is to find the hosts is a file that holds them, or a command."""
+    path = os.path.realpath(text)
+    if not os.path.isfile(path) or os.access(path, os.X_OK):  # noqa: PTH113  no OSError
+        return False
+    with suppress(OSError), Path(path).open("rb") as file:
+        if file.read(2) == b"#!":
+            raise UsageError(
+                f"{option} must be a host file, or a program that may be run, got "
+                f"{text!r}, which is a script that may not. Type: chmod +x {text}"
+            )
+    return True
+
+
 def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
     """Run a discovery script once and return the hosts that it prints."""
     others = children()
@@ -325,7 +373,9 @@ def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, .
             f"{option} must print hosts and end with 0, got {script!r} ({error}). Run "
             "it by hand."
         ) from None
-    return parse_hostfile(printed, f"{option} {script}")
+    return merge_repeated(parse_lines(printed, f"{option} {script}"), is_counted=False)[
+        0
+    ]
 
 
 def _require_success(

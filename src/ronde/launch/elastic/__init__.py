@@ -1,0 +1,1 @@
+"""Jobs whose ranks and hosts come and go."""
