@@ -190,7 +190,7 @@ def test_a_host_that_is_named_twice_counts_once_and_that_is_shown_once(scripted)
         ("true", "must hold a line such as n1 slots=4 for each host, got none"),
         ("echo a:2; exit 3", "(exit code 3). Run it by hand."),
         ("echo no kubectl here >&2; exit 1", "(exit code 1: no kubectl here)"),
-        ("kill -9 $$", "(exit code 137)"),
+        ("kill -9 $$", "(exit code 137"),
         (r"printf '\377'", "must be text in UTF-8"),
         ("yes a:2", "prints more than 1 MiB"),
         ("yes >&2 & yes a:2", "prints more than 1 MiB"),

@@ -1,0 +1,279 @@
+"""Options of jobs whose ranks come and go, as ronde and others spell them."""
+
+import re
+
+import pytest
+
+from ronde.cli.run import make_parser, read_request
+from ronde.errors import UsageError
+from ronde.launch.elastic.options import NO_LIMIT, DiscoverySpec, ElasticOptions
+from ronde.launch.hosts.host import SLOTS_OPEN
+
+TRAIN = ("--", "train.py")
+
+
+def asked(*words, environ=()):
+    options = make_parser().parse_args([*words, *TRAIN])
+    return read_request(options, dict(environ), {})
+
+
+def elastic(words, environ=()):
+    return asked(*words.split(), environ=environ).spec.elastic
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a\na\na\nb slots=4\nb slots=2\nc slots=0\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "words", ["", "-n 4", "-n 4 -H a:2,b:2", "--nnodes 1 -ppn 2", "--nnodes 1:1 -ppn 2"]
+)
+def test_a_job_without_such_an_option_is_not_elastic(words):
+    request = asked(*words.split())
+    assert (request.spec.elastic, request.spec.min_ranks) == (None, None)
+    assert "HOROVOD_ELASTIC" not in request.spec.env
+    assert request.horovod.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "limits", "start"),
+    [
+        # Words; fewest and most ranks; fewest and most at the start.
+        ("--min-ranks 2", (2, NO_LIMIT), (2, None)),
+        ("--min-ranks 2 -n 4", (2, 4), (2, 4)),
+        ("--max-ranks 8", (1, 8), (1, 8)),
+        ("--max-ranks 8 -n 4", (4, 8), (4, 4)),
+        ("--min-ranks 2 --max-ranks 8", (2, 8), (2, 8)),
+        ("--min-ranks 2 --max-ranks 8 -n 4", (2, 8), (2, 4)),
+        ("--min-ranks 4 --max-ranks 4 -n 4", (4, 4), (4, 4)),
+        ("--min-np 2 -np 4 -H a:2,b:2", (2, 4), (2, 4)),
+        ("--min-num-proc 2 --max_num_proc 8 -np 4", (2, 8), (2, 4)),
+        ("--host-discovery hosts", (1, NO_LIMIT), (1, None)),
+        ("--host-discovery hosts -n 4", (4, 4), (4, 4)),
+        ("--host-discovery-script hosts -np 4 --min-np 2", (2, NO_LIMIT), (2, 4)),
+        ("--nnodes 1:4 --nproc-per-node 2", (2, 8), (2, 8)),
+        ("--nnodes=1:4 --nproc_per_node=2 -n 6", (2, 8), (2, 6)),
+    ],
+)
+def test_limits_of_ranks(words, limits, start, hostfile):
+    spec = asked(*words.replace(" hosts", f" {hostfile}").split()).spec
+    assert (spec.elastic.min_ranks, spec.elastic.max_ranks) == limits
+    assert (spec.min_ranks, spec.num_ranks) == start
+    assert spec.env["HOROVOD_ELASTIC"] == "1"
+
+
+def test_defaults():
+    assert elastic("--min-ranks 2 --max-ranks 4") == ElasticOptions(
+        min_ranks=2,
+        max_ranks=4,
+        spares=0,
+        discovery=None,
+        discover_every_s=1.0,
+        failure_domain="slot",
+        cooldown_s=(30.0, 3600.0),
+        elastic_timeout_s=600.0,
+        reform_timeout_s=30.0,
+        reset_limit=None,
+        notice=("signal",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--spares 2", "spares", 2),
+        ("--failure-domain host", "failure_domain", "host"),
+        ("--cooldown 5s,2m", "cooldown_s", (5.0, 120.0)),
+        ("--cooldown 10,10", "cooldown_s", (10.0, 10.0)),
+        ("--blacklist-cooldown-range 10 100", "cooldown_s", (10.0, 100.0)),
+        ("--elastic-timeout 5m", "elastic_timeout_s", 300.0),
+        ("--elastic_timeout 60", "elastic_timeout_s", 60.0),
+        ("--reform-timeout 500ms", "reform_timeout_s", 0.5),
+        ("--reset-limit 3", "reset_limit", 3),
+        ("--reset-limit 0", "reset_limit", 0),
+        (
+            "--notice aws,file:/run/end,signal",
+            "notice",
+            ("aws", "file:/run/end", "signal"),
+        ),
+        ("--host-discovery hosts --discover-every 250ms", "discover_every_s", 0.25),
+        # Under horovodrun's and torchrun's names a failed rank takes its host with it.
+        ("--host-discovery hosts", "failure_domain", "slot"),
+        ("--host-discovery-script hosts", "failure_domain", "host"),
+        ("--blacklist-cooldown-range 10 100", "failure_domain", "host"),
+        (
+            "--host-discovery-script hosts --failure-domain slot",
+            "failure_domain",
+            "slot",
+        ),
+    ],
+)
+def test_each_option_reaches_the_job(words, field, value, hostfile):
+    words = words.replace(" hosts", f" {hostfile}")
+    assert getattr(elastic(f"--min-ranks 1 {words}"), field) == value
+
+
+@pytest.mark.parametrize(
+    "words", ["--min-np 1", "--max-np 4", "--nnodes 1:2 --nproc-per-node 1"]
+)
+def test_a_failed_rank_takes_its_host_with_it_as_others_have_it(words):
+    assert elastic(words).failure_domain == "host"
+
+
+def test_horovods_variable_is_a_default():
+    environ = {"HOROVOD_ELASTIC_TIMEOUT": "7"}
+    assert elastic("--min-np 1", environ).elastic_timeout_s == 7
+    assert elastic("--min-np 1 --elastic-timeout 8", environ).elastic_timeout_s == 8
+
+
+def test_the_first_answer_of_a_file(hostfile):
+    spec = asked("--host-discovery", str(hostfile), "--slots", "8", "-p", "22").spec
+    assert {host.name: host.slots for host in spec.hosts} == {"a": 3, "b": 2, "c": 0}
+    assert spec.elastic.discovery == DiscoverySpec(
+        "--host-discovery", str(hostfile), is_file=True, slots=8, ssh_port=22
+    )
+
+
+@pytest.mark.parametrize("option", ["--host-discovery", "--host-discovery-script"])
+def test_the_first_answer_of_a_command(option):
+    command = "echo a:2; echo b; echo a:4; echo b; echo localhost:0"
+    words = (option, command, "--standalone")
+    with pytest.raises(UsageError, match="this machine alone with --standalone"):
+        asked(*words)
+    spec = asked(option, command, "--nproc-per-node", "2").spec
+    slots = {host.name: host.slots for host in spec.hosts}
+    assert slots == {"a": 2, "b": SLOTS_OPEN, "localhost": 0}
+    assert spec.elastic.discovery == DiscoverySpec(
+        option, command, is_file=False, num_each=2
+    )
+
+
+def test_what_has_no_effect_without_elasticity_is_named():
+    words = "--elastic-timeout 5 --blacklist-cooldown-range 1 2 --reset-limit 3"
+    request = asked(*words.split())
+    assert set(request.horovod.ignored) == {
+        "--elastic-timeout",
+        "--blacklist-cooldown-range",
+    }
+    assert request.spec.env["HOROVOD_RESET_LIMIT"] == "3"
+    assert asked("--min-np", "1", *words.split()).horovod.ignored == ()
+
+
+def test_limits_in_a_configuration_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("params: {min_num_proc: 2, max_num_proc: 3, reset_limit: 4}\n")
+    found = elastic(f"--config-file {path}")
+    assert (found.min_ranks, found.max_ranks, found.reset_limit) == (2, 3, 4)
+    assert elastic(f"--config-file {path} --reset-limit 5").reset_limit == 5
+
+
+ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alone"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--min-ranks 0", "--min-ranks must be a whole number of at least 1, got '0'"),
+        ("--max-ranks x", "--max-ranks must be a whole number of at least 1, got 'x'"),
+        ("--min-ranks 2 --min-np 2", "--min-ranks must stand alone, got --min-np too"),
+        (
+            "--nnodes 1:2 -ppn 1 --max-np 2",
+            "--max-np must stand alone, got --nodes 1:2",
+        ),
+        (
+            "--min-ranks 4 --max-ranks 2",
+            "--min-ranks must be at most --max-ranks, got 4 and --max-ranks 2. Correct",
+        ),
+        ("-n 2 --min-ranks 3", "--min-ranks must be at most -np, got 3 and -np 2"),
+        ("-n 5 --max-np 4", "-np must be at most --max-np, got 5 and --max-np 4"),
+        (
+            "-n 1 --nnodes 1:2 -ppn 2",
+            "--nodes 1:2 must be at most -np, got 2 and -np 1",
+        ),
+        (
+            "--nnodes 4:2 -ppn 1",
+            "--nodes must be a whole number of at least 4, got '2'",
+        ),
+        (
+            "--nnodes 0:2 -ppn 1",
+            "--nodes must be a whole number of at least 1, got '0'",
+        ),
+        ("--nnodes :2 -ppn 1", "--nodes must be a whole number of at least 1, got ''"),
+        ("--nnodes 1:2", "--nodes 1:2 must come with a number of ranks for each host"),
+        ("--nnodes 1:2 -ppn gpu", "--nodes 1:2 must come with a number of ranks for"),
+        ("--nnodes 2:4 -ppn 1", "--nodes must be at most 1, the hosts that are known"),
+        ("--nnodes 1 --host-discovery hosts", "--nodes must be a range as 2:4 with"),
+        ("--spares 1", f"--spares {ALONE}"),
+        ("--cooldown 1s,2s", f"--cooldown {ALONE}"),
+        ("--failure-domain host", f"--failure-domain {ALONE}"),
+        ("--reform-timeout 1s", f"--reform-timeout {ALONE}"),
+        ("--notice aws", f"--notice {ALONE}"),
+        ("--discover-every 1s", f"--discover-every {ALONE}"),
+        ("--min-np 1 --discover-every 1s", "--discover-every must come with --host-d"),
+        ("--min-np 1 --spares x", "--spares must be a whole number of at least 0"),
+        ("--min-np 1 --failure-domain rack", "--failure-domain must be slot or host"),
+        (
+            "--min-np 1 --cooldown 30s",
+            "--cooldown must be two times above 0, the shorter",
+        ),
+        (
+            "--min-np 1 --cooldown 2s,1s",
+            "the shorter first, got '2s 1s'. Type: --coold",
+        ),
+        ("--min-np 1 --cooldown 0,1s", "--cooldown must be two times above 0"),
+        ("--min-np 1 --cooldown 1s,x", "--cooldown: duration must be seconds or"),
+        (
+            "--min-np 1 --cooldown 1,2 --blacklist-cooldown-range 1 2",
+            "--cooldown must stand alone, got --blacklist-cooldown-range too",
+        ),
+        ("--min-np 1 --elastic-timeout 0", "--elastic-timeout must be longer than 0"),
+        ("--min-np 1 --reform-timeout x", "--reform-timeout: duration must be seconds"),
+        ("--min-np 1 --reset-limit -1", "--reset-limit must be a whole number"),
+        (
+            "--min-np 1 --notice slack",
+            "--notice must be of signal, aws, gcp, azure, slurm",
+        ),
+        ("--min-np 1 --notice file:", "file:PATH, got 'file:'"),
+        (
+            "-H a --host-discovery hosts",
+            "--hosts must stand alone, got --host-discovery",
+        ),
+        ("--host-discovery false", "--host-discovery must print hosts and end with 0"),
+        ("--host-discovery true", "--host-discovery true must hold a line"),
+        (
+            "--host-discovery /dev/null",
+            "--host-discovery must print hosts and end with",
+        ),
+        ("--host-discovery script", "script that may not. Type: chmod +x"),
+        ("--host-discovery bad", "line 1, column 1: a host must be a name"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, said, hostfile, tmp_path):
+    (tmp_path / "script").write_text("#!/bin/sh\necho a\n")
+    (tmp_path / "bad").write_text("$:2\n")
+    for path in (hostfile, tmp_path / "script", tmp_path / "bad"):
+        words = re.sub(rf" {path.name}$", f" {path}", words)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        asked(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-n 2 --min-ranks 3", "--min-ranks must be at most -np, got 3 and -np 2"),
+        ("--spares 1", "--spares must come with --min-ranks, --max-ranks or --host-"),
+        (
+            "--listen 0 --host-discovery x",
+            "--host-discovery must stand without --listen",
+        ),
+        ("--agent a:1 --min-ranks 2", "--min-ranks must be given to the head alone"),
+    ],
+)
+def test_nothing_starts_and_one_line_shows_why(ronde, words, said):
+    done = ronde("run", *words.split(), "/bin/echo", "ran")
+    assert (done.returncode, done.stdout) == (64, b"")
+    assert done.stderr.decode().startswith(f"ronde: {said}")
+    assert done.stderr.count(b"\n") == 1
