@@ -25,7 +25,7 @@ from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import controller, environments
 from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.elastic.options import NO_LIMIT
+from ronde.launch.elastic.options import NO_LIMIT, FailureDomain
 from ronde.launch.hosts.host import (
     MAX_SLOTS,
     SLOTS_CORES,
@@ -34,7 +34,7 @@ from ronde.launch.hosts.host import (
     take_each,
 )
 from ronde.launch.job import JobSpec
-from ronde.launch.limits import Timeouts
+from ronde.launch.limits import ELASTIC, USUAL, Timeouts
 from ronde.launch.node import EXIT_INTERNAL
 from ronde.launch.output import (
     ErrorFile,
@@ -404,7 +404,14 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
             make = partial(
                 make_spawner, options, start.environ, request.horovod.ssh_args
             )
-            starter = AgentStarter(agent, make, options.python, timeouts)
+            elastic = request.spec.elastic
+            if elastic and timeouts == USUAL:
+                timeouts = ELASTIC
+            # Horovod's users name one machine by several names, to try it out.
+            has_aliases = elastic and elastic.failure_domain is FailureDomain.HOST
+            starter = AgentStarter(
+                agent, make, options.python, timeouts, has_aliases=bool(has_aliases)
+            )
             return _launch(request, request.spec.hosts, starter, signal_fd)
     except InterruptedStartError as error:
         return interruption_code(error.number)

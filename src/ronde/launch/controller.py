@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
 from ronde.launch import messages
 from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
+from ronde.launch.elastic.options import ElasticOptions
 from ronde.launch.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.failure import JobResult, LostHost
 from ronde.launch.hosts.host import (
+    SLOTS_OPEN,
     Host,
     HostShare,
     allocate,
@@ -129,13 +131,24 @@ class Controller(Handler):
         jobs: Sequence[messages.NodeJob],
         port: int,
     ) -> JobResult:
-        self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, plan.hosts))
+        hosts = plan.hosts if plan.spec.elastic is None else ()
+        self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, hosts))
         loop = self._loop
         loop.progress.begin("to be ready", lambda: ["the output"])
         loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))
         loop.progress.end("output ready")
         self._require_all()
-        return Running(loop, nodes, jobs).run(plan.address, port)
+        if plan.spec.elastic is None:
+            return Running(loop, nodes, jobs).run(plan.address, port)
+        # Imported where it is needed: other jobs start without.
+        from ronde.launch.elastic.hosts import JobHosts
+        from ronde.launch.elastic.running import ElasticRunning
+
+        plan = plan._replace(nodes=tuple(nodes))
+        hosts = JobHosts(
+            plan, jobs[0].epoch, AgentConnector(loop, self._starter), loop.output.notice
+        )
+        return ElasticRunning(loop, plan, jobs, hosts).run(plan.address, port)
 
     def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
         return_s = self._loop.timeouts.return_s
@@ -231,18 +244,9 @@ def resolve(
     controller: Controller, spec: JobSpec, preflight: Preflight | None = None
 ) -> JobPlan:
     """Bring agents to the hosts and plan the job with what they report."""
-    hosts = spec.hosts or (Host(os.uname().nodename),)
-    asked = hosts_to_ask(hosts, spec.num_ranks, spec.min_ranks)
-    nodes = controller.connect(asked)
-    _require_different(nodes)
-    notices = preflight(controller, nodes) if preflight else ()
+    nodes, shares, notices = _find_hosts(controller, spec)
+    notices += preflight(controller, nodes) if preflight else ()
     by_name = {node.name: node for node in nodes}
-    shares = allocate(
-        hosts,
-        spec.num_ranks,
-        lambda host: count_slots_of(by_name[host.name], len(asked)),
-        spec.min_ranks,
-    )
     job_nodes = tuple(by_name[share.host.name] for share in shares)
     address, check = _LOOPBACK, None
     host_env: list[dict[str, str]] = [{}]
@@ -257,14 +261,53 @@ def resolve(
         places, texts = place_on(spec, node, len(share.ranks))
         placed.append(share._replace(places=places, env=env))
         notices += texts
-    if drained := kept_out(hosts):
+    if drained := kept_out(spec.hosts):
         notices += (f"not used, with 0 slots: {drained}.",)
     size = shares[-1].ranks.stop
-    if spec.num_ranks is not None and size < spec.num_ranks:
+    num_wanted = size if spec.elastic else spec.num_ranks or size
+    if size < num_wanted:
         text = f"{size} ranks start, not {spec.num_ranks}: there are {size} "
         notices += (f"{text}slots, and --min-np is {spec.min_ranks}.",)
     facts = make_facts(spec.max_restarts)
     return JobPlan(spec, facts, tuple(placed), address, job_nodes, check, notices)
+
+
+_Found = tuple[Sequence[AgentNode], Sequence[HostShare], tuple[str, ...]]
+"""Hosts with agents, those with ranks of the job, and what to notice."""
+
+
+def _find_hosts(controller: Controller, spec: JobSpec) -> _Found:
+    hosts = spec.hosts or (Host(os.uname().nodename),)
+    if spec.elastic is not None:
+        return _find_elastic_hosts(controller, hosts, spec.elastic)
+    asked = hosts_to_ask(hosts, spec.num_ranks, spec.min_ranks)
+    nodes = controller.connect(asked)
+    _require_different(nodes)
+    count = _slot_counter(nodes)
+    return nodes, allocate(hosts, spec.num_ranks, count, spec.min_ranks), ()
+
+
+def _find_elastic_hosts(
+    controller: Controller, hosts: Sequence[Host], options: ElasticOptions
+) -> _Found:
+    """Do without hosts that do not answer, and share out all slots of the others."""
+    size, min_ranks = options.num_processes, options.min_ranks
+    if options.discovery is not None:
+        min_ranks = 1  # others may still be found
+    nodes, failures = controller.connect_ready(hosts_to_ask(hosts, size, min_ranks))
+    if not nodes:
+        raise HostError("no host can take part.", failures)
+    notices = tuple(f"{f.host} cannot take part: {f.failure.reason}." for f in failures)
+    hosts, count = [node.host for node in nodes], _slot_counter(nodes)
+    shares = allocate(hosts, size, count, min_ranks)
+    if len(hosts) > 1 or hosts[0].slots != SLOTS_OPEN:
+        shares = allocate(hosts, None, count)
+    return nodes, shares, notices
+
+
+def _slot_counter(nodes: Sequence[AgentNode]) -> Callable[[Host], int]:
+    by_name = {node.name: node for node in nodes}
+    return lambda host: count_slots_of(by_name[host.name], len(nodes))
 
 
 def _require_different(nodes: Sequence[AgentNode]) -> None:

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ronde.launch.signals import interruption_code
 
@@ -197,6 +198,17 @@ class LostHost:
     at_s: float  # when it was last heard of, since the ranks' start
 
 
+class ViewRecord(NamedTuple):
+    """How one view came about."""
+
+    view: int
+    began_at_s: float  # since the start of the ranks, when the one before was over
+    took_s: float  # from then until all its members ran
+    size: int
+    step: int  # that it goes on from; -1 for from the beginning
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class JobResult:
     """Why a job ended as it did."""
@@ -209,6 +221,7 @@ class JobResult:
     ended: tuple[RankEnd, ...]  # ranks that were ended by the user, or for the cause
     interrupted_by: int | None  # the signal by which the user ended the job, or None
     also_lost: tuple[LostHost, ...] = ()  # hosts that were lost and are not the cause
+    views: tuple[ViewRecord, ...] = ()  # of an elastic job, one after the other
 
     def is_worth_restart(self, barred_codes: Collection[int]) -> bool:
         if self.interrupted_by is not None or self.exit_code == 0:

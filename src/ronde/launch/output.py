@@ -40,7 +40,6 @@ class Generation(NamedTuple):
     epoch: int  # 0 for the first start, one more for each restart
     hosts: tuple[str, ...]  # name of each rank's host, by rank
 
-
     def add(self, rank: "NewRank") -> "Generation":
         return self._replace(hosts=(*self.hosts, rank.host))
 

@@ -245,7 +245,9 @@ class Running(Handler):
                 super().take(node, message)
 
     def _take_rank(
-        self, rank: RunningRank, message: messages.Started | messages.Exited | messages.Stacks
+        self,
+        rank: RunningRank,
+        message: messages.Started | messages.Exited | messages.Stacks,
     ) -> None:
         match message:
             case messages.Started():

@@ -68,7 +68,7 @@ class JobHosts:
 
         None where it is on its way still.
         """
-        arriving = self._arriving.get(node.name)
+        arriving, problem = self._arriving.get(node.name), None
         if arriving is None:
             self._connector.take(node, message)
             return None
@@ -76,18 +76,18 @@ class JobHosts:
             case messages.Located():
                 share = arriving.share = self._make_share(node, message.sources[0])
                 node.send(self._plan.elastic_job(self._epoch, share))
-                return None
             case messages.Ready() if arriving.share is not None:
                 del self._arriving[node.name]
                 self.shares[node.name] = arriving.share
                 node.send(self._start)
-                return ""
+                problem = ""
             case messages.Refused():
-                return message.reason.removesuffix(".")
+                problem = message.reason.removesuffix(".")
             case messages.HostEnding():
-                return "it is about to end"
+                problem = "it is about to end"
             case _:
-                return f"its agent sent {type(message).__name__} too early"
+                problem = f"its agent sent {type(message).__name__} too early"
+        return problem
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> bool:
         """Return whether a host is gone that was on its way, which says so later."""

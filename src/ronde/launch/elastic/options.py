@@ -43,3 +43,9 @@ class ElasticOptions(NamedTuple):
     reform_timeout_s: float = 30.0  # what a rank has to settle when a view ends
     reset_limit: int | None = None  # how many changes may be; None for any number
     notice: tuple[str, ...] = ("signal",)  # where notice of a host's end comes from
+
+    @property
+    def num_processes(self) -> int | None:
+        """How many may run at a time; None for any number."""
+        is_open = self.max_ranks == NO_LIMIT
+        return None if is_open else self.max_ranks + self.spares

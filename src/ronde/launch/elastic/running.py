@@ -7,37 +7,27 @@ happens. ``membership.view`` has the messages to and from the ranks.
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ronde.errors import HostError
 from ronde.launch import messages
+from ronde.launch.elastic.discovery import open_discovery
 from ronde.launch.elastic.hosts import JobHosts
 from ronde.launch.elastic.options import ElasticOptions
 from ronde.launch.event_loop import EventLoop
-from ronde.launch.failure import JobResult, LostHost, signal_name
+from ronde.launch.failure import JobResult, LostHost, ViewRecord, signal_name
+from ronde.launch.hosts.host import Host
 from ronde.launch.job import JobPlan
 from ronde.launch.node import AgentNode, HostLoss
 from ronde.launch.running import Running, RunningRank
 from ronde.membership import policy, view
 from ronde.membership.policy import Membership, Phase, Rules
-from ronde.units import format_duration, list_first
+from ronde.units import format_duration
 from ronde.world import World
 
 _STOPPED_S = 1.5  # a process that stands still for so long is lost
 _NEVER = float("inf")
-
-
-class ViewRecord(NamedTuple):
-    """How one view came about."""
-
-    view: int
-    began_at_s: float  # since the start of the ranks, when the one before was over
-    took_s: float  # from then until all its members ran
-    size: int
-    step: int  # that it goes on from; -1 for from the beginning
-    reason: str
 
 
 def rules_of(options: ElasticOptions) -> Rules:
@@ -65,10 +55,14 @@ class ElasticRunning(Running):
         plan: JobPlan,
         jobs: Sequence[messages.NodeJob],
         hosts: JobHosts,
-        options: ElasticOptions,
     ) -> None:
         super().__init__(loop, plan.nodes, jobs)
+        options = plan.spec.elastic
+        if options is None:
+            raise AssertionError("the job must be an elastic one")
         self._plan, self._hosts = plan, hosts
+        now_s = time.monotonic()
+        self._discovery = open_discovery(options, plan.spec.hosts, now_s)
         self._membership = Membership(rules_of(options))
         self._view = view.View(view.NO_VIEW, ())
         self._order: policy.BeginView | None = None  # that the view began by
@@ -88,11 +82,15 @@ class ElasticRunning(Running):
 
     def _begin(self, start: messages.Start) -> None:
         super()._begin(start)
-        slots = {name: host.slots for name, host in self._hosts.known.items()}
-        self._apply(policy.HostsFound(slots))
+        self._take_hosts(self._plan.spec.hosts or (self._nodes[0].host,))
         for node in self._nodes:
             node.watch(is_watched=True)
             self._take_ready(node)
+
+    def _take_hosts(self, hosts: Sequence[Host]) -> None:
+        self._hosts.known = {host.name: host for host in hosts}
+        # Of a host of unknown size the agent knows better.
+        self._apply(policy.HostsFound({host.name: host.slots for host in hosts}))
 
     def _take_ready(self, node: AgentNode) -> None:
         self._finished.pop(node.name, None)
@@ -181,9 +179,7 @@ class ElasticRunning(Running):
             return
         if node in self._nodes:
             self._nodes.remove(node)
-        numbers = [
-            n for n, r in self._ranks.items() if r.node is node and not r.exited
-        ]
+        numbers = [n for n, r in self._ranks.items() if r.node is node and not r.exited]
         at_s = node.heard_at_s - self._started_at_s
         lost = LostHost(node.name, tuple(numbers), loss.reason, loss.exit_code, at_s)
         self._lost.append(lost)
@@ -201,7 +197,8 @@ class ElasticRunning(Running):
         if self._is_stopping:
             return due_s
         stopped_s = min(self._stopped_s.values(), default=_NEVER)
-        return min(due_s, self._membership.due_s, stopped_s, self._hosts.due_s())
+        due_s = min(due_s, self._membership.due_s, self._discovery.due_s)
+        return min(due_s, stopped_s, self._hosts.due_s())
 
     def _take_due(self) -> None:
         now_s = time.monotonic()
@@ -215,6 +212,10 @@ class ElasticRunning(Running):
             self._apply(policy.MemberLost(number, -signal.SIGSTOP, reason))
         for name, reason in self._hosts.advance():
             self._give_up(name, reason)
+        if (hosts := self._discovery.advance(now_s)) is not None:
+            self._take_hosts(hosts)
+        while self._discovery.notices:
+            self._loop.output.notice(self._discovery.notices.pop(0))
         self._apply(policy.Tick())
 
     # Orders
@@ -230,14 +231,6 @@ class ElasticRunning(Running):
 
     def _carry_out(self, order: policy.Order) -> None:
         match order:
-            case policy.Connect():
-                self._hosts.connect(order.host)
-            case policy.Release():
-                self._release(order.host)
-            case policy.Start():
-                self._start(order.place)
-            case policy.Kill():
-                self._kill(order.number)
             case policy.EndView():
                 self._began_s = time.monotonic()
                 self._tell(order.numbers, view.ViewEnded(self._view.view, order.reason))
@@ -256,13 +249,30 @@ class ElasticRunning(Running):
                 self._reason, self._is_too_few = order.reason, order.is_too_few
                 self._loop.output.notice(order.reason)
                 self._stop(signal.SIGTERM)
+            case _:
+                self._staff(order)
+
+    def _staff(
+        self, order: policy.Connect | policy.Release | policy.Start | policy.Kill
+    ) -> None:
+        match order:
+            case policy.Connect():
+                self._hosts.connect(order.host)
+            case policy.Release():
+                self._releasing.add(order.host)
+                self._node(order.host).send(messages.StopRanks(signal.SIGTERM))
+            case policy.Start():
+                self._start(order.place)
+            case policy.Kill():
+                self._kill(order.number)
 
     def _start(self, place: view.Place) -> None:
         number, name, slot = place
         share = self._hosts.shares[name]
         names = list(self._hosts.shares)
         index, num_slots = names.index(name), len(share.places)
-        size = max(number + 1, self._membership.rules.max_ranks)
+        places = sum(len(each.places) for each in self._hosts.shares.values())
+        size = max(number + 1, min(places, self._membership.rules.max_ranks))
         world = World(number, size, slot, num_slots, index, len(names))
         spec = self._plan.rank(self._epoch, index, share, slot, world)
         node = self._node(name)
@@ -333,10 +343,6 @@ class ElasticRunning(Running):
                 self._kill(number)
         self._tell(sorted(members), view.Finish())
 
-    def _release(self, name: str) -> None:
-        self._releasing.add(name)
-        self._node(name).send(messages.StopRanks(signal.SIGTERM))
-
     def _kill(self, number: int) -> None:
         self._survived.add(number)
         node = self._ranks[number].node
@@ -359,7 +365,7 @@ class ElasticRunning(Running):
             node.send(messages.SendToRanks(tuple(ranks), text))
 
     def _name(self, number: int) -> str:
-        """Return a rank as people know it: by rank, and by process where that differs."""
+        """Return a rank by its rank, and by its process where that differs."""
         host = self._ranks[number].node.name
         ranks = [r for r, p in enumerate(self._view.members) if p.number == number]
         if not ranks:
@@ -368,6 +374,7 @@ class ElasticRunning(Running):
         return f"rank {ranks[0]}{other} on {host}"
 
     def _judge(self) -> JobResult:
+        self._discovery.close()
         for number in self._survived:
             self._ranks.pop(number, None)
         self._lost = [
