@@ -73,6 +73,10 @@ class PeerLostError(CollectiveError):
     """A rank that the collective needs is gone."""
 
 
+class MembershipError(CollectiveError):
+    """The view that this rank is part of is over; an elastic job goes on in another."""
+
+
 class UnpairedError(CollectiveError):
     """All ranks of a set wait to connect, and no two sides wait for each other."""
 

@@ -17,6 +17,7 @@ from ronde.collectives.engine import Engine, ReduceOp
 from ronde.collectives.engines.solo import SoloEngine
 from ronde.collectives.objects import broadcast_json, exchange_hosts
 from ronde.collectives.rendezvous import meet
+from ronde.collectives.scope import AbortScope
 from ronde.errors import CollectiveError, UsageError
 from ronde.plain_values import from_plain
 from ronde.world import RankInfo
@@ -36,11 +37,12 @@ class EngineConfig:
     algorithm: str = ""
     store: Store | None = None  # where the ranks meet; None: where ``info`` says
     ranks: tuple[int, ...] = ()  # which of the job's ranks they are; empty for all
+    scope: AbortScope | None = None  # None: nobody breaks off
 
     def meet(self) -> Store:
         if self.store is not None:
             return self.store
-        return meet(self.info, min(self.timeout_s, _MEETING_TIMEOUT_S))
+        return meet(self.info, min(self.timeout_s, _MEETING_TIMEOUT_S), self.scope)
 
     def at(self, store: Store, name: str) -> "EngineConfig":
         return replace(self, store=PrefixStore(name, store))
@@ -84,10 +86,16 @@ class Connections:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         engine: str = "",
         algorithm: str = "",
+        scope: AbortScope | None = None,
     ) -> None:
-        """Meet the other ranks; collective. The arguments are those of ``connect``."""
+        """Meet the other ranks; collective. The arguments are those of ``connect``.
+
+        What is connected can be broken off by the ``scope``.
+        """
         self.info = info
-        self._engine, self._config = _config(info, timeout_s, engine, algorithm)
+        self.scope = scope or AbortScope()
+        self._engine, config = _config(info, timeout_s, engine, algorithm)
+        self._config = replace(config, scope=scope)
         self._store = self._config.meet() if info.size > 1 else None
 
     def connect(

@@ -16,6 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
+from ronde.collectives.scope import AbortScope
 from ronde.collectives.shapes import (
     Layout,
     LayoutSummary,
@@ -25,6 +26,7 @@ from ronde.collectives.shapes import (
 )
 from ronde.errors import CollectiveError, PeerLostError, fresh
 
+_NO_SCOPE = AbortScope()
 _SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] .*?\. |^\[[^]]*\] ")
 _TIMED_OUT = re.compile(
     r"timed? ?out|caused pair closure|timeout after|wait timeout", re.IGNORECASE
@@ -45,8 +47,11 @@ class ErrorContext:
     rank: int
     size: int
     timeout_s: float
+    scope: AbortScope = _NO_SCOPE  # where that was aborted, its failure says most
 
     def explain(self, error: Exception) -> CollectiveError:
+        if self.scope.failure is not None:
+            return fresh(self.scope.failure)
         # torch puts its own source line, and the condition that it checked there,
         # before the first sentence, and advice after it.
         text = _SOURCE_LINE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
@@ -80,9 +85,10 @@ class ErrorContext:
     def guard(self) -> Generator[None]:
         try:
             yield
-        except CollectiveError:
-            raise
         except RuntimeError as error:
+            is_plain = self.scope.failure is None
+            if is_plain and isinstance(error, CollectiveError):
+                raise
             raise self.explain(error) from error
 
 

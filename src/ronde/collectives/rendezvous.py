@@ -42,6 +42,7 @@ from ronde.addresses import (
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.engine import ErrorContext
 from ronde.collectives.objects import all_gather_json, broadcast_json
+from ronde.collectives.scope import AbortScope
 from ronde.collectives.store import JobStore, await_all, join, store_at, store_beyond
 from ronde.errors import CollectiveError, StoreError, UsageError, WorldError
 from ronde.store import local_socket
@@ -76,13 +77,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _PAUSE_PER_PORT_S = 1 / 128
 _CURE = "Set MASTER_ADDR and MASTER_PORT on all ranks."
 _Place = tuple[str, int]
-_calls = itertools.count()
+_calls: dict[str, "itertools.count[int]"] = {}
+"""Of the job, or view of one, that this process is part of."""
 
 
-def meet(info: RankInfo, timeout_s: float) -> Store:
+def meet(info: RankInfo, timeout_s: float, scope: AbortScope | None = None) -> Store:
     """Return a store that all ranks of a job share, empty under the keys used here.
 
-    Collective: the n-th call of one rank meets the n-th call of all others.
+    Collective: the n-th call of one rank meets the n-th call of all others, under one
+    ``job_id``. With a ``scope`` the store is of the launcher and ends with that.
 
     Raises:
         UsageError: On Slurm: no secret file can be used.
@@ -90,9 +93,16 @@ def meet(info: RankInfo, timeout_s: float) -> Store:
         CollectiveError: The others did not come in time, or the port is in use.
     """
     with ErrorContext("meeting", info.rank, info.size, timeout_s).guard():
-        store = _store_of(info, timeout_s)
+        if scope is not None and info.store:
+            scope.store = store = _open_launchers(info, timeout_s, scope)
+        else:
+            store = _store_of(info, timeout_s)
     attempt = info.meeting.attempt if info.meeting else 0
-    return PrefixStore(f"ronde/{info.job_id}/{attempt}/{next(_calls)}", store)
+    if info.job_id not in _calls:
+        _calls.clear()
+        _calls[info.job_id] = itertools.count()
+    call = next(_calls[info.job_id])
+    return PrefixStore(f"ronde/{info.job_id}/{attempt}/{call}", store)
 
 
 @functools.cache
@@ -115,16 +125,18 @@ def _store_of(info: RankInfo, timeout_s: float) -> Store:
     )
 
 
-def _open_launchers(info: RankInfo, timeout_s: float) -> Store:
+def _open_launchers(
+    info: RankInfo, timeout_s: float, scope: AbortScope | None = None
+) -> JobStore:
     """Open what the launcher answers for: a socket here, or a port that wants a key."""
     place, _, key_file = info.store.partition(" ")
     if not key_file:
         is_spread = info.local_size < info.size
         address = info.meeting.address if is_spread and info.meeting else ""
-        return store_at(place, timeout_s, address)
+        return store_at(place, timeout_s, address, scope)
     host, _, port = place.rpartition(":")
     key = SharedKey(Path(key_file).read_bytes())
-    return store_beyond(host, int(port), key, timeout_s)
+    return store_beyond(host, int(port), key, timeout_s, scope)
 
 
 def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
+from ronde.collectives.scope import AbortScope
 from ronde.errors import CollectiveError, StoreError
 from ronde.store.authentication import SharedKey, dial_network
 from ronde.store.client import PlainConnection, StoreClient
@@ -33,11 +34,14 @@ class JobStore(Store):
         connect: Callable[[float], PlainConnection],
         timeout_s: float,
         address: str,
+        scope: AbortScope | None = None,
     ) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
         self.address = address
+        self.scope = scope or AbortScope()
         self._client = StoreClient(connect)
+        self.scope.add(self._client.end)
 
     def _ask(
         self, op: Op, *fields: str | bytes, timeout: timedelta | None = None
@@ -94,7 +98,23 @@ class JobStore(Store):
     getNumKeys = num_keys  # noqa: N815
 
 
-def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
+def base_of(store: Store) -> Any:  # noqa: ANN401  torch's have no common type
+    """Return the store below all prefixes."""
+    base: Any = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    return base
+
+
+def scope_of(store: Store) -> AbortScope:
+    """Return the scope of what meets in a store."""
+    base = base_of(store)
+    return base.scope if isinstance(base, JobStore) else AbortScope()
+
+
+def store_at(
+    path: str, timeout_s: float, address: str = "", scope: AbortScope | None = None
+) -> JobStore:
     def connect(limit_s: float) -> PlainConnection:
         try:
             return PlainConnection(dial(path, limit_s))
@@ -105,14 +125,20 @@ def store_at(path: str, timeout_s: float, address: str = "") -> JobStore:
                 "and where it is in a container, share /tmp with its launcher"
             ) from error
 
-    return JobStore(connect, timeout_s, address)
+    return JobStore(connect, timeout_s, address, scope)
 
 
-def store_beyond(address: str, port: int, key: SharedKey, timeout_s: float) -> JobStore:
+def store_beyond(
+    address: str,
+    port: int,
+    key: SharedKey,
+    timeout_s: float,
+    scope: AbortScope | None = None,
+) -> JobStore:
     def connect(limit_s: float) -> PlainConnection:
         return dial_network(address, port, key, limit_s)
 
-    return JobStore(connect, timeout_s, address)
+    return JobStore(connect, timeout_s, address, scope)
 
 
 def join(store: JobStore, info: RankInfo) -> bool:

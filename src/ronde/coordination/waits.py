@@ -97,10 +97,10 @@ class PendingTable:
         with self._lock:
             return self.entries.pop(name, None)
 
-    def fail(self, failure: CollectiveError) -> None:
-        """Fail all that is under way and to come; the first reason stays."""
+    def fail(self, failure: CollectiveError, *, is_last: bool = False) -> None:
+        """Fail all that is under way and to come; the first, or last, reason stays."""
         with self._lock:
-            if self.failure is None:
+            if self.failure is None or is_last:
                 self.failure = failure
             entries = list(self.entries.values())
             self.entries.clear()

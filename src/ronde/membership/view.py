@@ -180,6 +180,11 @@ class View(NamedTuple):
         )
         return View(begins.view, tuple(by_number[number] for number in order))
 
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Return each member's rank, by its number."""
+        return {place.number: rank for rank, place in enumerate(self.members)}
+
     def rank_of(self, number: int) -> int:
         return next(r for r, p in enumerate(self.members) if p.number == number)
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ronde.errors import StoreError
 from ronde.store.protocol import MAX_FRAME_BYTES, Op, Status, decode, encode
@@ -25,6 +26,8 @@ class StoreClient:
         self._dial = dial
         self._lock = threading.Lock()
         self._idle: list[PlainConnection] = []
+        self._busy: set[PlainConnection] = set()
+        self._is_ended = False
         self._pid = os.getpid()
 
     def ask(
@@ -37,9 +40,11 @@ class StoreClient:
         try:
             connection = self._take() or self._dial(timeout_s)
             try:
+                self._begin(connection)
                 kind, answer = decode(connection.ask(frame, due_s - time.monotonic()))
             except BaseException:
                 # The reply may still come: nobody else may take it for his.
+                self._busy.discard(connection)
                 connection.close()
                 raise
         except TimeoutError:
@@ -51,11 +56,27 @@ class StoreClient:
                 f"the store that the ranks meet in is gone: connection closed ({error})"
             ) from error
         with self._lock:
+            self._busy.discard(connection)
             if len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
         if kind != Status.DONE:
             raise StoreError(b" ".join(answer).decode(errors="replace"))
         return answer
+
+    def end(self) -> None:
+        """Have all calls fail, those under way and those to come; any thread may."""
+        with self._lock:
+            self._is_ended = True
+            self._idle = []
+            busy = list(self._busy)
+        for connection in busy:
+            connection.interrupt()
+
+    def _begin(self, connection: "PlainConnection") -> None:
+        with self._lock:
+            if self._is_ended:
+                raise ConnectionAbortedError("it was ended")
+            self._busy.add(connection)
 
     def _take(self) -> "PlainConnection | None":
         with self._lock:
@@ -80,6 +101,11 @@ class PlainConnection:
         if length > MAX_FRAME_BYTES:
             raise ConnectionResetError(f"a reply of {length} bytes")
         return receive(self._sock, length, due_s)
+
+    def interrupt(self) -> None:
+        """Have a call fail that is under way in another thread."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End it; may be called again."""

@@ -6,19 +6,28 @@ import os
 import socket
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ronde.collectives import Connections, exchange_hosts
 from ronde.collectives.connections import DEFAULT_TIMEOUT_S
+from ronde.collectives.scope import AbortScope
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import CoordinationOptions
-from ronde.errors import NotInitializedError, UsageError
+from ronde.errors import CollectiveError, NotInitializedError, UsageError
+from ronde.membership.member import Member, membership_error, own_member
+from ronde.membership.view import NO_VIEW, View, ViewBegins
 from ronde.memory import malloc_thresholds
-from ronde.torch.process_sets import ProcessSet, global_process_set, register
+from ronde.torch.process_sets import (
+    ProcessSet,
+    SetTable,
+    global_process_set,
+    register_all,
+)
 from ronde.torch.recordings import Recordings
 from ronde.torch.session import (
     Session,
@@ -38,6 +47,7 @@ from ronde.world.horovod_config import (
 
 _logger = logging.getLogger("ronde")
 _DYNAMIC_SETS = "dynamic"
+_MOST_REASON = 200  # letters
 _requested: set[str] = set()
 """Horovod remembers ``init(process_sets="dynamic")`` over a shutdown; so do we."""
 
@@ -67,9 +77,10 @@ def init(
         CollectiveError: The other ranks could not be reached.
     """
     sets = _static_sets(process_sets)
-    if not is_initialized():
-        _start(comm, engine)
-    _register_all(current_session(), sets)
+    if is_initialized():
+        register_all(current_session(), sets)
+    else:
+        _start(comm, engine, sets)
 
 
 @outside_compiler
@@ -131,36 +142,119 @@ def _leave(pid: int) -> None:
         shutdown()
 
 
-def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi4py's
-    config, rank_info = read_horovod_config(), read_rank_info()
-    rank = rank_info.rank
-    if config.log_level is not None:
-        _logger.setLevel(config.log_level)
-    if rank == 0:
-        report_ignored(config)
-    if rank == 0 and rank_info.stray:
-        _logger.warning(
-            "Ignored %s: no launcher sets so little. This is rank 0 of %s. Unset "
-            "it, or start the program with ronde run.",
-            ", ".join(rank_info.stray),
-            rank_info.size,
-        )
+def _start(
+    comm: Sequence[int] | Any,  # noqa: ANN401  mpi4py's
+    engine: str,
+    sets: list[ProcessSet],
+) -> None:
+    member = own_member()
+    if member is not None:
+        _enter_view(member, engine, SetTable(sets), "")
+        return
+    _connect(comm, engine, read_rank_info())
+    register_all(current_session(), sets)
+
+
+def reform(reason: str = "") -> ViewBegins:
+    """Leave the view of an elastic job and connect in the next one.
+
+    ``reason`` is why this rank cannot go on, in half a sentence, where the view is not
+    over. Process sets keep those of their ranks that are left. Arguments are those of
+    ``init``.
+
+    Raises:
+        SystemExit: The job goes on without this process.
+    """
+    member, session = own_member(), current_session(NotInitializedError)
+    if member is None or session.view is None:
+        raise UsageError("the job must be elastic: start it by ronde run --min-ranks.")
+    sets = SetTable(list(session.process_sets.values()), session.view)
+    return _enter_view(member, session.engine, sets, reason)
+
+
+class _Entry(NamedTuple):
+    """What there is to a session of an elastic job."""
+
+    scope: AbortScope
+    view: View
+    source: int  # the rank whose process sets count
+    sets: SetTable
+
+
+def _enter_view(member: Member, engine: str, sets: SetTable, reason: str) -> ViewBegins:
+    """Settle until a view begins in which the ranks connect."""
+    while True:
+        try:
+            if member.is_over or reason:
+                _break_off(member, reason)
+            view, begins = member.settle(member.step, "" if member.is_over else reason)
+        finally:
+            # By now nothing is under way on any rank.
+            _break_off(member, reason or "this rank leaves it")
+        entry = _Entry(_scope_of(member), view, view.rank_of(begins.source), sets)
+        info = read_rank_info()
+        job_id = f"{info.job_id}.{view.view}.{begins.key}"
+        info = replace(info, **asdict(view.world_of(member.number)), job_id=job_id)
+        try:
+            _connect(None, engine, info, entry)
+            sets.register(sessions[0], view)
+        except CollectiveError as error:
+            reason = _shorten(error)
+            continue
+        sessions[0].recordings.mark(f"view {view.view}: {begins.reason}")
+        return begins
+
+
+def _scope_of(member: Member) -> AbortScope:
+    """Return a scope that is aborted when the member's view is over."""
+    scope, view = AbortScope(is_live=True), member.view.view
+    member.call_on_end(lambda reason: scope.abort(membership_error(view, reason)))
+    return scope
+
+
+def _break_off(member: Member, reason: str) -> None:
+    """End the session without waiting for anybody."""
+    if sessions:
+        failure = membership_error(member.view.view, member.reason or reason)
+        sessions[0].abort(failure)
+        shutdown()
+
+
+def _shorten(error: Exception) -> str:
+    return str(error).partition("\n")[0][:_MOST_REASON].removesuffix(".")
+
+
+def _connect(
+    comm: Sequence[int] | Any,  # noqa: ANN401  mpi4py's
+    engine: str,
+    rank_info: RankInfo,
+    entry: _Entry | None = None,
+) -> None:
+    config, rank = read_horovod_config(), rank_info.rank
+    _report(config, rank_info)
     _check_comm(comm, rank_info)
     tuning = _tuning_options(config, rank)
     has_hosts = rank_info.local_size < rank_info.size
     if config.is_hierarchical and rank_info.engine == "auto" and has_hosts:
         engine = engine or "hierarchical"
     timeout_s = config.collective_timeout_s or DEFAULT_TIMEOUT_S
-    connections = Connections(rank_info, timeout_s=timeout_s, engine=engine)
+    connections = Connections(
+        rank_info, timeout_s=timeout_s, engine=engine, scope=entry and entry.scope
+    )
     ranks = tuple(range(rank_info.size))
     communicator = connections.connect("set0", ranks)
     with ExitStack() as undo:
         undo.callback(communicator.close)
+        if entry is not None:
+            failure = membership_error(entry.view.view, "a rank failed to connect")
+            undo.callback(entry.scope.abort, failure)
+            entry.sets.share(communicator, entry.view, entry.source)
         hosts = (socket.gethostname(),) * rank_info.size
         if has_hosts:
             hosts = tuple(exchange_hosts(communicator, hosts[rank]))
         world = rank_info.world or World.from_hosts(rank, hosts)
         recordings = Recordings(rank, rank_info.size, hosts[rank], connections.store)
+        recordings.view = entry.view.view if entry else NO_VIEW
         session = Session(
             world=world,
             rank_info=rank_info,
@@ -173,6 +267,8 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
             tuning=tuning,
             sets={0: ranks},
             states={},
+            engine=engine,
+            view=entry and entry.view,
         )
         with _pinned(config.thread_affinity, world.local_rank):
             session.connect(0, ranks, communicator)
@@ -186,6 +282,20 @@ def _start(comm: Sequence[int] | Any, engine: str) -> None:  # noqa: ANN401  mpi
         path = Path(config.timeline)
         session.recordings.start(path, has_cycles=config.has_timeline_cycles)
     _set_recorders(session)
+
+
+def _report(config: HorovodConfig, rank_info: RankInfo) -> None:
+    if config.log_level is not None:
+        _logger.setLevel(config.log_level)
+    if rank_info.rank == 0:
+        report_ignored(config)
+    if rank_info.rank == 0 and rank_info.stray:
+        _logger.warning(
+            "Ignored %s: no launcher sets so little. This is rank 0 of %s. Unset "
+            "it, or start the program with ronde run.",
+            ", ".join(rank_info.stray),
+            rank_info.size,
+        )
 
 
 @cache
@@ -227,17 +337,6 @@ def _static_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[Proces
         )
     _requested.add(_DYNAMIC_SETS)
     return []
-
-
-def _register_all(session: Session, sets: list[ProcessSet]) -> None:
-    before = {ranks: set_id for set_id, ranks in session.sets.items() if set_id}
-    for number, process_set in enumerate(sets):
-        process_set.process_set_id = before.pop(tuple(process_set.ranks), None)
-        if process_set.process_set_id is None and not register(session, process_set):
-            raise UsageError(
-                "Horovod could not be initialized because process_sets entry number "
-                f"{number} is a duplicate: {process_set}"
-            )
 
 
 def _check_comm(comm: Sequence[int] | Any, rank_info: RankInfo) -> None:  # noqa: ANN401  mpi4py's

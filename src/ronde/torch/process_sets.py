@@ -6,9 +6,12 @@ from typing import Any, cast
 
 import torch
 
+from ronde.collectives import Communicator
+from ronde.collectives.objects import broadcast_json
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import NotInitializedError, UsageError
+from ronde.membership.view import View
 from ronde.torch.session import (
     ProcessSetState,
     Session,
@@ -25,6 +28,7 @@ class ProcessSet:
     process_set_id: int | None = None  # equal on all ranks; None until it is registered
     ranks: list[int]  # among all, ascending
     mpi_comm: Any = None  # the communicator that it was made from
+    lost: tuple[int, ...] = ()  # its ranks when the last of them left an elastic job
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
         """Name the ranks, in any order, or give an mpi4py communicator of them."""
@@ -95,15 +99,20 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if list(session.sets.get(set_id, ())) != process_set.ranks:
         return False
     _agree(session, f"remove.{set_id}", set_id)
-    del session.sets[set_id]
+    del session.sets[set_id], session.process_sets[set_id]
     state = session.states.pop(set_id, None)
     if state is not None:
         state.close()
     return True
 
 
-def register(session: Session, process_set: ProcessSet) -> bool:
-    """Number a set and connect its ranks; collective. False if another has the same."""
+def register(
+    session: Session, process_set: ProcessSet, *, can_equal: bool = False
+) -> bool:
+    """Number a set and connect its ranks; collective.
+
+    False if another has the same, unless ``can_equal``.
+    """
     ranks = tuple(process_set.ranks)
     size = session.world.size
     is_there = bool(ranks) and 0 <= ranks[0] <= ranks[-1] < size
@@ -112,7 +121,7 @@ def register(session: Session, process_set: ProcessSet) -> bool:
             f"ranks of a process set must be different and in 0..{size - 1}, got "
             f"{process_set.ranks}. Name each rank once."
         )
-    if ranks in session.sets.values():
+    if ranks in session.sets.values() and not can_equal:
         return False
     word = ".".join(map(str, ranks))
     set_id = _agree(session, f"add.{word}", next(session.set_ids))
@@ -122,8 +131,60 @@ def register(session: Session, process_set: ProcessSet) -> bool:
     # A rank that went on and ended would take the store along, where others still meet.
     _agree(session, f"added.{word}", set_id)
     session.sets[set_id] = ranks
+    session.process_sets[set_id] = process_set
     process_set.process_set_id = set_id
     return True
+
+
+def register_all(session: Session, sets: list[ProcessSet]) -> None:
+    before = {ranks: set_id for set_id, ranks in session.sets.items() if set_id}
+    for number, process_set in enumerate(sets):
+        process_set.process_set_id = before.pop(tuple(process_set.ranks), None)
+        if process_set.process_set_id is None and not register(session, process_set):
+            raise UsageError(
+                "Horovod could not be initialized because process_sets entry number "
+                f"{number} is a duplicate: {process_set}"
+            )
+
+
+class SetTable:
+    """Process sets by the numbers of their members, which outlive a view."""
+
+    def __init__(self, sets: Sequence[ProcessSet], view: View | None = None) -> None:
+        """Take sets of a view, or those that a new process is to register."""
+        self._sets = list(sets)
+        self._numbers: list[list[int]] | None = None
+        if view is not None:
+            members = view.members
+            self._numbers = [[members[r].number for r in s.ranks] for s in sets]
+
+    def share(self, communicator: Communicator, view: View, source: int) -> None:
+        """Leave out sets without ranks; have new processes take over the source's."""
+        ranks = view.ranks
+        if self._numbers is not None:
+            kept: list[tuple[ProcessSet, list[int]]] = []
+            for each, numbers in zip(self._sets, self._numbers, strict=True):
+                if ranks.keys() & set(numbers):
+                    kept.append((each, numbers))
+                else:
+                    each.lost, each.process_set_id = tuple(each.ranks), None
+            self._sets = [each for each, _ in kept]
+            self._numbers = [numbers for _, numbers in kept]
+        own = self._numbers
+        self._numbers = broadcast_json(communicator, lambda: own, source)
+        more = len(self._numbers or ()) - len(self._sets)
+        self._sets += [ProcessSet([]) for _ in range(more)]
+
+    def register(self, session: Session, view: View) -> None:
+        """Register all, with those of their members that are left; collective."""
+        if self._numbers is None:
+            register_all(session, self._sets)
+            return
+        ranks = view.ranks
+        for each, numbers in zip(self._sets, self._numbers, strict=True):
+            each.ranks = sorted(ranks[number] for number in numbers if number in ranks)
+            each.process_set_id = None
+            register(session, each, can_equal=True)
 
 
 def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
@@ -134,6 +195,11 @@ def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
     # One that an earlier session registered may bear the number of another now.
     if state is not None and (not set_id or [*state.ranks] == process_set.ranks):
         return state
+    if process_set.lost:
+        raise UsageError(
+            f"{kind.name.capitalize()}: a process set must have ranks, but those of "
+            f"this one, {process_set.lost}, are gone. Make another one."
+        )
     problem = f"Rank {session.world.rank} is not a member of the provided process set."
     if session.sets.get(set_id or -1) != tuple(process_set.ranks):
         problem = "Process set provided does not exist, or has not been registered."

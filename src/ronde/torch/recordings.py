@@ -1,6 +1,7 @@
 """The timelines of a session: the launcher's, and the one that the program asks for."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 from torch.distributed import Store
 
+from ronde.membership.view import NO_VIEW
 from ronde.timeline.events import Recorded, Recorder
 from ronde.timeline.gathering import SharedStore
 from ronde.timeline.part import PartHeader
@@ -55,9 +57,11 @@ class Recordings:
     size: int
     host: str
     store: Callable[[str], Store | None]  # that all ranks share under a name
+    view: int = NO_VIEW  # of an elastic job: its recordings are numbered by it
     _launcher: RankRecording | None = None
     _own: RankRecording | None = None
     _path: Path = field(default_factory=Path)
+    _numbers: "count[int] | None" = None
     _limit_bytes: int = DEFAULT_LIMIT_BYTES
 
     @property
@@ -75,7 +79,7 @@ class Recordings:
             self._limit_bytes = parse_size_bytes(variables[_LIMIT])
         if not variables.get(_DIRECTORY):
             return
-        header, shared = self._begin("launched", next(_launched))
+        header, shared = self._begin("launched", _launched)
         folder, limit = Path(variables[_DIRECTORY]), self._limit_bytes
         try:
             self._launcher = RankRecording(header, shared, folder, limit_bytes=limit)
@@ -84,8 +88,11 @@ class Recordings:
 
     def start(self, path: Path, *, has_cycles: bool) -> None:
         """Begin a timeline that rank 0 writes to ``path``; none of these runs."""
-        header, shared = self._begin("", next(_requested))
+        header, shared = self._begin("", _requested)
         self._path, limit_bytes = path, self._limit_bytes
+        if self.view > 0:
+            first, dot, rest = path.name.partition(".")
+            self._path = path = path.with_name(f"{first}.view{self.view}{dot}{rest}")
         self._own = open_horovod_recording(
             header, shared, path, limit_bytes=limit_bytes, has_cycles=has_cycles
         )
@@ -102,7 +109,19 @@ class Recordings:
         if launcher is not None:
             launcher.close()
 
-    def _begin(self, kind: str, number: int) -> tuple[PartHeader, SharedStore | None]:
+    def mark(self, name: str) -> None:
+        """Record that something happened now."""
+        if recorder := self.recorder:
+            now = time.monotonic_ns()
+            at = Recorded(0, 0, name, "VIEW", now, now, now, now, "", (), 1)
+            recorder.operation(at)
+
+    def _begin(
+        self, kind: str, numbers: "count[int]"
+    ) -> tuple[PartHeader, SharedStore | None]:
+        if self.view != NO_VIEW:  # ranks that join have counted less than others
+            numbers = self._numbers = self._numbers or count(self.view << 16)
+        number = next(numbers)
         header = part_header(self.rank, self.size, self.host, number)
         store = self.store(f"timeline/{kind}{number}")
         # A connection of its own: a store serves one thread of a process at a time.

@@ -28,6 +28,7 @@ from ronde.errors import (
     RondeError,
     UsageError,
 )
+from ronde.membership.view import View
 from ronde.torch.recordings import Recordings
 from ronde.tuning import TuningOptions
 from ronde.world import Launcher, RankInfo, World
@@ -116,6 +117,10 @@ class Session:
     waits: Waits = field(default_factory=Waits)
     _duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
     set_ids: "count[int]" = field(default_factory=lambda: count(1))
+    # As they were registered, by their numbers: those of a process that users hold.
+    process_sets: dict[int, Any] = field(default_factory=dict[int, Any])
+    engine: str = ""  # as ``init`` was given it
+    view: View | None = None  # of an elastic job
 
     def connect(
         self, set_id: int, ranks: Sequence[int], own: Communicator | None = None
@@ -135,7 +140,13 @@ class Session:
             )
             names = tuple(ranks) if set_id else ()
             coordinator = Coordinator(
-                own, channel, self.options, set_id=set_id, ranks=names, waits=self.waits
+                own,
+                channel,
+                self.options,
+                set_id=set_id,
+                ranks=names,
+                waits=self.waits,
+                scope=self.connections.scope,
             )
         except BaseException:
             own.close()
@@ -158,6 +169,13 @@ class Session:
         # A stall in any set ends the job.
         for communicator in list(self._duplicates):
             communicator.abort()
+
+    def abort(self, failure: CollectiveError) -> None:
+        """Have all calls fail, those under way and those to come; any thread may.
+
+        ``close`` waits for no other rank then.
+        """
+        self.connections.scope.abort(failure)
 
     def close(self) -> None:
         self.handles.clear()

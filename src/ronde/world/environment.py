@@ -17,6 +17,7 @@ ALGORITHMS = ("ring", "tree", "halving_doubling")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _EXIT_PIPE = "RONDE_EXIT_PIPE"  # of the agent: descriptor, inode and rank, with colons
+_MEMBER = "RONDE_MEMBER"  # likewise, of an elastic job: with the member's number
 
 
 def own_or(environ: Environ | None) -> Environ:
@@ -135,3 +136,19 @@ def send_exit_notice() -> None:
         if os.fstat(fd).st_ino == inode:
             notice = f"{rank} {time.monotonic()} {os.getpid()}\n"
             os.write(fd, notice.encode())
+
+
+def read_member_channel() -> tuple[int, int] | None:
+    """Return the descriptor of an elastic job's channel and this member's number."""
+    text = own_or(None).get(_MEMBER)
+    if not text:
+        return None
+    with suppress(OSError, ValueError):
+        fd, inode, number = map(int, text.split(":"))
+        if os.fstat(fd).st_ino == inode:
+            return fd, number
+    raise WorldError(
+        f"{_MEMBER} must name a socket that this process has, got {text!r}. A rank of "
+        "an elastic job must be started by nothing that closes descriptors, and calls "
+        "init() itself, not in a child."
+    )

@@ -55,7 +55,7 @@ from ronde.collectives.engine import (
     closed_error,
 )
 from ronde.collectives.lane import FutureWork
-from ronde.collectives.store import JobStore
+from ronde.collectives.store import JobStore, base_of, scope_of
 from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
 from ronde.errors import UsageError
 from ronde.world.environment import select_variables
@@ -291,6 +291,7 @@ class Groups:
         self._rank = rank
         self._size = size
         self._timeout = timedelta(seconds=timeout_s)
+        self._scope = scope_of(store)
         # A host's own name may lead nowhere; the loopback is always there.
         self._address = "127.0.0.1"
         if not is_one_host:
@@ -299,7 +300,9 @@ class Groups:
         self._is_closed = False
         self._thread: ThreadPoolExecutor | None = None
         self._nccl: Nccl | None = None
-        self._backends: dict[str, Backend] = {"cpu": self._make_gloo("gloo")}
+        self._backends: dict[str, Backend] = {}
+        self._scope.add(self.abort)
+        self._make_gloo("gloo", "cpu")
 
     def of(self, device: torch.device) -> Backend:
         if self._nccl is not None:
@@ -339,7 +342,7 @@ class Groups:
         # over. So the steps have a group and a thread to themselves.
         self._require_open()
         if self._thread is None:
-            self._backends["steps"] = self._make_gloo("lane")
+            self._make_gloo("lane", "steps")
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")
         group = self._backends["steps"]
 
@@ -353,6 +356,7 @@ class Groups:
         """Close, and make what is under way fail here and on the other ranks."""
         # Gloo has no call for that. But one message that times out ends all connections
         # of its group.
+        self._is_closed = True
         for name in ("steps", "cpu"):
             if name in self._backends:
                 self._break_off(self._backends[name])
@@ -385,9 +389,10 @@ class Groups:
 
     def _require_open(self) -> None:
         if self._is_closed:
+            self._scope.check()
             raise closed_error()
 
-    def _make_gloo(self, name: str) -> Backend:
+    def _make_gloo(self, name: str, use: str) -> None:
         store = PrefixStore(name, self._store)
         gloo: Any = ProcessGroupGloo
         options: Any = self._timeout
@@ -401,11 +406,13 @@ class Groups:
                 after = _listening(self._address)
             listening = {fd: i for fd, i in after.items() if before.get(fd) != i}
             options._devices = [device]  # noqa: SLF001  likewise
-        group: Backend = gloo(store, self._rank, self._size, options)
+        place = self._rank, self._size
+        group: Backend = self._scope.run(lambda: gloo(store, *place, options))
+        self._backends[use] = group
+        self._scope.add(self.abort)  # again, if it was before
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         group.barrier().wait()
         _let_nobody_in(listening)
-        return group
 
 
 def _let_nobody_in(listening: dict[int, int]) -> None:
@@ -464,9 +471,7 @@ def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) ->
 
 
 def _find_target(store: Store) -> str:
-    base: Any = store
-    while isinstance(base, PrefixStore):
-        base = base.underlying_store
+    base = base_of(store)
     host = base.address if isinstance(base, JobStore) else getattr(base, "host", "")
     if not host:
         return ""
@@ -498,7 +503,7 @@ class TorchDistributedEngine(Engine):
         self, store: Store, rank: int, size: int, *, timeout_s: float, is_one_host: bool
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._store = store
+        self._store, self._scope = store, scope_of(store)
         self._is_one_host = is_one_host
         self._num_clones = 0
         self._options: dict[ReduceOp, Any] = {}
@@ -654,7 +659,7 @@ class TorchDistributedEngine(Engine):
             return TorchWork((start(),), context, after)
 
     def _context(self, name: str) -> ErrorContext:
-        return ErrorContext(name, self.rank, self.size, self.timeout_s)
+        return ErrorContext(name, self.rank, self.size, self.timeout_s, self._scope)
 
 
 def _broadcast(backend: Backend, tensor: Tensor, root: int) -> BackendWork:

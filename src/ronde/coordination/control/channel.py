@@ -18,6 +18,7 @@ from ronde.collectives.engine import ErrorContext
 from ronde.collectives.engines.hierarchical import HostGroups
 from ronde.collectives.engines.shared_memory.shared_state import through_store
 from ronde.collectives.engines.torch_distributed import Groups
+from ronde.collectives.store import scope_of
 from ronde.coordination.control.doorbell import FAR, NEAR, Doorbell, Waiter
 from ronde.coordination.control.gloo import GlooTransport
 from ronde.coordination.control.shared_memory import SharedMemoryTransport
@@ -115,9 +116,10 @@ def connect_channel(
     ranks, leaders = places.ranks[host], [each[0] for each in places.ranks]
     on_host = PrefixStore(f"host{host}", store)
     transports: list[Transport] = []
+    scope = scope_of(store)
     with (
         ExitStack() as undoing,
-        ErrorContext("connecting", rank, len(hosts), timeout_s).guard(),
+        ErrorContext("connecting", rank, len(hosts), timeout_s, scope).guard(),
     ):
         undoing.callback(lambda: [each.close() for each in transports])
         local = _share_memory(on_host, ranks, tree, timeout_s)
@@ -128,7 +130,7 @@ def connect_channel(
                 local.open()
             else:
                 # The store may be this process's, and go with it at any time.
-                local.await_neighbours(timeout_s)
+                local.await_neighbours(timeout_s, scope)
         near: list[tuple[Store, Sequence[int]]] = []
         if len(ranks) > 1 and local is None:
             near.append((on_host, ranks))
@@ -149,7 +151,7 @@ def connect_channel(
             transports.append(GlooTransport(groups, neighbours, doorbell))
         if local is not None:
             if place:
-                local.await_neighbours(timeout_s)
+                local.await_neighbours(timeout_s, scope)
             else:
                 local.open()
         undoing.pop_all()

@@ -23,6 +23,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
     PeerProcess,
     fence,
 )
+from ronde.collectives.scope import AbortScope
 from ronde.coordination.control.doorbell import DOORBELL_BYTES, NEAR, Doorbell, Waiter
 from ronde.coordination.messages import Loss, Tree
 from ronde.errors import CollectiveError, PeerLostError
@@ -189,10 +190,11 @@ class SharedMemoryTransport:
     def open(self) -> None:
         self._enter(_OPEN)
 
-    def await_neighbours(self, timeout_s: float) -> None:
+    def await_neighbours(self, timeout_s: float, scope: AbortScope) -> None:
         """Wait until they have opened theirs; raise where one does not."""
         waiter = Waiter(self.doorbell, NEAR)
         deadline = time.monotonic() + timeout_s
+        scope.add(waiter.wake)
         while absent := [each for each in self.connections if not each.is_open()]:
             for each in absent:
                 if (loss := each.find_loss()) and not each.is_open():
@@ -207,6 +209,7 @@ class SharedMemoryTransport:
                     f"for {timeout_s:g} s from ranks {ranks}. See which rank hangs."
                 )
             waiter.wait(_LOOK_EVERY_S, is_eager=True)
+            scope.check()
             waiter.read()
 
     def close(self) -> None:

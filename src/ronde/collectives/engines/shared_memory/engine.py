@@ -35,6 +35,7 @@ from ronde.collectives.engines.shared_memory.shared_state import (
 )
 from ronde.collectives.engines.shared_memory.waiting import PeerProcess, Peers
 from ronde.collectives.shapes import Layout
+from ronde.collectives.store import scope_of
 
 _PAGE_BYTES = 4096
 
@@ -50,7 +51,9 @@ class SharedMemoryEngine(Engine):
         Raises:
             CollectiveError: They are not all here in time, or memory is short.
         """
-        with ErrorContext("connecting", rank, size, timeout_s).guard():
+        self._scope = scope_of(store)
+        context = ErrorContext("connecting", rank, size, timeout_s, self._scope)
+        with context.guard():
             exchange = through_store(store, rank, size, timeout_s)
             self._connect(exchange, rank, size, timeout_s)
 
@@ -66,7 +69,7 @@ class SharedMemoryEngine(Engine):
         num_bytes = _in_pages(channels_at + size * CHANNEL_BYTES)
         segments = share_segments(exchange, rank, num_bytes, is_populated=False)
         blocks = [ControlBlock(segment, size) for segment in segments]
-        self._progress = ProgressEngine(blocks, rank, peers, timeout_s)
+        self._progress = ProgressEngine(blocks, rank, peers, timeout_s, self._scope)
         self._state = SharedState(
             rank, blocks, StagingSlots(segments, staging_at, room)
         )
@@ -147,6 +150,7 @@ class SharedMemoryEngine(Engine):
     def clone(self) -> "SharedMemoryEngine":
         self._progress.require_usable()
         copy = SharedMemoryEngine.__new__(SharedMemoryEngine)
+        copy._scope = self._scope  # noqa: SLF001  its own
         copy._connect(among(self), self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
         return copy
 

@@ -35,7 +35,9 @@ from ronde.collectives.engines.shared_memory.waiting import (
     Peers,
     fence,
     sleep_while,
+    wake_all,
 )
+from ronde.collectives.scope import AbortScope
 from ronde.errors import CollectiveError, UsageError, fresh
 
 T = TypeVar("T")
@@ -124,7 +126,12 @@ class ProgressEngine:
     """The collectives and messages of one communicator, and its waits."""
 
     def __init__(
-        self, blocks: Sequence[ControlBlock], rank: int, peers: Peers, timeout_s: float
+        self,
+        blocks: Sequence[ControlBlock],
+        rank: int,
+        peers: Peers,
+        timeout_s: float,
+        scope: AbortScope,
     ) -> None:
         self.rank = rank
         self.lock = threading.Lock()
@@ -145,6 +152,8 @@ class ProgressEngine:
             target=self._serve, name="ronde shared memory", daemon=True
         )
         self._thread.start()
+        self._scope = scope
+        scope.add(self.abort)
 
     def submit(self, name: str, steps: Steps[None]) -> CollectiveWork:
         """Start a collective, or queue it behind those under way."""
@@ -184,11 +193,17 @@ class ProgressEngine:
                 return PendingWord(rank, PROGRESS, value, phase)
         return None
 
-    def close(self) -> None:
-        """End the thread and inform the others; what is under way fails."""
+    def abort(self) -> None:
+        """Inform the others; what is under way fails, as does all to come."""
         with self.lock:
             self._own.publish(IS_CLOSED, 1)
-            self._fail(closed_error())
+            self._fail(self._scope.failure or closed_error())
+        for block in self._blocks:
+            wake_all(block.address + 8 * PROGRESS)  # who waits in this process
+
+    def close(self) -> None:
+        """Abort, and end the thread."""
+        self.abort()
         self._is_ending = True
         if threading.current_thread() is self._thread:
             return

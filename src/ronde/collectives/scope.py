@@ -1,0 +1,80 @@
+"""What is broken off together, by any thread: waits, engines, agreements."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from ronde.errors import CollectiveError, fresh
+
+T = TypeVar("T")
+
+
+class AbortScope:
+    """What lives while a rank is connected; ``failure`` is why it was broken off."""
+
+    def __init__(self, *, is_live: bool = False) -> None:
+        """Begin; ``is_live``: somebody may call ``abort``."""
+        self.failure: CollectiveError | None = None
+        self.store: object = None  # where all meet; kept: see ``JobStore``
+        self._is_live = is_live
+        self._lock = threading.Lock()
+        self._methods: list[weakref.WeakMethod[Callable[[], object]]] = []
+
+    def add(self, abort: Callable[[], object]) -> None:
+        """Call a bound method at the abort, or now; its object is held weakly."""
+        with self._lock:
+            if self.failure is None:
+                alive = [method for method in self._methods if method() is not None]
+                self._methods = [*alive, weakref.WeakMethod(abort)]
+                return
+        abort()
+
+    def abort(self, failure: CollectiveError) -> None:
+        """Break all off that was added, the latest first, and what is added later."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = failure
+            methods, self._methods = self._methods, []
+        for method in reversed(methods):
+            if abort := method():
+                with suppress(RuntimeError):
+                    abort()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise fresh(self.failure)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call what can be broken off in no way: it is left to a thread at the abort.
+
+        Then its result is dropped.
+        """
+        if not self._is_live:
+            return function()
+        self.check()
+        call = _Call(function, self)
+        self.add(call.leave)
+        threading.Thread(target=call.run, name="ronde connecting", daemon=True).start()
+        return call.outcome.result()
+
+
+class _Call(Generic[T]):
+    def __init__(self, function: Callable[[], T], scope: AbortScope) -> None:
+        self.outcome: Future[T] = Future()
+        self._function, self._scope = function, scope
+
+    def run(self) -> None:
+        with suppress(InvalidStateError):
+            try:
+                self.outcome.set_result(self._function())
+            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                self.outcome.set_exception(error)
+
+    def leave(self) -> None:
+        failure = self._scope.failure
+        with suppress(InvalidStateError):
+            self.outcome.set_exception(failure and fresh(failure))

@@ -1,0 +1,229 @@
+"""This process as a member of an elastic job: what it and the controller agree on."""
+
+import functools
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from ronde.errors import LaunchError, MembershipError
+from ronde.membership.view import (
+    NEW,
+    NO_VIEW,
+    TO_RANK,
+    AskStep,
+    AtStep,
+    Done,
+    Finish,
+    FromRank,
+    Leave,
+    Running,
+    Settled,
+    StopAfter,
+    ToRank,
+    View,
+    ViewBegins,
+    ViewEnded,
+    decode_text,
+    encode_text,
+)
+from ronde.world.environment import read_member_channel
+
+_READ_BYTES = 64 << 10
+_MAX_LINE_BYTES = 16 << 20
+_MORE_STEPS = (
+    2  # that may begin after ``AskStep``: see Note [From one view to the next]
+)
+_logger = logging.getLogger("ronde")
+
+
+class Member:
+    """One process's end of the channel; a thread listens.
+
+    ``step``, how many steps this process has applied, is set by whoever applies them.
+    One thread calls what waits.
+    """
+
+    def __init__(self, sock: socket.socket, number: int) -> None:
+        self.number = number
+        self.step = NEW
+        self.view = View(NO_VIEW, ())  # the last that this process was part of
+        self.reason = ""  # why the view is over; empty while it is not
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._news = threading.Condition()
+        self._begun: ViewBegins | None = None  # not returned yet
+        self._asked_at: int | None = None  # the step at ``AskStep``, until it is over
+        self._stop: StopAfter | None = None
+        self._on_end: list[Callable[[str], None]] = []
+        self._leave: str | None = None
+        self._is_finished = False
+        self._loss = ""  # of the channel
+        threading.Thread(target=self._listen, name="ronde member", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.reason)
+
+    def join(self) -> tuple[View, ViewBegins]:
+        """Wait for the first view; as ``settle``."""
+        return self.settle(NEW)
+
+    def settle(self, step: int, reason: str = "") -> tuple[View, ViewBegins]:
+        """Report that nothing of the view is under way; wait for the next one.
+
+        ``reason`` is why this process cannot go on, where that was not asked of it.
+
+        Raises:
+            SystemExit: The next view is without this process, or all is done.
+            LaunchError: The launcher is gone.
+        """
+        self.step = step
+        self._say(Settled(self.view.view, step, reason))
+        with self._news:
+            self._news.wait_for(
+                lambda: self._begun or self._is_gone or self._is_finished
+            )
+            begun, self._begun = self._begun, None
+        if begun is not None:
+            return self.view, begun
+        if self._leave is None and not self._is_finished:
+            raise LaunchError(f"the launcher must be there, but {self._loss}.")
+        if self._leave:
+            _logger.info("process %d ends: %s", self.number, self._leave)
+        raise SystemExit(0)
+
+    def running(self) -> None:
+        """Report that this process is connected and has the newest state."""
+        self._say(Running(self.view.view))
+
+    def done(self, step: int) -> None:
+        """Report that the last step is applied; wait until all have done so.
+
+        Raises ``MembershipError`` where the view ends before.
+        """
+        self.step = step
+        self.require_view()
+        self._say(Done(self.view.view, step))
+        with self._news:
+            self._news.wait_for(lambda: self.reason or self._is_finished)
+        if not self._is_finished:
+            self.require_view()
+
+    def allow(self, step: int) -> None:
+        """Wait where ``step``, about to begin, might be one too many.
+
+        Raises ``MembershipError`` where the view is over.
+        """
+        if self._asked_at is not None:
+            with self._news:
+                self._news.wait_for(lambda: self.reason or not self._is_early(step))
+        self.require_view()
+
+    def should_settle(self, step: int) -> str:
+        """Return why to settle now that ``step`` steps are applied; empty: go on."""
+        stop = self._stop
+        return stop.reason if stop is not None and step >= stop.step else ""
+
+    def call_on_end(self, function: Callable[[str], None]) -> None:
+        """Call ``function`` with the reason, in any thread, when this view is over."""
+        with self._news:
+            if not self.reason:
+                self._on_end.append(function)
+                return
+        function(self.reason)
+
+    def require_view(self) -> None:
+        if self.reason:
+            raise membership_error(self.view.view, self.reason)
+
+    @property
+    def _is_gone(self) -> bool:
+        return self._leave is not None or bool(self._loss)
+
+    def _is_early(self, step: int) -> bool:
+        return self._asked_at is not None and step > self._asked_at + _MORE_STEPS
+
+    def _say(self, message: FromRank) -> None:
+        try:
+            with self._sending:
+                self._sock.sendall(encode_text(message).encode() + b"\n")
+        except OSError as error:
+            self._lose(f"its channel broke ({error})")
+
+    def _listen(self) -> None:
+        unread = b""
+        try:
+            while data := self._sock.recv(_READ_BYTES):
+                *lines, unread = (unread + data).split(b"\n")
+                for line in lines:
+                    self._take(decode_text(line.decode(), TO_RANK))
+                if len(unread) > _MAX_LINE_BYTES:
+                    break
+            self._lose("it closed its channel")
+        except (OSError, ValueError, LaunchError) as error:
+            self._lose(f"its channel broke ({error})")
+
+    def _lose(self, loss: str) -> None:
+        with self._news:
+            self._loss = self._loss or loss
+        self._end(f"the launcher is gone: {loss}")
+
+    def _take(self, message: ToRank) -> None:
+        view = self.view.view
+        match message:
+            case ViewEnded(view=ended):
+                if ended == view:
+                    self._end(message.reason)
+            case AskStep(view=asked):
+                if asked == view:
+                    with self._news:
+                        step = self._asked_at = self.step
+                    self._say(AtStep(view, step))
+            case StopAfter(view=stopped):
+                if stopped == view:
+                    with self._news:
+                        self._stop, self._asked_at = message, None
+                        self._news.notify_all()
+            case ViewBegins():
+                with self._news:
+                    self.view = self.view.next(message)
+                    self._begun, self.reason = message, ""
+                    self._stop = self._asked_at = None
+                    self._on_end = []
+                    self._news.notify_all()
+            case Leave():
+                with self._news:
+                    self._leave = message.reason
+                self._end(message.reason or "it goes on without this process")
+            case Finish():
+                with self._news:
+                    self._is_finished = True
+                    self._news.notify_all()
+
+    def _end(self, reason: str) -> None:
+        with self._news:
+            self.reason = self.reason or reason
+            functions, self._on_end = self._on_end, []
+            self._news.notify_all()
+        for function in functions:
+            function(reason)
+
+
+def membership_error(view: int, reason: str) -> MembershipError:
+    return MembershipError(
+        f"view {view} must last, but {reason}. Train under @hvd.elastic.run or "
+        "hvd.elastic.Loop, which go on with those that are left."
+    )
+
+
+@functools.cache
+def own_member() -> Member | None:
+    """Return what this process is of an elastic job; None outside of one."""
+    found = read_member_channel()
+    if found is None:
+        return None
+    fd, number = found
+    os.set_inheritable(fd, False)  # noqa: FBT003  os's own
+    return Member(socket.socket(fileno=fd), number)

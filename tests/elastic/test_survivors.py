@@ -1,0 +1,90 @@
+"""Ranks die, and the others take their next step in the same processes."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.membership_controller import become_member, controlling
+from tests.ranks import run_ranks_bare
+
+import ronde.torch as hvd
+from ronde.errors import CollectiveError
+from ronde.membership.member import own_member
+from ronde.torch.lifetime import reform
+
+ENGINES = ("shared_memory", "gloo", "hierarchical")
+STEPS = 12
+
+
+def train(claim: Any, path: str, victim: int, at: int, how: str) -> Any:
+    channel = become_member(path, claim.rank)
+    hvd.init()
+    member = own_member()
+    assert member is not None
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.01), model.named_parameters()
+    )
+    member.step = 0
+    steps: list[tuple[float, int]] = []
+    events: list[tuple[float, str]] = []
+    while member.step < STEPS:
+        try:
+            member.allow(member.step + 1)
+            optimizer.zero_grad()
+            output = model(torch.ones(8, 64) * (hvd.rank() + 1))
+            if channel.number == victim and member.step == at:
+                if how == "stop":
+                    channel.order("stop")
+                os.kill(
+                    os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL
+                )
+            output.square().mean().backward()
+            optimizer.step()
+            member.step += 1
+            steps.append((time.monotonic(), hvd.size()))
+        except CollectiveError as error:
+            events.append((time.monotonic(), f"{type(error).__name__}: {error}"))
+            begins = reform(str(error))
+            events.append((time.monotonic(), "connected"))
+            if not begins.is_equal:
+                view = member.view
+                root = view.rank_of(begins.source)
+                hvd.broadcast_parameters(model.state_dict(), root)
+            member.step = begins.step
+            member.running()
+    member.done(member.step)
+    weights = [p.detach().clone() for p in model.parameters()]
+    return steps, events, weights, hvd.size()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_survivors_go_on(engine: str, size: int) -> None:
+    for victim in range(size):
+        with controlling(size) as (controller, path):
+            results = run_ranks_bare(
+                size,
+                train,
+                path,
+                victim,
+                5,
+                "kill",
+                dying=[victim],
+                timeout_s=20.0,
+                environment={"RONDE_ENGINE": engine},
+            )
+            lost_s = next(n.at_s for n in controller.notes if "lost" in n.what)
+        survivors = [result for result in results if result is not None]
+        assert len(survivors) == size - 1
+        for steps, events, weights, left in survivors:
+            assert left == size - 1
+            is_alone = [of for _, of in steps] == [size] * 5 + [size - 1] * (STEPS - 5)
+            assert is_alone, steps
+            assert min(at_s for at_s, of in steps if of < size) - lost_s < 3.0, events
+            for own, first in zip(weights, survivors[0][2], strict=True):
+                assert torch.equal(own, first)
