@@ -1,6 +1,24 @@
 """Training that goes on when ranks fail, come and go: ``hvd.elastic``."""
 
+from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
+from ronde.torch.elastic.position import Position, derive_seed
 from ronde.torch.elastic.sampler import ElasticSampler
+from ronde.torch.elastic.shards import ElasticShards
 from ronde.torch.elastic.state import ObjectState, State, TorchState, run
+from ronde.torch.elastic.weights import GradientWeights, LearningRateScale
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = [
+    "DataSource",
+    "ElasticLoader",
+    "ElasticSampler",
+    "ElasticShards",
+    "GradientWeights",
+    "LearningRateScale",
+    "ObjectState",
+    "Position",
+    "Share",
+    "State",
+    "TorchState",
+    "derive_seed",
+    "run",
+]

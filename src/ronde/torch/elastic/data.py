@@ -1,0 +1,313 @@
+"""The data of an elastic job: each sample once an epoch, whoever comes and goes.
+
+Note [What a change of ranks does to the loader]
+    Workers of the ``DataLoader`` live on: they are sent ids, and know nothing of ranks.
+    What they have prefetched was dealt for other ranks and is thrown away. Requests are
+    numbered, and only the number that is expected is handed out, so nothing is lost or
+    doubled. Workers see that a request is of old, and answer it without loading it.
+"""
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing import RawValue
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, IterableDataset
+
+from ronde.errors import UsageError
+from ronde.torch.elastic.position import Dealer, Dealt, Position, derive_seed
+from ronde.torch.session import rank, size
+
+
+class Share:
+    """What this rank does in one step.
+
+    ``batch_size`` is of all ranks together, ``ids`` are this rank's part of it.
+    ``seed`` follows from step and rank: for dropout, in a step that is done again too.
+    """
+
+    def __init__(self, dealt: Dealt, seed: int, micro_batches: Iterator[Any]) -> None:
+        self.start, self.position, self.batch_size, self.ids, _, self.weights = dealt
+        self.seed = seed
+        self.micro_batches = micro_batches
+        if len(self.weights) == 1:
+            self._inputs = next(micro_batches)
+            self.micro_batches = iter([self._inputs])
+
+    @property
+    def inputs(self) -> Any:
+        """The collated samples, where this rank has one micro-batch."""
+        if len(self.weights) != 1:
+            raise UsageError(
+                "a share must be one micro-batch to have inputs, got "
+                f"{len(self.weights)}. Use: for inputs in step.micro_batches."
+            )
+        return self._inputs
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """Data whose position an elastic job keeps."""
+
+    epochs: int | None  # None: without end
+    position: Position  # after the share that was handed out last
+
+    def seek(self, position: Position, rank: int, size: int) -> None:
+        """Go to ``position``, as one of ``size`` ranks."""
+        ...
+
+    def __next__(self) -> Share: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` goes on from, at ``position``."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to where another source was; ``seek`` says for which ranks."""
+        ...
+
+    def close(self) -> None:
+        """End all workers."""
+        ...
+
+
+class ElasticLoader:
+    """Load each rank's share of every step of a map-style data set.
+
+    All ranks give equal arguments. With the policy "global" ``batch_size`` is of all
+    ranks together, and does not change with their number; with "per-rank" it is of
+    each. The last batch of an epoch is short, or with ``drop_last`` left out. A rank's
+    share comes in micro-batches of ``micro_batch`` samples, without it in one; where
+    shares or micro-batches are unequal, gradients need ``GradientWeights``. Statistics
+    of batch norm are those of each micro-batch.
+
+    With ``seed_samples`` the generators of Python, NumPy and torch are seeded from
+    (seed, epoch, id) before each sample is loaded, so that its augmentation is the same
+    on any rank; without workers these are the training's own generators. Keywords are
+    ``DataLoader``'s.
+
+    Raises:
+        UsageError: The data set has no ids, or a value is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        micro_batch: int | None = None,
+        policy: str = "global",
+        epochs: int | None = None,
+        seed_samples: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        refuse_unplaced(dataset)
+        foreign = {"sampler", "batch_sampler", "in_order"} & set(options)
+        if foreign:
+            raise UsageError(
+                f"keywords must be DataLoader's but for the order, got "
+                f"{', '.join(sorted(foreign))}: the position decides about that."
+            )
+        self.dataset = dataset
+        self.epochs = epochs
+        self.position = Position()
+        self._seed = seed
+        self._dealer = Dealer(
+            len(dataset), batch_size, shuffle, seed, drop_last, micro_batch, policy
+        )
+        self._place: tuple[int, int] | None = None
+        self._ahead = Position()  # of the next step to be requested
+        self._unsent: deque[_Request] = deque()  # the rest of a step's
+        self._num_sent = 0
+        self._num_arrived = 0  # of those, whatever became of them
+        self._expected = 0  # the number of the next that is wanted
+        self._turn = RawValue(ctypes.c_long, 0)  # shared with workers: counts seeks
+        seed_of_samples = seed if seed_samples else None
+        collate = collate_fn or cast("Any", torch_data).default_collate
+        # A generator of its own: the loader takes a seed from it for its workers.
+        options.setdefault("generator", torch.Generator().manual_seed(seed))
+        self._loader = DataLoader[Any](
+            _Loading(dataset, collate, self._turn, seed_of_samples),  # pyright: ignore[reportArgumentType]
+            batch_sampler=_Requests(self._next_request),  # pyright: ignore[reportArgumentType]
+            collate_fn=_unchanged,
+            **options,
+        )
+        self._batches: Iterator[Any] | None = None
+
+    def seek(self, position: Position, rank: int, size: int) -> None:
+        """Go to ``position``, as one of ``size`` ranks; what is prefetched is dropped.
+
+        Workers live on.
+        """
+        self._dealer.full_batch(size)
+        self._place = rank, size
+        self.position = self._ahead = Position(*position)
+        self._unsent.clear()
+        self._turn.value += 1
+        self._expected = self._num_sent
+
+    def __iter__(self) -> Iterator[Share]:
+        return self
+
+    def __next__(self) -> Share:
+        """Return this rank's share of the next step."""
+        own_rank, own_size = self._here()
+        dealt = self._dealer.deal(self.position, own_rank, own_size)
+        if self._is_over(dealt):
+            raise StopIteration
+        numbers = range(self._expected, self._expected + len(dealt.weights))
+        self._expected = numbers.stop
+        seed = derive_seed(self._seed, *dealt.start, own_rank)
+        share = Share(dealt, seed, map(self._fetch, numbers))
+        self.position = dealt.position
+        return share
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the share that was handed out last."""
+        return self.position._asdict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the position of another loader."""
+        self.position = Position(**state_dict)
+        if self._place is not None:
+            self.seek(self.position, *self._place)
+
+    def close(self) -> None:
+        """End the workers; the next use starts others."""
+        self._batches = None
+        if self._place is not None:
+            self.seek(self.position, *self._place)
+
+    def _here(self) -> tuple[int, int]:
+        place = self._place or (rank(), size())
+        if self._place is None:
+            self.seek(self.position, *place)
+        return place
+
+    def _is_over(self, dealt: Dealt) -> bool:
+        return self.epochs is not None and dealt.start.epoch >= self.epochs
+
+    def _next_request(self) -> "_Request":
+        """Number the next micro-batch; an empty one past the end: seek may go back."""
+        if not self._unsent:
+            dealt = self._dealer.deal(self._ahead, *self._here())
+            parts = dealt.micro_batches
+            if self._is_over(dealt):
+                parts = ((),)
+            else:
+                self._ahead = dealt.position
+            turn, epoch = self._turn.value, dealt.start.epoch
+            self._unsent += (_Request(0, turn, epoch, ids) for ids in parts)
+        request = self._unsent.popleft()._replace(number=self._num_sent)
+        self._num_sent += 1
+        return request
+
+    def _fetch(self, expected: int) -> Any:
+        if expected < self._num_arrived:
+            raise UsageError(
+                "micro_batches must be used before the next step is taken, got that "
+                "step's already. Take all of them inside their step."
+            )
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        try:
+            while True:
+                number, batch = next(self._batches)
+                self._num_arrived = number + 1
+                if number == expected:
+                    return batch
+        except BaseException:
+            # The next try begins anew, with new workers: one may have died.
+            self.close()
+            raise
+
+
+class _Request(NamedTuple):
+    """A micro-batch that a worker is to load."""
+
+    number: int
+    turn: int  # of ``ElasticLoader.seek``
+    epoch: int
+    ids: tuple[int, ...]
+
+
+class _Requests:
+    """Requests without end, as a batch sampler."""
+
+    def __init__(self, draw: Callable[[], _Request]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[_Request]:
+        while True:
+            yield self._draw()
+
+
+class _Loading:
+    """What a worker does: load and collate what it is asked for, unless that is old."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        turn: Any,
+        seed: int | None,
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._turn = turn
+        self._seed = seed
+
+    def __getitems__(self, request: _Request) -> tuple[int, Any]:
+        if not request.ids or request.turn != self._turn.value:
+            return request.number, None
+        if self._seed is None and hasattr(self.dataset, "__getitems__"):
+            samples = self.dataset.__getitems__(list(request.ids))
+            return request.number, self._collate(samples)
+        samples: list[Any] = []
+        for sample_id in request.ids:
+            if request.turn != self._turn.value:
+                return request.number, None
+            if self._seed is not None:
+                _seed_all(derive_seed(self._seed, request.epoch, sample_id))
+            samples.append(self.dataset[sample_id])
+        return request.number, self._collate(samples)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.default_generator.manual_seed(seed)
+
+
+def refuse_unplaced(data: object) -> None:
+    """Refuse data that an elastic job could not take up where others left it."""
+    kind = type(data)
+    if issubclass(kind, DataLoader):
+        cure = "Give ElasticLoader the data set of the DataLoader."
+    elif issubclass(kind, IterableDataset) or not (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    ):
+        cure = (
+            "Give ElasticShards one iterable for each of at least --max-ranks shards, "
+            "with state_dict() and load_state_dict()."
+        )
+    else:
+        return
+    raise UsageError(
+        "data of an elastic job must have ids from 0 to len() - 1, got "
+        f"{kind.__name__}, whose position other ranks could not go on from. "
+        f"{cure}"
+    )

@@ -1,0 +1,245 @@
+"""Data with a state of its own, such as ``StatefulDataLoader``, in an elastic job."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ronde.errors import UsageError
+from ronde.torch.elastic.data import DataSource, Share, refuse_unplaced
+from ronde.torch.elastic.position import Dealt, Position, derive_seed
+from ronde.torch.mpi_ops import Sum, allreduce
+from ronde.torch.session import rank, size
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An iterable of batches that goes on from a state; each epoch iterates anew."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> Any:
+        """Return what lies behind the batch that was yielded last."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Have the next iterator go on from a state."""
+        ...
+
+
+class ShardState(NamedTuple):
+    """Where a shard was: before batch ``number`` of ``epoch``."""
+
+    epoch: int
+    number: int
+    state: Any
+
+
+def sum_over_ranks(value: int) -> int:
+    """Return the sum of each rank's value; collective."""
+    total = allreduce(torch.tensor([value]), op=Sum, name="elastic.samples")
+    return int(total)
+
+
+def first_length(batch: Any) -> int:
+    """Return the number of samples of a batch: the length of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    if isinstance(batch, Mapping):
+        batch = list(cast("Mapping[Any, Any]", batch).values())
+    if issubclass(type(batch), (list, tuple)) and batch:
+        return first_length(batch[0])
+    raise UsageError(
+        "a batch must begin with a tensor, for its length, got "
+        f"{type(batch).__name__}. Give ElasticShards num_samples=."
+    )
+
+
+class ElasticShards:
+    """Train on shards whole, each on one rank at a time, which may change.
+
+    A step takes a batch of every shard that has one left: each rank those of its own
+    shards, as micro-batches, of which it may have none. So the batch of all ranks does
+    not change with their number. Taking a step is collective: ranks add up samples.
+
+    ``position.samples`` counts the epoch's steps here. A lost rank's shards go on from
+    their last state that another rank knows, of ``load_state_dict`` and
+    ``merge_states``, and draw again, unused, what lies between.
+
+    Raises:
+        UsageError: A shard has no state, or there are more ranks than shards.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        *,
+        seed: int = 0,
+        epochs: int | None = None,
+        num_samples: Callable[[Any], int] = first_length,
+        add_up: Callable[[int], int] = sum_over_ranks,
+    ) -> None:
+        for index, shard in enumerate(shards):
+            if not isinstance(shard, Stateful):
+                raise UsageError(
+                    "a shard must have state_dict() and load_state_dict(), got "
+                    f"{type(shard).__name__} as number {index}: without them no other "
+                    "rank could go on from where one was lost."
+                )
+        self.epochs = epochs
+        self.position = Position()
+        self._shards = [_Shard(shard) for shard in shards]
+        self._seed = seed
+        self._num_samples = num_samples
+        self._add_up = add_up
+        self._place: tuple[int, int] | None = None
+
+    def seek(self, position: Position, rank: int, size: int) -> None:
+        """Go to ``position``, as one of ``size`` ranks; shards may change hands."""
+        if size > len(self._shards):
+            raise UsageError(
+                f"size must be at most the number of shards, {len(self._shards)}, got "
+                f"{size}. Lower --max-ranks or make more shards."
+            )
+        self.position, self._place = Position(*position), (rank, size)
+        for index, shard in enumerate(self._shards):
+            if index % size != rank:
+                shard.release()
+
+    def __iter__(self) -> Iterator[Share]:
+        return self
+
+    def __next__(self) -> Share:
+        """Return this rank's batches of the next step; collective."""
+        own_rank, own_size = self._place or (rank(), size())
+        if self._place is None:
+            self.seek(self.position, own_rank, own_size)
+        for start in (self.position, Position(self.position.epoch + 1)):
+            if self.epochs is not None and start.epoch >= self.epochs:
+                raise StopIteration
+            own = self._shards[own_rank::own_size]
+            batches = [batch for shard in own for batch in shard.draw(*start)]
+            counts = [self._num_samples(batch) for batch in batches]
+            total = self._add_up(sum(counts))
+            if total:
+                self.position = Position(start.epoch, start.samples + 1)
+                weights = tuple(count * own_size / total for count in counts)
+                dealt = Dealt(start, self.position, total, (), (), weights)
+                seed = derive_seed(self._seed, *start, own_rank)
+                return Share(dealt, seed, iter(batches))
+        raise UsageError("shards must have batches, got none in a whole epoch.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, this rank's shards and what it knows of the others."""
+        if self._place is not None:
+            for shard in self._shards[self._place[0] :: self._place[1]]:
+                shard.save()
+        states = {i: s.saved for i, s in enumerate(self._shards) if s.saved}
+        return {"position": tuple(self.position), "shards": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to where another source was."""
+        self.position = Position(*state_dict["position"])
+        for index, state in state_dict["shards"].items():
+            self._shards[index].load(ShardState(*state))
+
+    def merge_states(self, state_dict: dict[str, Any]) -> None:
+        """Keep another rank's states of shards, where they are newer than those here.
+
+        Exchange them now and then, with ``allgather_object``, so that little is to be
+        drawn again when a rank is lost.
+        """
+        for index, state in state_dict["shards"].items():
+            self._shards[index].keep(ShardState(*state))
+
+    def close(self) -> None:
+        """Let go of all iterators."""
+        for shard in self._shards:
+            shard.release()
+
+
+class _Shard:
+    """One shard, and how far it is; each batch is drawn by its number."""
+
+    def __init__(self, source: Stateful) -> None:
+        self._source = source
+        self.saved: ShardState | None = None
+        self._is_held = False  # this rank draws from it
+        self._batches: Iterator[Any] | None = None
+        self._next = (0, 0)  # epoch and number of the batch to be drawn next
+        self._last: tuple[tuple[int, int], Any] | None = None
+        self._end = (-1, 0)  # the newest epoch that is over, and its batches
+
+    def draw(self, epoch: int, number: int) -> list[Any]:
+        """Return the batch of this number, or none where the epoch has fewer."""
+        wanted = (epoch, number)
+        is_drawn = self._last is not None and self._last[0] == wanted
+        is_known = is_drawn or self._is_past_end(wanted)
+        if not self._is_held or (self._next > wanted and not is_known):
+            self._rewind(wanted)
+        while self._next <= wanted and not self._is_past_end(wanted):
+            self._advance()
+        # The last one again, if its step was undone.
+        return [batch for at, batch in [self._last or ((), ())] if at == wanted]
+
+    def save(self) -> None:
+        """Take the state, where this rank draws from it."""
+        if self._is_held:
+            self.saved = ShardState(*self._next, self._source.state_dict())
+
+    def load(self, state: ShardState) -> None:
+        self.release()
+        self.saved = state
+
+    def keep(self, state: ShardState) -> None:
+        if not self._is_held and (not self.saved or state[:2] > self.saved[:2]):
+            self.saved = state
+
+    def release(self) -> None:
+        """Let go of the iterator: another rank has the shard, or its state changes."""
+        self._is_held = False
+        self._batches = self._last = None
+
+    def _is_past_end(self, wanted: tuple[int, int]) -> bool:
+        return wanted[0] == self._end[0] and wanted >= self._end
+
+    def _rewind(self, wanted: tuple[int, int]) -> None:
+        """Begin again from the newest known state."""
+        self.release()
+        if self.saved is None:
+            self.saved = ShardState(0, 0, self._source.state_dict())
+        if self.saved[:2] > wanted:
+            raise UsageError(
+                f"a shard's state must be of (epoch, batch) {wanted} or before, got "
+                f"{self.saved[:2]}. Load the state that belongs to the position."
+            )
+        self._source.load_state_dict(self.saved.state)
+        self._next, self._end = self.saved[:2], (-1, 0)
+        self._is_held = True
+
+    def _advance(self) -> None:
+        if self._batches is None:
+            self._batches = iter(self._source)
+        epoch, number = self._next
+        try:
+            self._last = self._next, next(self._batches)
+            self._next = epoch, number + 1
+        except StopIteration:
+            self._end, self._next = self._next, (epoch + 1, 0)
+            self._batches = None
+
+
+def source_of(data: object) -> DataSource:
+    """Return the source for an elastic job's loop: refuse what has no position.
+
+    Raises:
+        UsageError: ``data`` is neither an ``ElasticLoader`` nor ``ElasticShards``.
+    """
+    if isinstance(data, DataSource):
+        return data
+    refuse_unplaced(data)
+    raise UsageError(
+        "data must be an ElasticLoader or ElasticShards, got "
+        f"{type(data).__name__}. Give ElasticLoader this data set."
+    )

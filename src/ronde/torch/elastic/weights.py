@@ -1,0 +1,170 @@
+"""How gradients and learning rates follow the number of ranks."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, zeros_like
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ronde.torch.elastic.data import Share
+from ronde.torch.optimizer import DistributedOptimizer
+
+
+class GradientWeights:
+    """Make the average over ranks the average over samples, however they are dealt.
+
+    A loss is a mean over a micro-batch, and ``DistributedOptimizer`` averages over
+    ranks. So each gradient is multiplied by ``micro_batch * size / batch``, and
+    reduced with the last micro-batch of this rank: ranks may have unequally many. Where
+    that factor is 1 parameters have no hooks, and nothing is done.
+
+    Args:
+        parameters: Of the model.
+        optimizers: Those whose ``step()`` follows all micro-batches of a step.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *optimizers: Optimizer | object
+    ) -> None:
+        self._parameters = [
+            p for p in parameters if p.is_floating_point() or p.is_complex()
+        ]
+        # The user's own number of passes for each micro-batch.
+        self._optimizers = [
+            (each, each.backward_passes_per_step)
+            for each in optimizers
+            if isinstance(each, DistributedOptimizer)
+        ]
+        self._weight = 1.0
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self, share: Share) -> None:
+        """Prepare the step; before its first ``backward()``."""
+        for optimizer, passes in self._optimizers:
+            wanted = passes * max(1, len(share.weights))
+            if optimizer.backward_passes_per_step != wanted:
+                optimizer.set_backward_passes_per_step(wanted)
+        self._set(share.weights[0] if share.weights else 1.0)
+
+    def micro_batches(self, share: Share) -> Iterator[Any]:
+        """Yield the inputs of each micro-batch, and weight its gradients."""
+        for weight, inputs in zip(share.weights, share.micro_batches, strict=True):
+            self._set(weight)
+            yield inputs
+
+    def close(self) -> None:
+        """Leave gradients alone again."""
+        self._set(1.0)
+        for optimizer, passes in self._optimizers:
+            optimizer.set_backward_passes_per_step(passes)
+
+    def _set(self, weight: float) -> None:
+        self._weight = weight
+        if weight == 1.0:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        elif not self._hooks:
+            self._hooks = [self._add_hook(p) for p in self._parameters]
+
+    def _add_hook(self, parameter: Tensor) -> RemovableHandle:
+        # Torch hooks only what requires a gradient, but keeps the hook when it is
+        # frozen: so one that is trained later is weighted too.
+        was_trained = parameter.requires_grad
+        parameter.requires_grad_()
+        hook = cast("Any", parameter).register_hook(self._weigh)
+        parameter.requires_grad_(was_trained)
+        return cast("RemovableHandle", hook)
+
+    def _weigh(self, gradient: Tensor) -> Tensor:
+        # A sample that does not count may have any loss, also none that is finite.
+        return gradient * self._weight if self._weight else zeros_like(gradient)
+
+
+class Ramp(NamedTuple):
+    """A factor on its way from one value to another; a pure function of the step."""
+
+    begin: float = 1.0
+    end: float = 1.0
+    first_step: int = 0
+    num_steps: int = 0
+
+    def at(self, step: int) -> float:
+        """Return the factor in step number ``step``, from 0 on."""
+        done = step + 1 - self.first_step
+        if done >= self.num_steps:
+            return self.end
+        return self.begin + (self.end - self.begin) * max(0, done) / self.num_steps
+
+
+class LearningRateScale:
+    """Scale learning rates with the number of ranks, for the policy "per-rank".
+
+    The linear rule: ``size / base_size`` times the rate that was chosen for
+    ``base_size`` ranks. After a change of size the factor gets there in ``ramp_steps``
+    equal steps, as it does from 1 at the start. The rates of ``param_groups`` are
+    scaled during ``optimizer.step()`` alone: schedulers and ``state_dict()`` never see
+    it.
+
+    Source: https://arxiv.org/abs/1706.02677, sections 2.1 and 2.2.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, base_size: int, ramp_steps: int = 0
+    ) -> None:
+        self.factor = 1.0
+        self._optimizer = optimizer
+        self._base_size = base_size
+        self._ramp_steps = ramp_steps
+        self._ramp = Ramp()
+        self._rates: list[float | Tensor] = []
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def begin(self, step: int, size: int) -> None:
+        """Find the factor of step number ``step``, from 0 on, with ``size`` ranks.
+
+        Depends on the steps that were applied alone: one that is done again, with as
+        many ranks or others, has the factor that it would have had at once.
+        """
+        self._after_step()  # of a step that has failed
+        end = size / self._base_size
+        if end != self._ramp.end:
+            now = self._ramp.at(step - 1)
+            self._ramp = Ramp(now, end, step, self._ramp_steps)
+        self.factor = self._ramp.at(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another rank needs to go on as this one would."""
+        return self._ramp._asdict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on as another rank would."""
+        self._ramp = Ramp(**state_dict)
+
+    def close(self) -> None:
+        """Leave learning rates alone again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, *_: object) -> None:
+        self._after_step()  # of a step that has failed
+        for group in self._optimizer.param_groups if self.factor != 1.0 else ():
+            rate = group["lr"]
+            if isinstance(rate, Tensor):  # in place: compiled steps read this one
+                self._rates.append(rate.clone())
+                rate.mul_(self.factor)
+            else:
+                self._rates.append(rate)
+                group["lr"] = rate * self.factor
+
+    def _after_step(self, *_: object) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+        self._rates = []
