@@ -60,61 +60,49 @@ def problems_of(
     for entry in entries:
         key = (entry.view, entry.attempt)
         attempts[entry.step].setdefault(key, []).append(entry)
-    missing = sorted(set(range(max(attempts, default=-1) + 1)) - set(attempts))
+    newest = max(attempts, default=-1)
+    missing = sorted(set(range(newest + 1)) - set(attempts))
     problems = [f"step {step} is missing" for step in missing]
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     batches: dict[int, list[int]] = defaultdict(list)
-    last_view = last_epoch = 0
-    for step in sorted(attempts):
-        applied = [k for k, e in attempts[step].items() if any(x.is_applied for x in e)]
-        if len(applied) != 1:
-            if applied or step != max(attempts):  # the last may be under way
-                problems.append(f"step {step} was applied {len(applied)} times")
-            if not applied:
-                continue
-        view, attempt = applied[0]
-        own = attempts[step][applied[0]]
-        problems += _problems_of_attempt(own, f"step {step} in view {view}")
-        shares = {entry.member: entry.ids for entry in own}
-        if view < last_view or own[0].epoch not in (last_epoch, last_epoch + 1):
-            problems.append(f"step {step} goes back in view or epoch: {own[0]}")
-        last_view, last_epoch = view, own[0].epoch
-        counts[own[0].epoch].update(i for ids in shares.values() for i in ids)
-        batches[own[0].epoch].append(own[0].batch_size)
-    for epoch in range(max(num_epochs, max(counts, default=0) + 1)):
-        is_complete = epoch < num_epochs
-        problems += _problems_of_epoch(
-            epoch, counts[epoch], num_samples if is_complete else None, drop_last
-        )
-        full, last = batches[epoch][:-1], batches[epoch][-1:]
-        wrong = [size for size in full if batch_size not in (None, size)]
-        if batch_size is not None and max([*wrong, *last, 0]) > batch_size or wrong:
-            problems.append(f"epoch {epoch} has batches of {wrong + last}")
+    last = (0, 0)
+    for step, tried in sorted(attempts.items()):
+        applied = [own for own in tried.values() if any(e.is_applied for e in own)]
+        if len(applied) != 1 and (applied or step != newest):  # it may be under way
+            problems.append(f"step {step} was applied {len(applied)} times")
+        for own in applied[:1]:
+            first = own[0]
+            problems += _problems_of_attempt(own)
+            if first.view < last[0] or first.epoch not in (last[1], last[1] + 1):
+                problems.append(f"step {step} goes back or too far: {first}")
+            last = first.view, first.epoch
+            shares = {entry.member: entry.ids for entry in own}
+            counts[first.epoch].update(i for ids in shares.values() for i in ids)
+            batches[first.epoch].append(first.batch_size)
+    for epoch in range(max(num_epochs, last[1] + 1)):
+        lost = sorted(set(range(num_samples)) - set(counts[epoch]))
+        num_spared = (batch_size or num_samples) - 1 if drop_last else 0
+        if epoch < num_epochs and len(lost) > num_spared:
+            problems.append(f"epoch {epoch} lacks samples {lost}")
+        wrong = sorted(i for i, n in counts[epoch].items() if n > 1 or i >= num_samples)
+        if wrong:
+            problems.append(f"epoch {epoch} has samples {wrong} twice, or of no data")
+        *full, rest = batches[epoch] or [0]
+        if batch_size and ({*full} - {batch_size} or rest > batch_size):
+            problems.append(f"epoch {epoch} has batches of {[*full, rest]}")
     return problems
 
 
-def _problems_of_attempt(entries: list[Entry], where: str) -> list[str]:
+def _problems_of_attempt(entries: list[Entry]) -> list[str]:
+    """Return what is wrong with one attempt: entries of the same view and step."""
+    where = f"step {entries[0].step} in view {entries[0].view}"
+    shares = {(entry.member, entry.ids) for entry in entries}
+    total = sum(len(ids) for _, ids in shares)
     problems: list[str] = []
-    shares: dict[int, tuple[int, ...]] = {}
-    for entry in entries:
-        if shares.setdefault(entry.member, entry.ids) != entry.ids:
-            problems.append(f"{where}: member {entry.member} changed its share")
+    if len(shares) != len({entry.member for entry in entries}):
+        problems.append(f"{where}: a member's share has changed")
     if len({(entry.epoch, entry.batch_size) for entry in entries}) > 1:
         problems.append(f"{where}: ranks differ in epoch or batch")
-    total = sum(map(len, shares.values()))
     if total != entries[0].batch_size:
         problems.append(f"{where}: {total} samples of {entries[0].batch_size}")
-    return problems
-
-
-def _problems_of_epoch(
-    epoch: int, counts: Counter[int], num_samples: int | None, drop_last: bool
-) -> list[str]:
-    twice = sorted(sample for sample, count in counts.items() if count > 1)
-    problems = [f"epoch {epoch} has samples {twice} twice"] if twice else []
-    if num_samples is not None:
-        lost = sorted(set(range(num_samples)) - set(counts))
-        strange = sorted(set(counts) - set(range(num_samples)))
-        if strange or (lost and not drop_last):
-            problems.append(f"epoch {epoch} lacks {lost}, and has {strange} besides")
     return problems

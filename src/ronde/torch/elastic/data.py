@@ -130,6 +130,7 @@ class ElasticLoader:
         self._num_sent = 0
         self._num_arrived = 0  # of those, whatever became of them
         self._expected = 0  # the number of the next that is wanted
+        self._oldest = 0  # the first number since the last seek
         self._turn = RawValue(ctypes.c_long, 0)  # shared with workers: counts seeks
         seed_of_samples = seed if seed_samples else None
         collate = collate_fn or cast("Any", torch_data).default_collate
@@ -153,7 +154,7 @@ class ElasticLoader:
         self.position = self._ahead = Position(*position)
         self._unsent.clear()
         self._turn.value += 1
-        self._expected = self._num_sent
+        self._expected = self._oldest = self._num_sent
 
     def __iter__(self) -> Iterator[Share]:
         return self
@@ -212,10 +213,10 @@ class ElasticLoader:
         return request
 
     def _fetch(self, expected: int) -> Any:
-        if expected < self._num_arrived:
+        if expected < max(self._num_arrived, self._oldest):
             raise UsageError(
-                "micro_batches must be used before the next step is taken, got that "
-                "step's already. Take all of them inside their step."
+                "micro_batches must be used before the next step or seek, got there "
+                "already. Take all of them inside their step."
             )
         if self._batches is None:
             self._batches = iter(self._loader)
@@ -226,8 +227,7 @@ class ElasticLoader:
                 if number == expected:
                     return batch
         except BaseException:
-            # The next try begins anew, with new workers: one may have died.
-            self.close()
+            self.seek(self.position, *self._here())  # the next try begins anew
             raise
 
 

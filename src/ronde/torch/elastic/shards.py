@@ -105,6 +105,7 @@ class ElasticShards:
         self.position, self._place = Position(*position), (rank, size)
         for index, shard in enumerate(self._shards):
             if index % size != rank:
+                shard.save(self.position)
                 shard.release()
 
     def __iter__(self) -> Iterator[Share]:
@@ -131,10 +132,12 @@ class ElasticShards:
         raise UsageError("shards must have batches, got none in a whole epoch.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, this rank's shards and what it knows of the others."""
-        if self._place is not None:
-            for shard in self._shards[self._place[0] :: self._place[1]]:
-                shard.save()
+        """Return the position, this rank's shards and what it knows of the others.
+
+        After a step that was undone, first ``seek``.
+        """
+        for shard in self._shards:
+            shard.save(self.position)
         states = {i: s.saved for i, s in enumerate(self._shards) if s.saved}
         return {"position": tuple(self.position), "shards": states}
 
@@ -183,9 +186,9 @@ class _Shard:
         # The last one again, if its step was undone.
         return [batch for at, batch in [self._last or ((), ())] if at == wanted]
 
-    def save(self) -> None:
-        """Take the state, where this rank draws from it."""
-        if self._is_held:
+    def save(self, position: Position) -> None:
+        """Take the state, where it is not that after a step that was undone."""
+        if self._is_held and self._next <= position:
             self.saved = ShardState(*self._next, self._source.state_dict())
 
     def load(self, state: ShardState) -> None:

@@ -117,7 +117,8 @@ class LearningRateScale:
         self._optimizer = optimizer
         self._base_size = base_size
         self._ramp_steps = ramp_steps
-        self._ramp = Ramp()
+        self._step = -1  # the newest that ``begin`` was called for
+        self._before = self._ramp = Ramp()  # of the step before it, and of it
         self._rates: list[float | Tensor] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -131,19 +132,24 @@ class LearningRateScale:
         many ranks or others, has the factor that it would have had at once.
         """
         self._after_step()  # of a step that has failed
-        end = size / self._base_size
-        if end != self._ramp.end:
-            now = self._ramp.at(step - 1)
+        if step > self._step:
+            self._step, self._before = step, self._ramp
+        end, self._ramp = size / self._base_size, self._before
+        if end != self._before.end:
+            now = self._before.at(step - 1)
             self._ramp = Ramp(now, end, step, self._ramp_steps)
         self.factor = self._ramp.at(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what another rank needs to go on as this one would."""
-        return self._ramp._asdict()
+        ramps = {"before": tuple(self._before), "ramp": tuple(self._ramp)}
+        return {"step": self._step, **ramps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on as another rank would."""
-        self._ramp = Ramp(**state_dict)
+        self._step = state_dict["step"]
+        self._before = Ramp(*state_dict["before"])
+        self._ramp = Ramp(*state_dict["ramp"])
 
     def close(self) -> None:
         """Leave learning rates alone again."""
