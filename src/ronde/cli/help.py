@@ -34,8 +34,7 @@ hosts:
                         command that prints such lines, or file that holds
                         them; ronde run follows its changes
   --host-discovery-script WHAT
-                        the same; a rank that fails then counts for its host,
-                        as in Horovod
+                        the same, as horovodrun has it
   --slots, --slots-per-host N
                         slots of each host that has no number of its own
 """
@@ -69,8 +68,8 @@ ranks:
 
 {HOST_OPTIONS}\
   --nodes, --nnodes N   use only the first N hosts; with --listen: number of
-                        nodes, this one included; as 2:4, with
-                        --nproc-per-node, ranks come and go
+                        nodes, this one included; A:B with
+                        --nproc-per-node is --min-ranks and --max-ranks
   --standalone          use only this machine
 
 start:
@@ -117,7 +116,8 @@ ranks that come and go (hvd.elastic):
                         place (default: 0)
   --failure-domain WHAT
                         what is left out for a while when a rank fails: its
-                        slot or its host (default: slot)
+                        slot or its host (default: slot; with horovodrun's
+                        options or --nodes A:B host)
   --cooldown LO,HI      for how long: at first LO, then twice as long each
                         time, up to HI (default: 30s,1h)
   --elastic-timeout TIME

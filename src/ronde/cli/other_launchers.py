@@ -74,7 +74,7 @@ deepspeed: include
 deepspeed: launcher-args
   Type --ssh-args ARGS.
 deepspeed: elastic-training min-elastic-nodes max-elastic-nodes
-  Type --max-restarts R.
+  Type --nodes A:B --nproc-per-node N.
 srun: K kill-on-bad-exit wait W u unbuffered overlap
 deepspeed: no-local-rank force-multi no-ssh-check save-pid
   Drop it: it changes nothing here.

@@ -78,8 +78,8 @@ def run(
     What the ranks print is shown while they run. ``func``, its arguments and its result
     are anything that cloudpickle takes. The arguments from ``num_proc`` on are
     horovodrun's options, and ``np``, ``min_np``, ``max_np`` and ``network_interface``
-    their old names. All hosts must be this machine. Not used are ``cooldown_range``,
-    ``ssh_port``, ``ssh_identity_file``, ``disable_cache`` and ``mpi_args``.
+    their old names. All hosts must be this machine. Not used are ``ssh_port``,
+    ``ssh_identity_file``, ``disable_cache`` and ``mpi_args``.
 
     Args:
         min_num_proc: So many ranks suffice where there are fewer slots than
