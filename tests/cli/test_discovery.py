@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ronde.launch.elastic.discovery import HostChanges, open_discovery
-from ronde.launch.elastic.options import NO_LIMIT, DiscoverySpec, ElasticOptions
+from ronde.launch.elastic_options import NO_LIMIT, DiscoverySpec, ElasticOptions
 from ronde.launch.hosts.host import SLOTS_OPEN, Host
 from ronde.launch.process_tree import adopting_orphans, children, read_process
 from ronde.launch.signals import wait_for

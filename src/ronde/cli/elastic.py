@@ -7,7 +7,7 @@ from ronde.arguments import attribute_of, read_number, read_one_of
 from ronde.cli.horovodrun import HorovodOptions
 from ronde.cli.hosts import DISCOVERIES, read_nodes, read_slots
 from ronde.errors import UsageError
-from ronde.launch.elastic.options import (
+from ronde.launch.elastic_options import (
     NO_LIMIT,
     DiscoverySpec,
     ElasticOptions,

@@ -25,7 +25,7 @@ from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import controller, environments
 from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.elastic.options import NO_LIMIT, FailureDomain
+from ronde.launch.elastic_options import NO_LIMIT, FailureDomain
 from ronde.launch.hosts.host import (
     MAX_SLOTS,
     SLOTS_CORES,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
 from ronde.launch import messages
 from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
-from ronde.launch.elastic.options import ElasticOptions
+from ronde.launch.elastic_options import ElasticOptions
 from ronde.launch.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.failure import JobResult, LostHost
 from ronde.launch.hosts.host import (

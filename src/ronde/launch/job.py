@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch import messages
-from ronde.launch.elastic.options import ElasticOptions
+from ronde.launch.elastic_options import ElasticOptions
 from ronde.launch.environments import (
     JobFacts,
     NodeFacts,
@@ -71,7 +71,8 @@ class JobPlan(NamedTuple):
 
     def jobs(self, epoch: int) -> list[messages.NodeJob]:
         if self.spec.elastic is not None:
-            return [self.elastic_job(epoch, share) for share in self.shares]
+            first, *others = (self.elastic_job(epoch, share) for share in self.shares)
+            return [first._replace(address=self.address), *others]
         worlds = self._worlds()
         jobs: list[messages.NodeJob] = []
         for index, share in enumerate(self.shares):

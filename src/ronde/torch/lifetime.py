@@ -37,7 +37,11 @@ from ronde.torch.session import (
 )
 from ronde.tuning import TuningLog, TuningOptions
 from ronde.world import RankInfo, World, read_rank_info
-from ronde.world.environment import read_malloc_tuning, send_exit_notice
+from ronde.world.environment import (
+    read_is_joining,
+    read_malloc_tuning,
+    send_exit_notice,
+)
 from ronde.world.horovod_config import (
     DYNAMIC,
     HorovodConfig,
@@ -148,11 +152,25 @@ def _start(
     sets: list[ProcessSet],
 ) -> None:
     member = own_member()
+    if member is not None and member.view.view == NO_VIEW and read_is_joining():
+        _connect_alone(engine, sets)
+        return
     if member is not None:
         _enter_view(member, engine, SetTable(sets), "")
         return
     _connect(comm, engine, read_rank_info())
     register_all(current_session(), sets)
+
+
+def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
+    """Begin a session of this rank alone, until it trains with the others.
+
+    They go on while it prepares.
+    """
+    info = read_rank_info()
+    alone = World(0, 1, 0, 1, 0, 1)
+    _connect(None, engine, replace(info, **asdict(alone)), expected=info.world)
+    current_session().process_sets.update(enumerate(sets, start=1))
 
 
 def reform(reason: str = "") -> ViewBegins:
@@ -166,7 +184,7 @@ def reform(reason: str = "") -> ViewBegins:
         SystemExit: The job goes on without this process.
     """
     member, session = own_member(), current_session(NotInitializedError)
-    if member is None or session.view is None:
+    if member is None:
         raise UsageError("the job must be elastic: start it by ronde run --min-ranks.")
     sets = SetTable(list(session.process_sets.values()), session.view)
     return _enter_view(member, session.engine, sets, reason)
@@ -177,7 +195,7 @@ class _Entry(NamedTuple):
 
     scope: AbortScope
     view: View
-    source: int  # the rank whose process sets count
+    begins: ViewBegins
     sets: SetTable
 
 
@@ -191,7 +209,7 @@ def _enter_view(member: Member, engine: str, sets: SetTable, reason: str) -> Vie
         finally:
             # By now nothing is under way on any rank.
             _break_off(member, reason or "this rank leaves it")
-        entry = _Entry(_scope_of(member), view, view.rank_of(begins.source), sets)
+        entry = _Entry(_scope_of(member), view, begins, sets)
         info = read_rank_info()
         job_id = f"{info.job_id}.{view.view}.{begins.key}"
         info = replace(info, **asdict(view.world_of(member.number)), job_id=job_id)
@@ -199,7 +217,7 @@ def _enter_view(member: Member, engine: str, sets: SetTable, reason: str) -> Vie
             _connect(None, engine, info, entry)
             sets.register(sessions[0], view)
         except CollectiveError as error:
-            reason = _shorten(error)
+            reason = shorten(error)
             continue
         sessions[0].recordings.mark(f"view {view.view}: {begins.reason}")
         return begins
@@ -220,7 +238,7 @@ def _break_off(member: Member, reason: str) -> None:
         shutdown()
 
 
-def _shorten(error: Exception) -> str:
+def shorten(error: Exception) -> str:
     return str(error).partition("\n")[0][:_MOST_REASON].removesuffix(".")
 
 
@@ -229,6 +247,7 @@ def _connect(
     engine: str,
     rank_info: RankInfo,
     entry: _Entry | None = None,
+    expected: World | None = None,
 ) -> None:
     config, rank = read_horovod_config(), rank_info.rank
     _report(config, rank_info)
@@ -248,7 +267,8 @@ def _connect(
         if entry is not None:
             failure = membership_error(entry.view.view, "a rank failed to connect")
             undo.callback(entry.scope.abort, failure)
-            entry.sets.share(communicator, entry.view, entry.source)
+            source = entry.view.rank_of(entry.begins.source)
+            entry.sets.share(communicator, entry.view, source)
         hosts = (socket.gethostname(),) * rank_info.size
         if has_hosts:
             hosts = tuple(exchange_hosts(communicator, hosts[rank]))
@@ -269,6 +289,8 @@ def _connect(
             states={},
             engine=engine,
             view=entry and entry.view,
+            begins=entry and entry.begins,
+            expected=expected,
         )
         with _pinned(config.thread_affinity, world.local_rank):
             session.connect(0, ranks, communicator)

@@ -28,7 +28,7 @@ from ronde.errors import (
     RondeError,
     UsageError,
 )
-from ronde.membership.view import View
+from ronde.membership.view import View, ViewBegins
 from ronde.torch.recordings import Recordings
 from ronde.tuning import TuningOptions
 from ronde.world import Launcher, RankInfo, World
@@ -121,6 +121,9 @@ class Session:
     process_sets: dict[int, Any] = field(default_factory=dict[int, Any])
     engine: str = ""  # as ``init`` was given it
     view: View | None = None  # of an elastic job
+    begins: ViewBegins | None = None  # what this rank was told of it
+    # what is reported of a rank that is yet to join the others of an elastic job
+    expected: World | None = None
 
     def connect(
         self, set_id: int, ranks: Sequence[int], own: Communicator | None = None
@@ -154,6 +157,13 @@ class Session:
         coordinator.call_on_stop(self._abort_duplicates)
         self.states[set_id] = ProcessSetState(tuple(ranks), rank, own, coordinator)
         return self.states[set_id]
+
+    @property
+    def source(self) -> int:
+        """The rank whose state counts when all begin."""
+        if self.view is None or self.begins is None:
+            return 0
+        return self.view.rank_of(self.begins.source)
 
     def duplicate(self, set_id: int, number: int) -> Communicator:
         """Connect a set's ranks once more, by a ``number`` that is used once."""
@@ -205,7 +215,8 @@ def current_session(error: type[RondeError] = CollectiveError) -> Session:
 
 def current_world() -> World:
     """Return the world of the current session, or raise ``NotInitializedError``."""
-    return current_session(NotInitializedError).world
+    session = current_session(NotInitializedError)
+    return session.expected or session.world
 
 
 def rank() -> int:

@@ -138,6 +138,11 @@ def send_exit_notice() -> None:
             os.write(fd, notice.encode())
 
 
+def read_is_joining() -> bool:
+    """Return whether others already train when this process is started."""
+    return bool(own_or(None).get("RONDE_JOINS"))
+
+
 def read_member_channel() -> tuple[int, int] | None:
     """Return the descriptor of an elastic job's channel and this member's number."""
     text = own_or(None).get(_MEMBER)

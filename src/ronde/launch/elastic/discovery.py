@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from ronde.errors import UsageError
-from ronde.launch.elastic.options import DiscoverySpec, ElasticOptions
+from ronde.launch.elastic_options import DiscoverySpec, ElasticOptions
 from ronde.launch.hosts.host import SLOTS_OPEN, Host, is_here, take_each
 from ronde.launch.hosts.sources import merge_repeated, parse_lines
 from ronde.launch.process_tree import descendants, end_with, signal_process

@@ -35,7 +35,7 @@ class JobHosts:
         self.known: dict[str, Host] = {host.name: host for host in plan.spec.hosts}
         # of hosts that are or were ready, in the order in which they became it
         self.shares: dict[str, HostShare] = {s.host.name: s for s in plan.shares}
-        self._start = messages.Start(plan.address, 0)
+        self.start = messages.Start(plan.address, 0)  # for the agents of new ones
 
     def connect(self, name: str) -> None:
         self._connector.add([self.known[name]])
@@ -79,7 +79,7 @@ class JobHosts:
             case messages.Ready() if arriving.share is not None:
                 del self._arriving[node.name]
                 self.shares[node.name] = arriving.share
-                node.send(self._start)
+                node.send(self.start)
                 problem = ""
             case messages.Refused():
                 problem = message.reason.removesuffix(".")

@@ -14,7 +14,7 @@ from ronde.errors import HostError
 from ronde.launch import messages
 from ronde.launch.elastic.discovery import open_discovery
 from ronde.launch.elastic.hosts import JobHosts
-from ronde.launch.elastic.options import ElasticOptions
+from ronde.launch.elastic_options import ElasticOptions
 from ronde.launch.event_loop import EventLoop
 from ronde.launch.failure import JobResult, LostHost, ViewRecord, signal_name
 from ronde.launch.hosts.host import Host
@@ -82,6 +82,7 @@ class ElasticRunning(Running):
 
     def _begin(self, start: messages.Start) -> None:
         super()._begin(start)
+        self._hosts.start = start
         self._take_hosts(self._plan.spec.hosts or (self._nodes[0].host,))
         for node in self._nodes:
             node.watch(is_watched=True)

@@ -1,6 +1,7 @@
 """Training that goes on when ranks fail, come and go: ``hvd.elastic``."""
 
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
+from ronde.torch.elastic.loop import Loop, Step
 from ronde.torch.elastic.position import Position, derive_seed
 from ronde.torch.elastic.sampler import ElasticSampler
 from ronde.torch.elastic.shards import ElasticShards
@@ -14,10 +15,12 @@ __all__ = [
     "ElasticShards",
     "GradientWeights",
     "LearningRateScale",
+    "Loop",
     "ObjectState",
     "Position",
     "Share",
     "State",
+    "Step",
     "TorchState",
     "derive_seed",
     "run",

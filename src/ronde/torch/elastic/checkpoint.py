@@ -1,0 +1,55 @@
+"""Checkpoints of an elastic training, for a start where nobody is left."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ronde.errors import UsageError
+
+_NAME = re.compile(r"step-(\d+)\.pt")
+_NUM_KEPT = 2
+
+
+class Checkpoints:
+    """Files ``step-N.pt`` in a directory; the newest is complete at any time."""
+
+    def __init__(self, directory: str, every: int) -> None:
+        """Write to ``directory``, empty for none, every so many steps."""
+        if every < 1:
+            raise UsageError(
+                f"checkpoint_every must be at least 1, got {every}. Give 1000."
+            )
+        self._directory = Path(directory) if directory else None
+        self._every = every
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+
+    def is_due(self, step: int) -> bool:
+        return self._directory is not None and step % self._every == 0
+
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        if self._directory is None:
+            return
+        path = self._directory / f"step-{step}.pt"
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        with draft.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        for _, old in self._found()[:-_NUM_KEPT]:
+            old.unlink(missing_ok=True)
+
+    def read_newest(self) -> dict[str, Any] | None:
+        for _, path in reversed(self._found()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+        return None
+
+    def _found(self) -> list[tuple[int, Path]]:
+        if self._directory is None:
+            return []
+        names = ((_NAME.fullmatch(p.name), p) for p in self._directory.iterdir())
+        return sorted((int(match[1]), path) for match, path in names if match)

@@ -1,0 +1,415 @@
+"""The loop of an elastic training: a step that fails is undone and done again.
+
+Note [What a step leaves behind]
+    Until ``optimizer.step()`` has returned, a step has changed gradients, the model's
+    buffers (running statistics) and generators of random numbers, which are put back;
+    parameters it has not touched. In the moment it returns, count and position move.
+    So nothing is copied per step but buffers. Only where a step has several optimizers
+    one may have stepped when another fails: then all is copied before.
+
+    Of two survivors one may have applied the step that failed for the other: then its
+    parameters hold the gradients of all, also of who was lost, and the other takes
+    them over. Nobody does that step again.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ronde.errors import CollectiveError, UsageError
+from ronde.membership.member import Member, own_member
+from ronde.membership.view import NEW, ViewBegins
+from ronde.torch.elastic.checkpoint import Checkpoints
+from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
+from ronde.torch.elastic.weights import GradientWeights
+from ronde.torch.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from ronde.torch.lifetime import reform, shorten
+from ronde.torch.session import current_session, rank, size
+
+_logger = logging.getLogger("ronde")
+
+
+class Step(AbstractContextManager["Step"]):
+    """One step; everything from its forward pass to ``optimizer.step()`` is in it."""
+
+    def __init__(self, loop: "Loop", share: Share, number: int) -> None:
+        self.number = number  # from 0 on, over all epochs
+        self.share = share
+        self.is_applied = False
+        self._loop = loop
+
+    @property
+    def epoch(self) -> int:
+        return self.share.start.epoch
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The samples of this rank."""
+        return self.share.ids
+
+    @property
+    def inputs(self) -> Any:
+        """The collated samples of this rank."""
+        return self.share.inputs
+
+    @property
+    def micro_batches(self) -> Iterator[Any]:
+        """The collated samples of this rank, one micro-batch after the other."""
+        return self._loop.weights.micro_batches(self.share)
+
+    def __enter__(self) -> Self:
+        self._loop.begin_step(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return self._loop.end_step(self, error)
+
+
+class Loop:
+    """Yield the steps of a training that goes on when ranks are lost, leave and join.
+
+    ::
+
+        for step in hvd.elastic.Loop(model, optimizer, data, batch=512, epochs=3):
+            with step:
+                loss_of(model(step.inputs)).backward()
+                optimizer.step()
+
+    In a ``with`` block that fails since a rank was lost, gradients, buffers and random
+    numbers are put back, and the step is done again by the ranks that are left. What
+    follows ``optimizer.step()`` in it is not. New ranks get the state of the others.
+    Outside of an elastic job it only iterates, and gives all ranks the state of rank 0.
+
+    Args:
+        model: Equal on all ranks; what it is wrapped in afterwards does not matter.
+        optimizer: A ``DistributedOptimizer``, or several.
+        data: An ``ElasticLoader`` or ``ElasticShards``, or a map-style data set.
+        batch: Of a data set: samples a step, of all ranks together.
+        epochs: Of a data set: how often to go through it.
+        objects: What else has ``state_dict()`` and ``load_state_dict()``, such as
+            learning-rate schedulers and gradient scalers, by name. Equal on all ranks.
+        on_change: Called when the ranks have changed, and at the start.
+        checkpoint: A directory; the state is written there every ``checkpoint_every``
+            steps by rank 0 and read at a start where nobody has a newer one.
+
+    Raises:
+        UsageError: An argument does not fit, or this rank's model or version of torch
+            is not that of the others.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        data: Any,
+        *,
+        batch: int | None = None,
+        epochs: int | None = None,
+        objects: Mapping[str, Any] | None = None,
+        on_change: Callable[[], object] | None = None,
+        checkpoint: str = "",
+        checkpoint_every: int = 1000,
+    ) -> None:
+        self._model = model
+        self._optimizers = cast(
+            "list[Optimizer]",
+            list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
+        )
+        self._data = _as_source(data, batch, epochs)
+        self._objects = dict(objects or {})
+        self._on_change = on_change
+        self._checkpoints = Checkpoints(checkpoint, checkpoint_every)
+        self._member: Member | None = own_member()
+        self._num_applied = 0
+        self._step: Step | None = None  # under way
+        self._num_stepped = 0  # of its optimizers
+        self._position = self._data.position  # of the applied steps
+        self._saved: dict[str, Tensor] = {}
+        self._generators: list[Tensor] = []
+        self.weights = GradientWeights(model.parameters(), *self._optimizers)
+        for each in self._optimizers:
+            each.register_step_post_hook(self._take_step)
+
+    @property
+    def num_applied(self) -> int:
+        """How many steps are applied, by all ranks that ever were."""
+        return self._num_applied
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._member is None:
+            self._settle_in(None)
+        else:
+            self._go_on_from_start()
+        while True:
+            step = self._next()
+            if step is not None:
+                yield step
+                if self._step is step:
+                    raise UsageError(
+                        "a step must be done in its block, got none. Type: with step:"
+                    )
+            elif self._finish():
+                return
+
+    def _go_on_from_start(self) -> None:
+        try:
+            begins = current_session().begins
+            if begins is not None:  # this process was in the view from its beginning
+                self._settle_in(begins)
+                return
+        except CollectiveError as error:
+            self._recover(error)
+        else:
+            self._go_on()
+
+    # Steps
+
+    def _next(self) -> Step | None:
+        """Return the next step, None after the last; settle where that is due."""
+        while True:
+            try:
+                if self._member is not None:
+                    if self._member.should_settle(self._num_applied):
+                        self._go_on()
+                        continue
+                    self._member.allow(self._num_applied + 1)
+                share = next(self._data)
+            except StopIteration:
+                return None
+            except CollectiveError as error:
+                self._recover(error)
+            else:
+                self._step = Step(self, share, self._num_applied)
+                return self._step
+
+    def begin_step(self, step: Step) -> None:
+        self._num_stepped = 0
+        for each in self._optimizers:
+            each.zero_grad()
+        self.weights.begin(step.share)
+        if self._member is None:
+            return
+        self._generators = _read_generators()
+        tensors = self._tensors() if len(self._optimizers) > 1 else self._buffers()
+        if tensors:
+            self._save(tensors)
+
+    def end_step(self, step: Step, error: BaseException | None) -> bool:
+        self._step = None
+        if error is None:
+            if not step.is_applied:  # such as one that a gradient scaler has skipped
+                self._apply(step)
+            return False
+        if self._member is None or not isinstance(error, CollectiveError):
+            return False
+        if not step.is_applied:
+            self._undo()
+        self._recover(error)
+        return True
+
+    def _take_step(self, *_: object) -> None:
+        self._num_stepped += 1
+        if self._step is not None and self._num_stepped == len(self._optimizers):
+            self._apply(self._step)
+
+    def _apply(self, step: Step) -> None:
+        step.is_applied = True
+        self._position = step.share.position
+        self._num_applied = step.number + 1
+        if self._member is not None:
+            self._member.step = self._num_applied
+        if self._checkpoints.is_due(self._num_applied) and rank() == 0:
+            self._checkpoints.write(self._num_applied, self._state_dict())
+
+    def _undo(self) -> None:
+        tensors = self._tensors() if len(self._optimizers) > 1 else self._buffers()
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name in self._saved:
+                    tensor.copy_(self._saved[name])
+        _write_generators(self._generators)
+        self._data.seek(self._position, rank(), size())
+
+    def _save(self, tensors: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                kept = self._saved.get(name)
+                if kept is None or kept.shape != tensor.shape:
+                    self._saved[name] = tensor.detach().clone()
+                else:
+                    kept.copy_(tensor)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(self._model.named_buffers())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all that a step may change: parameters, buffers, optimizers' state."""
+        tensors = self._model.state_dict()
+        for index, each in enumerate(self._optimizers):
+            states = enumerate(each.state.values())
+            tensors |= {
+                f"optimizer{index}.{number}.{name}": value
+                for number, state in states
+                for name, value in state.items()
+                if isinstance(value, Tensor)
+            }
+        return tensors
+
+    # Views
+
+    def _recover(self, error: CollectiveError) -> None:
+        _logger.info("Step %d fails: %s", self._num_applied, error)
+        self._go_on(shorten(error))
+
+    def _go_on(self, reason: str = "") -> None:
+        """Leave the view; return as a rank of a later one, with the newest state."""
+        while True:
+            try:
+                self._settle_in(reform(reason))
+            except CollectiveError as error:
+                _logger.info("The next view fails, too: %s", error)
+                reason = shorten(error)
+            else:
+                return
+
+    def _settle_in(self, begins: ViewBegins | None) -> None:
+        """Take over the state that counts, and this rank's part of the data."""
+        root = current_session().source
+        if begins is None or not begins.is_equal:
+            if begins is None or begins.step == NEW:
+                self._load_checkpoint(root)
+            self._broadcast(root)
+        self._data.seek(self._position, rank(), size())
+        if self._on_change is not None:
+            self._on_change()
+        if self._member is not None:
+            self._member.step = self._num_applied
+            self._member.running()
+
+    def _load_checkpoint(self, root: int) -> None:
+        found = self._checkpoints.read_newest() if rank() == root else None
+        if found is not None:
+            self._load_state_dict(found)
+
+    def _broadcast(self, root: int) -> None:
+        is_root = rank() == root
+        own = _describe(self._model, self._optimizers)
+        theirs = broadcast_object(own, root)
+        _require_same(own, theirs)
+        if self._member is not None and not is_root:
+            # Half of another's state is none.
+            self._member.step = NEW
+        broadcast_parameters(self._model.state_dict(), root)
+        for each in self._optimizers:
+            broadcast_optimizer_state(each, root, self._model)
+        mine = self._small_state() if is_root else None
+        small = broadcast_object(mine, root)
+        if not is_root:
+            self._load_small_state(small)
+
+    def _small_state(self) -> dict[str, Any]:
+        return {
+            "step": self._num_applied,
+            "position": tuple(self._position),
+            "data": self._data.state_dict(),
+            "objects": {name: o.state_dict() for name, o in self._objects.items()},
+        }
+
+    def _load_small_state(self, state: dict[str, Any]) -> None:
+        self._num_applied = state["step"]
+        self._data.load_state_dict(state["data"])
+        self._position = type(self._position)(*state["position"])
+        for name, each in self._objects.items():
+            each.load_state_dict(state["objects"][name])
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {
+            **self._small_state(),
+            "model": self._model.state_dict(),
+            "optimizers": [each.state_dict() for each in self._optimizers],
+        }
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
+        for each, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            each.load_state_dict(saved)
+        self._load_small_state(state)
+
+    def _finish(self) -> bool:
+        """Return whether all have applied the last step; else go on."""
+        if self._member is None:
+            return True
+        try:
+            self._member.done(self._num_applied)
+        except CollectiveError as error:
+            self._recover(error)
+            return False
+        return True
+
+
+def _as_source(data: Any, batch: int | None, epochs: int | None) -> DataSource:
+    if not isinstance(data, DataSource):
+        if batch is None or epochs is None:
+            raise UsageError(
+                "batch and epochs must be given with a data set, got "
+                f"batch={batch} and epochs={epochs}."
+            )
+        return ElasticLoader(data, batch, epochs=epochs)
+    if batch is not None or epochs is not None:
+        raise UsageError(
+            f"batch and epochs must be left out with {type(data).__name__}, which has "
+            "its own."
+        )
+    return data
+
+
+def _read_generators() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _write_generators(states: list[Tensor]) -> None:
+    if states:
+        torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+    tensors = model.state_dict().items()
+    return [
+        f"torch {torch.__version__}",
+        *(f"{type(each).__name__} as optimizer" for each in optimizers),
+        *(f"{n} of {list(t.shape)} {t.dtype}" for n, t in tensors),
+    ]
+
+
+def _require_same(own: list[str], theirs: list[str]) -> None:
+    for mine, other in zip(own, theirs, strict=False):
+        if mine != other:
+            raise UsageError(
+                f"a rank that joins must have the others' {other}, got {mine}. Start "
+                "the same program, with the same versions, on every host."
+            )
+    if len(own) != len(theirs):
+        raise UsageError(
+            f"a rank that joins must have the others' model, got {len(own)} parts of "
+            f"{len(theirs)}. Start the same program on every host."
+        )
