@@ -1,6 +1,7 @@
 """Each sample counts once an epoch, over random changes of ranks; without processes.
 
-100,000 schedules: ``pytest tests/unit/test_elastic_data.py -k schedule --times 2500``.
+100,000 schedules, a minute of CPU time:
+``pytest -m long tests/unit/test_elastic_data.py``.
 """
 
 import math
@@ -87,6 +88,22 @@ def test_each_sample_counts_once_in_any_schedule(dealer, seed, num_epochs):
         entries, *arguments, batch_size=batch, drop_last=dealer.drop_last
     )
     assert problems == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_each_sample_counts_once_in_100_000_schedules():
+    rng = random.Random(0)
+    for seed in range(100_000):
+        num_samples, batch = rng.randint(1, 60), rng.randint(1, 70)
+        micro_batch = rng.choice([None, rng.randint(1, 9)])
+        dealer = Dealer(num_samples, batch, seed=seed, micro_batch=micro_batch)
+        num_epochs = rng.randint(1, 3)
+        entries = run_schedule(dealer, rng, num_epochs)
+        problems = ledger.problems_of(
+            entries, num_samples, num_epochs, batch_size=batch
+        )
+        assert problems == [], dealer
 
 
 @given(dealers(), st.integers(0, 1 << 60))

@@ -184,6 +184,8 @@ class ElasticLoader:
 
     def close(self) -> None:
         """End the workers; the next use starts others."""
+        # Else they live until the last traceback that refers to the iterator is gone.
+        getattr(self._batches, "_shutdown_workers", lambda: None)()
         self._batches = None
         if self._place is not None:
             self.seek(self.position, *self._place)
