@@ -26,6 +26,7 @@ NO_TESTS = 5
 PARALLEL = ("test_torch.py", "test_common.py", "test_timeline.py")
 PARALLEL += ("test_adasum_pytorch.py",)
 SINGLE = ("test_torch_elastic.py", "test_elastic_run.py")
+ELASTIC = ("test_elastic_discovery.py", "test_elastic_driver.py")
 EXAMPLES = {
     "pytorch/pytorch_synthetic_benchmark.py": (
         *("--no-cuda", "--batch-size", "2", "--num-warmup-batches", "1"),
@@ -173,7 +174,7 @@ def find_project(options: argparse.Namespace) -> Project:
             "ignite, whose tests start 4 ranks by horovod.run. Leave them out."
         )
     for file in options.file:
-        is_known = file in (*PARALLEL, *SINGLE)
+        is_known = file in (*PARALLEL, *SINGLE, *ELASTIC)
         if project is IGNITE:
             is_known = (checkout / "tests" / "ignite" / file).exists()
         if not is_known:
@@ -222,7 +223,8 @@ def run_horovod(run: Run) -> Iterator[bool]:
     options = run.options
     files = [(f"parallel/{name}", launcher(run), options.ranks) for name in PARALLEL]
     if not options.mpi:
-        files += [(f"single/{name}", [str(run.python)], 1) for name in SINGLE]
+        names = (*SINGLE, *ELASTIC)
+        files += [(f"single/{name}", [str(run.python)], 1) for name in names]
     left_out = IMPOSSIBLE_AT_3 if options.ranks == 3 else ()
     for test in left_out:
         print(f"left out, for nobody can pass it at 3 ranks: {test}")

@@ -18,8 +18,14 @@ _MODULES = {
     "common.util": "horovod.compatibility",
     "data.data_loader_base": "horovod.compatibility",
     "runner.common.util.env": "horovod.launcher",
-    "runner.elastic.worker": "torch.elastic.state",
+    "runner.elastic.constants": "horovod.elastic",
+    "runner.elastic.discovery": "horovod.discovery",
+    "runner.elastic.driver": "horovod.elastic",
+    "runner.elastic.rendezvous": "horovod.elastic",
+    "runner.elastic.worker": "horovod.elastic",
+    "runner.http.http_server": "horovod.elastic",
     "runner.runner": "horovod.launcher",
+    "runner.util.network": "horovod.elastic",
     "runner.util.threads": "horovod.launcher",
 }
 """Horovod's modules, and which of ronde's have what is in them."""
