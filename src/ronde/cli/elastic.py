@@ -51,8 +51,9 @@ def read_elastic(
         raise UsageError(
             "--discover-every must come with --host-discovery, got it without. Drop it."
         )
-    # In Horovod a job with a script has no limit but --max-np.
-    open_ended = NO_LIMIT if num_ranks is None or script is not None else num_ranks
+    # In Horovod an elastic job has no limit but --max-np.
+    is_horovods = script is not None or "min-num-proc" in given
+    open_ended = NO_LIMIT if num_ranks is None or is_horovods else num_ranks
     is_by_host = bool(many or script is not None or _OF_HOROVOD & given.keys())
     domain = FailureDomain.HOST if is_by_host else FailureDomain.SLOT
     text = given.get("elastic-timeout") or environ.get("HOROVOD_ELASTIC_TIMEOUT")

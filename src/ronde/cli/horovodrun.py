@@ -173,12 +173,7 @@ def add_horovod_options(parser: argparse.ArgumentParser) -> None:
 def read_horovod_options(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> HorovodOptions:
-    known = (*_VALUES, *_SWITCHES, *_READ_HERE, *_VALUES_IGNORED, *_FLAGS_IGNORED)
-    given = {name: getattr(options, name, None) for name in (*known, *_CONTROLLERS)}
-    given |= {name: getattr(options, attribute_of(name)) for name in _OF_RUN}
-    given = {name: value for name, value in given.items() if value is not None}
-    if "config-file" in given:
-        given = _configured(given) | given
+    given = _given(options)
     controllers = [name for name in _CONTROLLERS if name in given]
     if len(controllers) > 1:
         one, other = controllers[:2]
@@ -196,6 +191,23 @@ def read_horovod_options(
         output_dir=given.get("output-filename", ""),
         ignored=tuple(f"--{name}" for name in given if name in _IGNORED),
     )
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    known = (*_VALUES, *_SWITCHES, *_READ_HERE, *_VALUES_IGNORED, *_FLAGS_IGNORED)
+    given = {name: getattr(options, name, None) for name in (*known, *_CONTROLLERS)}
+    given |= {name: getattr(options, attribute_of(name)) for name in _OF_RUN}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "config-file" in given:
+        given = _configured(given) | given
+    return given
+
+
+def read_variables(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that horovodrun's options set."""
+    return _variables(_given(options), environ)
 
 
 def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

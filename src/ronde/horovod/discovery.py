@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
-from ronde.launch.hosts.sources import parse_hostfile
+from ronde.launch.hosts.sources import merge_repeated, parse_lines
 from ronde.membership.policy import HostGone, Membership, Rules
 from ronde.torch.elastic.state import HostUpdateResult
 
@@ -61,7 +61,8 @@ class HostDiscoveryScript(HostDiscovery):
         printed = self._execute_discovery_script()
         if not printed.strip():
             return {}
-        hosts = parse_hostfile(printed, f"discovery script {self._discovery_script}")
+        lines = parse_lines(printed, f"discovery script {self._discovery_script}")
+        hosts, _ = merge_repeated(lines, is_counted=False)
         default = self._default_slots
         return {each.name: default if each.slots < 0 else each.slots for each in hosts}
 

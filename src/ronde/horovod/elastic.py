@@ -276,7 +276,7 @@ class ElasticDriver:
         """Speak to workers through a store."""
         self._store = store
 
-    # Below, but for the first two, the lock is held.
+    # Below, but for the first two and threads' functions, the lock is held.
 
     def _discover_hosts(self) -> None:
         is_first = True
@@ -302,17 +302,17 @@ class ElasticDriver:
 
     def _notify(self, change: HostUpdateResult) -> None:
         """Tell rank 0 of a change, if it changes who has which place."""
-        hosts, rules = self._host_manager.current_hosts, self._membership.rules
-        places = [
-            Place(number, host, slot)
-            for number, (host, slot) in enumerate(
-                (host, slot)
-                for host in hosts.host_assignment_order
-                for slot in range(hosts.get_slots(host))
-            )
+        rules = self._membership.rules
+        with self._changed:
+            hosts = self._host_manager.current_hosts
+        slots = [
+            (host, slot)
+            for host in hosts.host_assignment_order
+            for slot in range(hosts.get_slots(host))
         ]
-        view = View(0, tuple(places[: rules.max_ranks]))
-        is_enough = len(places) >= rules.min_ranks
+        numbered = enumerate(slots[: rules.max_ranks])
+        view = View(0, tuple(Place(number, *each) for number, each in numbered))
+        is_enough = len(slots) >= rules.min_ranks
         wanted = _by_host(_infos(view).values()) if is_enough else {}
         if wanted == self.host_assignments:
             return
@@ -362,7 +362,7 @@ class ElasticDriver:
                         started.append(order.place)
                     case _:
                         self._carry_out(order)
-        if not self._shutdown.is_set() and not self._has_finished:
+        if not self._shutdown.is_set():
             self._start_workers(started)
         if self._has_finished and not self._is_anybody_left():
             self._end()
@@ -411,7 +411,7 @@ class ElasticDriver:
             thread.start()
 
     def _run_worker(self, worker: _Worker) -> None:
-        """A worker's thread."""
+        """Have a worker run; the function of a thread."""
         create, place = self._create_worker_fn, worker.place
         code, ended_s = 1, 0.0
         try:

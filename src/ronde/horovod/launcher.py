@@ -104,10 +104,10 @@ def run(
         (folder / "path").write_bytes(pickle.dumps(sys.path))
         (folder / "call").write_bytes(cloudpickle.dumps(call))
         words = [*_words(asked), "--", executable or sys.executable]
-        code, errors = _run_job([*words, "-m", "ronde.horovod", name])
+        code, errors = _show_job([*words, "-m", "ronde.horovod", name])
         outcomes = _collect_outcomes(folder, asked["num_proc"])
     if code == _USAGE_EXIT_CODE and not any(outcomes):
-        raise UsageError("".join(errors).strip().removeprefix("ronde: "))
+        raise UsageError(_usage_text(errors))
     _require_success(code, outcomes)
     results = [outcome.result for outcome in outcomes if outcome is not None]
     return results[: asked["min_num_proc"]]
@@ -186,7 +186,23 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _run_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
+def run_job(words: Sequence[str]) -> None:
+    """Run a command that starts ranks, showing what it prints.
+
+    Raises:
+        UsageError: It refused what it was asked for.
+        RuntimeError: It failed; with its last lines.
+    """
+    code, errors = _show_job(words)
+    if code == _USAGE_EXIT_CODE:
+        raise UsageError(_usage_text(errors))
+    if code:
+        raise RuntimeError(
+            _FAILED.format(name="see below", code=code) + "".join(errors)
+        )
+
+
+def _show_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
     """Run a command, showing what it prints; return its code and its last errors."""
     errors: deque[str] = deque(maxlen=_TAIL_LINES)
     # In a notebook ``sys.stdout`` and ``sys.stderr`` are not the process's own.
@@ -200,6 +216,10 @@ def _run_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
         _show(process.stderr or (), sys.stderr, errors)
         thread.join()
     return process.returncode, errors
+
+
+def _usage_text(errors: Iterable[str]) -> str:
+    return "".join(errors).strip().removeprefix("ronde: ")
 
 
 def _show(lines: Iterable[str], shown: TextIO, kept: deque[str]) -> None:

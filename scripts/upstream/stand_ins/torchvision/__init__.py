@@ -1,1 +1,1 @@
-"""Stands in for torchvision where it is not installed."""
+"""Stands in for torchvision, which would download data."""

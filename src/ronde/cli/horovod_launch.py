@@ -1,0 +1,41 @@
+"""Horovod's ``runner.launch``: horovodrun, called from Python."""
+
+import argparse
+import sys
+from collections.abc import MutableMapping
+
+from ronde.cli.horovodrun import read_variables
+from ronde.cli.run import make_parser
+from ronde.horovod import elastic
+from ronde.horovod.launcher import run_job
+
+__all__ = ["_run_elastic", "parse_args", "set_env_from_args"]
+
+
+def parse_args() -> argparse.Namespace:
+    """Read horovodrun's command line, this process's own."""
+    words = sys.argv[1:]
+    options = make_parser().parse_args(words)
+    options.words = words
+    return options
+
+
+def set_env_from_args(
+    env: MutableMapping[str, str], args: argparse.Namespace
+) -> MutableMapping[str, str]:
+    """Set the variables that horovodrun's options stand for."""
+    env.update(read_variables(args, env))
+    return env
+
+
+def _run_elastic(args: argparse.Namespace) -> None:
+    """Run an elastic job.
+
+    Raises:
+        UsageError: The options ask for what cannot be; nothing was started.
+        RuntimeError: It failed.
+    """
+    words = [sys.executable, "-m", "ronde", "run"]
+    if args.host_discovery_script is not None and args.discover_every is None:
+        words += ["--discover-every", f"{elastic.DISCOVER_HOSTS_FREQUENCY_SECS}"]
+    run_job([*words, *args.words])
