@@ -181,6 +181,7 @@ class ElasticDriver:
         self._rendezvous.stop()
         if current_thread() is not self._discovery_thread:
             self._discovery_thread.join()
+            self._store = None
 
     def finished(self) -> bool:
         return self._shutdown.is_set()
@@ -264,9 +265,11 @@ class ElasticDriver:
 
     @property
     def host_assignments(self) -> dict[str, list[SlotInfo]]:
-        """The places of all workers, by host."""
+        """The places of all that train, by host."""
         with self._changed:
-            infos = [w.slot_info for w in self._workers.values() if self._is_living(w)]
+            if self._view is not None:
+                return _by_host(_infos(self._view).values())
+            infos = [worker.slot_info for worker in self._workers.values()]
             return _by_host(sorted(infos, key=lambda info: info.rank))
 
     def world_size(self) -> int:
