@@ -424,11 +424,11 @@ class ElasticDriver:
         except Exception:
             _logger.exception("The worker %s[%d] failed.", place.host, place.slot)
         with self._changed:
-            was_living = self._is_living(worker)
+            is_end = code == 0 and self._is_living(worker)
             worker.outcome = (code, ended_s or time.time())
             worker.is_new = worker.is_ready = False
-            if was_living and not self._shutdown.is_set():
-                self._has_finished = self._has_finished or code == 0
+            if not self._shutdown.is_set():
+                self._has_finished = self._has_finished or is_end
                 reason = f"{place.host}[{place.slot}] ended with exit code {code}"
                 self._hold(MemberLost(place.number, code, reason))
 
