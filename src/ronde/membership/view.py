@@ -18,7 +18,8 @@ Note [From one view to the next]
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar, cast, get_args
 
 from ronde.errors import LaunchError
@@ -188,20 +189,25 @@ class View(NamedTuple):
     def rank_of(self, number: int) -> int:
         return next(r for r, p in enumerate(self.members) if p.number == number)
 
-    def world_of(self, number: int) -> World:
-        """Return a member's world; local ranks go by slot, not by rank."""
+    def worlds(self) -> list[World]:
+        """Return each member's world, by rank; local ranks go by slot, not by rank."""
         by_host: dict[str, list[int]] = {}
-        for place in self.members:
-            by_host.setdefault(place.host, []).append(place.slot)
-        own = self.members[self.rank_of(number)]
-        slots: Mapping[str, list[int]] = {h: sorted(s) for h, s in by_host.items()}
-        local_rank = slots[own.host].index(own.slot)
-        peers = [host for host, each in slots.items() if len(each) > local_rank]
-        return World(
-            rank=self.rank_of(number),
-            size=len(self.members),
-            local_rank=local_rank,
-            local_size=len(slots[own.host]),
-            cross_rank=peers.index(own.host),
-            cross_size=len(peers),
-        )
+        for _, host, slot in self.members:
+            by_host.setdefault(host, []).append(slot)
+        local_ranks: dict[tuple[str, int], int] = {}
+        cross_ranks: dict[tuple[str, int], int] = {}
+        num_at: Counter[int] = Counter()  # hosts with a local rank
+        for host, slots in by_host.items():
+            for local_rank, slot in enumerate(sorted(slots)):
+                local_ranks[host, slot] = local_rank
+                cross_ranks[host, local_rank] = num_at[local_rank]
+                num_at[local_rank] += 1
+        worlds: list[World] = []
+        for rank, (_, host, slot) in enumerate(self.members):
+            local = local_ranks[host, slot]
+            around = local, len(by_host[host]), cross_ranks[host, local], num_at[local]
+            worlds.append(World(rank, len(self.members), *around))
+        return worlds
+
+    def world_of(self, number: int) -> World:
+        return self.worlds()[self.rank_of(number)]

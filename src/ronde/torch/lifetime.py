@@ -171,6 +171,8 @@ def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
     alone = World(0, 1, 0, 1, 0, 1)
     _connect(None, engine, replace(info, **asdict(alone)), expected=info.world)
     current_session().process_sets.update(enumerate(sets, start=1))
+    if info.world is not None:
+        global_process_set.ranks = list(range(info.world.size))  # as they will be
 
 
 def reform(reason: str = "") -> ViewBegins:

@@ -72,6 +72,7 @@ class ElasticRunning(Running):
         self._steps: dict[int, int] = {}  # of those asked for it
         self._asked: frozenset[int] = frozenset()
         self._stopped_s: dict[int, float] = {}
+        self._expected: dict[int, World] = {}  # of those that start at the beginning
         self._survived: set[int] = set()  # processes whose end ends nothing
         self._releasing: set[str] = set()
         self._reason = ""  # why the job cannot go on, a sentence
@@ -83,6 +84,14 @@ class ElasticRunning(Running):
     def _begin(self, start: messages.Start) -> None:
         super()._begin(start)
         self._hosts.start = start
+        most = self._membership.rules.max_ranks
+        places = [
+            (host, slot)
+            for host, share in self._hosts.shares.items()
+            for slot in range(len(share.places))
+        ]
+        planned = tuple(view.Place(n, *p) for n, p in enumerate(places[:most]))
+        self._expected = dict(enumerate(view.View(view.NO_VIEW, planned).worlds()))
         self._take_hosts(self._plan.spec.hosts or (self._nodes[0].host,))
         for node in self._nodes:
             node.watch(is_watched=True)
@@ -270,12 +279,10 @@ class ElasticRunning(Running):
     def _start(self, place: view.Place) -> None:
         number, name, slot = place
         share = self._hosts.shares[name]
-        names = list(self._hosts.shares)
-        index, num_slots = names.index(name), len(share.places)
-        places = sum(len(each.places) for each in self._hosts.shares.values())
-        size = max(number + 1, min(places, self._membership.rules.max_ranks))
-        world = World(number, size, slot, num_slots, index, len(names))
+        index = list(self._hosts.shares).index(name)
+        world = self._expect(place)
         spec = self._plan.rank(self._epoch, index, share, slot, world)
+        spec = spec._replace(rank=number)
         node = self._node(name)
         node.ranks |= {number}
         self._ranks[number] = RunningRank(node)
@@ -283,6 +290,13 @@ class ElasticRunning(Running):
         if self._view.view != view.NO_VIEW:
             spec.env["RONDE_JOINS"] = "1"
         node.send(messages.StartRanks((spec,)))
+
+    def _expect(self, place: view.Place) -> World:
+        """Return where a process is likely to come, for its variables."""
+        if place.number in self._expected:
+            return self._expected[place.number]
+        members = (*self._view.members, place)
+        return view.View(view.NO_VIEW, members).worlds()[-1]
 
     def _begin_view(self, order: policy.BeginView) -> None:
         before, self._order = self._view, order
