@@ -105,9 +105,6 @@ class Controller:
                     self._read(key.data)
 
     def _end(self) -> None:
-        for pid in self._stopped_pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 key.data.sock.close()
@@ -216,12 +213,16 @@ class Controller:
             case policy.FinishAll():
                 self._note("finished")
                 self._send(tuple(self._members), Finish())
+                self._kill(self._stopped_pids)
             case policy.Stop(reason=reason):
                 self.stopped = reason
-                for process in self._members.values():
-                    os.kill(process.pid, signal.SIGKILL)
+                self._kill([process.pid for process in self._members.values()])
             case _:
                 pass
+
+    def _kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
 
     def _begin(self, order: policy.BeginView) -> None:
         self._note(f"begins {len(order.members)}")

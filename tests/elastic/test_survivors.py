@@ -83,8 +83,9 @@ def test_survivors_go_on(engine: str, size: int) -> None:
         assert len(survivors) == size - 1
         for steps, events, weights, left in survivors:
             assert left == size - 1
-            is_alone = [of for _, of in steps] == [size] * 5 + [size - 1] * (STEPS - 5)
-            assert is_alone, steps
+            # A survivor may have been one step behind the others.
+            assert [of for _, of in steps][5:] == [size - 1] * (len(steps) - 5)
+            assert STEPS - 1 <= len(steps) <= STEPS
             assert min(at_s for at_s, of in steps if of < size) - lost_s < 3.0, events
             for own, first in zip(weights, survivors[0][2], strict=True):
                 assert torch.equal(own, first)

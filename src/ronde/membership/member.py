@@ -32,9 +32,9 @@ from ronde.world.environment import read_member_channel
 
 _READ_BYTES = 64 << 10
 _MAX_LINE_BYTES = 16 << 20
-_MORE_STEPS = (
-    2  # that may begin after ``AskStep``: see Note [From one view to the next]
-)
+_MORE_STEPS = 1
+"""How many steps may begin beyond those applied at ``AskStep``: with one more, a rank
+could not stop any more after the step that follows the largest."""
 _logger = logging.getLogger("ronde")
 
 
@@ -48,6 +48,7 @@ class Member:
     def __init__(self, sock: socket.socket, number: int) -> None:
         self.number = number
         self.step = NEW
+        self.saved_step = NEW  # that a failure goes back to, where that is one before
         self.view = View(NO_VIEW, ())  # the last that this process was part of
         self.reason = ""  # why the view is over; empty while it is not
         self._sock = sock
@@ -114,7 +115,7 @@ class Member:
     def allow(self, step: int) -> None:
         """Wait where ``step``, about to begin, might be one too many.
 
-        Raises ``MembershipError`` where the view is over.
+        Then comes ``should_settle``. Raises ``MembershipError`` where the view is over.
         """
         if self._asked_at is not None:
             with self._news:

@@ -325,7 +325,8 @@ def _make_reducer(
     size = state_of(process_set, OpKind.ALLREDUCE).communicator.size
     # One rank has nothing to reduce; only an average over passes is left to be done.
     # But it may become one of several.
-    if size == 1 and not (options.is_passes_average or session.config.is_elastic):
+    is_elastic = session.config.is_elastic or session.view is not None
+    if size == 1 and not (options.is_passes_average or is_elastic):
         return None
     connector = Connector(process_set, named)
     reducer = Reducer(named, connector, options)

@@ -4,25 +4,29 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from copy import deepcopy
+from copy import copy, deepcopy
 from enum import IntFlag
 from queue import SimpleQueue
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ronde.errors import CollectiveError
+from ronde.errors import CollectiveError, MembershipError
+from ronde.membership.member import Member, own_member
+from ronde.membership.view import NEW, ViewBegins
 from ronde.torch.elastic.sampler import ElasticSampler
 from ronde.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from ronde.torch.lifetime import init, shutdown
-from ronde.torch.session import rank
+from ronde.torch.lifetime import init, reform, shutdown
+from ronde.torch.session import current_session, is_initialized, rank
 from ronde.world.horovod_config import read_horovod_config
 
 _FIRST_PAUSE_S = 0.1
@@ -76,7 +80,14 @@ notification_manager = WorkerNotificationManager()
 class State(ABC):
     """What training goes on from after a failure or a change of hosts.
 
-    ``bcast_object`` returns rank 0's object on every rank; ``get_rank`` the rank.
+    ``bcast_object`` returns rank 0's object on every rank, or that of ``root_rank``;
+    ``get_rank`` the rank.
+
+    Note [Positions]
+        In an elastic job of ronde's all ranks count their checks for new hosts, of
+        which every commit has one. The count is what the controller compares: who has
+        counted most has the newest state, and a change of hosts comes after the same
+        check on all ranks.
     """
 
     def __init__(
@@ -106,10 +117,20 @@ class State(ABC):
     def commit(self) -> None:
         """Save, which copies everything, and check for new hosts; collective."""
         self.save()
+        member = own_member()
+        if member is not None:
+            member.saved_step = member.step + 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise ``HostsUpdatedInterrupt`` on all ranks if rank 0 knows of a change."""
+        """Raise ``HostsUpdatedInterrupt`` on all ranks if there is a change."""
+        member = own_member()
+        if member is not None:
+            member.step += 1
+            member.allow(member.step + 1)
+            if member.should_settle(member.step):
+                raise HostsUpdatedInterrupt(skip_sync=True)
+            return
         changes = HostUpdateResult.no_update
         last, is_changed = self._last_updated_timestamp, False
         while not self._host_messages.empty():
@@ -133,10 +154,15 @@ class State(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Take over rank 0's state; collective."""
+        """Take over and save rank 0's state, or that of ``source()``; collective."""
 
     def reset(self) -> None:  # noqa: B027  most have nothing to adapt
         """Adapt to the new ranks, before ``sync``; not collective."""
+
+
+def source() -> int:
+    """Return the rank whose state counts: who has committed the most."""
+    return current_session().source
 
 
 class ObjectState(State):
@@ -162,8 +188,10 @@ class ObjectState(State):
 
     def sync(self) -> None:
         if self._saved_state:
-            self._saved_state = self._bcast_object(self._attributes())
-            ObjectState.restore(self)
+            root = {"root_rank": source()} if is_initialized() and source() else {}
+            for name, value in self._bcast_object(self._attributes(), **root).items():
+                setattr(self, name, value)
+            ObjectState.save(self)
 
     def _attributes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
@@ -182,6 +210,7 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
+        """Take over the state of ``source()``, and save nothing."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -198,34 +227,51 @@ class StateDictHandler(StateHandler):
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
+        self._saved: Any = None
         self.save()
 
     def save(self) -> None:
-        self._saved = deepcopy(self.value.state_dict())
+        self._saved = _copy_into(self._saved, self.value.state_dict())
 
     def restore(self) -> None:
         # A copy again: optimizers keep what they load, and go on to change it.
         self.value.load_state_dict(deepcopy(self._saved))
 
     def sync(self) -> None:
-        self._saved = broadcast_object(self.value.state_dict(), root_rank=0)
-        self.restore()
+        state = broadcast_object(self.value.state_dict(), root_rank=source())
+        self.value.load_state_dict(state)
+
+
+@torch.no_grad()
+def _copy_into(kept: Any, value: Any) -> Any:
+    """Return a copy of ``value``, made of the tensors of ``kept`` where they fit."""
+    if type(value) in (dict, OrderedDict):
+        old = cast("dict[Any, Any]", kept) if isinstance(kept, dict) else {}
+        copied = copy(value)
+        copied.update((key, _copy_into(old.get(key), value[key])) for key in value)
+        return copied
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return deepcopy(value)
+    is_fitting = (
+        type(kept) is Tensor
+        and (kept.shape, kept.dtype) == (value.shape, value.dtype)
+        and (kept.device, kept.stride()) == (value.device, value.stride())
+    )
+    return kept.copy_(value) if is_fitting else value.detach().clone()
 
 
 class ModelStateHandler(StateDictHandler):
     """Handles a module."""
 
     def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
-        self.save()
+        broadcast_parameters(self.value.state_dict(), root_rank=source())
 
 
 class OptimizerStateHandler(StateDictHandler):
     """Handles an optimizer."""
 
     def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
-        self.save()
+        broadcast_optimizer_state(self.value, root_rank=source())
 
 
 class SamplerStateHandler(StateDictHandler):
@@ -296,6 +342,9 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
+        # Not earlier: who fails before goes back to all of what it had.
+        for handler in self._handlers.values():
+            handler.save()
 
     def reset(self) -> None:
         for handler in self._handlers.values():
@@ -325,16 +374,19 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     Raises:
         CollectiveError: There were more resets than ``HOROVOD_RESET_LIMIT`` allows.
     """
+    return run_fn(func, _reset)
 
-    def reset() -> None:
-        shutdown()
-        init()
 
-    return run_fn(func, reset)
+def _reset() -> ViewBegins | None:
+    if own_member() is not None:
+        return reform()
+    shutdown()
+    init()
+    return None
 
 
 def run_fn(
-    func: Callable[Concatenate[S, P], R], reset: Callable[[], None]
+    func: Callable[Concatenate[S, P], R], reset: Callable[[], object]
 ) -> Callable[Concatenate[S, P], R]:
     """Decorate a training function as ``run`` does; ``reset`` connects the ranks."""
 
@@ -349,35 +401,70 @@ def run_fn(
     return wrapper
 
 
-def _until_done(train: Callable[[], R], state: State, reset: Callable[[], None]) -> R:
-    limit = read_horovod_config().reset_limit
+def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object]) -> R:
+    member = own_member()
+    limit = None if member else read_horovod_config().reset_limit
     is_connected, is_synchronized = True, False
-    number, began_s, pause_s = 0, 0.0, 0.0
+    number, pause = 0, _Pause()
     while True:
         number += 1
         try:
             if not is_connected:
-                reset()
+                begins = reset()
                 state.on_reset()
+                if isinstance(begins, ViewBegins):
+                    is_synchronized &= begins.is_equal
             if not is_synchronized:
                 state.sync()
-            began_s = time.monotonic()
-            return train()
+            if member is not None:
+                _begin(member, is_synchronized=is_synchronized)
+            pause.began_s = time.monotonic()
+            return _finish(member, train())
         except CollectiveError as error:
             _count(number, limit, error)
             # Else a mistake of the program's own, made again each time, is never seen.
             _logger.warning("Training goes back to its last commit: %s", error)
             state.restore()
             is_synchronized = False
-            # The first try comes at once; the pause grows where failures come fast.
-            if time.monotonic() - began_s > _LONGEST_PAUSE_S:
-                pause_s = 0.0
-            time.sleep(pause_s)
-            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            is_new = time.monotonic() - pause.began_s > _LONGEST_PAUSE_S
+            if member is not None:
+                member.step = step = member.saved_step
+                is_new = isinstance(error, MembershipError) or step > pause.step
+                pause.step = step
+            pause.take(is_new=is_new)
         except HostsUpdatedInterrupt as interrupt:
             _count(number, limit, interrupt)
             is_synchronized = interrupt.skip_sync
         is_connected = False
+
+
+class _Pause:
+    """Grows where failures come fast; the first try comes at once."""
+
+    def __init__(self) -> None:
+        self.began_s = 0.0
+        self.next_s = 0.0
+        self.step = NEW  # of the last failure
+
+    def take(self, *, is_new: bool) -> None:
+        """Sleep; ``is_new``: something was done since the last failure."""
+        if is_new:
+            self.next_s = 0.0
+        time.sleep(self.next_s)
+        self.next_s = min(max(2 * self.next_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+
+
+def _finish(member: Member | None, result: R) -> R:
+    if member is not None:
+        member.done(member.step)
+    return result
+
+
+def _begin(member: Member, *, is_synchronized: bool) -> None:
+    begins = current_session().begins
+    if begins is not None and not is_synchronized:
+        member.step = member.saved_step = max(begins.step, 0)
+    member.running()
 
 
 def _count(number: int, limit: int | None, reason: Exception) -> None:

@@ -1,0 +1,109 @@
+"""``@hvd.elastic.run`` while ranks die, stop and join; Horovod's script unchanged."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.membership_controller import become_member, controlling
+from tests.ranks import run_ranks_bare
+
+import ronde.torch as hvd
+from ronde.membership.policy import Rules
+
+ENGINES = ("shared_memory", "gloo", "hierarchical")
+STEPS = 12
+ALL_STEPS = list(range(1, STEPS + 1))
+
+
+def train_elastically(
+    claim: Any, path: str, orders: dict[tuple[int, int], str], num_steps: int = STEPS
+) -> Any:
+    """Train; ``orders`` are what a member does at a step, once."""
+    channel = become_member(path, claim.rank)
+    hvd.init()
+    torch.manual_seed(1 + hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    steps: list[tuple[float, int, int]] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> str:
+        while state.step < num_steps:
+            order = orders.pop((channel.number, state.step), "")
+            optimizer.zero_grad()
+            output = model(torch.ones(4, 8) * torch.arange(4)[:, None])
+            if order == "grow":
+                channel.order("grow")
+            elif order:
+                channel.order(order) if order == "stop" else None
+                number = signal.SIGSTOP if order == "stop" else signal.SIGKILL
+                os.kill(os.getpid(), number)
+            output.square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            steps.append((time.monotonic(), state.step, hvd.size()))
+            state.commit()
+        return "all done"
+
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    result = train(state)
+    weights = [value.clone() for value in model.state_dict().values()]
+    hvd.shutdown()
+    return result, steps, weights
+
+
+def assert_alike(results: list[Any]) -> None:
+    done = [result for result in results if result is not None]
+    for result, _, weights in done:
+        assert result == "all done"
+        for own, first in zip(weights, done[0][2], strict=True):
+            assert torch.equal(own, first)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("order", ["kill", "stop"])
+def test_the_others_go_on(engine: str, order: str) -> None:
+    size = 4
+    for victim in range(size):
+        orders = {(victim, 5): order}
+        with controlling(size) as (controller, path):
+            results = run_ranks_bare(
+                size,
+                train_elastically,
+                path,
+                orders,
+                dying=[victim],
+                timeout_s=20.0,
+                environment={"RONDE_ENGINE": engine},
+            )
+            lost_s = next(n.at_s for n in controller.notes if "lost" in n.what)
+        assert_alike(results)
+        for _, steps, _ in filter(None, results):
+            numbers = [step for _, step, _ in steps]
+            # Nothing twice; who was a step behind took it over.
+            assert numbers in (ALL_STEPS, [*ALL_STEPS[:4], *ALL_STEPS[5:]])
+            assert min(at_s for at_s, _, of in steps if of == 3) - lost_s < 3.0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_joins_and_all_are_alike(engine: str) -> None:
+    with controlling(3, Rules(1, 4)) as (controller, path):
+        results = run_ranks_bare(
+            4,
+            train_elastically,
+            path,
+            {(0, 2): "grow"},
+            60,
+            timeout_s=20.0,
+            environment={"RONDE_ENGINE": engine},
+        )
+        views = [note.what for note in controller.notes if "begins" in note.what]
+    assert views == ["begins 3", "begins 4"]
+    assert_alike(results)
+    for _, steps, _ in results[:3]:
+        # Nothing was done twice.
+        assert [step for _, step, _ in steps] == list(range(1, 61))
