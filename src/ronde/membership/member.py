@@ -214,8 +214,8 @@ class Member:
 
 def membership_error(view: int, reason: str) -> MembershipError:
     return MembershipError(
-        f"view {view} must last, but {reason}. Train under @hvd.elastic.run or "
-        "hvd.elastic.Loop, which go on with those that are left."
+        f"view {view} has ended: {reason}. hvd.elastic.Loop and @hvd.elastic.run go on "
+        "in the next one."
     )
 
 

@@ -404,7 +404,9 @@ def run_fn(
 def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object]) -> R:
     member = own_member()
     limit = None if member else read_horovod_config().reset_limit
-    is_connected, is_synchronized = True, False
+    # One that joins others has prepared alone until now.
+    is_connected = member is None or current_session().view is not None
+    is_synchronized = False
     number, pause = 0, _Pause()
     while True:
         number += 1
