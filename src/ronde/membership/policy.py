@@ -4,26 +4,29 @@ No clock, no input or output: every event brings the time, every answer is a lis
 orders. The launcher, Horovod's ``ElasticDriver`` and the simulator carry them out.
 
 Note [Who is in the next view]
-    Survivors always are, unless their host is to be left; a survivor that alone has
-    the newest state stays until another has it. Newcomers fill up to ``max_ranks``;
-    those beyond are spares, which wait, connected to nobody, and are in the next view
-    as soon as somebody is lost. A view that lost a member is followed at once by one of
-    the survivors if they are ``min_ranks``; only then are others started in its place.
+    Survivors always are, unless their host is to be left and there are ``min_ranks``
+    without them; a survivor that alone has the newest state stays until another has it.
+    Newcomers fill up to ``max_ranks``; those beyond are spares, which wait, connected
+    to nobody, and are in the next view as soon as somebody is lost. So do newcomers on
+    a host that is barred, until that ends. A view that lost a member is followed at
+    once by one of the survivors if they are ``min_ranks``; only then are others started
+    in its place.
 
     A process that ends with 0 may have finished, so its view goes on: if it had not,
     the others miss it, and settle unasked.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum, auto
 from math import inf
 from typing import NamedTuple
 
 from ronde.membership.view import NEW, NO_VIEW, Place, order_ranks
 
 _FAILURES, _FAILURES_WITHIN_S = 3, 600.0  # of one host, before it is barred
-_MAX_IDLE_VIEWS = 3
+_MAX_IDLE_VIEWS = 3  # in a row that a program's failure ended at one step
 _GATHER_S = 5.0  # newcomers wait for others that start, so that all join at once
 
 
@@ -94,16 +97,9 @@ class Tick(NamedTuple):
     """It is time to look at the clock: see ``Membership.due_s``."""
 
 
-Event = (
-    HostsFound
-    | HostReady
-    | HostGone
-    | HostLeaves
-    | MemberSettled
-    | MemberDone
-    | MemberLost
-    | Tick
-)
+HostEvent = HostsFound | HostReady | HostGone | HostLeaves
+MemberEvent = MemberSettled | MemberDone | MemberLost
+Event = HostEvent | MemberEvent | Tick
 
 
 class Connect(NamedTuple):
@@ -113,7 +109,7 @@ class Connect(NamedTuple):
 
 
 class Release(NamedTuple):
-    """A host has no member any more and is not used for now."""
+    """A host has no process any more and is not used for now."""
 
     host: str
 
@@ -125,7 +121,7 @@ class Start(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """End a process now; ``MemberLost`` is not awaited."""
+    """End a process now; nothing but its place waits for its ``MemberLost``."""
 
     number: int
     reason: str
@@ -176,18 +172,9 @@ class Stop(NamedTuple):
     is_too_few: bool = False  # ranks, for too long
 
 
-Order = (
-    Connect
-    | Release
-    | Start
-    | Kill
-    | EndView
-    | PauseView
-    | BeginView
-    | Dismiss
-    | FinishAll
-    | Stop
-)
+ProcessOrder = Connect | Release | Start | Kill
+ViewOrder = EndView | PauseView | BeginView | Dismiss | FinishAll
+Order = ProcessOrder | ViewOrder | Stop
 
 
 class Phase(Enum):
@@ -200,7 +187,7 @@ class Phase(Enum):
     STOPPED = auto()
 
 
-class _State(Enum):
+class _State(IntEnum):  # hashed for every report, so no ``Enum``
     STARTING = auto()
     WAITING = auto()  # settled
     ACTIVE = auto()
@@ -213,6 +200,7 @@ class _Member:
     since_s: float  # when it came to its state
     state: _State = _State.STARTING
     step: int = NEW
+    is_in_view: bool = False
 
 
 @dataclass(slots=True)
@@ -221,14 +209,18 @@ class _Host:
     is_known: bool = True  # it is among those found
     is_ready: bool = False
     is_connecting: bool = False
-    is_leaving: bool = False
+    leaves: str = ""  # why it is to be left
+    cooldown_s: float = 0.0
     barred_until_s: float = -inf
-    num_bars: int = 0
     failures_s: list[float] = field(default_factory=list[float])
+    used: dict[int, int] = field(default_factory=dict[int, int])  # slot to process
+
+    @property
+    def is_left(self) -> bool:
+        return bool(self.leaves) or not self.is_known
 
     def is_usable(self, now_s: float) -> bool:
-        is_free = self.barred_until_s <= now_s
-        return self.is_known and not self.is_leaving and is_free and self.slots != 0
+        return self.barred_until_s <= now_s and not self.is_left and self.slots != 0
 
 
 class Membership:
@@ -239,15 +231,19 @@ class Membership:
         self.phase = Phase.FORMING
         self.view = NO_VIEW
         self.ranks: tuple[int, ...] = ()  # members of the view, by rank
-        self.due_s = inf  # when ``Tick`` is due
+        self.due_s = inf  # when ``Tick`` is due, at the earliest
         self._members: dict[int, _Member] = {}
+        self._num = Counter[_State]()  # members in each state
+        self._ending: dict[int, _Member] = {}  # killed or dismissed, but not gone yet
+        self._unwanted: set[int] = set()  # members of the view whose places are left
         self._hosts: dict[str, _Host] = {}
         self._next_number = 0
         self._reason = "the job starts"
+        self._is_symptom = False  # the reason is what another's loss has brought about
         self._best_step = NEW
-        self._num_idle = 0  # views in a row that a program's failure ended at one step
-        self._is_failure = False  # the view ended by one
-        self._forming_since_s: float | None = None
+        self._num_idle = 0
+        self._is_failure = False  # the view ended by one of the program
+        self._forming_since_s = inf
         self._is_closing = False  # a rank has ended as if all were done
         self._orders: list[Order] = []
 
@@ -267,30 +263,49 @@ class Membership:
     def apply(self, event: Event, now_s: float) -> list[Order]:
         """Return what follows from an event, in order."""
         self._orders = []
-        if not self._is_stopped:
+        if self.phase is not Phase.STOPPED:
             self._take(event, now_s)
-        if not self._is_stopped:
+        is_over = self.phase in (Phase.FINISHED, Phase.STOPPED)
+        if not is_over and (self._orders or not self._awaits_more(event, now_s)):
             self._advance(now_s)
         return self._orders
+
+    def _awaits_more(self, event: Event, now_s: float) -> bool:
+        """Return whether a report is one of many, and nothing follows before the last.
+
+        This is what keeps a change linear in the number of ranks.
+        """
+        num_active = self._num[_State.ACTIVE]
+        if isinstance(event, MemberSettled):
+            if self.view == NO_VIEW or self.phase is Phase.RUNNING:
+                self.due_s = min(self.due_s, now_s + _GATHER_S)
+                return self._num[_State.STARTING] > 0
+            num_done = self._num[_State.DONE] if self.phase is Phase.FORMING else 0
+            return num_active + num_done > 0
+        is_end = isinstance(event, MemberLost) and self._is_closing
+        return (is_end or isinstance(event, MemberDone)) and num_active > 0
 
     # Events
 
     def _take(self, event: Event, now_s: float) -> None:
         match event:
             case HostsFound():
-                self._take_hosts(event.slots)
+                self._take_hosts(event.slots, now_s)
             case HostReady():
                 host = self._hosts.setdefault(event.host, _Host(event.slots))
                 host.slots, host.is_ready, host.is_connecting = event.slots, True, False
+                self._review(event.host, now_s)
             case HostGone():
                 self._take_host_gone(event, now_s)
             case HostLeaves():
-                self._host(event.host).is_leaving = True
-                self._reason = event.reason
+                self._host(event.host).leaves = event.reason
+                self._review(event.host, now_s)
             case MemberSettled():
                 self._take_settled(event, now_s)
             case MemberDone():
-                self._take_done(event)
+                member = self._members.get(event.number)
+                if member is not None and member.state is _State.ACTIVE:
+                    self._enter(member, _State.DONE, event.step, member.since_s)
             case MemberLost():
                 self._take_lost(event, now_s)
             case Tick():
@@ -299,12 +314,10 @@ class Membership:
     def _host(self, name: str) -> _Host:
         return self._hosts.setdefault(name, _Host(-1, is_known=False))
 
-    def _take_hosts(self, slots: Mapping[str, int]) -> None:
+    def _take_hosts(self, slots: Mapping[str, int], now_s: float) -> None:
         kept = {name: host for name, host in self._hosts.items() if name in slots}
         gone = {n: host for n, host in self._hosts.items() if n not in slots}
-        for name, host in gone.items():
-            if host.is_known and self._members_on(name):
-                self._reason = f"{name} is no longer among the hosts"
+        for host in gone.values():
             host.is_known = False
         for name, number in slots.items():
             host = kept.setdefault(name, _Host(number))
@@ -312,79 +325,76 @@ class Membership:
             host.slots = number if number >= 0 else host.slots
         # Known ones keep their order, new ones follow.
         self._hosts = kept | gone
+        for name in self._hosts:
+            self._review(name, now_s)
+
+    def _review(self, name: str, now_s: float) -> None:
+        """Note which of a host's places are left, and kill who waits there."""
+        for number in self._members_on(name):
+            reason = self._why_left(self._members[number])
+            (self._unwanted.add if reason else self._unwanted.discard)(number)
+            if reason and not self._members[number].is_in_view:
+                self._remove([], reason, now_s, killed=[number])
 
     def _take_host_gone(self, event: HostGone, now_s: float) -> None:
         host = self._host(event.host)
-        host.is_ready = host.is_connecting = host.is_leaving = False
+        host.is_ready, host.is_connecting, host.leaves = False, False, ""
         self._bar(host, now_s)
-        for number in self._members_on(event.host):
-            self._remove(number, event.reason, now_s)
+        for number in host.used.values():
+            self._ending.pop(number, None)
+        self._remove(self._members_on(event.host), event.reason, now_s)
+        host.used.clear()
 
     def _take_settled(self, event: MemberSettled, now_s: float) -> None:
         member = self._members.get(event.number)
-        if member is None:
+        if member is None or self.phase is Phase.FINISHED:
             return
         was_active = member.state in (_State.ACTIVE, _State.DONE)
-        member.state, member.step, member.since_s = _State.WAITING, event.step, now_s
-        is_unasked = self.phase is Phase.RUNNING or event.reason
-        if was_active and is_unasked and self.phase is not Phase.FORMING:
-            self._end_view(event.reason or f"rank of process {event.number} left it")
-
-    def _take_done(self, event: MemberDone) -> None:
-        member = self._members.get(event.number)
-        if member is not None and member.state is _State.ACTIVE:
-            member.state, member.step = _State.DONE, event.step
-        if all(self._members[n].state is _State.DONE for n in self._present):
-            self.phase = Phase.FINISHED
-            self._orders.append(FinishAll())
-            self._members = {n: self._members[n] for n in self._present}
+        self._enter(member, _State.WAITING, event.step, now_s)
+        if self.view == NO_VIEW:
+            self._is_closing = False
+        is_asked = self.phase is Phase.PAUSING and not event.reason
+        if was_active and not is_asked and self.phase is not Phase.FORMING:
+            reason = event.reason or f"rank of process {event.number} left it"
+            self._end_view(reason, now_s)
+            self._is_symptom = True
 
     def _take_lost(self, event: MemberLost, now_s: float) -> None:
+        if ended := self._ending.pop(event.number, None):
+            del self._hosts[ended.place.host].used[ended.place.slot]
         member = self._members.get(event.number)
         if member is None:
             return
-        name = member.place.host
-        if self.phase is Phase.FINISHED or event.exit_code == 0:
-            del self._members[event.number]
-            self._is_closing = True
+        is_start = self.view == NO_VIEW and not self._num[_State.WAITING]
+        if self.phase is Phase.FINISHED:
+            self._remove([event.number], event.reason, now_s)
             if event.exit_code:
                 self._stop(f"{event.reason} after the last step.")
-            return
-        is_first = self.view == NO_VIEW and member.state is _State.STARTING
-        self._is_failure = event.exit_code > 0
-        self._remove(event.number, event.reason, now_s)
-        has_others = any(m.state is _State.WAITING for m in self._members.values())
-        if is_first and self._is_failure and not has_others:
+        elif event.exit_code == 0 and (member.is_in_view or is_start):
+            self._drop(event.number)
+            self._is_closing = is_start or self.phase is not Phase.FORMING
+        elif event.exit_code > 0 and is_start:
             self._stop(f"{event.reason} before any rank was ready.")
-            return
-        self._count_failure(name, now_s)
-        if self.rules.is_host_domain:
-            for number in self._members_on(name):
-                self._kill(number, event.reason, now_s)
-
-    def _count_failure(self, name: str, now_s: float) -> None:
-        host = self._host(name)
-        host.failures_s = [
-            *(at_s for at_s in host.failures_s if at_s > now_s - _FAILURES_WITHIN_S),
-            now_s,
-        ]
-        if self.rules.is_host_domain or len(host.failures_s) >= _FAILURES:
-            self._bar(host, now_s)
-
-    def _bar(self, host: _Host, now_s: float) -> None:
-        low_s, high_s = self.rules.cooldown_s
-        host.barred_until_s = now_s + min(low_s * 2**host.num_bars, high_s)
-        host.num_bars += 1
-        host.failures_s = []
+        else:
+            self._is_failure |= event.exit_code > 0 and member.is_in_view
+            others = self._count_failures([event.number], now_s)
+            self._remove([event.number], event.reason, now_s, killed=others)
 
     def _kill_late(self, now_s: float) -> None:
-        for number, member in list(self._members.items()):
-            if now_s >= self._due_of(member):
-                limit_s = now_s - member.since_s
-                place = member.place
-                reason = f"process {number} on {place.host} gave no word"
-                self._kill(number, f"{reason} for {limit_s:.0f} s", now_s)
-                self._count_failure(place.host, now_s)
+        late = [n for n, m in self._members.items() if now_s >= self._due_of(m)]
+        if late:
+            first = self._members[late[0]]
+            more = f" and {len(late) - 1} more" if late[1:] else ""
+            reason = (
+                f"process {late[0]} on {first.place.host}{more} gave no word for "
+                f"{now_s - first.since_s:.0f} s"
+            )
+            late += self._count_failures(late, now_s)
+            self._remove([], reason, now_s, killed=late)
+        for number, member in self._ending.items():
+            if now_s >= member.since_s + self.rules.settle_s:
+                member.since_s = inf
+                self._orders.append(Kill(number, "it did not end when it was left out"))
 
     def _due_of(self, member: _Member) -> float:
         if member.state is _State.STARTING:
@@ -395,109 +405,171 @@ class Membership:
     # Members
 
     @property
-    def _is_stopped(self) -> bool:
-        return self.phase is Phase.STOPPED
-
-    @property
     def _present(self) -> list[int]:
         return [number for number in self.ranks if number in self._members]
 
+    @property
+    def _least(self) -> int:
+        return max(1, self.rules.min_ranks)
+
     def _members_on(self, host: str) -> list[int]:
-        return [n for n, m in self._members.items() if m.place.host == host]
+        return [n for n in self._hosts[host].used.values() if n in self._members]
 
-    def _is_wanted(self, member: _Member) -> bool:
-        host = self._hosts.get(member.place.host)
-        if host is None or not host.is_known or host.is_leaving:
-            return False
-        return host.slots < 0 or member.place.slot < host.slots
+    def _why_left(self, member: _Member) -> str:
+        """Return why a member's place is not to be used any more, or nothing."""
+        name = member.place.host
+        host = self._hosts[name]
+        if not host.is_known:
+            return f"{name} is no longer among the hosts"
+        if 0 <= host.slots <= member.place.slot:
+            return host.leaves or f"{name} has {host.slots} slots now"
+        return host.leaves
 
-    def _kill(self, number: int, reason: str, now_s: float) -> None:
-        self._orders.append(Kill(number, reason))
-        self._remove(number, reason, now_s)
+    def _enter(self, member: _Member, state: _State, step: int, now_s: float) -> None:
+        self._num[member.state] -= 1
+        self._num[state] += 1
+        member.state, member.step, member.since_s = state, step, now_s
 
-    def _remove(self, number: int, reason: str, now_s: float) -> None:
+    def _drop(self, number: int) -> _Member:
         member = self._members.pop(number)
-        if member.state not in (_State.ACTIVE, _State.DONE):
+        self._num[member.state] -= 1
+        self._unwanted.discard(number)
+        if number not in self._ending:
+            del self._hosts[member.place.host].used[member.place.slot]
+        return member
+
+    def _remove(
+        self,
+        lost: Collection[int],
+        reason: str,
+        now_s: float,
+        killed: Collection[int] = (),
+    ) -> None:
+        """Forget members; the view ends if one of them took part in it."""
+        for number in killed:
+            self._orders.append(Kill(number, reason))
+            self._ending[number] = replace(self._members[number], since_s=inf)
+        states = {self._drop(number).state for number in (*lost, *killed)}
+        if not states & {_State.ACTIVE, _State.DONE}:
             return
         if self.phase in (Phase.RUNNING, Phase.PAUSING):
-            self._end_view(reason)
-            for each in self._members.values():
-                each.since_s = max(each.since_s, now_s)
+            self._end_view(reason, now_s)
+        elif self._is_symptom:
+            self._reason, self._is_symptom = reason, False
 
-    def _end_view(self, reason: str) -> None:
-        self.phase, self._reason = Phase.FORMING, reason
-        self._forming_since_s = None
+    def _count_failures(self, numbers: list[int], now_s: float) -> list[int]:
+        """Bar hosts where members have failed; return who goes with them."""
+        others: list[int] = []
+        names = Counter(self._members[number].place.host for number in numbers)
+        # Of a job on one host nothing would be left.
+        is_by_host = self.rules.is_host_domain and len(self._hosts) > 1
+        for name, count in names.items():
+            host, since_s = self._hosts[name], now_s - _FAILURES_WITHIN_S
+            host.failures_s = [at_s for at_s in host.failures_s if at_s > since_s]
+            host.failures_s += [now_s] * count
+            if is_by_host:
+                others += self._members_on(name)
+            if is_by_host or len(host.failures_s) >= _FAILURES:
+                self._bar(host, now_s)
+        return sorted(set(others).difference(numbers))
+
+    def _bar(self, host: _Host, now_s: float) -> None:
+        low_s, high_s = self.rules.cooldown_s
+        host.cooldown_s = min(max(low_s, 2 * host.cooldown_s), high_s)
+        host.barred_until_s = now_s + host.cooldown_s
+        host.failures_s = []
+
+    def _end_view(self, reason: str, now_s: float) -> None:
+        self.phase, self._reason, self._is_symptom = Phase.FORMING, reason, False
+        self._forming_since_s, self._is_closing = now_s, False
         members = self._members
         left = [n for n in self._present if members[n].state is not _State.WAITING]
-        if left:
+        for number in left:
+            members[number].since_s = now_s
+        if left and not self._is_finished():
             self._orders.append(EndView(tuple(left), reason))
 
     # What follows
 
     def _advance(self, now_s: float) -> None:
-        if self._forming_since_s is None:
-            self._forming_since_s = now_s
-        for number, member in list(self._members.items()):
-            if number not in self.ranks and not self._is_wanted(member):
-                self._kill(number, "its host is left", now_s)
+        self._forming_since_s = min(self._forming_since_s, now_s)
+        if self._is_finished():
+            self.phase = Phase.FINISHED
+            self._members = {n: self._members[n] for n in self._present}
+            self._orders.append(FinishAll())
+            return
+        is_start = self.view == NO_VIEW
+        if is_start:
+            self._fill(now_s)
         if self.phase in (Phase.FORMING, Phase.PAUSING):
             self._form(now_s)
         if self.phase is Phase.RUNNING:
             self._plan_change(now_s)
-        if self.phase in (Phase.FORMING, Phase.RUNNING, Phase.PAUSING):
-            self._fill(now_s)
-        self._release(now_s)
-        self.due_s = min(self._times(now_s), default=inf)
+        if self.phase is not Phase.STOPPED:
+            if not is_start:
+                self._fill(now_s)
+            self._release(now_s)
+            self.due_s = min(self._times(now_s), default=inf)
+
+    def _is_finished(self) -> bool:
+        """Return whether all of the view have done the last step, or ended with 0."""
+        if self.view == NO_VIEW:
+            return self._is_closing and not self._members
+        present = [self._members[number].state for number in self._present]
+        goes_on = self.phase is not Phase.FORMING
+        return (bool(present) or goes_on) and all(s is _State.DONE for s in present)
 
     def _form(self, now_s: float) -> None:
-        members = self._members.values()
-        if any(m.state in (_State.ACTIVE, _State.DONE) for m in members):
+        if self._num[_State.ACTIVE]:
             return
-        survivors = self._present
-        if self.view != NO_VIEW and not survivors:
-            if self._is_closing and not self._members:
-                self.phase = Phase.FINISHED
-            else:
-                self._stop(f"No rank has survived: {self._reason}.")
+        if self._num[_State.DONE]:
+            if self.phase is Phase.PAUSING:  # the others stopped after the last step
+                self._end_view(self._reason, now_s)
             return
-        is_start = self.view == NO_VIEW
-        is_late = now_s >= (self._forming_since_s or now_s) + self.rules.formation_s
-        if is_start and not is_late:
-            if any(m.state is _State.STARTING for m in members):
+        if self.phase is Phase.PAUSING:
+            self.phase, self._forming_since_s = Phase.FORMING, now_s
+        if self.view != NO_VIEW and not self._present:
+            self._stop(f"No rank has survived: {self._reason}.")
+            return
+        is_late = now_s >= self._forming_since_s + self.rules.formation_s
+        if self.view == NO_VIEW and not is_late:
+            is_connecting = any(h.is_connecting for h in self._hosts.values())
+            if is_connecting or self._num[_State.STARTING]:
                 return
-            if any(h.is_connecting for h in self._hosts.values()):
-                return
-        waiting = {n: m for n, m in self._members.items() if m.state is _State.WAITING}
-        leaving = [n for n in waiting if not self._is_wanted(waiting[n])]
-        newest = max((m.step for m in waiting.values()), default=NEW)
-        kept = [n for n in waiting if n not in leaving]
-        if newest != NEW and all(waiting[n].step < newest for n in kept):
-            # It alone has the state: it leaves once others have it, too.
-            source = next((n for n in leaving if waiting[n].step == newest), None)
-            leaving = [n for n in leaving if n != source]
-        survivors = [n for n in survivors if n not in leaving]
-        newcomers = [n for n in sorted(waiting) if n not in (*survivors, *leaving)]
-        newcomers = newcomers[: max(0, self.rules.max_ranks - len(survivors))]
-        if len(survivors) + len(newcomers) >= max(1, self.rules.min_ranks):
-            self._begin(survivors, newcomers, leaving, now_s)
+        staying, joining = self._choose(now_s)
+        if len(staying) + len(joining) >= self._least:
+            self._begin(staying, joining, now_s)
         elif is_late:
-            self._stop_short(len(survivors) + len(newcomers), now_s)
+            self._stop_short(len(staying) + len(joining), now_s)
 
-    def _begin(
-        self,
-        survivors: list[int],
-        newcomers: list[int],
-        leaving: list[int],
-        now_s: float,
-    ) -> None:
-        ranked = [(n, r) for r, n in enumerate(self.ranks) if n in survivors]
-        order = order_ranks(ranked, newcomers) if ranked else newcomers
-        steps = {n: self._members[n].step for n in order}
+    def _choose(self, now_s: float) -> tuple[list[int], list[int]]:
+        """Return who of the view goes on, and who joins, if all settle now."""
+        members, present = self._members, self._present
+        joining = [
+            number
+            for number, m in members.items()
+            if m.state is _State.WAITING and not m.is_in_view
+            if self._hosts[m.place.host].barred_until_s <= now_s
+        ]
+        staying = [n for n in present if n not in self._unwanted]
+        if len(staying) + len(joining) < self._least:
+            staying = present
+        newest = max((members[n].step for n in present), default=NEW)
+        if newest != NEW and all(members[n].step < newest for n in staying):
+            # It alone has the state: it leaves once others have it, too.
+            source = next(n for n in present if members[n].step == newest)
+            staying = [n for n in present if n in {source, *staying}]
+        return staying, joining[: max(0, self.rules.max_ranks - len(staying))]
+
+    def _begin(self, staying: list[int], joining: list[int], now_s: float) -> None:
+        members, kept = self._members, set(staying)
+        ranked = [(n, r) for r, n in enumerate(self.ranks) if n in kept]
+        order = order_ranks(ranked, joining) if ranked else joining
+        steps = {n: members[n].step for n in order}
         newest = max(steps.values())
-        if self._is_failure and newest <= self._best_step:
-            self._num_idle += 1
-        elif newest > self._best_step:
+        if newest > self._best_step:
             self._num_idle = 0
+        self._num_idle += self._is_failure
         self._best_step, self._is_failure = max(newest, self._best_step), False
         self.view += 1
         limit = self.rules.reset_limit
@@ -513,15 +585,16 @@ class Membership:
                 f"the last time as {self._reason}."
             )
             return
-        for number in leaving:
-            self._orders.append(Dismiss(number, self._reason))
-            del self._members[number]
+        for number in [n for n in self._present if n not in kept]:
+            member = self._ending[number] = members[number]
+            self._orders.append(Dismiss(number, self._why_left(member)))
+            self._drop(number).since_s = now_s
         self._orders.append(
             BeginView(
                 view=self.view,
-                members=tuple(self._members[n].place for n in order),
-                gone=tuple(n for n in self.ranks if n not in order),
-                new=tuple(self._members[n].place for n in newcomers),
+                members=tuple(members[n].place for n in order),
+                gone=tuple(n for n in self.ranks if n not in kept),
+                new=tuple(members[n].place for n in joining),
                 source=next(n for n in order if steps[n] == newest),
                 step=newest,
                 is_equal=newest != NEW and set(steps.values()) == {newest},
@@ -529,46 +602,49 @@ class Membership:
             )
         )
         for number in order:
-            member = self._members[number]
-            member.state, member.since_s = _State.ACTIVE, now_s
+            self._enter(members[number], _State.ACTIVE, newest, now_s)
+            members[number].is_in_view = True
         self.ranks, self.phase = tuple(order), Phase.RUNNING
 
     def _plan_change(self, now_s: float) -> None:
-        in_view = [self._members[n] for n in self._present]
-        if self._is_closing or any(m.state is _State.DONE for m in in_view):
+        if self._is_closing or self._num[_State.DONE]:
             return
-        others = [m for n, m in self._members.items() if n not in self.ranks]
-        waiting = [m for m in others if m.state is _State.WAITING]
-        num_left = sum(self._is_wanted(m) for m in in_view)
-        has_room = num_left < self.rules.max_ranks
-        has_enough = num_left + len(waiting) >= max(1, self.rules.min_ranks)
-        reason = self._reason if num_left < len(in_view) and has_enough else ""
-        if has_room and waiting:
-            first_s = min(m.since_s for m in waiting)
-            is_gathering = any(m.state is _State.STARTING for m in others)
-            if not is_gathering or now_s >= first_s + _GATHER_S:
-                hosts = sorted({m.place.host for m in waiting})
-                count = "a rank joins" if len(waiting) == 1 else "ranks join"
-                reason = reason or f"{count} on {', '.join(hosts)}"
+        members, present = self._members, self._present
+        staying, joining = self._choose(now_s)
+        leaving = set(present).difference(staying)
+        reason = self._why_left(members[min(leaving)]) if leaving else ""
+        if joining and not reason:
+            first_s = min(members[n].since_s for n in joining)
+            if not self._num[_State.STARTING] or now_s >= first_s + _GATHER_S:
+                hosts = sorted({members[n].place.host for n in joining})
+                count = "a rank joins" if len(joining) == 1 else "ranks join"
+                reason = f"{count} on {', '.join(hosts)}"
         if reason:
             self.phase, self._reason = Phase.PAUSING, reason
-            self._orders.append(PauseView(self.ranks, reason))
+            self._orders.append(PauseView(tuple(present), reason))
 
     def _fill(self, now_s: float) -> None:
         """Start processes where there is room; connect to hosts that may have it."""
-        living = self._members.values()
-        wanted = self.rules.max_ranks + self.rules.spares
-        num_lacking = wanted - sum(self._is_wanted(m) for m in living)
+        members = self._members
+        num_lacking = self.rules.max_ranks + self.rules.spares
+        num_lacking -= len(members) - len(self._unwanted)
+        if num_lacking < 0:
+            others = [n for n, m in members.items() if not m.is_in_view]
+            surplus = others[num_lacking:]
+            self._remove([], "there are enough without it", now_s, killed=surplus)
         # Survivors that will do settle first.
-        can_form = len(self._present) >= max(1, self.rules.min_ranks)
-        if self._is_closing or (self.phase is Phase.FORMING and can_form):
+        can_form = self.phase is Phase.FORMING and len(self._present) >= self._least
+        is_ending = self._is_closing or self._num[_State.DONE] > 0
+        if num_lacking <= 0 or can_form or is_ending:
             return
         for name, slot in self._free_slots(now_s):
             if num_lacking <= 0:
                 return
             place = Place(self._next_number, name, slot)
             self._next_number += 1
-            self._members[place.number] = _Member(place, now_s)
+            members[place.number] = _Member(place, now_s)
+            self._num[_State.STARTING] += 1
+            self._hosts[name].used[slot] = place.number
             self._orders.append(Start(place))
             num_lacking -= 1
         for name, host in self._hosts.items():
@@ -582,32 +658,34 @@ class Membership:
                 num_lacking -= max(1, host.slots)
 
     def _free_slots(self, now_s: float) -> Iterator[tuple[str, int]]:
-        taken = {(m.place.host, m.place.slot) for m in self._members.values()}
         for name, host in self._hosts.items():
-            if host.is_ready and host.is_usable(now_s):
-                for slot in range(host.slots):
-                    if (name, slot) not in taken:
-                        yield name, slot
+            has_room = len(host.used) < host.slots or self._unwanted or self._ending
+            if host.is_ready and has_room and host.is_usable(now_s):
+                yield from ((name, n) for n in range(host.slots) if n not in host.used)
 
     def _release(self, now_s: float) -> None:
         for name, host in self._hosts.items():
-            is_left = host.is_ready and (host.is_leaving or not host.is_known)
-            if is_left and not self._members_on(name):
-                if host.is_leaving:
+            if host.is_ready and host.is_left and not host.used:
+                if host.leaves:
                     self._bar(host, now_s)
-                host.is_ready = host.is_leaving = False
+                host.is_ready, host.leaves = False, ""
                 self._orders.append(Release(name))
 
     def _times(self, now_s: float) -> Iterator[float]:
-        yield from (self._due_of(member) for member in self._members.values())
-        if self.phase is Phase.FORMING and self._forming_since_s is not None:
-            yield self._forming_since_s + self.rules.formation_s
-        if self.phase is Phase.RUNNING:
-            others = (m for n, m in self._members.items() if n not in self.ranks)
-            waits = (m.since_s + _GATHER_S for m in others if m.state is _State.WAITING)
-            yield from (at_s for at_s in waits if at_s > now_s)
-        hosts = self._hosts.values()
-        yield from (h.barred_until_s for h in hosts if h.barred_until_s > now_s)
+        members = self._members.values()
+        # Those that start are in the order of their times.
+        starting = (m for m in members if m.state is _State.STARTING)
+        yield next((m.since_s + self.rules.formation_s for m in starting), inf)
+        yield from (m.since_s + self.rules.settle_s for m in self._ending.values())
+        later = [h.barred_until_s for h in self._hosts.values()]
+        if self.phase is Phase.FORMING:
+            is_settled = not (self._num[_State.ACTIVE] + self._num[_State.DONE])
+            yield inf if is_settled else self._forming_since_s + self.rules.settle_s
+            later.append(self._forming_since_s + self.rules.formation_s)
+        if self.phase is Phase.RUNNING and self._num[_State.WAITING]:
+            others = (m for m in members if not m.is_in_view)
+            later += [m.since_s + _GATHER_S for m in others]
+        yield from (at_s for at_s in later if at_s > now_s)
 
     def _stop_short(self, size: int, now_s: float) -> None:
         slots = [f"{n}:{h.slots}" for n, h in self._hosts.items() if h.is_ready]

@@ -1,0 +1,231 @@
+"""Print what one loss among many ranks costs the controller of an elastic job.
+
+The real policy, messages and frames run in this process; there are no wires. What
+agents send is encoded beforehand, and what they get is not decoded, so only the
+controller's own work is counted: the median of its CPU time, and in ``wall`` the least
+by the clock.
+
+    python benchmarks/elastic_scale.py [--ranks 10000,30000] [--slots 8] [--times 5]
+
+``lost``: a rank is killed, and the others go on without it. ``spare``: a rank that
+waited takes its place, and gets the whole view.
+"""
+
+import argparse
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+from ronde.launch.messages import (
+    FROM_AGENT,
+    Exited,
+    FromAgent,
+    MessageDecoder,
+    RankText,
+    RankTexts,
+    SendToRanks,
+    encode,
+)
+from ronde.membership import policy
+from ronde.membership.policy import Membership, Order, Rules
+from ronde.membership.view import (
+    FROM_RANK,
+    NEW,
+    NO_VIEW,
+    Place,
+    Settled,
+    ToRank,
+    ViewBegins,
+    ViewEnded,
+    decode_text,
+    encode_text,
+)
+
+T = TypeVar("T")
+PARTS = ("start", "decide", "end", "frames", "texts", "policy", "begin")
+_STEP = 1000
+
+
+@dataclass(slots=True)
+class Cost:
+    """What one loss costs: seconds of each part, and bytes.
+
+    ``frames`` and ``texts`` are decoding what agents and ranks report, ``end`` and
+    ``begin`` encoding what ends the old view and begins the new one.
+    """
+
+    took_s: dict[str, float] = field(default_factory=dict[str, float])  # CPU time
+    wall_s: float = 0.0  # from the first frame to the last
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    num_frames: int = 0  # sent and received
+
+    @property
+    def total_s(self) -> float:
+        return sum(s for part, s in self.took_s.items() if part != "start")
+
+    @contextmanager
+    def count(self, part: str) -> Iterator[None]:
+        begun_s = time.process_time()
+        yield
+        took_s = time.process_time() - begun_s
+        self.took_s[part] = self.took_s.get(part, 0.0) + took_s
+
+
+class Controller:
+    """The part of an elastic job's controller that sends, receives and decides."""
+
+    def __init__(self, num_ranks: int, num_spares: int, slots: int) -> None:
+        """Start all processes, and train in the first view."""
+        self.cost = Cost()
+        rules = Rules(1, num_ranks, num_spares)
+        self.membership = Membership(rules)
+        num_hosts = -(-(num_ranks + num_spares) // slots)
+        hosts = {f"node{number:04}": slots for number in range(num_hosts)}
+        self._decoders = {name: MessageDecoder(FROM_AGENT) for name in hosts}
+        with self.cost.count("start"):
+            self._apply(policy.HostsFound(hosts))
+            started = [
+                order.place
+                for name in hosts
+                for order in self._apply(policy.HostReady(name, slots))
+                if isinstance(order, policy.Start)
+            ]
+            for place in started:
+                orders = self._apply(policy.MemberSettled(place.number, NEW))
+        self.places = {place.number: place for place in started}
+        self.view = _only(orders, policy.BeginView)
+
+    def _apply(self, event: policy.Event) -> list[Order]:
+        return self.membership.apply(event, time.monotonic())
+
+    def receive(self, host: str, frame: bytes) -> list[Order]:
+        """Follow what comes from an agent."""
+        with self.cost.count("frames"):
+            messages = self._decoders[host].feed(frame)
+        self.cost.num_frames += 1
+        self.cost.bytes_received += len(frame)
+        return [order for message in messages for order in self._take(message)]
+
+    def _take(self, message: FromAgent) -> list[Order]:
+        orders: list[Order] = []
+        if isinstance(message, RankTexts):
+            with self.cost.count("texts"):
+                texts = [(n, decode_text(t, FROM_RANK)) for n, t in message.texts]
+            with self.cost.count("policy"):
+                for number, text in texts:
+                    if isinstance(text, Settled) and text.view == self.view.view:
+                        event = policy.MemberSettled(number, text.step, text.reason)
+                        orders += self._apply(event)
+        elif isinstance(message, Exited):
+            with self.cost.count("decide"):
+                reason = f"rank {message.rank} was killed by SIGKILL"
+                event = policy.MemberLost(message.rank, message.status, reason)
+                orders = self._apply(event)
+        return orders
+
+    def end_view(self, order: policy.EndView) -> None:
+        with self.cost.count("end"):
+            ended = ViewEnded(self.view.view, order.reason)
+            self._send(order.numbers, ended)
+
+    def begin_view(self, order: policy.BeginView) -> None:
+        with self.cost.count("begin"):
+            new = [place.number for place in order.new]
+            known = set(new)
+            whole = ViewBegins(
+                view=order.view,
+                key="0" * 32,
+                base=NO_VIEW,
+                gone=(),
+                new=order.members,
+                source=order.source,
+                step=order.step,
+                is_equal=order.is_equal,
+                reason=order.reason,
+            )
+            change = whole._replace(base=self.view.view, gone=order.gone, new=order.new)
+            numbers = [place.number for place in order.members]
+            self._send((n for n in numbers if n not in known), change)
+            if new:
+                self._send(new, whole)
+        self.view = order
+
+    def _send(self, numbers: Iterable[int], message: ToRank) -> None:
+        """Send one text to ranks, in one frame an agent."""
+        text = encode_text(message)
+        by_host = defaultdict[str, list[int]](list)
+        for number in numbers:
+            by_host[self.places[number].host].append(number)
+        for ranks in by_host.values():
+            frame = encode(SendToRanks(tuple(ranks), text))
+            self.cost.num_frames += 1
+            self.cost.bytes_sent += len(frame)
+
+
+def lose_one(num_ranks: int, num_spares: int, slots: int) -> tuple[Cost, list[Place]]:
+    """Return the cost of a loss in the middle, and the members of the next view."""
+    controller = Controller(num_ranks, num_spares, slots)
+    lost = controller.places[num_ranks // 2]
+    exited = encode(Exited(lost.number, -9, 1.0, 0.0, 0.0, ""))
+    settled = encode_text(Settled(controller.view.view, _STEP, ""))
+    by_host = defaultdict[str, list[RankText]](list)
+    for place in controller.view.members:
+        if place != lost:
+            by_host[place.host].append(RankText(place.number, settled))
+    answers = [(h, encode(RankTexts(tuple(texts)))) for h, texts in by_host.items()]
+    gc.collect()
+    begun_s = time.perf_counter()
+    controller.end_view(_only(controller.receive(lost.host, exited), policy.EndView))
+    orders: list[Order] = []
+    for host, answer in answers:
+        if orders:
+            raise AssertionError("the view must not begin before all have settled")
+        orders = controller.receive(host, answer)
+    begins = _only(orders, policy.BeginView)
+    controller.begin_view(begins)
+    controller.cost.wall_s = time.perf_counter() - begun_s
+    return controller.cost, list(begins.members)
+
+
+def _only(orders: Iterable[Order], kind: type[T]) -> T:
+    (found,) = (order for order in orders if isinstance(order, kind))
+    return found
+
+
+def main() -> None:
+    """Print one line for each number of ranks and kind of loss."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", default="10000,30000", help="comma-separated")
+    parser.add_argument("--slots", type=int, default=8, help="ranks a host")
+    parser.add_argument("--times", type=int, default=5)
+    asked = parser.parse_args()
+    columns = " ".join(f"{part:>7}" for part in (*PARTS, "total", "wall"))
+    print(
+        f"{'ranks':>6} {'loss':>5} {columns} {'frames':>7} {'sent':>9} {'received':>9}"
+    )
+    print(f"{'':>12} {'ms':>7}")
+    for size in map(int, asked.ranks.split(",")):
+        for kind, num_spares in (("lost", 0), ("spare", 1)):
+            costs = [
+                lose_one(size, num_spares, asked.slots)[0] for _ in range(asked.times)
+            ]
+            took = [median(c.took_s[part] for c in costs) for part in PARTS]
+            least_s = min(cost.wall_s for cost in costs)
+            shown = [*took, median(c.total_s for c in costs), least_s]
+            columns = " ".join(f"{seconds * 1000:>7.1f}" for seconds in shown)
+            last = costs[-1]
+            print(
+                f"{size:>6} {kind:>5} {columns} {last.num_frames:>7} "
+                f"{last.bytes_sent:>9} {last.bytes_received:>9}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

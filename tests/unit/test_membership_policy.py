@@ -1,0 +1,650 @@
+"""Who takes part: the policy against hosts and processes that obey it."""
+
+from math import inf
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from tests.unit.membership_environment import (
+    IN_VIEW,
+    LAST_STEP,
+    Doing,
+    Environment,
+)
+
+from ronde.membership import policy
+from ronde.membership.policy import Membership, Phase, Rules
+from ronde.membership.view import NEW
+
+NAMES = ["a", "b", "c"]
+PICKS = st.integers(0, 999)
+
+
+class Faults(RuleBasedStateMachine):
+    """Anything may happen at any time; afterwards the job comes to its end."""
+
+    env: Environment
+
+    @initialize(
+        least=st.sampled_from([0, 1, 1, 2, 2, 3, 4]),
+        more=st.integers(0, 3),
+        spares=st.integers(0, 2),
+        is_host_domain=st.booleans(),
+        formation_s=st.sampled_from([10.0, 600.0, 600.0]),
+        reset_limit=st.sampled_from([None, None, 5]),
+        cooldown_s=st.sampled_from([(0.0, 0.0), (1.0, 3.0), (30.0, 3600.0)]),
+        is_begun=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self,
+        least: int,
+        more: int,
+        spares: int,
+        is_begun: bool,  # noqa: FBT001 - Hypothesis passes it by name
+        **others: object,
+    ) -> None:
+        rules = Rules(least, max(1, least + more), spares, **others)  # type: ignore[arg-type]
+        self.env = Environment.of(rules, a=2, b=2)
+        if is_begun:
+            self.env.begin()
+
+    @rule(pick=PICKS, count=st.integers(1, 40))
+    def answer(self, pick: int, count: int) -> None:
+        for _ in range(count):
+            if (can := self.env.answers()) and not self.env.is_over:
+                can[pick % len(can)]()
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 5.0, 31.0, 700.0]) | st.none())
+    def wait(self, seconds: float | None) -> None:
+        until_due_s = max(0.0, self.env.membership.due_s - self.env.now_s)
+        if seconds is not None or until_due_s < inf:
+            self.env.wait(until_due_s if seconds is None else seconds)
+
+    @rule(pick=PICKS, code=st.sampled_from([-9, -9, 1, 1, 0]))
+    def end_process(self, pick: int, code: int) -> None:
+        if numbers := list(self.env.processes):
+            self.env.end(numbers[pick % len(numbers)], code)
+
+    @rule(pick=PICKS)
+    def stall(self, pick: int) -> None:
+        if processes := list(self.env.processes.values()):
+            processes[pick % len(processes)].is_stalled = True
+
+    @rule(pick=PICKS)
+    def lose_peer(self, pick: int) -> None:
+        able = [p for p in self.env.members if p.doing in IN_VIEW and not p.is_stalled]
+        if able:
+            self.env.settle(able[pick % len(able)].place.number, "it lost a peer")
+
+    @rule(pick=PICKS)
+    def finish(self, pick: int) -> None:
+        """Say the last step is done while the view ends: the two cross."""
+        able = [p for p in self.env.members if p.doing is Doing.ASKED]
+        at_last = [p for p in able if p.step == LAST_STEP]
+        if at_last:
+            self.env.finish(at_last[pick % len(at_last)].place.number)
+
+    @rule(name=st.sampled_from(NAMES))
+    def fail_host(self, name: str) -> None:
+        host = self.env.hosts.get(name)
+        if host and (host.is_ready or host.is_connecting):
+            self.env.fail_host(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def leave_host(self, name: str) -> None:
+        if name in self.env.hosts and self.env.hosts[name].is_ready:
+            self.env.leave_host(name)
+
+    @rule(slots=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)))
+    def find_hosts(self, slots: dict[str, int]) -> None:
+        self.env.find(slots)
+
+    def teardown(self) -> None:
+        if hasattr(self, "env") and not self.env.is_over:
+            self.env.find({"a": 2, "b": 2, "c": 2})
+            self.env.run()
+
+
+TestFaults = Faults.TestCase
+TestFaults.settings = settings(stateful_step_count=40, report_multiple_bugs=False)
+
+
+def running(rules: Rules, **slots: int) -> Environment:
+    """Return a job in its first view."""
+    env = Environment.of(rules, **slots)
+    env.begin()
+    return env
+
+
+def ordered(env, *kinds):
+    """Return the orders of some kinds since the last call."""
+    found = [order for order in env.orders if isinstance(order, kinds)]
+    env.orders.clear()
+    return found
+
+
+def ranks(env):
+    return [place.number for place in env.view.members]
+
+
+def train(env, step):
+    """Train until all have applied so many steps."""
+    env.run(lambda: all(process.step == step for process in env.members))
+
+
+def test_the_first_view_waits_for_all_hosts_and_processes():
+    env = Environment.of(Rules(1, 4), a=2, b=2)
+    assert ordered(env, policy.Connect) == [policy.Connect("a"), policy.Connect("b")]
+    env.answers()[0]()
+    env.settle(0)
+    env.settle(1)
+    assert ranks(env) == []
+    env.begin()
+    (view,) = ordered(env, policy.BeginView)
+    assert [place[1:] for place in view.members] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+        ("b", 1),
+    ]
+    assert (view.view, view.source, view.step, view.is_equal) == (0, 0, NEW, False)
+
+
+def test_a_host_that_does_not_get_ready_is_not_waited_for():
+    env = Environment.of(Rules(2, 4), a=2, b=2)
+    env.fail_host("b")
+    env.begin()
+    assert ranks(env) == [0, 1]
+    env.wait(30.0)
+    assert ordered(env, policy.Connect)[-1] == policy.Connect("b")
+    env.run(lambda: len(ranks(env)) == 4)
+
+
+def test_survivors_go_on_at_once_and_the_replacement_takes_the_lost_rank():
+    env = running(Rules(2, 4), a=2, b=2)
+    train(env, 3)
+    env.orders.clear()
+    env.end(1, -9)
+    assert env.orders == [policy.EndView((0, 2, 3), "1 has ended")]
+    for number in (3, 0, 2):
+        assert len(env.orders) == 1
+        env.settle(number)
+    _, view, start = env.orders
+    assert isinstance(view, policy.BeginView)
+    assert ranks(env) == [0, 2, 3]
+    assert (view.gone, view.new, view.step, view.is_equal) == ((1,), (), 3, True)
+    assert view.reason == "1 has ended"
+    assert start == policy.Start(policy.Place(4, "a", 1))
+    env.run(lambda: len(ranks(env)) == 4)
+    assert ranks(env) == [0, 2, 3, 4]
+    pause, view = ordered(env, policy.PauseView, policy.BeginView)[-2:]
+    assert pause.reason == view.reason == "a rank joins on a"
+
+
+def test_a_spare_takes_the_lost_rank():
+    env = running(Rules(2, 3, spares=1), a=2, b=2)
+    train(env, 1)
+    env.end(1, -9)
+    env.begin()
+    assert ranks(env) == [0, 3, 2]
+    (view,) = ordered(env, policy.BeginView)[1:]
+    assert (view.source, view.step, view.is_equal) == (0, 1, False)
+
+
+def test_the_state_of_the_furthest_counts():
+    env = running(Rules(2, 4), a=2, b=2)
+    env.processes[2].step += 1
+    env.end(3, -9)
+    env.begin()
+    view = ordered(env, policy.BeginView)[-1]
+    assert (view.source, view.step, view.is_equal) == (2, 1, False)
+
+
+def test_too_few_survivors_wait_for_others():
+    env = running(Rules(4, 4), a=2, b=2)
+    env.end(0, -9)
+    for number in (1, 2, 3):
+        env.settle(number)
+    assert env.view.view == 0
+    assert ordered(env, policy.Start)[-1].place.slot == 0
+    env.begin()
+    assert ranks(env) == [1, 4, 2, 3]
+
+
+def test_too_few_for_too_long_stop_with_what_was_missing():
+    env = running(Rules(3, 4, formation_s=600.0), a=2, b=2)
+    env.now_s = 100.0
+    env.fail_host("b")
+    env.find({"a": 2})
+    for number in (0, 1):
+        env.settle(number)
+    assert env.membership.due_s == 130.0  # when b may be used again
+    env.wait(599.0)
+    assert env.phase is Phase.FORMING
+    env.wait(1.0)
+    assert ordered(env, policy.Stop) == [
+        policy.Stop(
+            "size must be at least min-ranks, 3, got 2 for 600 s, as b was lost. "
+            "Hosts: a:2. Lower --min-ranks, or bring a host back.",
+            is_too_few=True,
+        )
+    ]
+
+
+def test_time_is_counted_anew_for_a_view_that_was_paused():
+    env = running(Rules(2, 3, formation_s=60.0), a=3)
+    env.now_s = 1000.0
+    env.find({"a": 2})
+    for number in (0, 1):
+        env.settle(number)
+    for number in (0, 1):
+        env.end(number, -9)
+    env.settle(2)
+    assert env.phase is Phase.FORMING
+    assert env.membership.due_s == 1060.0
+    env.begin()
+    assert len(ranks(env)) == 2
+
+
+def test_who_is_kept_as_too_few_would_be_left_leaves_later():
+    env = running(Rules(2, 3), a=2, b=2)
+    env.orders.clear()
+    env.leave_host("a")
+    assert not ordered(env, policy.PauseView)
+    env.settle(3)
+    assert env.orders == [policy.PauseView((0, 1, 2), "a is to be left")]
+    env.settle(0)
+    env.settle(1)
+    env.end(3, -9)
+    env.settle(2)
+    assert ranks(env) == [0, 1, 2]
+    env.run(lambda: len(ranks(env)) == 2)
+    assert {place.host for place in env.view.members} == {"b"}
+
+
+def test_cooldowns_double_up_to_the_longest_and_end():
+    env = running(Rules(1, 4, cooldown_s=(30.0, 100.0)), a=2, b=2)
+    for left_s in (30.0, 60.0, 100.0, 100.0):
+        env.fail_host("b")
+        assert env.membership.barred(env.now_s) == {"b": left_s}
+        env.begin()
+        assert ranks(env) == [0, 1]
+        env.orders.clear()
+        env.wait(left_s - 0.1)
+        assert not ordered(env, policy.Connect)
+        env.wait(0.1)
+        assert ordered(env, policy.Connect) == [policy.Connect("b")]
+        env.run(lambda: len(ranks(env)) == 4)
+    for _ in range(2000):
+        env.fail_host("b")
+
+
+def test_three_failures_of_a_host_within_ten_minutes_bar_it():
+    env = running(Rules(1, 4), a=2, b=2)
+    for _ in range(2):
+        env.end(ranks(env)[3], -9)
+        env.run(lambda: len(ranks(env)) == 4 and env.phase is Phase.RUNNING)
+    assert not env.membership.barred(env.now_s)
+    env.end(ranks(env)[3], -9)
+    assert env.membership.barred(env.now_s) == {"b": 30.0}
+    env.begin()
+    assert len(ranks(env)) == 3
+    env.wait(601.0)
+    env.run(lambda: len(ranks(env)) == 4)
+
+
+def test_a_spare_on_a_barred_host_waits_until_that_ends():
+    env = running(Rules(1, 3, spares=1), a=2, b=2)
+    for _ in range(3):
+        env.run(lambda: any(p.doing is Doing.WAITING for p in env.processes.values()))
+        env.end(ranks(env)[2], -9)
+        env.begin()
+    assert env.membership.barred(env.now_s) == {"b": 30.0}
+    assert ranks(env) == [0, 1]
+    (spare,) = (n for n, p in env.processes.items() if p.doing is Doing.WAITING)
+    env.wait(30.0)
+    env.run(lambda: ranks(env) == [0, 1, spare])
+
+
+def test_with_one_rank_its_host_has_failed():
+    env = running(Rules(1, 4, is_host_domain=True), a=2, b=2)
+    env.orders.clear()
+    env.end(2, 1)
+    assert env.orders == [
+        policy.Kill(3, "2 has ended"),
+        policy.EndView((0, 1), "2 has ended"),
+    ]
+    assert env.membership.barred(env.now_s) == {"b": 30.0}
+    env.begin()
+    assert ranks(env) == [0, 1]
+
+
+def test_the_reset_limit_counts_all_views_but_the_first():
+    env = running(Rules(1, 2, reset_limit=2), a=2)
+    env.end(1, -9)
+    env.run(lambda: env.view.view == 2)
+    env.end(0, -9)
+    env.run()
+    (stop,) = ordered(env, policy.Stop)
+    assert stop.reason.startswith("Reset limit reached: ")
+    assert "--reset-limit 2 " in stop.reason
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_three_failures_of_the_program_at_one_step_stop(step):
+    env = running(Rules(1, 8), a=4, b=4)
+    train(env, step)
+    for _ in range(2):
+        env.end(ranks(env)[-1], 1)
+        env.begin()
+    env.end(ranks(env)[-1], 1)
+    env.run()
+    (stop,) = ordered(env, policy.Stop)
+    assert stop.reason.startswith(
+        f"3 times in a row a rank failed at step {step + 1}, the last time as "
+    )
+
+
+def test_failures_at_other_steps_and_kills_do_not_stop():
+    env = running(Rules(1, 8), a=4, b=4)
+    for step in range(1, 6):
+        train(env, step)
+        env.end(ranks(env)[-1], 1)
+        env.begin()
+    for _ in range(2):
+        env.end(ranks(env)[-1], -9)
+        env.begin()
+    assert env.phase is Phase.RUNNING
+
+
+def test_newcomers_that_fail_do_not_stop_the_others():
+    env = running(Rules(1, 4), a=2, b=1)
+    env.find({"a": 2, "b": 1, "c": 1})
+    for _ in range(6):
+        env.run(lambda: any(p.doing is Doing.STARTING for p in env.processes.values()))
+        (number,) = (n for n in env.processes if n not in ranks(env))
+        env.end(number, 1)
+        if env.membership.barred(env.now_s):
+            env.wait(max(env.membership.barred(env.now_s).values()))
+    assert env.view.view == 0
+    assert env.phase is Phase.RUNNING
+
+
+def test_all_have_applied_the_last_step():
+    env = running(Rules(1, 2, spares=1), a=3)
+    env.run()
+    assert env.orders[-1] == policy.FinishAll()
+    assert all(process.step == LAST_STEP for process in env.members)
+    env.end(0, 0)
+    assert env.phase is Phase.FINISHED
+    env.end(1, 1)
+    assert ordered(env, policy.Stop) == [
+        policy.Stop("1 has ended after the last step.")
+    ]
+
+
+def test_a_report_after_the_end_changes_nothing():
+    env = running(Rules(1, 2, spares=1), a=3)
+    env.run()
+    env.orders.clear()
+    env.settle(0, "it lost a peer")
+    env.fail_host("a")
+    assert env.phase is Phase.FINISHED
+    assert not env.orders
+
+
+def test_ranks_that_end_with_0_end_the_job():
+    env = running(Rules(2, 2, spares=1), a=3)
+    env.end(0, 0)
+    assert env.phase is Phase.RUNNING
+    env.end(1, 0)
+    assert env.orders[-1] == policy.FinishAll()
+
+
+def test_the_last_rank_is_done_after_the_others_have_ended_with_0():
+    env = running(Rules(2, 2), a=2)
+    env.finish(0)
+    env.end(1, 0)
+    assert env.orders[-1] == policy.FinishAll()
+
+
+def test_a_rank_that_ends_with_0_too_early_has_left():
+    env = running(Rules(1, 3), a=3)
+    env.orders.clear()
+    env.end(2, 0)
+    assert not env.orders
+    env.run(lambda: env.view.view == 1)
+    assert ranks(env) == [0, 1]
+    assert ordered(env, policy.BeginView)[-1].reason == "it lost a peer"
+    env.run(lambda: len(ranks(env)) == 3)
+
+
+def test_a_loss_while_others_end_with_0_is_no_success():
+    env = running(Rules(1, 3), a=3)
+    env.end(0, 0)
+    env.end(1, 1)
+    env.end(2, 0)
+    assert ordered(env, policy.Stop) == [
+        policy.Stop("No rank has survived: 1 has ended.")
+    ]
+
+
+def test_a_program_that_takes_no_part_may_end_with_0():
+    env = Environment.of(Rules(2, 2), a=2)
+    env.answers()[0]()
+    env.end(0, 0)
+    env.end(1, 0)
+    assert env.orders[-1] == policy.FinishAll()
+    assert env.num_started == 2
+
+
+def test_a_program_that_fails_at_once_stops_the_job():
+    env = Environment.of(Rules(2, 2), a=2)
+    env.answers()[0]()
+    env.end(1, 1)
+    assert ordered(env, policy.Stop) == [
+        policy.Stop("1 has ended before any rank was ready.")
+    ]
+
+
+def test_a_loss_while_the_view_forms():
+    env = running(Rules(1, 4), a=2, b=2)
+    env.end(0, -9)
+    env.settle(2)
+    env.end(2, -9)
+    env.orders.clear()
+    env.end(3, -9)
+    assert not env.orders
+    env.settle(1)
+    assert ranks(env) == [1]
+
+
+def test_a_loss_while_the_view_pauses():
+    env = running(Rules(1, 3), a=2, b=1)
+    env.leave_host("b")
+    env.settle(0)
+    env.orders.clear()
+    env.end(1, -9)
+    assert env.orders == [policy.EndView((2,), "1 has ended")]
+    env.settle(2)
+    assert ranks(env) == [0]
+
+
+def test_a_loss_while_a_rank_joins():
+    env = running(Rules(1, 3), a=2)
+    env.find({"a": 3})
+    env.run(lambda: env.view.view == 1)
+    env.end(2, -9)
+    env.begin()
+    assert ranks(env) == [0, 1]
+    assert ordered(env, policy.BeginView)[-1].is_equal
+
+
+def test_a_loss_while_the_others_are_done():
+    env = running(Rules(1, 3), a=3)
+    env.finish(0)
+    env.orders.clear()
+    env.end(2, -9)
+    assert env.orders == [policy.EndView((0, 1), "2 has ended")]
+    env.settle(0)
+    env.finish(1)
+    env.settle(1)
+    assert ranks(env) == [0, 1]
+    env.run()
+    assert env.phase is Phase.FINISHED
+
+
+def test_a_loss_once_all_others_are_done():
+    env = running(Rules(1, 3), a=3)
+    env.finish(0)
+    env.finish(1)
+    env.orders.clear()
+    env.end(2, -9)
+    assert env.orders == [policy.FinishAll()]
+
+
+def test_some_settle_and_others_are_done_at_the_step_of_a_pause():
+    env = running(Rules(1, 3), a=2, b=1)
+    env.leave_host("b")
+    env.settle(0)
+    env.settle(2)
+    env.orders.clear()
+    env.finish(1)
+    assert env.orders == [policy.EndView((1,), "b is to be left")]
+    env.settle(1)
+    assert ranks(env) == [0, 1]
+
+
+def test_a_host_is_left_at_a_common_step_and_released_when_all_there_have_ended():
+    env = running(Rules(2, 4), a=2, b=2)
+    env.orders.clear()
+    env.leave_host("a")
+    assert env.orders == [policy.PauseView((0, 1, 2, 3), "a is to be left")]
+    for number in range(4):
+        env.settle(number)
+    assert ranks(env) == [2, 3]
+    assert env.orders[1:3] == [
+        policy.Dismiss(0, "a is to be left"),
+        policy.Dismiss(1, "a is to be left"),
+    ]
+    env.end(0, 0)
+    assert not ordered(env, policy.Release)
+    env.end(1, 0)
+    assert ordered(env, policy.Release) == [policy.Release("a")]
+    assert env.membership.barred(env.now_s) == {"a": 30.0}
+
+
+def test_who_was_dismissed_and_does_not_end_is_killed():
+    env = running(Rules(2, 4, settle_s=30.0), a=2, b=2)
+    env.leave_host("a")
+    for number in range(4):
+        env.settle(number)
+    env.processes[0].is_stalled = True
+    env.end(1, 0)
+    env.orders.clear()
+    env.wait(30.0)
+    assert env.orders == [policy.Kill(0, "it did not end when it was left out")]
+    env.end(0, -9)
+    assert env.orders[1:] == [policy.Release("a")]
+
+
+def test_a_host_without_which_there_are_too_few_is_left_when_there_are_others():
+    env = running(Rules(4, 4), a=2, b=2)
+    env.orders.clear()
+    env.leave_host("a")
+    assert not env.orders
+    env.end(0, -9)
+    env.find({"a": 2, "b": 2, "c": 3})
+    env.run(lambda: {place.host for place in env.view.members} == {"b", "c"})
+    assert len(ranks(env)) == 4
+
+
+def test_too_few_without_a_host_that_is_to_be_left_go_on_with_it():
+    env = running(Rules(3, 4), a=2, b=2)
+    env.leave_host("a")
+    env.end(2, -9)
+    env.begin()
+    assert ranks(env) == [0, 1, 3]
+
+
+def test_the_only_one_with_the_newest_state_leaves_once_others_have_it():
+    env = running(Rules(1, 4), a=2, b=2)
+    env.processes[0].step += 1
+    env.leave_host("a")
+    env.end(1, -9)
+    env.run(lambda: env.view.view == 1)
+    assert ranks(env) == [0, 2, 3]
+    begin, pause = ordered(env, policy.BeginView, policy.PauseView)[-2:]
+    assert begin.source == 0
+    assert pause == policy.PauseView((0, 2, 3), "a is to be left")
+    env.begin()
+    assert ranks(env) == [2, 3]
+
+
+def test_a_host_that_flaps_stays_and_nobody_is_too_many():
+    env = running(Rules(2, 4, spares=1), a=2, b=2, c=2)
+    for _ in range(5):
+        env.find({"a": 2, "b": 2})
+        env.find({"c": 2, "b": 2, "a": 2})
+    env.begin()
+    assert len(ranks(env)) == 4
+    env.find({"b": 2, "c": 2})
+    env.run(lambda: env.phase is Phase.FORMING)
+    env.find({"a": 2, "b": 2, "c": 2})
+    env.begin()
+    assert len(ranks(env)) == 4
+
+
+def test_slots_that_are_taken_away_are_left():
+    env = running(Rules(1, 4), a=2, b=2)
+    env.find({"a": 1, "b": 2})
+    env.begin()
+    assert ranks(env) == [0, 2, 3]
+    assert ordered(env, policy.Dismiss) == [policy.Dismiss(1, "a has 1 slots now")]
+
+
+def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
+    env = running(Rules(1, 3, settle_s=30.0), a=3)
+    env.now_s = 1000.0
+    env.settle(0, "it lost a peer")
+    env.settle(1)
+    env.processes[2].is_stalled = True
+    assert env.membership.due_s == 1030.0
+    env.wait(29.0)
+    assert env.phase is Phase.FORMING
+    env.wait(1.0)
+    reason = "process 2 on a gave no word for 30 s"
+    assert ordered(env, policy.Kill) == [policy.Kill(2, reason)]
+    assert ranks(env) == [0, 1]
+    env.end(2, -9)
+    assert ordered(env, policy.Start)[-1].place == policy.Place(3, "a", 2)
+
+
+def test_who_does_not_get_ready_is_killed_and_another_started():
+    env = running(Rules(1, 2, formation_s=600.0), a=1)
+    env.find({"a": 2})
+    env.processes[1].is_stalled = True
+    env.wait(600.0)
+    assert ordered(env, policy.Kill)[-1].number == 1
+    env.run(lambda: ranks(env) == [0, 2])
+
+
+def test_newcomers_wait_5_s_for_others_that_start():
+    env = running(Rules(1, 4), a=2)
+    env.find({"a": 4})
+    env.now_s = 50.0
+    env.settle(2)
+    assert env.membership.due_s == 55.0
+    env.wait(4.9)
+    assert env.phase is Phase.RUNNING
+    env.wait(0.1)
+    assert env.phase is Phase.PAUSING
+    assert ordered(env, policy.PauseView)[-1].reason == "a rank joins on a"
+
+
+def test_what_comes_from_nobody_is_ignored():
+    membership = Membership(Rules(1, 2))
+    assert membership.apply(policy.MemberDone(7, 3), 0.0) == []
+    assert membership.apply(policy.MemberSettled(7, 3), 0.0) == []
+    assert membership.apply(policy.MemberLost(7, 0, "7 has ended"), 0.0) == []
+    assert membership.phase is Phase.FORMING
