@@ -35,7 +35,7 @@ A, B = "a", "b"
     [
         (Settled(NO_VIEW, NEW, ""), FROM_RANK),
         (AtStep(3, 12), FROM_RANK),
-        (Running(3), FROM_RANK),
+        (Running(3, 7), FROM_RANK),
         (Done(3, 99), FROM_RANK),
         (ViewEnded(3, 'rank 2 on "ä" was\nkilled'), TO_RANK),
         (AskStep(3), TO_RANK),

@@ -206,6 +206,7 @@ class ViewRecord(NamedTuple):
     took_s: float  # from then until all its members ran
     size: int
     step: int  # that it goes on from; -1 for from the beginning
+    steps_lost: int  # that were applied once and must be done again
     reason: str
 
 

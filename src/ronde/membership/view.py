@@ -58,9 +58,10 @@ class AtStep(NamedTuple):
 
 
 class Running(NamedTuple):
-    """From a rank: it is connected and has the state of the newest."""
+    """From a rank: it is connected and has the state that counts."""
 
     view: int
+    step: int  # how many steps are applied in it; fewer than before if state was lost
 
 
 class Done(NamedTuple):

@@ -23,7 +23,7 @@ from ronde.launch.node import AgentNode, HostLoss
 from ronde.launch.running import Running, RunningRank
 from ronde.membership import policy, view
 from ronde.membership.policy import Membership, Phase, Rules
-from ronde.units import format_duration
+from ronde.units import counted, format_duration
 from ronde.world import World
 
 _STOPPED_S = 1.5  # a process that stands still for so long is lost
@@ -68,8 +68,9 @@ class ElasticRunning(Running):
         self._order: policy.BeginView | None = None  # that the view began by
         self._pause_reason = ""
         self._began_s = time.monotonic()  # when the change under way did
-        self._running: set[int] = set()  # members of the view that have said so
+        self._running: dict[int, int] = {}  # members of the view that run: their step
         self._steps: dict[int, int] = {}  # of those asked for it
+        self._best_step = view.NEW  # the most that were ever applied, as far as known
         self._asked: frozenset[int] = frozenset()
         self._stopped_s: dict[int, float] = {}
         self._expected: dict[int, World] = {}  # of those that start at the beginning
@@ -144,6 +145,8 @@ class ElasticRunning(Running):
     def _take_text(self, number: int, message: view.FromRank) -> None:
         if self._is_stopping:
             return
+        if not isinstance(message, view.Running):
+            self._best_step = max(self._best_step, message.step)
         match message:
             case view.Settled():
                 reason = message.reason and f"{self._name(number)} {message.reason}"
@@ -157,7 +160,7 @@ class ElasticRunning(Running):
                     self._stop_after_common_step()
             case view.Running():
                 if message.view == self._view.view:
-                    self._running.add(number)
+                    self._running[number] = message.step
                     self._report_view()
 
     def _take_stopped(self, message: messages.RankStopped) -> None:
@@ -235,6 +238,7 @@ class ElasticRunning(Running):
             return
         for order in self._membership.apply(event, time.monotonic()):
             self._carry_out(order)
+        self._stop_after_common_step()
         is_over = self._membership.phase is Phase.FINISHED
         if is_over and not self._membership.num_living and not self._is_stopping:
             self._stop(signal.SIGTERM)
@@ -303,7 +307,7 @@ class ElasticRunning(Running):
         self._view = view.View(order.view, order.members)
         self._survived |= {n for n, r in self._ranks.items() if r.exited}
         self._survived |= {n for lost in self._lost for n in lost.ranks}
-        self._running, self._asked = set(), frozenset()
+        self._running, self._asked = {}, frozenset()
         # Whoever still waits there is not of this view.
         self._loop.store.clear()
         whole = view.ViewBegins(
@@ -335,15 +339,17 @@ class ElasticRunning(Running):
 
     def _report_view(self) -> None:
         numbers = {place.number for place in self._view.members}
-        if self._running != numbers or self._order is None:
+        if self._running.keys() != numbers or self._order is None:
             return
         now_s, before = time.monotonic(), self.records[-1:] or None
+        step = max(self._running.values())
         record = ViewRecord(
             self._view.view,
             self._began_s - self._started_at_s,
             now_s - self._began_s,
             len(numbers),
-            self._order.step,
+            step,
+            max(0, self._best_step - step),
             self._order.reason,
         )
         self.records.append(record)
@@ -404,7 +410,8 @@ class ElasticRunning(Running):
 def describe_view(record: ViewRecord, size_before: int) -> str:
     """Return one line that says how a job goes on."""
     where = f"from step {record.step}" if record.step >= 0 else "from the beginning"
+    lost = f", {counted(record.steps_lost, 'step')} lost" if record.steps_lost else ""
     return (
         f"{record.reason}; {size_before} ranks became {record.size} and go on {where} "
-        f"after {format_duration(record.took_s)}"
+        f"after {format_duration(record.took_s)}{lost}"
     )

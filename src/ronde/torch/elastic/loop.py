@@ -305,6 +305,7 @@ class Loop:
         found = self._checkpoints.read_newest() if rank() == root else None
         if found is not None:
             self._load_state_dict(found)
+            _logger.warning("Goes on from step %d, of a checkpoint.", found["step"])
 
     def _broadcast(self, root: int) -> None:
         is_root = rank() == root
