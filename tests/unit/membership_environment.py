@@ -176,18 +176,17 @@ class Environment:
         """Return the way of a view from its begin until all train, or do not."""
         if self.phase is Phase.FORMING:
             return []
-        able = [p for p in self.members if not p.is_stalled]
-        if len(self.members) < len(self.view.members):
-            # A peer has ended with 0: it is missed, unless all was done.
-            return [
-                lambda n=p.place.number: self.settle(n, "it lost a peer")
-                for p in able
-                if p.doing in (Doing.CONNECTING, Doing.TRAINING)
-            ]
         for p in self.members:
             if p.is_stalled and p.doing in IN_VIEW:
                 # Who sees that ends it.
                 return [lambda n=p.place.number: self.end(n, -9)]
+        if len(self.members) < len(self.view.members):
+            # A peer has ended with 0: it is missed, unless all was done.
+            return [
+                lambda n=p.place.number: self.settle(n, "it lost a peer")
+                for p in self.members
+                if p.doing in (Doing.CONNECTING, Doing.TRAINING)
+            ]
         is_begin = {p.doing for p in self.members} == {Doing.CONNECTING}
         return [self._connect] if is_begin else []
 
