@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +21,15 @@ ENGINES = ("shared_memory", "gloo", "hierarchical")
 STEPS = 12
 
 
-def train(claim: Any, path: str, victim: int, at: int, how: str) -> Any:
+def train(
+    claim: Any,
+    path: str,
+    victim: int,
+    at: int,
+    how: str,
+    dying_s: Mapping[int, float] = MappingProxyType({}),
+) -> Any:
+    """Train; the ``victim`` ends itself, others of ``dying_s`` so long after that."""
     channel = become_member(path, claim.rank)
     hvd.init()
     member = own_member()
@@ -48,6 +58,8 @@ def train(claim: Any, path: str, victim: int, at: int, how: str) -> Any:
             member.step += 1
             steps.append((time.monotonic(), hvd.size()))
         except CollectiveError as error:
+            if channel.number in dying_s:
+                signal.setitimer(signal.ITIMER_REAL, dying_s[channel.number])
             events.append((time.monotonic(), f"{type(error).__name__}: {error}"))
             begins = reform(str(error))
             events.append((time.monotonic(), "connected"))
@@ -89,3 +101,30 @@ def test_survivors_go_on(engine: str, size: int) -> None:
             assert min(at_s for at_s, of in steps if of < size) - lost_s < 3.0, events
             for own, first in zip(weights, survivors[0][2], strict=True):
                 assert torch.equal(own, first)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("delay_ms", [1, 5, 10, 20, 30, 40, 60, 80])
+def test_another_dies_while_they_connect(engine: str, delay_ms: int) -> None:
+    size = 5
+    with controlling(size) as (controller, path):
+        results = run_ranks_bare(
+            size,
+            train,
+            path,
+            0,
+            5,
+            "kill",
+            {delay_ms % 4 + 1: delay_ms * 1e-3},
+            dying=[0, delay_ms % 4 + 1],
+            timeout_s=20.0,
+            environment={"RONDE_ENGINE": engine},
+        )
+        lost_s = [n.at_s for n in controller.notes if "lost" in n.what][1]
+    survivors = [result for result in results if result is not None]
+    assert len(survivors) == 3
+    for steps, events, weights, left in survivors:
+        assert left == 3
+        assert min(at_s for at_s, of in steps if of == 3) - lost_s < 3.0, events
+        for own, first in zip(weights, survivors[0][2], strict=True):
+            assert torch.equal(own, first)

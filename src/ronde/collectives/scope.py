@@ -21,14 +21,19 @@ class AbortScope:
         self.store: object = None  # where all meet; kept: see ``JobStore``
         self._is_live = is_live
         self._lock = threading.Lock()
-        self._methods: list[weakref.WeakMethod[Callable[[], object]]] = []
+        self._methods: list[tuple[weakref.WeakMethod[Callable[[], object]], bool]] = []
 
-    def add(self, abort: Callable[[], object]) -> None:
-        """Call a bound method at the abort, or now; its object is held weakly."""
+    def add(self, abort: Callable[[], object], *, is_slow: bool = False) -> None:
+        """Call a bound method at the abort, or now; its object is held weakly.
+
+        One that ``is_slow`` is called in a thread.
+        """
         with self._lock:
             if self.failure is None:
-                alive = [method for method in self._methods if method() is not None]
-                self._methods = [*alive, weakref.WeakMethod(abort)]
+                self._methods = [
+                    each for each in self._methods if each[0]() is not None
+                ]
+                self._methods.append((weakref.WeakMethod(abort), is_slow))
                 return
         abort()
 
@@ -39,10 +44,20 @@ class AbortScope:
                 return
             self.failure = failure
             methods, self._methods = self._methods, []
-        for method in reversed(methods):
-            if abort := method():
-                with suppress(RuntimeError):
-                    abort()
+        threads: list[threading.Thread] = []
+        for method, is_slow in reversed(methods):
+            abort = method()
+            if abort is None:
+                continue
+            if not is_slow:
+                abort()
+                continue
+            thread = threading.Thread(target=abort, name="ronde abort", daemon=True)
+            with suppress(RuntimeError):  # Python ends, and all with it
+                thread.start()
+                threads.append(thread)
+        for thread in threads:
+            thread.join()
 
     def check(self) -> None:
         if self.failure is not None:

@@ -99,11 +99,18 @@ class NodeFacts(NamedTuple):
     num_nodes: int  # how many there are
 
 
-def default_environment(num_threads: int) -> dict[str, str]:
+def default_environment(
+    num_threads: int, *, is_elastic: bool = False
+) -> dict[str, str]:
+    # After an error NCCL's watchdog ends the process, by 1; by 2 it aborts the
+    # communicator alone. Source: ``ErrorHandlingMode`` in torch's ProcessGroupNCCL.hpp.
+    handling = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2" if is_elastic else "1"}
+    if is_elastic:
+        handling["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **handling,
     }
 
 

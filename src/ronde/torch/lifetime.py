@@ -188,7 +188,7 @@ def reform(reason: str = "") -> ViewBegins:
     member, session = own_member(), current_session(NotInitializedError)
     if member is None:
         raise UsageError("the job must be elastic: start it by ronde run --min-ranks.")
-    sets = SetTable(list(session.process_sets.values()), session.view)
+    sets = SetTable(session.process_sets, session.view)
     return _enter_view(member, session.engine, sets, reason)
 
 
@@ -270,7 +270,7 @@ def _connect(
             failure = membership_error(entry.view.view, "a rank failed to connect")
             undo.callback(entry.scope.abort, failure)
             source = entry.view.rank_of(entry.begins.source)
-            entry.sets.share(communicator, entry.view, source)
+            entry.sets.share(communicator, source)
         hosts = (socket.gethostname(),) * rank_info.size
         if has_hosts:
             hosts = tuple(exchange_hosts(communicator, hosts[rank]))

@@ -99,7 +99,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if list(session.sets.get(set_id, ())) != process_set.ranks:
         return False
     _agree(session, f"remove.{set_id}", set_id)
-    del session.sets[set_id], session.process_sets[set_id]
+    del session.sets[set_id]
+    held = session.process_sets
+    held[:] = [s for s in held if s is not process_set and s.process_set_id != set_id]
     state = session.states.pop(set_id, None)
     if state is not None:
         state.close()
@@ -131,7 +133,7 @@ def register(
     # A rank that went on and ended would take the store along, where others still meet.
     _agree(session, f"added.{word}", set_id)
     session.sets[set_id] = ranks
-    session.process_sets[set_id] = process_set
+    session.process_sets.append(process_set)
     process_set.process_set_id = set_id
     return True
 
@@ -158,18 +160,8 @@ class SetTable:
             members = view.members
             self._numbers = [[members[r].number for r in s.ranks] for s in sets]
 
-    def share(self, communicator: Communicator, view: View, source: int) -> None:
-        """Leave out sets without ranks; have new processes take over the source's."""
-        ranks = view.ranks
-        if self._numbers is not None:
-            kept: list[tuple[ProcessSet, list[int]]] = []
-            for each, numbers in zip(self._sets, self._numbers, strict=True):
-                if ranks.keys() & set(numbers):
-                    kept.append((each, numbers))
-                else:
-                    each.lost, each.process_set_id = tuple(each.ranks), None
-            self._sets = [each for each, _ in kept]
-            self._numbers = [numbers for _, numbers in kept]
+    def share(self, communicator: Communicator, source: int) -> None:
+        """Have new processes take over what ``source`` has; collective."""
         own = self._numbers
         self._numbers = broadcast_json(communicator, lambda: own, source)
         more = len(self._numbers or ()) - len(self._sets)
@@ -182,9 +174,13 @@ class SetTable:
             return
         ranks = view.ranks
         for each, numbers in zip(self._sets, self._numbers, strict=True):
-            each.ranks = sorted(ranks[number] for number in numbers if number in ranks)
-            each.process_set_id = None
-            register(session, each, can_equal=True)
+            left = sorted(ranks[number] for number in numbers if number in ranks)
+            each.lost = () if left else each.lost or tuple(each.ranks)
+            each.ranks, each.process_set_id = left, None
+            if left:
+                register(session, each, can_equal=True)
+            else:
+                session.process_sets.append(each)
 
 
 def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:

@@ -117,8 +117,9 @@ class Session:
     waits: Waits = field(default_factory=Waits)
     _duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
     set_ids: "count[int]" = field(default_factory=lambda: count(1))
-    # As they were registered, by their numbers: those of a process that users hold.
-    process_sets: dict[int, Any] = field(default_factory=dict[int, Any])
+    process_sets: list[Any] = field(
+        default_factory=list[Any]
+    )  # as they were registered
     engine: str = ""  # as ``init`` was given it
     view: View | None = None  # of an elastic job
     begins: ViewBegins | None = None  # what this rank was told of it

@@ -301,7 +301,7 @@ class Groups:
         self._thread: ThreadPoolExecutor | None = None
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {}
-        self._scope.add(self.abort)
+        self._scope.add(self._break_all_off, is_slow=True)
         self._make_gloo("gloo", "cpu")
 
     def of(self, device: torch.device) -> Backend:
@@ -365,6 +365,11 @@ class Groups:
             self._nccl = None
         self.close()
 
+    def _break_all_off(self) -> None:
+        # Gloo waits up to 10 ms for each rank that it is connected with.
+        with suppress(RuntimeError):
+            self.abort()
+
     def close(self) -> None:
         self._is_closed = True
         nccl, self._nccl = self._nccl, None
@@ -409,7 +414,8 @@ class Groups:
         place = self._rank, self._size
         group: Backend = self._scope.run(lambda: gloo(store, *place, options))
         self._backends[use] = group
-        self._scope.add(self.abort)  # again, if it was before
+        if self._scope.failure is not None:
+            self.abort()
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         group.barrier().wait()
         _let_nobody_in(listening)

@@ -1,0 +1,68 @@
+"""Two hundred views in the same processes leave nothing behind."""
+
+import gc
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.membership_controller import become_member, controlling
+from tests.ranks import run_ranks_bare
+
+import ronde.torch as hvd
+from ronde.errors import CollectiveError
+from ronde.torch.lifetime import reform
+
+ENGINES = ("shared_memory", "gloo", "hierarchical")
+VIEWS = 200
+ROOM_BYTES = 16 << 20  # for the allocator; the segments of 200 views are far more
+ROOM_BYTES = 16 << 20  # the allocator's; one view's segments alone are as much
+
+
+def held() -> tuple[int, int, int, int]:
+    """Return this process's descriptors, threads, mappings and resident bytes."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    num_mappings = len(Path("/proc/self/maps").read_text().splitlines())
+    num_fds = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    return num_fds, threading.active_count(), num_mappings, pages * 4096
+
+
+def go_through_views(claim: Any, path: str) -> Any:
+    become_member(path, claim.rank)
+    hvd.init()
+    model = torch.nn.Linear(256, 256)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.01), model.named_parameters()
+    )
+    measured = [held()]
+    for view in range(VIEWS):
+        with suppress(CollectiveError):
+            hvd.allreduce(torch.ones(4), name="x")
+            model(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+        reform("it goes on")
+        optimizer.zero_grad()
+        if view in (VIEWS // 4, VIEWS - 1):
+            measured.append(held())
+    hvd.shutdown()
+    return measured
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_is_left_behind(engine: str) -> None:
+    with controlling(3) as (_, path):
+        results = run_ranks_bare(
+            3,
+            go_through_views,
+            path,
+            timeout_s=110.0,
+            environment={"RONDE_ENGINE": engine},
+        )
+    for _, (*early, early_bytes), (*late, late_bytes) in results:
+        for before, after in zip(early, late, strict=True):
+            assert after <= before + 2
+        assert late_bytes < early_bytes + ROOM_BYTES
