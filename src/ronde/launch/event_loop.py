@@ -240,7 +240,6 @@ class EventLoop:
     def _receive(self, handler: Handler, node: AgentNode) -> None:
         received = node.receive()
         if received is None:
-            _read_last_errors(node)
             self.lose(handler, node, node.explain_end())
             return
         node.heard()
@@ -327,11 +326,3 @@ class EventLoop:
             else:
                 output.flush()
         return number
-
-
-def _read_last_errors(node: AgentNode) -> None:
-    last_s = time.monotonic() + node.timeouts.end_s
-    while node.has_errors and wait_for([node.transport.error_fd], [], 0.1):
-        node.read_errors()
-        if time.monotonic() > last_s:
-            break

@@ -238,6 +238,11 @@ class AgentNode(messages.MessageWriter):
             self.clock_offset_s = pong.here_s - (pong.sent_at_s + now_s) / 2
 
     def explain_end(self) -> HostLoss:
+        last_s = time.monotonic() + self.timeouts.end_s
+        while self.has_errors and wait_for([self.transport.error_fd], [], 0.1):
+            self.read_errors()
+            if time.monotonic() > last_s:
+                break
         code = self.transport.wait(self.timeouts.end_s)
         complaints = self.last_words.splitlines()
         last = f"; last error: {complaints[-1].strip()}" if complaints else ""

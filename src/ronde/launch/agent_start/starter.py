@@ -174,8 +174,8 @@ class AgentConnector(Handler):
     """Brings an agent to each host, so many at a time.
 
     Where ranks run meanwhile, their handler embeds this one: it calls ``advance`` when
-    ``due_s`` has come, passes on what concerns nodes that this one ``owns``, and takes
-    what ``collect`` returns. Of all that only ``run`` waits for anything.
+    ``due_s`` has come, passes on what concerns nodes that this one ``owns``, and calls
+    ``collect`` when it ``has_results``. Of all that only ``run`` waits for anything.
     """
 
     def __init__(self, loop: EventLoop, starter: AgentStarter) -> None:
@@ -236,12 +236,15 @@ class AgentConnector(Handler):
 
     def due_s(self) -> float:
         """Return when ``advance`` has work next, monotonic."""
-        has_room = len(self._starting) < MAX_STARTING
-        waiting = (*self._starting.values(), *self._waiting[:has_room])
+        next_one = self._waiting[:1] if len(self._starting) < MAX_STARTING else []
+        waiting = (*self._starting.values(), *next_one)
         return min((a.due_s for a in waiting), default=float("inf"))
 
     def owns(self, node: AgentNode) -> bool:
         return node in self._starting or node in self._greeted
+
+    def has_results(self) -> bool:
+        return bool(self._failed or self._greeted)
 
     def collect(self) -> list[tuple[Host, AgentNode | Failure]]:
         """Return what became of hosts since the last call; nodes have their hello."""

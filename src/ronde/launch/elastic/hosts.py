@@ -41,7 +41,7 @@ class JobHosts:
         self._connector.add([self.known[name]])
 
     def due_s(self) -> float:
-        return self._connector.due_s()
+        return 0.0 if self._connector.has_results() else self._connector.due_s()
 
     def advance(self) -> list[tuple[str, str]]:
         """Go on; return hosts that cannot take part, and why, in half a sentence."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ronde.errors import HostError
+from ronde.errors import HostError, LaunchError
 from ronde.launch import messages
 from ronde.launch.elastic.discovery import open_discovery
 from ronde.launch.elastic.hosts import JobHosts
@@ -19,7 +19,7 @@ from ronde.launch.event_loop import EventLoop
 from ronde.launch.failure import JobResult, LostHost, ViewRecord, signal_name
 from ronde.launch.hosts.host import Host
 from ronde.launch.job import JobPlan
-from ronde.launch.node import AgentNode, HostLoss
+from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.running import Running, RunningRank
 from ronde.membership import policy, view
 from ronde.membership.policy import Membership, Phase, Rules
@@ -198,6 +198,11 @@ class ElasticRunning(Running):
         self._lost.append(lost)
         reason = f"{node.name} was lost: {loss.reason}"
         self._apply(policy.HostGone(node.name, reason))
+
+    def take_fault(self, node: AgentNode, error: LaunchError) -> None:
+        if node.is_over:
+            raise error
+        self._loop.lose(self, node, HostLoss(str(error), EXIT_INTERNAL))
 
     def _give_up(self, name: str, reason: str) -> None:
         self._loop.output.notice(f"{name} cannot take part: {reason}")

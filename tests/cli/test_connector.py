@@ -1,0 +1,168 @@
+"""Agents that are connected to beside other work, and hosts that fall silent."""
+
+import os
+import signal
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from ronde.errors import Failure
+from ronde.launch.agent_start.bootstrap import start_local_agent
+from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
+from ronde.launch.event_loop import EventLoop, Handler, StartProgress
+from ronde.launch.hosts.host import Host
+from ronde.launch.limits import ELASTIC
+from ronde.launch.output import NoOutput
+from ronde.launch.process_tree import children
+from ronde.launch.signals import caught_signals
+from ronde.launch.spawners.ssh import SshSpawner
+
+pytestmark = pytest.mark.timeout(60)
+NEVER_S = float("inf")
+PROMPT = ELASTIC._replace(ping_s=0.1, lease_s=1.5, suspect_s=0.6)
+AGENT = 'for last; do :; done; exec sh -c "$last"'
+"""An ``ssh`` that leads here."""
+
+
+class Watching(Handler):
+    """Keeps what the connector beside it does not take."""
+
+    def __init__(self, loop, starter):
+        super().__init__(loop)
+        self.loop = loop
+        self.connector = AgentConnector(loop, starter)
+        self.lost = []
+
+    def connect(self, *names):
+        """Return what became of hosts, by name."""
+        found = {}
+        self.connector.add([Host(name) for name in names])
+        while len(found) < len(names):
+            self.connector.advance()
+            due_s = self.connector.due_s
+            self.loop.serve(self, self.connector.has_results, due_s)
+            found |= {host.name: got for host, got in self.connector.collect()}
+        return found
+
+    def await_loss(self):
+        """Serve until a host is lost; return it, and the reason."""
+        self.loop.serve(self, lambda: bool(self.lost), lambda: NEVER_S)
+        return self.lost.pop()
+
+    def take(self, node, message):
+        assert self.connector.owns(node)
+        self.connector.take(node, message)
+
+    def take_loss(self, node, loss):
+        if self.connector.owns(node):
+            self.connector.take_loss(node, loss)
+        else:
+            self.lost.append((node, loss.reason, time.monotonic() - node.heard_at_s))
+
+
+@pytest.fixture
+def watching(tmp_path, monkeypatch):
+    """Return ``watching(ssh, timeouts)``, of a machine with an ``ssh`` of its own."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
+    before = children()
+
+    @contextmanager
+    def watching(ssh=AGENT, timeouts=PROMPT):
+        program = tmp_path / "ssh"
+        program.write_text(f"#!/bin/sh\n{ssh}\n")
+        program.chmod(0o755)
+        output = NoOutput()
+        progress = StartProgress(output.notice)
+        with caught_signals() as signal_fd, start_local_agent() as local:
+            starter = AgentStarter(
+                local, SshSpawner, timeouts=timeouts, has_aliases=True
+            )
+            loop = EventLoop(output, signal_fd, progress, timeouts)
+            try:
+                yield Watching(loop, starter)
+            finally:
+                for node in loop.live_nodes:
+                    node.close()
+                for node in loop.nodes:
+                    assert node.transport.wait(20.0) is not None
+        assert children() == before
+
+    return watching
+
+
+def test_each_name_of_this_machine_has_its_own_agent(watching):
+    with watching() as handler:
+        found = handler.connect("localhost", "127.0.0.1")
+        found |= handler.connect(os.uname().nodename)
+        assert [node.is_here for node in found.values()] == [True] * 3
+        assert len({node.transport.pid for node in found.values()}) == 3
+        assert len({node.met.identity for node in found.values()}) == 1
+
+
+def test_a_host_may_come_back(watching):
+    with watching() as handler:
+        for _ in range(2):
+            node = handler.connect("node.invalid")["node.invalid"]
+            os.killpg(node.transport.pid, signal.SIGKILL)
+            assert handler.await_loss()[0] is node
+
+
+# Output of the one ends before it does, that of the other never.
+@pytest.mark.parametrize("ssh", ["exec sleep 1000 >&-", "exec sleep 1000"])
+def test_what_leads_to_no_agent_is_killed(watching, ssh):
+    with watching(ssh, PROMPT._replace(connect_s=1.0)) as handler:
+        assert isinstance(handler.connect("node.invalid")["node.invalid"], Failure)
+        assert [node.is_over for node in handler.loop.nodes] == [True]
+        assert handler.loop.has_strays
+        # Once it has ended it is forgotten.
+        handler.loop.nodes[0].transport.wait(20.0)
+        handler.connector.advance()
+        assert handler.loop.nodes == []
+
+
+@contextmanager
+def stopped(node):
+    """Let nothing come from a host whose own addresses answer."""
+    os.killpg(node.transport.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(node.transport.pid, signal.SIGCONT)
+
+
+def test_silence_is_not_doubted(watching):
+    with watching() as handler:
+        node = handler.connect("node.invalid")["node.invalid"]
+        node.watch(is_watched=True)
+        with stopped(node):
+            lost, reason, silence_s = handler.await_loss()
+    assert lost is node
+    assert reason.startswith("no message from it for ")
+    assert PROMPT.lease_s - PROMPT.ping_s < silence_s < 2 * PROMPT.lease_s
+
+
+def test_a_host_that_a_peer_has_lost_is_missed_sooner(watching):
+    timeouts = PROMPT._replace(lease_s=60.0)
+    with watching(timeouts=timeouts) as handler:
+        node = handler.connect("node.invalid")["node.invalid"]
+        node.watch(is_watched=True)
+        node.suspect()
+        # It answers, and nobody suspects it any more.
+        due_s = node.heard_at_s + 3 * timeouts.suspect_s
+        handler.loop.serve(handler, lambda: node.silent_by_s > due_s, lambda: NEVER_S)
+        assert handler.lost == []
+        with stopped(node):
+            node.suspect()
+            lost, _, silence_s = handler.await_loss()
+    assert lost is node
+    assert timeouts.suspect_s - timeouts.ping_s < silence_s < timeouts.lease_s
+
+
+def test_nobody_suspects_an_agent_without_a_network_between(watching):
+    with watching() as handler:
+        node = handler.connect("localhost")["localhost"]
+        node.watch(is_watched=True)
+        node.suspect()
+        assert node.silent_by_s == NEVER_S
