@@ -89,6 +89,17 @@ class JobHosts:
                 problem = f"its agent sent {type(message).__name__} too early"
         return problem
 
+    def widen(self, node: AgentNode) -> None:
+        """Find places for slots that a host has got since it became ready."""
+        known, share = self.known.get(node.name), self.shares.get(node.name)
+        if known is None or share is None or known.slots <= len(share.places):
+            return
+        places, notices = place_on(self._plan.spec, node, known.slots)
+        for text in notices:
+            self._notice(f"{node.name}: {text}")
+        places = (*share.places, *places[len(share.places) :])
+        self.shares[node.name] = share._replace(places=places)
+
     def take_loss(self, node: AgentNode, loss: HostLoss) -> bool:
         """Return whether a host is gone that was on its way, which says so later."""
         if self._is_arriving(node):

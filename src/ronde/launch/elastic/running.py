@@ -100,6 +100,8 @@ class ElasticRunning(Running):
 
     def _take_hosts(self, hosts: Sequence[Host]) -> None:
         self._hosts.known = {host.name: host for host in hosts}
+        for node in self._nodes:
+            self._hosts.widen(node)
         # Of a host of unknown size the agent knows better.
         self._apply(policy.HostsFound({host.name: host.slots for host in hosts}))
 
@@ -149,15 +151,17 @@ class ElasticRunning(Running):
             self._best_step = max(self._best_step, message.step)
         match message:
             case view.Settled():
-                reason = message.reason and f"{self._name(number)} {message.reason}"
-                self._apply(policy.MemberSettled(number, message.step, reason))
+                if message.view in (self._view.view, view.NO_VIEW):
+                    reason = message.reason and f"{self._name(number)} {message.reason}"
+                    self._apply(policy.MemberSettled(number, message.step, reason))
             case view.Done():
                 if message.view == self._view.view:
                     self._apply(policy.MemberDone(number, message.step))
             case view.AtStep():
                 if message.view == self._view.view:
                     self._steps[number] = message.step
-                    self._stop_after_common_step()
+                    if len(self._steps) == len(self._asked):
+                        self._stop_after_common_step()
             case view.Running():
                 if message.view == self._view.view:
                     self._running[number] = message.step
@@ -243,7 +247,8 @@ class ElasticRunning(Running):
             return
         for order in self._membership.apply(event, time.monotonic()):
             self._carry_out(order)
-        self._stop_after_common_step()
+        if isinstance(event, policy.MemberLost):  # perhaps one that was asked
+            self._stop_after_common_step()
         is_over = self._membership.phase is Phase.FINISHED
         if is_over and not self._membership.num_living and not self._is_stopping:
             self._stop(signal.SIGTERM)
@@ -251,7 +256,7 @@ class ElasticRunning(Running):
     def _carry_out(self, order: policy.Order) -> None:
         match order:
             case policy.EndView():
-                self._began_s = time.monotonic()
+                self._began_s, self._asked = time.monotonic(), frozenset()
                 self._tell(order.numbers, view.ViewEnded(self._view.view, order.reason))
             case policy.PauseView():
                 self._asked, self._steps = frozenset(order.numbers), {}
@@ -334,6 +339,8 @@ class ElasticRunning(Running):
         self._tell(sorted(new), whole)
 
     def _stop_after_common_step(self) -> None:
+        if not self._asked:
+            return
         living = {n for n in self._asked if self._membership.place_of(n)}
         if living and living <= self._steps.keys():
             step = max(self._steps[n] for n in living) + 1
@@ -343,8 +350,8 @@ class ElasticRunning(Running):
             self._asked = frozenset()
 
     def _report_view(self) -> None:
-        numbers = {place.number for place in self._view.members}
-        if self._running.keys() != numbers or self._order is None:
+        # Whoever says so is a member.
+        if len(self._running) < len(self._view.members) or self._order is None:
             return
         now_s, before = time.monotonic(), self.records[-1:] or None
         step = max(self._running.values())
@@ -352,7 +359,7 @@ class ElasticRunning(Running):
             self._view.view,
             self._began_s - self._started_at_s,
             now_s - self._began_s,
-            len(numbers),
+            len(self._running),
             step,
             max(0, self._best_step - step),
             self._order.reason,
