@@ -145,27 +145,24 @@ class ElasticRunning(Running):
                 super().take(node, message)
 
     def _take_text(self, number: int, message: view.FromRank) -> None:
-        if self._is_stopping:
+        is_new = isinstance(message, view.Settled) and message.view == view.NO_VIEW
+        if self._is_stopping or not (is_new or message.view == self._view.view):
             return
         if not isinstance(message, view.Running):
             self._best_step = max(self._best_step, message.step)
         match message:
             case view.Settled():
-                if message.view in (self._view.view, view.NO_VIEW):
-                    reason = message.reason and f"{self._name(number)} {message.reason}"
-                    self._apply(policy.MemberSettled(number, message.step, reason))
+                reason = message.reason and f"{self._name(number)} {message.reason}"
+                self._apply(policy.MemberSettled(number, message.step, reason))
             case view.Done():
-                if message.view == self._view.view:
-                    self._apply(policy.MemberDone(number, message.step))
+                self._apply(policy.MemberDone(number, message.step))
             case view.AtStep():
-                if message.view == self._view.view:
-                    self._steps[number] = message.step
-                    if len(self._steps) == len(self._asked):
-                        self._stop_after_common_step()
+                self._steps[number] = message.step
+                if len(self._steps) == len(self._asked):
+                    self._stop_after_common_step()
             case view.Running():
-                if message.view == self._view.view:
-                    self._running[number] = message.step
-                    self._report_view()
+                self._running[number] = message.step
+                self._report_view()
 
     def _take_stopped(self, message: messages.RankStopped) -> None:
         self._stopped_s.pop(message.rank, None)
