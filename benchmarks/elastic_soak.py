@@ -1,0 +1,422 @@
+"""Break a training on three hosts at random moments, and see it go on.
+
+The hosts are namespaces with an sshd each; a fourth one has the controller. Ranks are
+killed and stopped, hosts and links lost, hosts added and removed, several at once and
+while ranks change: see ``elastic_soak_faults.py``. ``--faults`` are done in pieces, each
+one job. What must hold: a step at least every 30 s, no process left at the end, all
+samples once an epoch, the weights of one process to the last bit, and descriptors,
+threads and memory that do not grow. Shows how long the next step took after each kind
+of fault. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
+
+    python benchmarks/elastic_soak.py --faults 1000 --seed 1 --report report.md
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.elastic_soak_faults import (  # noqa: E402  found by the line above
+    KINDS,
+    PER_HOST,
+    PLANNED,
+    Fault,
+    Impossible,
+    Job,
+)
+from benchmarks.elastic_soak_proof import Mark, problems_of, read_marks  # noqa: E402
+from tests.cluster.machines import Cluster, ClusterError, machines  # noqa: E402
+
+HANG_S = 30.0
+NUM_HOSTS = 4  # with the controller's
+_START_S = 150.0
+_END_S = 60.0
+_ORPHAN_S = 15.0
+_POLL_S = 0.02
+_LOOK_S = 0.1
+_SAMPLE_S = 3.0
+_APART_S = (0.2, 4.0)
+_WINDOW_S = 12.0  # within which a fault that may pass has passed
+_GROWTH_MIB = 4.0
+_RANK = str(ROOT / "benchmarks" / "elastic_soak_rank.py")
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    descriptors: int
+    threads: int
+    rss_mib: float
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one job came to."""
+
+    seed: int
+    num_faults: int = 0
+    num_views: int = 0
+    num_steps: int = 0
+    took_s: float = 0.0
+    seconds: dict[str, list[float]] = field(
+        default_factory=lambda: defaultdict[str, list[float]](list)
+    )
+    passed: Counter[str] = field(default_factory=Counter[str])
+    wrong: list[str] = field(default_factory=list[str])
+    grown: dict[str, list[Held]] = field(default_factory=dict[str, list[Held]])
+
+
+class Sampler:
+    """Counts what the processes of a job hold while the view has one size."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, dict[int, list[Held]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+
+    def sample(self, job: Job) -> None:
+        size = len(job.watcher.places)
+        found = {"controller": job.launcher.program_pid()}
+        for host in job.hosts:
+            ranks = job.rank_processes(host)
+            found |= {f"rank {number}": p.pid for number, p in ranks.items()}
+            found |= {f"agent {p.parent}": p.parent for p in ranks.values()}
+        for name, pid in found.items():
+            with suppress(OSError):
+                self.samples[name][size].append(held_by(pid))
+
+    def grown(self) -> list[str]:
+        """Return who held ever more.
+
+        That is: in the last third of the samples at least more than ever before.
+        """
+        wrong: list[str] = []
+        for name, by_size in self.samples.items():
+            for size, samples in by_size.items():
+                third = len(samples) // 3
+                if third < 3:
+                    continue
+                early, late = samples[:-third], samples[-third:]
+                for what, allowed in (
+                    ("descriptors", 0), ("threads", 0), ("rss_mib", _GROWTH_MIB)
+                ):  # fmt: skip
+                    before = max(getattr(each, what) for each in early)
+                    after = min(getattr(each, what) for each in late)
+                    if after > before + allowed:
+                        wrong.append(
+                            f"{what} of {name} with {size} ranks: {before} -> {after}"
+                        )
+        return wrong
+
+    def first_and_last(self) -> dict[str, list[Held]]:
+        """Return what those held that lived longest, with the most ranks."""
+        long = {n: by[max(by)] for n, by in self.samples.items()}
+        return {n: [s[0], s[-1]] for n, s in long.items() if len(s) >= 10}
+
+
+def held_by(pid: int) -> Held:
+    folder = Path(f"/proc/{pid}")
+    num = len(list((folder / "fd").iterdir()))
+    status = (folder / "status").read_text()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    rss_mib = int(fields["VmRSS"].split()[0]) / 1024
+    return Held(num, int(fields["Threads"]), round(rss_mib, 1))
+
+
+def start(cluster: Cluster, folder: Path, chance: random.Random) -> Job:
+    """Start the job; the last host has the controller alone."""
+    *hosts, head = cluster.hosts
+    (folder / "hosts").write_text("")
+    words = [
+        *(sys.executable, "-m", "ronde", "run", "--nested", "--grace", "2s"),
+        *("--ssh-args", f"-F {cluster.ssh_config}"),
+        *("--host-discovery", str(folder / "hosts"), "--cooldown", "1s,4s"),
+        *("--min-ranks", "1", "--max-ranks", str(PER_HOST * len(hosts)), "--"),
+        *(sys.executable, _RANK, str(folder)),
+    ]
+    job = Job(cluster, hosts, None, folder, chance)  # pyright: ignore[reportArgumentType]
+    job.list_hosts()
+    with (folder / "output").open("wb") as output:
+        job.launcher = cluster.start(
+            head, words, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    return job
+
+
+class Breaker:
+    """Breaks a job, fault by fault, and follows it to its end."""
+
+    def __init__(self, job: Job, num_faults: int, kinds: Sequence[str]) -> None:
+        self.job, self.num_faults, self.kinds = job, num_faults, kinds
+        self.faults: list[Fault] = []
+        self.sampler = Sampler()
+        self.wrong: list[str] = []
+        self._look_s = self._sample_s = 0.0
+
+    def run(self) -> None:
+        """Raise ``TimeoutError`` where it hangs."""
+        self._wait_for_all()
+        next_s = time.monotonic() + 1.0
+        while len(self.faults) < self.num_faults:
+            self._turn()
+            if time.monotonic() >= next_s and self._break():
+                next_s = time.monotonic() + self.job.chance.uniform(*_APART_S)
+        self.job.act_due(is_end=True)
+        ends_s = time.monotonic() + _WINDOW_S
+        while time.monotonic() < ends_s:
+            self._turn()
+        (self.job.folder / "finish").touch()
+        ends_s = time.monotonic() + _END_S
+        while self.job.launcher.poll() is None:
+            self._turn(is_ending=True)
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"the job has not ended after {_END_S:.0f} s")
+
+    def _wait_for_all(self) -> None:
+        ends_s = time.monotonic() + _START_S
+        watcher, size = self.job.watcher, PER_HOST * len(self.job.hosts)
+        while len(watcher.places) < size or watcher.step_s == 0.0:
+            time.sleep(_LOOK_S)
+            watcher.look()
+            if time.monotonic() > ends_s or self.job.launcher.poll() is not None:
+                raise TimeoutError("the job has not started")
+
+    def _turn(self, *, is_ending: bool = False) -> None:
+        """Wait a moment; look after the job."""
+        job, now_s = self.job, time.monotonic()
+        time.sleep(_POLL_S)
+        job.act_due()
+        if now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            job.watcher.look()
+        if now_s >= self._sample_s and not is_ending:
+            self._sample_s = now_s + _SAMPLE_S
+            self.sampler.sample(job)
+        if is_ending:
+            return
+        if job.launcher.poll() is not None:
+            raise TimeoutError(f"the job ended with {job.launcher.returncode}")
+        if now_s - job.watcher.step_s > HANG_S:
+            raise TimeoutError(f"no step for {HANG_S:.0f} s")
+
+    def _break(self) -> bool:
+        """Break something; return whether that could be."""
+        job = self.job
+        job.watcher.look()
+        weights = [KINDS[kind][0] for kind in self.kinds]
+        (kind,) = job.chance.choices(self.kinds, weights)
+        fault = Fault(kind, time.monotonic())
+        try:
+            KINDS[kind][1](job, fault)
+        except Impossible:
+            if not fault.members:
+                return False
+        self.faults.append(fault)
+        return True
+
+
+def seconds_of(fault: Fault, marks: Sequence[Mark]) -> float | None:
+    """Return what passed from a fault to the next step; None if it is not known.
+
+    Where ranks change as planned, how long none was applied because of it. Where a
+    fault may pass, the longest time without a step after it.
+    """
+    steps = [m for m in marks if not (m.is_view or m.is_end)]
+    members = {m.view: {n for n, _, _ in m.places} for m in marks if m.is_view}
+    hosts = {m.view: {h for _, h, _ in m.places} for m in marks if m.is_view}
+    if fault.may_pass:
+        times = [m.at_s for m in steps if 0 <= m.at_s - fault.at_s <= _WINDOW_S]
+        pairs = pairwise([fault.at_s, *times])
+        return max((after - before for before, after in pairs), default=None)
+    for index, step in enumerate(steps):
+        if step.at_s < fault.at_s:
+            continue
+        is_over = not members[step.view] & fault.members
+        if fault.hosts:
+            before = next((m.view for m in reversed(steps[:index])), -1)
+            is_over = hosts[step.view].issuperset(fault.hosts)
+            is_over = is_over and not hosts.get(before, set()).issuperset(fault.hosts)
+        if not is_over:
+            continue
+        if fault.kind in PLANNED:
+            earlier = [m.at_s for m in steps[:index] if m.view < step.view]
+            return step.at_s - max(earlier, default=fault.at_s)
+        return step.at_s - fault.at_s
+    return None
+
+
+def orphans(cluster: Cluster) -> list[str]:
+    """Wait until nothing of the job runs on any host; return what does too long."""
+    ends_s = time.monotonic() + _ORPHAN_S
+    while True:
+        left = [
+            f"left on {host.name}: {p.pid} {p.state} {' '.join(p.words)[:80]}"
+            for host in cluster.hosts
+            for p in cluster.processes(host)
+            if b"RONDE_COOKIE=" in p.environment
+        ]
+        if not left or time.monotonic() > ends_s:
+            return left
+        time.sleep(_LOOK_S)
+
+
+def run_piece(
+    cluster: Cluster,
+    folder: Path,
+    seed: int,
+    num_faults: int,
+    kinds: Sequence[str] = tuple(KINDS),
+) -> Piece:
+    """Run one job, break it ``num_faults`` times, and judge it."""
+    piece = Piece(seed)
+    begun_s = time.monotonic()
+    job = start(cluster, folder, random.Random(seed))
+    breaker = Breaker(job, num_faults, kinds)
+    is_over = False
+    try:
+        breaker.run()
+        is_over = True
+        if job.launcher.returncode:
+            piece.wrong.append(f"the job ended with {job.launcher.returncode}")
+    except TimeoutError as error:
+        piece.wrong.append(f"{error}: {breaker.faults[-3:]}")
+        show_stacks(job)
+    finally:
+        job.launcher.kill()
+        job.launcher.wait()
+        job.act_due(is_end=True)
+        cluster.heal()
+    left = orphans(cluster)
+    piece.wrong += left if is_over else []
+    marks = read_marks(folder)
+    if is_over:
+        piece.wrong += problems_of(folder)
+        piece.wrong += breaker.sampler.grown()
+    for fault in breaker.faults:
+        found_s = seconds_of(fault, marks)
+        if found_s is None:
+            piece.passed[fault.kind] += 1
+        else:
+            piece.seconds[fault.kind].append(found_s)
+    piece.grown = breaker.sampler.first_and_last()
+    piece.num_faults = len(breaker.faults)
+    piece.num_views = max((m.view for m in marks), default=-1) + 1
+    piece.num_steps = max((m.step for m in marks), default=-1) + 1
+    piece.took_s = time.monotonic() - begun_s
+    (folder / "faults").write_text(
+        "".join(
+            f"{f.at_s:.3f} {f.kind} {sorted(f.members)} {f.hosts}\n"
+            for f in breaker.faults
+        )
+    )
+    return piece
+
+
+def show_stacks(job: Job) -> None:
+    """Have all ranks write their threads' stacks into the job's output."""
+    for host in job.hosts:
+        for process in job.rank_processes(host).values():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(1.0)
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+def table_of(pieces: Sequence[Piece]) -> tuple[list[str], list[dict[str, object]]]:
+    """Return a table for people, and the same for programs."""
+    lines = [
+        "| fault | times | p50 s | p95 s | p99 s | worst s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    rows: list[dict[str, object]] = []
+    for kind in KINDS:
+        values = [s for piece in pieces for s in piece.seconds.get(kind, [])]
+        num_passed = sum(piece.passed[kind] for piece in pieces)
+        if not values:
+            continue
+        p50 = statistics.median(values)
+        p95, p99 = percentile(values, 0.95), percentile(values, 0.99)
+        worst = max(values)
+        row = {"p50_s": p50, "p95_s": p95, "p99_s": p99, "worst_s": worst}
+        figures = " | ".join(f"{value:.2f}" for value in row.values())
+        lines.append(f"| {kind} | {len(values) + num_passed} | {figures} |")
+        rounded = {name: round(value, 3) for name, value in row.items()}
+        rows.append({"fault": kind, "times": len(values), **rounded})
+    return lines, rows
+
+
+def main() -> int:
+    """Run all pieces; return the exit code."""
+    parser = argparse.ArgumentParser(description="Break an elastic training.")
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--piece", type=int, default=40, help="faults of one job")
+    parser.add_argument("--only", action="append", choices=KINDS, help="this kind")
+    parser.add_argument("--keep", type=Path, help="keep all that ranks write here")
+    parser.add_argument("--report", type=Path, help="write the tables here")
+    options = parser.parse_args()
+    kinds = options.only or tuple(KINDS)
+    pieces: list[Piece] = []
+    with tempfile.TemporaryDirectory(prefix="ronde-elastic-soak-") as made:
+        kept = options.keep or Path(made)
+        kept.mkdir(parents=True, exist_ok=True)
+        try:
+            with machines(NUM_HOSTS, shared=[kept.resolve()]) as cluster:
+                while (num := sum(p.num_faults for p in pieces)) < options.faults:
+                    seed = options.seed + len(pieces)
+                    folder = kept.resolve() / f"seed-{seed}"
+                    folder.mkdir()
+                    count = min(options.piece, options.faults - num)
+                    piece = run_piece(cluster, folder, seed, count, kinds)
+                    pieces.append(piece)
+                    print(
+                        f"seed {seed}: {piece.num_faults} faults, {piece.num_views} "
+                        f"views, {piece.num_steps} steps, {piece.took_s:.0f} s; "
+                        f"{piece.wrong or 'nothing wrong'}",
+                        file=sys.stderr, flush=True,
+                    )  # fmt: skip
+                    if not piece.num_faults:
+                        break
+        except ClusterError as error:
+            print(f"elastic_soak: {error}", file=sys.stderr)
+            return 2
+    lines, rows = table_of(pieces)
+    print("\n".join(lines))
+    wrong = [f"seed {piece.seed}: {text}" for piece in pieces for text in piece.wrong]
+    told = {
+        "benchmark": "elastic_soak",
+        "faults": sum(p.num_faults for p in pieces),
+        "views": sum(p.num_views for p in pieces),
+        "steps": sum(p.num_steps for p in pieces),
+        "took_s": round(sum(p.took_s for p in pieces)),
+        "rows": rows,
+        "wrong": wrong,
+    }
+    print(json.dumps(told))
+    if options.report is not None:
+        options.report.write_text(json.dumps([asdict(piece) for piece in pieces]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
