@@ -170,7 +170,7 @@ def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
     info = read_rank_info()
     alone = World(0, 1, 0, 1, 0, 1)
     _connect(None, engine, replace(info, **asdict(alone)), expected=info.world)
-    current_session().process_sets.update(enumerate(sets, start=1))
+    current_session().process_sets.extend(sets)
     if info.world is not None:
         global_process_set.ranks = list(range(info.world.size))  # as they will be
 

@@ -325,7 +325,7 @@ def _make_reducer(
     size = state_of(process_set, OpKind.ALLREDUCE).communicator.size
     # One rank has nothing to reduce; only an average over passes is left to be done.
     # But it may become one of several.
-    is_elastic = session.config.is_elastic or session.view is not None
+    is_elastic = session.config.is_elastic or session.is_of_views
     if size == 1 and not (options.is_passes_average or is_elastic):
         return None
     connector = Connector(process_set, named)

@@ -160,6 +160,11 @@ class Session:
         return self.states[set_id]
 
     @property
+    def is_of_views(self) -> bool:
+        """Whether this rank is, or waits to be, in a view of an elastic job."""
+        return self.view is not None or self.expected is not None
+
+    @property
     def source(self) -> int:
         """The rank whose state counts when all begin."""
         if self.view is None or self.begins is None:
