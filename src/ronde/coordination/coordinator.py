@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from ronde.collectives import Communicator, Look, ReduceOp, Work
-from ronde.collectives.scope import AbortScope
 from ronde.coordination.control.channel import ControlChannel
 from ronde.coordination.execution import CoordinationOptions, Execution, FusionTuning
 from ronde.coordination.fast_path import FastPath
@@ -325,7 +324,7 @@ class Coordinator:
     the coordinator's own thread make progress.
     """
 
-    def __init__(  # noqa: PLR0913  see below
+    def __init__(
         self,
         communicator: Communicator,
         channel: ControlChannel,
@@ -334,12 +333,11 @@ class Coordinator:
         set_id: int = 0,
         ranks: tuple[int, ...] = (),
         waits: Waits | None = None,
-        scope: AbortScope | None = None,
     ) -> None:
         """Begin; nobody else may use the communicator and the channel.
 
         ``ranks`` are the set's, ascending; empty for all. ``waits`` are this process's.
-        The ``scope`` may break all off, but not the communicator.
+        Their scope may break all off, but not the communicator.
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator, self._options = communicator, options
@@ -362,8 +360,7 @@ class Coordinator:
             target=self._work, name="ronde-coordinator", daemon=True
         )
         self._thread.start()
-        self._scope = scope or AbortScope()
-        self._scope.add(self._abort)
+        waits.scope.add(self._abort)
 
     def submit(self, operation: NamedOperation) -> Work[Any]:
         """Start an operation; returns at once.
@@ -425,7 +422,7 @@ class Coordinator:
         if self._is_closed:
             return
         self._is_closed = True
-        self._table.fail(self._scope.failure or CollectiveError(SHUT_DOWN))
+        self._table.fail(self._final_failure())
         if self._lock.acquire(timeout=_CLOSE_WITHIN_S):
             self._lock.release()
         else:
@@ -434,9 +431,11 @@ class Coordinator:
         self._thread.join()
 
     def _abort(self) -> None:
-        failure = self._scope.failure or CollectiveError(SHUT_DOWN)
-        self._table.fail(failure, is_last=True)
+        self._table.fail(self._final_failure(), is_last=True)
         self._channel.wake()
+
+    def _final_failure(self) -> CollectiveError:
+        return self.waits.scope.failure or CollectiveError(SHUT_DOWN)
 
     def wake(self) -> None:
         if not self._is_woken:

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, NamedTuple, Self
 
+from ronde.collectives.scope import AbortScope
 from ronde.coordination.messages import format_ranks
 from ronde.coordination.node import RootNode
 from ronde.coordination.requests import CONNECT_PREFIX, Entry, NamedOperation, OpKind
@@ -212,7 +213,8 @@ class Waiting:
 class Waits:
     """The waits of one process in one session; any thread may call it."""
 
-    def __init__(self) -> None:
+    def __init__(self, scope: AbortScope | None = None) -> None:
+        self.scope = scope or AbortScope()
         self.patience_s = _FIRST_PATIENCE_S  # after so long a wait is looked into
         self.ask_all: Callable[[], None] = lambda: None  # has the root look into all
         self._has_warned = False

@@ -18,6 +18,7 @@ from ronde.collectives.connections import DEFAULT_TIMEOUT_S
 from ronde.collectives.scope import AbortScope
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.coordinator import CoordinationOptions
+from ronde.coordination.waits import Waits
 from ronde.errors import CollectiveError, NotInitializedError, UsageError
 from ronde.membership.member import Member, membership_error, own_member
 from ronde.membership.view import NO_VIEW, View, ViewBegins
@@ -289,6 +290,7 @@ def _connect(
             tuning=tuning,
             sets={0: ranks},
             states={},
+            waits=Waits(connections.scope),
             engine=engine,
             view=entry and entry.view,
             begins=entry and entry.begins,

@@ -150,7 +150,6 @@ class Session:
                 set_id=set_id,
                 ranks=names,
                 waits=self.waits,
-                scope=self.connections.scope,
             )
         except BaseException:
             own.close()
