@@ -139,6 +139,7 @@ def register(
 
 
 def register_all(session: Session, sets: list[ProcessSet]) -> None:
+    """Register what ``init`` was given; collective. No set may be there twice."""
     before = {ranks: set_id for set_id, ranks in session.sets.items() if set_id}
     for number, process_set in enumerate(sets):
         process_set.process_set_id = before.pop(tuple(process_set.ranks), None)
