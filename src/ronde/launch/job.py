@@ -106,7 +106,9 @@ class JobPlan(NamedTuple):
 
     def _job(self, epoch: int, share: HostShare) -> messages.NodeJob:
         spec = self.spec
-        defaults = default_environment(min(place.num_cores for place in share.places))
+        num_cores = min(place.num_cores for place in share.places)
+        is_elastic = spec.elastic is not None
+        defaults = default_environment(num_cores, is_elastic=is_elastic)
         return messages.NodeJob(
             epoch=epoch,
             job_marker=self.facts.job_marker,

@@ -13,8 +13,8 @@ Note [From one view to the next]
     was left out, stopped or cut off can reach nobody.
 
     Data-parallel ranks are never more than one step apart, and a member that was asked
-    for its step begins none beyond the next but one until it hears when to stop. So
-    the step after the largest is one that all can still stop after.
+    for its step begins none beyond the next until it hears when to stop. So the step
+    after the largest is one that all can still stop after.
 """
 
 import json

@@ -184,10 +184,10 @@ class Loop:
         while True:
             try:
                 if self._member is not None:
+                    self._member.allow(self._num_applied + 1)
                     if self._member.should_settle(self._num_applied):
                         self._go_on()
                         continue
-                    self._member.allow(self._num_applied + 1)
                 share = next(self._data)
             except StopIteration:
                 return None
