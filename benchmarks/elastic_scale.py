@@ -94,7 +94,7 @@ class Controller:
                 order.place
                 for name in hosts
                 for order in self._apply(policy.HostReady(name, slots))
-                if isinstance(order, policy.Start)
+                if isinstance(order, policy.StartProcess)
             ]
             for place in started:
                 orders = self._apply(policy.MemberSettled(place.number, NEW))

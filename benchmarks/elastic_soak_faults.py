@@ -14,10 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.elastic_soak_proof import Mark, parse_mark
 from tests.cluster.machines import Cluster, HostProcess, Machine
 from tests.cluster.observation import Process
-
-from benchmarks.elastic_soak_proof import Mark, parse_mark
 
 PER_HOST = 2
 CUT_S = (6.5, 10.0)  # longer than a lease

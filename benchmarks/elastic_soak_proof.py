@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-from tests import ledger
-from tests.ledger import Entry
-
 from benchmarks.elastic_soak_rank import (
     BATCH,
     NUM_SAMPLES,
@@ -26,6 +22,8 @@ from benchmarks.elastic_soak_rank import (
     make_samples,
     rounded,
 )
+from tests import ledger
+from tests.ledger import Entry
 
 
 class Mark(NamedTuple):

@@ -25,9 +25,9 @@ from ronde.membership.view import (
     AskStep,
     AtStep,
     Done,
+    Entered,
     Finish,
     Leave,
-    Running,
     Settled,
     StopAfter,
     ToRank,
@@ -164,7 +164,7 @@ class Controller:
             case AtStep(step=step):
                 self._awaited[number] = step
                 self._answer()
-            case Running():
+            case Entered():
                 self._note(f"running {number}")
             case Done(step=step):
                 self._note(f"done {number}")
@@ -194,7 +194,7 @@ class Controller:
     def _carry_out(self, order: policy.Order) -> None:
         view = self._membership.view
         match order:
-            case policy.Start(place=place):
+            case policy.StartProcess(place=place):
                 self._unmet.add(place.number)
                 self._pair()
             case policy.Kill(number=number):

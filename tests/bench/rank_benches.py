@@ -4,7 +4,7 @@ import torch
 
 from ronde.bench.catalog import COLLECTIVES, DTYPES, Traffic
 from ronde.bench.operations import Buffers
-from ronde.bench.options import Engines, Loop, Options, Shown, Sweep
+from ronde.bench.options import Engines, Options, Shown, Sweep, TimingLoop
 from ronde.bench.ranks import Ranks
 from ronde.bench.results import Measured
 from ronde.bench.sweeps import RowBench, SweepBench
@@ -12,7 +12,7 @@ from ronde.bench.timing import Clock, Watchdog
 from ronde.collectives import connect
 
 CPU = torch.device("cpu")
-LOOP = Loop(iterations=2, warmup=0)
+LOOP = TimingLoop(iterations=2, warmup=0)
 
 
 def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16, traffic=None):

@@ -22,7 +22,7 @@ from ronde.bench.catalog import (
 )
 from ronde.bench.checking import pieces_of
 from ronde.bench.operations import Buffers, CallSpec
-from ronde.bench.options import Loop
+from ronde.bench.options import TimingLoop
 from ronde.bench.results import IterationTimes
 from ronde.bench.timing import Clock, combine
 from ronde.errors import UsageError
@@ -154,11 +154,11 @@ def test_times_are_combined_as_asked():
 @pytest.mark.parametrize(
     ("loop", "expected"),
     [
-        (Loop(iterations=2, aggregated=2), "oooos"),
-        (Loop(iterations=2, aggregated=2, blocking=1), "osbosbosbosbs"),
-        (Loop(iterations=2, aggregated=2, blocking=2), "ososososs"),
-        (Loop(iterations=2, aggregated=2, blocking=3), "oosboosbs"),
-        (Loop(iterations=2, is_each_timed=True), "oos"),
+        (TimingLoop(iterations=2, aggregated=2), "oooos"),
+        (TimingLoop(iterations=2, aggregated=2, blocking=1), "osbosbosbosbs"),
+        (TimingLoop(iterations=2, aggregated=2, blocking=2), "ososososs"),
+        (TimingLoop(iterations=2, aggregated=2, blocking=3), "oosboosbs"),
+        (TimingLoop(iterations=2, is_each_timed=True), "oos"),
     ],
 )
 def test_what_happens_between_operations(loop, expected):
@@ -174,7 +174,7 @@ def test_operations_are_taken_in_turn():
     seen = []
     clock = Clock(lambda: None, lambda: None)
     operations = [lambda i=i: seen.append(i) for i in range(3)]
-    clock.time(operations, Loop(iterations=4, aggregated=2))
+    clock.time(operations, TimingLoop(iterations=4, aggregated=2))
     assert seen == [0, 1, 2, 0, 1, 2, 0, 1]
 
 

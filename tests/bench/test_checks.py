@@ -5,7 +5,7 @@ import torch
 from tests.bench.rank_benches import by_shared_memory, options_of, run_rows, sweep_bench
 
 from ronde.bench.catalog import COLLECTIVES, DTYPES, OPS
-from ronde.bench.options import Loop
+from ronde.bench.options import TimingLoop
 from ronde.bench.results import Measured
 from ronde.collectives import ReduceOp, Work
 
@@ -31,7 +31,7 @@ def is_unchecked(test, index):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_collectives_are_right(run_ranks, size):
-    loop = Loop(iterations=2, warmup=1, unaligned_by=size - 1)
+    loop = TimingLoop(iterations=2, warmup=1, unaligned_by=size - 1)
     results = run_ranks(
         size, sweep_all, ("half",), ("sum",), loop, connecting=by_shared_memory
     )
@@ -39,7 +39,7 @@ def test_all_collectives_are_right(run_ranks, size):
 
 
 def test_all_collectives_are_right_on_gloo(run_ranks):
-    loop = Loop(iterations=1, warmup=0)
+    loop = TimingLoop(iterations=1, warmup=0)
     judge(run_ranks(2, sweep_all, ("int8",), ("max",), loop), 2)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ronde.membership import policy
-from ronde.membership.policy import Event, Membership, Order, Phase, Rules
+from ronde.membership.policy import Event, Membership, Order, Rules, ViewPhase
 from ronde.membership.view import NEW, NO_VIEW, Place, View, ViewBegins
 
 LAST_STEP = 40
@@ -74,12 +74,12 @@ class Environment:
         return self
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ViewPhase:
         return self.membership.phase
 
     @property
     def is_over(self) -> bool:
-        return self.phase in (Phase.FINISHED, Phase.STOPPED)
+        return self.phase in (ViewPhase.FINISHED, ViewPhase.STOPPED)
 
     @property
     def members(self) -> list[Process]:
@@ -174,7 +174,7 @@ class Environment:
 
     def _connections(self) -> list[Callable[[], None]]:
         """Return the way of a view from its begin until all train, or do not."""
-        if self.phase is Phase.FORMING:
+        if self.phase is ViewPhase.FORMING:
             return []
         for p in self.members:
             if p.is_stalled and p.doing in IN_VIEW:
@@ -216,7 +216,7 @@ class Environment:
         """Run until a view trains and all are connected."""
         self.run(
             lambda: (
-                self.phase is Phase.RUNNING
+                self.phase is ViewPhase.RUNNING
                 and all(p.doing is Doing.TRAINING for p in self.members)
             )
         )
@@ -291,9 +291,9 @@ class Environment:
         self.stop_after = max(p.step for p in self.members) + 2
 
     def _obey_for_process(
-        self, order: policy.Start | policy.Kill | policy.Dismiss
+        self, order: policy.StartProcess | policy.Kill | policy.Dismiss
     ) -> None:
-        if isinstance(order, policy.Start):
+        if isinstance(order, policy.StartProcess):
             self._start(order.place)
             return
         process = self.processes[order.number]

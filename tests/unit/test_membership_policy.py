@@ -13,7 +13,7 @@ from tests.unit.membership_environment import (
 )
 
 from ronde.membership import policy
-from ronde.membership.policy import Membership, Phase, Rules
+from ronde.membership.policy import Membership, Rules, ViewPhase
 from ronde.membership.view import NEW
 
 NAMES = ["a", "b", "c"]
@@ -174,7 +174,7 @@ def test_survivors_go_on_at_once_and_the_replacement_takes_the_lost_rank():
     assert ranks(env) == [0, 2, 3]
     assert (view.gone, view.new, view.step, view.is_equal) == ((1,), (), 3, True)
     assert view.reason == "1 has ended"
-    assert start == policy.Start(policy.Place(4, "a", 1))
+    assert start == policy.StartProcess(policy.Place(4, "a", 1))
     env.run(lambda: len(ranks(env)) == 4)
     assert ranks(env) == [0, 2, 3, 4]
     pause, view = ordered(env, policy.PauseView, policy.BeginView)[-2:]
@@ -206,7 +206,7 @@ def test_too_few_survivors_wait_for_others():
     for number in (1, 2, 3):
         env.settle(number)
     assert env.view.view == 0
-    assert ordered(env, policy.Start)[-1].place.slot == 0
+    assert ordered(env, policy.StartProcess)[-1].place.slot == 0
     env.begin()
     assert ranks(env) == [1, 4, 2, 3]
 
@@ -220,7 +220,7 @@ def test_too_few_for_too_long_stop_with_what_was_missing():
         env.settle(number)
     assert env.membership.due_s == 130.0  # when b may be used again
     env.wait(599.0)
-    assert env.phase is Phase.FORMING
+    assert env.phase is ViewPhase.FORMING
     env.wait(1.0)
     assert ordered(env, policy.Stop) == [
         policy.Stop(
@@ -240,7 +240,7 @@ def test_time_is_counted_anew_for_a_view_that_was_paused():
     for number in (0, 1):
         env.end(number, -9)
     env.settle(2)
-    assert env.phase is Phase.FORMING
+    assert env.phase is ViewPhase.FORMING
     assert env.membership.due_s == 1060.0
     env.begin()
     assert len(ranks(env)) == 2
@@ -283,7 +283,7 @@ def test_three_failures_of_a_host_within_ten_minutes_bar_it():
     env = running(Rules(1, 4), a=2, b=2)
     for _ in range(2):
         env.end(ranks(env)[3], -9)
-        env.run(lambda: len(ranks(env)) == 4 and env.phase is Phase.RUNNING)
+        env.run(lambda: len(ranks(env)) == 4 and env.phase is ViewPhase.RUNNING)
     assert not env.membership.barred(env.now_s)
     env.end(ranks(env)[3], -9)
     assert env.membership.barred(env.now_s) == {"b": 30.0}
@@ -354,7 +354,7 @@ def test_failures_at_other_steps_and_kills_do_not_stop():
     for _ in range(2):
         env.end(ranks(env)[-1], -9)
         env.begin()
-    assert env.phase is Phase.RUNNING
+    assert env.phase is ViewPhase.RUNNING
 
 
 def test_newcomers_that_fail_do_not_stop_the_others():
@@ -367,7 +367,7 @@ def test_newcomers_that_fail_do_not_stop_the_others():
         if env.membership.barred(env.now_s):
             env.wait(max(env.membership.barred(env.now_s).values()))
     assert env.view.view == 0
-    assert env.phase is Phase.RUNNING
+    assert env.phase is ViewPhase.RUNNING
 
 
 def test_all_have_applied_the_last_step():
@@ -376,7 +376,7 @@ def test_all_have_applied_the_last_step():
     assert env.orders[-1] == policy.FinishAll()
     assert all(process.step == LAST_STEP for process in env.members)
     env.end(0, 0)
-    assert env.phase is Phase.FINISHED
+    assert env.phase is ViewPhase.FINISHED
     env.end(1, 1)
     assert ordered(env, policy.Stop) == [
         policy.Stop("1 has ended after the last step.")
@@ -389,14 +389,14 @@ def test_a_report_after_the_end_changes_nothing():
     env.orders.clear()
     env.settle(0, "it lost a peer")
     env.fail_host("a")
-    assert env.phase is Phase.FINISHED
+    assert env.phase is ViewPhase.FINISHED
     assert not env.orders
 
 
 def test_ranks_that_end_with_0_end_the_job():
     env = running(Rules(2, 2, spares=1), a=3)
     env.end(0, 0)
-    assert env.phase is Phase.RUNNING
+    assert env.phase is ViewPhase.RUNNING
     env.end(1, 0)
     assert env.orders[-1] == policy.FinishAll()
 
@@ -491,7 +491,7 @@ def test_a_loss_while_the_others_are_done():
     env.settle(1)
     assert ranks(env) == [0, 1]
     env.run()
-    assert env.phase is Phase.FINISHED
+    assert env.phase is ViewPhase.FINISHED
 
 
 def test_a_loss_once_all_others_are_done():
@@ -589,7 +589,7 @@ def test_a_host_that_flaps_stays_and_nobody_is_too_many():
     env.begin()
     assert len(ranks(env)) == 4
     env.find({"b": 2, "c": 2})
-    env.run(lambda: env.phase is Phase.FORMING)
+    env.run(lambda: env.phase is ViewPhase.FORMING)
     env.find({"a": 2, "b": 2, "c": 2})
     env.begin()
     assert len(ranks(env)) == 4
@@ -611,13 +611,13 @@ def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
     env.processes[2].is_stalled = True
     assert env.membership.due_s == 1030.0
     env.wait(29.0)
-    assert env.phase is Phase.FORMING
+    assert env.phase is ViewPhase.FORMING
     env.wait(1.0)
     reason = "process 2 on a gave no word for 30 s"
     assert ordered(env, policy.Kill) == [policy.Kill(2, reason)]
     assert ranks(env) == [0, 1]
     env.end(2, -9)
-    assert ordered(env, policy.Start)[-1].place == policy.Place(3, "a", 2)
+    assert ordered(env, policy.StartProcess)[-1].place == policy.Place(3, "a", 2)
 
 
 def test_who_does_not_get_ready_is_killed_and_another_started():
@@ -636,9 +636,9 @@ def test_newcomers_wait_5_s_for_others_that_start():
     env.settle(2)
     assert env.membership.due_s == 55.0
     env.wait(4.9)
-    assert env.phase is Phase.RUNNING
+    assert env.phase is ViewPhase.RUNNING
     env.wait(0.1)
-    assert env.phase is Phase.PAUSING
+    assert env.phase is ViewPhase.PAUSING
     assert ordered(env, policy.PauseView)[-1].reason == "a rank joins on a"
 
 
@@ -647,4 +647,4 @@ def test_what_comes_from_nobody_is_ignored():
     assert membership.apply(policy.MemberDone(7, 3), 0.0) == []
     assert membership.apply(policy.MemberSettled(7, 3), 0.0) == []
     assert membership.apply(policy.MemberLost(7, 0, "7 has ended"), 0.0) == []
-    assert membership.phase is Phase.FORMING
+    assert membership.phase is ViewPhase.FORMING

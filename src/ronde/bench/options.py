@@ -68,7 +68,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class TimingLoop:
     """How one row is measured."""
 
     iterations: int = 20  # timed iterations
@@ -116,7 +116,7 @@ class Options:
 
     test: Collective
     sweep: Sweep
-    loop: Loop  # how each is measured
+    loop: TimingLoop  # how each is measured
     shown: Shown  # what is shown
     engines: Engines  # what moves the bytes
     num_threads: int = 1  # nccl-tests' threads a process
@@ -336,11 +336,11 @@ def _sweep(flags: _Flags, test: Collective) -> Sweep:
     )
 
 
-def _loop(flags: _Flags) -> Loop:
+def _loop(flags: _Flags) -> TimingLoop:
     iterations, skipped = _count(flags, "-n", 1), _count(flags, "-K")
     if skipped >= iterations:
         raise UsageError(f"-K must be below -n {iterations}, got {skipped}.")
-    return Loop(
+    return TimingLoop(
         iterations=iterations,
         aggregated=_count(flags, "-m", 1),
         warmup=_count(flags, "-w"),

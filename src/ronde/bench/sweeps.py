@@ -16,7 +16,7 @@ from ronde.bench import catalog, results
 from ronde.bench.checking import ReductionInputs, count_wrong, prepare, random_bytes
 from ronde.bench.comparison import Compared
 from ronde.bench.operations import Buffers, CallSpec, Operation, make_operation
-from ronde.bench.options import Loop, Options, UnsupportedError
+from ronde.bench.options import Options, TimingLoop, UnsupportedError
 from ronde.bench.ranks import Ranks
 from ronde.bench.timing import Clock, Elapsed, Watchdog, combine
 from ronde.collectives import Communicator
@@ -49,7 +49,7 @@ class RowBench:
     communicator: Communicator
     buffers: Buffers
     clock: Clock
-    loop: Loop
+    loop: TimingLoop
     traffic: catalog.Traffic  # who sends how much in ``alltoallv``
     watchdog: Watchdog
 

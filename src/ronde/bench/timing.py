@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from ronde.bench.operations import Operation
-from ronde.bench.options import Loop
+from ronde.bench.options import TimingLoop
 
 
 class CudaEvent:
@@ -96,7 +96,7 @@ class Clock:
     barrier: Operation  # waits for all ranks
     mark: Callable[[], TimingEvent] = HostEvent
 
-    def time(self, operations: Sequence[Operation], loop: Loop) -> Elapsed:
+    def time(self, operations: Sequence[Operation], loop: TimingLoop) -> Elapsed:
         """Run the operations in turn, ``iterations`` times ``aggregated`` in all."""
         count = loop.iterations * loop.aggregated
         calls = list(islice(cycle(operations), count))
@@ -111,7 +111,7 @@ class Clock:
             end = perf_counter_ns()
         return Elapsed((end - start) / 1e9, (called - start) / 1e9)
 
-    def _in_steps(self, calls: Sequence[Operation], loop: Loop) -> Elapsed:
+    def _in_steps(self, calls: Sequence[Operation], loop: TimingLoop) -> Elapsed:
         is_closed = loop.blocking == WAIT_AND_BARRIER_OUTSIDE
         marks: list[tuple[TimingEvent, TimingEvent]] = []
         untimed = 0

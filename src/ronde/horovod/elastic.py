@@ -38,7 +38,7 @@ from ronde.membership.policy import (
     Membership,
     Order,
     Rules,
-    Start,
+    StartProcess,
     Stop,
     Tick,
 )
@@ -361,7 +361,7 @@ class ElasticDriver:
                     case Connect():
                         hosts = self._host_manager.current_hosts
                         queue.append(HostReady(order.host, hosts.get_slots(order.host)))
-                    case Start():
+                    case StartProcess():
                         started.append(order.place)
                     case _:
                         self._carry_out(order)
@@ -537,7 +537,7 @@ class WorkerNotificationClient:
         ask(Op.WAIT, [f"{key}/heard"], _ANSWER_S)
 
 
-class WorkerNotificationManager(state.WorkerNotificationManager):
+class DriverListener(state.WorkerNotificationManager):
     """Passes changes of hosts on to all listeners."""
 
     def init(
@@ -572,6 +572,9 @@ class WorkerNotificationManager(state.WorkerNotificationManager):
                 store.ask(Op.SET, [f"{key}/heard", ""], _ANSWER_S)
             except StoreError:
                 return  # the driver has ended
+
+
+WorkerNotificationManager = DriverListener
 
 
 def get_local_intfs(nic: str | None = None) -> set[str]:

@@ -76,8 +76,9 @@ class JobPlan(NamedTuple):
         worlds = self._worlds()
         jobs: list[messages.NodeJob] = []
         for index, share in enumerate(self.shares):
+            node = NodeFacts(share.host.name, index, len(self.shares))
             ranks = tuple(
-                self.rank(epoch, index, share, local, next(worlds))
+                self.rank(epoch, node, share, local, next(worlds))
                 for local in range(len(share.ranks))
             )
             job = self._job(epoch, share)
@@ -93,11 +94,9 @@ class JobPlan(NamedTuple):
         return job._replace(job_marker=marker, max_ranks=len(share.places))
 
     def rank(
-        self, epoch: int, index: int, share: HostShare, local: int, world: World
+        self, epoch: int, node: NodeFacts, share: HostShare, local: int, world: World
     ) -> messages.RankSpec:
-        """Return a rank of the host of an index among the hosts."""
         facts, place = self.facts._replace(epoch=epoch), share.places[local]
-        node = NodeFacts(share.host.name, index, max(len(self.shares), index + 1))
         env = rank_environment(world, facts, node) | place.env
         if "OMP_NUM_THREADS" not in self.spec.env:
             env["OMP_NUM_THREADS"] = str(place.num_cores)

@@ -15,10 +15,10 @@ from ronde.membership.view import (
     AskStep,
     AtStep,
     Done,
+    Entered,
     Finish,
     FromRank,
     Leave,
-    Running,
     Settled,
     StopAfter,
     ToRank,
@@ -97,7 +97,7 @@ class Member:
 
     def running(self) -> None:
         """Report that this process is connected and has the newest state."""
-        self._say(Running(self.view.view, self.step))
+        self._say(Entered(self.view.view, self.step))
 
     def done(self, step: int) -> None:
         """Report that the last step is applied; wait until all have done so.

@@ -114,7 +114,7 @@ class Release(NamedTuple):
     host: str
 
 
-class Start(NamedTuple):
+class StartProcess(NamedTuple):
     """Start a process."""
 
     place: Place
@@ -172,12 +172,12 @@ class Stop(NamedTuple):
     is_too_few: bool = False  # ranks, for too long
 
 
-ProcessOrder = Connect | Release | Start | Kill
+ProcessOrder = Connect | Release | StartProcess | Kill
 ViewOrder = EndView | PauseView | BeginView | Dismiss | FinishAll
 Order = ProcessOrder | ViewOrder | Stop
 
 
-class Phase(Enum):
+class ViewPhase(Enum):
     """What the view does."""
 
     FORMING = auto()  # there is none, or it has ended and not all have left it
@@ -223,12 +223,12 @@ class _Host:
         return self.barred_until_s <= now_s and not self.is_left and self.slots != 0
 
 
-class Membership:
-    """The state of an elastic job's membership."""
+class _Roster:
+    """The members of a job and its hosts, and what the loss of some of them means."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.phase = Phase.FORMING
+        self.phase = ViewPhase.FORMING
         self.view = NO_VIEW
         self.ranks: tuple[int, ...] = ()  # members of the view, by rank
         self.due_s = inf  # when ``Tick`` is due, at the earliest
@@ -260,73 +260,8 @@ class Membership:
         left = {n: h.barred_until_s - now_s for n, h in self._hosts.items()}
         return {name: left_s for name, left_s in left.items() if left_s > 0}
 
-    def apply(self, event: Event, now_s: float) -> list[Order]:
-        """Return what follows from an event, in order."""
-        self._orders = []
-        if self.phase is not Phase.STOPPED:
-            self._take(event, now_s)
-        is_over = self.phase in (Phase.FINISHED, Phase.STOPPED)
-        if not is_over and (self._orders or not self._awaits_more(event, now_s)):
-            self._advance(now_s)
-        return self._orders
-
-    def _awaits_more(self, event: Event, now_s: float) -> bool:
-        """Return whether a report is one of many, and nothing follows before the last.
-
-        This is what keeps a change linear in the number of ranks.
-        """
-        num_active = self._num[_State.ACTIVE]
-        if isinstance(event, MemberSettled):
-            if self.view == NO_VIEW or self.phase is Phase.RUNNING:
-                self.due_s = min(self.due_s, now_s + _GATHER_S)
-                return self._num[_State.STARTING] > 0
-            num_done = self._num[_State.DONE] if self.phase is Phase.FORMING else 0
-            return num_active + num_done > 0
-        is_end = isinstance(event, MemberLost) and self._is_closing
-        return (is_end or isinstance(event, MemberDone)) and num_active > 0
-
-    # Events
-
-    def _take(self, event: Event, now_s: float) -> None:
-        match event:
-            case HostsFound():
-                self._take_hosts(event.slots, now_s)
-            case HostReady():
-                host = self._hosts.setdefault(event.host, _Host(event.slots))
-                host.slots, host.is_ready, host.is_connecting = event.slots, True, False
-                self._review(event.host, now_s)
-            case HostGone():
-                self._take_host_gone(event, now_s)
-            case HostLeaves():
-                self._host(event.host).leaves = event.reason
-                self._review(event.host, now_s)
-            case MemberSettled():
-                self._take_settled(event, now_s)
-            case MemberDone():
-                member = self._members.get(event.number)
-                if member is not None and member.state is _State.ACTIVE:
-                    self._enter(member, _State.DONE, event.step, member.since_s)
-            case MemberLost():
-                self._take_lost(event, now_s)
-            case Tick():
-                self._kill_late(now_s)
-
     def _host(self, name: str) -> _Host:
         return self._hosts.setdefault(name, _Host(-1, is_known=False))
-
-    def _take_hosts(self, slots: Mapping[str, int], now_s: float) -> None:
-        kept = {name: host for name, host in self._hosts.items() if name in slots}
-        gone = {n: host for n, host in self._hosts.items() if n not in slots}
-        for host in gone.values():
-            host.is_known = False
-        for name, number in slots.items():
-            host = kept.setdefault(name, _Host(number))
-            host.is_known = True
-            host.slots = number if number >= 0 else host.slots
-        # Known ones keep their order, new ones follow.
-        self._hosts = kept | gone
-        for name in self._hosts:
-            self._review(name, now_s)
 
     def _review(self, name: str, now_s: float) -> None:
         """Note which of a host's places are left, and kill who waits there."""
@@ -335,74 +270,6 @@ class Membership:
             (self._unwanted.add if reason else self._unwanted.discard)(number)
             if reason and not self._members[number].is_in_view:
                 self._remove([], reason, now_s, killed=[number])
-
-    def _take_host_gone(self, event: HostGone, now_s: float) -> None:
-        host = self._host(event.host)
-        host.is_ready, host.is_connecting, host.leaves = False, False, ""
-        self._bar(host, now_s)
-        for number in host.used.values():
-            self._ending.pop(number, None)
-        self._remove(self._members_on(event.host), event.reason, now_s)
-        host.used.clear()
-
-    def _take_settled(self, event: MemberSettled, now_s: float) -> None:
-        member = self._members.get(event.number)
-        if member is None or self.phase is Phase.FINISHED:
-            return
-        was_active = member.state in (_State.ACTIVE, _State.DONE)
-        self._enter(member, _State.WAITING, event.step, now_s)
-        if self.view == NO_VIEW:
-            self._is_closing = False
-        is_asked = self.phase is Phase.PAUSING and not event.reason
-        if was_active and not is_asked and self.phase is not Phase.FORMING:
-            reason = event.reason or f"rank of process {event.number} left it"
-            self._end_view(reason, now_s)
-            self._is_symptom = True
-
-    def _take_lost(self, event: MemberLost, now_s: float) -> None:
-        if ended := self._ending.pop(event.number, None):
-            del self._hosts[ended.place.host].used[ended.place.slot]
-        member = self._members.get(event.number)
-        if member is None:
-            return
-        is_start = self.view == NO_VIEW and not self._num[_State.WAITING]
-        if self.phase is Phase.FINISHED:
-            self._remove([event.number], event.reason, now_s)
-            if event.exit_code:
-                self._stop(f"{event.reason} after the last step.")
-        elif event.exit_code == 0 and (member.is_in_view or is_start):
-            self._drop(event.number)
-            self._is_closing = is_start or self.phase is not Phase.FORMING
-        elif event.exit_code > 0 and is_start:
-            self._stop(f"{event.reason} before any rank was ready.")
-        else:
-            self._is_failure |= event.exit_code > 0 and member.is_in_view
-            others = self._count_failures([event.number], now_s)
-            self._remove([event.number], event.reason, now_s, killed=others)
-
-    def _kill_late(self, now_s: float) -> None:
-        late = [n for n, m in self._members.items() if now_s >= self._due_of(m)]
-        if late:
-            first = self._members[late[0]]
-            more = f" and {len(late) - 1} more" if late[1:] else ""
-            reason = (
-                f"process {late[0]} on {first.place.host}{more} gave no word for "
-                f"{now_s - first.since_s:.0f} s"
-            )
-            late += self._count_failures(late, now_s)
-            self._remove([], reason, now_s, killed=late)
-        for number, member in self._ending.items():
-            if now_s >= member.since_s + self.rules.settle_s:
-                member.since_s = inf
-                self._orders.append(Kill(number, "it did not end when it was left out"))
-
-    def _due_of(self, member: _Member) -> float:
-        if member.state is _State.STARTING:
-            return member.since_s + self.rules.formation_s
-        is_asked = self.phase is Phase.FORMING and member.state is not _State.WAITING
-        return member.since_s + self.rules.settle_s if is_asked else inf
-
-    # Members
 
     @property
     def _present(self) -> list[int]:
@@ -452,7 +319,7 @@ class Membership:
         states = {self._drop(number).state for number in (*lost, *killed)}
         if not states & {_State.ACTIVE, _State.DONE}:
             return
-        if self.phase in (Phase.RUNNING, Phase.PAUSING):
+        if self.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING):
             self._end_view(reason, now_s)
         elif self._is_symptom:
             self._reason, self._is_symptom = reason, False
@@ -480,7 +347,7 @@ class Membership:
         host.failures_s = []
 
     def _end_view(self, reason: str, now_s: float) -> None:
-        self.phase, self._reason, self._is_symptom = Phase.FORMING, reason, False
+        self.phase, self._reason, self._is_symptom = ViewPhase.FORMING, reason, False
         self._forming_since_s, self._is_closing = now_s, False
         members = self._members
         left = [n for n in self._present if members[n].state is not _State.WAITING]
@@ -489,45 +356,190 @@ class Membership:
         if left and not self._is_finished():
             self._orders.append(EndView(tuple(left), reason))
 
+    def _is_finished(self) -> bool:
+        """Return whether all of the view have done the last step, or ended with 0."""
+        if self.view == NO_VIEW:
+            return self._is_closing and not self._members
+        present = [self._members[number].state for number in self._present]
+        goes_on = self.phase is not ViewPhase.FORMING
+        return (bool(present) or goes_on) and all(s is _State.DONE for s in present)
+
+    def _free_slots(self, now_s: float) -> Iterator[tuple[str, int]]:
+        for name, host in self._hosts.items():
+            has_room = len(host.used) < host.slots or self._unwanted or self._ending
+            if host.is_ready and has_room and host.is_usable(now_s):
+                yield from ((name, n) for n in range(host.slots) if n not in host.used)
+
+
+class Membership(_Roster):
+    """The state of an elastic job's membership."""
+
+    def apply(self, event: Event, now_s: float) -> list[Order]:
+        """Return what follows from an event, in order."""
+        self._orders = []
+        if self.phase is not ViewPhase.STOPPED:
+            self._take(event, now_s)
+        is_over = self.phase in (ViewPhase.FINISHED, ViewPhase.STOPPED)
+        if not is_over and (self._orders or not self._awaits_more(event, now_s)):
+            self._advance(now_s)
+        return self._orders
+
+    def _awaits_more(self, event: Event, now_s: float) -> bool:
+        """Return whether a report is one of many, and nothing follows before the last.
+
+        This is what keeps a change linear in the number of ranks.
+        """
+        num_active = self._num[_State.ACTIVE]
+        if isinstance(event, MemberSettled):
+            if self.view == NO_VIEW or self.phase is ViewPhase.RUNNING:
+                self.due_s = min(self.due_s, now_s + _GATHER_S)
+                return self._num[_State.STARTING] > 0
+            num_done = self._num[_State.DONE] if self.phase is ViewPhase.FORMING else 0
+            return num_active + num_done > 0
+        is_end = isinstance(event, MemberLost) and self._is_closing
+        return (is_end or isinstance(event, MemberDone)) and num_active > 0
+
+    # Events
+
+    def _take(self, event: Event, now_s: float) -> None:
+        match event:
+            case HostsFound():
+                self._take_hosts(event.slots, now_s)
+            case HostReady():
+                host = self._hosts.setdefault(event.host, _Host(event.slots))
+                host.slots, host.is_ready, host.is_connecting = event.slots, True, False
+                self._review(event.host, now_s)
+            case HostGone():
+                self._take_host_gone(event, now_s)
+            case HostLeaves():
+                self._host(event.host).leaves = event.reason
+                self._review(event.host, now_s)
+            case MemberSettled():
+                self._take_settled(event, now_s)
+            case MemberDone():
+                member = self._members.get(event.number)
+                if member is not None and member.state is _State.ACTIVE:
+                    self._enter(member, _State.DONE, event.step, member.since_s)
+            case MemberLost():
+                self._take_lost(event, now_s)
+            case Tick():
+                self._kill_late(now_s)
+
+    def _take_hosts(self, slots: Mapping[str, int], now_s: float) -> None:
+        kept = {name: host for name, host in self._hosts.items() if name in slots}
+        gone = {n: host for n, host in self._hosts.items() if n not in slots}
+        for host in gone.values():
+            host.is_known = False
+        for name, number in slots.items():
+            host = kept.setdefault(name, _Host(number))
+            host.is_known = True
+            host.slots = number if number >= 0 else host.slots
+        # Known ones keep their order, new ones follow.
+        self._hosts = kept | gone
+        for name in self._hosts:
+            self._review(name, now_s)
+
+    def _take_host_gone(self, event: HostGone, now_s: float) -> None:
+        host = self._host(event.host)
+        host.is_ready, host.is_connecting, host.leaves = False, False, ""
+        self._bar(host, now_s)
+        for number in host.used.values():
+            self._ending.pop(number, None)
+        self._remove(self._members_on(event.host), event.reason, now_s)
+        host.used.clear()
+
+    def _take_settled(self, event: MemberSettled, now_s: float) -> None:
+        member = self._members.get(event.number)
+        if member is None or self.phase is ViewPhase.FINISHED:
+            return
+        was_active = member.state in (_State.ACTIVE, _State.DONE)
+        self._enter(member, _State.WAITING, event.step, now_s)
+        if self.view == NO_VIEW:
+            self._is_closing = False
+        is_asked = self.phase is ViewPhase.PAUSING and not event.reason
+        if was_active and not is_asked and self.phase is not ViewPhase.FORMING:
+            reason = event.reason or f"rank of process {event.number} left it"
+            self._end_view(reason, now_s)
+            self._is_symptom = True
+
+    def _take_lost(self, event: MemberLost, now_s: float) -> None:
+        if ended := self._ending.pop(event.number, None):
+            del self._hosts[ended.place.host].used[ended.place.slot]
+        member = self._members.get(event.number)
+        if member is None:
+            return
+        is_start = self.view == NO_VIEW and not self._num[_State.WAITING]
+        if self.phase is ViewPhase.FINISHED:
+            self._remove([event.number], event.reason, now_s)
+            if event.exit_code:
+                self._stop(f"{event.reason} after the last step.")
+        elif event.exit_code == 0 and (member.is_in_view or is_start):
+            self._drop(event.number)
+            self._is_closing = is_start or self.phase is not ViewPhase.FORMING
+        elif event.exit_code > 0 and is_start:
+            self._stop(f"{event.reason} before any rank was ready.")
+        else:
+            self._is_failure |= event.exit_code > 0 and member.is_in_view
+            others = self._count_failures([event.number], now_s)
+            self._remove([event.number], event.reason, now_s, killed=others)
+
+    def _kill_late(self, now_s: float) -> None:
+        late = [n for n, m in self._members.items() if now_s >= self._due_of(m)]
+        if late:
+            first = self._members[late[0]]
+            more = f" and {len(late) - 1} more" if late[1:] else ""
+            reason = (
+                f"process {late[0]} on {first.place.host}{more} gave no word for "
+                f"{now_s - first.since_s:.0f} s"
+            )
+            late += self._count_failures(late, now_s)
+            self._remove([], reason, now_s, killed=late)
+        for number, member in self._ending.items():
+            if now_s >= member.since_s + self.rules.settle_s:
+                member.since_s = inf
+                self._orders.append(Kill(number, "it did not end when it was left out"))
+
+    def _due_of(self, member: _Member) -> float:
+        if member.state is _State.STARTING:
+            return member.since_s + self.rules.formation_s
+        is_asked = (
+            self.phase is ViewPhase.FORMING and member.state is not _State.WAITING
+        )
+        return member.since_s + self.rules.settle_s if is_asked else inf
+
     # What follows
 
     def _advance(self, now_s: float) -> None:
         self._forming_since_s = min(self._forming_since_s, now_s)
         if self._is_finished():
-            self.phase = Phase.FINISHED
+            self.phase = ViewPhase.FINISHED
             self._members = {n: self._members[n] for n in self._present}
             self._orders.append(FinishAll())
             return
         is_start = self.view == NO_VIEW
         if is_start:
             self._fill(now_s)
-        if self.phase in (Phase.FORMING, Phase.PAUSING):
+        if self.phase in (ViewPhase.FORMING, ViewPhase.PAUSING):
             self._form(now_s)
-        if self.phase is Phase.RUNNING:
+        if self.phase is ViewPhase.RUNNING:
             self._plan_change(now_s)
-        if self.phase is not Phase.STOPPED:
+        if self.phase is not ViewPhase.STOPPED:
             if not is_start:
                 self._fill(now_s)
             self._release(now_s)
             self.due_s = min(self._times(now_s), default=inf)
 
-    def _is_finished(self) -> bool:
-        """Return whether all of the view have done the last step, or ended with 0."""
-        if self.view == NO_VIEW:
-            return self._is_closing and not self._members
-        present = [self._members[number].state for number in self._present]
-        goes_on = self.phase is not Phase.FORMING
-        return (bool(present) or goes_on) and all(s is _State.DONE for s in present)
-
     def _form(self, now_s: float) -> None:
         if self._num[_State.ACTIVE]:
             return
         if self._num[_State.DONE]:
-            if self.phase is Phase.PAUSING:  # the others stopped after the last step
+            if (
+                self.phase is ViewPhase.PAUSING
+            ):  # the others stopped after the last step
                 self._end_view(self._reason, now_s)
             return
-        if self.phase is Phase.PAUSING:
-            self.phase, self._forming_since_s = Phase.FORMING, now_s
+        if self.phase is ViewPhase.PAUSING:
+            self.phase, self._forming_since_s = ViewPhase.FORMING, now_s
         if self.view != NO_VIEW and not self._present:
             self._stop(f"No rank has survived: {self._reason}.")
             return
@@ -604,7 +616,7 @@ class Membership:
         for number in order:
             self._enter(members[number], _State.ACTIVE, newest, now_s)
             members[number].is_in_view = True
-        self.ranks, self.phase = tuple(order), Phase.RUNNING
+        self.ranks, self.phase = tuple(order), ViewPhase.RUNNING
 
     def _plan_change(self, now_s: float) -> None:
         if self._is_closing or self._num[_State.DONE]:
@@ -620,7 +632,7 @@ class Membership:
                 count = "a rank joins" if len(joining) == 1 else "ranks join"
                 reason = f"{count} on {', '.join(hosts)}"
         if reason:
-            self.phase, self._reason = Phase.PAUSING, reason
+            self.phase, self._reason = ViewPhase.PAUSING, reason
             self._orders.append(PauseView(tuple(present), reason))
 
     def _fill(self, now_s: float) -> None:
@@ -633,7 +645,7 @@ class Membership:
             surplus = others[num_lacking:]
             self._remove([], "there are enough without it", now_s, killed=surplus)
         # Survivors that will do settle first.
-        can_form = self.phase is Phase.FORMING and len(self._present) >= self._least
+        can_form = self.phase is ViewPhase.FORMING and len(self._present) >= self._least
         is_ending = self._is_closing or self._num[_State.DONE] > 0
         if num_lacking <= 0 or can_form or is_ending:
             return
@@ -645,7 +657,7 @@ class Membership:
             members[place.number] = _Member(place, now_s)
             self._num[_State.STARTING] += 1
             self._hosts[name].used[slot] = place.number
-            self._orders.append(Start(place))
+            self._orders.append(StartProcess(place))
             num_lacking -= 1
         for name, host in self._hosts.items():
             if num_lacking <= 0:
@@ -656,12 +668,6 @@ class Membership:
                 host.is_connecting = True
                 self._orders.append(Connect(name))
                 num_lacking -= max(1, host.slots)
-
-    def _free_slots(self, now_s: float) -> Iterator[tuple[str, int]]:
-        for name, host in self._hosts.items():
-            has_room = len(host.used) < host.slots or self._unwanted or self._ending
-            if host.is_ready and has_room and host.is_usable(now_s):
-                yield from ((name, n) for n in range(host.slots) if n not in host.used)
 
     def _release(self, now_s: float) -> None:
         for name, host in self._hosts.items():
@@ -678,11 +684,11 @@ class Membership:
         yield next((m.since_s + self.rules.formation_s for m in starting), inf)
         yield from (m.since_s + self.rules.settle_s for m in self._ending.values())
         later = [h.barred_until_s for h in self._hosts.values()]
-        if self.phase is Phase.FORMING:
+        if self.phase is ViewPhase.FORMING:
             is_settled = not (self._num[_State.ACTIVE] + self._num[_State.DONE])
             yield inf if is_settled else self._forming_since_s + self.rules.settle_s
             later.append(self._forming_since_s + self.rules.formation_s)
-        if self.phase is Phase.RUNNING and self._num[_State.WAITING]:
+        if self.phase is ViewPhase.RUNNING and self._num[_State.WAITING]:
             others = (m for m in members if not m.is_in_view)
             later += [m.since_s + _GATHER_S for m in others]
         yield from (at_s for at_s in later if at_s > now_s)
@@ -700,5 +706,5 @@ class Membership:
         )
 
     def _stop(self, reason: str, *, is_too_few: bool = False) -> None:
-        self.phase = Phase.STOPPED
+        self.phase = ViewPhase.STOPPED
         self._orders.append(Stop(reason, is_too_few))

@@ -60,7 +60,7 @@ class AtStep(NamedTuple):
     step: int
 
 
-class Running(NamedTuple):
+class Entered(NamedTuple):
     """From a rank: it is connected and has the state that counts."""
 
     view: int
@@ -119,7 +119,7 @@ class Finish(NamedTuple):
     """To a rank: all have applied the last step."""
 
 
-FromRank = Settled | AtStep | Running | Done
+FromRank = Settled | AtStep | Entered | Done
 ToRank = ViewEnded | AskStep | StopAfter | ViewBegins | Leave | Finish
 FROM_RANK: tuple[type[FromRank], ...] = get_args(FromRank)
 TO_RANK: tuple[type[ToRank], ...] = get_args(ToRank)

@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 from ronde.errors import Failure
 from ronde.launch import messages
 from ronde.launch.agent_start.starter import AgentConnector
+from ronde.launch.environments import NodeFacts
 from ronde.launch.hosts.host import Host, HostShare
 from ronde.launch.job import JobPlan, count_slots_of, network_of, place_on
 from ronde.launch.network import choose_interface, interface_environment
 from ronde.launch.node import AgentNode, HostLoss
+from ronde.membership.view import NO_VIEW, Place, View
+from ronde.world import World
 
 
 @dataclass(slots=True)
-class _Arriving:
+class _Pending:
     node: AgentNode
     share: HostShare | None = None  # once the route to the others is known
 
@@ -31,14 +34,45 @@ class JobHosts:
         self._plan, self._epoch = plan, epoch
         self._connector = connector
         self._notice = notice
-        self._arriving: dict[str, _Arriving] = {}
+        self._pending: dict[str, _Pending] = {}
         self.known: dict[str, Host] = {host.name: host for host in plan.spec.hosts}
         # of hosts that are or were ready, in the order in which they became it
         self.shares: dict[str, HostShare] = {s.host.name: s for s in plan.shares}
+        self._planned: dict[Place, tuple[NodeFacts, World]] = {}
         self.start = messages.Start(plan.address, 0)  # for the agents of new ones
 
     def connect(self, name: str) -> None:
         self._connector.add([self.known[name]])
+
+    def plan_ranks(self, most: int) -> None:
+        """Find where so many processes come at the beginning, for their variables."""
+        places = [
+            (host, slot)
+            for host, share in self.shares.items()
+            for slot in range(len(share.places))
+        ]
+        planned = tuple(Place(n, *place) for n, place in enumerate(places[:most]))
+        hosts = list(dict.fromkeys(place.host for place in planned))
+        nodes = {n: NodeFacts(n, i, len(hosts)) for i, n in enumerate(hosts)}
+        worlds = View(NO_VIEW, planned).worlds()
+        self._planned = {
+            place: (nodes[place.host], world)
+            for place, world in zip(planned, worlds, strict=True)
+        }
+
+    def rank(self, place: Place, members: tuple[Place, ...]) -> messages.RankSpec:
+        """Return a process at a place, with variables as if it joined ``members``."""
+        if place in self._planned:
+            node, world = self._planned[place]
+        else:
+            others = [each for each in members if each[1:] != place[1:]]
+            view = View(NO_VIEW, (*others, place))
+            hosts = list(dict.fromkeys(each.host for each in view.members))
+            node = NodeFacts(place.host, hosts.index(place.host), len(hosts))
+            world = view.worlds()[-1]
+        share = self.shares[place.host]
+        spec = self._plan.rank(self._epoch, node, share, place.slot, world)
+        return spec._replace(rank=place.number)
 
     def due_s(self) -> float:
         return 0.0 if self._connector.has_results() else self._connector.due_s()
@@ -51,34 +85,34 @@ class JobHosts:
             if isinstance(result, Failure):
                 failed.append((host.name, result.reason))
                 continue
-            self._arriving[host.name] = _Arriving(result)
+            self._pending[host.name] = _Pending(result)
             result.watch(is_watched=True)
             result.send(messages.Locate((self._plan.address,), 0))
         return failed
 
     def owns(self, node: AgentNode) -> bool:
-        return self._connector.owns(node) or self._is_arriving(node)
+        return self._connector.owns(node) or self._is_pending(node)
 
-    def _is_arriving(self, node: AgentNode) -> bool:
-        arriving = self._arriving.get(node.name)
-        return arriving is not None and arriving.node is node
+    def _is_pending(self, node: AgentNode) -> bool:
+        pending = self._pending.get(node.name)
+        return pending is not None and pending.node is node
 
     def take(self, node: AgentNode, message: messages.FromAgent) -> str | None:
         """Follow a message; return an empty text once the host is ready, else why not.
 
         None where it is on its way still.
         """
-        arriving, problem = self._arriving.get(node.name), None
-        if arriving is None:
+        pending, problem = self._pending.get(node.name), None
+        if pending is None:
             self._connector.take(node, message)
             return None
         match message:
             case messages.Located():
-                share = arriving.share = self._make_share(node, message.sources[0])
+                share = pending.share = self._make_share(node, message.sources[0])
                 node.send(self._plan.elastic_job(self._epoch, share))
-            case messages.Ready() if arriving.share is not None:
-                del self._arriving[node.name]
-                self.shares[node.name] = arriving.share
+            case messages.Ready() if pending.share is not None:
+                del self._pending[node.name]
+                self.shares[node.name] = pending.share
                 node.send(self.start)
                 problem = ""
             case messages.Refused():
@@ -102,14 +136,14 @@ class JobHosts:
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> bool:
         """Return whether a host is gone that was on its way, which says so later."""
-        if self._is_arriving(node):
-            del self._arriving[node.name]
+        if self._is_pending(node):
+            del self._pending[node.name]
             return False
         self._connector.take_loss(node, loss)
         return True
 
     def forget(self, node: AgentNode) -> None:
-        self._arriving.pop(node.name, None)
+        self._pending.pop(node.name, None)
 
     def _make_share(self, node: AgentNode, source: str) -> HostShare:
         spec, host = self._plan.spec, node.host

@@ -22,9 +22,8 @@ from ronde.launch.job import JobPlan
 from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.running import Running, RunningRank
 from ronde.membership import policy, view
-from ronde.membership.policy import Membership, Phase, Rules
+from ronde.membership.policy import Membership, Rules, ViewPhase
 from ronde.units import counted, format_duration
-from ronde.world import World
 
 _STOPPED_S = 1.5  # a process that stands still for so long is lost
 _NEVER = float("inf")
@@ -73,7 +72,6 @@ class ElasticRunning(Running):
         self._best_step = view.NEW  # the most that were ever applied, as far as known
         self._asked: frozenset[int] = frozenset()
         self._stopped_s: dict[int, float] = {}
-        self._expected: dict[int, World] = {}  # of those that start at the beginning
         self._survived: set[int] = set()  # processes whose end ends nothing
         self._releasing: set[str] = set()
         self._reason = ""  # why the job cannot go on, a sentence
@@ -85,14 +83,7 @@ class ElasticRunning(Running):
     def _begin(self, start: messages.Start) -> None:
         super()._begin(start)
         self._hosts.start = start
-        most = self._membership.rules.max_ranks
-        places = [
-            (host, slot)
-            for host, share in self._hosts.shares.items()
-            for slot in range(len(share.places))
-        ]
-        planned = tuple(view.Place(n, *p) for n, p in enumerate(places[:most]))
-        self._expected = dict(enumerate(view.View(view.NO_VIEW, planned).worlds()))
+        self._hosts.plan_ranks(self._membership.rules.max_ranks)
         self._take_hosts(self._plan.spec.hosts or (self._nodes[0].host,))
         for node in self._nodes:
             node.watch(is_watched=True)
@@ -148,7 +139,7 @@ class ElasticRunning(Running):
         is_new = isinstance(message, view.Settled) and message.view == view.NO_VIEW
         if self._is_stopping or not (is_new or message.view == self._view.view):
             return
-        if not isinstance(message, view.Running):
+        if not isinstance(message, view.Entered):
             self._best_step = max(self._best_step, message.step)
         match message:
             case view.Settled():
@@ -160,7 +151,7 @@ class ElasticRunning(Running):
                 self._steps[number] = message.step
                 if len(self._steps) == len(self._asked):
                     self._stop_after_common_step()
-            case view.Running():
+            case view.Entered():
                 self._running[number] = message.step
                 self._report_view()
 
@@ -177,7 +168,7 @@ class ElasticRunning(Running):
             how = f"was killed by {signal_name(-status)}"
         evidence = f" ({exited.evidence})" if exited.evidence else ""
         reason = f"{self._name(number)} {how}{evidence}"
-        if status == 0 and self._membership.phase is Phase.RUNNING:
+        if status == 0 and self._membership.phase is ViewPhase.RUNNING:
             is_member = number in self._asked or number in self._running
             if is_member and self._membership.view > 0:
                 self._loop.output.notice(f"{reason} before the last step was done")
@@ -246,7 +237,7 @@ class ElasticRunning(Running):
             self._carry_out(order)
         if isinstance(event, policy.MemberLost):  # perhaps one that was asked
             self._stop_after_common_step()
-        is_over = self._membership.phase is Phase.FINISHED
+        is_over = self._membership.phase is ViewPhase.FINISHED
         if is_over and not self._membership.num_living and not self._is_stopping:
             self._stop(signal.SIGTERM)
 
@@ -274,7 +265,7 @@ class ElasticRunning(Running):
                 self._staff(order)
 
     def _staff(
-        self, order: policy.Connect | policy.Release | policy.Start | policy.Kill
+        self, order: policy.Connect | policy.Release | policy.StartProcess | policy.Kill
     ) -> None:
         match order:
             case policy.Connect():
@@ -282,32 +273,20 @@ class ElasticRunning(Running):
             case policy.Release():
                 self._releasing.add(order.host)
                 self._node(order.host).send(messages.StopRanks(signal.SIGTERM))
-            case policy.Start():
+            case policy.StartProcess():
                 self._start(order.place)
             case policy.Kill():
                 self._kill(order.number)
 
     def _start(self, place: view.Place) -> None:
-        number, name, slot = place
-        share = self._hosts.shares[name]
-        index = list(self._hosts.shares).index(name)
-        world = self._expect(place)
-        spec = self._plan.rank(self._epoch, index, share, slot, world)
-        spec = spec._replace(rank=number)
-        node = self._node(name)
+        number, name, _ = place
+        spec, node = self._hosts.rank(place, self._view.members), self._node(name)
+        if self._view.view != view.NO_VIEW:
+            spec.env["RONDE_JOINS"] = "1"
         node.ranks |= {number}
         self._ranks[number] = RunningRank(node)
         self._loop.output.add_rank(number, name)
-        if self._view.view != view.NO_VIEW:
-            spec.env["RONDE_JOINS"] = "1"
         node.send(messages.StartRanks((spec,)))
-
-    def _expect(self, place: view.Place) -> World:
-        """Return where a process is likely to come, for its variables."""
-        if place.number in self._expected:
-            return self._expected[place.number]
-        members = (*self._view.members, place)
-        return view.View(view.NO_VIEW, members).worlds()[-1]
 
     def _begin_view(self, order: policy.BeginView) -> None:
         before, self._order = self._view, order
