@@ -42,6 +42,7 @@ class FixedHosts(HostDiscovery):
         return self._host_slots
 
     def set(self, host_slots: Mapping[str, int]) -> None:
+        """Set what the next look will find."""
         self._host_slots = host_slots
 
 
@@ -87,12 +88,15 @@ class DiscoveredHosts(NamedTuple):
 
     @property
     def available_hosts(self) -> set[str]:
+        """Hosts that may be used."""
         return set(self.host_assignment_order)
 
     def get_slots(self, host: str) -> int:
+        """Return a host's slots."""
         return self.host_slots.get(host, 0)
 
     def count_available_slots(self) -> int:
+        """Return the slots of all hosts that may be used."""
         return sum(map(self.get_slots, self.host_assignment_order))
 
 
@@ -117,6 +121,7 @@ class HostManager:
 
     @property
     def current_hosts(self) -> DiscoveredHosts:
+        """Hosts as they were found last."""
         barred = self._membership.barred(time.monotonic())
         order = [name for name in self._found if name not in barred]
         return DiscoveredHosts(self._found, order)
@@ -149,6 +154,7 @@ class HostManager:
         self._membership.apply(HostGone(host, "it is barred"), time.monotonic())
 
     def is_blacklisted(self, host: str) -> bool:
+        """Return whether a host is not used for now."""
         return host in self._membership.barred(time.monotonic())
 
     @staticmethod
@@ -161,6 +167,7 @@ class HostManager:
 
 
 def cooldown_of(bounds: Sequence[int] | None) -> tuple[float, float]:
+    """Return for how many seconds more a host is not used."""
     if bounds is None:
         return inf, inf
     low, high = bounds

@@ -88,6 +88,7 @@ class SlotInfo(NamedTuple):
     cross_size: int
 
     def to_response_string(self) -> str:
+        """Return the place as Horovod's workers read it."""
         numbers = (self.rank, self.size, self.local_rank, self.local_size)
         return ",".join(map(str, (*numbers, self.cross_rank, self.cross_size)))
 
@@ -184,6 +185,7 @@ class ElasticDriver:
             self._store = None
 
     def finished(self) -> bool:
+        """Return whether the job is over."""
         return self._shutdown.is_set()
 
     def get_results(self) -> Results:
@@ -273,6 +275,7 @@ class ElasticDriver:
             return _by_host(sorted(infos, key=lambda info: info.rank))
 
     def world_size(self) -> int:
+        """Return the number of workers."""
         return sum(map(len, self.host_assignments.values()))
 
     def use_store(self, store: StoreClient) -> None:

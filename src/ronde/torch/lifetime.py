@@ -242,6 +242,7 @@ def _break_off(member: Member, reason: str) -> None:
 
 
 def shorten(error: Exception) -> str:
+    """Return the first sentence of an error, without its full stop."""
     return str(error).partition("\n")[0][:_MOST_REASON].removesuffix(".")
 
 

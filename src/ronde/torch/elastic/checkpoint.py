@@ -28,9 +28,11 @@ class Checkpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
 
     def is_due(self, step: int) -> bool:
+        """Return whether to write after this step."""
         return self._directory is not None and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:
+        """Write a file and forget old ones; a crash leaves the last one whole."""
         if self._directory is None:
             return
         path = self._directory / f"step-{step}.pt"
@@ -44,6 +46,7 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def read_newest(self) -> dict[str, Any] | None:
+        """Return what was written last; None if there is nothing."""
         for _, path in reversed(self._found()):
             return torch.load(path, map_location="cpu", weights_only=True)
         return None

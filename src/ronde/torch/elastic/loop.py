@@ -50,6 +50,7 @@ class Step(AbstractContextManager["Step"]):
 
     @property
     def epoch(self) -> int:
+        """The number of times that the data was gone through before."""
         return self.share.start.epoch
 
     @property
@@ -198,6 +199,7 @@ class Loop:
                 return self._step
 
     def begin_step(self, step: Step) -> None:
+        """Prepare the step, and what it takes to undo it."""
         self._num_stepped = 0
         for each in self._optimizers:
             each.zero_grad()
@@ -210,6 +212,7 @@ class Loop:
             self._save(tensors)
 
     def end_step(self, step: Step, error: BaseException | None) -> bool:
+        """Count the step, or undo it and go on in the next view."""
         self._step = None
         if error is None:
             if not step.is_applied:  # such as one that a gradient scaler has skipped
