@@ -1,6 +1,6 @@
 """Break a training on three hosts at random moments, and see it go on.
 
-The hosts are namespaces with an sshd each; a fourth one has the controller. Ranks are
+Hosts are namespaces with an sshd each; a fourth one has the controller. Ranks are
 killed and stopped, hosts and links lost, hosts added and removed, several at once and
 while ranks change: see ``elastic_soak_faults.py``. ``--faults`` are done in pieces, each
 one job. What must hold: a step at least every 30 s, no process left at the end, all
@@ -37,7 +37,7 @@ from benchmarks.elastic_soak_faults import (  # noqa: E402  found by the line ab
     PER_HOST,
     PLANNED,
     Fault,
-    Impossible,
+    ImpossibleError,
     Job,
 )
 from benchmarks.elastic_soak_proof import Mark, problems_of, read_marks  # noqa: E402
@@ -51,10 +51,22 @@ _ORPHAN_S = 15.0
 _POLL_S = 0.02
 _LOOK_S = 0.1
 _SAMPLE_S = 3.0
-_APART_S = (0.2, 4.0)
 _WINDOW_S = 12.0  # within which a fault that may pass has passed
 _GROWTH_MIB = 4.0
 _RANK = str(ROOT / "benchmarks" / "elastic_soak_rank.py")
+
+
+class Pace(NamedTuple):
+    """How fast faults follow one another."""
+
+    apart_s: tuple[float, float]
+    patience: float  # how often most ranks are waited for first
+    full_s: float  # for how long
+    rest_s: float  # after the last fault
+
+
+USUAL = Pace((0.2, 4.0), 0.4, 12.0, _WINDOW_S)
+QUICK = Pace((0.1, 1.5), 0.1, 6.0, 6.0)
 
 
 class Held(NamedTuple):
@@ -98,7 +110,7 @@ class Sampler:
             found |= {f"rank {number}": p.pid for number, p in ranks.items()}
             found |= {f"agent {p.parent}": p.parent for p in ranks.values()}
         for name, pid in found.items():
-            with suppress(OSError):
+            with suppress(OSError, KeyError):  # it ends
                 self.samples[name][size].append(held_by(pid))
 
     def grown(self) -> list[str]:
@@ -162,8 +174,11 @@ def start(cluster: Cluster, folder: Path, chance: random.Random) -> Job:
 class Breaker:
     """Breaks a job, fault by fault, and follows it to its end."""
 
-    def __init__(self, job: Job, num_faults: int, kinds: Sequence[str]) -> None:
-        self.job, self.num_faults, self.kinds = job, num_faults, kinds
+    def __init__(
+        self, job: Job, num_faults: int, kinds: Sequence[str], pace: Pace
+    ) -> None:
+        self.job, self.num_faults = job, num_faults
+        self.kinds, self.pace = kinds, pace
         self.faults: list[Fault] = []
         self.sampler = Sampler()
         self.wrong: list[str] = []
@@ -172,13 +187,17 @@ class Breaker:
     def run(self) -> None:
         """Raise ``TimeoutError`` where it hangs."""
         self._wait_for_all()
-        next_s = time.monotonic() + 1.0
+        next_s, full_s = time.monotonic() + 1.0, 0.0
         while len(self.faults) < self.num_faults:
             self._turn()
-            if time.monotonic() >= next_s and self._break():
-                next_s = time.monotonic() + self.job.chance.uniform(*_APART_S)
+            is_due = time.monotonic() >= next_s and self._is_full(full_s)
+            if is_due and self._break():
+                chance = self.job.chance
+                next_s = time.monotonic() + chance.uniform(*self.pace.apart_s)
+                is_patient = chance.random() < self.pace.patience
+                full_s = time.monotonic() + self.pace.full_s if is_patient else 0.0
         self.job.act_due(is_end=True)
-        ends_s = time.monotonic() + _WINDOW_S
+        ends_s = time.monotonic() + self.pace.rest_s
         while time.monotonic() < ends_s:
             self._turn()
         (self.job.folder / "finish").touch()
@@ -187,6 +206,11 @@ class Breaker:
             self._turn(is_ending=True)
             if time.monotonic() > ends_s:
                 raise TimeoutError(f"the job has not ended after {_END_S:.0f} s")
+
+    def _is_full(self, until_s: float) -> bool:
+        """Return whether most ranks are there again, or it is too late to wait."""
+        most = PER_HOST * len(self.job.hosts) - 1
+        return len(self.job.safe(set(), set())) >= most or time.monotonic() >= until_s
 
     def _wait_for_all(self) -> None:
         ends_s = time.monotonic() + _START_S
@@ -221,12 +245,13 @@ class Breaker:
         job.watcher.look()
         weights = [KINDS[kind][0] for kind in self.kinds]
         (kind,) = job.chance.choices(self.kinds, weights)
-        fault = Fault(kind, time.monotonic())
+        fault, members = Fault(kind, time.monotonic()), job.members
         try:
             KINDS[kind][1](job, fault)
-        except Impossible:
+        except ImpossibleError:
             if not fault.members:
                 return False
+        fault.is_in_view = bool(fault.members & members) or not fault.members
         self.faults.append(fault)
         return True
 
@@ -234,9 +259,12 @@ class Breaker:
 def seconds_of(fault: Fault, marks: Sequence[Mark]) -> float | None:
     """Return what passed from a fault to the next step; None if it is not known.
 
-    Where ranks change as planned, how long none was applied because of it. Where a
-    fault may pass, the longest time without a step after it.
+    Nothing is, where nobody of the view was lost. Where ranks change as planned, how
+    long none was applied because of it. Where a fault may pass, the longest time
+    without a step after it.
     """
+    if not fault.is_in_view:
+        return None
     steps = [m for m in marks if not (m.is_view or m.is_end)]
     members = {m.view: {n for n, _, _ in m.places} for m in marks if m.is_view}
     hosts = {m.view: {h for _, h, _ in m.places} for m in marks if m.is_view}
@@ -282,12 +310,13 @@ def run_piece(
     seed: int,
     num_faults: int,
     kinds: Sequence[str] = tuple(KINDS),
+    pace: Pace = USUAL,
 ) -> Piece:
     """Run one job, break it ``num_faults`` times, and judge it."""
     piece = Piece(seed)
     begun_s = time.monotonic()
     job = start(cluster, folder, random.Random(seed))
-    breaker = Breaker(job, num_faults, kinds)
+    breaker = Breaker(job, num_faults, kinds, pace)
     is_over = False
     try:
         breaker.run()
@@ -308,6 +337,8 @@ def run_piece(
     if is_over:
         piece.wrong += problems_of(folder)
         piece.wrong += breaker.sampler.grown()
+    output = (folder / "output").read_text(errors="replace")
+    piece.wrong += [line for line in output.splitlines() if "terminate called" in line]
     for fault in breaker.faults:
         found_s = seconds_of(fault, marks)
         if found_s is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.elastic_soak_proof import Mark, parse_mark
-from tests.cluster.machines import Cluster, HostProcess, Machine
+from tests.cluster.machines import Cluster, ClusterError, HostProcess, Machine
 from tests.cluster.observation import Process
 
 PER_HOST = 2
@@ -24,13 +24,14 @@ FLAP_S = 3.0
 _SIGNALS = (signal.SIGKILL,) * 6 + (
     *(signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM, signal.SIGINT),
 )
+_IN_VIEW = 0.8
 _DROP = (
     "add table inet planted; add chain inet planted way {{ type filter hook {way} "
     "priority 0; }}; add rule inet planted way meta iifname != lo drop"
 )
 
 
-class Impossible(Exception):
+class ImpossibleError(Exception):
     """This fault would leave nobody, or there is nothing that it could break."""
 
 
@@ -44,6 +45,7 @@ class Fault:
         members: Processes that were lost by it.
         hosts: Hosts that came by it.
         may_pass: Whether it may be over before anybody is lost.
+        is_in_view: Whether it was somebody of the view that was lost.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Fault:
     members: set[int] = field(default_factory=set[int])
     hosts: tuple[str, ...] = ()
     may_pass: bool = False
+    is_in_view: bool = True
 
 
 class Watcher:
@@ -124,7 +127,7 @@ class Job:
         """Return the agent's process number."""
         parents = {process.parent for process in self.rank_processes(host).values()}
         if not parents:
-            raise Impossible
+            raise ImpossibleError
         return min(parents)
 
     def reaper(self, host: Machine) -> int:
@@ -133,10 +136,10 @@ class Job:
         processes = self.cluster.processes(host)
         return next((p.parent for p in processes if p.pid == agent), agent)
 
-    def spare_after(self, members: set[int], hosts: set[str]) -> None:
-        """Raise ``Impossible`` where nobody is spared without these."""
-        if not self.safe(members, hosts):
-            raise Impossible
+    @property
+    def members(self) -> set[int]:
+        """Return who is in the newest view."""
+        return {number for number, _, _ in self.watcher.places}
 
     def safe(self, members: set[int], hosts: set[str]) -> list[int]:
         """Return who has the state and lives on: see Note [Who is spared]."""
@@ -192,16 +195,18 @@ Act = Callable[[Job, Fault], None]
 
 def _signal_rank(job: Job, fault: Fault, sig: int) -> tuple[int, Process]:
     """Signal a rank that is not the last one spared."""
-    for host in job.well():
-        ranks = job.rank_processes(host)
-        for number in job.chance.sample(sorted(ranks), len(ranks)):
-            if number not in job.doomed and job.safe({number}, set()):
-                with suppress(ProcessLookupError):
-                    os.kill(ranks[number].pid, sig)
-                fault.members.add(number)
-                job.doomed.add(number)
-                return number, ranks[number]
-    raise Impossible
+    ranks = {n: p for host in job.well() for n, p in job.rank_processes(host).items()}
+    numbers = job.chance.sample(sorted(ranks), len(ranks))
+    if job.chance.random() < _IN_VIEW:
+        numbers.sort(key=lambda number: number not in job.members)
+    for number in numbers:
+        if number not in job.doomed and job.safe({number}, set()):
+            with suppress(ProcessLookupError):
+                os.kill(ranks[number].pid, sig)
+            fault.members.add(number)
+            job.doomed.add(number)
+            return number, ranks[number]
+    raise ImpossibleError
 
 
 def _lose_host(job: Job, fault: Fault) -> Machine:
@@ -213,7 +218,7 @@ def _lose_host(job: Job, fault: Fault) -> Machine:
             fault.members |= members
             job.doomed |= members
             return host
-    raise Impossible
+    raise ImpossibleError
 
 
 def _kill(job: Job, fault: Fault) -> None:
@@ -307,7 +312,8 @@ def _one_way(job: Job, fault: Fault) -> None:
     host = _lose_host(job, fault)
     way = job.chance.choice(("input", "output"))
     done = job.cluster.run(host, ["nft", _DROP.format(way=way)])
-    assert done.returncode == 0, done.stderr
+    if done.returncode:
+        raise ClusterError(f"nft must drop packets, got: {done.stderr}")
 
     def repair() -> None:
         job.cluster.run(host, ["nft", "delete", "table", "inet", "planted"])
@@ -318,7 +324,7 @@ def _one_way(job: Job, fault: Fault) -> None:
 def _remove_host(job: Job, fault: Fault) -> None:
     host = _lose_host(job, fault)
     if host.name not in job.listed:
-        raise Impossible
+        raise ImpossibleError
     job.listed.remove(host.name)
     job.list_hosts()
 
@@ -326,7 +332,7 @@ def _remove_host(job: Job, fault: Fault) -> None:
 def _add_host(job: Job, fault: Fault) -> None:
     missing = [host.name for host in job.hosts if host.name not in job.listed]
     if not missing:
-        raise Impossible
+        raise ImpossibleError
     name = job.chance.choice(missing)
     job.listed.append(name)
     job.list_hosts()
@@ -354,13 +360,13 @@ def _while_forming(job: Job, fault: Fault) -> None:
 def _in_turn(job: Job, fault: Fault, acts: Sequence[Act], apart_s: float) -> None:
     num_done = 0
     for act in acts:
-        with suppress(Impossible):
+        with suppress(ImpossibleError):
             if num_done:
                 time.sleep(job.chance.uniform(0.0, apart_s))
             act(job, fault)
             num_done += 1
     if num_done < 2:
-        raise Impossible
+        raise ImpossibleError
 
 
 KINDS: dict[str, tuple[float, Act]] = {

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from benchmarks.elastic_soak_rank import (
@@ -123,10 +123,9 @@ def replay(entries: Sequence[Entry]) -> tuple[list[int], int]:
             loss_of(model, inputs[chosen], targets[chosen]).backward()
             weight = len(chosen) * size / entry.batch_size
             for parameter, total in zip(parameters, totals, strict=True):
-                gradient = parameter.grad
-                assert gradient is not None
+                gradient = cast("torch.Tensor", parameter.grad)
                 weighted = gradient * weight if weight != 1.0 else gradient
-                total += rounded(weighted, size) * (1.0 / size)
+                total.add_(rounded(weighted, size) * (1.0 / size))
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
         optimizer.step()

@@ -1,4 +1,4 @@
-"""A rank of the training that ``elastic_soak.py`` breaks: ``elastic_soak_rank.py FOLDER``.
+"""A rank of what ``elastic_soak.py`` breaks: ``elastic_soak_rank.py FOLDER``.
 
 Rank's own files in the folder, by its process's number: what it did to which samples
 (``ledger-*``), and when it was in which view and had applied which step, with a
@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,10 @@ class Momentum(torch.optim.Optimizer):
 
     add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
     zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
+    state_dict = torch.optim.Optimizer.state_dict.__wrapped__
+    load_state_dict = torch.optim.Optimizer.load_state_dict.__wrapped__
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": 0.02, "momentum": 0.9})
 
     @torch.no_grad()
@@ -82,7 +84,7 @@ def rounded(gradient: Tensor, size: int) -> Tensor:
 
 
 @contextmanager
-def rounded_gradients(model: nn.Module, size: int) -> Iterator[None]:
+def rounded_gradients(model: nn.Module, size: int) -> Generator[None]:
     """Round what backward finds, after all hooks that are there."""
     hooks = [p.register_hook(lambda g: rounded(g, size)) for p in model.parameters()]
     try:
@@ -115,15 +117,17 @@ class Ending:
 
 def main(folder: Path) -> None:
     """Train until all are told to finish."""
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     torch.set_num_threads(1)
     hvd.init()
     member = own_member()
-    assert member is not None
+    if member is None:
+        raise SystemExit("start it by ronde run --min-ranks")
     progress = (folder / f"progress-{member.number}").open("a", buffering=1)
     book = folder / f"ledger-{member.number}"
 
-    def report(kind: str, *values: Any) -> None:
+    def report(kind: str, *values: object) -> None:
         line = [kind, time.monotonic(), member.view.view, *values]
         progress.write(json.dumps(line) + "\n")
 
