@@ -30,6 +30,7 @@ class Faults(RuleBasedStateMachine):
         more=st.integers(0, 3),
         spares=st.integers(0, 2),
         is_host_domain=st.booleans(),
+        awaits_joining=st.booleans(),
         formation_s=st.sampled_from([10.0, 600.0, 600.0]),
         reset_limit=st.sampled_from([None, None, 5]),
         cooldown_s=st.sampled_from([(0.0, 0.0), (1.0, 3.0), (30.0, 3600.0)]),
@@ -326,8 +327,7 @@ def test_the_reset_limit_counts_all_views_but_the_first():
     env.end(0, -9)
     env.run()
     (stop,) = ordered(env, policy.Stop)
-    assert stop.reason.startswith("Reset limit reached: ")
-    assert "--reset-limit 2 " in stop.reason
+    assert stop.reason.startswith(policy.RESET_LIMIT_EXCEEDED_MESSAGE.format(2))
 
 
 @pytest.mark.parametrize("step", [0, 4])
@@ -640,6 +640,26 @@ def test_newcomers_wait_5_s_for_others_that_start():
     env.wait(0.1)
     assert env.phase is ViewPhase.PAUSING
     assert ordered(env, policy.PauseView)[-1].reason == "a rank joins on a"
+
+
+def test_where_it_is_wanted_all_stop_for_those_that_start():
+    env = running(Rules(1, 4, awaits_joining=True), a=2)
+    env.find({"a": 4})
+    assert ordered(env, policy.PauseView)[-1].reason == "ranks start on a"
+    env.run(lambda: env.view.view == 1)
+    assert ranks(env) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 61.0])
+def test_who_starts_is_awaited_for_a_minute(waited_s):
+    env = running(Rules(1, 4, awaits_joining=True), a=2)
+    env.find({"a": 4})
+    env.settle(0)
+    env.settle(1)
+    assert env.phase is ViewPhase.FORMING
+    env.wait(waited_s)
+    assert (env.phase is ViewPhase.RUNNING) == (waited_s > 60)
+    assert not waited_s or ranks(env) == [0, 1]
 
 
 def test_what_comes_from_nobody_is_ignored():

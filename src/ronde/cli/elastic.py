@@ -72,6 +72,7 @@ def read_elastic(
                 tuple(FailureDomain),
             )
         ),
+        awaits_joining=is_horovods,
         cooldown_s=_read_cooldown(
             options.cooldown, given.get("blacklist-cooldown-range")
         ),

@@ -26,6 +26,7 @@ from ronde.horovod.discovery import (
     cooldown_of,
 )
 from ronde.membership.policy import (
+    RESET_LIMIT_EXCEEDED_MESSAGE,
     BeginView,
     Connect,
     Dismiss,
@@ -66,10 +67,6 @@ __all__ = [
 
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 ELASTIC_TIMEOUT_SECS = 600
-RESET_LIMIT_EXCEEDED_MESSAGE = (
-    "Horovod was shutdown because number of resets during elastic job exceeded "
-    "limit: {}"
-)
 _MAX_CONNECTIONS = 1 << 14
 _ANSWER_S = 10.0
 _FOREVER_S = 1e8

@@ -37,6 +37,7 @@ class ElasticOptions(NamedTuple):
     discovery: DiscoverySpec | None = None  # None where the hosts are fixed
     discover_every_s: float = 1.0
     failure_domain: FailureDomain = FailureDomain.SLOT
+    awaits_joining: bool = False  # ranks stand still while others start
     # how long a slot or host that failed is left out: the first time, and at most
     cooldown_s: tuple[float, float] = (30.0, 3600.0)
     elastic_timeout_s: float = 600.0

@@ -42,6 +42,7 @@ class Member:
     """One process's end of the channel; a thread listens.
 
     ``step``, how many steps this process has applied, is set by whoever applies them.
+    ``on_change`` is called, in the listening thread, when a planned change is to come.
     One thread calls what waits.
     """
 
@@ -58,6 +59,7 @@ class Member:
         self._asked_at: int | None = None  # the step at ``AskStep``, until it is over
         self._stop: StopAfter | None = None
         self._on_end: list[Callable[[str], None]] = []
+        self.on_change: Callable[[], None] = lambda: None
         self._leave: str | None = None
         self._is_finished = False
         self._loss = ""  # of the channel
@@ -182,6 +184,7 @@ class Member:
                     with self._news:
                         step = self._asked_at = self.step
                     self._say(AtStep(view, step))
+                    self.on_change()
             case StopAfter(view=stopped):
                 if stopped == view:
                     with self._news:

@@ -25,8 +25,14 @@ from typing import NamedTuple
 
 from ronde.membership.view import NEW, NO_VIEW, Place, order_ranks
 
+RESET_LIMIT_EXCEEDED_MESSAGE = (
+    "Horovod was shutdown because number of resets during elastic job exceeded "
+    "limit: {}"
+)
+"""Horovod's words, which its users look for."""
 _FAILURES, _FAILURES_WITHIN_S = 3, 600.0  # of one host, before it is barred
 _MAX_IDLE_VIEWS = 3  # in a row that a program's failure ended at one step
+_JOIN_S = 60.0  # those that start are awaited for so long where that is wanted
 _GATHER_S = 5.0  # newcomers wait for others that start, so that all join at once
 
 
@@ -37,6 +43,8 @@ class Rules(NamedTuple):
     max_ranks: int
     spares: int = 0
     is_host_domain: bool = False  # with one rank its whole host has failed
+    # those of the view stop for others as soon as they start, as Horovod's do
+    awaits_joining: bool = False
     cooldown_s: tuple[float, float] = (30.0, 3600.0)  # first and longest, doubling
     formation_s: float = 600.0  # for so long fewer than ``min_ranks`` are waited for
     settle_s: float = 30.0  # within which a member must have left a view that ended
@@ -243,6 +251,7 @@ class _Roster:
         self._best_step = NEW
         self._num_idle = 0
         self._is_failure = False  # the view ended by one of the program
+        self._is_planned = False  # it ended after a common step
         self._forming_since_s = inf
         self._is_closing = False  # a rank has ended as if all were done
         self._orders: list[Order] = []
@@ -349,6 +358,7 @@ class _Roster:
     def _end_view(self, reason: str, now_s: float) -> None:
         self.phase, self._reason, self._is_symptom = ViewPhase.FORMING, reason, False
         self._forming_since_s, self._is_closing = now_s, False
+        self._is_planned = False
         members = self._members
         left = [n for n in self._present if members[n].state is not _State.WAITING]
         for number in left:
@@ -526,6 +536,8 @@ class Membership(_Roster):
         if self.phase is not ViewPhase.STOPPED:
             if not is_start:
                 self._fill(now_s)
+            if self.phase is ViewPhase.RUNNING and self._starting_hosts(now_s):
+                self._plan_change(now_s)
             self._release(now_s)
             self.due_s = min(self._times(now_s), default=inf)
 
@@ -533,26 +545,30 @@ class Membership(_Roster):
         if self._num[_State.ACTIVE]:
             return
         if self._num[_State.DONE]:
-            if (
-                self.phase is ViewPhase.PAUSING
-            ):  # the others stopped after the last step
+            # The others stopped after the last step.
+            if self.phase is ViewPhase.PAUSING:
                 self._end_view(self._reason, now_s)
             return
         if self.phase is ViewPhase.PAUSING:
             self.phase, self._forming_since_s = ViewPhase.FORMING, now_s
+            self._is_planned = True
         if self.view != NO_VIEW and not self._present:
             self._stop(f"No rank has survived: {self._reason}.")
             return
         is_late = now_s >= self._forming_since_s + self.rules.formation_s
-        if self.view == NO_VIEW and not is_late:
-            is_connecting = any(h.is_connecting for h in self._hosts.values())
-            if is_connecting or self._num[_State.STARTING]:
-                return
+        if self._awaits_others(now_s, is_late=is_late):
+            return
         staying, joining = self._choose(now_s)
         if len(staying) + len(joining) >= self._least:
             self._begin(staying, joining, now_s)
         elif is_late:
             self._stop_short(len(staying) + len(joining), now_s)
+
+    def _awaits_others(self, now_s: float, *, is_late: bool) -> bool:
+        if self.view != NO_VIEW:
+            return self._is_planned and bool(self._starting_hosts(now_s))
+        is_connecting = any(h.is_connecting for h in self._hosts.values())
+        return not is_late and (is_connecting or self._num[_State.STARTING] > 0)
 
     def _choose(self, now_s: float) -> tuple[list[int], list[int]]:
         """Return who of the view goes on, and who joins, if all settle now."""
@@ -587,8 +603,8 @@ class Membership(_Roster):
         limit = self.rules.reset_limit
         if limit is not None and self.view > limit:
             self._stop(
-                "Reset limit reached: the job began again more often than "
-                f"--reset-limit {limit} allows, the last time as {self._reason}."
+                f"{RESET_LIMIT_EXCEEDED_MESSAGE.format(limit)}, the last time as "
+                f"{self._reason}. Give a higher --reset-limit, or none."
             )
             return
         if self._num_idle >= _MAX_IDLE_VIEWS:
@@ -631,9 +647,19 @@ class Membership(_Roster):
                 hosts = sorted({members[n].place.host for n in joining})
                 count = "a rank joins" if len(joining) == 1 else "ranks join"
                 reason = f"{count} on {', '.join(hosts)}"
+        if not reason and self._starting_hosts(now_s):
+            reason = f"ranks start on {', '.join(self._starting_hosts(now_s))}"
         if reason:
             self.phase, self._reason = ViewPhase.PAUSING, reason
             self._orders.append(PauseView(tuple(present), reason))
+
+    def _starting_hosts(self, now_s: float) -> list[str]:
+        """Return where members start that are to be awaited."""
+        if not (self.rules.awaits_joining and self._num[_State.STARTING]):
+            return []
+        starting = [m for m in self._members.values() if m.state is _State.STARTING]
+        awaited = [m for m in starting if now_s < m.since_s + _JOIN_S]
+        return sorted({m.place.host for m in awaited})
 
     def _fill(self, now_s: float) -> None:
         """Start processes where there is room; connect to hosts that may have it."""
@@ -684,6 +710,10 @@ class Membership(_Roster):
         yield next((m.since_s + self.rules.formation_s for m in starting), inf)
         yield from (m.since_s + self.rules.settle_s for m in self._ending.values())
         later = [h.barred_until_s for h in self._hosts.values()]
+        if self._starting_hosts(now_s):
+            later += [
+                m.since_s + _JOIN_S for m in members if m.state is _State.STARTING
+            ]
         if self.phase is ViewPhase.FORMING:
             is_settled = not (self._num[_State.ACTIVE] + self._num[_State.DONE])
             yield inf if is_settled else self._forming_since_s + self.rules.settle_s

@@ -35,6 +35,7 @@ def rules_of(options: ElasticOptions) -> Rules:
         max_ranks=options.max_ranks,
         spares=options.spares,
         is_host_domain=options.failure_domain == "host",
+        awaits_joining=options.awaits_joining,
         cooldown_s=options.cooldown_s,
         formation_s=options.elastic_timeout_s,
         settle_s=options.reform_timeout_s,
@@ -280,7 +281,10 @@ class ElasticRunning(Running):
 
     def _start(self, place: view.Place) -> None:
         number, name, _ = place
-        spec, node = self._hosts.rank(place, self._view.members), self._node(name)
+        living = [p for n in self._ranks if (p := self._membership.place_of(n))]
+        joining = set(living).difference(self._view.members, [place])
+        members = (*self._view.members, *sorted(joining))
+        spec, node = self._hosts.rank(place, members), self._node(name)
         if self._view.view != view.NO_VIEW:
             spec.env["RONDE_JOINS"] = "1"
         node.ranks |= {number}
@@ -374,13 +378,9 @@ class ElasticRunning(Running):
             node.send(messages.SendToRanks(tuple(ranks), text))
 
     def _name(self, number: int) -> str:
-        """Return a rank by its rank, and by its process where that differs."""
-        host = self._ranks[number].node.name
-        ranks = [r for r, p in enumerate(self._view.members) if p.number == number]
-        if not ranks:
-            return f"process {number} on {host}"
-        other = f" (process {number})" if ranks[0] != number else ""
-        return f"rank {ranks[0]}{other} on {host}"
+        host, ranks = self._ranks[number].node.name, self._view.members
+        rank = next((r for r, p in enumerate(ranks) if p.number == number), None)
+        return name_process(number, rank, host)
 
     def _judge(self) -> JobResult:
         self._discovery.close()
@@ -392,6 +392,14 @@ class ElasticRunning(Running):
         if self._is_too_few and self._interrupted_by is None:
             raise HostError(self._reason)
         return replace(result, views=tuple(self.records))
+
+
+def name_process(number: int, rank: int | None, host: str) -> str:
+    """Return a process as a rank, with its own number where that differs."""
+    if rank is None:
+        return f"process {number} on {host}"
+    other = f" (process {number})" if rank != number else ""
+    return f"rank {rank}{other} on {host}"
 
 
 def describe_view(record: ViewRecord, size_before: int) -> str:

@@ -403,6 +403,8 @@ def run_fn(
 
 def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object]) -> R:
     member = own_member()
+    if member is not None:
+        member.on_change = _notify
     limit = None if member else read_horovod_config().reset_limit
     # One that joins others has prepared alone until now.
     is_connected = member is None or current_session().view is not None
@@ -438,6 +440,11 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object
             _count(number, limit, interrupt)
             is_synchronized = interrupt.skip_sync
         is_connected = False
+
+
+def _notify() -> None:
+    # Listeners hear that there is a change; which one is not known here.
+    notification_manager.handle_hosts_updated(time.time(), HostUpdateResult.mixed)
 
 
 class _Pause:
