@@ -85,10 +85,11 @@ class ElasticRunning(Running):
         super()._begin(start)
         self._hosts.start = start
         self._hosts.plan_ranks(self._membership.rules.max_ranks)
-        self._take_hosts(self._plan.spec.hosts or (self._nodes[0].host,))
+        # These first, as all others that are known are connected to.
         for node in self._nodes:
             node.watch(is_watched=True)
             self._take_ready(node)
+        self._take_hosts(self._plan.spec.hosts or (self._nodes[0].host,))
 
     def _take_hosts(self, hosts: Sequence[Host]) -> None:
         self._hosts.known = {host.name: host for host in hosts}
