@@ -65,6 +65,7 @@ class JobHosts:
         if place in self._planned:
             node, world = self._planned[place]
         else:
+            members = members or tuple(self._planned)
             others = [each for each in members if each[1:] != place[1:]]
             view = View(NO_VIEW, (*others, place))
             hosts = list(dict.fromkeys(each.host for each in view.members))

@@ -286,7 +286,9 @@ class ElasticRunning(Running):
         joining = set(living).difference(self._view.members, [place])
         members = (*self._view.members, *sorted(joining))
         spec, node = self._hosts.rank(place, members), self._node(name)
-        if self._view.view != view.NO_VIEW:
+        is_spare = number >= self._membership.rules.max_ranks
+        if self._view.view != view.NO_VIEW or is_spare:
+            # It prepares alone, so that nobody waits for that when it joins.
             spec.env["RONDE_JOINS"] = "1"
         node.ranks |= {number}
         self._ranks[number] = RunningRank(node)
