@@ -249,8 +249,9 @@ def resolve(
     by_name = {node.name: node for node in nodes}
     job_nodes = tuple(by_name[share.host.name] for share in shares)
     address, check = _LOOPBACK, None
-    host_env: list[dict[str, str]] = [{}]
-    if len(job_nodes) > 1:
+    host_env: list[dict[str, str]] = [{} for _ in job_nodes]
+    # This machine may be two hosts, by two of its names.
+    if len(job_nodes) > 1 and not all(node.is_here for node in job_nodes):
         address, host_env, check = _meet(controller, spec, job_nodes)
     if spec.cwd or not all(node.is_here for node in job_nodes):
         # On other hosts the directory of the same name. In full here as well: an agent
