@@ -126,7 +126,9 @@ _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
 
 def describe_result(result: JobResult) -> dict[str, object]:
     number = result.interrupted_by
+    views = {"views": [each._asdict() for each in result.views]}
     return {
+        **(views if result.views else {}),
         "exit_code": result.exit_code,
         "interrupted_by": None if number is None else interrupter(number),
         "cause": _describe_failure(result.cause) if result.cause else None,

@@ -380,6 +380,14 @@ class _Roster:
             if host.is_ready and has_room and host.is_usable(now_s):
                 yield from ((name, n) for n in range(host.slots) if n not in host.used)
 
+    def _starting_hosts(self, now_s: float) -> list[str]:
+        """Return where members start that are to be awaited."""
+        if not (self.rules.awaits_joining and self._num[_State.STARTING]):
+            return []
+        starting = [m for m in self._members.values() if m.state is _State.STARTING]
+        awaited = [m for m in starting if now_s < m.since_s + _JOIN_S]
+        return sorted({m.place.host for m in awaited})
+
 
 class Membership(_Roster):
     """The state of an elastic job's membership."""
@@ -652,14 +660,6 @@ class Membership(_Roster):
         if reason:
             self.phase, self._reason = ViewPhase.PAUSING, reason
             self._orders.append(PauseView(tuple(present), reason))
-
-    def _starting_hosts(self, now_s: float) -> list[str]:
-        """Return where members start that are to be awaited."""
-        if not (self.rules.awaits_joining and self._num[_State.STARTING]):
-            return []
-        starting = [m for m in self._members.values() if m.state is _State.STARTING]
-        awaited = [m for m in starting if now_s < m.since_s + _JOIN_S]
-        return sorted({m.place.host for m in awaited})
 
     def _fill(self, now_s: float) -> None:
         """Start processes where there is room; connect to hosts that may have it."""

@@ -165,15 +165,13 @@ class ElasticRunning(Running):
     def _stop_if_caused(self, exited: messages.Exited) -> None:
         number, status = exited.rank, exited.status
         self._stopped_s.pop(number, None)
-        how = f"ended with exit code {status}"
-        if status < 0:
-            how = f"was killed by {signal_name(-status)}"
-        evidence = f" ({exited.evidence})" if exited.evidence else ""
-        reason = f"{self._name(number)} {how}{evidence}"
-        if status == 0 and self._membership.phase is ViewPhase.RUNNING:
-            is_member = number in self._asked or number in self._running
-            if is_member and self._membership.view > 0:
+        reason = f"{self._name(number)} {describe_end(exited)}"
+        is_member = any(place.number == number for place in self._view.members)
+        if self._view.view != view.NO_VIEW and number not in self._survived:
+            if status == 0 and is_member and self._view.view > 0:
                 self._loop.output.notice(f"{reason} before the last step was done")
+            elif status and not is_member:
+                self._loop.output.notice(f"{reason} before it took part")
         self._apply(policy.MemberLost(number, status, reason))
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
@@ -282,7 +280,8 @@ class ElasticRunning(Running):
 
     def _start(self, place: view.Place) -> None:
         number, name, _ = place
-        living = [p for n in self._ranks if (p := self._membership.place_of(n))]
+        known = self._ranks if self._view.members else ()
+        living = [p for n in known if (p := self._membership.place_of(n))]
         joining = set(living).difference(self._view.members, [place])
         members = (*self._view.members, *sorted(joining))
         spec, node = self._hosts.rank(place, members), self._node(name)
@@ -397,6 +396,14 @@ class ElasticRunning(Running):
         return replace(result, views=tuple(self.records))
 
 
+def describe_end(exited: messages.Exited) -> str:
+    """Return how a process ended, in half a sentence."""
+    how = f"ended with exit code {exited.status}"
+    if exited.status < 0:
+        how = f"was killed by {signal_name(-exited.status)}"
+    return f"{how} ({exited.evidence})" if exited.evidence else how
+
+
 def name_process(number: int, rank: int | None, host: str) -> str:
     """Return a process as a rank, with its own number where that differs."""
     if rank is None:
@@ -409,7 +416,9 @@ def describe_view(record: ViewRecord, size_before: int) -> str:
     """Return one line that says how a job goes on."""
     where = f"from step {record.step}" if record.step >= 0 else "from the beginning"
     lost = f", {counted(record.steps_lost, 'step')} lost" if record.steps_lost else ""
-    return (
-        f"{record.reason}; {size_before} ranks became {record.size} and go on {where} "
-        f"after {format_duration(record.took_s)}{lost}"
-    )
+    ranks = counted(size_before, "rank")
+    change = f"{ranks} became {record.size} and go on"
+    if size_before == record.size:
+        change = f"another takes its place, and {ranks} go on"
+    took = format_duration(record.took_s)
+    return f"{record.reason}; {change} {where} after {took}{lost}"

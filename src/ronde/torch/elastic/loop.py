@@ -15,6 +15,7 @@ Note [What a step leaves behind]
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -296,7 +297,7 @@ class Loop:
         if begins is None or not begins.is_equal:
             if begins is None or begins.step == NEW:
                 self._load_checkpoint(root)
-            self._broadcast(root)
+            self._broadcast(root, NEW if begins is None else begins.step)
         self._data.seek(self._position, rank(), size())
         if self._on_change is not None:
             self._on_change()
@@ -310,14 +311,26 @@ class Loop:
             self._load_state_dict(found)
             _logger.warning("Goes on from step %d, of a checkpoint.", found["step"])
 
-    def _broadcast(self, root: int) -> None:
-        is_root = rank() == root
+    def _broadcast(self, root: int, newest: int) -> None:
         own = _describe(self._model, self._optimizers)
         theirs = broadcast_object(own, root)
         _require_same(own, theirs)
-        if self._member is not None and not is_root:
-            # Half of another's state is none.
-            self._member.step = NEW
+        member, kept = self._member, None
+        # Half of another's state is none, unless it is the same. Those that are a step
+        # behind keep theirs: the only rank that is not may be lost meanwhile.
+        if member is not None and member.step != newest:
+            kept = None if member.step == NEW else deepcopy(self._state_dict())
+            member.step = NEW
+        try:
+            self._receive(root)
+        except CollectiveError:
+            if member is not None and kept is not None:
+                self._load_state_dict(kept)
+                member.step = self._num_applied
+            raise
+
+    def _receive(self, root: int) -> None:
+        is_root = rank() == root
         broadcast_parameters(self._model.state_dict(), root)
         for each in self._optimizers:
             broadcast_optimizer_state(each, root, self._model)

@@ -1,0 +1,130 @@
+"""``ronde run --min-ranks --max-ranks`` on one host, with small programs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = str(Path(__file__).with_name("elastic_rank.py"))
+HOST = os.uname().nodename
+
+
+def run(ronde, plan, *options, last_view=1, start="", **popen):
+    env = {"PLAN": json.dumps(plan), "LAST_VIEW": f"{last_view}", "START_PLAN": start}
+    program = ("--", sys.executable, RANK)
+    return ronde("run", "-np", "4", "--min-ranks", "2", *options, *program, env=env)
+
+
+def lines(result: "subprocess.CompletedProcess[bytes]") -> list[str]:
+    """Return what the launcher wrote of itself."""
+    text = result.stderr.decode()
+    return [line for line in text.splitlines() if line.startswith("ronde: ")]
+
+
+def done(result) -> list[str]:
+    return sorted(re.findall(r"done .*", result.stdout.decode()))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_others_go_on_when_a_rank_is_killed(ronde, number):
+    result = run(ronde, {f"{number}:3": "SIGKILL"}, last_view=2)
+    assert result.returncode == 0, result.stderr
+    assert done(result) == [f"done {rank} of 4" for rank in range(4)]
+    first, second, *_ = lines(result)
+    lost = f"ronde: rank {number} on {HOST} was killed by SIGKILL; 4 ranks became 3 "
+    assert first.startswith(f"{lost}and go on from step ")
+    assert second.startswith(f"ronde: a rank joins on {HOST}; 3 ranks became 4 and go ")
+
+
+def test_the_others_go_on_when_a_rank_stands_still(ronde):
+    result = run(ronde, {"2:3": "SIGSTOP"})
+    assert result.returncode == 0, result.stderr
+    assert lines(result)[0].startswith(f"ronde: rank 2 on {HOST} was stopped for 1.5 s")
+    assert done(result) == [f"done {rank} of 3" for rank in range(3)]
+
+
+def test_a_mistake_of_the_program_ends_the_job_with_its_traceback(ronde):
+    result = run(ronde, {f"{number}:3": "raise" for number in range(100)})
+    assert result.returncode == 1
+    text = result.stderr.decode()
+    assert "|     ValueError: the program is wrong" in text
+    assert text.count("]   File ") <= 3 * 6
+
+
+@pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 3), 3), ((7, 7), 7)])
+def test_a_program_that_takes_no_part_ends_as_in_another_job(ronde, codes, code):
+    text = f'[ "$HOROVOD_RANK" = 1 ] && exit {codes[1]}; exit {codes[0]}'
+    program = ("--", "/bin/sh", "-c", text)
+    result = ronde("run", "-np", "2", "--min-ranks", "1", *program)
+    assert result.returncode == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job(ronde, number):
+    env = {"PLAN": "{}", "LAST_VIEW": "9"}
+    words = ("run", "-np", "2", "--min-ranks", "1", "--grace", "2s", "--")
+    text = f'echo ready; exec "{sys.executable}" {RANK}'
+    with ronde.start(*words, "/bin/sh", "-c", text, env=env) as process:
+        assert process.stdout.readline()
+        assert process.stdout.readline()
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+
+
+def test_records_have_all_processes_and_views(ronde, tmp_path):
+    result = run(*(ronde, {"1:3": "SIGKILL"}, "--log-dir", str(tmp_path)), last_view=2)
+    assert result.returncode == 0, result.stderr
+    [attempt] = tmp_path.glob("*/attempt_0")
+    index = json.loads((attempt / "index.json").read_text())
+    assert len(index["ranks"]) == 5
+    end = json.loads((attempt / "end.json").read_text())
+    views = end["verdict"]["views"]
+    assert [each["size"] for each in views] == [4, 3, 4]
+    assert [each["view"] for each in views] == [0, 1, 2]
+    assert views[1]["reason"].endswith("was killed by SIGKILL")
+
+
+def test_a_spare_takes_the_lost_rank(ronde):
+    result = run(ronde, {"1:3": "SIGKILL"}, "--spares", "1", "-H", "localhost:5")
+    assert result.returncode == 0, result.stderr
+    assert done(result) == [f"done {rank} of 4" for rank in range(4)]
+    assert "4 ranks became 4" not in result.stderr.decode()
+
+
+def test_the_reset_limit_ends_the_job(ronde):
+    result = run(
+        ronde, {"1:3": "SIGKILL", "2:9": "SIGKILL"}, "--reset-limit", "1", last_view=9
+    )
+    assert result.returncode != 0
+    assert any("exceeded limit: 1, the last time as" in line for line in lines(result))
+
+
+def test_too_few_ranks_for_too_long_end_the_job(ronde):
+    limits = ("--min-ranks", "4", "--elastic-timeout", "1s")
+    program = ("--", sys.executable, RANK)
+    env = {"PLAN": '{"1:3": "SIGKILL"}', "LAST_VIEW": "9", "START_PLAN": "SIGSTOP"}
+    result = ronde("run", "-np", "4", *limits, *program, env=env)
+    assert result.returncode == 69, result.stderr
+    assert "size must be at least min-ranks, 4, got 3 for 1 s" in result.stderr.decode()
+
+
+def test_a_host_whose_new_ranks_fail_is_left_out(ronde):
+    plan = {"1:3": "SIGKILL", "0:400": "exit 0", "2:400": "exit 0", "3:400": "exit 0"}
+    result = run(ronde, plan, last_view=9, start="exit 5")
+    assert result.returncode == 0, result.stderr
+    failed = [line for line in lines(result) if "exit code 5" in line]
+    assert failed
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_may_not_leave_early_unnoticed(ronde, rank):
+    result = run(
+        ronde, {f"{rank}:3": "exit 0", **{f"{n}:9": "raise" for n in range(4)}}
+    )
+    assert result.returncode == 1
