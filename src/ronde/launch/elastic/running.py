@@ -388,8 +388,7 @@ class ElasticRunning(Running):
         self._discovery.close()
         for number in self._survived:
             self._ranks.pop(number, None)
-        survived = self._survived
-        self._lost = [h for h in self._lost if not survived.issuperset(h.ranks)]
+        self._lost = [h for h in self._lost if not self._survived >= {*h.ranks}]
         result = super()._judge()
         if self._is_too_few and self._interrupted_by is None:
             raise HostError(self._reason)
