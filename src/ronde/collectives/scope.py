@@ -12,6 +12,10 @@ from ronde.errors import CollectiveError, fresh
 T = TypeVar("T")
 
 
+_Method = tuple[weakref.WeakMethod[Callable[[], object]], bool]
+_ABORT_S = 1.0
+
+
 class AbortScope:
     """What lives while a rank is connected; ``failure`` is why it was broken off."""
 
@@ -21,7 +25,8 @@ class AbortScope:
         self.store: object = None  # where all meet; kept: see ``JobStore``
         self._is_live = is_live
         self._lock = threading.Lock()
-        self._methods: list[tuple[weakref.WeakMethod[Callable[[], object]], bool]] = []
+        self._is_over = threading.Event()
+        self._methods: list[_Method] = []
 
     def add(self, abort: Callable[[], object], *, is_slow: bool = False) -> None:
         """Call a bound method at the abort, or now; its object is held weakly.
@@ -44,20 +49,18 @@ class AbortScope:
                 return
             self.failure = failure
             methods, self._methods = self._methods, []
-        threads: list[threading.Thread] = []
-        for method, is_slow in reversed(methods):
-            abort = method()
-            if abort is None:
-                continue
-            if not is_slow:
-                abort()
-                continue
-            thread = threading.Thread(target=abort, name="ronde abort", daemon=True)
-            with suppress(RuntimeError):  # Python ends, and all with it
-                thread.start()
-                threads.append(thread)
-        for thread in threads:
-            thread.join()
+        try:
+            _break_off(methods)
+        finally:
+            self._is_over.set()
+
+    def wait(self) -> None:
+        """Wait for an abort, by whichever thread.
+
+        Else Python might end while another thread drops what is inside of Gloo, and C++
+        would abort the process.
+        """
+        self._is_over.wait(_ABORT_S)
 
     def check(self) -> None:
         if self.failure is not None:
@@ -75,6 +78,23 @@ class AbortScope:
         self.add(call.leave)
         threading.Thread(target=call.run, name="ronde connecting", daemon=True).start()
         return call.outcome.result()
+
+
+def _break_off(methods: list[_Method]) -> None:
+    threads: list[threading.Thread] = []
+    for method, is_slow in reversed(methods):
+        abort = method()
+        if abort is None:
+            continue
+        if not is_slow:
+            abort()
+            continue
+        thread = threading.Thread(target=abort, name="ronde abort", daemon=True)
+        with suppress(RuntimeError):  # Python ends, and all with it
+            thread.start()
+            threads.append(thread)
+    for thread in threads:
+        thread.join()
 
 
 class _Call(Generic[T]):

@@ -186,11 +186,12 @@ class Session:
             communicator.abort()
 
     def abort(self, failure: CollectiveError) -> None:
-        """Have all calls fail, those under way and those to come; any thread may.
+        """Have all calls fail, those under way and those to come.
 
         ``close`` waits for no other rank then.
         """
         self.connections.scope.abort(failure)
+        self.connections.scope.wait()
 
     def close(self) -> None:
         self.handles.clear()
