@@ -167,7 +167,8 @@ class ElasticRunning(Running):
         self._stopped_s.pop(number, None)
         reason = f"{self._name(number)} {describe_end(exited)}"
         is_member = any(place.number == number for place in self._view.members)
-        if self._view.view != view.NO_VIEW and number not in self._survived:
+        is_training = self._membership.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING)
+        if self._view.view >= 0 and is_training and number not in self._survived:
             if status == 0 and is_member and self._view.view > 0:
                 self._loop.output.notice(f"{reason} before the last step was done")
             elif status and not is_member:
