@@ -79,8 +79,6 @@ class ElasticRunning(Running):
         self._is_too_few = False
         self.records: list[ViewRecord] = []
 
-    # Events
-
     def _begin(self, start: messages.Start) -> None:
         super()._begin(start)
         self._hosts.start = start
@@ -201,8 +199,6 @@ class ElasticRunning(Running):
         self._loop.output.notice(f"{name} cannot take part: {reason}")
         self._apply(policy.HostGone(name, f"{name} cannot take part: {reason}"))
 
-    # Time
-
     def _due_s(self) -> float:
         due_s = super()._due_s()
         if self._is_stopping:
@@ -228,8 +224,6 @@ class ElasticRunning(Running):
         while self._discovery.notices:
             self._loop.output.notice(self._discovery.notices.pop(0))
         self._apply(policy.Tick())
-
-    # Orders
 
     def _apply(self, event: policy.Event) -> None:
         if self._is_stopping:
@@ -364,8 +358,6 @@ class ElasticRunning(Running):
         node = self._ranks[number].node
         if not node.is_over:
             node.send(messages.EndRank(number, signal.SIGKILL))
-
-    # Names and words
 
     def _node(self, name: str) -> AgentNode:
         return next(n for n in self._nodes if n.name == name and not n.is_over)
