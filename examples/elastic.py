@@ -1,8 +1,7 @@
 """Train on handwritten digits while ranks are lost, leave and join.
 
-Start it with ``ronde run --min-ranks 1 --max-ranks 3 python elastic.py`` and kill a
-rank by its pid: the others go on, and a new one takes its place. Plain ``ronde run``
-and other launchers work too.
+Start it with ``ronde run -H localhost:3 --min-ranks 1 python elastic.py`` and kill a
+rank by its pid: the others go on, and a new one takes its place. Any launcher runs it.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def main() -> None:
             loss = cross_entropy(model(pixels), labels)
             loss.backward()
             optimizer.step()
-            # From here on nothing is done twice.
+            # From here on the step counts: what follows is never done twice.
             schedule.step()
             if hvd.rank() == 0 and loop.num_applied % steps_per_epoch == 0:
                 print(f"epoch {step.epoch + 1}: loss {loss.item():.4f}", flush=True)
