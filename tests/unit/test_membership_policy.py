@@ -600,7 +600,7 @@ def test_slots_that_are_taken_away_are_left():
     env.find({"a": 1, "b": 2})
     env.begin()
     assert ranks(env) == [0, 2, 3]
-    assert ordered(env, policy.Dismiss) == [policy.Dismiss(1, "a has 1 slots now")]
+    assert ordered(env, policy.Dismiss) == [policy.Dismiss(1, "a has 1 slot now")]
 
 
 def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():

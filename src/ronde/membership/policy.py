@@ -24,6 +24,7 @@ from math import inf
 from typing import NamedTuple
 
 from ronde.membership.view import NEW, NO_VIEW, Place, order_ranks
+from ronde.units import counted
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "Horovod was shutdown because number of resets during elastic job exceeded "
@@ -298,7 +299,7 @@ class _Roster:
         if not host.is_known:
             return f"{name} is no longer among the hosts"
         if 0 <= host.slots <= member.place.slot:
-            return host.leaves or f"{name} has {host.slots} slots now"
+            return host.leaves or f"{name} has {counted(host.slots, 'slot')} now"
         return host.leaves
 
     def _enter(self, member: _Member, state: _State, step: int, now_s: float) -> None:
