@@ -63,9 +63,11 @@ def test_the_example_ends_without_the_rank_that_was_killed() -> None:
 
 
 def test_the_how_to_survives_too(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(ELASTIC.replace("epochs=500", "epochs=20"))
-    lines = train(tmp_path, "train.py", kill_at="rank 1 of 2")
+    # It prints nothing while it trains, and is to be killed then.
+    shown = "optimizer.step()\n        print(f'step {step.number}', flush=True)"
+    text = ELASTIC.replace("optimizer.step()", shown).replace("=500", "=20")
+    (tmp_path / "train.py").write_text(text)
+    lines = train(tmp_path, "train.py", kill_at="step 100")
     find(f"{SURVIVED} ", lines)
     assert float(find(r"1280 steps, loss (\S+)", lines)[1]) < 1e-9
 
