@@ -3,8 +3,8 @@
 Hosts are namespaces with an sshd each; a fourth one has the controller. Ranks are
 killed and stopped, hosts and links lost, hosts added and removed, several at once and
 while ranks change: see ``elastic_soak_faults.py``. ``--faults`` are done in pieces,
-each one job. What must hold: a step at least every 30 s, no process left at the end, all
-samples once an epoch, the weights of one process to the last bit, and descriptors,
+each one job. What must hold: a step at least every 30 s, no process left at the end,
+all samples once an epoch, the weights of one process to the last bit, and descriptors,
 threads and memory that do not grow. Shows how long the next step took after each kind
 of fault. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
 
