@@ -137,7 +137,7 @@ class Controller:
             return
         del self._members[process.number]
         self._note(f"lost {process.number}")
-        if self._membership.phase is policy.Phase.FINISHED:
+        if self._membership.phase is policy.ViewPhase.FINISHED:
             code = 0
         reason = f"process {process.number} on {HOST} {how}"
         self._apply(policy.MemberLost(process.number, code, reason))
