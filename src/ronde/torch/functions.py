@@ -64,7 +64,12 @@ def broadcast_optimizer_state(
     plain = broadcast_json(
         carrier, lambda: _to_plain(optimizer.state_dict(), tensors), root_rank
     )
-    state = None if is_root else _from_plain(plain, tensors)
+    own: list[Tensor] = []
+    state = None
+    if not is_root and _to_plain(optimizer.state_dict(), own) == plain:
+        tensors = own  # alike but for what tensors hold: they are filled in place
+    elif not is_root:
+        state = _from_plain(plain, tensors)
     broadcast_parameters(tensors, root_rank)
     if state is not None:
         optimizer.load_state_dict(state)
