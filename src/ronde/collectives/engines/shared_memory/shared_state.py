@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int, c_size_t, c_ssize_t, c_void_p
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -103,14 +104,15 @@ def share_segments(
     offers: list[_Offer] = []
     segments: list[Segment] = []
     try:
-        with _agreed(exchange, rank):
+        with _agreed(exchange, rank) as offered:
             descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, num_bytes)
-        with _agreed(exchange, rank):
             inode = os.fstat(descriptor).st_ino
             offer = json.dumps(_Offer(os.getpid(), descriptor, inode, host))
-            offers = [_Offer(*json.loads(text)) for text in exchange(offer.encode())]
-            if is_populated:
+            offered.own = offer.encode()
+        offers = [_Offer(*json.loads(text)) for text in offered.replies]
+        if is_populated:
+            with _agreed(exchange, rank):
                 _require_room(len(offers), num_bytes)
         with _agreed(exchange, rank):
             # One's own first: pages belong to the node of who touches them first.
@@ -129,20 +131,33 @@ def share_segments(
     return segments
 
 
+@dataclass(slots=True)
+class _Exchanged:
+    own: bytes = b""
+    replies: Sequence[bytes] = ()  # of all ranks, once all have agreed
+
+
+_PROBLEM = b"!"
+
+
 @contextmanager
-def _agreed(exchange: ExchangeBytes, rank: int) -> Generator[None]:
-    """Refuse on every rank what fails on any."""
-    problem = ""
+def _agreed(exchange: ExchangeBytes, rank: int) -> Generator[_Exchanged]:
+    """Refuse on every rank what fails on any; else exchange what the block gives."""
+    exchanged, problem = _Exchanged(), ""
     try:
-        yield
+        yield exchanged
     except OSError as error:
         host = socket.gethostname()
         problem = f"shared memory cannot be used on rank {rank} ({host}): {error}"
     except MemoryError as error:
         problem = str(error)
-    for reply in exchange(problem.encode()[:MESSAGE_BYTES]):
-        if reply:
-            raise CollectiveError(reply.decode(errors="replace"))
+    message = exchanged.own
+    if problem:
+        message = (_PROBLEM + problem.encode())[:MESSAGE_BYTES]
+    exchanged.replies = exchange(message)
+    for reply in exchanged.replies:
+        if reply.startswith(_PROBLEM):
+            raise CollectiveError(reply[1:].decode(errors="replace"))
 
 
 def _require_room(size: int, num_bytes: int) -> None:
