@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import PrefixStore, Store
 
@@ -110,6 +110,20 @@ def scope_of(store: Store) -> AbortScope:
     """Return the scope of what meets in a store."""
     base = base_of(store)
     return base.scope if isinstance(base, JobStore) else AbortScope()
+
+
+def get_all(store: Store, keys: list[str], limit: timedelta) -> list[bytes]:
+    """Return the values of keys once all are there."""
+    base = base_of(store)
+    # A job's store waits by itself, but for as long as it has been given.
+    if isinstance(base, JobStore) and cast("Any", base).timeout <= limit:
+        try:
+            return store.multi_get(keys)
+        except StoreError:  # late, or gone
+            if cast("Any", base).timeout == limit:
+                raise
+    store.wait(keys, limit)
+    return store.multi_get(keys)
 
 
 def store_at(

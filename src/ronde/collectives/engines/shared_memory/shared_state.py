@@ -33,6 +33,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
     wake_all,
 )
 from ronde.collectives.shapes import LayoutSummary, by_ranks
+from ronde.collectives.store import get_all
 from ronde.errors import CollectiveError
 from ronde.memory import available_memory
 from ronde.units import format_size
@@ -203,8 +204,8 @@ def through_store(
         turn += 1
         keys = [f"{turn}/{other}" for other in range(size)]
         store.set(keys[rank], message.hex())
-        store.wait(keys, limit)
-        messages = [bytes.fromhex(text.decode()) for text in store.multi_get(keys)]
+        texts = get_all(store, keys, limit)
+        messages = [bytes.fromhex(text.decode()) for text in texts]
         if turn > 1:
             # Whoever has come to this turn has read all of the one before.
             store.delete_key(f"{turn - 1}/{rank}")
