@@ -299,7 +299,7 @@ class Bench:
 
     def run(self, case: Case, num_faults: int) -> None:
         """Run one job with so many faults."""
-        with tempfile.TemporaryDirectory(prefix="elastic-") as name:
+        with tempfile.TemporaryDirectory(prefix="pauses-") as name:
             folder = Path(name)
             python = self._options.torchft
             if case.kind == "torchft":
@@ -402,7 +402,7 @@ class Bench:
         options = self._options
         for turn in range(options.cost_jobs):
             for is_elastic in (True, False) if turn % 2 else (False, True):
-                with tempfile.TemporaryDirectory(prefix="elastic-") as name:
+                with tempfile.TemporaryDirectory(prefix="pauses-") as name:
                     run = [sys.executable, "-m", "ronde", "run", "--nested", "-n", "2"]
                     run += ["--min-ranks", "1", "--max-ranks", "2"] * is_elastic
                     rank = [sys.executable, _RANK, "cost", "--builds", "1"]
@@ -541,6 +541,8 @@ def main() -> int:
         return 0
     if "torchft" in options.kinds and not options.torchft:
         parser.error("--kinds torchft must come with --torchft PYTHON")
+    # The job that runs is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     bench = Bench(options)
     print(f"load average at the beginning: {os.getloadavg()}")
     if "cost" in options.kinds:
