@@ -60,13 +60,14 @@ class Pace(NamedTuple):
     """How fast faults follow one another."""
 
     apart_s: tuple[float, float]
-    patience: float  # how often most ranks are waited for first
+    patience: float  # how often a number of ranks is waited for first
+    num_ranks: int  # that number
     full_s: float  # for how long
     rest_s: float  # after the last fault
 
 
-USUAL = Pace((0.2, 4.0), 0.4, 12.0, _WINDOW_S)
-QUICK = Pace((0.1, 1.5), 0.1, 6.0, 6.0)
+USUAL = Pace((0.2, 4.0), 0.5, 5, 15.0, _WINDOW_S)
+QUICK = Pace((0.1, 1.0), 0.9, 3, 4.0, 4.0)
 
 
 class Held(NamedTuple):
@@ -95,23 +96,31 @@ class Piece:
 
 
 class Sampler:
-    """Counts what the processes of a job hold while the view has one size."""
+    """Counts what the processes of a job hold, while what they connect is the same."""
 
     def __init__(self) -> None:
-        self.samples: dict[str, dict[int, list[Held]]] = defaultdict(
+        self.samples: dict[str, dict[tuple[int, ...], list[Held]]] = defaultdict(
             lambda: defaultdict(list)
         )
 
     def sample(self, job: Job) -> None:
-        size = len(job.watcher.places)
-        found = {"controller": job.launcher.program_pid()}
-        for host in job.hosts:
-            ranks = job.rank_processes(host)
-            found |= {f"rank {number}": p.pid for number, p in ranks.items()}
-            found |= {f"agent {p.parent}": p.parent for p in ranks.values()}
-        for name, pid in found.items():
-            with suppress(OSError, KeyError):  # it ends
-                self.samples[name][size].append(held_by(pid))
+        """Look at the controller, all agents and all ranks."""
+        in_view = Counter(host for _, host, _ in job.watcher.places)
+        sizes = tuple(sorted(in_view.values()))
+        ranks = {host.name: job.rank_processes(host) for host in job.hosts}
+        started = tuple(sorted(map(len, ranks.values())))
+        self._add("controller", started, job.launcher.program_pid())
+        for host, processes in ranks.items():
+            for number, process in processes.items():
+                # With itself and others it is connected in different ways.
+                key = (job.watcher.view, in_view[host], *sizes)
+                is_member = any(number == place[0] for place in job.watcher.places)
+                self._add(f"rank {number}", key[is_member:], process.pid)
+                self._add(f"agent {process.parent}", (len(processes),), process.parent)
+
+    def _add(self, name: str, key: tuple[int, ...], pid: int) -> None:
+        with suppress(OSError, KeyError):  # it ends
+            self.samples[name][key].append(held_by(pid))
 
     def grown(self) -> list[str]:
         """Return who held ever more.
@@ -119,8 +128,8 @@ class Sampler:
         That is: in the last third of the samples at least more than ever before.
         """
         wrong: list[str] = []
-        for name, by_size in self.samples.items():
-            for size, samples in by_size.items():
+        for name, by_key in self.samples.items():
+            for key, samples in by_key.items():
                 third = len(samples) // 3
                 if third < 3:
                     continue
@@ -132,7 +141,7 @@ class Sampler:
                     after = min(getattr(each, what) for each in late)
                     if after > before + allowed:
                         wrong.append(
-                            f"{what} of {name} with {size} ranks: {before} -> {after}"
+                            f"{what} of {name} with {key} ranks: {before} -> {after}"
                         )
         return wrong
 
@@ -208,9 +217,9 @@ class Breaker:
                 raise TimeoutError(f"the job has not ended after {_END_S:.0f} s")
 
     def _is_full(self, until_s: float) -> bool:
-        """Return whether most ranks are there again, or it is too late to wait."""
-        most = PER_HOST * len(self.job.hosts) - 1
-        return len(self.job.safe(set(), set())) >= most or time.monotonic() >= until_s
+        """Return whether enough ranks are there, or it is too late to wait."""
+        num_safe = len(self.job.safe(set(), set()))
+        return num_safe >= self.pace.num_ranks or time.monotonic() >= until_s
 
     def _wait_for_all(self) -> None:
         ends_s = time.monotonic() + _START_S
