@@ -14,6 +14,7 @@ of fault. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
 import argparse
 import json
 import os
+import platform
 import random
 import signal
 import statistics
@@ -27,7 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -112,10 +113,10 @@ class Sampler:
         self._add("controller", started, job.launcher.program_pid())
         for host, processes in ranks.items():
             for number, process in processes.items():
-                # With itself and others it is connected in different ways.
-                key = (job.watcher.view, in_view[host], *sizes)
-                is_member = any(number == place[0] for place in job.watcher.places)
-                self._add(f"rank {number}", key[is_member:], process.pid)
+                # How it is connected depends on who is on which host.
+                if job.watcher.stepped.get(number, -1) == job.watcher.view:
+                    key = (in_view[host], *sizes)
+                    self._add(f"rank {number}", key, process.pid)
                 self._add(f"agent {process.parent}", (len(processes),), process.parent)
 
     def _add(self, name: str, key: tuple[int, ...], pid: int) -> None:
@@ -405,6 +406,62 @@ def table_of(pieces: Sequence[Piece]) -> tuple[list[str], list[dict[str, object]
     return lines, rows
 
 
+def summary_of(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return what all pieces came to, for programs."""
+    return {
+        "benchmark": "elastic_soak",
+        "seeds": [piece.seed for piece in pieces],
+        "faults": sum(p.num_faults for p in pieces),
+        "views": sum(p.num_views for p in pieces),
+        "steps": sum(p.num_steps for p in pieces),
+        "took_s": round(sum(p.took_s for p in pieces)),
+        "rows": table_of(pieces)[1],
+        "wrong": [
+            f"seed {piece.seed}: {text}" for piece in pieces for text in piece.wrong
+        ],
+    }
+
+
+def write_report(path: Path, pieces: Sequence[Piece]) -> None:
+    """Write a page for people, and beside it all figures as JSON."""
+    told = summary_of(pieces)
+    wrong = [f"- {text}" for text in told["wrong"]] or ["- nothing"]
+    held = [
+        f"| {piece.seed} | {name} | {first.descriptors} -> {last.descriptors} | "
+        f"{first.threads} -> {last.threads} | {first.rss_mib} -> {last.rss_mib} |"
+        for piece in pieces
+        for name, (first, last) in piece.grown.items()
+        if name == "controller"
+    ]
+    lines = [
+        f"# {told['faults']} faults over an elastic training, {time.strftime('%Y-%m-%d')}",
+        f"Machine: {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}. {len(pieces)} jobs of 3 hosts x 2 ranks, "
+        f"seeds {pieces[0].seed} to {pieces[-1].seed}: {told['views']} views, "
+        f"{told['steps']} steps, {told['took_s']} s.",
+        "",
+        "Seconds from a fault to the next step without who was lost; where ranks change "
+        "as planned (host added, removed, ends with notice), how long no step was "
+        "applied. A fault that hits processes outside of the view counts, but has no "
+        "time.",
+        "",
+        *table_of(pieces)[0],
+        "",
+        "Wrong (hangs, processes left, samples lost or doubled, other weights, growth):",
+        "",
+        *wrong,
+        "",
+        "What the controller held, first and last, with the same processes:",
+        "",
+        "| seed | process | descriptors | threads | MiB |",
+        "|---|---|---|---|---|",
+        *held,
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    figures = {**told, "pieces": [asdict(piece) for piece in pieces]}
+    path.with_suffix(".json").write_text(json.dumps(figures))
+
+
 def main() -> int:
     """Run all pieces; return the exit code."""
     parser = argparse.ArgumentParser(description="Break an elastic training.")
@@ -413,7 +470,7 @@ def main() -> int:
     parser.add_argument("--piece", type=int, default=40, help="faults of one job")
     parser.add_argument("--only", action="append", choices=KINDS, help="this kind")
     parser.add_argument("--keep", type=Path, help="keep all that ranks write here")
-    parser.add_argument("--report", type=Path, help="write the tables here")
+    parser.add_argument("--report", type=Path, help="write the tables to this file")
     options = parser.parse_args()
     kinds = options.only or tuple(KINDS)
     pieces: list[Piece] = []
@@ -429,6 +486,8 @@ def main() -> int:
                     count = min(options.piece, options.faults - num)
                     piece = run_piece(cluster, folder, seed, count, kinds)
                     pieces.append(piece)
+                    if options.report is not None:
+                        write_report(options.report, pieces)
                     print(
                         f"seed {seed}: {piece.num_faults} faults, {piece.num_views} "
                         f"views, {piece.num_steps} steps, {piece.took_s:.0f} s; "
@@ -440,22 +499,10 @@ def main() -> int:
         except ClusterError as error:
             print(f"elastic_soak: {error}", file=sys.stderr)
             return 2
-    lines, rows = table_of(pieces)
-    print("\n".join(lines))
-    wrong = [f"seed {piece.seed}: {text}" for piece in pieces for text in piece.wrong]
-    told = {
-        "benchmark": "elastic_soak",
-        "faults": sum(p.num_faults for p in pieces),
-        "views": sum(p.num_views for p in pieces),
-        "steps": sum(p.num_steps for p in pieces),
-        "took_s": round(sum(p.took_s for p in pieces)),
-        "rows": rows,
-        "wrong": wrong,
-    }
+    print("\n".join(table_of(pieces)[0]))
+    told = summary_of(pieces)
     print(json.dumps(told))
-    if options.report is not None:
-        options.report.write_text(json.dumps([asdict(piece) for piece in pieces]))
-    return 1 if wrong else 0
+    return 1 if told["wrong"] else 0
 
 
 if __name__ == "__main__":
