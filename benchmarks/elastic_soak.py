@@ -422,6 +422,12 @@ def summary_of(pieces: Sequence[Piece]) -> dict[str, Any]:
     }
 
 
+_WHAT = """\
+Seconds from a fault to the next step without who was lost; where ranks change as
+planned (host added, removed, ends with notice), how long no step was applied. A fault
+that hits processes outside of the view counts, but has no time."""
+
+
 def write_report(path: Path, pieces: Sequence[Piece]) -> None:
     """Write a page for people, and beside it all figures as JSON."""
     told = summary_of(pieces)
@@ -433,21 +439,26 @@ def write_report(path: Path, pieces: Sequence[Piece]) -> None:
         for name, (first, last) in piece.grown.items()
         if name == "controller"
     ]
-    lines = [
-        f"# {told['faults']} faults over an elastic training, {time.strftime('%Y-%m-%d')}",
+    day = time.strftime("%Y-%m-%d")
+    machine = (
         f"Machine: {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}. {len(pieces)} jobs of 3 hosts x 2 ranks, "
-        f"seeds {pieces[0].seed} to {pieces[-1].seed}: {told['views']} views, "
-        f"{told['steps']} steps, {told['took_s']} s.",
+        f"Python {platform.python_version()}."
+    )
+    jobs = (
+        f"{len(pieces)} jobs of 3 hosts x 2 ranks, seeds {pieces[0].seed} to "
+        f"{pieces[-1].seed}: {told['views']} views, {told['steps']} steps, "
+        f"{told['took_s']} s."
+    )
+    lines = [
+        f"# {told['faults']} faults over an elastic training, {day}",
+        machine,
+        jobs,
         "",
-        "Seconds from a fault to the next step without who was lost; where ranks change "
-        "as planned (host added, removed, ends with notice), how long no step was "
-        "applied. A fault that hits processes outside of the view counts, but has no "
-        "time.",
+        _WHAT,
         "",
         *table_of(pieces)[0],
         "",
-        "Wrong (hangs, processes left, samples lost or doubled, other weights, growth):",
+        "Wrong (hangs, processes left, samples lost or twice, other weights, growth):",
         "",
         *wrong,
         "",

@@ -126,9 +126,10 @@ class Job:
     def agent(self, host: Machine) -> int:
         """Return the agent's process number."""
         parents = {process.parent for process in self.rank_processes(host).values()}
-        if not parents:
+        # Those of an agent that is gone belong to the host's first process.
+        if not parents - {host.init_pid}:
             raise ImpossibleError
-        return min(parents)
+        return min(parents - {host.init_pid})
 
     def reaper(self, host: Machine) -> int:
         """Return the process number of the agent's reaper."""

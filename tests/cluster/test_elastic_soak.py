@@ -7,7 +7,6 @@ from tests.cluster.machines import machines, why_not
 FAULTS, SEED = 30, 18
 
 
-@pytest.mark.soak  # until ends of processes that Gloo's threads disturb are mended
 @pytest.mark.timeout(300)
 def test_thirty_random_faults_lose_nothing(tmp_path):
     """No hang, no process left, each sample once, and the weights to the last bit."""

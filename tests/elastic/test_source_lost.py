@@ -36,6 +36,7 @@ loop = hvd.elastic.Loop(
 )
 steps = []
 for step in loop:
+    ends = torch.zeros(1)
     with step:
         if number == 2 and step.number == 5:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -43,8 +44,8 @@ for step in loop:
         model(inputs).square().sum().backward()
         optimizer.step()
         steps.append(step.number)
-        ends = number == 1 and own_member().view.view >= 3 and len(steps) > 20
-        ends = hvd.allreduce(torch.tensor([int(ends)]), op=hvd.Max, name="ends")
+        is_last = number == 1 and own_member().view.view >= 3 and len(steps) > 20
+        ends = hvd.allreduce(torch.tensor([int(is_last)]), op=hvd.Max, name="ends")
     time.sleep(0.01)
     if ends.item():
         break
