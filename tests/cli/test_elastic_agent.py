@@ -19,7 +19,7 @@ from ronde.launch.environments import own_environment
 from ronde.launch.event_loop import StoreService
 from ronde.launch.hosts.host import Host
 from ronde.launch.node import AgentNode, ProcessTransport
-from ronde.launch.process_tree import children, read_process
+from ronde.launch.process_tree import read_process
 from ronde.launch.signals import wait_for
 
 LIMIT_S = 20.0
@@ -67,6 +67,7 @@ class Controller:
     """What speaks with one agent."""
 
     def __init__(self, process):
+        self.reaper_process = process
         transport = ProcessTransport(process)
         self.node = AgentNode(Host("here"), transport, is_here=True)
         self.store = StoreService(0)
@@ -338,9 +339,9 @@ def test_a_rank_that_does_not_start_is_reported_and_the_others_go_on(tmp_path):
 
 
 def num_descriptors(controller):
-    """Count those of the agent, which is a child of the one child of this process."""
+    """Count those of the agent, which is the first child of its reaper."""
     controller.settle()
-    (reaper,) = (p for p in children() if read_process(p).name.startswith("python"))
+    reaper = controller.reaper_process.pid
     listed = Path(f"/proc/{reaper}/task/{reaper}/children").read_text()
     agent, *_ = listed.split()  # others are orphans that are about to be reaped
     return len(list(Path(f"/proc/{agent}/fd").iterdir()))

@@ -49,7 +49,7 @@ def test_a_job_without_such_an_option_is_not_elastic(words):
         ("--min-ranks 2 --max-ranks 8", (2, 8), (2, 8)),
         ("--min-ranks 2 --max-ranks 8 -n 4", (2, 8), (2, 4)),
         ("--min-ranks 4 --max-ranks 4 -n 4", (4, 4), (4, 4)),
-        ("--min-np 2 -np 4 -H a:2,b:2", (2, 4), (2, 4)),
+        ("--min-np 2 -np 4 -H a:2,b:2", (2, NO_LIMIT), (2, 4)),
         ("--min-num-proc 2 --max_num_proc 8 -np 4", (2, 8), (2, 4)),
         ("--host-discovery hosts", (1, NO_LIMIT), (1, None)),
         ("--host-discovery hosts -n 4", (4, 4), (4, 4)),

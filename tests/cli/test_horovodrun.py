@@ -150,7 +150,7 @@ def test_the_slots_that_there_are_suffice_where_min_np_says_so(ronde, hosts) -> 
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [b"0 of 2", b"1 of 2"]
     assert done.stderr.decode() == (
-        "ronde: 2 ranks start, not 3: there are 2 slots, and --min-np is 1.\n"
+        "ronde: 2 ranks start, not 3: there are 2 slots, and --min-ranks is 1.\n"
     )
 
 

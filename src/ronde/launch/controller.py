@@ -265,10 +265,9 @@ def resolve(
     if drained := kept_out(spec.hosts):
         notices += (f"not used, with 0 slots: {drained}.",)
     size = shares[-1].ranks.stop
-    num_wanted = size if spec.elastic else spec.num_ranks or size
-    if size < num_wanted:
+    if size < (spec.num_ranks or 0):
         text = f"{size} ranks start, not {spec.num_ranks}: there are {size} "
-        notices += (f"{text}slots, and --min-np is {spec.min_ranks}.",)
+        notices += (f"{text}slots, and --min-ranks is {spec.min_ranks}.",)
     facts = make_facts(spec.max_restarts)
     return JobPlan(spec, facts, tuple(placed), address, job_nodes, check, notices)
 
