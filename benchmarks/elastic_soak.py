@@ -88,9 +88,7 @@ class Piece:
     num_views: int = 0
     num_steps: int = 0
     took_s: float = 0.0
-    seconds: dict[str, list[float]] = field(
-        default_factory=lambda: defaultdict[str, list[float]](list)
-    )
+    seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     passed: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])
     grown: dict[str, list[Held]] = field(default_factory=dict[str, list[Held]])
@@ -354,7 +352,7 @@ def run_piece(
         if found_s is None:
             piece.passed[fault.kind] += 1
         else:
-            piece.seconds[fault.kind].append(found_s)
+            piece.seconds.setdefault(fault.kind, []).append(found_s)
     piece.grown = breaker.sampler.first_and_last()
     piece.num_faults = len(breaker.faults)
     piece.num_views = max((m.view for m in marks), default=-1) + 1
