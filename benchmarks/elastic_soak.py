@@ -89,7 +89,7 @@ class Piece:
     num_steps: int = 0
     took_s: float = 0.0
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    passed: Counter[str] = field(default_factory=Counter[str])
+    passed: dict[str, int] = field(default_factory=dict[str, int])
     wrong: list[str] = field(default_factory=list[str])
     grown: dict[str, list[Held]] = field(default_factory=dict[str, list[Held]])
 
@@ -350,7 +350,7 @@ def run_piece(
     for fault in breaker.faults:
         found_s = seconds_of(fault, marks)
         if found_s is None:
-            piece.passed[fault.kind] += 1
+            piece.passed[fault.kind] = piece.passed.get(fault.kind, 0) + 1
         else:
             piece.seconds.setdefault(fault.kind, []).append(found_s)
     piece.grown = breaker.sampler.first_and_last()
@@ -390,7 +390,7 @@ def table_of(pieces: Sequence[Piece]) -> tuple[list[str], list[dict[str, object]
     rows: list[dict[str, object]] = []
     for kind in KINDS:
         values = [s for piece in pieces for s in piece.seconds.get(kind, [])]
-        num_passed = sum(piece.passed[kind] for piece in pieces)
+        num_passed = sum(piece.passed.get(kind, 0) for piece in pieces)
         if not values:
             continue
         p50 = statistics.median(values)
