@@ -69,9 +69,12 @@ class Gathering:
         self._store.set(f"clock/{self._rank}", self._clock.encode())
         self._thread.start()
 
-    def compare_again(self) -> None:
+    def stop(self) -> None:
         self._closing.set()
         self._thread.join()
+
+    def compare_again(self) -> None:
+        self.stop()
         self._closing.clear()
         deadline = time.monotonic() + END_PATIENCE_S
         if self._rank == 0:
@@ -126,6 +129,8 @@ class Gathering:
                     self._is_leader = True
                     self._measure("start", deadline)
         except RuntimeError as error:
+            if self._closing.is_set():  # as other ranks may be gone
+                return
             _logger.warning(
                 "the clocks of the timeline cannot be compared: %s. Hosts are aligned "
                 "by their time of day.",

@@ -240,6 +240,15 @@ class RankRecording:
                 _logger.warning("clocks could not be compared at the end: %s", error)
         self.recorder.close()
 
+    def break_off(self) -> None:
+        """Close without comparing clocks again: other ranks may be gone."""
+        if self._gathering is not None:
+            self._gathering.stop()
+        self.recorder.close()
+
+    def remove_part(self) -> None:
+        self._files.remove()
+
     def bring_together(self, path: Path, limit_bytes: int) -> None:
         """After ``close``: have rank 0 write the trace of all ranks, and remove parts.
 

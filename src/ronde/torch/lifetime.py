@@ -237,6 +237,7 @@ def _break_off(member: Member, reason: str) -> None:
     """End the session without waiting for anybody."""
     if sessions:
         failure = membership_error(member.view.view, member.reason or reason)
+        sessions[0].recordings.break_off()
         sessions[0].abort(failure)
         shutdown()
 
@@ -304,8 +305,9 @@ def _connect(
     global_process_set.ranks = list(ranks)
     sessions.append(session)
     atexit.register(_leave, os.getpid())
-    session.recordings.open()
-    if config.timeline not in ("", DYNAMIC):
+    if expected is None:  # and no session of a rank alone, until it trains with others
+        session.recordings.open()
+    if config.timeline not in ("", DYNAMIC) and expected is None:
         path = Path(config.timeline)
         session.recordings.start(path, has_cycles=config.has_timeline_cycles)
     _set_recorders(session)

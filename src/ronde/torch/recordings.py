@@ -103,6 +103,19 @@ class Recordings:
             own.close()
             own.bring_together(self._path, self._limit_bytes)
 
+    def break_off(self) -> None:
+        """End both without the other ranks, some of which may be gone.
+
+        What rank 0 wrote to the program's own timeline while it ran is what stays.
+        """
+        own, self._own = self._own, None
+        launcher, self._launcher = self._launcher, None
+        if own is not None:
+            own.break_off()
+            own.remove_part()
+        if launcher is not None:
+            launcher.break_off()
+
     def close(self) -> None:
         self.stop()
         launcher, self._launcher = self._launcher, None
