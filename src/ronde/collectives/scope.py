@@ -1,6 +1,8 @@
 """What is broken off together, by any thread: waits, engines, agreements."""
 
+import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -14,6 +16,8 @@ T = TypeVar("T")
 
 _Method = tuple[weakref.WeakMethod[Callable[[], object]], bool]
 _ABORT_S = 1.0
+_CONNECTING, _ABORTING = "ronde connecting", "ronde abort"
+_LAST_S = {_CONNECTING: 1.0, _ABORTING: 5.0}  # that their threads have at the end
 
 
 class AbortScope:
@@ -62,6 +66,13 @@ class AbortScope:
         """
         self._is_over.wait(_ABORT_S)
 
+    def end(self) -> None:
+        """Have nothing broken off from now on; wait for an abort that is under way."""
+        with self._lock:
+            self._methods = []
+        if self.failure is not None:
+            self.wait()
+
     def check(self) -> None:
         if self.failure is not None:
             raise fresh(self.failure)
@@ -76,7 +87,7 @@ class AbortScope:
         self.check()
         call = _Call(function, self)
         self.add(call.leave)
-        threading.Thread(target=call.run, name="ronde connecting", daemon=True).start()
+        threading.Thread(target=call.run, name=_CONNECTING, daemon=True).start()
         return call.outcome.result()
 
 
@@ -89,12 +100,22 @@ def _break_off(methods: list[_Method]) -> None:
         if not is_slow:
             abort()
             continue
-        thread = threading.Thread(target=abort, name="ronde abort", daemon=True)
+        thread = threading.Thread(target=abort, name=_ABORTING, daemon=True)
         with suppress(RuntimeError):  # Python ends, and all with it
             thread.start()
             threads.append(thread)
     for thread in threads:
         thread.join()
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Have none drop a group while Python ends: C++ would abort the process."""
+    begun_s = time.monotonic()
+    for thread in threading.enumerate():
+        if thread.name in _LAST_S:
+            left_s = begun_s + _LAST_S[thread.name] - time.monotonic()
+            thread.join(max(0.0, left_s))
 
 
 class _Call(Generic[T]):

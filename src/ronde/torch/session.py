@@ -201,6 +201,7 @@ class Session:
             state.close()
         for communicator in self._duplicates:
             communicator.close()
+        self.connections.scope.end()
 
 
 sessions: list[Session] = []
