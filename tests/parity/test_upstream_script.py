@@ -223,7 +223,10 @@ def test_what_is_no_checkout_is_refused(upstream_tests, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--mpi",), "--ranks, --mpi, --elastic and --examples are for Horovod's tests"),
+        (
+            ("--mpi",),
+            "--ranks, --mpi, --elastic and --examples are for Horovod's tests",
+        ),
         (("--file", "metrics/none"), "--file must be a path below"),
     ],
 )

@@ -91,7 +91,11 @@ class JobPlan(NamedTuple):
         job = self._job(epoch, share)
         # The other hosts' processes live where this one's earlier ones must not.
         marker = f"{job.job_marker}.{share.host.name}"
-        return job._replace(job_marker=marker, max_ranks=len(share.places))
+        options = self.spec.elastic
+        polled = [n for n in options.notice if n != "signal"] if options else ()
+        return job._replace(
+            job_marker=marker, max_ranks=len(share.places), notice=tuple(polled)
+        )
 
     def rank(
         self, epoch: int, node: NodeFacts, share: HostShare, local: int, world: World

@@ -21,7 +21,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 11  # changes when a message changes; both sides must have the same
+PROTOCOL = 12  # changes when a message changes; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -53,6 +53,8 @@ class NodeJob(NamedTuple):
     # elastic: so many ranks it may come to have, by ``StartRanks``, and it lasts until
     # ``StopRanks``, whoever has ended; 0 for not elastic
     max_ranks: int = 0
+    # where to look for notice of this host's end, as ``--notice`` has it
+    notice: tuple[str, ...] = ()
 
 
 class Start(NamedTuple):
@@ -185,6 +187,12 @@ class HostEnding(NamedTuple):
     signal: int
 
 
+class HostLeaving(NamedTuple):
+    """From the agent of an elastic job: there is notice that its host will end."""
+
+    reason: str  # in half a sentence, about the host: ``AWS takes it at 10:31:02 UTC``
+
+
 class Exited(NamedTuple):
     """From the agent: a rank is gone. Times are on the agent's monotonic clock."""
 
@@ -256,7 +264,7 @@ JobOrder = Start | StartRanks | EndRank | SendToRanks | Forward | StopRanks | Ta
 ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Ping
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
 FromRanks = Started | Exited | RankTexts | RankStopped | Stacks
-FromJob = FromRanks | HostEnding | Notice | Pong | Finished
+FromJob = FromRanks | HostEnding | HostLeaving | Notice | Pong | Finished
 FromAgent = FromStart | FromJob
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)

@@ -431,7 +431,8 @@ class Membership(_Roster):
             case HostGone():
                 self._take_host_gone(event, now_s)
             case HostLeaves():
-                self._host(event.host).leaves = event.reason
+                host = self._host(event.host)
+                host.leaves = event.reason if host.is_ready else ""
                 self._review(event.host, now_s)
             case MemberSettled():
                 self._take_settled(event, now_s)

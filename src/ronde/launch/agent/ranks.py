@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch import messages
@@ -48,6 +48,9 @@ from ronde.launch.process_tree import (
 from ronde.launch.program import enter_directory, require_processes, resolve_program
 from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
+
+if TYPE_CHECKING:
+    from ronde.launch.agent.notice_poller import NoticePoller
 
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
@@ -181,6 +184,7 @@ class LocalJob:
         self.store: StoreRelay | None = None  # the ranks' way to the store
         self._notices = -1  # where ranks write that they begin to end
         self._notices_in = -1
+        self._poller: NoticePoller | None = None  # looks for notice of the host's end
         self._spared: set[int] = set()
         self._deadline = 0.0
         self._stopped_s = 0.0
@@ -205,6 +209,8 @@ class LocalJob:
         if self.store is not None:
             yield from self.store.watched()
         yield from self.channels.watched()
+        if self._poller is not None:
+            yield from self._poller.watched()
         if not self._sender.is_full:
             for rank in self._by_pid.values():
                 for pipe in rank.pipes:
@@ -258,6 +264,24 @@ class LocalJob:
         self.phase = JobPhase.RUNNING
         for rank in self._running:
             self._sender.send(messages.Started(rank.rank, rank.pid))
+        if self._job.notice:
+            self._poll_for_notice()
+
+    def _poll_for_notice(self) -> None:
+        # Imported where it is needed: most jobs start without.
+        from ronde.launch.agent.notice_poller import NoticePoller
+
+        try:
+            self._poller = NoticePoller(self._job.notice, self._sender)
+        except OSError as error:
+            why = explain_shortage(error) or str(error.strerror)
+            text = f"--notice: the process that looks for it does not start: {why}"
+            self._sender.send(messages.Notice(text))
+
+    def _end_poll(self) -> None:
+        if self._poller is not None:
+            self._poller.close()
+            self._poller = None
 
     def start_more(self, specs: Sequence[messages.RankSpec]) -> None:
         """Start more ranks; one that does not start is reported as ended."""
@@ -350,6 +374,7 @@ class LocalJob:
         elif self.phase is not JobPhase.RUNNING or self._is_elastic:
             return
         if is_over:
+            self._end_poll()
             swept = sweep(on_reaped=self.note_end)
             for rank in self._by_pid.values():
                 for pipe in rank.pipes:
@@ -430,6 +455,7 @@ class LocalJob:
 
     def end(self) -> None:
         self.phase = JobPhase.OVER
+        self._end_poll()
         self._kernel.close()
         self._stacks.close()
         self.channels.close()

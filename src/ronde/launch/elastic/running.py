@@ -14,6 +14,7 @@ from ronde.errors import HostError, LaunchError
 from ronde.launch import messages
 from ronde.launch.elastic.discovery import open_discovery
 from ronde.launch.elastic.hosts import JobHosts
+from ronde.launch.elastic.notices import HostNotices
 from ronde.launch.elastic_options import ElasticOptions
 from ronde.launch.event_loop import EventLoop
 from ronde.launch.failure import JobResult, LostHost, ViewRecord, signal_name
@@ -61,13 +62,12 @@ class ElasticRunning(Running):
         if options is None:
             raise AssertionError("the job must be an elastic one")
         self._plan, self._hosts = plan, hosts
-        now_s = time.monotonic()
+        self._began_s = now_s = time.monotonic()  # when the change under way did
         self._discovery = open_discovery(options, plan.spec.hosts, now_s)
         self._membership = Membership(rules_of(options))
         self._view = view.View(view.NO_VIEW, ())
         self._order: policy.BeginView | None = None  # that the view began by
         self._pause_reason = ""
-        self._began_s = time.monotonic()  # when the change under way did
         self._running: dict[int, int] = {}  # members of the view that run: their step
         self._steps: dict[int, int] = {}  # of those asked for it
         self._best_step = view.NEW  # the most that were ever applied, as far as known
@@ -75,6 +75,7 @@ class ElasticRunning(Running):
         self._stopped_s: dict[int, float] = {}
         self._survived: set[int] = set()  # processes whose end ends nothing
         self._releasing: set[str] = set()
+        self._notices = HostNotices(options.min_ranks, loop.output.notice)
         self._reason = ""  # why the job cannot go on, a sentence
         self._is_too_few = False
         self.records: list[ViewRecord] = []
@@ -121,19 +122,25 @@ class ElasticRunning(Running):
             case messages.RankStopped():
                 node.require_own(message.rank)
                 self._take_stopped(message)
-            case messages.HostEnding() if not self._is_stopping:
-                others = [n for n in self._nodes if n is not node and not n.is_over]
-                if not others:
-                    super().take(node, message)
-                    return
-                name = signal_name(message.signal)
-                self._apply(policy.HostLeaves(node.name, f"{node.name} ends by {name}"))
+            case messages.HostEnding() | messages.HostLeaving():
+                self._take_end(node, message)
             case messages.Finished() if node.name in self._releasing:
                 self._releasing.remove(node.name)
                 self._nodes.remove(node)
                 node.close()
             case _:
                 super().take(node, message)
+
+    def _take_end(
+        self, node: AgentNode, message: messages.HostEnding | messages.HostLeaving
+    ) -> None:
+        if isinstance(message, messages.HostLeaving):
+            self._notices.add(node, message.reason, time.monotonic())
+        elif all(n is node or n.is_over for n in self._nodes):
+            super().take(node, message)
+        else:
+            name = signal_name(message.signal)
+            self._apply(policy.HostLeaves(node.name, f"{node.name} ends by {name}"))
 
     def _take_text(self, number: int, message: view.FromRank) -> None:
         is_new = isinstance(message, view.Settled) and message.view == view.NO_VIEW
@@ -205,7 +212,7 @@ class ElasticRunning(Running):
             return due_s
         stopped_s = min(self._stopped_s.values(), default=_NEVER)
         due_s = min(due_s, self._membership.due_s, self._discovery.due_s)
-        return min(due_s, stopped_s, self._hosts.due_s())
+        return min(due_s, stopped_s, self._hosts.due_s(), self._notices.due_s)
 
     def _take_due(self) -> None:
         now_s = time.monotonic()
@@ -223,7 +230,8 @@ class ElasticRunning(Running):
             self._take_hosts(hosts)
         while self._discovery.notices:
             self._loop.output.notice(self._discovery.notices.pop(0))
-        self._apply(policy.Tick())
+        for event in (*self._notices.take(self._view, now_s), policy.Tick()):
+            self._apply(event)
 
     def _apply(self, event: policy.Event) -> None:
         if self._is_stopping:
