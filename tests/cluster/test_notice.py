@@ -13,7 +13,7 @@ from tests.cluster.faults import done_on
 from tests.cluster.metadata_server import ADDRESS
 from tests.cluster.training import assert_nothing_left
 
-NUM_STEPS = 600
+NUM_STEPS = 400
 LIMIT_S = 90.0
 RANK = str(Path(__file__).with_name("notice_rank.py"))
 SERVER = str(Path(__file__).with_name("metadata_server.py"))
@@ -67,7 +67,9 @@ def finish(process):
 def assert_left(folder, output, host, reason):
     """Assert that a host's rank left after a step, and none was done again."""
     line = f"ronde: {host}: {reason}; 2 ranks became 1 and go on from step "
-    found = re.findall(rf"^{re.escape(line)}(\d+) after [\d.]+m?s\.$", output, re.M)
+    found = re.findall(
+        rf"^{re.escape(line)}(\d+) after [\d.]+m?s\.$", output, re.MULTILINE
+    )
     assert len(found) == 1, output
     other = {"node1": "node2", "node2": "node1"}[host]
     left, stayed = steps(folder, host), steps(folder, other)
@@ -101,11 +103,11 @@ def metadata_server(cluster, host, folder):
 
 
 def test_a_file_on_a_host_has_its_rank_leave(cluster, tmp_path):
-    with training(cluster, tmp_path, "file:/tmp/taken") as process:
-        cluster.run(cluster.hosts[1], ["touch", "/tmp/taken"])
+    with training(cluster, tmp_path, "file:/run/taken") as process:
+        cluster.run(cluster.hosts[1], ["touch", "/run/taken"])
         output = finish(process)
-    cluster.run(cluster.hosts[1], ["rm", "/tmp/taken"])
-    assert_left(tmp_path, output, "node2", "/tmp/taken is there")
+    cluster.run(cluster.hosts[1], ["rm", "/run/taken"])
+    assert_left(tmp_path, output, "node2", "/run/taken is there")
     assert_nothing_left(cluster)
 
 

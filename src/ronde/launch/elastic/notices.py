@@ -48,14 +48,13 @@ class HostNotices:
 
     def _report_staying(self, view: View) -> None:
         hosts = {place.host for place in view.members}
-        nodes = [
-            n for n in self._reasons if n.name in hosts and n not in self._reported
-        ]
+        staying = [node for node in self._reasons if node.name in hosts]
+        nodes = [node for node in staying if node not in self._reported]
         self._reported.update(nodes)
         if nodes:
             first, *others = nodes
             more = list_first([node.name for node in others])
             self._notice(
-                f"{first.name}: {self._reasons[first]}{more and f' ({more} too)'}; ranks "
-                "stay there until the others can do without them"
+                f"{first.name}: {self._reasons[first]}{more and f' ({more} too)'}; its "
+                "ranks stay until the others can do without them"
             )
