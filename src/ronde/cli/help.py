@@ -127,9 +127,11 @@ ranks that come and go (hvd.elastic):
                         what a rank has to leave what it does when ranks
                         change; then it is killed (default: 30s)
   --reset-limit N       end the job at change N + 1 (default: no limit)
-  --notice NAMES        where notice of a host's end comes from: signal
-                        (SIGTERM), aws, gcp, azure, slurm, file:PATH; several
-                        as signal,aws (default: signal)
+  --notice NAMES        ranks leave a host before it is taken, by notice from
+                        aws, gcp, azure, slurm (a minute before the job's time
+                        limit) or file:PATH (it exists there); several as
+                        aws,slurm (default: signal, SIGTERM to the host's
+                        agent, which always counts)
 
 output:
   --tag WHAT            prefix of each line: rank ([3]), host ([node2:3]) or

@@ -1,0 +1,74 @@
+"""The process that looks for notice of a host's end, beside the ranks of one host."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.process_tree import descendants
+
+RANK = str(Path(__file__).with_name("elastic_rank.py"))
+LIMIT_S = 30.0
+NUM_STEPS = 400
+pytestmark = pytest.mark.timeout(60)
+
+
+def start(ronde, notice):
+    plan = ", ".join(f'"{number}:{NUM_STEPS}": "exit 0"' for number in range(2))
+    env = {"PLAN": f"{{{plan}}}", "LAST_VIEW": "9"}
+    words = ("run", "-np", "2", "--min-ranks", "1", "--notice", notice)
+    program = ("--", sys.executable, RANK)
+    return ronde.start(*words, *program, env=env, stderr=subprocess.STDOUT)
+
+
+def find_pollers(pid):
+    found = [process.pid for process in descendants(pid)]
+    return [n for n in found if b"notice_sources" in read_words(n)]
+
+
+def read_words(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_for_poller(process):
+    due_s = time.monotonic() + LIMIT_S
+    while not (found := find_pollers(process.pid)):
+        assert time.monotonic() < due_s
+        time.sleep(0.01)
+    [poller] = found
+    return poller
+
+
+@pytest.mark.parametrize("notice", ["signal", "signal,file:/nowhere"])
+def test_one_process_looks_for_notice_and_ends_with_the_job(ronde, notice):
+    with start(ronde, notice) as process:
+        poller = None if notice == "signal" else wait_for_poller(process)
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
+    assert output == b""
+    assert poller is None or not Path(f"/proc/{poller}").exists()
+
+
+def test_its_own_end_is_reported_and_harms_nothing(ronde):
+    with start(ronde, "file:/nowhere") as process:
+        os.kill(wait_for_poller(process), signal.SIGKILL)
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
+    assert output == b"ronde: --notice: the process that looks for it has ended.\n"
+
+
+def test_it_ends_with_an_agent_that_was_killed(ronde):
+    with start(ronde, "file:/nowhere") as process:
+        poller = wait_for_poller(process)
+        status = Path(f"/proc/{poller}/status").read_text()
+        os.kill(int(status.partition("\nPPid:\t")[2].split()[0]), signal.SIGKILL)
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode != 0
+    assert not Path(f"/proc/{poller}").exists()
