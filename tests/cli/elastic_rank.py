@@ -1,9 +1,11 @@
 """A rank of an elastic job that trains nothing, and what befalls it.
 
 ``PLAN`` maps ``number:step`` to what a process does when it has applied so many steps:
-a signal's name, ``exit N`` or ``raise``. All are done in view ``LAST_VIEW``.
+a signal's name, ``exit N``, ``raise`` or ``raise and stay``. All are done in view
+``LAST_VIEW``.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -15,6 +17,7 @@ from ronde.membership.member import Member, own_member
 from ronde.world.environment import own_or
 
 _STEP_S = 0.005
+_STAY_S = 300.0
 
 ENVIRON = own_or(None)
 
@@ -23,7 +26,9 @@ def befall(what: str) -> None:
     """Do what is planned."""
     if what.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[what])
-    elif what == "raise":
+    elif what.startswith("raise"):
+        if what.endswith("stay"):
+            atexit.register(threading.Event().wait, _STAY_S)
         raise ValueError("the program is wrong")
     elif what:
         sys.exit(int(what.split()[1]))

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,19 @@ def test_the_others_go_on_when_a_rank_is_killed(ronde, number):
     lost = f"ronde: rank {number} on {HOST} was killed by SIGKILL; 4 ranks became 3 "
     assert first.startswith(f"{lost}and go on from step ")
     assert second.startswith(f"ronde: a rank joins on {HOST}; 3 ranks became 4 and go ")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_others_do_not_wait_for_the_end_of_a_rank_that_fails(ronde, number):
+    began_s = time.monotonic()
+    result = run(ronde, {f"{number}:3": "raise and stay"})
+    # If it is not gone after 30 s, it is killed.
+    assert time.monotonic() - began_s < 20.0
+    assert result.returncode == 0, result.stderr
+    assert done(result) == [f"done {rank} of 3" for rank in range(3)]
+    lost = f"ronde: rank {number} on {HOST} failed with ValueError: the program is "
+    assert lines(result)[0].startswith(f"{lost}wrong; 4 ranks became 3 and go on from ")
+    assert f"[{number}] ValueError: the program is wrong" in result.stderr.decode()
 
 
 def test_the_others_go_on_when_a_rank_stands_still(ronde):

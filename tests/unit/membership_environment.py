@@ -25,11 +25,12 @@ class Doing(Enum):
     ASKED = auto()  # to settle
     DONE = auto()
     LEAVING = auto()  # dismissed
+    FAILING = auto()  # it has said so, and is not gone yet
     KILLED = auto()
 
 
 IN_VIEW = {Doing.CONNECTING, Doing.TRAINING, Doing.DONE}
-ENDING = {Doing.LEAVING, Doing.KILLED}
+ENDING = {Doing.LEAVING, Doing.FAILING, Doing.KILLED}
 
 
 @dataclass
@@ -118,6 +119,11 @@ class Environment:
         del self.processes[number]
         self.tell(policy.MemberLost(number, exit_code, f"{number} has ended"))
 
+    def fail(self, number: int) -> None:
+        self.processes[number].doing = Doing.FAILING
+        reason = f"{number} failed"
+        self.tell(policy.MemberLost(number, 1, reason, has_ended=False))
+
     def settle(self, number: int, reason: str = "") -> None:
         process = self.processes[number]
         process.doing = Doing.WAITING
@@ -155,6 +161,8 @@ class Environment:
         for number, process in self.processes.items():
             if process.doing is Doing.KILLED:
                 can.append(lambda n=number: self.end(n, -9))
+            elif process.doing is Doing.FAILING and not process.is_stalled:
+                can.append(lambda n=number: self.end(n, 1))
             elif process.doing is Doing.LEAVING and not process.is_stalled:
                 can.append(lambda n=number: self.end(n, 0))
             elif process.doing is Doing.ASKED and not process.is_stalled:

@@ -67,6 +67,11 @@ class Faults(RuleBasedStateMachine):
             self.env.end(numbers[pick % len(numbers)], code)
 
     @rule(pick=PICKS)
+    def fail(self, pick: int) -> None:
+        if members := self.env.members:
+            self.env.fail(members[pick % len(members)].place.number)
+
+    @rule(pick=PICKS)
     def stall(self, pick: int) -> None:
         if processes := list(self.env.processes.values()):
             processes[pick % len(processes)].is_stalled = True
@@ -180,6 +185,29 @@ def test_survivors_go_on_at_once_and_the_replacement_takes_the_lost_rank():
     assert ranks(env) == [0, 2, 3, 4]
     pause, view = ordered(env, policy.PauseView, policy.BeginView)[-2:]
     assert pause.reason == view.reason == "a rank joins on a"
+
+
+def test_who_fails_is_not_waited_for_but_keeps_its_place():
+    env = running(Rules(2, 4), a=2, b=2)
+    train(env, 3)
+    env.orders.clear()
+    env.fail(1)
+    for number in (0, 2, 3):
+        env.settle(number)
+    assert ranks(env) == [0, 2, 3]
+    assert not ordered(env, policy.StartProcess)
+    env.end(1, 1)
+    (start,) = ordered(env, policy.StartProcess)
+    assert start.place == policy.Place(4, "a", 1)
+
+
+def test_who_fails_and_does_not_end_is_killed():
+    env = running(Rules(2, 4, settle_s=30.0), a=2, b=2)
+    env.processes[1].is_stalled = True
+    env.fail(1)
+    env.begin()
+    env.wait(30.0)
+    assert [order.number for order in ordered(env, policy.Kill)] == [1]
 
 
 def test_a_spare_takes_the_lost_rank():

@@ -4,8 +4,11 @@ import functools
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 from ronde.errors import LaunchError, MembershipError
 from ronde.membership.view import (
@@ -16,6 +19,7 @@ from ronde.membership.view import (
     AtStep,
     Done,
     Entered,
+    Failed,
     Finish,
     FromRank,
     Leave,
@@ -28,13 +32,14 @@ from ronde.membership.view import (
     decode_text,
     encode_text,
 )
-from ronde.world.environment import read_member_channel
+from ronde.world.environment import read_member_channel, send_exit_notice
 
 _READ_BYTES = 64 << 10
 _MAX_LINE_BYTES = 16 << 20
 _MORE_STEPS = 1
 """How many steps may begin beyond those applied at ``AskStep``: with one more, a rank
 could not stop any more after the step that follows the largest."""
+_MOST_REASON = 200  # letters
 _logger = logging.getLogger("ronde")
 
 
@@ -113,6 +118,12 @@ class Member:
             self._news.wait_for(lambda: self.reason or self._is_finished)
         if not self._is_finished:
             self.require_view()
+
+    def fail(self, reason: str) -> None:
+        """Report that this process is about to end; break off what is under way."""
+        if self.view.view != NO_VIEW:
+            self._say(Failed(self.view.view, self.step, reason))
+            self._end(f"this rank failed with {reason}")
 
     def allow(self, step: int) -> None:
         """Wait where ``step``, about to begin, might be one too many.
@@ -230,4 +241,23 @@ def own_member() -> Member | None:
         return None
     fd, number = found
     os.set_inheritable(fd, False)  # noqa: FBT003  os's own
-    return Member(socket.socket(fileno=fd), number)
+    member = Member(socket.socket(fileno=fd), number)
+    sys.excepthook = functools.partial(
+        _report_failure, member, sys.excepthook, os.getpid()
+    )
+    return member
+
+
+def _report_failure(
+    member: Member,
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    pid: int,
+    *raised: Any,  # noqa: ANN401
+) -> None:
+    """Report an exception that nobody caught: Python takes seconds to end after it."""
+    show(*raised)
+    error = raised[1]
+    if isinstance(error, Exception) and os.getpid() == pid:
+        send_exit_notice()
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        member.fail(text[:_MOST_REASON].rstrip(": ."))

@@ -95,11 +95,12 @@ class MemberDone(NamedTuple):
 
 
 class MemberLost(NamedTuple):
-    """A process has ended."""
+    """A process has ended, or is about to."""
 
     number: int
     exit_code: int  # as ``subprocess`` has it
     reason: str  # in half a sentence: ``rank 2 on node1 was killed by SIGKILL``
+    has_ended: bool = True  # else it is lost, but its place is not free yet
 
 
 class Tick(NamedTuple):
@@ -273,6 +274,20 @@ class _Roster:
     def _host(self, name: str) -> _Host:
         return self._hosts.setdefault(name, _Host(-1, is_known=False))
 
+    def _take_hosts(self, slots: Mapping[str, int], now_s: float) -> None:
+        kept = {name: host for name, host in self._hosts.items() if name in slots}
+        gone = {n: host for n, host in self._hosts.items() if n not in slots}
+        for host in gone.values():
+            host.is_known = False
+        for name, number in slots.items():
+            host = kept.setdefault(name, _Host(number))
+            host.is_known = True
+            host.slots = number if number >= 0 else host.slots
+        # Known ones keep their order, new ones follow.
+        self._hosts = kept | gone
+        for name in self._hosts:
+            self._review(name, now_s)
+
     def _review(self, name: str, now_s: float) -> None:
         """Note which of a host's places are left, and kill who waits there."""
         for number in self._members_on(name):
@@ -445,20 +460,6 @@ class Membership(_Roster):
             case Tick():
                 self._kill_late(now_s)
 
-    def _take_hosts(self, slots: Mapping[str, int], now_s: float) -> None:
-        kept = {name: host for name, host in self._hosts.items() if name in slots}
-        gone = {n: host for n, host in self._hosts.items() if n not in slots}
-        for host in gone.values():
-            host.is_known = False
-        for name, number in slots.items():
-            host = kept.setdefault(name, _Host(number))
-            host.is_known = True
-            host.slots = number if number >= 0 else host.slots
-        # Known ones keep their order, new ones follow.
-        self._hosts = kept | gone
-        for name in self._hosts:
-            self._review(name, now_s)
-
     def _take_host_gone(self, event: HostGone, now_s: float) -> None:
         host = self._host(event.host)
         host.is_ready, host.is_connecting, host.leaves = False, False, ""
@@ -488,6 +489,8 @@ class Membership(_Roster):
         member = self._members.get(event.number)
         if member is None:
             return
+        if not event.has_ended:
+            self._ending[event.number] = replace(member, since_s=now_s)
         is_start = self.view == NO_VIEW and not self._num[_State.WAITING]
         if self.phase is ViewPhase.FINISHED:
             self._remove([event.number], event.reason, now_s)

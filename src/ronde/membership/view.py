@@ -74,6 +74,17 @@ class Done(NamedTuple):
     step: int
 
 
+class Failed(NamedTuple):
+    """From a rank: an exception that nobody caught ends it; the others need not wait.
+
+    Until the process is gone may take seconds.
+    """
+
+    view: int
+    step: int
+    reason: str  # such as ``ValueError: the program is wrong``
+
+
 class ViewEnded(NamedTuple):
     """To a rank: the view is over; break off whatever is under way."""
 
@@ -119,7 +130,7 @@ class Finish(NamedTuple):
     """To a rank: all have applied the last step."""
 
 
-FromRank = Settled | AtStep | Entered | Done
+FromRank = Settled | AtStep | Entered | Done | Failed
 ToRank = ViewEnded | AskStep | StopAfter | ViewBegins | Leave | Finish
 FROM_RANK: tuple[type[FromRank], ...] = get_args(FromRank)
 TO_RANK: tuple[type[ToRank], ...] = get_args(ToRank)

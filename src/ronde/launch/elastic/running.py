@@ -68,6 +68,7 @@ class ElasticRunning(Running):
         self._view = view.View(view.NO_VIEW, ())
         self._order: policy.BeginView | None = None  # that the view began by
         self._pause_reason = ""
+        self._changed_s = now_s  # the same, of that to the view
         self._running: dict[int, int] = {}  # members of the view that run: their step
         self._steps: dict[int, int] = {}  # of those asked for it
         self._best_step = view.NEW  # the most that were ever applied, as far as known
@@ -136,7 +137,7 @@ class ElasticRunning(Running):
     ) -> None:
         if isinstance(message, messages.HostLeaving):
             self._notices.add(node, message.reason, time.monotonic())
-        elif all(n is node or n.is_over for n in self._nodes):
+        elif self._is_stopping or all(n is node or n.is_over for n in self._nodes):
             super().take(node, message)
         else:
             name = signal_name(message.signal)
@@ -158,6 +159,9 @@ class ElasticRunning(Running):
                 self._steps[number] = message.step
                 if len(self._steps) == len(self._asked):
                     self._stop_after_common_step()
+            case view.Failed():
+                reason = f"{self._name(number)} failed with {message.reason}"
+                self._apply(policy.MemberLost(number, 1, reason, has_ended=False))
             case view.Entered():
                 self._running[number] = message.step
                 self._report_view()
@@ -299,8 +303,10 @@ class ElasticRunning(Running):
 
     def _begin_view(self, order: policy.BeginView) -> None:
         before, self._order = self._view, order
+        self._changed_s = self._began_s
         self._view = view.View(order.view, order.members)
         self._survived |= {n for n, r in self._ranks.items() if r.exited}
+        self._survived |= set(order.gone)
         self._survived |= {n for lost in self._lost for n in lost.ranks}
         self._running, self._asked = {}, frozenset()
         # Whoever still waits there is not of this view.
@@ -342,8 +348,8 @@ class ElasticRunning(Running):
         step = max(self._running.values())
         record = ViewRecord(
             self._view.view,
-            self._began_s - self._started_at_s,
-            now_s - self._began_s,
+            self._changed_s - self._started_at_s,
+            now_s - self._changed_s,
             len(self._running),
             step,
             max(0, self._best_step - step),
