@@ -1,8 +1,8 @@
 """A rank of an elastic job that trains nothing, and what befalls it.
 
 ``PLAN`` maps ``number:step`` to what a process does when it has applied so many steps:
-a signal's name, ``exit N``, ``raise`` or ``raise and stay``. All are done in view
-``LAST_VIEW``.
+a signal's name, ``exit N``, ``raise``, ``raise and stay`` or ``hang``. All are done in
+view ``LAST_VIEW``.
 """
 
 import atexit
@@ -26,6 +26,8 @@ def befall(what: str) -> None:
     """Do what is planned."""
     if what.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[what])
+    elif what == "hang":
+        threading.Event().wait()
     elif what.startswith("raise"):
         if what.endswith("stay"):
             atexit.register(threading.Event().wait, _STAY_S)

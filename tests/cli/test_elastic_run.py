@@ -62,6 +62,19 @@ def test_the_others_go_on_when_a_rank_stands_still(ronde):
     assert done(result) == [f"done {rank} of 3" for rank in range(3)]
 
 
+def test_where_a_rank_hangs_is_shown_before_it_is_killed(ronde):
+    plan, limit = {"2:3": "hang", "1:30": "SIGKILL"}, ("--reform-timeout", "1s")
+    result = run(ronde, plan, *limit, last_view=2)
+    assert result.returncode == 0, result.stderr
+    text = result.stderr.decode()
+    assert f"ronde: rank 1 on {HOST} was killed by SIGKILL; 4 ranks became 2 " in text
+    assert f"ronde: rank 2 on {HOST} hung for 1 s; stacks follow" in text
+    assert "+-- ronde: where the ranks are, most recent call first" in text
+    assert re.search(rf"\| rank 2 on {HOST} \(python\S*, pid \d+\)\n", text)
+    assert re.search(r"line \d+ in befall", text)
+    assert "in train" in text
+
+
 def test_a_mistake_of_the_program_ends_the_job_with_its_traceback(ronde):
     result = run(ronde, {f"{number}:3": "raise" for number in range(100)})
     assert result.returncode == 1

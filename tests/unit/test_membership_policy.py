@@ -571,7 +571,9 @@ def test_who_was_dismissed_and_does_not_end_is_killed():
     env.end(1, 0)
     env.orders.clear()
     env.wait(30.0)
-    assert env.orders == [policy.Kill(0, "it did not end when it was left out")]
+    assert env.orders == [
+        policy.Kill(0, "process 0 on a did not end when it was left out", is_hung=True)
+    ]
     env.end(0, -9)
     assert env.orders[1:] == [policy.Release("a")]
 
@@ -641,8 +643,8 @@ def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
     env.wait(29.0)
     assert env.phase is ViewPhase.FORMING
     env.wait(1.0)
-    reason = "process 2 on a gave no word for 30 s"
-    assert ordered(env, policy.Kill) == [policy.Kill(2, reason)]
+    reason = "rank 2 on a hung for 30 s"
+    assert ordered(env, policy.Kill) == [policy.Kill(2, reason, is_hung=True)]
     assert ranks(env) == [0, 1]
     env.end(2, -9)
     assert ordered(env, policy.StartProcess)[-1].place == policy.Place(3, "a", 2)

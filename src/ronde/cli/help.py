@@ -125,7 +125,8 @@ ranks that come and go (hvd.elastic):
                         (default: 10m)
   --reform-timeout TIME
                         what a rank has to leave what it does when ranks
-                        change; then it is killed (default: 30s)
+                        change; then its stacks are shown and it is killed
+                        (default: 30s)
   --reset-limit N       end the job at change N + 1 (default: no limit)
   --notice NAMES        ranks leave a host before it is taken, by notice from
                         aws, gcp, azure, slurm (a minute before the job's time

@@ -113,7 +113,9 @@ class StopRanks(NamedTuple):
 
 
 class TakeStacks(NamedTuple):
-    """To the agent: report the stacks of every rank that runs."""
+    """To the agent: report the stacks of ranks that run."""
+
+    ranks: tuple[int, ...]  # empty for all
 
 
 class Credit(NamedTuple):

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,6 +167,7 @@ class Running(Handler):
         self._answer_by_s = self._cause_by_s = self._stacks_by_s = _NEVER
         self._awaited: set[int] = set()
         self._stacks: dict[int, messages.Stacks] = {}
+        self._stacks_of: tuple[int, ...] = ()  # empty for all
         self._started_at_s = 0.0
 
     def run(self, address: str, port: int) -> JobResult:
@@ -310,16 +311,18 @@ class Running(Handler):
             "kills them now"
         )
 
-    def _ask_for_stacks(self) -> None:
+    def _ask_for_stacks(self, ranks: Collection[int] = ()) -> None:
         if self._stacks_by_s == _NEVER:
             self._stacks.clear()
+            self._stacks_of = tuple(ranks)
             self._stacks_by_s = time.monotonic() + ANSWER_S
-            self._send(messages.TakeStacks())
+            self._send(messages.TakeStacks(self._stacks_of))
 
     def _unheard(self) -> list[int]:
         return [
             number
             for number, rank in self._ranks.items()
+            if not self._stacks_of or number in self._stacks_of
             if not (number in self._stacks or rank.exited or rank.node.is_over)
         ]
 

@@ -135,6 +135,7 @@ class Kill(NamedTuple):
 
     number: int
     reason: str
+    is_hung: bool = False  # where it is may be shown before
 
 
 class EndView(NamedTuple):
@@ -336,10 +337,11 @@ class _Roster:
         reason: str,
         now_s: float,
         killed: Collection[int] = (),
+        hung: Collection[int] = (),
     ) -> None:
         """Forget members; the view ends if one of them took part in it."""
         for number in killed:
-            self._orders.append(Kill(number, reason))
+            self._orders.append(Kill(number, reason, number in hung))
             self._ending[number] = replace(self._members[number], since_s=inf)
         states = {self._drop(number).state for number in (*lost, *killed)}
         if not states & {_State.ACTIVE, _State.DONE}:
@@ -510,17 +512,20 @@ class Membership(_Roster):
         late = [n for n, m in self._members.items() if now_s >= self._due_of(m)]
         if late:
             first = self._members[late[0]]
+            what = f"process {late[0]}"
+            if late[0] in self.ranks:
+                what = f"rank {self.ranks.index(late[0])}"
             more = f" and {len(late) - 1} more" if late[1:] else ""
-            reason = (
-                f"process {late[0]} on {first.place.host}{more} gave no word for "
-                f"{now_s - first.since_s:.0f} s"
-            )
-            late += self._count_failures(late, now_s)
-            self._remove([], reason, now_s, killed=late)
+            time_s = now_s - first.since_s
+            reason = f"{what} on {first.place.host}{more} hung for {time_s:.0f} s"
+            killed = late + self._count_failures(late, now_s)
+            self._remove([], reason, now_s, killed=killed, hung=late)
         for number, member in self._ending.items():
             if now_s >= member.since_s + self.rules.settle_s:
                 member.since_s = inf
-                self._orders.append(Kill(number, "it did not end when it was left out"))
+                host = member.place.host
+                reason = f"process {number} on {host} did not end when it was left out"
+                self._orders.append(Kill(number, reason, is_hung=True))
 
     def _due_of(self, member: _Member) -> float:
         if member.state is _State.STARTING:

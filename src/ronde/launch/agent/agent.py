@@ -329,4 +329,4 @@ class Agent:
             case messages.Forward():
                 self._job.send(order.signal)
             case messages.TakeStacks():
-                self._job.ask_for_stacks()
+                self._job.ask_for_stacks(order.ranks)

@@ -360,8 +360,9 @@ class LocalJob:
             self.send(number, self._spared)
         self.send(signal.SIGCONT)
 
-    def ask_for_stacks(self) -> None:
-        self._stacks.ask({rank.rank: rank.pid for rank in self._running})
+    def ask_for_stacks(self, ranks: Collection[int]) -> None:
+        pids = {rank.rank: rank.pid for rank in self._running}
+        self._stacks.ask({n: pid for n, pid in pids.items() if not ranks or n in ranks})
 
     def advance(self) -> None:
         for stacks in self._stacks.take():

@@ -15,16 +15,16 @@ from ronde.launch import messages
 from ronde.launch.elastic.discovery import open_discovery
 from ronde.launch.elastic.hosts import JobHosts
 from ronde.launch.elastic.notices import HostNotices
+from ronde.launch.elastic.view_log import ViewLog
 from ronde.launch.elastic_options import ElasticOptions
 from ronde.launch.event_loop import EventLoop
-from ronde.launch.failure import JobResult, LostHost, ViewRecord, signal_name
+from ronde.launch.failure import JobResult, LostHost, signal_name
 from ronde.launch.hosts.host import Host
 from ronde.launch.job import JobPlan
 from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.running import Running, RunningRank
 from ronde.membership import policy, view
 from ronde.membership.policy import Membership, Rules, ViewPhase
-from ronde.units import counted, format_duration
 
 _STOPPED_S = 1.5  # a process that stands still for so long is lost
 _NEVER = float("inf")
@@ -62,24 +62,21 @@ class ElasticRunning(Running):
         if options is None:
             raise AssertionError("the job must be an elastic one")
         self._plan, self._hosts = plan, hosts
-        self._began_s = now_s = time.monotonic()  # when the change under way did
+        now_s = time.monotonic()
         self._discovery = open_discovery(options, plan.spec.hosts, now_s)
         self._membership = Membership(rules_of(options))
         self._view = view.View(view.NO_VIEW, ())
-        self._order: policy.BeginView | None = None  # that the view began by
         self._pause_reason = ""
-        self._changed_s = now_s  # the same, of that to the view
-        self._running: dict[int, int] = {}  # members of the view that run: their step
         self._steps: dict[int, int] = {}  # of those asked for it
-        self._best_step = view.NEW  # the most that were ever applied, as far as known
         self._asked: frozenset[int] = frozenset()
         self._stopped_s: dict[int, float] = {}
         self._survived: set[int] = set()  # processes whose end ends nothing
+        self._hung: set[int] = set()  # processes that are killed once seen where
         self._releasing: set[str] = set()
         self._notices = HostNotices(options.min_ranks, loop.output.notice)
         self._reason = ""  # why the job cannot go on, a sentence
         self._is_too_few = False
-        self.records: list[ViewRecord] = []
+        self._log = ViewLog(now_s)
 
     def _begin(self, start: messages.Start) -> None:
         super()._begin(start)
@@ -148,7 +145,7 @@ class ElasticRunning(Running):
         if self._is_stopping or not (is_new or message.view == self._view.view):
             return
         if not isinstance(message, view.Entered):
-            self._best_step = max(self._best_step, message.step)
+            self._log.note_step(message.step)
         match message:
             case view.Settled():
                 reason = message.reason and f"{self._name(number)} {message.reason}"
@@ -163,8 +160,8 @@ class ElasticRunning(Running):
                 reason = f"{self._name(number)} failed with {message.reason}"
                 self._apply(policy.MemberLost(number, 1, reason, has_ended=False))
             case view.Entered():
-                self._running[number] = message.step
-                self._report_view()
+                if line := self._log.enter(number, message.step):
+                    self._loop.output.notice(line)
 
     def _take_stopped(self, message: messages.RankStopped) -> None:
         self._stopped_s.pop(message.rank, None)
@@ -242,6 +239,8 @@ class ElasticRunning(Running):
             return
         for order in self._membership.apply(event, time.monotonic()):
             self._carry_out(order)
+        if self._hung:
+            self._ask_for_stacks(self._hung)
         if isinstance(event, policy.MemberLost):  # perhaps one that was asked
             self._stop_after_common_step()
         is_over = self._membership.phase is ViewPhase.FINISHED
@@ -251,7 +250,8 @@ class ElasticRunning(Running):
     def _carry_out(self, order: policy.Order) -> None:
         match order:
             case policy.EndView():
-                self._began_s, self._asked = time.monotonic(), frozenset()
+                self._asked = frozenset()
+                self._log.begin_change()
                 self._tell(order.numbers, view.ViewEnded(self._view.view, order.reason))
             case policy.PauseView():
                 self._asked, self._steps = frozenset(order.numbers), {}
@@ -283,7 +283,13 @@ class ElasticRunning(Running):
             case policy.StartProcess():
                 self._start(order.place)
             case policy.Kill():
-                self._kill(order.number)
+                self._survived.add(order.number)
+                if order.is_hung:
+                    if not self._hung:
+                        self._loop.output.notice(f"{order.reason}; stacks follow")
+                    self._hung.add(order.number)
+                else:
+                    self._kill(order.number)
 
     def _start(self, place: view.Place) -> None:
         number, name, _ = place
@@ -302,13 +308,13 @@ class ElasticRunning(Running):
         node.send(messages.StartRanks((spec,)))
 
     def _begin_view(self, order: policy.BeginView) -> None:
-        before, self._order = self._view, order
-        self._changed_s = self._began_s
+        before = self._view
+        self._log.begin_view(order)
         self._view = view.View(order.view, order.members)
         self._survived |= {n for n, r in self._ranks.items() if r.exited}
         self._survived |= set(order.gone)
         self._survived |= {n for lost in self._lost for n in lost.ranks}
-        self._running, self._asked = {}, frozenset()
+        self._asked = frozenset()
         # Whoever still waits there is not of this view.
         self._loop.store.clear()
         whole = view.ViewBegins(
@@ -335,29 +341,10 @@ class ElasticRunning(Running):
         living = {n for n in self._asked if self._membership.place_of(n)}
         if living and living <= self._steps.keys():
             step = max(self._steps[n] for n in living) + 1
-            self._began_s = time.monotonic()
+            self._log.begin_change()
             order = view.StopAfter(self._view.view, step, self._pause_reason)
             self._tell(sorted(living), order)
             self._asked = frozenset()
-
-    def _report_view(self) -> None:
-        # Whoever says so is a member.
-        if len(self._running) < len(self._view.members) or self._order is None:
-            return
-        now_s, before = time.monotonic(), self.records[-1:] or None
-        step = max(self._running.values())
-        record = ViewRecord(
-            self._view.view,
-            self._changed_s - self._started_at_s,
-            now_s - self._changed_s,
-            len(self._running),
-            step,
-            max(0, self._best_step - step),
-            self._order.reason,
-        )
-        self.records.append(record)
-        if before:
-            self._loop.output.notice(describe_view(record, before[0].size))
 
     def _finish_all(self) -> None:
         members = {place.number for place in self._view.members}
@@ -372,6 +359,11 @@ class ElasticRunning(Running):
         node = self._ranks[number].node
         if not node.is_over:
             node.send(messages.EndRank(number, signal.SIGKILL))
+
+    def _show_stacks(self) -> None:
+        super()._show_stacks()
+        while self._hung:
+            self._kill(self._hung.pop())
 
     def _node(self, name: str) -> AgentNode:
         return next(n for n in self._nodes if n.name == name and not n.is_over)
@@ -399,7 +391,7 @@ class ElasticRunning(Running):
         result = super()._judge()
         if self._is_too_few and self._interrupted_by is None:
             raise HostError(self._reason)
-        return replace(result, views=tuple(self.records))
+        return replace(result, views=tuple(self._log.records))
 
 
 def describe_end(exited: messages.Exited) -> str:
@@ -416,15 +408,3 @@ def name_process(number: int, rank: int | None, host: str) -> str:
         return f"process {number} on {host}"
     other = f" (process {number})" if rank != number else ""
     return f"rank {rank}{other} on {host}"
-
-
-def describe_view(record: ViewRecord, size_before: int) -> str:
-    """Return one line that says how a job goes on."""
-    where = f"from step {record.step}" if record.step >= 0 else "from the beginning"
-    lost = f", {counted(record.steps_lost, 'step')} lost" if record.steps_lost else ""
-    ranks = counted(size_before, "rank")
-    change = f"{ranks} became {record.size} and go on"
-    if size_before == record.size:
-        change = f"another takes its place, and {ranks} go on"
-    took = format_duration(record.took_s)
-    return f"{record.reason}; {change} {where} after {took}{lost}"

@@ -1,0 +1,64 @@
+"""The views of an elastic job: how long each change took, and what it cost."""
+
+import time
+
+from ronde.launch.failure import ViewRecord
+from ronde.membership import policy
+from ronde.membership.view import NEW
+from ronde.units import counted, format_duration
+
+
+class ViewLog:
+    """Records each view when all its members run."""
+
+    def __init__(self, started_at_s: float) -> None:
+        self.records: list[ViewRecord] = []
+        self._started_at_s = started_at_s
+        self._change_s = started_at_s  # when the change under way began
+        self._began_s = started_at_s  # when that to the view did
+        self._order: policy.BeginView | None = None  # that the view began by
+        self._running: dict[int, int] = {}  # members of the view that run: their step
+        self._best_step = NEW  # the most that were ever applied, as far as known
+
+    def begin_change(self) -> None:
+        """Note that the view is over, or is to stop."""
+        self._change_s = time.monotonic()
+
+    def begin_view(self, order: policy.BeginView) -> None:
+        self._order, self._running = order, {}
+        self._began_s = self._change_s
+
+    def note_step(self, step: int) -> None:
+        """Note that so many steps are applied."""
+        self._best_step = max(self._best_step, step)
+
+    def enter(self, number: int, step: int) -> str:
+        """Note that a member runs; return how the job goes on once all do."""
+        order = self._order
+        self._running[number] = step
+        if order is None or len(self._running) < len(order.members):
+            return ""
+        before, newest = self.records[-1:], max(self._running.values())
+        record = ViewRecord(
+            order.view,
+            self._began_s - self._started_at_s,
+            time.monotonic() - self._began_s,
+            len(self._running),
+            newest,
+            max(0, self._best_step - newest),
+            order.reason,
+        )
+        self.records.append(record)
+        return describe_view(record, before[0].size) if before else ""
+
+
+def describe_view(record: ViewRecord, size_before: int) -> str:
+    """Return one line that says how a job goes on."""
+    where = f"from step {record.step}" if record.step >= 0 else "from the beginning"
+    lost = f", {counted(record.steps_lost, 'step')} lost" if record.steps_lost else ""
+    ranks = counted(size_before, "rank")
+    change = f"{ranks} became {record.size} and go on"
+    if size_before == record.size:
+        change = f"another takes its place, and {ranks} go on"
+    took = format_duration(record.took_s)
+    return f"{record.reason}; {change} {where} after {took}{lost}"
