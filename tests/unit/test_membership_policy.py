@@ -260,6 +260,59 @@ def test_too_few_for_too_long_stop_with_what_was_missing():
     ]
 
 
+def test_the_first_start_is_not_counted_as_time_with_too_few():
+    env = Environment.of(Rules(2, 2, formation_s=10.0), a=2)
+    env.answers()[0]()
+    env.settle(0)
+    env.wait(300.0)
+    assert env.phase is ViewPhase.FORMING
+    env.begin()
+    assert ranks(env) == [0, 1]
+
+
+def test_time_is_counted_once_nobody_starts_any_more():
+    env = Environment.of(Rules(3, 3, formation_s=10.0), a=2)
+    env.answers()[0]()
+    env.now_s = 100.0
+    env.settle(0)
+    env.settle(1)
+    env.wait(9.0)
+    assert env.phase is ViewPhase.FORMING
+    env.wait(1.0)
+    assert env.phase is ViewPhase.STOPPED
+
+
+@pytest.mark.parametrize("is_first_to_wait", [True, False])
+def test_who_ends_well_before_the_first_view_ends_the_job(is_first_to_wait):
+    env = Environment.of(Rules(1, 2), a=2)
+    env.answers()[0]()
+    if is_first_to_wait:
+        env.settle(0)
+    env.end(1, 0)
+    if not is_first_to_wait:
+        env.settle(0)
+    assert ordered(env, policy.Stop) == [
+        policy.Stop(
+            "1 has ended without the others, which wait in hvd.init(). Have all ranks "
+            "call it."
+        )
+    ]
+
+
+def test_processes_that_fail_before_they_are_ready_end_the_job_where_no_host_is_left():
+    env = Environment.of(Rules(2, 3), a=2, b=1)
+    for answer in env.answers():
+        answer()
+    env.settle(0)
+    for number in (1, 3, 4):
+        env.end(number, 3)
+    assert env.phase is ViewPhase.FORMING
+    for number in (2, 5, 6):
+        env.end(number, 3)
+    (stop,) = ordered(env, policy.Stop)
+    assert stop.reason.endswith("before they were ready, the last time as 6 has ended.")
+
+
 def test_time_is_counted_anew_for_a_view_that_was_paused():
     env = running(Rules(2, 3, formation_s=60.0), a=3)
     env.now_s = 1000.0

@@ -33,6 +33,7 @@ RESET_LIMIT_EXCEEDED_MESSAGE = (
 """Horovod's words, which its users look for."""
 _FAILURES, _FAILURES_WITHIN_S = 3, 600.0  # of one host, before it is barred
 _MAX_IDLE_VIEWS = 3  # in a row that a program's failure ended at one step
+_START_S = 600.0  # a process may start for so long; at first the others wait for it
 _JOIN_S = 60.0  # those that start are awaited for so long where that is wanted
 _GATHER_S = 5.0  # newcomers wait for others that start, so that all join at once
 
@@ -47,7 +48,8 @@ class Rules(NamedTuple):
     # those of the view stop for others as soon as they start, as Horovod's do
     awaits_joining: bool = False
     cooldown_s: tuple[float, float] = (30.0, 3600.0)  # first and longest, doubling
-    formation_s: float = 600.0  # for so long fewer than ``min_ranks`` are waited for
+    # for so long fewer than ``min_ranks`` are waited for, once the first have started
+    formation_s: float = 600.0
     settle_s: float = 30.0  # within which a member must have left a view that ended
     reset_limit: int | None = None  # so many views may follow the first
 
@@ -255,7 +257,11 @@ class _Roster:
         self._num_idle = 0
         self._is_failure = False  # the view ended by one of the program
         self._is_planned = False  # it ended after a common step
+        self._first_s = inf  # when the job began
         self._forming_since_s = inf
+        self._leaver = (
+            ""  # who has ended with 0 before the first view, in half a sentence
+        )
         self._is_closing = False  # a rank has ended as if all were done
         self._orders: list[Order] = []
 
@@ -351,6 +357,39 @@ class _Roster:
         elif self._is_symptom:
             self._reason, self._is_symptom = reason, False
 
+    def _take_early_end(self, event: MemberLost, now_s: float) -> None:
+        """Follow a process that has ended by itself before the first view."""
+        is_alone = not self._num[_State.WAITING]
+        if event.exit_code == 0:
+            self._drop(event.number)
+            self._is_closing, self._leaver = True, event.reason
+            if not is_alone:
+                self._stop_unjoined()
+            return
+        if is_alone:
+            self._stop(f"{event.reason} before any rank was ready.")
+            return
+        self._lose(event, now_s)
+        if not any(h.is_ready and h.is_usable(now_s) for h in self._hosts.values()):
+            self._stop(
+                f"Processes failed on all hosts before they were ready, the last time "
+                f"as {event.reason}."
+            )
+
+    def _lose(self, event: MemberLost, now_s: float) -> None:
+        others = self._count_failures([event.number], now_s)
+        self._remove([event.number], event.reason, now_s, killed=others)
+
+    def _stop_unjoined(self) -> None:
+        self._stop(
+            f"{self._leaver} without the others, which wait in hvd.init(). Have all "
+            "ranks call it."
+        )
+
+    def _stop(self, reason: str, *, is_too_few: bool = False) -> None:
+        self.phase = ViewPhase.STOPPED
+        self._orders.append(Stop(reason, is_too_few))
+
     def _count_failures(self, numbers: list[int], now_s: float) -> list[int]:
         """Bar hosts where members have failed; return who goes with them."""
         others: list[int] = []
@@ -383,6 +422,18 @@ class _Roster:
             members[number].since_s = now_s
         if left and not self._is_finished():
             self._orders.append(EndView(tuple(left), reason))
+
+    @property
+    def _is_starting(self) -> bool:
+        is_connecting = any(h.is_connecting for h in self._hosts.values())
+        return is_connecting or self._num[_State.STARTING] > 0
+
+    def _count_waiting(self, now_s: float) -> None:
+        """Count the time without enough members, but not that of the first start."""
+        self._first_s = min(self._first_s, now_s)
+        is_first = self.view == NO_VIEW and now_s < self._first_s + _START_S
+        is_counted = not (is_first and self._is_starting)
+        self._forming_since_s = min(self._forming_since_s, now_s) if is_counted else inf
 
     def _is_finished(self) -> bool:
         """Return whether all of the view have done the last step, or ended with 0."""
@@ -477,8 +528,9 @@ class Membership(_Roster):
             return
         was_active = member.state in (_State.ACTIVE, _State.DONE)
         self._enter(member, _State.WAITING, event.step, now_s)
-        if self.view == NO_VIEW:
-            self._is_closing = False
+        if self._leaver:
+            self._stop_unjoined()
+            return
         is_asked = self.phase is ViewPhase.PAUSING and not event.reason
         if was_active and not is_asked and self.phase is not ViewPhase.FORMING:
             reason = event.reason or f"rank of process {event.number} left it"
@@ -493,20 +545,18 @@ class Membership(_Roster):
             return
         if not event.has_ended:
             self._ending[event.number] = replace(member, since_s=now_s)
-        is_start = self.view == NO_VIEW and not self._num[_State.WAITING]
         if self.phase is ViewPhase.FINISHED:
             self._remove([event.number], event.reason, now_s)
             if event.exit_code:
                 self._stop(f"{event.reason} after the last step.")
-        elif event.exit_code == 0 and (member.is_in_view or is_start):
+        elif self.view == NO_VIEW and event.exit_code >= 0:
+            self._take_early_end(event, now_s)
+        elif event.exit_code == 0 and member.is_in_view:
             self._drop(event.number)
-            self._is_closing = is_start or self.phase is not ViewPhase.FORMING
-        elif event.exit_code > 0 and is_start:
-            self._stop(f"{event.reason} before any rank was ready.")
+            self._is_closing = self.phase is not ViewPhase.FORMING
         else:
             self._is_failure |= event.exit_code > 0 and member.is_in_view
-            others = self._count_failures([event.number], now_s)
-            self._remove([event.number], event.reason, now_s, killed=others)
+            self._lose(event, now_s)
 
     def _kill_late(self, now_s: float) -> None:
         late = [n for n, m in self._members.items() if now_s >= self._due_of(m)]
@@ -529,7 +579,7 @@ class Membership(_Roster):
 
     def _due_of(self, member: _Member) -> float:
         if member.state is _State.STARTING:
-            return member.since_s + self.rules.formation_s
+            return member.since_s + _START_S
         is_asked = (
             self.phase is ViewPhase.FORMING and member.state is not _State.WAITING
         )
@@ -538,7 +588,6 @@ class Membership(_Roster):
     # What follows
 
     def _advance(self, now_s: float) -> None:
-        self._forming_since_s = min(self._forming_since_s, now_s)
         if self._is_finished():
             self.phase = ViewPhase.FINISHED
             self._members = {n: self._members[n] for n in self._present}
@@ -547,6 +596,7 @@ class Membership(_Roster):
         is_start = self.view == NO_VIEW
         if is_start:
             self._fill(now_s)
+        self._count_waiting(now_s)
         if self.phase in (ViewPhase.FORMING, ViewPhase.PAUSING):
             self._form(now_s)
         if self.phase is ViewPhase.RUNNING:
@@ -585,8 +635,7 @@ class Membership(_Roster):
     def _awaits_others(self, now_s: float, *, is_late: bool) -> bool:
         if self.view != NO_VIEW:
             return self._is_planned and bool(self._starting_hosts(now_s))
-        is_connecting = any(h.is_connecting for h in self._hosts.values())
-        return not is_late and (is_connecting or self._num[_State.STARTING] > 0)
+        return not is_late and self._is_starting
 
     def _choose(self, now_s: float) -> tuple[list[int], list[int]]:
         """Return who of the view goes on, and who joins, if all settle now."""
@@ -717,7 +766,7 @@ class Membership(_Roster):
         members = self._members.values()
         # Those that start are in the order of their times.
         starting = (m for m in members if m.state is _State.STARTING)
-        yield next((m.since_s + self.rules.formation_s for m in starting), inf)
+        yield next((m.since_s + _START_S for m in starting), inf)
         yield from (m.since_s + self.rules.settle_s for m in self._ending.values())
         later = [h.barred_until_s for h in self._hosts.values()]
         if self._starting_hosts(now_s):
@@ -744,7 +793,3 @@ class Membership(_Roster):
             "back.",
             is_too_few=True,
         )
-
-    def _stop(self, reason: str, *, is_too_few: bool = False) -> None:
-        self.phase = ViewPhase.STOPPED
-        self._orders.append(Stop(reason, is_too_few))

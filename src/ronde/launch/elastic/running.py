@@ -174,12 +174,16 @@ class ElasticRunning(Running):
         reason = f"{self._name(number)} {describe_end(exited)}"
         is_member = any(place.number == number for place in self._view.members)
         is_training = self._membership.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING)
-        if self._view.view >= 0 and is_training and number not in self._survived:
-            if status == 0 and is_member and self._view.view > 0:
-                self._loop.output.notice(f"{reason} before the last step was done")
-            elif status and not is_member:
-                self._loop.output.notice(f"{reason} before it took part")
+        is_new = self._view.view == view.NO_VIEW or (is_training and not is_member)
+        before = ""
+        if is_new and status:
+            before = "it took part"
+        elif not (is_new or status) and is_training and self._view.view > 0:
+            before = "the last step was done"
+        is_counted = number not in self._survived
         self._apply(policy.MemberLost(number, status, reason))
+        if before and is_counted and not self._is_stopping:
+            self._loop.output.notice(f"{reason} before {before}")
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
         if self._hosts.owns(node):
@@ -266,7 +270,8 @@ class ElasticRunning(Running):
                 self._finish_all()
             case policy.Stop():
                 self._reason, self._is_too_few = order.reason, order.is_too_few
-                self._loop.output.notice(order.reason)
+                if not order.is_too_few:  # which ends as an error
+                    self._loop.output.notice(order.reason)
                 self._stop(signal.SIGTERM)
             case _:
                 self._staff(order)

@@ -17,6 +17,7 @@ class ViewLog:
         self._change_s = started_at_s  # when the change under way began
         self._began_s = started_at_s  # when that to the view did
         self._order: policy.BeginView | None = None  # that the view began by
+        self._size_before = 0  # of the view before
         self._running: dict[int, int] = {}  # members of the view that run: their step
         self._best_step = NEW  # the most that were ever applied, as far as known
 
@@ -25,6 +26,8 @@ class ViewLog:
         self._change_s = time.monotonic()
 
     def begin_view(self, order: policy.BeginView) -> None:
+        if self._order is not None:
+            self._size_before = len(self._order.members)
         self._order, self._running = order, {}
         self._began_s = self._change_s
 
@@ -38,7 +41,7 @@ class ViewLog:
         self._running[number] = step
         if order is None or len(self._running) < len(order.members):
             return ""
-        before, newest = self.records[-1:], max(self._running.values())
+        newest = max(self._running.values())
         record = ViewRecord(
             order.view,
             self._began_s - self._started_at_s,
@@ -49,7 +52,7 @@ class ViewLog:
             order.reason,
         )
         self.records.append(record)
-        return describe_view(record, before[0].size) if before else ""
+        return describe_view(record, self._size_before) if self._size_before else ""
 
 
 def describe_view(record: ViewRecord, size_before: int) -> str:
