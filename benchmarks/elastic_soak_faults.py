@@ -280,6 +280,7 @@ def _kill_agent(job: Job, fault: Fault) -> None:
 
 
 def _stop_agent(job: Job, fault: Fault) -> None:
+    fault.may_pass = True  # the agent's keeper wakes it
     host = _lose_host(job, fault)
     agent = job.agent(host)
     with suppress(ProcessLookupError):
