@@ -127,7 +127,7 @@ class Sampler:
         """Return who held ever more.
 
         That is: in the last third of the samples at least more than ever before. Where
-        they are closer in time than Gloo leaves threads to dead peers, nothing is known.
+        they are closer in time than Gloo leaves threads to dead peers, none is.
         """
         wrong: list[str] = []
         for name, by_key in self.samples.items():
