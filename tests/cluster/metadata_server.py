@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 ADDRESS = "169.254.169.254"
-FOLDER = Path(sys.argv[1])
 NAME = "vm-7"
 EVENTS = [
     {"EventType": "Freeze", "Resources": [NAME], "NotBefore": ""},
@@ -27,6 +26,8 @@ EVENTS = [
 class Service(BaseHTTPRequestHandler):
     """Answers as EC2, Compute Engine and Azure do."""
 
+    folder = Path()
+
     def do_PUT(self) -> None:
         """Give a token."""
         is_right = self.path == "/latest/api/token"
@@ -35,7 +36,7 @@ class Service(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Say what is known of the machine."""
-        is_taken = (FOLDER / "taken").exists()
+        is_taken = (self.folder / "taken").exists()
         status, text = 404, ""
         match self.path:
             case "/latest/meta-data/spot/instance-action":
@@ -60,7 +61,7 @@ class Service(BaseHTTPRequestHandler):
     def answer(self, status: int, text: str) -> None:
         """Send an answer; it is noted unless the question was wrong."""
         if status in (200, 404):
-            with (FOLDER / "asked").open("a") as asked:
+            with (self.folder / "asked").open("a") as asked:
                 asked.write(f"{self.path}\n")
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
@@ -72,6 +73,7 @@ class Service(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
+    Service.folder = Path(sys.argv[1])
     server = ThreadingHTTPServer((ADDRESS, 80), Service)
     print("listens", flush=True)  # noqa: T201
     server.serve_forever()

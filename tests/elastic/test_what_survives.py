@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,10 @@ def record(claim: Any, path: str, file: str) -> None:
     channel = become_member(path, claim.rank)
     hvd.init()
     hvd.allreduce(torch.ones(2), name="before")
+    Path(f"{file}.{channel.number}").touch()
     if channel.number == 2:
+        while not all(Path(f"{file}.{number}").exists() for number in range(2)):
+            time.sleep(0.01)  # else the others' would end with the view
         os.kill(os.getpid(), signal.SIGKILL)
     until_lost()
     reform()
