@@ -1,6 +1,7 @@
 """A rank of an elastic job that trains nothing, and what befalls it.
 
-``PLAN`` maps ``number:step`` to what a process does when it has applied so many steps:
+``PLAN`` maps ``number:step`` to what a process does when it has applied so many steps,
+or at ``number:start`` and ``number:joined``, before and after its first view begins:
 a signal's name, ``exit N``, ``raise``, ``raise and stay`` or ``hang``. All are done in
 view ``LAST_VIEW``.
 """
@@ -39,7 +40,9 @@ def befall(what: str) -> None:
 def train(member: Member, plan: dict[str, str], last_view: int) -> None:
     """Count steps from view to view."""
     pause = threading.Event()
+    befall(plan.pop(f"{member.number}:start", ""))
     begun, begins = member.join()
+    befall(plan.pop(f"{member.number}:joined", ""))
     while True:
         try:
             step = member.step = max(begins.step, 0)

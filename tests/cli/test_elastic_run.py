@@ -42,6 +42,20 @@ def test_the_others_go_on_when_a_rank_is_killed(ronde, number):
     assert second.startswith(f"ronde: a rank joins on {HOST}; 3 ranks became 4 and go ")
 
 
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        ("start", f"process 1 on {HOST} was killed by SIGKILL before it took part."),
+        ("joined", f"rank 1 on {HOST} was killed by SIGKILL; 4 ranks became 3 and go "),
+    ],
+)
+def test_a_rank_that_is_killed_before_the_training_is_said(ronde, when, said):
+    last_view = 0 if when == "start" else 1
+    result = run(ronde, {f"1:{when}": "SIGKILL"}, last_view=last_view)
+    assert result.returncode == 0, result.stderr
+    assert lines(result)[0].startswith(f"ronde: {said}")
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_the_others_do_not_wait_for_the_end_of_a_rank_that_fails(ronde, number):
     began_s = time.monotonic()
