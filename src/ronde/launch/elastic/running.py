@@ -154,8 +154,7 @@ class ElasticRunning(Running):
                 self._apply(policy.MemberDone(number, message.step))
             case view.AtStep():
                 self._steps[number] = message.step
-                if len(self._steps) == len(self._asked):
-                    self._stop_after_common_step()
+                self._stop_after_common_step()
             case view.Failed():
                 reason = f"{self._name(number)} failed with {message.reason}"
                 self._apply(policy.MemberLost(number, 1, reason, has_ended=False))
@@ -341,8 +340,6 @@ class ElasticRunning(Running):
         self._tell(sorted(new), whole)
 
     def _stop_after_common_step(self) -> None:
-        if not self._asked:
-            return
         living = {n for n in self._asked if self._membership.place_of(n)}
         if living and living <= self._steps.keys():
             step = max(self._steps[n] for n in living) + 1
