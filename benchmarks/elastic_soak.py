@@ -54,7 +54,6 @@ _LOOK_S = 0.1
 _SAMPLE_S = 3.0
 _WINDOW_S = 12.0  # within which a fault that may pass has passed
 _GROWTH_MIB = 4.0
-_LINGERING_S = 35.0
 _RANK = str(ROOT / "benchmarks" / "elastic_soak_rank.py")
 
 
@@ -78,7 +77,6 @@ class Held(NamedTuple):
     descriptors: int
     threads: int
     rss_mib: float
-    at_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -126,8 +124,7 @@ class Sampler:
     def grown(self) -> list[str]:
         """Return who held ever more.
 
-        That is: in the last third of the samples at least more than ever before. Where
-        they are closer in time than Gloo leaves threads to dead peers, none is.
+        That is: in the last third of the samples at least more than ever before.
         """
         wrong: list[str] = []
         for name, by_key in self.samples.items():
@@ -136,8 +133,6 @@ class Sampler:
                 if third < 3:
                     continue
                 early, late = samples[:-third], samples[-third:]
-                if late[-1].at_s - late[0].at_s < _LINGERING_S:
-                    continue
                 for what, allowed in (
                     ("descriptors", 0), ("threads", 0), ("rss_mib", _GROWTH_MIB)
                 ):  # fmt: skip
@@ -161,7 +156,7 @@ def held_by(pid: int) -> Held:
     status = (folder / "status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     rss_mib = int(fields["VmRSS"].split()[0]) / 1024
-    return Held(num, int(fields["Threads"]), round(rss_mib, 1), time.monotonic())
+    return Held(num, int(fields["Threads"]), round(rss_mib, 1))
 
 
 def start(cluster: Cluster, folder: Path, chance: random.Random) -> Job:

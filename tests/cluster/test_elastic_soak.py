@@ -18,4 +18,4 @@ def test_thirty_random_faults_lose_nothing(tmp_path):
     output = (tmp_path / "output").read_text(errors="replace")
     assert not piece.wrong, f"{piece.wrong}\n{output[-20000:]}"
     assert piece.num_faults == FAULTS
-    assert piece.num_views > 3  # how many depends on how soon ranks start
+    assert piece.num_views > FAULTS / 4

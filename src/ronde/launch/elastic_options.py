@@ -43,9 +43,8 @@ class ElasticOptions(NamedTuple):
     elastic_timeout_s: float = 600.0
     reform_timeout_s: float = 30.0  # what a rank has to settle when a view ends
     reset_limit: int | None = None  # how many changes may be; None for any number
-    notice: tuple[str, ...] = (
-        "signal",
-    )  # where notice of a host's end comes from; signal always counts
+    # where notice of a host's end comes from; signal always counts
+    notice: tuple[str, ...] = ("signal",)
 
     @property
     def num_processes(self) -> int | None:

@@ -305,11 +305,17 @@ def _connect(
     global_process_set.ranks = list(ranks)
     sessions.append(session)
     atexit.register(_leave, os.getpid())
-    if expected is None:  # and no session of a rank alone, until it trains with others
-        session.recordings.open()
-    if config.timeline not in ("", DYNAMIC) and expected is None:
+    if expected is None:  # else it is a rank alone, until it trains with others
+        _begin_recordings(session)
+
+
+def _begin_recordings(session: Session) -> None:
+    """Begin the timelines that the launcher and the environment ask for."""
+    config, recordings = session.config, session.recordings
+    recordings.open()
+    if config.timeline not in ("", DYNAMIC):
         path = Path(config.timeline)
-        session.recordings.start(path, has_cycles=config.has_timeline_cycles)
+        recordings.start(path, has_cycles=config.has_timeline_cycles)
     _set_recorders(session)
 
 
