@@ -248,14 +248,19 @@ groups.close()  # Gloo's own shutdown ends no connection, and so not the thread 
 
 
 def test_a_thread_that_gloo_does_not_end_is_left_behind():
-    """Its neighbour is stopped, so that it hears no goodbye."""
+    """Its neighbour is stopped, so that it hears no goodbye.
+
+    Where torch connects when it first needs to, a group's sockets are not known.
+    """
     store = hosted_store()
     command = [sys.executable, "-c", STUCK]
-    stopped = subprocess.Popen([*command, "1", str(store.port)])
+    env = dict(os.environ, TORCH_GLOO_LAZY_INIT="1")
+    stopped = subprocess.Popen([*command, "1", str(store.port)], env=env)
     try:
         done = subprocess.run(
             [*command, "0", str(store.port)],
             stderr=subprocess.PIPE,
+            env=env,
             text=True,
             timeout=40.0,
             check=False,

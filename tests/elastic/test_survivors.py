@@ -18,7 +18,7 @@ from ronde.membership.member import own_member
 from ronde.torch.lifetime import reform
 
 ENGINES = ("shared_memory", "gloo", "hierarchical")
-STEPS = 12
+STEPS = 100
 
 
 def train(

@@ -467,7 +467,8 @@ def _train_in_tiny_buckets(_: object, problem: Problem) -> dict[str, Tensor]:
     optimizer = problem.make_optimizer(model)
     named = list(model.named_parameters())
     options = ReducerOptions(limits=BucketLimits(1, 1))
-    reducer = Reducer(named, ReducerGroup(current_session().duplicate(0, 0)), options)
+    communicator = current_session().states[0].communicator.duplicate()
+    reducer = Reducer(named, ReducerGroup(communicator), options)
     optimizer.register_step_post_hook(lambda *_: reducer.step_done())
     for number in range(problem.num_steps):
         inputs, targets = problem.data(number, 2 * BATCH)

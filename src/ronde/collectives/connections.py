@@ -18,7 +18,8 @@ from ronde.collectives.engines.solo import SoloEngine
 from ronde.collectives.objects import broadcast_json, exchange_hosts
 from ronde.collectives.rendezvous import meet
 from ronde.collectives.scope import AbortScope
-from ronde.errors import CollectiveError, UsageError
+from ronde.collectives.store import clone_of
+from ronde.errors import UsageError
 from ronde.plain_values import from_plain
 from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
@@ -122,15 +123,10 @@ class Connections:
         return _connect(self._engine, config)
 
     def clone(self) -> "Connections":
-        """Return the same with a connection to the store of its own.
-
-        Whoever waits in a store blocks all others on its connection: threads that
-        connect different ranks at the same time have a clone each.
-        """
+        """Return the same with a connection to the store of its own: see there."""
         other = copy(self)
         if self._store is not None:
-            store: Any = self._store  # torch's stub does not know clone()
-            other._store = store.clone()  # noqa: SLF001  another of this class
+            other._store = clone_of(self._store)  # noqa: SLF001  another of this class
         return other
 
     def store(self, name: str) -> Store | None:
@@ -169,10 +165,10 @@ def _connect_by_table(config: EngineConfig) -> Communicator:
         stands_in = label in ("shared_memory", "nccl")
         return "gloo" if first.name == "gloo" and stands_in else label
 
-    def connect_other(label: str, communicator: str) -> Engine:
+    def connect_other(label: str, name: str) -> Engine:
         choice = Choice.of(label)
         own = replace(config, algorithm=choice.algorithm)
-        return ENGINES[choice.engine](own.at(store, f"{label}/{communicator}"))
+        return ENGINES[choice.engine](own.at(clone_of(store), f"{label}/{name}"))
 
     has_cuda = torch.tensor([float(torch.cuda.is_available())], device="cpu")
     everybody.all_reduce(has_cuda, ReduceOp.MAX).wait()
@@ -215,10 +211,12 @@ def _shared_memory(config: EngineConfig) -> Engine:
 
 
 def _shared_memory_or_gloo(config: EngineConfig) -> Engine:
+    from ronde.collectives.engines.shared_memory.shared_state import NoSharedMemoryError
+
     store = config.meet()
     try:
         return _shared_memory(config.at(store, "shared_memory"))
-    except CollectiveError as error:  # on all ranks, or none
+    except NoSharedMemoryError as error:  # on all ranks, or none
         if config.info.rank == 0:
             _logger.warning("Gloo moves the tensors, for %s", error)
         return _torch_distributed(config.at(store, "gloo"))

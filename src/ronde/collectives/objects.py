@@ -57,6 +57,10 @@ def broadcast_json(communicator: Carrier, make: Callable[[], Any], root: int) ->
     return json.loads(_broadcast(communicator, lambda: _dump(make()), root))
 
 
+def all_gather_bytes(communicator: Carrier, own: bytes) -> list[bytes]:
+    return _all_gather(communicator, lambda: own)
+
+
 def all_gather_json(communicator: Carrier, value: Any) -> list[Any]:  # noqa: ANN401  JSON's
     return [json.loads(p) for p in _all_gather(communicator, lambda: _dump(value))]
 
@@ -94,13 +98,13 @@ def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> b
 
 def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]:
     """Return the bytes of all ranks; where one has none, all fail."""
-    length = torch.tensor([_FAILED], device="cpu")
-    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
+    length, payload = _FAILED, b""
     try:
-        payload = torch.frombuffer(bytearray(dump()), dtype=torch.uint8)
-        length.fill_(payload.numel())
+        payload = dump()
+        length = len(payload)
     finally:
-        message = torch.cat([length.view(torch.uint8), payload])
+        header = length.to_bytes(_HEADER_BYTES, sys.byteorder, signed=True)
+        message = torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
         gathered = communicator.all_gather(message).wait()
     whole = gathered.numpy().tobytes()
     payloads: list[bytes] = []

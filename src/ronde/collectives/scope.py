@@ -14,10 +14,12 @@ from ronde.errors import CollectiveError, fresh
 T = TypeVar("T")
 
 
-_Method = tuple[weakref.WeakMethod[Callable[[], object]], bool]
+_Method = weakref.WeakMethod[Callable[[], object]]
 _ABORT_S = 1.0
-_CONNECTING, _ABORTING = "ronde connecting", "ronde abort"
-_LAST_S = {_CONNECTING: 1.0, _ABORTING: 5.0}  # that their threads have at the end
+_CONNECTING = "ronde connecting"
+ABORTING = "ronde abort"
+"""The name of a thread that drops what is inside of Gloo."""
+_LAST_S = {_CONNECTING: 1.0, ABORTING: 5.0}  # that such threads have at the end
 
 
 class AbortScope:
@@ -32,17 +34,12 @@ class AbortScope:
         self._is_over = threading.Event()
         self._methods: list[_Method] = []
 
-    def add(self, abort: Callable[[], object], *, is_slow: bool = False) -> None:
-        """Call a bound method at the abort, or now; its object is held weakly.
-
-        One that ``is_slow`` is called in a thread.
-        """
+    def add(self, abort: Callable[[], object]) -> None:
+        """Call a bound method at the abort, or now; its object is held weakly."""
         with self._lock:
             if self.failure is None:
-                self._methods = [
-                    each for each in self._methods if each[0]() is not None
-                ]
-                self._methods.append((weakref.WeakMethod(abort), is_slow))
+                self._methods = [each for each in self._methods if each() is not None]
+                self._methods.append(weakref.WeakMethod(abort))
                 return
         abort()
 
@@ -54,7 +51,9 @@ class AbortScope:
             self.failure = failure
             methods, self._methods = self._methods, []
         try:
-            _break_off(methods)
+            for method in reversed(methods):
+                if (abort := method()) is not None:
+                    abort()
         finally:
             self._is_over.set()
 
@@ -89,23 +88,6 @@ class AbortScope:
         self.add(call.leave)
         threading.Thread(target=call.run, name=_CONNECTING, daemon=True).start()
         return call.outcome.result()
-
-
-def _break_off(methods: list[_Method]) -> None:
-    threads: list[threading.Thread] = []
-    for method, is_slow in reversed(methods):
-        abort = method()
-        if abort is None:
-            continue
-        if not is_slow:
-            abort()
-            continue
-        thread = threading.Thread(target=abort, name=_ABORTING, daemon=True)
-        with suppress(RuntimeError):  # Python ends, and all with it
-            thread.start()
-            threads.append(thread)
-    for thread in threads:
-        thread.join()
 
 
 @atexit.register

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -99,6 +100,7 @@ class CoordinatorState:
         if channel.shared is not None and is_fast:
             self.fast_path = FastPath(channel.shared)
         self._num_connected = 0
+        self.duplicates = WeakSet[Communicator]()  # those still in use
         self.ask_all = partial(self._node.report, "ask")
 
     def progress(self) -> bool:
@@ -229,13 +231,14 @@ class CoordinatorState:
             self.submitted.append(entry)  # and it may ask again
             return
         self._table.take(name)
-        make = entry.operation.connect
-        if vote.item() == _HAS_JOINED or make is None:
+        if vote.item() == _HAS_JOINED:
             entry.fail(CollectiveError(_JOINED_WITHOUT % name))
             return
         try:
             with torch.inference_mode(mode=False):  # it outlives the call
-                entry.succeed((make(number), number))
+                duplicate = self._communicator.duplicate()
+            self.duplicates.add(duplicate)
+            entry.succeed((duplicate, number))
         except CollectiveError as error:
             entry.fail(error)
         except Exception as error:  # noqa: BLE001 - fails the entry
@@ -349,7 +352,7 @@ class Coordinator:
         self._state = CoordinatorState(
             communicator, channel, waits, options, set_id=set_id, ranks=ranks
         )
-        self.execution = self._state.execution
+        self.execution, self.duplicates = self._state.execution, self._state.duplicates
         self._lock = threading.Lock()
         self._next_look_s = 0.0
         self._is_woken = False
@@ -379,13 +382,13 @@ class Coordinator:
         self.waits.add_user()
         return self._submit(operation)
 
-    def connect(self, name: str, make: Callable[[int], Communicator]) -> Entry:
-        """Start to make a communicator with an order of calls of its own.
+    def connect(self, name: str) -> Entry:
+        """Start to make a duplicate of the communicator.
 
         The result is the communicator and its number. ``wait()`` fails also where a
         rank has joined without asking for it, and by ``Waits.give_way``.
         """
-        return self._submit(NamedOperation(OpKind.CONNECT, name=name, connect=make))
+        return self._submit(NamedOperation(OpKind.CONNECT, name=name))
 
     def give_up(self, entry: Entry) -> None:
         """Have a ``connect`` fail here, if it is under way."""

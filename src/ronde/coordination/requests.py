@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ronde.collectives import Communicator, Look, ReduceOp, Work
+from ronde.collectives import Look, ReduceOp, Work
 from ronde.coordination.messages import format_ranks
 
 
@@ -72,9 +72,6 @@ class NamedOperation(NamedTuple):
     postscale: float = 1.0
     root: int = -1  # for BROADCAST: the rank in the set to copy from
     splits: Sequence[int] | None = None  # rows for each rank; None splits evenly
-    # For CONNECT: makes a communicator of the set, from a number that is equal on all
-    # ranks and used once; collective.
-    connect: Callable[[int], Communicator] | None = None
 
     def wire_name(self, number: int) -> str:
         word = _WORDS[self.kind]

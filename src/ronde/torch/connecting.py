@@ -16,7 +16,6 @@ import json
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from ronde.data_parallel.group import Steps
 from ronde.data_parallel.rounds import describe, refuse_differences
 from ronde.errors import UnpairedError
 from ronde.torch.process_sets import ProcessSet, state_of
-from ronde.torch.session import ProcessSetState, current_session
+from ronde.torch.session import ProcessSetState
 
 
 class Connector:
@@ -99,8 +98,7 @@ class Connector:
     def _ask(self) -> Entry:
         coordinator = self._state().coordinator
         if self._entry is None:
-            make = partial(current_session().duplicate, self.key.set_id)
-            self._entry = coordinator.connect(self._name, make)
+            self._entry = coordinator.connect(self._name)
         return self._entry
 
     def _state(self) -> ProcessSetState:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import count
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch import distributed
 from torch.cuda import nccl
 
 from ronde.collectives import Communicator, Connections, Work
+from ronde.collectives.objects import all_gather_bytes
 from ronde.coordination.control.channel import connect_channel
 from ronde.coordination.coordinator import CoordinationOptions, Coordinator
 from ronde.coordination.waits import Waits
@@ -92,7 +93,8 @@ class ProcessSetState:
         self.coordinator.close()
         for participant in list(self.participants):
             participant.unbind()
-        self.communicator.close()
+        for communicator in (*self.coordinator.duplicates, self.communicator):
+            communicator.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,6 @@ class Session:
     handles: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     handle_numbers: "count[int]" = field(default_factory=count)
     waits: Waits = field(default_factory=Waits)
-    _duplicates: WeakSet[Communicator] = field(default_factory=WeakSet[Communicator])
     set_ids: "count[int]" = field(default_factory=lambda: count(1))
     process_sets: list[Any] = field(
         default_factory=list[Any]
@@ -136,11 +137,14 @@ class Session:
             connections = connections.clone()
             own = connections.connect(name, ranks, self.hosts)
         try:
+            hosts = [self.hosts[other] for other in ranks]
+            is_one_host = len(set(hosts)) == 1
             channel = connect_channel(
                 connections.store(f"{name}/control"),
                 rank,
-                [self.hosts[other] for other in ranks],
+                hosts,
                 timeout_s=self.config.start_timeout_s or _START_TIMEOUT_S,
+                exchange=partial(all_gather_bytes, own) if is_one_host else None,
             )
             names = tuple(ranks) if set_id else ()
             coordinator = Coordinator(
@@ -170,20 +174,11 @@ class Session:
             return 0
         return self.view.rank_of(self.begins.source)
 
-    def duplicate(self, set_id: int, number: int) -> Communicator:
-        """Connect a set's ranks once more, by a ``number`` that is used once."""
-        # Not the communicator's own duplicate(), which would come between the calls of
-        # the coordinator, and no name below the set's, where it makes its duplicates.
-        connections, name = self.connections.clone(), f"set{set_id}.{number}"
-        ranks = self.states[set_id].ranks
-        communicator = connections.connect(name, ranks, self.hosts)
-        self._duplicates.add(communicator)
-        return communicator
-
     def _abort_duplicates(self) -> None:
         # A stall in any set ends the job.
-        for communicator in list(self._duplicates):
-            communicator.abort()
+        for state in list(self.states.values()):
+            for communicator in list(state.coordinator.duplicates):
+                communicator.abort()
 
     def abort(self, failure: CollectiveError) -> None:
         """Have all calls fail, those under way and those to come.
@@ -199,8 +194,6 @@ class Session:
             state.coordinator.close()
         for state in self.states.values():
             state.close()
-        for communicator in self._duplicates:
-            communicator.close()
         self.connections.scope.end()
 
 

@@ -10,6 +10,11 @@ Note [Gloo's sockets]
     rank's descriptors, and Gloo ends the process (``accept: Too many open files``). The
     socket cannot be closed under Gloo's hands. But a socket filter can have the kernel
     drop every packet to it: open connections are sockets of their own.
+
+    Gloo has no call that ends its connections. What ends them is a message that times
+    out, and then Gloo waits up to 10 ms for each of them. Shut down by their
+    descriptors, they end at once: they are those to or from a port where a rank of the
+    group listens.
 """
 
 import ctypes
@@ -19,7 +24,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -55,16 +60,19 @@ from ronde.collectives.engine import (
     closed_error,
 )
 from ronde.collectives.lane import FutureWork
-from ronde.collectives.store import JobStore, base_of, scope_of
+from ronde.collectives.scope import ABORTING
+from ronde.collectives.store import JobStore, base_of, clone_of, scope_of
 from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
 from ronde.errors import UsageError
 from ronde.world.environment import select_variables
 
 _FOR_EVER = timedelta(0)  # what torch takes for it
+_Place = bytes  # address and port
+_PLACE_BYTES = 64
 # torch's stubs give the backends' methods no common type.
 Backend = Any
 _UNUSED_TAG = (1 << 31) - 1
-_SHORT = timedelta(milliseconds=1)
+_SHORT, _TILL_SHUT = timedelta(milliseconds=1), timedelta(milliseconds=100)
 _SHORTEST_PAUSE_S = 0.001
 _CLOSE_WITHIN_S = 5.0  # for what is under way to end, and for peers to let go
 _ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
@@ -301,7 +309,8 @@ class Groups:
         self._thread: ThreadPoolExecutor | None = None
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {}
-        self._scope.add(self._break_all_off, is_slow=True)
+        self._places: set[_Place] = set()
+        self._scope.add(self._break_all_off)
         self._make_gloo("gloo", "cpu")
 
     def of(self, device: torch.device) -> Backend:
@@ -354,21 +363,15 @@ class Groups:
 
     def abort(self) -> None:
         """Close, and make what is under way fail here and on the other ranks."""
-        # Gloo has no call for that. But one message that times out ends all connections
-        # of its group.
-        self._is_closed = True
-        for name in ("steps", "cpu"):
-            if name in self._backends:
-                self._break_off(self._backends[name])
-        if self._nccl is not None:
-            self._nccl.abort()
-            self._nccl = None
+        self._break_off()
         self.close()
 
     def _break_all_off(self) -> None:
-        # Gloo waits up to 10 ms for each rank that it is connected with.
+        # Gloo takes up to 10 ms to end a group's thread; nobody waits for that.
         with suppress(RuntimeError):
-            self.abort()
+            self._break_off()
+            thread = threading.Thread(target=self.close, name=ABORTING, daemon=True)
+            thread.start()
 
     def close(self) -> None:
         self._is_closed = True
@@ -376,18 +379,31 @@ class Groups:
         self._backends.pop("cuda", None)
         if nccl is not None:
             nccl.close()
-        while self._backends:
-            self._backends.popitem()[1].shutdown()
+        with suppress(KeyError):  # none is left; another thread may end some of them
+            while True:
+                self._backends.popitem()[1].shutdown()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _break_off(self, gloo: Backend) -> None:
+    def _break_off(self) -> None:
+        self._is_closed = True
+        _shut_down(self._places)
+        for name in ("steps", "cpu"):
+            if name in self._backends:
+                self._end_messages(self._backends[name])
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.abort()
+
+    def _end_messages(self, gloo: Backend) -> None:
+        """Return when no connection moves anything: see Note [Gloo's sockets]."""
         for peer in range(self._size):
             if peer == self._rank:
                 continue
             nothing = [torch.empty(1, device="cpu")]
+            limit = _TILL_SHUT if self._places else _SHORT
             try:
-                gloo.recv(nothing, peer, _UNUSED_TAG).wait(_SHORT)
+                gloo.recv(nothing, peer, _UNUSED_TAG).wait(limit)
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return  # with a peer that is gone it is no time-out
@@ -416,39 +432,65 @@ class Groups:
         self._backends[use] = group
         if self._scope.failure is not None:
             self.abort()
+        own = _let_nobody_in(listening)
         # Nobody leaves before all are connected: rank 0's store may go at any time.
-        group.barrier().wait()
-        _let_nobody_in(listening)
+        sent = torch.frombuffer(bytearray(own.ljust(_PLACE_BYTES)), dtype=torch.uint8)
+        places = sent.new_empty(self._size * _PLACE_BYTES)
+        group._allgather_base(places, sent).wait()  # noqa: SLF001  its name in torch
+        rows = places.view(self._size, _PLACE_BYTES)
+        self._places.update({row.numpy().tobytes().strip() for row in rows} - {b""})
 
 
-def _let_nobody_in(listening: dict[int, int]) -> None:
-    """Have the kernel keep all from these sockets: see Note [Gloo's sockets]."""
+def _let_nobody_in(listening: dict[int, int]) -> bytes:
+    """Have the kernel keep all from these sockets: see Note [Gloo's sockets].
+
+    Returns the place where one listens; empty if it is unknown.
+    """
     if select_variables([_LAZY]).get(_LAZY, "0").lower() in ("1", "true", "yes", "y"):
-        return  # torch then connects two ranks when they first need it
+        return b""  # torch then connects two ranks when they first need it
+    place = b""
     for fd, inode in listening.items():
         # A sandbox may have no filters: the port stays open there, and the job goes on.
-        with suppress(OSError):
-            if os.fstat(fd).st_ino == inode:
-                with socket.socket(fileno=os.dup(fd)) as sock:
-                    sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            if os.fstat(sock.fileno()).st_ino == inode:
+                place = _place(sock.getsockname())
+                sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
+    return place
 
 
 def _listening(address: str) -> dict[int, int]:
     """Return the inodes of this process's sockets that listen there, by descriptor."""
-    found: dict[int, int] = {}
+    return {
+        descriptor: os.fstat(sock.fileno()).st_ino
+        for descriptor, sock in _own_sockets()
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        and sock.getsockname()[0] == address
+    }
+
+
+def _shut_down(places: AbstractSet[_Place]) -> None:
+    """End all connections of this process to and from these places."""
+    for _, sock in _own_sockets() if places else ():
+        with suppress(OSError):
+            ends = _place(sock.getsockname()), _place(sock.getpeername())
+            if not places.isdisjoint(ends):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield this process's TCP sockets, each open until the next, by descriptors."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
         with suppress(OSError):
-            status = os.fstat(int(name))
-            if not stat.S_ISSOCK(status.st_mode):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as sock:
-                if (
-                    sock.family in (socket.AF_INET, socket.AF_INET6)
-                    and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    and sock.getsockname()[0] == address
-                ):
-                    found[int(name)] = status.st_ino
-    return found
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    yield int(name), sock
+
+
+def _place(address: tuple[Any, ...]) -> _Place:
+    host, port = address[:2]
+    return f"{host} {port}".encode()
 
 
 def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -635,7 +677,7 @@ class TorchDistributedEngine(Engine):
         self.require_open()
         self._num_clones += 1
         copy = TorchDistributedEngine(
-            PrefixStore(f"duplicate{self._num_clones}", self._store),
+            PrefixStore(f"duplicate{self._num_clones}", clone_of(self._store)),
             self.rank,
             self.size,
             timeout_s=self.timeout_s,

@@ -8,13 +8,13 @@ that they have written and taken since the beginning. Each word has one writer: 
 [Memory order] in ``waiting``.
 """
 
-import os
 import sys
 import time
 from collections.abc import Sequence
 
 from ronde.collectives.engines.shared_memory.shared_state import (
     ExchangeBytes,
+    offered,
     share_segments,
 )
 from ronde.collectives.engines.shared_memory.waiting import (
@@ -158,15 +158,15 @@ class SharedMemoryTransport:
         """Share memory among the ranks of a host; collective over them.
 
         Raises:
-            CollectiveError: They cannot share memory; in the same words on all.
+            NoSharedMemoryError: They cannot share memory.
         """
         self._context = f"connecting on rank {tree.rank} of {tree.size}"
         self.own = own = ranks.index(tree.rank)
-        encoded = exchange(PeerProcess.of(os.getpid()).encode())
-        processes = [PeerProcess.decode(text) for text in encoded]
-        self.segments = share_segments(
-            exchange, own, _SEGMENT_BYTES, is_populated=False
-        )
+        with offered(exchange, own) as offers:
+            processes = [each.process for each in offers]
+            self.segments = share_segments(
+                exchange, own, offers, _SEGMENT_BYTES, is_populated=False
+            )
         CONTENTION.expect(len(ranks))
         pages = [segment.view[:PAGE_BYTES].cast("Q") for segment in self.segments]
         self.doorbells = [

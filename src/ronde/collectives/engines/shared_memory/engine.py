@@ -1,6 +1,5 @@
 """Collectives of the ranks of one machine, through memory that all of them map."""
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -29,11 +28,12 @@ from ronde.collectives.engines.shared_memory.shared_state import (
     SharedState,
     StagingSlots,
     among,
+    offered,
     share_segments,
     slot_bytes,
     through_store,
 )
-from ronde.collectives.engines.shared_memory.waiting import PeerProcess, Peers
+from ronde.collectives.engines.shared_memory.waiting import Peers
 from ronde.collectives.shapes import Layout
 from ronde.collectives.store import scope_of
 
@@ -49,7 +49,8 @@ class SharedMemoryEngine(Engine):
         """Connect to all other ranks; collective.
 
         Raises:
-            CollectiveError: They are not all here in time, or memory is short.
+            NoSharedMemoryError: They are on several machines, or memory is short.
+            CollectiveError: They are not all here in time.
         """
         self._scope = scope_of(store)
         context = ErrorContext("connecting", rank, size, timeout_s, self._scope)
@@ -61,13 +62,15 @@ class SharedMemoryEngine(Engine):
         self, exchange: ExchangeBytes, rank: int, size: int, timeout_s: float
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        processes = exchange(PeerProcess.of(os.getpid()).encode())
-        peers = Peers([PeerProcess.decode(text) for text in processes])
         staging_at = ControlBlock.size_bytes(size)
-        room = slot_bytes(size, is_crowded=peers.is_crowded)
-        channels_at = staging_at + 2 * room
-        num_bytes = _in_pages(channels_at + size * CHANNEL_BYTES)
-        segments = share_segments(exchange, rank, num_bytes, is_populated=False)
+        with offered(exchange, rank) as offers:
+            peers = Peers([each.process for each in offers])
+            room = slot_bytes(size, is_crowded=peers.is_crowded)
+            channels_at = staging_at + 2 * room
+            num_bytes = _in_pages(channels_at + size * CHANNEL_BYTES)
+            segments = share_segments(
+                exchange, rank, offers, num_bytes, is_populated=False
+            )
         blocks = [ControlBlock(segment, size) for segment in segments]
         self._progress = ProgressEngine(blocks, rank, peers, timeout_s, self._scope)
         self._state = SharedState(
@@ -142,7 +145,11 @@ class SharedMemoryEngine(Engine):
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = _in_pages(numel * dtype.itemsize)
-        segments = share_segments(among(self), self.rank, num_bytes, is_populated=True)
+        exchange, rank = among(self), self.rank
+        with offered(exchange, rank) as offers:
+            segments = share_segments(
+                exchange, rank, offers, num_bytes, is_populated=True
+            )
         own = self._state.heap.add(segments, self.rank)
         with torch.inference_mode(mode=False):
             return own[: numel * dtype.itemsize].view(dtype)

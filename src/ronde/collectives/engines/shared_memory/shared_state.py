@@ -29,6 +29,7 @@ from torch.distributed import Store
 from ronde.collectives.engine import Engine
 from ronde.collectives.engines.shared_memory.waiting import (
     IS_WEAKLY_ORDERED,
+    PeerProcess,
     fence,
     wake_all,
 )
@@ -50,6 +51,10 @@ _libc.mmap.restype = c_void_p
 _libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_ssize_t)
 _munmap: Callable[[int, int], int] = _libc.munmap
 _libc.munmap.argtypes = (c_void_p, c_size_t)
+
+
+class NoSharedMemoryError(CollectiveError):
+    """The ranks of a host cannot share memory, in the same words on all of them."""
 
 
 class Segment:
@@ -82,54 +87,69 @@ def _map(
     return mapping
 
 
-class _Offer(NamedTuple):
-    """What a rank sends the others of its segment, as JSON."""
+class Offer(NamedTuple):
+    """A rank's file for a segment, and who opens it; sent to the others as JSON."""
 
-    pid: int
+    process: PeerProcess
     descriptor: int
     inode: int
     host: str
 
+    @classmethod
+    def decode(cls, text: bytes) -> "Offer":
+        process, *file = json.loads(text)
+        return cls(PeerProcess(*process), *file)
 
-def share_segments(
-    exchange: ExchangeBytes, rank: int, num_bytes: int, *, is_populated: bool
-) -> list[Segment]:
-    """Make a zeroed segment on each rank and map everybody's; collective.
+
+@contextmanager
+def offered(exchange: ExchangeBytes, rank: int) -> Generator[list[Offer]]:
+    """Make an empty file on each rank, and return everybody's; collective.
 
     Raises:
-        CollectiveError: The memory is not there, or not every rank can open the others'
-            segments; in the same words on every rank.
+        NoSharedMemoryError: The memory is not there.
     """
-    host = socket.gethostname()[:64]
     descriptor = -1
-    offers: list[_Offer] = []
-    segments: list[Segment] = []
     try:
-        with _agreed(exchange, rank) as offered:
+        with _agreed(exchange, rank) as exchanged:
             descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, num_bytes)
-            inode = os.fstat(descriptor).st_ino
-            offer = json.dumps(_Offer(os.getpid(), descriptor, inode, host))
-            offered.own = offer.encode()
-        offers = [_Offer(*json.loads(text)) for text in offered.replies]
-        if is_populated:
-            with _agreed(exchange, rank):
-                _require_room(len(offers), num_bytes)
-        with _agreed(exchange, rank):
-            # One's own first: pages belong to the node of who touches them first.
-            segments = [Segment(descriptor, num_bytes, is_populated=is_populated)]
-        with _agreed(exchange, rank):
-            own = segments.pop()
-            for each, offer in enumerate(offers):
-                segments.append(
-                    own
-                    if each == rank
-                    else _open(each, offer, num_bytes, is_populated=is_populated)
-                )
+            process, inode = PeerProcess.of(os.getpid()), os.fstat(descriptor).st_ino
+            host = socket.gethostname()[:64]
+            offer = Offer(process, descriptor, inode, host)
+            exchanged.own = json.dumps(offer).encode()
+        yield [Offer.decode(text) for text in exchanged.replies]
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return segments
+
+
+def share_segments(
+    exchange: ExchangeBytes,
+    rank: int,
+    offers: Sequence[Offer],
+    num_bytes: int,
+    *,
+    is_populated: bool,
+) -> list[Segment]:
+    """Make everybody's file a zeroed segment, and map it; collective.
+
+    Raises:
+        NoSharedMemoryError: There is not enough memory, or not every rank can open the
+            others' files.
+    """
+    segments: dict[int, Segment] = {}
+    if is_populated:
+        with _agreed(exchange, rank):
+            _require_room(len(offers), num_bytes)
+        with _agreed(exchange, rank):
+            # One's own first: pages belong to the node of who touches them first.
+            segments[rank] = _open(rank, offers[rank], num_bytes, is_populated=True)
+    with _agreed(exchange, rank):
+        for each, offer in enumerate(offers):
+            if each not in segments:
+                segments[each] = _open(
+                    each, offer, num_bytes, is_populated=is_populated
+                )
+    return [segments[each] for each in range(len(offers))]
 
 
 @dataclass(slots=True)
@@ -158,7 +178,7 @@ def _agreed(exchange: ExchangeBytes, rank: int) -> Generator[_Exchanged]:
     exchanged.replies = exchange(message)
     for reply in exchanged.replies:
         if reply.startswith(_PROBLEM):
-            raise CollectiveError(reply[1:].decode(errors="replace"))
+            raise NoSharedMemoryError(reply[1:].decode(errors="replace"))
 
 
 def _require_room(size: int, num_bytes: int) -> None:
@@ -173,11 +193,12 @@ def _require_room(size: int, num_bytes: int) -> None:
         )
 
 
-def _open(rank: int, offer: _Offer, num_bytes: int, *, is_populated: bool) -> Segment:
-    path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
+def _open(rank: int, offer: Offer, num_bytes: int, *, is_populated: bool) -> Segment:
+    pid = offer.process.pid
+    path = f"/proc/{pid}/fd/{offer.descriptor}"
     out_of_reach = OSError(
-        f"rank {rank} on {offer.host} has no process {offer.pid} that this may look "
-        "into, since it runs on another machine, in another container or as another "
+        f"rank {rank} on {offer.host} has no process {pid} that this may look into, "
+        "since it runs on another machine, in another container or as another "
         "user"
     )
     try:
@@ -187,6 +208,7 @@ def _open(rank: int, offer: _Offer, num_bytes: int, *, is_populated: bool) -> Se
     try:
         if os.fstat(descriptor).st_ino != offer.inode:
             raise out_of_reach
+        os.truncate(descriptor, num_bytes)  # whoever comes first
         return Segment(descriptor, num_bytes, is_populated=is_populated)
     finally:
         os.close(descriptor)

@@ -28,7 +28,6 @@ Note [Yield or sleep]
 
 import ctypes
 import errno
-import json
 import os
 import platform
 import threading
@@ -163,13 +162,6 @@ class PeerProcess(NamedTuple):
     def of(cls, pid: int) -> "PeerProcess":
         cores = sum(1 << core for core in os.sched_getaffinity(pid))
         return cls(pid, int(_stat(pid)[19]), cores)
-
-    def encode(self) -> bytes:
-        return json.dumps(self).encode()
-
-    @classmethod
-    def decode(cls, text: bytes) -> "PeerProcess":
-        return cls(*json.loads(text))
 
     def state(self) -> str:
         """Return its state as ``/proc`` has it, a letter; nothing once it ended."""
