@@ -104,16 +104,19 @@ class Sampler:
 
     def sample(self, job: Job) -> None:
         """Look at the controller, all agents and all ranks."""
-        in_view = Counter(host for _, host, _ in job.watcher.places)
+        places = job.watcher.places
+        in_view = Counter(host for _, host, _ in places)
+        first = {host: number for number, host, _ in reversed(places)}
         sizes = tuple(sorted(in_view.values()))
         ranks = {host.name: job.rank_processes(host) for host in job.hosts}
         started = tuple(sorted(map(len, ranks.values())))
         self._add("controller", started, job.launcher.program_pid())
         for host, processes in ranks.items():
             for number, process in processes.items():
-                # How it is connected depends on who is on which host.
+                # How it is connected depends on who is on which host, and the first of
+                # a host's ranks is connected with other hosts'.
                 if job.watcher.stepped.get(number, -1) == job.watcher.view:
-                    key = (in_view[host], *sizes)
+                    key = (number == first[host], in_view[host], *sizes)
                     self._add(f"rank {number}", key, process.pid)
                 self._add(f"agent {process.parent}", (len(processes),), process.parent)
 
