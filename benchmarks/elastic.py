@@ -14,6 +14,9 @@ first step that the slowest of the ranks had applied in the view after it.
     torchft   the same with torchft, of the Python that ``--torchft`` names
     cost      steps of a ``Loop`` against plain ones, by turns, two ranks
 
+While a new process imports torch, the others rest between their steps: it takes half as
+long, and nothing is timed then.
+
 Kinds, engines and sizes come by turns, ``--each`` faults at a time, until all have had
 ``--faults``. Prints a table and the load beside it; ``--json`` appends a record for
 each change, and ``--read`` prints the table of such files alone. Exits with 1 if a job
@@ -64,6 +67,7 @@ class Part:
     first_step: int
     last_step: int
     num_steps: int = 1
+    steps_s: list[float] = field(default_factory=list[float])  # of the first few
 
 
 @dataclass(slots=True)
@@ -92,6 +96,8 @@ class Process:
         if part is None:
             self.parts[view] = Part(rank, size, at_s, at_s, step, step)
             return
+        if part.num_steps < _STEPS:
+            part.steps_s.append(at_s - part.last_s)
         part.last_s, part.last_step, part.size = at_s, step, size
         part.num_steps += 1
 
@@ -105,7 +111,7 @@ class Job:
 
     def __init__(self, folder: Path, words: Sequence[str], engine: str) -> None:
         self.processes: dict[int, Process] = {}
-        self._folder = folder / "notes"
+        self._folder, self._rest = folder / "notes", folder / "rest"
         self._folder.mkdir()
         self._output = folder / "output"
         self._env = own_environment(self._folder, engine)
@@ -164,6 +170,14 @@ class Job:
                 tail = self._output.read_text(errors="replace")[-6000:]
                 raise JobLostError(f"no {what}: {tail}")
             time.sleep(_POLL_S)
+
+    def await_joiner(self) -> None:
+        """Wait until a new process has imported all, while the others hardly train."""
+        self._rest.touch()
+        try:
+            self.wait("joiner", lambda: bool(self.waiting()))
+        finally:
+            self._rest.unlink()
 
     def await_whole(self, size: int, after: int = -1, num_steps: int = 1) -> int:
         """Return a view later than ``after`` in which so many have applied steps."""
@@ -340,6 +354,8 @@ class Bench:
         self._note(case, job, case.kind, (before, after), at_s, number)
         if job.members(after)[min(job.members(after))].size < SIZE or is_stop:
             job.replace()
+            if case.kind not in _PEERS:
+                job.await_joiner()
             whole = job.await_whole(SIZE, after)
             if whole == after + 1 and case.kind not in _PEERS:
                 self._note(case, job, "replaced", (after, whole))
@@ -350,6 +366,8 @@ class Bench:
         for what, others in (("join", 1), ("leave", 0)):
             before = job.view
             write_hosts(folder / "hosts", others)
+            if others:
+                job.await_joiner()
             after = job.await_next(before)
             self._note(case, job, what, (before, after))
             job.await_whole(SIZE - 1 + others, before, _STEPS)
@@ -370,11 +388,7 @@ class Bench:
         slowest = max(took, key=lambda pid: took[pid], default=0)
         last_s = max(part.first_s for part in new.values())
         everybody_s = last_s - (at_s or max(old[pid].last_s for pid in both))
-        step_s = [
-            (p.last_s - p.first_s) / (p.num_steps - 1)
-            for p in old.values()
-            if p.num_steps > 1
-        ]
+        step_s = [each for p in old.values() for each in p.steps_s]
         begins_s = at_s or old[slowest].last_s
         ends_s = new[slowest].first_s if slowest else last_s
         row = {

@@ -33,6 +33,7 @@ WIDTHS = {2: (192, 96), 23: (1280, 704), 190: (4096, 3072)}
 
 BATCH = 32  # a rank's
 NUM_IMAGES = 4096
+_REST_S = 0.05
 _MEASURED_STEP = 3  # of a view, in which its bandwidth is measured
 
 
@@ -40,12 +41,15 @@ class Notes:
     """What this process has done, and when."""
 
     def __init__(self) -> None:
-        path = Path(os.environ["FOLDER"]) / str(os.getpid())  # noqa: TID251  a rank's own
+        folder = Path(os.environ["FOLDER"])  # noqa: TID251  a rank's own
+        path, self._rest = folder / str(os.getpid()), folder.with_name("rest")
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, *values: float | str) -> None:
-        """Write one line, whole."""
+        """Write one line, whole; then rest, where a new process is to have the cores."""
         os.write(self._fd, f"{json.dumps(values)}\n".encode())
+        if self._rest.exists():
+            time.sleep(_REST_S)
 
     def watch(self, owner: Any, name: str) -> None:  # noqa: ANN401
         """Note when a function of a class or module is called and returns."""
