@@ -46,7 +46,7 @@ class Notes:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, *values: float | str) -> None:
-        """Write one line, whole; then rest, where a new process is to have the cores."""
+        """Write one line, whole; then rest, where a new process is to be quick."""
         os.write(self._fd, f"{json.dumps(values)}\n".encode())
         if self._rest.exists():
             time.sleep(_REST_S)
