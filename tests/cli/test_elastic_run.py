@@ -40,6 +40,11 @@ def test_the_others_go_on_when_a_rank_is_killed(ronde, number):
     lost = f"ronde: rank {number} on {HOST} was killed by SIGKILL; 4 ranks became 3 "
     assert first.startswith(f"{lost}and go on from step ")
     assert second.startswith(f"ronde: a rank joins on {HOST}; 3 ranks became 4 and go ")
+    assert re.fullmatch(
+        "ronde: 2 changes of membership, 3 to 4 ranks: .*s at a standstill, 0 steps "
+        "lost",
+        lines(result)[-1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,6 +183,8 @@ def test_a_host_whose_new_ranks_fail_is_left_out(ronde):
     assert result.returncode == 0, result.stderr
     failed = [line for line in lines(result) if "exit code 5" in line]
     assert failed
+    barred = "gets no new rank for 30s, as 3 processes failed there"
+    assert f"ronde: {HOST} {barred}" in lines(result)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

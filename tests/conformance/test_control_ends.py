@@ -254,7 +254,7 @@ def test_a_thread_that_gloo_does_not_end_is_left_behind():
     """
     store = hosted_store()
     command = [sys.executable, "-c", STUCK]
-    env = dict(os.environ, TORCH_GLOO_LAZY_INIT="1")
+    env = dict(os.environ, TORCH_GLOO_LAZY_INIT="1")  # noqa: TID251
     stopped = subprocess.Popen([*command, "1", str(store.port)], env=env)
     try:
         done = subprocess.run(

@@ -267,6 +267,8 @@ class Environment:
                 self._begin_view(order)
             case policy.FinishAll():
                 assert all(p.step == LAST_STEP for p in self.members)
+            case policy.Barred():
+                assert order.host in self._barred() or not order.seconds
             case policy.Stop():
                 assert order.reason.endswith(".")
             case _:

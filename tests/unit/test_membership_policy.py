@@ -187,6 +187,34 @@ def test_survivors_go_on_at_once_and_the_replacement_takes_the_lost_rank():
     assert pause.reason == view.reason == "a rank joins on a"
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (1, "0 has ended"),
+        (2, "0 has ended and 1 has ended"),
+        (4, "0 has ended, and 3 more were lost"),
+    ],
+)
+@pytest.mark.parametrize("has_settled", [False, True])
+def test_all_who_are_lost_are_said(number: int, reason: str, *, has_settled: bool):
+    env = running(Rules(1, 6), a=6)
+    env.end(0, -9)
+    for other in range(1, number):
+        if has_settled:
+            env.settle(other)
+        env.end(other, -9)
+    env.run(lambda: env.view.view == 1)
+    assert ordered(env, policy.BeginView)[-1].reason == reason
+
+
+def test_a_host_that_is_barred_is_said():
+    env = running(Rules(1, 4), a=4)
+    for number in range(3):
+        assert not ordered(env, policy.Barred)
+        env.end(number, -9)
+    assert ordered(env, policy.Barred) == [policy.Barred("a", 3, 30.0)]
+
+
 def test_who_fails_is_not_waited_for_but_keeps_its_place():
     env = running(Rules(2, 4), a=2, b=2)
     train(env, 3)

@@ -115,11 +115,11 @@ ranks that come and go (hvd.elastic):
   --spares N            further processes that wait to take a lost rank's
                         place (default: 0)
   --failure-domain WHAT
-                        what is left out for a while when a rank fails: its
-                        slot or its host (default: slot; with horovodrun's
-                        options or --nodes A:B host)
-  --cooldown LO,HI      for how long: at first LO, then twice as long each
-                        time, up to HI (default: 30s,1h)
+                        host: a failed rank's whole host is left out at once;
+                        slot: after three failures in ten minutes (default:
+                        slot; with horovodrun's options or --nodes A:B host)
+  --cooldown LO,HI      for how long a host is left out: at first LO, then
+                        twice as long each time, up to HI (default: 30s,1h)
   --elastic-timeout TIME
                         end the job after so long with fewer than --min-ranks
                         (default: 10m)

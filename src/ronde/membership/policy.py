@@ -23,6 +23,29 @@ from enum import Enum, IntEnum, auto
 from math import inf
 from typing import NamedTuple
 
+from ronde.membership.events import (
+    Barred,
+    BeginView,
+    Connect,
+    Dismiss,
+    EndView,
+    Event,
+    FinishAll,
+    HostGone,
+    HostLeaves,
+    HostReady,
+    HostsFound,
+    Kill,
+    MemberDone,
+    MemberLost,
+    MemberSettled,
+    Order,
+    PauseView,
+    Release,
+    StartProcess,
+    Stop,
+    Tick,
+)
 from ronde.membership.view import NEW, NO_VIEW, Place, order_ranks
 from ronde.units import counted
 
@@ -52,142 +75,6 @@ class Rules(NamedTuple):
     formation_s: float = 600.0
     settle_s: float = 30.0  # within which a member must have left a view that ended
     reset_limit: int | None = None  # so many views may follow the first
-
-
-class HostsFound(NamedTuple):
-    """All hosts that may be used, in their order, with their slots; -1 for unknown."""
-
-    slots: Mapping[str, int]
-
-
-class HostReady(NamedTuple):
-    """An agent is there, and ranks can be started."""
-
-    host: str
-    slots: int
-
-
-class HostGone(NamedTuple):
-    """A host did not get ready, or was lost with all that ran there."""
-
-    host: str
-    reason: str  # in half a sentence: ``node1 was lost: no message from it for 5 s``
-
-
-class HostLeaves(NamedTuple):
-    """A host is to be left at the next step boundary."""
-
-    host: str
-    reason: str
-
-
-class MemberSettled(NamedTuple):
-    """See ``view.Settled``."""
-
-    number: int
-    step: int
-    reason: str = ""
-
-
-class MemberDone(NamedTuple):
-    """A member has applied the last step."""
-
-    number: int
-    step: int
-
-
-class MemberLost(NamedTuple):
-    """A process has ended, or is about to."""
-
-    number: int
-    exit_code: int  # as ``subprocess`` has it
-    reason: str  # in half a sentence: ``rank 2 on node1 was killed by SIGKILL``
-    has_ended: bool = True  # else it is lost, but its place is not free yet
-
-
-class Tick(NamedTuple):
-    """It is time to look at the clock: see ``Membership.due_s``."""
-
-
-HostEvent = HostsFound | HostReady | HostGone | HostLeaves
-MemberEvent = MemberSettled | MemberDone | MemberLost
-Event = HostEvent | MemberEvent | Tick
-
-
-class Connect(NamedTuple):
-    """Bring an agent to a host."""
-
-    host: str
-
-
-class Release(NamedTuple):
-    """A host has no process any more and is not used for now."""
-
-    host: str
-
-
-class StartProcess(NamedTuple):
-    """Start a process."""
-
-    place: Place
-
-
-class Kill(NamedTuple):
-    """End a process now; nothing but its place waits for its ``MemberLost``."""
-
-    number: int
-    reason: str
-    is_hung: bool = False  # where it is may be shown before
-
-
-class EndView(NamedTuple):
-    """Have these members break off."""
-
-    numbers: tuple[int, ...]
-    reason: str
-
-
-class PauseView(NamedTuple):
-    """Have these members settle after a common step."""
-
-    numbers: tuple[int, ...]
-    reason: str
-
-
-class BeginView(NamedTuple):
-    """Have the members of a view connect, in the order of their ranks."""
-
-    view: int
-    members: tuple[Place, ...]
-    gone: tuple[int, ...]  # members of the view before
-    new: tuple[Place, ...]  # not in the view before
-    source: int
-    step: int
-    is_equal: bool
-    reason: str
-
-
-class Dismiss(NamedTuple):
-    """Have a member that has settled end with 0."""
-
-    number: int
-    reason: str
-
-
-class FinishAll(NamedTuple):
-    """All have applied the last step; end who is not in the view."""
-
-
-class Stop(NamedTuple):
-    """The job cannot go on."""
-
-    reason: str  # a sentence
-    is_too_few: bool = False  # ranks, for too long
-
-
-ProcessOrder = Connect | Release | StartProcess | Kill
-ViewOrder = EndView | PauseView | BeginView | Dismiss | FinishAll
-Order = ProcessOrder | ViewOrder | Stop
 
 
 class ViewPhase(Enum):
@@ -251,8 +138,8 @@ class _Roster:
         self._unwanted: set[int] = set()  # members of the view whose places are left
         self._hosts: dict[str, _Host] = {}
         self._next_number = 0
-        self._reason = "the job starts"
-        self._is_symptom = False  # the reason is what another's loss has brought about
+        self._reasons = ["the job starts"]  # why the view ended, or is to
+        self._is_symptom = False  # that is what another's loss has brought about
         self._best_step = NEW
         self._num_idle = 0
         self._is_failure = False  # the view ended by one of the program
@@ -349,13 +236,20 @@ class _Roster:
         for number in killed:
             self._orders.append(Kill(number, reason, number in hung))
             self._ending[number] = replace(self._members[number], since_s=inf)
-        states = {self._drop(number).state for number in (*lost, *killed)}
-        if not states & {_State.ACTIVE, _State.DONE}:
-            return
+        dropped = [self._drop(number) for number in (*lost, *killed)]
         if self.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING):
-            self._end_view(reason, now_s)
-        elif self._is_symptom:
-            self._reason, self._is_symptom = reason, False
+            if any(m.state in (_State.ACTIVE, _State.DONE) for m in dropped):
+                self._end_view(reason, now_s)
+        elif any(m.is_in_view for m in dropped):
+            known = [] if self._is_symptom else self._reasons
+            self._reasons, self._is_symptom = [*known, reason], False
+
+    @property
+    def _reason(self) -> str:
+        first, *others = self._reasons
+        if len(others) > 1:
+            return f"{first}, and {len(others)} more were lost"
+        return " and ".join(self._reasons)
 
     def _take_early_end(self, event: MemberLost, now_s: float) -> None:
         """Follow a process that has ended by itself before the first view."""
@@ -403,7 +297,9 @@ class _Roster:
             if is_by_host:
                 others += self._members_on(name)
             if is_by_host or len(host.failures_s) >= _FAILURES:
+                num_failures = len(host.failures_s)
                 self._bar(host, now_s)
+                self._orders.append(Barred(name, num_failures, host.cooldown_s))
         return sorted(set(others).difference(numbers))
 
     def _bar(self, host: _Host, now_s: float) -> None:
@@ -413,7 +309,8 @@ class _Roster:
         host.failures_s = []
 
     def _end_view(self, reason: str, now_s: float) -> None:
-        self.phase, self._reason, self._is_symptom = ViewPhase.FORMING, reason, False
+        self.phase, self._is_symptom = ViewPhase.FORMING, False
+        self._reasons = [reason]
         self._forming_since_s, self._is_closing = now_s, False
         self._is_planned = False
         members = self._members
@@ -717,7 +614,7 @@ class Membership(_Roster):
         if not reason and self._starting_hosts(now_s):
             reason = f"ranks start on {', '.join(self._starting_hosts(now_s))}"
         if reason:
-            self.phase, self._reason = ViewPhase.PAUSING, reason
+            self.phase, self._reasons = ViewPhase.PAUSING, [reason]
             self._orders.append(PauseView(tuple(present), reason))
 
     def _fill(self, now_s: float) -> None:

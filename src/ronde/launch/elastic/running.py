@@ -24,7 +24,9 @@ from ronde.launch.job import JobPlan
 from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.running import Running, RunningRank
 from ronde.membership import policy, view
+from ronde.membership.events import ProcessOrder
 from ronde.membership.policy import Membership, Rules, ViewPhase
+from ronde.units import format_duration
 
 _STOPPED_S = 1.5  # a process that stands still for so long is lost
 _NEVER = float("inf")
@@ -275,10 +277,10 @@ class ElasticRunning(Running):
             case _:
                 self._staff(order)
 
-    def _staff(
-        self, order: policy.Connect | policy.Release | policy.StartProcess | policy.Kill
-    ) -> None:
+    def _staff(self, order: ProcessOrder) -> None:
         match order:
+            case policy.Barred():
+                self._loop.output.notice(describe_bar(order))
             case policy.Connect():
                 self._hosts.connect(order.host)
             case policy.Release():
@@ -321,17 +323,7 @@ class ElasticRunning(Running):
         self._asked = frozenset()
         # Whoever still waits there is not of this view.
         self._loop.store.clear()
-        whole = view.ViewBegins(
-            view=order.view,
-            key=secrets.token_hex(16),
-            base=view.NO_VIEW,
-            gone=(),
-            new=order.members,
-            source=order.source,
-            step=order.step,
-            is_equal=order.is_equal,
-            reason=order.reason,
-        )
+        whole = begins_of(order)
         new = {place.number for place in order.new}
         kept = [p.number for p in order.members if p.number not in new]
         if kept:
@@ -387,6 +379,8 @@ class ElasticRunning(Running):
 
     def _judge(self) -> JobResult:
         self._discovery.close()
+        if line := self._log.summary():
+            self._loop.output.notice(line)
         for number in self._survived:
             self._ranks.pop(number, None)
         self._lost = [h for h in self._lost if not self._survived >= {*h.ranks}]
@@ -394,6 +388,30 @@ class ElasticRunning(Running):
         if self._is_too_few and self._interrupted_by is None:
             raise HostError(self._reason)
         return replace(result, views=tuple(self._log.records))
+
+
+def begins_of(order: policy.BeginView) -> view.ViewBegins:
+    """Return what those are told who know nothing of the view before."""
+    return view.ViewBegins(
+        view=order.view,
+        key=secrets.token_hex(16),
+        base=view.NO_VIEW,
+        gone=(),
+        new=order.members,
+        source=order.source,
+        step=order.step,
+        is_equal=order.is_equal,
+        reason=order.reason,
+    )
+
+
+def describe_bar(order: policy.Barred) -> str:
+    """Return why a host has a rest, in one line."""
+    failed = (
+        "a process" if order.num_failures == 1 else f"{order.num_failures} processes"
+    )
+    rest = format_duration(order.seconds)
+    return f"{order.host} gets no new rank for {rest}, as {failed} failed there"
 
 
 def describe_end(exited: messages.Exited) -> str:

@@ -35,6 +35,18 @@ class ViewLog:
         """Note that so many steps are applied."""
         self._best_step = max(self._best_step, step)
 
+    def summary(self) -> str:
+        """Return one line about all changes; nothing where there was none."""
+        first, *changes = self.records or (None,)
+        if first is None or not changes:
+            return ""
+        sizes = [record.size for record in self.records]
+        took = format_duration(sum(record.took_s for record in changes))
+        lost = counted(sum(record.steps_lost for record in changes), "step")
+        ranks = f"{min(sizes)} to {counted(max(sizes), 'rank')}"
+        times = counted(len(changes), "change")
+        return f"{times} of membership, {ranks}: {took} at a standstill, {lost} lost"
+
     def enter(self, number: int, step: int) -> str:
         """Note that a member runs; return how the job goes on once all do."""
         order = self._order
