@@ -237,15 +237,17 @@ class Communicator:
         prescale: float = 1.0,
         postscale: float = 1.0,
         out: Tensor | None = None,
+        splits: Sequence[int] | None = None,
     ) -> Work[Tensor]:
         """Reduce over all ranks and keep this rank's rows of dimension 0.
 
         Args:
             tensor: At least one dimension, equal shape on all ranks; it is left as it
-                was. When ``size`` does not divide dimension 0, the first ranks take
-                one row more.
+                was.
             op: As in ``all_reduce``, like ``prescale`` and ``postscale``.
             out: It may be this rank's rows of ``tensor``.
+            splits: Rows for each rank, all of them, equal on all ranks; None splits
+                evenly, where the first ranks take one row more if need be.
         """
         engine = self._only or self._routes.of("reduce_scatter", tensor, is_sized=True)
         place = tensor.is_cpu or tensor.device.type
@@ -253,6 +255,8 @@ class Communicator:
         reduction = self._known.get(key) or self._plan(key, tensor)
         _require_dimensions(tensor)
         num_rows = rows(tensor.shape[0], self.size)
+        if splits is not None:
+            num_rows = _require_splits(tensor, splits, self.size)
         if out is not None:
             _require_out(out, tensor, num_rows[self.rank])
         result = _result(tensor, num_rows[self.rank], out)

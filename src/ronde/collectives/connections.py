@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 
 from ronde.collectives.choice import Choice, EngineTable, find_table
 from ronde.collectives.communicator import Communicator, Routes
-from ronde.collectives.engine import Engine, ReduceOp
+from ronde.collectives.engine import Engine, ErrorContext, ReduceOp
 from ronde.collectives.engines.solo import SoloEngine
 from ronde.collectives.objects import broadcast_json, exchange_hosts
 from ronde.collectives.rendezvous import meet
@@ -21,11 +21,12 @@ from ronde.collectives.scope import AbortScope
 from ronde.collectives.store import clone_of
 from ronde.errors import UsageError
 from ronde.plain_values import from_plain
-from ronde.world import RankInfo
+from ronde.world import Launcher, RankInfo
 from ronde.world.environment import read_cache_directory
 
 DEFAULT_TIMEOUT_S = 1800.0  # rank 0 may evaluate or save meanwhile
 _MEETING_TIMEOUT_S = 300.0
+_AUTO = "auto"
 _logger = logging.getLogger("ronde")
 
 
@@ -75,6 +76,35 @@ def connect(
         CollectiveError: Not all ranks came in time, or the port is in use.
     """
     return _connect(*_config(info, timeout_s, engine, algorithm))
+
+
+def connect_at(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    engine: str = _AUTO,
+    algorithm: str = "",
+) -> Communicator:
+    """Connect ranks that have a store, empty under the keys used here; collective.
+
+    The other arguments, and what is raised, are those of ``connect``.
+    """
+    from ronde.collectives.engines.shared_memory.shared_state import through_store
+
+    hosts = [""]
+    if size > 1:
+        limit_s = min(timeout_s, _MEETING_TIMEOUT_S)
+        with ErrorContext("meeting", rank, size, limit_s).guard():
+            own = socket.gethostname().encode()
+            exchange = through_store(PrefixStore("hosts", store), rank, size, limit_s)
+            hosts = [host.decode() for host in exchange(own)]
+    here = [other for other in range(size) if hosts[other] == hosts[rank]]
+    local_rank = here.index(rank)
+    info = RankInfo(Launcher.PLAIN, rank, size, local_rank, len(here))
+    name, config = _config(info, timeout_s, engine, algorithm)
+    return _connect(name, replace(config, store=store))
 
 
 class Connections:
@@ -274,7 +304,6 @@ def two_levels(config: EngineConfig, host: str) -> Engine:
     return engine(world, Communicator(local), cross, groups)
 
 
-_AUTO = "auto"
 ENGINES: Mapping[str, Callable[[EngineConfig], Engine]] = MappingProxyType(
     {
         "shared_memory": _shared_memory,

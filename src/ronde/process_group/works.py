@@ -1,0 +1,166 @@
+"""Works and futures of the backend: see Note [How torch takes a group in Python]."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed as dist
+from torch.autograd.variable import Variable
+
+from ronde.collectives import Work
+from ronde.errors import CollectiveError, PeerLostError, fresh
+
+_LOOK_EVERY_S = 0.05
+_torch: Any = torch
+_current_node: Callable[[], object] = _torch._C._current_autograd_node  # noqa: SLF001  its only name
+
+
+class BackendError(CollectiveError, dist.DistBackendError):
+    """A call of the backend failed; torch's own scripts catch it, too."""
+
+
+class BackendPeerLostError(PeerLostError, BackendError):
+    """It failed because another rank is gone."""
+
+
+def as_backend_error(error: CollectiveError) -> CollectiveError:
+    """Return the same for those who expect torch's errors."""
+    kind = BackendPeerLostError if isinstance(error, PeerLostError) else BackendError
+    return kind(*error.args)
+
+
+class Drain:
+    """Completes a group's works in order, when backward ends or at once."""
+
+    def __init__(self) -> None:
+        self._queue: deque[GroupWork] = deque()
+        self._is_running = False
+
+    def add(self, work: "GroupWork") -> None:
+        """Have a work's future completed."""
+        # Without a node, backward itself is over and calls what was left to its end.
+        if _current_node() is None or self._is_running:
+            work.resolve()
+            return
+        if not self._queue:
+            variable: Any = Variable
+            variable._execution_engine.queue_callback(self.run)  # noqa: SLF001
+        self._queue.append(work)
+
+    def run(self) -> None:
+        """Complete all; a failure is in the future of what failed."""
+        self._is_running = True
+        try:
+            while self._queue:
+                self._queue.popleft().resolve()
+        finally:
+            self._is_running = False
+
+
+class GroupWork(dist.Work):
+    """One call of the backend, or several, under way."""
+
+    def __init__(
+        self,
+        drain: Drain,
+        works: Sequence[Work[Any]],
+        finish: Callable[[], list[Tensor]],
+        limit_s: float,
+        abort: Callable[[], None],
+    ) -> None:
+        """``finish`` is called when the works are over; its result is the future's.
+
+        If they are not over ``limit_s`` after a wait began, ``abort`` is called.
+        """
+        super().__init__()
+        self.source = -1  # whose message this was
+        self._drain, self._works, self._finish = drain, works, finish
+        self._limit_s, self._abort = limit_s, abort
+        self._is_over = False
+        self._tensors: list[Tensor] = []
+        self._failure: Exception | None = None
+        self._future: Any = None
+        self._base: Any = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait, at most for ``timeout``, else for that of the call."""
+        self._complete(timeout.total_seconds() or self._limit_s)
+        return True
+
+    def get_future(self) -> Any:  # noqa: ANN401  torch's stubs give it no type
+        if self._future is None:
+            if torch.cuda.is_initialized():
+                # That orders streams, and waits for nothing else.
+                with suppress(Exception):
+                    self._complete(self._limit_s)
+            devices: Any = [t.device for t in self._tensors if t.is_cuda]
+            self._base = torch.futures.Future(devices=devices or None)
+            self._future = self._base.then(self._taken)
+            self._drain.add(self)
+        return self._future
+
+    def resolve(self) -> None:
+        """Complete the future, which raises what failed."""
+        with suppress(Exception):
+            self._complete(self._limit_s)
+        self._base.set_result(None)
+
+    def _taken(self, _: object) -> list[Tensor]:
+        # C++ would crash on a future that was given an exception.
+        if self._failure is not None:
+            raise fresh(self._failure)
+        return self._tensors
+
+    def _complete(self, limit_s: float) -> None:
+        if not self._is_over:
+            try:
+                self._await(time.monotonic() + limit_s, limit_s)
+                self._tensors = self._finish()
+            except CollectiveError as error:
+                self._failure = as_backend_error(error)
+                self._failure.__cause__ = error
+            except Exception as error:  # noqa: BLE001  raised by every wait
+                self._failure = error
+            self._is_over, self._works = True, ()
+            self._finish = list
+        if self._failure is not None:
+            raise fresh(self._failure)
+
+    def _await(self, until_s: float, limit_s: float) -> None:
+        def look() -> float | None:
+            left_s = until_s - time.monotonic()
+            return min(left_s, _LOOK_EVERY_S) if left_s > 0 else None
+
+        for work in self._works:
+            if not (work.is_done() or work.wait_watched(look)):
+                self._abort()
+                raise CollectiveError(
+                    f"the call must complete within its timeout of {limit_s:g} s, but "
+                    "there was no answer. See which rank hangs or makes other calls."
+                )
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return self._is_over or all(work.is_done() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._failure is None
+
+    def exception(self) -> Exception | None:
+        return self._failure
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
