@@ -1,17 +1,59 @@
-"""What ``import torch`` calls of ronde: it must never raise, and import nothing."""
+"""What ``import torch`` calls of ronde: it never raises, and imports nothing but torch.
+
+torch ends with an error where this does, in every program of the environment.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+_REPLACE = "RONDE_REPLACE_GLOO"  # set by ``ronde run --replace-gloo``
 
 
 def register() -> None:
-    """Have ``init_process_group("ronde")`` work without an import."""
-    from torch import distributed
+    """Have ``init_process_group("ronde")`` work without an import; see above."""
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001  see above
+        import warnings
 
-    if distributed.is_available() and not hasattr(distributed.Backend, "RONDE"):
-        distributed.Backend.register_backend(
-            "ronde", _make, extended_api=True, devices=["cpu", "cuda"]
-        )
+        warnings.warn(f"ronde is no backend of torch here: {error}", stacklevel=2)
 
 
-def _make(given: object, options: object) -> object:
+def _register() -> None:
+    from torch import distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, "RONDE"):
+        return
+    devices = ["cpu", "cuda"]
+    dist.Backend.register_backend("ronde", _make, extended_api=True, devices=devices)
+    if os.environ.get(_REPLACE) == "1" and dist.is_gloo_available():  # noqa: TID251  it reads no more
+        from torch.distributed import distributed_c10d
+
+        stand_in = _Replaced("ProcessGroupGloo", (), {})
+        distributed_c10d.ProcessGroupGloo = stand_in  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _make(given: Any, options: object) -> object:  # noqa: ANN401  torch's, without a type
     from ronde.process_group.creation import make
 
-    return make(given, options)  # pyright: ignore[reportArgumentType]
+    return make(given, options)
+
+
+class _Replaced(type):
+    """The type of what stands where torch makes groups of Gloo and asks for them."""
+
+    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> object:  # noqa: ANN401  torch's
+        from ronde.process_group.creation import make_for_gloo
+
+        return make_for_gloo(store, rank, size, timeout)
+
+    def __instancecheck__(cls, group: object) -> bool:
+        from torch.distributed import ProcessGroupGloo
+
+        return isinstance(group, ProcessGroupGloo) or hasattr(group, "is_for_gloo")
+
+    def __getattr__(cls, name: str) -> Any:  # noqa: ANN401  of Gloo's
+        from torch.distributed import ProcessGroupGloo
+
+        return getattr(ProcessGroupGloo, name)

@@ -363,6 +363,13 @@ class Communicator:
         work = engine.recv(values, source, tag)
         return work.then(partial(put_back, values, tensor))
 
+    def find_sender(self, tensor: Tensor, tag: int = 0) -> int | None:
+        """Return a rank that has sent what ``recv`` would take into ``tensor``.
+
+        None if nobody has yet. Only where all ranks share memory.
+        """
+        return self._routes.of_pair(tensor).find_sender(tag)
+
     def barrier(self) -> Work[None]:
         """Complete when every rank has called it."""
         return self._engine.barrier().giving(None)

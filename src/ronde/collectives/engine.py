@@ -24,7 +24,7 @@ from ronde.collectives.shapes import (
     disagreement,
     do_fit,
 )
-from ronde.errors import CollectiveError, PeerLostError, fresh
+from ronde.errors import CollectiveError, PeerLostError, UsageError, fresh
 
 _NO_SCOPE = AbortScope()
 _SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] .*?\. |^\[[^]]*\] ")
@@ -267,6 +267,13 @@ class Engine(ABC):
     @abstractmethod
     def recv(self, data: Tensor, source: int, tag: int) -> Work[Any]:
         """Receive as many elements of the same dtype from another rank."""
+
+    def find_sender(self, _tag: int) -> int | None:
+        """Return a rank whose message with this tag has come and is not asked for."""
+        raise UsageError(
+            f"source must be a rank with engine {self.name}, got any. Name the rank, "
+            "or use engine shared_memory."
+        )
 
     @abstractmethod
     def barrier(self) -> Work[Any]:

@@ -1,13 +1,14 @@
 """How torch makes a group, and how it learns of the backend."""
 
 import weakref
-from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from ronde.collectives.connections import connect_at
 from ronde.errors import CollectiveError, UsageError
@@ -15,8 +16,6 @@ from ronde.process_group.group import RondeProcessGroup
 from ronde.process_group.works import as_backend_error
 
 BACKEND = "ronde"
-_made: Counter[str] = Counter()
-"""How often this process has made a group of each name: see ``_make``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +42,38 @@ def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  tor
             f"{type(options).__name__}. Leave it out, or give one, such as "
             "Options(engine='gloo')."
         )
-    # Under torchrun a store outlives the groups: one made again must not find its keys.
-    number = _made[given.group_id]
-    _made[given.group_id] += 1
-    store = PrefixStore(f"ronde{number}", given.store)
-    asked = options or Options()
+    place = given.group_rank, given.group_size
+    return _make(given.store, *place, given.timeout, options or Options())
+
+
+def make_for_gloo(
+    store: Store, rank: int, size: int, timeout: timedelta
+) -> RondeProcessGroup:
+    """Make one in the place of Gloo's."""
+    group = _make(store, rank, size, timeout, Options())
+    group.is_for_gloo = True
+    group.options = SimpleNamespace()  # torch writes into it
+    return group
+
+
+def _make(
+    store: Store, rank: int, size: int, timeout: timedelta, options: Options
+) -> RondeProcessGroup:
     try:
+        # A store may outlive its groups, and one that is made again must not find the
+        # keys of the one before.
+        number = store.add(f"ronde/{rank}", 1)
         with torch.no_grad():
             communicator = connect_at(
-                store,
-                given.group_rank,
-                given.group_size,
-                timeout_s=given.timeout.total_seconds(),
-                engine=asked.engine,
-                algorithm=asked.algorithm,
+                PrefixStore(f"ronde{number}", store),
+                rank,
+                size,
+                timeout_s=timeout.total_seconds(),
+                engine=options.engine,
+                algorithm=options.algorithm,
             )
     except CollectiveError as error:
         raise as_backend_error(error) from error
-    group = RondeProcessGroup(communicator, given.group_id, given.timeout)
+    group = RondeProcessGroup(communicator, timeout)
     weakref.finalize(group, communicator.close)  # also when Python ends
     return group

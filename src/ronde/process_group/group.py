@@ -1,5 +1,6 @@
 """The process group: torch's calls, each by calls of a communicator."""
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,7 @@ from ronde.process_group.tensor_lists import (
 )
 from ronde.process_group.works import Drain, GroupWork, as_backend_error
 
+_PROBE_EVERY_S = 0.0005
 Options = Any  # those of torch's calls have no common type
 Works = Sequence[Work[Any]]
 _ProcessGroup: Any = dist.ProcessGroup  # its stub has other names for parameters
@@ -50,14 +52,12 @@ class RondeProcessGroup(_ProcessGroup):
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
-    def __init__(
-        self, communicator: Communicator, name: str, timeout: timedelta
-    ) -> None:
+    def __init__(self, communicator: Communicator, timeout: timedelta) -> None:
         """Take over a communicator."""
         super().__init__(communicator.rank, communicator.size)
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
-        self._name = self._desc = name
+        self._name = self._desc = ""  # torch gives them afterwards
         self._timeout_s = timeout.total_seconds()
         self._drain = Drain()
         self._coalesced: list[GroupWork] | None = None
@@ -426,6 +426,26 @@ class RondeProcessGroup(_ProcessGroup):
         work.source = source
         return work
 
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
+        """Receive from whoever sends; nothing is received before ``wait()``."""
+        tensor = only(tensors, "tensors").detach()
+
+        def finish() -> list[Tensor]:
+            until_s = time.monotonic() + self._timeout_s
+            while (source := self._communicator.find_sender(tensor, tag)) is None:
+                if time.monotonic() > until_s:
+                    raise CollectiveError(
+                        "recv must complete within its timeout of "
+                        f"{self._timeout_s:g} s, but no rank has sent anything."
+                    )
+                time.sleep(_PROBE_EVERY_S)
+            self._communicator.recv(tensor, source, tag).wait()
+            work.source = source
+            return list(tensors)
+
+        work = GroupWork(self._drain, None, finish, self._timeout_s, self.abort)
+        return work
+
     # All together
 
     def barrier(self, opts: Options = None) -> GroupWork:
@@ -443,7 +463,8 @@ class RondeProcessGroup(_ProcessGroup):
         def finish() -> list[Tensor]:
             return [tensor for work in works for tensor in work.result()]
 
-        return GroupWork(self._drain, (), finish, self._timeout_s, self.abort)
+        own = [each for work in works for each in work.works or ()]
+        return GroupWork(self._drain, own, finish, self._timeout_s, self.abort)
 
     def _start(
         self,

@@ -67,18 +67,19 @@ class GroupWork(dist.Work):
     def __init__(
         self,
         drain: Drain,
-        works: Sequence[Work[Any]],
+        works: Sequence[Work[Any]] | None,
         finish: Callable[[], list[Tensor]],
         limit_s: float,
         abort: Callable[[], None],
     ) -> None:
         """``finish`` is called when the works are over; its result is the future's.
 
+        Without ``works`` it does all.
         If they are not over ``limit_s`` after a wait began, ``abort`` is called.
         """
         super().__init__()
         self.source = -1  # whose message this was
-        self._drain, self._works, self._finish = drain, works, finish
+        self.works, self._drain, self._finish = works, drain, finish
         self._limit_s, self._abort = limit_s, abort
         self._is_over = False
         self._tensors: list[Tensor] = []
@@ -125,7 +126,7 @@ class GroupWork(dist.Work):
                 self._failure.__cause__ = error
             except Exception as error:  # noqa: BLE001  raised by every wait
                 self._failure = error
-            self._is_over, self._works = True, ()
+            self._is_over, self.works = True, ()
             self._finish = list
         if self._failure is not None:
             raise fresh(self._failure)
@@ -135,7 +136,7 @@ class GroupWork(dist.Work):
             left_s = until_s - time.monotonic()
             return min(left_s, _LOOK_EVERY_S) if left_s > 0 else None
 
-        for work in self._works:
+        for work in self.works or ():
             if not (work.is_done() or work.wait_watched(look)):
                 self._abort()
                 raise CollectiveError(
@@ -145,7 +146,7 @@ class GroupWork(dist.Work):
             work.wait()
 
     def is_completed(self) -> bool:
-        return self._is_over or all(work.is_done() for work in self._works)
+        return self.works is not None and all(work.is_done() for work in self.works)
 
     def is_success(self) -> bool:
         return self.is_completed() and self._failure is None

@@ -137,6 +137,10 @@ class SharedMemoryEngine(Engine):
     def recv(self, data: Tensor, source: int, tag: int) -> Work[None]:
         return self._messages.recv(data, source, tag)
 
+    def find_sender(self, tag: int) -> int | None:
+        self._progress.require_usable()
+        return self._messages.find_sender(tag)
+
     def barrier(self) -> Work[None]:
         return self._progress.submit("barrier", phases.barrier(self._state))
 

@@ -209,10 +209,16 @@ class ReceiveQueue(Channel):
                 return
         self._waiting.append(receiving)
 
-    def advance(self) -> None:
+    def offers(self, tag: int) -> bool:
+        """Say whether a message has come that nobody waits for; reads all that came."""
+        self.advance(reads_all=True)
+        is_awaited = any(each.header.tag == tag for each in self._waiting)
+        return not is_awaited and any(header.tag == tag for header, _ in self._kept)
+
+    def advance(self, *, reads_all: bool = False) -> None:
         """Read pieces as long as somebody waits for a message and some are there."""
         self._waiting = [each for each in self._waiting if not each.is_over]
-        while self._waiting and self.num_sent() != self.num_taken():
+        while (self._waiting or reads_all) and self.num_sent() != self.num_taken():
             header = self._header
             if header is None:
                 header = self._header = self.header()
@@ -262,10 +268,22 @@ class PointToPoint:
         return sending
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Receiving:
+        queue = self._receive_queue(source)
+        receiving = Receiving(self._progress, queue, tensor, tag)
+        self._progress.deliver(receiving)
+        return receiving
+
+    def find_sender(self, tag: int) -> int | None:
+        """Return a rank that has sent a message which nobody waits for yet."""
+        with self._progress.lock:
+            others = [
+                r for r in range(len(self._memory.blocks)) if r != self._progress.rank
+            ]
+            return next((r for r in others if self._receive_queue(r).offers(tag)), None)
+
+    def _receive_queue(self, source: int) -> ReceiveQueue:
         queue = self._receive_queues.get(source)
         if queue is None:
             queue = ReceiveQueue(self._memory, source, self._progress.rank)
             self._receive_queues[source] = queue
-        receiving = Receiving(self._progress, queue, tensor, tag)
-        self._progress.deliver(receiving)
-        return receiving
+        return queue
