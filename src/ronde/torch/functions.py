@@ -1,6 +1,7 @@
 """Give every rank the same parameters, optimizer state and objects."""
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -53,26 +54,47 @@ def broadcast_optimizer_state(
     zeros afterwards where there was no state, but for sparse embeddings of ``model``.
     ``UsageError`` for LBFGS, and for state besides tensors, numbers and text.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("cannot broadcast torch.optim.LBFGS state")
-    require_whole(p for group in optimizer.param_groups for p in group["params"])
-    if not optimizer.state:
-        _make_gradients(optimizer, model)
-    is_root = rank() == root_rank
-    tensors: list[Tensor] = []
+    state = OptimizerState(optimizer, model)
     carrier = _Carrier("", global_process_set)
-    plain = broadcast_json(
-        carrier, lambda: _to_plain(optimizer.state_dict(), tensors), root_rank
-    )
-    own: list[Tensor] = []
-    state = None
-    if not is_root and _to_plain(optimizer.state_dict(), own) == plain:
-        tensors = own  # alike but for what tensors hold: they are filled in place
-    elif not is_root:
-        state = _from_plain(plain, tensors)
-    broadcast_parameters(tensors, root_rank)
-    if state is not None:
-        optimizer.load_state_dict(state)
+    plain = broadcast_json(carrier, lambda: state.plain, root_rank)
+    if rank() != root_rank:
+        state.expect(plain)
+    broadcast_parameters(state.tensors, root_rank)
+    state.load()
+
+
+class OptimizerState:
+    """An optimizer's state, as what JSON can carry and the tensors beside that."""
+
+    def __init__(
+        self, optimizer: Optimizer, model: torch.nn.Module | None = None
+    ) -> None:
+        """Read it: see ``broadcast_optimizer_state``."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("cannot broadcast torch.optim.LBFGS state")
+        require_whole(p for group in optimizer.param_groups for p in group["params"])
+        if not optimizer.state:
+            _make_gradients(optimizer, model)
+        self.tensors: list[Tensor] = []  # once ``plain`` is read
+        self._optimizer = optimizer
+        self._received: Any = None
+
+    @cached_property
+    def plain(self) -> Any:  # noqa: ANN401  JSON's
+        """The state; UsageError where it is more than tensors, numbers and text."""
+        return _to_plain(self._optimizer.state_dict(), self.tensors)
+
+    def expect(self, plain: Any) -> None:  # noqa: ANN401  JSON's
+        """Have ``tensors`` be what another rank's are to be received in."""
+        # Where they are alike but for what tensors hold, these are filled in place.
+        if plain != self.plain:
+            self.tensors = []
+            self._received = _from_plain(plain, self.tensors)
+
+    def load(self) -> None:
+        """Give the optimizer what was received."""
+        if self._received is not None:
+            self._optimizer.load_state_dict(self._received)
 
 
 @outside_compiler

@@ -30,8 +30,8 @@ from ronde.torch.elastic.checkpoint import Checkpoints
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
 from ronde.torch.elastic.weights import GradientWeights
 from ronde.torch.functions import (
+    OptimizerState,
     broadcast_object,
-    broadcast_optimizer_state,
     broadcast_parameters,
 )
 from ronde.torch.lifetime import reform, shorten
@@ -313,7 +313,12 @@ class Loop:
 
     def _broadcast(self, root: int, newest: int) -> None:
         own = _describe(self._model, self._optimizers)
-        theirs = broadcast_object(own, root)
+        optimizers = [OptimizerState(each, self._model) for each in self._optimizers]
+        sent = None
+        if rank() == root:
+            sent = own, [each.plain for each in optimizers], self._small_state()
+        # All at once: each exchange takes milliseconds.
+        theirs, plain, small = broadcast_object(sent, root)
         _require_same(own, theirs)
         member, kept = self._member, None
         # Half of another's state is none, unless it is the same. Those that are a step
@@ -322,22 +327,20 @@ class Loop:
             kept = None if member.step == NEW else deepcopy(self._state_dict())
             member.step = NEW
         try:
-            self._receive(root)
+            if rank() != root:
+                for state, each in zip(optimizers, plain, strict=True):
+                    state.expect(each)
+            named = list(_named_tensors(self._model, optimizers))
+            broadcast_parameters(named, root)
+            for state in optimizers:
+                state.load()
+            if rank() != root:
+                self._load_small_state(small)
         except CollectiveError:
             if member is not None and kept is not None:
                 self._load_state_dict(kept)
                 member.step = self._num_applied
             raise
-
-    def _receive(self, root: int) -> None:
-        is_root = rank() == root
-        broadcast_parameters(self._model.state_dict(), root)
-        for each in self._optimizers:
-            broadcast_optimizer_state(each, root, self._model)
-        mine = self._small_state() if is_root else None
-        small = broadcast_object(mine, root)
-        if not is_root:
-            self._load_small_state(small)
 
     def _small_state(self) -> dict[str, Any]:
         return {
@@ -407,6 +410,17 @@ def _write_generators(states: list[Tensor]) -> None:
         torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
+
+
+def _named_tensors(
+    model: nn.Module, optimizers: Sequence[OptimizerState]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            yield f"model.{name}", value
+    for index, state in enumerate(optimizers):
+        for number, tensor in enumerate(state.tensors):
+            yield f"optimizer{index}.{number}", tensor
 
 
 def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
