@@ -40,7 +40,7 @@ from ronde.collectives.arithmetic import (
 )
 from ronde.collectives.choice import CLASS_LIMITS_BYTES
 from ronde.collectives.engine import CPU, Engine, Plan, ReduceOp, Reduction, Work
-from ronde.collectives.shapes import Layout, LayoutSummary, require_out_rows, rows
+from ronde.collectives.shapes import CallLayout, LayoutSummary, require_out_rows, rows
 from ronde.errors import UsageError
 
 # Names the engine for a collective, the bytes of the tensor where all ranks have as
@@ -212,7 +212,7 @@ class Communicator:
             if out is not None:
                 _require_out(out, tensor)
         except UsageError:
-            engine.refuse(Layout("all_gather", tensor.dtype, is_refused=True))
+            engine.refuse(CallLayout("all_gather", tensor.dtype, is_refused=True))
             raise
         data, results = tensor, list[Tensor]()
         if out is not None and tensor.ndim:
@@ -224,7 +224,7 @@ class Communicator:
             results.append(_result(tensor, num_rows, out))
             return as_bytes(results[0])
 
-        layout = Layout.of("all_gather", tensor, out)
+        layout = CallLayout.of("all_gather", tensor, out)
         sent = as_bytes(data if _is_vector(data) else dense(data))
         work = engine.gather_rows(layout, sent, _row_bytes(tensor), place)
         return work.then(results.pop)
@@ -331,7 +331,7 @@ class Communicator:
             if out is not None:
                 _require_out(out, tensor)
         except UsageError:
-            engine.refuse(Layout(call, tensor.dtype, is_refused=True))
+            engine.refuse(CallLayout(call, tensor.dtype, is_refused=True))
             raise
         results: list[tuple[Tensor, list[int]]] = []
 
@@ -342,7 +342,7 @@ class Communicator:
             results.append((result, [row[self.rank] for row in plan]))
             return as_bytes(result)
 
-        layout = Layout.of(call, tensor, out)
+        layout = CallLayout.of(call, tensor, out)
         data = as_bytes(dense(_unaliased(tensor[: sum(sent)], out)))
         work = engine.exchange_rows(layout, data, sent, _row_bytes(tensor), place)
         return work.then(results.pop)

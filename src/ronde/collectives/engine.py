@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ronde.collectives.scope import AbortScope
 from ronde.collectives.shapes import (
-    Layout,
+    CallLayout,
     LayoutSummary,
     as_rows,
     disagreement,
@@ -298,13 +298,13 @@ class Engine(ABC):
 
     # An engine that sends shapes and data at once overrides these three.
 
-    def refuse(self, layout: Layout) -> None:
+    def refuse(self, layout: CallLayout) -> None:
         """Inform the others, who wait for it, that this rank's arguments are wrong."""
         with suppress(CollectiveError):
             self.exchange_shapes(layout)
 
     def gather_rows(
-        self, layout: Layout, data: Tensor, row_bytes: int, place: PlaceRows
+        self, layout: CallLayout, data: Tensor, row_bytes: int, place: PlaceRows
     ) -> Work[Any]:
         """Gather rows, given as bytes, of which every rank may have another number."""
         summaries = self.exchange_shapes(layout)
@@ -316,7 +316,7 @@ class Engine(ABC):
 
     def exchange_rows(
         self,
-        layout: Layout,
+        layout: CallLayout,
         data: Tensor,
         splits: Sequence[int],
         row_bytes: int,
@@ -332,12 +332,12 @@ class Engine(ABC):
             return Work(None)
         return self.all_to_all(data, result, sizes)
 
-    def exchange_shapes(self, own: Layout) -> list[LayoutSummary]:
+    def exchange_shapes(self, own: CallLayout) -> list[LayoutSummary]:
         """Return what every rank was called for, which fits together; blocks."""
         numbers = torch.tensor(own.summarize(), device="cpu")
         gathered = as_rows(self.gather_numbers(numbers, own.call))
         summaries = [LayoutSummary(*each) for each in gathered]
         if not do_fit(summaries):
             layouts = self.gather_numbers(own.encode(), own.call)
-            raise disagreement([Layout.decode(row) for row in layouts])
+            raise disagreement([CallLayout.decode(row) for row in layouts])
         return summaries

@@ -28,7 +28,7 @@ class LayoutSummary(NamedTuple):
     out_rows: int  # rows of the place that the caller gave for the result; -1 for none
 
 
-class Layout(NamedTuple):
+class CallLayout(NamedTuple):
     """One rank's part of a call whose sizes the others must know."""
 
     call: str
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     is_refused: bool = False  # its own arguments are wrong: it takes no part
 
     @classmethod
-    def of(cls, call: str, tensor: Tensor, out: Tensor | None) -> "Layout":
+    def of(cls, call: str, tensor: Tensor, out: Tensor | None) -> "CallLayout":
         out_rows = _NO_ROWS if out is None else out.shape[0]
         return cls(call, tensor.dtype, tensor.shape, out_rows)
 
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
         return torch.frombuffer(padded, dtype=torch.int64)
 
     @classmethod
-    def decode(cls, encoded: Tensor) -> "Layout":
+    def decode(cls, encoded: Tensor) -> "CallLayout":
         call, dtype, shape, *rest = json.loads(encoded.numpy().tobytes())
         return cls(call, dtype, tuple(shape), *rest)
 
@@ -72,7 +72,7 @@ def do_fit(layouts: Sequence[LayoutSummary]) -> bool:
     return True
 
 
-def disagreement(layouts: Sequence[Layout]) -> CollectiveError:
+def disagreement(layouts: Sequence[CallLayout]) -> CollectiveError:
     """Return what is wrong with layouts that do not fit, alike on every rank."""
     refused = [r for r, layout in enumerate(layouts) if layout.is_refused]
     if refused:

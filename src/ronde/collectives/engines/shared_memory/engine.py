@@ -34,7 +34,7 @@ from ronde.collectives.engines.shared_memory.shared_state import (
     through_store,
 )
 from ronde.collectives.engines.shared_memory.waiting import Peers
-from ronde.collectives.shapes import Layout
+from ronde.collectives.shapes import CallLayout
 from ronde.collectives.store import scope_of
 
 _PAGE_BYTES = 4096
@@ -102,21 +102,21 @@ class SharedMemoryEngine(Engine):
     def all_gather(
         self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
     ) -> Work[None]:
-        layout = Layout(call, own.dtype, (own.numel(),))
+        layout = CallLayout(call, own.dtype, (own.numel(),))
         return self.gather_rows(layout, own, 1, lambda _: out)
 
-    def refuse(self, layout: Layout) -> None:
+    def refuse(self, layout: CallLayout) -> None:
         self._progress.submit(layout.call, phases.refuse(self._state, layout))
 
     def gather_rows(
-        self, layout: Layout, data: Tensor, row_bytes: int, place: PlaceRows
+        self, layout: CallLayout, data: Tensor, row_bytes: int, place: PlaceRows
     ) -> Work[None]:
         steps = phases.gather_rows(self._state, layout, data, row_bytes, place)
         return self._progress.submit(layout.call, steps)
 
     def exchange_rows(
         self,
-        layout: Layout,
+        layout: CallLayout,
         data: Tensor,
         splits: Sequence[int],
         row_bytes: int,

@@ -17,7 +17,7 @@ from ronde.collectives.engines.shared_memory.shared_state import (
 )
 from ronde.collectives.shapes import (
     LAYOUT_BYTES,
-    Layout,
+    CallLayout,
     LayoutSummary,
     as_rows,
     disagreement,
@@ -62,14 +62,18 @@ def broadcast(state: SharedState, elements: Tensor, root: int) -> Steps[None]:
             piece.copy_(state.staging.views(slot, _BYTE, piece.numel())[root])
 
 
-def refuse(state: SharedState, layout: Layout) -> Steps[None]:
+def refuse(state: SharedState, layout: CallLayout) -> Steps[None]:
     """Inform the others that this rank's arguments are wrong; raises on all ranks."""
     state.staging.take()
     yield from _exchange_layouts(state, layout, 0)
 
 
 def gather_rows(
-    state: SharedState, layout: Layout, data: Tensor, row_bytes: int, place: PlaceRows
+    state: SharedState,
+    layout: CallLayout,
+    data: Tensor,
+    row_bytes: int,
+    place: PlaceRows,
 ) -> Steps[None]:
     """Concatenate every rank's rows; the first of them travel with the shapes."""
     location, slot = _locate(state, data), state.staging.take()
@@ -99,7 +103,7 @@ def gather_rows(
 
 def exchange_rows(
     state: SharedState,
-    layout: Layout,
+    layout: CallLayout,
     data: Tensor,
     splits: Sequence[int],
     row_bytes: int,
@@ -146,7 +150,7 @@ def _send_to_all(
 
 
 def _exchange_layouts(
-    state: SharedState, layout: Layout, location: int
+    state: SharedState, layout: CallLayout, location: int
 ) -> Generator[None, None, tuple[Sequence[LayoutSummary], list[int]]]:
     """Return all ranks' layouts, which fit together, and where their tensors are."""
     turn = state.announce(_EXCHANGE.signature, location, layout.summarize())
@@ -160,7 +164,7 @@ def _exchange_layouts(
         _show(state, slot, layout.encode().view(_BYTE))
         yield
         views = state.staging.views(slot, torch.int64, LAYOUT_BYTES // 8)
-        raise disagreement([Layout.decode(view) for view in views])
+        raise disagreement([CallLayout.decode(view) for view in views])
     return layouts, locations
 
 

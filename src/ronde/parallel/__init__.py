@@ -1,0 +1,1 @@
+"""Layouts of sharded training, and what each costs in memory, bytes and idle time."""

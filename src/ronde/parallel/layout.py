@@ -1,0 +1,142 @@
+"""How the ranks of a job are divided: in the words and the order of torchtitan.
+
+Rank order is row-major: tp is innermost, so that its ranks have numbers in a row and
+``ronde run`` puts them on one host; pp is outermost.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
+
+from ronde.errors import UsageError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first: the order of the dimensions of a mesh."""
+
+_FORM = "Write it as pp=2,dp_shard=4,tp=8; -1 is what is left."
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sizes of the axes; -1, in one place at most, is what is left of the ranks.
+
+    Raises:
+        UsageError: A size is none, or more than one is -1.
+    """
+
+    pp: int = 1  # Pipeline stages.
+    dp_replicate: int = 1  # Copies of the weights.
+    dp_shard: int = 1  # Parts of each copy.
+    cp: int = 1  # Parts of each sequence.
+    tp: int = 1  # Parts of each layer.
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise UsageError(f"{axis} must be at least 1, or -1, got {size}.")
+        if len(self._open) > 1:
+            raise UsageError(
+                f"-1 must stand for one axis, got {' and '.join(self._open)}. Give the "
+                "size of all but one."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Read ``pp=2,dp_shard=4,tp=8``; axes that are not named have size 1."""
+        sizes: dict[str, int] = {}
+        for word in text.split(","):
+            axis, sign, size = (part.strip() for part in word.partition("="))
+            if axis not in AXES:
+                rule = f"must be {', '.join(AXES[:-1])} or {AXES[-1]}"
+                raise UsageError(f"axis {rule}, got {axis!r}. {_FORM}")
+            if axis in sizes:
+                raise UsageError(f"axis must come once, got {axis} twice. {_FORM}")
+            if not sign or not re.fullmatch("-1|0*[1-9][0-9]{0,8}", size, re.ASCII):
+                raise UsageError(
+                    f"{axis} must be a whole number of at least 1, or -1, got {size!r}."
+                    f" {_FORM}"
+                )
+            sizes[axis] = int(size)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        """Return what ``parse`` reads."""
+        parts = [f"{axis}={size}" for axis, size in self.sizes.items() if size != 1]
+        return ",".join(parts) or "dp_shard=1"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(AXES, astuple(self), strict=True))
+
+    @property
+    def _open(self) -> list[str]:
+        return [axis for axis, size in self.sizes.items() if size == -1]
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of all sizes."""
+        if self._open:
+            raise UsageError(
+                f"layout must have no -1, got {self}. Call resolve(world_size) first."
+            )
+        return math.prod(astuple(self))
+
+    def resolve(self, world_size: int) -> "Layout":
+        """Return the layout of that many ranks, without -1.
+
+        Raises:
+            UsageError: The sizes do not fit the number of ranks.
+        """
+        if not self._open:
+            if self.num_ranks != world_size:
+                raise UsageError(
+                    f"{'*'.join(AXES)} must be the number of ranks: "
+                    f"{_product(self.sizes.values())}, got {world_size} ranks. "
+                    f"{self._cure(world_size)}"
+                )
+            return self
+        [axis] = self._open
+        others = {name: size for name, size in self.sizes.items() if name != axis}
+        num_others = math.prod(others.values())
+        if world_size < 1 or world_size % num_others:
+            raise UsageError(
+                f"{'*'.join(others)} must divide the number of ranks, as {axis} is -1: "
+                f"{_product(others.values())}, got {world_size} ranks. Use a multiple "
+                f"of {num_others} ranks, or other sizes."
+            )
+        return replace(self, **{axis: world_size // num_others})
+
+    def _cure(self, world_size: int) -> str:
+        others = self.num_ranks // self.dp_shard
+        if world_size >= others and world_size % others == 0:
+            return f"dp_shard={world_size // others} fits."
+        return f"Use {self.num_ranks} ranks, or other sizes."
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each group along an axis, by their first rank.
+
+        The ranks of a group differ in their coordinate along this axis alone.
+        """
+        size = self.sizes[axis]
+        stride = math.prod(astuple(self)[AXES.index(axis) + 1 :])
+        outer = range(0, self.num_ranks, size * stride)
+        return tuple(
+            tuple(range(first, first + size * stride, stride))
+            for start in outer
+            for first in range(start, start + stride)
+        )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where a rank is along each axis."""
+        if not 0 <= rank < self.num_ranks:
+            raise UsageError(f"rank must be in 0..{self.num_ranks - 1}, got {rank}.")
+        found: dict[str, int] = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in AXES}
+
+
+def _product(sizes: Iterable[int]) -> str:
+    sizes = tuple(sizes)
+    return f"{'*'.join(map(str, sizes))} = {math.prod(sizes)}"
