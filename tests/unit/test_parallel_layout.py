@@ -82,8 +82,9 @@ def test_the_text_has_what_is_not_1() -> None:
             Layout(pp=3, dp_shard=-1, tp=2),
             16,
             (
-                "pp*dp_replicate*cp*tp must divide the number of ranks, as dp_shard is -1: "
-                "3*1*1*2 = 6, got 16 ranks. Use a multiple of 6 ranks, or other sizes."
+                "pp*dp_replicate*cp*tp must divide the number of ranks, as dp_shard is "
+                "-1: 3*1*1*2 = 6, got 16 ranks. Use a multiple of 6 ranks, "
+                "or other sizes."
             ),
         ),
     ],

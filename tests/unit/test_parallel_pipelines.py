@@ -1,0 +1,81 @@
+"""Schedules of pipelines: theory and simulation agree, and have the known figures."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ronde.errors import UsageError
+from ronde.parallel.pipelines import (
+    Pipeline,
+    PipelineAction,
+    ScheduleName,
+    simulate,
+)
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED = ScheduleName
+
+
+# Simulated once with torch's own lists of actions, but for 1F1B.
+@pytest.mark.parametrize(
+    ("num_ranks", "num_microbatches", "idle", "interleaved_idle", "held"),
+    [
+        (2, 4, 0.200, 0.111, (4, 2, 2.5)),
+        (4, 8, 0.273, 0.158, (8, 4, 5.5)),
+        (4, 16, 0.158, 0.086, (16, 4, 5.5)),
+        (8, 32, 0.179, 0.099, (32, 8, 11.5)),
+    ],
+)
+def test_known_figures(
+    num_ranks: int,
+    num_microbatches: int,
+    idle: float,
+    interleaved_idle: float,
+    held: tuple[float, ...],
+) -> None:
+    shares = (idle, idle, interleaved_idle)
+    for name, share, num_held in zip(ScheduleName, shares, held, strict=True):
+        num_chunks = 2 if name is INTERLEAVED else 1
+        run = Pipeline(name, num_ranks, num_microbatches, num_chunks).predict()
+        assert round(run.idle_share, 3) == share
+        assert run.num_held == num_held
+
+
+@given(
+    st.sampled_from(ScheduleName),
+    st.integers(1, 8),
+    st.integers(1, 6),
+    st.integers(1, 4),
+)
+def test_simulation_agrees_with_theory(
+    name: ScheduleName, num_ranks: int, num_rounds: int, num_chunks: int
+) -> None:
+    sizes = (num_rounds,)
+    if name is INTERLEAVED:
+        sizes = (num_ranks * num_rounds, num_chunks)
+    pipeline = Pipeline(name, num_ranks, *sizes)
+    run, theory = simulate(pipeline.actions()), pipeline.predict()
+    assert abs(run.idle_share - theory.idle_share) < 1e-9
+    assert run.num_held == theory.num_held
+    done = [each for own in pipeline.actions() for each in own]
+    num_stages = num_ranks * pipeline.num_chunks
+    assert len(done) == len(set(done)) == 2 * num_stages * pipeline.num_microbatches
+
+
+def test_an_order_that_cannot_be_is_refused() -> None:
+    backward = PipelineAction(is_forward=False, stage=0, microbatch=0)
+    with pytest.raises(UsageError, match="rank 0 waits forever"):
+        simulate([[backward, backward._replace(is_forward=True)]])
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ((GPIPE, 0, 4), r"^num_ranks must be at least 1, got 0"),
+        ((ONE_F_ONE_B, 2, 4, 2), r"^num_chunks must be 1 with 1F1B, got 2\. Take Inte"),
+        ((INTERLEAVED, 4, 6, 2), r"^num_microbatches must be a multiple of num_ranks,"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(
+    pipeline: tuple[ScheduleName, int, int], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Pipeline(*pipeline)
