@@ -1,0 +1,174 @@
+"""Bytes of weights, gradients and optimizer state that a rank holds, by ZeRO's stages.
+
+A rank's parameters are those of its share by pp and tp; units are what FSDP2 gathers
+and reduces as one, in the order of the forward. Activations are not counted.
+
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054) for the model states; for the peaks,
+FSDP2 of torch 2.13 as its FSDPMemTracker sees it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+from typing import NamedTuple
+
+from ronde.errors import UsageError
+from ronde.units import format_size
+
+_FP32_BYTES = 4
+_NUM_LARGEST = 3
+
+
+class Precision(StrEnum):
+    """What weights and gradients are computed in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # With an fp32 master of the weights.
+
+
+class OptimizerKind(StrEnum):
+    """What keeps state; all of it is fp32."""
+
+    ADAM = "Adam"
+    SGD_MOMENTUM = "SGD momentum"
+    SGD = "SGD"
+
+
+_STATE_BYTES = {
+    OptimizerKind.ADAM: 8,
+    OptimizerKind.SGD_MOMENTUM: 4,
+    OptimizerKind.SGD: 0,
+}
+
+
+class MemoryTerm(NamedTuple):
+    """A part of a rank's memory."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What a rank holds at its peak."""
+
+    terms: tuple[MemoryTerm, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(term.size_bytes for term in self.terms)
+
+    def __str__(self) -> str:
+        """Return a table."""
+        rows = [*self.terms, MemoryTerm("total", self.total_bytes)]
+        width = max(len(row.name) for row in rows)
+        lines = [f"{name:<{width}}  {format_size(size):>9}" for name, size in rows]
+        return "\n".join(lines) + "\n"
+
+    def shortage(self, limit_bytes: int) -> str:
+        """Return why it does not fit into a limit, as a sentence; empty if it does."""
+        if self.total_bytes <= limit_bytes:
+            return ""
+        largest = sorted(self.terms, key=lambda term: -term.size_bytes)[:_NUM_LARGEST]
+        names = ", ".join(f"{name} {format_size(size)}" for name, size in largest)
+        return (
+            f"memory of a rank must be at most {format_size(limit_bytes)}, got "
+            f"{format_size(self.total_bytes)}, the largest parts: {names}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How model states are held and divided.
+
+    Raises:
+        UsageError: A number is out of its range.
+    """
+
+    num_ranks: int  # That divide them: dp_shard.
+    zero: int  # 0 divides nothing; 1 optimizer state; 2 gradients, too; 3 all.
+    precision: Precision = Precision.FP32
+    optimizer: OptimizerKind = OptimizerKind.ADAM
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise UsageError(f"num_ranks must be at least 1, got {self.num_ranks}.")
+        if self.zero not in range(4):
+            raise UsageError(f"zero must be 0, 1, 2 or 3, got {self.zero}.")
+
+    @property
+    def _item_bytes(self) -> int:
+        return _FP32_BYTES if self.precision is Precision.FP32 else 2
+
+    def model_states(self, num_params: int) -> RankMemory:
+        """Return ZeRO's own figures: weights, gradients, master and optimizer state."""
+        whole, share = num_params, self._share(num_params)
+        master = 0 if self.precision is Precision.FP32 else _FP32_BYTES
+        held = share if self.zero else whole
+        return _memory(
+            ("weights", self._item_bytes * (share if self.zero > 2 else whole)),
+            ("gradients", self._item_bytes * (share if self.zero > 1 else whole)),
+            ("fp32 weights", master * held),
+            (self.optimizer, _STATE_BYTES[self.optimizer] * held),
+        )
+
+    def peak(self, units: Sequence[int]) -> RankMemory:
+        """Return the peak of a step over units of so many parameters each.
+
+        zero 0 has DDP's buckets (without ``gradient_as_bucket_view``). With zero 2 and
+        3 FSDP2 keeps fp32 shards of weights and gradients beside the unit that it has
+        gathered, and messages on their way, in ``precision``.
+        """
+        if not units or min(units) < 1:
+            raise UsageError("units must be one at least, with parameters each.")
+        states = self.model_states(sum(units))
+        if self.zero == 0:
+            buckets = MemoryTerm("DDP buckets", self._item_bytes * sum(units))
+            return RankMemory((*states.terms, buckets))
+        if self.zero == 1:
+            return states
+        sharded = sum(map(self._share, units))
+        fixed = (
+            ("weights", _FP32_BYTES * sharded),
+            (self.optimizer, _STATE_BYTES[self.optimizer] * sharded),
+        )
+        moments = [self._backward(units, place) for place in range(len(units))]
+        if self.zero == 2:
+            moments += [self._forward(units, place) for place in range(len(units))]
+        peaks = (_memory(*fixed, *moment) for moment in moments)
+        return max(peaks, key=lambda memory: memory.total_bytes)
+
+    def _share(self, num_params: int) -> int:
+        return -(-num_params // self.num_ranks)
+
+    def _forward(self, units: Sequence[int], place: int) -> list[tuple[str, int]]:
+        """Return what is added when a unit was gathered that stays for the backward."""
+        before = units[place - 1] if place else 0
+        gathered = list(accumulate(units))[place]
+        return [
+            ("gathered weights", self._item_bytes * gathered),
+            ("all_gather", self._item_bytes * (units[place] + before)),
+        ]
+
+    def _backward(self, units: Sequence[int], place: int) -> list[tuple[str, int]]:
+        """Return what is added when a unit has its gradients, and those after theirs.
+
+        The gradients of the unit after it are on their way, and with zero 3 the weights
+        of the one before it.
+        """
+        done = units[place + 1 :]
+        before = units[place - 1] if place else 0
+        is_resharded = self.zero > 2
+        gathered = units[place] if is_resharded else sum(units[: place + 1])
+        return [
+            ("gradients", _FP32_BYTES * sum(map(self._share, done))),
+            ("gathered weights", self._item_bytes * gathered),
+            ("all_gather", self._item_bytes * before if is_resharded else 0),
+            ("unit's gradients", self._item_bytes * units[place]),
+            ("reduce_scatter", self._item_bytes * (done[0] if done else 0)),
+        ]
+
+
+def _memory(*terms: tuple[str, int]) -> RankMemory:
+    return RankMemory(tuple(MemoryTerm(*term) for term in terms if term[1]))
