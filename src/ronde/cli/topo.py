@@ -33,6 +33,7 @@ usage: ronde topo [SOURCE ...]            what is connected to what, and how fas
        ronde topo lint [SOURCE ...]       what is wrong with it, and how to fix it
        ronde topo diff A B                what differs between two hosts
        ronde topo place -n RANKS          where ranks should run
+       ronde topo place --mesh AXES       where the groups of a layout are
        ronde topo limit [SOURCE ...]      what collectives can reach on it
        ronde topo log FILE ...            what NCCL's debug log shows
 
@@ -119,11 +120,19 @@ example:
 """
 _PLACE_HELP = f"""\
 usage: ronde topo place -n RANKS [SOURCE ...] [options]
+       ronde topo place --mesh AXES [-n RANKS] [SOURCE ...] [options]
 
-Show which GPU, cores, memory and adapter each rank should have.
+Show which GPU, cores, memory and adapter each rank should have, or where the groups of
+a layout are.
 
 options:
-  -n RANKS        ranks of a host
+  -n RANKS        ranks of a host (default with --mesh: its GPUs)
+  --mesh AXES     sizes such as pp=2,dp_shard=4,tp=8, of pp, dp_replicate,
+                  dp_shard, cp and tp; -1 is what is left. Shows the groups of
+                  each and the slowest link inside. One host stands for as many
+                  like it as are needed
+  --allow {{tp=host}}
+                  let groups of tp span hosts
   --policy POLICY
                   what to do with ranks that cannot be aligned: none,
                   best-effort, restricted, single-numa-node (default:
@@ -421,8 +430,12 @@ def _place(options: argparse.Namespace) -> int:
     from ronde.topology.placement.plan import plan_host
     from ronde.topology.placement.policies import Policy
 
+    if options.mesh is not None:
+        return _place_mesh(options)
     if options.n is None:
         raise UsageError("-n must be given, got none. Type: ronde topo place --help")
+    if options.allow is not None:
+        raise UsageError("--allow must come with --mesh, got it alone. Leave it out.")
     policy, scope = options.policy or Policy.BEST_EFFORT, options.scope or Scope.RANK
     request = AlignmentRequest(
         read_number("-n", options.n, "Type: -n 1", least=1),
@@ -438,6 +451,25 @@ def _place(options: argparse.Namespace) -> int:
         print(json.dumps(to_plain(tuple(plans)), indent=2))
     else:
         print("\n".join(tabulate_plan(plan) for plan in plans), end="")
+    return 0
+
+
+def _place_mesh(options: argparse.Namespace) -> int:
+    from ronde.parallel.layout import Layout
+    from ronde.render.topo_tables import tabulate_mesh
+    from ronde.topology.placement.mesh import plan_mesh
+
+    require_alone(options, "--mesh", "--policy", "--scope")
+    layout = Layout.parse(options.mesh)
+    num = None
+    if options.n is not None:
+        num = read_number("-n", options.n, "Type: -n 1", least=1)
+    is_allowed = options.allow is not None
+    plan = plan_mesh(_load_hosts(options), layout, num, is_tp_across_hosts=is_allowed)
+    if options.json:
+        _print_json("ronde-mesh", {"plan": to_plain(plan)})
+    else:
+        print(tabulate_mesh(plan), end="")
     return 0
 
 

@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 
-from ronde.render.text import WIDTH, align, grouped, list_some, wrap
+from ronde.render.text import (
+    WIDTH,
+    align,
+    format_ranks,
+    grouped,
+    list_some,
+    wrap,
+)
 from ronde.topology.comparison import (
     Difference,
     HostComparison,
@@ -13,8 +20,9 @@ from ronde.topology.cpu_sets import format_list
 from ronde.topology.limits import Bound, Limit, LimitWorld, Rate
 from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
 from ronde.topology.paths.network import Paths
+from ronde.topology.placement.mesh import AxisPlan, MeshPlan
 from ronde.topology.placement.plan import HostPlan, PlannedRank
-from ronde.units import counted
+from ronde.units import counted, list_first
 
 # A list of CPUs in many pieces is as long as it likes; a table is not.
 _MOST_LIST_CHARS = 23
@@ -36,6 +44,7 @@ _MAX_VALUE = 60
 _NAMES = ("bus address", "port")
 _PLAN_HEAD = ("rank", "GPU", "bus", "cores", "CPUs", "memory", "adapter", "aligned")
 _BUS = _PLAN_HEAD.index("bus")
+_MESH_HEAD = ("axis", "groups", "first", "hosts", "GB/s", "slowest link of a group")
 _NONE = "-"
 _LARGE = 10_000
 _NOTHING = "no GPU and no network adapter\n"
@@ -137,6 +146,39 @@ def _plan_row(rank: PlannedRank, *, is_judged: bool) -> tuple[str, ...]:
         ",".join(map(str, rank.memory_nodes)) or _NONE,
         ", ".join(adapters) or _NONE,
         aligned if is_judged else _NONE,
+    )
+
+
+def tabulate_mesh(plan: MeshPlan) -> str:
+    each = f", {plan.ranks_per_host} each" if plan.num_hosts > 1 else ""
+    text = (
+        f"{plan.mesh}: {counted(plan.num_ranks, 'rank')} on "
+        f"{counted(plan.num_hosts, 'host')}{each}\n\n"
+    )
+    rows = [_MESH_HEAD, *map(_mesh_row, plan.axes)]
+    text += align(rows, right=("GB/s",)) if plan.axes else "no groups\n"
+    for axis in plan.axes:
+        doubt = "" if axis.gb_per_s is None else " may be slower"
+        for why in axis.unknown:
+            text += wrap(f"{axis.axis}{doubt}: ", why, indent=2)
+    by_env = grouped((tuple(each.env.items()), each.host) for each in plan.gpus)
+    for env, hosts in by_env.items():
+        on = f" on {list_first(hosts)}" if any(hosts) else ""
+        text += f"\nvariables of all ranks{on}:\n"
+        text += "".join(f"  {name}={value}\n" for name, value in env)
+    return text
+
+
+def _mesh_row(axis: AxisPlan) -> tuple[str, ...]:
+    share = f"1/{axis.num_sharing} of " if axis.num_sharing > 1 else ""
+    return (
+        axis.axis,
+        f"{len(axis.groups)} of {len(axis.groups[0])}",
+        format_ranks(axis.groups[0]),
+        str(axis.num_hosts),
+        _NONE if axis.gb_per_s is None else f"{axis.gb_per_s:.4g}",
+        # The rate behind the name is that of all who share it.
+        share + axis.link.partition(", ")[0] or "unknown",
     )
 
 

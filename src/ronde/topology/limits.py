@@ -549,13 +549,8 @@ def with_network(
     return world.lacking(why)
 
 
-def with_gpus(
-    world: LimitWorld, host: HostTopology, used: Sequence[GpuDevice]
-) -> LimitWorld:
-    """Return a world with the links of its nodes' GPUs, which are like a host's.
-
-    Links to other GPUs of the host do not count; a GPU has direct links of one kind.
-    """
+def direct_links(host: HostTopology, used: Sequence[GpuDevice]) -> list[Link]:
+    """Return the links among GPUs, and to their switches."""
     known, names = {gpu.name for gpu in host.gpus}, {gpu.name for gpu in used}
     links = [
         link._replace(target=link.target if link.target in known else _SWITCHES)
@@ -564,14 +559,32 @@ def with_gpus(
         and link.source in names
         and link.target not in ("", link.source)
     ]
-    links = [link for link in links if link.target in {*names, _SWITCHES}]
-    # GPUs that are joined, over any number of hops.
-    islands = [{name} for name in names]
+    return [link for link in links if link.target in {*names, _SWITCHES}]
+
+
+def find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[str]]:
+    """Return names of GPUs that links join, over any number of hops.
+
+    The switches' name, which is empty, is with those that they join.
+    """
+    islands = [{gpu.name} for gpu in used]
     for link in links:
         ends = {link.source, link.target}
         joined = [island for island in islands if island & ends]
         islands = [island for island in islands if not island & ends]
         islands.append(ends.union(*joined))
+    return islands
+
+
+def with_gpus(
+    world: LimitWorld, host: HostTopology, used: Sequence[GpuDevice]
+) -> LimitWorld:
+    """Return a world with the links of its nodes' GPUs, which are like a host's.
+
+    Links to other GPUs of the host do not count; a GPU has direct links of one kind.
+    """
+    links = direct_links(host, used)
+    islands = find_islands(used, links)
     if len(islands) > 1:
         sizes = sorted(len(island - {_SWITCHES}) for island in islands)
         return _with_pcie(world, host, used, sizes)

@@ -1,7 +1,7 @@
 """A placement on any host with names in it, and what to type to have it by hand."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations, groupby, zip_longest
 from typing import NamedTuple
 
@@ -74,8 +74,7 @@ def plan_host(
     cores, notices = infer_cores(host) if allowed is None else (allowed, ())
     if not cores:
         notices = (*notices, "CPUs are unknown: ranks get none.")
-    gpus, gpu_variables = _order_gpus(host)
-    gpus = _linked_first(host, gpus, request.num_ranks)
+    gpus, gpu_variables = choose_gpus(host, request.num_ranks)
     ports = _training_ports(host)
     # Near a node without CPUs there is no place for a rank.
     bare = {node.number for node in host.numa_nodes if not node.cpus}
@@ -96,10 +95,7 @@ def plan_host(
         pool = f"{len(each.pool)} core{'s' * (len(each.pool) > 1)}"
         notices = (*notices, f"{len(each.ranks)} ranks share {pool}.")
     used = [gpu for each in places for gpu in each.gpus]
-    env = {}
-    if used and gpu_variables:
-        numbers = ",".join(str(gpus[gpu].number) for gpu in used)
-        env = {name: value or numbers for name, value in gpu_variables.items()}
+    env = show_gpus([gpus[gpu] for gpu in used], gpu_variables)
     return HostPlan(
         host.name,
         str(request.policy),
@@ -110,7 +106,23 @@ def plan_host(
     )
 
 
-def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
+def choose_gpus(
+    host: HostTopology, num_ranks: int
+) -> tuple[list[GpuDevice], dict[str, str]]:
+    """Return the GPUs, those of ranks first, and the variables for ``show_gpus``."""
+    gpus, variables = order_gpus(host)
+    return _linked_first(host, gpus, num_ranks), variables
+
+
+def show_gpus(
+    gpus: Sequence[GpuDevice], variables: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables by which programs see these GPUs, in this order."""
+    numbers = ",".join(str(gpu.number) for gpu in gpus)
+    return {name: value or numbers for name, value in variables.items() if gpus}
+
+
+def order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
     """Return the GPUs with the numbers that programs use, and the variables for them.
 
     CUDA counts by bus address when asked to, HIP has no such setting. A variable

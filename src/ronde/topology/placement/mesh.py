@@ -1,0 +1,262 @@
+"""Where the groups of a layout's axes sit, and the slowest link inside of them.
+
+``ronde run`` numbers hosts one after the other, and local rank r has GPU r: ranks in a
+row share a host.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from typing import NamedTuple
+
+from ronde.errors import UsageError
+from ronde.parallel.layout import AXES, Layout
+from ronde.topology.graph import GpuDevice, HostTopology
+from ronde.topology.limits import (
+    KnownRates,
+    LimitWorld,
+    RankLayout,
+    direct_links,
+    find_islands,
+    with_gpus,
+    with_network,
+)
+from ronde.topology.placement.plan import choose_gpus, order_gpus, show_gpus
+
+_MAX_RANKS = 1 << 20
+_ASK_FOR_RATE = "; --link-rate gives it"  # Of another command.
+
+
+class AxisPlan(NamedTuple):
+    """The groups along one axis."""
+
+    axis: str
+    groups: tuple[tuple[int, ...], ...]  # Ranks of each.
+    num_hosts: int  # Of a group; the most where they differ.
+    link: str  # The slowest of known ones in any group; empty if none is known.
+    gb_per_s: float | None  # What a group has of it, in one direction.
+    num_sharing: int  # Groups of this axis that share this link.
+    unknown: tuple[str, ...]  # What may be slower, as clauses.
+
+
+class HostGpus(NamedTuple):
+    """The GPUs of a host in another order than the bus's, or some of them."""
+
+    host: str
+    env: dict[str, str]  # Variables for all its ranks.
+
+
+class MeshPlan(NamedTuple):
+    """Where the ranks of a layout sit."""
+
+    mesh: str  # Without -1.
+    num_ranks: int
+    num_hosts: int
+    ranks_per_host: int
+    axes: tuple[AxisPlan, ...]  # Those of size 2 or more, outermost first.
+    gpus: tuple[HostGpus, ...]
+
+
+class _Link(NamedTuple):
+    name: str
+    gb_per_s: float
+    num_sharing: int = 1
+
+
+def plan_mesh(
+    hosts: Sequence[HostTopology],
+    layout: Layout,
+    ranks_per_host: int | None = None,
+    *,
+    is_tp_across_hosts: bool = False,
+) -> MeshPlan:
+    """Place the ranks of a layout; one host stands for as many like it as are needed.
+
+    Ranks take GPUs by the bus, or along NVLinks and xGMI links where that is faster.
+
+    Raises:
+        UsageError: Sizes do not fit, or tp does not stay on one host.
+    """
+    num = _count_ranks(hosts, ranks_per_host)
+    layout = _fit(layout, len(hosts), num)
+    if not is_tp_across_hosts:
+        _keep_tp_on_hosts(layout, num)
+    chosen = [choose_gpus(host, num)[0][:num] for host in hosts]
+    linked = [_in_a_row(*pair) for pair in zip(hosts, chosen, strict=True)]
+    orders = [(gpus, _plan_axes(layout, hosts, gpus, num)) for gpus in (chosen, linked)]
+    # The bus's order unless the other one is faster, tp counting most.
+    gpus, axes = max(orders, key=lambda each: [a.gb_per_s or 0 for a in each[1][::-1]])
+    return MeshPlan(
+        str(layout),
+        layout.num_ranks,
+        layout.num_ranks // num,
+        num,
+        axes,
+        tuple(
+            HostGpus(host.name, show_gpus(own, variables))
+            for host, own in zip(hosts, gpus, strict=True)
+            for usual, variables in [order_gpus(host)]
+            if own != usual
+        ),
+    )
+
+
+def _plan_axes(
+    layout: Layout,
+    hosts: Sequence[HostTopology],
+    gpus: Sequence[Sequence[GpuDevice]],
+    ranks_per_host: int,
+) -> tuple[AxisPlan, ...]:
+    links = _Links(hosts, gpus, ranks_per_host)
+    axes = (axis for axis in AXES if layout.sizes[axis] > 1)
+    return tuple(_plan_axis(layout, axis, links) for axis in axes)
+
+
+def _count_ranks(hosts: Sequence[HostTopology], given: int | None) -> int:
+    """Return the ranks of each host: as given, or its GPUs."""
+    counts = [len(host.gpus) for host in hosts]
+    if given is None and len({*counts}) > 1:
+        listed = ", ".join(f"{host.name} {len(host.gpus)}" for host in hosts)
+        raise UsageError(
+            f"hosts must have as many GPUs each, got {listed}. Type: -n {min(counts)}"
+        )
+    num = counts[0] if given is None else given
+    if not num:
+        raise UsageError("-n must be given for hosts without GPUs, got none. Give it.")
+    if 0 < min(counts) < num:
+        raise UsageError(
+            f"-n must be at most the GPUs of a host, {min(counts)}, got {num}. "
+            f"Type: -n {min(counts)}"
+        )
+    return num
+
+
+def _fit(layout: Layout, num_hosts: int, ranks_per_host: int) -> Layout:
+    """Return the layout without -1, of ranks that fill whole hosts."""
+    sizes = astuple(layout)
+    if num_hosts > 1 or -1 in sizes:
+        layout = layout.resolve(num_hosts * ranks_per_host)
+    num_ranks = layout.num_ranks
+    if num_ranks > _MAX_RANKS:
+        raise UsageError(f"ranks must be at most {_MAX_RANKS}, got {num_ranks}.")
+    if num_ranks % ranks_per_host:
+        fitting = max(n for n in range(1, ranks_per_host) if num_ranks % n == 0)
+        raise UsageError(
+            f"{'*'.join(AXES)} must be a multiple of the ranks of a host: "
+            f"{'*'.join(map(str, sizes))} = {num_ranks}, got {ranks_per_host} ranks of "
+            f"a host. Type: -n {fitting}, or change a size."
+        )
+    return layout
+
+
+def _keep_tp_on_hosts(layout: Layout, ranks_per_host: int) -> None:
+    # Groups of tp are ranks in a row.
+    if ranks_per_host % layout.tp:
+        raise UsageError(
+            f"tp must divide the ranks of a host, {ranks_per_host}, to stay on it, got "
+            f"tp={layout.tp}. Take tp={math.gcd(ranks_per_host, layout.tp)}, or type: "
+            "--allow tp=host"
+        )
+
+
+def _in_a_row(host: HostTopology, gpus: Sequence[GpuDevice]) -> list[GpuDevice]:
+    """Return GPUs island by island, each behind one that it has direct links with."""
+    links = direct_links(host, gpus)
+    numbers = {
+        name: number
+        for number, island in enumerate(find_islands(gpus, links))
+        for name in island
+    }
+    joined = {frozenset((link.source, link.target)) for link in links}
+
+    def distance(one: GpuDevice, other: GpuDevice) -> int:
+        if frozenset((one.name, other.name)) in joined:
+            return 0
+        return 1 if numbers[one.name] == numbers[other.name] else 2
+
+    row, left = list(gpus[:1]), list(gpus[1:])
+    while left:
+        nearest = min(left, key=lambda gpu: distance(row[-1], gpu))
+        left.remove(nearest)
+        row.append(nearest)
+    return row
+
+
+class _Links:
+    """The links inside of groups of ranks, each looked up once."""
+
+    def __init__(
+        self,
+        hosts: Sequence[HostTopology],
+        gpus: Sequence[Sequence[GpuDevice]],
+        ranks_per_host: int,
+    ) -> None:
+        self._hosts, self._gpus, self._num = hosts, gpus, ranks_per_host
+        self._found: dict[tuple[int, tuple[int, ...]], LimitWorld] = {}
+
+    def split(self, group: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """Return the local ranks of a group, by host."""
+        parts: dict[int, tuple[int, ...]] = {}
+        for rank in group:
+            host, local = divmod(rank, self._num)
+            parts[host] = (*parts.get(host, ()), local)
+        return parts
+
+    def within(self, host: int, local_ranks: tuple[int, ...]) -> LimitWorld:
+        """Return the links among ranks of one host."""
+        key = host % len(self._hosts), local_ranks
+        if key not in self._found:
+            gpus, num = self._gpus[key[0]], len(local_ranks)
+            world = LimitWorld(RankLayout(num, 1, num), has_gpus=bool(gpus))
+            if gpus:
+                used = [gpus[rank] for rank in local_ranks]
+                world = with_gpus(world, self._hosts[key[0]], used)
+            else:
+                world = world.lacking("ronde bench --limit measures memory")
+            self._found[key] = world
+        return self._found[key]
+
+    def network(self, host: int) -> LimitWorld:
+        """Return all network links of a host together."""
+        key = host % len(self._hosts), ()
+        if key not in self._found:
+            world = LimitWorld(RankLayout(2 * self._num, 2, self._num))
+            found = with_network(world, self._hosts[key[0]], KnownRates())
+            unknown = (why.removesuffix(_ASK_FOR_RATE) for why in found.unknown)
+            self._found[key] = found._replace(unknown=tuple(unknown))
+        return self._found[key]
+
+
+def _plan_axis(layout: Layout, axis: str, links: _Links) -> AxisPlan:
+    groups = layout.groups(axis)
+    parts = [links.split(group) for group in groups]
+    slowest = _Link("", math.inf)
+    unknown: dict[str, None] = {}
+    for world, num_sharing in _find_links(parts, links):
+        unknown |= dict.fromkeys(world.unknown)
+        rate = world.islands.way_out if world.islands else world.gpu or world.network
+        if rate is not None and rate.gb_per_s / num_sharing < slowest.gb_per_s:
+            slowest = _Link(rate.link, rate.gb_per_s / num_sharing, num_sharing)
+    return AxisPlan(
+        axis,
+        groups,
+        max(map(len, parts)),
+        slowest.name,
+        slowest.gb_per_s if slowest.name else None,
+        slowest.num_sharing,
+        tuple(unknown),
+    )
+
+
+def _find_links(
+    parts: Sequence[Mapping[int, tuple[int, ...]]], links: _Links
+) -> Iterator[tuple[LimitWorld, int]]:
+    """Yield the links that groups use, and how many groups share them."""
+    for own in parts:
+        for host, local_ranks in own.items():
+            if len(local_ranks) > 1:
+                yield links.within(host, local_ranks), 1
+    leaving = Counter(host for own in parts if len(own) > 1 for host in own)
+    for host, num_groups in leaving.items():
+        yield links.network(host), num_groups
