@@ -115,7 +115,8 @@ def test_a_host_without_gpus(
             ("dp_shard=3,tp=2", OCI_H100),
             (
                 "pp*dp_replicate*dp_shard*cp*tp must be a multiple of the ranks of a "
-                "host: 1*1*3*1*2 = 6, got 8 ranks of a host. Type: -n 6, or change a size."
+                "host: 1*1*3*1*2 = 6, got 8 ranks of a host. Type: -n 6, or "
+                "change a size."
             ),
         ),
         (

@@ -71,7 +71,7 @@ def plan_mesh(
     *,
     is_tp_across_hosts: bool = False,
 ) -> MeshPlan:
-    """Place the ranks of a layout; one host stands for as many like it as are needed.
+    """Place the ranks of a layout; one host stands for as many as are needed.
 
     Ranks take GPUs by the bus, or along NVLinks and xGMI links where that is faster.
 
@@ -119,7 +119,8 @@ def _count_ranks(hosts: Sequence[HostTopology], given: int | None) -> int:
     if given is None and len({*counts}) > 1:
         listed = ", ".join(f"{host.name} {len(host.gpus)}" for host in hosts)
         raise UsageError(
-            f"hosts must have as many GPUs each, got {listed}. Type: -n {min(counts)}"
+            f"hosts must have as many GPUs each, got {listed}. Type: "
+            f"-n {min(counts) or 1}"
         )
     num = counts[0] if given is None else given
     if not num:
@@ -141,7 +142,8 @@ def _fit(layout: Layout, num_hosts: int, ranks_per_host: int) -> Layout:
     if num_ranks > _MAX_RANKS:
         raise UsageError(f"ranks must be at most {_MAX_RANKS}, got {num_ranks}.")
     if num_ranks % ranks_per_host:
-        fitting = max(n for n in range(1, ranks_per_host) if num_ranks % n == 0)
+        most = min(ranks_per_host, num_ranks)
+        fitting = max(n for n in range(1, most + 1) if num_ranks % n == 0)
         raise UsageError(
             f"{'*'.join(AXES)} must be a multiple of the ranks of a host: "
             f"{'*'.join(map(str, sizes))} = {num_ranks}, got {ranks_per_host} ranks of "
