@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
-from ronde.parallel.memory import OptimizerKind, Precision, RankMemory, Sharding
+from ronde.parallel.memory import OptimizerName, Precision, RankMemory, Sharding
 from ronde.parallel.traffic import StepSizes, step_traffic
 
 BF16 = Precision.BF16
@@ -31,7 +31,7 @@ def test_model_states_are_zeros(
 ) -> None:
     states = Sharding(num_ranks, zero, precision).model_states(64_000)
     assert states.total_bytes == whole * 64_000 + divided * 64_000 // num_ranks
-    for optimizer, less in ((OptimizerKind.SGD_MOMENTUM, 4), (OptimizerKind.SGD, 8)):
+    for optimizer, less in ((OptimizerName.SGD_MOMENTUM, 4), (OptimizerName.SGD, 8)):
         other = Sharding(num_ranks, zero, precision, optimizer).model_states(64_000)
         share = 64_000 // (num_ranks if zero else 1)
         assert states.total_bytes - other.total_bytes == less * share

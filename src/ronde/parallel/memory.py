@@ -27,7 +27,7 @@ class Precision(StrEnum):
     BF16 = "bf16"  # With an fp32 master of the weights.
 
 
-class OptimizerKind(StrEnum):
+class OptimizerName(StrEnum):
     """What keeps state; all of it is fp32."""
 
     ADAM = "Adam"
@@ -36,9 +36,9 @@ class OptimizerKind(StrEnum):
 
 
 _STATE_BYTES = {
-    OptimizerKind.ADAM: 8,
-    OptimizerKind.SGD_MOMENTUM: 4,
-    OptimizerKind.SGD: 0,
+    OptimizerName.ADAM: 8,
+    OptimizerName.SGD_MOMENTUM: 4,
+    OptimizerName.SGD: 0,
 }
 
 
@@ -89,7 +89,7 @@ class Sharding:
     num_ranks: int  # That divide them: dp_shard.
     zero: int  # 0 divides nothing; 1 optimizer state; 2 gradients, too; 3 all.
     precision: Precision = Precision.FP32
-    optimizer: OptimizerKind = OptimizerKind.ADAM
+    optimizer: OptimizerName = OptimizerName.ADAM
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
