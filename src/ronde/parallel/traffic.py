@@ -16,7 +16,7 @@ class StepSizes(NamedTuple):
 
 
 def step_traffic(layout: Layout, sizes: StepSizes, zero: int) -> dict[str, float]:
-    """Return the bytes that the busiest rank sends, without latency's share.
+    """Return the bytes that the busiest rank sends along each axis.
 
     Gradients are reduced, and weights gathered once, or twice with zero 3: within
     dp_shard first, then the shards over dp_replicate. A stage in the middle of a
