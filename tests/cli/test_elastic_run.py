@@ -86,8 +86,8 @@ def test_where_a_rank_hangs_is_shown_before_it_is_killed(ronde):
     result = run(ronde, plan, *limit, last_view=2)
     assert result.returncode == 0, result.stderr
     text = result.stderr.decode()
-    reasons = f"rank 1 on {HOST} was killed by SIGKILL and rank 2 on {HOST} hung for 1 s"
-    assert f"ronde: {reasons}; 4 ranks became 2 and go on" in text
+    first, second = f"rank 1 on {HOST} was killed by SIGKILL", f"rank 2 on {HOST} hung"
+    assert f"ronde: {first} and {second} for 1 s; 4 ranks became 2 and go on" in text
     assert f"ronde: rank 2 on {HOST} hung for 1 s; stacks follow" in text
     assert "+-- ronde: where the ranks are, most recent call first" in text
     assert re.search(rf"\| rank 2 on {HOST} \(python\S*, pid \d+\)\n", text)
