@@ -375,19 +375,33 @@ class Communicator:
         return self._engine.barrier().giving(None)
 
     def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device = CPU
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        *,
+        is_populated: bool = True,
     ) -> Tensor:
         """Return zeros in memory where in-place calls are fastest.
 
         Collective: every rank asks for the same. The tensor, of shape ``(numel,)`` and
-        aligned to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``.
+        aligned to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``. Where
+        it is not populated, pages come into being when they are touched, and it is not
+        asked whether they fit.
 
         Raises:
             CollectiveError: There is not enough of that memory; on every rank.
         """
         num_bytes = numel * dtype.itemsize
-        engine = self._routes.engine("all_reduce", num_bytes, device.type)
-        return engine.allocate(numel, dtype, device)
+        engine = self._engine
+        if is_populated:
+            engine = self._routes.engine("all_reduce", num_bytes, device.type)
+        return engine.allocate(numel, dtype, device, is_populated=is_populated)
+
+    @property
+    def has_shared_memory(self) -> bool:
+        """Whether ``allocate`` returns memory that all ranks map."""
+        return self._engine.name == "shared_memory"
 
     def duplicate(self) -> "Communicator":
         """Make another of the same ranks, as MPI_Comm_dup does; collective."""

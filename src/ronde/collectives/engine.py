@@ -291,7 +291,14 @@ class Engine(ABC):
         """Close at once: what is under way fails, here and on the other ranks."""
         self.close()
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_populated: bool = True,  # noqa: ARG002  of an engine that has memory of its own
+    ) -> Tensor:
         """Return zeros in memory where calls are fastest."""
         with torch.inference_mode(mode=False):
             return torch.zeros(numel, dtype=dtype, device=device)

@@ -74,6 +74,6 @@ def _make(
             )
     except CollectiveError as error:
         raise as_backend_error(error) from error
-    group = RondeProcessGroup(communicator, timeout)
+    group = RondeProcessGroup(communicator, store, timeout)
     weakref.finalize(group, communicator.close)  # also when Python ends
     return group

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed as dist
 from torch.autograd import profiler
+from torch.distributed import PrefixStore, Store
 
 from ronde.collectives import Communicator, ReduceOp, Work
+from ronde.collectives.store import clone_of
 from ronde.errors import CollectiveError, UsageError
+from ronde.memory import available_memory
+from ronde.process_group.arena import Arena
+from ronde.process_group.monitored_barrier import MonitoredBarrier
 from ronde.process_group.tensor_lists import (
     as_real,
     flattened,
@@ -29,6 +34,8 @@ from ronde.process_group.tensor_lists import (
 from ronde.process_group.works import Drain, GroupWork, as_backend_error
 
 _PROBE_EVERY_S = 0.0005
+_ARENA_PART = 4  # of what is available
+_ARENA_BITS = 20  # whole MiB
 Options = Any  # those of torch's calls have no common type
 Works = Sequence[Work[Any]]
 _ProcessGroup: Any = dist.ProcessGroup  # its stub has other names for parameters
@@ -52,16 +59,19 @@ class RondeProcessGroup(_ProcessGroup):
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
-    def __init__(self, communicator: Communicator, timeout: timedelta) -> None:
-        """Take over a communicator."""
+    def __init__(
+        self, communicator: Communicator, store: Store, timeout: timedelta
+    ) -> None:
+        """Take over a communicator; the group's store is for a monitored barrier."""
         super().__init__(communicator.rank, communicator.size)
-        self._communicator = communicator
+        self._communicator, self._store = communicator, store
         self._rank, self._size = communicator.rank, communicator.size
         self._name = self._desc = ""  # torch gives them afterwards
         self._timeout_s = timeout.total_seconds()
         self._drain = Drain()
         self._coalesced: list[GroupWork] | None = None
-        self._sequence = 0
+        self._sequence = self._num_monitored = 0
+        self._arena: Arena | None = None
 
     # What it is called
 
@@ -119,6 +129,31 @@ class RondeProcessGroup(_ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
+
+    # Memory
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self._communicator.has_shared_memory
+
+    def allocate_tensor(
+        self, numel: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return a vector in memory that all ranks map; collective the first time.
+
+        Where that is full, in memory of this rank's own.
+        """
+        if self._arena is None:
+            own = available_memory().num_bytes // (_ARENA_PART * self._size)
+            least = torch.tensor([own >> _ARENA_BITS << _ARENA_BITS], device="cpu")
+            num_bytes = int(self._communicator.all_reduce(least, ReduceOp.MIN).wait())
+            whole = self._communicator.allocate(
+                num_bytes, torch.uint8, is_populated=False
+            )
+            self._arena = Arena(whole)
+        found = self._arena.take(numel, dtype)
+        if found is None:
+            found = torch.empty(numel, dtype=dtype, device=device)
+        return found
 
     # Reductions
 
@@ -183,8 +218,7 @@ class RondeProcessGroup(_ProcessGroup):
             total = torch.sparse_coo_tensor(
                 places.t(), values, tensor.shape, device=tensor.device
             )
-            # In place, as torch's other tensors are reduced.
-            tensor.detach().copy_(total.coalesce())
+            tensor.copy_(total.coalesce())
             return [tensor]
 
         return self._start("all_reduce", start, finish, opts)
@@ -453,6 +487,22 @@ class RondeProcessGroup(_ProcessGroup):
             return [self._communicator.barrier()]
 
         return self._start("barrier", start, lambda _: [], opts)
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002  torch's
+    ) -> None:
+        """Wait for all; rank 0 says who does not come, all or the first of them.
+
+        The words are those of Gloo. The group goes on afterwards.
+        """
+        self._num_monitored += 1
+        limit = timeout or timedelta(seconds=self._timeout_s)
+        store = PrefixStore(f"monitored{self._num_monitored}", clone_of(self._store))
+        MonitoredBarrier(store, self._rank, self._size, limit).run(
+            is_complete=wait_all_ranks
+        )
 
     def _start_coalescing(self, _device: torch.device) -> None:
         self._coalesced = []

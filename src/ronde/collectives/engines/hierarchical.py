@@ -68,9 +68,16 @@ class HierarchicalEngine(LaneEngine):
         self._local, self._cross = local, cross
         self._groups = groups
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_populated: bool = True,
+    ) -> Tensor:
         self.require_open()
-        return self._local.allocate(numel, dtype, device)
+        return self._local.allocate(numel, dtype, device, is_populated=is_populated)
 
     def clone(self) -> Self:
         self.require_open()

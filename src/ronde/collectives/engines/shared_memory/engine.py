@@ -144,7 +144,14 @@ class SharedMemoryEngine(Engine):
     def barrier(self) -> Work[None]:
         return self._progress.submit("barrier", phases.barrier(self._state))
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_populated: bool = True,
+    ) -> Tensor:
         """Return zeros that all ranks map."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
@@ -152,7 +159,7 @@ class SharedMemoryEngine(Engine):
         exchange, rank = among(self), self.rank
         with offered(exchange, rank) as offers:
             segments = share_segments(
-                exchange, rank, offers, num_bytes, is_populated=True
+                exchange, rank, offers, num_bytes, is_populated=is_populated
             )
         own = self._state.heap.add(segments, self.rank)
         with torch.inference_mode(mode=False):

@@ -1,0 +1,49 @@
+"""Buffers in memory that all ranks of a machine map: collectives take them in place.
+
+All ranks make the arena once, together. Parts of it each rank takes and gives back by
+itself, so that none waits for another. A part is free when nothing of torch's refers to
+its storage, also no view of it.
+"""
+
+import weakref
+from bisect import insort
+from collections import deque
+
+import torch
+from torch import Tensor
+
+_LINE_BYTES = 64
+
+
+class Arena:
+    """One stretch of memory, and which parts of it are free."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self._bytes = whole.numpy()
+        self._free = [(0, len(self._bytes))]  # start and end, in order, none touching
+        # A finalizer may run in the middle of anything: it only leaves a note.
+        self._gone: deque[tuple[int, int]] = deque()
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a vector of undefined elements; None where there is no room."""
+        while self._gone:
+            self._give_back(*self._gone.popleft())
+        num_bytes = -(-numel * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
+        for index, (start, end) in enumerate(self._free):
+            stop = start + num_bytes
+            if stop > end:
+                continue
+            self._free[index : index + 1] = [(stop, end)] if stop < end else []
+            part = self._bytes[start : start + numel * dtype.itemsize]
+            weakref.finalize(part, self._gone.append, (start, stop)).atexit = False
+            with torch.inference_mode(mode=False):
+                return torch.from_numpy(part).view(dtype)
+        return None
+
+    def _give_back(self, start: int, end: int) -> None:
+        insort(self._free, (start, end))
+        joined: list[tuple[int, int]] = []
+        for first, last in self._free:
+            touches = bool(joined) and joined[-1][1] == first
+            joined.append((joined.pop()[0] if touches else first, last))
+        self._free = joined
