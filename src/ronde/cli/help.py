@@ -89,6 +89,8 @@ start:
   --[no-]horovod-alias  let import horovod find ronde even where Horovod is
                         installed; with --no-, never (default: where Horovod
                         is not installed)
+  --replace-gloo        have ronde move the tensors of groups that
+                        torch.distributed makes with Gloo
   --no-malloc-tuning    let CPU ranks return freed memory to the kernel at
                         once, as C's allocator does by default
 

@@ -270,6 +270,8 @@ def _rank_env(
         env["RONDE_ENGINE"] = require_engine(options.engine, "--engine")
     if options.algorithm:
         env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
+    if options.replace_gloo:
+        env["RONDE_REPLACE_GLOO"] = "1"
     if options.no_malloc_tuning:
         env["RONDE_MALLOC_TUNING"] = "0"
     known = {**environ, **env}

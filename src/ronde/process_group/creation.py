@@ -14,15 +14,16 @@ from ronde.collectives.connections import connect_at
 from ronde.errors import CollectiveError, UsageError
 from ronde.process_group.group import RondeProcessGroup
 from ronde.process_group.works import as_backend_error
+from ronde.world.environment import own_or, read_algorithm, read_engine
 
 BACKEND = "ronde"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``pg_options`` may ask for; as in ``ronde bench``."""
+    """What ``pg_options`` may ask for; empty takes the environment's."""
 
-    engine: str = "auto"
+    engine: str = ""
     algorithm: str = ""
 
 
@@ -63,14 +64,15 @@ def _make(
         # A store may outlive its groups, and one that is made again must not find the
         # keys of the one before.
         number = store.add(f"ronde/{rank}", 1)
+        environ = own_or(None)
         with torch.no_grad():
             communicator = connect_at(
                 PrefixStore(f"ronde{number}", store),
                 rank,
                 size,
                 timeout_s=timeout.total_seconds(),
-                engine=options.engine,
-                algorithm=options.algorithm,
+                engine=options.engine or read_engine(environ),
+                algorithm=options.algorithm or read_algorithm(environ),
             )
     except CollectiveError as error:
         raise as_backend_error(error) from error

@@ -31,6 +31,12 @@ def read_engine(environ: Environ) -> str:
     return require_engine(engine, "RONDE_ENGINE")
 
 
+def read_algorithm(environ: Environ) -> str:
+    """Return the schedule that ``RONDE_ALGORITHM`` names; empty without one."""
+    name = "RONDE_ALGORITHM"
+    return require_algorithm(environ.get(name, ""), name)
+
+
 def require_engine(name: str, source: str, known: tuple[str, ...] = ENGINES) -> str:
     if name not in known:
         raise WorldError(

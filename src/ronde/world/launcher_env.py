@@ -9,7 +9,7 @@ from operator import eq, le, lt
 from typing import NamedTuple
 
 from ronde.errors import WorldError
-from ronde.world.environment import own_or, read_engine, require_algorithm
+from ronde.world.environment import own_or, read_algorithm, read_engine
 
 _PSEUDO_STEPS = range(4294967290, 4294967293)
 """Interactive, batch and extern: shells that Slurm counts as steps, not ``srun``."""
@@ -404,8 +404,7 @@ def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     else:
         rank_info = RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
         stray += meeting if len(meeting) < len(_MEETING) else []
-    engine, name = read_engine(environ), "RONDE_ALGORITHM"
-    algorithm = require_algorithm(environ.get(name, ""), name)
+    engine, algorithm = read_engine(environ), read_algorithm(environ)
     return replace(rank_info, stray=tuple(stray), engine=engine, algorithm=algorithm)
 
 
