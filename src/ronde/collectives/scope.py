@@ -29,7 +29,7 @@ class AbortScope:
         """Begin; ``is_live``: somebody may call ``abort``."""
         self.failure: CollectiveError | None = None
         self.store: object = None  # where all meet; kept: see ``JobStore``
-        self._is_live = is_live
+        self.is_live = is_live
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._methods: list[_Method] = []
@@ -81,7 +81,7 @@ class AbortScope:
 
         Then its result is dropped.
         """
-        if not self._is_live:
+        if not self.is_live:
             return function()
         self.check()
         call = _Call(function, self)

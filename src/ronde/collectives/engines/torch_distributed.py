@@ -74,6 +74,7 @@ Backend = Any
 _UNUSED_TAG = (1 << 31) - 1
 _SHORT, _TILL_SHUT = timedelta(milliseconds=1), timedelta(milliseconds=100)
 _SHORTEST_PAUSE_S = 0.001
+_CONNECT_LIMIT = timedelta(seconds=10)
 _CLOSE_WITHIN_S = 5.0  # for what is under way to end, and for peers to let go
 _ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -416,11 +417,13 @@ class Groups:
     def _make_gloo(self, name: str, use: str) -> None:
         store = PrefixStore(name, self._store)
         gloo: Any = ProcessGroupGloo
-        options: Any = self._timeout
+        # Where it is broken off a thread still waits for ranks that are gone.
+        limit = _CONNECT_LIMIT if self._scope.is_live else self._timeout
+        options: Any = limit
         listening: dict[int, int] = {}
         if self._address:
             options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
-            options._timeout = self._timeout  # noqa: SLF001  likewise
+            options._timeout = limit  # noqa: SLF001  likewise
             with _making:  # another thread's sockets still wait for its ranks
                 before = _listening(self._address)
                 device = gloo.create_device(hostname=self._address)
@@ -429,6 +432,7 @@ class Groups:
             options._devices = [device]  # noqa: SLF001  likewise
         place = self._rank, self._size
         group: Backend = self._scope.run(lambda: gloo(store, *place, options))
+        group._set_default_timeout(self._timeout)  # noqa: SLF001  its name in torch
         self._backends[use] = group
         if self._scope.failure is not None:
             self.abort()
