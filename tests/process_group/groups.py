@@ -1,0 +1,97 @@
+"""Functions called on ranks that have a process group of torch, which is ronde's."""
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from tests.ranks import run_ranks_bare
+from torch import Tensor, distributed as dist
+
+from ronde.process_group import Options
+
+_CLONE_NEWUTS = 0x04000000
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An engine at one size; hierarchical has its ranks on hosts of two names."""
+
+    engine: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.engine}-{self.size}"
+
+
+SETTINGS = [
+    Setting("shared_memory", 2),
+    Setting("shared_memory", 3),
+    Setting("shared_memory", 4),
+    Setting("gloo", 2),
+    Setting("gloo", 3),
+    Setting("scheduled", 3),
+    Setting("hierarchical", 3),
+    Setting("hierarchical", 4),
+]
+SMALL = [Setting("shared_memory", 2), Setting("gloo", 3), Setting("hierarchical", 4)]
+
+
+def run_in_group(
+    setting: Setting,
+    fn: Callable[..., Any],
+    *args: Any,
+    dying: Collection[int] = (),
+    limit_s: float = 40.0,
+    timeout_s: float = 80.0,
+) -> list[Any]:
+    """Call ``fn(*args)`` on the ranks of a group and return the results.
+
+    ``limit_s`` is the group's timeout, ``timeout_s`` that of the test.
+    """
+    return run_ranks_bare(
+        setting.size,
+        _run,
+        fn,
+        args,
+        setting.engine,
+        limit_s,
+        launcher="torchrun",
+        dying=dying,
+        timeout_s=timeout_s,
+    )
+
+
+def _run(
+    info: Any,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    engine: str,
+    limit_s: float,
+) -> Any:
+    if engine == "hierarchical":
+        _live_on_host("ab"[info.rank % 2])
+    dist.init_process_group(
+        "ronde", pg_options=Options(engine), timeout=timedelta(seconds=limit_s)
+    )
+    result = fn(*args)
+    dist.destroy_process_group()
+    return result
+
+
+def _live_on_host(name: str) -> None:
+    """Have this process see a host of its own name, where it may."""
+    if ctypes.CDLL(None).unshare(_CLONE_NEWUTS) == 0:
+        socket.sethostname(f"{name}{os.getppid()}")
+
+
+def on_one_process(values: Any) -> Any:
+    """Return the tensors of a result, or of its lists and mappings, without gradients."""
+    if isinstance(values, Tensor):
+        return values.detach().clone()
+    if isinstance(values, dict):
+        return {name: on_one_process(value) for name, value in values.items()}
+    return [on_one_process(value) for value in values]
