@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from tests.ranks import run_ranks_bare
-from torch import Tensor, distributed as dist
+from torch import distributed as dist
 
 from ronde.process_group import Options
 
@@ -86,12 +86,3 @@ def _live_on_host(name: str) -> None:
     """Have this process see a host of its own name, where it may."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWUTS) == 0:
         socket.sethostname(f"{name}{os.getppid()}")
-
-
-def on_one_process(values: Any) -> Any:
-    """Return the tensors of a result, or of its lists and mappings, without gradients."""
-    if isinstance(values, Tensor):
-        return values.detach().clone()
-    if isinstance(values, dict):
-        return {name: on_one_process(value) for name, value in values.items()}
-    return [on_one_process(value) for value in values]

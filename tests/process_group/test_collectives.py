@@ -54,9 +54,10 @@ def same(result, expected):
     assert torch.equal(result, expected)
 
 
-def both(calls):
-    calls(False)
-    calls(True)
+def both(*calls):
+    for call in calls:
+        call(False)
+        call(True)
 
 
 def reduce_all(is_async):
@@ -156,9 +157,8 @@ def reduce_and_scatter_one(is_async):
     tensor = own((4, size), torch.float64).t()
     output = torch.empty(4, 2, dtype=torch.float64)[:, 0]
     scaled = _make_nccl_premul_sum(0.5)
-    ended(
-        dist.reduce_scatter_tensor(output, tensor, scaled, async_op=is_async), is_async
-    )
+    work = dist.reduce_scatter_tensor(output, tensor, scaled, async_op=is_async)
+    ended(work, is_async)
     every = [each.t()[rank] for each in inputs((4, size), torch.float64)]
     assert_reduced(output, every, Op.SUM, 0.5)
 
@@ -349,23 +349,28 @@ def refuse_wrong_calls():
     assert tensor.item() == size
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
+def test_reductions(setting):
+    run_in_group(
+        setting,
+        both,
         reduce_all,
         reduce_otherwise,
         reduce_to_one,
         reduce_and_scatter,
         reduce_and_scatter_one,
+    )
+
+
+def test_what_copies(setting):
+    run_in_group(
+        setting,
+        both,
         copy_to_all,
         gather_for_all,
         gather_for_all_in_one,
         gather_and_scatter,
         exchange,
-    ],
-)
-def test_as_call_and_asynchronously(setting, calls):
-    run_in_group(setting, both, calls)
+    )
 
 
 @pytest.mark.parametrize(
