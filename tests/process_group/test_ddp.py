@@ -1,0 +1,337 @@
+"""DistributedDataParallel on ronde against one process that has every rank's batch."""
+
+import copy
+
+import pytest
+import torch
+from tests.conformance.samples import error_bound
+from tests.process_group.groups import SMALL, Setting, run_in_group
+from torch import distributed as dist, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from ronde.collectives import ReduceOp
+
+NUM_STEPS = 5
+TINY_MB = 1e-4  # a bucket for every parameter
+SETTINGS = [*SMALL, Setting("shared_memory", 3), Setting("scheduled", 3)]
+pytestmark = pytest.mark.parametrize("setting", SETTINGS, ids=str)
+
+
+class Branches(nn.Module):
+    """Odd layers in float64, of which a step and a rank leave some out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(7, 13)
+        self.branches = nn.ModuleList(nn.Linear(13, 5, bias=False) for _ in range(3))
+        self.last = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor([1.3]))
+        self.double()
+
+    def forward(self, inputs, branch):
+        hidden = torch.tanh(self.branches[branch](torch.tanh(self.first(inputs))))
+        return self.scale * self.last(hidden)
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    rows = torch.randn(4, 10, generator=generator, dtype=torch.float64)
+    return rows[:, :7], rows[:, 7:]
+
+
+def loss_of(model, step, rank, branch=0):
+    inputs, targets = batch(step, rank)
+    return nn.functional.mse_loss(model(inputs, branch), targets)
+
+
+def same_branch(step, rank):
+    return 0
+
+
+def branch_of_step(step, rank):
+    return step % 2
+
+
+def branch_of_rank(step, rank):
+    return rank % 2
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def on_one_process(size, branch=same_branch, make_optimizer=sgd, num_passes=1):
+    """Train with the gradients of all ranks' batches, and return the weights."""
+    model = Branches()
+    optimizer = make_optimizer(model)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for part in range(num_passes):
+            for rank in range(size):
+                turn = num_passes * step + part
+                loss = loss_of(model, turn, rank, branch(step, rank))
+                (loss / size).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def on_ranks(options, branch=same_branch, make_optimizer=sgd, prepare=None):
+    model = DistributedDataParallel(Branches(), **options)
+    if prepare is not None:
+        prepare(model)
+    optimizer = make_optimizer(model)
+    rank = dist.get_rank()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, rank, branch(step, rank)).backward()
+        optimizer.step()
+    return model.module.state_dict()
+
+
+def every(*calls):
+    """Call one after the other in one group."""
+    return [fn(*args) for fn, *args in calls]
+
+
+def assert_equal(states, expected):
+    for state in states:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                state[name], tensor, rtol=1e-12, atol=1e-12, msg=name
+            )
+
+
+OPTIONS = {
+    "plain": {"find_unused_parameters": True},
+    "tiny buckets": {"find_unused_parameters": True, "bucket_cap_mb": TINY_MB},
+    "static graph": {"static_graph": True},
+    "static graph, tiny buckets": {"static_graph": True, "bucket_cap_mb": TINY_MB},
+    "views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+}
+
+
+def test_options(setting):
+    found = run_in_group(setting, every, *((on_ranks, o) for o in OPTIONS.values()))
+    expected = on_one_process(setting.size)
+    for states in found:
+        assert_equal(states, expected)
+
+
+def all_used(options):
+    """Train without parameters that are left out, so that none are looked for."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).double(), **options
+    )
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    for step in range(2):  # buckets are made anew after the first
+        model.zero_grad()
+        inputs, targets = batch(step, rank)
+        nn.functional.mse_loss(model(inputs), targets).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_all_used(setting):
+    options = [{}, {"bucket_cap_mb": TINY_MB}, {"gradient_as_bucket_view": True}]
+    found = run_in_group(setting, every, *((all_used, each) for each in options))
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).double()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    parts = [batch(1, rank) for rank in range(setting.size)]
+    inputs, targets = (torch.cat(each) for each in zip(*parts, strict=True))
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    for gradients in (each for rank in found for each in rank):
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("branch", [branch_of_step, branch_of_rank])
+def test_unused_parameters(setting, branch):
+    options = {"find_unused_parameters": True, "bucket_cap_mb": TINY_MB}
+    found = run_in_group(setting, on_ranks, options, branch)
+    assert_equal(found, on_one_process(setting.size, branch))
+
+
+def without_sync():
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = sgd(model)
+    rank = dist.get_rank()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model, 2 * step, rank).backward()
+        loss_of(model, 2 * step + 1, rank).backward()
+        optimizer.step()
+    return model.module.state_dict()
+
+
+def test_no_sync(setting):
+    found = run_in_group(setting, without_sync)
+    assert_equal(found, on_one_process(setting.size, num_passes=2))
+
+
+def hook_plain(model):
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def hook_power_sgd(model):
+    """Register PowerSGD with so many ranks that nothing is lost."""
+    state = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=13,
+        start_powerSGD_iter=2,
+        min_compression_rate=0,
+        orthogonalization_epsilon=0,
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def hook_low_rank(model):
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def test_hooks(setting):
+    options = {"static_graph": True, "bucket_cap_mb": TINY_MB}
+    hooks = [hook_plain, hook_power_sgd, hook_low_rank]
+    calls = [(on_ranks, options, same_branch, sgd, hook) for hook in hooks]
+    found = run_in_group(setting, every, *calls)
+    expected = on_one_process(setting.size)
+    for plain, power, low in found:
+        assert_equal([plain], expected)
+        for name, tensor in expected.items():  # through two orthogonalizations a step
+            torch.testing.assert_close(power[name], tensor, rtol=1e-9, atol=1e-9)
+        for name, tensor in found[0][2].items():
+            assert torch.equal(low[name], tensor)
+            assert tensor.isfinite().all()
+
+
+def gradients_in_half():
+    model = DistributedDataParallel(
+        Branches().float(), find_unused_parameters=True, bucket_cap_mb=TINY_MB
+    )
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    gradients_of(model, dist.get_rank())
+    return {name: p.grad for name, p in model.module.named_parameters()}
+
+
+def gradients_of(model, rank):
+    inputs, targets = (each.float() for each in batch(0, rank))
+    nn.functional.mse_loss(model(inputs, 0), targets).backward()
+
+
+def test_half_hook(setting):
+    found = run_in_group(setting, gradients_in_half)
+    locals_ = []
+    for rank in range(setting.size):
+        model = Branches().float()
+        gradients_of(model, rank)
+        locals_.append(model)
+    for name in ("first.weight", "branches.0.weight", "last.bias", "scale"):
+        every_grad = [m.get_parameter(name).grad / setting.size for m in locals_]
+        halves = [grad.half() for grad in every_grad]
+        bound = 2 * error_bound(halves, ReduceOp.SUM, 1.0, 1.0)
+        for gradients in found:
+            error = (gradients[name] - sum(every_grad)).abs()
+            assert bool((error <= bound).all()), name
+
+
+class Buffered(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("factor", torch.full((3,), value))
+        self.register_buffer("count", torch.tensor(int(value)))
+
+    def forward(self):
+        return (self.weight * self.factor).sum()
+
+
+def broadcast_buffers():
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Buffered(7.0 + rank))
+    model.module.factor.fill_(3.0 + rank)
+    model.module.count.fill_(5 + rank)
+    model().backward()
+    return model.module.factor, model.module.count, model.module.weight.grad
+
+
+def test_buffers(setting):
+    for factor, count, grad in run_in_group(setting, broadcast_buffers):
+        assert factor.tolist() == [3.0] * 3
+        assert count.item() == 5
+        assert grad.tolist() == [3.0] * 3
+
+
+def join_early():
+    """Train for a step more on every rank than on the one before it."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    optimizer = sgd(model)
+    with Join([model]):
+        for step in range(rank + 1):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+    return model.module.state_dict()
+
+
+def test_join(setting):
+    size = setting.size
+    model = Branches()
+    optimizer = sgd(model)
+    for step in range(size):
+        optimizer.zero_grad()
+        for rank in range(step, size):
+            (loss_of(model, step, rank) / size).backward()
+        optimizer.step()
+    assert_equal(run_in_group(setting, join_early), model.state_dict())
+
+
+def shard_optimizer():
+    # Its package warns when it is imported.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(Branches(), static_graph=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
+    )
+    rank = dist.get_rank()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    state = optimizer.state_dict()["state"] if rank == 0 else {}
+    return model.module.state_dict(), state
+
+
+def test_zero_redundancy_optimizer(setting):
+    found = run_in_group(setting, shard_optimizer)
+    expected = on_one_process(setting.size, make_optimizer=adam)
+    assert_equal([weights for weights, _ in found], expected)
+    assert {len(state) for _, state in found} == {0, len(found[0][1])}
+    assert found[0][1]
+
+
+def copy_model():
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    again = copy.deepcopy(model)
+    loss_of(again, 0, dist.get_rank()).backward()
+    return again.module.first.weight.grad
+
+
+def test_copied_model(setting):
+    first, *others = run_in_group(setting, copy_model)
+    for other in others:
+        assert torch.equal(first, other)
