@@ -161,7 +161,7 @@ def train_mixed():
         single = build().float().to(torch.bfloat16)
         loss_of(single, 0, rank).backward()
         for total, parameter in zip(totals, single.parameters(), strict=True):
-            total += parameter.grad.float()
+            total.add_(parameter.grad)
     for total, parameter in zip(totals, model.parameters(), strict=True):
         gradient = parameter.grad.full_tensor()
         eps = size * torch.finfo(torch.float32).eps

@@ -1,0 +1,422 @@
+"""What ends badly: ranks that die, come late, or make other calls than the rest."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from tests.process_group.groups import Setting, run_in_group
+from tests.ranks import run_ranks_bare
+from tests.resources import least_resources
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ronde.errors import CollectiveError, PeerLostError
+
+SOON_S = 15.0  # on a machine that others use, too
+ENGINES = [
+    Setting("shared_memory", 3),
+    Setting("gloo", 3),
+    Setting("hierarchical", 4),
+]
+on_engines = pytest.mark.parametrize("setting", ENGINES, ids=str)
+
+
+def message_of(call, *args, **kwargs):
+    """Return the first line of the error that a call of the group raises."""
+    try:
+        call(*args, **kwargs)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    raise AssertionError("nothing was raised")
+
+
+# Ranks that die
+
+
+def die_in_backward():
+    """Have rank 1 die in the third backward; return what the others see."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)))
+    seen = []
+
+    def die(_):
+        seen.append(None)
+        if dist.get_rank() == 1 and len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.module[1].weight.register_hook(die)
+    begun_s = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        for _ in range(3):
+            begun_s = time.monotonic()
+            model(torch.ones(2, 9)).sum().backward()
+    taken_s = time.monotonic() - begun_s
+    assert len(seen) == 3
+    with pytest.raises(CollectiveError):
+        dist.all_reduce(torch.ones(1))
+    return str(raised.value), taken_s
+
+
+@on_engines
+def test_rank_killed_in_backward(setting):
+    first, _, *others = run_in_group(setting, die_in_backward, dying=[1])
+    for message, taken_s in (first, *others):
+        assert "PeerLostError" in message, message
+        assert taken_s < SOON_S
+
+
+def die_before_call():
+    """Have rank 1 die before a call that returns nothing before it is over."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as raised:
+        dist.all_reduce(torch.ones(1))
+    assert isinstance(raised.value, dist.DistBackendError)
+    return str(raised.value)
+
+
+@on_engines
+def test_rank_killed_before_call(setting):
+    run_in_group(setting, die_before_call, dying=[1])
+
+
+# Ranks that come late
+
+
+def wait_in_vain(per_call):
+    """Have rank 0 wait shorter than rank 1 takes."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        begun_s = time.monotonic()
+        limit = (timedelta(seconds=0.5),) if per_call else ()
+        with pytest.raises(CollectiveError, match="timeout|0.5 s|1 s"):
+            work.wait(*limit)
+        assert time.monotonic() - begun_s < SOON_S
+        with pytest.raises(CollectiveError):
+            dist.all_reduce(torch.ones(1))
+        store.set("over", "")
+    else:
+        store.wait(["over"], timedelta(seconds=SOON_S * 2))
+
+
+@on_engines
+def test_timeout_of_call(setting):
+    run_in_group(setting, wait_in_vain, True)
+
+
+@on_engines
+def test_timeout_of_group(setting):
+    run_in_group(setting, wait_in_vain, False, limit_s=1.0)
+
+
+def come_late():
+    """A rank may come much later than the others, and after they gave up polling."""
+    store = dist.distributed_c10d._get_default_store()
+    tensor = torch.ones(1)
+    if dist.get_rank() == 0:
+        store.wait(["near"], timedelta(seconds=SOON_S))
+        dist.all_reduce(tensor)
+    else:
+        work = dist.all_reduce(tensor, async_op=True)
+        assert not work.is_completed()
+        store.set("near", "")
+        work.wait()
+    assert tensor.item() == dist.get_world_size()
+
+
+@on_engines
+def test_late_rank(setting):
+    run_in_group(setting, come_late)
+
+
+# Calls that do not fit
+
+
+def other_shape(rank):
+    dist.all_reduce(torch.ones(3 + (rank == 1)))
+
+
+def other_dtype(rank):
+    dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank == 1 else None))
+
+
+def other_op(rank):
+    dist.all_reduce(
+        torch.ones(3), dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM
+    )
+
+
+def other_order(rank):
+    if rank == 1:
+        dist.broadcast(torch.ones(3), 0)
+    else:
+        dist.all_reduce(torch.ones(3))
+
+
+def other_root(rank):
+    dist.broadcast(torch.ones(3), int(rank == 1))
+
+
+def other_buckets(rank):
+    model = DistributedDataParallel(nn.Linear(3, 3 + (rank == 1)))
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def mismatch(call):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    message = message_of(call, rank)
+    for _ in range(2):
+        tensor = torch.full((3,), rank + 1.0)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [size * (size + 1) / 2] * 3
+    return message
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "call", [other_shape, other_dtype, other_op, other_order, other_root]
+)
+def test_mismatch(size, call):
+    messages = run_in_group(Setting("shared_memory", size), mismatch, call)
+    assert len(set(messages)) == 1, messages
+
+
+def test_models_that_differ():
+    """torch itself compares models, by calls that fit; the group goes on."""
+    run_in_group(Setting("shared_memory", 3), mismatch, other_buckets)
+
+
+def fail_in_backward(call):
+    """A call that fails in backward leaves nothing behind for the next."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    inputs = torch.ones(1, 3, requires_grad=True)
+
+    def between(gradient):
+        call(rank)
+        return gradient
+
+    inputs.register_hook(between)
+    message = message_of(model(inputs).sum().backward)
+    again = DistributedDataParallel(nn.Linear(3, 3))
+    again(torch.full((1, 3), rank + 1.0)).sum().backward()
+    expected = torch.full((3, 3), (size + 1) / 2)
+    torch.testing.assert_close(again.module.weight.grad, expected)
+    return message
+
+
+@pytest.mark.parametrize("call", [other_shape, other_order])
+def test_mismatch_in_backward(call):
+    messages = run_in_group(Setting("shared_memory", 3), fail_in_backward, call)
+    assert len(set(messages)) == 1, messages
+
+
+# Beginning and end
+
+
+def begin_again(_):
+    counts = []
+    for turn in range(15):
+        dist.init_process_group("ronde", timeout=timedelta(seconds=40))
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == dist.get_world_size()
+        pair = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            dist.broadcast(tensor, 1, group=pair)
+        dist.destroy_process_group()
+        if turn in (4, 14):
+            counts.append(least_resources())
+    return counts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_fifteen_beginnings(size):
+    for early, late in run_ranks_bare(size, begin_again, launcher="torchrun"):
+        assert late == early
+
+
+def use_after_end():
+    group = dist.distributed_c10d._get_default_group()
+    kept = torch.ones(100)
+    work = dist.all_reduce(kept, async_op=True)
+    work.wait()
+    other = dist.new_group()
+    dist.destroy_process_group(other)
+    with pytest.raises(CollectiveError):
+        other.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(CollectiveError):
+        other.barrier().wait()
+    dist.all_reduce(torch.ones(1))
+    group.shutdown()
+    group.shutdown()
+    with pytest.raises(CollectiveError) as raised:
+        dist.all_reduce(torch.ones(1))
+    with pytest.raises(CollectiveError):
+        dist.broadcast(torch.ones(1), 0)
+    assert work.wait()
+    assert kept.tolist() == [dist.get_world_size()] * 100
+    return str(raised.value)
+
+
+@on_engines
+def test_use_after_end(setting):
+    run_in_group(setting, use_after_end)
+
+
+def use_in_fork():
+    size = dist.get_world_size()
+    dist.all_reduce(torch.ones(1))
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            code = 0 if "process" in str(error) else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size
+    return os.waitstatus_to_exitcode(status)
+
+
+@on_engines
+def test_use_in_fork(setting):
+    assert set(run_in_group(setting, use_in_fork)) == {0}
+
+
+def load_in_workers():
+    rows = torch.utils.data.DataLoader(list(range(20)), num_workers=2, batch_size=5)
+    total = torch.zeros(1)
+    for row in rows:
+        total += row.sum()
+        dist.all_reduce(torch.ones(1))
+    del rows
+    dist.all_reduce(total)
+    return total.item()
+
+
+@on_engines
+def test_data_loader(setting):
+    expected = 190.0 * setting.size
+    assert run_in_group(setting, load_in_workers) == [expected] * setting.size
+
+
+# Programs of their own. They fork their ranks, so that torch is imported once.
+
+RANKS = """
+import os, sys
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+torch.set_num_threads(1)
+import ronde.process_group.creation
+
+def is_rank(size, path):
+    "Return the rank in each rank; in this program, None when all have ended."
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if not child:
+            dist.init_process_group(
+                "ronde", init_method=f"file://{path}", rank=rank, world_size=size,
+                timeout=timedelta(seconds=40),
+            )
+            return rank
+        children.append(child)
+    for child in children:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return None
+"""
+
+EXITS = """
+for turn in range(10):
+    rank = is_rank(2, f"{sys.argv[1]}/{turn}")
+    if rank is None:
+        continue
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50))
+    model(torch.ones(1, 50)).sum().backward()
+    works = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(3)]
+    if turn % 2:  # else they are left under way
+        for work in works:
+            work.wait()
+    break
+"""
+
+CODES = """
+rank = is_rank(2, f"{sys.argv[1]}/store")
+if rank is not None:
+    dist.all_reduce(torch.ones(10))
+    raise SystemExit(3 + rank)
+"""
+
+
+def run_program(source, *args):
+    done = subprocess.run(
+        [sys.executable, "-c", source, *args],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_exits_without_destroy(tmp_path):
+    done = run_program(RANKS + EXITS, str(tmp_path))
+    assert done.stdout.split() == ["0"] * 20, done.stderr
+
+
+def test_exit_code(tmp_path):
+    done = run_program(RANKS + CODES, str(tmp_path))
+    assert done.stdout.split() == ["3", "4"], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+BROKEN = """
+import sys
+sys.modules["ronde.process_group"] = None  # importing it fails from here on
+import torch
+from torch import distributed as dist
+print(torch.ones(2).sum().item())
+options = {"init_method": f"file://{sys.argv[1]}/store", "rank": 0, "world_size": 1}
+try:
+    dist.init_process_group("ronde", **options)
+except ImportError as error:
+    print("refused")
+dist.init_process_group("gloo", **options)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+print("gloo")
+"""
+
+
+def test_broken_ronde(tmp_path):
+    done = run_program(BROKEN, str(tmp_path))
+    assert done.stdout.split() == ["2.0", "refused", "gloo"]
+
+
+def test_without_import(tmp_path):
+    source = """
+import sys
+from torch import distributed as dist
+assert not any(name.startswith("ronde.") for name in set(sys.modules) - {
+    "ronde.torch_entry"})
+path = f"file://{sys.argv[1]}/store"
+dist.init_process_group("ronde", init_method=path, rank=0, world_size=1)
+dist.barrier()
+print(dist.get_backend())
+dist.destroy_process_group()
+"""
+    assert run_program(source, str(tmp_path)).stdout.split() == ["ronde"]
