@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tests.conformance.samples import error_bound
-from tests.process_group.groups import SMALL, Setting, run_in_group
+from tests.process_group.groups import SETTINGS, SMALL, run_in_group
 from torch import distributed as dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -15,8 +15,7 @@ from ronde.collectives import ReduceOp
 
 NUM_STEPS = 5
 TINY_MB = 1e-4  # a bucket for every parameter
-SETTINGS = [*SMALL, Setting("shared_memory", 3), Setting("scheduled", 3)]
-pytestmark = pytest.mark.parametrize("setting", SETTINGS, ids=str)
+on_engines = pytest.mark.parametrize("setting", SMALL, ids=str)
 
 
 class Branches(nn.Module):
@@ -117,6 +116,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_options(setting):
     found = run_in_group(setting, every, *((on_ranks, o) for o in OPTIONS.values()))
     expected = on_one_process(setting.size)
@@ -139,6 +139,7 @@ def all_used(options):
     return [parameter.grad for parameter in model.parameters()]
 
 
+@on_engines
 def test_all_used(setting):
     options = [{}, {"bucket_cap_mb": TINY_MB}, {"gradient_as_bucket_view": True}]
     found = run_in_group(setting, every, *((all_used, each) for each in options))
@@ -153,6 +154,7 @@ def test_all_used(setting):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-13, atol=1e-13)
 
 
+@on_engines
 @pytest.mark.parametrize("branch", [branch_of_step, branch_of_rank])
 def test_unused_parameters(setting, branch):
     options = {"find_unused_parameters": True, "bucket_cap_mb": TINY_MB}
@@ -173,6 +175,7 @@ def without_sync():
     return model.module.state_dict()
 
 
+@on_engines
 def test_no_sync(setting):
     found = run_in_group(setting, without_sync)
     assert_equal(found, on_one_process(setting.size, num_passes=2))
@@ -201,6 +204,7 @@ def hook_low_rank(model):
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
+@on_engines
 def test_hooks(setting):
     options = {"static_graph": True, "bucket_cap_mb": TINY_MB}
     hooks = [hook_plain, hook_power_sgd, hook_low_rank]
@@ -230,6 +234,7 @@ def gradients_of(model, rank):
     nn.functional.mse_loss(model(inputs, 0), targets).backward()
 
 
+@on_engines
 def test_half_hook(setting):
     found = run_in_group(setting, gradients_in_half)
     locals_ = []
@@ -266,6 +271,7 @@ def broadcast_buffers():
     return model.module.factor, model.module.count, model.module.weight.grad
 
 
+@on_engines
 def test_buffers(setting):
     for factor, count, grad in run_in_group(setting, broadcast_buffers):
         assert factor.tolist() == [3.0] * 3
@@ -286,6 +292,7 @@ def join_early():
     return model.module.state_dict()
 
 
+@on_engines
 def test_join(setting):
     size = setting.size
     model = Branches()
@@ -316,6 +323,7 @@ def shard_optimizer():
     return model.module.state_dict(), state
 
 
+@on_engines
 def test_zero_redundancy_optimizer(setting):
     found = run_in_group(setting, shard_optimizer)
     expected = on_one_process(setting.size, make_optimizer=adam)
@@ -331,6 +339,7 @@ def copy_model():
     return again.module.first.weight.grad
 
 
+@on_engines
 def test_copied_model(setting):
     first, *others = run_in_group(setting, copy_model)
     for other in others:

@@ -1,5 +1,6 @@
 """What ends badly: ranks that die, come late, or make other calls than the rest."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -49,13 +50,13 @@ def die_in_backward():
             os.kill(os.getpid(), signal.SIGKILL)
 
     model.module[1].weight.register_hook(die)
+    for _ in range(2):
+        model(torch.ones(2, 9)).sum().backward()
+    loss = model(torch.ones(2, 9)).sum()
     begun_s = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        for _ in range(3):
-            begun_s = time.monotonic()
-            model(torch.ones(2, 9)).sum().backward()
+        loss.backward()
     taken_s = time.monotonic() - begun_s
-    assert len(seen) == 3
     with pytest.raises(CollectiveError):
         dist.all_reduce(torch.ones(1))
     return str(raised.value), taken_s
@@ -94,7 +95,7 @@ def wait_in_vain(per_call):
         work = dist.all_reduce(torch.ones(1), async_op=True)
         begun_s = time.monotonic()
         limit = (timedelta(seconds=0.5),) if per_call else ()
-        with pytest.raises(CollectiveError, match="timeout|0.5 s|1 s"):
+        with pytest.raises(CollectiveError, match="timeout"):
             work.wait(*limit)
         assert time.monotonic() - begun_s < SOON_S
         with pytest.raises(CollectiveError):
@@ -162,11 +163,6 @@ def other_root(rank):
     dist.broadcast(torch.ones(3), int(rank == 1))
 
 
-def other_buckets(rank):
-    model = DistributedDataParallel(nn.Linear(3, 3 + (rank == 1)))
-    model(torch.ones(1, 3)).sum().backward()
-
-
 def mismatch(call):
     rank, size = dist.get_rank(), dist.get_world_size()
     message = message_of(call, rank)
@@ -184,11 +180,6 @@ def mismatch(call):
 def test_mismatch(size, call):
     messages = run_in_group(Setting("shared_memory", size), mismatch, call)
     assert len(set(messages)) == 1, messages
-
-
-def test_models_that_differ():
-    """torch itself compares models, by calls that fit; the group goes on."""
-    run_in_group(Setting("shared_memory", 3), mismatch, other_buckets)
 
 
 def fail_in_backward(call):
@@ -270,30 +261,32 @@ def test_use_after_end(setting):
 
 
 def use_in_fork():
+    """Have a fork make a call; return what it was told."""
     size = dist.get_world_size()
     dist.all_reduce(torch.ones(1))
+    reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        code = 1
         try:
-            dist.all_reduce(torch.ones(1))
-        except RuntimeError as error:
-            code = 0 if "process" in str(error) else 2
+            os.write(writing, message_of(dist.all_reduce, torch.ones(1)).encode())
         finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == size
-    return os.waitstatus_to_exitcode(status)
+    return os.read(reading, 1000).decode()
 
 
 @on_engines
 def test_use_in_fork(setting):
-    assert set(run_in_group(setting, use_in_fork)) == {0}
+    for message in run_in_group(setting, use_in_fork):
+        assert "must be used in the process that made it" in message
 
 
 def load_in_workers():
+    multiprocessing.current_process()._config["daemon"] = False  # it may have children
     rows = torch.utils.data.DataLoader(list(range(20)), num_workers=2, batch_size=5)
     total = torch.zeros(1)
     for row in rows:
@@ -304,10 +297,8 @@ def load_in_workers():
     return total.item()
 
 
-@on_engines
-def test_data_loader(setting):
-    expected = 190.0 * setting.size
-    assert run_in_group(setting, load_in_workers) == [expected] * setting.size
+def test_data_loader():
+    assert run_in_group(Setting("shared_memory", 2), load_in_workers) == [380.0] * 2
 
 
 # Programs of their own. They fork their ranks, so that torch is imported once.
@@ -320,7 +311,7 @@ import torch
 from torch import distributed as dist
 
 torch.set_num_threads(1)
-import ronde.process_group.creation
+import torch._dynamo, ronde.process_group.creation
 
 def is_rank(size, path):
     "Return the rank in each rank; in this program, None when all have ended."

@@ -1,5 +1,6 @@
 """The process group: torch's calls, each by calls of a communicator."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,7 +32,12 @@ from ronde.process_group.tensor_lists import (
     require_ratio,
     require_rows,
 )
-from ronde.process_group.works import Drain, GroupWork, as_backend_error
+from ronde.process_group.works import (
+    BackendError,
+    Drain,
+    GroupWork,
+    as_backend_error,
+)
 
 _PROBE_EVERY_S = 0.0005
 _ARENA_PART = 4  # of what is available
@@ -68,6 +74,7 @@ class RondeProcessGroup(_ProcessGroup):
         self._rank, self._size = communicator.rank, communicator.size
         self._name = self._desc = ""  # torch gives them afterwards
         self._timeout_s = timeout.total_seconds()
+        self._process = os.getpid()
         self._drain = Drain()
         self._coalesced: list[GroupWork] | None = None
         self._sequence = self._num_monitored = 0
@@ -462,6 +469,7 @@ class RondeProcessGroup(_ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
         """Receive from whoever sends; nothing is received before ``wait()``."""
+        self._require_own_process()
         tensor = only(tensors, "tensors").detach()
 
         def finish() -> list[Tensor]:
@@ -524,6 +532,7 @@ class RondeProcessGroup(_ProcessGroup):
         opts: Options = None,
     ) -> GroupWork:
         """Start a call; ``finish`` gets the results of its works."""
+        self._require_own_process()
         self._sequence += 1
         limit_s = opts.timeout.total_seconds() if opts is not None else -1.0
         try:
@@ -542,11 +551,21 @@ class RondeProcessGroup(_ProcessGroup):
             self._coalesced.append(work)
         return work
 
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise BackendError(
+                f"a group must be used in the process that made it, {self._process}, "
+                f"got {os.getpid()}, a fork of it. Call init_process_group after the "
+                "fork."
+            )
+
     def abort(self) -> None:
+        self._require_own_process()
         self._communicator.abort()
 
     def shutdown(self) -> None:
-        self._communicator.close()
+        if os.getpid() == self._process:
+            self._communicator.close()
 
 
 def _read_op(opts: Options) -> tuple[ReduceOp, float, Callable[..., Tensor] | None]:
