@@ -11,7 +11,7 @@ from typing import Any
 from tests.ranks import run_ranks_bare
 from torch import distributed as dist
 
-from ronde.process_group import Options
+from ronde.process_group import GroupOptions
 
 _CLONE_NEWUTS = 0x04000000
 
@@ -75,7 +75,7 @@ def _run(
     if engine == "hierarchical":
         _live_on_host("ab"[info.rank % 2])
     dist.init_process_group(
-        "ronde", pg_options=Options(engine), timeout=timedelta(seconds=limit_s)
+        "ronde", pg_options=GroupOptions(engine), timeout=timedelta(seconds=limit_s)
     )
     result = fn(*args)
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ BACKEND = "ronde"
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GroupOptions:
     """What ``pg_options`` may ask for; empty takes the environment's."""
 
     engine: str = ""
@@ -37,28 +37,28 @@ def register() -> None:
 
 def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  torch's, without a type
     """Make a group of the members; torch calls this on each of them."""
-    if options is not None and not isinstance(options, Options):
+    if options is not None and not isinstance(options, GroupOptions):
         raise UsageError(
-            "pg_options must be a ronde.process_group.Options, got "
+            "pg_options must be a ronde.process_group.GroupOptions, got "
             f"{type(options).__name__}. Leave it out, or give one, such as "
-            "Options(engine='gloo')."
+            "GroupOptions(engine='gloo')."
         )
     place = given.group_rank, given.group_size
-    return _make(given.store, *place, given.timeout, options or Options())
+    return _make(given.store, *place, given.timeout, options or GroupOptions())
 
 
 def make_for_gloo(
     store: Store, rank: int, size: int, timeout: timedelta
 ) -> RondeProcessGroup:
     """Make one in the place of Gloo's."""
-    group = _make(store, rank, size, timeout, Options())
+    group = _make(store, rank, size, timeout, GroupOptions())
     group.is_for_gloo = True
     group.options = SimpleNamespace()  # torch writes into it
     return group
 
 
 def _make(
-    store: Store, rank: int, size: int, timeout: timedelta, options: Options
+    store: Store, rank: int, size: int, timeout: timedelta, options: GroupOptions
 ) -> RondeProcessGroup:
     try:
         # A store may outlive its groups, and one that is made again must not find the

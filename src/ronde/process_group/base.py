@@ -1,0 +1,146 @@
+"""What a group is to torch, and how each of its calls begins."""
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed as dist
+from torch.autograd import profiler
+from torch.distributed import Store
+
+from ronde.collectives import Communicator, Work
+from ronde.errors import CollectiveError
+from ronde.process_group.arena import Arena
+from ronde.process_group.works import (
+    BackendError,
+    Drain,
+    GroupWork,
+    as_backend_error,
+)
+
+Options = Any  # those of torch's calls have no common type
+Works = Sequence[Work[Any]]
+_ProcessGroup: Any = dist.ProcessGroup  # its stub has other names for parameters
+
+
+class GroupBase(_ProcessGroup):
+    """What torch asks of a group besides calls, and how a call is started."""
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __init__(
+        self, communicator: Communicator, store: Store, timeout: timedelta
+    ) -> None:
+        """Take over a communicator; the group's store is for a monitored barrier."""
+        super().__init__(communicator.rank, communicator.size)
+        self._communicator, self._store = communicator, store
+        self._rank, self._size = communicator.rank, communicator.size
+        self._name = self._desc = ""  # torch gives them afterwards
+        self._timeout_s = timeout.total_seconds()
+        self._process = os.getpid()
+        self._drain = Drain()
+        self._coalesced: list[GroupWork] | None = None
+        self._sequence = self._num_monitored = 0
+        self._arena: Arena | None = None
+
+    # What it is called
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(name) for name in names]
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
+        return "ronde"
+
+    name = getBackendName
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._size
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    def _get_backend(self, _device: torch.device) -> "GroupBase":
+        return self
+
+    def _get_backend_name(self) -> str:
+        return "ronde"
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    set_timeout = _set_default_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _start(
+        self,
+        name: str,
+        start: Callable[[], Works],
+        finish: Callable[[list[Any]], list[Tensor]],
+        opts: Options = None,
+    ) -> GroupWork:
+        """Start a call; ``finish`` gets the results of its works."""
+        self._require_own_process()
+        self._sequence += 1
+        limit_s = opts.timeout.total_seconds() if opts is not None else -1.0
+        try:
+            with torch.no_grad(), profiler.record_function(f"ronde:{name}"):
+                works = start()
+        except CollectiveError as error:
+            raise as_backend_error(error) from error
+
+        def end() -> list[Tensor]:
+            with torch.no_grad():
+                return finish([work.wait() for work in works])
+
+        limit_s = limit_s if limit_s > 0 else self._timeout_s
+        work = GroupWork(self._drain, works, end, limit_s, self.abort)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise BackendError(
+                f"a group must be used in the process that made it, {self._process}, "
+                f"got {os.getpid()}, a fork of it. Call init_process_group after the "
+                "fork."
+            )
+
+    def abort(self) -> None:
+        self._require_own_process()
+        self._communicator.abort()
+
+    def shutdown(self) -> None:
+        if os.getpid() == self._process:
+            self._communicator.close()

@@ -1,0 +1,203 @@
+"""Calls that reduce."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import ReduceOp, Work
+from ronde.errors import UsageError
+from ronde.process_group.base import GroupBase, Options, Works
+from ronde.process_group.tensor_lists import (
+    as_real,
+    flattened,
+    joined,
+    only,
+    place_of,
+    put,
+    put_apart,
+    require_count,
+    require_dtype,
+    require_ratio,
+)
+from ronde.process_group.works import (
+    GroupWork,
+)
+
+_OPS = {
+    "SUM": ReduceOp.SUM,
+    "AVG": ReduceOp.AVERAGE,
+    "MIN": ReduceOp.MIN,
+    "MAX": ReduceOp.MAX,
+    "PRODUCT": ReduceOp.PRODUCT,
+    "PREMUL_SUM": ReduceOp.SUM,
+}
+_BITWISE = {
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+class Reductions(GroupBase):
+    """All of torch's."""
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
+        if isinstance(tensors, Tensor):
+            tensors = [tensors]
+        op, factor, bitwise = _read_op(opts)
+        if only(tensors, "tensors").is_sparse:
+            return self._reduce_sparse(tensors[0], op, opts)
+        if bitwise is not None:
+            return self._reduce_bits(tensors[0], bitwise, opts)
+
+        def start() -> Works:
+            data = as_real(tensors[0], op)
+            return [self._communicator.all_reduce(data, op, prescale=factor)]
+
+        return self._start("all_reduce", start, lambda _: list(tensors), opts)
+
+    def allreduce_coalesced(
+        self, tensors: Sequence[Tensor], opts: Options = None
+    ) -> GroupWork:
+        op, factor, _ = _read_op(opts)
+        joint: list[Tensor] = []
+
+        def start() -> Works:
+            require_dtype(tensors, tensors[0], "tensors")
+            joint.append(joined([as_real(tensor, op) for tensor in tensors]))
+            return [self._communicator.all_reduce(joint[0], op, prescale=factor)]
+
+        def finish(_: list[Any]) -> list[Tensor]:
+            put_apart(joint[0], [as_real(tensor, op) for tensor in tensors])
+            return list(tensors)
+
+        return self._start("all_reduce", start, finish, opts)
+
+    def _reduce_bits(
+        self, tensor: Tensor, combine: Callable[..., Tensor], opts: Options
+    ) -> GroupWork:
+        def start() -> Works:
+            return [self._communicator.all_gather(tensor.detach()[None])]
+
+        def finish(results: list[Any]) -> list[Tensor]:
+            first, *others = results[0]
+            for other in others:
+                combine(first, other, out=first)
+            tensor.detach().copy_(first)
+            return [tensor]
+
+        return self._start("all_reduce", start, finish, opts)
+
+    def _reduce_sparse(self, tensor: Tensor, op: ReduceOp, opts: Options) -> GroupWork:
+        if op is not ReduceOp.SUM:
+            raise UsageError(f"op must be SUM for sparse tensors, got {op}.")
+
+        def start() -> Works:
+            own = tensor.detach().coalesce()
+            gather = self._communicator.all_gather
+            return [gather(own.indices().t().contiguous()), gather(own.values())]
+
+        def finish(results: list[Any]) -> list[Tensor]:
+            places, values = results
+            total = torch.sparse_coo_tensor(
+                places.t(), values, tensor.shape, device=tensor.device
+            )
+            tensor.copy_(total.coalesce())
+            return [tensor]
+
+        return self._start("all_reduce", start, finish, opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
+        op, factor, bitwise = _read_op(opts)
+        tensor, root = only(tensors, "tensors"), opts.rootRank
+        if bitwise is not None:
+            taken = tensor if self._rank == root else tensor.detach().clone()
+            return self._reduce_bits(taken, bitwise, opts)
+
+        def start() -> Works:
+            data = flattened(as_real(tensor, op))
+            splits = [data.numel() if r == root else 0 for r in range(self._size)]
+            scatter = self._communicator.reduce_scatter
+            return [scatter(data, op, prescale=factor, splits=splits)]
+
+        def finish(results: list[Any]) -> list[Tensor]:
+            if self._rank == root:
+                put_apart(results[0], [as_real(tensor, op)])
+            return [tensor]
+
+        return self._start("reduce", start, finish, opts)
+
+    def reduce_scatter(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Sequence[Tensor]],
+        opts: Options = None,
+    ) -> GroupWork:
+        op, factor, _ = _read_op(opts)
+
+        def start() -> Works:
+            works: list[Work[Any]] = []
+            for sent in inputs:
+                require_count(sent, self._size, "input_list")
+                require_dtype(sent, outputs[0], "input_list")
+                splits = [each.numel() for each in sent]
+                data = joined([as_real(each, op) for each in sent])
+                splits = [n * data.numel() // (sum(splits) or 1) for n in splits]
+                scatter = self._communicator.reduce_scatter
+                works.append(scatter(data, op, prescale=factor, splits=splits))
+            return works
+
+        def finish(results: list[Any]) -> list[Tensor]:
+            for result, output in zip(results, outputs, strict=True):
+                put_apart(result, [as_real(output, op)])
+            return list(outputs)
+
+        return self._start("reduce_scatter", start, finish, opts)
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, opts: Options = None
+    ) -> GroupWork:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None
+    ) -> GroupWork:
+        op, factor, _ = _read_op(opts)
+
+        def start() -> Works:
+            works: list[Work[Any]] = []
+            for output, tensor in zip(outputs, inputs, strict=True):
+                require_dtype([output], tensor, "output")
+                require_ratio(tensor, output, self._size, "input", "output")
+                data = flattened(as_real(tensor, op))
+                out = place_of(as_real(output, op))
+                scatter = self._communicator.reduce_scatter
+                works.append(scatter(data, op, prescale=factor, out=out))
+            return works
+
+        def finish(results: list[Any]) -> list[Tensor]:
+            for result, output in zip(results, outputs, strict=True):
+                put(result, as_real(output, op))
+            return list(outputs)
+
+        return self._start("reduce_scatter", start, finish, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _read_op(opts: Options) -> tuple[ReduceOp, float, Callable[..., Tensor] | None]:
+    """Return the reduction, what multiplies inputs, and what combines bits instead."""
+    if opts is None:
+        return ReduceOp.SUM, 1.0, None
+    asked = opts.reduceOp
+    name: str = getattr(asked, "op", asked).name
+    if name in _BITWISE:
+        return ReduceOp.SUM, 1.0, _BITWISE[name]
+    if name not in _OPS:
+        known = ", ".join((*_OPS, *_BITWISE))
+        raise UsageError(f"op must be one of {known}, got {name}.")
+    factor = float(asked.factor) if name == "PREMUL_SUM" else 1.0
+    return _OPS[name], factor, None
