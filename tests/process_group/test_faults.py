@@ -182,28 +182,43 @@ def test_mismatch(size, call):
     assert len(set(messages)) == 1, messages
 
 
-def fail_in_backward(call):
-    """A call that fails in backward leaves nothing behind for the next."""
+def fail_in_backward(call, raised):
+    """Fail when the last layer's bucket is under way; then train as if nothing was."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = DistributedDataParallel(nn.Linear(3, 3))
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = DistributedDataParallel(layers, bucket_cap_mb=1e-5)
+
+    def train(inputs):
+        model.zero_grad()
+        model(inputs).sum().backward()
+
+    train(torch.ones(1, 3))  # after it there are as many buckets as are asked for
     inputs = torch.ones(1, 3, requires_grad=True)
-
-    def between(gradient):
-        call(rank)
-        return gradient
-
-    inputs.register_hook(between)
-    message = message_of(model(inputs).sum().backward)
-    again = DistributedDataParallel(nn.Linear(3, 3))
-    again(torch.full((1, 3), rank + 1.0)).sum().backward()
-    expected = torch.full((3, 3), (size + 1) / 2)
-    torch.testing.assert_close(again.module.weight.grad, expected)
-    return message
+    inputs.register_hook(lambda _: call(rank))
+    with pytest.raises(raised) as failure:
+        train(inputs)
+    model = DistributedDataParallel(layers, bucket_cap_mb=1e-5)
+    for step in range(3):
+        train(torch.full((1, 3), rank + 1.0 + step))
+        mean = (size + 1) / 2 + step
+        expected = mean * layers[1].weight.detach().sum(0)[:, None].expand(3, 3)
+        torch.testing.assert_close(layers[0].weight.grad, expected)
+    return str(failure.value).splitlines()[0]
 
 
-@pytest.mark.parametrize("call", [other_shape, other_order])
-def test_mismatch_in_backward(call):
-    messages = run_in_group(Setting("shared_memory", 3), fail_in_backward, call)
+def fail(rank):
+    raise KeyError("on every rank")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("call", "raised"),
+    [(other_shape, CollectiveError), (other_order, CollectiveError), (fail, KeyError)],
+)
+def test_failure_in_backward(size, call, raised):
+    setting = Setting("shared_memory", size)
+    messages = run_in_group(setting, fail_in_backward, call, raised)
     assert len(set(messages)) == 1, messages
 
 

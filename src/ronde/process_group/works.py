@@ -17,6 +17,7 @@ from ronde.errors import CollectiveError, PeerLostError, fresh
 _LOOK_EVERY_S = 0.05
 _torch: Any = torch
 _current_node: Callable[[], object] = _torch._C._current_autograd_node  # noqa: SLF001  its only name
+_current_backward: Callable[[], int] = _torch._C._current_graph_task_id  # noqa: SLF001  likewise
 
 
 class BackendError(CollectiveError, dist.DistBackendError):
@@ -38,6 +39,7 @@ class Drain:
 
     def __init__(self) -> None:
         self._queue: deque[GroupWork] = deque()
+        self._backward = -1  # which one ends with a call of ``run``
         self._is_running = False
 
     def add(self, work: "GroupWork") -> None:
@@ -46,14 +48,17 @@ class Drain:
         if _current_node() is None or self._is_running:
             work.resolve()
             return
-        if not self._queue:
+        if self._backward != _current_backward():
+            self.run()  # what one left that has failed: it calls nothing in the end
             variable: Any = Variable
             variable._execution_engine.queue_callback(self.run)  # noqa: SLF001
+            self._backward = _current_backward()
         self._queue.append(work)
 
     def run(self) -> None:
         """Complete all; a failure is in the future of what failed."""
         self._is_running = True
+        self._backward = -1
         try:
             while self._queue:
                 self._queue.popleft().resolve()
