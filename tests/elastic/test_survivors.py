@@ -61,12 +61,17 @@ def train(
             if channel.number in dying_s:
                 signal.setitimer(signal.ITIMER_REAL, dying_s[channel.number])
             events.append((time.monotonic(), f"{type(error).__name__}: {error}"))
-            begins = reform(str(error))
-            events.append((time.monotonic(), "connected"))
-            if not begins.is_equal:
-                view = member.view
-                root = view.rank_of(begins.source)
-                hvd.broadcast_parameters(model.state_dict(), root)
+            while True:  # another may be lost while the state is on its way
+                begins = reform(str(error))
+                events.append((time.monotonic(), "connected"))
+                root = member.view.rank_of(begins.source)
+                try:
+                    if not begins.is_equal:
+                        hvd.broadcast_parameters(model.state_dict(), root)
+                except CollectiveError as again:
+                    events.append((time.monotonic(), f"again: {again}"))
+                else:
+                    break
             member.step = begins.step
             member.running()
     member.done(member.step)

@@ -421,6 +421,7 @@ def test_with_one_rank_its_host_has_failed():
     env.orders.clear()
     env.end(2, 1)
     assert env.orders == [
+        policy.Barred("b", 1, 30.0),
         policy.Kill(3, "2 has ended"),
         policy.EndView((0, 1), "2 has ended"),
     ]
