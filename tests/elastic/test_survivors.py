@@ -21,6 +21,23 @@ ENGINES = ("shared_memory", "gloo", "hierarchical")
 STEPS = 100
 
 
+def go_on(model: torch.nn.Module, reason: str, events: list[tuple[float, str]]) -> int:
+    """Connect and take the state over; others may be lost meanwhile; return the step."""
+    while True:
+        begins = reform(reason)
+        events.append((time.monotonic(), "connected"))
+        member = own_member()
+        assert member is not None
+        root = member.view.rank_of(begins.source)
+        try:
+            if not begins.is_equal:
+                hvd.broadcast_parameters(model.state_dict(), root)
+        except CollectiveError as error:
+            events.append((time.monotonic(), f"again: {error}"))
+        else:
+            return begins.step
+
+
 def train(
     claim: Any,
     path: str,
@@ -61,18 +78,7 @@ def train(
             if channel.number in dying_s:
                 signal.setitimer(signal.ITIMER_REAL, dying_s[channel.number])
             events.append((time.monotonic(), f"{type(error).__name__}: {error}"))
-            while True:  # another may be lost while the state is on its way
-                begins = reform(str(error))
-                events.append((time.monotonic(), "connected"))
-                root = member.view.rank_of(begins.source)
-                try:
-                    if not begins.is_equal:
-                        hvd.broadcast_parameters(model.state_dict(), root)
-                except CollectiveError as again:
-                    events.append((time.monotonic(), f"again: {again}"))
-                else:
-                    break
-            member.step = begins.step
+            member.step = go_on(model, str(error), events)
             member.running()
     member.done(member.step)
     weights = [p.detach().clone() for p in model.parameters()]
