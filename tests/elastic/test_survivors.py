@@ -22,7 +22,7 @@ STEPS = 100
 
 
 def go_on(model: torch.nn.Module, reason: str, events: list[tuple[float, str]]) -> int:
-    """Connect and take the state over; others may be lost meanwhile; return the step."""
+    """Connect and take the state over, whoever is lost meanwhile; return the step."""
     while True:
         begins = reform(reason)
         events.append((time.monotonic(), "connected"))
