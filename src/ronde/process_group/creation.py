@@ -1,5 +1,6 @@
 """How torch makes a group, and how it learns of the backend."""
 
+import os
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +11,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from ronde.collectives import Communicator
 from ronde.collectives.connections import connect_at
 from ronde.errors import CollectiveError, UsageError
 from ronde.process_group.group import RondeProcessGroup
@@ -77,5 +79,10 @@ def _make(
     except CollectiveError as error:
         raise as_backend_error(error) from error
     group = RondeProcessGroup(communicator, store, timeout)
-    weakref.finalize(group, communicator.close)  # also when Python ends
+    weakref.finalize(group, _close, communicator, os.getpid())  # also at the end
     return group
+
+
+def _close(communicator: Communicator, process: int) -> None:
+    if os.getpid() == process:  # and not a fork of it, whose end ends no group
+        communicator.close()
