@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 from tests.ranks import run_ranks_bare
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from ronde.process_group import GroupOptions
 
@@ -86,3 +87,14 @@ def _live_on_host(name: str) -> None:
     """Have this process see a host of its own name, where it may."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWUTS) == 0:
         socket.sethostname(f"{name}{os.getppid()}")
+
+
+def same(result: Tensor, expected: Tensor) -> None:
+    """Compare bit for bit, as not every dtype can be compared."""
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    result, expected = (
+        t.detach().contiguous().reshape(-1).view(torch.uint8)
+        for t in (result, expected)
+    )
+    assert torch.equal(result, expected)

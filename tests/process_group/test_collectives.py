@@ -1,9 +1,11 @@
 """Every collective, as a call and with ``async_op``, against what its inputs give."""
 
+import time
+
 import pytest
 import torch
 from tests.conformance.samples import assert_reduced, layouts, sample
-from tests.process_group.groups import SETTINGS, run_in_group
+from tests.process_group.groups import SETTINGS, run_in_group, same
 from torch import distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import ReduceOp
@@ -41,17 +43,6 @@ def inputs(shape, dtype, seed=0):
 
 def own(shape, dtype, seed=0):
     return sample(shape, dtype, dist.get_rank(), seed)
-
-
-def same(result, expected):
-    """Compare bit for bit, as not every dtype can be compared."""
-    assert result.dtype == expected.dtype
-    assert result.shape == expected.shape
-    result, expected = (
-        t.detach().contiguous().reshape(-1).view(torch.uint8)
-        for t in (result, expected)
-    )
-    assert torch.equal(result, expected)
 
 
 def both(*calls):
@@ -378,3 +369,47 @@ def test_what_copies(setting):
 )
 def test_of_its_own(setting, calls):
     run_in_group(setting, calls)
+
+
+def poll():
+    """Whoever polls reads what a call has received, without a wait."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    places = [torch.zeros(5) for _ in range(size)]
+    work = dist.all_gather(places, torch.full((5,), rank + 1.0), async_op=True)
+    until_s = time.monotonic() + 30
+    while not work.is_completed():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert [place[0].item() for place in places] == [r + 1.0 for r in range(size)]
+
+
+def test_polling(setting):
+    run_in_group(setting, poll)
+
+
+def sum_sparse():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dense = torch.zeros(6, 3)
+    dense[rank] = rank + 1.0
+    dense[5] = 1.0
+    tensor = dense.to_sparse(1)
+    dist.all_reduce(tensor)
+    expected = torch.zeros(6, 3)
+    expected[:size] = torch.arange(1.0, size + 1)[:, None]
+    expected[5] = size
+    assert torch.equal(tensor.to_dense(), expected)
+
+
+def test_sparse(setting):
+    run_in_group(setting, sum_sparse)
+
+
+def refuse_bitwise():
+    """It would be a sum."""
+    whole = torch.ones(dist.get_world_size(), dtype=torch.int64)
+    with pytest.raises(ValueError, match="here, got BOR"):
+        dist.reduce_scatter_tensor(whole[:1].clone(), whole, ReduceOp.BOR)
+
+
+def test_bitwise_is_refused_where_it_is_not_there(setting):
+    run_in_group(setting, refuse_bitwise)

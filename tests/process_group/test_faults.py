@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -118,14 +119,15 @@ def test_timeout_of_group(setting):
 def come_late():
     """A rank may come much later than the others, and after they gave up polling."""
     store = dist.distributed_c10d._get_default_store()
-    tensor = torch.ones(1)
-    if dist.get_rank() == 0:
-        store.wait(["near"], timedelta(seconds=SOON_S))
+    tensor, rank = torch.ones(1), dist.get_rank()
+    if rank == 0:
+        others = [f"near{other}" for other in range(1, dist.get_world_size())]
+        store.wait(others, timedelta(seconds=SOON_S))
         dist.all_reduce(tensor)
     else:
         work = dist.all_reduce(tensor, async_op=True)
         assert not work.is_completed()
-        store.set("near", "")
+        store.set(f"near{rank}", "")
         work.wait()
     assert tensor.item() == dist.get_world_size()
 
@@ -284,6 +286,8 @@ def use_in_fork():
     if not child:
         try:
             os.write(writing, message_of(dist.all_reduce, torch.ones(1)).encode())
+            dist.destroy_process_group()
+            weakref.finalize._exitfunc()  # what Python does when it ends
         finally:
             os._exit(0)
     os.close(writing)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.conformance.samples import sample
-from tests.process_group.groups import SETTINGS, Setting, run_in_group
+from tests.process_group.groups import SETTINGS, Setting, run_in_group, same
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
@@ -12,16 +12,6 @@ DTYPES = [
     *(torch.complex64, torch.float8_e4m3fn),
 ]
 SHAPES = [(), (7,), (3, 5), (100_000,)]
-
-
-def same(result, expected):
-    assert result.dtype == expected.dtype
-    assert result.shape == expected.shape
-    result, expected = (
-        t.detach().contiguous().reshape(-1).view(torch.uint8)
-        for t in (result, expected)
-    )
-    assert torch.equal(result, expected)
 
 
 def neighbours():

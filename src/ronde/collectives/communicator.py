@@ -246,8 +246,8 @@ class Communicator:
                 was.
             op: As in ``all_reduce``, like ``prescale`` and ``postscale``.
             out: It may be this rank's rows of ``tensor``.
-            splits: Rows for each rank, all of them, equal on all ranks; None splits
-                evenly, where the first ranks take one row more if need be.
+            splits: Rows for each rank, equal on all ranks; None splits evenly, where
+                the first ranks take one row more if need be. Rows past the sum stay.
         """
         engine = self._only or self._routes.of("reduce_scatter", tensor, is_sized=True)
         place = tensor.is_cpu or tensor.device.type
@@ -257,6 +257,7 @@ class Communicator:
         num_rows = rows(tensor.shape[0], self.size)
         if splits is not None:
             num_rows = _require_splits(tensor, splits, self.size)
+            tensor = tensor[: sum(num_rows)]
         if out is not None:
             _require_out(out, tensor, num_rows[self.rank])
         result = _result(tensor, num_rows[self.rank], out)

@@ -153,7 +153,7 @@ class Connections:
         return _connect(self._engine, config)
 
     def clone(self) -> "Connections":
-        """Return the same with a connection to the store of its own: see there."""
+        """Return the same with its own connection to the store: see ``clone_of``."""
         other = copy(self)
         if self._store is not None:
             other._store = clone_of(self._store)  # noqa: SLF001  another of this class

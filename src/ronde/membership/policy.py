@@ -299,7 +299,8 @@ class _Roster:
             if is_by_host or len(host.failures_s) >= _FAILURES:
                 num_failures = len(host.failures_s)
                 self._bar(host, now_s)
-                self._orders.append(Barred(name, num_failures, host.cooldown_s))
+                if host.cooldown_s:
+                    self._orders.append(Barred(name, num_failures, host.cooldown_s))
         return sorted(set(others).difference(numbers))
 
     def _bar(self, host: _Host, now_s: float) -> None:

@@ -12,6 +12,6 @@ Note [How torch takes a group in Python]
     the engine calls ``Drain.run`` then, before DDP's own callback.
 """
 
-from ronde.process_group.creation import BACKEND, GroupOptions, register
+from ronde.process_group.creation import GroupOptions
 
-__all__ = ["BACKEND", "GroupOptions", "register"]
+__all__ = ["GroupOptions"]

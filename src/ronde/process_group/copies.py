@@ -21,9 +21,7 @@ from ronde.process_group.tensor_lists import (
     require_ratio,
     require_rows,
 )
-from ronde.process_group.works import (
-    GroupWork,
-)
+from ronde.process_group.works import GroupWork
 
 
 class Copies(GroupBase):
@@ -75,22 +73,13 @@ class Copies(GroupBase):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None
     ) -> GroupWork:
-        def start() -> Works:
-            works: list[Work[Any]] = []
-            for output, tensor in zip(outputs, inputs, strict=True):
-                require_dtype([output], tensor, "output")
-                require_ratio(output, tensor, self._size, "output", "input")
-                out = place_of(output)
-                gather = self._communicator.all_gather
-                works.append(gather(flattened(tensor), out=out))
-            return works
+        def start(output: Tensor, tensor: Tensor) -> Work[Any]:
+            require_dtype([output], tensor, "output")
+            require_ratio(output, tensor, self._size, "output", "input")
+            out = place_of(output)
+            return self._communicator.all_gather(flattened(tensor), out=out)
 
-        def finish(results: list[Any]) -> list[Tensor]:
-            for result, output in zip(results, outputs, strict=True):
-                put(result, output)
-            return list(outputs)
-
-        return self._start("all_gather", start, finish, opts)
+        return self._start_each("all_gather", start, put, (outputs, inputs), opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

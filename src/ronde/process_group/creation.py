@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ronde.collectives import Communicator
@@ -18,8 +17,6 @@ from ronde.process_group.group import RondeProcessGroup
 from ronde.process_group.works import as_backend_error
 from ronde.world.environment import own_or, read_algorithm, read_engine
 
-BACKEND = "ronde"
-
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
@@ -27,14 +24,6 @@ class GroupOptions:
 
     engine: str = ""
     algorithm: str = ""
-
-
-def register() -> None:
-    """Have ``init_process_group("ronde")`` work; may be called again."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(
-            BACKEND, make, extended_api=True, devices=["cpu", "cuda"]
-        )
 
 
 def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  torch's, without a type

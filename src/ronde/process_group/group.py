@@ -17,12 +17,8 @@ from ronde.process_group.base import Options, Works
 from ronde.process_group.copies import Copies
 from ronde.process_group.monitored_barrier import MonitoredBarrier
 from ronde.process_group.reductions import Reductions
-from ronde.process_group.tensor_lists import (
-    only,
-)
-from ronde.process_group.works import (
-    GroupWork,
-)
+from ronde.process_group.tensor_lists import only
+from ronde.process_group.works import GroupWork
 
 _PROBE_EVERY_S = 0.0005
 _ARENA_PART = 4  # of what is available

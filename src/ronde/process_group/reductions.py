@@ -21,9 +21,7 @@ from ronde.process_group.tensor_lists import (
     require_dtype,
     require_ratio,
 )
-from ronde.process_group.works import (
-    GroupWork,
-)
+from ronde.process_group.works import GroupWork
 
 _OPS = {
     "SUM": ReduceOp.SUM,
@@ -46,11 +44,12 @@ class Reductions(GroupBase):
     def allreduce(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
         if isinstance(tensors, Tensor):
             tensors = [tensors]
-        op, factor, bitwise = _read_op(opts)
+        bitwise = _read_bitwise(opts)
+        if bitwise is not None:
+            return self._reduce_bits(only(tensors, "tensors"), bitwise, opts)
+        op, factor = _read_op(opts)
         if only(tensors, "tensors").is_sparse:
             return self._reduce_sparse(tensors[0], op, opts)
-        if bitwise is not None:
-            return self._reduce_bits(tensors[0], bitwise, opts)
 
         def start() -> Works:
             data = as_real(tensors[0], op)
@@ -61,7 +60,7 @@ class Reductions(GroupBase):
     def allreduce_coalesced(
         self, tensors: Sequence[Tensor], opts: Options = None
     ) -> GroupWork:
-        op, factor, _ = _read_op(opts)
+        op, factor = _read_op(opts)
         joint: list[Tensor] = []
 
         def start() -> Works:
@@ -110,11 +109,12 @@ class Reductions(GroupBase):
         return self._start("all_reduce", start, finish, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
-        op, factor, bitwise = _read_op(opts)
         tensor, root = only(tensors, "tensors"), opts.rootRank
+        bitwise = _read_bitwise(opts)
         if bitwise is not None:
             taken = tensor if self._rank == root else tensor.detach().clone()
             return self._reduce_bits(taken, bitwise, opts)
+        op, factor = _read_op(opts)
 
         def start() -> Works:
             data = flattened(as_real(tensor, op))
@@ -135,26 +135,20 @@ class Reductions(GroupBase):
         inputs: Sequence[Sequence[Tensor]],
         opts: Options = None,
     ) -> GroupWork:
-        op, factor, _ = _read_op(opts)
+        op, factor = _read_op(opts)
 
-        def start() -> Works:
-            works: list[Work[Any]] = []
-            for sent in inputs:
-                require_count(sent, self._size, "input_list")
-                require_dtype(sent, outputs[0], "input_list")
-                splits = [each.numel() for each in sent]
-                data = joined([as_real(each, op) for each in sent])
-                splits = [n * data.numel() // (sum(splits) or 1) for n in splits]
-                scatter = self._communicator.reduce_scatter
-                works.append(scatter(data, op, prescale=factor, splits=splits))
-            return works
+        def start(output: Tensor, sent: Sequence[Tensor]) -> Work[Any]:
+            require_count(sent, self._size, "input_list")
+            require_dtype(sent, output, "input_list")
+            parts = [as_real(each, op) for each in sent]
+            splits = [part.numel() for part in parts]
+            scatter = self._communicator.reduce_scatter
+            return scatter(joined(parts), op, prescale=factor, splits=splits)
 
-        def finish(results: list[Any]) -> list[Tensor]:
-            for result, output in zip(results, outputs, strict=True):
-                put_apart(result, [as_real(output, op)])
-            return list(outputs)
+        def place(result: Tensor, output: Tensor) -> None:
+            put_apart(result, [as_real(output, op)])
 
-        return self._start("reduce_scatter", start, finish, opts)
+        return self._start_each("reduce_scatter", start, place, (outputs, inputs), opts)
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, opts: Options = None
@@ -164,40 +158,39 @@ class Reductions(GroupBase):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None
     ) -> GroupWork:
-        op, factor, _ = _read_op(opts)
+        op, factor = _read_op(opts)
 
-        def start() -> Works:
-            works: list[Work[Any]] = []
-            for output, tensor in zip(outputs, inputs, strict=True):
-                require_dtype([output], tensor, "output")
-                require_ratio(tensor, output, self._size, "input", "output")
-                data = flattened(as_real(tensor, op))
-                out = place_of(as_real(output, op))
-                scatter = self._communicator.reduce_scatter
-                works.append(scatter(data, op, prescale=factor, out=out))
-            return works
+        def start(output: Tensor, tensor: Tensor) -> Work[Any]:
+            require_dtype([output], tensor, "output")
+            require_ratio(tensor, output, self._size, "input", "output")
+            data, out = flattened(as_real(tensor, op)), place_of(as_real(output, op))
+            scatter = self._communicator.reduce_scatter
+            return scatter(data, op, prescale=factor, out=out)
 
-        def finish(results: list[Any]) -> list[Tensor]:
-            for result, output in zip(results, outputs, strict=True):
-                put(result, as_real(output, op))
-            return list(outputs)
+        def place(result: Tensor, output: Tensor) -> None:
+            put(result, as_real(output, op))
 
-        return self._start("reduce_scatter", start, finish, opts)
+        return self._start_each("reduce_scatter", start, place, (outputs, inputs), opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def _read_op(opts: Options) -> tuple[ReduceOp, float, Callable[..., Tensor] | None]:
-    """Return the reduction, what multiplies inputs, and what combines bits instead."""
+def _read_op(opts: Options) -> tuple[ReduceOp, float]:
+    """Return the reduction and what multiplies inputs."""
     if opts is None:
-        return ReduceOp.SUM, 1.0, None
-    asked = opts.reduceOp
-    name: str = getattr(asked, "op", asked).name
-    if name in _BITWISE:
-        return ReduceOp.SUM, 1.0, _BITWISE[name]
+        return ReduceOp.SUM, 1.0
+    name = _name_of(opts)
     if name not in _OPS:
-        known = ", ".join((*_OPS, *_BITWISE))
-        raise UsageError(f"op must be one of {known}, got {name}.")
-    factor = float(asked.factor) if name == "PREMUL_SUM" else 1.0
-    return _OPS[name], factor, None
+        raise UsageError(f"op must be one of {', '.join(_OPS)} here, got {name}.")
+    factor = float(opts.reduceOp.factor) if name == "PREMUL_SUM" else 1.0
+    return _OPS[name], factor
+
+
+def _read_bitwise(opts: Options) -> Callable[..., Tensor] | None:
+    """Return what combines bits, if that is the reduction."""
+    return None if opts is None else _BITWISE.get(_name_of(opts))
+
+
+def _name_of(opts: Options) -> str:
+    return str(getattr(opts.reduceOp, "op", opts.reduceOp).name)

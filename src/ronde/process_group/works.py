@@ -148,10 +148,17 @@ class GroupWork(dist.Work):
                     f"the call must complete within its timeout of {limit_s:g} s, but "
                     "there was no answer. See which rank hangs or makes other calls."
                 )
-            work.wait()
 
     def is_completed(self) -> bool:
-        return self.works is not None and all(work.is_done() for work in self.works)
+        """Return whether it is over; whoever asks may read the result without a wait.
+
+        What receives from any rank is over in ``wait()`` alone.
+        """
+        works = self.works
+        if works is not None and all(work.is_done() for work in works):
+            with suppress(Exception):  # it is kept, for ``exception()``
+                self._complete(self._limit_s)
+        return self._is_over
 
     def is_success(self) -> bool:
         return self.is_completed() and self._failure is None

@@ -436,30 +436,42 @@ class Groups:
         self._backends[use] = group
         if self._scope.failure is not None:
             self.abort()
-        own = _let_nobody_in(listening)
+        own = b"" if _is_lazy() else _place_of(listening)
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         sent = torch.frombuffer(bytearray(own.ljust(_PLACE_BYTES)), dtype=torch.uint8)
         places = sent.new_empty(self._size * _PLACE_BYTES)
         group._allgather_base(places, sent).wait()  # noqa: SLF001  its name in torch
         rows = places.view(self._size, _PLACE_BYTES)
         self._places.update({row.numpy().tobytes().strip() for row in rows} - {b""})
+        if not _is_lazy():
+            _let_nobody_in(listening)
 
 
-def _let_nobody_in(listening: dict[int, int]) -> bytes:
-    """Have the kernel keep all from these sockets: see Note [Gloo's sockets].
+def _is_lazy() -> bool:
+    """Return whether torch connects two ranks when they first need it."""
+    text = select_variables([_LAZY]).get(_LAZY, "0")
+    return text.lower() in ("1", "true", "yes", "y")
 
-    Returns the place where one listens; empty if it is unknown.
-    """
-    if select_variables([_LAZY]).get(_LAZY, "0").lower() in ("1", "true", "yes", "y"):
-        return b""  # torch then connects two ranks when they first need it
-    place = b""
-    for fd, inode in listening.items():
+
+def _let_nobody_in(listening: dict[int, int]) -> None:
+    """Have the kernel keep all from these sockets: see Note [Gloo's sockets]."""
+    for sock in _open(listening):
         # A sandbox may have no filters: the port stays open there, and the job goes on.
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
+
+
+def _place_of(listening: dict[int, int]) -> _Place:
+    """Return where one of these sockets listens; empty without one."""
+    return next((_place(sock.getsockname()) for sock in _open(listening)), b"")
+
+
+def _open(inodes: dict[int, int]) -> Iterator[socket.socket]:
+    """Yield sockets, each open until the next, that are what they were."""
+    for fd, inode in inodes.items():
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             if os.fstat(sock.fileno()).st_ino == inode:
-                place = _place(sock.getsockname())
-                sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
-    return place
+                yield sock
 
 
 def _listening(address: str) -> dict[int, int]:

@@ -37,8 +37,8 @@ class ViewLog:
 
     def summary(self) -> str:
         """Return one line about all changes; nothing where there was none."""
-        first, *changes = self.records or (None,)
-        if first is None or not changes:
+        changes = self.records[1:]
+        if not changes:
             return ""
         sizes = [record.size for record in self.records]
         took = format_duration(sum(record.took_s for record in changes))
