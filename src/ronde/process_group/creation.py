@@ -1,5 +1,6 @@
 """How torch makes a group, and how it learns of the backend."""
 
+import ctypes
 import os
 import weakref
 from dataclasses import dataclass
@@ -73,5 +74,9 @@ def _make(
 
 
 def _close(communicator: Communicator, process: int) -> None:
-    if os.getpid() == process:  # and not a fork of it, whose end ends no group
+    """Close it in the process that made it; a fork's end ends no group."""
+    if os.getpid() == process:
         communicator.close()
+    else:
+        # Kept for ever: Gloo would wait for its threads, which a fork does not have.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
