@@ -4,6 +4,7 @@ import atexit
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -18,7 +19,7 @@ _Method = weakref.WeakMethod[Callable[[], object]]
 _ABORT_S = 1.0
 _CONNECTING = "ronde connecting"
 ABORTING = "ronde abort"
-"""The name of a thread that drops what is inside of Gloo."""
+"""The name of a thread that does what nobody waits for: it drops Gloo's groups."""
 _LAST_S = {_CONNECTING: 1.0, ABORTING: 5.0}  # that such threads have at the end
 
 
@@ -33,6 +34,8 @@ class AbortScope:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._methods: list[_Method] = []
+        self._later: deque[Callable[[], object]] = deque()
+        self._is_dropping = False
 
     def add(self, abort: Callable[[], object]) -> None:
         """Call a bound method at the abort, or now; its object is held weakly."""
@@ -56,6 +59,28 @@ class AbortScope:
                     abort()
         finally:
             self._is_over.set()
+
+    def call_later(self, function: Callable[[], object]) -> None:
+        """Call it in a thread, one after the other; Python waits for that as it ends.
+
+        One thread, since each has a part of the allocator's memory to itself.
+        """
+        with self._lock:
+            self._later.append(function)
+            if self._is_dropping:
+                return
+            self._is_dropping = True
+        threading.Thread(target=self._call_all, name=ABORTING, daemon=True).start()
+
+    def _call_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._later:
+                    self._is_dropping = False
+                    return
+                function = self._later.popleft()
+            with suppress(RuntimeError):  # of what is broken already
+                function()
 
     def wait(self) -> None:
         """Wait for an abort, by whichever thread.

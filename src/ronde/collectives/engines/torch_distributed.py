@@ -60,7 +60,6 @@ from ronde.collectives.engine import (
     closed_error,
 )
 from ronde.collectives.lane import FutureWork
-from ronde.collectives.scope import ABORTING
 from ronde.collectives.store import JobStore, base_of, clone_of, scope_of
 from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
 from ronde.errors import UsageError
@@ -371,8 +370,7 @@ class Groups:
         # Gloo takes up to 10 ms to end a group's thread; nobody waits for that.
         with suppress(RuntimeError):
             self._break_off()
-            thread = threading.Thread(target=self.close, name=ABORTING, daemon=True)
-            thread.start()
+            self._scope.call_later(self.close)
 
     def close(self) -> None:
         self._is_closed = True
