@@ -118,7 +118,10 @@ class Sampler:
                 if job.watcher.stepped.get(number, -1) == job.watcher.view:
                     key = (number == first[host], in_view[host], *sizes)
                     self._add(f"rank {number}", key, process.pid)
-                self._add(f"agent {process.parent}", (len(processes),), process.parent)
+            # An agent has more for a rank that has come to it.
+            if processes and processes.keys() == {n for n, h, _ in places if h == host}:
+                parent = next(iter(processes.values())).parent
+                self._add(f"agent {parent}", (len(processes),), parent)
 
     def _add(self, name: str, key: tuple[int, ...], pid: int) -> None:
         with suppress(OSError, KeyError):  # it ends

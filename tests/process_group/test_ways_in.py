@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = """
+PROGRAM = r"""
 import sys
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ half = dist.new_group([0])
 if rank == 0:
     assert dist.get_backend(half) == sys.argv[1]
 group = type(dist.group.WORLD).__name__
-print(f"{dist.get_backend()} {group}", flush=True)
+sys.stdout.write(f"{dist.get_backend()} {group}\n")  # at once, unlike print
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 RUN = (sys.executable, "-m", "ronde", "run", "-n", "2")
