@@ -48,6 +48,7 @@ from ronde.data_parallel.hooks import (
     is_nested_backward,
 )
 from ronde.data_parallel.rounds import ReducerOptions, ReductionRounds
+from ronde.errors import UsageError
 
 _NOT_OVER = (
     "optimizer.step() or optimizer.synchronize() must be called before zero_grad() or "
@@ -116,6 +117,11 @@ class Reducer:
         """Number of the last round that this rank added something to."""
         return self.rounds.last_round
 
+    @property
+    def communicator(self) -> Communicator:
+        """What gradients are reduced by, from the first ``synchronize()`` on."""
+        return self._communicators[-1]
+
     def set_passes(self, passes: int) -> None:
         """Accumulate ``passes`` backward passes before a reduction from now on."""
         self._options = dataclasses.replace(self._options, passes=passes)
@@ -162,6 +168,11 @@ class Reducer:
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""
+        if self._options.is_step_sharded:
+            raise UsageError(
+                "join() must not be called with zero=1, got a call: this rank's share "
+                "of the parameters would not be stepped. Give all ranks as many steps."
+            )
         self.rounds.start()
 
     @torch.no_grad()

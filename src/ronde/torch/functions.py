@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,9 +18,10 @@ from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import OpKind
 from ronde.errors import UsageError
 from ronde.torch.autograd import AllgatherFunction, BroadcastFunction, require_whole
-from ronde.torch.optimizer import plain_name
+from ronde.torch.optimizer import DistributedOptimizer, plain_name
 from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
 from ronde.torch.session import rank
+from ronde.torch.state_trees import from_plain, to_plain
 
 
 @outside_compiler
@@ -82,14 +82,15 @@ class OptimizerState:
     @cached_property
     def plain(self) -> Any:  # noqa: ANN401  JSON's
         """The state; UsageError where it is more than tensors, numbers and text."""
-        return _to_plain(self._optimizer.state_dict(), self.tensors)
+        return to_plain(self._optimizer.state_dict(), self.tensors)
 
     def expect(self, plain: Any) -> None:  # noqa: ANN401  JSON's
         """Have ``tensors`` be what another rank's are to be received in."""
         # Where they are alike but for what tensors hold, these are filled in place.
-        if plain != self.plain:
+        is_sharded = DistributedOptimizer.is_state_sharded(self._optimizer)
+        if plain != self.plain or is_sharded:
             self.tensors = []
-            self._received = _from_plain(plain, self.tensors)
+            self._received = from_plain(plain, self.tensors)
 
     def load(self) -> None:
         """Give the optimizer what was received."""
@@ -153,52 +154,6 @@ class _Carrier:
     def all_gather(self, tensor: Tensor) -> Work[Tensor]:
         function = AllgatherFunction(self._process_set, next(self._names))
         return Work(function.run_detached((tensor,))[0])
-
-
-def _to_plain(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
-    """Return a tree as JSON has it; take its tensors out, in order.
-
-    No pickle: it would be read before the program has sent an object of its own.
-    """
-    match value:
-        case Tensor():
-            tensors.append(value)
-            shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
-            return {"tensor": [shape, dtype, value.device.type]}
-        case dict():
-            items = cast("dict[Any, Any]", value).items()
-            return {"dict": [[_to_plain(each, tensors) for each in i] for i in items]}
-        case list() | tuple():
-            children = cast("list[Any] | tuple[Any, ...]", value)
-            name = "list" if isinstance(value, list) else "tuple"
-            return {name: [_to_plain(child, tensors) for child in children]}
-        case None | bool() | int() | float() | str():
-            return value
-        case np.generic():
-            return cast("Any", value).item()
-        case _:
-            raise UsageError(
-                "optimizer's state must be made of tensors, numbers and text, got "
-                f"{type(value).__name__}. Send it as an object: "
-                "optimizer.load_state_dict(broadcast_object(optimizer.state_dict()))"
-            )
-
-
-def _from_plain(plain: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
-    """Return the tree again, with new tensors in the places of those taken out."""
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, content),) = cast("dict[str, list[Any]]", plain).items()
-    if kind == "tensor":
-        shape, dtype, device = content
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        tensors.append(tensor)
-        return tensor
-    if kind == "dict":
-        pairs = ([_from_plain(each, tensors) for each in pair] for pair in content)
-        return dict(pairs)
-    children = [_from_plain(child, tensors) for child in content]
-    return tuple(children) if kind == "tuple" else children
 
 
 def _named_tensors(

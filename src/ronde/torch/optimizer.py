@@ -36,6 +36,7 @@ from ronde.torch.mpi_ops import (
 )
 from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
 from ronde.torch.session import current_session, is_initialized
+from ronde.torch.sharded_step import ShardedStep
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
 
@@ -131,8 +132,10 @@ class DistributedOptimizer(OptimizerProxy):
         *,
         average_aggregated_gradients: bool = False,
         gradient_accumulation_fusion: bool = True,
+        zero: int = 0,
     ) -> None:
         _check(op, backward_passes_per_step, gradient_predivide_factor)
+        _check_zero(zero, op)
         named = _name_parameters(optimizer, named_parameters)
         options = ReducerOptions(
             is_average=op == Average,
@@ -144,6 +147,7 @@ class DistributedOptimizer(OptimizerProxy):
             is_sparse_densified=sparse_as_dense,
             is_fusing=gradient_accumulation_fusion,
             tuning=current_session().tuning,
+            is_step_sharded=zero == 1,
         )
         self.wrapped = optimizer
         # What a copy is made with, besides names and groups.
@@ -155,18 +159,22 @@ class DistributedOptimizer(OptimizerProxy):
             "sparse_as_dense": sparse_as_dense,
             "process_set": None if process_set is global_process_set else process_set,
             "average_aggregated_gradients": average_aggregated_gradients,
+            "zero": zero,
         }
         self._groups = options.groups
         self._parameter_names = {parameter: name for name, parameter in named}
         self._is_synchronizing = True
         self._is_synchronized = False
-        self._reducer = self._delta = None
+        self._reducer = self._delta = self._sharded = None
         self._is_checked = False
         if not process_set.included():
             return
-        if state_of(process_set, OpKind.ALLREDUCE).communicator.size > 1:
+        ranks = state_of(process_set, OpKind.ALLREDUCE).communicator
+        if ranks.size > 1:
             _refuse_sharded(named)
             _refuse_averaged(self._parameter_names)
+            if zero:
+                self._sharded = ShardedStep(optimizer, ranks.rank, ranks.size)
         if op == Adasum and current_session().world.size > 1:
             self._delta = _make_delta_step(named, compression, process_set)
         else:
@@ -180,6 +188,7 @@ class DistributedOptimizer(OptimizerProxy):
     _is_checked: bool
     _reducer: Reducer | None
     _delta: DeltaStep | None
+    _sharded: ShardedStep | None
 
     @outside_compiler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the wrapped one's
@@ -203,7 +212,10 @@ class DistributedOptimizer(OptimizerProxy):
                 self._reducer.synchronize()
             return loss
 
-        if closure is None:
+        if self._sharded is not None and self._reducer is not None:
+            reducer, is_closure = self._reducer, closure is not None
+            result = self._sharded.step(reduced, reducer, is_closure=is_closure)
+        elif closure is None:
             reduced()
             result = self.wrapped.step()
         else:
@@ -268,6 +280,34 @@ class DistributedOptimizer(OptimizerProxy):
             self._reducer.add(named)
         if self._delta is not None:
             self._delta.add(added)
+        if self._sharded is not None:
+            self._sharded.add_groups()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's.
+
+        With ``zero=1`` that is on the rank, and of the step, that
+        ``consolidate_state_dict()`` was called for.
+        """
+        return (self._sharded or self.wrapped).state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a plain optimizer's; with ``zero=1`` this rank's share of it."""
+        (self._sharded or self.wrapped).load_state_dict(state_dict)
+
+    @staticmethod
+    def is_state_sharded(optimizer: Optimizer) -> bool:
+        """Return whether a rank has but a share of an optimizer's state."""
+        is_own = isinstance(optimizer, DistributedOptimizer)
+        return is_own and optimizer._sharded is not None  # noqa: SLF001  its own
+
+    def consolidate_state_dict(self, root: int = 0) -> None:
+        """Have ``root``'s ``state_dict()`` return the state of all; collective.
+
+        With ``zero=0`` it does so anyway. ``root`` is one of the process set's ranks.
+        """
+        if self._sharded is not None and self._reducer is not None:
+            self._sharded.consolidate(self._reducer, root)
 
     def __copy__(self) -> "DistributedOptimizer":
         """Return one that shares parameters, state and reductions with this."""
@@ -281,6 +321,11 @@ class DistributedOptimizer(OptimizerProxy):
 
         Without a session the wrapped optimizer comes back.
         """
+        if self._sharded is not None:
+            raise UsageError(
+                "an optimizer with zero=1 must not be copied or pickled, got a call: "
+                "it has a share of the state. Use its state_dict()."
+            )
         names = list(self._parameter_names.values())
         return _restore, (self.wrapped, names, self._groups, self._settings)
 
@@ -359,6 +404,21 @@ def _check(op: int, passes: int, predivide: float) -> None:
     if predivide <= 0.0:
         raise UsageError(f"gradient_predivide_factor must be > 0, got {predivide}.")
     _check_passes(passes)
+
+
+def _check_zero(zero: int, op: int) -> None:
+    if zero not in (0, 1):
+        raise UsageError(
+            f"zero must be 0 or 1, got {zero}. Stages 2 and 3 are torch's fully_shard."
+        )
+    if zero and op == Adasum:
+        raise UsageError("zero must be 0 with op=Adasum, got 1: each rank steps alone.")
+    session = current_session()
+    if zero and (session.config.is_elastic or session.is_of_views):
+        raise UsageError(
+            "zero must be 0 in an elastic job, got 1: a lost rank's share of the state "
+            "would be lost."
+        )
 
 
 def _check_passes(passes: int) -> None:

@@ -1,0 +1,370 @@
+"""ZeRO's first stage: each rank has the optimizer's state of its share, and steps that.
+
+Note [Shares]
+    Parameters of a dtype and device lie one after the other, as their memory has them,
+    and the row is cut into equal shares: anywhere, also within a parameter. So the
+    shares are equal whatever the shapes. A *part* is what a rank has of one parameter,
+    a 1-D view; while the optimizer steps, its groups hold this rank's parts in the
+    place of the parameters. Then all gather what the others have stepped.
+
+    This is right for optimizers that treat every element alike, as all of torch do but
+    those that are refused.
+
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
+
+from ronde.collectives import Communicator
+from ronde.collectives.objects import broadcast_json
+from ronde.data_parallel import Reducer
+from ronde.errors import UsageError
+from ronde.torch.state_trees import from_plain, to_plain
+
+_ALIGNMENT = 16  # elements
+_STAGING_BYTES = 4 << 20  # of one rank's share
+_NOT_ELEMENTWISE = (LBFGS, Adafactor, Muon, SparseAdam)
+_STEP = "step"  # a number to all optimizers of torch, also where a parameter is one
+_NOT_WHOLE = (
+    "consolidate_state_dict() must be called on all ranks before state_dict() with "
+    "zero=1, got no call since the last step: each rank has the state of its share."
+)
+
+
+class _Part(NamedTuple):
+    parameter: int  # its number
+    start: int  # of the part, in elements of the parameter's memory
+    stop: int
+    offset: int  # in the rank's share
+
+
+@dataclass(slots=True)
+class _Row:
+    """Parameters of one dtype and device, cut into shares."""
+
+    share_numel: int
+    parts: list[list[_Part]]  # by rank
+    staging: Tensor | None = None
+    addresses: list[int] = field(default_factory=list[int])  # that copies are made for
+    chunks: "list[_Chunk]" = field(default_factory=list["_Chunk"])
+
+
+class _Chunk(NamedTuple):
+    """What is gathered at a time, as tensors to copy from and to copy to."""
+
+    gathered: Tensor
+    own: Tensor  # this rank's of it
+    sent: tuple[list[Tensor], list[Tensor]]
+    received: tuple[list[Tensor], list[Tensor]]
+
+
+class ShardedStep:
+    """Steps an optimizer's share of this rank; all ranks step theirs.
+
+    Every rank has the same parameters, equal in value, in the same order, and the same
+    of them require a gradient.
+    """
+
+    def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
+        if isinstance(optimizer, _NOT_ELEMENTWISE):
+            raise UsageError(
+                "optimizer must treat every element alike with zero=1, got "
+                f"{type(optimizer).__name__}. Leave zero out."
+            )
+        self._optimizer, self._rank, self._size = optimizer, rank, size
+        self._parameters: list[Tensor] = []
+        self._group_of: list[int] = []
+        self._rows: list[_Row] = []
+        self._parts: dict[_Part, Tensor] = {}
+        self._cut: set[int] = set()  # parameters that are in a row
+        self._whole: dict[str, Any] | None = None  # the whole state, if it is here
+        self._communicator: Communicator | None = None
+        self.add_groups()
+
+    def add_groups(self) -> None:
+        """Take in the parameters of groups that the optimizer has got."""
+        first = self._group_of[-1] + 1 if self._group_of else 0
+        for number, group in enumerate(self._optimizer.param_groups[first:], first):
+            self._parameters += group["params"]
+            self._group_of += [number] * len(group["params"])
+
+    def step(
+        self,
+        make_gradients: Callable[[], Any],
+        reducer: Reducer,
+        *,
+        is_closure: bool,
+    ) -> Any:  # noqa: ANN401  the optimizer's
+        """Step; collective. ``make_gradients`` has ``reducer`` reduce them.
+
+        Where that is a closure, the optimizer calls it, and has its loss.
+        """
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+
+        def make() -> Any:  # noqa: ANN401  the closure's
+            _set_parameters(groups, whole)
+            loss = make_gradients()
+            _set_parameters(groups, self._own_parts())
+            return loss
+
+        try:
+            if is_closure:
+                result = self._optimizer.step(make)
+            else:
+                make()
+                result = self._optimizer.step()
+        finally:
+            _set_parameters(groups, whole)
+            for part in self._parts.values():
+                part.grad = None
+        self._whole = None
+        self._gather(reducer.communicator)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain optimizer's, as it was loaded or consolidated here."""
+        if self._whole is None:
+            if self._optimizer.state:
+                raise UsageError(_NOT_WHOLE)
+            return self._in_one({})
+        return self._whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's share of a plain optimizer's state."""
+        self._cut_new()
+        given = cast("dict[int, dict[str, Any]]", state_dict["state"])
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != [len(parameters) for parameters in whole]:
+            raise UsageError(
+                "state_dict must have groups of as many parameters as the optimizer: "
+                f"{[len(parameters) for parameters in whole]}, got {sizes}."
+            )
+        own = self._own_groups()
+        parts = [part for group in own for part in group]
+        state = {
+            number: {key: _cut_out(key, value, self._parameters[part.parameter], part)
+                     for key, value in given[part.parameter].items()}
+            for number, part in enumerate(parts)
+            if part.parameter in given
+        }  # fmt: skip
+        numbers = iter(range(len(parts)))
+        options = [
+            {**options, "params": [next(numbers) for _ in group]}
+            for options, group in zip(state_dict["param_groups"], own, strict=True)
+        ]
+        for each in options:
+            each.pop("param_names", None)
+        try:
+            _set_parameters(groups, self._own_parts())
+            self._optimizer.load_state_dict({"state": state, "param_groups": options})
+        finally:
+            # The optimizer has made itself new groups.
+            _set_parameters(self._optimizer.param_groups, whole)
+        self._whole = state_dict
+
+    def consolidate(self, reducer: Reducer, root: int) -> None:
+        """Gather the whole state in ``root``'s host memory; collective."""
+        if not 0 <= root < self._size:
+            raise UsageError(f"root must be in 0..{self._size - 1}, got {root}.")
+        if self._communicator is None:
+            return  # no step was done, and all have what they loaded
+        communicator = reducer.communicator
+        whole: dict[int, dict[str, Any]] = {}
+        own = [
+            (part.parameter, part.start, part.stop, self._optimizer.state[tensor])
+            for part, tensor in self._parts.items()
+            if tensor in self._optimizer.state
+        ]
+        for owner in range(self._size):
+            tensors: list[Tensor] = []
+            plain = broadcast_json(communicator, lambda: to_plain(own, []), owner)
+            if owner == self._rank:
+                to_plain(own, tensors)
+                tensors = [tensor.cpu() for tensor in tensors]
+                found = own
+            else:
+                found = from_plain(plain, tensors, "cpu")
+            for tensor in tensors:
+                communicator.broadcast(tensor, owner).wait()
+            if self._rank == root:
+                self._put_together(found, whole)
+        self._whole = self._in_one(whole) if self._rank == root else None
+
+    def _put_together(
+        self,
+        found: list[tuple[int, int, int, dict[str, Any]]],
+        whole: dict[int, dict[str, Any]],
+    ) -> None:
+        for index, start, stop, values in found:
+            state = whole.setdefault(index, {})
+            for key, value in values.items():
+                if not _is_cut(key, value, stop - start):
+                    state[key] = value
+                    continue
+                if key not in state:
+                    like = torch.empty_like(self._parameters[index], device="meta")
+                    state[key] = torch.empty_like(like, dtype=value.dtype, device="cpu")
+                _flat(state[key])[start:stop] = value
+
+    def _in_one(self, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        numbers = iter(range(len(self._parameters)))
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _own_groups(self) -> list[list[_Part]]:
+        """Return this rank's parts, by the optimizer's groups."""
+        groups: list[list[_Part]] = [[] for _ in self._optimizer.param_groups]
+        for row in self._rows:
+            for part in row.parts[self._rank]:
+                groups[self._group_of[part.parameter]].append(part)
+        return groups
+
+    @torch.no_grad()
+    def _own_parts(self) -> list[list[Tensor]]:
+        """Return this rank's parts with their gradients, by the optimizer's groups."""
+        self._cut_new()
+        groups: list[list[Tensor]] = []
+        for group in self._own_groups():
+            groups.append([])
+            for part in group:
+                parameter = self._parameters[part.parameter]
+                value = _flat(parameter)[part.start : part.stop]
+                if part in self._parts:
+                    self._parts[part].data = value  # its memory may be another's now
+                else:
+                    self._parts[part] = torch.nn.Parameter(value)
+                grad = parameter.grad
+                if grad is not None:
+                    flat = _flat(grad, like=parameter)[part.start : part.stop]
+                    self._parts[part].grad = flat
+                groups[-1].append(self._parts[part])
+        return groups
+
+    def _cut_new(self) -> None:
+        """Cut the parameters that require a gradient and are in no row yet."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and index not in self._cut:
+                kind = (parameter.dtype, parameter.device)
+                kinds.setdefault(kind, []).append(index)
+                self._cut.add(index)
+        for members in kinds.values():
+            lengths = [self._parameters[index].numel() for index in members]
+            share = -(-sum(lengths) // self._size)
+            share = -(-share // _ALIGNMENT) * _ALIGNMENT
+            parts = _cut(members, lengths, share, self._size)
+            self._rows.append(_Row(share, parts))
+
+    @torch.no_grad()
+    def _gather(self, communicator: Communicator) -> None:
+        """Give every rank the parts that the others have stepped."""
+        if communicator is not self._communicator:
+            self._communicator = communicator
+            for row in self._rows:
+                row.staging = None
+        for row in self._rows:
+            self._prepare(row, communicator)
+            for chunk in row.chunks:
+                _copy(*chunk.sent)
+                communicator.all_gather(chunk.own, out=chunk.gathered).wait()
+                _copy(*chunk.received)
+
+    def _prepare(self, row: _Row, communicator: Communicator) -> None:
+        """Find what to copy, unless that is known."""
+        first = self._parameters[next(p.parameter for own in row.parts for p in own)]
+        width = min(row.share_numel, _STAGING_BYTES // first.element_size())
+        indices = dict.fromkeys(part.parameter for own in row.parts for part in own)
+        addresses = [self._parameters[index].data_ptr() for index in indices]
+        if row.staging is not None and addresses == row.addresses:
+            return
+        if row.staging is None:
+            numel = width * self._size
+            row.staging = communicator.allocate(numel, first.dtype, first.device)
+        row.addresses = addresses
+        row.chunks = [
+            self._chunk(row, row.staging, start, min(start + width, row.share_numel))
+            for start in range(0, row.share_numel, width)
+        ]
+
+    def _chunk(self, row: _Row, staging: Tensor, start: int, stop: int) -> _Chunk:
+        gathered = staging[: (stop - start) * self._size]
+        by_rank = cast("tuple[Tensor, ...]", gathered.split(stop - start))
+        chunk = _Chunk(gathered, by_rank[self._rank], ([], []), ([], []))
+        for rank, (parts, place) in enumerate(zip(row.parts, by_rank, strict=True)):
+            for part in parts:
+                low = max(start, part.offset)
+                high = min(stop, part.offset + part.stop - part.start)
+                if low >= high:
+                    continue
+                flat = _flat(self._parameters[part.parameter])
+                first = part.start + low - part.offset
+                value = flat[first : first + high - low]
+                staged = place[low - start : high - start]
+                if rank == self._rank:
+                    chunk.sent[0].append(staged)
+                    chunk.sent[1].append(value)
+                else:
+                    chunk.received[0].append(value)
+                    chunk.received[1].append(staged)
+        return chunk
+
+
+def _cut(
+    members: Sequence[int], lengths: Sequence[int], share: int, size: int
+) -> list[list[_Part]]:
+    """Cut a row of parameters into shares; return each rank's parts."""
+    parts: list[list[_Part]] = [[] for _ in range(size)]
+    place = 0
+    for index, length in zip(members, lengths, strict=True):
+        start = 0
+        while start < length:
+            rank, offset = divmod(place, share)
+            stop = min(length, start + share - offset)
+            parts[rank].append(_Part(index, start, stop, offset))
+            place += stop - start
+            start = stop
+    return parts
+
+
+def _flat(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return the elements in the order of ``like``'s memory, or of its own: a view."""
+    strides = (tensor if like is None else like).stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    ordered = tensor.detach().permute(order)
+    return ordered.view(-1) if like is None else ordered.reshape(-1)
+
+
+def _cut_out(key: str, value: object, parameter: Tensor, part: _Part) -> object:
+    """Return what a rank has of one parameter's state."""
+    if key == _STEP or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return _flat(value, like=parameter)[part.start : part.stop].clone()
+
+
+def _is_cut(key: str, value: object, numel: int) -> bool:
+    is_tensor = isinstance(value, Tensor)
+    return key != _STEP and is_tensor and value.shape == (numel,)
+
+
+def _set_parameters(
+    groups: Sequence[dict[str, Any]], parameters: Sequence[list[Tensor]]
+) -> None:
+    for group, own in zip(groups, parameters, strict=True):
+        group["params"] = own
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]

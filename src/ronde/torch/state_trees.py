@@ -1,0 +1,61 @@
+"""State dicts as what JSON can carry, and the tensors beside that."""
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ronde.errors import UsageError
+
+
+def to_plain(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
+    """Return a tree as JSON has it; take its tensors out, in order.
+
+    No pickle: it would be read before the program has sent an object of its own.
+    """
+    match value:
+        case Tensor():
+            tensors.append(value)
+            shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
+            return {"tensor": [shape, dtype, value.device.type]}
+        case dict():
+            items = cast("dict[Any, Any]", value).items()
+            return {"dict": [[to_plain(each, tensors) for each in i] for i in items]}
+        case list() | tuple():
+            children = cast("list[Any] | tuple[Any, ...]", value)
+            name = "list" if isinstance(value, list) else "tuple"
+            return {name: [to_plain(child, tensors) for child in children]}
+        case None | bool() | int() | float() | str():
+            return value
+        case np.generic():
+            return cast("Any", value).item()
+        case _:
+            raise UsageError(
+                "optimizer's state must be made of tensors, numbers and text, got "
+                f"{type(value).__name__}. Send it as an object: "
+                "optimizer.load_state_dict(broadcast_object(optimizer.state_dict()))"
+            )
+
+
+def from_plain(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any:  # noqa: ANN401 - a tree
+    """Return the tree again, with new tensors in the places of those taken out.
+
+    They are where the others were, or on ``device``.
+    """
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = cast("dict[str, list[Any]]", plain).items()
+    if kind == "tensor":
+        shape, dtype, was_on = content
+        dtype = getattr(torch, dtype)
+        tensor = torch.empty(shape, dtype=dtype, device=device or was_on)
+        tensors.append(tensor)
+        return tensor
+    if kind == "dict":
+        pairs = (
+            [from_plain(each, tensors, device) for each in pair] for pair in content
+        )
+        return dict(pairs)
+    children = [from_plain(child, tensors, device) for child in content]
+    return tuple(children) if kind == "tuple" else children
