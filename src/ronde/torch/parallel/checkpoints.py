@@ -1,0 +1,112 @@
+"""Checkpoints that load under another layout: torch's own, whole or not there at all.
+
+Note [Whole or not there]
+    Ranks write into ``NAME.partial``; once all have, rank 0 gives it its name. A
+    checkpoint of the name is moved to ``NAME.previous`` first, and removed last.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import distributed as dist, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+import ronde
+from ronde.errors import UsageError
+from ronde.parallel.layout import Layout
+
+_NOTES = "ronde.json"
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    layout: Layout | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write weights and optimizer state into a folder that all ranks see; collective.
+
+    The format is that of ``torch.distributed.checkpoint``, under the plain names of
+    parameters. A failure leaves what was there.
+
+    Args:
+        path: The folder; one that is there is replaced.
+        model: Sharded or not, as ``optimizer``'s parameters.
+        optimizer: A plain one of torch.
+        layout: What to note of how it was written.
+        notes: What else to keep, as JSON has it: the step, the place in the data.
+    """
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.partial")
+    note = {
+        "layout": None if layout is None else str(layout),
+        "num_ranks": dist.get_world_size(),
+        "ronde": ronde.__version__,
+        "torch": torch.__version__,
+        "notes": dict(notes or {}),
+    }
+    text = json.dumps(note, indent=1)
+    is_first = dist.get_rank() == 0
+    if is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    checkpoint.save(state, checkpoint_id=partial)
+    if is_first:
+        (partial / _NOTES).write_text(text)
+        _replace(partial, target)
+    dist.barrier()
+
+
+def load(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer
+) -> dict[str, Any]:
+    """Read what ``save`` wrote, under any layout, in place; collective.
+
+    It runs code of whoever wrote the folder, as torch's checkpoints are pickles: read
+    your own only.
+
+    Returns:
+        The notes.
+
+    Raises:
+        UsageError: There is no such checkpoint.
+    """
+    target = Path(path)
+    if not (target / _NOTES).is_file():
+        previous = target.with_name(f"{target.name}.previous")
+        is_left = (previous / _NOTES).is_file()
+        cure = f" {previous} is the one before." if is_left else ""
+        raise UsageError(
+            f"path must be a folder that save() wrote, got {str(target)!r}, which has "
+            f"no {_NOTES}.{cure}"
+        )
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    checkpoint.load(state, checkpoint_id=target)  # into what is in it
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+    )
+    return cast("dict[str, Any]", json.loads((target / _NOTES).read_text())["notes"])
+
+
+def _replace(partial: Path, target: Path) -> None:
+    previous = target.with_name(f"{target.name}.previous")
+    if target.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        target.rename(previous)
+    partial.rename(target)
+    shutil.rmtree(previous, ignore_errors=True)

@@ -1,0 +1,110 @@
+"""What a rank of a layout would hold at its peak, found without ranks and memory.
+
+A step is run in this process alone, over tensors without data and a process group that
+sends nothing, while torch's ``FSDPMemTracker`` counts.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, distributed as dist, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+from ronde.errors import UsageError
+from ronde.parallel.layout import Layout
+from ronde.parallel.memory import MemoryTerm, RankMemory
+from ronde.torch.parallel.sharding import init_mesh, parallelize
+
+_NAMES = {
+    "Sharded Param": "weights",
+    "Unsharded Param": "gathered weights",
+    "Sharded Grad": "gradients",
+    "Unsharded Grad": "unit's gradients",
+    "Buffer": "buffers",
+    "Activation": "activations",
+    "All Gather": "all_gather",
+    "Reduce Scatter": "reduce_scatter",
+    "OptState": "optimizer state",
+    "Inputs": "inputs",
+    "Temp": "temporary",
+}
+
+
+def estimate(
+    build: Callable[[], nn.Module],
+    layout: Layout,
+    batch: Sequence[Tensor],
+    loss_of: Callable[..., Tensor],
+    *,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    **options: Any,  # noqa: ANN401  parallelize's
+) -> RankMemory:
+    """Return the peak memory of rank 0 in a training step, in bytes by kind.
+
+    ``RankMemory.shortage(limit_bytes)`` is a sentence if that is more than a device
+    has. What the allocator and the communication library add is not in it.
+
+    Args:
+        build: Makes the model; nothing of it is allocated.
+        layout: Without -1, pp and cp.
+        batch: The tensors of one rank; their values do not matter.
+        loss_of: ``loss_of(model, *batch)``.
+        make_optimizer: Of parameters; None takes AdamW. With ``foreach=False``, as the
+            temporaries of the others are not seen right.
+        **options: As for ``parallelize``.
+
+    Raises:
+        UsageError: This process is in a process group; or as ``parallelize``.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            "estimate() must be called in a process without a process group, got one "
+            "with. Call it before init_process_group(), or in a program of its own."
+        )
+    # It registers backend "fake" when it is imported.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401  Optimizer's
+        return torch.optim.AdamW(parameters, foreach=False)
+
+    size = layout.num_ranks
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        mesh = init_mesh(layout, "cpu", allow_tp_over_hosts=True)
+        # Meshes are tensors with values, which there are none of in the mode.
+        with torch.device("meta"):
+            model = parallelize(build(), mesh, **options)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model.to_empty(device="cpu")
+            optimizer = (make_optimizer or adamw)(model.parameters())
+            inputs = [mode.from_tensor(tensor) for tensor in batch]
+            _step(model, optimizer, inputs, loss_of)  # makes the optimizer's state
+            tracker = FSDPMemTracker(model, optimizer)
+            tracker.track_inputs(tuple(inputs))
+            with tracker:
+                _step(model, optimizer, inputs, loss_of)
+            peak = tracker.get_tracker_snapshot("peak")
+    finally:
+        dist.destroy_process_group()
+    # Its kinds are words, and the total is one more.
+    counted = peak.get(torch.device("cpu"), {})
+    terms = [
+        MemoryTerm(_NAMES[str(kind.value)], size)
+        for kind, size in counted.items()
+        if isinstance(kind, Enum) and size
+    ]
+    return RankMemory(tuple(sorted(terms, key=lambda term: -term.size_bytes)))
+
+
+def _step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Sequence[Tensor],
+    loss_of: Callable[..., Tensor],
+) -> None:
+    optimizer.zero_grad()
+    loss_of(model, *inputs).backward()
+    optimizer.step()

@@ -1,0 +1,187 @@
+"""Meshes and sharded models out of a layout; all that comes of it is torch's own."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from ronde.errors import UsageError
+from ronde.parallel.layout import Layout
+from ronde.torch.parallel.tensor_plans import tensor_parallel_plan
+from ronde.world import read_rank_info
+
+_DATA = ("dp_replicate", "dp_shard")
+
+
+def init_mesh(
+    layout: Layout,
+    device_type: str | None = None,
+    *,
+    allow_tp_over_hosts: bool = False,
+) -> DeviceMesh:
+    """Return the mesh of a layout; collective.
+
+    Its axes are those of the layout with more than one rank, and ``dp_shard``. Where no
+    process group was made yet, backend "ronde" is.
+
+    Args:
+        layout: -1 stands for what is left of the ranks.
+        device_type: "cuda" or "cpu"; None takes what is there.
+        allow_tp_over_hosts: Let tp's groups lie on more than one host, whose network
+            they would wait for four times a layer.
+
+    Raises:
+        UsageError: The layout does not fit the ranks, or a host's.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("ronde")
+    layout = layout.resolve(dist.get_world_size())
+    ranks = read_rank_info()
+    is_known = ranks.size == layout.num_ranks
+    if is_known and ranks.local_size % layout.tp and not allow_tp_over_hosts:
+        raise UsageError(
+            f"tp must divide the ranks of a host: {ranks.local_size}, got "
+            f"tp={layout.tp}: a group would lie on more than one host. Take another "
+            "tp, or allow_tp_over_hosts=True."
+        )
+    sizes = {a: n for a, n in layout.sizes.items() if n > 1 or a == "dp_shard"}
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return init_device_mesh(
+        device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+    )
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    zero: int = 3,
+    units: Sequence[type[nn.Module]] | None = None,
+    plan: Mapping[str, ParallelStyle] | None = None,
+    precision: MixedPrecisionPolicy | None = None,
+) -> nn.Module:
+    """Shard a model in place, over tp and then over dp; return it. Collective.
+
+    Every rank has the same weights, as by one seed. The optimizer is made afterwards,
+    from ``model.parameters()``: a plain one of torch.
+
+    Args:
+        model: On the mesh's device.
+        mesh: Of ``init_mesh``, or any with its names.
+        zero: 3 gathers weights for each pass and drops them after it; 2 keeps them from
+            the forward to the backward.
+        units: The classes of modules whose weights are gathered together; None takes
+            ``find_units``.
+        plan: For tp, as ``parallelize_module`` takes it; None takes
+            ``tensor_parallel_plan``.
+        precision: What weights and gradients are gathered and reduced in.
+
+    Raises:
+        UsageError: An axis cannot be had this way, or the model has no plan for one.
+    """
+    names = mesh.mesh_dim_names or ()
+    if zero not in (2, 3):
+        raise UsageError(
+            f"zero must be 2 or 3, got {zero}. For 1, take the bare model and "
+            "ronde.torch.DistributedOptimizer(zero=1)."
+        )
+    for axis, cure in (
+        ("pp", "Cut the model by torch.distributed.pipelining, and give this a stage"),
+        ("cp", "Take torch.distributed.tensor.experimental.context_parallel"),
+    ):
+        if axis in names and mesh[axis].size() > 1:
+            raise UsageError(
+                f"mesh must have no {axis}, got {axis}={mesh[axis].size()}. {cure}: "
+                f"mesh[{tuple(name for name in names if name != axis)}]."
+            )
+    found = find_units(model, units)
+    _require_one_dtype([*found, model])
+    if "tp" in names and mesh["tp"].size() > 1:
+        tp_plan = plan or tensor_parallel_plan(model, mesh["tp"].size())
+        parallelize_module(model, mesh["tp"], dict(tp_plan))
+    elif plan is not None:
+        raise UsageError("plan must be None without tp, got one. Give the layout a tp.")
+    data = tuple(name for name in _DATA if name in names)
+    if not data:
+        return model
+    options: dict[str, Any] = {
+        "mesh": mesh[data],
+        "reshard_after_forward": zero == 3,
+        "mp_policy": precision or MixedPrecisionPolicy(),
+    }
+    for unit in (*found, model):
+        fully_shard(unit, **options)
+    _use_group_memory(model, mesh[data])
+    return model
+
+
+def find_units(
+    model: nn.Module, classes: Sequence[type[nn.Module]] | None = None
+) -> list[nn.Module]:
+    """Return the modules to gather one by one, inner ones first.
+
+    Without classes these are the blocks that repeat: the members of each ``ModuleList``
+    or ``Sequential`` that has at least two of one class with parameters in it, unless
+    they lie in a block themselves.
+
+    Raises:
+        UsageError: The model has no module of these classes.
+    """
+    if classes is None:
+        units: list[nn.Module] = []
+        _find_repeated(model, units)
+        return units
+    found = [m for m in model.modules() if isinstance(m, tuple(classes))]
+    if not found:
+        names = ", ".join(each.__name__ for each in classes)
+        raise UsageError(
+            f"units must be classes of the model's modules, got {names}, of which "
+            f"{type(model).__name__} has none."
+        )
+    return [module for module in reversed(found) if module is not model]
+
+
+def _find_repeated(module: nn.Module, units: list[nn.Module]) -> None:
+    children = list(module.children())
+    repeated: set[type[nn.Module]] = set()
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        owners = [type(c) for c in children if any(True for _ in c.parameters())]
+        repeated = {cls for cls, number in Counter(owners).items() if number > 1}
+    for child in children:
+        if type(child) in repeated:
+            units.append(child)
+        else:
+            _find_repeated(child, units)
+
+
+def _require_one_dtype(units: Sequence[nn.Module]) -> None:
+    """Refuse what torch finds out at the first forward only."""
+    seen: set[nn.Parameter] = set()
+    for unit in units:
+        own = [(n, p) for n, p in unit.named_parameters() if p not in seen]
+        seen.update(parameter for _, parameter in own)
+        dtypes = {p.dtype: name for name, p in own if p.requires_grad}
+        if len(dtypes) > 1:
+            found = ", ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
+            raise UsageError(
+                f"parameters of a unit must have one dtype, got {found} in "
+                f"{type(unit).__name__}. Give those of another dtype a module of their "
+                "own, and its class to units."
+            )
+
+
+def _use_group_memory(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Have FSDP2's buffers lie where other ranks read them, if the group has such."""
+    group = mesh.get_group(mesh.ndim - 1)
+    device = torch.device(mesh.device_type)
+    backend = group._get_backend(device)  # noqa: SLF001  as FSDP2 itself asks
+    if not backend.supports_tensor_alloc(device):
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)

@@ -1,0 +1,359 @@
+"""Layouts by ``ronde.torch.parallel``: parity, plans, checkpoints and estimates."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from tests.parity.sessions import message_of
+from tests.process_group.groups import Setting, run_in_group
+from tests.ranks import run_ranks_bare
+from torch import Tensor, distributed as dist, nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from ronde.errors import UsageError
+from ronde.parallel.memory import Sharding
+from ronde.torch import parallel
+from ronde.torch.parallel import Layout
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of its own functions
+WIDTH = 12
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.drop(self.down(torch.tanh(self.up(self.norm(inputs)))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = WIDTH, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def sum_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(inputs), targets, reduction="sum")
+
+
+def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(12, WIDTH, generator=generator),
+            torch.randint(0, 5, (12,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def parities(layouts: list[str]) -> list[str]:
+    found = []
+    for text in layouts:
+        layout = Layout.parse(text)
+        for zero in (2, 3):
+            parity = parallel.check_parity(Model, layout, batches(), loss_of, zero=zero)
+            assert parity.is_equal, str(parity)
+            assert parity.num_steps == 3
+            found.append(str(parity.layout))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("setting", "layouts"),
+    [
+        (Setting("shared_memory", 2), ["dp_shard=-1", "dp_replicate=2", "tp=2"]),
+        (Setting("gloo", 3), ["dp_shard=3", "tp=3"]),
+        (Setting("shared_memory", 4), ["dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2"]),
+        (Setting("hierarchical", 4), ["tp=4", "dp_replicate=2,tp=2"]),
+    ],
+    ids=str,
+)
+def test_layouts_follow_one_process(setting, layouts):
+    expected = [Layout.parse(each).resolve(setting.size) for each in layouts]
+    for found in run_in_group(setting, parities, layouts):
+        assert found == [str(each) for each in expected for _ in (2, 3)]
+
+
+def wrong_parities() -> list[str]:
+    found = [parallel.check_parity(Model, Layout(dp_shard=2), batches(), sum_of)]
+
+    class Scaled(Model):
+        """Trains other weights where it is sharded."""
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            factor = 1.01 if isinstance(self, FSDPModule) else 1.0
+            return super().forward(inputs) * factor
+
+    found.append(parallel.check_parity(Scaled, Layout(tp=2), batches(), loss_of))
+    assert not any(each.is_equal for each in found)
+    return [str(each) for each in found]
+
+
+def test_what_differs_is_named():
+    for summed, scaled in run_in_group(Setting("shared_memory", 2), wrong_parities):
+        assert "The first above 1.5e-08: step 0: loss is off by 0.5" in summed
+        assert "step 0: loss is off by " in scaled
+
+
+def refusals() -> list[str]:
+    mesh = parallel.init_mesh(Layout(dp_shard=1, tp=2))
+    whole = parallel.init_mesh(Layout(pp=2))
+    mixed = Model()
+    mixed.blocks[1].norm.double()
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    shard = parallel.init_mesh(Layout(dp_shard=2))
+
+    def call(model: nn.Module, mesh: object, **options: object) -> str:
+        return message_of(UsageError, parallel.parallelize, model, mesh, **options)
+
+    return [
+        call(nn.Linear(3, 4), mesh),
+        call(Block(3), mesh),
+        call(Model(), whole),
+        call(Model(), shard, zero=1),
+        call(Model(), shard, plan=plan),
+        call(Model(), shard, units=[nn.Conv2d]),
+        call(mixed, shard),
+        message_of(UsageError, parallel.init_mesh, Layout(dp_shard=3)),
+        message_of(
+            UsageError, parallel.check_parity, Model, Layout(dp_shard=2),
+            [(torch.ones(3, WIDTH), torch.zeros(3, dtype=torch.int64))], loss_of,
+        ),
+        message_of(UsageError, parallel.estimate, Model, Layout(), [], loss_of),
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_is_refused():
+    starts = [
+        "model must have linear layers of known names with tp=2, such as",
+        "out_features of up must be a multiple of tp: 2, got 9.",
+        "mesh must have no pp, got pp=2.",
+        "zero must be 2 or 3, got 1.",
+        "plan must be None without tp, got one.",
+        "units must be classes of the model's modules, got Conv2d, of which Model has",
+        "parameters of a unit must have one dtype, got ",
+        "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks: 1*1*3*1*1 = 3, ",
+        "rows of a batch must be a multiple of dp_replicate * dp_shard: 2, got 3.",
+        "estimate() must be called in a process without a process group",
+    ]
+    for found in run_in_group(Setting("shared_memory", 2), refusals):
+        for message, start in zip(found, starts, strict=True):
+            assert message.startswith(start)
+
+
+def test_tp_stays_on_a_host(monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        refused = message_of(UsageError, parallel.init_mesh, Layout(tp=4), "cpu")
+        assert refused.startswith("tp must divide the ranks of a host: 2, got tp=4")
+        mesh = parallel.init_mesh(Layout(tp=4), "cpu", allow_tp_over_hosts=True)
+        assert mesh.mesh_dim_names == ("dp_shard", "tp")
+        assert parallel.init_mesh(Layout(dp_shard=2, tp=2), "cpu")["tp"].size() == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_units_are_the_blocks_that_repeat():
+    model = Model()
+    assert parallel.find_units(model) == list(model.blocks)
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    outer = nn.Sequential(inner, nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ReLU())
+    assert parallel.find_units(outer) == [inner, outer[1]]
+    assert parallel.find_units(nn.Linear(2, 2)) == []
+    assert parallel.find_units(model, [nn.Linear, Model])[0] is model.head
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(8, 8))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.gate_proj, self.up_proj = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.down_proj = nn.Linear(16, 8)
+        self.dense = nn.Linear(8, 8)
+
+
+def test_a_plan_by_the_names_of_layers():
+    plan = parallel.tensor_parallel_plan(nn.Sequential(Gated()), 4)
+    rows = {name for name, style in plan.items() if isinstance(style, RowwiseParallel)}
+    assert rows == {"0.attention.o_proj", "0.down_proj"}
+    columns = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert {name.rpartition(".")[2] for name in plan.keys() - rows} == columns
+    encoder = nn.TransformerEncoderLayer(8, 2, 16)
+    assert parallel.tensor_parallel_plan(encoder, 2).keys() == {"linear1", "linear2"}
+
+
+# Checkpoints
+
+
+def make(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Model().double()
+    if layout:
+        model = parallel.parallelize(model, parallel.init_mesh(Layout.parse(layout)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = dict(model.named_parameters())
+    state = {f"{n}.{k}": v for n, p in model.named_parameters()
+             for k, v in optimizer.state[p].items()}  # fmt: skip
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in {**tensors, **state}.items()
+    }
+
+
+def train_and_save(path: Path, layouts: list[str]) -> list[dict[str, Tensor]]:
+    found = []
+    for layout in layouts:
+        model, optimizer = make(layout)
+        for batch in batches(2):
+            inputs, targets = batch
+            optimizer.zero_grad()
+            model.eval()  # without dropout
+            loss_of(model, inputs.double(), targets).backward()
+            optimizer.step()
+        for step in (1, 2):  # the second takes the place of the first
+            parallel.save(
+                path / layout, model, optimizer,
+                layout=Layout.parse(layout), notes={"step": step},
+            )  # fmt: skip
+        found.append(state_of(model, optimizer))
+    return found
+
+
+def load_all(
+    path: Path, saved: list[str], layouts: list[str]
+) -> list[dict[str, Tensor]]:
+    found = []
+    for layout in layouts:
+        for name in saved:
+            model, optimizer = make(layout)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            assert parallel.load(path / name, model, optimizer) == {"step": 2}
+            found.append(state_of(model, optimizer))
+    return found
+
+
+LAYOUTS = {
+    1: ["dp_shard=1"],
+    2: ["dp_shard=2", "tp=2"],
+    4: ["dp_shard=4", "dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2"],
+}
+
+
+def test_loads_under_every_other_layout_bit_for_bit(tmp_path):
+    saved: dict[str, dict[str, Tensor]] = {}
+    for size, layouts in LAYOUTS.items():
+        setting = Setting("shared_memory" if size > 1 else "auto", size)
+        found = run_in_group(setting, train_and_save, tmp_path, layouts)[0]
+        saved |= zip(layouts, found, strict=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(saved)
+    for size, layouts in LAYOUTS.items():
+        setting = Setting("shared_memory" if size > 1 else "auto", size)
+        expected = list(saved.values()) * len(layouts)
+        for found in run_in_group(setting, load_all, tmp_path, list(saved), layouts):
+            for state, whole in zip(found, expected, strict=True):
+                assert state.keys() == whole.keys()
+                assert all(torch.equal(state[name], whole[name]) for name in whole)
+
+
+def load_missing(path: Path) -> str:
+    (path / "model.previous").mkdir(exist_ok=True)
+    (path / "model.previous" / "ronde.json").touch()
+    return message_of(UsageError, parallel.load, path / "model", *make("dp_shard=2"))
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    for message in run_in_group(Setting("shared_memory", 2), load_missing, tmp_path):
+        assert message.startswith("path must be a folder that save() wrote, got ")
+        assert message.endswith("model.previous is the one before.")
+
+
+# Memory
+
+
+def wide() -> nn.Module:
+    return Model(width=64, num_blocks=6)
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def real_peak(_: object, layout: str, zero: int) -> int:
+    """Return what the tracker counts on a rank that trains.
+
+    On Gloo: of ronde's buffers it counts all of the memory that they are part of.
+    """
+    dist.init_process_group("gloo")
+    mesh = parallel.init_mesh(Layout.parse(layout))
+    model = parallel.parallelize(wide(), mesh, zero=zero)
+    optimizer = adamw(model.parameters())
+    inputs, targets = torch.ones(4, 64), torch.zeros(4, dtype=torch.int64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, inputs, targets).backward()
+        optimizer.step()
+
+    step()
+    gc.collect()
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs((inputs, targets))
+    with tracker:
+        step()
+    dist.destroy_process_group()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_shard=2,tp=2"])
+def test_the_estimate_is_what_ranks_hold(layout, zero):
+    parsed = Layout.parse(layout)
+    size = parsed.num_ranks
+    real = run_ranks_bare(size, real_peak, layout, zero, launcher="torchrun")[0]
+    batch = [torch.ones(4, 64), torch.zeros(4, dtype=torch.int64)]
+    found = parallel.estimate(wide, parsed, batch, loss_of, zero=zero)
+    assert found.total_bytes == pytest.approx(real, rel=0.03)
+    shortage = found.shortage(1 << 16)
+    assert shortage.startswith("memory of a rank must be at most 64KiB, got ")
+    assert not found.shortage(1 << 30)
+    if parsed.tp == 1:
+        units = [sum(p.numel() for p in b.parameters()) for b in wide().blocks]
+        theory = Sharding(parsed.dp_shard, zero).peak([*units, 64 * 5 + 5])
+        assert found.total_bytes == pytest.approx(theory.total_bytes, rel=0.1)
