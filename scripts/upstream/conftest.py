@@ -1,6 +1,7 @@
 """Put above the tests: writes each outcome to a file, and makes them run as they are.
 
 Muon is left out; the elastic tests that Horovod skips for faults of its own are run.
+PyTorch's tests fork their ranks.
 """
 
 import json
@@ -51,3 +52,13 @@ def pytest_pycollect_makeitem(name: str, obj: object) -> None:
         for test in _SKIPPED:
             if test in vars(obj):
                 delattr(obj, test)
+
+
+if "UPSTREAM_TESTS_TORCH" in _ENVIRONMENT:
+    from torch.testing._internal import common_distributed
+
+    def _fork(self: common_distributed.MultiProcessTestCase) -> None:
+        """Start ranks that have torch already: to import it takes them seconds."""
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    common_distributed.MultiProcessTestCase._spawn_processes = _fork  # noqa: SLF001

@@ -1,4 +1,7 @@
-"""Runs Horovod's own tests, or pytorch/ignite's, on ronde's ``horovod``."""
+"""Runs Horovod's own tests, or pytorch/ignite's, on ronde's ``horovod``.
+
+Or PyTorch's, of torch.distributed: each on Gloo, and on ronde in Gloo's place.
+"""
 
 import argparse
 import json
@@ -9,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +80,19 @@ NEEDS_MORE = {
 }
 
 
+# Of PyTorch's tests. The first comes with torch itself; ``tensor`` was ``_tensor``.
+TORCH_TESTS = (
+    *("distributed_test.py", "test_c10d_object_collectives.py"),
+    *("test_c10d_functional_native.py", "test_functional_api.py"),
+    *("test_device_mesh.py", "tensor/test_redistribute.py", "tensor/test_dtensor.py"),
+    *("tensor/test_math_ops.py", "tensor/parallel/test_tp_style.py"),
+    *("tensor/parallel/test_tp_examples.py", "tensor/parallel/test_parallelize_api.py"),
+    *("pipelining/test_schedule.py", "pipelining/test_schedule_multiproc.py"),
+    *("pipelining/test_stage.py", "checkpoint", "_composable/test_replicate.py"),
+    "optim/test_zero_redundancy_optimizer.py",
+)
+
+
 @dataclass(frozen=True)
 class Project:
     """Whose tests they are.
@@ -102,7 +118,11 @@ IGNITE = Project(
     *("pytorch/ignite", "de08e799", "tests/ignite/conftest.py"),
     ("ignite", "tests", "pyproject.toml"),
 )
-PROJECTS = (HOROVOD, IGNITE)
+TORCH = Project(
+    *("pytorch/pytorch", "cf30153c", "test/distributed/test_c10d_common.py"),
+    ("test/distributed",),
+)
+PROJECTS = (HOROVOD, IGNITE, TORCH)
 
 
 @dataclass(frozen=True)
@@ -139,6 +159,8 @@ def main() -> int:
         shutil.copy(HERE / "conftest.py", run.scratch)
         if project is IGNITE:
             results = [run_ignite(run)]
+        elif project is TORCH:
+            results = list(run_torch(run))
         elif options.examples:
             examples = ELASTIC_EXAMPLES if options.elastic else EXAMPLES
             results = [run_example(run, *example) for example in examples.items()]
@@ -153,7 +175,12 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     wanted = " or of ".join(f"{p.name} at {p.commit}" for p in PROJECTS)
     add("checkout", type=Path, help=f"the source of {wanted}")
-    add("--ranks", type=int, default=2, help="of Horovod's parallel tests (default: 2)")
+    add(
+        *("--ranks",),
+        type=int,
+        default=2,
+        help="of Horovod's parallel tests and PyTorch's first file (default: 2)",
+    )
     add("--mpi", action="store_true", help="start these ranks with mpirun")
     add("--elastic", action="store_true", help="run Horovod's tests of elastic jobs")
     add("--examples", action="store_true", help="run Horovod's examples, and no tests")
@@ -185,19 +212,22 @@ def find_project(options: argparse.Namespace) -> Project:
             for p in PROJECTS
         )
         raise UsageError(
-            f"PATH must be a checkout of Horovod or of ignite, got {checkout}. "
+            f"PATH must be a checkout of Horovod, ignite or PyTorch, got {checkout}. "
             f"Type: {ways}"
         )
     is_changed = options.mpi or options.examples or options.elastic
-    if project is IGNITE and (is_changed or options.ranks != 2):
+    is_changed |= project is IGNITE and options.ranks != 2
+    if project is not HOROVOD and is_changed:
         raise UsageError(
-            "--ranks, --mpi, --elastic and --examples are for Horovod's tests, got a "
-            "checkout of ignite, whose tests start 4 ranks by horovod.run. Leave them "
-            "out."
+            "--ranks, --mpi, --elastic and --examples are for Horovod's tests, and "
+            f"--ranks for PyTorch's, got a checkout of {project.name}, whose tests "
+            "start their ranks themselves. Leave them out."
         )
     known = [Path(name).name for name in ELASTIC]
     if not options.elastic:
         known = [*PARALLEL, *SINGLE]
+    if project is TORCH:
+        known = [*TORCH_TESTS]
     for file in options.file:
         is_known = file in known
         if project is IGNITE:
@@ -285,6 +315,51 @@ def run_ignite(run: Run) -> bool:
     return run_pytest(run, "ignite", [str(run.python)], words, 1)
 
 
+def run_torch(run: Run) -> Iterator[bool]:
+    """Run each file on Gloo and on ronde; yield whether ronde passes what Gloo does."""
+    options, tests = run.options, Path("test", "distributed")
+    shutil.copy(HERE / "distributed_test.py", run.scratch / tests)
+    if not (run.scratch / tests / "tensor" / "test_dtensor.py").exists():
+        former = run.scratch / tests / "_tensor"
+        shutil.copytree(former, run.scratch / tests / "tensor", dirs_exist_ok=True)
+    print(f"{'tests':42} on     passed failed skipped", flush=True)
+    for name in options.file or TORCH_TESTS:
+        passed: dict[str, set[str]] = {}
+        for engine in ("gloo", "ronde"):
+            outcomes = run.scratch / "outcomes" / engine / name
+            outcomes.mkdir(parents=True)
+            log = outcomes / "log"
+            words = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--timeout"]
+            words += [str(options.timeout), str(tests / name)]
+            words += ["-k", options.words] if options.words else []
+            more = {
+                "BACKEND": "gloo",
+                "WORLD_SIZE": str(options.ranks),
+                "TEMP_DIR": str(outcomes),
+                "UPSTREAM_TESTS_TORCH": "1",
+                "RONDE_REPLACE_GLOO": str(int(engine == "ronde")),
+            }
+            execute(run, [str(run.python), *words], outcomes, log, more)
+            if options.verbose:
+                print(log.read_text())
+            ended = read_outcomes(outcomes / "0")
+            passed[engine] = {n for n, outcome in ended.items() if outcome == "passed"}
+            counts = Counter(ended.values())
+            columns = (counts["passed"], counts["failed"], counts["skipped"])
+            print(f"{name:42} {engine:6} {columns[0]:6} {columns[1]:6} {columns[2]:7}")
+        lost = sorted(passed["gloo"] - passed["ronde"])
+        for test in lost:
+            print(f"{'':42} passes on Gloo alone: {test}", flush=True)
+        yield not lost and bool(passed["gloo"])
+
+
+def read_outcomes(file: Path) -> dict[str, str]:
+    """Return the outcome of each test that is over; a later line counts."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    tests = [json.loads(line) for line in lines]
+    return {test["test"]: test["outcome"] for test in tests}
+
+
 def print_columns() -> None:
     """Print what the columns of the table are."""
     print(f"{'tests':36} rank passed failed skipped", flush=True)
@@ -309,9 +384,15 @@ def run_pytest(
     return is_good and (has_all or bool(run.options.words))
 
 
-def execute(run: Run, command: Sequence[str], outcomes: Path, log: Path) -> int:
+def execute(
+    run: Run,
+    command: Sequence[str],
+    outcomes: Path,
+    log: Path,
+    more: Mapping[str, str] | None = None,
+) -> int:
     """Run a command beside the tests; return its exit code."""
-    env = own_environment()
+    env = {**own_environment(), **(more or {})}
     env["PATH"] = f"{run.python.parent}{os.pathsep}{env['PATH']}"
     if run.options.examples:
         # In front of a real torchvision, which would download data.
@@ -339,15 +420,13 @@ def execute(run: Run, command: Sequence[str], outcomes: Path, log: Path) -> int:
 def print_outcomes(name: str, outcomes: Path, ranks: int) -> bool:
     """Print the counts of each rank; return whether every rank has left some."""
     for rank in range(ranks):
-        file = outcomes / str(rank)
-        lines = file.read_text().splitlines() if file.exists() else []
-        tests = [json.loads(line) for line in lines]
-        sums = Counter(test["outcome"] for test in tests)
+        tests = read_outcomes(outcomes / str(rank))
+        sums = Counter(tests.values())
         columns = (sums["passed"], sums["failed"], sums["skipped"])
         print(f"{name:36} {rank:4} {columns[0]:6} {columns[1]:6} {columns[2]:7}")
-        for test in tests:
-            if test["outcome"] == "failed":
-                print(f"{'':36} failed: {test['test']}", flush=True)
+        for test, outcome in tests.items():
+            if outcome == "failed":
+                print(f"{'':36} failed: {test}", flush=True)
     return all((outcomes / str(rank)).exists() for rank in range(ranks))
 
 

@@ -103,6 +103,38 @@ IGNITE = {
     """,
     "tests/ignite/metrics/gan/test_fid.py": "import needs_what_is_not_there",
 }
+TORCH = {
+    "test/distributed/test_c10d_common.py": "",
+    "test/distributed/tensor/test_dtensor.py": "",
+    "test/distributed/test_device_mesh.py": """
+        import torch
+        from torch import distributed
+        from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+        class TestGroup(MultiProcessTestCase):
+            world_size = 2
+
+            def setUp(self):
+                super().setUp()
+                self._spawn_processes()
+
+            def make(self):
+                store = distributed.FileStore(self.file_name, 2)
+                place = {"rank": self.rank, "world_size": 2}
+                distributed.init_process_group("gloo", store=store, **place)
+                distributed.barrier()
+                return type(distributed.group.WORLD).__name__
+
+            def test_sum(self):
+                self.make()
+                mine = torch.full((3,), self.rank + 1.0)
+                distributed.all_reduce(mine)
+                assert mine.tolist() == [3.0] * 3
+
+            def test_on_gloo_alone(self):
+                assert self.make() == "ProcessGroup"
+    """,
+}
 
 
 def write(checkout, files):
@@ -214,10 +246,32 @@ def test_a_test_of_ignite_that_fails_on_one_rank(upstream_tests, tmp_path):
     ), errors
 
 
+@pytest.mark.timeout(300)
+def test_tests_of_pytorch_on_gloo_and_on_ronde(upstream_tests, tmp_path):
+    checkout, name = write(tmp_path, TORCH), "test_device_mesh.py"
+    code, rows, errors = upstream_tests(checkout, "--file", name, "-k", "sum")
+    assert (code, rows) == (
+        0,
+        ["tests on passed failed skipped", f"{name} gloo 1 0 0", f"{name} ronde 1 0 0"],
+    ), errors
+    code, rows, errors = upstream_tests(checkout, "--file", name)
+    test = f"test/distributed/{name}::TestGroup::test_on_gloo_alone"
+    assert (code, rows[1:]) == (
+        1,
+        [
+            f"{name} gloo 2 0 0",
+            f"{name} ronde 1 1 0",
+            f"passes on Gloo alone: {test}",
+        ],
+    ), errors
+
+
 def test_what_is_no_checkout_is_refused(upstream_tests, tmp_path):
     code, rows, errors = upstream_tests(tmp_path)
     assert (code, rows) == (64, [])
-    assert f"must be a checkout of Horovod or of ignite, got {tmp_path}." in errors
+    assert (
+        f"must be a checkout of Horovod, ignite or PyTorch, got {tmp_path}." in errors
+    )
 
 
 @pytest.mark.parametrize(
