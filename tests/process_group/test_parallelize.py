@@ -104,7 +104,7 @@ def wrong_parities() -> list[str]:
             factor = 1.01 if isinstance(self, FSDPModule) else 1.0
             return super().forward(inputs) * factor
 
-    found.append(parallel.check_parity(Scaled, Layout(tp=2), batches(), loss_of))
+    found.append(parallel.check_parity(Scaled, Layout(dp_shard=2), batches(), loss_of))
     assert not any(each.is_equal for each in found)
     return [str(each) for each in found]
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused():
     starts = [
         "model must have linear layers of known names with tp=2, such as",
         "out_features of up must be a multiple of tp: 2, got 9.",
-        "mesh must have no pp, got pp=2.",
+        "mesh must have no pp, got pp=2. Use pipeline().",
         "zero must be 2 or 3, got 1.",
         "plan must be None without tp, got one.",
         "units must be classes of the model's modules, got Conv2d, of which Model has",
@@ -212,6 +212,110 @@ def test_a_plan_by_the_names_of_layers():
     assert {name.rpartition(".")[2] for name in plan.keys() - rows} == columns
     encoder = nn.TransformerEncoderLayer(8, 2, 16)
     assert parallel.tensor_parallel_plan(encoder, 2).keys() == {"linear1", "linear2"}
+
+
+# Pipelines
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 5)).double()
+
+
+def staged(text: str, schedule: str, num_chunks: int) -> tuple[float, float]:
+    """Return how far the last of two steps is off, and what waits in theory."""
+    layout = Layout.parse(text).resolve(dist.get_world_size())
+    model = parallel.pipeline(
+        layers(),
+        parallel.init_mesh(layout),
+        nn.functional.cross_entropy,
+        2 * layout.pp,
+        schedule=schedule,
+        num_chunks=num_chunks,
+    )
+    alone = layers()
+    for each in (alone, model.stages):
+        each.eval()
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model.stages)
+    ]
+    inputs, targets = batches(1)[0]
+    inputs, targets = inputs.double().repeat(2, 1), targets.repeat(2)
+    place = layout.coordinates(dist.get_rank())
+    share = len(inputs) // layout.dp_shard
+    rows = slice(place["dp_shard"] * share, (place["dp_shard"] + 1) * share)
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model.step(inputs[rows], targets[rows])
+        assert (loss is not None) == model.is_last
+        assert model.is_first == (place["pp"] == 0)
+        nn.functional.cross_entropy(alone(inputs), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = dict(alone.named_parameters())
+    errors = [0.0]
+    for stage in model.stages:
+        for name, parameter in stage.named_parameters():
+            whole = parameter.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            errors.append(float((whole - expected[name]).abs().max()))
+    assert len(errors) > 1
+    return max(errors), model.plan.predict().idle_share
+
+
+@pytest.mark.parametrize(
+    ("setting", "cases"),
+    [
+        (Setting("gloo", 2), [("pp=2", "GPipe", 1, 1 / 5)]),
+        (
+            Setting("shared_memory", 2),
+            [("pp=2", "1F1B", 1, 1 / 5), ("pp=2", "Interleaved1F1B", 2, 1 / 9)],
+        ),
+        (
+            Setting("shared_memory", 4),
+            [("pp=2,dp_shard=2", "1F1B", 1, 1 / 5), ("pp=2,tp=2", "1F1B", 1, 1 / 5)],
+        ),
+    ],
+    ids=str,
+)
+def test_pipelines_follow_one_process(setting, cases):
+    for *case, idle in cases:
+        for error, share in run_in_group(setting, staged, *case):
+            assert error < 1e-14
+            assert share == pytest.approx(idle)
+
+
+def pipeline_refusals() -> list[str]:
+    mesh = parallel.init_mesh(Layout(pp=2))
+    plain = parallel.init_mesh(Layout(dp_shard=2))
+    loss = nn.functional.cross_entropy
+
+    def call(mesh: object, **options: object) -> str:
+        return message_of(
+            UsageError, parallel.pipeline, layers(), mesh, loss, 4, **options
+        )
+
+    return [
+        call(plain),
+        call(mesh, schedule="ZBV"),
+        call(mesh, costs=[1.0]),
+        call(mesh, num_chunks=2),
+        call(mesh, schedule="Interleaved1F1B", num_chunks=3),
+    ]
+
+
+def test_pipelines_that_cannot_be_are_refused():
+    starts = [
+        "mesh must have pp of at least 2, got none.",
+        "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'.",
+        "costs must be one for each layer: 5, got 1.",
+        "num_chunks must be 1 with 1F1B, got 2.",
+        "layers must be at least as many as stages: 6, got 5.",
+    ]
+    for found in run_in_group(Setting("shared_memory", 2), pipeline_refusals):
+        for message, start in zip(found, starts, strict=True):
+            assert message.startswith(start)
 
 
 # Checkpoints

@@ -1,5 +1,7 @@
 """Schedules of pipelines: theory and simulation agree, and have the known figures."""
 
+from itertools import combinations, pairwise
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -8,6 +10,7 @@ from ronde.parallel.pipelines import (
     Pipeline,
     PipelineAction,
     ScheduleName,
+    cut_evenly,
     simulate,
 )
 
@@ -79,3 +82,25 @@ def test_sizes_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         Pipeline(*pipeline)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_cuts_are_the_evenest_that_there_are(
+    costs: list[int], data: st.DataObject
+) -> None:
+    num_stages = data.draw(st.integers(1, len(costs)))
+    stages = cut_evenly(costs, num_stages)
+    assert [layer for stage in stages for layer in stage] == list(range(len(costs)))
+    assert len(stages) == num_stages
+    assert all(stages)
+    every = (
+        pairwise((0, *cuts, len(costs)))
+        for cuts in combinations(range(1, len(costs)), num_stages - 1)
+    )
+    best = min(max(sum(costs[a:b]) for a, b in each) for each in every)
+    assert max(sum(costs[layer] for layer in stage) for stage in stages) == best
+
+
+def test_fewer_layers_than_stages_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^layers must be at least as many as stages"):
+        cut_evenly([1.0, 1.0], 3)

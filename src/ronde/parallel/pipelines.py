@@ -7,9 +7,11 @@ Source: GPipe, Huang et al. 2019 (arXiv:1811.06965); 1F1B and its interleaved fo
 Narayanan et al. 2021 (arXiv:2104.04473).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -106,6 +108,42 @@ class Pipeline:
         pairs = zip(forwards[num_first:], backwards, strict=False)
         steady = [action for pair in pairs for action in pair]
         return (*forwards[:num_first], *steady, *backwards[total - num_first :])
+
+
+def cut_evenly(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
+    """Cut layers into consecutive stages, so that the dearest one is cheapest.
+
+    Every stage has a layer at least.
+
+    Raises:
+        UsageError: There are fewer layers than stages.
+    """
+    if len(costs) < num_stages:
+        raise UsageError(
+            f"layers must be at least as many as stages: {num_stages}, got "
+            f"{len(costs)}. Cut the model into more layers, or take fewer stages."
+        )
+    sums = [0.0, *accumulate(costs)]
+    # Where the last stage begins, by how many layers are in the stages, stage by stage.
+    dearest = [sums]
+    starts: list[list[int]] = []
+    for stage in range(1, num_stages):
+        found = [
+            min(
+                (max(dearest[-1][start], sums[stop] - sums[start]), start)
+                for start in range(stage, stop)
+            )
+            if stop > stage
+            else (math.inf, 0)
+            for stop in range(len(sums))
+        ]
+        dearest.append([cost for cost, _ in found])
+        starts.append([start for _, start in found])
+    stages, stop = list[range](), len(costs)
+    for begins in reversed(starts):
+        stages.append(range(begins[stop], stop))
+        stop = begins[stop]
+    return (range(stop), *reversed(stages))
 
 
 def simulate(actions: Sequence[Sequence[PipelineAction]]) -> PipelineRun:

@@ -1,7 +1,7 @@
 """What a rank of a layout would hold at its peak, found without ranks and memory.
 
 A step is run in this process alone, over tensors without data and a process group that
-sends nothing, while torch's ``FSDPMemTracker`` counts.
+sends nothing, while torch's memory trackers count.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, distributed as dist, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import FSDPModule
 
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
@@ -30,6 +32,11 @@ _NAMES = {
     "OptState": "optimizer state",
     "Inputs": "inputs",
     "Temp": "temporary",
+    # Of a model that is not sharded over dp:
+    "Parameter": "weights",
+    "Gradient": "gradients",
+    "Optstate": "optimizer state",
+    "Other": "inputs",
 }
 
 
@@ -82,8 +89,12 @@ def estimate(
             optimizer = (make_optimizer or adamw)(model.parameters())
             inputs = [mode.from_tensor(tensor) for tensor in batch]
             _step(model, optimizer, inputs, loss_of)  # makes the optimizer's state
-            tracker = FSDPMemTracker(model, optimizer)
-            tracker.track_inputs(tuple(inputs))
+            if isinstance(model, FSDPModule):
+                tracker = FSDPMemTracker(model, optimizer)
+                tracker.track_inputs(tuple(inputs))
+            else:
+                tracker = MemTracker()
+                tracker.track_external(model, optimizer, *inputs)
             with tracker:
                 _step(model, optimizer, inputs, loss_of)
             peak = tracker.get_tracker_snapshot("peak")

@@ -91,14 +91,12 @@ def parallelize(
             "ronde.torch.DistributedOptimizer(zero=1)."
         )
     for axis, cure in (
-        ("pp", "Cut the model by torch.distributed.pipelining, and give this a stage"),
-        ("cp", "Take torch.distributed.tensor.experimental.context_parallel"),
+        ("pp", "Use pipeline()."),
+        ("cp", "Use torch.distributed.tensor.experimental.context_parallel."),
     ):
         if axis in names and mesh[axis].size() > 1:
-            raise UsageError(
-                f"mesh must have no {axis}, got {axis}={mesh[axis].size()}. {cure}: "
-                f"mesh[{tuple(name for name in names if name != axis)}]."
-            )
+            size = mesh[axis].size()
+            raise UsageError(f"mesh must have no {axis}, got {axis}={size}. {cure}")
     found = find_units(model, units)
     _require_one_dtype([*found, model])
     if "tp" in names and mesh["tp"].size() > 1:
@@ -107,7 +105,7 @@ def parallelize(
     elif plan is not None:
         raise UsageError("plan must be None without tp, got one. Give the layout a tp.")
     data = tuple(name for name in _DATA if name in names)
-    if not data:
+    if not data or (mesh[data].size() == 1 and precision is None):
         return model
     options: dict[str, Any] = {
         "mesh": mesh[data],
