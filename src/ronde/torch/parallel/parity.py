@@ -75,7 +75,7 @@ def check_parity(
         build: Makes the model; its random numbers are those of one seed.
         layout: Without pp and cp.
         batches: What all ranks train on together, a step each: tensors whose rows are
-            dealt out over dp.
+            dealt out over dp. Rank 0's are taken.
         loss_of: ``loss_of(model, *batch)``, a mean over the batch's rows.
         make_optimizer: Of parameters; None takes plain SGD. What divides by small
             gradients, as Adam does, makes noise large.
@@ -94,6 +94,8 @@ def check_parity(
     errors = _Errors(math.sqrt(torch.finfo(dtype).eps))
     for step, batch in enumerate(batches):
         whole = [_cast(each, dtype, mesh.device_type) for each in batch]
+        for tensor in whole:
+            dist.broadcast(tensor, 0)
         loss = ranks.backward(loss_of, _own_rows(whole, layout))
         dist.all_reduce(loss)
         loss /= layout.num_ranks
@@ -192,7 +194,8 @@ def _build(
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device, wanted, copy=True).contiguous()
 
 
 def _own_rows(batch: Batch, layout: Layout) -> list[Tensor]:
