@@ -44,6 +44,7 @@ class Parity:
 
     @property
     def is_equal(self) -> bool:
+        """Whether no error is above the tolerance."""
         return self.first is None
 
     def __str__(self) -> str:
