@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, distributed, zeros_like
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +48,7 @@ _SYNCHRONIZED_TWICE = (
 )
 
 
-class OptimizerProxy:
+class OptimizerProxy(Optimizer if TYPE_CHECKING else object):
     """Is the wrapped optimizer, to read, set and delete, but for its own members."""
 
     wrapped: Optimizer
