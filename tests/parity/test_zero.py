@@ -190,6 +190,11 @@ def refusals() -> list[str]:
     own = make(zero=1)
     model(torch.ones(2, 3)).sum().backward()
     own.step()
+    table = nn.Embedding(5, 4, sparse=True)
+    sparse = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=0.1), zero=1
+    )
+    table(torch.tensor([1, 2])).sum().backward()
     return [
         message_of(UsageError, make, zero=2),
         message_of(UsageError, make, zero=1, op=hvd.Adasum),
@@ -197,6 +202,7 @@ def refusals() -> list[str]:
         message_of(UsageError, copy.deepcopy, own),
         message_of(UsageError, own.consolidate_state_dict, 2),
         message_of(UsageError, own.load_state_dict, {"state": {}, "param_groups": []}),
+        message_of(UsageError, sparse.step),
         message_of(UsageError, hvd.join),
     ]
 
@@ -209,8 +215,20 @@ def test_what_cannot_be_is_refused():
         "an optimizer with zero=1 must not be copied or pickled",
         "root must be in 0..1, got 2.",
         "state_dict must have groups of as many parameters as the optimizer: [2], got",
+        "gradients must be dense with zero=1, got a sparse one.",
         "join() must not be called with zero=1",
     )
     for found in run_sessions(2, refusals):
         for message, begin in zip(found, starts, strict=True):
             assert message.startswith(begin)
+
+
+def refusal_in_an_elastic_job() -> str:
+    optimizer = torch.optim.SGD(nn.Linear(3, 4).parameters(), lr=0.1)
+    return message_of(UsageError, hvd.DistributedOptimizer, optimizer, zero=1)
+
+
+def test_an_elastic_job_is_refused():
+    elastic = {"HOROVOD_ELASTIC": "1"}
+    [message] = run_sessions(1, refusal_in_an_elastic_job, environment=elastic)
+    assert message.startswith("zero must be 0 in an elastic job, got 1")

@@ -35,6 +35,10 @@ _NOT_WHOLE = (
     "consolidate_state_dict() must be called on all ranks before state_dict() with "
     "zero=1, got no call since the last step: each rank has the state of its share."
 )
+_SPARSE = (
+    "gradients must be dense with zero=1, got a sparse one. Give DistributedOptimizer "
+    "sparse_as_dense=True."
+)
 
 
 class _Part(NamedTuple):
@@ -247,6 +251,8 @@ class ShardedStep:
                     self._parts[part] = torch.nn.Parameter(value)
                 grad = parameter.grad
                 if grad is not None:
+                    if grad.is_sparse:
+                        raise UsageError(_SPARSE)
                     flat = _flat(grad, like=parameter)[part.start : part.stop]
                     self._parts[part].grad = flat
                 groups[-1].append(self._parts[part])
