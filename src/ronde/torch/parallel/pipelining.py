@@ -64,8 +64,8 @@ def pipeline(
     """Cut a model into stages along pp, and shard each over dp and tp. Collective.
 
     Args:
-        model: Layers that take each other's output, on the mesh's device; every rank has
-            the same weights.
+        model: Layers that take each other's output, on the mesh's device. Every rank
+            has the same weights.
         mesh: With pp of more than one rank.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over a microbatch.
         num_microbatches: Parts of a batch, equal ones.
