@@ -116,6 +116,23 @@ def test_timeout_of_group(setting):
     run_in_group(setting, wait_in_vain, False, limit_s=1.0)
 
 
+def monitor():
+    """Rank 0 names who does not come in time; the group goes on."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    group.monitored_barrier(timedelta(seconds=SOON_S))
+    if rank == 0:
+        for limit_s, said in [(0.0, "Rank 0 timed out"), (0.2, "Ranks 1, 2 failed to")]:
+            begun_s = time.monotonic()
+            with pytest.raises(RuntimeError, match=said):
+                group.monitored_barrier(timedelta(seconds=limit_s), True)
+            assert time.monotonic() - begun_s < SOON_S
+    dist.barrier()
+
+
+def test_a_monitored_barrier_names_who_is_absent():
+    run_in_group(Setting("shared_memory", 3), monitor)
+
+
 def come_late():
     """A rank may come much later than the others, and after they gave up polling."""
     store = dist.distributed_c10d._get_default_store()

@@ -112,7 +112,7 @@ class RondeProcessGroup(Reductions, Copies):
         The words are those of Gloo. The group goes on afterwards.
         """
         self._num_monitored += 1
-        limit = timeout or timedelta(seconds=self._timeout_s)
+        limit = timedelta(seconds=self._timeout_s) if timeout is None else timeout
         store = PrefixStore(f"monitored{self._num_monitored}", clone_of(self._store))
         MonitoredBarrier(store, self._rank, self._size, limit).run(
             is_complete=wait_all_ranks

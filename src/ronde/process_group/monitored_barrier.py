@@ -26,11 +26,12 @@ class MonitoredBarrier:
             self._store.set(str(self._rank), _PASSED)
             self._await_verdict()
             return
-        absent = self._find_absent(is_complete=is_complete)
         limit_ms = round(self._limit.total_seconds() * 1e3)
         failed = "failed to pass monitoredBarrier"
         problem = ""
-        if absent:
+        if not self._limit:
+            problem = f"Rank 0 timed out in monitoredBarrier after {limit_ms} ms."
+        elif absent := self._find_absent(is_complete=is_complete):
             word = "Rank" if len(absent) == 1 else "Ranks"
             ranks = f"{word} {', '.join(map(str, absent))}"
             problem = f"{ranks} {failed} in {limit_ms} ms."
