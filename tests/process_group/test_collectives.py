@@ -413,3 +413,23 @@ def refuse_bitwise():
 
 def test_bitwise_is_refused_where_it_is_not_there(setting):
     run_in_group(setting, refuse_bitwise)
+
+
+def leave_views_valid():
+    """As with C++'s groups, autograd does not see that a collective has written."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    tensors = [torch.full((size, 3), float(rank)) for _ in range(4)]
+    gathered = torch.zeros(size * size, 3)
+    dist.broadcast(tensors[0], 0)
+    dist.all_reduce(tensors[1])
+    dist.scatter(tensors[2], tensors[3:] * size if rank == 0 else None, src=0)
+    dist.all_gather_single(gathered, tensors[3])
+    for tensor in (*tensors, gathered):
+        assert tensor._version == 0
+    assert tensors[0].eq(0.0).all()
+    assert tensors[1].eq(size * (size - 1) / 2).all()
+    assert tensors[2].eq(0.0).all()
+
+
+def test_views_of_what_is_written_stay_valid(setting):
+    run_in_group(setting, leave_views_valid)

@@ -31,7 +31,7 @@ class Copies(GroupBase):
         tensor = only(tensors, "tensors")
 
         def start() -> Works:
-            return [self._communicator.broadcast(tensor.detach(), opts.rootRank)]
+            return [self._communicator.broadcast(tensor.data, opts.rootRank)]
 
         return self._start("broadcast", start, lambda _: [tensor], opts)
 

@@ -56,7 +56,7 @@ class RondeProcessGroup(Reductions, Copies):
     # Messages
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> GroupWork:
-        tensor = only(tensors, "tensors").detach()
+        tensor = only(tensors, "tensors").data
         return self._start(
             "send",
             lambda: [self._communicator.send(tensor, to, tag)],
@@ -64,7 +64,7 @@ class RondeProcessGroup(Reductions, Copies):
         )
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> GroupWork:
-        tensor = only(tensors, "tensors").detach()
+        tensor = only(tensors, "tensors").data
         work = self._start(
             "recv",
             lambda: [self._communicator.recv(tensor, source, tag)],
@@ -76,7 +76,7 @@ class RondeProcessGroup(Reductions, Copies):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
         """Receive from whoever sends; nothing is received before ``wait()``."""
         self._require_own_process()
-        tensor = only(tensors, "tensors").detach()
+        tensor = only(tensors, "tensors").data
 
         def finish() -> list[Tensor]:
             until_s = time.monotonic() + self._timeout_s

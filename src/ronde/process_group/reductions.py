@@ -78,13 +78,13 @@ class Reductions(GroupBase):
         self, tensor: Tensor, combine: Callable[..., Tensor], opts: Options
     ) -> GroupWork:
         def start() -> Works:
-            return [self._communicator.all_gather(tensor.detach()[None])]
+            return [self._communicator.all_gather(tensor.data[None])]
 
         def finish(results: list[Any]) -> list[Tensor]:
             first, *others = results[0]
             for other in others:
                 combine(first, other, out=first)
-            tensor.detach().copy_(first)
+            tensor.data.copy_(first)
             return [tensor]
 
         return self._start("all_reduce", start, finish, opts)
@@ -94,7 +94,7 @@ class Reductions(GroupBase):
             raise UsageError(f"op must be SUM for sparse tensors, got {op}.")
 
         def start() -> Works:
-            own = tensor.detach().coalesce()
+            own = tensor.data.coalesce()
             gather = self._communicator.all_gather
             return [gather(own.indices().t().contiguous()), gather(own.values())]
 
@@ -112,7 +112,7 @@ class Reductions(GroupBase):
         tensor, root = only(tensors, "tensors"), opts.rootRank
         bitwise = _read_bitwise(opts)
         if bitwise is not None:
-            taken = tensor if self._rank == root else tensor.detach().clone()
+            taken = tensor if self._rank == root else tensor.data.clone()
             return self._reduce_bits(taken, bitwise, opts)
         op, factor = _read_op(opts)
 

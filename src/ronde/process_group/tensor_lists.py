@@ -11,7 +11,7 @@ from ronde.errors import UsageError
 
 def flattened(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as a vector, in memory of its own if need be."""
-    return tensor.detach().reshape(-1)
+    return tensor.data.reshape(-1)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -25,7 +25,7 @@ def put_apart(joint: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a vector's elements to where ``joined`` would take them from."""
     parts = joint.split_with_sizes([tensor.numel() for tensor in tensors])
     for part, tensor in zip(parts, tensors, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+        tensor.data.copy_(part.view(tensor.shape))
 
 
 def only(tensors: Sequence[Tensor], name: str) -> Tensor:
@@ -88,7 +88,7 @@ def require_length(joint: Tensor, places: Sequence[Tensor]) -> None:
 
 def as_real(tensor: Tensor, op: ReduceOp) -> Tensor:
     """Return complex numbers as pairs of real ones; whatever reduces, as it is."""
-    detached = tensor.detach()
+    detached = tensor.data
     if not detached.is_complex():
         return detached
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -98,14 +98,14 @@ def as_real(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 def place_of(tensor: Tensor) -> Tensor | None:
     """Return a tensor's memory as a vector; None if it is not one."""
-    detached = tensor.detach()
+    detached = tensor.data
     return detached.view(-1) if detached.is_contiguous() else None
 
 
 def put(result: Tensor, target: Tensor) -> None:
     """Copy a vector to where ``place_of`` had no place for it."""
     if not target.is_contiguous():
-        target.detach().copy_(result.view(target.shape))
+        target.data.copy_(result.view(target.shape))
 
 
 def received(
