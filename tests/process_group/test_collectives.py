@@ -415,6 +415,16 @@ def test_bitwise_is_refused_where_it_is_not_there(setting):
     run_in_group(setting, refuse_bitwise)
 
 
+def sum_of_bools():
+    tensor = torch.tensor([True, False, dist.get_rank() == 1])
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [True, False, True]
+
+
+def test_a_sum_of_bools_is_whether_any_is_true(setting):
+    run_in_group(setting, sum_of_bools)
+
+
 def leave_views_valid():
     """As with C++'s groups, autograd does not see that a collective has written."""
     size, rank = dist.get_world_size(), dist.get_rank()

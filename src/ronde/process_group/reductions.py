@@ -47,7 +47,7 @@ class Reductions(GroupBase):
         bitwise = _read_bitwise(opts)
         if bitwise is not None:
             return self._reduce_bits(only(tensors, "tensors"), bitwise, opts)
-        op, factor = _read_op(opts)
+        op, factor = _read_op(opts, tensors)
         if only(tensors, "tensors").is_sparse:
             return self._reduce_sparse(tensors[0], op, opts)
 
@@ -60,7 +60,7 @@ class Reductions(GroupBase):
     def allreduce_coalesced(
         self, tensors: Sequence[Tensor], opts: Options = None
     ) -> GroupWork:
-        op, factor = _read_op(opts)
+        op, factor = _read_op(opts, tensors)
         joint: list[Tensor] = []
 
         def start() -> Works:
@@ -114,7 +114,7 @@ class Reductions(GroupBase):
         if bitwise is not None:
             taken = tensor if self._rank == root else tensor.data.clone()
             return self._reduce_bits(taken, bitwise, opts)
-        op, factor = _read_op(opts)
+        op, factor = _read_op(opts, [tensor])
 
         def start() -> Works:
             data = flattened(as_real(tensor, op))
@@ -135,7 +135,7 @@ class Reductions(GroupBase):
         inputs: Sequence[Sequence[Tensor]],
         opts: Options = None,
     ) -> GroupWork:
-        op, factor = _read_op(opts)
+        op, factor = _read_op(opts, outputs)
 
         def start(output: Tensor, sent: Sequence[Tensor]) -> Work[Any]:
             require_count(sent, self._size, "input_list")
@@ -158,7 +158,7 @@ class Reductions(GroupBase):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None
     ) -> GroupWork:
-        op, factor = _read_op(opts)
+        op, factor = _read_op(opts, outputs)
 
         def start(output: Tensor, tensor: Tensor) -> Work[Any]:
             require_dtype([output], tensor, "output")
@@ -176,14 +176,16 @@ class Reductions(GroupBase):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def _read_op(opts: Options) -> tuple[ReduceOp, float]:
+def _read_op(opts: Options, tensors: Sequence[Tensor]) -> tuple[ReduceOp, float]:
     """Return the reduction and what multiplies inputs."""
-    if opts is None:
-        return ReduceOp.SUM, 1.0
-    name = _name_of(opts)
+    name = "SUM" if opts is None else _name_of(opts)
+    if name == "SUM" and any(tensor.dtype is torch.bool for tensor in tensors):
+        name = "MAX"  # whether any is true, as in torch's own groups
     if name not in _OPS:
         raise UsageError(f"op must be one of {', '.join(_OPS)} here, got {name}.")
-    factor = float(opts.reduceOp.factor) if name == "PREMUL_SUM" else 1.0
+    factor = 1.0
+    if opts is not None and name == "PREMUL_SUM":
+        factor = float(opts.reduceOp.factor)
     return _OPS[name], factor
 
 
