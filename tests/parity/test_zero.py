@@ -223,6 +223,20 @@ def test_what_cannot_be_is_refused():
             assert message.startswith(begin)
 
 
+def state_of_an_empty_share() -> str:
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9), zero=1
+    )
+    optimizer.synchronize()
+    optimizer.step()
+    return message_of(UsageError, optimizer.state_dict)
+
+
+def test_a_rank_without_a_share_has_not_the_whole_state():
+    for message in run_sessions(3, state_of_an_empty_share):
+        assert message.startswith("consolidate_state_dict() must be called")
+
+
 def refusal_in_an_elastic_job() -> str:
     optimizer = torch.optim.SGD(nn.Linear(3, 4).parameters(), lr=0.1)
     return message_of(UsageError, hvd.DistributedOptimizer, optimizer, zero=1)

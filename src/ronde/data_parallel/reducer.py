@@ -168,7 +168,7 @@ class Reducer:
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""
-        if self._options.is_step_sharded:
+        if not self._options.can_join:
             raise UsageError(
                 "join() must not be called with zero=1, got a call: this rank's share "
                 "of the parameters would not be stepped. Give all ranks as many steps."

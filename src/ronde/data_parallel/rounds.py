@@ -73,7 +73,7 @@ class ReducerOptions:
     is_sparse_densified: bool = False  # reduce sparse gradients as dense ones
     is_fusing: bool = True  # backward may write into buckets: see ``hooks``
     tuning: TuningOptions | None = None  # finds better ``limits``
-    is_step_sharded: bool = False  # each rank steps a share of the parameters
+    can_join: bool = True  # else each rank is needed for its share of a step
 
     def scaling(self, size: int) -> Scaling:
         passes = self.passes if self.is_passes_average else 1

@@ -21,7 +21,7 @@ from ronde.torch.autograd import AllgatherFunction, BroadcastFunction, require_w
 from ronde.torch.optimizer import DistributedOptimizer, plain_name
 from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
 from ronde.torch.session import rank
-from ronde.torch.state_trees import from_plain, to_plain
+from ronde.torch.state_trees import rebuild, take_apart
 
 
 @outside_compiler
@@ -82,7 +82,7 @@ class OptimizerState:
     @cached_property
     def plain(self) -> Any:  # noqa: ANN401  JSON's
         """The state; UsageError where it is more than tensors, numbers and text."""
-        return to_plain(self._optimizer.state_dict(), self.tensors)
+        return take_apart(self._optimizer.state_dict(), self.tensors)
 
     def expect(self, plain: Any) -> None:  # noqa: ANN401  JSON's
         """Have ``tensors`` be what another rank's are to be received in."""
@@ -90,7 +90,7 @@ class OptimizerState:
         is_sharded = DistributedOptimizer.is_state_sharded(self._optimizer)
         if plain != self.plain or is_sharded:
             self.tensors = []
-            self._received = from_plain(plain, self.tensors)
+            self._received = rebuild(plain, self.tensors)
 
     def load(self) -> None:
         """Give the optimizer what was received."""

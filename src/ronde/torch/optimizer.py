@@ -147,7 +147,7 @@ class DistributedOptimizer(OptimizerProxy):
             is_sparse_densified=sparse_as_dense,
             is_fusing=gradient_accumulation_fusion,
             tuning=current_session().tuning,
-            is_step_sharded=zero == 1,
+            can_join=zero == 0,
         )
         self.wrapped = optimizer
         # What a copy is made with, besides names and groups.
@@ -167,15 +167,24 @@ class DistributedOptimizer(OptimizerProxy):
         self._is_synchronized = False
         self._reducer = self._delta = self._sharded = None
         self._is_checked = False
-        if not process_set.included():
-            return
+        if process_set.included():
+            self._make_parts(named, options, process_set)
+
+    def _make_parts(
+        self,
+        named: list[tuple[str, Tensor]],
+        options: ReducerOptions,
+        process_set: ProcessSet,
+    ) -> None:
+        """Make what reduces gradients or deltas, and what steps a share."""
         ranks = state_of(process_set, OpKind.ALLREDUCE).communicator
         if ranks.size > 1:
             _refuse_sharded(named)
             _refuse_averaged(self._parameter_names)
-            if zero:
-                self._sharded = ShardedStep(optimizer, ranks.rank, ranks.size)
-        if op == Adasum and current_session().world.size > 1:
+            if self._settings["zero"]:
+                self._sharded = ShardedStep(self.wrapped, ranks.rank, ranks.size)
+        if self._settings["op"] == Adasum and current_session().world.size > 1:
+            compression = self._settings["compression"]
             self._delta = _make_delta_step(named, compression, process_set)
         else:
             self._reducer = _make_reducer(named, options, process_set)

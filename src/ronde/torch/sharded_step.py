@@ -25,15 +25,16 @@ from ronde.collectives import Communicator
 from ronde.collectives.objects import broadcast_json
 from ronde.data_parallel import Reducer
 from ronde.errors import UsageError
-from ronde.torch.state_trees import from_plain, to_plain
+from ronde.torch.state_trees import rebuild, take_apart
 
 _ALIGNMENT = 16  # elements
 _STAGING_BYTES = 4 << 20  # of one rank's share
 _NOT_ELEMENTWISE = (LBFGS, Adafactor, Muon, SparseAdam)
 _STEP = "step"  # a number to all optimizers of torch, also where a parameter is one
 _NOT_WHOLE = (
-    "consolidate_state_dict() must be called on all ranks before state_dict() with "
-    "zero=1, got no call since the last step: each rank has the state of its share."
+    "consolidate_state_dict() must be called on all ranks before state_dict() on its "
+    "root with zero=1, got no call since the last step, or another root: each rank has "
+    "the state of its share."
 )
 _SPARSE = (
     "gradients must be dense with zero=1, got a sparse one. Give DistributedOptimizer "
@@ -135,7 +136,8 @@ class ShardedStep:
     def state_dict(self) -> dict[str, Any]:
         """Return the plain optimizer's, as it was loaded or consolidated here."""
         if self._whole is None:
-            if self._optimizer.state:
+            # A rank's share may be empty, and have no state.
+            if self._optimizer.state or self._communicator is not None:
                 raise UsageError(_NOT_WHOLE)
             return self._in_one({})
         return self._whole
@@ -190,13 +192,13 @@ class ShardedStep:
         ]
         for owner in range(self._size):
             tensors: list[Tensor] = []
-            plain = broadcast_json(communicator, lambda: to_plain(own, []), owner)
+            plain = broadcast_json(communicator, lambda: take_apart(own, []), owner)
             if owner == self._rank:
-                to_plain(own, tensors)
+                take_apart(own, tensors)
                 tensors = [tensor.cpu() for tensor in tensors]
                 found = own
             else:
-                found = from_plain(plain, tensors, "cpu")
+                found = rebuild(plain, tensors, "cpu")
             for tensor in tensors:
                 communicator.broadcast(tensor, owner).wait()
             if self._rank == root:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ronde.errors import UsageError
 
 
-def to_plain(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
+def take_apart(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
     """Return a tree as JSON has it; take its tensors out, in order.
 
     No pickle: it would be read before the program has sent an object of its own.
@@ -21,11 +21,11 @@ def to_plain(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
             return {"tensor": [shape, dtype, value.device.type]}
         case dict():
             items = cast("dict[Any, Any]", value).items()
-            return {"dict": [[to_plain(each, tensors) for each in i] for i in items]}
+            return {"dict": [[take_apart(each, tensors) for each in i] for i in items]}
         case list() | tuple():
             children = cast("list[Any] | tuple[Any, ...]", value)
             name = "list" if isinstance(value, list) else "tuple"
-            return {name: [to_plain(child, tensors) for child in children]}
+            return {name: [take_apart(child, tensors) for child in children]}
         case None | bool() | int() | float() | str():
             return value
         case np.generic():
@@ -38,7 +38,7 @@ def to_plain(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
             )
 
 
-def from_plain(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any:  # noqa: ANN401 - a tree
+def rebuild(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any:  # noqa: ANN401 - a tree
     """Return the tree again, with new tensors in the places of those taken out.
 
     They are where the others were, or on ``device``.
@@ -53,9 +53,7 @@ def from_plain(plain: Any, tensors: list[Tensor], device: str | None = None) -> 
         tensors.append(tensor)
         return tensor
     if kind == "dict":
-        pairs = (
-            [from_plain(each, tensors, device) for each in pair] for pair in content
-        )
+        pairs = ([rebuild(each, tensors, device) for each in pair] for pair in content)
         return dict(pairs)
-    children = [from_plain(child, tensors, device) for child in content]
+    children = [rebuild(child, tensors, device) for child in content]
     return tuple(children) if kind == "tuple" else children

@@ -178,7 +178,7 @@ def _use_group_memory(model: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group(mesh.ndim - 1)
     device = torch.device(mesh.device_type)
     backend = group._get_backend(device)  # noqa: SLF001  as FSDP2 itself asks
-    if not backend.supports_tensor_alloc(device):
+    if device.type != "cpu" or not backend.supports_tensor_alloc(device):
         return
     for module in model.modules():
         if isinstance(module, FSDPModule):
