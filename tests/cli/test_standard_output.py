@@ -15,6 +15,7 @@ WORDS = [
     ["check", "--json", "--only", "taking-part"],
     ["check", "explain", "taking-part"],
     ["check", "list"],
+    ["plan", "memory", "--params", "7B", "--mesh", "dp_shard=8"],
     ["run", "--help"],
     ["topo", "--help"],
     ["trace", "--help"],

@@ -10,9 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = (ROOT / "docs" / "how-to" / "sharded-training.md").read_text()
-[TRAIN, ESTIMATE, CHECK, PIPELINE] = re.findall(
-    r"```python\n(.*?)```", HOW_TO, flags=re.DOTALL
-)
+[TRAIN, CHECK, PIPELINE] = re.findall(r"```python\n(.*?)```", HOW_TO, flags=re.DOTALL)
 HEADER = """
 import torch
 from torch import nn
@@ -61,8 +59,11 @@ print(parallel.load("checkpoint", model, optimizer))
 
 
 def test_the_estimate(folder: Path) -> None:
-    found = run(folder, sys.executable, "program.py", code=ESTIMATE)
-    assert re.search(r"^optimizer state +\d.*\n(.*\n)*total +\d", found)
+    [words] = re.findall(r"^\$ ronde (plan memory train.py .*)$", HOW_TO, re.MULTILINE)
+    found = run(folder, RUN[0], *words.split())
+    assert found.startswith("dp_shard=2,tp=2: 4 ranks, zero 3;")
+    assert re.search(r"^optimizer state +\d.*\n(.*\n)*total +\d", found, re.MULTILINE)
+    assert "It fits: " in found
 
 
 def test_the_check(folder: Path) -> None:

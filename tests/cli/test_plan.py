@@ -1,0 +1,115 @@
+"""``ronde plan memory``: by formulas, and by a step of a program."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.cli.plan import run
+from ronde.errors import UsageError
+from ronde.parallel.memory import Precision, Sharding
+
+PROGRAM = """
+import torch
+from settings import WIDTH
+
+def build():
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+def batch():
+    return [torch.ones(2, WIDTH)]
+
+def loss_of(model, inputs):
+    return model(inputs).sum()
+
+def make_optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+PARAMS = ("--params", "64k")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert run(["memory", *words]) == code
+    return capsys.readouterr().out
+
+
+def test_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--mesh", "pp=2,dp_shard=-1,tp=2", "-n", "16", "--blocks", "6", "--json")
+    found = json.loads(plan(capsys, *PARAMS, *words, "--precision", "bf16"))
+    assert (found["form"], found["version"]) == ("ronde-plan-memory", 1)
+    assert (found["mesh"], found["zero"]) == ("pp=2,dp_shard=4,tp=2", 3)
+    # 16,000 parameters are a rank's share by pp and tp, in three blocks.
+    wanted = Sharding(4, 3, Precision.BF16).peak([5334, 5333, 5333])
+    assert found["terms_bytes"] == dict(wanted.terms)
+    assert found["total_bytes"] == wanted.total_bytes
+    assert (found["limit_bytes"], found["shortage"]) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "total"), [("adam", 16), ("sgd-momentum", 12), ("sgd", 8)]
+)
+def test_what_keeps_state(
+    capsys: pytest.CaptureFixture[str], optimizer: str, total: int
+) -> None:
+    words = ("--mesh", "dp_shard=1", "--zero", "1", "--optimizer", optimizer, "--json")
+    assert json.loads(plan(capsys, *PARAMS, *words))["total_bytes"] == total * 64_000
+
+
+def test_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*PARAMS, "--mesh", "dp_shard=8", "--zero", "1", "--limit")
+    text = plan(capsys, *words, "1MB")
+    assert text.startswith("dp_shard=8: 8 ranks, zero 1; a rank at the peak of a step")
+    assert text.endswith(
+        "\nActivations are not counted.\n\nIt fits: 414.1KiB of 976.6KiB are left.\n"
+    )
+    text = plan(capsys, *words, "500000", code=1)
+    assert "It does not fit: memory of a rank must be at most 488.3KiB, got" in text
+
+
+def test_a_step_of_a_program(tmp_path: Path) -> None:
+    (tmp_path / "settings.py").write_text("WIDTH = 64\n")
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    words = ("plan", "memory", str(program), "--mesh", "dp_shard=2", "--json")
+    command = (sys.executable, "-m", "ronde", *words)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)["terms_bytes"]
+    assert found["weights"] == 4 * 4 * (64 * 64 + 64) / 2
+    assert "optimizer state" not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--params 7B", "--mesh must be given, got none"),
+        ("--mesh dp_shard=8", "FILE or --params must be given, got neither"),
+        ("--params 7B --mesh dp_shard=-1", "-n must be given where --mesh has -1"),
+        ("--params 7B --mesh dp_shard=3 -n 8", "must be the number of ranks"),
+        ("--params 7B --mesh cp=2", "--mesh must have no cp here, got cp=2"),
+        ("--params 7B --mesh dp_shard=8 --zero 4", "--zero must be a whole number"),
+        ("--params many --mesh dp_shard=8", "--params must be a number of parameters"),
+        ("--params 0 --mesh dp_shard=8", "--params must be a number of parameters"),
+        ("--params 9 --mesh dp_shard=8", "--params must give each block"),
+        ("--params 7B --mesh dp_shard=8 --blocks 0", "--blocks must be a whole number"),
+        ("--params 7B --mesh dp_shard=8 --precision fp8", "must be fp32 or bf16"),
+        ("--params 7B --mesh dp_shard=8 --optimizer lion", "--optimizer must be adam"),
+        ("--params 7B --mesh dp_shard=8 --limit much", "--limit: size must be"),
+        ("train.py --params 7B --mesh dp_shard=8", "--params must be without a FILE"),
+        ("train.py --mesh pp=2", "--mesh must have no pp with a FILE"),
+        ("train.py --mesh dp_shard=8 --zero 1", "--zero must be 2 or 3 with a FILE"),
+        ("nowhere.py --mesh dp_shard=8", "FILE must be a Python program, got 'nowh"),
+        (f"{__file__} --mesh dp_shard=8", "must define build.*, got no build"),
+    ],
+)
+def test_bad_input(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(["memory", *words.split()])
+
+
+def test_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ronde plan memory FILE")
+    with pytest.raises(UsageError, match="verb must be memory, got 'memroy'"):
+        run(["memroy"])
