@@ -1,8 +1,9 @@
 """``backend="ronde"`` against Gloo, call by call and step by step, in one run.
 
 Both have a group over the same ranks, and are measured by turns: the median over rounds
-of the time of a call on rank 0, and the ratio of Gloo's to ronde's. ``--busy N`` has N
-other programs want the cores meanwhile.
+of the time of a call on rank 0, and the ratio of Gloo's to ronde's. Steps are timed on
+a group that sends nothing, too (torch's "fake"): ``limit`` is Gloo's ratio to it.
+``--busy N`` has N other programs want the cores meanwhile.
 
     ronde run -n 2 python benchmarks/process_group.py
     ronde run -n 2 python benchmarks/process_group.py --busy 2 --only calls
@@ -23,9 +24,11 @@ from torch import distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake"
 
 Call = Callable[[], object]
 Make = Callable[[dist.ProcessGroup], Call]
+BACKENDS = ("gloo", "ronde", "fake")
 _SPIN = "import os\nos.setsid()\nwhile True: pass"
 
 
@@ -98,7 +101,16 @@ def training(model: nn.Module) -> Call:
 
 
 def ddp(group: dist.ProcessGroup) -> Call:
-    return training(DistributedDataParallel(mlp(), process_group=group))
+    model = DistributedDataParallel(mlp(), process_group=group)
+    if dist.get_backend(group) == "fake":  # DDP asks its works for results
+        model.register_comm_hook(None, leave)
+    return training(model)
+
+
+def leave(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def fsdp(*, in_group_memory: bool) -> Make:
@@ -174,7 +186,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     is_first = dist.get_rank() == 0
-    groups = [dist.new_group(backend=name) for name in ("gloo", "ronde")]
+    gloo, ronde, fake = (dist.new_group(backend=name) for name in BACKENDS)
     cases = {
         **(CALLS if options.only != "steps" else {}),
         **(STEPS if options.only != "calls" else {}),
@@ -182,13 +194,16 @@ def main() -> None:
     if is_first:
         load = os.getloadavg()[0]
         print(f"{dist.get_world_size()} ranks, load {load:.1f}, busy {options.busy}")
-        print(f"{'':26} {'Gloo ms':>9} {'ronde ms':>9} {'ratio':>6}", flush=True)
+        head = f"{'Gloo ms':>9} {'ronde ms':>9} {'ratio':>6} {'limit':>6}"
+        print(f"{'':26} {head}", flush=True)
     with busy(options.busy if is_first else 0):
         for name, (make, count) in cases.items():
-            gloo, ronde = measure(make, groups, count, options.rounds)
+            groups = [gloo, ronde, fake] if name in STEPS else [gloo, ronde]
+            theirs, ours, *none = measure(make, groups, count, options.rounds)
             if is_first:
-                columns = f"{1e3 * gloo:9.3f} {1e3 * ronde:9.3f} {gloo / ronde:6.2f}"
-                print(f"{name:26} {columns}", flush=True)
+                columns = f"{1e3 * theirs:9.3f} {1e3 * ours:9.3f} {theirs / ours:6.2f}"
+                limit = "".join(f"{theirs / seconds:7.2f}" for seconds in none)
+                print(f"{name:26} {columns}{limit}", flush=True)
     dist.destroy_process_group()
 
 

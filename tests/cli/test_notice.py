@@ -14,6 +14,28 @@ from ronde.launch.process_tree import descendants
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 LIMIT_S = 30.0
 NUM_STEPS = 400
+TRAIN = """
+import sys
+import time
+import torch
+import ronde.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+loop = hvd.elastic.Loop(
+    model, optimizer, data, batch=8, epochs=10**6,
+    checkpoint=sys.argv[1], checkpoint_every=10**6,
+    on_change=lambda: print("from step", loop.num_applied, flush=True),
+)
+for step in loop:
+    with step:
+        model(step.inputs[0]).sum().backward()
+        optimizer.step()
+    time.sleep(0.01)
+"""
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -72,3 +94,29 @@ def test_it_ends_with_an_agent_that_was_killed(ronde):
         process.communicate(timeout=LIMIT_S)
     assert process.returncode != 0
     assert not Path(f"/proc/{poller}").exists()
+
+
+def test_a_checkpoint_is_written_where_all_hosts_are_about_to_end(ronde, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    program = ("--", sys.executable, "train.py", "state")
+    words = ("run", "-np", "2", "--min-ranks", "1", "--notice", "file:taken", *program)
+    first_steps = []
+    for _ in range(2):
+        with ronde.start(*words, cwd=tmp_path) as process:
+            assert process.stdout is not None
+            first_steps.append(int(process.stdout.readline().split()[-1]))
+            (tmp_path / "taken").touch()
+            wait_for_checkpoint(tmp_path / "state", first_steps[-1])
+            (tmp_path / "taken").unlink()
+            process.terminate()
+            _, said = process.communicate(timeout=LIMIT_S)
+        assert b"taken is there; its ranks stay until the others can do" in said
+    first, second = first_steps
+    assert first == 0 < second
+
+
+def wait_for_checkpoint(folder, after):
+    due_s = time.monotonic() + LIMIT_S
+    while not any(int(path.stem[5:]) > after for path in folder.glob("step-*.pt")):
+        assert time.monotonic() < due_s
+        time.sleep(0.01)

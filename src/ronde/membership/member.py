@@ -23,6 +23,7 @@ from ronde.membership.view import (
     Finish,
     FromRank,
     Leave,
+    Save,
     Settled,
     StopAfter,
     ToRank,
@@ -48,6 +49,7 @@ class Member:
 
     ``step``, how many steps this process has applied, is set by whoever applies them.
     ``on_change`` is called, in the listening thread, when a planned change is to come.
+    ``is_save_asked`` is for whoever writes checkpoints, which takes it back.
     One thread calls what waits.
     """
 
@@ -57,6 +59,7 @@ class Member:
         self.saved_step = NEW  # that a failure goes back to, where that is one before
         self.view = View(NO_VIEW, ())  # the last that this process was part of
         self.reason = ""  # why the view is over; empty while it is not
+        self.is_save_asked = False
         self._sock = sock
         self._sending = threading.Lock()
         self._news = threading.Condition()
@@ -187,20 +190,19 @@ class Member:
     def _take(self, message: ToRank) -> None:
         view = self.view.view
         match message:
-            case ViewEnded(view=ended):
-                if ended == view:
-                    self._end(message.reason)
-            case AskStep(view=asked):
-                if asked == view:
-                    with self._news:
-                        step = self._asked_at = self.step
-                    self._say(AtStep(view, step))
-                    self.on_change()
-            case StopAfter(view=stopped):
-                if stopped == view:
-                    with self._news:
-                        self._stop, self._asked_at = message, None
-                        self._news.notify_all()
+            case ViewEnded() if message.view == view:
+                self._end(message.reason)
+            case AskStep() if message.view == view:
+                with self._news:
+                    step = self._asked_at = self.step
+                self._say(AtStep(view, step))
+                self.on_change()
+            case StopAfter() if message.view == view:
+                with self._news:
+                    self._stop, self._asked_at = message, None
+                    self._news.notify_all()
+            case Save() if message.view == view:
+                self.is_save_asked = True
             case ViewBegins():
                 with self._news:
                     self.view = self.view.next(message)
@@ -216,6 +218,8 @@ class Member:
                 with self._news:
                     self._is_finished = True
                     self._news.notify_all()
+            case ViewEnded() | AskStep() | StopAfter() | Save():
+                pass  # of a view that is over
 
     def _end(self, reason: str) -> None:
         with self._news:

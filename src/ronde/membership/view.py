@@ -106,6 +106,12 @@ class StopAfter(NamedTuple):
     reason: str
 
 
+class Save(NamedTuple):
+    """To a rank: write a checkpoint after this step: all hosts are about to end."""
+
+    view: int
+
+
 class ViewBegins(NamedTuple):
     """To a rank: a view, as a difference to the last one, or whole."""
 
@@ -131,7 +137,7 @@ class Finish(NamedTuple):
 
 
 FromRank = Settled | AtStep | Entered | Done | Failed
-ToRank = ViewEnded | AskStep | StopAfter | ViewBegins | Leave | Finish
+ToRank = ViewEnded | AskStep | StopAfter | Save | ViewBegins | Leave | Finish
 FROM_RANK: tuple[type[FromRank], ...] = get_args(FromRank)
 TO_RANK: tuple[type[ToRank], ...] = get_args(ToRank)
 

@@ -9,6 +9,7 @@ from ronde.membership.view import View
 from ronde.units import list_first
 
 _TOGETHER_S = 1.0
+_SAVE_EVERY_S = 10.0
 
 
 class HostNotices:
@@ -16,12 +17,18 @@ class HostNotices:
 
     Notices that come at the same time count together, as when Slurm's time limit ends
     an allocation: where all hosts of the view will end, no rank leaves until there is
-    another host.
+    another host, and ``save`` is called now and then.
     """
 
-    def __init__(self, min_ranks: int, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        min_ranks: int,
+        notice: Callable[[str], None],
+        save: Callable[[View], None],
+    ) -> None:
         self._min_ranks = min_ranks
-        self._notice = notice
+        self._notice, self._save = notice, save
+        self._save_at_s = -inf
         self._reasons: dict[AgentNode, str] = {}
         self._reported: set[AgentNode] = set()
         self.due_s = inf  # when ``take`` is due
@@ -41,6 +48,9 @@ class HostNotices:
             self._report_staying(view)
         if not num_others:
             self.due_s = now_s + _TOGETHER_S if self._reasons else inf
+            if self._reasons and view.members and now_s >= self._save_at_s:
+                self._save_at_s = now_s + _SAVE_EVERY_S
+                self._save(view)
             return []
         leaving = self._reasons
         self._reasons, self.due_s = {}, inf

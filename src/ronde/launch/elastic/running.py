@@ -75,7 +75,11 @@ class ElasticRunning(Running):
         self._survived: set[int] = set()  # processes whose end ends nothing
         self._hung: set[int] = set()  # processes that are killed once seen where
         self._releasing: set[str] = set()
-        self._notices = HostNotices(options.min_ranks, loop.output.notice)
+        self._notices = HostNotices(
+            options.min_ranks,
+            loop.output.notice,
+            lambda of: self._tell((of.members[0].number,), view.Save(of.view)),
+        )
         self._reason = ""  # why the job cannot go on, a sentence
         self._is_too_few = False
         self._log = ViewLog(now_s)

@@ -237,7 +237,11 @@ class Loop:
         self._num_applied = step.number + 1
         if self._member is not None:
             self._member.step = self._num_applied
-        if self._checkpoints.is_due(self._num_applied) and rank() == 0:
+        is_due = self._checkpoints.is_due(self._num_applied)
+        if self._member is not None:
+            is_due |= self._member.is_save_asked
+            self._member.is_save_asked = False
+        if is_due and rank() == 0:
             self._checkpoints.write(self._num_applied, self._state_dict())
 
     def _undo(self) -> None:
