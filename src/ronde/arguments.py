@@ -161,5 +161,5 @@ def refuse_verb(word: str, verbs: Sequence[str], command: str) -> NoReturn:
         cure = f"Did you mean {command} {near}?"
     elif word.startswith("-"):
         cure = f"Type: {command} --help"
-    known = " or ".join([", ".join(verbs[:-1]), verbs[-1]][len(verbs) < 2 :])
+    known = f"{', '.join(verbs[:-1])} or {verbs[-1]}"
     raise UsageError(f"verb must be {known}, got {word!r}. {cure}")

@@ -1,4 +1,4 @@
-"""``ronde plan memory``: by formulas, and by a step of a program."""
+"""``ronde plan``: memory by formulas and by a step of a program; traffic."""
 
 import json
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.topology.sample_hosts import OCI_H100, sample_path
 
 from ronde.cli.plan import run
 from ronde.errors import UsageError
@@ -108,8 +109,61 @@ def test_bad_input(words: str, message: str) -> None:
         run(["memory", *words.split()])
 
 
+TRAFFIC = ("--params", "70B", "--precision", "bf16", "--blocks", "80")
+ACTIVATIONS = ("--hidden", "8192", "--tokens", "8192")
+
+
+def plan_traffic(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["traffic", str(sample_path(OCI_H100)), *TRAFFIC, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_traffic_of_each_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan_traffic(capsys, "--mesh", "pp=2,dp_shard=4,tp=8", *ACTIVATIONS)
+    page = Path(__file__).parents[2] / "docs" / "topology-placement.md"
+    assert text in page.read_text()
+    assert text.splitlines()[3:6] == [
+        "pp          128MiB    45  2.98ms  1/8 of 16 ports from mlx5_0",
+        "dp_shard  18.34GiB    45   438ms  1/8 of 16 ports from mlx5_0",
+        "tp           35GiB   450  83.5ms  18 NVLinks",
+    ]
+
+
+def test_traffic_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(plan_traffic(capsys, "--mesh", "dp_shard=-1", "--json"))
+    assert (found["form"], found["version"]) == ("ronde-plan-traffic", 1)
+    assert (found["mesh"], found["zero"]) == ("dp_shard=8", 3)
+    [axis] = found["axes"]
+    assert axis["sent_bytes"] == 3 * 140e9 * 7 / 8
+    assert (axis["axis"], axis["gb_per_s"]) == ("dp_shard", 450)
+
+
+def test_nothing_is_sent_by_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no groups" in plan_traffic(capsys, "--mesh", "dp_shard=1", "-n", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--mesh dp_shard=8", "--params must be given, got none"),
+        ("--params 7B", "--mesh must be given, got none"),
+        ("--params 7B --mesh tp=8", "--hidden must be given where --mesh has tp"),
+        ("--params 7B --mesh pp=8 --hidden 4", "--tokens must be given where"),
+        ("--params 7B --mesh tp=8 --hidden 0 --tokens 4", "--hidden must be a whole"),
+        ("--params 7B --mesh dp_shard=3", "must be a multiple of the ranks of a host"),
+    ],
+)
+def test_bad_traffic(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(["traffic", str(sample_path(OCI_H100)), *words.split()])
+
+
 def test_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: ronde plan memory FILE")
-    with pytest.raises(UsageError, match="verb must be memory, got 'memroy'"):
+    for words in ([], ["memory"], ["traffic"]):
+        assert run([*words, "--help"]) == 0
+        usage = " ".join(["usage: ronde plan", *(words or ["memory"])])
+        assert capsys.readouterr().out.startswith(usage)
+    with pytest.raises(
+        UsageError, match="verb must be memory or traffic, got 'memroy'"
+    ):
         run(["memroy"])

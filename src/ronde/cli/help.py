@@ -15,7 +15,7 @@ verbs:
   trace  show which rank waited for which, from a job's timeline
   check  show which hosts are ready, what is wrong on the others, and how to fix it
   topo   show how a machine's GPUs, adapters and cores are connected, and how fast
-  plan   show what a rank would hold in memory, before anything is started
+  plan   show what a layout of ranks needs in memory and traffic, before a start
   alias  let every Python of this environment import ronde as horovod
   horovodrun  run, with horovodrun's options
 

@@ -14,10 +14,32 @@ from ronde.arguments import CommandParser, read_number, read_one_of, refuse_verb
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
 from ronde.parallel.memory import OptimizerName, Precision, RankMemory, Sharding
-from ronde.plain_values import to_plain
+from ronde.parallel.traffic import StepSizes, step_traffic
 from ronde.units import counted, format_size, parse_size_bytes
 
 _HELP = """\
+usage: ronde plan memory FILE --mesh AXES         what a rank would hold in a step
+       ronde plan memory --params COUNT --mesh AXES
+       ronde plan traffic --params COUNT --mesh AXES [SOURCE ...]
+                                                  what it would send, and how long
+
+Nothing is started. ronde plan VERB --help shows more about a verb.
+"""
+_MODEL_OPTIONS = """\
+  --params COUNT  parameters of the whole model, as 7B, 350M or 7e9
+  --blocks N      blocks that are gathered one by one (default: 32)
+  --precision NAME
+                  what is computed in: fp32 or bf16 (default: fp32)
+"""
+_ZERO_OPTION = """\
+  --zero N        what dp_shard divides: 1 the optimizer's state, 2 gradients,
+                  too, 3 all; 0 nothing (default: 3)
+"""
+_LAST_OPTIONS = """\
+  --json          print one object of JSON
+  -h, --help      show this help and exit
+"""
+_MEMORY_HELP = f"""\
 usage: ronde plan memory FILE --mesh AXES [options]
        ronde plan memory --params COUNT --mesh AXES [options]
 
@@ -34,18 +56,12 @@ options:
   --mesh AXES     sizes such as dp_shard=8,tp=2, of pp, dp_replicate, dp_shard
                   and tp; -1 is what is left of -n
   -n RANKS        ranks of the job (default: the product of the sizes)
-  --zero N        what dp_shard divides: 1 the optimizer's state, 2 gradients,
-                  too, 3 all; 0 nothing (default: 3)
+{_ZERO_OPTION}\
   --limit SIZE    memory of a rank's device, as 80GiB; exit with 1 if it is
                   less than needed
-  --json          print one object of JSON
-  -h, --help      show this help and exit
-
-with --params:
-  --params COUNT  parameters of the whole model, as 7B, 350M or 7e9
-  --blocks N      blocks that are gathered one by one (default: 32)
-  --precision NAME
-                  what is computed in: fp32 or bf16 (default: fp32)
+{_LAST_OPTIONS}
+in place of FILE:
+{_MODEL_OPTIONS}\
   --optimizer NAME
                   adam, sgd-momentum or sgd (default: adam)
 
@@ -54,7 +70,30 @@ exit code: 0, 1 --limit is less than needed, 64 a layout or a file that cannot b
 example:
   ronde plan memory --params 7B --mesh dp_shard=8 --precision bf16 --limit 80GiB
 """
-_VERBS = ("memory",)
+_TRAFFIC_HELP = f"""\
+usage: ronde plan traffic --params COUNT --mesh AXES [SOURCE ...] [options]
+
+Show what the busiest rank sends in a training step along each axis of a layout, and how
+long its slowest link takes for that, if no computation hides it.
+
+options:
+  --mesh AXES     sizes such as dp_shard=8,tp=2, of pp, dp_replicate, dp_shard
+                  and tp; -1 is what is left of one rank for each GPU
+  -n RANKS        ranks of a host (default: its GPUs)
+{_MODEL_OPTIONS}\
+{_ZERO_OPTION}\
+  --hidden N      width of the activations between blocks; for tp and pp
+  --tokens N      rows of them that a rank has in a step: batch times sequence
+  --root DIR      read a saved tree that holds sys and proc, in place of this
+                  machine
+{_LAST_OPTIONS}
+SOURCE is what ronde topo place --mesh takes: the hosts' topologies. One host stands for
+as many like it as are needed. Without one it is this machine.
+
+example:
+  ronde plan traffic topo.xml --params 70B --mesh dp_shard=8,tp=8 --precision bf16 \\
+      --blocks 80 --hidden 8192 --tokens 8192
+"""
 _EXIT_SHORT = 1
 _VERSION = 1  # of the JSON form: changes when a field changes its meaning or goes
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -69,17 +108,21 @@ def run(words: Sequence[str]) -> int:
         print(_HELP, end="")
         return 0
     if words[0] not in _VERBS:
-        refuse_verb(words[0], _VERBS, "ronde plan")
-    parser = CommandParser("ronde plan memory", _HELP, positionals={"file": "?"})
-    options = parser.read(words[1:])
-    return 0 if options is None else _plan_memory(options)
+        refuse_verb(words[0], [*_VERBS], "ronde plan")
+    run_verb, help_text, positionals = _VERBS[words[0]]
+    command = f"ronde plan {words[0]}"
+    options = CommandParser(command, help_text, positionals=positionals).read(words[1:])
+    return 0 if options is None else run_verb(options)
 
 
 def _plan_memory(options: argparse.Namespace) -> int:
-    if options.mesh is None:
-        raise UsageError("--mesh must be given, got none. Type: --mesh dp_shard=8")
-    layout = _read_layout(options)
-    zero = read_number("--zero", options.zero or "3", "Type: --zero 3", most=3)
+    layout, zero = _read_layout(options), _read_zero(options)
+    if options.n is not None:
+        layout = layout.resolve(_read_ranks(options))
+    elif -1 in layout.sizes.values():
+        raise UsageError(
+            f"-n must be given where --mesh has -1, got {layout}. Type: -n 8"
+        )
     limit = None
     if options.limit is not None:
         limit = parse_size_bytes(options.limit, "--limit")
@@ -98,8 +141,7 @@ def _plan_memory(options: argparse.Namespace) -> int:
             "limit_bytes": limit,
             "shortage": shortage,
         }
-        form = {"form": "ronde-plan-memory", "version": _VERSION}
-        print(json.dumps(to_plain({**form, **content}), indent=1))
+        _print_json("ronde-plan-memory", content)
     else:
         ranks = counted(layout.num_ranks, "rank")
         print(f"{layout}: {ranks}, zero {zero}; a rank at the peak of a step\n")
@@ -115,19 +157,23 @@ def _plan_memory(options: argparse.Namespace) -> int:
 
 
 def _read_layout(options: argparse.Namespace) -> Layout:
+    if options.mesh is None:
+        raise UsageError("--mesh must be given, got none. Type: --mesh dp_shard=8")
     layout = Layout.parse(options.mesh)
-    if options.n is not None:
-        layout = layout.resolve(read_number("-n", options.n, "Type: -n 8", least=1))
-    elif -1 in layout.sizes.values():
+    if layout.cp != 1:
         raise UsageError(
-            f"-n must be given where --mesh has -1, got {layout}. Type: -n 8"
-        )
-    if layout.cp > 1:
-        raise UsageError(
-            f"--mesh must have no cp here, got {layout}: what it saves depends on the "
+            f"--mesh must have no cp here, got {layout}: what it brings depends on the "
             "attention. Leave it out."
         )
     return layout
+
+
+def _read_ranks(options: argparse.Namespace) -> int:
+    return read_number("-n", options.n, "Type: -n 8", least=1)
+
+
+def _read_zero(options: argparse.Namespace) -> int:
+    return read_number("--zero", options.zero or "3", "Type: --zero 3", most=3)
 
 
 def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankMemory:
@@ -136,10 +182,8 @@ def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankM
             "FILE or --params must be given, got neither. Type: ronde plan memory "
             "--help"
         )
-    precision = read_one_of("--precision", options.precision or "fp32", list(Precision))
     optimizer = read_one_of("--optimizer", options.optimizer or "adam", [*_OPTIMIZERS])
-    cure = "Type: --blocks 32"
-    num_blocks = read_number("--blocks", options.blocks or "32", cure, least=1)
+    num_blocks = _read_blocks(options)
     num_params = _read_count(options.params) // (layout.tp * layout.pp)
     num_own = -(-num_blocks // layout.pp)
     if num_params < num_own:
@@ -148,10 +192,73 @@ def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankM
             f"{options.params} for {num_blocks} blocks. Give the whole model's."
         )
     sharding = Sharding(
-        layout.dp_shard, zero, Precision(precision), _OPTIMIZERS[optimizer]
+        layout.dp_shard, zero, _read_precision(options), _OPTIMIZERS[optimizer]
     )
     share, rest = divmod(num_params, num_own)
     return sharding.peak([share + (place < rest) for place in range(num_own)])
+
+
+def _plan_traffic(options: argparse.Namespace) -> int:
+    # Who plans memory alone needs none of these.
+    from ronde.cli.topo import load_hosts
+    from ronde.render.topo_tables import tabulate_traffic
+    from ronde.topology.placement.mesh import plan_mesh
+
+    layout, zero = _read_layout(options), _read_zero(options)
+    if options.params is None:
+        raise UsageError("--params must be given, got none. Type: --params 7B")
+    per_host = None if options.n is None else _read_ranks(options)
+    plan = plan_mesh(load_hosts(options), layout, per_host, is_tp_across_hosts=True)
+    layout = Layout.parse(plan.mesh)
+    sent = step_traffic(layout, _read_sizes(options, layout), zero)
+    if options.json:
+        axes = [
+            {
+                "axis": axis.axis,
+                "sent_bytes": round(sent[axis.axis]),
+                "gb_per_s": axis.gb_per_s,
+                "link": axis.link,
+            }
+            for axis in plan.axes
+        ]
+        content = {"mesh": plan.mesh, "zero": zero, "axes": axes}
+        _print_json("ronde-plan-traffic", content)
+        return 0
+    hosts = counted(plan.num_hosts, "host")
+    ranks = counted(plan.num_ranks, "rank")
+    where = f"{plan.mesh}: {ranks} on {hosts}, zero {zero}"
+    print(f"{where}; what a rank sends in a step\n")
+    print(tabulate_traffic(plan, sent), end="")
+    return 0
+
+
+def _read_sizes(options: argparse.Namespace, layout: Layout) -> StepSizes:
+    itemsize = 4 if _read_precision(options) is Precision.FP32 else 2
+    num_params = _read_count(options.params) / (layout.tp * layout.pp)
+    num_blocks, rows = _read_blocks(options), [0, 0]
+    if layout.tp * layout.pp > 1:
+        for place, name in enumerate(("hidden", "tokens")):
+            given = getattr(options, name)
+            if given is None:
+                raise UsageError(
+                    f"--{name} must be given where --mesh has tp or pp, got none. "
+                    f"Type: --{name} 4096"
+                )
+            cure = f"Type: --{name} 4096"
+            rows[place] = read_number(f"--{name}", given, cure, least=1)
+    width, height = rows
+    return StepSizes(
+        num_params * itemsize, width * height * itemsize, -(-num_blocks // layout.pp)
+    )
+
+
+def _read_blocks(options: argparse.Namespace) -> int:
+    return read_number("--blocks", options.blocks or "32", "Type: --blocks 32", least=1)
+
+
+def _read_precision(options: argparse.Namespace) -> Precision:
+    known = list(Precision)
+    return Precision(read_one_of("--precision", options.precision or "fp32", known))
 
 
 def _read_count(text: str) -> int:
@@ -218,3 +325,13 @@ def _load(path: Path) -> Mapping[str, Any]:
                 f"no {name}(). See ronde plan --help."
             )
     return program
+
+
+def _print_json(form: str, content: Mapping[str, Any]) -> None:
+    print(json.dumps({"form": form, "version": _VERSION, **content}, indent=1))
+
+
+_VERBS: Mapping[str, tuple[Callable[..., int], str, Mapping[str, str]]] = {
+    "memory": (_plan_memory, _MEMORY_HELP, {"file": "?"}),
+    "traffic": (_plan_traffic, _TRAFFIC_HELP, {"sources": "*"}),
+}

@@ -240,7 +240,8 @@ def _load(sources: Sequence[Saved], root: str | None) -> Topology:
     return join_topologies(parts)
 
 
-def _load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
+def load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
+    """Return the hosts of ``sources`` and ``root``; without both, this machine."""
     hosts = _load(_read_sources(options), options.root).hosts
     if not hosts:
         raise UsageError(
@@ -442,7 +443,7 @@ def _place(options: argparse.Namespace) -> int:
         Policy(read_one_of("--policy", policy, list(Policy))),
         Scope(read_one_of("--scope", scope, list(Scope))),
     )
-    hosts = _load_hosts(options)
+    hosts = load_hosts(options)
     allowed = None
     if options.root is not None or not options.sources:
         allowed = read_cores(str(Path(options.root or "/")).rstrip("/"))
@@ -465,7 +466,7 @@ def _place_mesh(options: argparse.Namespace) -> int:
     if options.n is not None:
         num = read_number("-n", options.n, "Type: -n 1", least=1)
     is_allowed = options.allow is not None
-    plan = plan_mesh(_load_hosts(options), layout, num, is_tp_across_hosts=is_allowed)
+    plan = plan_mesh(load_hosts(options), layout, num, is_tp_across_hosts=is_allowed)
     if options.json:
         _print_json("ronde-mesh", {"plan": to_plain(plan)})
     else:
@@ -484,7 +485,7 @@ def _limit(options: argparse.Namespace) -> int:
     )
 
     names = _collectives(options, COLLECTIVES)
-    hosts = _load_hosts(options)
+    hosts = load_hosts(options)
     ranks_per_node = options.ranks_per_node or min(len(host.gpus) for host in hosts)
     given = KnownRates(options.link_rate, options.gpu_rate)
     size = (options.nodes or len(hosts), ranks_per_node or 1)

@@ -1,6 +1,6 @@
 """Tables of a host: how near elements are, placements, limits, differences."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ronde.render.text import (
     WIDTH,
@@ -22,7 +22,7 @@ from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
 from ronde.topology.paths.network import Paths
 from ronde.topology.placement.mesh import AxisPlan, MeshPlan
 from ronde.topology.placement.plan import HostPlan, PlannedRank
-from ronde.units import counted, list_first
+from ronde.units import counted, format_duration, format_size, list_first
 
 # A list of CPUs in many pieces is as long as it likes; a table is not.
 _MOST_LIST_CHARS = 23
@@ -44,6 +44,7 @@ _MAX_VALUE = 60
 _NAMES = ("bus address", "port")
 _PLAN_HEAD = ("rank", "GPU", "bus", "cores", "CPUs", "memory", "adapter", "aligned")
 _BUS = _PLAN_HEAD.index("bus")
+_TRAFFIC_HEAD = ("axis", "a step", "GB/s", "time", "slowest link of a group")
 _MESH_HEAD = ("axis", "groups", "first", "hosts", "GB/s", "slowest link of a group")
 _NONE = "-"
 _LARGE = 10_000
@@ -169,17 +170,41 @@ def tabulate_mesh(plan: MeshPlan) -> str:
     return text
 
 
+def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
+    """Return what a rank sends along each axis in a step, and how long that takes."""
+    rows: list[Sequence[str]] = [_TRAFFIC_HEAD]
+    total_s = 0.0
+    for axis in plan.axes:
+        num_bytes, rate, duration = sent_bytes[axis.axis], _NONE, _NONE
+        if axis.gb_per_s is not None:
+            seconds = num_bytes / (axis.gb_per_s * 1e9)
+            total_s += seconds
+            rate, duration = f"{axis.gb_per_s:.4g}", format_duration(seconds)
+        size = format_size(round(num_bytes))
+        rows.append((axis.axis, size, rate, duration, _link_of(axis)))
+    if not plan.axes:
+        return "no groups\n"
+    text = align(rows, right=_TRAFFIC_HEAD[1:-1])
+    if all(axis.gb_per_s is not None for axis in plan.axes):
+        text += f"\n{format_duration(total_s)} in all where nothing is hidden\n"
+    return text
+
+
 def _mesh_row(axis: AxisPlan) -> tuple[str, ...]:
-    share = f"1/{axis.num_sharing} of " if axis.num_sharing > 1 else ""
     return (
         axis.axis,
         f"{len(axis.groups)} of {len(axis.groups[0])}",
         format_ranks(axis.groups[0]),
         str(axis.num_hosts),
         _NONE if axis.gb_per_s is None else f"{axis.gb_per_s:.4g}",
-        # The rate behind the name is that of all who share it.
-        share + axis.link.partition(", ")[0] or "unknown",
+        _link_of(axis),
     )
+
+
+def _link_of(axis: AxisPlan) -> str:
+    share = f"1/{axis.num_sharing} of " if axis.num_sharing > 1 else ""
+    # The rate behind the name is that of all who share it.
+    return share + axis.link.partition(", ")[0] or "unknown"
 
 
 def tabulate_limits(
