@@ -1,6 +1,7 @@
 """Layouts by ``ronde.torch.parallel``: parity, plans, checkpoints and estimates."""
 
 import gc
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,53 @@ def test_layouts_follow_one_process(setting, layouts):
         assert found == [str(each) for each in expected for _ in (2, 3)]
 
 
+class MixedBlock(Block):
+    """Normalises in double precision, and has a scale of its own in single."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.norm.double()
+        self.last = nn.LayerNorm(width).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(inputs.double()).float()))
+        return inputs + self.last((self.scale * self.down(hidden)).double()).float()
+
+
+def build_mixed() -> Model:
+    model = Model()
+    model.blocks = nn.ModuleList(MixedBlock() for _ in range(2))
+    return model
+
+
+def train_mixed(layout: str) -> tuple[float, list[str]]:
+    """Return how far two ranks and one come apart, and what is gathered as one."""
+    torch.manual_seed(0)
+    alone = build_mixed()
+    shared = deepcopy(alone)
+    parallel.parallelize(shared, parallel.init_mesh(Layout.parse(layout)))
+    rows = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+    for model, own in ((alone, slice(None)), (shared, rows)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for inputs, targets in batches():
+            optimizer.zero_grad()
+            loss_of(model, inputs[own], targets[own]).backward()
+            optimizer.step()
+    pairs = zip(alone.parameters(), shared.parameters(), strict=True)
+    worst = max(float((p - q.full_tensor()).abs().max()) for p, q in pairs)
+    names = [n for n, m in shared.named_modules() if isinstance(m, FSDPModule)]
+    return worst, names
+
+
+def test_parameters_of_several_dtypes_are_gathered_apart():
+    setting = Setting("shared_memory", 2)
+    for worst, names in run_in_group(setting, train_mixed, "dp_shard=2"):
+        assert worst < 1e-5
+        ends = ("", ".norm", ".last")
+        assert names == ["", *(f"blocks.{n}{end}" for n in (0, 1) for end in ends)]
+
+
 def wrong_parities() -> list[str]:
     found = [parallel.check_parity(Model, Layout(dp_shard=2), batches(), sum_of)]
 
@@ -119,7 +167,7 @@ def refusals() -> list[str]:
     mesh = parallel.init_mesh(Layout(dp_shard=1, tp=2))
     whole = parallel.init_mesh(Layout(pp=2))
     mixed = Model()
-    mixed.blocks[1].norm.double()
+    mixed.blocks[1].norm.bias.data = mixed.blocks[1].norm.bias.data.double()
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     shard = parallel.init_mesh(Layout(dp_shard=2))
 
@@ -151,7 +199,7 @@ def test_what_cannot_be_is_refused():
         "zero must be 2 or 3, got 1.",
         "plan must be None without tp, got one.",
         "units must be classes of the model's modules, got Conv2d, of which Model has",
-        "parameters of a unit must have one dtype, got ",
+        "parameters of a module must have one dtype, got torch.float32, torch.float64",
         "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks: 1*1*3*1*1 = 3, ",
         "rows of a batch must be a multiple of dp_replicate * dp_shard: 2, got 3.",
         "estimate() must be called in a process without a process group",

@@ -98,7 +98,7 @@ def parallelize(
             size = mesh[axis].size()
             raise UsageError(f"mesh must have no {axis}, got {axis}={size}. {cure}")
     found = find_units(model, units)
-    _require_one_dtype([*found, model])
+    groups = _by_dtype([*found, model])
     if "tp" in names and mesh["tp"].size() > 1:
         tp_plan = plan or tensor_parallel_plan(model, mesh["tp"].size())
         parallelize_module(model, mesh["tp"], dict(tp_plan))
@@ -112,8 +112,8 @@ def parallelize(
         "reshard_after_forward": zero == 3,
         "mp_policy": precision or MixedPrecisionPolicy(),
     }
-    for unit in (*found, model):
-        fully_shard(unit, **options)
+    for group in groups:
+        fully_shard(group, **options)
     _use_group_memory(model, mesh[data])
     return model
 
@@ -157,20 +157,37 @@ def _find_repeated(module: nn.Module, units: list[nn.Module]) -> None:
             _find_repeated(child, units)
 
 
-def _require_one_dtype(units: Sequence[nn.Module]) -> None:
-    """Refuse what torch finds out at the first forward only."""
+def _by_dtype(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return units in order, modules with parameters of another dtype before theirs.
+
+    FSDP2 gathers one dtype at once, and finds out at the first forward only.
+    """
     seen: set[nn.Parameter] = set()
+    groups: list[list[nn.Module]] = []
     for unit in units:
-        own = [(n, p) for n, p in unit.named_parameters() if p not in seen]
-        seen.update(parameter for _, parameter in own)
-        dtypes = {p.dtype: name for name, p in own if p.requires_grad}
-        if len(dtypes) > 1:
-            found = ", ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
-            raise UsageError(
-                f"parameters of a unit must have one dtype, got {found} in "
-                f"{type(unit).__name__}. Give those of another dtype a module of their "
-                "own, and its class to units."
-            )
+        numels = Counter[torch.dtype]()
+        owners: dict[torch.dtype, list[nn.Module]] = {}
+        for module in unit.modules():
+            own = [p for p in module.parameters(recurse=False) if p not in seen]
+            seen.update(own)
+            trained = [parameter for parameter in own if parameter.requires_grad]
+            dtypes = {parameter.dtype for parameter in trained}
+            if len(dtypes) > 1:
+                raise UsageError(
+                    "parameters of a module must have one dtype, got "
+                    f"{', '.join(sorted(map(str, dtypes)))} in "
+                    f"{type(module).__name__}. Give those of another dtype a module of "
+                    "their own."
+                )
+            for parameter in trained:
+                # What the unit itself owns is of its dtype; else it is the most.
+                numels[parameter.dtype] += parameter.numel() << 64 * (module is unit)
+            for dtype in dtypes:
+                owners.setdefault(dtype, []).append(module)
+        for dtype, _ in numels.most_common()[1:]:
+            groups.append(owners[dtype])
+        groups.append([unit])
+    return groups
 
 
 def _use_group_memory(model: nn.Module, mesh: DeviceMesh) -> None:
