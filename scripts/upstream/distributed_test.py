@@ -2,13 +2,18 @@
 
 from pathlib import Path
 
-from torch.testing._internal.distributed import distributed_test
-from torch.testing._internal.distributed.distributed_test import (
+from torch.testing._internal import common_distributed
+
+from ronde.launch.environments import own_environment
+
+for feature in ("ddp", "subgroup", "plugin"):  # which tests ask for as they are defined
+    common_distributed.DistTestCases.backend_feature[feature].add("ronde")
+
+from torch.testing._internal.distributed import distributed_test  # noqa: E402
+from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
     DistributedTest,
     TestDistBackend,
 )
-
-from ronde.launch.environments import own_environment
 
 (Path(own_environment()["TEMP_DIR"]) / "barrier").mkdir(exist_ok=True)
 # They look for the names that Gloo's collectives have in a profile.
