@@ -1,21 +1,33 @@
 """From a rank's place to a communicator: the one place where an engine is chosen."""
 
+import json
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from ronde.collectives.choice import Choice, EngineTable, find_table
+from ronde.collectives.choice import (
+    Choice,
+    EngineTable,
+    TableKey,
+    default_table,
+    load,
+)
 from ronde.collectives.communicator import Communicator, Routes
-from ronde.collectives.engine import Engine, ErrorContext, ReduceOp
+from ronde.collectives.engine import Engine, ErrorContext
 from ronde.collectives.engines.solo import SoloEngine
-from ronde.collectives.objects import broadcast_json, exchange_hosts
+from ronde.collectives.objects import (
+    all_gather_json,
+    broadcast_json,
+    exchange_hosts,
+)
 from ronde.collectives.rendezvous import meet
 from ronde.collectives.scope import AbortScope
 from ronde.collectives.store import clone_of
@@ -30,6 +42,13 @@ _AUTO = "auto"
 _logger = logging.getLogger("ronde")
 
 
+class PeerFacts(NamedTuple):
+    """What the others must know of a rank to choose engines alike."""
+
+    host: str
+    has_cuda: bool
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine is asked for, and where its ranks meet."""
@@ -40,6 +59,7 @@ class EngineConfig:
     store: Store | None = None  # where the ranks meet; None: where ``info`` says
     ranks: tuple[int, ...] = ()  # which of the job's ranks they are; empty for all
     scope: AbortScope | None = None  # None: nobody breaks off
+    peers: tuple[PeerFacts, ...] = ()  # of all ranks; empty where they must be asked
 
     def meet(self) -> Store:
         if self.store is not None:
@@ -93,18 +113,19 @@ def connect_at(
     """
     from ronde.collectives.engines.shared_memory.shared_state import through_store
 
-    hosts = [""]
+    own = PeerFacts(socket.gethostname(), torch.cuda.is_available())
+    peers = [own]
     if size > 1:
         limit_s = min(timeout_s, _MEETING_TIMEOUT_S)
         with ErrorContext("meeting", rank, size, limit_s).guard():
-            own = socket.gethostname().encode()
             exchange = through_store(PrefixStore("hosts", store), rank, size, limit_s)
-            hosts = [host.decode() for host in exchange(own)]
-    here = [other for other in range(size) if hosts[other] == hosts[rank]]
+            texts = exchange(json.dumps(own).encode())
+            peers = [PeerFacts(*json.loads(text)) for text in texts]
+    here = [other for other in range(size) if peers[other].host == own.host]
     local_rank = here.index(rank)
     info = RankInfo(Launcher.PLAIN, rank, size, local_rank, len(here))
     name, config = _config(info, timeout_s, engine, algorithm)
-    return _connect(name, replace(config, store=store))
+    return _connect(name, replace(config, store=store, peers=tuple(peers)))
 
 
 class Connections:
@@ -187,7 +208,10 @@ def _connect_by_table(config: EngineConfig) -> Communicator:
     make_first = _shared_memory_or_gloo if config.is_one_host else _torch_distributed
     first = make_first(config.at(store, "first"))
     everybody = Communicator(first)
-    table = agree_on_table(everybody)
+    own = PeerFacts(socket.gethostname(), torch.cuda.is_available())
+    peers = config.peers or all_gather_json(everybody, own)
+    hosts, has_cuda = zip(*peers, strict=True)
+    table = agree_on_table(everybody, hosts)
 
     def choose(collective: str, num_bytes: int | None, device: str) -> str:
         label = str(table.choose(collective, num_bytes, device))
@@ -200,24 +224,26 @@ def _connect_by_table(config: EngineConfig) -> Communicator:
         own = replace(config, algorithm=choice.algorithm)
         return ENGINES[choice.engine](own.at(clone_of(store), f"{label}/{name}"))
 
-    has_cuda = torch.tensor([float(torch.cuda.is_available())], device="cpu")
-    everybody.all_reduce(has_cuda, ReduceOp.MAX).wait()
     nccl = None
-    if has_cuda.item() and first.name != "gloo":
+    if any(has_cuda) and first.name != "gloo":
         nccl = connect_other("nccl", "0")
     return Communicator(first, Routes(first, choose, connect_other, nccl))
 
 
-def agree_on_table(communicator: Communicator) -> EngineTable:
-    hosts = exchange_hosts(communicator, socket.gethostname())
+def agree_on_table(communicator: Communicator, hosts: Sequence[str]) -> EngineTable:
+    """Return one table on all ranks, rank 0's where it has measured one; collective."""
+    ranks_of = Counter(hosts)
 
-    def find() -> dict[str, Any]:
-        table, note = find_table(hosts, read_cache_directory())
+    def find() -> dict[str, Any] | None:
+        table, note = load(TableKey.here(ranks_of), read_cache_directory())
         if note:
             _logger.warning("%s", note)
-        return asdict(table)
+        return table and asdict(table)
 
-    return from_plain(EngineTable, broadcast_json(communicator, find, 0))
+    found = broadcast_json(communicator, find, 0)
+    if found is None:
+        return default_table([*ranks_of.values()])
+    return from_plain(EngineTable, found)
 
 
 # How a rank connects by each engine. Modules are imported when they are asked for: some

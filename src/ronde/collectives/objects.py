@@ -18,6 +18,8 @@ from ronde.collectives.engine import Work
 from ronde.errors import CollectiveError
 
 _HEADER_BYTES = 8
+_FIRST_BYTES = 4096
+"""With the length as much of an object goes: it takes no longer, and is often all."""
 _FAILED = -1
 
 
@@ -73,27 +75,39 @@ def _dump(value: object) -> bytes:
     return json.dumps(value).encode()
 
 
+def _pack(num_bytes: int, payload: bytes) -> bytes:
+    return num_bytes.to_bytes(_HEADER_BYTES, sys.byteorder, signed=True) + payload
+
+
+def _unpack(message: bytes | bytearray) -> int:
+    return int.from_bytes(message[:_HEADER_BYTES], sys.byteorder, signed=True)
+
+
 def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> bytes:
     """Send ``root``'s bytes to every rank; without them all ranks fail."""
     is_root = communicator.rank == root
-    length = torch.tensor([_FAILED], device="cpu")
-    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
+    message = _pack(_FAILED, b"")
     try:
         if is_root:
-            payload = torch.frombuffer(bytearray(dump()), dtype=torch.uint8)
-            length.fill_(payload.numel())
+            payload = dump()
+            message = _pack(len(payload), payload)
     finally:
-        communicator.broadcast(length, root).wait()
-    num_bytes = int(length.item())
+        padded = bytearray(message.ljust(_FIRST_BYTES, b"\0"))
+        whole = torch.frombuffer(padded, dtype=torch.uint8)
+        communicator.broadcast(whole[:_FIRST_BYTES], root).wait()
+    num_bytes = _unpack(padded)
     if num_bytes == _FAILED:
         raise CollectiveError(
             f"broadcast needs an object that can be sent, got none on rank {root}; the "
             "error there shows why."
         )
-    if not is_root:
-        payload = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    communicator.broadcast(payload, root).wait()
-    return payload.numpy().tobytes()
+    end = _HEADER_BYTES + num_bytes
+    if end > _FIRST_BYTES:
+        if not is_root:
+            first, whole = whole, torch.empty(end, dtype=torch.uint8, device="cpu")
+            whole[:_FIRST_BYTES] = first
+        communicator.broadcast(whole[_FIRST_BYTES:], root).wait()
+    return whole[_HEADER_BYTES:end].numpy().tobytes()
 
 
 def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]:
@@ -103,8 +117,8 @@ def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]
         payload = dump()
         length = len(payload)
     finally:
-        header = length.to_bytes(_HEADER_BYTES, sys.byteorder, signed=True)
-        message = torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
+        packed = bytearray(_pack(length, payload))
+        message = torch.frombuffer(packed, dtype=torch.uint8)
         gathered = communicator.all_gather(message).wait()
     whole = gathered.numpy().tobytes()
     payloads: list[bytes] = []
@@ -112,7 +126,7 @@ def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]
     start = 0
     for rank in range(communicator.size):
         end = start + _HEADER_BYTES
-        num_bytes = int.from_bytes(whole[start:end], sys.byteorder, signed=True)
+        num_bytes = _unpack(whole[start:end])
         if num_bytes == _FAILED:
             failed.append(rank)
         start = end + max(0, num_bytes)

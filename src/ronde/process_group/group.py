@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class RondeProcessGroup(Reductions, Copies):
         self._require_own_process()
         tensor = only(tensors, "tensors").data
 
-        def finish() -> list[Tensor]:
+        def finish(_: list[Any]) -> list[Tensor]:
             until_s = time.monotonic() + self._timeout_s
             while (source := self._communicator.find_sender(tensor, tag)) is None:
                 if time.monotonic() > until_s:
@@ -124,7 +125,7 @@ class RondeProcessGroup(Reductions, Copies):
     def _end_coalescing(self, _device: torch.device) -> GroupWork:
         works, self._coalesced = self._coalesced or [], None
 
-        def finish() -> list[Tensor]:
+        def finish(_: list[Any]) -> list[Tensor]:
             return [tensor for work in works for tensor in work.result()]
 
         own = [each for work in works for each in work.works or ()]

@@ -1,10 +1,10 @@
 """Calls that reduce."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed as dist
 
 from ronde.collectives import ReduceOp, Work
 from ronde.errors import UsageError
@@ -38,16 +38,20 @@ _BITWISE = {
 }
 
 
+_kinds: Any = dist.ReduceOp.RedOpType
+_NAMES = {kind: str(name) for name, kind in _kinds.__members__.items()}
+
+
 class Reductions(GroupBase):
     """All of torch's."""
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
         if isinstance(tensors, Tensor):
             tensors = [tensors]
-        bitwise = _read_bitwise(opts)
-        if bitwise is not None:
-            return self._reduce_bits(only(tensors, "tensors"), bitwise, opts)
-        op, factor = _read_op(opts, tensors)
+        name = _name_of(opts)
+        if name in _BITWISE:
+            return self._reduce_bits(only(tensors, "tensors"), name, opts)
+        op, factor = _read_op(name, opts, tensors)
         if only(tensors, "tensors").is_sparse:
             return self._reduce_sparse(tensors[0], op, opts)
 
@@ -60,7 +64,7 @@ class Reductions(GroupBase):
     def allreduce_coalesced(
         self, tensors: Sequence[Tensor], opts: Options = None
     ) -> GroupWork:
-        op, factor = _read_op(opts, tensors)
+        op, factor = _read_op(_name_of(opts), opts, tensors)
         joint: list[Tensor] = []
 
         def start() -> Works:
@@ -74,9 +78,9 @@ class Reductions(GroupBase):
 
         return self._start("all_reduce", start, finish, opts)
 
-    def _reduce_bits(
-        self, tensor: Tensor, combine: Callable[..., Tensor], opts: Options
-    ) -> GroupWork:
+    def _reduce_bits(self, tensor: Tensor, name: str, opts: Options) -> GroupWork:
+        combine = _BITWISE[name]
+
         def start() -> Works:
             return [self._communicator.all_gather(tensor.data[None])]
 
@@ -103,18 +107,19 @@ class Reductions(GroupBase):
             total = torch.sparse_coo_tensor(
                 places.t(), values, tensor.shape, device=tensor.device
             )
-            tensor.copy_(total.coalesce())
+            with torch.no_grad():
+                tensor.copy_(total.coalesce())
             return [tensor]
 
         return self._start("all_reduce", start, finish, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
         tensor, root = only(tensors, "tensors"), opts.rootRank
-        bitwise = _read_bitwise(opts)
-        if bitwise is not None:
+        name = _name_of(opts)
+        if name in _BITWISE:
             taken = tensor if self._rank == root else tensor.data.clone()
-            return self._reduce_bits(taken, bitwise, opts)
-        op, factor = _read_op(opts, [tensor])
+            return self._reduce_bits(taken, name, opts)
+        op, factor = _read_op(name, opts, [tensor])
 
         def start() -> Works:
             data = flattened(as_real(tensor, op))
@@ -135,7 +140,7 @@ class Reductions(GroupBase):
         inputs: Sequence[Sequence[Tensor]],
         opts: Options = None,
     ) -> GroupWork:
-        op, factor = _read_op(opts, outputs)
+        op, factor = _read_op(_name_of(opts), opts, outputs)
 
         def start(output: Tensor, sent: Sequence[Tensor]) -> Work[Any]:
             require_count(sent, self._size, "input_list")
@@ -158,7 +163,7 @@ class Reductions(GroupBase):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None
     ) -> GroupWork:
-        op, factor = _read_op(opts, outputs)
+        op, factor = _read_op(_name_of(opts), opts, outputs)
 
         def start(output: Tensor, tensor: Tensor) -> Work[Any]:
             require_dtype([output], tensor, "output")
@@ -176,23 +181,20 @@ class Reductions(GroupBase):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def _read_op(opts: Options, tensors: Sequence[Tensor]) -> tuple[ReduceOp, float]:
+def _read_op(
+    name: str, opts: Options, tensors: Sequence[Tensor]
+) -> tuple[ReduceOp, float]:
     """Return the reduction and what multiplies inputs."""
-    name = "SUM" if opts is None else _name_of(opts)
-    if name == "SUM" and any(tensor.dtype is torch.bool for tensor in tensors):
+    if name == "SUM" and tensors[0].dtype is torch.bool:
         name = "MAX"  # whether any is true, as in torch's own groups
     if name not in _OPS:
         raise UsageError(f"op must be one of {', '.join(_OPS)} here, got {name}.")
-    factor = 1.0
-    if opts is not None and name == "PREMUL_SUM":
-        factor = float(opts.reduceOp.factor)
+    factor = float(opts.reduceOp.factor) if name == "PREMUL_SUM" else 1.0
     return _OPS[name], factor
 
 
-def _read_bitwise(opts: Options) -> Callable[..., Tensor] | None:
-    """Return what combines bits, if that is the reduction."""
-    return None if opts is None else _BITWISE.get(_name_of(opts))
-
-
 def _name_of(opts: Options) -> str:
-    return str(getattr(opts.reduceOp, "op", opts.reduceOp).name)
+    if opts is None:
+        return "SUM"
+    op = opts.reduceOp
+    return _NAMES[getattr(op, "op", op)]

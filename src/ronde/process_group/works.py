@@ -73,11 +73,11 @@ class GroupWork(dist.Work):
         self,
         drain: Drain,
         works: Sequence[Work[Any]] | None,
-        finish: Callable[[], list[Tensor]],
+        finish: Callable[[list[Any]], list[Tensor]],
         limit_s: float,
         abort: Callable[[], None],
     ) -> None:
-        """``finish`` is called when the works are over; its result is the future's.
+        """``finish`` gets the works' results; its own is the future's.
 
         Without ``works`` it does all.
         If they are not over ``limit_s`` after a wait began, ``abort`` is called.
@@ -124,25 +124,29 @@ class GroupWork(dist.Work):
     def _complete(self, limit_s: float) -> None:
         if not self._is_over:
             try:
-                self._await(time.monotonic() + limit_s, limit_s)
-                self._tensors = self._finish()
+                works = self.works or ()
+                if not all(work.is_done() for work in works):
+                    self._await(works, limit_s)
+                self._tensors = self._finish([work.wait() for work in works])
             except CollectiveError as error:
                 self._failure = as_backend_error(error)
                 self._failure.__cause__ = error
             except Exception as error:  # noqa: BLE001  raised by every wait
                 self._failure = error
             self._is_over, self.works = True, ()
-            self._finish = list
+            self._finish = list[Tensor]
         if self._failure is not None:
             raise fresh(self._failure)
 
-    def _await(self, until_s: float, limit_s: float) -> None:
+    def _await(self, works: Sequence[Work[Any]], limit_s: float) -> None:
+        until_s = time.monotonic() + limit_s
+
         def look() -> float | None:
             left_s = until_s - time.monotonic()
             return min(left_s, _LOOK_EVERY_S) if left_s > 0 else None
 
-        for work in self.works or ():
-            if not (work.is_done() or work.wait_watched(look)):
+        for work in works:
+            if not work.wait_watched(look):
                 self._abort()
                 raise CollectiveError(
                     f"the call must complete within its timeout of {limit_s:g} s, but "

@@ -260,7 +260,7 @@ PROGRESS, BELL, IS_CLOSED = 0, _LINE, 2 * _LINE
 _SIGNATURES, _LOCATIONS = 3 * _LINE, 3 * _LINE + 2
 _LAYOUTS, _SLEEPERS = 4 * _LINE, 5 * _LINE
 
-_SLOT_BYTES = 256 << 10  # two ranks' slots and pieces fit a second-level cache
+_SLOT_BYTES = 1 << 20  # fewer phases save more than a second-level cache does
 _CROWDED_SLOT_BYTES = 4 << 20  # a phase takes long there: few of them
 _PART_BYTES = 32 << 10  # of each slot for each rank, at least: smaller copies are slow
 _MAX_VIEWS, _MAX_PIECES = 8192, 4096  # tensors that are kept, of 0.6 KiB each

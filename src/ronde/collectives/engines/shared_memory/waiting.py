@@ -23,7 +23,8 @@ Note [Yield or sleep]
     in between, is quicker than to sleep. Beside programs that compute, a yield may hand
     one of them the core for tens of milliseconds; who sleeps gets the core at once when
     it is woken. So the number of threads that want to run is read from time to time,
-    which takes 10 us: with more than cores and ranks, waits sleep at once.
+    which takes 10 us: with more than cores and ranks, waits sleep at once. That number
+    is of one moment, and other threads of the ranks count: soon it is read again.
 """
 
 import ctypes
@@ -93,7 +94,7 @@ def wake_all(address: int) -> None:
         _syscall(_number, address, _WAKE, _ALL, None)
 
 
-_LOOK_EVERY_S = 0.01
+_LOOK_EVERY_S, _LOOK_AGAIN_S = 0.01, 0.001
 _LATE_S = 0.0005
 """A yield that takes so long: another program had the core. Ranks take less in turn."""
 _now = time.monotonic
@@ -114,8 +115,8 @@ class Contention:
         """Return how often a wait that begins now should look before it sleeps."""
         now = _now()
         if now >= self._look_at_s:
-            self._look_at_s = now + _LOOK_EVERY_S
             self._is_seen = _num_runnable() > self._num_expected
+            self._look_at_s = now + (_LOOK_AGAIN_S if self._is_seen else _LOOK_EVERY_S)
         return 0 if self._is_seen else most
 
     def pause(self) -> bool:
