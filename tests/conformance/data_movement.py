@@ -254,6 +254,9 @@ def objects_travel(communicator: Communicator, device: str):
     for root in range(communicator.size):
         got = broadcast_object(communicator, mine, root)
         assert got == {"rank": root, "data": list(range(10 * root))}
+    for size in (4000, *range(4060, 4100), 4200, 100_000):  # around what goes first
+        sent = bytes([size % 251]) * size
+        assert broadcast_object(communicator, sent, communicator.size - 1) == sent
     everyone = all_gather_object(communicator, mine)
     assert [one["rank"] for one in everyone] == list(range(communicator.size))
     assert all_gather_object(communicator, None) == [None] * communicator.size
