@@ -179,8 +179,8 @@ def test_what_a_killed_agent_and_its_keeper_leave_is_gone_after_the_next_job(ron
                 os.kill(pid, signal.SIGKILL)
             process.communicate(timeout=60)
             assert process.returncode != 0
-        is_left = path.exists()
-        assert is_left is (num_victims == 2)
+        # What both leave, any job removes that this user starts, such as other tests.
+        assert num_victims == 2 or not path.exists()
     assert ronde(*words, "pass").returncode == 0
     assert not path.parent.exists()
 
