@@ -314,6 +314,9 @@ class Groups:
         self._make_gloo("gloo", "cpu")
 
     def of(self, device: torch.device) -> Backend:
+        # A call that Gloo takes when its connections are shut down waits for ever, and
+        # whoever frees the group waits for the call.
+        self._require_open()
         if self._nccl is not None:
             # Else what another rank waits for would wait for what is called now.
             self._nccl.start_messages()
