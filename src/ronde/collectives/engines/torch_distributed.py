@@ -74,6 +74,7 @@ _UNUSED_TAG = (1 << 31) - 1
 _SHORT, _TILL_SHUT = timedelta(milliseconds=1), timedelta(milliseconds=100)
 _SHORTEST_PAUSE_S = 0.001
 _CONNECT_LIMIT = timedelta(seconds=10)
+_FREED_AFTER_S = 1.0
 _CLOSE_WITHIN_S = 5.0  # for what is under way to end, and for peers to let go
 _ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -372,8 +373,16 @@ class Groups:
     def _break_all_off(self) -> None:
         # Gloo takes up to 10 ms to end a group's thread; nobody waits for that.
         with suppress(RuntimeError):
+            groups = list(self._backends.values())
             self._break_off()
-            self._scope.call_later(self.close)
+            self._scope.call_later(lambda: self._close_late(groups))
+
+    def _close_late(self, _groups: Sequence[Backend]) -> None:
+        # Gloo's threads need the interpreter to free the tensors of a call that fails;
+        # whoever frees a group holds it, and waits for those threads. By then they have
+        # ended: until then the group is kept.
+        time.sleep(_FREED_AFTER_S)
+        self.close()
 
     def close(self) -> None:
         self._is_closed = True
