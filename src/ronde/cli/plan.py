@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.arguments import CommandParser, read_number, read_one_of, refuse_verb
+from ronde.cli.topo import load_hosts, print_json
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
 from ronde.parallel.memory import OptimizerName, Precision, RankMemory, Sharding
@@ -95,7 +95,6 @@ example:
       --blocks 80 --hidden 8192 --tokens 8192
 """
 _EXIT_SHORT = 1
-_VERSION = 1  # of the JSON form: changes when a field changes its meaning or goes
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _FORMULA_OPTIONS = ("params", "blocks", "precision", "optimizer")
 _OPTIMIZERS = {name.value.lower().replace(" ", "-"): name for name in OptimizerName}
@@ -141,7 +140,7 @@ def _plan_memory(options: argparse.Namespace) -> int:
             "limit_bytes": limit,
             "shortage": shortage,
         }
-        _print_json("ronde-plan-memory", content)
+        print_json("ronde-plan-memory", content)
     else:
         ranks = counted(layout.num_ranks, "rank")
         print(f"{layout}: {ranks}, zero {zero}; a rank at the peak of a step\n")
@@ -200,7 +199,6 @@ def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankM
 
 def _plan_traffic(options: argparse.Namespace) -> int:
     # Who plans memory alone needs none of these.
-    from ronde.cli.topo import load_hosts
     from ronde.render.topo_tables import tabulate_traffic
     from ronde.topology.placement.mesh import plan_mesh
 
@@ -222,7 +220,7 @@ def _plan_traffic(options: argparse.Namespace) -> int:
             for axis in plan.axes
         ]
         content = {"mesh": plan.mesh, "zero": zero, "axes": axes}
-        _print_json("ronde-plan-traffic", content)
+        print_json("ronde-plan-traffic", content)
         return 0
     hosts = counted(plan.num_hosts, "host")
     ranks = counted(plan.num_ranks, "rank")
@@ -325,10 +323,6 @@ def _load(path: Path) -> Mapping[str, Any]:
                 f"no {name}(). See ronde plan --help."
             )
     return program
-
-
-def _print_json(form: str, content: Mapping[str, Any]) -> None:
-    print(json.dumps({"form": form, "version": _VERSION, **content}, indent=1))
 
 
 _VERBS: Mapping[str, tuple[Callable[..., int], str, Mapping[str, str]]] = {

@@ -369,7 +369,7 @@ def _lint(options: argparse.Namespace) -> int:
         subject = f"{name} ({', '.join(counts)})"
     findings = [finding for finding in found if finding.rule in wanted]
     if options.json:
-        _print_json("ronde-findings", {"findings": to_plain(tuple(findings))})
+        print_json("ronde-findings", {"findings": to_plain(tuple(findings))})
     else:
         print(f"{subject}: {count_findings(findings)}.")
         print("\n" + draw_findings(findings) if findings else "", end="")
@@ -396,7 +396,8 @@ def _exit_code(findings: Sequence[Diagnostic]) -> int:
     return 0 if is_clean else _EXIT_FOUND
 
 
-def _print_json(form: str, content: Mapping[str, Any]) -> None:
+def print_json(form: str, content: Mapping[str, Any]) -> None:
+    """Print one object that says which form it has, and of which version."""
     print(json.dumps({"form": form, "version": _VERSION, **content}, indent=1))
 
 
@@ -418,7 +419,7 @@ def _diff(options: argparse.Namespace) -> int:
         hosts += found
     comparison = compare_hosts(*hosts)
     if options.json:
-        _print_json("ronde-topology-diff", {"comparison": to_plain(comparison)})
+        print_json("ronde-topology-diff", {"comparison": to_plain(comparison)})
     else:
         print(draw_comparison(options.a, options.b, comparison), end="")
     return 0 if comparison.is_equal else _EXIT_FOUND
@@ -468,7 +469,7 @@ def _place_mesh(options: argparse.Namespace) -> int:
     is_allowed = options.allow is not None
     plan = plan_mesh(load_hosts(options), layout, num, is_tp_across_hosts=is_allowed)
     if options.json:
-        _print_json("ronde-mesh", {"plan": to_plain(plan)})
+        print_json("ronde-mesh", {"plan": to_plain(plan)})
     else:
         print(tabulate_mesh(plan), end="")
     return 0
@@ -507,7 +508,7 @@ def _limit(options: argparse.Namespace) -> int:
             "unknown": list(world.unknown),
             "limits": [_limit_entry(each, measured) for each in bounds],
         }
-        _print_json("ronde-limits", content)
+        print_json("ronde-limits", content)
     else:
         print(tabulate_limits(world, bounds), end="")
         if limit is not None and measured is not None:
@@ -589,7 +590,7 @@ def _log(options: argparse.Namespace) -> int:
     findings = judge_nccl_log(log)
     if options.json:
         content = {"log": to_plain(log), "findings": to_plain(tuple(findings))}
-        _print_json("ronde-nccl-log", content)
+        print_json("ronde-nccl-log", content)
     else:
         print(draw_log(log, findings), end="")
     return _exit_code(findings)

@@ -185,7 +185,7 @@ def _read_op(
     name: str, opts: Options, tensors: Sequence[Tensor]
 ) -> tuple[ReduceOp, float]:
     """Return the reduction and what multiplies inputs."""
-    if name == "SUM" and tensors[0].dtype is torch.bool:
+    if name == "SUM" and any(tensor.dtype is torch.bool for tensor in tensors):
         name = "MAX"  # whether any is true, as in torch's own groups
     if name not in _OPS:
         raise UsageError(f"op must be one of {', '.join(_OPS)} here, got {name}.")

@@ -238,9 +238,8 @@ class Loop:
         if self._member is not None:
             self._member.step = self._num_applied
         is_due = self._checkpoints.is_due(self._num_applied)
-        if self._member is not None:
-            is_due |= self._member.is_save_asked
-            self._member.is_save_asked = False
+        if self._member is not None and self._member.is_save_asked:
+            self._member.is_save_asked, is_due = False, True
         if is_due and rank() == 0:
             self._checkpoints.write(self._num_applied, self._state_dict())
 
