@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 
@@ -123,6 +124,38 @@ def test_a_stopped_rank_is_named(run_ranks, tmp_path):
     for pid, text, elapsed_s in (told[0], told[2]):
         assert f"rank 1, process {pid}, is stopped; kill -CONT {pid}" in text
         assert elapsed_s < SOON_S
+
+
+def break_off_in_transit(communicator, call):
+    """Return how long a call waits whose other rank was stopped in the midst of it."""
+    values = torch.ones(32 << 20)
+    calls = {
+        "all_reduce": lambda: communicator.all_reduce(values),
+        "in a lane": lambda: communicator.all_reduce(values.bfloat16()),
+        "broadcast": lambda: communicator.broadcast(values, 0),
+    }
+    communicator.all_reduce(torch.ones(2, dtype=torch.bfloat16)).wait()
+    pids = communicator.all_gather(torch.tensor([os.getpid()])).wait()
+    work = calls[call]()
+    if communicator.rank == 1:
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # Gloo's thread sends what there is room for
+    threading.Timer(0.1, communicator.abort).start()
+    start = time.monotonic()
+    with pytest.raises(CollectiveError):
+        work.wait()
+    waited_s = time.monotonic() - start
+    os.kill(int(pids[1]), signal.SIGKILL)
+    return waited_s
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "in a lane", "broadcast"])
+def test_who_is_broken_off_in_transit_waits_no_longer(run_ranks, call):
+    first, _ = run_ranks(
+        2, break_off_in_transit, call, dying={1}, connecting=By("gloo"), timeout_s=30.0
+    )
+    assert first < SOON_S
 
 
 def be_late(claim, engine):

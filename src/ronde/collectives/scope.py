@@ -70,7 +70,10 @@ class AbortScope:
             if self._is_dropping:
                 return
             self._is_dropping = True
-        threading.Thread(target=self._call_all, name=ABORTING, daemon=True).start()
+        try:
+            threading.Thread(target=self._call_all, name=ABORTING, daemon=True).start()
+        except RuntimeError:  # Python itself ends, and starts no thread any more
+            self._call_all()
 
     def _call_all(self) -> None:
         while True:

@@ -15,16 +15,22 @@ Note [Gloo's sockets]
     out, and then Gloo waits up to 10 ms for each of them. Shut down by their
     descriptors, they end at once: they are those to or from a port where a rank of the
     group listens.
+
+Note [What Gloo forgets]
+    When a connection ends, Gloo lets those know who wait for a message that has not
+    begun. A message that is half received, or that waits for room to be sent, it
+    forgets, and so does a send that finds the connection shut down: who waits for it
+    waits until the group's time-out (``Pair::signalException`` in Gloo's tcp/pair.cc).
+    As every connection has ended by then, nothing comes any more that could be written
+    into a tensor. So whoever waits gives up a moment after a group was broken off; the
+    group and the work live until Gloo gives up as well, since freeing them waits, too.
 """
 
-import ctypes
-import os
+import math
 import socket
-import stat
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -60,13 +66,19 @@ from ronde.collectives.engine import (
     closed_error,
 )
 from ronde.collectives.lane import FutureWork
+from ronde.collectives.sockets import (
+    Place,
+    find_listening,
+    let_nobody_in,
+    place_of,
+    shut_down,
+)
 from ronde.collectives.store import JobStore, base_of, clone_of, scope_of
 from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
 from ronde.errors import UsageError
 from ronde.world.environment import select_variables
 
 _FOR_EVER = timedelta(0)  # what torch takes for it
-_Place = bytes  # address and port
 _PLACE_BYTES = 64
 # torch's stubs give the backends' methods no common type.
 Backend = Any
@@ -74,16 +86,13 @@ _UNUSED_TAG = (1 << 31) - 1
 _SHORT, _TILL_SHUT = timedelta(milliseconds=1), timedelta(milliseconds=100)
 _SHORTEST_PAUSE_S = 0.001
 _CONNECT_LIMIT = timedelta(seconds=10)
-_FREED_AFTER_S = 1.0
+_LAST_S = 0.5  # for a work whose group was broken off
+_LOOK = timedelta(milliseconds=100)
+_MOST_KNOWN = 16
 _CLOSE_WITHIN_S = 5.0  # for what is under way to end, and for peers to let go
-_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _making = threading.Lock()
-# The kernel's struct sock_filter, BPF_RET with 0: no byte of a packet is taken; and the
-# struct sock_fprog of this one instruction.
-_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
-_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_DROP))
 
 
 class BackendWork(Protocol):
@@ -94,18 +103,23 @@ class BackendWork(Protocol):
     def wait(self, timeout: timedelta = _FOR_EVER) -> object: ...
 
 
+Wait = Callable[[BackendWork], object]
+
+
 class TorchWork(Work[None]):
     """torch's works and what is left to do after them; one thread at a time waits."""
 
-    __slots__ = ("_after", "_context", "_pending")
+    __slots__ = ("_after", "_context", "_groups", "_pending")
 
     def __init__(
         self,
+        groups: "Groups | None",
         pending: Sequence[BackendWork],
         context: ErrorContext,
         after: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(None, is_over=False)
+        self._groups = groups  # where Gloo's are waited for
         self._pending = pending
         self._context = context
         self._after = after
@@ -119,7 +133,10 @@ class TorchWork(Work[None]):
             return self._watch(look)
         try:
             for pending in self._pending:
-                pending.wait()
+                if self._groups is None:
+                    pending.wait()
+                else:
+                    self._groups.wait_for(pending)
         except RuntimeError as error:
             self.failure = self._context.explain(error)
             self.failure.__cause__ = error
@@ -133,6 +150,8 @@ class TorchWork(Work[None]):
     def _watch(self, look: Look) -> bool:
         for pending in self._pending:
             while not pending.is_completed():
+                if self._groups is not None and self._groups.is_given_up():
+                    break
                 pause_s = look()
                 if pause_s is None:
                     return False
@@ -307,17 +326,17 @@ class Groups:
             addresses = PrefixStore("address", store)
             self._address = _find_own_address(addresses, rank, size, self._timeout)
         self._is_closed = False
+        self._given_up_s = math.inf
+        self._under_way: set[BackendWork] = set()
         self._thread: ThreadPoolExecutor | None = None
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {}
-        self._places: set[_Place] = set()
-        self._scope.add(self._break_all_off)
+        self._places: set[Place] = set()
+        self._scope.add(self.abort)
         self._make_gloo("gloo", "cpu")
 
     def of(self, device: torch.device) -> Backend:
-        # A call that Gloo takes when its connections are shut down waits for ever, and
-        # whoever frees the group waits for the call.
-        self._require_open()
+        self._require_open()  # see Note [What Gloo forgets]
         if self._nccl is not None:
             # Else what another rank waits for would wait for what is called now.
             self._nccl.start_messages()
@@ -347,8 +366,32 @@ class Groups:
         post = getattr(self.of(values.device), call)
         return AwaitedMessage(post([values], peer, tag))
 
+    def begun(self, work: BackendWork) -> BackendWork:
+        """Return a collective of Gloo's, known from now on until it is waited for."""
+        known = self._under_way
+        known.add(work)
+        if len(known) > _MOST_KNOWN:
+            known.difference_update([each for each in known if each.is_completed()])
+        return work
+
+    def wait_for(self, work: BackendWork) -> None:
+        """Wait for a work on CPU tensors; see Note [What Gloo forgets]."""
+        # To ask whether a message is there costs a thread.
+        if self._scope.is_live or not isinstance(work, AwaitedMessage):
+            while not work.is_completed():
+                if self.is_given_up():
+                    raise RuntimeError("connection closed")
+                with suppress(RuntimeError):  # also of a failure: it is raised below
+                    work.wait(_LOOK)
+        self._under_way.discard(work)
+        work.wait()
+
+    def is_given_up(self) -> bool:
+        """Say whether nobody waits any longer for what is still under way."""
+        return time.monotonic() > self._given_up_s
+
     def submit(
-        self, context: ErrorContext, steps: Callable[[Backend], None]
+        self, context: ErrorContext, steps: Callable[[Backend, Wait], None]
     ) -> FutureWork[None]:
         """Call ``steps`` in a thread, once all earlier ones are over."""
         # All ranks must start their steps in one order, the second when the first is
@@ -361,27 +404,26 @@ class Groups:
 
         def run() -> None:
             with context.guard():
-                steps(group)
+                steps(group, lambda work: self.wait_for(self.begun(work)))
 
         return FutureWork(self._thread.submit(in_mode_of_caller(run)))
 
     def abort(self) -> None:
         """Close, and make what is under way fail here and on the other ranks."""
-        self._break_off()
-        self.close()
-
-    def _break_all_off(self) -> None:
-        # Gloo takes up to 10 ms to end a group's thread; nobody waits for that.
         with suppress(RuntimeError):
-            groups = list(self._backends.values())
             self._break_off()
-            self._scope.call_later(lambda: self._close_late(groups))
+        self._given_up_s = min(self._given_up_s, time.monotonic() + _LAST_S)
+        # Gloo takes up to 10 ms to end a group's thread; nobody waits for that.
+        self._scope.call_later(self._free)
 
-    def _close_late(self, _groups: Sequence[Backend]) -> None:
-        # Gloo's threads need the interpreter to free the tensors of a call that fails;
-        # whoever frees a group holds it, and waits for those threads. By then they have
-        # ended: until then the group is kept.
-        time.sleep(_FREED_AFTER_S)
+    def _free(self) -> None:
+        groups, works = list(self._backends.values()), self._under_way.copy()
+        for work in works:
+            with suppress(RuntimeError):
+                self.wait_for(work)
+        if left := [work for work in works if not work.is_completed()]:
+            keeping = threading.Thread(target=_keep, args=(groups, left), daemon=True)
+            keeping.start()
         self.close()
 
     def close(self) -> None:
@@ -398,7 +440,7 @@ class Groups:
 
     def _break_off(self) -> None:
         self._is_closed = True
-        _shut_down(self._places)
+        shut_down(self._places)
         for name in ("steps", "cpu"):
             if name in self._backends:
                 self._end_messages(self._backends[name])
@@ -435,9 +477,9 @@ class Groups:
             options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
             options._timeout = limit  # noqa: SLF001  likewise
             with _making:  # another thread's sockets still wait for its ranks
-                before = _listening(self._address)
+                before = find_listening(self._address)
                 device = gloo.create_device(hostname=self._address)
-                after = _listening(self._address)
+                after = find_listening(self._address)
             listening = {fd: i for fd, i in after.items() if before.get(fd) != i}
             options._devices = [device]  # noqa: SLF001  likewise
         place = self._rank, self._size
@@ -446,77 +488,28 @@ class Groups:
         self._backends[use] = group
         if self._scope.failure is not None:
             self.abort()
-        own = b"" if _is_lazy() else _place_of(listening)
+        own = b"" if _is_lazy() else place_of(listening)
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         sent = torch.frombuffer(bytearray(own.ljust(_PLACE_BYTES)), dtype=torch.uint8)
         places = sent.new_empty(self._size * _PLACE_BYTES)
-        group._allgather_base(places, sent).wait()  # noqa: SLF001  its name in torch
+        work = group._allgather_base(places, sent)  # noqa: SLF001  its name in torch
+        self.wait_for(self.begun(work))
         rows = places.view(self._size, _PLACE_BYTES)
         self._places.update({row.numpy().tobytes().strip() for row in rows} - {b""})
         if not _is_lazy():
-            _let_nobody_in(listening)
+            let_nobody_in(listening)
+
+
+def _keep(_groups: Sequence[Backend], works: Sequence[BackendWork]) -> None:
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait()
 
 
 def _is_lazy() -> bool:
     """Return whether torch connects two ranks when they first need it."""
     text = select_variables([_LAZY]).get(_LAZY, "0")
     return text.lower() in ("1", "true", "yes", "y")
-
-
-def _let_nobody_in(listening: dict[int, int]) -> None:
-    """Have the kernel keep all from these sockets: see Note [Gloo's sockets]."""
-    for sock in _open(listening):
-        # A sandbox may have no filters: the port stays open there, and the job goes on.
-        with suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
-
-
-def _place_of(listening: dict[int, int]) -> _Place:
-    """Return where one of these sockets listens; empty without one."""
-    return next((_place(sock.getsockname()) for sock in _open(listening)), b"")
-
-
-def _open(inodes: dict[int, int]) -> Iterator[socket.socket]:
-    """Yield sockets, each open until the next, that are what they were."""
-    for fd, inode in inodes.items():
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-            if os.fstat(sock.fileno()).st_ino == inode:
-                yield sock
-
-
-def _listening(address: str) -> dict[int, int]:
-    """Return the inodes of this process's sockets that listen there, by descriptor."""
-    return {
-        descriptor: os.fstat(sock.fileno()).st_ino
-        for descriptor, sock in _own_sockets()
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        and sock.getsockname()[0] == address
-    }
-
-
-def _shut_down(places: AbstractSet[_Place]) -> None:
-    """End all connections of this process to and from these places."""
-    for _, sock in _own_sockets() if places else ():
-        with suppress(OSError):
-            ends = _place(sock.getsockname()), _place(sock.getpeername())
-            if not places.isdisjoint(ends):
-                sock.shutdown(socket.SHUT_RDWR)
-
-
-def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield this process's TCP sockets, each open until the next, by descriptors."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6):
-                    yield int(name), sock
-
-
-def _place(address: tuple[Any, ...]) -> _Place:
-    host, port = address[:2]
-    return f"{host} {port}".encode()
 
 
 def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -615,16 +608,16 @@ class TorchDistributedEngine(Engine):
                 pending = backend.allreduce([out], self._options[what.op])
             except RuntimeError as error:
                 raise context.explain(error) from error
-            return TorchWork((pending,), context)
+            return self._work((pending,), out.device, context)
 
-        def steps(backend: Backend) -> None:
-            _reduce_by_shares(backend, self.size, source, out, what)
+        def steps(backend: Backend, wait: Wait) -> None:
+            _reduce_by_shares(backend, wait, source, out, what)
 
         if not out.is_cuda:
             return self._groups.submit(context, steps)
         with context.guard():
             # The stream keeps the steps in order; the host does not wait.
-            steps(self._groups.of(out.device))
+            steps(self._groups.of(out.device), lambda work: work.wait())
         return Work(None)
 
     def reduce_scatter(
@@ -637,8 +630,8 @@ class TorchDistributedEngine(Engine):
             scale_(source, what.prescale)
         itemsize = source.element_size()
 
-        def start() -> BackendWork:
-            return self._groups.of(source.device).alltoall_base(
+        def start(backend: Backend) -> BackendWork:
+            return backend.alltoall_base(
                 received.view(torch.uint8),
                 source.view(torch.uint8),
                 [own * itemsize] * self.size,
@@ -650,7 +643,7 @@ class TorchDistributedEngine(Engine):
             with writing_to((out, received)):
                 out.copy_(reduce_stack(stack, what.op, what.postscale))
 
-        return self._start("reduce_scatter", start, finish)
+        return self._start("reduce_scatter", source.device, start, finish)
 
     def all_gather(
         self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
@@ -660,7 +653,7 @@ class TorchDistributedEngine(Engine):
             backend = self._groups.of(out.device)
             if len(set(counts)) == 1:
                 pending = backend._allgather_base(out, own)  # noqa: SLF001  the only name
-                return TorchWork((pending,), context)
+                return self._work((pending,), out.device, context)
             # torch gathers no uneven shares: every rank broadcasts its own into place.
             parts: tuple[Tensor, ...] = torch.split(out, list(counts))
             parts[self.rank].copy_(own)
@@ -669,22 +662,21 @@ class TorchDistributedEngine(Engine):
                 for root, part in enumerate(parts)
                 if part.numel()
             ]
-        return TorchWork(pending, context)
+        return self._work(pending, out.device, context)
 
     def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[None]:
         arriving, leaving = [row[self.rank] for row in plan], list(plan[self.rank])
 
-        def start() -> BackendWork:
-            backend = self._groups.of(sent.device)
+        def start(backend: Backend) -> BackendWork:
             return backend.alltoall_base(received, sent, arriving, leaving)
 
-        return self._start("all_to_all", start)
+        return self._start("all_to_all", sent.device, start)
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
-        def start() -> BackendWork:
-            return _broadcast(self._groups.of(data.device), data, root)
+        def start(backend: Backend) -> BackendWork:
+            return _broadcast(backend, data, root)
 
-        return self._start("broadcast", start)
+        return self._start("broadcast", data.device, start)
 
     def send(self, data: Tensor, to: int, tag: int) -> Work[None]:
         return self._message("send", data, to, tag)
@@ -693,11 +685,13 @@ class TorchDistributedEngine(Engine):
         return self._message("recv", data, source, tag)
 
     def _message(self, name: str, data: Tensor, peer: int, tag: int) -> Work[None]:
-        values = data.view(torch.uint8)
-        return self._start(name, lambda: self._groups.message(name, values, peer, tag))
+        context = self._context(name)
+        with context.guard():
+            message = self._groups.message(name, data.view(torch.uint8), peer, tag)
+        return TorchWork(self._groups if data.is_cpu else None, (message,), context)
 
     def barrier(self) -> Work[None]:
-        return self._start("barrier", lambda: self._groups.of(CPU).barrier())
+        return self._start("barrier", CPU, lambda backend: backend.barrier())
 
     def clone(self) -> "TorchDistributedEngine":
         self.require_open()
@@ -725,12 +719,27 @@ class TorchDistributedEngine(Engine):
     def _start(
         self,
         name: str,
-        start: Callable[[], BackendWork],
+        device: torch.device,
+        start: Callable[[Backend], BackendWork],
         after: Callable[[], None] | None = None,
     ) -> TorchWork:
         context = self._context(name)
         with context.guard():
-            return TorchWork((start(),), context, after)
+            pending = start(self._groups.of(device))
+            return self._work((pending,), device, context, after)
+
+    def _work(
+        self,
+        pending: Sequence[BackendWork],
+        device: torch.device,
+        context: ErrorContext,
+        after: Callable[[], None] | None = None,
+    ) -> TorchWork:
+        if device.type != "cpu":
+            return TorchWork(None, pending, context, after)
+        for each in pending:
+            self._groups.begun(each)
+        return TorchWork(self._groups, pending, context, after)
 
     def _context(self, name: str) -> ErrorContext:
         return ErrorContext(name, self.rank, self.size, self.timeout_s, self._scope)
@@ -744,17 +753,17 @@ def _broadcast(backend: Backend, tensor: Tensor, root: int) -> BackendWork:
 
 
 def _reduce_by_shares(
-    backend: Backend, size: int, source: Tensor, out: Tensor, what: Reduction
+    backend: Backend, wait: Wait, source: Tensor, out: Tensor, what: Reduction
 ) -> None:
     """Have each rank reduce one share of all, rounding once, then gather the shares."""
-    numel = source.numel()
+    numel, size = source.numel(), backend.size()
     share = -(-numel // size)
     shares = torch.zeros(size * share, dtype=source.dtype, device=source.device)
     shares[:numel] = source
     scale_(shares, what.prescale)
     received = torch.empty_like(shares)
     sent: Any = shares.view(torch.uint8)
-    backend.alltoall_base(received.view(torch.uint8), sent, [], []).wait()
+    wait(backend.alltoall_base(received.view(torch.uint8), sent, [], []))
     reduced = reduce_stack(received.view(size, share), what.op, what.postscale)
-    backend._allgather_base(sent, reduced.view(torch.uint8)).wait()  # noqa: SLF001
+    wait(backend._allgather_base(sent, reduced.view(torch.uint8)))  # noqa: SLF001
     out.copy_(shares[:numel])

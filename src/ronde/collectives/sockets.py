@@ -1,0 +1,78 @@
+"""This process's own TCP sockets, found by their descriptors.
+
+For those that a library has opened and gives nobody: see Note [Gloo's sockets] in
+``engines/torch_distributed.py``.
+"""
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator, Set as AbstractSet
+from contextlib import suppress
+from typing import Any
+
+Place = bytes
+"""An address and a port."""
+_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
+# The kernel's struct sock_filter, BPF_RET with 0: no byte of a packet is taken; and the
+# struct sock_fprog of this one instruction.
+_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_DROP))
+
+
+def find_listening(address: str) -> dict[int, int]:
+    """Return the inodes of this process's sockets that listen there, by descriptor."""
+    return {
+        descriptor: os.fstat(sock.fileno()).st_ino
+        for descriptor, sock in _own_sockets()
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        and sock.getsockname()[0] == address
+    }
+
+
+def shut_down(places: AbstractSet[Place]) -> None:
+    """End all connections of this process to and from these places."""
+    for _, sock in _own_sockets() if places else ():
+        with suppress(OSError):
+            ends = _place(sock.getsockname()), _place(sock.getpeername())
+            if not places.isdisjoint(ends):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def let_nobody_in(listening: dict[int, int]) -> None:
+    """Have the kernel keep all from these sockets: see Note [Gloo's sockets]."""
+    for sock in _open(listening):
+        # A sandbox may have no filters: the port stays open there, and the job goes on.
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
+
+
+def place_of(listening: dict[int, int]) -> Place:
+    """Return where one of these sockets listens; empty without one."""
+    return next((_place(sock.getsockname()) for sock in _open(listening)), b"")
+
+
+def _open(inodes: dict[int, int]) -> Iterator[socket.socket]:
+    """Yield sockets, each open until the next, that are what they were."""
+    for fd, inode in inodes.items():
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            if os.fstat(sock.fileno()).st_ino == inode:
+                yield sock
+
+
+def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield this process's TCP sockets, each open until the next, by descriptors."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    yield int(name), sock
+
+
+def _place(address: tuple[Any, ...]) -> Place:
+    host, port = address[:2]
+    return f"{host} {port}".encode()
