@@ -252,11 +252,14 @@ def environment() -> Path:
     wanted = f"{sys.executable}\n{paths}{PACKAGES.read_text()}"
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"upstream_tests: making {home}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
+        venv = [sys.executable, "-m", "venv", "--clear", "--without-pip", home]
+        subprocess.run(venv, check=True)
         [theirs] = home.glob("lib/python*/site-packages")
         (theirs / "ronde.pth").write_text(paths)
-        install = [python, "-m", "pip", "install", "--quiet", "-r", PACKAGES]
-        subprocess.run(install, check=True)
+        install = [sys.executable, "-m", "pip", "--python", python, "install"]
+        subprocess.run(
+            [*install, "--quiet", "--no-compile", "-r", PACKAGES], check=True
+        )
         # Some tests set a PYTHONPATH of their own, or start horovodrun.
         alias = [python, "-m", "ronde", "alias", "--install"]
         subprocess.run(alias, stdout=sys.stderr, check=True)

@@ -11,10 +11,17 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "elastic.py"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["kill", "stop", "spare", "plan"])
-def test_two_faults_of_each_kind(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "kill",
+        "plan",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("stop", "spare")),
+    ],
+)
+def test_a_fault_of_each_kind(kind: str, tmp_path: Path) -> None:
     records = tmp_path / "records"
-    words = ["--kinds", kind, "--engines", "shared_memory", "--faults", "2"]
+    words = ["--kinds", kind, "--engines", "shared_memory", "--faults", "1"]
     done = subprocess.run(
         [sys.executable, SCRIPT, *words, "--json", records],
         capture_output=True,
@@ -24,6 +31,5 @@ def test_two_faults_of_each_kind(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line)["values"] for line in records.read_text().splitlines()]
     for what in ["join", "leave"] if kind == "plan" else [kind]:
-        these = [row for row in rows if row["what"] == what]
-        assert len(these) == 2
-        assert all(0 < row["survivors_s"] < 30 for row in these)
+        [row] = [row for row in rows if row["what"] == what]
+        assert 0 < row["survivors_s"] < 30

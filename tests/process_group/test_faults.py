@@ -367,7 +367,7 @@ def is_rank(size, path):
 """
 
 EXITS = """
-for turn in range(10):
+for turn in range(4):
     rank = is_rank(2, f"{sys.argv[1]}/{turn}")
     if rank is None:
         continue
@@ -402,7 +402,7 @@ def run_program(source, *args):
 
 def test_exits_without_destroy(tmp_path):
     done = run_program(RANKS + EXITS, str(tmp_path))
-    assert done.stdout.split() == ["0"] * 20, done.stderr
+    assert done.stdout.split() == ["0"] * 8, done.stderr
 
 
 def test_exit_code(tmp_path):
