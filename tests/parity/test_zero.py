@@ -237,12 +237,12 @@ def test_a_rank_without_a_share_has_not_the_whole_state():
         assert message.startswith("consolidate_state_dict() must be called")
 
 
-def refusal_in_an_elastic_job() -> str:
+def refusal_of_a_state() -> str:
     optimizer = torch.optim.SGD(nn.Linear(3, 4).parameters(), lr=0.1)
-    return message_of(UsageError, hvd.DistributedOptimizer, optimizer, zero=1)
+    optimizer = hvd.DistributedOptimizer(optimizer, zero=1)
+    return message_of(UsageError, hvd.elastic.TorchState, optimizer=optimizer)
 
 
-def test_an_elastic_job_is_refused():
-    elastic = {"HOROVOD_ELASTIC": "1"}
-    [message] = run_sessions(1, refusal_in_an_elastic_job, environment=elastic)
-    assert message.startswith("zero must be 0 in an elastic job, got 1")
+def test_a_state_that_is_copied_whole_is_refused():
+    for message in run_sessions(2, refusal_of_a_state):
+        assert message.startswith("zero must be 0 for the optimizer of a TorchState")

@@ -87,7 +87,7 @@ class OptimizerState:
     def expect(self, plain: Any) -> None:  # noqa: ANN401  JSON's
         """Have ``tensors`` be what another rank's are to be received in."""
         # Where they are alike but for what tensors hold, these are filled in place.
-        is_sharded = DistributedOptimizer.is_state_sharded(self._optimizer)
+        is_sharded = DistributedOptimizer.share_of(self._optimizer) is not None
         if plain != self.plain or is_sharded:
             self.tensors = []
             self._received = rebuild(plain, self.tensors)

@@ -181,8 +181,8 @@ class DistributedOptimizer(OptimizerProxy):
         if ranks.size > 1:
             _refuse_sharded(named)
             _refuse_averaged(self._parameter_names)
-            if self._settings["zero"]:
-                self._sharded = ShardedStep(self.wrapped, ranks.rank, ranks.size)
+        if self._settings["zero"] and (ranks.size > 1 or current_session().is_of_views):
+            self._sharded = ShardedStep(self.wrapped, ranks.rank, ranks.size)
         if self._settings["op"] == Adasum and current_session().world.size > 1:
             compression = self._settings["compression"]
             self._delta = _make_delta_step(named, compression, process_set)
@@ -305,10 +305,10 @@ class DistributedOptimizer(OptimizerProxy):
         (self._sharded or self.wrapped).load_state_dict(state_dict)
 
     @staticmethod
-    def is_state_sharded(optimizer: Optimizer) -> bool:
-        """Return whether a rank has but a share of an optimizer's state."""
+    def share_of(optimizer: Optimizer) -> ShardedStep | None:
+        """Return what steps this rank's share; None where it has the whole state."""
         is_own = isinstance(optimizer, DistributedOptimizer)
-        return is_own and optimizer._sharded is not None  # noqa: SLF001  its own
+        return optimizer._sharded if is_own else None  # noqa: SLF001  its own
 
     def consolidate_state_dict(self, root: int = 0) -> None:
         """Have ``root``'s ``state_dict()`` return the state of all; collective.
@@ -422,12 +422,6 @@ def _check_zero(zero: int, op: int) -> None:
         )
     if zero and op == Adasum:
         raise UsageError("zero must be 0 with op=Adasum, got 1: each rank steps alone.")
-    session = current_session()
-    if zero and (session.config.is_elastic or session.is_of_views):
-        raise UsageError(
-            "zero must be 0 in an elastic job, got 1: a lost rank's share of the state "
-            "would be lost."
-        )
 
 
 def _check_passes(passes: int) -> None:

@@ -49,6 +49,16 @@ class _Part(NamedTuple):
     offset: int  # in the rank's share
 
 
+class Piece(NamedTuple):
+    """A part with its values, as it is kept and dealt when ranks change."""
+
+    parameter: int
+    start: int
+    stop: int
+    values: Tensor  # of the parameter
+    state: dict[str, Any]  # of the optimizer
+
+
 @dataclass(slots=True)
 class _Row:
     """Parameters of one dtype and device, cut into shares."""
@@ -90,6 +100,7 @@ class ShardedStep:
         self._cut: set[int] = set()  # parameters that are in a row
         self._whole: dict[str, Any] | None = None  # the whole state, if it is here
         self._communicator: Communicator | None = None
+        self.on_stepped: Callable[[], None] | None = None  # called after each step
         self.add_groups()
 
     def add_groups(self) -> None:
@@ -131,7 +142,50 @@ class ShardedStep:
                 part.grad = None
         self._whole = None
         self._gather(reducer.communicator)
+        if self.on_stepped is not None:
+            self.on_stepped()
         return result
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that are cut into shares."""
+        self._cut_new()
+        return [self._parameters[index] for index in sorted(self._cut)]
+
+    def recut(self, rank: int, size: int) -> None:
+        """Cut for other ranks, and forget all state; ``put`` brings it back."""
+        self._rank, self._size = rank, size
+        self._rows, self._parts, self._cut = [], {}, set()
+        self._whole = self._communicator = None
+        self._optimizer.state.clear()
+        self._cut_new()
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's share: views of it."""
+        self._cut_new()
+        pieces: list[Piece] = []
+        for part in (part for group in self._own_groups() for part in group):
+            values = _flat(self._parameters[part.parameter])[part.start : part.stop]
+            tensor = self._parts.get(part)
+            state = (
+                {} if tensor is None else dict(self._optimizer.state.get(tensor, {}))
+            )
+            pieces.append(Piece(part.parameter, part.start, part.stop, values, state))
+        return pieces
+
+    @torch.no_grad()
+    def put(self, pieces: Sequence[Piece]) -> None:
+        """Take what somebody's share was: the values, and of the state this rank's."""
+        own: dict[int, list[_Part]] = {}
+        for part in (part for row in self._rows for part in row.parts[self._rank]):
+            own.setdefault(part.parameter, []).append(part)
+        for piece in pieces:
+            flat = _flat(self._parameters[piece.parameter])
+            flat[piece.start : piece.stop] = piece.values
+            for part in own.get(piece.parameter, ()):
+                if max(piece.start, part.start) < min(piece.stop, part.stop):
+                    tensor = self._tensor_of(part)
+                    _put_state(self._optimizer.state[tensor], part, piece)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plain optimizer's, as it was loaded or consolidated here."""
@@ -246,19 +300,23 @@ class ShardedStep:
             groups.append([])
             for part in group:
                 parameter = self._parameters[part.parameter]
-                value = _flat(parameter)[part.start : part.stop]
-                if part in self._parts:
-                    self._parts[part].data = value  # its memory may be another's now
-                else:
-                    self._parts[part] = torch.nn.Parameter(value)
+                tensor = self._tensor_of(part)
                 grad = parameter.grad
                 if grad is not None:
                     if grad.is_sparse:
                         raise UsageError(_SPARSE)
                     flat = _flat(grad, like=parameter)[part.start : part.stop]
-                    self._parts[part].grad = flat
-                groups[-1].append(self._parts[part])
+                    tensor.grad = flat
+                groups[-1].append(tensor)
         return groups
+
+    def _tensor_of(self, part: _Part) -> Tensor:
+        value = _flat(self._parameters[part.parameter])[part.start : part.stop]
+        if part in self._parts:
+            self._parts[part].data = value  # its memory may be another's now
+        else:
+            self._parts[part] = torch.nn.Parameter(value)
+        return self._parts[part]
 
     def _cut_new(self) -> None:
         """Cut the parameters that require a gradient and are in no row yet."""
@@ -359,6 +417,19 @@ def _cut_out(key: str, value: object, parameter: Tensor, part: _Part) -> object:
     if key == _STEP or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return _flat(value, like=parameter)[part.start : part.stop].clone()
+
+
+def _put_state(state: dict[str, Any], part: _Part, piece: Piece) -> None:
+    """Take over what a piece of a parameter has of this rank's part of it."""
+    start, stop = max(piece.start, part.start), min(piece.stop, part.stop)
+    for key, value in piece.state.items():
+        if not _is_cut(key, value, piece.stop - piece.start):
+            state[key] = value
+            continue
+        if key not in state:
+            state[key] = value.new_empty(part.stop - part.start)
+        source = value[start - piece.start : stop - piece.start]
+        state[key][start - part.start : stop - part.start] = source
 
 
 def _is_cut(key: str, value: object, numel: int) -> bool:

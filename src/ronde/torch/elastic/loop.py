@@ -10,6 +10,9 @@ Note [What a step leaves behind]
     Of two survivors one may have applied the step that failed for the other: then its
     parameters hold the gradients of all, also of who was lost, and the other takes
     them over. Nobody does that step again.
+
+    An optimizer with ``zero=1`` communicates while it steps, and each rank has but a
+    share of its state. So there all go back to copies: see Note [Versions].
 """
 
 import logging
@@ -27,6 +30,7 @@ from ronde.errors import CollectiveError, UsageError
 from ronde.membership.member import Member, own_member
 from ronde.membership.view import NEW, ViewBegins
 from ronde.torch.elastic.checkpoint import Checkpoints
+from ronde.torch.elastic.copies import Copies, Found
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
 from ronde.torch.elastic.weights import GradientWeights
 from ronde.torch.functions import (
@@ -35,9 +39,15 @@ from ronde.torch.functions import (
     broadcast_parameters,
 )
 from ronde.torch.lifetime import reform, shorten
+from ronde.torch.optimizer import DistributedOptimizer
 from ronde.torch.session import current_session, rank, size
 
 _logger = logging.getLogger("ronde")
+_NO_COPY = (
+    "each rank's share of the optimizer's state must be left on some rank, got none of "
+    "ranks that were lost together with those that kept their copies. Give Loop a "
+    "checkpoint."
+)
 
 
 class Step(AbstractContextManager["Step"]):
@@ -99,19 +109,23 @@ class Loop:
 
     Args:
         model: Equal on all ranks; what it is wrapped in afterwards does not matter.
-        optimizer: A ``DistributedOptimizer``, or several.
+        optimizer: A ``DistributedOptimizer``, or several; all or none with ``zero=1``,
+            of which each rank keeps the share of another one, on another host.
         data: An ``ElasticLoader`` or ``ElasticShards``, or a map-style data set.
         batch: Of a data set: samples a step, of all ranks together.
         epochs: Of a data set: how often to go through it.
         objects: What else has ``state_dict()`` and ``load_state_dict()``, such as
             learning-rate schedulers and gradient scalers, by name. Equal on all ranks.
         on_change: Called when the ranks have changed, and at the start.
+        copy_every: With ``zero=1``, steps from one copy to the next. When a rank is
+            lost, as many may have to be done again.
         checkpoint: A directory; the state is written there every ``checkpoint_every``
             steps by rank 0 and read at a start where nobody has a newer one.
 
     Raises:
         UsageError: An argument does not fit, or this rank's model or version of torch
-            is not that of the others.
+            is not that of the others, or a share and its copy were lost together, and
+            there is no checkpoint.
     """
 
     def __init__(
@@ -124,6 +138,7 @@ class Loop:
         epochs: int | None = None,
         objects: Mapping[str, Any] | None = None,
         on_change: Callable[[], object] | None = None,
+        copy_every: int = 10,
         checkpoint: str = "",
         checkpoint_every: int = 1000,
     ) -> None:
@@ -144,8 +159,13 @@ class Loop:
         self._saved: dict[str, Tensor] = {}
         self._generators: list[Tensor] = []
         self.weights = GradientWeights(model.parameters(), *self._optimizers)
+        self._copies = _make_copies(self._optimizers, copy_every)
         for each in self._optimizers:
-            each.register_step_post_hook(self._take_step)
+            share = DistributedOptimizer.share_of(each)
+            if share is None:
+                each.register_step_post_hook(self._take_step)
+            else:
+                share.on_stepped = self._take_step
 
     @property
     def num_applied(self) -> int:
@@ -188,6 +208,7 @@ class Loop:
                 if self._member is not None:
                     self._member.allow(self._num_applied + 1)
                     if self._member.should_settle(self._num_applied):
+                        self._copy()
                         self._go_on()
                         continue
                 share = next(self._data)
@@ -208,7 +229,7 @@ class Loop:
         if self._member is None:
             return
         self._generators = _read_generators()
-        tensors = self._tensors() if len(self._optimizers) > 1 else self._buffers()
+        tensors = self._undone()
         if tensors:
             self._save(tensors)
 
@@ -217,7 +238,10 @@ class Loop:
         self._step = None
         if error is None:
             if not step.is_applied:  # such as one that a gradient scaler has skipped
-                self._apply(step)
+                try:
+                    self._apply(step)
+                except CollectiveError as failure:
+                    self._recover(failure)
             return False
         if self._member is None or not isinstance(error, CollectiveError):
             return False
@@ -230,6 +254,8 @@ class Loop:
         self._num_stepped += 1
         if self._step is not None and self._num_stepped == len(self._optimizers):
             self._apply(self._step)
+            if self._copies is not None and self._copies.is_due(self._num_applied):
+                self._copy()
 
     def _apply(self, step: Step) -> None:
         step.is_applied = True
@@ -238,17 +264,21 @@ class Loop:
         if self._member is not None:
             self._member.step = self._num_applied
         is_due = self._checkpoints.is_due(self._num_applied)
-        if self._member is not None and self._member.is_save_asked:
+        if self._copies is not None:
+            for each in self._optimizers if is_due else ():
+                cast("DistributedOptimizer", each).consolidate_state_dict()
+        elif self._member is not None and self._member.is_save_asked:
             self._member.is_save_asked, is_due = False, True
         if is_due and rank() == 0:
             self._checkpoints.write(self._num_applied, self._state_dict())
 
+    def _copy(self) -> None:
+        if self._copies is not None and self._member is not None:
+            rest = {"small": self._small_state(), "buffers": self._buffers()}
+            self._copies.take(self._num_applied, rest)
+
     def _undo(self) -> None:
-        tensors = self._tensors() if len(self._optimizers) > 1 else self._buffers()
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                if name in self._saved:
-                    tensor.copy_(self._saved[name])
+        _copy_from(self._saved, self._undone())
         _write_generators(self._generators)
         self._data.seek(self._position, rank(), size())
 
@@ -260,6 +290,11 @@ class Loop:
                     self._saved[name] = tensor.detach().clone()
                 else:
                     kept.copy_(tensor)
+
+    def _undone(self) -> dict[str, Tensor]:
+        """Return what is put back when a step fails."""
+        is_all = len(self._optimizers) > 1 and self._copies is None
+        return self._tensors() if is_all else self._buffers()
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self._model.named_buffers())
@@ -286,6 +321,8 @@ class Loop:
     def _go_on(self, reason: str = "") -> None:
         """Leave the view; return as a rank of a later one, with the newest state."""
         while True:
+            if self._copies is not None and self._member is not None:
+                self._member.step = self._copies.newest
             try:
                 self._settle_in(reform(reason))
             except CollectiveError as error:
@@ -297,7 +334,9 @@ class Loop:
     def _settle_in(self, begins: ViewBegins | None) -> None:
         """Take over the state that counts, and this rank's part of the data."""
         root = current_session().source
-        if begins is None or not begins.is_equal:
+        if self._copies is not None:
+            self._deal(self._copies, root, NEW if begins is None else begins.step)
+        elif begins is None or not begins.is_equal:
             if begins is None or begins.step == NEW:
                 self._load_checkpoint(root)
             self._broadcast(root, NEW if begins is None else begins.step)
@@ -308,11 +347,48 @@ class Loop:
             self._member.step = self._num_applied
             self._member.running()
 
-    def _load_checkpoint(self, root: int) -> None:
+    def _load_checkpoint(self, root: int) -> bool:
         found = self._checkpoints.read_newest() if rank() == root else None
         if found is not None:
             self._load_state_dict(found)
             _logger.warning("Goes on from step %d, of a checkpoint.", found["step"])
+        return found is not None
+
+    def _deal(self, copies: Copies, root: int, newest: int) -> None:
+        """Have each rank take its share of the newest version that is left."""
+        _require_same(*self._descriptions(root))
+        for each in self._optimizers:
+            cast("Any", DistributedOptimizer.share_of(each)).recut(rank(), size())
+        found = copies.find()
+        if found is not None:
+            self._take_over(copies, found)
+        else:
+            if self._member is not None:
+                self._member.step = NEW
+            is_loaded = broadcast_object(self._load_checkpoint(root), root)
+            if newest != NEW and not is_loaded:
+                raise UsageError(_NO_COPY)
+            self._broadcast(root, NEW)
+        self._copy()
+        num_lost = newest - self._num_applied
+        if num_lost > 0 and rank() == 0:
+            _logger.warning("%d steps are done again: no copy is left.", num_lost)
+
+    def _take_over(self, copies: Copies, found: Found) -> None:
+        rest, holder = copies.rest_of(found), found.holders[0]
+        if rest is not None:
+            _copy_from(rest["buffers"], self._buffers())
+        small = broadcast_object(rest and rest["small"], holder)
+        shared = {id(p) for each in copies.shares for p in each.parameters}
+        named = self._model.state_dict(keep_vars=True).items()
+        others = {n: t.data for n, t in named if id(t) not in shared}
+        broadcast_parameters(others, holder)
+        copies.deal(found)
+        self._load_small_state(small)
+
+    def _descriptions(self, root: int) -> tuple[list[str], list[str]]:
+        own = _describe(self._model, self._optimizers)
+        return own, broadcast_object(own, root)
 
     def _broadcast(self, root: int, newest: int) -> None:
         own = _describe(self._model, self._optimizers)
@@ -399,6 +475,24 @@ def _as_source(data: Any, batch: int | None, epochs: int | None) -> DataSource:
             "its own."
         )
     return data
+
+
+def _make_copies(optimizers: Sequence[Optimizer], every: int) -> Copies | None:
+    found = [DistributedOptimizer.share_of(each) for each in optimizers]
+    shares = [each for each in found if each is not None]
+    if shares and len(shares) < len(found):
+        raise UsageError(
+            "zero must be 1 for all optimizers of a Loop or for none, got 1 for "
+            f"{len(shares)} of {len(found)}."
+        )
+    return Copies(shares, every) if shares else None
+
+
+@torch.no_grad()
+def _copy_from(kept: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if name in kept:
+            tensor.copy_(kept[name])
 
 
 def _read_generators() -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ronde.errors import CollectiveError, MembershipError
+from ronde.errors import CollectiveError, MembershipError, UsageError
 from ronde.membership.member import Member, own_member
 from ronde.membership.view import NEW, ViewBegins
 from ronde.torch.elastic.sampler import ElasticSampler
@@ -26,6 +26,7 @@ from ronde.torch.functions import (
     broadcast_parameters,
 )
 from ronde.torch.lifetime import init, reform, shutdown
+from ronde.torch.optimizer import DistributedOptimizer
 from ronde.torch.session import current_session, is_initialized, rank
 from ronde.world.horovod_config import read_horovod_config
 
@@ -269,6 +270,14 @@ class ModelStateHandler(StateDictHandler):
 
 class OptimizerStateHandler(StateDictHandler):
     """Handles an optimizer."""
+
+    def __init__(self, value: Any) -> None:
+        if DistributedOptimizer.share_of(value) is not None:
+            raise UsageError(
+                "zero must be 0 for the optimizer of a TorchState, got 1: a rank has "
+                "but its share of the state. Use hvd.elastic.Loop, which keeps copies."
+            )
+        super().__init__(value)
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=source())

@@ -1,0 +1,165 @@
+"""Copies of what an optimizer with ``zero=1`` has of each rank, on another host.
+
+Note [Versions]
+    Every so many steps each rank packs its share, and sends it to a rank on another
+    host that keeps it beside its own: a *version*. The last two are kept: while some
+    ranks have the newest, others may have but the one before. When a rank was lost, all
+    go back to the newest version of which every share is still somewhere, be it whose
+    or a copy, and deal it again; the steps since then are done again. Before a planned
+    change there is a version of its step.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ronde.errors import UsageError
+from ronde.membership.view import NEW
+from ronde.torch.functions import allgather_object
+from ronde.torch.mpi_ops import alltoall, broadcast_
+from ronde.torch.session import current_session, rank, size
+from ronde.torch.sharded_step import Piece, ShardedStep
+from ronde.torch.state_trees import rebuild, take_apart
+
+_KEPT = 2
+_ALIGNMENT = 8  # bytes
+
+
+class Version(NamedTuple):
+    """What a rank has of one step."""
+
+    step: int
+    view: int  # in which it was made
+    size: int  # ranks of that view
+    shares: dict[int, Tensor]  # packed, by their ranks
+    rest: dict[str, Any]  # what all ranks have alike
+
+
+class Found(NamedTuple):
+    """A version that is whole, and who has what of it."""
+
+    step: int
+    view: int
+    holders: list[int]  # of each share: a rank of now
+    numels: list[int]  # of each share, packed
+
+
+class Copies:
+    """The copies that this rank has."""
+
+    def __init__(self, shares: Sequence[ShardedStep], every: int) -> None:
+        if every < 1:
+            raise UsageError(f"copy_every must be at least 1, got {every}. Give 10.")
+        self.shares = shares
+        self._every = every
+        self._versions: list[Version] = []
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest version here."""
+        return max((each.step for each in self._versions), default=NEW)
+
+    def is_due(self, step: int) -> bool:
+        """Say whether to take a version of this step."""
+        return step % self._every == 0
+
+    def take(self, step: int, rest: dict[str, Any]) -> None:
+        """Make a version of what is there now; collective."""
+        view = current_session().view
+        hosts = [place.host for place in view.members] if view else [""]
+        own = pack([each.pieces() for each in self.shares])
+        shares = {rank(): own}
+        if size() > 1:
+            keepers = find_keepers(hosts)
+            splits = [0] * size()
+            splits[keepers[rank()]] = own.numel()
+            received = alltoall(own, splits, name="elastic.copies")
+            shares[keepers.index(rank())] = received[0]
+        number = view.view if view else 0
+        made = Version(step, number, size(), shares, deepcopy(rest))
+        self._versions = [*self._versions[1 - _KEPT :], made]
+
+    def find(self) -> Found | None:
+        """Return the newest version of which every share is left; collective."""
+        own = [
+            (v.step, v.view, v.size, {r: s.numel() for r, s in v.shares.items()})
+            for v in self._versions
+        ]
+        holders: dict[tuple[int, int, int], dict[int, tuple[int, int]]] = {}
+        for holder, versions in enumerate(allgather_object(own)):
+            for step, view, num_ranks, shares in versions:
+                known = holders.setdefault((step, view, num_ranks), {})
+                for owner, numel in shares.items():
+                    known.setdefault(owner, (holder, numel))
+        whole = [key for key, known in holders.items() if len(known) == key[2]]
+        if not whole:
+            return None
+        step, view, num_ranks = newest = max(whole)
+        order = [holders[newest][owner] for owner in range(num_ranks)]
+        return Found(step, view, [h for h, _ in order], [n for _, n in order])
+
+    def rest_of(self, found: Found) -> dict[str, Any] | None:
+        version = self._version(found)
+        return version and version.rest
+
+    def deal(self, found: Found) -> None:
+        """Have each rank take its new share; collective."""
+        version = self._version(found)
+        pairs = zip(found.holders, found.numels, strict=True)
+        for owner, (holder, numel) in enumerate(pairs):
+            if rank() == holder and version is not None:
+                packed = version.shares[owner]
+            else:
+                packed = torch.empty(numel, dtype=torch.int64)
+            broadcast_(packed, holder, name="elastic.share")
+            for each, pieces in zip(self.shares, unpack(packed), strict=True):
+                each.put([Piece(*piece) for piece in pieces])
+
+    def _version(self, found: Found) -> Version | None:
+        same = [v for v in self._versions if (v.step, v.view) == found[:2]]
+        return same[0] if same else None
+
+
+def find_keepers(hosts: Sequence[str]) -> list[int]:
+    """Return who keeps each rank's copy: another host's, where there is room for it."""
+    order = sorted(range(len(hosts)), key=lambda r: hosts.index(hosts[r]))
+    shift = max(Counter(hosts).values()) % len(hosts) or 1
+    keepers = [0] * len(hosts)
+    for place, each in enumerate(order):
+        keepers[each] = order[(place + shift) % len(hosts)]
+    return keepers
+
+
+def pack(value: Any) -> Tensor:
+    """Return a tree of tensors and plain values as int64."""
+    tensors: list[Tensor] = []
+    text = json.dumps(take_apart(value, tensors)).encode()
+    header = len(text).to_bytes(_ALIGNMENT, "little") + text
+    parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
+    parts += [each.detach().cpu().reshape(-1).view(torch.uint8) for each in tensors]
+    return torch.cat([_padded(part) for part in parts]).view(torch.int64)
+
+
+def unpack(packed: Tensor) -> Any:
+    """Return what was packed."""
+    packed = packed.view(torch.uint8)
+    num_bytes = int.from_bytes(packed[:_ALIGNMENT].numpy().tobytes(), "little")
+    place = _ALIGNMENT + num_bytes
+    text = packed[_ALIGNMENT:place].numpy().tobytes()
+    tensors: list[Tensor] = []
+    value = rebuild(json.loads(text), tensors)
+    for tensor in tensors:
+        place += -place % _ALIGNMENT
+        source = packed[place : place + tensor.nbytes]
+        tensor.copy_(source.view(tensor.dtype).view(tensor.shape))
+        place += tensor.nbytes
+    return value
+
+
+def _padded(part: Tensor) -> Tensor:
+    return torch.nn.functional.pad(part, (0, -part.numel() % _ALIGNMENT))

@@ -1,0 +1,174 @@
+"""An optimizer with ``zero=1`` loses nothing when ranks die and join."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.membership_controller import become_member, controlling
+from tests.ranks import run_ranks_bare
+
+import ronde.torch as hvd
+from ronde.errors import UsageError
+from ronde.membership.policy import Rules
+from ronde.torch.elastic import copies
+
+ENGINES = ("shared_memory", "gloo", "hierarchical")
+STEPS = 20
+Orders = dict[tuple[int, int], str]
+
+
+def train(claim: Any, path: str, orders: Orders, zero: int = 1, **options: Any) -> Any:
+    """Train with Adam; ``orders`` are what a member does at a step, once."""
+    channel = become_member(path, claim.rank)
+    hvd.init()
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3)
+    model = torch.nn.Sequential(*layers).double()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), 0.01), model.named_parameters(), zero=zero
+    )
+    generator = torch.Generator().manual_seed(5)
+    inputs, targets = (
+        torch.randn(48, n, generator=generator, dtype=torch.float64) for n in (7, 3)
+    )
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    options = {"copy_every": 1, **options}
+    loop = hvd.elastic.Loop(
+        *(model, optimizer, data), batch=12, epochs=STEPS // 4, **options
+    )
+    numbers: list[int] = []
+    for step in loop:
+        order = orders.pop((channel.number, step.number), "")
+        with step:
+            rows, wanted = step.inputs
+            loss = (model(rows) - wanted).square().mean()
+            if order == "grow":
+                channel.order("grow")
+            elif order == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            if order == "kill while it copies":
+                copies.pack = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            numbers.append(step.number)
+    weights = [value.clone() for value in model.state_dict().values()]
+    hvd.shutdown()
+    return numbers, weights
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[torch.Tensor]:
+    """Return the weights of one process without ``zero``."""
+    with controlling(1) as (_, path):
+        [(_, weights)] = run_ranks_bare(1, train, path, {}, 0)
+    return weights
+
+
+def assert_as_expected(results: list[Any], expected: list[torch.Tensor]) -> None:
+    done = [result for result in results if result is not None]
+    for _, weights in done:
+        for own, first, alone in zip(weights, done[0][1], expected, strict=True):
+            assert torch.equal(own, first)
+            # Sums over other ranks round otherwise; a lost state shows at 1e-3.
+            torch.testing.assert_close(own, alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("order", ["kill", "kill while it copies"])
+def test_a_lost_ranks_share_is_another_ones(
+    engine: str, order: str, expected: list[torch.Tensor]
+) -> None:
+    for victim in range(4):
+        with controlling(4) as (_, path):
+            results = run_ranks_bare(
+                4,
+                train,
+                path,
+                {(victim, 7): order},
+                dying=[victim],
+                timeout_s=20.0,
+                environment={"RONDE_ENGINE": engine},
+            )
+        assert_as_expected(results, expected)
+        for numbers, _ in filter(None, results):
+            assert sorted(set(numbers)) == list(range(STEPS))
+            assert len(numbers) <= STEPS + 1
+
+
+def test_two_die_whose_copies_are_with_others(expected: list[torch.Tensor]) -> None:
+    orders = {(1, 7): "kill", (3, 7): "kill", (0, 13): "kill while it copies"}
+    with controlling(4) as (_, path):
+        results = run_ranks_bare(
+            4, train, path, orders, dying=[0, 1, 3], timeout_s=20.0
+        )
+    assert_as_expected(results, expected)
+
+
+def train_with_few_copies(claim: Any, path: str, orders: Orders) -> Any:
+    return train(claim, path, orders, copy_every=4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_since_the_last_copy_are_done_again(
+    engine: str, expected: list[torch.Tensor]
+) -> None:
+    with controlling(2, Rules(1, 3)) as (_, path):
+        results = run_ranks_bare(
+            3,
+            train_with_few_copies,
+            path,
+            {(0, 5): "grow", (1, 15): "kill"},
+            dying=[1],
+            timeout_s=20.0,
+            environment={"RONDE_ENGINE": engine},
+        )
+    assert_as_expected(results, expected)
+    numbers = results[0][0]
+    assert numbers == [*range(numbers.index(12)), *range(12, 15), *range(12, STEPS)]
+    assert results[2][0][0] > 5
+
+
+def lose_both(claim: Any, path: str, checkpoint: str) -> Any:
+    """Two die in one moment, one of which keeps the other's copy."""
+    orders = {(1, 7): "kill", (2, 7): "kill"}
+    try:
+        return train(claim, path, orders, checkpoint=checkpoint, checkpoint_every=4)
+    except UsageError as error:
+        return str(error)
+
+
+def test_a_share_that_is_lost_with_its_copy_comes_from_a_checkpoint(
+    tmp_path: Path, expected: list[torch.Tensor]
+) -> None:
+    with controlling(4) as (_, path):
+        results = run_ranks_bare(
+            4, lose_both, path, str(tmp_path), dying=[1, 2], timeout_s=20.0
+        )
+    assert_as_expected(results, expected)
+    assert results[0][0] == [*range(7), *range(4, STEPS)]
+
+
+def test_without_a_checkpoint_it_says_what_is_lost() -> None:
+    with controlling(4) as (_, path):
+        results = run_ranks_bare(4, lose_both, path, "", dying=[1, 2], timeout_s=20.0)
+    for message in (results[0], results[3]):
+        assert "must be left on some rank" in message
+        assert message.endswith("Give Loop a checkpoint.")
+
+
+def test_keepers_are_on_other_hosts() -> None:
+    assert copies.find_keepers(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    assert copies.find_keepers(["a", "b", "a", "b"]) == [1, 0, 3, 2]
+    assert copies.find_keepers(["a", "a", "b"]) == [2, 0, 1]
+    assert copies.find_keepers(["a"] * 3) == [1, 2, 0]
+    assert copies.find_keepers(["a"]) == [0]
+
+
+def test_what_is_packed_comes_back() -> None:
+    value = [{"step": torch.tensor(3.0), "exp_avg": torch.arange(5).half()}, (1, "a")]
+    [state, rest] = copies.unpack(copies.pack(value))
+    assert (state["step"].item(), state["exp_avg"].tolist()) == (3.0, [0, 1, 2, 3, 4])
+    assert rest == (1, "a")
