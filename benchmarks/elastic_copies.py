@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ronde.torch as hvd
-from ronde.torch.elastic.copies import Copies
+from ronde.torch.elastic.copies import ShareCopies
 
 ROUNDS = 12
 NUM_COLD = 2
@@ -26,7 +26,7 @@ def main() -> None:
     model = nn.Sequential(*layers, nn.Linear(3072, 10))
     adam = torch.optim.Adam(model.parameters(), 1e-3)
     optimizer = hvd.DistributedOptimizer(adam, model.named_parameters(), zero=1)
-    copies = Copies([hvd.DistributedOptimizer.share_of(optimizer)], every=1)
+    copies = ShareCopies([hvd.DistributedOptimizer.share_of(optimizer)], every=1)
     rows = torch.randn(32, 784)
     times: list[tuple[float, float]] = []
     for number in range(ROUNDS):
@@ -35,7 +35,7 @@ def main() -> None:
         model(rows).square().mean().backward()
         optimizer.step()
         stepped_s = time.perf_counter()
-        copies.take(number, {})
+        copies.take(number, model, {})
         times.append((stepped_s - begun_s, time.perf_counter() - stepped_s))
     step_s, copy_s = map(statistics.median, zip(*times[NUM_COLD:], strict=True))
     if hvd.rank() == 0:

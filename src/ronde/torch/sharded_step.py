@@ -49,7 +49,7 @@ class _Part(NamedTuple):
     offset: int  # in the rank's share
 
 
-class Piece(NamedTuple):
+class SharePiece(NamedTuple):
     """A part with its values, as it is kept and dealt when ranks change."""
 
     parameter: int
@@ -160,21 +160,22 @@ class ShardedStep:
         self._optimizer.state.clear()
         self._cut_new()
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[SharePiece]:
         """Return this rank's share: views of it."""
         self._cut_new()
-        pieces: list[Piece] = []
+        pieces: list[SharePiece] = []
         for part in (part for group in self._own_groups() for part in group):
             values = _flat(self._parameters[part.parameter])[part.start : part.stop]
             tensor = self._parts.get(part)
             state = (
                 {} if tensor is None else dict(self._optimizer.state.get(tensor, {}))
             )
-            pieces.append(Piece(part.parameter, part.start, part.stop, values, state))
+            place = part.parameter, part.start, part.stop
+            pieces.append(SharePiece(*place, values, state))
         return pieces
 
     @torch.no_grad()
-    def put(self, pieces: Sequence[Piece]) -> None:
+    def put(self, pieces: Sequence[SharePiece]) -> None:
         """Take what somebody's share was: the values, and of the state this rank's."""
         own: dict[int, list[_Part]] = {}
         for part in (part for row in self._rows for part in row.parts[self._rank]):
@@ -419,7 +420,7 @@ def _cut_out(key: str, value: object, parameter: Tensor, part: _Part) -> object:
     return _flat(value, like=parameter)[part.start : part.stop].clone()
 
 
-def _put_state(state: dict[str, Any], part: _Part, piece: Piece) -> None:
+def _put_state(state: dict[str, Any], part: _Part, piece: SharePiece) -> None:
     """Take over what a piece of a parameter has of this rank's part of it."""
     start, stop = max(piece.start, part.start), min(piece.stop, part.stop)
     for key, value in piece.state.items():

@@ -16,14 +16,18 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ronde.errors import UsageError
 from ronde.membership.view import NEW
-from ronde.torch.functions import allgather_object
+from ronde.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_parameters,
+)
 from ronde.torch.mpi_ops import alltoall, broadcast_
 from ronde.torch.session import current_session, rank, size
-from ronde.torch.sharded_step import Piece, ShardedStep
+from ronde.torch.sharded_step import ShardedStep, SharePiece
 from ronde.torch.state_trees import rebuild, take_apart
 
 _KEPT = 2
@@ -37,7 +41,8 @@ class Version(NamedTuple):
     view: int  # in which it was made
     size: int  # ranks of that view
     shares: dict[int, Tensor]  # packed, by their ranks
-    rest: dict[str, Any]  # what all ranks have alike
+    buffers: dict[str, Tensor]
+    rest: dict[str, Any]
 
 
 class Found(NamedTuple):
@@ -45,11 +50,10 @@ class Found(NamedTuple):
 
     step: int
     view: int
-    holders: list[int]  # of each share: a rank of now
-    numels: list[int]  # of each share, packed
+    places: list[tuple[int, int]]  # of each share: a rank of now, and its packed size
 
 
-class Copies:
+class ShareCopies:
     """The copies that this rank has."""
 
     def __init__(self, shares: Sequence[ShardedStep], every: int) -> None:
@@ -68,8 +72,8 @@ class Copies:
         """Say whether to take a version of this step."""
         return step % self._every == 0
 
-    def take(self, step: int, rest: dict[str, Any]) -> None:
-        """Make a version of what is there now; collective."""
+    def take(self, step: int, model: nn.Module, rest: dict[str, Any]) -> None:
+        """Make a version of what is there now, and of ``rest``; collective."""
         view = current_session().view
         hosts = [place.host for place in view.members] if view else [""]
         own = pack([each.pieces() for each in self.shares])
@@ -81,7 +85,8 @@ class Copies:
             received = alltoall(own, splits, name="elastic.copies")
             shares[keepers.index(rank())] = received[0]
         number = view.view if view else 0
-        made = Version(step, number, size(), shares, deepcopy(rest))
+        buffers = {name: each.clone() for name, each in model.named_buffers()}
+        made = Version(step, number, size(), shares, buffers, deepcopy(rest))
         self._versions = [*self._versions[1 - _KEPT :], made]
 
     def find(self) -> Found | None:
@@ -100,25 +105,39 @@ class Copies:
         if not whole:
             return None
         step, view, num_ranks = newest = max(whole)
-        order = [holders[newest][owner] for owner in range(num_ranks)]
-        return Found(step, view, [h for h, _ in order], [n for _, n in order])
+        return Found(step, view, [holders[newest][r] for r in range(num_ranks)])
 
-    def rest_of(self, found: Found) -> dict[str, Any] | None:
-        version = self._version(found)
-        return version and version.rest
+    def forget(self) -> None:
+        """Cut for the ranks of now, without any state."""
+        for each in self.shares:
+            each.recut(rank(), size())
 
-    def deal(self, found: Found) -> None:
-        """Have each rank take its new share; collective."""
-        version = self._version(found)
-        pairs = zip(found.holders, found.numels, strict=True)
-        for owner, (holder, numel) in enumerate(pairs):
-            if rank() == holder and version is not None:
+    @torch.no_grad()
+    def bring_back(self, found: Found, model: nn.Module) -> dict[str, Any]:
+        """Have each rank take its new share, and all else; collective.
+
+        Returns what ``take`` was given beside it.
+        """
+        self.forget()
+        version, holder = self._version(found), found.places[0][0]
+        # Kept until all have another: those that all have not are of no use any more.
+        self._versions = [] if version is None else [version]
+        for name, buffer in model.named_buffers():
+            if version is not None:
+                buffer.copy_(version.buffers[name])
+        shared = {id(p) for each in self.shares for p in each.parameters}
+        named = model.state_dict(keep_vars=True).items()
+        others = {name: t.data for name, t in named if id(t) not in shared}
+        broadcast_parameters(others, holder)
+        for owner, (sender, numel) in enumerate(found.places):
+            if rank() == sender and version is not None:
                 packed = version.shares[owner]
             else:
                 packed = torch.empty(numel, dtype=torch.int64)
-            broadcast_(packed, holder, name="elastic.share")
+            broadcast_(packed, sender, name="elastic.share")
             for each, pieces in zip(self.shares, unpack(packed), strict=True):
-                each.put([Piece(*piece) for piece in pieces])
+                each.put([SharePiece(*piece) for piece in pieces])
+        return broadcast_object(version and version.rest, holder)
 
     def _version(self, found: Found) -> Version | None:
         same = [v for v in self._versions if (v.step, v.view) == found[:2]]

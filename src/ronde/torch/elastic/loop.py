@@ -30,7 +30,7 @@ from ronde.errors import CollectiveError, UsageError
 from ronde.membership.member import Member, own_member
 from ronde.membership.view import NEW, ViewBegins
 from ronde.torch.elastic.checkpoint import Checkpoints
-from ronde.torch.elastic.copies import Copies, Found
+from ronde.torch.elastic.copies import ShareCopies
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
 from ronde.torch.elastic.weights import GradientWeights
 from ronde.torch.functions import (
@@ -274,8 +274,7 @@ class Loop:
 
     def _copy(self) -> None:
         if self._copies is not None and self._member is not None:
-            rest = {"small": self._small_state(), "buffers": self._buffers()}
-            self._copies.take(self._num_applied, rest)
+            self._copies.take(self._num_applied, self._model, self._small_state())
 
     def _undo(self) -> None:
         _copy_from(self._saved, self._undone())
@@ -354,15 +353,15 @@ class Loop:
             _logger.warning("Goes on from step %d, of a checkpoint.", found["step"])
         return found is not None
 
-    def _deal(self, copies: Copies, root: int, newest: int) -> None:
+    def _deal(self, copies: ShareCopies, root: int, newest: int) -> None:
         """Have each rank take its share of the newest version that is left."""
-        _require_same(*self._descriptions(root))
-        for each in self._optimizers:
-            cast("Any", DistributedOptimizer.share_of(each)).recut(rank(), size())
+        own = _describe(self._model, self._optimizers)
+        _require_same(own, broadcast_object(own, root))
         found = copies.find()
         if found is not None:
-            self._take_over(copies, found)
+            self._load_small_state(copies.bring_back(found, self._model))
         else:
+            copies.forget()
             if self._member is not None:
                 self._member.step = NEW
             is_loaded = broadcast_object(self._load_checkpoint(root), root)
@@ -373,22 +372,6 @@ class Loop:
         num_lost = newest - self._num_applied
         if num_lost > 0 and rank() == 0:
             _logger.warning("%d steps are done again: no copy is left.", num_lost)
-
-    def _take_over(self, copies: Copies, found: Found) -> None:
-        rest, holder = copies.rest_of(found), found.holders[0]
-        if rest is not None:
-            _copy_from(rest["buffers"], self._buffers())
-        small = broadcast_object(rest and rest["small"], holder)
-        shared = {id(p) for each in copies.shares for p in each.parameters}
-        named = self._model.state_dict(keep_vars=True).items()
-        others = {n: t.data for n, t in named if id(t) not in shared}
-        broadcast_parameters(others, holder)
-        copies.deal(found)
-        self._load_small_state(small)
-
-    def _descriptions(self, root: int) -> tuple[list[str], list[str]]:
-        own = _describe(self._model, self._optimizers)
-        return own, broadcast_object(own, root)
 
     def _broadcast(self, root: int, newest: int) -> None:
         own = _describe(self._model, self._optimizers)
@@ -477,7 +460,7 @@ def _as_source(data: Any, batch: int | None, epochs: int | None) -> DataSource:
     return data
 
 
-def _make_copies(optimizers: Sequence[Optimizer], every: int) -> Copies | None:
+def _make_copies(optimizers: Sequence[Optimizer], every: int) -> ShareCopies | None:
     found = [DistributedOptimizer.share_of(each) for each in optimizers]
     shares = [each for each in found if each is not None]
     if shares and len(shares) < len(found):
@@ -485,7 +468,7 @@ def _make_copies(optimizers: Sequence[Optimizer], every: int) -> Copies | None:
             "zero must be 1 for all optimizers of a Loop or for none, got 1 for "
             f"{len(shares)} of {len(found)}."
         )
-    return Copies(shares, every) if shares else None
+    return ShareCopies(shares, every) if shares else None
 
 
 @torch.no_grad()
