@@ -35,7 +35,8 @@ def train(claim: Any, path: str, orders: Orders, zero: int = 1, **options: Any) 
         torch.randn(48, n, generator=generator, dtype=torch.float64) for n in (7, 3)
     )
     data = torch.utils.data.TensorDataset(inputs, targets)
-    options = {"copy_every": 1, **options}
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5)
+    options = {"copy_every": 1, "objects": {"schedule": schedule}, **options}
     loop = hvd.elastic.Loop(
         *(model, optimizer, data), batch=12, epochs=STEPS // 4, **options
     )
@@ -54,6 +55,7 @@ def train(claim: Any, path: str, orders: Orders, zero: int = 1, **options: Any) 
                 copies.pack = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             numbers.append(step.number)
+            schedule.step()
     weights = [value.clone() for value in model.state_dict().values()]
     hvd.shutdown()
     return numbers, weights

@@ -152,6 +152,17 @@ class ShardedStep:
         self._cut_new()
         return [self._parameters[index] for index in sorted(self._cut)]
 
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The groups' own, such as learning rates."""
+        groups = self._optimizer.param_groups
+        return [{k: v for k, v in each.items() if k != "params"} for each in groups]
+
+    @options.setter
+    def options(self, options: list[dict[str, Any]]) -> None:
+        for group, its in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(its)
+
     def recut(self, rank: int, size: int) -> None:
         """Cut for other ranks, and forget all state; ``put`` brings it back."""
         self._rank, self._size = rank, size

@@ -371,7 +371,8 @@ class Groups:
         known = self._under_way
         known.add(work)
         if len(known) > _MOST_KNOWN:
-            known.difference_update([each for each in known if each.is_completed()])
+            done = [each for each in known.copy() if each.is_completed()]
+            known.difference_update(done)
         return work
 
     def wait_for(self, work: BackendWork) -> None:

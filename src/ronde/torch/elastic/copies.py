@@ -42,7 +42,7 @@ class Version(NamedTuple):
     size: int  # ranks of that view
     shares: dict[int, Tensor]  # packed, by their ranks
     buffers: dict[str, Tensor]
-    rest: dict[str, Any]
+    rest: tuple[dict[str, Any], list[Any]]  # the optimizers' options last
 
 
 class Found(NamedTuple):
@@ -86,7 +86,9 @@ class ShareCopies:
             shares[keepers.index(rank())] = received[0]
         number = view.view if view else 0
         buffers = {name: each.clone() for name, each in model.named_buffers()}
-        made = Version(step, number, size(), shares, buffers, deepcopy(rest))
+        options = [each.options for each in self.shares]
+        kept = deepcopy((rest, options))
+        made = Version(step, number, size(), shares, buffers, kept)
         self._versions = [*self._versions[1 - _KEPT :], made]
 
     def find(self) -> Found | None:
@@ -137,7 +139,11 @@ class ShareCopies:
             broadcast_(packed, sender, name="elastic.share")
             for each, pieces in zip(self.shares, unpack(packed), strict=True):
                 each.put([SharePiece(*piece) for piece in pieces])
-        return broadcast_object(version and version.rest, holder)
+        kept = broadcast_object(version and version.rest, holder)
+        rest, options = deepcopy(kept)
+        for each, its in zip(self.shares, options, strict=True):
+            each.options = its
+        return rest
 
     def _version(self, found: Found) -> Version | None:
         same = [v for v in self._versions if (v.step, v.view) == found[:2]]

@@ -152,7 +152,7 @@ class Loop:
         self._on_change = on_change
         self._checkpoints = Checkpoints(checkpoint, checkpoint_every)
         self._member: Member | None = own_member()
-        self._num_applied = 0
+        self._num_applied = self._written = 0  # steps
         self._step: Step | None = None  # under way
         self._num_stepped = 0  # of its optimizers
         self._position = self._data.position  # of the applied steps
@@ -161,11 +161,7 @@ class Loop:
         self.weights = GradientWeights(model.parameters(), *self._optimizers)
         self._copies = _make_copies(self._optimizers, copy_every)
         for each in self._optimizers:
-            share = DistributedOptimizer.share_of(each)
-            if share is None:
-                each.register_step_post_hook(self._take_step)
-            else:
-                share.on_stepped = self._take_step
+            _call_after_steps(each, self._take_step)
 
     @property
     def num_applied(self) -> int:
@@ -178,8 +174,7 @@ class Loop:
         else:
             self._go_on_from_start()
         while True:
-            step = self._next()
-            if step is not None:
+            if (step := self._next()) is not None:
                 yield step
                 if self._step is step:
                     raise UsageError(
@@ -205,12 +200,15 @@ class Loop:
         """Return the next step, None after the last; settle where that is due."""
         while True:
             try:
+                is_over = ""
                 if self._member is not None:
                     self._member.allow(self._num_applied + 1)
-                    if self._member.should_settle(self._num_applied):
-                        self._copy()
-                        self._go_on()
-                        continue
+                    is_over = self._member.should_settle(self._num_applied)
+                # Not before: what follows the step may change objects, too.
+                self._keep(is_over)
+                if is_over:
+                    self._go_on()
+                    continue
                 share = next(self._data)
             except StopIteration:
                 return None
@@ -238,10 +236,7 @@ class Loop:
         self._step = None
         if error is None:
             if not step.is_applied:  # such as one that a gradient scaler has skipped
-                try:
-                    self._apply(step)
-                except CollectiveError as failure:
-                    self._recover(failure)
+                self._apply(step)
             return False
         if self._member is None or not isinstance(error, CollectiveError):
             return False
@@ -254,8 +249,6 @@ class Loop:
         self._num_stepped += 1
         if self._step is not None and self._num_stepped == len(self._optimizers):
             self._apply(self._step)
-            if self._copies is not None and self._copies.is_due(self._num_applied):
-                self._copy()
 
     def _apply(self, step: Step) -> None:
         step.is_applied = True
@@ -263,18 +256,24 @@ class Loop:
         self._num_applied = step.number + 1
         if self._member is not None:
             self._member.step = self._num_applied
-        is_due = self._checkpoints.is_due(self._num_applied)
-        if self._copies is not None:
+
+    def _keep(self, is_over: str) -> None:
+        """Keep copies, and write a checkpoint, of the applied steps where it is due."""
+        step, copies, member = self._num_applied, self._copies, self._member
+        is_due = step != self._written and self._checkpoints.is_due(step)
+        if copies is None:
+            if member is not None and member.is_save_asked:
+                member.is_save_asked, is_due = False, True
+        else:
+            is_wanted = is_over or copies.is_due(step)
+            if member is not None and is_wanted and copies.newest != step:
+                copies.take(step, self._model, self._small_state())
             for each in self._optimizers if is_due else ():
                 cast("DistributedOptimizer", each).consolidate_state_dict()
-        elif self._member is not None and self._member.is_save_asked:
-            self._member.is_save_asked, is_due = False, True
-        if is_due and rank() == 0:
-            self._checkpoints.write(self._num_applied, self._state_dict())
-
-    def _copy(self) -> None:
-        if self._copies is not None and self._member is not None:
-            self._copies.take(self._num_applied, self._model, self._small_state())
+        if is_due:
+            self._written = step
+            if rank() == 0:
+                self._checkpoints.write(step, self._state_dict())
 
     def _undo(self) -> None:
         _copy_from(self._saved, self._undone())
@@ -355,7 +354,7 @@ class Loop:
 
     def _deal(self, copies: ShareCopies, root: int, newest: int) -> None:
         """Have each rank take its share of the newest version that is left."""
-        own = _describe(self._model, self._optimizers)
+        before, own = self._num_applied, _describe(self._model, self._optimizers)
         _require_same(own, broadcast_object(own, root))
         found = copies.find()
         if found is not None:
@@ -368,10 +367,11 @@ class Loop:
             if newest != NEW and not is_loaded:
                 raise UsageError(_NO_COPY)
             self._broadcast(root, NEW)
-        self._copy()
-        num_lost = newest - self._num_applied
-        if num_lost > 0 and rank() == 0:
-            _logger.warning("%d steps are done again: no copy is left.", num_lost)
+        if self._member is not None:
+            copies.take(self._num_applied, self._model, self._small_state())
+        again = before - self._num_applied
+        if again > 0 and rank() == 0:
+            _logger.warning("%d steps without copies are done again.", again)
 
     def _broadcast(self, root: int, newest: int) -> None:
         own = _describe(self._model, self._optimizers)
@@ -458,6 +458,14 @@ def _as_source(data: Any, batch: int | None, epochs: int | None) -> DataSource:
             "its own."
         )
     return data
+
+
+def _call_after_steps(optimizer: Optimizer, function: Callable[..., None]) -> None:
+    share = DistributedOptimizer.share_of(optimizer)
+    if share is None:
+        optimizer.register_step_post_hook(function)
+    else:  # its hooks are called before the ranks have each other's shares
+        share.on_stepped = function
 
 
 def _make_copies(optimizers: Sequence[Optimizer], every: int) -> ShareCopies | None:
