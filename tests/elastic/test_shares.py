@@ -1,5 +1,6 @@
 """An optimizer with ``zero=1`` loses nothing when ranks die and join."""
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.membership_controller import become_member, controlling
+from tests.parity.sessions import run_sessions
 from tests.ranks import run_ranks_bare
 
 import ronde.torch as hvd
@@ -159,6 +161,35 @@ def test_without_a_checkpoint_it_says_what_is_lost() -> None:
     for message in (results[0], results[3]):
         assert "must be left on some rank" in message
         assert message.endswith("Give Loop a checkpoint.")
+
+
+def go_on_from_a_loaded_state() -> tuple[Any, Any]:
+    def step(model: torch.nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).square().sum().backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    plain, divided = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    adam = torch.optim.Adam(plain.parameters(), 0.1)
+    for _ in range(3):
+        step(plain, adam)
+    divided.load_state_dict(plain.state_dict())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(divided.parameters(), 0.1), zero=1
+    )
+    optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+    step(plain, adam)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 5))
+    for each in hvd.elastic.Loop(divided, optimizer, data, batch=8, epochs=1):
+        with each:
+            step(divided, optimizer)
+    return plain.weight.tolist(), divided.weight.tolist()
+
+
+def test_a_state_that_was_loaded_before_stays() -> None:
+    for expected, found in run_sessions(2, go_on_from_a_loaded_state):
+        assert found == expected
 
 
 def test_keepers_are_on_other_hosts() -> None:

@@ -163,6 +163,11 @@ class ShardedStep:
         for group, its in zip(self._optimizer.param_groups, options, strict=True):
             group.update(its)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The rank whose share it is, and of how many."""
+        return self._rank, self._size
+
     def recut(self, rank: int, size: int) -> None:
         """Cut for other ranks, and forget all state; ``put`` brings it back."""
         self._rank, self._size = rank, size

@@ -109,10 +109,11 @@ class ShareCopies:
         step, view, num_ranks = newest = max(whole)
         return Found(step, view, [holders[newest][r] for r in range(num_ranks)])
 
-    def forget(self) -> None:
-        """Cut for the ranks of now, without any state."""
+    def begin(self, *, is_new: bool) -> None:
+        """Cut for the ranks of now; what a new training has loaded stays."""
         for each in self.shares:
-            each.recut(rank(), size())
+            if not is_new or each.place != (rank(), size()):
+                each.recut(rank(), size())
 
     @torch.no_grad()
     def bring_back(self, found: Found, model: nn.Module) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class ShareCopies:
 
         Returns what ``take`` was given beside it.
         """
-        self.forget()
+        self.begin(is_new=False)
         version, holder = self._version(found), found.places[0][0]
         # Kept until all have another: those that all have not are of no use any more.
         self._versions = [] if version is None else [version]

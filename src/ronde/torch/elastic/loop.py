@@ -360,7 +360,7 @@ class Loop:
         if found is not None:
             self._load_small_state(copies.bring_back(found, self._model))
         else:
-            copies.forget()
+            copies.begin(is_new=newest == NEW)
             if self._member is not None:
                 self._member.step = NEW
             is_loaded = broadcast_object(self._load_checkpoint(root), root)
