@@ -13,8 +13,6 @@ from collections.abc import Iterator, Set as AbstractSet
 from contextlib import suppress
 from typing import Any
 
-Place = bytes
-"""An address and a port."""
 _ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
 # The kernel's struct sock_filter, BPF_RET with 0: no byte of a packet is taken; and the
 # struct sock_fprog of this one instruction.
@@ -32,7 +30,7 @@ def find_listening(address: str) -> dict[int, int]:
     }
 
 
-def shut_down(places: AbstractSet[Place]) -> None:
+def shut_down(places: AbstractSet[bytes]) -> None:
     """End all connections of this process to and from these places."""
     for _, sock in _own_sockets() if places else ():
         with suppress(OSError):
@@ -49,7 +47,7 @@ def let_nobody_in(listening: dict[int, int]) -> None:
             sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
 
 
-def place_of(listening: dict[int, int]) -> Place:
+def place_of(listening: dict[int, int]) -> bytes:
     """Return where one of these sockets listens; empty without one."""
     return next((_place(sock.getsockname()) for sock in _open(listening)), b"")
 
@@ -73,6 +71,6 @@ def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
                     yield int(name), sock
 
 
-def _place(address: tuple[Any, ...]) -> Place:
+def _place(address: tuple[Any, ...]) -> bytes:
     host, port = address[:2]
     return f"{host} {port}".encode()

@@ -67,7 +67,6 @@ from ronde.collectives.engine import (
 )
 from ronde.collectives.lane import FutureWork
 from ronde.collectives.sockets import (
-    Place,
     find_listening,
     let_nobody_in,
     place_of,
@@ -331,7 +330,7 @@ class Groups:
         self._thread: ThreadPoolExecutor | None = None
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {}
-        self._places: set[Place] = set()
+        self._places: set[bytes] = set()
         self._scope.add(self.abort)
         self._make_gloo("gloo", "cpu")
 

@@ -354,10 +354,10 @@ class Loop:
 
     def _deal(self, copies: ShareCopies, root: int, newest: int) -> None:
         """Have each rank take its share of the newest version that is left."""
-        before, own = self._num_applied, _describe(self._model, self._optimizers)
-        _require_same(own, broadcast_object(own, root))
-        found = copies.find()
+        before, found = self._num_applied, copies.find()
         if found is not None:
+            own = _describe(self._model, self._optimizers)
+            _require_same(own, broadcast_object(own, root))
             self._load_small_state(copies.bring_back(found, self._model))
         else:
             copies.begin(is_new=newest == NEW)
