@@ -13,6 +13,8 @@ from torch import nn
 
 import ronde.torch as hvd
 from ronde.torch.elastic.copies import ShareCopies
+from ronde.torch.elastic.data import ElasticLoader
+from ronde.torch.elastic.training import Training
 
 ROUNDS = 12
 NUM_COLD = 2
@@ -28,14 +30,15 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(adam, model.named_parameters(), zero=1)
     copies = ShareCopies([hvd.DistributedOptimizer.share_of(optimizer)], every=1)
     rows = torch.randn(32, 784)
+    training = Training(model, [optimizer], ElasticLoader(rows, 32), {})
     times: list[tuple[float, float]] = []
-    for number in range(ROUNDS):
+    for _ in range(ROUNDS):
         begun_s = time.perf_counter()
         optimizer.zero_grad()
         model(rows).square().mean().backward()
         optimizer.step()
         stepped_s = time.perf_counter()
-        copies.take(number, model, {})
+        copies.take(training)
         times.append((stepped_s - begun_s, time.perf_counter() - stepped_s))
     step_s, copy_s = map(statistics.median, zip(*times[NUM_COLD:], strict=True))
     if hvd.rank() == 0:

@@ -173,7 +173,7 @@ def lose_one(num_ranks: int, num_spares: int, slots: int) -> tuple[Cost, list[Pl
     controller = Controller(num_ranks, num_spares, slots)
     lost = controller.places[num_ranks // 2]
     exited = encode(Exited(lost.number, -9, 1.0, 0.0, 0.0, ""))
-    settled = encode_text(Settled(controller.view.view, _STEP, ""))
+    settled = encode_text(Settled(controller.view.view, _STEP, _STEP, ""))
     by_host = defaultdict[str, list[RankText]](list)
     for place in controller.view.members:
         if place != lost:

@@ -65,9 +65,11 @@ class Pace(NamedTuple):
     num_ranks: int  # that number
     full_s: float  # for how long
     rest_s: float  # after the last fault
+    is_one_by_one: bool = False  # whether all of who was lost must have left the view
 
 
 USUAL = Pace((0.2, 4.0), 0.5, 5, 15.0, _WINDOW_S)
+ONE_BY_ONE = Pace((0.2, 2.0), 1.0, 4, 60.0, _WINDOW_S, is_one_by_one=True)
 QUICK = Pace((0.1, 1.0), 0.9, 3, 4.0, 4.0)
 
 
@@ -223,8 +225,11 @@ class Breaker:
 
     def _is_full(self, until_s: float) -> bool:
         """Return whether enough ranks are there, or it is too late to wait."""
-        num_safe = len(self.job.safe(set(), set()))
-        return num_safe >= self.pace.num_ranks or time.monotonic() >= until_s
+        job, pace = self.job, self.pace
+        num_safe = len(job.safe(set(), set()))
+        is_over = not (pace.is_one_by_one and job.members & job.doomed)
+        is_full = num_safe >= pace.num_ranks and is_over
+        return is_full or time.monotonic() >= until_s
 
     def _wait_for_all(self) -> None:
         ends_s = time.monotonic() + _START_S
@@ -484,10 +489,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--piece", type=int, default=40, help="faults of one job")
     parser.add_argument("--only", action="append", choices=KINDS, help="this kind")
+    parser.add_argument(
+        "--one-by-one", action="store_true", help="no fault during another"
+    )
     parser.add_argument("--keep", type=Path, help="keep all that ranks write here")
     parser.add_argument("--report", type=Path, help="write the tables to this file")
     options = parser.parse_args()
     kinds = options.only or tuple(KINDS)
+    pace = ONE_BY_ONE if options.one_by_one else USUAL
     pieces: list[Piece] = []
     with tempfile.TemporaryDirectory(prefix="ronde-elastic-soak-") as made:
         kept = options.keep or Path(made)
@@ -499,7 +508,7 @@ def main() -> int:
                     folder = kept.resolve() / f"seed-{seed}"
                     folder.mkdir()
                     count = min(options.piece, options.faults - num)
-                    piece = run_piece(cluster, folder, seed, count, kinds)
+                    piece = run_piece(cluster, folder, seed, count, kinds, pace)
                     pieces.append(piece)
                     if options.report is not None:
                         write_report(options.report, pieces)

@@ -251,9 +251,14 @@ def _stop_briefly(job: Job, fault: Fault) -> None:
 
 def _crash(job: Job, fault: Fault) -> None:
     host = _lose_host(job, fault)
-    job.cluster.cut(host)  # its kernel would close connections
+    _cut_link(job, fault, host)  # its kernel would close connections
     job.cluster.crash(host)
     job.trouble(host, job.chance.uniform(1.0, 8.0), lambda: job.cluster.boot(host))
+
+
+def _cut_link(job: Job, fault: Fault, host: Machine) -> None:
+    job.cluster.cut(host)
+    fault.at_s = time.monotonic()  # on a busy machine that takes its time
 
 
 def _power_off(job: Job, fault: Fault) -> None:
@@ -295,7 +300,7 @@ def _stop_agent(job: Job, fault: Fault) -> None:
 
 def _cut(job: Job, fault: Fault) -> None:
     host = _lose_host(job, fault)
-    job.cluster.cut(host)
+    _cut_link(job, fault, host)
     wait_s = job.chance.uniform(*CUT_S)
     job.trouble(host, wait_s, lambda: job.cluster.restore(host))
 
@@ -360,13 +365,14 @@ def _while_forming(job: Job, fault: Fault) -> None:
 
 
 def _in_turn(job: Job, fault: Fault, acts: Sequence[Act], apart_s: float) -> None:
-    num_done = 0
+    num_done, at_s = 0, fault.at_s
     for act in acts:
         with suppress(ImpossibleError):
             if num_done:
                 time.sleep(job.chance.uniform(0.0, apart_s))
             act(job, fault)
             num_done += 1
+    fault.at_s = at_s
     if num_done < 2:
         raise ImpossibleError
 

@@ -28,6 +28,7 @@ from ronde.membership.view import (
     Entered,
     Finish,
     Leave,
+    Save,
     Settled,
     StopAfter,
     ToRank,
@@ -152,6 +153,9 @@ class Controller:
         if line == "!stop":
             self._stopped_pids.append(process.pid)
             self._lose(process, "was stopped", -signal.SIGSTOP)
+            return
+        if line == "!save":
+            self._send((number,), Save(self._membership.view))
             return
         if line == "!grow":
             self._slots += 1

@@ -193,3 +193,39 @@ def test_a_rank_may_not_leave_early_unnoticed(ronde, rank):
     raising = {f"{n}:{step}": "raise" for n in range(20) for step in range(9, 15)}
     result = run(ronde, {**raising, f"{rank}:3": "exit 0"}, last_view=9)
     assert result.returncode == 1
+
+
+DIVIDED = """
+import os, signal
+import torch
+import ronde.torch as hvd
+from ronde.membership.member import own_member
+
+hvd.init()
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.Adam(model.parameters()), model.named_parameters(), zero=1
+)
+data = torch.utils.data.TensorDataset(torch.randn(8, 4))
+for step in hvd.elastic.Loop(
+    model, optimizer, data, batch=8, epochs=12, copy_every=4
+):
+    with step:
+        if own_member().number == 1 and step.number == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (inputs,) = step.inputs
+        model(inputs).square().sum().backward()
+        optimizer.step()
+"""
+
+
+def test_steps_since_the_last_copy_are_said_to_be_lost(ronde, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(DIVIDED)
+    words = ("-np", "2", "--min-ranks", "1", "--", sys.executable, str(script))
+    result = ronde("run", *words)
+    assert result.returncode == 0, result.stderr
+    first, *_, last = lines(result)
+    text = r".*; 2 ranks became 1 and go on from step 4 after .*s, 3 steps lost\."
+    assert re.fullmatch(text, first)
+    assert last.endswith(" at a standstill, 3 steps lost.")

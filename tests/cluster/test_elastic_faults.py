@@ -1,9 +1,11 @@
 """An elastic job on three hosts that loses its controller, or is split in two."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +64,14 @@ class Training:
     def is_running(self, host) -> bool:
         found = self.cluster.processes(host)
         return any(b"RONDE_COOKIE=" in process.environment for process in found)
+
+    def kill_all(self, host) -> None:
+        """Kill all that runs on a host but its sshd, which starts anew."""
+        for process in self.cluster.processes(host):
+            if process.pid != host.init_pid:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        self.cluster.start_sshd(host)
 
 
 @contextmanager
@@ -155,3 +165,20 @@ def test_a_host_that_is_cut_off_trains_nothing_and_comes_back(cluster, tmp_path)
         assert job.launcher.wait(LIMIT_S) == 0, job.output()
     assert "a rank joins on node3; 2 ranks became 3 and go on" in job.output()
     assert problems_of(tmp_path) == []
+
+
+def test_a_rank_that_starts_elsewhere_does_not_hide_that_a_host_is_silent(
+    cluster, tmp_path
+):
+    _, second, third = cluster.hosts
+    hosts = "node1:1,node2:1,node3:1"
+    with training(cluster, tmp_path, hosts, "--cooldown", "3s,3s") as job:
+        job.kill_all(second)
+        job.wait(lambda: job.applied()[-1].view == 1)
+        cut_s = time.monotonic()
+        cluster.cut(third)
+        job.wait(lambda: job.applied()[-1].view == 2)
+        first_after = next(each for each in job.applied() if each.view == 2)
+        assert first_after.at_s - cut_s < LEASE_S + 2.0, job.output()
+        (tmp_path / "finish").touch()
+        assert job.launcher.wait(LIMIT_S) == 0, job.output()

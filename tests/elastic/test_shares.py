@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.ranks import run_ranks_bare
 
 import ronde.torch as hvd
 from ronde.errors import UsageError
+from ronde.membership.member import own_member
 from ronde.membership.policy import Rules
 from ronde.torch.elastic import copies
 
@@ -50,6 +52,10 @@ def train(claim: Any, path: str, orders: Orders, zero: int = 1, **options: Any) 
             loss = (model(rows) - wanted).square().mean()
             if order == "grow":
                 channel.order("grow")
+            elif order == "save":
+                channel.order("save")
+                while not own_member().is_save_asked:
+                    time.sleep(0.001)
             elif order == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             loss.backward()
@@ -153,6 +159,23 @@ def test_a_share_that_is_lost_with_its_copy_comes_from_a_checkpoint(
         )
     assert_as_expected(results, expected)
     assert results[0][0] == [*range(7), *range(4, STEPS)]
+
+
+def save(claim: Any, path: str, folder: str, orders: Orders) -> Any:
+    return train(
+        claim, path, orders, copy_every=4, checkpoint=folder, checkpoint_every=1000
+    )
+
+
+def test_a_checkpoint_that_is_asked_for_follows_the_next_copy(
+    tmp_path: Path, expected: list[torch.Tensor]
+) -> None:
+    for size, orders in ((3, {(0, 1): "save"}), (2, {})):
+        with controlling(size) as (_, path):
+            results = run_ranks_bare(size, save, path, str(tmp_path), orders)
+        assert_as_expected(results, expected)
+        assert [each.name for each in tmp_path.iterdir()] == ["step-4.pt"]
+    assert results[0][0] == list(range(4, STEPS))
 
 
 def test_without_a_checkpoint_it_says_what_is_lost() -> None:

@@ -35,7 +35,7 @@ A, B = "a", "b"
 @pytest.mark.parametrize(
     ("message", "kinds"),
     [
-        (Settled(NO_VIEW, NEW, ""), FROM_RANK),
+        (Settled(NO_VIEW, NEW, NEW, ""), FROM_RANK),
         (AtStep(3, 12), FROM_RANK),
         (Entered(3, 7), FROM_RANK),
         (Done(3, 99), FROM_RANK),

@@ -186,7 +186,9 @@ class AgentNode(messages.MessageWriter):
             )
 
     def watch(self, *, is_watched: bool) -> None:
-        """Count silence from now on, or do not."""
+        """Count silence from now on, or do not; what was counted before, counts."""
+        if is_watched and self._is_watched:
+            return
         self._is_watched = is_watched and not self.is_here
         self.heard()
 

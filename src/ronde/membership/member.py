@@ -57,6 +57,7 @@ class Member:
         self.number = number
         self.step = NEW
         self.saved_step = NEW  # that a failure goes back to, where that is one before
+        self.applied = NEW  # what was applied, where this process then went back
         self.view = View(NO_VIEW, ())  # the last that this process was part of
         self.reason = ""  # why the view is over; empty while it is not
         self.is_save_asked = False
@@ -91,7 +92,8 @@ class Member:
             LaunchError: The launcher is gone.
         """
         self.step = step
-        self._say(Settled(self.view.view, step, reason))
+        applied, self.applied = max(step, self.applied), NEW
+        self._say(Settled(self.view.view, step, applied, reason))
         with self._news:
             self._news.wait_for(
                 lambda: self._begun or self._is_gone or self._is_finished

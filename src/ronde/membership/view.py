@@ -49,7 +49,8 @@ class Settled(NamedTuple):
     """
 
     view: int  # the last that it took part in; NO_VIEW for a new process
-    step: int  # how many it has applied; NEW without any state
+    step: int  # of the state that it has: how many were applied; NEW without any
+    applied: int  # how many it had applied, where that state is an older copy
     reason: str  # why it cannot go on, in half a sentence; empty if it was asked
 
 

@@ -150,7 +150,9 @@ class ElasticRunning(Running):
         is_new = isinstance(message, view.Settled) and message.view == view.NO_VIEW
         if self._is_stopping or not (is_new or message.view == self._view.view):
             return
-        if not isinstance(message, view.Entered):
+        if isinstance(message, view.Settled):
+            self._log.note_step(message.applied)
+        elif not isinstance(message, view.Entered):
             self._log.note_step(message.step)
         match message:
             case view.Settled():

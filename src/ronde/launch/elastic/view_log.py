@@ -19,7 +19,7 @@ class ViewLog:
         self._order: policy.BeginView | None = None  # that the view began by
         self._size_before = 0  # of the view before
         self._running: dict[int, int] = {}  # members of the view that run: their step
-        self._best_step = NEW  # the most that were ever applied, as far as known
+        self._best_step = NEW  # the most that were applied, as far as known
 
     def begin_change(self) -> None:
         """Note that the view is over, or is to stop."""
@@ -64,6 +64,7 @@ class ViewLog:
             order.reason,
         )
         self.records.append(record)
+        self._best_step = newest
         return describe_view(record, self._size_before) if self._size_before else ""
 
 

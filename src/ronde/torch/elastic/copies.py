@@ -16,10 +16,11 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ronde.errors import UsageError
 from ronde.membership.view import NEW
+from ronde.torch.elastic.training import Training
 from ronde.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -72,8 +73,8 @@ class ShareCopies:
         """Say whether to take a version of this step."""
         return step % self._every == 0
 
-    def take(self, step: int, model: nn.Module, rest: dict[str, Any]) -> None:
-        """Make a version of what is there now, and of ``rest``; collective."""
+    def take(self, training: Training) -> None:
+        """Make a version of what is there now; collective."""
         view = current_session().view
         hosts = [place.host for place in view.members] if view else [""]
         own = pack([each.pieces() for each in self.shares])
@@ -85,10 +86,11 @@ class ShareCopies:
             received = alltoall(own, splits, name="elastic.copies")
             shares[keepers.index(rank())] = received[0]
         number = view.view if view else 0
-        buffers = {name: each.clone() for name, each in model.named_buffers()}
+        named = training.model.named_buffers()
+        buffers = {name: each.clone() for name, each in named}
         options = [each.options for each in self.shares]
-        kept = deepcopy((rest, options))
-        made = Version(step, number, size(), shares, buffers, kept)
+        kept = deepcopy((training.small_state(), options))
+        made = Version(training.num_applied, number, size(), shares, buffers, kept)
         self._versions = [*self._versions[1 - _KEPT :], made]
 
     def find(self) -> Found | None:
@@ -116,20 +118,17 @@ class ShareCopies:
                 each.recut(rank(), size())
 
     @torch.no_grad()
-    def bring_back(self, found: Found, model: nn.Module) -> dict[str, Any]:
-        """Have each rank take its new share, and all else; collective.
-
-        Returns what ``take`` was given beside it.
-        """
+    def bring_back(self, found: Found, training: Training) -> None:
+        """Have each rank take its new share, and all else; collective."""
         self.begin(is_new=False)
         version, holder = self._version(found), found.places[0][0]
         # Kept until all have another: those that all have not are of no use any more.
         self._versions = [] if version is None else [version]
-        for name, buffer in model.named_buffers():
+        for name, buffer in training.model.named_buffers():
             if version is not None:
                 buffer.copy_(version.buffers[name])
         shared = {id(p) for each in self.shares for p in each.parameters}
-        named = model.state_dict(keep_vars=True).items()
+        named = training.model.state_dict(keep_vars=True).items()
         others = {name: t.data for name, t in named if id(t) not in shared}
         broadcast_parameters(others, holder)
         for owner, (sender, numel) in enumerate(found.places):
@@ -141,10 +140,10 @@ class ShareCopies:
             for each, pieces in zip(self.shares, unpack(packed), strict=True):
                 each.put([SharePiece(*piece) for piece in pieces])
         kept = broadcast_object(version and version.rest, holder)
-        rest, options = deepcopy(kept)
+        small, options = deepcopy(kept)
         for each, its in zip(self.shares, options, strict=True):
             each.options = its
-        return rest
+        training.load_small_state(small)
 
     def _version(self, found: Found) -> Version | None:
         same = [v for v in self._versions if (v.step, v.view) == found[:2]]

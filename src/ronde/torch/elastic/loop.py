@@ -18,7 +18,6 @@ Note [What a step leaves behind]
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -32,17 +31,16 @@ from ronde.membership.view import NEW, ViewBegins
 from ronde.torch.elastic.checkpoint import Checkpoints
 from ronde.torch.elastic.copies import ShareCopies
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
+from ronde.torch.elastic.training import Training, require_same
 from ronde.torch.elastic.weights import GradientWeights
-from ronde.torch.functions import (
-    OptimizerState,
-    broadcast_object,
-    broadcast_parameters,
-)
+from ronde.torch.functions import broadcast_object
 from ronde.torch.lifetime import reform, shorten
+from ronde.torch.mpi_ops import Max, allreduce
 from ronde.torch.optimizer import DistributedOptimizer
 from ronde.torch.session import current_session, rank, size
 
 _logger = logging.getLogger("ronde")
+_SAVE = "elastic.save"
 _NO_COPY = (
     "each rank's share of the optimizer's state must be left on some rank, got none of "
     "ranks that were lost together with those that kept their copies. Give Loop a "
@@ -142,20 +140,20 @@ class Loop:
         checkpoint: str = "",
         checkpoint_every: int = 1000,
     ) -> None:
-        self._model = model
         self._optimizers = cast(
             "list[Optimizer]",
             list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
         )
         self._data = _as_source(data, batch, epochs)
-        self._objects = dict(objects or {})
+        self._training = Training(
+            model, self._optimizers, self._data, dict(objects or {})
+        )
         self._on_change = on_change
         self._checkpoints = Checkpoints(checkpoint, checkpoint_every)
         self._member: Member | None = own_member()
-        self._num_applied = self._written = 0  # steps
+        self._written = 0  # the step of the newest checkpoint
         self._step: Step | None = None  # under way
         self._num_stepped = 0  # of its optimizers
-        self._position = self._data.position  # of the applied steps
         self._saved: dict[str, Tensor] = {}
         self._generators: list[Tensor] = []
         self.weights = GradientWeights(model.parameters(), *self._optimizers)
@@ -166,7 +164,7 @@ class Loop:
     @property
     def num_applied(self) -> int:
         """How many steps are applied, by all ranks that ever were."""
-        return self._num_applied
+        return self._training.num_applied
 
     def __iter__(self) -> Iterator[Step]:
         if self._member is None:
@@ -202,8 +200,8 @@ class Loop:
             try:
                 is_over = ""
                 if self._member is not None:
-                    self._member.allow(self._num_applied + 1)
-                    is_over = self._member.should_settle(self._num_applied)
+                    self._member.allow(self._training.num_applied + 1)
+                    is_over = self._member.should_settle(self._training.num_applied)
                 # Not before: what follows the step may change objects, too.
                 self._keep(is_over)
                 if is_over:
@@ -215,7 +213,7 @@ class Loop:
             except CollectiveError as error:
                 self._recover(error)
             else:
-                self._step = Step(self, share, self._num_applied)
+                self._step = Step(self, share, self._training.num_applied)
                 return self._step
 
     def begin_step(self, step: Step) -> None:
@@ -252,14 +250,15 @@ class Loop:
 
     def _apply(self, step: Step) -> None:
         step.is_applied = True
-        self._position = step.share.position
-        self._num_applied = step.number + 1
+        self._training.position = step.share.position
+        self._training.num_applied = step.number + 1
         if self._member is not None:
-            self._member.step = self._num_applied
+            self._member.step = self._training.num_applied
 
     def _keep(self, is_over: str) -> None:
         """Keep copies, and write a checkpoint, of the applied steps where it is due."""
-        step, copies, member = self._num_applied, self._copies, self._member
+        training, copies, member = self._training, self._copies, self._member
+        step = training.num_applied
         is_due = step != self._written and self._checkpoints.is_due(step)
         if copies is None:
             if member is not None and member.is_save_asked:
@@ -267,18 +266,22 @@ class Loop:
         else:
             is_wanted = is_over or copies.is_due(step)
             if member is not None and is_wanted and copies.newest != step:
-                copies.take(step, self._model, self._small_state())
+                copies.take(training)
+                # Only rank 0 is asked, and all give it their shares.
+                asked, member.is_save_asked = member.is_save_asked, False
+                is_asked = allreduce(torch.tensor([int(asked)]), name=_SAVE, op=Max)
+                is_due = is_due or bool(is_asked)
             for each in self._optimizers if is_due else ():
                 cast("DistributedOptimizer", each).consolidate_state_dict()
         if is_due:
             self._written = step
             if rank() == 0:
-                self._checkpoints.write(step, self._state_dict())
+                self._checkpoints.write(step, training.state_dict())
 
     def _undo(self) -> None:
         _copy_from(self._saved, self._undone())
         _write_generators(self._generators)
-        self._data.seek(self._position, rank(), size())
+        self._data.seek(self._training.position, rank(), size())
 
     def _save(self, tensors: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -291,35 +294,21 @@ class Loop:
 
     def _undone(self) -> dict[str, Tensor]:
         """Return what is put back when a step fails."""
-        is_all = len(self._optimizers) > 1 and self._copies is None
-        return self._tensors() if is_all else self._buffers()
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return dict(self._model.named_buffers())
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return all that a step may change: parameters, buffers, optimizers' state."""
-        tensors = self._model.state_dict()
-        for index, each in enumerate(self._optimizers):
-            states = enumerate(each.state.values())
-            tensors |= {
-                f"optimizer{index}.{number}.{name}": value
-                for number, state in states
-                for name, value in state.items()
-                if isinstance(value, Tensor)
-            }
-        return tensors
+        if len(self._optimizers) > 1 and self._copies is None:
+            return self._training.tensors()
+        return dict(self._training.model.named_buffers())
 
     # Views
 
     def _recover(self, error: CollectiveError) -> None:
-        _logger.info("Step %d fails: %s", self._num_applied, error)
+        _logger.info("Step %d fails: %s", self._training.num_applied, error)
         self._go_on(shorten(error))
 
     def _go_on(self, reason: str = "") -> None:
         """Leave the view; return as a rank of a later one, with the newest state."""
         while True:
             if self._copies is not None and self._member is not None:
+                self._member.applied = self._training.num_applied
                 self._member.step = self._copies.newest
             try:
                 self._settle_in(reform(reason))
@@ -332,112 +321,52 @@ class Loop:
     def _settle_in(self, begins: ViewBegins | None) -> None:
         """Take over the state that counts, and this rank's part of the data."""
         root = current_session().source
+        newest = NEW if begins is None else begins.step
         if self._copies is not None:
-            self._deal(self._copies, root, NEW if begins is None else begins.step)
+            self._deal(self._copies, root, newest)
         elif begins is None or not begins.is_equal:
-            if begins is None or begins.step == NEW:
+            if newest == NEW:
                 self._load_checkpoint(root)
-            self._broadcast(root, NEW if begins is None else begins.step)
-        self._data.seek(self._position, rank(), size())
+            self._training.broadcast(root, newest, self._member)
+        self._data.seek(self._training.position, rank(), size())
         if self._on_change is not None:
             self._on_change()
         if self._member is not None:
-            self._member.step = self._num_applied
+            self._member.step = self._training.num_applied
             self._member.running()
 
     def _load_checkpoint(self, root: int) -> bool:
         found = self._checkpoints.read_newest() if rank() == root else None
         if found is not None:
-            self._load_state_dict(found)
+            self._training.load_state_dict(found)
             _logger.warning("Goes on from step %d, of a checkpoint.", found["step"])
         return found is not None
 
     def _deal(self, copies: ShareCopies, root: int, newest: int) -> None:
         """Have each rank take its share of the newest version that is left."""
-        before, found = self._num_applied, copies.find()
+        training, member = self._training, self._member
+        found = copies.find()
         if found is not None:
-            own = _describe(self._model, self._optimizers)
-            _require_same(own, broadcast_object(own, root))
-            self._load_small_state(copies.bring_back(found, self._model))
+            own = training.describe()
+            require_same(own, broadcast_object(own, root))
+            copies.bring_back(found, training)
         else:
             copies.begin(is_new=newest == NEW)
-            if self._member is not None:
-                self._member.step = NEW
+            if member is not None:
+                member.step = NEW
             is_loaded = broadcast_object(self._load_checkpoint(root), root)
             if newest != NEW and not is_loaded:
                 raise UsageError(_NO_COPY)
-            self._broadcast(root, NEW)
-        if self._member is not None:
-            copies.take(self._num_applied, self._model, self._small_state())
-        again = before - self._num_applied
-        if again > 0 and rank() == 0:
-            _logger.warning("%d steps without copies are done again.", again)
-
-    def _broadcast(self, root: int, newest: int) -> None:
-        own = _describe(self._model, self._optimizers)
-        optimizers = [OptimizerState(each, self._model) for each in self._optimizers]
-        sent = None
-        if rank() == root:
-            sent = own, [each.plain for each in optimizers], self._small_state()
-        # All at once: each exchange takes milliseconds.
-        theirs, plain, small = broadcast_object(sent, root)
-        _require_same(own, theirs)
-        member, kept = self._member, None
-        # Half of another's state is none, unless it is the same. Those that are a step
-        # behind keep theirs: the only rank that is not may be lost meanwhile.
-        if member is not None and member.step != newest:
-            kept = None if member.step == NEW else deepcopy(self._state_dict())
-            member.step = NEW
-        try:
-            if rank() != root:
-                for state, each in zip(optimizers, plain, strict=True):
-                    state.expect(each)
-            named = list(_named_tensors(self._model, optimizers))
-            broadcast_parameters(named, root)
-            for state in optimizers:
-                state.load()
-            if rank() != root:
-                self._load_small_state(small)
-        except CollectiveError:
-            if member is not None and kept is not None:
-                self._load_state_dict(kept)
-                member.step = self._num_applied
-            raise
-
-    def _small_state(self) -> dict[str, Any]:
-        return {
-            "step": self._num_applied,
-            "position": tuple(self._position),
-            "data": self._data.state_dict(),
-            "objects": {name: o.state_dict() for name, o in self._objects.items()},
-        }
-
-    def _load_small_state(self, state: dict[str, Any]) -> None:
-        self._num_applied = state["step"]
-        self._data.load_state_dict(state["data"])
-        self._position = type(self._position)(*state["position"])
-        for name, each in self._objects.items():
-            each.load_state_dict(state["objects"][name])
-
-    def _state_dict(self) -> dict[str, Any]:
-        return {
-            **self._small_state(),
-            "model": self._model.state_dict(),
-            "optimizers": [each.state_dict() for each in self._optimizers],
-        }
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self._model.load_state_dict(state["model"])
-        for each, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            each.load_state_dict(saved)
-        self._load_small_state(state)
+            training.broadcast(root, NEW, member)
+        if member is not None:
+            copies.take(training)
 
     def _finish(self) -> bool:
         """Return whether all have applied the last step; else go on."""
         if self._member is None:
             return True
         try:
-            self._member.done(self._num_applied)
+            self._member.done(self._training.num_applied)
         except CollectiveError as error:
             self._recover(error)
             return False
@@ -498,37 +427,3 @@ def _write_generators(states: list[Tensor]) -> None:
         torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
-
-
-def _named_tensors(
-    model: nn.Module, optimizers: Sequence[OptimizerState]
-) -> Iterator[tuple[str, Tensor]]:
-    for name, value in model.state_dict().items():
-        if isinstance(value, Tensor):
-            yield f"model.{name}", value
-    for index, state in enumerate(optimizers):
-        for number, tensor in enumerate(state.tensors):
-            yield f"optimizer{index}.{number}", tensor
-
-
-def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
-    tensors = model.state_dict().items()
-    return [
-        f"torch {torch.__version__}",
-        *(f"{type(each).__name__} as optimizer" for each in optimizers),
-        *(f"{n} of {list(t.shape)} {t.dtype}" for n, t in tensors),
-    ]
-
-
-def _require_same(own: list[str], theirs: list[str]) -> None:
-    for mine, other in zip(own, theirs, strict=False):
-        if mine != other:
-            raise UsageError(
-                f"a rank that joins must have the others' {other}, got {mine}. Start "
-                "the same program, with the same versions, on every host."
-            )
-    if len(own) != len(theirs):
-        raise UsageError(
-            f"a rank that joins must have the others' model, got {len(own)} parts of "
-            f"{len(theirs)}. Start the same program on every host."
-        )

@@ -1,0 +1,158 @@
+"""All that a training has come to, and how ranks that have less of it take it over."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ronde.errors import CollectiveError, UsageError
+from ronde.membership.member import Member
+from ronde.membership.view import NEW
+from ronde.torch.elastic.data import DataSource
+from ronde.torch.functions import (
+    OptimizerState,
+    broadcast_object,
+    broadcast_parameters,
+)
+from ronde.torch.session import rank
+
+
+class Training:
+    """The model, the optimizers and all else, after ``num_applied`` steps.
+
+    Attributes:
+        objects: What else has ``state_dict()`` and ``load_state_dict()``, by name.
+        num_applied: How many steps are applied, by all ranks that ever were.
+        position: Of the applied steps, in the data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        data: DataSource,
+        objects: Mapping[str, Any],
+    ) -> None:
+        self.model, self.optimizers = model, optimizers
+        self.data, self.objects = data, objects
+        self.num_applied = 0
+        self.position = data.position
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all that a step may change: parameters, buffers, optimizers' state."""
+        tensors = self.model.state_dict()
+        for index, each in enumerate(self.optimizers):
+            states = enumerate(each.state.values())
+            tensors |= {
+                f"optimizer{index}.{number}.{name}": value
+                for number, state in states
+                for name, value in state.items()
+                if isinstance(value, Tensor)
+            }
+        return tensors
+
+    def small_state(self) -> dict[str, Any]:
+        """Return all but the model's and the optimizers' state."""
+        return {
+            "step": self.num_applied,
+            "position": tuple(self.position),
+            "data": self.data.state_dict(),
+            "objects": {name: o.state_dict() for name, o in self.objects.items()},
+        }
+
+    def load_small_state(self, state: dict[str, Any]) -> None:
+        """Take over what ``small_state`` has returned."""
+        self.num_applied = state["step"]
+        self.data.load_state_dict(state["data"])
+        self.position = type(self.position)(*state["position"])
+        for name, each in self.objects.items():
+            each.load_state_dict(state["objects"][name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, as checkpoints have it."""
+        return {
+            **self.small_state(),
+            "model": self.model.state_dict(),
+            "optimizers": [each.state_dict() for each in self.optimizers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` has returned."""
+        self.model.load_state_dict(state["model"])
+        for each, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            each.load_state_dict(saved)
+        self.load_small_state(state)
+
+    def describe(self) -> list[str]:
+        """Return what must be the same on all ranks."""
+        tensors = self.model.state_dict().items()
+        return [
+            f"torch {torch.__version__}",
+            *(f"{type(each).__name__} as optimizer" for each in self.optimizers),
+            *(f"{n} of {list(t.shape)} {t.dtype}" for n, t in tensors),
+        ]
+
+    def broadcast(self, root: int, newest: int, member: Member | None) -> None:
+        """Have all ranks take over the root's; collective.
+
+        Args:
+            root: A rank that has the newest state.
+            newest: Its step.
+            member: This process, in an elastic job; its ``step`` says what it has.
+        """
+        own = self.describe()
+        optimizers = [OptimizerState(each, self.model) for each in self.optimizers]
+        sent = None
+        if rank() == root:
+            sent = own, [each.plain for each in optimizers], self.small_state()
+        # All at once: each exchange takes milliseconds.
+        theirs, plain, small = broadcast_object(sent, root)
+        require_same(own, theirs)
+        kept = None
+        # Half of another's state is none, unless it is the same. Those that are a step
+        # behind keep theirs: the only rank that is not may be lost meanwhile.
+        if member is not None and member.step != newest:
+            kept = None if member.step == NEW else deepcopy(self.state_dict())
+            member.step = NEW
+        try:
+            if rank() != root:
+                for state, each in zip(optimizers, plain, strict=True):
+                    state.expect(each)
+            broadcast_parameters(list(self._named_tensors(optimizers)), root)
+            for state in optimizers:
+                state.load()
+            if rank() != root:
+                self.load_small_state(small)
+        except CollectiveError:
+            if member is not None and kept is not None:
+                self.load_state_dict(kept)
+                member.step = self.num_applied
+            raise
+
+    def _named_tensors(
+        self, optimizers: Sequence[OptimizerState]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, Tensor):
+                yield f"model.{name}", value
+        for index, state in enumerate(optimizers):
+            for number, tensor in enumerate(state.tensors):
+                yield f"optimizer{index}.{number}", tensor
+
+
+def require_same(own: list[str], theirs: list[str]) -> None:
+    """Raise ``UsageError`` unless two ranks' descriptions are equal."""
+    for mine, other in zip(own, theirs, strict=False):
+        if mine != other:
+            raise UsageError(
+                f"a rank that joins must have the others' {other}, got {mine}. Start "
+                "the same program, with the same versions, on every host."
+            )
+    if len(own) != len(theirs):
+        raise UsageError(
+            f"a rank that joins must have the others' model, got {len(own)} parts of "
+            f"{len(theirs)}. Start the same program on every host."
+        )
