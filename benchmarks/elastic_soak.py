@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -73,12 +74,22 @@ ONE_BY_ONE = Pace((0.2, 2.0), 1.0, 4, 60.0, _WINDOW_S, is_one_by_one=True)
 QUICK = Pace((0.1, 1.0), 0.9, 3, 4.0, 4.0)
 
 
+class Plan(NamedTuple):
+    """What breaks how fast, and what is trained."""
+
+    kinds: Sequence[str] = tuple(KINDS)
+    pace: Pace = USUAL
+    is_divided: bool = False  # whether with zero=1
+
+
 class Held(NamedTuple):
     """What a process holds."""
 
+    at_s: float
     descriptors: int
     threads: int
     rss_mib: float
+    kinds: Counter[str]  # of both: what they are
 
 
 @dataclass(slots=True)
@@ -147,8 +158,10 @@ class Sampler:
                     before = max(getattr(each, what) for each in early)
                     after = min(getattr(each, what) for each in late)
                     if after > before + allowed:
+                        more = dict(late[-1].kinds - early[-1].kinds)
                         wrong.append(
-                            f"{what} of {name} with {key} ranks: {before} -> {after}"
+                            f"{what} of {name} with {key} ranks: {before} -> {after} "
+                            f"for {late[-1].at_s - late[0].at_s:.0f} s, {more}"
                         )
         return wrong
 
@@ -160,14 +173,22 @@ class Sampler:
 
 def held_by(pid: int) -> Held:
     folder = Path(f"/proc/{pid}")
-    num = len(list((folder / "fd").iterdir()))
+    kinds: Counter[str] = Counter()
+    for link in (folder / "fd").iterdir():
+        kinds[re.sub(r":?\[?\d+\]?", "", str(link.readlink()))] += 1
+    num = kinds.total()
+    for thread in (folder / "task").iterdir():
+        kinds[f"thread {(thread / 'comm').read_text().strip()}"] += 1
     status = (folder / "status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     rss_mib = int(fields["VmRSS"].split()[0]) / 1024
-    return Held(num, int(fields["Threads"]), round(rss_mib, 1))
+    threads = int(fields["Threads"])
+    return Held(time.monotonic(), num, threads, round(rss_mib, 1), kinds)
 
 
-def start(cluster: Cluster, folder: Path, chance: random.Random) -> Job:
+def start(
+    cluster: Cluster, folder: Path, chance: random.Random, *, is_divided: bool
+) -> Job:
     """Start the job; the last host has the controller alone."""
     *hosts, head = cluster.hosts
     (folder / "hosts").write_text("")
@@ -176,7 +197,7 @@ def start(cluster: Cluster, folder: Path, chance: random.Random) -> Job:
         *("--ssh-args", f"-F {cluster.ssh_config}"),
         *("--host-discovery", str(folder / "hosts"), "--cooldown", "1s,4s"),
         *("--min-ranks", "1", "--max-ranks", str(PER_HOST * len(hosts)), "--"),
-        *(sys.executable, _RANK, str(folder)),
+        *(sys.executable, _RANK, str(folder), *(["zero"] if is_divided else [])),
     ]
     job = Job(cluster, hosts, None, folder, chance)  # pyright: ignore[reportArgumentType]
     job.list_hosts()
@@ -190,11 +211,9 @@ def start(cluster: Cluster, folder: Path, chance: random.Random) -> Job:
 class Breaker:
     """Breaks a job, fault by fault, and follows it to its end."""
 
-    def __init__(
-        self, job: Job, num_faults: int, kinds: Sequence[str], pace: Pace
-    ) -> None:
+    def __init__(self, job: Job, num_faults: int, plan: Plan) -> None:
         self.job, self.num_faults = job, num_faults
-        self.kinds, self.pace = kinds, pace
+        self.kinds, self.pace, _ = plan
         self.faults: list[Fault] = []
         self.sampler = Sampler()
         self.wrong: list[str] = []
@@ -328,14 +347,13 @@ def run_piece(
     folder: Path,
     seed: int,
     num_faults: int,
-    kinds: Sequence[str] = tuple(KINDS),
-    pace: Pace = USUAL,
+    plan: Plan = Plan(),  # noqa: B008  immutable
 ) -> Piece:
     """Run one job, break it ``num_faults`` times, and judge it."""
     piece = Piece(seed)
     begun_s = time.monotonic()
-    job = start(cluster, folder, random.Random(seed))
-    breaker = Breaker(job, num_faults, kinds, pace)
+    job = start(cluster, folder, random.Random(seed), is_divided=plan.is_divided)
+    breaker = Breaker(job, num_faults, plan)
     is_over = False
     try:
         breaker.run()
@@ -354,7 +372,7 @@ def run_piece(
     piece.wrong += left if is_over else []
     marks = read_marks(folder)
     if is_over:
-        piece.wrong += problems_of(folder)
+        piece.wrong += problems_of(folder, is_divided=plan.is_divided)
         piece.wrong += breaker.sampler.grown()
     output = (folder / "output").read_text(errors="replace")
     piece.wrong += [line for line in output.splitlines() if "terminate called" in line]
@@ -492,11 +510,12 @@ def main() -> int:
     parser.add_argument(
         "--one-by-one", action="store_true", help="no fault during another"
     )
+    parser.add_argument("--zero", action="store_true", help="train with zero=1")
     parser.add_argument("--keep", type=Path, help="keep all that ranks write here")
     parser.add_argument("--report", type=Path, help="write the tables to this file")
     options = parser.parse_args()
-    kinds = options.only or tuple(KINDS)
     pace = ONE_BY_ONE if options.one_by_one else USUAL
+    plan = Plan(options.only or tuple(KINDS), pace, options.zero)
     pieces: list[Piece] = []
     with tempfile.TemporaryDirectory(prefix="ronde-elastic-soak-") as made:
         kept = options.keep or Path(made)
@@ -508,7 +527,7 @@ def main() -> int:
                     folder = kept.resolve() / f"seed-{seed}"
                     folder.mkdir()
                     count = min(options.piece, options.faults - num)
-                    piece = run_piece(cluster, folder, seed, count, kinds, pace)
+                    piece = run_piece(cluster, folder, seed, count, plan)
                     pieces.append(piece)
                     if options.report is not None:
                         write_report(options.report, pieces)

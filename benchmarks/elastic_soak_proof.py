@@ -60,31 +60,35 @@ def read_marks(folder: Path) -> list[Mark]:
     return sorted(marks)
 
 
-def applied_for_good(
-    entries: Sequence[Entry], marks: Sequence[Mark]
-) -> tuple[list[Entry], list[str]]:
-    """Return the entries without applied steps that were lost with all who had them.
-
-    A view that begins at a step undoes those from it on. Only ranks that are lost may
-    have applied one of them.
-    """
-    begins: dict[int, int] = {}
-    latest: dict[int, int] = defaultdict(lambda: -1)
-    for mark in marks:
-        if mark.is_view:
-            begins[mark.view] = mark.step
-        elif not mark.is_end:
-            latest[mark.member] = max(latest[mark.member], mark.view)
+def find_undone(marks: Sequence[Mark]) -> dict[int, int]:
+    """Return of each view the first step that a later one undoes."""
+    begins = {mark.view: mark.step for mark in marks if mark.is_view}
     undone_from: dict[int, int] = {}
     least = sys.maxsize
     for view in sorted(begins, reverse=True):
         undone_from[view] = least
         least = min(least, begins[view])
+    return undone_from
+
+
+def applied_for_good(
+    entries: Sequence[Entry], marks: Sequence[Mark], *, is_divided: bool
+) -> tuple[list[Entry], list[str]]:
+    """Return the entries without applied steps that were lost with all who had them.
+
+    A view that begins at a step undoes those from it on. Only ranks that are lost may
+    have applied one of them, unless the optimizer's state is divided.
+    """
+    latest: dict[int, int] = defaultdict(lambda: -1)
+    for mark in marks:
+        if not (mark.is_view or mark.is_end):
+            latest[mark.member] = max(latest[mark.member], mark.view)
+    undone_from = find_undone(marks)
     kept: list[Entry] = []
     wrong: list[str] = []
     for entry in entries:
         is_undone = entry.is_applied and entry.step >= undone_from[entry.view]
-        if is_undone and latest[entry.member] > entry.view:
+        if is_undone and latest[entry.member] > entry.view and not is_divided:
             wrong.append(
                 f"step {entry.step} of view {entry.view} was undone, but process "
                 f"{entry.member} had applied it and went on"
@@ -133,23 +137,28 @@ def replay(entries: Sequence[Entry]) -> tuple[list[int], int]:
     return found, max(shares, default=-1) + 1
 
 
-def problems_of(folder: Path) -> list[str]:
+def problems_of(folder: Path, *, is_divided: bool = False) -> list[str]:
     """Return what is wrong with a training that has ended, in words."""
     marks = read_marks(folder)
     ends = [mark for mark in marks if mark.is_end]
     if not ends:
         return ["no rank has reached the end"]
-    entries, wrong = applied_for_good(ledger.read(folder.glob("ledger-*")), marks)
+    entries, wrong = applied_for_good(
+        ledger.read(folder.glob("ledger-*")), marks, is_divided=is_divided
+    )
     num_epochs = max((e.epoch for e in entries), default=-1) + 1
     wrong += ledger.problems_of(entries, NUM_SAMPLES, num_epochs, batch_size=BATCH)
     expected, num_steps = replay(entries)
     if {mark.step for mark in ends} != {num_steps}:
         wrong.append(f"ranks end after steps {[m.step for m in ends]} of {num_steps}")
+    undone_from = find_undone(marks)
     for mark in marks:
         last = mark.step if not (mark.is_view or mark.is_end) else mark.step - 1
         is_good = last < 0 or (last < len(expected) and expected[last] == mark.checksum)
-        # One that was undone has weights of its own.
-        if not is_good and (mark.is_end or mark.is_view):
+        # What was undone had weights of its own: a step, or the beginning of a view
+        # whose shares were lost with their copies.
+        is_undone = is_divided and last >= undone_from[mark.view]
+        if not (is_good or is_undone) and (mark.is_end or mark.is_view):
             what = "at the end" if mark.is_end else f"at the beginning of {mark.view}"
             wrong.append(f"process {mark.member} has other weights {what}")
     return wrong

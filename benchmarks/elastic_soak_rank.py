@@ -1,4 +1,4 @@
-"""A rank of what ``elastic_soak.py`` breaks: ``elastic_soak_rank.py FOLDER``.
+"""A rank of what ``elastic_soak.py`` breaks: ``elastic_soak_rank.py FOLDER [zero]``.
 
 Rank's own files in the folder, by its process's number: what it did to which samples
 (``ledger-*``), and when it was in which view and had applied which step, with a
@@ -115,8 +115,8 @@ class Ending:
         self._loader.epochs = state["epochs"]
 
 
-def main(folder: Path) -> None:
-    """Train until all are told to finish."""
+def main(folder: Path, *, is_divided: bool) -> None:
+    """Train until all are told to finish; divided, each has a share of the velocity."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     torch.set_num_threads(1)
@@ -137,13 +137,22 @@ def main(folder: Path) -> None:
 
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
-        Momentum(model.parameters()), named_parameters=model.named_parameters()
+        Momentum(model.parameters()),
+        named_parameters=model.named_parameters(),
+        zero=int(is_divided),
     )
     samples = torch.utils.data.TensorDataset(*make_samples())
     loader = hvd.elastic.ElasticLoader(samples, BATCH, seed=3)
     ending = Ending(loader)
+    # A share may be lost together with its copy.
+    checkpoint = str(folder / "checkpoints") if is_divided else ""
     loop = hvd.elastic.Loop(
-        model, optimizer, loader, objects={"end": ending}, on_change=report_view
+        *(model, optimizer, loader),
+        objects={"end": ending},
+        on_change=report_view,
+        copy_every=5,
+        checkpoint=checkpoint,
+        checkpoint_every=12,
     )
     for step in loop:
         with step, rounded_gradients(model, hvd.size()):
@@ -166,4 +175,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), is_divided="zero" in sys.argv[2:])

@@ -4,18 +4,19 @@ import pytest
 from benchmarks import elastic_soak
 from tests.cluster.machines import machines, why_not
 
-FAULTS, SEED = 30, 18
+SEED = 18
 
 
 @pytest.mark.timeout(300)
-def test_thirty_random_faults_lose_nothing(tmp_path):
+@pytest.mark.parametrize(("num_faults", "is_divided"), [(20, False), (10, True)])
+def test_random_faults_lose_nothing(tmp_path, num_faults, is_divided):
     """No hang, no process left, each sample once, and the weights to the last bit."""
     if reason := why_not():
         pytest.skip(reason)
+    plan = elastic_soak.Plan(pace=elastic_soak.QUICK, is_divided=is_divided)
     with machines(elastic_soak.NUM_HOSTS, shared=[tmp_path]) as cluster:
-        pace = elastic_soak.QUICK
-        piece = elastic_soak.run_piece(cluster, tmp_path, SEED, FAULTS, pace=pace)
+        piece = elastic_soak.run_piece(cluster, tmp_path, SEED, num_faults, plan)
     output = (tmp_path / "output").read_text(errors="replace")
     assert not piece.wrong, f"{piece.wrong}\n{output[-20000:]}"
-    assert piece.num_faults == FAULTS
-    assert piece.num_views > FAULTS / 4
+    assert piece.num_faults == num_faults
+    assert piece.num_views > num_faults / 4
