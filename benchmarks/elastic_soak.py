@@ -89,7 +89,7 @@ class Held(NamedTuple):
     descriptors: int
     threads: int
     rss_mib: float
-    kinds: Counter[str]  # of both: what they are
+    kinds: dict[str, int]  # of both: what they are
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Sampler:
                     before = max(getattr(each, what) for each in early)
                     after = min(getattr(each, what) for each in late)
                     if after > before + allowed:
-                        more = dict(late[-1].kinds - early[-1].kinds)
+                        more = dict(Counter(late[-1].kinds) - Counter(early[-1].kinds))
                         wrong.append(
                             f"{what} of {name} with {key} ranks: {before} -> {after} "
                             f"for {late[-1].at_s - late[0].at_s:.0f} s, {more}"
@@ -183,7 +183,7 @@ def held_by(pid: int) -> Held:
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     rss_mib = int(fields["VmRSS"].split()[0]) / 1024
     threads = int(fields["Threads"])
-    return Held(time.monotonic(), num, threads, round(rss_mib, 1), kinds)
+    return Held(time.monotonic(), num, threads, round(rss_mib, 1), dict(kinds))
 
 
 def start(

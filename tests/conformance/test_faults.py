@@ -1,17 +1,19 @@
 """What the ranks are told when one of them dies, hangs or leaves, and what is freed."""
 
+import gc
 import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from tests.resources import least_resources
 from torch.distributed import TCPStore
 
-from ronde.collectives import connect
+from ronde.collectives import Connections, connect
+from ronde.collectives.scope import AbortScope
 from ronde.errors import CollectiveError, PeerLostError
 
 SOON_S = 20.0
@@ -156,6 +158,50 @@ def test_who_is_broken_off_in_transit_waits_no_longer(run_ranks, call):
         2, break_off_in_transit, call, dying={1}, connecting=By("gloo"), timeout_s=30.0
     )
     assert first < SOON_S
+
+
+def lose(claim, engine, case):
+    """Break a communicator off in which the last rank is not where the others are."""
+    info = replace(claim, job_id=f"{claim.job_id}.{case}")
+    scope = AbortScope(is_live=True)
+    connections = Connections(info, timeout_s=60.0, engine=engine, scope=scope)
+    is_there, failure = claim.rank < claim.size - 1, CollectiveError("it broke off")
+    timer = threading.Timer(0.5, scope.abort, (failure,))
+    communicator = None
+    if case != "connecting":
+        communicator = connections.connect("all", range(claim.size))
+        timer.start()
+        if is_there:
+            dtype = torch.bfloat16 if case == "in a lane" else torch.float32
+            with pytest.raises(CollectiveError):
+                communicator.all_reduce(torch.ones(5, dtype=dtype)).wait()
+    else:
+        timer.start()
+        if is_there:
+            with pytest.raises(CollectiveError):
+                connections.connect("all", range(claim.size))
+    timer.join()
+    if communicator is not None:
+        communicator.close()
+    scope.end()
+
+
+def lose_often(claim, engine):
+    """Return descriptors and threads before and after, without Python's collector."""
+    gc.disable()
+    before = least_resources()
+    for case in ("reducing", "in a lane", "connecting"):
+        lose(claim, engine, case)
+    for thread in threading.enumerate():
+        if thread.name.startswith("ronde "):
+            thread.join()
+    return before, least_resources()
+
+
+@pytest.mark.parametrize("engine", ["gloo", "hierarchical", "scheduled"])
+def test_what_is_broken_off_leaves_nothing(run_ranks_bare, engine):
+    for before, after in run_ranks_bare(3, lose_often, engine):
+        assert after == before
 
 
 def be_late(claim, engine):

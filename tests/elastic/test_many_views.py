@@ -31,7 +31,6 @@ def held() -> tuple[int, int, int, int]:
     for thread in threading.enumerate():
         if thread.name == ABORTING:
             thread.join()
-    gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     num_mappings = len(Path("/proc/self/maps").read_text().splitlines())
     num_fds = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -42,6 +41,7 @@ def go_through_views(claim: Any, path: str, num_views: int) -> Any:
     # Else threads that allocate at the same moment have glibc map one more arena, at
     # random, up to eight for each core.
     assert ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1) == 1
+    gc.disable()  # nothing waits for it
     become_member(path, claim.rank)
     hvd.init()
     model = torch.nn.Linear(256, 256)

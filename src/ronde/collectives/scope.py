@@ -1,4 +1,11 @@
-"""What is broken off together, by any thread: waits, engines, agreements."""
+"""What is broken off together, by any thread: waits, engines, agreements.
+
+Note [What a failure holds]
+    A failure's traceback holds the frames that it has passed, and they all that they
+    work on: such as a group of Gloo's, with a thread and four descriptors. Where that
+    holds the failure in turn, as a call does whose outcome it is, both live until
+    Python looks for cycles, which may take it minutes.
+"""
 
 import atexit
 import threading
@@ -115,7 +122,12 @@ class AbortScope:
         call = _Call(function, self)
         self.add(call.leave)
         threading.Thread(target=call.run, name=_CONNECTING, daemon=True).start()
-        return call.outcome.result()
+        outcome = call.outcome
+        del call  # see Note [What a failure holds]
+        try:
+            return outcome.result()
+        finally:
+            del outcome
 
 
 @atexit.register
@@ -134,11 +146,15 @@ class _Call(Generic[T]):
         self._function, self._scope = function, scope
 
     def run(self) -> None:
+        outcome, function = self.outcome, self._function
+        del self  # see Note [What a failure holds]
         with suppress(InvalidStateError):
             try:
-                self.outcome.set_result(self._function())
+                outcome.set_result(function())
             except BaseException as error:  # noqa: BLE001  raised where it is waited for
-                self.outcome.set_exception(error)
+                outcome.set_exception(error)
+            finally:
+                del outcome
 
     def leave(self) -> None:
         failure = self._scope.failure

@@ -432,6 +432,8 @@ class Coordinator:
             self._communicator.abort()
         self._channel.close()
         self._thread.join()
+        if self._set_id == 0:
+            self.waits.ask_all = lambda: None  # else each would hold the other
 
     def _abort(self) -> None:
         self._table.fail(self._final_failure(), is_last=True)

@@ -194,6 +194,7 @@ class Session:
             state.coordinator.close()
         for state in self.states.values():
             state.close()
+        self.states.clear()  # they hold this session in turn
         self.connections.scope.end()
 
 

@@ -138,7 +138,8 @@ class TorchWork(Work[None]):
                     self._groups.wait_for(pending)
         except RuntimeError as error:
             self.failure = self._context.explain(error)
-            self.failure.__cause__ = error
+            # Its frames hold the group: see Note [What a failure holds] of scope.py.
+            self.failure.__cause__ = error.with_traceback(None)
         else:
             if self._after is not None:
                 self._after()
@@ -182,13 +183,15 @@ class AwaitedMessage:
             return self._inner.wait(timeout)
         if timeout and not wait((self._outcome,), timeout.total_seconds()).done:
             raise RuntimeError("Operation timed out!")
+        if (error := self._outcome.exception()) is not None:
+            raise RuntimeError(str(error))  # and not one that is kept here
         return self._outcome.result()
 
     def _wait_into(self, outcome: Future[object]) -> None:
         try:
             outcome.set_result(self._inner.wait())
         except RuntimeError as error:
-            outcome.set_exception(error)
+            outcome.set_exception(error.with_traceback(None))
 
 
 class Nccl:

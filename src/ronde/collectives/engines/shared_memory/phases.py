@@ -232,8 +232,6 @@ class ReduceKernel:
     # It takes them in rank order, so every rank that combines the same elements gets
     # the same bits. 16-bit floats are rounded once.
 
-    combine: Callable[[Sequence[Tensor], Tensor], None]
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -248,16 +246,21 @@ class ReduceKernel:
         self._kernel = KERNELS[op]
         self._divisor = size if op is ReduceOp.AVERAGE else 1
         self._scratch = scratch
-        if dtype in _FLOATS or (dtype in _INTEGERS and op is not ReduceOp.AVERAGE):
-            is_plain = size == 2 and self._divisor == 1 and postscale == 1.0
-            self.combine = self._combine_two if is_plain else self._combine_directly
-        elif dtype in HALVES:
-            self.combine = self._combine_widened
-        else:
-            self.combine = self._combine_stacked
+        is_whole = dtype in _INTEGERS and op is not ReduceOp.AVERAGE
+        self._is_direct = dtype in _FLOATS or is_whole
+        is_plain = size == 2 and self._divisor == 1 and postscale == 1.0
+        self._is_plain = self._is_direct and is_plain
+        self._is_half = dtype in HALVES
 
-    def _combine_two(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        self._kernel(sources[0], sources[1], out=out)
+    def combine(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        if self._is_plain:
+            self._kernel(sources[0], sources[1], out=out)
+        elif self._is_direct:
+            self._combine_directly(sources, out)
+        elif self._is_half:
+            self._combine_widened(sources, out)
+        else:
+            self._combine_stacked(sources, out)
 
     def _combine_directly(self, sources: Sequence[Tensor], out: Tensor) -> None:
         kernel = self._kernel
