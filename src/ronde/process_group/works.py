@@ -130,7 +130,8 @@ class GroupWork(dist.Work):
                 self._tensors = self._finish([work.wait() for work in works])
             except CollectiveError as error:
                 self._failure = as_backend_error(error)
-                self._failure.__cause__ = error
+                # Its frames hold this work, and so the group.
+                self._failure.__cause__ = error.with_traceback(None)
             except Exception as error:  # noqa: BLE001  raised by every wait
                 self._failure = error
             self._is_over, self.works = True, ()
