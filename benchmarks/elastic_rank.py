@@ -92,12 +92,14 @@ def train_elastic(notes: Notes, state_mb: int, size: int) -> None:
     import ronde.torch as hvd
     from ronde.membership.member import Member, own_member
     from ronde.torch import lifetime
-    from ronde.torch.elastic import loop as loops
+    from ronde.torch.elastic.loop import Loop
+    from ronde.torch.elastic.training import Training
 
     for owner, names in {
         lifetime: ("_break_off", "_connect"),
         Member: ("_end", "settle", "running"),
-        loops.Loop: ("_recover", "_broadcast"),
+        Loop: ("_recover",),
+        Training: ("broadcast",),
     }.items():
         for name in names:
             notes.watch(owner, name)
