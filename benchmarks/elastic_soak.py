@@ -213,7 +213,7 @@ class Breaker:
 
     def __init__(self, job: Job, num_faults: int, plan: Plan) -> None:
         self.job, self.num_faults = job, num_faults
-        self.kinds, self.pace, _ = plan
+        self.kinds, self.pace, self.is_divided = plan
         self.faults: list[Fault] = []
         self.sampler = Sampler()
         self.wrong: list[str] = []
@@ -253,7 +253,13 @@ class Breaker:
     def _wait_for_all(self) -> None:
         ends_s = time.monotonic() + _START_S
         watcher, size = self.job.watcher, PER_HOST * len(self.job.hosts)
-        while len(watcher.places) < size or watcher.step_s == 0.0:
+        # Before there is one, shares that are lost with their copies end the job.
+        checkpoints = self.job.folder / "checkpoints"
+        while (
+            len(watcher.places) < size
+            or watcher.step_s == 0.0
+            or (self.is_divided and not [*checkpoints.glob("step-*.pt")])
+        ):
             time.sleep(_LOOK_S)
             watcher.look()
             if time.monotonic() > ends_s or self.job.launcher.poll() is not None:

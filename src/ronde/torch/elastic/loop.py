@@ -43,8 +43,8 @@ _logger = logging.getLogger("ronde")
 _SAVE = "elastic.save"
 _NO_COPY = (
     "each rank's share of the optimizer's state must be left on some rank, got none of "
-    "ranks that were lost together with those that kept their copies. Give Loop a "
-    "checkpoint."
+    "ranks that were lost together with those that kept their copies, and there is no "
+    "checkpoint. Give Loop one, with a small checkpoint_every."
 )
 
 
