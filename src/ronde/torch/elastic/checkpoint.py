@@ -27,9 +27,14 @@ class Checkpoints:
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def has_directory(self) -> bool:
+        """Whether anything is written at all."""
+        return self._directory is not None
+
     def is_due(self, step: int) -> bool:
         """Return whether to write after this step."""
-        return self._directory is not None and step % self._every == 0
+        return self.has_directory and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:
         """Write a file and forget old ones; a crash leaves the last one whole."""

@@ -270,7 +270,8 @@ class Loop:
                 # Only rank 0 is asked, and all give it their shares.
                 asked, member.is_save_asked = member.is_save_asked, False
                 is_asked = allreduce(torch.tensor([int(asked)]), name=_SAVE, op=Max)
-                is_due = is_due or bool(is_asked)
+                is_wanted = bool(is_asked) and self._checkpoints.has_directory
+                is_due = is_due or is_wanted
             for each in self._optimizers if is_due else ():
                 cast("DistributedOptimizer", each).consolidate_state_dict()
         if is_due:
