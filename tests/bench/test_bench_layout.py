@@ -6,6 +6,7 @@ from datetime import datetime
 import pytest
 from hypothesis import given, strategies as st
 
+from ronde.bench.comparison import Compared
 from ronde.bench.options import parse
 from ronde.bench.results import (
     Device,
@@ -18,7 +19,13 @@ from ronde.bench.results import (
     Side,
     Totals,
 )
-from ronde.render.bench import ending_lines, heading_lines, number, row_line
+from ronde.render.bench import (
+    compared_line,
+    ending_lines,
+    heading_lines,
+    number,
+    row_line,
+)
 from ronde.topology.limits import Limit
 
 AT = datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001  local, as they print it
@@ -102,6 +109,17 @@ def test_further_columns_come_after_theirs() -> None:
     assert row_line(measured(), known) == f"{ROW}  2026-01-02 03:04:05   50.00"
     titles = heading_lines(known)[-2]
     assert titles == f"{TITLES[1]}          timestamp  %limit"
+
+
+@pytest.mark.parametrize("time_us", [1.0, 101589.01, 123456789.0])
+def test_columns_of_engines_never_touch(time_us: float) -> None:
+    side = Side(time_us, 0.17, 0.17, 0.0)
+    row = Row(1 << 24, 1 << 22, "float", "sum", None, side, None)
+    words = compared_line(Compared({"gloo": row, "shared_memory": row})).split()
+    assert words[:5] == ["16777216", "float", "sum", "-1", "|"]
+    assert len(words) == 12
+    assert words[8] == "|"
+    assert float(words[9]) == pytest.approx(time_us, rel=0.05)
 
 
 def test_the_limit_is_told_with_what_nccl_counts_on() -> None:

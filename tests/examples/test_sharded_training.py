@@ -55,7 +55,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 print(parallel.load("checkpoint", model, optimizer))
 """
     found = run(folder, *RUN, "2", "program.py", code=load)
-    assert found.splitlines() == ["{'step': 99}"] * 2
+    assert found.splitlines() == ["{'step': 19}"] * 2
 
 
 def test_the_estimate(folder: Path) -> None:

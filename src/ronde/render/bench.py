@@ -24,8 +24,8 @@ _BLOCKING = (
     "Blocking enabled: wait for completion and barrier after each iteration",
 )
 _BAR = 24
-_TIME, _RATE, _RATIO = 9, 7, 6  # of --compare
-_WIDTH = _TIME + _RATE + _RATIO + 4
+_TIME, _RATE, _RATIO = 8, 7, 6  # of --compare
+_WIDTH = 1 + _TIME + 2 + _RATE + 2 + _RATIO
 _KEY = "{:>12}  {:>8}  {:>6}  {:>4}"
 
 
@@ -206,8 +206,8 @@ def comparison_titles(heading: results.Heading, engines: Sequence[str]) -> list[
         "#",
         f"# {_KEY.format('', '', '', '')}{names}",
         f"# {_KEY.format('size', 'type', 'redop', 'root')}"
-        + f" |{cells}" * len(engines),
-        f"# {_KEY.format('(B)', '', '', '')}" + f" |{units}" * len(engines),
+        + f" | {cells}" * len(engines),
+        f"# {_KEY.format('(B)', '', '', '')}" + f" | {units}" * len(engines),
     ]
 
 
@@ -219,7 +219,7 @@ def compared_line(compared: Compared) -> str:
         side = compared.side(engine)
         time = number(side.time_us or 0.0, _TIME)
         rate = number(side.busbw_gb_per_s or 0.0, _RATE)
-        line += f" |{time}  {rate}  {number(compared.ratio(engine), _RATIO)}"
+        line += f" | {time}  {rate}  {number(compared.ratio(engine), _RATIO)}"
         line += f" {side.num_wrong:g} WRONG" if side.num_wrong else ""
     return line
 
