@@ -126,6 +126,50 @@ def test_fused_tensors_keep_their_kinds(threshold) -> None:
     run_coordinated(3, work, options=options)
 
 
+class Counts(list):
+    """Records how many broadcasts travelled with each."""
+
+    def operation(self, recorded) -> None:
+        if recorded.kind == "BROADCAST":
+            self.append(recorded.num_fused)
+
+    def cycle(self, at_ns) -> None:
+        pass
+
+
+@pytest.mark.parametrize("threshold", [0, 100, 1 << 20])
+@pytest.mark.parametrize("size", [2, 4])
+def test_fused_copies_are_of_their_root(size, threshold) -> None:
+    dtypes = [torch.float32, torch.bool, torch.int64, torch.float64]
+
+    def values(rank, i):
+        whole = torch.arange(3 * (i % 5)).view(i % 5, 3) + rank + i
+        return (whole.t() % 3).to(dtypes[i % 4])
+
+    def work(coordinator):
+        counts = coordinator.execution.recorder = Counts()
+        for _ in range(3):
+            under_way = []
+            for i in range(24):
+                own, root = values(coordinator.rank, i), i % 3 % size
+                output = own if i % 2 else torch.empty_like(own)
+                copied = operation(OpKind.BROADCAST, f"b{i}", own, root=root)
+                copied = copied._replace(outputs=(output,))
+                # A sum in between goes its own way.
+                total = coordinator.submit(summed(f"r{i}", torch.ones(2)))
+                under_way.append((i, root, own, coordinator.submit(copied), total))
+            for i, root, own, copied, total in under_way:
+                assert torch.equal(copied.wait()[0], values(root, i))
+                assert torch.equal(own, values(root if i % 2 else coordinator.rank, i))
+                assert total.wait()[0].tolist() == [size, size]
+        return counts
+
+    options = CoordinationOptions(fusion_threshold_bytes=threshold)
+    for counts in run_coordinated(size, work, options=options):
+        assert len(counts) == 72
+        assert (max(counts) > 1) is (threshold > 0)
+
+
 @pytest.mark.parametrize("capacity", [0, 3])
 def test_a_cache_smaller_than_the_work(capacity) -> None:
     def work(coordinator):

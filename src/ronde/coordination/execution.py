@@ -61,7 +61,7 @@ _Owned = Sequence[tuple[_Item, Entry | None]]
 
 @dataclass(slots=True)
 class _Batch:
-    """Tensors that one collective reduces, as ``request`` does."""
+    """Tensors that one collective takes together, as ``request`` does."""
 
     request: Request
     items: list[_Item]
@@ -82,9 +82,8 @@ class Execution:
         self._engine = communicator.engine.upper()
         self._set_id = set_id
         self._is_group_alone = options.is_group_alone
-        # One stretch for each dtype and device, as large as was ever needed, where the
-        # communicator reduces it without a copy.
-        self._buffers: dict[tuple[torch.dtype, str], Tensor] = {}
+        # One stretch for each, as large as was ever needed.
+        self._buffers: dict[tuple[OpKind, torch.dtype, str], Tensor] = {}
         self._plans: dict[tuple[int, ...] | None, list[_Batch]] = {}
         self._num_items = 0
         self._activities: list[Activity] = []
@@ -116,7 +115,7 @@ class Execution:
             try:
                 with writing_to(_own_tensors(owned)):
                     if batch.flat is not None:
-                        self._reduce_packed(batch, batch.flat, owned)
+                        self._run_packed(batch, batch.flat, owned)
                     else:
                         item, entry = owned[0]
                         result = self._run_one(run.requests[item.request], item, entry)
@@ -157,16 +156,20 @@ class Execution:
 
     def _pack(self, batch: _Batch, requests: Sequence[Request]) -> None:
         """Give the tensors of a batch their places; collective."""
-        dtype = batch.request.torch_dtypes[batch.items[0].tensor]
-        key = dtype, batch.request.device
+        request = batch.request
+        dtype = request.torch_dtypes[batch.items[0].tensor]
+        key = request.kind, dtype, request.device
         numel = sum(item.numel for item in batch.items)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             room = 1 << max(numel - 1, 1).bit_length()
-            where = torch.device(key[1])
+            where = torch.device(request.device)
             if where.type == "cuda":
                 where = torch.device("cuda", torch.cuda.current_device())
-            buffer = self._communicator.allocate(room, dtype, where)
+            if request.kind is OpKind.ALLREDUCE:  # without a copy from there
+                buffer = self._communicator.allocate(room, dtype, where)
+            else:  # rarely done twice: making such memory takes longer than it saves
+                buffer = torch.empty(room, dtype=dtype, device=where)
             self._buffers[key] = buffer
         batch.flat = buffer[:numel]
         start = 0
@@ -175,7 +178,8 @@ class Execution:
             batch.views.append(buffer[start : start + item.numel].view(shape))
             start += item.numel
 
-    def _reduce_packed(self, batch: _Batch, flat: Tensor, owned: _Owned) -> None:
+    def _run_packed(self, batch: _Batch, flat: Tensor, owned: _Owned) -> None:
+        request = batch.request
         sources: list[Tensor] = []
         outputs: list[Tensor] = []
         places: list[Tensor] = []
@@ -186,10 +190,13 @@ class Execution:
             sources.append(entry.operation.tensors[item.tensor])
             outputs.append(entry.operation.outputs[item.tensor])
             places.append(view)
-        self._timed("MEMCPY_IN_FUSION_BUFFER", _copy_all, places, sources)
-        name = f"{self._engine}_ALLREDUCE"
-        self._timed(name, self._call, batch.request, flat, flat, None)
-        self._timed("MEMCPY_OUT_FUSION_BUFFER", _copy_all, outputs, places)
+        is_root = request.root == self._communicator.rank
+        if is_root or request.kind is not OpKind.BROADCAST:
+            self._timed("MEMCPY_IN_FUSION_BUFFER", _copy_all, places, sources)
+        name = f"{self._engine}_{_NAMES[request.kind]}"
+        self._timed(name, self._call, request, flat, flat, None)
+        found = sources if is_root else places
+        self._timed("MEMCPY_OUT_FUSION_BUFFER", _copy_all, outputs, found)
 
     def _run_one(self, request: Request, item: _Item, entry: Entry | None) -> Any:  # noqa: ANN401 - each operation's own
         if request.kind is OpKind.BARRIER:
@@ -283,16 +290,16 @@ class Execution:
 def _plan_batches(
     requests: Sequence[Request], threshold_bytes: int, *, is_group_alone: bool
 ) -> list[_Batch]:
-    """Gather tensors that are reduced in the same way, up to a size.
+    """Gather tensors that are reduced or broadcast in the same way, up to a size.
 
     Two dtypes in turn make two batches (Horovod's look-ahead).
     """
     planned: list[_Batch] = []
     open_by_key: dict[object, _Batch] = {}
     for place, request in enumerate(requests):
-        is_reduced = request.kind is OpKind.ALLREDUCE
+        is_fused = request.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST)
         group = place if is_group_alone and len(request.shapes) > 1 else -1
-        how = request.device, request.number, request.prescale, request.postscale
+        how = request.kind, request.device, *request.scaling
         for tensor, shape in enumerate(request.shapes or ((),)):
             numel = num_bytes = 0
             dtype = None
@@ -301,7 +308,7 @@ def _plan_batches(
                 numel = torch.Size([max(extent, 0) for extent in shape]).numel()
                 num_bytes = numel * dtype.itemsize
             item = _Item(place, tensor, numel)
-            if not is_reduced or num_bytes >= min(_ALONE_BYTES, threshold_bytes):
+            if not is_fused or num_bytes >= min(_ALONE_BYTES, threshold_bytes):
                 planned.append(_Batch(request, [item]))
                 continue
             key = (dtype, how, group)
