@@ -24,6 +24,8 @@ from ronde.tuning import Tuner, TuningOptions
 _MAX_ITEMS = 4096  # tensors in the plans that are kept, 1 KiB each; alike on all ranks
 _ALONE_BYTES = 1 << 20
 """From this size on copying a tensor costs more than a collective of its own."""
+_COPIED_BYTES = 8 << 20
+"""Broadcast together at most: their buffer stays, and is rarely used again."""
 _Entries = Sequence[Entry | None]
 """This rank's, one for each request; None where it has joined."""
 _NAMES = {kind: kind.name for kind in OpKind}
@@ -294,10 +296,12 @@ def _plan_batches(
 
     Two dtypes in turn make two batches (Horovod's look-ahead).
     """
+    copied_bytes = min(threshold_bytes, _COPIED_BYTES)
+    limits = {OpKind.ALLREDUCE: threshold_bytes, OpKind.BROADCAST: copied_bytes}
     planned: list[_Batch] = []
     open_by_key: dict[object, _Batch] = {}
     for place, request in enumerate(requests):
-        is_fused = request.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST)
+        most_bytes = limits.get(request.kind, 0)
         group = place if is_group_alone and len(request.shapes) > 1 else -1
         how = request.kind, request.device, *request.scaling
         for tensor, shape in enumerate(request.shapes or ((),)):
@@ -308,12 +312,12 @@ def _plan_batches(
                 numel = torch.Size([max(extent, 0) for extent in shape]).numel()
                 num_bytes = numel * dtype.itemsize
             item = _Item(place, tensor, numel)
-            if not is_fused or num_bytes >= min(_ALONE_BYTES, threshold_bytes):
+            if num_bytes >= min(_ALONE_BYTES, most_bytes):
                 planned.append(_Batch(request, [item]))
                 continue
             key = (dtype, how, group)
             batch = open_by_key.get(key)
-            if batch is None or batch.num_bytes + num_bytes > threshold_bytes:
+            if batch is None or batch.num_bytes + num_bytes > most_bytes:
                 batch = open_by_key[key] = _Batch(request, [])
                 planned.append(batch)
             batch.items.append(item)
