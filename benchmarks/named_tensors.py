@@ -6,6 +6,7 @@ case once by ronde and once by Gloo; figures are in ms:
 * one allreduce of 4 bytes, by name, waited for;
 * 160 tensors of 16 KiB submitted together, then waited for (Gloo: one by one, unfused,
   as a script without Horovod would);
+* ``broadcast_parameters`` of the same 160 (Gloo: one by one);
 * one all-reduce of 4 bytes, 64 KiB and 1 MiB by ronde's own engine, without a name;
 * one allreduce of 64 MiB, in place and into a new tensor.
 
@@ -118,10 +119,16 @@ def _cases() -> list[Case]:
         for work in works:
             work.wait()
 
+    parameters = {f"{number}": tensor for number, tensor in enumerate(many)}
+
+    def copy_one_by_one() -> None:
+        for tensor in many:
+            dist.broadcast(tensor, 0)
+
     def gloo_new() -> None:
         dist.all_reduce(big.clone())
 
-    engine = current_session().duplicate(0, 0)
+    engine = current_session().states[0].communicator.duplicate()
     raw = [
         Case(
             f"raw {name}",
@@ -146,6 +153,13 @@ def _cases() -> list[Case]:
         ),
         *raw,
         Case(f"{_MANY} x 16 KiB", "16-31", 5, together, one_by_one),
+        Case(
+            f"{_MANY} copied",
+            "",
+            5,
+            lambda: hvd.broadcast_parameters(parameters, 0),
+            copy_one_by_one,
+        ),
         Case(
             "64 MiB in place",
             "",

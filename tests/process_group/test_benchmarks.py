@@ -1,4 +1,4 @@
-"""The benchmarks of the backend run, and print every row."""
+"""Benchmarks of calls and steps run, and print every row."""
 
 import subprocess
 import sys
@@ -14,18 +14,20 @@ RUN = (sys.executable, "-m", "ronde", "run", "-n", "2", "--no-prefix", "--")
     ("words", "rows"),
     [
         (("process_group.py", "--only", "calls"), ["all_reduce 4 B", "new_group"]),
+        (("named_tensors.py",), ["4 B", "160 x 16 KiB", "160 copied", "64 MiB"]),
         (("pipeline_idle.py",), ["GPipe", "1F1B", "Interleaved1F1B"]),
     ],
 )
 def test_prints_its_rows(words: tuple[str, ...], rows: list[str]) -> None:
     script = str(FOLDER / words[0])
     done = subprocess.run(
-        [*RUN, sys.executable, script, "--rounds", "1", *words[1:]],
+        [*RUN, sys.executable, script, "--rounds", "2", *words[1:]],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = {line[:26].split("   ")[0].strip() for line in done.stdout.splitlines()}
+    rows_of = (line.lstrip()[:26] for line in done.stdout.splitlines())
+    found = {row.split("   ")[0].strip() for row in rows_of}
     assert found >= set(rows)
