@@ -84,7 +84,7 @@ class Execution:
         self._engine = communicator.engine.upper()
         self._set_id = set_id
         self._is_group_alone = options.is_group_alone
-        # One stretch for each, as large as was ever needed.
+        # One stretch for each kind, dtype and device, as large as was ever needed.
         self._buffers: dict[tuple[OpKind, torch.dtype, str], Tensor] = {}
         self._plans: dict[tuple[int, ...] | None, list[_Batch]] = {}
         self._num_items = 0
@@ -168,7 +168,7 @@ class Execution:
             where = torch.device(request.device)
             if where.type == "cuda":
                 where = torch.device("cuda", torch.cuda.current_device())
-            if request.kind is OpKind.ALLREDUCE:  # without a copy from there
+            if request.kind is OpKind.ALLREDUCE:  # reduced there without a copy
                 buffer = self._communicator.allocate(room, dtype, where)
             else:  # rarely done twice: making such memory takes longer than it saves
                 buffer = torch.empty(room, dtype=dtype, device=where)
