@@ -8,9 +8,15 @@ from random import Random
 
 import pytest
 from tests.ranks import job_store
-from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import (
+    FileStore,
+    HashStore,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
-from ronde.collectives.store import store_at, store_beyond
+from ronde.collectives.store import RendezvousStore, store_at, store_beyond
 from ronde.errors import StoreError
 from ronde.store.authentication import SharedKey
 from ronde.store.local_socket import dial
@@ -205,6 +211,24 @@ def test_groups_of_torchs_are_made_by_it_from_several_threads(run_ranks_bare):
 def ask(state, client, kind, *fields):
     replies = state.handle(client, encode(kind, fields)[4:])
     return [(each, decode(reply[4:])) for each, reply in replies]
+
+
+def test_a_groups_places_are_asked_for_many_at_once():
+    class Counting(HashStore):
+        num_asked = 0
+
+        def multi_get(self, keys):
+            self.num_asked += 1
+            return super().multi_get(keys)
+
+    counting = Counting()
+    store = RendezvousStore(counting, 300)
+    for number in range(300):
+        store.set(f"0/{number}", f"at {number}")
+    for number in range(300):
+        store.wait([f"0/{number}"])
+        assert store.get(f"0/{number}") == f"at {number}".encode()
+    assert counting.num_asked == 3
 
 
 def test_what_is_kept_is_bounded():

@@ -404,6 +404,10 @@ class Communicator:
         """Whether ``allocate`` returns memory that all ranks map."""
         return self._engine.name == "shared_memory"
 
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return every rank's message of at most 512 bytes, in rank order; blocks."""
+        return self._engine.exchange(message)
+
     def duplicate(self) -> "Communicator":
         """Make another of the same ranks, as MPI_Comm_dup does; collective."""
         engine = self._engine.clone()

@@ -26,6 +26,7 @@ from ronde.collectives.shapes import (
 )
 from ronde.errors import CollectiveError, PeerLostError, UsageError, fresh
 
+MESSAGE_BYTES = 512  # of an exchange, at most
 _NO_SCOPE = AbortScope()
 _SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] .*?\. |^\[[^]]*\] ")
 _TIMED_OUT = re.compile(
@@ -242,6 +243,15 @@ class Engine(ABC):
         data, out = own.view(torch.uint8), gathered.view(-1).view(torch.uint8)
         self.all_gather(data, out, [own.nbytes] * self.size, call).wait()
         return gathered
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return every rank's message of at most ``MESSAGE_BYTES``; blocks."""
+        length = len(message).to_bytes(8, "little")
+        packed = bytearray(length + message.ljust(MESSAGE_BYTES))
+        own = torch.frombuffer(packed, dtype=torch.int64)
+        gathered = self.gather_numbers(own, "connecting")
+        texts = [each.numpy().tobytes() for each in gathered]
+        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     @abstractmethod
     def all_gather(

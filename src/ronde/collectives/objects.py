@@ -59,16 +59,12 @@ def broadcast_json(communicator: Carrier, make: Callable[[], Any], root: int) ->
     return json.loads(_broadcast(communicator, lambda: _dump(make()), root))
 
 
-def all_gather_bytes(communicator: Carrier, own: bytes) -> list[bytes]:
-    return _all_gather(communicator, lambda: own)
-
-
 def all_gather_json(communicator: Carrier, value: Any) -> list[Any]:  # noqa: ANN401  JSON's
     return [json.loads(p) for p in _all_gather(communicator, lambda: _dump(value))]
 
 
 def exchange_hosts(communicator: Communicator, host: str) -> list[str]:
-    return [str(name) for name in all_gather_json(communicator, host)]
+    return [name.decode() for name in communicator.exchange(host.encode())]
 
 
 def _dump(value: object) -> bytes:

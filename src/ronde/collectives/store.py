@@ -16,6 +16,7 @@ from ronde.store.protocol import Op
 from ronde.world import RankInfo
 
 _PLACE = "ronde/place"
+_MANY = 128  # places that are asked for at once: a reply is at most 16 MiB long
 
 
 class JobStore(Store):
@@ -133,6 +134,36 @@ def get_all(store: Store, keys: list[str], limit: timedelta) -> list[bytes]:
                 raise
     store.wait(keys, limit)
     return store.multi_get(keys)
+
+
+class RendezvousStore(Store):
+    """Where a group's ranks tell each other their places, each under its number.
+
+    Gloo asks for one rank after the other, twice. Here the first to be asked for brings
+    all. It must be kept, like ``JobStore``.
+    """
+
+    def __init__(self, store: Store, size: int) -> None:
+        super().__init__()
+        self._store, self._size = store, size
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, cast("str", value))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = timeout or cast("Any", self).timeout
+        for key in keys:
+            if key not in self._known:
+                own = key.rpartition("/")[2]
+                first = int(own) // _MANY * _MANY
+                numbers = range(first, min(first + _MANY, self._size))
+                asked = [f"{key.removesuffix(own)}{number}" for number in numbers]
+                values = get_all(self._store, asked, limit)
+                self._known.update(zip(asked, values, strict=True))
+
+    def get(self, key: str) -> bytes:
+        return self._known[key]
 
 
 def store_at(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from typing import Any, cast
@@ -18,7 +18,6 @@ from torch import distributed
 from torch.cuda import nccl
 
 from ronde.collectives import Communicator, Connections, Work
-from ronde.collectives.objects import all_gather_bytes
 from ronde.coordination.control.channel import connect_channel
 from ronde.coordination.coordinator import CoordinationOptions, Coordinator
 from ronde.coordination.waits import Waits
@@ -144,7 +143,7 @@ class Session:
                 rank,
                 hosts,
                 timeout_s=self.config.start_timeout_s or _START_TIMEOUT_S,
-                exchange=partial(all_gather_bytes, own) if is_one_host else None,
+                exchange=own.exchange if is_one_host else None,
             )
             names = tuple(ranks) if set_id else ()
             coordinator = Coordinator(

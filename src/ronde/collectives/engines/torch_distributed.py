@@ -72,7 +72,13 @@ from ronde.collectives.sockets import (
     place_of,
     shut_down,
 )
-from ronde.collectives.store import JobStore, base_of, clone_of, scope_of
+from ronde.collectives.store import (
+    JobStore,
+    RendezvousStore,
+    base_of,
+    clone_of,
+    scope_of,
+)
 from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
 from ronde.errors import UsageError
 from ronde.world.environment import select_variables
@@ -334,6 +340,7 @@ class Groups:
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {}
         self._places: set[bytes] = set()
+        self._stores: list[Store] = []  # as long as the groups
         self._scope.add(self.abort)
         self._make_gloo("gloo", "cpu")
 
@@ -470,7 +477,11 @@ class Groups:
             raise closed_error()
 
     def _make_gloo(self, name: str, use: str) -> None:
-        store = PrefixStore(name, self._store)
+        store: Store = PrefixStore(name, self._store)
+        is_lazy = _is_lazy()
+        if not is_lazy:
+            store = RendezvousStore(store, self._size)
+            self._stores.append(store)
         gloo: Any = ProcessGroupGloo
         # Where it is broken off a thread still waits for ranks that are gone.
         limit = _CONNECT_LIMIT if self._scope.is_live else self._timeout
@@ -491,7 +502,7 @@ class Groups:
         self._backends[use] = group
         if self._scope.failure is not None:
             self.abort()
-        own = b"" if _is_lazy() else place_of(listening)
+        own = b"" if is_lazy else place_of(listening)
         # Nobody leaves before all are connected: rank 0's store may go at any time.
         sent = torch.frombuffer(bytearray(own.ljust(_PLACE_BYTES)), dtype=torch.uint8)
         places = sent.new_empty(self._size * _PLACE_BYTES)
@@ -499,7 +510,7 @@ class Groups:
         self.wait_for(self.begun(work))
         rows = places.view(self._size, _PLACE_BYTES)
         self._places.update({row.numpy().tobytes().strip() for row in rows} - {b""})
-        if not _is_lazy():
+        if not is_lazy:
             let_nobody_in(listening)
 
 

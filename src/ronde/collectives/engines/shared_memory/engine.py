@@ -27,7 +27,6 @@ from ronde.collectives.engines.shared_memory.shared_state import (
     ExchangeBytes,
     SharedState,
     StagingSlots,
-    among,
     offered,
     share_segments,
     slot_bytes,
@@ -156,7 +155,7 @@ class SharedMemoryEngine(Engine):
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = _in_pages(numel * dtype.itemsize)
-        exchange, rank = among(self), self.rank
+        exchange, rank = self.exchange, self.rank
         with offered(exchange, rank) as offers:
             segments = share_segments(
                 exchange, rank, offers, num_bytes, is_populated=is_populated
@@ -169,7 +168,7 @@ class SharedMemoryEngine(Engine):
         self._progress.require_usable()
         copy = SharedMemoryEngine.__new__(SharedMemoryEngine)
         copy._scope = self._scope  # noqa: SLF001  its own
-        copy._connect(among(self), self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
+        copy._connect(self.exchange, self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
         return copy
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ronde.collectives.engine import Engine
+from ronde.collectives.engine import MESSAGE_BYTES
 from ronde.collectives.engines.shared_memory.waiting import (
     IS_WEAKLY_ORDERED,
     PeerProcess,
@@ -41,7 +41,6 @@ from ronde.units import format_size
 
 ExchangeBytes = Callable[[bytes], Sequence[bytes]]
 """Sends all ranks some bytes, at most ``MESSAGE_BYTES``, and returns everybody's."""
-MESSAGE_BYTES = 512
 _RESERVE_BYTES = 64 << 20  # left to the rest of the machine
 _MAP_FAILED = c_void_p(-1).value
 
@@ -232,20 +231,6 @@ def through_store(
             # Whoever has come to this turn has read all of the one before.
             store.delete_key(f"{turn - 1}/{rank}")
         return messages
-
-    return exchange
-
-
-def among(engine: Engine) -> ExchangeBytes:
-    """Return an exchange by way of an engine of the same ranks."""
-
-    def exchange(message: bytes) -> list[bytes]:
-        length = len(message).to_bytes(8, "little")
-        packed = bytearray(length + message.ljust(MESSAGE_BYTES))
-        own = torch.frombuffer(packed, dtype=torch.int64)
-        gathered = engine.gather_numbers(own, "connecting")
-        texts = [each.numpy().tobytes() for each in gathered]
-        return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
     return exchange
 
