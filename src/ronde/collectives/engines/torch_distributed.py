@@ -77,6 +77,7 @@ from ronde.collectives.store import (
     RendezvousStore,
     base_of,
     clone_of,
+    get_all,
     scope_of,
 )
 from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
@@ -538,13 +539,12 @@ def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) ->
     is_near = not own or is_loopback(own)
     store.set(f"target/{rank}", "" if is_near else target)
     # The last rank is the likeliest to be on another host.
-    for other in reversed([r for r in range(size) if is_near and r != rank]):
-        key = f"target/{other}"
-        # The store's own time-out is not the caller's.
-        store.wait([key], timeout)
-        address = store.get(key).decode()
-        if address and source_towards(address) == address:
-            own = address
+    others = [r for r in reversed(range(size)) if is_near and r != rank]
+    for asked in filter(None, (others[:1], others[1:])):
+        texts = get_all(store, [f"target/{other}" for other in asked], timeout)
+        theirs = dict.fromkeys(text.decode() for text in texts)
+        if found := next((a for a in theirs if a and source_towards(a) == a), ""):
+            own = found
             break
     named = select_variables([_INTERFACE]).get(_INTERFACE)
     addresses = [i.address for i in read_interfaces() if i.interface == named]

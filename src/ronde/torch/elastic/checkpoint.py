@@ -1,5 +1,6 @@
 """Checkpoints of an elastic training, for a start where nobody is left."""
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from ronde.errors import UsageError
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 _NUM_KEPT = 2
+_logger = logging.getLogger("ronde")
 
 
 class Checkpoints:
@@ -37,16 +39,34 @@ class Checkpoints:
         return self.has_directory and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:
-        """Write a file and forget old ones; a crash leaves the last one whole."""
+        """Write a file and forget old ones; a crash leaves the last one whole.
+
+        Where there is no room, a warning is logged and the last ones stay.
+        """
         if self._directory is None:
             return
+        for left in self._directory.glob("step-*.draft"):  # its writer was killed
+            left.unlink(missing_ok=True)
         path = self._directory / f"step-{step}.pt"
         draft = path.with_suffix(f".{os.getpid()}.draft")
-        with draft.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        try:
+            with draft.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except (OSError, RuntimeError) as error:  # the latter is torch's for the former
+            draft.unlink(missing_ok=True)
+            newest = self._found()[-1:]
+            _logger.warning(
+                "The checkpoint of step %d could not be written to %s: %s. The newest "
+                "there is %s. Make room; the training goes on.",
+                step,
+                self._directory,
+                error,
+                f"of step {newest[0][0]}" if newest else "none",
+            )
+            return
         for _, old in self._found()[:-_NUM_KEPT]:
             old.unlink(missing_ok=True)
 

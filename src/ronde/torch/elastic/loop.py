@@ -269,9 +269,9 @@ class Loop:
                 copies.take(training)
                 # Only rank 0 is asked, and all give it their shares.
                 asked, member.is_save_asked = member.is_save_asked, False
-                is_asked = allreduce(torch.tensor([int(asked)]), name=_SAVE, op=Max)
-                is_wanted = bool(is_asked) and self._checkpoints.has_directory
-                is_due = is_due or is_wanted
+                own = torch.tensor([int(asked)])
+                is_asked = bool(allreduce(own, name=_SAVE, op=Max))
+                is_due = is_due or (is_asked and self._checkpoints.has_directory)
             for each in self._optimizers if is_due else ():
                 cast("DistributedOptimizer", each).consolidate_state_dict()
         if is_due:
