@@ -1,7 +1,15 @@
 """The PyTorch front end: Horovod's API.
 
 ``import ronde.torch as hvd`` takes the place of ``import horovod.torch as hvd``.
+
+Note [Frozen modules]
+    torch's modules are 180,000 objects, which live until the process ends. Left
+    to Python's garbage collector, each of its full runs looks at all of them: 0.2 s in
+    the middle of a step, and three runs when the process ends. ``gc.freeze`` takes what
+    is there now out of its hands, so that a rank ends 0.6 s sooner.
 """
+
+import gc
 
 from ronde.data_parallel import compression as compression
 from ronde.torch import elastic, mpi_ops
@@ -28,3 +36,5 @@ __all__ = [
     "elastic",
 ]
 __all__ += mpi_ops.__all__
+
+gc.freeze()  # see Note [Frozen modules]
