@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 from itertools import count, product
 
 import pytest
@@ -172,6 +173,42 @@ def test_ranks_that_ask_for_other_names_go_the_ordinary_way(size) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+        assert not failures
+
+    run_coordinated(size, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_round_that_others_have_left_already_is_not_lost(size) -> None:
+    """One thread is slow to end its round; another is asked for the next meanwhile."""
+
+    def work(coordinator):
+        path, chance = coordinator._state.fast_path, random.Random(coordinator.rank)
+        wait, is_awaited, failures = path.wait, path.is_awaited, []
+
+        def nap() -> None:
+            time.sleep(0.005 * chance.random())
+
+        def ask(name: str, steps: range) -> None:
+            try:
+                for step in steps:
+                    value = torch.full((1,), float(step))
+                    (total,) = coordinator.run(summed(name, value))
+                    assert total.item() == step * size
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        path.wait = lambda timeout_s: (wait(timeout_s), nap())
+        path.is_awaited = lambda: (nap(), is_awaited())[1]
+        for start in range(0, 200, 10):
+            ask("a", range(start, start + 8))  # so that all come back to rounds
+            later = range(start + 8, start + 10)
+            threads = [threading.Thread(target=ask, args=(n, later)) for n in "ab"]
+            for thread in threads:
+                thread.start()
+                nap()
+            for thread in threads:
+                thread.join()
         assert not failures
 
     run_coordinated(size, work)

@@ -166,8 +166,9 @@ class CoordinatorState:
         for sender, message in channel.receive():
             node.receive(sender, message)
         if self.fast_path is not None:
+            is_asked = self.fast_path.is_asked()
             self.finish_fast()
-            if self.fast_path.is_asked():
+            if is_asked:  # then the round before is finished by now
                 self.fast_path.refuse()
         if self.submitted:
             recorder = self.execution.recorder
@@ -497,6 +498,7 @@ class Coordinator:
         fast_path = self._state.fast_path
         if fast_path is not None and fast_path.is_awaited():
             with self._lock:
+                self._state.finish_fast()
                 fast_path.refuse()
         self._waiter.wait(timeout_s, is_eager=True)
         self._look(1)

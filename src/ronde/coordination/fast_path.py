@@ -166,8 +166,13 @@ class FastPath:
         )
 
     def refuse(self) -> None:
-        # Nobody can be ahead of a round that is not complete.
-        if self.is_awaited():
+        """Answer those who have come to a round that this rank has not.
+
+        Nobody can be ahead of a round that is not complete: the last one of this rank
+        is, but is to be finished before. Else this rank would take the answer for it,
+        and ask again for what the others have.
+        """
+        if self._under_way is None and self.is_awaited():
             self._take_part(_REFUSED)
             self._skip()
 
