@@ -31,7 +31,7 @@ def test_a_full_disk_leaves_the_last_ones_and_a_warning(tmp_path, caplog):
     checkpoints = Checkpoints(str(tmp_path), 10)
     with full_disk():
         checkpoints.write(10, state_of(10))
-    assert "of step 10 could not be written" in caplog.text
+    assert f"of step 10 could not be written to {tmp_path}: File too" in caplog.text
     assert "The newest there is none." in caplog.text
     assert names_in(tmp_path) == []
 

@@ -41,29 +41,34 @@ class Checkpoints:
     def write(self, step: int, state: dict[str, Any]) -> None:
         """Write a file and forget old ones; a crash leaves the last one whole.
 
-        Where there is no room, a warning is logged and the last ones stay.
+        Where it cannot be written, such as to a full disk, a warning is logged and the
+        last ones stay.
         """
         if self._directory is None:
             return
-        for left in self._directory.glob("step-*.draft"):  # its writer was killed
-            left.unlink(missing_ok=True)
         path = self._directory / f"step-{step}.pt"
         draft = path.with_suffix(f".{os.getpid()}.draft")
         try:
+            for left in self._directory.glob("step-*.draft"):  # its writer was killed
+                left.unlink(missing_ok=True)
             with draft.open("wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
-        except (OSError, RuntimeError) as error:  # the latter is torch's for the former
+        except (OSError, RuntimeError) as error:
+            # torch closes its archive in vain after a failed write, and raises that.
+            reason = error if isinstance(error, OSError) else error.__context__
             draft.unlink(missing_ok=True)
+            if not isinstance(reason, OSError):
+                raise
             newest = self._found()[-1:]
             _logger.warning(
                 "The checkpoint of step %d could not be written to %s: %s. The newest "
-                "there is %s. Make room; the training goes on.",
+                "there is %s. The training goes on.",
                 step,
                 self._directory,
-                error,
+                reason.strerror,
                 f"of step {newest[0][0]}" if newest else "none",
             )
             return
