@@ -51,7 +51,7 @@ LIMIT_S = 60.0
 _RANK = str(Path(__file__).with_name("elastic_rank.py"))
 _POLL_S = 0.02
 _STEPS = 8  # of a view, before it is disturbed
-_REST_S = 4.0  # until a process that is ready to join waits
+_REST_S = 1.0  # until a spare that has imported all waits
 _PEERS = ("restart", "torchrun", "torchft")
 _KINDS = ("kill", "stop", "spare", "plan", *_PEERS, "cost")
 
@@ -340,7 +340,7 @@ class Bench:
     def _break(self, case: Case, job: Job) -> None:
         """Kill or stop one rank, and see the others go on, then all."""
         if case.kind == "spare":
-            job.wait("spare", lambda: bool(job.waiting()))
+            job.await_joiner()
             time.sleep(_REST_S)
         time.sleep(self._chance.uniform(0, 0.1))
         job.read()
