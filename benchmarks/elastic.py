@@ -14,8 +14,8 @@ first step that the slowest of the ranks had applied in the view after it.
     torchft   the same with torchft, of the Python that ``--torchft`` names
     cost      steps of a ``Loop`` against plain ones, by turns, two ranks
 
-While a new process imports torch, the others rest between their steps: it takes half as
-long, and nothing is timed then.
+While a new process gets ready to join, the others rest between their steps: it takes
+half as long, and nothing is timed then.
 
 Kinds, engines and sizes come by turns, ``--each`` faults at a time, until all have had
 ``--faults``. Prints a table and the load beside it; ``--json`` appends a record for
@@ -50,8 +50,8 @@ LIMIT_S = 60.0
 
 _RANK = str(Path(__file__).with_name("elastic_rank.py"))
 _POLL_S = 0.02
+_JOINS_S = 0.5  # until a spare that is ready waits
 _STEPS = 8  # of a view, before it is disturbed
-_REST_S = 1.0  # until a spare that has imported all waits
 _PEERS = ("restart", "torchrun", "torchft")
 _KINDS = ("kill", "stop", "spare", "plan", *_PEERS, "cost")
 
@@ -172,7 +172,7 @@ class Job:
             time.sleep(_POLL_S)
 
     def await_joiner(self) -> None:
-        """Wait until a new process has imported all, while the others hardly train."""
+        """Wait until a new process is ready to join, while the others hardly train."""
         self._rest.touch()
         try:
             self.wait("joiner", lambda: bool(self.waiting()))
@@ -341,7 +341,7 @@ class Bench:
         """Kill or stop one rank, and see the others go on, then all."""
         if case.kind == "spare":
             job.await_joiner()
-            time.sleep(_REST_S)
+            time.sleep(_JOINS_S)
         time.sleep(self._chance.uniform(0, 0.1))
         job.read()
         before = job.view

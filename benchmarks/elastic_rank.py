@@ -34,6 +34,7 @@ WIDTHS = {2: (192, 96), 23: (1280, 704), 190: (4096, 3072)}
 BATCH = 32  # a rank's
 NUM_IMAGES = 4096
 _REST_S = 0.05
+_TRAINED_S = 0.2  # at full speed, before somebody joins
 _MEASURED_STEP = 3  # of a view, in which its bandwidth is measured
 
 
@@ -63,6 +64,23 @@ class Notes:
                 self.write(name.strip("_"), begin_s, time.monotonic())
 
         setattr(owner, name, watched)
+
+    def watch_waiting(self) -> None:
+        """Note when this process is ready to join; it waits until none has to rest."""
+        from ronde.membership.member import Member
+        from ronde.membership.view import NO_VIEW
+
+        settle = Member.settle
+
+        def watched(member: Member, step: int, reason: str = "") -> Any:  # noqa: ANN401
+            if member.view.view == NO_VIEW:
+                self.write(time.monotonic(), -1, -1, -1, -1)
+                while self._rest.exists():
+                    time.sleep(_REST_S)
+                time.sleep(_TRAINED_S)
+            return settle(member, step, reason)
+
+        Member.settle = watched
 
 
 def make_mlp(state_mb: int) -> nn.Module:
@@ -103,7 +121,7 @@ def train_elastic(notes: Notes, state_mb: int, size: int) -> None:
     }.items():
         for name in names:
             notes.watch(owner, name)
-    notes.write(time.monotonic(), -1, -1, -1, -1)  # imported all
+    notes.watch_waiting()
     hvd.init()
     member = own_member()
     if member is None:

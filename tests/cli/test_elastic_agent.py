@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 # Each line is Python to evaluate; the result goes back as a line of JSON.
 RANK = """
-import json, os, socket, subprocess, sys
+import ctypes, json, os, socket, subprocess, sys, threading
 fd, inode, number = map(int, os.environ["RONDE_MEMBER"].split(":"))
 assert os.fstat(fd).st_ino == inode
 channel = socket.socket(fileno=fd)
@@ -49,6 +49,17 @@ def wait_in_store():
     say("waits")
     reply = decode(sock.recv(4096)[4:])
     return Status(reply.kind).name, reply.fields[0].decode()
+
+def exit_first_thread(status):
+    # What the kernel does first when it ends a process; the rest then waits.
+    from ronde.membership.robust_mutex import lock_new_mutex
+    socket.send_fds(channel, [b'"locked"\\n'], [lock_new_mutex()])
+    def end():
+        lines.readline()
+        os._exit(status)
+    threading.Thread(target=end).start()
+    number = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+    ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(status))
 
 say(["begins", number])
 for line in lines:
@@ -266,6 +277,22 @@ def test_a_rank_is_ended_with_its_children_while_others_stay(controller):
     wait_for_end(child_fd)
     controller.send(messages.EndRank(0, signal.SIGKILL))  # it is gone
     assert controller.ask(1, "1") == 1
+
+
+def test_a_rank_that_ends_is_reported_before_it_has_ended(controller):
+    for number, status in enumerate((7, 0)):
+        pid = controller.start(number)
+        order = messages.SendToRanks((number,), f"exit_first_thread({status})")
+        controller.send(order)
+        assert controller.hear(number) == "locked"
+        if status:
+            expected = messages.RankEnding(number, status, "")
+            assert controller.expect(messages.RankEnding) == expected
+        await_state(pid, "Z")
+        controller.settle()
+        controller.send(messages.SendToRanks((number,), "end"))
+        exited = controller.expect(messages.Exited)
+        assert (exited.rank, exited.status) == (number, status)
 
 
 def test_a_stopped_rank_is_reported_and_can_be_ended(controller):

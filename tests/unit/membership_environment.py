@@ -120,7 +120,10 @@ class Environment:
         self.tell(policy.MemberLost(number, exit_code, f"{number} has ended"))
 
     def fail(self, number: int) -> None:
-        self.processes[number].doing = Doing.FAILING
+        """Report that a process ends, which may be known already."""
+        process = self.processes[number]
+        if process.doing not in ENDING:
+            process.doing = Doing.FAILING
         reason = f"{number} failed"
         self.tell(policy.MemberLost(number, 1, reason, has_ended=False))
 

@@ -68,8 +68,9 @@ class Faults(RuleBasedStateMachine):
 
     @rule(pick=PICKS)
     def fail(self, pick: int) -> None:
-        if members := self.env.members:
-            self.env.fail(members[pick % len(members)].place.number)
+        places = self.env.view.members
+        if able := [p.number for p in places if p.number in self.env.processes]:
+            self.env.fail(able[pick % len(able)])
 
     @rule(pick=PICKS)
     def stall(self, pick: int) -> None:

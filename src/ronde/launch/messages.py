@@ -21,7 +21,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 12  # changes when a message changes; both sides must have the same
+PROTOCOL = 13  # changes when a message changes; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -235,6 +235,14 @@ class RankStopped(NamedTuple):
     is_stopped: bool
 
 
+class RankEnding(NamedTuple):
+    """From the agent of an elastic job: the kernel ends a rank; Exited follows."""
+
+    rank: int
+    status: int  # as ``subprocess`` has it, not 0
+    evidence: str
+
+
 class Stacks(NamedTuple):
     """From the agent: where a rank is, its own process first."""
 
@@ -265,7 +273,7 @@ class Finished(NamedTuple):
 JobOrder = Start | StartRanks | EndRank | SendToRanks | Forward | StopRanks | TakeStacks
 ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Ping
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
-FromRanks = Started | Exited | RankTexts | RankStopped | Stacks
+FromRanks = Started | Exited | RankTexts | RankStopped | RankEnding | Stacks
 FromJob = FromRanks | HostEnding | HostLeaving | Notice | Pong | Finished
 FromAgent = FromStart | FromJob
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)

@@ -111,6 +111,12 @@ def is_alive(pid: int) -> bool:
     return process is not None and not process.is_zombie
 
 
+def ending_status(pid: int) -> int:
+    """Return the wait status that a process ends with; 0 if it is none, or unknown."""
+    fields = read_text(f"/proc/{pid}/stat").split()
+    return int(fields[-1]) if fields else 0
+
+
 def is_dumping_core(pid: int) -> bool:
     """Whether a crash ended this process and the kernel still writes its core file."""
     return "\nCoreDumping:\t1\n" in read_text(f"/proc/{pid}/status")

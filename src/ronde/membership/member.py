@@ -7,10 +7,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from ronde.errors import LaunchError, MembershipError
+from ronde.membership.robust_mutex import lock_new_mutex
 from ronde.membership.view import (
     NEW,
     NO_VIEW,
@@ -72,6 +74,9 @@ class Member:
         self._leave: str | None = None
         self._is_finished = False
         self._loss = ""  # of the channel
+        self._mutex = -1  # which goes with the first message
+        with suppress(OSError):  # its end is noticed later
+            self._mutex = lock_new_mutex()
         threading.Thread(target=self._listen, name="ronde member", daemon=True).start()
 
     @property
@@ -167,9 +172,16 @@ class Member:
     def _say(self, message: FromRank) -> None:
         try:
             with self._sending:
-                self._sock.sendall(encode_text(message).encode() + b"\n")
+                self._send(encode_text(message).encode() + b"\n")
         except OSError as error:
             self._lose(f"its channel broke ({error})")
+
+    def _send(self, line: bytes) -> None:
+        if self._mutex >= 0:
+            sent = socket.send_fds(self._sock, [line], [self._mutex])
+            os.close(self._mutex)
+            self._mutex, line = -1, line[sent:]
+        self._sock.sendall(line)
 
     def _listen(self) -> None:
         unread = b""

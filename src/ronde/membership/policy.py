@@ -436,7 +436,8 @@ class Membership(_Roster):
             self._is_symptom = True
 
     def _take_lost(self, event: MemberLost, now_s: float) -> None:
-        if ended := self._ending.pop(event.number, None):
+        ended = self._ending.pop(event.number, None) if event.has_ended else None
+        if ended is not None:
             del self._hosts[ended.place.host].used[ended.place.slot]
         member = self._members.get(event.number)
         if member is None:

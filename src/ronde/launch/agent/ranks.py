@@ -40,6 +40,7 @@ from ronde.launch.network import hold_port
 from ronde.launch.process_tree import (
     descendants,
     end_with,
+    ending_status,
     is_alive,
     is_dumping_core,
     require_empty,
@@ -98,6 +99,7 @@ class RankProcess:
     is_stopped: bool = False
     # when it was seen to end by itself, monotonic; 0 for not before it was reaped
     began_s: float = 0.0
+    evidence: str | None = None  # why it ends, where that was asked before it has
 
     @property
     def pid(self) -> int:
@@ -127,7 +129,7 @@ def start_rank(
         bufsize=0,
         start_new_session=True,
         pass_fds=passed_fds,
-        # The agent has one thread, so that code between fork and exec is safe.
+        # Other threads only wait for mutexes, so that code between fork and exec is safe.
         preexec_fn=before_exec,  # noqa: PLW1509
     )
     files = cast("tuple[IO[bytes], IO[bytes]]", (process.stdout, process.stderr))
@@ -173,7 +175,7 @@ class LocalJob:
         self._is_elastic = job.max_ranks > 0
         self._max_ranks = max(len(job.ranks), job.max_ranks)
         self._sender = sender
-        self.channels = RankChannels(sender)
+        self.channels = RankChannels(sender, self._note_death)
         self._by_pid: dict[int, RankProcess] = {}
         self._stacks = StackTaker()
         self._kernel = KernelDiagnostics()
@@ -393,6 +395,21 @@ class LocalJob:
             rank.is_stopped = is_stopped
             self._sender.send(messages.RankStopped(rank.rank, is_stopped))
 
+    def _note_death(self, number: int) -> None:
+        """Send RankEnding for a rank that the kernel has begun to take apart."""
+        rank = next((rank for rank in self._running if rank.rank == number), None)
+        wait_status = ending_status(rank.pid) if rank else 0
+        # What ends with 0 may have finished; what is below another program is reaped.
+        if rank is None or not wait_status or self._stopped_s:
+            return
+        status = os.waitstatus_to_exitcode(wait_status)
+        # What it has written comes before its end.
+        self.channels.drain(number)
+        rank.evidence = self._kernel.explain(
+            status, wait_status, rank.pid, self._directory
+        )
+        self._sender.send(messages.RankEnding(number, status, rank.evidence))
+
     def note_end(self, pid: int, wait_status: int) -> None:
         """Send Exited for a child that was reaped, if it is a rank."""
         rank = self._by_pid.get(pid)
@@ -401,7 +418,6 @@ class LocalJob:
         rank.is_running = False
         if self._is_elastic:
             _signal_group(pid, signal.SIGKILL)
-            # What it has written comes before its end.
             self.channels.finish(rank.rank)
         # Popen must know: only the agent's own waitpid saw it.
         status = rank.process.returncode = os.waitstatus_to_exitcode(wait_status)
@@ -409,7 +425,9 @@ class LocalJob:
             self._look_for_ends()
         for pipe in rank.pipes:
             pipe.drain()
-        evidence = self._kernel.explain(status, wait_status, pid, self._directory)
+        evidence = rank.evidence
+        if evidence is None:
+            evidence = self._kernel.explain(status, wait_status, pid, self._directory)
         began_s = rank.began_s or time.monotonic()
         traceback_s = max(pipe.traceback_s for pipe in rank.pipes)
         self._sender.send(

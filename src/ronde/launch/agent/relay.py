@@ -5,15 +5,18 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 from ronde.launch import messages
+from ronde.membership.robust_mutex import await_owner_death
 from ronde.store.local_socket import (
     is_own,
     listen,
@@ -256,13 +259,16 @@ class RankChannels:
 
     Each rank has a socket of its own. What the ranks write in one turn of the agent's
     loop is one message. A rank that is sent more than is kept for it loses its channel.
+    ``on_death`` is called with a rank that has begun to die, unless it came too late.
     """
 
-    def __init__(self, sender: OutputSender) -> None:
+    def __init__(self, sender: OutputSender, on_death: Callable[[int], object]) -> None:
         self._sender = sender
         self._by_rank: dict[int, _Channel] = {}
         self._texts: list[messages.RankText] = []
         self._num_bytes = 0
+        self._on_death = on_death
+        self._deaths, self._deaths_in = socket.socketpair()
 
     def open(self, rank: int) -> socket.socket:
         """Return the rank's end of its new channel."""
@@ -272,6 +278,7 @@ class RankChannels:
         return other
 
     def watched(self) -> Watched:
+        yield self._deaths.fileno(), select.POLLIN, self._read_deaths
         for rank, channel in self._by_rank.items():
             is_reading = channel.is_reading and not self._is_held_back
             events = select.POLLIN if is_reading else 0
@@ -300,17 +307,35 @@ class RankChannels:
 
     def finish(self, rank: int) -> None:
         """Pass on what a rank has written, and close its channel."""
+        self.drain(rank)
         if channel := self._by_rank.pop(rank, None):
+            channel.sock.close()
+
+    def drain(self, rank: int) -> None:
+        """Pass on what a rank has written."""
+        if channel := self._by_rank.get(rank):
             for _ in range(_DRAIN_READS):
                 if not self._read(rank, channel):
                     break
-            channel.sock.close()
             self.flush()
 
     def close(self) -> None:
         for channel in self._by_rank.values():
             channel.sock.close()
         self._by_rank.clear()
+        self._deaths.close()
+        self._deaths_in.close()
+
+    def _await_death(self, rank: int, mutex: int) -> None:
+        if await_owner_death(mutex):
+            with suppress(OSError):  # the job is over
+                self._deaths_in.send(b"%d\n" % rank)
+
+    def _read_deaths(self) -> None:
+        # It may have been closed after the poll had seen it ready.
+        if self._deaths.fileno() >= 0:
+            for word in self._deaths.recv(_READ_BYTES).split():
+                self._on_death(int(word))
 
     def _serve(self, rank: int) -> None:
         # It may have been closed after the poll had seen it ready.
@@ -320,12 +345,18 @@ class RankChannels:
                 self._read(rank, channel)
 
     def _read(self, rank: int, channel: _Channel) -> bool:
+        data, mutexes = b"", list[int]()
         try:
-            data = channel.sock.recv(_PIPE_BYTES) if channel.is_reading else b""
+            if channel.is_reading:
+                data, mutexes, *_ = socket.recv_fds(channel.sock, _PIPE_BYTES, 1)
         except BlockingIOError:
             return False
         except OSError:
-            data = b""
+            pass
+        for mutex in mutexes:
+            threading.Thread(
+                target=self._await_death, args=(rank, mutex), daemon=True
+            ).start()
         *lines, channel.unread = (channel.unread + data).split(b"\n")
         texts = [line.decode(errors="backslashreplace") for line in lines]
         self._texts += [messages.RankText(rank, text) for text in texts]

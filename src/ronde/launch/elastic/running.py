@@ -126,6 +126,9 @@ class ElasticRunning(Running):
             case messages.RankStopped():
                 node.require_own(message.rank)
                 self._take_stopped(message)
+            case messages.RankEnding():
+                node.require_own(message.rank)
+                self._take_ending(message)
             case messages.HostEnding() | messages.HostLeaving():
                 self._take_end(node, message)
             case messages.Finished() if node.name in self._releasing:
@@ -175,10 +178,19 @@ class ElasticRunning(Running):
         if message.is_stopped:
             self._stopped_s[message.rank] = time.monotonic() + _STOPPED_S
 
+    def _take_ending(self, message: messages.RankEnding) -> None:
+        number = message.rank
+        # Only others of the view have anything from knowing it before its end.
+        if any(place.number == number for place in self._view.members):
+            end = describe_end(message.status, message.evidence)
+            reason = f"{self._name(number)} {end}"
+            lost = policy.MemberLost(number, message.status, reason, has_ended=False)
+            self._apply(lost)
+
     def _stop_if_caused(self, exited: messages.Exited) -> None:
         number, status = exited.rank, exited.status
         self._stopped_s.pop(number, None)
-        reason = f"{self._name(number)} {describe_end(exited)}"
+        reason = f"{self._name(number)} {describe_end(status, exited.evidence)}"
         is_member = any(place.number == number for place in self._view.members)
         is_training = self._membership.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING)
         is_new = self._view.view == view.NO_VIEW or (is_training and not is_member)
@@ -420,12 +432,12 @@ def describe_bar(order: policy.Barred) -> str:
     return f"{order.host} gets no new rank for {rest}, as {failed} failed there"
 
 
-def describe_end(exited: messages.Exited) -> str:
+def describe_end(status: int, evidence: str) -> str:
     """Return how a process ended, in half a sentence."""
-    how = f"ended with exit code {exited.status}"
-    if exited.status < 0:
-        how = f"was killed by {signal_name(-exited.status)}"
-    return f"{how} ({exited.evidence})" if exited.evidence else how
+    how = f"ended with exit code {status}"
+    if status < 0:
+        how = f"was killed by {signal_name(-status)}"
+    return f"{how} ({evidence})" if evidence else how
 
 
 def name_process(number: int, rank: int | None, host: str) -> str:

@@ -1,0 +1,71 @@
+"""A mutex that tells of its owner's death before the kernel takes its memory apart.
+
+A process that is killed closes its sockets, and becomes a zombie, only after that: 20
+to 80 ms later for a rank that has torch loaded, longer with a GPU. A *robust* mutex of
+POSIX in shared memory is given on before.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+
+_PROCESS_SHARED = 1
+_ROBUST = 1
+_ATTRIBUTES_BYTES = 64  # more than any C library's
+_LIBC = ctypes.CDLL(None)
+
+
+def lock_new_mutex() -> int:
+    """Make a mutex that this thread holds as long as it lives.
+
+    Returns:
+        The descriptor of its memory, for another process; the caller closes it.
+
+    Raises:
+        OSError: There is no memory for it, or it cannot be locked.
+    """
+    fd = os.memfd_create("ronde-mutex")
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        memory = mmap.mmap(fd, mmap.PAGESIZE)
+        # Never unmapped: the C library keeps a list of what a thread holds.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        mutex = _address_of(memory)
+        attributes = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
+        for number in (
+            _LIBC.pthread_mutexattr_init(attributes),
+            _LIBC.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED),
+            _LIBC.pthread_mutexattr_setrobust(attributes, _ROBUST),
+            _LIBC.pthread_mutex_init(mutex, attributes),
+            _LIBC.pthread_mutex_lock(mutex),
+        ):
+            if number:
+                raise OSError(number, os.strerror(number))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def await_owner_death(fd: int) -> bool:
+    """Wait until the owner of a mutex ends; False if it can not be waited for.
+
+    Args:
+        fd: What ``lock_new_mutex`` has returned; it is closed.
+    """
+    try:
+        memory = mmap.mmap(fd, mmap.PAGESIZE)
+    except (OSError, ValueError):
+        return False
+    finally:
+        os.close(fd)
+    mutex = _address_of(memory)
+    number = _LIBC.pthread_mutex_lock(mutex)
+    if number in (0, errno.EOWNERDEAD):
+        _LIBC.pthread_mutex_unlock(mutex)
+    return number == errno.EOWNERDEAD
+
+
+def _address_of(memory: mmap.mmap) -> ctypes.c_void_p:
+    return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
