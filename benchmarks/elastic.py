@@ -7,7 +7,7 @@ first step that the slowest of the ranks had applied in the view after it.
 
     kill      SIGKILL of a rank, each position in turn; a new one joins afterwards
     stop      SIGSTOP of a rank
-    spare     SIGKILL of a rank of four, while a fifth process waits to take its place
+    spare     SIGKILL of a rank of four, while another process waits to take its place
     plan      a host joins, and leaves again; nothing may be done twice
     restart   SIGKILL of a rank under ``ronde run --max-restarts``
     torchrun  the same under ``torchrun --max-restarts``
@@ -250,6 +250,7 @@ def own_environment(folder: Path, engine: str) -> dict[str, str]:
     """Return what a job is started with: one thread a rank."""
     return {
         "PATH": os.defpath,
+        "PYTHONPATH": os.pathsep.join(sys.path),
         "HOME": "/tmp",  # noqa: S108
         "OMP_NUM_THREADS": "1",
         "RONDE_ENGINE": engine,
