@@ -50,7 +50,7 @@ LIMIT_S = 60.0
 
 _RANK = str(Path(__file__).with_name("elastic_rank.py"))
 _POLL_S = 0.02
-_JOINS_S = 0.5  # until a spare that is ready waits
+_JOINS_S = 0.8  # until a spare that is ready waits
 _STEPS = 8  # of a view, before it is disturbed
 _PEERS = ("restart", "torchrun", "torchft")
 _KINDS = ("kill", "stop", "spare", "plan", *_PEERS, "cost")
@@ -353,7 +353,10 @@ class Bench:
         os.kill(pid, signal.SIGSTOP if is_stop else signal.SIGKILL)
         after = job.await_next(before)
         self._note(case, job, case.kind, (before, after), at_s, number)
-        if job.members(after)[min(job.members(after))].size < SIZE or is_stop:
+        is_short = job.members(after)[min(job.members(after))].size < SIZE
+        if is_short and case.kind == "spare":
+            self.wrong.append(f"{case}: view {after} has no spare")
+        if is_short or is_stop:
             job.replace()
             if case.kind not in _PEERS:
                 job.await_joiner()

@@ -33,8 +33,8 @@ WIDTHS = {2: (192, 96), 23: (1280, 704), 190: (4096, 3072)}
 
 BATCH = 32  # a rank's
 NUM_IMAGES = 4096
-_REST_S = 0.05
-_TRAINED_S = 0.2  # at full speed, before somebody joins
+_REST_S, _POLL_S = 0.4, 0.02
+_TRAINED_S = 0.5  # at full speed, before somebody joins
 _MEASURED_STEP = 3  # of a view, in which its bandwidth is measured
 
 
@@ -76,7 +76,7 @@ class Notes:
             if member.view.view == NO_VIEW:
                 self.write(time.monotonic(), -1, -1, -1, -1)
                 while self._rest.exists():
-                    time.sleep(_REST_S)
+                    time.sleep(_POLL_S)
                 time.sleep(_TRAINED_S)
             return settle(member, step, reason)
 
