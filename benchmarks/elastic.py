@@ -50,7 +50,7 @@ LIMIT_S = 60.0
 
 _RANK = str(Path(__file__).with_name("elastic_rank.py"))
 _POLL_S = 0.02
-_JOINS_S = 0.8  # until a spare that is ready waits
+_JOINS_S = 1.3  # until a spare that is ready waits
 _STEPS = 8  # of a view, before it is disturbed
 _PEERS = ("restart", "torchrun", "torchft")
 _KINDS = ("kill", "stop", "spare", "plan", *_PEERS, "cost")
