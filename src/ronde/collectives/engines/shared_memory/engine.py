@@ -156,7 +156,8 @@ class SharedMemoryEngine(Engine):
             return super().allocate(numel, dtype, device)
         num_bytes = _in_pages(numel * dtype.itemsize)
         exchange, rank = self.exchange, self.rank
-        with offered(exchange, rank) as offers:
+        room = (self.size, num_bytes) if is_populated else ()
+        with offered(exchange, rank, *room) as offers:
             segments = share_segments(
                 exchange, rank, offers, num_bytes, is_populated=is_populated
             )

@@ -43,6 +43,7 @@ ExchangeBytes = Callable[[bytes], Sequence[bytes]]
 """Sends all ranks some bytes, at most ``MESSAGE_BYTES``, and returns everybody's."""
 _RESERVE_BYTES = 64 << 20  # left to the rest of the machine
 _MAP_FAILED = c_void_p(-1).value
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap: Callable[..., int] = _libc.mmap
@@ -69,6 +70,12 @@ class Segment:
         # It outlives the call, and what that was made in.
         with torch.inference_mode(mode=False):
             self.tensor: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8)
+
+    def populate(self) -> None:
+        """Map pages now; an older kernel maps them when they are touched."""
+        _libc.madvise(
+            c_void_p(self.address), c_size_t(self.num_bytes), _MADV_POPULATE_WRITE
+        )
 
 
 def _map(
@@ -101,8 +108,12 @@ class Offer(NamedTuple):
 
 
 @contextmanager
-def offered(exchange: ExchangeBytes, rank: int) -> Generator[list[Offer]]:
+def offered(
+    exchange: ExchangeBytes, rank: int, size: int = 0, num_bytes: int = 0
+) -> Generator[list[Offer]]:
     """Make an empty file on each rank, and return everybody's; collective.
+
+    Where they are to be populated, ``size`` files of ``num_bytes`` must fit.
 
     Raises:
         NoSharedMemoryError: The memory is not there.
@@ -110,6 +121,8 @@ def offered(exchange: ExchangeBytes, rank: int) -> Generator[list[Offer]]:
     descriptor = -1
     try:
         with _agreed(exchange, rank) as exchanged:
+            if num_bytes:
+                _require_room(size, num_bytes)
             descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
             process, inode = PeerProcess.of(os.getpid()), os.fstat(descriptor).st_ino
             host = socket.gethostname()[:64]
@@ -132,23 +145,17 @@ def share_segments(
     """Make everybody's file a zeroed segment, and map it; collective.
 
     Raises:
-        NoSharedMemoryError: There is not enough memory, or not every rank can open the
-            others' files.
+        NoSharedMemoryError: Not every rank can open the others' files.
     """
-    segments: dict[int, Segment] = {}
-    if is_populated:
-        with _agreed(exchange, rank):
-            _require_room(len(offers), num_bytes)
-        with _agreed(exchange, rank):
-            # One's own first: pages belong to the node of who touches them first.
-            segments[rank] = _open(rank, offers[rank], num_bytes, is_populated=True)
+    segments: list[Segment] = []
     with _agreed(exchange, rank):
         for each, offer in enumerate(offers):
-            if each not in segments:
-                segments[each] = _open(
-                    each, offer, num_bytes, is_populated=is_populated
-                )
-    return [segments[each] for each in range(len(offers))]
+            # One's own first: pages belong to the node of who touches them first.
+            is_first = is_populated and each == rank
+            segments.append(_open(each, offer, num_bytes, is_populated=is_first))
+    for segment in segments if is_populated else ():
+        segment.populate()
+    return segments
 
 
 @dataclass(slots=True)
