@@ -31,21 +31,24 @@ def lock_new_mutex() -> int:
         memory = mmap.mmap(fd, mmap.PAGESIZE)
         # Never unmapped: the C library keeps a list of what a thread holds.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-        mutex = _address_of(memory)
-        attributes = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
-        for number in (
-            _LIBC.pthread_mutexattr_init(attributes),
-            _LIBC.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED),
-            _LIBC.pthread_mutexattr_setrobust(attributes, _ROBUST),
-            _LIBC.pthread_mutex_init(mutex, attributes),
-            _LIBC.pthread_mutex_lock(mutex),
-        ):
-            if number:
-                raise OSError(number, os.strerror(number))
+        _make_and_lock(_address_of(memory))
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _make_and_lock(mutex: ctypes.c_void_p) -> None:
+    attributes = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
+    for number in (
+        _LIBC.pthread_mutexattr_init(attributes),
+        _LIBC.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED),
+        _LIBC.pthread_mutexattr_setrobust(attributes, _ROBUST),
+        _LIBC.pthread_mutex_init(mutex, attributes),
+        _LIBC.pthread_mutex_lock(mutex),
+    ):
+        if number:
+            raise OSError(number, os.strerror(number))
 
 
 def await_owner_death(fd: int) -> bool:

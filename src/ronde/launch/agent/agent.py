@@ -1,8 +1,8 @@
 """The agent: owns the ranks of one host and obeys its controller.
 
 It runs under ``python -I -S`` with nothing but the standard library, has one loop and
-one thread (those of ``RankChannels`` only wait), and exchanges frames over its standard input and output. Its parent, the
-*reaper*, kills what an agent that died left behind.
+one thread (those of ``RankChannels`` only wait), and exchanges frames over its standard
+input and output. Its parent, the *reaper*, kills what an agent that died left behind.
 """
 
 import os

@@ -129,7 +129,7 @@ def start_rank(
         bufsize=0,
         start_new_session=True,
         pass_fds=passed_fds,
-        # Other threads only wait for mutexes, so that code between fork and exec is safe.
+        # Other threads only wait for mutexes: code between fork and exec is safe.
         preexec_fn=before_exec,  # noqa: PLW1509
     )
     files = cast("tuple[IO[bytes], IO[bytes]]", (process.stdout, process.stderr))
