@@ -31,7 +31,7 @@ from ronde.launch.hosts.host import count_cores, count_slots
 from ronde.launch.job import JobSpec
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import STOPPING, caught_signals
-from ronde.memory import available_memory
+from ronde.memory import available_memory, import_torch
 from ronde.render.console import SelfLaunchConsole
 from ronde.render.plot import check_path
 from ronde.world import Launcher, RankInfo, read_rank_info
@@ -91,6 +91,7 @@ def _bench(words: list[str]) -> int:
     if not options.parent and info.launcher is not Launcher.NONE:
         _require_joinable(options, info)
     # Only here: this imports torch.
+    import_torch()
     from ronde.cli.bench_rank import run_rank
 
     return run_rank(options, variables, info)
