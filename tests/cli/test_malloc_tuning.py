@@ -18,14 +18,14 @@ from ronde.memory import MallocThresholds, malloc_thresholds
 pytestmark = pytest.mark.timeout(180)
 
 MIB = 1 << 20
-NUM_STEPS = 10
-NUM_PAGES = NUM_STEPS * 48 * MIB // resource.getpagesize()
+NUM_STEPS = 4
+NUM_PAGES = NUM_STEPS * 36 * MIB // resource.getpagesize()
 """Of the gradients of all steps, which are what faults where memory is given back."""
 FAULTS = f"""
 import resource, torch
 def count_faults():
     torch.set_num_threads(1)
-    layer, rows = torch.nn.Linear(3072, 4096, bias=False), torch.ones(2, 3072)
+    layer, rows = torch.nn.Linear(3072, 3072, bias=False), torch.ones(2, 3072)
     # Where the heap begins decides how often it grows before each size has its place.
     for step in range({NUM_STEPS} + 20):
         if step == 20:
