@@ -11,7 +11,7 @@ from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
 from ronde.errors import UsageError
 
 SHORT = Effort(rounds=1, seconds=0.0, sizes_bytes=(64, 100, 256, 512, 1024))
-DELAY_S = 0.03
+DELAY_S = 0.2
 
 
 class Slow(TorchDistributedEngine):

@@ -128,7 +128,10 @@ class ElasticRunning(Running):
                 self._take_stopped(message)
             case messages.RankEnding():
                 node.require_own(message.rank)
-                self._take_ending(message)
+                # Only others of the view have anything from knowing it before its end.
+                if message.rank in self._view.ranks:
+                    how = describe_end(message.status, message.evidence)
+                    self._lose_early(message.rank, message.status, how)
             case messages.HostEnding() | messages.HostLeaving():
                 self._take_end(node, message)
             case messages.Finished() if node.name in self._releasing:
@@ -167,8 +170,7 @@ class ElasticRunning(Running):
                 self._steps[number] = message.step
                 self._stop_after_common_step()
             case view.Failed():
-                reason = f"{self._name(number)} failed with {message.reason}"
-                self._apply(policy.MemberLost(number, 1, reason, has_ended=False))
+                self._lose_early(number, 1, f"failed with {message.reason}")
             case view.Entered():
                 if line := self._log.enter(number, message.step):
                     self._loop.output.notice(line)
@@ -178,20 +180,15 @@ class ElasticRunning(Running):
         if message.is_stopped:
             self._stopped_s[message.rank] = time.monotonic() + _STOPPED_S
 
-    def _take_ending(self, message: messages.RankEnding) -> None:
-        number = message.rank
-        # Only others of the view have anything from knowing it before its end.
-        if any(place.number == number for place in self._view.members):
-            end = describe_end(message.status, message.evidence)
-            reason = f"{self._name(number)} {end}"
-            lost = policy.MemberLost(number, message.status, reason, has_ended=False)
-            self._apply(lost)
+    def _lose_early(self, number: int, status: int, how: str) -> None:
+        reason = f"{self._name(number)} {how}"
+        self._apply(policy.MemberLost(number, status, reason, has_ended=False))
 
     def _stop_if_caused(self, exited: messages.Exited) -> None:
         number, status = exited.rank, exited.status
         self._stopped_s.pop(number, None)
         reason = f"{self._name(number)} {describe_end(status, exited.evidence)}"
-        is_member = any(place.number == number for place in self._view.members)
+        is_member = number in self._view.ranks
         is_training = self._membership.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING)
         is_new = self._view.view == view.NO_VIEW or (is_training and not is_member)
         before = ""
@@ -391,9 +388,8 @@ class ElasticRunning(Running):
             node.send(messages.SendToRanks(tuple(ranks), text))
 
     def _name(self, number: int) -> str:
-        host, ranks = self._ranks[number].node.name, self._view.members
-        rank = next((r for r, p in enumerate(ranks) if p.number == number), None)
-        return name_process(number, rank, host)
+        host = self._ranks[number].node.name
+        return name_process(number, self._view.ranks.get(number), host)
 
     def _judge(self) -> JobResult:
         self._discovery.close()
