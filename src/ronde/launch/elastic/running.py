@@ -68,9 +68,7 @@ class ElasticRunning(Running):
         self._discovery = open_discovery(options, plan.spec.hosts, now_s)
         self._membership = Membership(rules_of(options))
         self._view = view.View(view.NO_VIEW, ())
-        self._pause_reason = ""
-        self._steps: dict[int, int] = {}  # of those asked for it
-        self._asked: frozenset[int] = frozenset()
+        self._pause = PlannedPause()
         self._stopped_s: dict[int, float] = {}
         self._survived: set[int] = set()  # processes whose end ends nothing
         self._hung: set[int] = set()  # processes that are killed once seen where
@@ -108,15 +106,7 @@ class ElasticRunning(Running):
 
     def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         if self._hosts.owns(node):
-            problem = self._hosts.take(node, message)
-            if problem == "" and not self._is_stopping:
-                self._nodes.append(node)
-                self._take_ready(node)
-            elif problem:
-                self._hosts.forget(node)
-                self._loop.nodes.remove(node)
-                node.close()
-                self._give_up(node.name, problem)
+            self._take_new(node, self._hosts.take(node, message))
             return
         match message:
             case messages.RankTexts():
@@ -125,11 +115,11 @@ class ElasticRunning(Running):
                     self._take_text(rank, view.decode_text(text, view.FROM_RANK))
             case messages.RankStopped():
                 node.require_own(message.rank)
-                self._take_stopped(message)
+                due_s = time.monotonic() + _STOPPED_S
+                self._stopped_s[message.rank] = due_s if message.is_stopped else _NEVER
             case messages.RankEnding():
                 node.require_own(message.rank)
-                # Only others of the view have anything from knowing it before its end.
-                if message.rank in self._view.ranks:
+                if message.rank in self._view.ranks:  # else nobody waits for it
                     how = describe_end(message.status, message.evidence)
                     self._lose_early(message.rank, message.status, how)
             case messages.HostEnding() | messages.HostLeaving():
@@ -140,6 +130,16 @@ class ElasticRunning(Running):
                 node.close()
             case _:
                 super().take(node, message)
+
+    def _take_new(self, node: AgentNode, problem: str | None) -> None:
+        if problem == "" and not self._is_stopping:
+            self._nodes.append(node)
+            self._take_ready(node)
+        elif problem:
+            self._hosts.forget(node)
+            self._loop.nodes.remove(node)
+            node.close()
+            self._give_up(node.name, problem)
 
     def _take_end(
         self, node: AgentNode, message: messages.HostEnding | messages.HostLeaving
@@ -167,18 +167,13 @@ class ElasticRunning(Running):
             case view.Done():
                 self._apply(policy.MemberDone(number, message.step))
             case view.AtStep():
-                self._steps[number] = message.step
+                self._pause.steps[number] = message.step
                 self._stop_after_common_step()
             case view.Failed():
                 self._lose_early(number, 1, f"failed with {message.reason}")
             case view.Entered():
                 if line := self._log.enter(number, message.step):
                     self._loop.output.notice(line)
-
-    def _take_stopped(self, message: messages.RankStopped) -> None:
-        self._stopped_s.pop(message.rank, None)
-        if message.is_stopped:
-            self._stopped_s[message.rank] = time.monotonic() + _STOPPED_S
 
     def _lose_early(self, number: int, status: int, how: str) -> None:
         reason = f"{self._name(number)} {how}"
@@ -231,9 +226,10 @@ class ElasticRunning(Running):
         due_s = super()._due_s()
         if self._is_stopping:
             return due_s
-        stopped_s = min(self._stopped_s.values(), default=_NEVER)
-        due_s = min(due_s, self._membership.due_s, self._discovery.due_s)
-        return min(due_s, stopped_s, self._hosts.due_s(), self._notices.due_s)
+        due_s = min(due_s, *self._stopped_s.values(), self._membership.due_s)
+        return min(
+            due_s, self._discovery.due_s, self._hosts.due_s(), self._notices.due_s
+        )
 
     def _take_due(self) -> None:
         now_s = time.monotonic()
@@ -270,12 +266,11 @@ class ElasticRunning(Running):
     def _carry_out(self, order: policy.Order) -> None:
         match order:
             case policy.EndView():
-                self._asked = frozenset()
+                self._pause = PlannedPause()
                 self._log.begin_change()
                 self._tell(order.numbers, view.ViewEnded(self._view.view, order.reason))
             case policy.PauseView():
-                self._asked, self._steps = frozenset(order.numbers), {}
-                self._pause_reason = order.reason
+                self._pause = PlannedPause(order.numbers, order.reason)
                 self._tell(order.numbers, view.AskStep(self._view.view))
             case policy.BeginView():
                 self._begin_view(order)
@@ -335,7 +330,7 @@ class ElasticRunning(Running):
         self._survived |= {n for n, r in self._ranks.items() if r.exited}
         self._survived |= set(order.gone)
         self._survived |= {n for lost in self._lost for n in lost.ranks}
-        self._asked = frozenset()
+        self._pause = PlannedPause()
         # Whoever still waits there is not of this view.
         self._loop.store.clear()
         whole = begins_of(order)
@@ -347,13 +342,12 @@ class ElasticRunning(Running):
         self._tell(sorted(new), whole)
 
     def _stop_after_common_step(self) -> None:
-        living = {n for n in self._asked if self._membership.place_of(n)}
-        if living and living <= self._steps.keys():
-            step = max(self._steps[n] for n in living) + 1
+        pause = self._pause
+        living = [n for n in pause.asked if self._membership.place_of(n)]
+        if (step := pause.common_step(living)) is not None:
             self._log.begin_change()
-            order = view.StopAfter(self._view.view, step, self._pause_reason)
-            self._tell(sorted(living), order)
-            self._asked = frozenset()
+            self._tell(living, view.StopAfter(self._view.view, step, pause.reason))
+            self._pause = PlannedPause()
 
     def _finish_all(self) -> None:
         members = {place.number for place in self._view.members}
@@ -402,6 +396,20 @@ class ElasticRunning(Running):
         if self._is_too_few and self._interrupted_by is None:
             raise HostError(self._reason)
         return replace(result, views=tuple(self._log.records))
+
+
+class PlannedPause:
+    """A planned change: the members asked for their steps, and what they answered."""
+
+    def __init__(self, asked: Sequence[int] = (), reason: str = "") -> None:
+        self.asked, self.reason = sorted(asked), reason
+        self.steps: dict[int, int] = {}
+
+    def common_step(self, living: Sequence[int]) -> int | None:
+        """Return the step after which all can stop; None until all have answered."""
+        if not living or not self.steps.keys() >= set(living):
+            return None
+        return max(self.steps[number] for number in living) + 1
 
 
 def begins_of(order: policy.BeginView) -> view.ViewBegins:
