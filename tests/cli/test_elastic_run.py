@@ -196,7 +196,7 @@ def test_a_rank_may_not_leave_early_unnoticed(ronde, rank):
 
 
 DIVIDED = """
-import os, signal
+import os, signal, time
 import torch
 import ronde.torch as hvd
 from ronde.membership.member import own_member
@@ -212,6 +212,7 @@ for step in hvd.elastic.Loop(
 ):
     with step:
         if own_member().number == 1 and step.number == 7:
+            time.sleep(0.5)  # until the other has applied as many
             os.kill(os.getpid(), signal.SIGKILL)
         (inputs,) = step.inputs
         model(inputs).square().sum().backward()
