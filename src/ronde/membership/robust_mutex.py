@@ -1,8 +1,8 @@
 """A mutex that tells of its owner's death before the kernel takes its memory apart.
 
 A process that is killed closes its sockets, and becomes a zombie, only after that: 20
-to 80 ms later for a rank that has torch loaded, longer with a GPU. A *robust* mutex of
-POSIX in shared memory is given on before.
+to 80 ms later for a rank that has torch loaded. A *robust* mutex of POSIX in shared
+memory is given on before.
 """
 
 import ctypes
