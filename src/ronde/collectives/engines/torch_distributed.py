@@ -22,7 +22,9 @@ Note [What Gloo forgets]
     forgets, and so does a send that finds the connection shut down: who waits for it
     waits until the group's time-out (``Pair::signalException`` in Gloo's tcp/pair.cc).
     As every connection has ended by then, nothing comes any more that could be written
-    into a tensor. So whoever waits gives up a moment after a group was broken off; the
+    into a tensor. So whoever waits gives up a moment after a group was broken off: with
+    a rank that is known to die before its own connections end, others are in the midst
+    of a message one time in sixteen, and all stand still for as long as that. The
     group and the work live until Gloo gives up as well, since freeing them waits, too.
 """
 
@@ -92,7 +94,7 @@ _UNUSED_TAG = (1 << 31) - 1
 _SHORT, _TILL_SHUT = timedelta(milliseconds=1), timedelta(milliseconds=100)
 _SHORTEST_PAUSE_S = 0.001
 _CONNECT_LIMIT = timedelta(seconds=10)
-_LAST_S = 0.5  # for a work whose group was broken off
+_LAST_S = 0.05  # for a work whose group was broken off
 _LOOK = timedelta(milliseconds=100)
 _MOST_KNOWN = 16
 _CLOSE_WITHIN_S = 5.0  # for what is under way to end, and for peers to let go
