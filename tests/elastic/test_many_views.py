@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ronde.torch.lifetime import reform
 
 ENGINES = ("shared_memory", "gloo", "hierarchical")
 _M_ARENA_MAX = -8
+SETTLED_S = 0.3  # on a busy machine the last view is dropped a moment later
 ROOM_BYTES = 16 << 20  # the allocator's; one view's segments alone are as much
 
 
@@ -31,6 +33,7 @@ def held() -> tuple[int, int, int, int]:
     for thread in threading.enumerate():
         if thread.name == ABORTING:
             thread.join()
+    time.sleep(SETTLED_S)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     num_mappings = len(Path("/proc/self/maps").read_text().splitlines())
     num_fds = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
