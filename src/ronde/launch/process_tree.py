@@ -24,6 +24,7 @@ _MAX_FREEZE_PASSES = 50
 # Loaded at import: a child between fork and exec must not load libraries.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _POLL_S = 0.05
+_EXIT_CODE_AT = 49  # of what follows the name in ``/proc/PID/stat``
 
 
 def _prctl(option: int, value: int) -> None:
@@ -113,8 +114,8 @@ def is_alive(pid: int) -> bool:
 
 def ending_status(pid: int) -> int:
     """Return the wait status that a process ends with; 0 if it is none, or unknown."""
-    fields = read_text(f"/proc/{pid}/stat").split()
-    return int(fields[-1]) if fields else 0
+    fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[_EXIT_CODE_AT]) if len(fields) > _EXIT_CODE_AT else 0
 
 
 def is_dumping_core(pid: int) -> bool:

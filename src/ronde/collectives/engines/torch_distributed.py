@@ -22,10 +22,9 @@ Note [What Gloo forgets]
     forgets, and so does a send that finds the connection shut down: who waits for it
     waits until the group's time-out (``Pair::signalException`` in Gloo's tcp/pair.cc).
     As every connection has ended by then, nothing comes any more that could be written
-    into a tensor. So whoever waits gives up a moment after a group was broken off: with
-    a rank that is known to die before its own connections end, others are in the midst
-    of a message one time in sixteen, and all stand still for as long as that. The
-    group and the work live until Gloo gives up as well, since freeing them waits, too.
+    into a tensor. So whoever waits gives up a moment after a group was broken off, for
+    which all ranks stand still; the group and the work live until Gloo gives up as
+    well, since freeing them waits, too.
 """
 
 import math

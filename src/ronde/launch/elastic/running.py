@@ -67,7 +67,7 @@ class ElasticRunning(Running):
         now_s = time.monotonic()
         self._discovery = open_discovery(options, plan.spec.hosts, now_s)
         self._membership = Membership(rules_of(options))
-        self._view = view.View(view.NO_VIEW, ())
+        self._view, self._rank_of = view.View(view.NO_VIEW, ()), dict[int, int]()
         self._pause = PlannedPause()
         self._stopped_s: dict[int, float] = {}
         self._survived: set[int] = set()  # processes whose end ends nothing
@@ -119,7 +119,7 @@ class ElasticRunning(Running):
                 self._stopped_s[message.rank] = due_s if message.is_stopped else _NEVER
             case messages.RankEnding():
                 node.require_own(message.rank)
-                if message.rank in self._view.ranks:  # else nobody waits for it
+                if message.rank in self._rank_of:  # else nobody waits for it
                     how = describe_end(message.status, message.evidence)
                     self._lose_early(message.rank, message.status, how)
             case messages.HostEnding() | messages.HostLeaving():
@@ -183,7 +183,7 @@ class ElasticRunning(Running):
         number, status = exited.rank, exited.status
         self._stopped_s.pop(number, None)
         reason = f"{self._name(number)} {describe_end(status, exited.evidence)}"
-        is_member = number in self._view.ranks
+        is_member = number in self._rank_of
         is_training = self._membership.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING)
         is_new = self._view.view == view.NO_VIEW or (is_training and not is_member)
         before = ""
@@ -226,10 +226,9 @@ class ElasticRunning(Running):
         due_s = super()._due_s()
         if self._is_stopping:
             return due_s
-        due_s = min(due_s, *self._stopped_s.values(), self._membership.due_s)
-        return min(
-            due_s, self._discovery.due_s, self._hosts.due_s(), self._notices.due_s
-        )
+        due_s = min(due_s, self._membership.due_s, self._discovery.due_s)
+        due_s = min(due_s, *self._stopped_s.values())
+        return min(due_s, self._hosts.due_s(), self._notices.due_s)
 
     def _take_due(self) -> None:
         now_s = time.monotonic()
@@ -327,6 +326,7 @@ class ElasticRunning(Running):
         before = self._view
         self._log.begin_view(order)
         self._view = view.View(order.view, order.members)
+        self._rank_of = self._view.ranks
         self._survived |= {n for n, r in self._ranks.items() if r.exited}
         self._survived |= set(order.gone)
         self._survived |= {n for lost in self._lost for n in lost.ranks}
@@ -383,7 +383,7 @@ class ElasticRunning(Running):
 
     def _name(self, number: int) -> str:
         host = self._ranks[number].node.name
-        return name_process(number, self._view.ranks.get(number), host)
+        return name_process(number, self._rank_of.get(number), host)
 
     def _judge(self) -> JobResult:
         self._discovery.close()

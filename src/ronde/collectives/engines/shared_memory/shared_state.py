@@ -153,8 +153,9 @@ def share_segments(
             # One's own first: pages belong to the node of who touches them first.
             is_first = is_populated and each == rank
             segments.append(_open(each, offer, num_bytes, is_populated=is_first))
-    for segment in segments if is_populated else ():
-        segment.populate()
+    for each, segment in enumerate(segments if is_populated else ()):
+        if each != rank:
+            segment.populate()
     return segments
 
 
