@@ -226,8 +226,8 @@ class ElasticRunning(Running):
         due_s = super()._due_s()
         if self._is_stopping:
             return due_s
-        due_s = min(due_s, self._membership.due_s, self._discovery.due_s)
-        due_s = min(due_s, *self._stopped_s.values())
+        due_s = min(due_s, self._membership.due_s, *self._stopped_s.values())
+        due_s = min(due_s, self._discovery.due_s)
         return min(due_s, self._hosts.due_s(), self._notices.due_s)
 
     def _take_due(self) -> None:
