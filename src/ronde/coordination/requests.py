@@ -252,6 +252,12 @@ class Entry(Work[Any]):
         if not self.is_over:
             self.failure = failure
             self.is_over = True
+            # Whoever keeps this, such as a queue, keeps no communicator that is gone.
+            self._wake, self._drive = _do_nothing, _do_nothing
+
+
+def _do_nothing(*_: object) -> None:
+    pass
 
 
 _ON_JOIN = {

@@ -97,11 +97,15 @@ def result_of(work: Work[T]) -> Steps[T]:
 
 
 class Resumable:
-    """Steps that may be left at any of their waits; ``failure`` is what ended them."""
+    """Steps that may be left at any of their waits.
+
+    ``failures`` has what ended them. Whoever raises it takes it out: its traceback
+    holds this, and a communicator with all its memory, until Python looks for cycles.
+    """
 
     def __init__(self, steps: Steps[None]) -> None:
         self.is_over = False
-        self.failure: Exception | None = None
+        self.failures: list[Exception] = []
         self._steps = steps
         self._work: Work[Any] | None = None
 
@@ -129,7 +133,7 @@ class Resumable:
             self.is_over = True
         except Exception as error:  # noqa: BLE001  raised by whoever owns the steps
             self.is_over = True
-            self.failure = error
+            self.failures.append(error)
 
 
 def aside(waits: Waits, function: Callable[[], T]) -> Steps[T]:
@@ -219,9 +223,10 @@ def participate_until_all_joined(
             if each.key not in living:
                 each.unbind(is_abrupt=True)
             threads[each].join()
-    for key, error in errors:
-        if key in living:
-            raise error
+    failures = [error for key, error in errors if key in living]
+    errors.clear()  # it is in the tracebacks of those in it
+    if failures:
+        raise failures.pop(0)
     num_rounds = [0] * coordinator.size
     for rank, *key, last_round in everyone:
         if ReducerKey(*key) in living and key[2] == coordinator.size:

@@ -79,7 +79,7 @@ class Reducer:
         self._num_prepared = 0
         self._owner = threading.get_ident()
         self._under_way: Resumable | None = None  # the round that gave way
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []  # a backward pass's; to be raised
         self._has_given_way = False
         self._waits = connector.waits  # those of the session that it is connected in
         self._lock = threading.Lock()
@@ -192,7 +192,8 @@ class Reducer:
             (communicator.abort if is_abrupt else communicator.close)()
         with self._lock:
             self._communicators.clear()
-            self.rounds, self._failure = self._new_rounds(), None
+            self.rounds = self._new_rounds()
+            self._failures.clear()
             if self._under_way is not None:
                 self._under_way.close()
                 self._under_way = None
@@ -201,9 +202,8 @@ class Reducer:
                 gradient.reset()
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._failures:
+            raise self._failures.pop()
 
     def _new_rounds(self) -> ReductionRounds:
         return ReductionRounds(
@@ -251,14 +251,11 @@ class Reducer:
             backward = current_backward()
             if backward != self._armed_backward:
                 self._armed_backward = backward
-                call_at_end_of_backward(self._on_backward_end, self._keep_failure)
+                call_at_end_of_backward(self._on_backward_end, self._failures.append)
                 self._unfuse()
                 if self._options.is_fusing:
                     self._fused = fuse(self._gradients)
             self.rounds.arrive(index)
-
-    def _keep_failure(self, error: BaseException) -> None:
-        self._failure = error
 
     def _unfuse(self) -> None:
         for handle in self._fused:
@@ -296,8 +293,8 @@ class Reducer:
             self._waits.put_off[self.progress] = self._owner
             return
         self._under_way = None
-        if under_way.failure is not None:
-            raise under_way.failure
+        if under_way.failures:
+            raise under_way.failures.pop()
         self._has_run = True
         self._prepare_additions()  # from the first round on that somebody misses
 
