@@ -1,0 +1,70 @@
+"""Benchmarks that no other test runs: each runs, in short, and prints every row."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cluster.machines import why_not
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+LIMIT_S = 170.0
+RUN = ("-m", "ronde", "run", "-n", "2", "--no-prefix", "--", sys.executable)
+
+
+def lines_of(first: tuple[str, ...], words: str) -> str:
+    script, *options = words.split()
+    done = subprocess.run(
+        [sys.executable, *first, str(FOLDER / script), *options],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_rows(rows: list[str], printed: str) -> None:
+    for row in rows:  # its name, then its first figure
+        assert re.search(rf"^ *{row}[ :]+\d", printed, re.MULTILINE), row
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (
+            "autotune.py --models mnist_cnn --rounds 2 --steps-per-sample 2 "
+            "--max-samples 2",
+            ["mnist_cnn"],
+        ),
+        ("named_tensors.py --rounds 2", ["4 B", "160 x 16 KiB", "160 copied"]),
+        ("pipeline_idle.py --rounds 2", ["GPipe", "1F1B", "Interleaved1F1B"]),
+        ("process_group.py --rounds 2 --only calls", ["all_reduce 4 B", "new_group"]),
+        ("store_traffic.py", ['{"ranks"']),
+        ("timeline_cost.py --models named --rounds 2 --round-s 0.1", ["named"]),
+    ],
+)
+def test_of_two_ranks(words: str, rows: list[str]) -> None:
+    assert_rows(rows, lines_of(RUN, words))
+
+
+def test_all_reduce_beside_other_libraries() -> None:
+    peers = "shared_memory,torch_gloo"
+    short = "--rounds 1 --seconds 0.01 --max-size 64 --copy-mib 8"
+    printed = lines_of((), f"collectives.py --peers {peers} {short}")
+    assert_rows(["4B", "64B"], printed)
+
+
+def test_the_start_of_topo() -> None:
+    printed = lines_of((), "topology_start.py 1")
+    assert_rows(["ronde topo", "ronde topo lint H100.xml"], printed)
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
+def test_a_check_of_two_hosts() -> None:
+    printed = lines_of((), "check_cluster.py --rounds 1 --hosts 2")
+    assert_rows(["ronde check", "ronde check --bandwidth gloo"], printed)
