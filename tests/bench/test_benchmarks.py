@@ -12,6 +12,8 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 LIMIT_S = 170.0
 RUN = ("-m", "ronde", "run", "-n", "2", "--no-prefix", "--", sys.executable)
 
+TUNE = "autotune.py --models mnist_cnn --rounds 2 --max-samples 2 --steps-per-sample 2"
+
 
 def lines_of(first: tuple[str, ...], words: str) -> str:
     script, *options = words.split()
@@ -35,11 +37,7 @@ def assert_rows(rows: list[str], printed: str) -> None:
 @pytest.mark.parametrize(
     ("words", "rows"),
     [
-        (
-            "autotune.py --models mnist_cnn --rounds 2 --steps-per-sample 2 "
-            "--max-samples 2",
-            ["mnist_cnn"],
-        ),
+        (TUNE, ["mnist_cnn"]),
         ("named_tensors.py --rounds 2", ["4 B", "160 x 16 KiB", "160 copied"]),
         ("pipeline_idle.py --rounds 2", ["GPipe", "1F1B", "Interleaved1F1B"]),
         ("process_group.py --rounds 2 --only calls", ["all_reduce 4 B", "new_group"]),

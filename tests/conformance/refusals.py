@@ -21,6 +21,14 @@ def roots_outside_are_refused(communicator: Communicator, device: str):
     assert_works(communicator, device)
 
 
+def long_messages_are_refused(communicator: Communicator, device: str):
+    longest = bytes([communicator.rank]) * 512
+    assert communicator.exchange(longest)[-1] == bytes([communicator.size - 1]) * 512
+    with pytest.raises(UsageError, match="message must have at most 512 bytes, got 5"):
+        communicator.exchange(longest + b"1")
+    assert_works(communicator, device)
+
+
 def bad_splits_are_refused(communicator: Communicator, device: str):
     size = communicator.size
     tensor = torch.ones(2 * size + 1, device=device)
@@ -175,6 +183,7 @@ def an_error_raised_again_is_a_new_one(communicator: Communicator, device: str):
 
 REFUSALS = [
     roots_outside_are_refused,
+    long_messages_are_refused,
     bad_splits_are_refused,
     one_ranks_bad_splits_fail_everywhere,
     mismatches_fail_everywhere,

@@ -39,7 +39,15 @@ from ronde.collectives.arithmetic import (
     scale_,
 )
 from ronde.collectives.choice import CLASS_LIMITS_BYTES
-from ronde.collectives.engine import CPU, Engine, Plan, ReduceOp, Reduction, Work
+from ronde.collectives.engine import (
+    CPU,
+    MESSAGE_BYTES,
+    Engine,
+    Plan,
+    ReduceOp,
+    Reduction,
+    Work,
+)
 from ronde.collectives.shapes import CallLayout, LayoutSummary, require_out_rows, rows
 from ronde.errors import UsageError
 
@@ -406,6 +414,11 @@ class Communicator:
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Return every rank's message of at most 512 bytes, in rank order; blocks."""
+        if len(message) > MESSAGE_BYTES:
+            raise UsageError(
+                f"message must have at most {MESSAGE_BYTES} bytes, got {len(message)}. "
+                "Gather longer ones with all_gather."
+            )
         return self._engine.exchange(message)
 
     def duplicate(self) -> "Communicator":
