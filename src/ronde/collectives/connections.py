@@ -117,7 +117,7 @@ def connect_at(
     peers = [own]
     if size > 1:
         limit_s = min(timeout_s, _MEETING_TIMEOUT_S)
-        with ErrorContext("meeting", rank, size, limit_s).guard():
+        with ErrorContext("meeting", rank, size, limit_s):
             exchange = through_store(PrefixStore("hosts", store), rank, size, limit_s)
             texts = exchange(json.dumps(own).encode())
             peers = [PeerFacts(*json.loads(text)) for text in texts]

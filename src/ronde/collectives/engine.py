@@ -7,8 +7,8 @@ own under ``engines``, and name it in ``connections.ENGINES``.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Self, TypeVar
@@ -42,7 +42,7 @@ _PEER_LOST = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ErrorContext:
-    """Where a collective runs, for the sentence that says how it failed."""
+    """Where a collective runs: a failure in its block says so in a sentence."""
 
     name: str
     rank: int
@@ -82,14 +82,14 @@ class ErrorContext:
             "shows why."
         )
 
-    @contextmanager
-    def guard(self) -> Generator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            is_plain = self.scope.failure is None
-            if is_plain and isinstance(error, CollectiveError):
-                raise
+    # No generator, whose frame would hold the error, and that its frame: see Note [What
+    # a failure holds].
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        is_told = self.scope.failure is None and isinstance(error, CollectiveError)
+        if isinstance(error, RuntimeError) and not is_told:
             raise self.explain(error) from error
 
 

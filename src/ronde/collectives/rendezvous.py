@@ -92,7 +92,7 @@ def meet(info: RankInfo, timeout_s: float, scope: AbortScope | None = None) -> S
         WorldError: The ranks are on several hosts, and it is unknown where to meet.
         CollectiveError: The others did not come in time, or the port is in use.
     """
-    with ErrorContext("meeting", info.rank, info.size, timeout_s).guard():
+    with ErrorContext("meeting", info.rank, info.size, timeout_s):
         if scope is not None and info.store:
             scope.store = store = _open_launchers(info, timeout_s, scope)
         else:

@@ -58,7 +58,7 @@ class MonitoredBarrier:
         if self._store.check([key]):
             return True
         try:
-            with context.guard():
+            with context:
                 self._store.wait([key], limit)
         except CollectiveError:
             return self._store.check([key])

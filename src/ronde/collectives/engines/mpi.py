@@ -263,7 +263,7 @@ class MpiEngine(Engine):
         if comm is None:
             raise closed_error()
         context = ErrorContext(name, self.rank, self.size, self.timeout_s)
-        with context.guard(), self._library.calling:
+        with context, self._library.calling:
             requests = start(comm)
         return MpiWork(
             self._library, requests, context, held, lambda: self._comm is None

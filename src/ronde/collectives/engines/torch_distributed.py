@@ -415,7 +415,7 @@ class Groups:
         group = self._backends["steps"]
 
         def run() -> None:
-            with context.guard():
+            with context:
                 steps(group, lambda work: self.wait_for(self.begun(work)))
 
         return FutureWork(self._thread.submit(in_mode_of_caller(run)))
@@ -592,7 +592,7 @@ class TorchDistributedEngine(Engine):
         for op in ReduceOp:
             self._options[op] = AllreduceOptions()
             self._options[op].reduceOp = _TORCH_OPS[op]
-        with self._context("connecting").guard():
+        with self._context("connecting"):
             self._groups = Groups(store, rank, size, timeout_s, is_one_host=is_one_host)
         self._all_reduce_context = self._context("all_reduce")
 
@@ -630,7 +630,7 @@ class TorchDistributedEngine(Engine):
 
         if not out.is_cuda:
             return self._groups.submit(context, steps)
-        with context.guard():
+        with context:
             # The stream keeps the steps in order; the host does not wait.
             steps(self._groups.of(out.device), lambda work: work.wait())
         return Work(None)
@@ -664,7 +664,7 @@ class TorchDistributedEngine(Engine):
         self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
     ) -> Work[None]:
         context = self._context(call)
-        with context.guard():
+        with context:
             backend = self._groups.of(out.device)
             if len(set(counts)) == 1:
                 pending = backend._allgather_base(out, own)  # noqa: SLF001  the only name
@@ -701,7 +701,7 @@ class TorchDistributedEngine(Engine):
 
     def _message(self, name: str, data: Tensor, peer: int, tag: int) -> Work[None]:
         context = self._context(name)
-        with context.guard():
+        with context:
             message = self._groups.message(name, data.view(torch.uint8), peer, tag)
         return TorchWork(self._groups if data.is_cpu else None, (message,), context)
 
@@ -739,7 +739,7 @@ class TorchDistributedEngine(Engine):
         after: Callable[[], None] | None = None,
     ) -> TorchWork:
         context = self._context(name)
-        with context.guard():
+        with context:
             pending = start(self._groups.of(device))
             return self._work((pending,), device, context, after)
 

@@ -128,7 +128,7 @@ def connect_channel(
     scope = scope_of(store)
     with (
         ExitStack() as undoing,
-        ErrorContext("connecting", rank, len(hosts), timeout_s, scope).guard(),
+        ErrorContext("connecting", rank, len(hosts), timeout_s, scope),
     ):
         undoing.callback(lambda: [each.close() for each in transports])
         on_store = through_store(on_host, place, len(ranks), timeout_s)

@@ -53,7 +53,7 @@ class SharedMemoryEngine(Engine):
         """
         self._scope = scope_of(store)
         context = ErrorContext("connecting", rank, size, timeout_s, self._scope)
-        with context.guard():
+        with context:
             exchange = through_store(store, rank, size, timeout_s)
             self._connect(exchange, rank, size, timeout_s)
 
