@@ -38,7 +38,10 @@ def assert_rows(rows: list[str], printed: str) -> None:
     ("words", "rows"),
     [
         (TUNE, ["mnist_cnn"]),
-        ("named_tensors.py --rounds 2", ["4 B", "160 x 16 KiB", "160 copied"]),
+        (
+            "named_tensors.py --rounds 2",
+            ["4 B", "160 x 16 KiB", "160 copied", "64 MiB"],
+        ),
         ("pipeline_idle.py --rounds 2", ["GPipe", "1F1B", "Interleaved1F1B"]),
         ("process_group.py --rounds 2 --only calls", ["all_reduce 4 B", "new_group"]),
         ("store_traffic.py", ['{"ranks"']),

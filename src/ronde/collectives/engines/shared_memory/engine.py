@@ -52,8 +52,7 @@ class SharedMemoryEngine(Engine):
             CollectiveError: They are not all here in time.
         """
         self._scope = scope_of(store)
-        context = ErrorContext("connecting", rank, size, timeout_s, self._scope)
-        with context:
+        with ErrorContext("connecting", rank, size, timeout_s, self._scope):
             exchange = through_store(store, rank, size, timeout_s)
             self._connect(exchange, rank, size, timeout_s)
 
