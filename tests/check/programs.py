@@ -1,5 +1,6 @@
 """The program of ``ronde check`` on hosts, spoken with by pipes instead of agents."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -40,12 +41,12 @@ class PipedInterview:
         program = self.programs[name]
         assert program.stdin
         assert program.stdout
-        if program.poll() is not None:
+        asked_s = time.monotonic()
+        try:
+            os.write(program.stdin.fileno(), f"{line}\n".encode())  # keeps no rest
+        except BrokenPipeError:
             answers[name] = Answer("", "its program has ended")
             return
-        asked_s = time.monotonic()
-        program.stdin.write(line + "\n")
-        program.stdin.flush()
         said = program.stdout.readline()
         answers[name] = Answer(said, "", asked_s, time.monotonic())
 

@@ -160,6 +160,35 @@ def test_who_is_broken_off_in_transit_waits_no_longer(run_ranks, call):
     assert first < SOON_S
 
 
+def lose_the_sender_half_way(communicator, call):
+    """Return how long a rank waits for the rest of what it has the beginning of."""
+    values = torch.full((64 << 20,), float(communicator.rank))
+    pids = communicator.all_gather(torch.tensor([os.getpid()])).wait().tolist()
+    start = time.monotonic()
+    is_sender = (call, communicator.rank) == ("recv", 0)
+    name, peer = ("send", 1) if is_sender else (call, 0)
+    work = getattr(communicator, name)(values, peer)
+    if communicator.rank == 0:
+        signal.pause()
+    while values[0] == 1:
+        pass
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="needs every rank, but one is gone"):
+        work.wait()
+    assert values[-1] == 1
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("call", "engine"), [("recv", "gloo"), ("broadcast", "scheduled")]
+)
+def test_who_has_half_a_message_of_a_dead_rank_waits_no_longer(run_ranks, call, engine):
+    _, waited_s = run_ranks(
+        2, lose_the_sender_half_way, call, dying={0}, connecting=By(engine)
+    )
+    assert waited_s < SOON_S
+
+
 def lose(claim, engine, case):
     """Break a communicator off in which the last rank is not where the others are."""
     info = replace(claim, job_id=f"{claim.job_id}.{case}")

@@ -188,6 +188,9 @@ class Reduction:
     is_encoded: bool = False  # elements travel as ``arithmetic.encode`` makes them
 
 
+PostMessage = Callable[[str, Tensor, int, int], Any]  # send or recv, to whom, its tag
+WaitForMessage = Callable[[Any], object]
+MessageSteps = Callable[[PostMessage, WaitForMessage], object]
 Plan = Sequence[Sequence[int]]  # how much each rank sends to each
 PlaceRows = Callable[[Sequence[LayoutSummary]], Tensor]  # all_gather's bytes
 PlaceExchange = Callable[[Sequence[LayoutSummary], Plan], Tensor]  # all_to_all's
@@ -277,6 +280,13 @@ class Engine(ABC):
     @abstractmethod
     def recv(self, data: Tensor, source: int, tag: int) -> Work[Any]:
         """Receive as many elements of the same dtype from another rank."""
+
+    def run_messages(self, call: str, steps: MessageSteps) -> None:
+        """Call what sends and receives bytes on the CPU, as part of a call; blocks.
+
+        Only the engine ``scheduled`` calls it.
+        """
+        raise NotImplementedError
 
     def find_sender(self, _tag: int) -> int | None:
         """Return a rank whose message with this tag has come and is not asked for."""

@@ -30,7 +30,7 @@ from ronde.collectives.algorithms import (
     find_algorithm,
 )
 from ronde.collectives.arithmetic import KERNELS, put_back
-from ronde.collectives.engine import Engine, ReduceOp, Work
+from ronde.collectives.engine import Engine, PostMessage, ReduceOp, WaitForMessage
 from ronde.collectives.lane import LaneEngine
 
 PIECE_BYTES = 512 * 1024  # long enough that posting it costs little
@@ -176,27 +176,28 @@ def _program(
 class _Run:
     """One program under way; ``free`` is memory for messages that are added."""
 
-    engine: Engine
     free: list[Tensor]
     program: Sequence[ScheduledMessage]
     vector: Tensor
     op: ReduceOp
-    works: dict[int, Work[Any]] = field(default_factory=dict[int, Work[Any]])
+    works: dict[int, Any] = field(default_factory=dict[int, Any])
     arrivals: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
-    def run(self) -> None:
+    def run(self, post: PostMessage, wait: WaitForMessage) -> None:
         """Send, receive and reduce until the program is over, or a message failed."""
         for index, message in enumerate(self.program):
             for need in message.needs:
-                self._complete(need)
-            self.works[index] = self._post(index, message)
+                self._complete(need, wait)
+            call, tensor = self._prepare(index, message)
+            data = tensor.view(torch.uint8)
+            self.works[index] = post(call, data, message.peer, message.tag)
         for index in sorted(self.works):
-            self._complete(index)
+            self._complete(index, wait)
 
-    def _post(self, index: int, message: ScheduledMessage) -> Work[Any]:
+    def _prepare(self, index: int, message: ScheduledMessage) -> tuple[str, Tensor]:
         tensor = self.vector[message.start : message.stop]
         if message.action is Action.SEND:
-            return self.engine.send(tensor, message.peer, message.tag)
+            return "send", tensor
         if message.action is Action.REDUCE:
             if self.free:
                 memory = self.free.pop()
@@ -205,14 +206,14 @@ class _Run:
                     memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
             self.arrivals[index] = memory
             tensor = memory.view(tensor.dtype)[: tensor.numel()]
-        return self.engine.recv(tensor, message.peer, message.tag)
+        return "recv", tensor
 
-    def _complete(self, index: int) -> None:
+    def _complete(self, index: int, wait: WaitForMessage) -> None:
         """Wait for a message and add what it brought, unless that was done."""
         work = self.works.pop(index, None)
         if work is None:
             return
-        work.wait()
+        wait(work)
         memory = self.arrivals.pop(index, None)
         if memory is not None:
             message = self.program[index]
@@ -260,7 +261,8 @@ class ScheduledEngine(LaneEngine):
         place, itemsize = (self.rank, self.size), vector.element_size()
         algorithm = by or self.algorithm
         program = _program(place, algorithm, collective, tuple(extent), itemsize)
-        _Run(self._messages, self._free, program, vector, op).run()
+        run = _Run(self._free, program, vector, op)
+        self._messages.run_messages(collective, run.run)
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
         self._run("all_reduce", (vector.numel(),), vector, op)

@@ -31,11 +31,13 @@ import math
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,11 +62,20 @@ from ronde.collectives.engine import (
     Engine,
     ErrorContext,
     Look,
+    MessageSteps,
     Plan,
     ReduceOp,
     Reduction,
     Work,
     closed_error,
+)
+from ronde.collectives.gloo_messages import (
+    UNUSED_TAG,
+    Backend,
+    BackendWork,
+    GlooMessage,
+    Waiters,
+    is_cut_off,
 )
 from ronde.collectives.lane import FutureWork
 from ronde.collectives.sockets import (
@@ -85,11 +96,7 @@ from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
 from ronde.errors import UsageError
 from ronde.world.environment import select_variables
 
-_FOR_EVER = timedelta(0)  # what torch takes for it
 _PLACE_BYTES = 64
-# torch's stubs give the backends' methods no common type.
-Backend = Any
-_UNUSED_TAG = (1 << 31) - 1
 _SHORT, _TILL_SHUT = timedelta(milliseconds=1), timedelta(milliseconds=100)
 _SHORTEST_PAUSE_S = 0.001
 _CONNECT_LIMIT = timedelta(seconds=10)
@@ -100,14 +107,6 @@ _CLOSE_WITHIN_S = 5.0  # for what is under way to end, and for peers to let go
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _making = threading.Lock()
-
-
-class BackendWork(Protocol):
-    """The part of ``torch.distributed.Work`` that is used here."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self, timeout: timedelta = _FOR_EVER) -> object: ...
 
 
 Wait = Callable[[BackendWork], object]
@@ -158,7 +157,7 @@ class TorchWork(Work[None]):
     def _watch(self, look: Look) -> bool:
         for pending in self._pending:
             while not pending.is_completed():
-                if self._groups is not None and self._groups.is_given_up():
+                if self._groups is not None and self._groups.is_given_up(pending):
                     break
                 pause_s = look()
                 if pause_s is None:
@@ -167,39 +166,6 @@ class TorchWork(Work[None]):
                     pause_s = max(pause_s, _SHORTEST_PAUSE_S)
                     pending.wait(timedelta(seconds=pause_s))
         return True
-
-
-class AwaitedMessage:
-    """A send or receive; torch completes it only for whoever waits: here, a thread."""
-
-    __slots__ = ("_inner", "_outcome")
-
-    def __init__(self, inner: BackendWork) -> None:
-        self._inner = inner
-        self._outcome: Future[object] | None = None
-
-    def is_completed(self) -> bool:
-        if self._outcome is None:
-            self._outcome = Future()
-            threading.Thread(
-                target=self._wait_into, args=(self._outcome,), daemon=True
-            ).start()
-        return self._outcome.done()
-
-    def wait(self, timeout: timedelta = _FOR_EVER) -> object:
-        if self._outcome is None:
-            return self._inner.wait(timeout)
-        if timeout and not wait((self._outcome,), timeout.total_seconds()).done:
-            raise RuntimeError("Operation timed out!")
-        if (error := self._outcome.exception()) is not None:
-            raise RuntimeError(str(error))  # and not one that is kept here
-        return self._outcome.result()
-
-    def _wait_into(self, outcome: Future[object]) -> None:
-        try:
-            outcome.set_result(self._inner.wait())
-        except RuntimeError as error:
-            outcome.set_exception(error.with_traceback(None))
 
 
 class Nccl:
@@ -339,6 +305,7 @@ class Groups:
         self._given_up_s = math.inf
         self._under_way: set[BackendWork] = set()
         self._thread: ThreadPoolExecutor | None = None
+        self._waiters = Waiters()
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {}
         self._places: set[bytes] = set()
@@ -374,8 +341,13 @@ class Groups:
         """Start a ``send`` or ``recv``."""
         if not values.is_cpu:
             return self.connect_nccl(values.device).message(call, values, peer, tag)
-        post = getattr(self.of(values.device), call)
-        return AwaitedMessage(post([values], peer, tag))
+        return self._post(self.of(values.device), call, values, peer, tag)
+
+    def _post(
+        self, gloo: Backend, call: str, values: Tensor, peer: int, tag: int
+    ) -> GlooMessage:
+        work = getattr(gloo, call)([values], peer, tag)
+        return GlooMessage(work, self._waiters, partial(is_cut_off, gloo, peer))
 
     def begun(self, work: BackendWork) -> BackendWork:
         """Return a collective of Gloo's, known from now on until it is waited for."""
@@ -388,19 +360,39 @@ class Groups:
 
     def wait_for(self, work: BackendWork) -> None:
         """Wait for a work on CPU tensors; see Note [What Gloo forgets]."""
-        # To ask whether a message is there costs a thread.
-        if self._scope.is_live or not isinstance(work, AwaitedMessage):
-            while not work.is_completed():
-                if self.is_given_up():
-                    raise RuntimeError("connection closed")
-                with suppress(RuntimeError):  # also of a failure: it is raised below
-                    work.wait(_LOOK)
+        while not work.is_completed():
+            if self.is_given_up(work):
+                raise RuntimeError("connection closed")
+            with suppress(RuntimeError):  # also of a failure: it is raised below
+                work.wait(_LOOK)
         self._under_way.discard(work)
         work.wait()
 
-    def is_given_up(self) -> bool:
+    def run_messages(self, steps: MessageSteps) -> None:
+        """Call what sends and receives on the CPU, in a thread that may be left."""
+        # Handed over one by one, each message would cost two switches of threads.
+        gloo, awaited = self.of(CPU), deque[GlooMessage](maxlen=1)
+
+        def wait(message: GlooMessage) -> None:
+            awaited.append(message)
+            message.wait()
+
+        call = in_mode_of_caller(steps)
+        outcome = self._waiters.start(lambda: call(partial(self._post, gloo), wait))
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    outcome.result(_LOOK.total_seconds())
+                    return
+                if awaited and self.is_given_up(awaited[0]):
+                    raise RuntimeError("connection closed")
+        finally:
+            del outcome  # see Note [What a failure holds] of scope.py
+
+    def is_given_up(self, work: BackendWork) -> bool:
         """Say whether nobody waits any longer for what is still under way."""
-        return time.monotonic() > self._given_up_s
+        is_lost = isinstance(work, GlooMessage) and work.is_lost()
+        return is_lost or time.monotonic() > self._given_up_s
 
     def submit(
         self, context: ErrorContext, steps: Callable[[Backend, Wait], None]
@@ -447,6 +439,7 @@ class Groups:
         with suppress(KeyError):  # none is left; another thread may end some of them
             while True:
                 self._backends.popitem()[1].shutdown()
+        self._waiters.close()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
@@ -468,7 +461,7 @@ class Groups:
             nothing = [torch.empty(1, device="cpu")]
             limit = _TILL_SHUT if self._places else _SHORT
             try:
-                gloo.recv(nothing, peer, _UNUSED_TAG).wait(limit)
+                gloo.recv(nothing, peer, UNUSED_TAG).wait(limit)
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return  # with a peer that is gone it is no time-out
@@ -704,6 +697,10 @@ class TorchDistributedEngine(Engine):
         with context:
             message = self._groups.message(name, data.view(torch.uint8), peer, tag)
         return TorchWork(self._groups if data.is_cpu else None, (message,), context)
+
+    def run_messages(self, call: str, steps: MessageSteps) -> None:
+        with self._context(call):
+            self._groups.run_messages(steps)
 
     def barrier(self) -> Work[None]:
         return self._start("barrier", CPU, lambda backend: backend.barrier())
