@@ -1,7 +1,9 @@
 """Layouts by ``ronde.torch.parallel``: parity, plans, checkpoints and estimates."""
 
 import gc
+from collections.abc import Callable
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.optim import Optimizer
 
 from ronde.errors import UsageError
 from ronde.parallel.memory import Sharding
@@ -303,11 +306,10 @@ def staged(text: str, schedule: str, num_chunks: int) -> tuple[float, float]:
             optimizer.step()
     expected = dict(alone.named_parameters())
     errors = [0.0]
-    for stage in model.stages:
-        for name, parameter in stage.named_parameters():
-            whole = parameter.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            errors.append(float((whole - expected[name]).abs().max()))
+    for name, parameter in model.stages.named_parameters():
+        whole = parameter.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        errors.append(float((whole - expected[name]).abs().max()))
     assert len(errors) > 1
     return max(errors), model.plan.predict().idle_share
 
@@ -369,15 +371,26 @@ def test_pipelines_that_cannot_be_are_refused():
 # Checkpoints
 
 
-def make(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = Model().double()
-    if layout:
-        model = parallel.parallelize(model, parallel.init_mesh(Layout.parse(layout)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+Step = Callable[[Tensor, Tensor], object]
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def make(layout: str, chunks: int = 1) -> tuple[nn.Module, Optimizer, Step]:
+    mesh = parallel.init_mesh(Layout.parse(layout))
+    if "pp" in layout:
+        interleaved = {"schedule": "Interleaved1F1B", "num_chunks": chunks}
+        options = interleaved if chunks > 1 else {}
+        loss_fn = nn.functional.cross_entropy
+        staged = parallel.pipeline(layers(), mesh, loss_fn, 2, **options)
+        return staged.stages, adamw(staged.stages.parameters()), staged.step
+    model = parallel.parallelize(layers(), mesh)
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        loss_of(model, inputs, targets).backward()
+
+    return model, adamw(model.parameters()), step
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = dict(model.named_parameters())
     state = {f"{n}.{k}": v for n, p in model.named_parameters()
              for k, v in optimizer.state[p].items()}  # fmt: skip
@@ -390,12 +403,11 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 def train_and_save(path: Path, layouts: list[str]) -> list[dict[str, Tensor]]:
     found = []
     for layout in layouts:
-        model, optimizer = make(layout)
-        for batch in batches(2):
-            inputs, targets = batch
+        model, optimizer, train = make(layout)
+        model.eval()  # without dropout
+        for inputs, targets in batches(2):
             optimizer.zero_grad()
-            model.eval()  # without dropout
-            loss_of(model, inputs.double(), targets).backward()
+            train(inputs.double(), targets)
             optimizer.step()
         for step in (1, 2):  # the second takes the place of the first
             parallel.save(
@@ -412,7 +424,7 @@ def load_all(
     found = []
     for layout in layouts:
         for name in saved:
-            model, optimizer = make(layout)
+            model, optimizer, _ = make(layout, chunks=2)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
@@ -423,31 +435,47 @@ def load_all(
 
 LAYOUTS = {
     1: ["dp_shard=1"],
-    2: ["dp_shard=2", "tp=2"],
-    4: ["dp_shard=4", "dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2"],
+    2: ["dp_shard=2", "tp=2", "pp=2"],
+    4: [
+        "dp_shard=4",
+        "dp_shard=2,tp=2",
+        "dp_replicate=2,dp_shard=2",
+        "pp=2,dp_shard=2",
+    ],
 }
 
 
+def in_layouts(size: int, function: Callable, *args: object) -> list[dict[str, Tensor]]:
+    """Return what a function gives on the ranks, put together, one for each layout."""
+    setting = Setting("shared_memory" if size > 1 else "auto", size)
+    of_ranks = run_in_group(setting, function, *args, LAYOUTS[size])
+    return [
+        dict(chain(*(part.items() for part in parts)))
+        for parts in zip(*of_ranks, strict=True)
+    ]
+
+
 def test_loads_under_every_other_layout_bit_for_bit(tmp_path):
+    """Interleaved pipelines read what others wrote, too."""
     saved: dict[str, dict[str, Tensor]] = {}
     for size, layouts in LAYOUTS.items():
-        setting = Setting("shared_memory" if size > 1 else "auto", size)
-        found = run_in_group(setting, train_and_save, tmp_path, layouts)[0]
+        found = in_layouts(size, train_and_save, tmp_path)
         saved |= zip(layouts, found, strict=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(saved)
     for size, layouts in LAYOUTS.items():
-        setting = Setting("shared_memory" if size > 1 else "auto", size)
         expected = list(saved.values()) * len(layouts)
-        for found in run_in_group(setting, load_all, tmp_path, list(saved), layouts):
-            for state, whole in zip(found, expected, strict=True):
-                assert state.keys() == whole.keys()
-                assert all(torch.equal(state[name], whole[name]) for name in whole)
+        found = in_layouts(size, load_all, tmp_path, list(saved))
+        for state, whole in zip(found, expected, strict=True):
+            assert state.keys() == whole.keys()
+            assert all(torch.equal(state[name], whole[name]) for name in whole)
 
 
 def load_missing(path: Path) -> str:
     (path / "model.previous").mkdir(exist_ok=True)
     (path / "model.previous" / "ronde.json").touch()
-    return message_of(UsageError, parallel.load, path / "model", *make("dp_shard=2"))
+    return message_of(
+        UsageError, parallel.load, path / "model", *make("dp_shard=2")[:2]
+    )
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path):
@@ -463,7 +491,7 @@ def wide() -> nn.Module:
     return Model(width=64, num_blocks=6)
 
 
-def adamw(parameters) -> torch.optim.Optimizer:
+def adamw(parameters) -> Optimizer:
     return torch.optim.AdamW(parameters, foreach=False)
 
 

@@ -15,7 +15,11 @@ from typing import Any, cast
 import torch
 from torch import distributed as dist, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 
 import ronde
@@ -23,6 +27,8 @@ from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
 
 _NOTES = "ronde.json"
+# Else the list of all parameters is one entry, of which a pipeline's ranks have parts.
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(
@@ -40,7 +46,8 @@ def save(
 
     Args:
         path: The folder; one that is there is replaced.
-        model: Sharded or not, as ``optimizer``'s parameters.
+        model: Sharded or not, as ``optimizer``'s parameters; of a pipeline its
+            ``stages``.
         optimizer: A plain one of torch.
         layout: What to note of how it was written.
         notes: What else to keep, as JSON has it: the step, the place in the data.
@@ -59,9 +66,7 @@ def save(
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    checkpoint.save(state, checkpoint_id=partial)
+    checkpoint.save(_state_of(model, optimizer), checkpoint_id=partial)
     if is_first:
         (partial / _NOTES).write_text(text)
         _replace(partial, target)
@@ -91,16 +96,21 @@ def load(
             f"path must be a folder that save() wrote, got {str(target)!r}, which has "
             f"no {_NOTES}.{cure}"
         )
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = _state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id=target)  # into what is in it
     set_state_dict(
         model,
         optimizer,
-        model_state_dict=model_state,
-        optim_state_dict=optimizer_state,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_BY_NAME,
     )
     return cast("dict[str, Any]", json.loads((target / _NOTES).read_text())["notes"])
+
+
+def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def _replace(partial: Path, target: Path) -> None:

@@ -19,8 +19,8 @@ from ronde.torch.parallel.sharding import parallelize
 class StagedModel:
     """The stages of this rank, and the schedule that trains them with the others'."""
 
-    stages: nn.ModuleList
-    """Whose parameters the optimizer gets; the names are those of the whole model."""
+    stages: nn.ModuleDict
+    """This rank's layers, named as in the model: for the optimizer and ``save``."""
     plan: Pipeline
     """``plan.predict().idle_share`` is the part of a step in which ranks wait."""
     layers: tuple[range, ...]
@@ -99,23 +99,23 @@ def pipeline(
     rank = mesh.get_local_rank("pp")
     inner = mesh[tuple(axis for axis in axes if axis != "pp")]
     sharding: dict[str, Any] = {"zero": 2, **options}
-    stages: list[nn.Module] = []
+    own = nn.ModuleDict()
     wrapped: list[PipelineStage] = []
     for chunk in range(num_chunks):
         index = rank + chunk * num_ranks
         stage = nn.Sequential()
         for layer in cuts[index]:
+            own[str(layer)] = layers[layer]
             stage.add_module(str(layer), layers[layer])
         parallelize(stage, inner, **sharding)
         device = torch.device(mesh.device_type)
         wrapped.append(
             PipelineStage(stage, index, len(cuts), device, group=mesh.get_group("pp"))
         )
-        stages.append(stage)
     several = schedule == ScheduleName.INTERLEAVED
     make = cast("Any", get_schedule_class(schedule))
     return StagedModel(
-        stages=nn.ModuleList(stages),
+        stages=own,
         plan=plan,
         layers=cuts,
         is_first=rank == 0,
