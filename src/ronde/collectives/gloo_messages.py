@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -49,8 +50,9 @@ class Waiters:
     def close(self) -> None:
         """End the threads, those that still wait when they no longer do."""
         self._is_closed = True
-        while self._idle:
-            self._idle.pop().put(None)
+        with suppress(IndexError):  # none is left; another thread may end some of them
+            while True:
+                self._idle.pop().put(None)
 
     def _serve(self, queue: "SimpleQueue[Job | None]") -> None:
         while (job := queue.get()) is not None:
