@@ -1,6 +1,7 @@
 """Layouts by ``ronde.torch.parallel``: parity, plans, checkpoints and estimates."""
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import chain
@@ -377,8 +378,10 @@ Step = Callable[[Tensor, Tensor], object]
 def few_layers() -> nn.Sequential:
     """As many as stages; one of them has a plan for tp."""
     torch.manual_seed(4)
-    linear = (nn.Linear(WIDTH, width) for width in (WIDTH, WIDTH, 5))
-    return nn.Sequential(Block(), *linear).double()
+    named = OrderedDict[str, nn.Module](block=Block())
+    for name, width in (("wide", WIDTH), ("narrow", 7), ("head", 5)):
+        named[name] = nn.Linear(7 if name == "head" else WIDTH, width)
+    return nn.Sequential(named).double()
 
 
 def make(layout: str, chunks: int = 1) -> tuple[nn.Module, Optimizer, Step]:

@@ -19,7 +19,7 @@ from ronde.torch.parallel.sharding import parallelize
 class StagedModel:
     """The stages of this rank, and the schedule that trains them with the others'."""
 
-    stages: nn.ModuleDict
+    stages: nn.Module
     """This rank's layers, named as in the model: for the optimizer and ``save``."""
     plan: Pipeline
     """``plan.predict().idle_share`` is the part of a step in which ranks wait."""
@@ -99,14 +99,16 @@ def pipeline(
     rank = mesh.get_local_rank("pp")
     inner = mesh[tuple(axis for axis in axes if axis != "pp")]
     sharding: dict[str, Any] = {"zero": 2, **options}
-    own = nn.ModuleDict()
+    own = nn.Module()
+    below = cast("Any", model).named_modules(remove_duplicate=False)
+    names: list[str] = [name for name, _ in below if name and "." not in name]
     wrapped: list[PipelineStage] = []
     for chunk in range(num_chunks):
         index = rank + chunk * num_ranks
         stage = nn.Sequential()
         for layer in cuts[index]:
-            own[str(layer)] = layers[layer]
-            stage.add_module(str(layer), layers[layer])
+            for module in (own, stage):
+                module.add_module(names[layer], layers[layer])
         parallelize(stage, inner, **sharding)
         device = torch.device(mesh.device_type)
         wrapped.append(
