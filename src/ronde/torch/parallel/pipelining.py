@@ -101,14 +101,14 @@ def pipeline(
     sharding: dict[str, Any] = {"zero": 2, **options}
     own = nn.Module()
     below = cast("Any", model).named_modules(remove_duplicate=False)
-    names: list[str] = [name for name, _ in below if name and "." not in name]
+    layer_names: list[str] = [name for name, _ in below if name and "." not in name]
     wrapped: list[PipelineStage] = []
     for chunk in range(num_chunks):
         index = rank + chunk * num_ranks
         stage = nn.Sequential()
         for layer in cuts[index]:
             for module in (own, stage):
-                module.add_module(names[layer], layers[layer])
+                module.add_module(layer_names[layer], layers[layer])
         parallelize(stage, inner, **sharding)
         device = torch.device(mesh.device_type)
         wrapped.append(
