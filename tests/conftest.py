@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests import ranks
 
-from ronde.launch.environments import own_environment
+from ronde.launch import own_environment
 
 # Behind a shell's ``&``, or nohup, they are ignored, and commands would keep it so.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from ronde.launch.environments import base_environment, own_environment
+from ronde.launch import base_environment, own_environment
 
 
 def launcher_words(name: str, size: int, python: str = sys.executable) -> list[str]:

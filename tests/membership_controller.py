@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ronde.membership import policy
-from ronde.membership.view import (
+from ronde.membership import (
     FROM_RANK,
     NO_VIEW,
     AskStep,
@@ -36,6 +35,7 @@ from ronde.membership.view import (
     ViewEnded,
     decode_text,
     encode_text,
+    policy,
 )
 
 HOST = "localhost"

@@ -29,8 +29,7 @@ from torch.distributed import TCPStore
 
 from ronde.collectives import Communicator, connect
 from ronde.errors import PeerLostError
-from ronde.store.local_socket import listen
-from ronde.store.server import serve_locally
+from ronde.store import listen, serve_locally
 from ronde.world import Launcher, Meeting, RankInfo
 
 PRELOAD = [
@@ -40,7 +39,7 @@ PRELOAD = [
 """The first optimizer imports torch._dynamo, which takes more than a second."""
 FIRST_START_S = 60.0
 """Added to the first run's limit, in which the fork server imports torch."""
-AFTER_FAILURE_S = 15.0
+AFTER_FAILURE_S = 30.0
 """What the others have to end in, once one rank has failed."""
 _PR_SET_PDEATHSIG = 1
 _has_started: list[bool] = []

@@ -3,7 +3,7 @@
 import sys
 
 from ronde.cli import main
-from ronde.launch.limits import Timeouts
+from ronde.launch import Timeouts
 
 LEASE_S = 2.5
 """Of hosts that are to be missed soon; twice that long a busy one may be silent."""

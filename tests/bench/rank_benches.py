@@ -2,13 +2,23 @@
 
 import torch
 
-from ronde.bench.catalog import COLLECTIVES, DTYPES, Traffic
-from ronde.bench.operations import Buffers
-from ronde.bench.options import Engines, Options, Shown, Sweep, TimingLoop
-from ronde.bench.ranks import Ranks
-from ronde.bench.results import Measured
-from ronde.bench.sweeps import RowBench, SweepBench
-from ronde.bench.timing import Clock, Watchdog
+from ronde.bench import (
+    COLLECTIVES,
+    DTYPES,
+    Buffers,
+    Clock,
+    Engines,
+    Measured,
+    Options,
+    Ranks,
+    RowBench,
+    Shown,
+    Sweep,
+    SweepBench,
+    TimingLoop,
+    Traffic,
+    Watchdog,
+)
 from ronde.collectives import connect
 
 CPU = torch.device("cpu")

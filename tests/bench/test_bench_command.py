@@ -13,8 +13,7 @@ import pytest
 from tests.bench.log_writing import load_schema
 from tests.cli.conftest import clean_environment
 
-from ronde.bench.options import Exit
-from ronde.bench.results import from_record
+from ronde.bench import Exit, from_record
 from ronde.records import read_records
 
 SMALL = ("-b", "64", "-e", "1K", "-f", "4", "-n", "2", "--no-limit")

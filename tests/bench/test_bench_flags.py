@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from ronde.bench.options import Exit, UnsupportedError, parse
-from ronde.bench.variables import read_variables
+from ronde.bench import Exit, UnsupportedError, parse, read_variables
 from ronde.cli.bench import run
 from ronde.errors import UsageError
 

@@ -6,9 +6,8 @@ from datetime import datetime
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.bench.comparison import Compared
-from ronde.bench.options import parse
-from ronde.bench.results import (
+from ronde.bench import (
+    Compared,
     Device,
     Ending,
     Half,
@@ -18,15 +17,10 @@ from ronde.bench.results import (
     Row,
     Side,
     Totals,
+    parse,
 )
-from ronde.render.bench import (
-    compared_line,
-    ending_lines,
-    heading_lines,
-    number,
-    row_line,
-)
-from ronde.topology.limits import Limit
+from ronde.render import compared_line, ending_lines, heading_lines, number, row_line
+from ronde.topology import Limit
 
 AT = datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001  local, as they print it
 TITLES = """\

@@ -7,24 +7,26 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ronde.bench.catalog import (
+from ronde.bench import (
     COLLECTIVES,
     DTYPES,
+    Buffers,
+    CallSpec,
+    Clock,
+    IterationTimes,
+    TimingLoop,
     Traffic,
     base_bytes,
+    combine,
     find_collective,
     in_elements,
     largest_row,
+    pieces_of,
     read_matrix,
     require_room,
     shape_of,
     shape_of_matrix,
 )
-from ronde.bench.checking import pieces_of
-from ronde.bench.operations import Buffers, CallSpec
-from ronde.bench.options import TimingLoop
-from ronde.bench.results import IterationTimes
-from ronde.bench.timing import Clock, combine
 from ronde.errors import UsageError
 from ronde.memory import AvailableMemory, available_memory
 

@@ -4,9 +4,7 @@ import pytest
 import torch
 from tests.bench.rank_benches import by_shared_memory, options_of, run_rows, sweep_bench
 
-from ronde.bench.catalog import COLLECTIVES, DTYPES, OPS
-from ronde.bench.options import TimingLoop
-from ronde.bench.results import Measured
+from ronde.bench import COLLECTIVES, DTYPES, OPS, Measured, TimingLoop
 from ronde.collectives import ReduceOp, Work
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from tests.bench.log_writing import Form, all_reduce_row, log
 
-from ronde.bench.comparison import RowKey, compare
-from ronde.bench.results import RankCount, RankSource, Row, Run, Side
+from ronde.bench import RankCount, RankSource, Row, RowKey, Run, Side, compare
 from ronde.cli.bench_read import run_compare, run_read
 from ronde.errors import UsageError
 from ronde.records import read_records

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ronde.addresses import read_interfaces
-from ronde.bench.limits import (
+from ronde.bench import (
     buffer_bytes,
     cache_bytes,
     copy_gb_per_s,
@@ -16,9 +16,18 @@ from ronde.bench.limits import (
     with_gpus_at,
 )
 from ronde.collectives import Communicator
-from ronde.topology.graph import GpuDevice, HostTopology, Link, LinkKind
-from ronde.topology.limits import Bound, KnownRates, Limit, LimitWorld, RankLayout
-from ronde.topology.sources import Detected
+from ronde.topology import (
+    Bound,
+    Detected,
+    GpuDevice,
+    HostTopology,
+    KnownRates,
+    Limit,
+    LimitWorld,
+    Link,
+    LinkKind,
+    RankLayout,
+)
 
 CPU = torch.device("cpu")
 

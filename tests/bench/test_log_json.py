@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.bench.log_writing import load_schema
 
-from ronde.bench.log_reading import read_log
-from ronde.bench.results import (
+from ronde.bench import (
     RankCount,
     RankSource,
     Row,
     Run,
     Side,
     from_record,
+    read_log,
     to_record,
 )
 from ronde.errors import UsageError

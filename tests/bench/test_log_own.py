@@ -10,9 +10,7 @@ import jsonschema
 import pytest
 from tests.bench.log_writing import load_schema
 
-from ronde.bench.comparison import compare
-from ronde.bench.log_reading import read_log
-from ronde.bench.results import Row, Run, Side
+from ronde.bench import Row, Run, Side, compare, read_log
 
 
 def bench(folder: Path, *words: str) -> tuple[Run, Run, Run]:

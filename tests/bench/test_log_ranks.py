@@ -4,9 +4,15 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.bench.log_writing import side
 
-from ronde.bench.catalog import COLLECTIVES
-from ronde.bench.log_state import agrees, infer_ranks, infer_tests
-from ronde.bench.results import RankCount, RankSource, Row
+from ronde.bench import (
+    COLLECTIVES,
+    RankCount,
+    RankSource,
+    Row,
+    agrees,
+    infer_ranks,
+    infer_tests,
+)
 
 
 def rows_of(test: str, num_ranks: int, algbw: float) -> list[Row]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.bench.log_reading import read_log
-from ronde.bench.results import RankSource, Run, Side
+from ronde.bench import RankSource, Run, Side, read_log
 
 LOGS = Path(__file__).parent / "logs"
 

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.bench.log_writing import Form, all_reduce_row, log, log_lines, side
 
-from ronde.bench.log_reading import read_log
-from ronde.bench.log_text import read_text
-from ronde.bench.results import RankSource, Row, Run, Side
+from ronde.bench import RankSource, Row, Run, Side, read_log, read_text
 from ronde.errors import UsageError
 
 ROWS = [all_reduce_row(1 << exponent) for exponent in range(10, 16)]

@@ -9,8 +9,14 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ronde.bench.catalog import DTYPES, OPS, premultiplier
-from ronde.bench.checking import TOLERANCE, ReductionInputs, random_bytes
+from ronde.bench import (
+    DTYPES,
+    OPS,
+    TOLERANCE,
+    ReductionInputs,
+    premultiplier,
+    random_bytes,
+)
 
 CPU = torch.device("cpu")
 COUNT = 40

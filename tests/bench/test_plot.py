@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import UsageError
-from ronde.render.plot import Point, check_path, draw
-from ronde.topology.limits import Limit
+from ronde.render import Point, check_path, draw
+from ronde.topology import Limit
 
 
 def series(latency_us: float, gb_per_s: float) -> list[Point]:
@@ -105,7 +105,7 @@ def test_without_matplotlib_the_cure_is_said(tmp_path: Path) -> None:
     # In a process of its own, where nothing has imported matplotlib yet.
     code = (
         "import sys; from pathlib import Path; sys.modules['matplotlib'] = None\n"
-        "from ronde.render.plot import check_path\n"
+        "from ronde.render import check_path\n"
         f"check_path(Path({str(tmp_path / 'a.svg')!r}))"
     )
     ended = subprocess.run(

@@ -8,26 +8,24 @@ import pytest
 import torch
 
 import ronde.torch as hvd
-from ronde.bench.training.catalogue import MODELS
-from ronde.bench.training.measurement import (
+from ronde.bench import (
+    MODELS,
+    DeviceKind,
+    Dtype,
     Footprint,
+    InputKind,
+    OptimizerKind,
+    Phase,
     Replica,
-    _is_in_step,
+    TrainOptions,
+    Variant,
+    WireFormat,
     batches,
     measure,
     measure_footprint,
     time_block,
 )
-from ronde.bench.training.outcome import (
-    DeviceKind,
-    Dtype,
-    InputKind,
-    OptimizerKind,
-    Phase,
-    TrainOptions,
-    Variant,
-    WireFormat,
-)
+from ronde.bench.training.measurement import _is_in_step
 from ronde.errors import UsageError
 
 CPU = torch.device("cpu")

@@ -4,14 +4,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ronde.bench.training.catalogue import (
+from ronde.bench import (
+    AUXILIARY_WEIGHT,
     CHARACTERS,
+    FACTORIES,
     GPT2_SMALL,
     MODELS,
+    PaddedShortcut,
+    Transformer,
     TransformerShape,
+    build,
+    loss_of,
+    make_samples,
 )
-from ronde.bench.training.measurement import AUXILIARY_WEIGHT, loss_of, make_samples
-from ronde.bench.training.models import FACTORIES, PaddedShortcut, Transformer, build
 
 # The zoo rounds to a million multiply-adds; the other figures are sums and exact.
 ROUNDED = {"alexnet", "googlenet", "resnet18", "resnet50"}

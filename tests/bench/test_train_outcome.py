@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from ronde.bench.training.catalogue import MODELS
-from ronde.bench.training.outcome import (
+from ronde.bench import (
     KIND,
+    MODELS,
     Phase,
     Setting,
     StepTimes,
@@ -16,7 +16,7 @@ from ronde.bench.training.outcome import (
     record_values,
 )
 from ronde.records import Record
-from ronde.render.bench_tables import draw_models, draw_training
+from ronde.render import draw_models, draw_training
 
 
 def times(step_s, backward_s):

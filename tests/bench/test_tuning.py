@@ -4,10 +4,14 @@ import time
 
 import pytest
 
-from ronde.bench.tuning import Effort, tune
-from ronde.collectives import connect
-from ronde.collectives.choice import COLLECTIVES, SIZED, explain
-from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
+from ronde.bench import Effort, tune
+from ronde.collectives import (
+    COLLECTIVES,
+    SIZED,
+    TorchDistributedEngine,
+    connect,
+    explain,
+)
 from ronde.errors import UsageError
 
 SHORT = Effort(rounds=1, seconds=0.0, sizes_bytes=(64, 100, 256, 512, 1024))

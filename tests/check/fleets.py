@@ -1,9 +1,15 @@
 """Hosts and checks made by hand."""
 
-from ronde.check.catalogue import all_checks
-from ronde.check.check import Check, Family, Problem, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.majority import differing
+from ronde.check import (
+    Check,
+    Family,
+    Fleet,
+    HostFacts,
+    Problem,
+    Severity,
+    all_checks,
+    differing,
+)
 
 
 def make_check(name, family, severity, judge, *facts, fix="do the right thing"):

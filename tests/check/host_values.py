@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ronde.check.fleet import Fleet, HostFacts
+from ronde.check import Fleet, HostFacts
 
 GIB = 1 << 30
 

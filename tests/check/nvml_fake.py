@@ -2,7 +2,7 @@
 
 import copy
 
-from ronde.check.gpu.nvml import GPU_QUESTIONS, HOST_QUESTIONS, RefusedError, ask_gpu
+from ronde.check import GPU_QUESTIONS, HOST_QUESTIONS, RefusedError, ask_gpu
 
 GIB = 1 << 30
 

@@ -5,7 +5,7 @@ import re
 
 from tests.check.nvml_fake import record
 
-from ronde.check.gpu.nvml import GPU_QUESTIONS, HOST_QUESTIONS, RefusedError
+from ronde.check import GPU_QUESTIONS, HOST_QUESTIONS, RefusedError
 
 WHOLE_LINKS = 36
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-from ronde.check.hosts import HostSet
-from ronde.launch.running import Answer
+from ronde.check import HostSet
+from ronde.launch import Answer
 
-WORDS = [sys.executable, "-c", "from ronde.check.node import main; main()"]
+WORDS = [sys.executable, "-c", "from ronde.check import main; main()"]
 
 Start = Callable[..., "subprocess.Popen[str]"]
 """Starts the program: takes the host's name and what ``subprocess.Popen`` takes."""

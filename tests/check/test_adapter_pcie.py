@@ -2,12 +2,8 @@
 
 import pytest
 
-from ronde.check.check import FAIL, WARN
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.judging import judge
+from ronde.check import FAIL, WARN, FactReader, Fleet, HostFacts, adapter_pcie, judge
 from ronde.check.network import interfaces, pci, rdma
-from ronde.check.network.pci import adapter_pcie
-from ronde.check.probing import FactReader
 
 SLOT = "sys/devices/pci0000:5d/0000:5d:01.0"
 CARD = f"{SLOT}/0000:5e:00.0"

@@ -11,13 +11,20 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
-from ronde.check.check import Family, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.hosts import HostSet, NodeContext
-from ronde.check.judging import judge
+from ronde.check import (
+    Family,
+    Fleet,
+    HostFacts,
+    HostSet,
+    NodeContext,
+    Severity,
+    Streams,
+    judge,
+    judge_pairs,
+    rounds,
+)
 from ronde.check.network import bandwidth as steps, reach
-from ronde.check.network.bandwidth import Streams, judge_pairs, rounds
-from ronde.launch.running import Answer
+from ronde.launch import Answer
 
 LOOPBACK = "127.0.0.1"
 

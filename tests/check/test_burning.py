@@ -14,18 +14,19 @@ from hypothesis import given, settings, strategies as st
 from tests.check.copies_suite import check_copies
 from tests.check.programs import WORDS, panel_of
 
-from ronde.check import burn as operations, cluster
-from ronde.check.burn import (
+from ronde.check import (
     COPIES,
     MAX_SIZE,
     NUM_IN_ROUND,
+    PACE,
     PRODUCTS,
+    NodeContext,
+    burn as operations,
+    cluster,
     make_factor,
     multiply,
     sum_up,
 )
-from ronde.check.cluster import PACE
-from ronde.check.hosts import NodeContext
 
 torch = pytest.importorskip("torch")
 

@@ -12,15 +12,11 @@ from contextlib import suppress
 import pytest
 from tests.cli.conftest import Ronde, clean_environment
 
-from ronde.check.catalogue import all_checks
-from ronde.check.collect import Collected
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.history import load_last
-from ronde.check.judging import judge
+from ronde.check import Collected, Fleet, HostFacts, all_checks, judge, load_last
 from ronde.cli.check import judge_request, make_parser, read_request
 from ronde.errors import UsageError
-from ronde.launch.hosts.sources import parse_hostfile, parse_hosts
-from ronde.render.check import draw_hostfile
+from ronde.launch import parse_hostfile, parse_hosts
+from ronde.render import draw_hostfile
 
 ABSENT = "nosuchhost.invalid"
 HERE = os.uname().nodename

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.render.check import fold_hosts
-from ronde.world.host_lists import expand_list
+from ronde.render import fold_hosts
+from ronde.world import expand_list
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,20 @@ import pytest
 from tests.check.fleets import CHECKS, NO_GPU, make_check, make_fleet
 
 from ronde import __version__
-from ronde.check.check import Check, Family, Finding, Severity, name_pair
-from ronde.check.history import Changes
-from ronde.check.judging import Judgement, Unread, decide, fit_together, judge
-from ronde.render.check import (
+from ronde.check import (
+    Changes,
+    Check,
+    Family,
+    Finding,
+    Judgement,
+    Severity,
+    Unread,
+    decide,
+    fit_together,
+    judge,
+    name_pair,
+)
+from ronde.render import (
     checked_as_json,
     draw_findings,
     draw_unread,

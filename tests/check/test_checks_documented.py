@@ -10,10 +10,9 @@ import pytest
 from scripts.check_pages import draw_page
 from tests.check.fleets import CHECKS, make_check
 
-from ronde.check.catalogue import all_checks
-from ronde.check.check import Family, Severity
+from ronde.check import Family, Severity, all_checks
 from ronde.cli.check import make_parser
-from ronde.render.check import explain_check, list_checks
+from ronde.render import explain_check, list_checks
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOLD = ("title", "reads", "threshold", "source", "fix", "why")

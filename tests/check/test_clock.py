@@ -6,8 +6,7 @@ import time
 from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
-from ronde.check import cluster as clock
-from ronde.check.hosts import Reply
+from ronde.check import Reply, cluster as clock
 
 
 def test_an_answer_in_the_middle_of_the_round_trip_gives_the_offset():

@@ -5,10 +5,15 @@ from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 from tests.check.host_values import GIB, make_fleet
 
-from ronde.check.check import Family, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.judging import judge
-from ronde.check.probing import ProbeEntry, run_probes
+from ronde.check import (
+    Family,
+    Fleet,
+    HostFacts,
+    ProbeEntry,
+    Severity,
+    judge,
+    run_probes,
+)
 
 FAIL, WARN, INFORM = Severity
 

@@ -7,8 +7,13 @@ import pytest
 from tests.check.copies_suite import RATES, check_copies
 from tests.check.cuda_fake import PINNING_REFUSED, FakeTorch
 
-from ronde.check import burn as copying
-from ronde.check.burn import address_of, measure_copies, measure_gpu, staying_near
+from ronde.check import (
+    address_of,
+    burn as copying,
+    measure_copies,
+    measure_gpu,
+    staying_near,
+)
 
 torch = pytest.importorskip("torch")
 

@@ -3,11 +3,7 @@
 import pytest
 from tests.check.test_network_family import ETH0
 
-from ronde.check import expected
-from ronde.check.check import Check
-from ronde.check.expected import read_expected
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.judging import judge
+from ronde.check import Check, Fleet, HostFacts, expected, judge, read_expected
 from ronde.errors import UsageError
 
 CHECKS = [each for each in vars(expected).values() if isinstance(each, Check)]

@@ -6,12 +6,16 @@ import pytest
 from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
 
-from ronde.check.check import Family, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.gpu.nvml import keep_answers
-from ronde.check.gpu.presence import gpu_torch
-from ronde.check.judging import judge
-from ronde.check.probing import FactReader
+from ronde.check import (
+    FactReader,
+    Family,
+    Fleet,
+    HostFacts,
+    Severity,
+    gpu_torch,
+    judge,
+    keep_answers,
+)
 
 NOT_SUPPORTED, LOST = 3, 15
 FAIL, WARN, INFORM = Severity.FAIL, Severity.WARN, Severity.INFORM

@@ -17,17 +17,23 @@ from hypothesis import given, settings, strategies as st
 from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 
-from ronde.check.gpu.links import read_acs, read_direct_rdma, read_is_virtual
-from ronde.check.gpu.nvml import (
+from ronde.check import (
     ALL_ANSWERS,
     DEADLINE_S,
     GPU_QUESTIONS,
+    FactReader,
+    UnreadableError,
     ask_driver,
     keep_answers,
+    opened_files,
+    read,
+    read_acs,
+    read_cards,
+    read_direct_rdma,
+    read_is_virtual,
+    read_module,
+    read_xids,
 )
-from ronde.check.gpu.presence import opened_files, read, read_cards, read_module
-from ronde.check.gpu.xids import read_xids
-from ronde.check.probing import FactReader, UnreadableError
 
 ROOT = Path(__file__).parents[2]
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
@@ -365,8 +371,8 @@ def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
     write(tmp_path, "journal", journal.format(at=begun))
     code = (
         "import json\n"
-        "from ronde.check.gpu.xids import read_xids\n"
-        "from ronde.check.probing import UnreadableError\n"
+        "from ronde.check import read_xids\n"
+        "from ronde.check import UnreadableError\n"
         "try: print(json.dumps(read_xids('')))\n"
         "except UnreadableError as error: print(error)"
     )
@@ -392,7 +398,7 @@ def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
     reason="a clock of one's own needs root and unshare",
 )
 def test_the_log_has_a_clock_that_no_container_changes():
-    code = "from ronde.check.kernel_log import read_clock_s; print(read_clock_s(''))"
+    code = "from ronde.check import read_clock_s; print(read_clock_s(''))"
     # Here /proc/uptime says that the host has been up for years.
     command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
     begun_s = time.monotonic()

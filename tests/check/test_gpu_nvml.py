@@ -6,7 +6,7 @@ from tests.check.nvml_fake import SavedNvml, healthy, record, refusal
 from tests.check.nvml_library import FakeLibrary
 from tests.check.nvml_suite import FORMS, SUITE
 
-from ronde.check.gpu.nvml import GPU_QUESTIONS, HOST_QUESTIONS, NvmlDriver, RefusedError
+from ronde.check import GPU_QUESTIONS, HOST_QUESTIONS, NvmlDriver, RefusedError
 
 NOT_SUPPORTED, FUNCTION_NOT_FOUND, LOST = 3, 13, 15
 WORN = healthy(

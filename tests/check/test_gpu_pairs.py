@@ -5,13 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from ronde.check import burn
-from ronde.check.check import FAIL, WARN
-from ronde.check.fleet import Fleet, HostFacts
+from ronde.check import (
+    FAIL,
+    WARN,
+    Fleet,
+    HostFacts,
+    HostSet,
+    burn,
+    gpu_pair_speed,
+    judge,
+    measure_pairs,
+)
 from ronde.check.gpu import pairs
-from ronde.check.gpu.pairs import gpu_pair_speed, measure_pairs
-from ronde.check.hosts import HostSet
-from ronde.check.judging import judge
 
 torch = pytest.importorskip("torch")
 

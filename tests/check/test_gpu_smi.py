@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ronde.check.gpu.nvml import ALL_ANSWERS, ask_driver
-from ronde.check.gpu.presence import read
-from ronde.check.gpu.smi import read_smi
-from ronde.check.probing import FactReader, UnreadableError
+from ronde.check import (
+    ALL_ANSWERS,
+    FactReader,
+    UnreadableError,
+    ask_driver,
+    read,
+    read_smi,
+)
 
 GPU = (Path(__file__).parent / "nvidia-smi-gpu.xml").read_text()
 HEAD = (

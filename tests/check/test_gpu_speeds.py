@@ -3,11 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.check.burn import COPIES, PRODUCTS
-from ronde.check.catalogue import all_checks
-from ronde.check.check import Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.judging import judge
+from ronde.check import COPIES, PRODUCTS, Fleet, HostFacts, Severity, all_checks, judge
 
 FAIL, WARN, INFORM = Severity
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"

@@ -5,10 +5,7 @@ from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 from tests.check.host_values import GIB, HEALTHY, make_fleet
 
-from ronde.check.check import Family, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.judging import judge
-from ronde.check.majority import find_few
+from ronde.check import Family, Fleet, HostFacts, Severity, find_few, judge
 
 FAIL, WARN, INFORM = Severity
 

@@ -11,11 +11,17 @@ from hypothesis import given, settings, strategies as st
 from tests.check.fleets import of_family
 from tests.topology.saved_trees import Tree
 
-from ronde.check import limits
-from ronde.check.catalogue import PROBES
-from ronde.check.check import Family
-from ronde.check.limits import UNLIMITED, parse_limit, parse_meminfo
-from ronde.check.probing import FactReader, UnreadableError, run_probes
+from ronde.check import (
+    PROBES,
+    UNLIMITED,
+    FactReader,
+    Family,
+    UnreadableError,
+    limits,
+    parse_limit,
+    parse_meminfo,
+    run_probes,
+)
 
 HOST = tuple(check for check in of_family(Family.HOST) if "scheduler" not in check.id)
 LIMITS = """\
@@ -123,7 +129,7 @@ def test_all_that_checks_need_is_read(tmp_path):
 def test_this_machine_has_its_own_limits():
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     code = (
-        "import resource, json; from ronde.check.probing import FactReader; "
+        "import resource, json; from ronde.check import FactReader; "
         "from ronde.check import limits; "
         f"resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, {before[1]})); "
         "reading = FactReader({}); limits.read(reading); "
@@ -201,7 +207,7 @@ def test_a_machine_that_does_not_tell_its_memory_is_not_without(tmp_path):
 
 WITHOUT_RIGHTS = """
 import ctypes, json, sys
-from ronde.check.probing import FactReader
+from ronde.check import FactReader
 from ronde.check import limits
 # Version 3 of the kernel's structure, this process, and three empty sets.
 asked, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

@@ -2,9 +2,7 @@
 
 from tests.check.fleets import make_check
 
-from ronde.check.check import Family, Problem, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.judging import Unread, judge
+from ronde.check import Family, Fleet, HostFacts, Problem, Severity, Unread, judge
 
 HOSTS = (
     HostFacts("a", {"host.x": 1}, {}, {}),

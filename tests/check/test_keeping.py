@@ -4,12 +4,20 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import CHECKS, make_fleet
 
-from ronde.check.check import Finding, Severity, name_pair
-from ronde.check.fleet import HostFacts
-from ronde.check.history import Change, Kept, compare, load_last, save
-from ronde.check.judging import judge
+from ronde.check import (
+    Change,
+    Finding,
+    HostFacts,
+    Kept,
+    Severity,
+    compare,
+    judge,
+    load_last,
+    name_pair,
+    save,
+)
 from ronde.errors import UsageError
-from ronde.render.check import draw_changes
+from ronde.render import draw_changes
 
 IDS = (*(check.id for check in CHECKS), "taking-part")
 

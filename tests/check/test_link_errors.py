@@ -1,8 +1,6 @@
 """Errors that links have counted, and what is shown of them when they grow."""
 
-from ronde.check.fleet import HostFacts
-from ronde.check.history import Kept, compare
-from ronde.check.network.rdma import RDMA_ERRORS, read_errors
+from ronde.check import RDMA_ERRORS, HostFacts, Kept, compare, read_errors
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 

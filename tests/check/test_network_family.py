@@ -4,10 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
-from ronde.check.check import Family, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.judging import judge
-from ronde.check.network.interfaces import chooses
+from ronde.check import Family, Fleet, HostFacts, Severity, chooses, judge
 
 ETH0 = {
     "kind": "physical", "state": "up", "mtu": 1500, "mbit_per_s": 10000,

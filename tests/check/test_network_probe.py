@@ -5,9 +5,8 @@ import time
 
 import pytest
 
+from ronde.check import FactReader, look_up_own_name
 from ronde.check.network import interfaces, rdma
-from ronde.check.network.interfaces import look_up_own_name
-from ronde.check.probing import FactReader
 
 
 def write(root, files):

@@ -4,10 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
-from ronde.check.check import Family, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.judging import judge
-from ronde.check.network.reach import blame, lost_pairs
+from ronde.check import Family, Fleet, HostFacts, Severity, blame, judge, lost_pairs
 
 FINE = {
     "error": "", "is_refused": False, "lost_bytes": 0,

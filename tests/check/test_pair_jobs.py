@@ -13,13 +13,18 @@ from tests.check.fleets import of_family
 from tests.check.programs import panel_of
 from tests.topology.nccl_job import JobLog
 
-from ronde.bench.results import RankCount, RankSource, Row, Run, Side, to_record
-from ronde.check.check import Family, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.hosts import NodeContext
-from ronde.check.judging import judge
+from ronde.bench import RankCount, RankSource, Row, Run, Side, to_record
+from ronde.check import (
+    Family,
+    Fleet,
+    HostFacts,
+    NodeContext,
+    Severity,
+    busbw_of,
+    judge,
+    judge_logs,
+)
 from ronde.check.network import bandwidth as steps
-from ronde.check.network.bandwidth import busbw_of, judge_logs
 from ronde.errors import UsageError
 
 LOOPBACK = "127.0.0.1"

@@ -5,10 +5,16 @@ import json
 import pytest
 from tests.cli.conftest import Ronde
 
-from ronde.check.catalogue import PROBES, all_checks, all_steps, plan_for
-from ronde.check.check import Check
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.probing import FAILED
+from ronde.check import (
+    FAILED,
+    PROBES,
+    Check,
+    Fleet,
+    HostFacts,
+    all_checks,
+    all_steps,
+    plan_for,
+)
 from ronde.cli.check import make_parser, read_request
 
 ronde = Ronde()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.check.probing import ProbeEntry, run_probes
+from ronde.check import ProbeEntry, run_probes
 
 PROGRAMS = {
     "slow": "import time\ndef read(reading): time.sleep(600)",

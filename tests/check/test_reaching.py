@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.programs import panel_of
 
-from ronde.check.collect import choose_addresses
-from ronde.check.hosts import NodeContext
-from ronde.check.network import reach as reaching
-from ronde.check.network.reach import (
+from ronde.check import (
     FRAME,
     LARGE_BYTES,
+    NodeContext,
+    choose_addresses,
     listen,
     measure_mtu,
     own_mtu_towards,
     reach,
     receive_exactly,
 )
+from ronde.check.network import reach as reaching
 
 TOKEN = "0123456789abcdef"  # noqa: S105
 LOOPBACK_MTU = 65536

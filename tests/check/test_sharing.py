@@ -12,13 +12,24 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.check import storage as operations, storage as sharing
-from ronde.check.catalogue import all_checks
-from ronde.check.check import Check, Finding, Severity
-from ronde.check.fleet import Fleet, HostFacts, Value
-from ronde.check.hosts import HostSet, NodeContext
-from ronde.check.path_tasks import NUM_SAMPLES, SAMPLE_BYTES, run_tasks, sample
-from ronde.launch.running import Answer
+from ronde.check import (
+    NUM_SAMPLES,
+    SAMPLE_BYTES,
+    Check,
+    Finding,
+    Fleet,
+    HostFacts,
+    HostSet,
+    NodeContext,
+    Severity,
+    Value,
+    all_checks,
+    run_tasks,
+    sample,
+    storage as operations,
+    storage as sharing,
+)
+from ronde.launch import Answer
 
 
 class Hosts:

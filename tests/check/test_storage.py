@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
-from ronde.check.catalogue import PROBES
-from ronde.check.check import Family, Finding, Severity
-from ronde.check.fleet import Fleet, HostFacts, Value
-from ronde.check.probing import run_probes
-from ronde.check.storage import find_mount, read_mounts
+from ronde.check import (
+    PROBES,
+    Family,
+    Finding,
+    Fleet,
+    HostFacts,
+    Severity,
+    Value,
+    find_mount,
+    read_mounts,
+    run_probes,
+)
 
 GIB = 1 << 30
 

@@ -11,17 +11,21 @@ import pytest
 from tests.check.fleets import of_family
 
 import ronde
-from ronde.check.catalogue import PROBES
-from ronde.check.check import Family, Finding, Severity
-from ronde.check.fleet import Fleet, HostFacts
-from ronde.check.probing import UnreadableError, run_probes
-from ronde.check.software import (
+from ronde.check import (
     ABSENT,
+    PROBES,
+    Family,
+    Finding,
+    Fleet,
+    HostFacts,
+    Severity,
+    UnreadableError,
     digest_code,
     find_nccl,
     read_driver,
     read_packages,
     read_torch,
+    run_probes,
     select_environment,
 )
 

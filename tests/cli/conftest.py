@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ronde.launch.environments import own_environment
+from ronde.launch import own_environment
 
 _TIMEOUT_S = 60
 

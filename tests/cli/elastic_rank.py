@@ -14,8 +14,8 @@ import sys
 import threading
 
 from ronde.errors import MembershipError
-from ronde.membership.member import Member, own_member
-from ronde.world.environment import own_or
+from ronde.membership import Member, own_member
+from ronde.world import own_or
 
 _STEP_S = 0.005
 _STAY_S = 300.0

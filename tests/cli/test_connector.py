@@ -8,15 +8,20 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from ronde.errors import Failure
-from ronde.launch.agent_start.bootstrap import start_local_agent
-from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
-from ronde.launch.event_loop import EventLoop, Handler, StartProgress
-from ronde.launch.hosts.host import Host
-from ronde.launch.limits import ELASTIC
-from ronde.launch.output import NoOutput
-from ronde.launch.process_tree import children
-from ronde.launch.signals import caught_signals
-from ronde.launch.spawners.ssh import SshSpawner
+from ronde.launch import (
+    ELASTIC,
+    AgentConnector,
+    AgentStarter,
+    EventLoop,
+    Handler,
+    Host,
+    NoOutput,
+    SshSpawner,
+    StartProgress,
+    caught_signals,
+    children,
+    start_local_agent,
+)
 
 pytestmark = pytest.mark.timeout(60)
 NEVER_S = float("inf")

@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.elastic.discovery import HostChanges, open_discovery
-from ronde.launch.elastic_options import NO_LIMIT, DiscoverySpec, ElasticOptions
-from ronde.launch.hosts.host import SLOTS_OPEN, Host
-from ronde.launch.process_tree import adopting_orphans, children, read_process
-from ronde.launch.signals import wait_for
+from ronde.launch import (
+    NO_LIMIT,
+    SLOTS_OPEN,
+    DiscoverySpec,
+    ElasticOptions,
+    Host,
+    HostChanges,
+    adopting_orphans,
+    children,
+    open_discovery,
+    read_process,
+    wait_for,
+)
 
 OPTION = "--host-discovery"
 EVERY_S = 0.02

@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import clean_environment
 
-from ronde.launch import messages
-from ronde.launch.agent_start.bootstrap import start_local_agent
-from ronde.launch.environments import own_environment
-from ronde.launch.event_loop import StoreService
-from ronde.launch.hosts.host import Host
-from ronde.launch.node import AgentNode, ProcessTransport
-from ronde.launch.process_tree import read_process
-from ronde.launch.signals import wait_for
+from ronde.launch import (
+    AgentNode,
+    Host,
+    ProcessTransport,
+    StoreService,
+    messages,
+    own_environment,
+    read_process,
+    start_local_agent,
+    wait_for,
+)
 
 LIMIT_S = 20.0
 MIB = 1 << 20

@@ -6,8 +6,7 @@ import pytest
 
 from ronde.cli.run import make_parser, read_request
 from ronde.errors import UsageError
-from ronde.launch.elastic_options import NO_LIMIT, DiscoverySpec, ElasticOptions
-from ronde.launch.hosts.host import SLOTS_OPEN
+from ronde.launch import NO_LIMIT, SLOTS_OPEN, DiscoverySpec, ElasticOptions
 
 TRAIN = ("--", "train.py")
 

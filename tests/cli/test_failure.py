@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.launch.failure import LostHost, RankEnd, Tail, find_awaited, judge
-from ronde.launch.output import Generation
-from ronde.render.job import summarize
-from ronde.render.text import format_ranks, parse_ranks
+from ronde.launch import Generation, LostHost, RankEnd, Tail, find_awaited, judge
+from ronde.render import format_ranks, parse_ranks, summarize
 
 RESET = ("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3",)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import LaunchError
-from ronde.launch.messages import (
+from ronde.launch import (
     MAX_FRAME_BYTES,
     MessageDecoder,
     MessageWriter,

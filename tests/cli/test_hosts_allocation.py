@@ -6,16 +6,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import (
+from ronde.launch import (
     SLOTS_OPEN,
     Host,
     HostShare,
     allocate,
     hosts_to_ask,
     is_here,
+    parse_hostfile,
+    read_allocation,
     take_each,
 )
-from ronde.launch.hosts.sources import parse_hostfile, read_allocation
 
 
 def hosts(**slots):

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import SLOTS_OPEN, Host
-from ronde.launch.hosts.sources import parse_hostfile, parse_hosts
+from ronde.launch import SLOTS_OPEN, Host, parse_hostfile, parse_hosts
 
 
 def read(text):

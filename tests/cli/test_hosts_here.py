@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ronde.launch.hosts.host import Host, is_here
+from ronde.launch import Host, is_here
 
 OWN_NAME = pwd.getpwuid(os.geteuid()).pw_name
 NOBODY = "no-such-user-here"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.world.host_lists import MAX_HOSTS, expand, expand_list, split_list
+from ronde.world import MAX_HOSTS, expand, expand_list, split_list
 
 CONFIG = """\
 ClusterName=test

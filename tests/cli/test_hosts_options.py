@@ -8,9 +8,7 @@ import pytest
 from ronde.cli.horovodrun import read_horovod_options
 from ronde.cli.run import make_parser
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import SLOTS_OPEN
-from ronde.launch.hosts.sources import discover
-from ronde.launch.process_tree import read_process
+from ronde.launch import SLOTS_OPEN, discover, read_process
 
 SLURM = {
     "SLURM_JOB_ID": "7",

@@ -16,20 +16,21 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from ronde.errors import HostError, LaunchError, StoreError, UsageError
-from ronde.launch.joining import join_client, join_server
-from ronde.launch.joining.channel import (
+from ronde.launch import (
     MAGIC,
+    InterruptedStartError,
+    JoinConfig,
+    JoinRequest,
     NodeInfo,
     authenticate_head,
+    join_head,
     make_head_tls,
     make_node_context,
     release,
+    wait_for_nodes,
 )
-from ronde.launch.joining.join_client import JoinRequest, join_head
-from ronde.launch.joining.join_server import JoinConfig, wait_for_nodes
-from ronde.launch.signals import InterruptedStartError
-from ronde.store.authentication import GREETING_BYTES, SharedKey
-from ronde.store.protocol import decode, encode
+from ronde.launch.joining import join_client, join_server
+from ronde.store import GREETING_BYTES, SharedKey, decode, encode
 
 TOKEN = SharedKey(b"0123456789abcdef" * 2)
 OTHER = SharedKey(b"fedcba9876543210" * 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.launch.agent.diagnostics import KernelDiagnostics, core_file
+from ronde.launch import KernelDiagnostics, core_file
 
 _TIMEOUT_S = 60
 

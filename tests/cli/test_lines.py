@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.render.console import (
+from ronde.render import (
     HELD_BYTES,
     HELD_S,
     LineAssembler,

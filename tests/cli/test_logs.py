@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.failure import LostHost, RankEnd, judge
-from ronde.launch.messages import Output, Stream
-from ronde.launch.output import (
+from ronde.launch import (
     ErrorFile,
     Generation,
+    LostHost,
+    Output,
+    RankEnd,
     RankLogs,
+    Stream,
     attempt_dir,
+    judge,
 )
 
 HOSTS = ("a", "a", "b")

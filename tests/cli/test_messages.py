@@ -5,21 +5,23 @@ from hypothesis import given, strategies as st
 
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError
-from ronde.launch.failure import JobResult, LostHost, RankEnd
-from ronde.launch.messages import (
+from ronde.launch import (
     FROM_AGENT,
     TO_AGENT,
     Exited,
     Finished,
+    JobResult,
+    LostHost,
     NodeJob,
     ProcessStack,
+    RankEnd,
     RankSpec,
     RankText,
     Ready,
     decode_message,
     encode_message,
 )
-from ronde.topology.machine import Core, Machine
+from ronde.topology import Core, Machine
 
 # An environment may hold any bytes; Python shows those that are no text as surrogates.
 text = st.text(st.characters(exclude_characters="\0"), max_size=20)

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from ronde.errors import LaunchError, UsageError
-from ronde.launch.joining.channel import (
+from ronde.launch import (
     MIN_CHARACTERS,
     NodeInfo,
     decode_node_info,
+    encode_message,
     host_name,
     make_head_tls,
     parse_endpoint,
     read_token,
     with_port,
 )
-from ronde.launch.messages import encode_message
-from ronde.store.authentication import SharedKey, Transcript
+from ronde.store import SharedKey, Transcript
 
 GOOD = "0123456789abcdef" * 2
 TOKEN = SharedKey(GOOD.encode())
@@ -123,8 +123,8 @@ def test_no_token_file_is_one_sentence(tmp_path):
 
 def test_a_token_comes_through_standard_input():
     code = (
-        "from ronde.launch.joining.channel import read_token;"
-        "from ronde.store.authentication import Transcript;"
+        "from ronde.launch import read_token;"
+        "from ronde.store import Transcript;"
         "print(read_token('-').prove(b'', Transcript(b'', b'')).hex())"
     )
     done = subprocess.run(
@@ -148,7 +148,7 @@ def test_without_cryptography_the_head_says_what_to_install():
     code = (
         "import sys; sys.modules['cryptography'] = None\n"
         "from ronde.errors import UsageError\n"
-        "from ronde.launch.joining.channel import make_head_tls, make_node_context\n"
+        "from ronde.launch import make_head_tls, make_node_context\n"
         "make_node_context()\n"
         "try: make_head_tls()\n"
         "except UsageError as error: print(error)"

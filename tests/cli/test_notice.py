@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.process_tree import descendants
+from ronde.launch import descendants
 
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 LIMIT_S = 30.0

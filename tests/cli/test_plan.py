@@ -10,7 +10,7 @@ from tests.topology.sample_hosts import OCI_H100, sample_path
 
 from ronde.cli.plan import run
 from ronde.errors import UsageError
-from ronde.parallel.memory import Precision, Sharding
+from ronde.parallel import Precision, Sharding
 
 PROGRAM = """
 import torch

@@ -4,14 +4,16 @@ import time
 
 import pytest
 
-from ronde.launch.agent.relay import MAX_LINE_BYTES
-from ronde.launch.agent_start.bootstrap import start_local_agent
-from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.controller import Controller
-from ronde.launch.hosts.host import Host
-from ronde.launch.output import NoOutput
-from ronde.launch.process_tree import children
-from ronde.launch.signals import caught_signals
+from ronde.launch import (
+    MAX_LINE_BYTES,
+    AgentStarter,
+    Controller,
+    Host,
+    NoOutput,
+    caught_signals,
+    children,
+    start_local_agent,
+)
 
 PROGRAM = """
 import os, sys, time

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ronde.launch.program import resolve_program
+from ronde.launch import resolve_program
 
 # Rank 1 goes on when rank 0 has been reaped.
 LEAVE_AND_REMOVE = """

@@ -4,13 +4,13 @@ import signal
 import sys
 from pathlib import Path
 
-from ronde.launch.environments import (
+from ronde.launch import (
     JobFacts,
     NodeFacts,
     base_environment,
+    count_cores,
     rank_environment,
 )
-from ronde.launch.hosts.host import count_cores
 from ronde.world import Launcher, World, read_rank_info
 
 DUMP = """

@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import clean_environment
 
 import ronde as package
-from ronde.world.environment import ALGORITHMS, ENGINES
+from ronde.world import ALGORITHMS, ENGINES
 
 
 def write(path, text, mode=0o755):

@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from ronde.launch.messages import Output, Stream
-from ronde.launch.output import Generation
-from ronde.render.console import FILE_PROGRESS_S, SCREEN_PROGRESS_S, Console
+from ronde.launch import Generation, Output, Stream
+from ronde.render import FILE_PROGRESS_S, SCREEN_PROGRESS_S, Console
 
 _TIMEOUT_S = 60
 

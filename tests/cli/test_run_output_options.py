@@ -4,10 +4,8 @@ import re
 import pytest
 
 from ronde.errors import UsageError
-from ronde.launch.messages import Output, Stream
-from ronde.launch.output import Generation
-from ronde.render.console import Console, Tag, TagPlace, parse_tag
-from ronde.render.text import parse_ranks
+from ronde.launch import Generation, Output, Stream
+from ronde.render import Console, Tag, TagPlace, parse_ranks, parse_tag
 
 HOSTS = ("node1", "node1", "node2", "node2")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.namespaces import why_not
 
-from ronde.world.environment import boot_identity, network_identity
+from ronde.world import boot_identity, network_identity
 
 SPACE = ("unshare", "--user", "--map-root-user", "--mount")
 NO_BOOT_NAME = (*SPACE, "sh", "-c", 'mount -t tmpfs none /proc/sys && exec "$@"', "sh")
@@ -39,7 +39,7 @@ def test_ranks_run_where_the_boot_has_no_name():
 
 
 def test_processes_of_one_machine_agree_on_it():
-    code = "from ronde.world.environment import *; print(network_identity())"
+    code = "from ronde.world import network_identity; print(network_identity())"
     words = (sys.executable, "-c", code)
     here = subprocess.run(words, capture_output=True, text=True, check=True)
     assert here.stdout.strip() == network_identity()

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ronde.launch.process_tree import descendants, read_process
+from ronde.launch import descendants, read_process
 
 _TIMEOUT_S = 60
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from ronde.launch.process_tree import read_process
+from ronde.launch import read_process
 
 _TIMEOUT_S = 60
 _SLACK_S = 20

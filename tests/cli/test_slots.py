@@ -1,7 +1,7 @@
 import os
 
-from ronde.launch.hosts.host import count_cores, count_slots, usable_cores
-from ronde.topology.machine import Core, Machine
+from ronde.launch import count_cores, count_slots, usable_cores
+from ronde.topology import Core, Machine
 
 
 def test_cores_are_no_more_than_may_be_used():

@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import Failure, HostFailure
-from ronde.launch.agent_start.starter import start_remote_agent
-from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.base import last_line
-from ronde.launch.spawners.slurm import SlurmSpawner
-from ronde.launch.spawners.ssh import SshSpawner
-from ronde.render.job import tabulate_failures
+from ronde.launch import Host, SlurmSpawner, SshSpawner, last_line, start_remote_agent
+from ronde.render import tabulate_failures
 
 pytestmark = pytest.mark.timeout(30)
 LIMIT_S = 20.0

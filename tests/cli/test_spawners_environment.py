@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.environments import (
+from ronde.launch import (
     base_environment,
     names_place,
     names_secret,

@@ -9,8 +9,7 @@ from hypothesis import given, strategies as st
 
 import ronde
 from ronde.errors import LaunchError
-from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.base import MAX_HELLO_BYTES, MAX_NOISE_BYTES, HelloReader
+from ronde.launch import MAX_HELLO_BYTES, MAX_NOISE_BYTES, HelloReader, Host
 
 SENTINEL = b"b5d0f3a1c2e4967880716253f4e5d6c7a9"
 SAID = {

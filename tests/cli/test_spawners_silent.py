@@ -11,7 +11,7 @@ import pytest
 from tests import timed
 from tests.cli.conftest import Ronde, clean_environment
 
-from ronde.launch.process_tree import read_processes
+from ronde.launch import read_processes
 
 HANG = "trap '' TERM; tail -f /dev/null"
 

@@ -10,18 +10,24 @@ import sys
 import time
 
 from ronde.errors import Failure, LaunchError
-from ronde.launch import messages
-from ronde.launch.agent_start.bootstrap import start_local_agent
-from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
-from ronde.launch.controller import Controller
-from ronde.launch.event_loop import EventLoop, Handler
-from ronde.launch.hosts.host import Host
-from ronde.launch.limits import ELASTIC
-from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
-from ronde.launch.output import NoOutput
-from ronde.launch.process_tree import adopt_orphans
-from ronde.launch.signals import caught_signals
-from ronde.launch.spawners.ssh import SshSpawner
+from ronde.launch import (
+    ELASTIC,
+    EXIT_INTERNAL,
+    AgentConnector,
+    AgentNode,
+    AgentStarter,
+    Controller,
+    EventLoop,
+    Handler,
+    Host,
+    HostLoss,
+    NoOutput,
+    SshSpawner,
+    adopt_orphans,
+    caught_signals,
+    messages,
+    start_local_agent,
+)
 
 CONNECT_S = 6.0
 # Writes a line every hundredth of a second.

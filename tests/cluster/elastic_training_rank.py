@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from tests import ledger  # noqa: E402  found by the line above
 
 import ronde.torch as hvd  # noqa: E402
-from ronde.membership.member import own_member  # noqa: E402
+from ronde.membership import own_member  # noqa: E402
 
 NUM_SAMPLES, BATCH = 96, 12
 CHECKPOINT_EVERY = 5

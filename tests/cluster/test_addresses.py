@@ -222,7 +222,7 @@ def in_step(job, *, nodes="node[1-3]"):
 
 @pytest.mark.timeout(LIMIT_S)
 def test_tasks_of_a_step_meet_beside_whoever_has_their_port(cluster):
-    from ronde.collectives.rendezvous import step_ports
+    from ronde.collectives import step_ports
 
     taken = str(step_ports("77.0")[0])
     words = [PYTHON, "-c", BLOCK, "10.77.0.1", taken]
@@ -309,7 +309,7 @@ def test_ranks_of_torchrun_meet_at_its_store(cluster):
 
 
 def test_the_ports_of_a_step_are_below_those_of_outgoing_connections():
-    from ronde.collectives.rendezvous import step_ports
+    from ronde.collectives import step_ports
 
     ports = step_ports("1.0")
     assert len(set(ports)) == len(ports)

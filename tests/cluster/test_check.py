@@ -26,7 +26,7 @@ from tests.cluster.faults import (
 from tests.cluster.machines import ROOT
 from tests.cluster.training import assert_nothing_left
 
-from ronde.check.network.reach import REACH
+from ronde.check import REACH
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 240.0

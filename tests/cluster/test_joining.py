@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.machines import why_not
 from tests.timed import impatient_ronde
 
-from ronde.launch.environments import own_environment
+from ronde.launch import own_environment
 
 SECRET = "5ec2e7" + hashlib.sha256(b"of this test alone").hexdigest()
 PORT = 29400

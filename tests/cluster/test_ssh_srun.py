@@ -7,8 +7,7 @@ import subprocess
 import pytest
 from tests.cluster.slurm import slurm, why_no_slurm
 
-from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.slurm import SlurmSpawner
+from ronde.launch import Host, SlurmSpawner
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60.0

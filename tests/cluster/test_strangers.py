@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.machines import Machine
 from tests.cluster.slurm import slurm, why_no_slurm
 
-from ronde.collectives.rendezvous import step_ports
+from ronde.collectives import step_ports
 
 LIMIT_S = 110
 STRANGER = (Path(__file__).with_name("stranger.py")).read_text()

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from ronde.collectives.rendezvous import meet
-from ronde.coordination.control.channel import ControlChannel, connect_channel
-from ronde.coordination.messages import Tree
+from ronde.collectives import meet
+from ronde.coordination import ControlChannel, Tree, connect_channel
 
 TIMEOUT_S = 60.0
 OVER = b"over"

@@ -4,12 +4,17 @@ from dataclasses import dataclass
 
 from torch.distributed import HashStore
 
-from ronde.collectives import Communicator, connect
-from ronde.collectives.connections import ENGINES, EngineConfig, two_levels
-from ronde.collectives.engine import Engine
-from ronde.collectives.engines.scheduled import ScheduledEngine
-from ronde.collectives.engines.solo import SoloEngine
-from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
+from ronde.collectives import (
+    ENGINES,
+    Communicator,
+    Engine,
+    EngineConfig,
+    ScheduledEngine,
+    SoloEngine,
+    TorchDistributedEngine,
+    connect,
+    two_levels,
+)
 from ronde.world import RankInfo
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from tests.conformance.test_engines import SUITE, run_checks
 
-from ronde.collectives import Communicator, ReduceOp, connect
-from ronde.collectives.engines.mpi import MPI, connect_world
+from ronde.collectives import MPI, Communicator, ReduceOp, connect, connect_world
 from ronde.errors import CollectiveError
 from ronde.world import read_rank_info
 

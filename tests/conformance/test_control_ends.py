@@ -19,8 +19,8 @@ from tests.conformance.control import (
 from tests.ranks import hosted_store
 from tests.resources import least_resources
 
-from ronde.collectives.rendezvous import meet
-from ronde.coordination.control.channel import connect_channel
+from ronde.collectives import meet
+from ronde.coordination import connect_channel
 from ronde.errors import CollectiveError
 
 SEVERAL = ["aa", "aaa", "aaaa", "ab", "aab", "abab", "abca"]

@@ -12,8 +12,7 @@ import torch
 from tests.resources import least_resources
 from torch.distributed import TCPStore
 
-from ronde.collectives import Connections, connect
-from ronde.collectives.scope import AbortScope
+from ronde.collectives import AbortScope, Connections, connect
 from ronde.errors import CollectiveError, PeerLostError
 
 SOON_S = 20.0

@@ -10,9 +10,13 @@ import torch
 from tests.ranks import hosted_store
 from torch.distributed import TCPStore
 
-from ronde.collectives import Communicator, connect
-from ronde.collectives.connections import EngineConfig, two_levels
-from ronde.collectives.engines.hierarchical import HostGroups
+from ronde.collectives import (
+    Communicator,
+    EngineConfig,
+    HostGroups,
+    connect,
+    two_levels,
+)
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 SOON_S = 30.0

@@ -9,7 +9,7 @@ import pytest
 
 from ronde.collectives import connect
 from ronde.errors import UsageError
-from ronde.launch.environments import base_environment, own_environment
+from ronde.launch import base_environment, own_environment
 
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.conformance.mpi_ranks"

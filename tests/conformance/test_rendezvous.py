@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ronde.collectives import connect, rendezvous
-from ronde.collectives.store import store_at
+from ronde.collectives import connect, rendezvous, store_at
 from ronde.errors import CollectiveError, WorldError
-from ronde.store.local_socket import own_directories, remove
-from ronde.store.server import serve_locally
+from ronde.store import own_directories, remove, serve_locally
 from ronde.world import Launcher, Meeting, RankInfo
 
 

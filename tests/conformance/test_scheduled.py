@@ -12,8 +12,7 @@ from tests.ranks import hosted_store
 from tests.resources import least_resources
 from torch.distributed import TCPStore
 
-from ronde.collectives import ReduceOp, connect
-from ronde.collectives.algorithms import ALGORITHMS
+from ronde.collectives import ALGORITHMS, ReduceOp, connect
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 SOON_S = 20.0

@@ -16,8 +16,7 @@ import torch
 from tests.namespaces import why_not
 from torch.distributed import HashStore, TCPStore
 
-from ronde.collectives import connect
-from ronde.collectives.engines.shared_memory.shared_state import through_store
+from ronde.collectives import connect, through_store
 from ronde.errors import CollectiveError, PeerLostError
 from ronde.memory import available_memory
 

@@ -16,20 +16,20 @@ from torch.distributed import (
     TCPStore,
 )
 
-from ronde.collectives.store import RendezvousStore, store_at, store_beyond
+from ronde.collectives import RendezvousStore, store_at, store_beyond
 from ronde.errors import StoreError
-from ronde.store.authentication import SharedKey
-from ronde.store.local_socket import dial
-from ronde.store.protocol import (
+from ronde.store import (
     MAX_FRAME_BYTES,
     Limits,
     Op,
+    SharedKey,
     Splitter,
     StoreState,
     decode,
+    dial,
     encode,
+    serve_network,
 )
-from ronde.store.server import serve_network
 
 HERE, KEY = "127.0.0.1", b"k" * 32
 SOON = timedelta(seconds=0.1)

@@ -12,19 +12,20 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from tests.conformance.test_store import HERE, KEY, LIMIT_S, network_store
 
-from ronde.collectives.store import store_beyond
+from ronde.collectives import store_beyond
 from ronde.errors import StoreError, UsageError
-from ronde.store.authentication import (
+from ronde.store import (
     MAGIC,
+    Op,
     ProvenConnection,
     Seal,
     SharedKey,
     Transcript,
     dial_network,
+    encode,
     read_secret,
     user_key,
 )
-from ronde.store.protocol import Op, encode
 from ronde.store.server import _MAX_STRANGERS
 
 NONCE_BYTES = 32

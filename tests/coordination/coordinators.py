@@ -7,9 +7,13 @@ import torch
 from tests.ranks import run_ranks_bare
 
 from ronde.collectives import Connections, ReduceOp
-from ronde.coordination.control.channel import connect_channel
-from ronde.coordination.coordinator import CoordinationOptions, Coordinator
-from ronde.coordination.requests import NamedOperation, OpKind
+from ronde.coordination import (
+    CoordinationOptions,
+    Coordinator,
+    NamedOperation,
+    OpKind,
+    connect_channel,
+)
 
 
 def run_coordinated(

@@ -22,8 +22,7 @@ from tests.coordination.coordinators import (
 )
 from tests.resources import least_when_idle, num_frames
 
-from ronde.coordination.coordinator import CoordinationOptions
-from ronde.coordination.node import RequestCache
+from ronde.coordination import CoordinationOptions, RequestCache
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 SIZES = [1, 2, 3, 4]

@@ -18,8 +18,7 @@ from tests.coordination.coordinators import (
 )
 from torch import Tensor
 
-from ronde.coordination import fast_path
-from ronde.coordination.coordinator import CoordinationOptions
+from ronde.coordination import CoordinationOptions, fast_path
 from ronde.errors import CollectiveError, PeerLostError
 
 SIZES = [2, 3, 4]

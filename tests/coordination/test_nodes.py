@@ -8,9 +8,7 @@ import pytest
 from benchmarks.coordination_scale import Simulator
 from hypothesis import given, strategies as st
 
-from ronde.coordination.messages import Tree
-from ronde.coordination.node import RunCommand
-from ronde.coordination.requests import OpKind, Request
+from ronde.coordination import OpKind, Request, RunCommand, Tree
 
 HOSTS = ["a", "aa", "aaa", "ab", "aab", "abab", "aabbccdd", "abcdefg"]
 

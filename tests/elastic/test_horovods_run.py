@@ -11,7 +11,7 @@ from tests.membership_controller import become_member, controlling
 from tests.ranks import run_ranks_bare
 
 import ronde.torch as hvd
-from ronde.membership.policy import Rules
+from ronde.membership import Rules
 
 ENGINES = ("shared_memory", "gloo", "hierarchical")
 STEPS = 12

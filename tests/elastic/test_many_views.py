@@ -16,7 +16,7 @@ from tests.ranks import run_ranks_bare
 from tests.resources import least_resources
 
 import ronde.torch as hvd
-from ronde.collectives.scope import ABORTING
+from ronde.collectives import ABORTING
 from ronde.errors import CollectiveError
 from ronde.torch.lifetime import reform
 

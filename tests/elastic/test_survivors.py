@@ -14,7 +14,7 @@ from tests.ranks import run_ranks_bare
 
 import ronde.torch as hvd
 from ronde.errors import CollectiveError
-from ronde.membership.member import own_member
+from ronde.membership import own_member
 from ronde.torch.lifetime import reform
 
 ENGINES = ("shared_memory", "gloo", "hierarchical")

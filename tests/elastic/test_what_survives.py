@@ -14,8 +14,7 @@ from tests.ranks import run_ranks_bare
 
 import ronde.torch as hvd
 from ronde.errors import CollectiveError, UsageError
-from ronde.membership.member import own_member
-from ronde.membership.policy import Rules
+from ronde.membership import Rules, own_member
 from ronde.torch.lifetime import reform
 
 

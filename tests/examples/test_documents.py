@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.environments import JobFacts, NodeFacts, rank_environment
-from ronde.world import World
-from ronde.world.launcher_env import HOROVOD, OPEN_MPI, PMI, RONDE
+from ronde.launch import JobFacts, NodeFacts, rank_environment
+from ronde.world import HOROVOD, OPEN_MPI, PMI, RONDE, World
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]

@@ -7,9 +7,8 @@ import torch
 from tests.gpu.devices import LIMIT_S, NEEDS_CUDA, NUM_DEVICES
 
 import ronde.torch as hvd
-from ronde.bench.training.catalogue import MODELS
-from ronde.bench.training.measurement import measure
-from ronde.bench.training.outcome import (
+from ronde.bench import (
+    MODELS,
     DeviceKind,
     Dtype,
     InputKind,
@@ -17,6 +16,7 @@ from ronde.bench.training.outcome import (
     Phase,
     TrainOptions,
     Variant,
+    measure,
 )
 from ronde.errors import UsageError
 

@@ -9,17 +9,21 @@ from tests.check.nvml_fake import SavedNvml, asking, record
 from tests.check.nvml_suite import SUITE
 from tests.cli.conftest import Ronde
 
-from ronde.check.burn import address_of, burn, measure_gpu
-from ronde.check.catalogue import all_checks
-from ronde.check.check import Family
-from ronde.check.gpu.nvml import (
+from ronde.check import (
     ALL_ANSWERS,
+    FactReader,
+    Family,
+    NodeContext,
     NvmlDriver,
+    ProbeEntry,
+    address_of,
+    all_checks,
     keep_answers,
+    measure_gpu,
+    run_probes,
 )
-from ronde.check.hosts import NodeContext
-from ronde.check.probing import FactReader, ProbeEntry, run_probes
-from ronde.topology.probes.nvml import NoNvmlError, open_nvml
+from ronde.check.burn import burn
+from ronde.topology import NoNvmlError, open_nvml
 
 torch = pytest.importorskip("torch")
 

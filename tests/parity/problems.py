@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ronde.torch as hvd
-from ronde.collectives.engines.solo import SoloEngine
+from ronde.collectives import SoloEngine
 
 NUM_STEPS = 50
 BATCH = 4

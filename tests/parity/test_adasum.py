@@ -8,9 +8,8 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 
-from ronde.collectives import Communicator
-from ronde.collectives.adasum import CHUNK, adasum
-from ronde.collectives.engines.solo import SoloEngine
+from ronde.collectives import CHUNK, Communicator, SoloEngine
+from ronde.collectives.adasum import adasum
 from ronde.errors import UsageError
 
 LENGTHS = (1, 3, 0, 64, 5, CHUNK + 7)

@@ -18,9 +18,9 @@ from ronde.data_parallel import (
     Reducer,
     ReducerGroup,
     ReducerOptions,
+    candidate_limits,
     plan_buckets,
 )
-from ronde.data_parallel.buckets import candidate_limits
 from ronde.errors import UsageError
 from ronde.torch.session import current_session
 from ronde.tuning import TuningLog, TuningOptions

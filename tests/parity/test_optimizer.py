@@ -10,8 +10,7 @@ from tests.ranks import run_ranks_bare
 from torch import nn
 
 import ronde.torch as hvd
-from ronde.collectives import Communicator
-from ronde.collectives.engines.solo import SoloEngine
+from ronde.collectives import Communicator, SoloEngine
 from ronde.data_parallel import BucketLimits, Reducer, ReducerGroup, ReducerOptions
 from ronde.errors import CollectiveError, UsageError
 

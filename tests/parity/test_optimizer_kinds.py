@@ -17,7 +17,7 @@ from torch import nn
 
 import ronde.torch as hvd
 from ronde.errors import UsageError
-from ronde.timeline.events import Recorded
+from ronde.timeline import Recorded
 from ronde.torch.optimizer import group_indices
 from ronde.torch.session import current_session
 

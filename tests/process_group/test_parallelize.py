@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import Optimizer
 
 from ronde.errors import UsageError
-from ronde.parallel.memory import Sharding
+from ronde.parallel import Sharding
 from ronde.torch import parallel
 from ronde.torch.parallel import Layout
 

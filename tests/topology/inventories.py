@@ -1,12 +1,6 @@
 """What a host has for ranks, in a few numbers."""
 
-from ronde.topology.machine import Core
-from ronde.topology.placement.placing import (
-    Inventory,
-    NearDevice,
-    Nearness,
-    RankPlace,
-)
+from ronde.topology import Core, Inventory, NearDevice, Nearness, RankPlace
 
 
 def inventory(

@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-from ronde.topology.graph import HostTopology
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import NcclTopologyProbe
-from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
+from ronde.topology import HostTopology, NcclTopologyProbe, NvidiaSmiProbe, Saved
 
 SAMPLES = Path(__file__).parent / "samples"
 FILES = sorted(

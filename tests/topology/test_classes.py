@@ -12,7 +12,7 @@ from tests.topology.sample_hosts import (
     sample_host,
 )
 
-from ronde.topology.graph import (
+from ronde.topology import (
     NVSWITCH,
     GpuDevice,
     HostTopology,
@@ -20,11 +20,12 @@ from ronde.topology.graph import (
     LinkKind,
     NetPort,
     NumaNode,
+    PathKind,
     PciDevice,
     Relation,
+    classify,
+    find_paths,
 )
-from ronde.topology.paths.classes import classify
-from ronde.topology.paths.network import PathKind, find_paths
 
 B200_TEXT = "hgx_b200_8x_drv595.91.txt"
 PERLMUTTER_TEXT = "perlmutter_a100_4x_drv580.159.txt"

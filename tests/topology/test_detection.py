@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.topology.saved_trees import Tree
 
-from ronde.topology.sources import detect_host
+from ronde.topology import detect_host
 
 HAS_DRIVER = any(map(os.path.exists, ("/dev/nvidiactl", "/proc/driver/nvidia")))
 
@@ -25,7 +25,7 @@ def test_this_machine_has_its_name_and_cpus():
 def test_without_a_driver_one_line_says_so_and_nothing_is_loaded_for_it():
     code = (
         "import sys; from pathlib import Path; "
-        "from ronde.topology.sources import detect_host; "
+        "from ronde.topology import detect_host; "
         "print(*detect_host(Path('/'), {}).notices, sep='|'); "
         "print(sorted({'torch', 'pynvml', 'ctypes'} & set(sys.modules)))"
     )

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain, to_plain
-from ronde.topology.graph import (
+from ronde.topology import (
     GpuDevice,
     HostTopology,
     Link,

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.topology.placement.policies import Hint, counted_hints
+from ronde.topology import Hint, counted_hints
 
 counts = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 

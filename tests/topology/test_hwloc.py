@@ -9,16 +9,16 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.graph import (
+from ronde.topology import (
     UNKNOWN,
     HostTopology,
+    HwlocProbe,
     Link,
     LinkKind,
+    Saved,
     read_topology,
     write_topology,
 )
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.hwloc import HwlocProbe
 
 SAMPLES = Path(__file__).parent / "samples" / "hwloc_xml"
 PROBE = HwlocProbe()

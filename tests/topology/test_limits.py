@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.bench.catalog import COLLECTIVES as MEASURED
-from ronde.topology.limits import (
+from ronde.bench import COLLECTIVES as MEASURED
+from ronde.topology import (
     COLLECTIVES,
     Islands,
     Limit,

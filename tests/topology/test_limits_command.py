@@ -7,8 +7,8 @@ import pytest
 
 from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_tables import judge
-from ronde.topology.limits import Limit
+from ronde.render import judge
+from ronde.topology import Limit
 
 
 def run(words):

@@ -4,18 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from ronde.topology.graph import (
+from ronde.topology import (
     NVSWITCH,
     GpuDevice,
     HostTopology,
+    Limit,
+    LimitWorld,
     Link,
     LinkKind,
+    NcclTopologyProbe,
     NetPort,
     PciDevice,
+    Saved,
+    bound_of,
+    world_of,
 )
-from ronde.topology.limits import Limit, LimitWorld, bound_of, world_of
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import NcclTopologyProbe
 
 SAMPLES = Path(__file__).parent / "samples"
 GEN3, GEN4, GEN5 = (f"{rate} GT/s PCIe" for rate in ("8.0", "16.0", "32.0"))

@@ -11,8 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_log import count_findings, draw_findings
-from ronde.topology.graph import (
+from ronde.render import count_findings, draw_log_findings
+from ronde.topology import (
+    CATALOGUE,
     NVSWITCH,
     Diagnostic,
     GpuDevice,
@@ -20,15 +21,16 @@ from ronde.topology.graph import (
     Level,
     Link,
     LinkKind,
+    NcclTopologyProbe,
     NetPort,
     NumaNode,
     PciDevice,
     Relation,
+    Saved,
+    lint_fleet,
+    lint_host,
+    world_of,
 )
-from ronde.topology.limits import world_of
-from ronde.topology.lint import CATALOGUE, lint_fleet, lint_host
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import NcclTopologyProbe
 
 
 def run(words):
@@ -627,24 +629,24 @@ _hosts = st.builds(
 def test_no_host_is_too_odd_for_rules_and_words(host: HostTopology) -> None:
     findings = [*lint_host(host), *lint_fleet([host, sound()])]
     assert {finding.rule for finding in findings} <= MEANINGS.keys()
-    text = draw_findings(findings)
+    text = draw_log_findings(findings)
     assert all(finding.rule in text for finding in findings)
 
 
 def test_equal_findings_are_told_once_and_the_worst_first() -> None:
     findings = lint_host(read("nccl_topo/modal_gvisor_b200_vm_topo.xml"))
-    text = draw_findings(findings)
+    text = draw_log_findings(findings)
     heads = re.findall(r"^(ERROR|WARNING|NOTE) (\S+):", text, re.MULTILINE)
     assert [head for head, _ in heads] == ["ERROR"] * 2 + ["WARNING"] * 2 + ["NOTE"]
     assert "ERROR too-many-nvlinks: 8 times: 0002:00:01.0, " in text
     assert count_findings(findings) == "16 errors, 3 warnings, 8 notes"
     assert count_findings(()) == "nothing found"
-    assert draw_findings(()) == ""
+    assert draw_log_findings(()) == ""
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_lines_keep_to_the_width(name: str) -> None:
-    for line in draw_findings(lint_host(read(name))).splitlines():
+    for line in draw_log_findings(lint_host(read(name))).splitlines():
         assert len(line) <= 80
         assert line == line.rstrip()
 

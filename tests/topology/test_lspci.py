@@ -9,11 +9,17 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.graph import UNKNOWN, HostTopology, read_topology, write_topology
-from ronde.topology.lint import lint_host
-from ronde.topology.pci import compute_capability, plain_address
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.lspci import LspciProbe
+from ronde.topology import (
+    UNKNOWN,
+    HostTopology,
+    LspciProbe,
+    Saved,
+    compute_capability,
+    lint_host,
+    plain_address,
+    read_topology,
+    write_topology,
+)
 
 SAMPLES = Path(__file__).parent / "samples" / "sysfs_snapshots"
 A10, A100 = SAMPLES / "gpud_lspci.nn.a10", SAMPLES / "gpud_lspci.nn.a100"

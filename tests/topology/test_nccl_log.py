@@ -9,9 +9,15 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from tests.topology.nccl_job import BUS_IDS, JobLog, interleave, text_of
 
-from ronde.topology.nccl_log import NcclJob, NcclLog, read_nccl_log
-from ronde.topology.nccl_log.log import ChannelCounts, GraphSeen
-from ronde.topology.nccl_log.messages import MessageReader, NcclMessage
+from ronde.topology import (
+    ChannelCounts,
+    GraphSeen,
+    MessageReader,
+    NcclJob,
+    NcclLog,
+    NcclMessage,
+    read_nccl_log,
+)
 
 SAMPLE = (
     Path(__file__).parent

@@ -10,9 +10,14 @@ from hypothesis import given, strategies as st
 from tests.topology.nccl_job import JobLog, text_of
 
 from ronde.errors import UsageError
-from ronde.render.topo_log import draw_log
-from ronde.topology.nccl_log import NcclJob, NcclLog, judge_nccl_log, read_nccl_log
-from ronde.topology.nccl_log.log import ChannelCounts
+from ronde.render import draw_log
+from ronde.topology import (
+    ChannelCounts,
+    NcclJob,
+    NcclLog,
+    judge_nccl_log,
+    read_nccl_log,
+)
 
 P = "node0:10:20 [0] NCCL INFO "
 

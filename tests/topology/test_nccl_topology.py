@@ -7,19 +7,21 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.cpu_sets import members, parse_words
-from ronde.topology.graph import (
+from ronde.topology import (
+    MAX_REMARKS,
     NVSWITCH,
     UNKNOWN,
     GpuDevice,
     HostTopology,
     Link,
     LinkKind,
+    NcclTopologyProbe,
+    Saved,
+    members,
+    parse_words,
     read_topology,
     write_topology,
 )
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import MAX_REMARKS, NcclTopologyProbe
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -3,12 +3,8 @@
 import pytest
 from tests.topology.saved_trees import Tree
 
-from ronde.launch.placement import nearest_ports
-from ronde.topology.machine import Machine
-from ronde.topology.placement.placing import AlignmentRequest
-from ronde.topology.placement.plan import plan_host
-from ronde.topology.probes.sysfs import read_host
-from ronde.topology.sysfs import read_machine
+from ronde.launch import nearest_ports
+from ronde.topology import AlignmentRequest, Machine, plan_host, read_host, read_machine
 
 NDR, HDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)"
 BRIDGE, GPU, NIC = "0x060400", "0x030200", "0x020700"

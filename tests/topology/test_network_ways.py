@@ -5,15 +5,17 @@ from pathlib import Path
 import pytest
 from tests.topology.saved_trees import Tree
 
-from ronde.render.topo_tree import draw_tree
-from ronde.topology.graph import (
+from ronde.render import draw_tree
+from ronde.topology import (
     Interface,
+    KnownRates,
+    LimitWorld,
     Topology,
+    read_host,
     read_topology,
+    world_of,
     write_topology,
 )
-from ronde.topology.limits import KnownRates, LimitWorld, world_of
-from ronde.topology.probes.sysfs import read_host
 
 GEN4_X16 = 16 * 2 * 128 / 130
 

@@ -7,26 +7,26 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.render.topo_tables import tabulate_speeds
-from ronde.render.topo_tree import draw_tree
-from ronde.topology.cpu_sets import members, parse_list
-from ronde.topology.graph import (
+from ronde.render import draw_tree, tabulate_speeds
+from ronde.topology import (
     NVSWITCH,
     UNKNOWN,
+    AlignmentRequest,
     HostTopology,
     Link,
     LinkKind,
+    NvidiaSmiProbe,
+    Policy,
+    Saved,
     Topology,
+    classify,
+    find_paths,
+    members,
+    parse_list,
+    plan_host,
     read_topology,
     write_topology,
 )
-from ronde.topology.paths.classes import classify
-from ronde.topology.paths.network import find_paths
-from ronde.topology.placement.placing import AlignmentRequest
-from ronde.topology.placement.plan import plan_host
-from ronde.topology.placement.policies import Policy
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
 
 SAMPLES = Path(__file__).parent / "samples"
 MATRICES = SAMPLES / "nvsmi_topo_m"

@@ -8,31 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from ronde.render.topo_tree import draw_tree
-from ronde.topology.comparison import ComparedHost
-from ronde.topology.graph import (
+from ronde.render import draw_tree
+from ronde.topology import (
     NVSWITCH,
     UNKNOWN,
+    ComparedHost,
+    GpuAnswers,
     GpuDevice,
     HostTopology,
+    LimitWorld,
     Link,
     LinkKind,
-    Relation,
-    Topology,
-)
-from ronde.topology.limits import LimitWorld, RankLayout, Rate, with_gpus
-from ronde.topology.probes import nvml
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import NcclTopologyProbe
-from ronde.topology.probes.nvml import (
-    GpuAnswers,
+    NcclTopologyProbe,
     NoNvmlError,
+    RankLayout,
+    Rate,
+    Relation,
     Remote,
+    Saved,
+    Topology,
     graph_of,
     open_nvml,
     payload_gb_per_s,
     read_nvml,
+    with_gpus,
 )
+from ronde.topology.probes import nvml
 
 SAMPLES = Path(__file__).parent / "samples"
 HAS_DRIVER = Path("/proc/driver/nvidia").exists()

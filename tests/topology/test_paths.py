@@ -11,7 +11,7 @@ from tests.topology.sample_hosts import (
     sample_host,
 )
 
-from ronde.topology.graph import (
+from ronde.topology import (
     NVSWITCH,
     GpuDevice,
     HostTopology,
@@ -19,14 +19,12 @@ from ronde.topology.graph import (
     LinkKind,
     NetPort,
     NumaNode,
-    PciDevice,
-    Relation,
-)
-from ronde.topology.paths.network import (
     Path,
     PathKind,
     PathNetwork,
     Paths,
+    PciDevice,
+    Relation,
     VertexKind,
     find_paths,
     join_switches,

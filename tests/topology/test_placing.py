@@ -8,19 +8,21 @@ from tests.topology.inventories import homes, inventory
 from tests.topology.saved_trees import NAMES, unpack
 
 from ronde.errors import UsageError
-from ronde.launch.placement import BindMode, bind
-from ronde.topology.machine import UNKNOWN_NODE, Core, Machine
-from ronde.topology.placement.placing import (
+from ronde.launch import BindMode, bind
+from ronde.topology import (
+    UNKNOWN_NODE,
     AlignmentRequest,
+    Core,
+    Machine,
     Nearness,
     PlacementError,
+    Policy,
     Scope,
     place,
+    plan_host,
+    read_host,
+    read_machine,
 )
-from ronde.topology.placement.plan import plan_host
-from ronde.topology.placement.policies import Policy
-from ronde.topology.probes.sysfs import read_host
-from ronde.topology.sysfs import read_machine
 
 STRICT = {Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE}
 TWO_SOCKETS = inventory({0: 16, 1: 16}, gpus=(0, 0, 0, 0, 1, 1, 1, 1), nics=8)

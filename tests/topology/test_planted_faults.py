@@ -11,14 +11,22 @@ import pytest
 
 from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_svg import draw_svg
-from ronde.topology.graph import GpuDevice, HostTopology, Level, NumaNode, PciDevice
-from ronde.topology.lint import lint_host
-from ronde.topology.nccl_log import read_nccl_log
-from ronde.topology.placement.placing import AlignmentRequest
-from ronde.topology.placement.plan import HostPlan, plan_host
-from ronde.topology.probes.base import Saved
-from ronde.topology.sources import read_file, read_saved
+from ronde.render import draw_svg
+from ronde.topology import (
+    AlignmentRequest,
+    GpuDevice,
+    HostPlan,
+    HostTopology,
+    Level,
+    NumaNode,
+    PciDevice,
+    Saved,
+    lint_host,
+    plan_host,
+    read_file,
+    read_nccl_log,
+    read_saved,
+)
 
 SAMPLES = Path(__file__).parent / "samples"
 B200 = SAMPLES / "nvsmi_topo_m/hgx_b200_8x_drv595.91.txt"

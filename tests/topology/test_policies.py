@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.topology.placement.policies import (
+from ronde.topology import (
     ANY,
     NOWHERE,
     Hint,

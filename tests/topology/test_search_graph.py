@@ -4,8 +4,8 @@ import pytest
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.topology.probes.base import Saved
-from ronde.topology.search_graph import (
+from ronde.topology import (
+    Saved,
     SearchGraph,
     read_search_graphs,
     recognises_search_graph,

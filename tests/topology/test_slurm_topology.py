@@ -7,10 +7,15 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.render.topo_tree import draw_tree
-from ronde.topology.graph import NetworkSwitch, Topology, read_topology, write_topology
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.slurm import SlurmTopologyProbe
+from ronde.render import draw_tree
+from ronde.topology import (
+    NetworkSwitch,
+    Saved,
+    SlurmTopologyProbe,
+    Topology,
+    read_topology,
+    write_topology,
+)
 
 PROBE = SlurmTopologyProbe()
 

@@ -1,7 +1,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.topology.graph import (
+from ronde.topology import (
+    LOCAL_GB_PER_S,
     UNKNOWN,
     GpuDevice,
     Link,
@@ -9,9 +10,6 @@ from ronde.topology.graph import (
     NetPort,
     NumaNode,
     PciDevice,
-)
-from ronde.topology.paths.speeds import (
-    LOCAL_GB_PER_S,
     link_gb_per_s,
     max_nvlinks,
     nvlink_gb_per_s,

@@ -7,18 +7,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.topology.saved_trees import NAMES, Tree, unpack
 
-from ronde.topology.cpu_sets import format_list, members
-from ronde.topology.graph import (
+from ronde.topology import (
     UNKNOWN,
     GpuDevice,
     HostTopology,
     Link,
     LinkKind,
+    NcclTopologyProbe,
     NetPort,
+    Saved,
+    format_list,
+    members,
+    read_host,
 )
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import NcclTopologyProbe
-from ronde.topology.probes.sysfs import read_host
 
 GPU, NIC, BRIDGE, SWITCH = "0x030200", "0x020000", "0x060400", "0x068000"
 

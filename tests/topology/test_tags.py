@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import UsageError
-from ronde.topology.graph import HostTopology
-from ronde.topology.probes.base import Probe, Saved, untag
-from ronde.topology.probes.lspci import LspciProbe
-from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
+from ronde.topology import HostTopology, LspciProbe, NvidiaSmiProbe, Probe, Saved, untag
 
 SAMPLES = Path(__file__).parent / "samples"
 MATRIX = SAMPLES / "nvsmi_topo_m" / "perlmutter_a100_4x_drv580.159.txt"

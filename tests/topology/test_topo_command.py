@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.topology.graph import read_topology
+from ronde.topology import read_topology
 
 SAMPLES = Path(__file__).parent / "samples"
 PERLMUTTER = "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml"

@@ -9,12 +9,16 @@ from tests.topology.sample_hosts import H200, PERLMUTTER, sample_host
 
 from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_tables import draw_comparison
-from ronde.topology.comparison import compare_hosts
-from ronde.topology.graph import HostTopology, NetPort, NumaNode
-from ronde.topology.paths.network import PathKind
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import NcclTopologyProbe
+from ronde.render import draw_comparison
+from ronde.topology import (
+    HostTopology,
+    NcclTopologyProbe,
+    NetPort,
+    NumaNode,
+    PathKind,
+    Saved,
+    compare_hosts,
+)
 
 
 def run(words):

@@ -11,10 +11,15 @@ from tests.topology.nccl_job import JobLog, interleave, text_of
 from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
 from ronde.plain_values import from_plain
-from ronde.render.topo_log import draw_log
-from ronde.topology.graph import Diagnostic, Level
-from ronde.topology.nccl_log import NcclLog, judge_nccl_log, read_nccl_log
-from ronde.topology.nccl_log.judge import VERDICTS
+from ronde.render import draw_log
+from ronde.topology import (
+    VERDICTS,
+    Diagnostic,
+    Level,
+    NcclLog,
+    judge_nccl_log,
+    read_nccl_log,
+)
 
 
 def run(words):

@@ -9,12 +9,19 @@ from tests.topology.sample_hosts import FILES, OCI_H100, sample_host, sample_pat
 
 from ronde.cli.topo import run as run_topo
 from ronde.errors import UsageError
-from ronde.render.topo_tables import tabulate_plan
-from ronde.topology.graph import GpuDevice, HostTopology, NetPort, NumaNode, PciDevice
-from ronde.topology.machine import Core
-from ronde.topology.placement.placing import AlignmentRequest, PlacementError
-from ronde.topology.placement.plan import plan_host
-from ronde.topology.placement.policies import Policy
+from ronde.render import tabulate_plan
+from ronde.topology import (
+    AlignmentRequest,
+    Core,
+    GpuDevice,
+    HostTopology,
+    NetPort,
+    NumaNode,
+    PciDevice,
+    PlacementError,
+    Policy,
+    plan_host,
+)
 
 
 def run(words):

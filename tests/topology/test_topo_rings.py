@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from ronde.render.topo_log import draw_search
-from ronde.topology.probes.base import Saved
-from ronde.topology.search_graph import read_search_graphs
+from ronde.render import draw_search
+from ronde.topology import Saved, read_search_graphs
 
 SAMPLES = Path(__file__).parent / "samples" / "nccl_graph"
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.topology.sample_hosts import B200, FILES, OCI_H100, PERLMUTTER, sample_host
 
-from ronde.render.topo_svg import draw_svg, fit, width_of
-from ronde.topology.graph import (
+from ronde.render import draw_svg, fit, width_of
+from ronde.topology import (
     NVSWITCH,
     GpuDevice,
     HostTopology,

@@ -1,10 +1,8 @@
 import pytest
 from tests.topology.sample_hosts import B200, FILES, PERLMUTTER, sample_host
 
-from ronde.render.topo_tables import tabulate_classes, tabulate_speeds
-from ronde.topology.graph import GpuDevice, HostTopology, NumaNode
-from ronde.topology.paths.classes import classify
-from ronde.topology.paths.network import find_paths
+from ronde.render import tabulate_classes, tabulate_speeds
+from ronde.topology import GpuDevice, HostTopology, NumaNode, classify, find_paths
 
 
 def read_back(text: str) -> dict[tuple[str, str], str]:

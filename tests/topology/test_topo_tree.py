@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from ronde.render.topo_tree import draw_tree
-from ronde.topology.graph import (
+from ronde.render import draw_tree
+from ronde.topology import (
     GpuDevice,
     HostTopology,
     Link,
     LinkKind,
+    NcclTopologyProbe,
     NetPort,
     NetworkSwitch,
     NumaNode,
     PciDevice,
+    Saved,
     Topology,
 )
-from ronde.topology.probes.base import Saved
-from ronde.topology.probes.nccl import NcclTopologyProbe
 
 SAMPLES = Path(__file__).parent / "samples"
 

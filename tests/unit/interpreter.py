@@ -6,7 +6,7 @@ number: no contribution may come twice.
 
 from collections import Counter
 
-from ronde.collectives.algorithms import Action, Round, Schedule, ScheduleStep
+from ronde.collectives import Action, Round, Schedule, ScheduleStep
 
 Vectors = list[list[int]]
 

@@ -8,9 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ronde.membership import policy
-from ronde.membership.policy import Event, Membership, Order, Rules, ViewPhase
-from ronde.membership.view import NEW, NO_VIEW, Place, View, ViewBegins
+from ronde.membership import (
+    NEW,
+    NO_VIEW,
+    Event,
+    Membership,
+    Order,
+    Place,
+    Rules,
+    View,
+    ViewBegins,
+    ViewPhase,
+    policy,
+)
 
 LAST_STEP = 40
 

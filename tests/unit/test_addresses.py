@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from ronde.addresses import InterfaceAddress, read_interfaces, source_towards
 from ronde.errors import HostError, UsageError
-from ronde.launch.network import (
+from ronde.launch import (
     HostNetwork,
     MeetingPoint,
     choose_meeting_point,

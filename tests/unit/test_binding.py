@@ -6,19 +6,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import Host, RankResources
-from ronde.launch.placement import (
+from ronde.launch import (
     BindMode,
     GpuView,
+    Host,
     PlacementRequest,
+    RankResources,
     assign_gpus,
     bind,
     choose_gpus,
     place_ranks,
 )
-from ronde.topology.machine import UNKNOWN_NODE, Core, Gpu, Machine
-from ronde.topology.placement.placing import PlacementError
-from ronde.topology.placement.policies import Policy
+from ronde.topology import UNKNOWN_NODE, Core, Gpu, Machine, PlacementError, Policy
 
 
 def gpu(index: int, node: int = 0) -> Gpu:

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from ronde.launch.agent.ranks import inherited_binding
-from ronde.topology.cpu_sets import format_list
+from ronde.launch import inherited_binding
+from ronde.topology import format_list
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 

@@ -2,10 +2,8 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.launch.hosts.host import Host, HostShare, RankResources
-from ronde.launch.job import JobPlan, JobSpec, make_facts
-from ronde.render.job import plan_text
-from ronde.render.text import format_runs
+from ronde.launch import Host, HostShare, JobPlan, JobSpec, RankResources, make_facts
+from ronde.render import format_runs, plan_text
 
 HALVES = (
     RankResources(

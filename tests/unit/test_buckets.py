@@ -2,8 +2,12 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.data_parallel import BucketLimits, GradientSpec, plan_buckets
-from ronde.data_parallel.buckets import ALIGNMENT_BYTES
+from ronde.data_parallel import (
+    ALIGNMENT_BYTES,
+    BucketLimits,
+    GradientSpec,
+    plan_buckets,
+)
 
 ITEM_SIZES = {"a": 2, "b": 8}
 SPECS = st.lists(

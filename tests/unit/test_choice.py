@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.collectives.choice import (
+from ronde.collectives import (
     CLASS_LIMITS_BYTES,
     CLASS_SAMPLES_BYTES,
     COLLECTIVES,
@@ -21,7 +21,7 @@ from ronde.collectives.choice import (
     size_class,
     to_json,
 )
-from ronde.world.environment import ENGINES, read_cache_directory
+from ronde.world import ENGINES, read_cache_directory
 
 KEY = TableKey(("a", "b"), (2, 2), (("ronde", "1"), ("torch", "2")))
 SHAPES = [(1,), (4,), (1, 1), (2, 2), (3, 1)]

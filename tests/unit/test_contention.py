@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from ronde.collectives.engines.shared_memory.waiting import Contention
+from ronde.collectives import Contention
 
 NUM_LOOKS = 7
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ronde.collectives.engine import ErrorContext
+from ronde.collectives import ErrorContext
 from ronde.errors import CollectiveError, PeerLostError
 
 SCENE = ErrorContext("all_reduce", 0, 2, 60.0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ronde.coordination.execution import FusionTuning
+from ronde.coordination import FusionTuning
 from ronde.tuning import TuningLog, TuningOptions
 
 MIB = 1 << 20

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
-from ronde.world.environment import read_cpu_engine, read_engine
-from ronde.world.horovod_config import (
+from ronde.world import (
     HorovodConfig,
+    read_cpu_engine,
+    read_engine,
     read_horovod_config,
     report_ignored,
 )

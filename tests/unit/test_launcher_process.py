@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from ronde.launch.environments import own_environment
+from ronde.launch import own_environment
 
 WRAPPERS_THAT_END = """
 import ctypes, os, random, signal

@@ -12,9 +12,7 @@ from tests.unit.membership_environment import (
     Environment,
 )
 
-from ronde.membership import policy
-from ronde.membership.policy import Membership, Rules, ViewPhase
-from ronde.membership.view import NEW
+from ronde.membership import NEW, Membership, Rules, ViewPhase, policy
 
 NAMES = ["a", "b", "c"]
 PICKS = st.integers(0, 999)

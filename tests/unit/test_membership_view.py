@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import LaunchError
-from ronde.membership.view import (
+from ronde.membership import (
     FROM_RANK,
     NEW,
     NO_VIEW,

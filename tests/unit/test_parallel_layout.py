@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.parallel.layout import AXES, Layout
+from ronde.parallel import AXES, Layout
 
 SIZES = st.tuples(*[st.integers(1, 4)] * len(AXES))
 

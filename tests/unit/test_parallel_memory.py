@@ -4,9 +4,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.parallel.layout import Layout
-from ronde.parallel.memory import OptimizerName, Precision, RankMemory, Sharding
-from ronde.parallel.traffic import StepSizes, step_traffic
+from ronde.parallel import (
+    Layout,
+    OptimizerName,
+    Precision,
+    RankMemory,
+    Sharding,
+    StepSizes,
+    step_traffic,
+)
 
 BF16 = Precision.BF16
 

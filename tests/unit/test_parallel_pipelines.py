@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.parallel.pipelines import (
-    Pipeline,
-    PipelineAction,
-    ScheduleName,
-    cut_evenly,
-    simulate,
-)
+from ronde.parallel import Pipeline, PipelineAction, ScheduleName, cut_evenly, simulate
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = ScheduleName
 

@@ -6,15 +6,16 @@ from collections import deque
 from hypothesis import given, strategies as st
 from tests.unit.interpreter import Vectors, num_sent
 
-from ronde.collectives.algorithms import (
+from ronde.collectives import (
     ALGORITHMS,
     Action,
     Chunks,
     Load,
     Schedule,
+    ScheduledMessage,
     ScheduleStep,
+    compile_program,
 )
-from ronde.collectives.engines.scheduled import ScheduledMessage, compile_program
 
 names = st.sampled_from(sorted(ALGORITHMS))
 

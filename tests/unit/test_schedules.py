@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 from tests.unit.interpreter import heaviest, num_sent, run
 
-from ronde.collectives.algorithms import ALGORITHMS, Chunks, Schedule, find_algorithm
+from ronde.collectives import ALGORITHMS, Chunks, Schedule, find_algorithm
 from ronde.errors import UsageError
-from ronde.world.environment import ALGORITHMS as NAMES
+from ronde.world import ALGORITHMS as NAMES
 
 sizes = st.integers(1, 64)
 numels = st.one_of(st.integers(0, 70), st.integers(0, 2000))

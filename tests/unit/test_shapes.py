@@ -2,8 +2,7 @@
 
 import torch
 
-from ronde.collectives import Communicator, Work
-from ronde.collectives.engines.solo import SoloEngine
+from ronde.collectives import Communicator, SoloEngine, Work
 
 SIZE = 1024
 

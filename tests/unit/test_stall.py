@@ -2,7 +2,7 @@
 
 import pytest
 
-from ronde.coordination.waits import StallReport, describe_stall
+from ronde.coordination import StallReport, describe_stall
 
 
 @pytest.mark.parametrize(

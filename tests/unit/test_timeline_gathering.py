@@ -7,8 +7,7 @@ import pytest
 import torch.distributed
 from torch.distributed import PrefixStore, TCPStore
 
-from ronde.timeline import gathering
-from ronde.timeline.gathering import CHUNK_BYTES, Gathering
+from ronde.timeline import CHUNK_BYTES, Gathering, gathering
 
 
 @pytest.fixture

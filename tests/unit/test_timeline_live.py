@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from tests.unit.timeline_samples import BASE_NS, check_events, record, records
 
-from ronde.timeline.events import Activity
-from ronde.timeline.recording import LiveFile, ThreadedRecorder
+from ronde.timeline import Activity, LiveFile, ThreadedRecorder
 
 
 def open_live(path, limit_bytes=1 << 20):

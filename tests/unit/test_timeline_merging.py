@@ -17,17 +17,19 @@ from tests.unit.timeline_samples import (
 )
 
 from ronde.errors import UsageError
-from ronde.timeline.alignment import (
+from ronde.timeline import (
+    ClockBound,
     ClockMap,
     ClockReading,
+    Lanes,
     align,
     bound_offset,
     clock_identity,
     find_arrivals,
+    nest,
     waited_ns,
+    write_trace,
 )
-from ronde.timeline.chrome import Lanes, nest, write_trace
-from ronde.timeline.events import ClockBound
 
 LIMIT = 1 << 30
 DELAYS = st.lists(

@@ -10,8 +10,14 @@ from hypothesis import given, strategies as st
 from tests.unit.timeline_samples import bound, encode, header, record, records
 
 from ronde.errors import UsageError
-from ronde.timeline.part import NUM_SEGMENTS, PartFiles, is_part, read_parts
-from ronde.timeline.recording import MAX_WAITING, ThreadedRecorder
+from ronde.timeline import (
+    MAX_WAITING,
+    NUM_SEGMENTS,
+    PartFiles,
+    ThreadedRecorder,
+    is_part,
+    read_parts,
+)
 
 
 @given(records())

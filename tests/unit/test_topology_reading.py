@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.topology.cpu_sets import format_list, members, parse_list, parse_mask
-from ronde.topology.machine import UNKNOWN_NODE, Core, read_cpu_limit
-from ronde.topology.sysfs import read_machine
+from ronde.topology import (
+    UNKNOWN_NODE,
+    Core,
+    format_list,
+    members,
+    parse_list,
+    parse_mask,
+    read_cpu_limit,
+    read_machine,
+)
 
 CPUS = st.sets(st.integers(0, 1100), max_size=40)
 
@@ -268,7 +275,7 @@ def test_this_machine_has_the_cores_that_may_be_used():
 def test_who_is_bound_sees_the_rest_of_the_machine_no_more():
     highest = max(os.sched_getaffinity(0))
     code = (
-        "import os\nfrom ronde.topology.sysfs import read_machine\n"
+        "import os\nfrom ronde.topology import read_machine\n"
         f"os.sched_setaffinity(0, [{highest}])\n"
         "print(*[core.cpus for core in read_machine().cores])"
     )

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 from tests.topology.saved_trees import unpack
 
-from ronde.topology.machine import Core, Machine
-from ronde.topology.sysfs import read_machine
+from ronde.topology import Core, Machine, read_machine
 
 
 def num_cores_by_node(machine: Machine) -> dict[int, int]:

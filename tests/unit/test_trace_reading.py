@@ -8,11 +8,9 @@ from hypothesis import given, strategies as st
 from tests.unit.timeline_samples import bound, encode, record, records, track
 
 from ronde.errors import UsageError
-from ronde.render.trace import draw_trace
-from ronde.timeline.chrome import write_trace
-from ronde.trace import read_trace, summarize
-from ronde.trace.reading import read_part_files, trace_of
-from ronde.trace.summary import covered
+from ronde.render import draw_trace
+from ronde.timeline import write_trace
+from ronde.trace import covered, read_part_files, read_trace, summarize, trace_of
 
 LIMIT = 1 << 30
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
-from ronde.launch.environments import JobFacts, NodeFacts, rank_environment
-from ronde.world import Launcher, Meeting, RankInfo, World, read_rank_info
-from ronde.world.environment import ENGINES
+from ronde.launch import JobFacts, NodeFacts, rank_environment
+from ronde.world import ENGINES, Launcher, Meeting, RankInfo, World, read_rank_info
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 
@@ -389,6 +388,6 @@ def test_an_engine_that_is_not_there_is_refused(name):
 
 
 def test_every_engine_that_can_be_named_can_be_connected_by():
-    from ronde.collectives.connections import ENGINES as MAKERS
+    from ronde.collectives import ENGINES as MAKERS
 
     assert set(MAKERS) <= set(ENGINES)

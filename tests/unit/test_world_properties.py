@@ -2,16 +2,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
-from ronde.world import Launcher, World, read_rank_info
-from ronde.world.launcher_env import (
+from ronde.world import (
     HOROVOD,
     OPEN_MPI,
     PLAIN,
     PMI,
     RONDE,
     TORCHRUN,
+    Launcher,
     LauncherEnv,
+    World,
     parse_tasks_per_node,
+    read_rank_info,
 )
 
 DIALECTS = [RONDE, TORCHRUN, HOROVOD, OPEN_MPI, PMI, PLAIN]

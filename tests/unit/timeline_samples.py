@@ -5,8 +5,15 @@ import json
 
 from hypothesis import strategies as st
 
-from ronde.timeline.events import Activity, ClockBound, Recorded
-from ronde.timeline.part import Encoder, PartHeader, Track, encode_line
+from ronde.timeline import (
+    Activity,
+    ClockBound,
+    Encoder,
+    PartHeader,
+    Recorded,
+    Track,
+    encode_line,
+)
 
 BASE_NS = 10**13
 """An uptime of some hours."""

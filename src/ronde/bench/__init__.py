@@ -1,1 +1,44 @@
 """`ronde bench`: collectives and training steps, measured."""
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "catalog": (
+            "COLLECTIVES DTYPES OPS Traffic base_bytes find_collective in_elements "
+            "largest_row premultiplier read_matrix require_room shape_of "
+            "shape_of_matrix"
+        ),
+        "checking": "ReductionInputs TOLERANCE pieces_of random_bytes",
+        "comparison": "Compared RowKey compare",
+        "limits": (
+            "buffer_bytes cache_bytes copy_gb_per_s measure_memory search_limit "
+            "with_gpus_at"
+        ),
+        "log_reading": "read_log",
+        "log_state": "agrees infer_ranks infer_tests",
+        "log_text": "read_text",
+        "operations": "Buffers CallSpec",
+        "options": "Engines Exit Options Shown Sweep TimingLoop UnsupportedError parse",
+        "ranks": "Ranks",
+        "results": (
+            "Device Ending Half Heading IterationTimes Measured RankCount "
+            "RankSource Row Run Side Totals from_record to_record"
+        ),
+        "sweeps": "RowBench SweepBench",
+        "timing": "Clock Watchdog combine",
+        "training.catalogue": "CHARACTERS GPT2_SMALL MODELS TransformerShape",
+        "training.measurement": (
+            "AUXILIARY_WEIGHT Footprint Replica batches loss_of make_samples "
+            "measure measure_footprint time_block"
+        ),
+        "training.models": "FACTORIES PaddedShortcut Transformer build",
+        "training.outcome": (
+            "DeviceKind Dtype InputKind KIND OptimizerKind Phase Setting StepTimes "
+            "TrainOptions TrainingOutcome Variant WireFormat record_values"
+        ),
+        "tuning": "Effort tune",
+        "variables": "read_variables",
+    },
+)

@@ -341,7 +341,7 @@ def _draw(hosts: Sequence[HostTopology], path: Path) -> None:
 
 def _lint(options: argparse.Namespace) -> int:
     from ronde.render.text import wrap
-    from ronde.render.topo_log import count_findings, draw_findings
+    from ronde.render.topo_log import count_findings, draw_log_findings
     from ronde.topology.lint import CATALOGUE, lint_fleet, lint_host
     from ronde.units import counted
 
@@ -372,7 +372,7 @@ def _lint(options: argparse.Namespace) -> int:
         print_json("ronde-findings", {"findings": to_plain(tuple(findings))})
     else:
         print(f"{subject}: {count_findings(findings)}.")
-        print("\n" + draw_findings(findings) if findings else "", end="")
+        print("\n" + draw_log_findings(findings) if findings else "", end="")
     return _exit_code(findings)
 
 

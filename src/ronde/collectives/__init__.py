@@ -10,6 +10,7 @@ from ronde.collectives.objects import (
     exchange_hosts,
 )
 from ronde.collectives.shapes import rows
+from ronde.lazy_exports import lazy_exports
 
 __all__ = [
     "Communicator",
@@ -24,3 +25,30 @@ __all__ = [
     "exchange_hosts",
     "rows",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "adasum": "CHUNK",
+        "algorithms": (
+            "ALGORITHMS Action Chunks Load Round Schedule ScheduleStep find_algorithm"
+        ),
+        "choice": (
+            "CLASS_LIMITS_BYTES CLASS_SAMPLES_BYTES COLLECTIVES Choice EngineTable "
+            "SIZED TableKey UNSIZED default_table explain from_json load save "
+            "size_class to_json"
+        ),
+        "connections": "ENGINES EngineConfig two_levels",
+        "engine": "Engine ErrorContext",
+        "engines.hierarchical": "HostGroups",
+        "engines.mpi": "MPI connect_world",
+        "engines.scheduled": "ScheduledEngine ScheduledMessage compile_program",
+        "engines.shared_memory.shared_state": "through_store",
+        "engines.shared_memory.waiting": "Contention",
+        "engines.solo": "SoloEngine",
+        "engines.torch_distributed": "TorchDistributedEngine",
+        "rendezvous": "meet step_ports",
+        "scope": "ABORTING AbortScope",
+        "store": "RendezvousStore store_at store_beyond",
+    },
+)

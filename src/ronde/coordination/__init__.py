@@ -1,1 +1,16 @@
 """Named tensors from all ranks agree on what runs next: Horovod's semantics."""
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "control.channel": "ControlChannel connect_channel",
+        "coordinator": "CoordinationOptions Coordinator",
+        "execution": "FusionTuning",
+        "messages": "Tree",
+        "node": "RequestCache RunCommand",
+        "requests": "NamedOperation OpKind Request",
+        "waits": "StallReport describe_stall",
+    },
+)

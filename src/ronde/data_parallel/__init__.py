@@ -20,6 +20,7 @@ from ronde.data_parallel.group import (
 )
 from ronde.data_parallel.reducer import Reducer
 from ronde.data_parallel.rounds import ReducerOptions
+from ronde.lazy_exports import lazy_exports
 
 __all__ = [
     "BucketLimits",
@@ -37,3 +38,10 @@ __all__ = [
     "participate_until_all_joined",
     "plan_buckets",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "buckets": "ALIGNMENT_BYTES candidate_limits",
+    },
+)

@@ -6,3 +6,66 @@ what an agent that died left behind.
 
 Nothing is imported here: an agent starts with the standard library and a few modules.
 """
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "agent.diagnostics": "KernelDiagnostics core_file",
+        "agent.ranks": "inherited_binding",
+        "agent.relay": "MAX_LINE_BYTES",
+        "agent_start.bootstrap": "start_local_agent",
+        "agent_start.starter": "AgentConnector AgentStarter start_remote_agent",
+        "controller": "Controller",
+        "elastic.discovery": "HostChanges open_discovery",
+        "elastic_options": "DiscoverySpec ElasticOptions NO_LIMIT",
+        "environments": (
+            "JobFacts NodeFacts base_environment names_place names_secret "
+            "own_environment rank_environment read_assignments redacted "
+            "select_forwarded"
+        ),
+        "event_loop": "EventLoop Handler StartProgress StoreService",
+        "failure": "JobResult LostHost RankEnd Tail find_awaited judge",
+        "hosts.host": (
+            "Host HostShare RankResources SLOTS_OPEN allocate count_cores "
+            "count_slots hosts_to_ask is_here take_each usable_cores"
+        ),
+        "hosts.sources": "discover parse_hostfile parse_hosts read_allocation",
+        "job": "JobPlan JobSpec make_facts",
+        "joining.channel": (
+            "MAGIC MIN_CHARACTERS NodeInfo authenticate_head decode_node_info "
+            "host_name make_head_tls make_node_context parse_endpoint read_token "
+            "release with_port"
+        ),
+        "joining.join_client": "JoinRequest join_head",
+        "joining.join_server": "JoinConfig wait_for_nodes",
+        "limits": "ELASTIC Timeouts",
+        "messages": (
+            "Exited FROM_AGENT Finished MAX_FRAME_BYTES MessageDecoder "
+            "MessageWriter NodeJob Notice Output PipeTransport ProcessStack "
+            "RankSpec RankText Ready Stream TO_AGENT decode_message encode "
+            "encode_message"
+        ),
+        "network": (
+            "HostNetwork MeetingPoint choose_meeting_point find_candidates "
+            "hold_port locate require_answers"
+        ),
+        "node": "AgentNode EXIT_INTERNAL HostLoss ProcessTransport",
+        "output": "ErrorFile Generation NoOutput RankLogs attempt_dir",
+        "placement": (
+            "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
+            "nearest_ports place_ranks"
+        ),
+        "process_tree": (
+            "adopt_orphans adopting_orphans children descendants read_process "
+            "read_processes"
+        ),
+        "program": "resolve_program",
+        "running": "Answer",
+        "signals": "InterruptedStartError caught_signals wait_for",
+        "spawners.base": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
+        "spawners.slurm": "SlurmSpawner",
+        "spawners.ssh": "SshSpawner",
+    },
+)

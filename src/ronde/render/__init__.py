@@ -1,1 +1,30 @@
 """Values to text."""
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "bench": "compared_line ending_lines heading_lines number row_line",
+        "bench_tables": "draw_models draw_training",
+        "check": (
+            "checked_as_json draw_changes draw_findings draw_hostfile draw_unread "
+            "draw_verdict explain_check fold_hosts list_checks tabulate_hosts"
+        ),
+        "console": (
+            "Console FILE_PROGRESS_S HELD_BYTES HELD_S LineAssembler RankLines "
+            "SCREEN_PROGRESS_S Tag TagPlace newest_part parse_tag printable "
+            "whole_length"
+        ),
+        "job": "plan_text summarize tabulate_failures",
+        "plot": "Point check_path draw",
+        "text": "format_ranks format_runs parse_ranks",
+        "topo_log": "count_findings draw_log draw_log_findings draw_search",
+        "topo_svg": "draw_svg fit width_of",
+        "topo_tables": (
+            "draw_comparison judge tabulate_classes tabulate_plan tabulate_speeds"
+        ),
+        "topo_tree": "draw_tree",
+        "trace": "draw_trace",
+    },
+)

@@ -19,7 +19,7 @@ _PATTERNS = {1: "trees", 2: "trees", 3: "trees", 4: "rings", 5: "NVLS"}
 _SUBSYSTEMS = "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
-def draw_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
+def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
     """Return findings as text, the most severe first; none gives empty text.
 
     Those that are the same for several elements are shown once, with all elements.
@@ -80,7 +80,7 @@ def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -
     found = count_findings(findings) if findings else "nothing that looks wrong"
     parts.append(wrap("", f"{read}.", width, indent=0) + f"Found: {found}.\n")
     if findings:
-        parts.append(draw_findings(findings, width))
+        parts.append(draw_log_findings(findings, width))
     return "\n".join(parts)
 
 

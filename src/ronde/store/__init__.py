@@ -1,1 +1,16 @@
 """The key-value store that the ranks of a job meet in, without any framework."""
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "authentication": (
+            "GREETING_BYTES MAGIC ProvenConnection Seal SharedKey Transcript "
+            "dial_network read_secret user_key"
+        ),
+        "local_socket": "dial listen own_directories remove",
+        "protocol": "Limits MAX_FRAME_BYTES Op Splitter StoreState decode encode",
+        "server": "serve_locally serve_network",
+    },
+)

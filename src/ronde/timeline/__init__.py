@@ -1,1 +1,21 @@
 """What ran when, taken down on each rank while it runs."""
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "alignment": (
+            "ClockMap ClockReading align bound_offset clock_identity find_arrivals "
+            "waited_ns"
+        ),
+        "chrome": "Lanes nest write_trace",
+        "events": "Activity ClockBound Recorded",
+        "gathering": "CHUNK_BYTES Gathering",
+        "part": (
+            "Encoder NUM_SEGMENTS PartFiles PartHeader Track encode_line is_part "
+            "read_parts"
+        ),
+        "recording": "LiveFile MAX_WAITING ThreadedRecorder",
+    },
+)

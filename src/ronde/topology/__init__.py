@@ -1,1 +1,59 @@
 """What a machine is made of and how its parts are connected."""
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "comparison": "ComparedHost compare_hosts",
+        "cpu_sets": "format_list members parse_list parse_mask parse_words",
+        "graph": (
+            "Diagnostic GpuDevice HostTopology Interface Level Link LinkKind "
+            "NVSWITCH NetPort NetworkSwitch NumaNode PciDevice Relation Topology "
+            "UNKNOWN read_topology write_topology"
+        ),
+        "limits": (
+            "Bound COLLECTIVES Islands KnownRates Limit LimitWorld RankLayout Rate "
+            "bound_of gpu_bound memory_bound network_bound nvls_bound with_gpus "
+            "world_of"
+        ),
+        "lint": "CATALOGUE lint_fleet lint_host",
+        "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit",
+        "nccl_log": "NcclJob NcclLog judge_nccl_log read_nccl_log",
+        "nccl_log.judge": "VERDICTS",
+        "nccl_log.log": "ChannelCounts GraphSeen",
+        "nccl_log.messages": "MessageReader NcclMessage",
+        "paths.classes": "classify",
+        "paths.network": (
+            "Path PathKind PathNetwork Paths VertexKind find_paths join_switches"
+        ),
+        "paths.speeds": (
+            "LOCAL_GB_PER_S link_gb_per_s max_nvlinks nvlink_gb_per_s pci_gb_per_s "
+            "pci_theory_gb_per_s port_gb_per_s smp_gb_per_s xgmi_gb_per_s"
+        ),
+        "pci": "compute_capability plain_address",
+        "placement.placing": (
+            "AlignmentRequest Inventory NearDevice Nearness PlacementError "
+            "RankPlace Scope place"
+        ),
+        "placement.plan": "HostPlan plan_host",
+        "placement.policies": (
+            "ANY Hint NOWHERE NodeSet Policy best_count compare counted_hints "
+            "decide merge"
+        ),
+        "probes.base": "Probe Saved untag",
+        "probes.hwloc": "HwlocProbe",
+        "probes.lspci": "LspciProbe",
+        "probes.nccl": "MAX_REMARKS NcclTopologyProbe",
+        "probes.nvidia_smi": "NvidiaSmiProbe",
+        "probes.nvml": (
+            "GpuAnswers NoNvmlError Remote graph_of open_nvml payload_gb_per_s "
+            "read_nvml"
+        ),
+        "probes.slurm": "SlurmTopologyProbe",
+        "probes.sysfs": "read_host",
+        "search_graph": "SearchGraph read_search_graphs recognises_search_graph",
+        "sources": "Detected detect_host read_file read_saved",
+        "sysfs": "read_machine",
+    },
+)

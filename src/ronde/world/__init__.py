@@ -1,5 +1,21 @@
 """Who am I, how many are we, where do we meet: read once from the environment."""
 
+from ronde.lazy_exports import lazy_exports
 from ronde.world.launcher_env import Launcher, Meeting, RankInfo, World, read_rank_info
 
 __all__ = ["Launcher", "Meeting", "RankInfo", "World", "read_rank_info"]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "environment": (
+            "ALGORITHMS ENGINES boot_identity network_identity own_or "
+            "read_cache_directory read_cpu_engine read_engine"
+        ),
+        "horovod_config": "HorovodConfig read_horovod_config report_ignored",
+        "host_lists": "MAX_HOSTS expand expand_list split_list",
+        "launcher_env": (
+            "HOROVOD LauncherEnv OPEN_MPI PLAIN PMI RONDE TORCHRUN parse_tasks_per_node"
+        ),
+    },
+)

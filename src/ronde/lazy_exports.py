@@ -1,0 +1,22 @@
+"""Export names of a package's modules and import each module at its first use."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def lazy_exports(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package.
+
+    Args:
+        package: The package's ``__name__``.
+        names: For each module, relative to the package, its exported names, separated
+            by spaces.
+    """
+    modules = {name: module for module, line in names.items() for name in line.split()}
+
+    def find(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
+
+    return find
