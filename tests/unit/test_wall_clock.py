@@ -81,50 +81,49 @@ def is_difference(node: ast.expr) -> bool:
     return False
 
 
+def is_short(node: ast.expr, named: dict[str, float]) -> bool:
+    value = number(node, named)
+    return value is not None and value < LEAST_S
+
+
+def asserts_short(
+    node: ast.Assert, named: dict[str, float], measured: set[str]
+) -> bool:
+    """Return whether an assertion lets something take less than ``LEAST_S``."""
+    for part in ast.walk(node):
+        if not isinstance(part, ast.Compare):
+            continue
+        sides = [part.left, *part.comparators]
+        for op, *pair in zip(part.ops, sides, sides[1:], strict=False):
+            if not isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+                continue
+            small, large = pair if isinstance(op, ast.Lt | ast.LtE) else pair[::-1]
+            is_time = reads_clock(small, measured) or is_difference(small)
+            is_bound = isinstance(large, ast.Name) and large.id.endswith("_S")
+            if (is_time or is_bound) and is_short(large, named):
+                return True
+    return False
+
+
 def short_limits(tree: ast.Module) -> Iterator[int]:
     """Yield the lines that let something take less than ``LEAST_S``."""
     named = {"HANG_S": HANG_S} | constants(tree)
-    asserted = {
-        id(part)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assert)
-        for part in ast.walk(node)
-    }
     measured = names_of_readings(tree)
-
-    def is_short(node: ast.expr) -> bool:
-        value = number(node, named)
-        return value is not None and value < LEAST_S
-
     for node in ast.walk(tree):
         match node:
-            case ast.Compare(left=left, ops=ops, comparators=comparators) if (
-                id(node) in asserted
-            ):
-                sides = [left, *comparators]
-                for small, op, large in zip(sides, ops, sides[1:], strict=False):
-                    if isinstance(op, ast.Gt | ast.GtE):
-                        small, large = large, small
-                    elif not isinstance(op, ast.Lt | ast.LtE):
-                        continue
-                    is_time = reads_clock(small, measured) or is_difference(small)
-                    is_bound = isinstance(large, ast.Name) and large.id.endswith("_S")
-                    if (is_time or is_bound) and is_short(large):
-                        yield node.lineno
+            case ast.Assert() if asserts_short(node, named, measured):
+                yield node.lineno
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                if reads_clock(left, set()) and is_short(right):
+                if reads_clock(left, set()) and is_short(right, named):
                     yield node.lineno
             case ast.Call(func=func, args=args, keywords=keywords):
                 limits = [each.value for each in keywords if each.arg in KEYWORDS]
                 name = func.attr if isinstance(func, ast.Attribute) else ""
-                if name in {"settimeout", "timeout"}:
-                    limits += args
-                if any(map(is_short, limits)):
+                limits += args if name in {"settimeout", "timeout"} else []
+                if any(is_short(each, named) for each in limits):
                     yield node.lineno
 
 
-@pytest.mark.parametrize(
-    "path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda p: p.stem)
 def test_no_test_needs_a_fast_machine(path):
     assert not sorted(set(short_limits(ast.parse(path.read_text()))))
