@@ -1,5 +1,6 @@
 """Training that goes on when ranks fail, come and go: ``hvd.elastic``."""
 
+from ronde.lazy_exports import lazy_exports
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
 from ronde.torch.elastic.loop import Loop, Step
 from ronde.torch.elastic.position import Position, derive_seed
@@ -25,3 +26,16 @@ __all__ = [
     "derive_seed",
     "run",
 ]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "checkpoint": "Checkpoints",
+        "copies": "find_keepers pack unpack",
+        "position": "Dealer deal order_of",
+        "state": (
+            "HostUpdateResult HostsUpdatedInterrupt ModelStateHandler StateHandler "
+            "get_handler_registry notification_manager run_fn set_handler_registry"
+        ),
+    },
+)
