@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Ronde, clean_environment
 
 from ronde.check import Collected, Fleet, HostFacts, all_checks, judge, load_last
-from ronde.cli.check import judge_request, make_parser, read_request
+from ronde.cli import judge_request, read_check_request
 from ronde.errors import UsageError
 from ronde.launch import parse_hostfile, parse_hosts
 from ronde.render import draw_hostfile
@@ -27,7 +27,7 @@ check = Ronde()
 
 
 def request(*words, environ=None):
-    return read_request(make_parser().parse_args(words), environ or {}, all_checks())
+    return read_check_request(words, environ or {})
 
 
 @pytest.fixture(scope="module")

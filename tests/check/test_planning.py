@@ -15,7 +15,7 @@ from ronde.check import (
     all_steps,
     plan_for,
 )
-from ronde.cli.check import make_parser, read_request
+from ronde.cli import read_check_request
 
 ronde = Ronde()
 
@@ -25,7 +25,7 @@ ALL = {"burn_s": 1.0, "bandwidth": "tcp"}
 
 def planned(*words):
     """Return the names of probes and steps for some words of the command."""
-    request = read_request(make_parser().parse_args(words), {}, all_checks())
+    request = read_check_request(words, {})
     plan = plan_for(request.checks, request.settings)
     return set(plan.probes), {step.name for step in plan.steps}
 

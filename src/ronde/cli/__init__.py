@@ -1,5 +1,7 @@
 """argv to one library call to an exit code."""
 
 from ronde.cli.entry import main
+from ronde.lazy_exports import lazy_exports
 
 __all__ = ["main"]
+__getattr__ = lazy_exports(__name__, {"check": "judge_request read_check_request"})

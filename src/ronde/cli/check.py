@@ -124,14 +124,14 @@ class _Checked(NamedTuple):
     exit_code: int
 
 
-def make_parser() -> CommandParser:
+def _make_parser() -> CommandParser:
     parser = CommandParser("ronde check", _HELP)
     parser.set_defaults(**HOST_DEFAULTS, burn="0")
     return parser
 
 
 def run(words: Sequence[str]) -> int:
-    parser = make_parser()
+    parser = _make_parser()
     if "-h" in words or "--help" in words:
         parser.read(["--help"])
         return EXIT_READY
@@ -150,15 +150,16 @@ def run(words: Sequence[str]) -> int:
             )
         case _:
             try:
-                return _check(parser.parse_args(words))
+                return _check(words)
             except InterruptedStartError as error:
                 return 128 + error.number
     return EXIT_READY
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(words: Sequence[str]) -> int:
     environ = own_environment()
-    request = read_request(options, environ, all_checks())
+    request = read_check_request(words, environ)
+    options = request.options
     plan = plan_for(request.checks, request.settings)
     since = load_last(Path(options.since)) if options.since else None
     with caught_signals() as signal_fd, start_local_agent() as agent:
@@ -180,11 +181,12 @@ def _check(options: argparse.Namespace) -> int:
     return checked.exit_code
 
 
-def read_request(
-    options: argparse.Namespace, environ: Mapping[str, str], checks: Sequence[Check]
+def read_check_request(
+    words: Sequence[str], environ: Mapping[str, str]
 ) -> CheckRequest:
-    """Return what the options ask for, of all checks that there are."""
-    chosen = _choose(options, checks)
+    """Read and check the options of ``ronde check``."""
+    options = _make_parser().parse_args(words)
+    chosen = _choose(options, all_checks())
     hosts = find_hosts(options, environ)
     for path in (*options.path, *options.file):
         if not path:

@@ -15,7 +15,10 @@ _VERBS = ("run", "bench", "trace", "check", "topo", "plan", "alias", "horovodrun
 
 
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
-    """Run one command, by default this process's own; return the exit code."""
+    """Run one command and return its exit code.
+
+    Without ``argv`` the command is this process's own, and its end ends the process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()
     code = _code_of(words, timeouts)
