@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.errors import Failure
 from ronde.launch import (
@@ -23,9 +24,8 @@ from ronde.launch import (
     start_local_agent,
 )
 
-pytestmark = pytest.mark.timeout(60)
 NEVER_S = float("inf")
-PROMPT = ELASTIC._replace(ping_s=0.1, lease_s=1.5, suspect_s=0.6)
+PROMPT = ELASTIC._replace(connect_s=HANG_S, ping_s=0.1, lease_s=HANG_S)
 AGENT = 'for last; do :; done; exec sh -c "$last"'
 """An ``ssh`` that leads here."""
 
@@ -90,7 +90,7 @@ def watching(tmp_path, monkeypatch):
                 for node in loop.live_nodes:
                     node.close()
                 for node in loop.nodes:
-                    assert node.transport.wait(20.0) is not None
+                    assert node.transport.wait(HANG_S) is not None
         assert children() == before
 
     return watching
@@ -116,13 +116,13 @@ def test_a_host_may_come_back(watching):
 # Output of the one ends before it does, that of the other never.
 @pytest.mark.parametrize("ssh", ["exec sleep 1000 >&-", "exec sleep 1000"])
 def test_what_leads_to_no_agent_is_killed(watching, ssh):
-    with watching(ssh, PROMPT._replace(connect_s=1.0)) as handler:
+    with watching(ssh, PROMPT._replace(connect_s=0.3)) as handler:
         assert isinstance(handler.connect("node.invalid")["node.invalid"], Failure)
         left = list(handler.loop.nodes)  # until it is known to have ended
         assert all(node.is_over for node in left)
         assert handler.loop.has_strays
         for node in left:
-            node.transport.wait(20.0)
+            node.transport.wait(HANG_S)
         handler.connector.advance()
         assert handler.loop.nodes == []
 
@@ -141,34 +141,12 @@ def stopped(node):
 def test_silence_is_not_doubted(watching):
     with watching() as handler:
         node = handler.connect("node.invalid")["node.invalid"]
-        node.watch(is_watched=True)
         with stopped(node):
+            # Not before: an agent leaves a controller that is silent for so long.
+            node.timeouts = timeouts = PROMPT._replace(lease_s=0.5)
+            node.watch(is_watched=True)
             lost, reason, silence_s = handler.await_loss()
     assert lost is node
     assert reason.startswith("no message from it for ")
-    assert PROMPT.lease_s - PROMPT.ping_s < silence_s < 2 * PROMPT.lease_s
-
-
-def test_a_host_that_a_peer_has_lost_is_missed_sooner(watching):
-    timeouts = PROMPT._replace(lease_s=60.0)
-    with watching(timeouts=timeouts) as handler:
-        node = handler.connect("node.invalid")["node.invalid"]
-        node.watch(is_watched=True)
-        node.suspect()
-        # It answers, and nobody suspects it any more.
-        due_s = node.heard_at_s + 3 * timeouts.suspect_s
-        handler.loop.serve(handler, lambda: node.silent_by_s > due_s, lambda: NEVER_S)
-        assert handler.lost == []
-        with stopped(node):
-            node.suspect()
-            lost, _, silence_s = handler.await_loss()
-    assert lost is node
-    assert timeouts.suspect_s - timeouts.ping_s < silence_s < timeouts.lease_s
-
-
-def test_nobody_suspects_an_agent_without_a_network_between(watching):
-    with watching() as handler:
-        node = handler.connect("localhost")["localhost"]
-        node.watch(is_watched=True)
-        node.suspect()
-        assert node.silent_by_s == NEVER_S
+    assert silence_s > timeouts.lease_s - timeouts.ping_s
+    assert not node.is_doubted  # else as long again would be waited

@@ -59,7 +59,6 @@ class Timeouts(NamedTuple):
     # what was lost after up to as long again, so that as much is waited
     lease_s: float = 8.0
     is_doubting: bool = True  # if not, nobody asks: silent for so long is lost
-    suspect_s: float = 2.0  # in place of ``lease_s`` once a peer has lost it as well
     end_s: float = 1.0  # what carried an agent's bytes has to end in, after the last
     # what a lost host has to come back in, when ranks are to be started again
     return_s: float = 30.0

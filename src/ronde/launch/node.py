@@ -203,12 +203,6 @@ class AgentNode(messages.MessageWriter):
         self.is_doubted = True
         self.silent_by_s = self.heard_at_s + 2 * self.timeouts.lease_s
 
-    def suspect(self) -> None:
-        """A peer cannot reach it either: wait less for its next message."""
-        if self._is_watched:
-            by_s = self.heard_at_s + self.timeouts.suspect_s
-            self.silent_by_s = min(self.silent_by_s, by_s)
-
     def ping(self, now_s: float) -> float:
         """Send a ping if one is due; return when the next one is."""
         if self.is_here or self.is_over:

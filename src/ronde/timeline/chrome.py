@@ -46,10 +46,6 @@ class Lanes:
     def __init__(self) -> None:
         self._ends: list[int] = []  # of each lane's last span
 
-    @property
-    def num_lanes(self) -> int:
-        return len(self._ends)
-
     def place(self, begin: int, end: int) -> int:
         free = (lane for lane, last in enumerate(self._ends) if last <= begin)
         lane = next(free, len(self._ends))

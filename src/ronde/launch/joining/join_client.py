@@ -28,7 +28,6 @@ from ronde.launch.node import EXIT_UNREACHABLE
 from ronde.launch.signals import STOPPING, raise_if_stopped, wait_for
 from ronde.store.authentication import SharedKey
 
-LAST_ATTEMPT_S = 1.0  # what the last attempt has at least, to find out what is wrong
 _ATTEMPT_S = 10.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -54,6 +53,7 @@ class JoinRequest(NamedTuple):
     token: SharedKey  # what both sides must know
     node_info: NodeInfo  # what the node says of itself
     timeout_s: float  # how long it looks
+    last_attempt_s: float = 1.0  # the last one has this at least, to find a reason
 
 
 def join_head(
@@ -66,7 +66,8 @@ def join_head(
     while True:
         try:
             now_s = time.monotonic()
-            due_s = max(min(now_s + _ATTEMPT_S, ends_at), now_s + LAST_ATTEMPT_S)
+            least_s = now_s + request.last_attempt_s
+            due_s = max(min(now_s + _ATTEMPT_S, ends_at), least_s)
             return _try_all(request, signal_fd, due_s)
         except _FAILURES as error:
             reason = _explain(error)

@@ -32,8 +32,7 @@ from ronde.store.authentication import SharedKey
 from ronde.units import counted
 
 MAX_PENDING = 64  # connections at a time that have not authenticated themselves
-AUTHENTICATE_S = 10.0  # what one of them has for it
-_CROWDED_S = 1.0  # what it has for it while others cannot get in
+_CROWDED_S = 1.0  # what one of them has for it while others cannot get in
 _BACKLOG = 512
 _UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
 _NOT_PROVEN = "did not prove that it knows the token"
@@ -48,6 +47,8 @@ class JoinConfig(NamedTuple):
     head: str  # name of this node, which no other gets
     num_nodes: int  # nodes to wait for, this one not counted
     timeout_s: float
+    authenticate_s: float = 10.0  # what a connection has to prove that it may join
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(slots=True)
@@ -115,9 +116,9 @@ class _JoinServer:
         self._notice(
             f"waits for {nodes}; start on each: {command} {where} --token-file FILE"
         )
-        ends_at = time.monotonic() + config.timeout_s
+        ends_at = config.clock() + config.timeout_s
         while len(self._joined) < config.num_nodes:
-            if time.monotonic() >= ends_at:
+            if config.clock() >= ends_at:
                 here = ", ".join(host.name for host, _ in self.nodes()) or "none"
                 raise HostError(
                     f"nodes that join must be {config.num_nodes}, got "
@@ -136,7 +137,7 @@ class _JoinServer:
 
     def _serve(self, signal_fd: int, ends_at: float) -> None:
         is_crowded = len(self._pending) >= MAX_PENDING
-        patience_s = _CROWDED_S if is_crowded else AUTHENTICATE_S
+        patience_s = _CROWDED_S if is_crowded else self._config.authenticate_s
         wanted = {
             signal_fd: select.POLLIN,
             **dict.fromkeys(self._joined, select.POLLRDHUP),
@@ -148,7 +149,7 @@ class _JoinServer:
         for item in wanted.items():
             poll.register(*item)
         dues = [each.since_s + patience_s for each in self._pending.values()]
-        wait_s = max(0.0, min([ends_at, *dues]) - time.monotonic())
+        wait_s = max(0.0, min([ends_at, *dues]) - self._config.clock())
         for fd, _ in poll.poll(wait_s * 1000 + 1):
             if fd == signal_fd:
                 raise_if_stopped(signal_fd)
@@ -162,7 +163,7 @@ class _JoinServer:
                 host, channel = self._joined.pop(fd)
                 channel.kill()
                 self._notice(f"{host.name} left before the job began")
-        due_s = time.monotonic() - patience_s
+        due_s = self._config.clock() - patience_s
         for pending in list(self._pending.values()):
             if pending.since_s <= due_s:
                 self._refuse(pending, _NOT_PROVEN)
@@ -175,7 +176,7 @@ class _JoinServer:
             raw, server_side=True, do_handshake_on_connect=False
         )
         steps = authenticate_node(sock, self._config.token, self._tls.certificate)
-        pending = _PendingConnection(sock, address[0], steps, time.monotonic())
+        pending = _PendingConnection(sock, address[0], steps, self._config.clock())
         self._pending[sock.fileno()] = pending
         self._go_on(pending)
 
