@@ -1,13 +1,20 @@
 """Ranks compare clocks and hand in their records; nobody hangs for who is missing."""
 
+import itertools
 import threading
-import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed
+from tests.limits import HANG_S
 from torch.distributed import PrefixStore, TCPStore
 
-from ronde.timeline import CHUNK_BYTES, Gathering, gathering
+from ronde.timeline import CHUNK_BYTES, Gathering, GatheringOptions
+
+LONG = GatheringOptions(*[HANG_S] * 4)
+SHORT = GatheringOptions(*[0.2] * 4)
+TICKS = itertools.count()
+"""The time on all ranks: it goes on when somebody looks at it."""
 
 
 @pytest.fixture
@@ -18,19 +25,26 @@ def store():
 class Rank:
     """One rank's end, in a thread."""
 
-    def __init__(self, store, rank, size, clock="a", ahead_ns=0):
+    def __init__(self, store, rank, size, clock="a", ahead_ns=0, options=LONG):
         self.bounds = []
-        own = PrefixStore("timeline", store.clone())
-        self.ahead_ns = ahead_ns
+        self.store = PrefixStore("timeline", store.clone())
         self.gathering = Gathering(
-            own,
+            self.store,
             rank,
             size,
             clock=clock,
-            on_bound=self.bounds.append,
-            now_ns=lambda: time.monotonic_ns() + ahead_ns,
+            on_bound=self._take_bound,
+            options=options._replace(now_ns=lambda: next(TICKS) + ahead_ns),
         )
         self.gathering.start()
+
+    def _take_bound(self, bound):
+        self.bounds.append(bound)
+        self.store.set("bounds", b"")
+
+
+def await_key(store, key):
+    store.clone().wait([key], timedelta(seconds=HANG_S))
 
 
 def together(*calls):
@@ -73,59 +87,51 @@ def test_a_foreign_clock_is_measured_at_both_ends(store):
         Rank(store, 1, 3, clock="b", ahead_ns=ahead_ns),
         Rank(store, 2, 3, clock="b", ahead_ns=ahead_ns),
     ]
-    deadline = time.monotonic() + 20
-    while not any(rank.bounds for rank in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    await_key(store, "timeline/bounds")
     together(*(rank.gathering.compare_again for rank in ranks))
     # One of the two measured for both.
     assert sorted(len(rank.bounds) for rank in ranks) == [0, 0, 2]
     assert not ranks[0].bounds
     for bound in (bound for rank in ranks for bound in rank.bounds):
         assert bound.low_ns <= -ahead_ns <= bound.high_ns
-        assert bound.high_ns - bound.low_ns < 50_000_000
+        assert bound.high_ns - bound.low_ns == 2
 
 
 def test_a_rank_that_records_nothing_is_not_waited_for(store):
-    rank = Rank(store, 0, 2)
-    start = time.monotonic()
+    rank = Rank(store, 0, 2, options=LONG._replace(end_s=9 * HANG_S))
     rank.gathering.compare_again()
     assert rank.gathering.collect() == ({}, [])
-    assert time.monotonic() - start < 2
 
 
-def test_a_rank_that_is_gone_is_waited_for_a_while(store, monkeypatch):
-    monkeypatch.setattr(gathering, "END_PATIENCE_S", 0.2)
-    monkeypatch.setattr(gathering, "TAKE_S", 60.0)
-    ranks = [Rank(store, rank, 3) for rank in range(3)]
+def test_a_rank_that_is_gone_is_waited_for_a_while(store):
+    ranks = [
+        Rank(store, rank, 3, options=options)
+        for rank, options in enumerate((SHORT, LONG, SHORT))
+    ]
     ranks[1].gathering.compare_again()
 
     def collect():
         ranks[0].gathering.compare_again()
-        # Who is there is not waited for.
-        while not ranks[0].gathering._store.check(["part/1"]):
-            time.sleep(0.005)
+        # The one that is there is not waited for.
+        await_key(store, "timeline/part/1")
         return ranks[0].gathering.collect()
 
     got, is_taken = together(collect, lambda: ranks[1].gathering.hand_in(b"x"))
     assert got == ({1: b"x"}, [2])
     assert is_taken
-    monkeypatch.setattr(gathering, "TAKE_S", 0.2)
     ranks[2].gathering.compare_again()
     assert not ranks[2].gathering.hand_in(b"late")
 
 
-def test_a_foreign_clock_that_is_gone_is_waited_for_a_while(store, monkeypatch):
-    monkeypatch.setattr(gathering, "END_PATIENCE_S", 0.2)
-    monkeypatch.setattr(gathering, "START_PATIENCE_S", 0.2)
-    first, other = Rank(store, 0, 2), Rank(store, 1, 2, clock="b")
-    other.gathering._closing.set()
-    other.gathering._thread.join()
+def test_a_foreign_clock_that_is_gone_is_waited_for_a_while(store):
+    first = Rank(store, 0, 2, options=SHORT)
+    other = Rank(store, 1, 2, clock="b")
+    other.gathering.stop()
     first.gathering.compare_again()
     assert first.gathering.collect() == ({}, [1])
 
 
-def test_a_store_that_is_gone_is_told():
+def test_a_store_that_is_gone_is_an_error():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = Rank(store, 1, 2)
     del store

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from hypothesis import given
+from tests.limits import HANG_S
 from tests.unit.timeline_samples import BASE_NS, check_events, record, records
 
 from ronde.timeline import Activity, LiveFile, ThreadedRecorder
@@ -90,12 +91,12 @@ def test_the_file_grows_no_further_than_its_limit(tmp_path):
     assert json.loads(path.read_text())[-1]["name"] == "TIMELINE_LIMIT"
 
 
-def test_what_happens_is_on_disk_within_a_tenth_of_a_second(tmp_path):
+def test_what_happens_is_on_disk_while_it_is_recorded(tmp_path):
     live = open_live(tmp_path / "t.json")
     recorder = ThreadedRecorder([live], gather_s=0.05, has_cycles=True)
     recorder.operation(record())
     recorder.cycle(BASE_NS)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while "CYCLE_START" not in (tmp_path / "t.json").read_text():
         assert time.monotonic() < deadline
     recorder.close()

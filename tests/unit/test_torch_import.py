@@ -1,25 +1,28 @@
 """torch is imported without garbage collections, and left out of later ones."""
 
 import gc
+import sys
 
 import pytest
 
-import ronde.memory
+from ronde.memory import import_torch
 
 
 @pytest.mark.parametrize("is_collecting", [True, False])
 def test_collecting_goes_on_as_before(monkeypatch, is_collecting):
     during = []
 
-    def fail_to_import(name):
-        during.append((name, gc.isenabled()))
-        raise ImportError(name)
+    class Finder:
+        @staticmethod
+        def find_spec(name, path, target=None):
+            during.append((name, gc.isenabled()))
 
-    monkeypatch.setattr(ronde.memory, "import_module", fail_to_import)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder])
     (gc.enable if is_collecting else gc.disable)()
     try:
         with pytest.raises(ImportError):
-            ronde.memory.import_torch()
+            import_torch()
         assert gc.isenabled() is is_collecting
     finally:
         gc.enable()
@@ -29,5 +32,5 @@ def test_collecting_goes_on_as_before(monkeypatch, is_collecting):
 def test_what_import_has_loaded_is_frozen():
     num_frozen = gc.get_freeze_count()
     kept = [[] for _ in range(1000)]
-    ronde.memory.import_torch()
+    import_torch()
     assert gc.get_freeze_count() >= num_frozen + len(kept)

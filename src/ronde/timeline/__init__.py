@@ -11,7 +11,7 @@ __getattr__ = lazy_exports(
         ),
         "chrome": "Lanes nest write_trace",
         "events": "Activity ClockBound Recorded",
-        "gathering": "CHUNK_BYTES Gathering",
+        "gathering": "CHUNK_BYTES Gathering GatheringOptions",
         "part": (
             "Encoder NUM_SEGMENTS PartFiles PartHeader Track encode_line is_part "
             "read_parts"

@@ -9,17 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ronde.timeline.alignment import ClockReading, bound_offset
 from ronde.timeline.events import ClockBound
 
 NUM_EXCHANGES = 32
 CHUNK_BYTES = 1 << 20  # a store takes 8 MiB at once
-START_PATIENCE_S = 30.0
-END_PATIENCE_S = 5.0
-TAKE_S = 2.0
-_EXCHANGE_S = 1.0
+_LOOK_S = 1.0  # how long to wait before looking whether this rank closes
 _POLL_S = 0.01
 
 _logger = logging.getLogger("ronde")
@@ -37,6 +34,19 @@ class SharedStore(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
+class GatheringOptions(NamedTuple):
+    """How long a rank waits for others that have begun a timeline, and its clock."""
+
+    start_s: float = 30.0  # to compare clocks with
+    exchange_s: float = 1.0  # each exchange of times but the first
+    end_s: float = 5.0  # to compare clocks with again, or to hand in their records
+    take_s: float = 2.0  # until rank 0 has taken its records
+    now_ns: Callable[[], int] = time.monotonic_ns
+
+
+USUAL = GatheringOptions()
+
+
 class Gathering:
     """One rank's end of one recording of all ranks.
 
@@ -51,14 +61,14 @@ class Gathering:
         *,
         clock: str,
         on_bound: Callable[[ClockBound], None],
-        now_ns: Callable[[], int] = time.monotonic_ns,
+        options: GatheringOptions = USUAL,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._clock = clock
         self._on_bound = on_bound
-        self._now_ns = now_ns
+        self._options = options
         self._is_leader = False
         self._closing = threading.Event()
         name = "ronde-timeline-clocks"
@@ -76,7 +86,7 @@ class Gathering:
     def compare_again(self) -> None:
         self.stop()
         self._closing.clear()
-        deadline = time.monotonic() + END_PATIENCE_S
+        deadline = time.monotonic() + self._options.end_s
         if self._rank == 0:
             self._serve("end", self._foreign_clocks(self._announced()), deadline)
         elif self._is_leader:
@@ -89,9 +99,10 @@ class Gathering:
             chunk = part[at : at + CHUNK_BYTES]
             self._store.set(f"part/{self._rank}/{number}", chunk)
         self._store.set(f"part/{self._rank}", str(len(starts)).encode())
+        limit_s = self._options.take_s
         # One wait and no questions: rank 0 may end as soon as it has answered.
         try:
-            self._store.wait([f"taken/{self._rank}"], timedelta(seconds=TAKE_S))
+            self._store.wait([f"taken/{self._rank}"], timedelta(seconds=limit_s))
         except RuntimeError:
             return self._store.check([f"taken/{self._rank}"])
         return True
@@ -100,14 +111,14 @@ class Gathering:
         """Take the other ranks' records; on rank 0."""
         parts: dict[int, bytes] = {}
         missing: list[int] = []
-        deadline = time.monotonic() + END_PATIENCE_S
+        deadline = time.monotonic() + self._options.end_s
         for rank in self._announced():
             if rank == 0:
                 continue
             if not self._wait_for([f"part/{rank}"], deadline):
                 missing.append(rank)
                 continue
-            deadline = time.monotonic() + END_PATIENCE_S
+            deadline = time.monotonic() + self._options.end_s
             count = int(self._take(f"part/{rank}"))
             chunks = (self._take(f"part/{rank}/{number}") for number in range(count))
             parts[rank] = b"".join(chunks)
@@ -118,7 +129,7 @@ class Gathering:
 
     def _compare(self) -> None:
         """Compare the clocks at the start; the thread."""
-        deadline = time.monotonic() + START_PATIENCE_S
+        deadline = time.monotonic() + self._options.start_s
         try:
             if self._rank == 0:
                 self._wait_for([f"clock/{r}" for r in range(self._size)], deadline)
@@ -154,22 +165,22 @@ class Gathering:
                 key = f"{phase}/{clock}/{number}"
                 if not self._wait_quickly(f"ask/{key}", until):
                     break
-                self._store.set(f"answer/{key}", str(self._now_ns()).encode())
+                self._store.set(f"answer/{key}", str(self._options.now_ns()).encode())
                 self._store.delete_key(f"ask/{key}")
-                until = time.monotonic() + _EXCHANGE_S
+                until = time.monotonic() + self._options.exchange_s
 
     def _measure(self, phase: str, deadline: float) -> None:
         exchanges: list[ClockReading] = []
         for number in range(NUM_EXCHANGES):
             key = f"{phase}/{self._clock}/{number}"
-            asked_ns = self._now_ns()
+            asked_ns = self._options.now_ns()
             self._store.set(f"ask/{key}", b"")
             if not self._wait_quickly(f"answer/{key}", deadline):
                 break
-            answered_ns = self._now_ns()
+            answered_ns = self._options.now_ns()
             answer_ns = int(self._take(f"answer/{key}"))
             exchanges.append(ClockReading(asked_ns, answer_ns, answered_ns))
-            deadline = time.monotonic() + _EXCHANGE_S
+            deadline = time.monotonic() + self._options.exchange_s
         if len(exchanges) > 1:
             # The first waited for rank 0 to be there.
             self._on_bound(bound_offset(exchanges[1:]))
@@ -188,7 +199,7 @@ class Gathering:
     def _wait_quickly(self, key: str, deadline: float) -> bool:
         while (left_s := deadline - time.monotonic()) > 0:
             try:
-                self._store.wait([key], timedelta(seconds=min(left_s, _EXCHANGE_S)))
+                self._store.wait([key], timedelta(seconds=min(left_s, _LOOK_S)))
             except RuntimeError:
                 self._store.check([key])  # raises where the store itself is gone
                 if self._closing.is_set():
