@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ronde.torch.elastic.checkpoint import Checkpoints
+from ronde.torch.elastic import Checkpoints
 
 
 @contextmanager

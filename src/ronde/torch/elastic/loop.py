@@ -30,7 +30,12 @@ from ronde.membership.member import Member, own_member
 from ronde.membership.view import NEW, ViewBegins
 from ronde.torch.elastic.checkpoint import Checkpoints
 from ronde.torch.elastic.copies import ShareCopies
-from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
+from ronde.torch.elastic.data import (
+    DataSource,
+    ElasticLoader,
+    Share,
+    refuse_unplaced,
+)
 from ronde.torch.elastic.training import Training, require_same
 from ronde.torch.elastic.weights import GradientWeights
 from ronde.torch.functions import broadcast_object
@@ -376,6 +381,7 @@ class Loop:
 
 def _as_source(data: Any, batch: int | None, epochs: int | None) -> DataSource:
     if not isinstance(data, DataSource):
+        refuse_unplaced(data)
         if batch is None or epochs is None:
             raise UsageError(
                 "batch and epochs must be given with a data set, got "

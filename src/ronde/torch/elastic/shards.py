@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ronde.errors import UsageError
-from ronde.torch.elastic.data import DataSource, Share, refuse_unplaced
+from ronde.torch.elastic.data import Share
 from ronde.torch.elastic.position import Dealt, Position, derive_seed
 from ronde.torch.mpi_ops import Sum, allreduce
 from ronde.torch.session import rank, size
@@ -231,18 +231,3 @@ class _Shard:
         except StopIteration:
             self._end, self._next = self._next, (epoch + 1, 0)
             self._batches = None
-
-
-def source_of(data: object) -> DataSource:
-    """Return the source for an elastic job's loop: refuse what has no position.
-
-    Raises:
-        UsageError: ``data`` is neither an ``ElasticLoader`` nor ``ElasticShards``.
-    """
-    if isinstance(data, DataSource):
-        return data
-    refuse_unplaced(data)
-    raise UsageError(
-        "data must be an ElasticLoader or ElasticShards, got "
-        f"{type(data).__name__}. Give ElasticLoader this data set."
-    )
