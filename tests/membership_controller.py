@@ -23,19 +23,37 @@ from ronde.membership import (
     NO_VIEW,
     AskStep,
     AtStep,
+    BeginView,
+    Dismiss,
     Done,
+    EndView,
     Entered,
+    Event,
     Finish,
+    FinishAll,
+    HostReady,
+    HostsFound,
+    Kill,
     Leave,
+    MemberDone,
+    MemberLost,
+    MemberSettled,
+    Membership,
+    Order,
+    PauseView,
+    Rules,
     Save,
     Settled,
+    StartProcess,
+    Stop,
     StopAfter,
+    Tick,
     ToRank,
     ViewBegins,
     ViewEnded,
+    ViewPhase,
     decode_text,
     encode_text,
-    policy,
 )
 
 HOST = "localhost"
@@ -61,10 +79,10 @@ class _Process:
 class Controller:
     """Serves until closed; a thread."""
 
-    def __init__(self, path: Path, size: int, rules: policy.Rules) -> None:
+    def __init__(self, path: Path, size: int, rules: Rules) -> None:
         self.notes: list[Note] = []
         self.stopped = ""  # why the policy has ended the job
-        self._membership = policy.Membership(rules)
+        self._membership = Membership(rules)
         self._slots = size
         self._idle: dict[int, _Process] = {}  # by the number that they will have
         self._unmet: set[int] = set()  # numbers that no process is there for
@@ -87,14 +105,14 @@ class Controller:
         self._thread.join()
 
     def _serve(self) -> None:
-        self._apply(policy.HostsFound({HOST: self._slots}))
-        self._apply(policy.HostReady(HOST, self._slots))
+        self._apply(HostsFound({HOST: self._slots}))
+        self._apply(HostReady(HOST, self._slots))
         while True:
             left_s = self._membership.due_s - time.monotonic()
             wait_s = None if left_s > 1e6 else max(0.0, left_s)
             ready = self._selector.select(wait_s)
             if not ready:
-                self._apply(policy.Tick())
+                self._apply(Tick())
             for key, _ in ready:
                 if key.fd == self._woken:
                     self._end()
@@ -138,10 +156,10 @@ class Controller:
             return
         del self._members[process.number]
         self._note(f"lost {process.number}")
-        if self._membership.phase is policy.ViewPhase.FINISHED:
+        if self._membership.phase is ViewPhase.FINISHED:
             code = 0
         reason = f"process {process.number} on {HOST} {how}"
-        self._apply(policy.MemberLost(process.number, code, reason))
+        self._apply(MemberLost(process.number, code, reason))
 
     def _take(self, process: _Process, line: str) -> None:
         number = process.number
@@ -159,12 +177,12 @@ class Controller:
             return
         if line == "!grow":
             self._slots += 1
-            self._apply(policy.HostReady(HOST, self._slots))
+            self._apply(HostReady(HOST, self._slots))
             return
         match decode_text(line, FROM_RANK):
             case Settled(step=step, reason=reason):
                 self._note(f"settled {number} at {step}: {reason}")
-                self._apply(policy.MemberSettled(number, step, reason))
+                self._apply(MemberSettled(number, step, reason))
             case AtStep(step=step):
                 self._awaited[number] = step
                 self._answer()
@@ -172,7 +190,7 @@ class Controller:
                 self._note(f"running {number}")
             case Done(step=step):
                 self._note(f"done {number}")
-                self._apply(policy.MemberDone(number, step))
+                self._apply(MemberDone(number, step))
 
     def _answer(self) -> None:
         steps = [s for n, s in self._awaited.items() if n in self._members]
@@ -191,34 +209,34 @@ class Controller:
                 with suppress(OSError):
                     process.sock.sendall(encode_text(message).encode() + b"\n")
 
-    def _apply(self, event: policy.Event) -> None:
+    def _apply(self, event: Event) -> None:
         for order in self._membership.apply(event, time.monotonic()):
             self._carry_out(order)
 
-    def _carry_out(self, order: policy.Order) -> None:
+    def _carry_out(self, order: Order) -> None:
         view = self._membership.view
         match order:
-            case policy.StartProcess(place=place):
+            case StartProcess(place=place):
                 self._unmet.add(place.number)
                 self._pair()
-            case policy.Kill(number=number):
+            case Kill(number=number):
                 os.kill(self._members.pop(number).pid, signal.SIGKILL)
-            case policy.EndView(numbers=numbers, reason=reason):
+            case EndView(numbers=numbers, reason=reason):
                 self._awaited = {}
                 self._send(numbers, ViewEnded(view, reason))
-            case policy.PauseView(numbers=numbers, reason=reason):
+            case PauseView(numbers=numbers, reason=reason):
                 self._awaited, self._reason = dict.fromkeys(numbers), reason
                 self._send(numbers, AskStep(view))
-            case policy.BeginView():
+            case BeginView():
                 self._begin(order)
-            case policy.Dismiss(number=number, reason=reason):
+            case Dismiss(number=number, reason=reason):
                 self._send((number,), Leave(reason))
                 self._members.pop(number, None)
-            case policy.FinishAll():
+            case FinishAll():
                 self._note("finished")
                 self._send(tuple(self._members), Finish())
                 self._kill(self._stopped_pids)
-            case policy.Stop(reason=reason):
+            case Stop(reason=reason):
                 self.stopped = reason
                 self._kill([process.pid for process in self._members.values()])
             case _:
@@ -228,7 +246,7 @@ class Controller:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
-    def _begin(self, order: policy.BeginView) -> None:
+    def _begin(self, order: BeginView) -> None:
         self._note(f"begins {len(order.members)}")
         new = {place.number for place in order.new}
         key = secrets.token_hex(16)
@@ -243,12 +261,12 @@ class Controller:
 
 @contextmanager
 def controlling(
-    size: int, rules: policy.Rules | None = None
+    size: int, rules: Rules | None = None
 ) -> Generator[tuple[Controller, str]]:
     """Serve an elastic job that begins with ``size`` ranks; yield where to dial."""
     with tempfile.TemporaryDirectory(prefix="ronde-members-") as folder:
         path = Path(folder) / "socket"
-        controller = Controller(path, size, rules or policy.Rules(1, 64))
+        controller = Controller(path, size, rules or Rules(1, 64))
         try:
             yield controller, str(path)
         finally:

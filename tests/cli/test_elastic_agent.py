@@ -12,20 +12,40 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import clean_environment
+from tests.limits import HANG_S
 
 from ronde.launch import (
     AgentNode,
+    Credit,
+    EndRank,
+    Exited,
+    Finished,
+    Forward,
+    Hello,
     Host,
+    NodeJob,
+    Output,
+    Ping,
+    Pong,
     ProcessTransport,
+    RankEnding,
+    RankSpec,
+    RankStopped,
+    RankTexts,
+    Ready,
+    Relayed,
+    SendToRanks,
+    Start,
+    Started,
+    StartRanks,
+    StopRanks,
     StoreService,
-    messages,
     own_environment,
     read_process,
     start_local_agent,
     wait_for,
 )
 
-LIMIT_S = 20.0
 MIB = 1 << 20
 
 # Each line is Python to evaluate; the result goes back as a line of JSON.
@@ -44,8 +64,7 @@ def child():
     return subprocess.Popen(["sleep", "100"]).pid
 
 def wait_in_store():
-    from ronde.store.local_socket import dial
-    from ronde.store.protocol import Op, Status, decode, encode
+    from ronde.store import Op, Status, decode, dial, encode
     sock = dial(os.environ["RONDE_STORE"], 20.0)
     sock.sendall(encode(Op.SET, [b"old", b""]) + encode(Op.WAIT, [b"never"]))
     assert decode(sock.recv(4096)[4:]).kind == Status.DONE
@@ -55,7 +74,7 @@ def wait_in_store():
 
 def exit_first_thread(status):
     # What the kernel does first when it ends a process; the rest then waits.
-    from ronde.membership.robust_mutex import lock_new_mutex
+    from ronde.membership import lock_new_mutex
     socket.send_fds(channel, [b'"locked"\\n'], [lock_new_mutex()])
     def end():
         lines.readline()
@@ -70,11 +89,9 @@ for line in lines:
 say("alone")
 """
 
-pytestmark = pytest.mark.timeout(60)
 
-
-def rank(number: int) -> messages.RankSpec:
-    return messages.RankSpec(number, {})
+def rank(number: int) -> RankSpec:
+    return RankSpec(number, {})
 
 
 class Controller:
@@ -89,12 +106,12 @@ class Controller:
         self._received = deque()
         self._texts = deque()
 
-    def expect(self, kind, within_s=LIMIT_S):
+    def expect(self, kind):
         """Return the next message, which must be of this kind."""
-        ends_at = time.monotonic() + within_s
+        ends_at = time.monotonic() + HANG_S
         while not self._received:
             left_s = ends_at - time.monotonic()
-            assert left_s > 0, f"no {kind} within {within_s:g} s"
+            assert left_s > 0, f"no {kind} within {HANG_S:g} s"
             transport = self.node.transport
             writable = [transport.write_fd] if self.node.is_writing else []
             wait_for([transport.read_fd], writable, left_s)
@@ -102,11 +119,11 @@ class Controller:
             received = self.node.receive()
             assert received is not None, self.node.explain_end()
             for message in received:
-                if isinstance(message, messages.Relayed):
+                if isinstance(message, Relayed):
                     self.store.take(self.node, message)
-                elif isinstance(message, messages.Output):
+                elif isinstance(message, Output):
                     sys.stderr.write(message.data.decode())
-                    self.send(messages.Credit(len(message.data)))
+                    self.send(Credit(len(message.data)))
                 else:
                     self._received.append(message)
         message = self._received.popleft()
@@ -116,7 +133,7 @@ class Controller:
     def hear_any(self):
         """Return what any rank says next."""
         while not self._texts:
-            self._texts += self.expect(messages.RankTexts).texts
+            self._texts += self.expect(RankTexts).texts
         return self._texts.popleft()
 
     def hear(self, number):
@@ -126,13 +143,13 @@ class Controller:
         return json.loads(text.text)
 
     def ask(self, number, line):
-        self.send(messages.SendToRanks((number,), line))
+        self.send(SendToRanks((number,), line))
         return self.hear(number)
 
     def settle(self):
         """Return once all that was sent is done; nothing must have come before."""
-        self.send(messages.Ping(0.0, 0.0, ()))
-        self.expect(messages.Pong)
+        self.send(Ping(0.0, 0.0, ()))
+        self.expect(Pong)
 
     def prepare(self, *argv, ranks=(), max_ranks=4, **others):
         values = {"epoch": 0, "job_marker": os.urandom(8).hex(), "cwd": ""}
@@ -140,27 +157,25 @@ class Controller:
         env = {"PYTHONPATH": os.pathsep.join(sys.path)}
         specs = tuple(map(rank, ranks))
         self.send(
-            messages.NodeJob(
-                argv=argv, env=env, ranks=specs, max_ranks=max_ranks, **values
-            )
+            NodeJob(argv=argv, env=env, ranks=specs, max_ranks=max_ranks, **values)
         )
 
     def begin(self, *argv, ranks=(), **others):
         self.prepare(*argv, ranks=ranks, **others)
-        self.expect(messages.Ready)
-        self.send(messages.Start("127.0.0.1", 1))
-        return [self.expect(messages.Started).pid for _ in ranks]
+        self.expect(Ready)
+        self.send(Start("127.0.0.1", 1))
+        return [self.expect(Started).pid for _ in ranks]
 
     def start(self, number):
         """Start a rank of ``RANK`` and return its process."""
-        self.send(messages.StartRanks((rank(number),)))
-        started = self.expect(messages.Started)
+        self.send(StartRanks((rank(number),)))
+        started = self.expect(Started)
         assert started.rank == number
         assert self.hear(number) == ["begins", number]
         return started.pid
 
     def stop(self, number=signal.SIGTERM):
-        self.send(messages.StopRanks(number))
+        self.send(StopRanks(number))
 
 
 @contextmanager
@@ -171,13 +186,13 @@ def running(*argv, **others):
         process = start_local_agent()
     controller = Controller(process)
     try:
-        controller.expect(messages.Hello)
+        controller.expect(Hello)
         if argv:
             controller.begin(*argv, **others)
         yield controller
     finally:
         controller.node.close()
-        assert process.wait(LIMIT_S) == 0
+        assert process.wait(HANG_S) == 0
 
 
 @pytest.fixture
@@ -188,12 +203,12 @@ def controller():
 
 
 def wait_for_end(process_fd):
-    assert wait_for([process_fd], [], LIMIT_S)
+    assert wait_for([process_fd], [], HANG_S)
     os.close(process_fd)
 
 
 def await_state(pid, states):
-    ends_at = time.monotonic() + LIMIT_S
+    ends_at = time.monotonic() + HANG_S
     while read_process(pid).state not in states:
         assert time.monotonic() < ends_at
 
@@ -203,35 +218,35 @@ def test_ranks_come_and_go_until_the_job_is_stopped(controller):
     controller.start(2)
     assert controller.ask(5, "6 * 7") == 42
     assert controller.ask(2, "os.environ['MASTER_ADDR']") == "127.0.0.1"
-    controller.send(messages.SendToRanks((5,), "sys.exit(3)"))
-    exited = controller.expect(messages.Exited)
+    controller.send(SendToRanks((5,), "sys.exit(3)"))
+    exited = controller.expect(Exited)
     assert (exited.rank, exited.status, exited.stopped_s) == (5, 3, 0.0)
-    controller.send(messages.SendToRanks((5, 2), "'to those that are there'"))
+    controller.send(SendToRanks((5, 2), "'to those that are there'"))
     assert controller.hear(2) == "to those that are there"
-    controller.send(messages.SendToRanks((), "'all'"))
+    controller.send(SendToRanks((), "'all'"))
     assert controller.hear(2) == "all"
-    controller.send(messages.SendToRanks((2,), "sys.exit()"))
-    assert controller.expect(messages.Exited).status == 0
+    controller.send(SendToRanks((2,), "sys.exit()"))
+    assert controller.expect(Exited).status == 0
     controller.start(7)  # it goes on without any
     controller.stop()
-    exited = controller.expect(messages.Exited)
+    exited = controller.expect(Exited)
     assert (exited.rank, exited.status) == (7, -signal.SIGTERM)
     assert exited.stopped_s
-    assert controller.expect(messages.Finished) == messages.Finished(0, ())
+    assert controller.expect(Finished) == Finished(0, ())
 
 
 def test_a_job_without_any_rank_ends_when_it_is_stopped(controller):
     controller.settle()
     controller.stop()
-    assert controller.expect(messages.Finished) == messages.Finished(0, ())
+    assert controller.expect(Finished) == Finished(0, ())
 
 
 def test_what_a_rank_said_comes_before_its_end(controller):
     controller.start(0)
     line = "[say(n) for n in range(500)] and os._exit(4)"
-    controller.send(messages.SendToRanks((0,), line))
+    controller.send(SendToRanks((0,), line))
     assert [controller.hear(0) for _ in range(500)] == list(range(500))
-    assert controller.expect(messages.Exited).status == 4
+    assert controller.expect(Exited).status == 4
 
 
 def test_long_lines_go_both_ways(controller):
@@ -244,21 +259,21 @@ def test_a_line_without_end_harms_nobody_else(controller):
     first = controller.start(0)
     controller.start(1)
     line = f"answers.write('\\1' * {5 * MIB})"
-    controller.send(messages.SendToRanks((0,), line))
+    controller.send(SendToRanks((0,), line))
     assert controller.ask(1, "1") == 1
     os.kill(first, signal.SIGKILL)
-    assert controller.expect(messages.Exited).rank == 0
+    assert controller.expect(Exited).rank == 0
 
 
 def test_much_that_many_say_at_once_arrives(controller):
     for number in range(4):
         controller.start(number)
     # As JSON each of these bytes is six.
-    line = f"[answers.write('\\1' * {2 * MIB - 1} + chr(10)) for _ in range(3)]"
-    controller.send(messages.SendToRanks((), line))
-    expected = {json.dumps([2 * MIB] * 3), "\1" * (2 * MIB - 1)}
-    texts = [controller.hear_any() for _ in range(16)]
-    assert sorted(text.rank for text in texts) == [n for n in range(4) for _ in "1234"]
+    line = f"answers.write('\\1' * {2 * MIB - 1} + chr(10))"
+    controller.send(SendToRanks((), line))
+    expected = {json.dumps(2 * MIB), "\1" * (2 * MIB - 1)}
+    texts = [controller.hear_any() for _ in range(8)]
+    assert sorted(text.rank for text in texts) == [n for n in range(4) for _ in "12"]
     assert {text.text for text in texts} == expected
 
 
@@ -266,7 +281,7 @@ def test_children_of_a_killed_rank_die_with_it(controller):
     pid = controller.start(0)
     child_fd = os.pidfd_open(controller.ask(0, "child()"))
     os.kill(pid, signal.SIGKILL)
-    assert controller.expect(messages.Exited).status == -signal.SIGKILL
+    assert controller.expect(Exited).status == -signal.SIGKILL
     wait_for_end(child_fd)
 
 
@@ -274,27 +289,27 @@ def test_a_rank_is_ended_with_its_children_while_others_stay(controller):
     controller.start(0)
     controller.start(1)
     child_fd = os.pidfd_open(controller.ask(0, "child()"))
-    controller.send(messages.EndRank(0, signal.SIGTERM))
-    exited = controller.expect(messages.Exited)
+    controller.send(EndRank(0, signal.SIGTERM))
+    exited = controller.expect(Exited)
     assert (exited.rank, exited.status) == (0, -signal.SIGTERM)
     wait_for_end(child_fd)
-    controller.send(messages.EndRank(0, signal.SIGKILL))  # it is gone
+    controller.send(EndRank(0, signal.SIGKILL))  # it is gone
     assert controller.ask(1, "1") == 1
 
 
 def test_a_rank_that_ends_is_reported_before_it_has_ended(controller):
     for number, status in enumerate((7, 0)):
         pid = controller.start(number)
-        order = messages.SendToRanks((number,), f"exit_first_thread({status})")
+        order = SendToRanks((number,), f"exit_first_thread({status})")
         controller.send(order)
         assert controller.hear(number) == "locked"
         if status:
-            expected = messages.RankEnding(number, status, "")
-            assert controller.expect(messages.RankEnding) == expected
+            expected = RankEnding(number, status, "")
+            assert controller.expect(RankEnding) == expected
         await_state(pid, "Z")
         controller.settle()
-        controller.send(messages.SendToRanks((number,), "end"))
-        exited = controller.expect(messages.Exited)
+        controller.send(SendToRanks((number,), "end"))
+        exited = controller.expect(Exited)
         assert (exited.rank, exited.status) == (number, status)
 
 
@@ -302,47 +317,47 @@ def test_a_stopped_rank_is_reported_and_can_be_ended(controller):
     pid = controller.start(3)
     for is_stopped in (True, False, True):
         os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
-        expected = messages.RankStopped(3, is_stopped)
-        assert controller.expect(messages.RankStopped) == expected
-    controller.send(messages.EndRank(3, signal.SIGTERM))
-    message = controller.expect((messages.RankStopped, messages.Exited))
-    if isinstance(message, messages.RankStopped):
-        message = controller.expect(messages.Exited)
+        expected = RankStopped(3, is_stopped)
+        assert controller.expect(RankStopped) == expected
+    controller.send(EndRank(3, signal.SIGTERM))
+    message = controller.expect((RankStopped, Exited))
+    if isinstance(message, RankStopped):
+        message = controller.expect(Exited)
     assert message.status == -signal.SIGTERM
 
 
 def test_ranks_that_stop_with_their_controller_are_not_reported(controller):
     pid = controller.start(0)
-    controller.send(messages.Forward(signal.SIGSTOP))
+    controller.send(Forward(signal.SIGSTOP))
     await_state(pid, "T")
     controller.settle()
-    controller.send(messages.Forward(signal.SIGCONT))
+    controller.send(Forward(signal.SIGCONT))
     await_state(pid, "RS")
     controller.settle()
     assert controller.ask(0, "1") == 1
     os.kill(pid, signal.SIGSTOP)
-    assert controller.expect(messages.RankStopped) == messages.RankStopped(0, True)
+    assert controller.expect(RankStopped) == RankStopped(0, True)
 
 
 def test_what_a_stopped_rank_does_not_read_is_kept_but_not_for_ever(controller):
     pids = [controller.start(number) for number in range(2)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-        assert controller.expect(messages.RankStopped).is_stopped
+        assert controller.expect(RankStopped).is_stopped
     line = f"len({'x' * 10 * MIB!r})"
 
     def fill(number, num_lines):
         for _ in range(num_lines):
-            controller.send(messages.SendToRanks((number,), line))
+            controller.send(SendToRanks((number,), line))
             controller.settle()
-        controller.send(messages.EndRank(number, signal.SIGCONT))
-        assert not controller.expect(messages.RankStopped).is_stopped
+        controller.send(EndRank(number, signal.SIGCONT))
+        assert not controller.expect(RankStopped).is_stopped
 
     fill(0, 2)
     assert [controller.hear(0) for _ in range(2)] == [10 * MIB] * 2
     fill(1, 4)
     # It reads what its socket held: a line cut short.
-    exited = controller.expect(messages.Exited)
+    exited = controller.expect(Exited)
     assert (exited.rank, exited.status) == (1, 1)
     assert controller.ask(0, "1") == 1
 
@@ -354,16 +369,16 @@ def test_a_rank_that_does_not_start_is_reported_and_the_others_go_on(tmp_path):
     with running(str(program)) as controller:
         controller.start(0)
         program.unlink()
-        controller.send(messages.StartRanks((rank(1), rank(2))))
+        controller.send(StartRanks((rank(1), rank(2))))
         for number in (1, 2):
-            exited = controller.expect(messages.Exited)
+            exited = controller.expect(Exited)
             assert (exited.rank, exited.status) == (number, 127)
             assert f"{program}: No such file" in exited.evidence
         assert controller.ask(0, "1") == 1
         counts = []
         for number in range(3, 13):
-            controller.send(messages.StartRanks((rank(number),)))
-            assert controller.expect(messages.Exited).rank == number
+            controller.send(StartRanks((rank(number),)))
+            assert controller.expect(Exited).rank == number
             counts.append(num_descriptors(controller))
         assert_flat(counts)
 
@@ -387,13 +402,13 @@ def test_ranks_one_after_the_other_leave_no_descriptor_behind():
     with running("true") as controller:
         counts = []
         for number in range(100):
-            controller.send(messages.StartRanks((rank(number),)))
-            assert controller.expect(messages.Started).rank == number
-            assert controller.expect(messages.Exited).status == 0
+            controller.send(StartRanks((rank(number),)))
+            assert controller.expect(Started).rank == number
+            assert controller.expect(Exited).status == 0
             counts.append(num_descriptors(controller))
         assert_flat(counts)
         controller.stop()
-        controller.expect(messages.Finished)
+        controller.expect(Finished)
 
 
 def test_ranks_may_be_there_from_the_start():
@@ -406,8 +421,8 @@ def test_ranks_may_be_there_from_the_start():
 
 def test_a_rank_that_is_no_elastic_program_is_none_the_worse():
     with running("sh", "-c", "exit 5", ranks=(0,)) as controller:
-        controller.send(messages.SendToRanks((0,), "text"))
-        assert controller.expect(messages.Exited).status == 5
+        controller.send(SendToRanks((0,), "text"))
+        assert controller.expect(Exited).status == 5
 
 
 def test_who_waits_in_the_store_is_refused_when_it_is_cleared(controller):
@@ -426,11 +441,11 @@ def test_a_job_begins_once_no_process_of_its_host_is_left():
             controller.prepare("true", job_marker=marker)
             assert not wait_for([controller.node.transport.read_fd], [], 0.3)
             left.kill()
-        controller.expect(messages.Ready)
+        controller.expect(Ready)
 
 
 def test_another_job_has_no_channel_and_ends_with_its_ranks():
     words = ("sh", "-c", "test -z $RONDE_MEMBER")
     with running(*words, ranks=(0,), max_ranks=0) as controller:
-        assert controller.expect(messages.Exited).status == 0
-        controller.expect(messages.Finished)
+        assert controller.expect(Exited).status == 0
+        controller.expect(Finished)

@@ -101,7 +101,7 @@ def test_a_host_lost_while_the_user_ends_the_job_does_not_change_the_code():
     assert judge([], interrupted_by=2, lost=[lost("b")]).exit_code == 130
 
 
-def test_what_a_rank_said_before_its_exception_is_no_hearsay():
+def test_what_a_rank_said_before_its_exception_is_no_secondary_failure():
     said = ("Connection closed by peer, trying again", "ValueError: no")
     by_itself = replace(end(0, 1, tail=said), traceback="Traceback\nValueError: no")
     assert not by_itself.is_secondary

@@ -57,7 +57,7 @@ DIALECTS = {
 
 
 @pytest.mark.parametrize(("text", "hosts"), DIALECTS.items())
-def test_dialects(text, hosts) -> None:
+def test_host_files_as_other_launchers_have_them(text, hosts) -> None:
     assert read(text) == hosts
 
 

@@ -67,8 +67,8 @@ def small_group():
         path.rmdir()
 
 
-def count_of_rank(claim):
-    del claim
+def count_of_rank(info):
+    del info
     hvd.init()
     try:
         names = {}

@@ -81,7 +81,7 @@ def test_every_answer_arrives_as_it_was_sent(kind):
 
 
 @pytest.mark.parametrize("cause", [None, LOST, END])
-def test_a_verdict_arrives_as_it_was_sent(cause):
+def test_a_job_result_arrives_as_it_was_sent(cause):
     result = JobResult(3, cause, (END,), (), None, (LOST,))
     assert decode_message(encode_message(result), (JobResult,)) == result
 

@@ -22,7 +22,7 @@ from ronde.store import SharedKey, Transcript
 
 GOOD = "0123456789abcdef" * 2
 TOKEN = SharedKey(GOOD.encode())
-MEETING = Transcript(b"h" * 48, b"n" * 32, b"claim")
+MEETING = Transcript(b"h" * 48, b"n" * 32, b"node info")
 some_bytes = st.binary(max_size=40)
 meetings = st.builds(Transcript, some_bytes, some_bytes, some_bytes, some_bytes)
 
@@ -68,13 +68,13 @@ def test_another_certificate_makes_another_proof():
 @example(b'{"is": "NodeInfo", "host": "a\\u001b[2J", "slots": 1}')
 @example(b'{"is": "NodeInfo", "host": "-oProxyCommand=x", "slots": 1}')
 @example(b'{"is": "Leave"}')
-def test_what_is_no_claim_is_refused_by_a_sentence(raw):
+def test_what_is_no_node_info_is_refused_by_a_sentence(raw):
     with pytest.raises(LaunchError):
         decode_node_info(raw)
 
 
 @given(st.text(), st.integers(1, 10**6) | st.just(-1))
-def test_a_machine_of_any_name_can_claim_one(nodename, slots):
+def test_a_machine_of_any_name_has_a_node_info(nodename, slots):
     node_info = NodeInfo(host_name(nodename), slots)
     assert decode_node_info(encode_message(node_info)) == node_info
 

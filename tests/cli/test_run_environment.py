@@ -164,19 +164,19 @@ def test_rank_0_can_serve_on_the_port(ronde):
     assert (done.returncode, done.stdout) == (0, b"[0] bound\n"), done.stderr
 
 
-def test_what_a_killed_agent_and_its_keeper_leave_is_gone_after_the_next_job(ronde):
-    """The keeper removes it, if it may; nobody does where both are killed."""
+def test_what_a_killed_agent_and_its_reaper_leave_is_gone_after_the_next_job(ronde):
+    """The reaper removes it, if it may; nobody does where both are killed."""
     code = "import os, time; print(os.environ['RONDE_STORE'], flush=True); "
     words = ("run", "-n", "1", "--no-prefix", "--", sys.executable, "-c")
     for num_victims in (1, 2):
         with ronde.start(*words, code + "time.sleep(600)") as process:
             path = Path(process.stdout.readline().decode().strip())
-            keeper = only_child(process.pid, "agent")
-            agent = only_child(keeper, "agent")
+            reaper = only_child(process.pid, "agent")
+            agent = only_child(reaper, "agent")
             if num_victims == 2:
-                os.kill(keeper, signal.SIGSTOP)  # or it may remove it in between
+                os.kill(reaper, signal.SIGSTOP)  # or it may remove it in between
                 path.parent.chmod(0o755)  # or a job of another test may: it is private
-            for pid in (agent, keeper)[:num_victims]:
+            for pid in (agent, reaper)[:num_victims]:
                 os.kill(pid, signal.SIGKILL)
             process.communicate(timeout=60)
             assert process.returncode != 0

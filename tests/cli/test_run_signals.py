@@ -168,8 +168,8 @@ def test_an_agent_that_is_told_to_end_has_its_ranks_end_in_their_grace(ronde):
     with GatedJob(ronde, program) as process:
         lines = read_lines(process, b"ready", 2)
         agent = int(lines[0].split()[-1])
-        keeper = read_process(agent).parent
-        os.kill(keeper, signal.SIGTERM)
+        reaper = read_process(agent).parent
+        os.kill(reaper, signal.SIGTERM)
         read_lines(process, b"saved", 2)
         assert process.wait(_TIMEOUT_S) == 143
 
@@ -185,10 +185,10 @@ def _kill_the_agent(_reaper: int, agent: int, _rank: int) -> None:
 @pytest.mark.parametrize(
     ("stopped", "then", "code"),
     [
-        ("keeper", _kill_a_rank, 137),
+        ("reaper", _kill_a_rank, 137),
         ("agent", _kill_a_rank, 137),
         ("output", _kill_a_rank, 137),
-        ("keeper", _kill_the_agent, 70),
+        ("reaper", _kill_the_agent, 70),
     ],
 )
 def test_a_stopped_process_of_ours_keeps_no_job_from_its_end(
@@ -200,13 +200,13 @@ def test_a_stopped_process_of_ours_keeps_no_job_from_its_end(
         (agent, rank, child), (_, *others) = (
             map(int, line.split()[-3:]) for line in lines
         )
-        keeper = read_process(agent).parent
+        reaper = read_process(agent).parent
         (output,) = {
             p.pid for p in descendants(process.pid) if p.parent == process.pid
-        } - {keeper}
-        pids = {"agent": agent, "keeper": keeper, "output": output}
+        } - {reaper}
+        pids = {"agent": agent, "reaper": reaper, "output": output}
         os.kill(pids[stopped], signal.SIGSTOP)
-        then(pids["keeper"], agent, rank)
+        then(pids["reaper"], agent, rank)
         assert process.wait(_TIMEOUT_S) == code
         assert not any(map(read_process, [*pids.values(), rank, child, *others]))
 

@@ -11,15 +11,33 @@ from enum import Enum, auto
 from ronde.membership import (
     NEW,
     NO_VIEW,
+    Barred,
+    BeginView,
+    Connect,
+    Dismiss,
+    EndView,
     Event,
+    FinishAll,
+    HostGone,
+    HostLeaves,
+    HostReady,
+    HostsFound,
+    Kill,
+    MemberDone,
+    MemberLost,
+    MemberSettled,
     Membership,
     Order,
+    PauseView,
     Place,
+    Release,
     Rules,
+    StartProcess,
+    Stop,
+    Tick,
     View,
     ViewBegins,
     ViewPhase,
-    policy,
 )
 
 LAST_STEP = 40
@@ -106,12 +124,12 @@ class Environment:
         for name, number in slots.items():
             host = self.hosts.setdefault(name, Host(number))
             host.slots, host.is_found = number, True
-        self.tell(policy.HostsFound(slots))
+        self.tell(HostsFound(slots))
 
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
         if self.now_s >= self.membership.due_s:
-            self.tell(policy.Tick())
+            self.tell(Tick())
 
     def fail_host(self, name: str) -> None:
         host = self.hosts[name]
@@ -119,15 +137,15 @@ class Environment:
         for number, process in list(self.processes.items()):
             if process.place.host == name:
                 del self.processes[number]
-        self.tell(policy.HostGone(name, f"{name} was lost"))
+        self.tell(HostGone(name, f"{name} was lost"))
 
     def leave_host(self, name: str) -> None:
         self.hosts[name].is_leaving = True
-        self.tell(policy.HostLeaves(name, f"{name} is to be left"))
+        self.tell(HostLeaves(name, f"{name} is to be left"))
 
     def end(self, number: int, exit_code: int) -> None:
         del self.processes[number]
-        self.tell(policy.MemberLost(number, exit_code, f"{number} has ended"))
+        self.tell(MemberLost(number, exit_code, f"{number} has ended"))
 
     def fail(self, number: int) -> None:
         """Report that a process ends, which may be known already."""
@@ -135,17 +153,17 @@ class Environment:
         if process.doing not in ENDING:
             process.doing = Doing.FAILING
         reason = f"{number} failed"
-        self.tell(policy.MemberLost(number, 1, reason, has_ended=False))
+        self.tell(MemberLost(number, 1, reason, has_ended=False))
 
     def settle(self, number: int, reason: str = "") -> None:
         process = self.processes[number]
         process.doing = Doing.WAITING
-        self.tell(policy.MemberSettled(number, process.step, reason))
+        self.tell(MemberSettled(number, process.step, reason))
 
     def _get_ready(self, name: str) -> None:
         host = self.hosts[name]
         host.is_ready, host.is_connecting = True, False
-        self.tell(policy.HostReady(name, host.slots))
+        self.tell(HostReady(name, host.slots))
 
     def _connect(self) -> None:
         newest = max(process.step for process in self.members)
@@ -166,7 +184,7 @@ class Environment:
         process.step = LAST_STEP
         if process.doing is Doing.TRAINING:
             process.doing = Doing.DONE
-        self.tell(policy.MemberDone(number, LAST_STEP))
+        self.tell(MemberDone(number, LAST_STEP))
 
     def answers(self) -> list[Callable[[], None]]:
         """Return what can happen next without any fault."""
@@ -272,24 +290,24 @@ class Environment:
 
     def _obey(self, order: Order) -> None:
         match order:
-            case policy.Connect() | policy.Release():
+            case Connect() | Release():
                 self._obey_for_host(order)
-            case policy.EndView() | policy.PauseView():
+            case EndView() | PauseView():
                 self._obey_for_view(order)
-            case policy.BeginView():
+            case BeginView():
                 self._begin_view(order)
-            case policy.FinishAll():
+            case FinishAll():
                 assert all(p.step == LAST_STEP for p in self.members)
-            case policy.Barred():
+            case Barred():
                 assert order.host in self._barred()
-            case policy.Stop():
+            case Stop():
                 assert order.reason.endswith(".")
             case _:
                 self._obey_for_process(order)
 
-    def _obey_for_host(self, order: policy.Connect | policy.Release) -> None:
+    def _obey_for_host(self, order: Connect | Release) -> None:
         host = self.hosts[order.host]
-        if isinstance(order, policy.Connect):
+        if isinstance(order, Connect):
             assert not host.is_ready
             assert not host.is_connecting
             assert host.is_found
@@ -302,10 +320,10 @@ class Environment:
         assert order.host not in [p.place.host for p in self.processes.values()]
         host.is_ready = host.is_leaving = False
 
-    def _obey_for_view(self, order: policy.EndView | policy.PauseView) -> None:
+    def _obey_for_view(self, order: EndView | PauseView) -> None:
         told = [p.place.number for p in self.members if p.doing in IN_VIEW]
         assert list(order.numbers) == told
-        if isinstance(order, policy.EndView):
+        if isinstance(order, EndView):
             for number in order.numbers:
                 self.processes[number].doing = Doing.ASKED
             return
@@ -313,15 +331,13 @@ class Environment:
         assert not any(p.doing is Doing.DONE for p in self.members)
         self.stop_after = max(p.step for p in self.members) + 2
 
-    def _obey_for_process(
-        self, order: policy.StartProcess | policy.Kill | policy.Dismiss
-    ) -> None:
-        if isinstance(order, policy.StartProcess):
+    def _obey_for_process(self, order: StartProcess | Kill | Dismiss) -> None:
+        if isinstance(order, StartProcess):
             self._start(order.place)
             return
         process = self.processes[order.number]
         assert order.reason
-        if isinstance(order, policy.Kill):
+        if isinstance(order, Kill):
             assert process.doing is not Doing.KILLED
             process.doing = Doing.KILLED
         else:
@@ -342,7 +358,7 @@ class Environment:
         assert place[1:] not in taken
         self.processes[place.number] = Process(place)
 
-    def _begin_view(self, order: policy.BeginView) -> None:
+    def _begin_view(self, order: BeginView) -> None:
         rules, old = self.membership.rules, self.view
         assert order.view == old.view + 1
         # Never two views at a time.

@@ -8,11 +8,11 @@ from ronde.launch import own_environment
 
 WRAPPERS_THAT_END = """
 import ctypes, os, random, signal
-from ronde.collectives.rendezvous import find_launcher
+from ronde.collectives import find_launcher
 from ronde.world import RankInfo, Launcher
 
-claim = RankInfo(Launcher.PLAIN, 7, 8, 7, 8)
-launcher = find_launcher(claim)
+info = RankInfo(Launcher.PLAIN, 7, 8, 7, 8)
+launcher = find_launcher(info)
 ctypes.CDLL(None).prctl(36, 1)  # a subreaper: orphans stay below this process
 first, wrappers = os.getpid(), []
 read, write = os.pipe()
@@ -21,7 +21,7 @@ while len(wrappers) < 50 and not os.fork():
     os.write(write, os.getpid().to_bytes(4, "little"))
 if len(wrappers) == 50:
     while os.getppid() != first:
-        assert find_launcher(claim) == launcher
+        assert find_launcher(info) == launcher
     os._exit(0)
 if wrappers:
     signal.pause()

@@ -12,7 +12,28 @@ from tests.unit.membership_environment import (
     Environment,
 )
 
-from ronde.membership import NEW, Membership, Rules, ViewPhase, policy
+from ronde.membership import (
+    NEW,
+    RESET_LIMIT_EXCEEDED_MESSAGE,
+    Barred,
+    BeginView,
+    Connect,
+    Dismiss,
+    EndView,
+    FinishAll,
+    Kill,
+    MemberDone,
+    MemberLost,
+    MemberSettled,
+    Membership,
+    PauseView,
+    Place,
+    Release,
+    Rules,
+    StartProcess,
+    Stop,
+    ViewPhase,
+)
 
 NAMES = ["a", "b", "c"]
 PICKS = st.integers(0, 999)
@@ -139,13 +160,13 @@ def train(env, step):
 
 def test_the_first_view_waits_for_all_hosts_and_processes():
     env = Environment.of(Rules(1, 4), a=2, b=2)
-    assert ordered(env, policy.Connect) == [policy.Connect("a"), policy.Connect("b")]
+    assert ordered(env, Connect) == [Connect("a"), Connect("b")]
     env.answers()[0]()
     env.settle(0)
     env.settle(1)
     assert ranks(env) == []
     env.begin()
-    (view,) = ordered(env, policy.BeginView)
+    (view,) = ordered(env, BeginView)
     assert [place[1:] for place in view.members] == [
         ("a", 0),
         ("a", 1),
@@ -161,7 +182,7 @@ def test_a_host_that_does_not_get_ready_is_not_waited_for():
     env.begin()
     assert ranks(env) == [0, 1]
     env.wait(30.0)
-    assert ordered(env, policy.Connect)[-1] == policy.Connect("b")
+    assert ordered(env, Connect)[-1] == Connect("b")
     env.run(lambda: len(ranks(env)) == 4)
 
 
@@ -170,19 +191,19 @@ def test_survivors_go_on_at_once_and_the_replacement_takes_the_lost_rank():
     train(env, 3)
     env.orders.clear()
     env.end(1, -9)
-    assert env.orders == [policy.EndView((0, 2, 3), "1 has ended")]
+    assert env.orders == [EndView((0, 2, 3), "1 has ended")]
     for number in (3, 0, 2):
         assert len(env.orders) == 1
         env.settle(number)
     _, view, start = env.orders
-    assert isinstance(view, policy.BeginView)
+    assert isinstance(view, BeginView)
     assert ranks(env) == [0, 2, 3]
     assert (view.gone, view.new, view.step, view.is_equal) == ((1,), (), 3, True)
     assert view.reason == "1 has ended"
-    assert start == policy.StartProcess(policy.Place(4, "a", 1))
+    assert start == StartProcess(Place(4, "a", 1))
     env.run(lambda: len(ranks(env)) == 4)
     assert ranks(env) == [0, 2, 3, 4]
-    pause, view = ordered(env, policy.PauseView, policy.BeginView)[-2:]
+    pause, view = ordered(env, PauseView, BeginView)[-2:]
     assert pause.reason == view.reason == "a rank joins on a"
 
 
@@ -203,15 +224,15 @@ def test_all_who_are_lost_are_said(number: int, reason: str, *, has_settled: boo
             env.settle(other)
         env.end(other, -9)
     env.run(lambda: env.view.view == 1)
-    assert ordered(env, policy.BeginView)[-1].reason == reason
+    assert ordered(env, BeginView)[-1].reason == reason
 
 
 def test_a_host_that_is_barred_is_said():
     env = running(Rules(1, 4), a=4)
     for number in range(3):
-        assert not ordered(env, policy.Barred)
+        assert not ordered(env, Barred)
         env.end(number, -9)
-    assert ordered(env, policy.Barred) == [policy.Barred("a", 3, 30.0)]
+    assert ordered(env, Barred) == [Barred("a", 3, 30.0)]
 
 
 def test_who_fails_is_not_waited_for_but_keeps_its_place():
@@ -222,10 +243,10 @@ def test_who_fails_is_not_waited_for_but_keeps_its_place():
     for number in (0, 2, 3):
         env.settle(number)
     assert ranks(env) == [0, 2, 3]
-    assert not ordered(env, policy.StartProcess)
+    assert not ordered(env, StartProcess)
     env.end(1, 1)
-    (start,) = ordered(env, policy.StartProcess)
-    assert start.place == policy.Place(4, "a", 1)
+    (start,) = ordered(env, StartProcess)
+    assert start.place == Place(4, "a", 1)
 
 
 def test_who_fails_and_does_not_end_is_killed():
@@ -234,7 +255,7 @@ def test_who_fails_and_does_not_end_is_killed():
     env.fail(1)
     env.begin()
     env.wait(30.0)
-    assert [order.number for order in ordered(env, policy.Kill)] == [1]
+    assert [order.number for order in ordered(env, Kill)] == [1]
 
 
 def test_a_spare_takes_the_lost_rank():
@@ -243,7 +264,7 @@ def test_a_spare_takes_the_lost_rank():
     env.end(1, -9)
     env.begin()
     assert ranks(env) == [0, 3, 2]
-    (view,) = ordered(env, policy.BeginView)[1:]
+    (view,) = ordered(env, BeginView)[1:]
     assert (view.source, view.step, view.is_equal) == (0, 1, False)
 
 
@@ -252,7 +273,7 @@ def test_the_state_of_the_furthest_counts():
     env.processes[2].step += 1
     env.end(3, -9)
     env.begin()
-    view = ordered(env, policy.BeginView)[-1]
+    view = ordered(env, BeginView)[-1]
     assert (view.source, view.step, view.is_equal) == (2, 1, False)
 
 
@@ -262,7 +283,7 @@ def test_too_few_survivors_wait_for_others():
     for number in (1, 2, 3):
         env.settle(number)
     assert env.view.view == 0
-    assert ordered(env, policy.StartProcess)[-1].place.slot == 0
+    assert ordered(env, StartProcess)[-1].place.slot == 0
     env.begin()
     assert ranks(env) == [1, 4, 2, 3]
 
@@ -278,8 +299,8 @@ def test_too_few_for_too_long_stop_with_what_was_missing():
     env.wait(599.0)
     assert env.phase is ViewPhase.FORMING
     env.wait(1.0)
-    assert ordered(env, policy.Stop) == [
-        policy.Stop(
+    assert ordered(env, Stop) == [
+        Stop(
             "size must be at least min-ranks, 3, got 2 for 600 s, as b was lost. "
             "Hosts: a:2. Lower --min-ranks, or bring a host back.",
             is_too_few=True,
@@ -318,8 +339,8 @@ def test_who_ends_well_before_the_first_view_ends_the_job(is_first_to_wait):
     env.end(1, 0)
     if not is_first_to_wait:
         env.settle(0)
-    assert ordered(env, policy.Stop) == [
-        policy.Stop(
+    assert ordered(env, Stop) == [
+        Stop(
             "1 has ended without the others, which wait in hvd.init(). Have all ranks "
             "call it."
         )
@@ -336,7 +357,7 @@ def test_processes_that_fail_before_they_are_ready_end_the_job_where_no_host_is_
     assert env.phase is ViewPhase.FORMING
     for number in (2, 5, 6):
         env.end(number, 3)
-    (stop,) = ordered(env, policy.Stop)
+    (stop,) = ordered(env, Stop)
     assert stop.reason.endswith("before they were ready, the last time as 6 has ended.")
 
 
@@ -359,9 +380,9 @@ def test_who_is_kept_as_too_few_would_be_left_leaves_later():
     env = running(Rules(2, 3), a=2, b=2)
     env.orders.clear()
     env.leave_host("a")
-    assert not ordered(env, policy.PauseView)
+    assert not ordered(env, PauseView)
     env.settle(3)
-    assert env.orders == [policy.PauseView((0, 1, 2), "a is to be left")]
+    assert env.orders == [PauseView((0, 1, 2), "a is to be left")]
     env.settle(0)
     env.settle(1)
     env.end(3, -9)
@@ -380,9 +401,9 @@ def test_cooldowns_double_up_to_the_longest_and_end():
         assert ranks(env) == [0, 1]
         env.orders.clear()
         env.wait(left_s - 0.1)
-        assert not ordered(env, policy.Connect)
+        assert not ordered(env, Connect)
         env.wait(0.1)
-        assert ordered(env, policy.Connect) == [policy.Connect("b")]
+        assert ordered(env, Connect) == [Connect("b")]
         env.run(lambda: len(ranks(env)) == 4)
     for _ in range(2000):
         env.fail_host("b")
@@ -420,9 +441,9 @@ def test_with_one_rank_its_host_has_failed():
     env.orders.clear()
     env.end(2, 1)
     assert env.orders == [
-        policy.Barred("b", 1, 30.0),
-        policy.Kill(3, "2 has ended"),
-        policy.EndView((0, 1), "2 has ended"),
+        Barred("b", 1, 30.0),
+        Kill(3, "2 has ended"),
+        EndView((0, 1), "2 has ended"),
     ]
     assert env.membership.barred(env.now_s) == {"b": 30.0}
     env.begin()
@@ -435,8 +456,8 @@ def test_the_reset_limit_counts_all_views_but_the_first():
     env.run(lambda: env.view.view == 2)
     env.end(0, -9)
     env.run()
-    (stop,) = ordered(env, policy.Stop)
-    assert stop.reason.startswith(policy.RESET_LIMIT_EXCEEDED_MESSAGE.format(2))
+    (stop,) = ordered(env, Stop)
+    assert stop.reason.startswith(RESET_LIMIT_EXCEEDED_MESSAGE.format(2))
 
 
 @pytest.mark.parametrize("step", [0, 4])
@@ -448,7 +469,7 @@ def test_three_failures_of_the_program_at_one_step_stop(step):
         env.begin()
     env.end(ranks(env)[-1], 1)
     env.run()
-    (stop,) = ordered(env, policy.Stop)
+    (stop,) = ordered(env, Stop)
     assert stop.reason.startswith(
         f"3 times in a row a rank failed at step {step + 1}, the last time as "
     )
@@ -482,14 +503,12 @@ def test_newcomers_that_fail_do_not_stop_the_others():
 def test_all_have_applied_the_last_step():
     env = running(Rules(1, 2, spares=1), a=3)
     env.run()
-    assert env.orders[-1] == policy.FinishAll()
+    assert env.orders[-1] == FinishAll()
     assert all(process.step == LAST_STEP for process in env.members)
     env.end(0, 0)
     assert env.phase is ViewPhase.FINISHED
     env.end(1, 1)
-    assert ordered(env, policy.Stop) == [
-        policy.Stop("1 has ended after the last step.")
-    ]
+    assert ordered(env, Stop) == [Stop("1 has ended after the last step.")]
 
 
 def test_a_report_after_the_end_changes_nothing():
@@ -507,14 +526,14 @@ def test_ranks_that_end_with_0_end_the_job():
     env.end(0, 0)
     assert env.phase is ViewPhase.RUNNING
     env.end(1, 0)
-    assert env.orders[-1] == policy.FinishAll()
+    assert env.orders[-1] == FinishAll()
 
 
 def test_the_last_rank_is_done_after_the_others_have_ended_with_0():
     env = running(Rules(2, 2), a=2)
     env.finish(0)
     env.end(1, 0)
-    assert env.orders[-1] == policy.FinishAll()
+    assert env.orders[-1] == FinishAll()
 
 
 def test_a_rank_that_ends_with_0_too_early_has_left():
@@ -524,7 +543,7 @@ def test_a_rank_that_ends_with_0_too_early_has_left():
     assert not env.orders
     env.run(lambda: env.view.view == 1)
     assert ranks(env) == [0, 1]
-    assert ordered(env, policy.BeginView)[-1].reason == "it lost a peer"
+    assert ordered(env, BeginView)[-1].reason == "it lost a peer"
     env.run(lambda: len(ranks(env)) == 3)
 
 
@@ -533,9 +552,7 @@ def test_a_loss_while_others_end_with_0_is_no_success():
     env.end(0, 0)
     env.end(1, 1)
     env.end(2, 0)
-    assert ordered(env, policy.Stop) == [
-        policy.Stop("No rank has survived: 1 has ended.")
-    ]
+    assert ordered(env, Stop) == [Stop("No rank has survived: 1 has ended.")]
 
 
 def test_a_program_that_takes_no_part_may_end_with_0():
@@ -543,7 +560,7 @@ def test_a_program_that_takes_no_part_may_end_with_0():
     env.answers()[0]()
     env.end(0, 0)
     env.end(1, 0)
-    assert env.orders[-1] == policy.FinishAll()
+    assert env.orders[-1] == FinishAll()
     assert env.num_started == 2
 
 
@@ -551,9 +568,7 @@ def test_a_program_that_fails_at_once_stops_the_job():
     env = Environment.of(Rules(2, 2), a=2)
     env.answers()[0]()
     env.end(1, 1)
-    assert ordered(env, policy.Stop) == [
-        policy.Stop("1 has ended before any rank was ready.")
-    ]
+    assert ordered(env, Stop) == [Stop("1 has ended before any rank was ready.")]
 
 
 def test_a_loss_while_the_view_forms():
@@ -574,7 +589,7 @@ def test_a_loss_while_the_view_pauses():
     env.settle(0)
     env.orders.clear()
     env.end(1, -9)
-    assert env.orders == [policy.EndView((2,), "1 has ended")]
+    assert env.orders == [EndView((2,), "1 has ended")]
     env.settle(2)
     assert ranks(env) == [0]
 
@@ -586,7 +601,7 @@ def test_a_loss_while_a_rank_joins():
     env.end(2, -9)
     env.begin()
     assert ranks(env) == [0, 1]
-    assert ordered(env, policy.BeginView)[-1].is_equal
+    assert ordered(env, BeginView)[-1].is_equal
 
 
 def test_a_loss_while_the_others_are_done():
@@ -594,7 +609,7 @@ def test_a_loss_while_the_others_are_done():
     env.finish(0)
     env.orders.clear()
     env.end(2, -9)
-    assert env.orders == [policy.EndView((0, 1), "2 has ended")]
+    assert env.orders == [EndView((0, 1), "2 has ended")]
     env.settle(0)
     env.finish(1)
     env.settle(1)
@@ -609,7 +624,7 @@ def test_a_loss_once_all_others_are_done():
     env.finish(1)
     env.orders.clear()
     env.end(2, -9)
-    assert env.orders == [policy.FinishAll()]
+    assert env.orders == [FinishAll()]
 
 
 def test_some_settle_and_others_are_done_at_the_step_of_a_pause():
@@ -619,7 +634,7 @@ def test_some_settle_and_others_are_done_at_the_step_of_a_pause():
     env.settle(2)
     env.orders.clear()
     env.finish(1)
-    assert env.orders == [policy.EndView((1,), "b is to be left")]
+    assert env.orders == [EndView((1,), "b is to be left")]
     env.settle(1)
     assert ranks(env) == [0, 1]
 
@@ -628,18 +643,18 @@ def test_a_host_is_left_at_a_common_step_and_released_when_all_there_have_ended(
     env = running(Rules(2, 4), a=2, b=2)
     env.orders.clear()
     env.leave_host("a")
-    assert env.orders == [policy.PauseView((0, 1, 2, 3), "a is to be left")]
+    assert env.orders == [PauseView((0, 1, 2, 3), "a is to be left")]
     for number in range(4):
         env.settle(number)
     assert ranks(env) == [2, 3]
     assert env.orders[1:3] == [
-        policy.Dismiss(0, "a is to be left"),
-        policy.Dismiss(1, "a is to be left"),
+        Dismiss(0, "a is to be left"),
+        Dismiss(1, "a is to be left"),
     ]
     env.end(0, 0)
-    assert not ordered(env, policy.Release)
+    assert not ordered(env, Release)
     env.end(1, 0)
-    assert ordered(env, policy.Release) == [policy.Release("a")]
+    assert ordered(env, Release) == [Release("a")]
     assert env.membership.barred(env.now_s) == {"a": 30.0}
 
 
@@ -653,10 +668,10 @@ def test_who_was_dismissed_and_does_not_end_is_killed():
     env.orders.clear()
     env.wait(30.0)
     assert env.orders == [
-        policy.Kill(0, "process 0 on a did not end when it was left out", is_hung=True)
+        Kill(0, "process 0 on a did not end when it was left out", is_hung=True)
     ]
     env.end(0, -9)
-    assert env.orders[1:] == [policy.Release("a")]
+    assert env.orders[1:] == [Release("a")]
 
 
 def test_a_host_without_which_there_are_too_few_is_left_when_there_are_others():
@@ -685,9 +700,9 @@ def test_the_only_one_with_the_newest_state_leaves_once_others_have_it():
     env.end(1, -9)
     env.run(lambda: env.view.view == 1)
     assert ranks(env) == [0, 2, 3]
-    begin, pause = ordered(env, policy.BeginView, policy.PauseView)[-2:]
+    begin, pause = ordered(env, BeginView, PauseView)[-2:]
     assert begin.source == 0
-    assert pause == policy.PauseView((0, 2, 3), "a is to be left")
+    assert pause == PauseView((0, 2, 3), "a is to be left")
     env.begin()
     assert ranks(env) == [2, 3]
 
@@ -711,7 +726,7 @@ def test_slots_that_are_taken_away_are_left():
     env.find({"a": 1, "b": 2})
     env.begin()
     assert ranks(env) == [0, 2, 3]
-    assert ordered(env, policy.Dismiss) == [policy.Dismiss(1, "a has 1 slot now")]
+    assert ordered(env, Dismiss) == [Dismiss(1, "a has 1 slot now")]
 
 
 def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
@@ -725,10 +740,10 @@ def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
     assert env.phase is ViewPhase.FORMING
     env.wait(1.0)
     reason = "rank 2 on a hung for 30 s"
-    assert ordered(env, policy.Kill) == [policy.Kill(2, reason, is_hung=True)]
+    assert ordered(env, Kill) == [Kill(2, reason, is_hung=True)]
     assert ranks(env) == [0, 1]
     env.end(2, -9)
-    assert ordered(env, policy.StartProcess)[-1].place == policy.Place(3, "a", 2)
+    assert ordered(env, StartProcess)[-1].place == Place(3, "a", 2)
 
 
 def test_who_does_not_get_ready_is_killed_and_another_started():
@@ -736,7 +751,7 @@ def test_who_does_not_get_ready_is_killed_and_another_started():
     env.find({"a": 2})
     env.processes[1].is_stalled = True
     env.wait(600.0)
-    assert ordered(env, policy.Kill)[-1].number == 1
+    assert ordered(env, Kill)[-1].number == 1
     env.run(lambda: ranks(env) == [0, 2])
 
 
@@ -750,13 +765,13 @@ def test_newcomers_wait_5_s_for_others_that_start():
     assert env.phase is ViewPhase.RUNNING
     env.wait(0.1)
     assert env.phase is ViewPhase.PAUSING
-    assert ordered(env, policy.PauseView)[-1].reason == "a rank joins on a"
+    assert ordered(env, PauseView)[-1].reason == "a rank joins on a"
 
 
 def test_where_it_is_wanted_all_stop_for_those_that_start():
     env = running(Rules(1, 4, awaits_joining=True), a=2)
     env.find({"a": 4})
-    assert ordered(env, policy.PauseView)[-1].reason == "ranks start on a"
+    assert ordered(env, PauseView)[-1].reason == "ranks start on a"
     env.run(lambda: env.view.view == 1)
     assert ranks(env) == [0, 1, 2, 3]
 
@@ -775,7 +790,7 @@ def test_who_starts_is_awaited_for_a_minute(waited_s):
 
 def test_what_comes_from_nobody_is_ignored():
     membership = Membership(Rules(1, 2))
-    assert membership.apply(policy.MemberDone(7, 3), 0.0) == []
-    assert membership.apply(policy.MemberSettled(7, 3), 0.0) == []
-    assert membership.apply(policy.MemberLost(7, 0, "7 has ended"), 0.0) == []
+    assert membership.apply(MemberDone(7, 3), 0.0) == []
+    assert membership.apply(MemberSettled(7, 3), 0.0) == []
+    assert membership.apply(MemberLost(7, 0, "7 has ended"), 0.0) == []
     assert membership.phase is ViewPhase.FORMING

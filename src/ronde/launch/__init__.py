@@ -42,10 +42,11 @@ __getattr__ = lazy_exports(
         "joining.join_server": "JoinConfig wait_for_nodes",
         "limits": "ELASTIC Timeouts",
         "messages": (
-            "Exited FROM_AGENT Finished MAX_FRAME_BYTES MessageDecoder "
-            "MessageWriter NodeJob Notice Output PipeTransport ProcessStack "
-            "RankSpec RankText Ready Stream TO_AGENT decode_message encode "
-            "encode_message"
+            "Credit EndRank Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
+            "MessageDecoder MessageWriter NodeJob Notice Output Ping PipeTransport "
+            "Pong ProcessStack RankEnding RankSpec RankStopped RankText RankTexts "
+            "Ready Relayed SendToRanks Start StartRanks Started StopRanks Stream "
+            "TO_AGENT decode_message encode encode_message"
         ),
         "network": (
             "HostNetwork MeetingPoint choose_meeting_point find_candidates "

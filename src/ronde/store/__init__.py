@@ -10,7 +10,9 @@ __getattr__ = lazy_exports(
             "dial_network read_secret user_key"
         ),
         "local_socket": "dial listen own_directories remove",
-        "protocol": "Limits MAX_FRAME_BYTES Op Splitter StoreState decode encode",
+        "protocol": (
+            "Limits MAX_FRAME_BYTES Op Splitter Status StoreState decode encode"
+        ),
         "server": "serve_locally serve_network",
     },
 )

@@ -87,17 +87,15 @@ def mpi(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str
 )
 def test_variables_captured_from_real_launchers(name: str, launcher: Launcher) -> None:
     ranks = json.loads((ENVIRONMENTS / f"{name}.json").read_text())
-    claims = [read_rank_info(environ) for environ in ranks]
+    infos = [read_rank_info(environ) for environ in ranks]
     size = len(ranks)
-    assert [claim.launcher for claim in claims] == [launcher] * size
-    worlds = [claim.world for claim in claims]
+    assert [info.launcher for info in infos] == [launcher] * size
+    worlds = [info.world for info in infos]
     assert [world and world.rank for world in worlds] == list(range(size))
     assert {world and world.size for world in worlds} == {size}
     # One machine: every local number follows, whatever order the launcher gave them.
-    assert sorted(claim.local_rank for claim in claims) == list(range(size))
-    assert {(c.local_size, c.cross_rank, c.cross_size) for c in claims} == {
-        (size, 0, 1)
-    }
+    assert sorted(info.local_rank for info in infos) == list(range(size))
+    assert {(c.local_size, c.cross_rank, c.cross_size) for c in infos} == {(size, 0, 1)}
 
 
 def test_torchrun_hosts_the_meeting() -> None:
@@ -128,17 +126,17 @@ def test_ronde() -> None:
 
 
 def test_horovod_says_all_numbers_and_no_meeting() -> None:
-    claim = read_rank_info(HOROVOD)
-    assert claim.launcher is Launcher.HOROVOD
-    assert claim.world == World(3, 4, 1, 2, 1, 2)
-    assert claim.meeting is None
+    info = read_rank_info(HOROVOD)
+    assert info.launcher is Launcher.HOROVOD
+    assert info.world == World(3, 4, 1, 2, 1, 2)
+    assert info.meeting is None
 
 
 def test_slurm_step_with_unequal_nodes() -> None:
-    claim = read_rank_info(SLURM)
-    assert claim.launcher is Launcher.SLURM
-    assert claim.world == World(9, 11, 1, 3, 2, 3)
-    assert claim.job_id == "77.0"
+    info = read_rank_info(SLURM)
+    assert info.launcher is Launcher.SLURM
+    assert info.world == World(9, 11, 1, 3, 2, 3)
+    assert info.job_id == "77.0"
 
 
 def test_slurm_counts_only_hosts_that_have_the_local_rank() -> None:
@@ -147,42 +145,42 @@ def test_slurm_counts_only_hosts_that_have_the_local_rank() -> None:
 
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291", "4294967292"])
-def test_slurm_pseudo_step_is_no_claim(step: str) -> None:
+def test_slurm_pseudo_step_is_no_launcher(step: str) -> None:
     assert read_rank_info(SLURM | {"SLURM_STEP_ID": step}).launcher is Launcher.NONE
 
 
-def test_slurm_allocation_is_no_claim() -> None:
+def test_slurm_allocation_is_no_launcher() -> None:
     environ = {name: v for name, v in SLURM.items() if name != "SLURM_STEP_ID"}
     assert read_rank_info(environ) == RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
 
 
 def test_open_mpi_over_nodes_leaves_the_node_open() -> None:
-    claim = read_rank_info(
+    info = read_rank_info(
         mpi(2, 4, 0, 2) | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}
     )
-    assert claim.world is None
-    assert (claim.local_rank, claim.local_size) == (0, 2)
-    assert claim.meeting == Meeting("n1", 5000)
+    assert info.world is None
+    assert (info.local_rank, info.local_size) == (0, 2)
+    assert info.meeting == Meeting("n1", 5000)
 
 
 def test_plain_without_local_numbers_leaves_them_open() -> None:
-    claim = read_rank_info({"RANK": "2", "WORLD_SIZE": "4"})
-    assert claim == RankInfo(Launcher.PLAIN, 2, 4, 0, 1)
-    assert claim.world is None
+    info = read_rank_info({"RANK": "2", "WORLD_SIZE": "4"})
+    assert info == RankInfo(Launcher.PLAIN, 2, 4, 0, 1)
+    assert info.world is None
     assert read_rank_info(
         {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
     ) == RankInfo(Launcher.PLAIN, 2, 4, 2, 3)
 
 
 def test_plain_world_of_one_is_whole() -> None:
-    claim = read_rank_info({"RANK": "0", "WORLD_SIZE": "1"})
-    assert claim.world == World(0, 1, 0, 1, 0, 1)
+    info = read_rank_info({"RANK": "0", "WORLD_SIZE": "1"})
+    assert info.world == World(0, 1, 0, 1, 0, 1)
 
 
 def test_torchrun_over_nodes_leaves_the_hosts_to_an_exchange() -> None:
-    claim = read_rank_info(TORCHRUN_ON_NODE_1_OF_2)
-    assert (claim.rank, claim.local_rank, claim.local_size) == (3, 1, 2)
-    assert claim.world is None
+    info = read_rank_info(TORCHRUN_ON_NODE_1_OF_2)
+    assert (info.rank, info.local_rank, info.local_size) == (3, 1, 2)
+    assert info.world is None
 
 
 @pytest.mark.parametrize(
@@ -191,8 +189,8 @@ def test_torchrun_over_nodes_leaves_the_hosts_to_an_exchange() -> None:
     ids=["openmpi", "pmi"],
 )
 def test_one_torchrun_a_node_is_the_inner_world(outer: dict[str, str]) -> None:
-    claim = read_rank_info(TORCHRUN_ON_NODE_1_OF_2 | outer)
-    assert (claim.launcher, claim.rank, claim.size) == (Launcher.TORCHRUN, 3, 4)
+    info = read_rank_info(TORCHRUN_ON_NODE_1_OF_2 | outer)
+    assert (info.launcher, info.rank, info.size) == (Launcher.TORCHRUN, 3, 4)
 
 
 def test_slurm_left_over_from_starting_mpi_does_not_count() -> None:
@@ -201,21 +199,21 @@ def test_slurm_left_over_from_starting_mpi_does_not_count() -> None:
 
 
 def test_pmi_under_srun_takes_the_local_numbers_of_the_step() -> None:
-    claim = read_rank_info(SLURM | {"PMI_RANK": "9", "PMI_SIZE": "11"})
-    assert (claim.launcher, claim.local_rank, claim.local_size) == (Launcher.PMI, 1, 3)
-    assert claim.cross_size == 3
+    info = read_rank_info(SLURM | {"PMI_RANK": "9", "PMI_SIZE": "11"})
+    assert (info.launcher, info.local_rank, info.local_size) == (Launcher.PMI, 1, 3)
+    assert info.cross_size == 3
 
 
 def test_world_size_exported_beside_srun_agrees() -> None:
-    claim = read_rank_info(SLURM | {"WORLD_SIZE": "11"})
-    assert (claim.launcher, claim.rank) == (Launcher.SLURM, 9)
+    info = read_rank_info(SLURM | {"WORLD_SIZE": "11"})
+    assert (info.launcher, info.rank) == (Launcher.SLURM, 9)
     with pytest.raises(WorldError, match=r"WORLD_SIZE=8.*SLURM_NTASKS=11.*no RANK"):
         read_rank_info(SLURM | {"WORLD_SIZE": "8"})
 
 
 def test_rank_from_procid_by_hand_agrees() -> None:
-    claim = read_rank_info(SLURM | {"RANK": "9", "WORLD_SIZE": "11"})
-    assert (claim.launcher, claim.local_rank) == (Launcher.PLAIN, 1)
+    info = read_rank_info(SLURM | {"RANK": "9", "WORLD_SIZE": "11"})
+    assert (info.launcher, info.local_rank) == (Launcher.PLAIN, 1)
 
 
 CONTRADICTIONS = {
@@ -311,9 +309,9 @@ STRAYS = [
 def test_what_is_left_over_does_not_count_and_is_listed(stray: dict[str, str]) -> None:
     said = {"=".join(item) for item in stray.items()}
     for launcher in ({}, SLURM, HOROVOD, mpi(1, 2, 1, 2)):
-        claim = read_rank_info(launcher | stray)
-        assert set(claim.stray) == said
-        assert replace(claim, stray=()) == read_rank_info(launcher)
+        info = read_rank_info(launcher | stray)
+        assert set(info.stray) == said
+        assert replace(info, stray=()) == read_rank_info(launcher)
 
 
 @pytest.mark.parametrize(
@@ -363,22 +361,20 @@ def test_what_our_launcher_sets_is_read_back(
         JobFacts("job", 0, "cookie"),
         NodeFacts(hosts[world.rank], node_rank, len(nodes)),
     )
-    claim = read_rank_info(environ | {"MASTER_ADDR": "n0", "MASTER_PORT": "4242"})
-    assert (claim.launcher, claim.job_id) == (Launcher.RONDE, "job")
-    assert claim.world == world
+    info = read_rank_info(environ | {"MASTER_ADDR": "n0", "MASTER_PORT": "4242"})
+    assert (info.launcher, info.job_id) == (Launcher.RONDE, "job")
+    assert info.world == world
 
 
 @pytest.mark.parametrize("environ", [{}, RONDE, SLURM, TORCHRUN_ON_NODE_1_OF_2])
 def test_any_launchers_ranks_are_told_the_engine(environ):
-    claim = read_rank_info(environ)
-    assert (claim.engine, claim.algorithm) == ("auto", "")
+    info = read_rank_info(environ)
+    assert (info.engine, info.algorithm) == ("auto", "")
     said = {"RONDE_ENGINE": "scheduled", "RONDE_ALGORITHM": "ring"}
     assert read_rank_info(environ | said) == replace(
-        claim, engine="scheduled", algorithm="ring"
+        info, engine="scheduled", algorithm="ring"
     )
-    assert (
-        read_rank_info(environ | {"RONDE_ENGINE": "", "RONDE_ALGORITHM": ""}) == claim
-    )
+    assert read_rank_info(environ | {"RONDE_ENGINE": "", "RONDE_ALGORITHM": ""}) == info
 
 
 @pytest.mark.parametrize("name", ["RONDE_ENGINE", "RONDE_ALGORITHM"])
@@ -388,6 +384,6 @@ def test_an_engine_that_is_not_there_is_refused(name):
 
 
 def test_every_engine_that_can_be_named_can_be_connected_by():
-    from ronde.collectives import ENGINES as MAKERS
+    from ronde.collectives import ENGINES as FACTORIES
 
-    assert set(MAKERS) <= set(ENGINES)
+    assert set(FACTORIES) <= set(ENGINES)
