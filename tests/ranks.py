@@ -30,7 +30,7 @@ from torch.distributed import TCPStore
 from ronde.collectives import Communicator, connect
 from ronde.errors import PeerLostError
 from ronde.store import listen, serve_locally
-from ronde.world import Launcher, Meeting, RankInfo
+from ronde.world import Launcher, RankInfo
 
 PRELOAD = [
     *("torch", "torch._dynamo", "numpy", "cloudpickle", "pytest", "ronde.torch"),
@@ -98,10 +98,12 @@ def run_ranks(
         Exception: What the first rank to fail raised, with its traceback as a note.
         RankFailedError: A rank hung, died, or raised what cannot be pickled.
     """
-    store = hosted_store()
-    claims = [claim_of(rank, size, store) for rank in range(size)]
-    orders = [Order(fn, args, claim=c, connecting=connecting) for c in claims]
-    return _run(orders, timeout_s, dying)
+    # Not torch's store: to log a connection it asks a name server for the loopback's
+    # name, which may not answer for seconds.
+    with job_store() as store:
+        claims = [claim_of(rank, size, store) for rank in range(size)]
+        orders = [Order(fn, args, claim=c, connecting=connecting) for c in claims]
+        return _run(orders, timeout_s, dying)
 
 
 def run_ranks_bare(
@@ -168,10 +170,11 @@ def hosted_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def claim_of(rank: int, size: int, store: TCPStore) -> RankInfo:
-    """Claim a place on this host, meeting at ``store``."""
-    meeting = Meeting("127.0.0.1", store.port, is_hosted=True)
-    return RankInfo(Launcher.PLAIN, rank, size, rank, size, 0, 1, meeting, "tests")
+def claim_of(rank: int, size: int, store: str) -> RankInfo:
+    """Claim a place on this host, meeting at a :func:`job_store`."""
+    return RankInfo(
+        Launcher.RONDE, rank, size, rank, size, 0, 1, job_id="tests", store=store
+    )
 
 
 def _environment(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 
-from ronde.collectives import CHUNK, Communicator, SoloEngine
-from ronde.collectives.adasum import adasum
+from ronde.collectives import CHUNK, Communicator, SoloEngine, adasum_all_reduce
 from ronde.errors import UsageError
 
 LENGTHS = (1, 3, 0, 64, 5, CHUNK + 7)
@@ -41,7 +40,7 @@ def sample(rank, dtype, numel=NUMEL):
 
 def combine_samples(communicator):
     return {
-        (dtype, lengths): adasum(
+        (dtype, lengths): adasum_all_reduce(
             communicator, sample(communicator.rank, dtype), lengths
         )
         for dtype in DTYPES
@@ -76,7 +75,10 @@ def combine_extremes(communicator):
     parallel = torch.full((3, 2), 2.0).t()
     huge = torch.full((9,), 1e-19 if rank else 1e19)
     tiny = torch.full((9,), 1e-40)
-    return [adasum(communicator, t) for t in (zero, orthogonal, parallel, huge, tiny)]
+    return [
+        adasum_all_reduce(communicator, t)
+        for t in (zero, orthogonal, parallel, huge, tiny)
+    ]
 
 
 def test_zero_orthogonal_parallel_and_extreme():
@@ -92,7 +94,10 @@ def test_zero_orthogonal_parallel_and_extreme():
 
 def combine_few(communicator):
     rank = communicator.rank
-    return [adasum(communicator, sample(rank, torch.float64, n)) for n in range(4)]
+    return [
+        adasum_all_reduce(communicator, sample(rank, torch.float64, n))
+        for n in range(4)
+    ]
 
 
 def test_fewer_elements_than_ranks():
@@ -105,7 +110,7 @@ def test_fewer_elements_than_ranks():
 
 def refuse(communicator):
     with pytest.raises(UsageError, match="power of two for Adasum, got 3"):
-        adasum(communicator, torch.ones(2))
+        adasum_all_reduce(communicator, torch.ones(2))
 
 
 def test_three_ranks_are_refused():
@@ -121,4 +126,4 @@ def test_three_ranks_are_refused():
 )
 def test_what_cannot_be_is_refused(tensor, lengths, message):
     with pytest.raises(UsageError, match=message):
-        adasum(Communicator(SoloEngine()), tensor, lengths)
+        adasum_all_reduce(Communicator(SoloEngine()), tensor, lengths)

@@ -29,7 +29,7 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "adasum": "CHUNK",
+        "adasum": "CHUNK adasum_all_reduce",
         "algorithms": (
             "ALGORITHMS Action Chunks Load Round Schedule ScheduleStep find_algorithm"
         ),
@@ -47,7 +47,7 @@ __getattr__ = lazy_exports(
         "engines.shared_memory.waiting": "Contention",
         "engines.solo": "SoloEngine",
         "engines.torch_distributed": "TorchDistributedEngine",
-        "rendezvous": "meet step_ports",
+        "rendezvous": "find_launcher meet step_ports",
         "scope": "ABORTING AbortScope",
         "store": "RendezvousStore store_at store_beyond",
     },

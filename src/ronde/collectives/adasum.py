@@ -24,7 +24,7 @@ CHUNK = 1 << 16  # elements that are held in float64 at a time
 _TINY = sys.float_info.min**0.5  # a squared norm below this counts as 0: coefficient 1
 
 
-def adasum(
+def adasum_all_reduce(
     communicator: Communicator, tensor: Tensor, lengths: Sequence[int] = ()
 ) -> Tensor:
     """Combine ``tensor`` over all ranks by Adasum, in place; collective, blocks."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Communicator
-from ronde.collectives.adasum import adasum
+from ronde.collectives.adasum import adasum_all_reduce
 from ronde.collectives.torch_modes import writing_to
 from ronde.coordination.node import RunCommand
 from ronde.coordination.requests import Entry, OpKind, Request, StreamMark
@@ -242,7 +242,7 @@ class Execution:
             case OpKind.ADASUM:
                 if before != 1.0:
                     tensor.mul_(before)
-                adasum(communicator, tensor)
+                adasum_all_reduce(communicator, tensor)
                 return tensor if after == 1.0 else tensor.mul_(after)
             case OpKind.BROADCAST:
                 work = communicator.broadcast(tensor, request.root)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ronde.collectives import Communicator
-from ronde.collectives.adasum import adasum
+from ronde.collectives.adasum import adasum_all_reduce
 from ronde.data_parallel import Compressor, GroupConnector, ReducerKey
 from ronde.data_parallel.group import run
 
@@ -112,7 +112,7 @@ class DeltaStep:
         wire, context = self._compressor.compress(flat)
         lengths = [delta.numel() for delta in deltas]
         combined = self._compressor.decompress(
-            adasum(communicator, wire, lengths), context
+            adasum_all_reduce(communicator, wire, lengths), context
         )
         parts = cast("tuple[Tensor, ...]", combined.split(lengths))
         for delta, part in zip(deltas, parts, strict=True):
