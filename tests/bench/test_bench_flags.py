@@ -90,7 +90,7 @@ def test_wrong_words_are_refused_in_one_sentence(
         raise AssertionError(err)
 
 
-def test_an_unknown_collective_is_told_the_list(
+def test_an_unknown_collective_is_answered_with_the_list(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(["all_sum"]) == Exit.USAGE

@@ -116,7 +116,7 @@ def test_columns_of_engines_never_touch(time_us: float) -> None:
     assert float(words[9]) == pytest.approx(time_us, rel=0.05)
 
 
-def test_the_limit_is_told_with_what_nccl_counts_on() -> None:
+def test_the_limit_is_reported_with_what_nccl_counts_on() -> None:
     limit = Limit(482.14, "18 NVLinks", "a pure ring less", 397.29, "NVLinks, too")
     lines = heading_lines(heading(limit=limit))
     first = lines.index("# limit: busbw at most 482.14 GB/s")
@@ -127,12 +127,12 @@ def test_the_limit_is_told_with_what_nccl_counts_on() -> None:
     ]
 
 
-def test_more_than_the_limit_is_told_below_the_rows() -> None:
+def test_more_than_the_limit_is_reported_below_the_rows() -> None:
     totals = Totals(peak_busbw_gb_per_s=600.0, peak_size_bytes=1 << 20)
     known = heading(limit=Limit(482.14, "18 NVLinks"))
     ended = ending_lines(known, Ending(totals, ended_at=AT))
-    (told,) = [line for line in ended if line.startswith("# limit: ")]
-    assert told.startswith("# limit: 124 % of the bound: something")
+    (reported,) = [line for line in ended if line.startswith("# limit: ")]
+    assert reported.startswith("# limit: 124 % of the bound: something")
     totals.peak_busbw_gb_per_s = 482.0
     ended = ending_lines(known, Ending(totals, ended_at=AT))
     assert not any(line.startswith("# limit: ") for line in ended)

@@ -236,7 +236,7 @@ def test_a_reserve_is_kept():
     assert largest_row(2 * GIB, 1, is_checked=False) == GIB // 2
 
 
-def test_what_does_not_fit_is_told_what_would():
+def test_what_does_not_fit_is_refused_with_what_would():
     memory = AvailableMemory(200, "the memory", "")
     with pytest.raises(UsageError, match=r"-b must be at most 100 .*got 101\. Give -b"):
         require_room(101, 100, memory)

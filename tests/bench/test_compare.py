@@ -81,7 +81,7 @@ def test_repeated_rows_count_by_their_median() -> None:
     assert compare(a, result(row(8, 15.0))).mean_ratio() == pytest.approx(2.0)
 
 
-def test_what_one_alone_has_is_told() -> None:
+def test_what_one_alone_has_is_reported() -> None:
     other = replace(row(16), dtype="half")
     found = compare(result(row(8), row(16)), result(row(8), other))
     assert [key.size_bytes for key in found.only_a] == [16]
@@ -114,7 +114,7 @@ def test_engines_meet_their_own_kind() -> None:
     assert compare([gloo], [mpi]).mean_ratio() == 2.0
 
 
-def test_incomplete_and_wrong_results_are_told_of() -> None:
+def test_incomplete_and_wrong_results_are_reported() -> None:
     wrong = replace(row(8), in_place=Side(1.0, 1.0, 1.0, 3))
     b = [replace(each, is_complete=False) for each in result(row(8))]
     assert compare(result(wrong), b).warnings == (

@@ -110,7 +110,7 @@ def test_memory_binds_where_the_network_is_faster(run_ranks) -> None:
     assert found[0].limit.link.startswith("memory, ")
 
 
-def test_a_link_that_does_not_tell_is_no_limit(run_ranks) -> None:
+def test_a_link_that_does_not_report_is_no_limit(run_ranks) -> None:
     found = run_ranks(2, _search, ["a", "b"], KnownRates(interface="lo"), "all_reduce")
     assert found[0].limit is None
     assert found[0].reason == (

@@ -268,7 +268,7 @@ def test_a_log_with_nothing_to_read_is_an_error(content: Any, message: str) -> N
         read(content)
 
 
-def test_the_line_of_a_damaged_result_is_told() -> None:
+def test_the_line_of_a_damaged_result_is_reported() -> None:
     text = json.dumps(changed("results.1.size", "big"), indent=1)
     line = text[: text.index('"big"')].count("\n") + 1
     (damage,) = read_log(text, "a.json").damage

@@ -69,7 +69,7 @@ def test_the_true_test_is_always_among_the_candidates(
         ("gather", {"gather", "scatter"}),
     ],
 )
-def test_eight_ranks_tell_most_tests_apart(test: str, candidates: set[str]) -> None:
+def test_eight_ranks_distinguish_most_tests(test: str, candidates: set[str]) -> None:
     assert set(infer_tests(rows_of(test, 8, 200.0), 8)) == candidates
 
 

@@ -92,7 +92,7 @@ def test_a_prefix_of_mpirun_is_no_part_of_a_row() -> None:
     assert row.in_place == Side(83.22, 100.80, 176.40, 0)
 
 
-def test_rows_that_were_left_out_are_told_of() -> None:
+def test_rows_that_were_left_out_are_reported() -> None:
     run = read("aws_adt_README_3.log")
     assert run.warnings == ("line 5: rows were left out here",)
 

@@ -177,7 +177,7 @@ def test_nccl_speaks_within_a_row(at: int) -> None:
     assert read_one(join(lines)).rows == tuple(ROWS)
 
 
-def test_alltoallv_tells_of_its_traffic_within_a_row() -> None:
+def test_alltoallv_reports_its_traffic_within_a_row() -> None:
     lines = log_lines("alltoallv", ROWS, Form())
     row = first_row(lines)
     whole = lines[row]
@@ -185,7 +185,7 @@ def test_alltoallv_tells_of_its_traffic_within_a_row() -> None:
     assert read_one(join(lines)).rows == tuple(ROWS)
 
 
-def test_lines_of_others_are_passed_over_and_told_of() -> None:
+def test_lines_of_others_are_passed_over_and_reported() -> None:
     lines = log_lines("all_reduce", ROWS, Form())
     at = first_row(lines) + 1
     lines.insert(at, "srun: job 12 is queued")

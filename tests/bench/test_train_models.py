@@ -82,7 +82,7 @@ def test_auxiliary_classifiers_count_less():
     assert three == pytest.approx(own * (1 + 2 * AUXILIARY_WEIGHT))
 
 
-def test_googlenet_tells_one_answer_after_training():
+def test_googlenet_has_one_answer_after_training():
     model, (images, _) = build_on_meta("googlenet")
     assert [len(each) for each in (model(images), model.eval()(images))] == [3, 1]
 

@@ -38,6 +38,11 @@ def on_host(move):
     return to
 
 
+def _shrunk(size):
+    is_large = isinstance(size, int) and size > 1 << 20
+    return size >> 10 if is_large else size
+
+
 class FakeTorch:
     """Has what ``--burn`` takes of torch; what is not here is torch's own.
 
@@ -45,6 +50,8 @@ class FakeTorch:
         addresses: Of its GPUs, domain, bus and device each.
         pins: Whether memory of the host can be pinned.
         memory_bytes: No tensor on a GPU is larger.
+
+    A tensor of many bytes is made with few: copies of it take no time.
     """
 
     def __init__(self, *addresses, pins=True, memory_bytes=1 << 40):
@@ -72,7 +79,10 @@ class FakeTorch:
                 > self.memory_bytes
             ):
                 raise RuntimeError("CUDA out of memory.\nTry something else.")
-        return torch.zeros(size, dtype=dtype)
+        return torch.zeros(_shrunk(size), dtype=dtype)
+
+    def empty(self, size, *, dtype):
+        return torch.empty(_shrunk(size), dtype=dtype)
 
     def _properties(self, number):
         domain, bus, device = self.addresses[number]

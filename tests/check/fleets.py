@@ -46,7 +46,7 @@ def each_host(fact, tell):
     return judge
 
 
-def _tell_small(value):
+def _report_small(value):
     return f"{value} GiB can be locked" if value < 32 else ""
 
 
@@ -60,7 +60,7 @@ CHECKS = (
         "locked-memory",
         Family.HOST,
         Severity.FAIL,
-        each_host("host.memlock_gib", _tell_small),
+        each_host("host.memlock_gib", _report_small),
         "host.memlock_gib",
         fix="ulimit -l unlimited",
     ),

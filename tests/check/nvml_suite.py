@@ -106,7 +106,7 @@ def check_steady(nvml):
             assert nvml.ask_gpu(question, number) == nvml.ask_gpu(question, number)
 
 
-def check_told_apart(nvml):
+def check_distinguished(nvml):
     """No two GPUs have the same name or place."""
     numbers = range(nvml.ask_host("count"))
     for question in ("bus_ids",):
@@ -120,4 +120,4 @@ def check_record(nvml):
     assert len(answers["gpus"]) == nvml.ask_host("count")
 
 
-SUITE = (check_forms, check_steady, check_told_apart, check_record)
+SUITE = (check_forms, check_steady, check_distinguished, check_record)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-from ronde.check import HostSet
+from ronde.check import HostSet, all_steps
 from ronde.launch import Answer
 
 WORDS = [sys.executable, "-c", "from ronde.check import main; main()"]
@@ -18,8 +18,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 """Starts the program: takes the host's name and what ``subprocess.Popen`` takes."""
 
 
-class PipedInterview:
-    """Asks like ``ronde.launch``; all hosts at once."""
+class PipedPrograms:
+    """Asks like ``RemotePrograms`` of ``ronde.launch``; all hosts at once."""
 
     def __init__(self, programs: Mapping[str, "subprocess.Popen[str]"]) -> None:
         self.programs = programs
@@ -37,29 +37,44 @@ class PipedInterview:
         late = Answer("", f"no answer within {timeout_s:g} s")
         return {name: answers.get(name, late) for name in questions}
 
-    def _ask_one(self, name: str, line: str, answers: dict[str, Answer]) -> None:
+    def _ask_one(self, name: str, question: str, answers: dict[str, Answer]) -> None:
         program = self.programs[name]
         assert program.stdin
         assert program.stdout
         asked_s = time.monotonic()
         try:
-            os.write(program.stdin.fileno(), f"{line}\n".encode())  # keeps no rest
+            os.write(program.stdin.fileno(), f"{question}\n".encode())  # keeps no rest
         except BrokenPipeError:
             answers[name] = Answer("", "its program has ended")
             return
-        said = program.stdout.readline()
-        answers[name] = Answer(said, "", asked_s, time.monotonic())
+        line = program.stdout.readline()
+        answers[name] = Answer(line, "", asked_s, time.monotonic())
 
 
-def _start_here(name: str, **popen: Any) -> "subprocess.Popen[str]":
+def start_here(_name: str, **popen: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen(WORDS, **popen)
 
 
+def start_without_b(name: str, **popen: Any) -> "subprocess.Popen[str]":
+    """Start the program, which has ended already on the host ``b``."""
+    program = start_here(name, **popen)
+    if name == "b":
+        program.kill()
+        program.wait()
+    return program
+
+
+def run_step(name: str, hosts: HostSet) -> None:
+    """Run a step of ``ronde check`` by its name."""
+    (step,) = (each for each in all_steps() if each.name == name)
+    step.run(hosts)
+
+
 @contextmanager
-def panel_of(
+def start_hosts(
     addresses: Mapping[str, str],
     settings: dict[str, Any] | None = None,
-    start: Start = _start_here,
+    start: Start = start_here,
 ) -> Generator[HostSet]:
     """Start the program for each host; end them all."""
     programs: dict[str, subprocess.Popen[str]] = {}
@@ -70,5 +85,4 @@ def panel_of(
             )
             programs[name] = ending.enter_context(program)
             ending.callback(program.kill)
-        interview = cast("Any", PipedInterview(programs))
-        yield HostSet(interview, addresses, settings or {})
+        yield HostSet(cast("Any", PipedPrograms(programs)), addresses, settings or {})

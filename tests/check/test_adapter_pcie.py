@@ -2,8 +2,17 @@
 
 import pytest
 
-from ronde.check import FAIL, WARN, FactReader, Fleet, HostFacts, adapter_pcie, judge
-from ronde.check.network import interfaces, pci, rdma
+from ronde.check import (
+    FAIL,
+    PROBES,
+    WARN,
+    FactReader,
+    Fleet,
+    HostFacts,
+    adapter_pcie,
+    judge,
+    read_facts,
+)
 
 SLOT = "sys/devices/pci0000:5d/0000:5d:01.0"
 CARD = f"{SLOT}/0000:5e:00.0"
@@ -49,8 +58,7 @@ def probe(tmp_path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.symlink_to(tmp_path / target)
         reader = FactReader({"root": str(tmp_path)})
-        for module in (interfaces, rdma, pci):
-            module.read(reader)
+        read_facts(reader, PROBES["network"].modules)
         assert {"network.pci_links", "network.is_virtual"} <= reader.values.keys()
         return reader.values
 

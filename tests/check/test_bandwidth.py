@@ -10,8 +10,12 @@ from itertools import combinations
 import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
+from tests.check.programs import run_step
+from tests.limits import HANG_S
 
 from ronde.check import (
+    FRAME,
+    NUM_STREAMS,
     Family,
     Fleet,
     HostFacts,
@@ -21,11 +25,14 @@ from ronde.check import (
     Streams,
     judge,
     judge_pairs,
+    listen,
+    receive_exactly,
     rounds,
+    stream,
 )
-from ronde.check.network import bandwidth as steps, reach
 from ronde.launch import Answer
 
+RATES, FAILURES = "network.bandwidth", "network.bandwidth_failures"
 LOOPBACK = "127.0.0.1"
 
 
@@ -43,8 +50,8 @@ def slow_down(rates, sender, receiver, rate):
 
 
 def fleet_of(rates):
-    told = (HostFacts(h, {steps.RATES: r}, {}, {}) for h, r in rates.items())
-    return Fleet(tuple(told), {})
+    reported = (HostFacts(h, {RATES: r}, {}, {}) for h, r in rates.items())
+    return Fleet(tuple(reported), {})
 
 
 def findings_of(rates):
@@ -128,7 +135,7 @@ def test_seventy_percent_of_the_median_is_enough():
         assert len(judge_pairs(rates)[0]) == num_found
 
 
-def test_a_host_that_sends_slowly_is_told_with_its_partners():
+def test_a_host_that_sends_slowly_is_reported_with_its_partners():
     rates = even_rates(4)
     for other, rate in (("h0", 0.9), ("h2", 0.5), ("h3", 0.7)):
         slow_down(rates, "h1", other, rate)
@@ -138,7 +145,7 @@ def test_a_host_that_sends_slowly_is_told_with_its_partners():
     assert found.usual == "10 GB/s between other hosts"
 
 
-def test_a_host_that_receives_slowly_is_told_so_and_many_partners_are_counted():
+def test_a_host_that_receives_slowly_is_reported_and_many_partners_are_counted():
     rates = even_rates(8)
     for other in hosts_of(8)[1:]:
         slow_down(rates, other, "h0", 5.0)
@@ -147,7 +154,7 @@ def test_a_host_that_receives_slowly_is_told_so_and_many_partners_are_counted():
     assert found.what == "it receives only 5 GB/s from h1, h2, h3, h4 and 3 more"
 
 
-def test_a_host_with_troubles_in_both_directions_is_told_of_neither():
+def test_a_host_with_troubles_in_both_directions_names_neither():
     """Of its three partners it sends slowly to one, and receives so from another."""
     rates = even_rates(4)
     slow_down(rates, "h0", "h1", 2.0)
@@ -156,7 +163,7 @@ def test_a_host_with_troubles_in_both_directions_is_told_of_neither():
     assert (found.host, found.what) == ("h0", "only 3 GB/s with h1, h2")
 
 
-def test_a_slow_link_is_told_on_no_host():
+def test_a_slow_link_is_reported_on_no_host():
     rates = even_rates(5)
     slow_down(rates, "h3", "h1", 2.0)
     (found,) = findings_of(rates)
@@ -172,11 +179,11 @@ def test_what_was_not_asked_for_is_not_missed():
 
 
 @pytest.fixture
-def sites():
+def listening_hosts():
     """Return the contexts of two hosts that listen, and their answers to that."""
     with ExitStack() as closing:
         both = [NodeContext({}, closing) for _ in range(2)]
-        yield both, [reach.listen(each, {}) for each in both]
+        yield both, [listen(each, {}) for each in both]
 
 
 def place_of(listening, address=LOOPBACK):
@@ -184,14 +191,14 @@ def place_of(listening, address=LOOPBACK):
     return {"address": address, "port": port, "token": token, "seconds": 0.05}
 
 
-def stream_between(sites, **changed):
+def stream_between(listening_hosts, **changed):
     """Have two hosts send to each other; return their answers or errors."""
-    contexts, listening = sites
+    contexts, listening = listening_hosts
     outcomes = {}
 
     def ask(name, context, question):
         try:
-            outcomes[name] = reach.stream(context, question)
+            outcomes[name] = stream(context, question)
         except OSError as error:
             outcomes[name] = error
 
@@ -202,33 +209,33 @@ def stream_between(sites, **changed):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     return outcomes
 
 
-def test_each_host_measures_what_arrives_at_the_other(sites):
-    outcomes = stream_between(sites)
+def test_each_host_measures_what_arrives_at_the_other(listening_hosts):
+    outcomes = stream_between(listening_hosts)
     # Any machine passes on 10 MB/s to itself; none reaches a terabyte.
     assert all(0.01 < each["gb_per_s"] < 1000 for each in outcomes.values())
 
 
-def test_pairs_meet_again_on_the_same_port(sites):
+def test_pairs_meet_again_on_the_same_port(listening_hosts):
     for _ in range(2):
-        outcomes = stream_between(sites)
+        outcomes = stream_between(listening_hosts)
         assert all(each["gb_per_s"] > 0 for each in outcomes.values())
 
 
-def test_hosts_meet_over_ipv6(sites):
+def test_hosts_meet_over_ipv6(listening_hosts):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    outcomes = stream_between(sites, address="::1")
+    outcomes = stream_between(listening_hosts, address="::1")
     assert all(each["gb_per_s"] > 0 for each in outcomes.values())
 
 
-def test_strangers_are_let_go(sites):
-    _, listening = sites
+def test_strangers_are_let_go(listening_hosts):
+    _, listening = listening_hosts
     with ExitStack() as closing:
         place = (LOOPBACK, listening[0]["ports"][0])
         liar, quitter = (
@@ -236,31 +243,31 @@ def test_strangers_are_let_go(sites):
         )
         liar.sendall(bytes(16))
         quitter.close()
-        outcomes = stream_between(sites)
+        outcomes = stream_between(listening_hosts)
         assert all(each["gb_per_s"] > 0 for each in outcomes.values())
-        liar.settimeout(10)
+        liar.settimeout(HANG_S)
         assert liar.recv(1) == b""
 
 
-def test_who_knows_another_token_is_no_partner(sites):
-    outcomes = stream_between(sites, token="f" * 16)
+def test_who_knows_another_token_is_no_partner(listening_hosts):
+    outcomes = stream_between(listening_hosts, token="f" * 16)
     assert all(isinstance(each, OSError) for each in outcomes.values())
 
 
 @pytest.mark.parametrize("gb_per_s", [0.0002, 0.002, 0.02])
-def test_a_slow_receiver_is_measured(sites, gb_per_s):
+def test_a_slow_receiver_is_measured(listening_hosts, gb_per_s):
     """A receiver of the test's own that takes bytes at a pace."""
-    contexts, _ = sites
+    contexts, _ = listening_hosts
     token = "0123456789abcdef"  # noqa: S105
-    each_bytes_per_s = gb_per_s * 1e9 / reach.NUM_STREAMS
+    each_bytes_per_s = gb_per_s * 1e9 / NUM_STREAMS
 
     def serve(connection):
         with connection, suppress(OSError):
-            connection.sendall(reach.receive_exactly(connection, len(token)))
+            connection.sendall(receive_exactly(connection, len(token)))
             begun_s, num_bytes = time.monotonic(), 0
             while True:
-                header = reach.receive_exactly(connection, reach.FRAME.size)
-                (left,) = reach.FRAME.unpack(header)
+                header = receive_exactly(connection, FRAME.size)
+                (left,) = FRAME.unpack(header)
                 while left:
                     chunk = connection.recv(min(left, 16 << 10))
                     if not chunk:
@@ -271,12 +278,12 @@ def test_a_slow_receiver_is_measured(sites, gb_per_s):
                 connection.sendall(b"\1")
 
     with socket.create_server((LOOPBACK, 0)) as listener, ExitStack() as joining:
-        for _ in range(reach.NUM_STREAMS):
+        for _ in range(NUM_STREAMS):
             accept = threading.Thread(target=lambda: serve(listener.accept()[0]))
             accept.start()
             joining.callback(accept.join)
         place = {"address": LOOPBACK, "port": listener.getsockname()[1]}
-        found = reach.stream(contexts[0], place | {"token": token, "seconds": 0.3})
+        found = stream(contexts[0], place | {"token": token, "seconds": 0.3})
     assert gb_per_s / 3 < found["gb_per_s"] < gb_per_s * 1.5
 
 
@@ -295,7 +302,7 @@ class Hosts:
         self.tokens = {name: f"of-{name}" for name in rates}
         self.num_questions = 0
 
-    def panel(self, **settings):
+    def host_set(self, **settings):
         addresses = {name: f"at-{name}" for name in self.rates}
         return HostSet(self, addresses, settings)
 
@@ -322,33 +329,33 @@ class Hosts:
 def test_all_rates_are_taken_down(num):
     rates = even_rates(num)
     rates["h1"]["h0"] = 9.0
-    panel = Hosts(rates).panel(bandwidth="tcp")
-    steps.run(panel)
-    assert {n: f.values[steps.RATES] for n, f in panel.facts.items()} == rates
+    hosts = Hosts(rates).host_set(bandwidth="tcp")
+    run_step("bandwidth", hosts)
+    assert {n: f.values[RATES] for n, f in hosts.facts.items()} == rates
 
 
 def test_a_busy_moment_is_no_slow_link():
     rates = even_rates(4)
     first = {("h0", "h1"): 0.1, ("h2", "h1"): 0.1}
-    panel = Hosts(rates, first).panel(bandwidth="tcp")
-    steps.run(panel)
-    assert {n: f.values[steps.RATES] for n, f in panel.facts.items()} == rates
+    hosts = Hosts(rates, first).host_set(bandwidth="tcp")
+    run_step("bandwidth", hosts)
+    assert {n: f.values[RATES] for n, f in hosts.facts.items()} == rates
 
 
 def test_of_two_measurements_the_better_one_stays():
     rates = even_rates(4)
     rates["h0"]["h1"] = 1.0
-    panel = Hosts(rates, {("h0", "h1"): 2.0}).panel(bandwidth="tcp")
-    steps.run(panel)
-    assert panel.facts["h0"].values[steps.RATES]["h1"] == 2.0
+    hosts = Hosts(rates, {("h0", "h1"): 2.0}).host_set(bandwidth="tcp")
+    run_step("bandwidth", hosts)
+    assert hosts.facts["h0"].values[RATES]["h1"] == 2.0
 
 
 def test_of_many_hosts_each_meets_only_so_many():
     num = 80
-    panel = Hosts(even_rates(num)).panel(bandwidth="tcp")
-    steps.run(panel)
-    for facts in panel.facts.values():
-        assert 20 <= len(facts.values[steps.RATES]) <= Streams.max_rounds
+    hosts = Hosts(even_rates(num)).host_set(bandwidth="tcp")
+    run_step("bandwidth", hosts)
+    for facts in hosts.facts.values():
+        assert 20 <= len(facts.values[RATES]) <= Streams.max_rounds
 
 
 def test_a_host_that_nobody_meets_is_unread_with_its_reason():
@@ -356,20 +363,18 @@ def test_a_host_that_nobody_meets_is_unread_with_its_reason():
     rates["h2"] = {}
     for other in ("h0", "h1"):
         del rates[other]["h2"]
-    panel = Hosts(rates).panel(bandwidth="tcp")
-    steps.run(panel)
-    assert panel.facts["h2"].unreadable == {steps.RATES: "refused"}
-    assert panel.facts["h0"].values[steps.RATES] == {"h1": 10.0}
-    assert panel.facts["h0"].values[steps.FAILURES] == {"h2": "refused"}
-    judgement = judge(Fleet(tuple(panel.facts.values()), {}), of_family(Family.NETWORK))
+    hosts = Hosts(rates).host_set(bandwidth="tcp")
+    run_step("bandwidth", hosts)
+    assert hosts.facts["h2"].unreadable == {RATES: "refused"}
+    assert hosts.facts["h0"].values[RATES] == {"h1": 10.0}
+    assert hosts.facts["h0"].values[FAILURES] == {"h2": "refused"}
+    judgement = judge(Fleet(tuple(hosts.facts.values()), {}), of_family(Family.NETWORK))
     assert {each.host for each in judgement.unread} == {"h2"}
 
 
 def test_a_host_without_an_address_sits_out():
-    panel = Hosts(even_rates(3)).panel(bandwidth="tcp")
-    panel.addresses["h1"] = ""
-    steps.run(panel)
-    assert panel.facts["h1"].unreadable == {
-        steps.RATES: "no other host has a route to it"
-    }
-    assert panel.facts["h0"].values[steps.RATES] == {"h2": 10.0}
+    hosts = Hosts(even_rates(3)).host_set(bandwidth="tcp")
+    hosts.addresses["h1"] = ""
+    run_step("bandwidth", hosts)
+    assert hosts.facts["h1"].unreadable == {RATES: "no other host has a route to it"}
+    assert hosts.facts["h0"].values[RATES] == {"h2": 10.0}

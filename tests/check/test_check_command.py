@@ -42,23 +42,23 @@ def looked(tmp_path_factory):
 def test_this_machine_is_looked_at(looked):
     done, saved = looked
     assert done.stderr == b""
-    told = json.loads(done.stdout)
-    assert done.returncode == told["verdict"]["exit_code"]
+    reported = json.loads(done.stdout)
+    assert done.returncode == reported["verdict"]["exit_code"]
     assert done.returncode in (0, 2)
-    (host,) = told["hosts"]
+    (host,) = reported["hosts"]
     assert host["host"] == HERE
     assert host["values"]["versions.python"]
     assert host["values"]["probe.failed"] == {}
-    verdict = told["verdict"]
+    verdict = reported["verdict"]
     assert verdict["ready"] + verdict["warned"] + verdict["not_ready"] == [HERE]
     (line,) = saved.read_text().splitlines()
-    assert json.loads(line)["values"]["hosts"] == told["hosts"]
+    assert json.loads(line)["values"]["hosts"] == reported["hosts"]
 
 
 def test_checks_of_several_hosts_say_nothing_of_one(looked):
-    told = json.loads(looked[0].stdout)
+    reported = json.loads(looked[0].stdout)
     # What nobody looked at is not what could not be read.
-    assert not [each for each in told["unread"] if "was not read" in each["reason"]]
+    assert not [each for each in reported["unread"] if "was not read" in each["reason"]]
 
 
 def test_64_such_hosts_are_judged_in_a_second(looked):
@@ -97,13 +97,13 @@ def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
     good.write_text("old\n")
     names = f"localhost:2,{ABSENT}:2"
     done = check("check", "-H", names, *NO_SSH, "--json", "--write-hostfile", str(good))
-    told = json.loads(done.stdout)
+    reported = json.loads(done.stdout)
     assert done.returncode == 2
-    assert [host["host"] for host in told["hosts"]] == ["localhost"]
-    absent = [each for each in told["findings"] if each["host"] == ABSENT]
+    assert [host["host"] for host in reported["hosts"]] == ["localhost"]
+    absent = [each for each in reported["findings"] if each["host"] == ABSENT]
     assert [each["check"] for each in absent] == ["taking-part"]
-    assert ABSENT in told["verdict"]["not_ready"]
-    ready = "localhost" not in told["verdict"]["not_ready"]
+    assert ABSENT in reported["verdict"]["not_ready"]
+    ready = "localhost" not in reported["verdict"]["not_ready"]
     assert good.read_text() == (
         "localhost slots=2\n" if ready else "# no host is ready\n"
     )

@@ -133,7 +133,7 @@ def test_what_is_found_elsewhere_does_not_break_the_table():
     assert rows(text)[1] == ["node1", "-", "-", "-", "-"]
 
 
-def test_equal_findings_are_told_once():
+def test_equal_findings_are_reported_once():
     odd = {f"node{n}": {"memlock": 8} for n in (3, 4, 5)}
     findings = judge(make_fleet(8, **odd), CHECKS).findings
     assert draw_findings(findings) == (
@@ -177,7 +177,7 @@ def test_a_finding_has_its_own_fix_before_the_checks():
     )
 
 
-def test_what_could_not_be_read_is_told_once():
+def test_what_could_not_be_read_is_reported_once():
     text = draw_unread(judge(make_fleet(5), CHECKS).unread)
     assert text.count(NO_GPU.split(":")[0]) == 1
     assert "node[1-5]" in text
@@ -210,13 +210,15 @@ def test_unread_checks_of_one_reason_are_together():
     ],
 )
 def test_the_verdict_is_the_last_line(num_hosts, odd, last):
-    told = verdict(make_fleet(num_hosts, **odd)).splitlines()
-    assert told[-1] == last.rpartition("... ")[2]
+    reported = verdict(make_fleet(num_hosts, **odd)).splitlines()
+    assert reported[-1] == last.rpartition("... ")[2]
 
 
 def test_the_verdict_counts_who_is_ready():
-    told = verdict(make_fleet(5, node2={"memlock": 8}, node3={"memlock": 8}))
-    assert told == ("3 of 5 hosts are ready\nnode[2-3] are not ready: locked-memory\n")
+    reported = verdict(make_fleet(5, node2={"memlock": 8}, node3={"memlock": 8}))
+    assert reported == (
+        "3 of 5 hosts are ready\nnode[2-3] are not ready: locked-memory\n"
+    )
 
 
 def test_nobody_answered():
@@ -227,7 +229,7 @@ def pair(host, other, severity=Severity.FAIL):
     return Finding("latency", severity, name_pair(host, other), "slow")
 
 
-def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_told():
+def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_reported():
     names = [f"node{n}" for n in range(1, 5)]
     found = (pair("node1", "node2"),)
     judgement = Judgement(found, (), dict.fromkeys(((n, NETWORK) for n in names), 1))
@@ -243,9 +245,9 @@ def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_told():
         "4 of 4 hosts are ready by themselves\n"
         "node1 - node2 are not ready together: latency\n"
     )
-    told = json.loads(checked_as_json((), judgement, decided, exit_code=2))
-    assert told["verdict"]["not_ready_pairs"] == [["node1", "node2"]]
-    assert told["verdict"]["not_ready"] == told["verdict"]["warned_pairs"] == []
+    reported = json.loads(checked_as_json((), judgement, decided, exit_code=2))
+    assert reported["verdict"]["not_ready_pairs"] == [["node1", "node2"]]
+    assert reported["verdict"]["not_ready"] == reported["verdict"]["warned_pairs"] == []
 
 
 def test_a_pair_with_a_warning_is_one():
@@ -296,17 +298,17 @@ def test_json_holds_facts_findings_and_verdict():
     names = [facts.host for facts in fleet.hosts]
     decided = decide(names, judgement, 3)
     changes = Changes((), (), (), ("node3",), ())
-    told = json.loads(
+    reported = json.loads(
         checked_as_json(fleet.hosts, judgement, decided, exit_code=2, changes=changes)
     )
-    assert (told["form"], told["schema"], told["ronde"]) == (
+    assert (reported["form"], reported["schema"], reported["ronde"]) == (
         "ronde-check",
         1,
         __version__,
     )
-    assert [host["host"] for host in told["hosts"]] == names
-    assert told["hosts"][1]["values"]["host.memlock_gib"] == 8
-    assert told["findings"] == [
+    assert [host["host"] for host in reported["hosts"]] == names
+    assert reported["hosts"][1]["values"]["host.memlock_gib"] == 8
+    assert reported["findings"] == [
         {
             "check": "locked-memory",
             "severity": "fail",
@@ -316,8 +318,8 @@ def test_json_holds_facts_findings_and_verdict():
             "fix": "ulimit -l unlimited",
         }
     ]
-    assert {each["check"] for each in told["unread"]} == {"gpu-heat"}
-    assert told["verdict"] == {
+    assert {each["check"] for each in reported["unread"]} == {"gpu-heat"}
+    assert reported["verdict"] == {
         "exit_code": 2,
         "ready": ["node1", "node3"],
         "warned": [],
@@ -326,7 +328,7 @@ def test_json_holds_facts_findings_and_verdict():
         "warned_pairs": [],
         "not_ready_pairs": [],
     }
-    assert told["changes"]["new_hosts"] == ["node3"]
+    assert reported["changes"]["new_hosts"] == ["node3"]
 
 
 def test_seventy_checks_of_64_hosts_are_judged_in_a_second():
@@ -345,7 +347,7 @@ def test_seventy_checks_of_64_hosts_are_judged_in_a_second():
     assert time.process_time() - begun_s < 1.0
 
 
-def test_facts_of_another_form_are_told_and_break_nothing():
+def test_facts_of_another_form_are_reported_and_break_nothing():
     fleet = make_fleet(3, node2={"memlock": "plenty"}, node3={"governor": "powersave"})
     judgement = judge(fleet, CHECKS)
     assert [each.check for each in judgement.findings] == ["governor"]

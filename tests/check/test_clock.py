@@ -4,15 +4,17 @@ import math
 import time
 
 from hypothesis import given, strategies as st
-from tests.check.programs import panel_of
+from tests.check.programs import run_step, start_hosts, start_without_b
 
-from ronde.check import Reply, cluster as clock
+from ronde.check import Reply, estimate_offset
+
+OFFSET, ERROR = "cluster.clock_offset_s", "cluster.clock_error_s"
 
 
 def test_an_answer_in_the_middle_of_the_round_trip_gives_the_offset():
     # Asked at 10, answered at 10.5: the middle is 10.25, which is 1010.25 here.
     reply = Reply({"time_ns": 1_013_250_000_000}, "", 10.0, 10.5)
-    assert clock.compare(reply, 1000.0) == (3.0, 0.25)
+    assert estimate_offset(reply, 1000.0) == (3.0, 0.25)
 
 
 @given(
@@ -25,28 +27,26 @@ def test_the_true_offset_lies_within_the_error(offset_s, going_s, coming_s, aske
     read_s = 1e6 + asked_s + going_s + offset_s
     answered_s = asked_s + going_s + coming_s
     reply = Reply({"time_ns": round(read_s * 1e9)}, "", asked_s, answered_s)
-    found = clock.compare(reply, 1e6)
+    found = estimate_offset(reply, 1e6)
     rounding_s = 1e-8 + 16 * math.ulp(read_s)
     assert abs(found[0] - offset_s) <= found[1] + rounding_s
 
 
 def test_programs_on_one_machine_have_one_clock():
-    with panel_of({"a": "", "b": ""}) as panel:
+    with start_hosts({"a": "", "b": ""}) as hosts:
         begun_s = time.monotonic()
-        clock.STEP.run(panel)
+        run_step("clock", hosts)
         took_s = time.monotonic() - begun_s
-    for facts in panel.facts.values():
-        offset_s, error_s = facts.values[clock.OFFSET], facts.values[clock.ERROR]
+    for facts in hosts.facts.values():
+        offset_s, error_s = facts.values[OFFSET], facts.values[ERROR]
         # Monotonic and wall clock are read one after the other, hence the slack.
         assert abs(offset_s) <= error_s + 0.05
         assert 0 < error_s < took_s
 
 
 def test_a_host_that_does_not_answer_has_no_offset():
-    with panel_of({"a": "", "b": ""}) as panel:
-        panel._programs.programs["b"].kill()
-        panel._programs.programs["b"].wait()
-        clock.STEP.run(panel)
-    assert clock.OFFSET in panel.facts["a"].values
-    assert clock.OFFSET not in panel.facts["b"].values
-    assert clock.OFFSET in panel.facts["b"].unreadable
+    with start_hosts({"a": "", "b": ""}, start=start_without_b) as hosts:
+        run_step("clock", hosts)
+    assert OFFSET in hosts.facts["a"].values
+    assert OFFSET not in hosts.facts["b"].values
+    assert OFFSET in hosts.facts["b"].unreadable

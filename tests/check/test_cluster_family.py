@@ -87,7 +87,7 @@ def test_a_host_that_did_not_answer_has_hung():
 
 
 @pytest.mark.parametrize(
-    ("offsets", "told"),
+    ("offsets", "reported"),
     [
         ({"a": 0.0, "b": 0.15, "c": 0.0}, {"b": WARN}),
         ({"a": 0.0, "b": -6.0, "c": 0.01}, {"b": FAIL}),
@@ -100,9 +100,9 @@ def test_a_host_that_did_not_answer_has_hung():
         ({"a": 60.0}, {}),
     ],
 )
-def test_clocks(offsets, told):
+def test_clocks(offsets, reported):
     found = find(clocks(**offsets))
-    assert {finding.host: finding.severity for finding in found} == told
+    assert {finding.host: finding.severity for finding in found} == reported
     assert {finding.check for finding in found} <= {"clock-offset"}
 
 
@@ -111,7 +111,7 @@ def test_a_clock_is_not_blamed_for_what_the_exchange_may_be_off():
     assert [f.host for f in find(clocks(0.04, a=0.0, b=0.19, c=0.0))] == ["b"]
 
 
-def test_a_clock_is_told_with_its_side():
+def test_a_clock_is_reported_with_its_side():
     (finding,) = find(clocks(a=0.0, b=-0.25, c=0.0))
     assert finding.what == "its clock is 250ms behind this machine's"
     assert finding.usual == "as this machine's on most hosts"
@@ -123,7 +123,7 @@ def test_a_clock_is_told_with_its_side():
         ({"memory_bytes": 192 * GIB}, "memory-alike", "192GiB of memory"),
     ],
 )
-def test_less_than_most_is_told_and_more_is_not(changes, check, words):
+def test_less_than_most_is_reported_and_more_is_not(changes, check, words):
     (finding,) = find(make_fleet("a", "b", "c", b=changes))
     assert (finding.check, finding.host, finding.what) == (check, "b", words)
     assert find(make_fleet("a", "b", "c", a=changes, b=changes)) == ()
@@ -134,7 +134,7 @@ def test_a_little_less_memory_is_usual():
 
 
 @pytest.mark.parametrize(
-    ("walls", "told"),
+    ("walls", "reported"),
     [
         ({"a": 1.0, "b": 1.0, "c": 1.9}, {}),
         ({"a": 1.0, "b": 1.0, "c": 2.1}, {"c": WARN}),
@@ -145,13 +145,13 @@ def test_a_little_less_memory_is_usual():
         ({"a": 99.0}, {}),
     ],
 )
-def test_slow_hosts(walls, told):
+def test_slow_hosts(walls, reported):
     found = find(paces(**walls))
-    assert {finding.host: finding.severity for finding in found} == told
+    assert {finding.host: finding.severity for finding in found} == reported
     assert {finding.check for finding in found} <= {"slow-host"}
 
 
-def test_a_slow_host_is_told_with_what_others_need():
+def test_a_slow_host_is_reported_with_what_others_need():
     (slow,) = find(paces(a=0.5, b=0.5, c=5.0))
     assert slow.what == "5 ms for a piece of work"
     assert slow.usual == "0.5 ms on most hosts"
@@ -174,14 +174,14 @@ def test_a_product_that_differs_fails_its_host():
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("reported", "words"),
     [
         (product(num_wrong=3), "3 of 40 products on cpu differ from the first one"),
         ({"failure": "out of memory"}, "the product on cpu failed: out of memory"),
     ],
 )
-def test_a_product_that_fails_by_itself(told, words):
-    (finding,) = find(hosts_with("cluster.products", a={"cpu": told}))
+def test_a_product_that_fails_by_itself(reported, words):
+    (finding,) = find(hosts_with("cluster.products", a={"cpu": reported}))
     assert (finding.severity, finding.what) == (FAIL, words)
 
 
@@ -198,8 +198,8 @@ def test_a_product_that_is_slow(speed, severity):
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(-1e6, 1e6)))
 def test_a_clock_is_never_off_alone_of_two(offsets):
-    told = {finding.host for finding in find(clocks(**offsets))}
-    assert len(told) != 1 or len(offsets) > 2
+    reported = {finding.host for finding in find(clocks(**offsets))}
+    assert len(reported) != 1 or len(offsets) > 2
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1e6)))

@@ -31,18 +31,20 @@ def check(*words):
 
 def test_nothing_breaks_and_what_cannot_be_read_is_no_fault():
     done = check("--json")
-    told = json.loads(done.stdout)
+    reported = json.loads(done.stdout)
     assert done.stderr == b""
-    failed = {f["check"] for f in told["findings"] if f["severity"] == "fail"}
+    failed = {f["check"] for f in reported["findings"] if f["severity"] == "fail"}
     # What a container begins with, and what is wrong with it.
     assert failed == {"shared-memory"}
     assert done.returncode == 2
-    (unread,) = {u["reason"] for u in told["unread"] if "/sys/class/net" in u["reason"]}
+    (unread,) = {
+        u["reason"] for u in reported["unread"] if "/sys/class/net" in u["reason"]
+    }
     assert "No such file" in unread
 
 
-def test_each_reason_is_told_once():
+def test_each_reason_is_reported_once():
     text = check().stdout.decode()
-    told = text.partition("could not be read")[2]
-    assert told.count("/sys/class/net") == 1
+    reported = text.partition("could not be read")[2]
+    assert reported.count("/sys/class/net") == 1
     assert "Traceback" not in text

@@ -107,7 +107,7 @@ def test_a_check_without_an_answer_is_not_made():
     ]
 
 
-def test_every_check_tells_what_it_is():
+def test_every_check_reports_what_it_is():
     for check in CHECKS:
         assert all((check.title, check.reads, check.threshold, check.source)), check.id
         assert all((check.fix, check.needs, check.why, check.facts)), check.id
@@ -210,11 +210,11 @@ def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
         ("pcie", PCIE | {"generation": 5}),
     ],
 )
-def test_what_is_within_its_threshold_is_not_told(question, answer):
+def test_what_is_within_its_threshold_is_not_reported(question, answer):
     assert find(host(**{question: answer})) == ()
 
 
-def test_alike_gpus_are_told_together():
+def test_alike_gpus_are_reported_together():
     record = healthy(8)
     for gpu in record["gpus"][2:5]:
         gpu["recovery_action"] = 2
@@ -222,7 +222,7 @@ def test_alike_gpus_are_told_together():
     assert finding.what == "GPUs 2-4: the driver advises a reboot of the host"
 
 
-def test_a_lost_gpu_is_told_once():
+def test_a_lost_gpu_is_reported_once():
     record = healthy(8)
     record["gpus"][3] = dict.fromkeys(record["gpus"][3], refusal(LOST, "GPU is lost"))
     finding = only(find(host(record=record)), "gpu-lost")
@@ -276,15 +276,15 @@ def test_inactive_nvlinks_are_counted(links, what):
 )
 def test_models_have_their_number_of_nvlinks(title, num_links):
     links = [True] * max(1, num_links)
-    for each, is_told in ((links, False), ([*links[1:], False], bool(num_links))):
+    for each, is_reported in ((links, False), ([*links[1:], False], bool(num_links))):
         record = healthy(4)
         for gpu in record["gpus"]:
             gpu |= {"titles": f"NVIDIA {title}", "nvlinks": each}
         # One link at least is active on a host whose links are judged.
         record["gpus"][0]["nvlinks"] = links
         what = f"{num_links - 1} of {num_links} NVLinks are active"
-        told = [f.what for f in find(host(num_gpus=4, record=record))]
-        assert [what in text for text in told] == [True] * is_told
+        reported = [f.what for f in find(host(num_gpus=4, record=record))]
+        assert [what in text for text in reported] == [True] * is_reported
 
 
 def test_a_host_without_any_nvlinks_is_a_virtual_machine():
@@ -339,7 +339,7 @@ def test_adapters_without_a_way_to_memory_matter_between_hosts():
     assert (finding.severity, finding.host) == (FAIL, "a")
 
 
-def test_acs_is_told_where_devices_speak_with_each_other():
+def test_acs_is_reported_where_devices_speak_with_each_other():
     facts = {"gpu.acs": ["0000:19:01.0"]}
     finding = only(find(host(facts=facts)), "gpu-acs")
     assert "0000:19:01.0" in finding.fix
@@ -356,21 +356,21 @@ def bare(**facts):
     return HostFacts("a", values, {}, {})
 
 
-def test_a_driver_that_does_not_answer_is_told_with_its_words():
+def test_a_driver_that_does_not_answer_is_reported_with_its_words():
     error = "Driver/library version mismatch"
     finding = only(find(bare(nvml_error=error)), "gpu-answers")
     assert error in finding.what
     assert "reboot" in finding.fix
 
 
-def test_a_container_without_the_drivers_library_is_told_how_to_get_it():
+def test_a_container_without_the_drivers_library_learns_how_to_get_it():
     finding = only(
         find(bare(nvml_error="NVML Shared Library Not Found")), "gpu-answers"
     )
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in finding.fix
 
 
-def test_a_container_without_its_gpus_is_told_how_to_get_them():
+def test_a_container_without_its_gpus_learns_how_to_get_them():
     no_library = "NVML Shared Library Not Found"
     finding = only(find(bare(files={}, nvml_error=no_library)), "gpu-answers")
     assert finding.severity is FAIL
@@ -392,7 +392,7 @@ def test_a_card_without_a_driver_is_a_warning():
     )
 
 
-def test_a_common_file_that_cannot_be_opened_is_told():
+def test_a_common_file_that_cannot_be_opened_is_reported():
     files = kernel_facts(8)["gpu.files"] | {"/dev/nvidia-uvm": "Permission denied"}
     finding = only(find(host(facts={"gpu.files": files})), "gpu-files")
     assert finding.what == "cannot open /dev/nvidia-uvm (Permission denied)"
@@ -406,7 +406,7 @@ def test_files_of_gpus_that_a_job_was_not_given_do_not_matter():
     assert only(found, "gpu-files").severity is FAIL
 
 
-def test_a_gpu_that_the_driver_could_not_start_is_told_though_others_work():
+def test_a_gpu_that_the_driver_could_not_start_is_reported_though_others_work():
     files = {f"/dev/nvidia{n}": "" for n in range(8)} | {"/dev/nvidiactl": ""}
     files["/dev/nvidia3"] = "Input/output error"
     finding = only(find(host(num_gpus=7, facts={"gpu.files": files})), "gpu-files")
@@ -470,7 +470,7 @@ def test_errors_in_the_log_are_judged_by_their_number(entry, severity):
     assert "at 0000:1b:00.0 10m ago" in finding.what
 
 
-def test_errors_since_the_start_are_told_with_their_age():
+def test_errors_since_the_start_are_reported_with_their_age():
     entry = xid(95, age_s=30 * 3600.0, times=3)
     finding = only(find(host(facts={"gpu.xids": [entry]} | UNADVISED)), "gpu-xid")
     assert finding.what == (
@@ -500,7 +500,7 @@ def test_the_cure_for_a_torch_without_cuda_names_no_index_that_ends_some_day():
 
 
 @pytest.mark.parametrize("code", [43, 63, 92, 106, 108, 154])
-def test_errors_that_ask_for_nothing_are_not_told(code):
+def test_errors_that_ask_for_nothing_are_not_reported(code):
     assert find(host(facts={"gpu.xids": [xid(code)]})) == ()
 
 
@@ -537,5 +537,5 @@ def test_torch_and_the_driver_must_fit(build, cuda, check, severity):
 @pytest.mark.parametrize(
     "build", ["CUDA 11.8", "CUDA 12.4", "HIP 6.2", "not installed"]
 )
-def test_torch_that_fits_is_not_told(build):
+def test_torch_that_fits_is_not_reported(build):
     assert find(host(facts={"versions.torch_build": build})) == ()

@@ -114,19 +114,19 @@ def test_a_function_that_an_old_module_lacks_is_refused(open_library, monkeypatc
     assert refused.value.code == FUNCTION_NOT_FOUND
 
 
-def test_a_driver_without_the_newest_form_tells_of_the_fabric_all_the_same(
+def test_a_driver_without_the_newest_form_reports_the_fabric_all_the_same(
     open_library,
 ):
     nvml = open_library(FakeLibrary(WORN, fabric_version=2))
-    told = WORN["gpus"][1]["fabric"]
-    assert nvml.ask_gpu("fabric", 1) == told | {"summary": 0}
+    reported = WORN["gpus"][1]["fabric"]
+    assert nvml.ask_gpu("fabric", 1) == reported | {"summary": 0}
 
 
-def test_what_a_desktop_computes_is_not_told(open_library):
+def test_what_a_desktop_computes_is_not_reported(open_library):
     record = healthy(1, processes=[{"pid": 77, "memory_bytes": 123}])
     nvml = open_library(FakeLibrary(record, desktop=[5]))
-    told = nvml.ask_gpu("processes", 0)
-    assert [each["pid"] for each in told] == [77]
+    reported = nvml.ask_gpu("processes", 0)
+    assert [each["pid"] for each in reported] == [77]
 
 
 def test_a_driver_without_any_form_of_a_question_refuses_it(open_library):

@@ -4,6 +4,7 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
+from tests.check.programs import run_step
 
 from ronde.check import (
     FAIL,
@@ -11,25 +12,20 @@ from ronde.check import (
     Fleet,
     HostFacts,
     HostSet,
-    burn,
+    Rounds,
     gpu_pair_speed,
     judge,
     measure_pairs,
 )
-from ronde.check.gpu import pairs
 
 torch = pytest.importorskip("torch")
 
 
-@pytest.fixture(autouse=True)
-def small_and_quick(monkeypatch):
-    monkeypatch.setattr(pairs, "_NUM_BYTES", 1 << 16)
-    monkeypatch.setattr(burn, "_WARM_UP_S", 0.0)
-    monkeypatch.setattr(burn, "_ROUNDS_S", 0.0)
+QUICK = Rounds(0.0, 0.0)
 
 
 def make_torch(broken=""):
-    """Return torch with GPUs; a copy to one does not arrive."""
+    """Return torch with small GPUs; a copy to one does not arrive."""
 
     class Memory(torch.Tensor):
         place = ""
@@ -38,7 +34,7 @@ def make_torch(broken=""):
             return self if self.place == broken else super().copy_(other, **given)
 
     def zeros(size, *, dtype, device):
-        made = torch.zeros(size, dtype=dtype).as_subclass(Memory)
+        made = torch.zeros(size >> 12, dtype=dtype).as_subclass(Memory)
         made.place = device
         return made
 
@@ -47,13 +43,13 @@ def make_torch(broken=""):
 
 
 def test_all_pairs_are_measured_both_ways():
-    found = measure_pairs(make_torch(), 3)
+    found = measure_pairs(make_torch(), 3, QUICK)
     assert list(found) == ["0-1", "0-2", "1-2"]
     assert all(rate > 0 for rate in found.values())
 
 
 def test_what_does_not_arrive_is_no_rate():
-    found = measure_pairs(make_torch(broken="cuda:1"), 3)
+    found = measure_pairs(make_torch(broken="cuda:1"), 3, QUICK)
     assert (found["0-1"], found["1-2"]) == (0, 0)
     assert found["0-2"] > 0
 
@@ -99,12 +95,12 @@ def test_wrong_bytes_are_a_failure():
 def test_one_host_without_two_gpus_for_torch_has_nothing_to_pair(values):
     hosts = HostSet(None, {"a": ""}, {})
     hosts.facts["a"].values.update(values)
-    pairs.run(hosts)
+    run_step("GPU pairs", hosts)
     (unread,) = judge(Fleet((hosts.facts["a"],), {}), [gpu_pair_speed]).unread
     assert unread.reason.startswith("it has no two GPUs that torch can use, so there")
 
 
 def test_of_several_hosts_one_without_gpus_is_no_complaint():
     hosts = HostSet(None, {"a": "", "b": ""}, {})
-    pairs.run(hosts)
+    run_step("GPU pairs", hosts)
     assert hosts.facts["a"].unreadable == {}

@@ -8,10 +8,11 @@ from hypothesis import given, settings, strategies as st
 
 from ronde.check import (
     ALL_ANSWERS,
+    PROBES,
     FactReader,
     UnreadableError,
     ask_driver,
-    read,
+    read_facts,
     read_smi,
 )
 
@@ -143,5 +144,5 @@ def test_without_either_all_is_unreadable(smi, tmp_path):
 
 def test_a_host_without_a_driver_has_no_gpus(tmp_path):
     reader = FactReader({"root": str(tmp_path)})
-    read(reader)
+    read_facts(reader, PROBES["gpu"].modules)
     assert reader.values["gpu.count"] == 0

@@ -11,8 +11,8 @@ CARD = "NVIDIA GeForce RTX 3060"
 
 
 def computed(speed, model=H100):
-    told = {"checksum": "c0ffee", "num_products": 40, "num_wrong": 0}
-    return told | {"gflop_per_s": speed} | ({"model": model} if model else {})
+    reported = {"checksum": "c0ffee", "num_products": 40, "num_wrong": 0}
+    return reported | {"gflop_per_s": speed} | ({"model": model} if model else {})
 
 
 def copied(up=55.0, down=55.0, within=2600.0, model=H100, *, is_near=True):
@@ -33,16 +33,16 @@ def find(fact, *hosts, **besides):
     }
     fleet = Fleet(
         tuple(
-            HostFacts(name, {fact: told, **besides}, {}, {})
-            for name, told in zip("abcdef", hosts, strict=False)
+            HostFacts(name, {fact: reported, **besides}, {}, {})
+            for name, reported in zip("abcdef", hosts, strict=False)
         ),
         {},
     )
     return judge(fleet, checks[fact]).findings
 
 
-def gpus(*told):
-    return {f"cuda:{number}": each for number, each in enumerate(told)}
+def gpus(*reported):
+    return {f"cuda:{number}": each for number, each in enumerate(reported)}
 
 
 def seven_and(odd, usual):
@@ -100,7 +100,7 @@ def test_in_a_draw_of_many_what_others_have_stays_short():
     }
 
 
-def test_gpus_whose_ronde_does_not_tell_the_model_are_compared_by_number():
+def test_gpus_whose_ronde_does_not_report_the_model_are_compared_by_number():
     one, other, slow = (
         gpus(computed(10.0, ""), computed(speed, "")) for speed in (95.0, 100.0, 70.0)
     )
@@ -129,10 +129,10 @@ def test_speeds_are_judged_whatever_they_are(speeds):
         {f"cuda:{n}": computed(speed) for (h, n), speed in speeds.items() if h == host}
         for host in "abc"
     ]
-    told = [(f.host, f.severity) for f in find(PRODUCTS, *hosts)]
-    assert {host for host, _ in told} <= {host for host, _ in speeds}
+    reported = [(f.host, f.severity) for f in find(PRODUCTS, *hosts)]
+    assert {host for host, _ in reported} <= {host for host, _ in speeds}
     if len(speeds) <= 2:
-        assert FAIL not in {severity for _, severity in told}
+        assert FAIL not in {severity for _, severity in reported}
 
 
 # Copying
@@ -194,7 +194,7 @@ def test_what_is_only_named_alike_has_no_floor(model):
     assert find(COPIES, gpus(copied(1.0, 1.0, 1.0, model))) == ()
 
 
-def test_a_floor_is_told_instead_of_a_warning_and_not_beside_a_failure():
+def test_a_floor_is_reported_instead_of_a_warning_and_not_beside_a_failure():
     nearly, far = copied(47.0, 55.0), copied(20.0, 55.0)
     (finding,) = find(COPIES, seven_and(nearly, copied()))
     assert (finding.severity, finding.usual) == (FAIL, "")
@@ -215,7 +215,7 @@ def test_memory_that_may_be_far_is_no_failure():
     assert finding.severity is FAIL
 
 
-def test_a_gpu_that_could_not_be_measured_is_told_and_is_no_fault():
+def test_a_gpu_that_could_not_be_measured_is_reported_and_is_no_fault():
     (finding,) = find(COPIES, gpus(copied(), {"failure": "out of memory"}))
     assert finding.severity is INFORM
     assert finding.what == "cuda:1 could not be measured: out of memory"

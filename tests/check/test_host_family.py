@@ -119,7 +119,7 @@ def test_more_ranks_need_more():
     assert finding.what == "4 CPUs may be used, for 8 ranks"
 
 
-def test_of_two_hosts_that_differ_both_are_told():
+def test_of_two_hosts_that_differ_both_are_reported():
     found = find(make_fleet("a", "b", b={"memlock_bytes": 1 << 20}))
     assert [(f.host, f.what, f.usual) for f in found] == [
         (

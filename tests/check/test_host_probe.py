@@ -17,9 +17,9 @@ from ronde.check import (
     FactReader,
     Family,
     UnreadableError,
-    limits,
     parse_limit,
     parse_meminfo,
+    read_facts,
     run_probes,
 )
 
@@ -88,14 +88,14 @@ def machine(root):
 
 def read(root):
     reading = FactReader({"root": str(root)})
-    limits.read(reading)
+    read_facts(reading, PROBES["host"].modules)
     return reading
 
 
 def test_a_machine_that_was_written(tmp_path):
     machine(tmp_path)
     reading = read(tmp_path)
-    told = {name.removeprefix("host."): v for name, v in reading.values.items()}
+    reported = {name.removeprefix("host."): v for name, v in reading.values.items()}
     expected = {
         "memlock_bytes": UNLIMITED,
         "open_files": 1024,
@@ -114,8 +114,8 @@ def test_a_machine_that_was_written(tmp_path):
         "num_gpus": 0,
         "rdma_devices": [],
     }
-    assert {name: told.get(name) for name in expected} == expected
-    assert told.keys() == expected.keys()
+    assert {name: reported.get(name) for name in expected} == expected
+    assert reported.keys() == expected.keys()
     assert json.loads(json.dumps(reading.values)) == reading.values
 
 
@@ -129,10 +129,10 @@ def test_all_that_checks_need_is_read(tmp_path):
 def test_this_machine_has_its_own_limits():
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     code = (
-        "import resource, json; from ronde.check import FactReader; "
-        "from ronde.check import limits; "
+        "import resource, json; "
+        "from ronde.check import PROBES, FactReader, read_facts; "
         f"resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, {before[1]})); "
-        "reading = FactReader({}); limits.read(reading); "
+        "reading = FactReader({}); read_facts(reading, PROBES['host'].modules); "
         "print(json.dumps([reading.values, reading.unreadable]))"
     )
     ended = subprocess.run(
@@ -198,7 +198,7 @@ def test_capabilities_in_a_user_namespace_lift_nothing(tmp_path):
     assert read(tmp_path).values["host.capabilities"] == []
 
 
-def test_a_machine_that_does_not_tell_its_memory_is_not_without(tmp_path):
+def test_a_machine_that_does_not_report_its_memory_is_not_without(tmp_path):
     machine(tmp_path).write("proc/meminfo", "")
     reading = read(tmp_path)
     assert "host.memory_available_bytes" not in reading.values
@@ -207,13 +207,12 @@ def test_a_machine_that_does_not_tell_its_memory_is_not_without(tmp_path):
 
 WITHOUT_RIGHTS = """
 import ctypes, json, sys
-from ronde.check import FactReader
-from ronde.check import limits
+from ronde.check import PROBES, FactReader, read_facts
 # Version 3 of the kernel's structure, this process, and three empty sets.
 asked, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(asked, none) == 0
 reading = FactReader({"root": sys.argv[1]})
-limits.read(reading)
+read_facts(reading, PROBES["host"].modules)
 print(json.dumps([reading.values, reading.unreadable]))
 """
 

@@ -34,10 +34,10 @@ def test_a_check_that_meets_facts_it_does_not_know_was_not_made():
 
 
 def test_the_worst_comes_first_and_what_differs_before_what_is_too_little():
-    told = [
+    reported = [
         Problem("little", Severity.WARN, host="a"),
         Problem("other", Severity.WARN, "usual", host="c"),
         Problem("less", host="c"),
     ]
-    found = judge(FLEET, [check("two", Severity.FAIL, lambda _: iter(told))])
+    found = judge(FLEET, [check("two", Severity.FAIL, lambda _: iter(reported))])
     assert [each.what for each in found.findings] == ["less", "other", "little"]

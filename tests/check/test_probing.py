@@ -1,8 +1,10 @@
 """Probes in processes of their own: what hangs or breaks is alone in it."""
 
+import os
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.check import ProbeEntry, run_probes
 
@@ -10,6 +12,8 @@ PROGRAMS = {
     "slow": "import time\ndef read(reading): time.sleep(600)",
     "quick": "def read(reading): reading.values['a'] = reading.settings['number']",
     "broken": "def read(reading): raise RuntimeError('no such thing')",
+    "waiting": "def read(reading): open(reading.settings['path']).read()",
+    "opening": "def read(reading): open(reading.settings['path'], 'w').close()",
     "loud": "def read(reading):\n    print('noise')\n    reading.values['b'] = 1",
 }
 
@@ -22,7 +26,7 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ProbeE
         (package / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     entries = {
-        name: ProbeEntry((f"some_probes.{name}",), 60.0, name) for name in PROGRAMS
+        name: ProbeEntry((f"some_probes.{name}",), HANG_S, name) for name in PROGRAMS
     }
     return entries | {"slow": entries["slow"]._replace(deadline_s=1.0)}
 
@@ -31,23 +35,24 @@ def test_a_probe_that_hangs_costs_its_deadline_and_no_other_its_facts(
     entries: dict[str, ProbeEntry],
 ) -> None:
     # The others are slower to start than one deadline, on a machine that is busy.
-    others = {name: entry for name, entry in entries.items() if name != "slow"}
-    outcomes = run_probes({"slow": entries["slow"], **others}, {"number": 7})
+    chosen = {name: entries[name] for name in ("slow", "quick", "loud", "broken")}
+    outcomes = run_probes(chosen, {"number": 7})
     assert outcomes["slow"].failure == "it hung and was killed after 1 s"
     assert outcomes["quick"].values == {"a": 7}
     assert outcomes["loud"].values == {"b": 1}
     assert outcomes["broken"].failure.endswith("RuntimeError: no such thing")
 
 
-def test_what_was_quick_is_whole_though_what_was_slow_took_longer_than_it_may(
-    entries: dict[str, ProbeEntry],
+def test_probes_run_side_by_side(
+    entries: dict[str, ProbeEntry], tmp_path: Path
 ) -> None:
-    slow = entries["slow"]._replace(deadline_s=5.0)
-    quick = entries["quick"]._replace(deadline_s=4.0)
-    outcomes = run_probes({"slow": slow, "quick": quick}, {"number": 7})
-    assert outcomes["slow"].failure == "it hung and was killed after 5 s"
-    assert outcomes["quick"].values == {"a": 7}
-    assert outcomes["quick"].seconds < 4.0
+    """The first waits for the second, which comes to nothing if they take turns."""
+    meeting = tmp_path / "meeting"
+    os.mkfifo(meeting)
+    waiting = entries["waiting"]._replace(settings={"path": str(meeting)})
+    opening = entries["opening"]._replace(settings={"path": str(meeting)})
+    outcomes = run_probes({"waiting": waiting, "opening": opening}, {})
+    assert [each.failure for each in outcomes.values()] == ["", ""]
 
 
 def test_no_probes_are_no_trouble() -> None:

@@ -87,9 +87,9 @@ def test_a_tree_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_host_is_read_and_has_nothing_to_fail_for(tmp_path: Path) -> None:
     values = read(paths=[str(tmp_path)], files=[__file__])
     assert set(values) == {"storage.hung", "storage.files", "storage.paths"}
-    told = values["storage.paths"][str(tmp_path)]
-    assert told["is_directory"]
-    assert told["kind"] != ""
+    reported = values["storage.paths"][str(tmp_path)]
+    assert reported["is_directory"]
+    assert reported["kind"] != ""
     assert (
         values["storage.files"][__file__]["size_bytes"] == Path(__file__).stat().st_size
     )
@@ -242,10 +242,12 @@ def test_what_cannot_be_entered_is_found(change: dict[str, Any], why: str) -> No
 
 
 @pytest.mark.parametrize(
-    "told", [missing(["temporary"]), folder(["temporary"], is_writable=False)]
+    "scratch", [missing(["temporary"]), folder(["temporary"], is_writable=False)]
 )
-def test_a_temporary_folder_that_cannot_be_used_is_found(told: dict[str, Any]) -> None:
-    (finding,) = found(fleet(facts(paths={"/scratch": told})))
+def test_a_temporary_folder_that_cannot_be_used_is_found(
+    scratch: dict[str, Any],
+) -> None:
+    (finding,) = found(fleet(facts(paths={"/scratch": scratch})))
     assert (finding.check, finding.severity) == ("folder-missing", Severity.WARN)
 
 
@@ -272,12 +274,12 @@ def test_room_is_judged(
     assert [(f.check, f.severity) for f in findings] == expected
 
 
-def test_room_is_told_in_words() -> None:
+def test_room_is_reported_in_words() -> None:
     (finding,) = found(one_folder(free_bytes=512 << 20, size_bytes=100 * GIB))
     assert finding.what == "/job has 512MiB free of 100GiB"
 
 
-def test_room_of_one_file_system_is_told_once() -> None:
+def test_room_of_one_file_system_is_reported_once() -> None:
     little = {"free_bytes": 0}
     paths = {
         "/data": folder(["shared"], mount="/data", **little),

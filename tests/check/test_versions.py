@@ -64,7 +64,7 @@ def found(of: Fleet) -> list[Finding]:
     ]
 
 
-def test_this_host_tells_all_its_facts() -> None:
+def test_this_host_reports_all_its_facts() -> None:
     outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
     assert outcome.failure == ""
     assert set(outcome.values) == set(HEALTHY)
@@ -76,9 +76,8 @@ def test_this_host_tells_all_its_facts() -> None:
 def test_torch_is_not_imported() -> None:
     program = """
 import sys
-from ronde.check.probing import FactReader
-from ronde.check.software import read
-read(FactReader({}))
+from ronde.check import PROBES, FactReader, read_facts
+read_facts(FactReader({}), PROBES["versions"].modules)
 sys.exit("torch" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -124,7 +123,7 @@ def test_the_one_of_three_that_differs_is_named(
     assert finding.usual.endswith("on 2 hosts")
 
 
-def test_of_two_that_differ_both_are_told() -> None:
+def test_of_two_that_differ_both_are_reported() -> None:
     findings = found(fleet({}, {"torch": "2.12.0"}))
     assert [(f.host, f.what, f.usual) for f in findings] == [
         ("node1", "torch 2.13.0", "2.12.0 elsewhere"),
@@ -132,12 +131,12 @@ def test_of_two_that_differ_both_are_told() -> None:
     ]
 
 
-def test_another_torch_is_told_once_though_it_is_built_for_something_else_too() -> None:
+def test_another_torch_is_reported_once_though_its_build_differs_too() -> None:
     findings = found(fleet({}, {"torch": "2.12.0", "torch_build": "CPU"}, {}))
     assert [(f.host, f.what) for f in findings] == [("node2", "torch 2.12.0")]
 
 
-def test_packages_that_differ_are_told_together_and_not_without_end() -> None:
+def test_packages_that_differ_are_reported_together_and_not_without_end() -> None:
     usual = {f"p{n}": "1.0" for n in range(9)}
     other = usual | {f"p{n}": "2.0" for n in range(5)}
     (finding,) = found(
@@ -147,18 +146,18 @@ def test_packages_that_differ_are_told_together_and_not_without_end() -> None:
     assert finding.usual == "1.0 on 2 hosts; 1.0 on 2 hosts; 1.0 on 2 hosts"
 
 
-def test_a_package_that_is_missing_is_told_so() -> None:
+def test_a_package_that_is_missing_is_reported() -> None:
     (finding,) = found(fleet({"packages": {"numpy": "2.4.6"}}, {}, {}))
     assert finding.what == f"tqdm {ABSENT}"
 
 
-def test_packages_that_are_judged_apart_are_not_told_twice() -> None:
+def test_packages_that_are_judged_apart_are_not_reported_twice() -> None:
     packages = {"numpy": "2.4.6", "tqdm": "4.70.1"}
     more = packages | {"torch": "2.12.0", "nvidia-nccl-cu12": "2.27.3", "pip": "1"}
     assert found(fleet({}, {}, {"packages": more})) == []
 
 
-def test_a_variable_of_one_host_is_told_with_its_value() -> None:
+def test_a_variable_of_one_host_is_reported_with_its_value() -> None:
     (finding,) = found(
         fleet({}, {}, {"environment": {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring"}})
     )
@@ -194,7 +193,7 @@ hip: Optional[str] = {hip}
         ("None", "None", "CPU"),
     ],
 )
-def test_torch_tells_what_it_was_built_for(
+def test_torch_reports_what_it_was_built_for(
     tmp_path: Path, cuda: str, hip: str, build: str
 ) -> None:
     (tmp_path / "version.py").write_text(VERSION_FILE.format(cuda=cuda, hip=hip))
@@ -206,7 +205,7 @@ def test_torch_that_is_not_there_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "__version__ = compute()\n"])
-def test_torch_that_tells_no_version_is_unreadable(tmp_path: Path, text: str) -> None:
+def test_torch_that_reports_no_version_is_unreadable(tmp_path: Path, text: str) -> None:
     (tmp_path / "version.py").write_text(text)
     with pytest.raises(KeyError):
         read_torch(tmp_path)
@@ -237,7 +236,7 @@ def test_packages_are_known_by_the_names_of_their_directories(tmp_path: Path) ->
     assert find_nccl({}) == ABSENT
 
 
-def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_told(
+def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_reported(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: str = (")
@@ -246,7 +245,7 @@ def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_told(
 
 
 @pytest.mark.parametrize(
-    ("told", "driver"),
+    ("text", "driver"),
     [
         (
             "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n",
@@ -258,10 +257,10 @@ def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_told(
         ),
     ],
 )
-def test_the_driver_tells_its_version(tmp_path: Path, told: str, driver: str) -> None:
+def test_the_driver_reports_its_version(tmp_path: Path, text: str, driver: str) -> None:
     path = tmp_path / "proc/driver/nvidia/version"
     path.parent.mkdir(parents=True)
-    path.write_text(told)
+    path.write_text(text)
     assert read_driver(str(tmp_path)) == driver
 
 
@@ -295,7 +294,7 @@ def test_settings_are_those_that_ranks_would_find() -> None:
     }
 
 
-def test_a_long_value_is_cut_and_still_told_from_another() -> None:
+def test_a_long_value_is_cut_and_still_distinguished_from_another() -> None:
     values = [
         select_environment({"NCCL_X": "a" * 300 + end}, {})["NCCL_X"] for end in "bc"
     ]
@@ -314,7 +313,7 @@ def test_secrets_are_not_among_the_facts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "hunter2" not in str(outcome)
 
 
-def test_code_is_told_from_other_code(tmp_path: Path) -> None:
+def test_code_is_distinguished_from_other_code(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/b.py").write_text("1")
     before = digest_code(tmp_path)

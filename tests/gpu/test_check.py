@@ -18,11 +18,11 @@ from ronde.check import (
     ProbeEntry,
     address_of,
     all_checks,
+    burn_host,
     keep_answers,
     measure_gpu,
     run_probes,
 )
-from ronde.check.burn import burn
 from ronde.topology import NoNvmlError, open_nvml
 
 torch = pytest.importorskip("torch")
@@ -105,8 +105,8 @@ def test_every_gpu_copies_and_gives_its_memory_back(nvml, gpus):
 
 def test_burning_tells_of_all_gpus_what_they_computed_and_copied(nvml, gpus):
     with ExitStack() as closing:
-        question = {"do": "burn", "seconds": 2.0, "size": 2048, "seed": 2026}
-        told = burn(NodeContext({}, closing), question)
+        question = {"do": "burn_host", "seconds": 2.0, "size": 2048, "seed": 2026}
+        told = burn_host(NodeContext({}, closing), question)
     names = [f"cuda:{gpu}" for gpu in gpus]
     assert told["products"].keys() == {"cpu", *names}
     assert told["copies"].keys() == {*names}

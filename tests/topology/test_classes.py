@@ -122,7 +122,7 @@ class TestWords:
         assert table.names == ("0000:04:00.0", "0000:05:00.0")
         assert table.labels == ("GPU0", "GPU1")
 
-    def test_bridges_between_tell_near_from_far(self):
+    def test_bridges_between_part_near_from_far(self):
         host = HostTopology(
             numa_nodes=NODES,
             devices=(
@@ -195,8 +195,8 @@ class TestWords:
         )
 
         def word(said: str) -> str:
-            told = Relation("0000:02:00.0", "0000:01:00.0", path=said)
-            return classify(host._replace(relations=(told,))).words[0][1]
+            reported = Relation("0000:02:00.0", "0000:01:00.0", path=said)
+            return classify(host._replace(relations=(reported,))).words[0][1]
 
         assert [word(""), word("PHB"), word("NODE")] == ["PHB", "PHB", "NODE"]
         # What the tree contradicts, it does not take.
@@ -220,7 +220,7 @@ class TestWords:
         )
         assert table.cpus == table.nodes == ("", "", "")
 
-    def test_devices_whose_node_no_source_tells_are_not_guessed(self):
+    def test_devices_whose_node_no_source_reports_are_not_guessed(self):
         devices = (device("0000:01:00.0", node=-1), device("0000:02:00.0", node=-1))
         gpus = (GpuDevice("0000:01:00.0", 0), GpuDevice("0000:02:00.0", 1))
         host = HostTopology(devices=devices, gpus=gpus)

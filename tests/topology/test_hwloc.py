@@ -312,7 +312,7 @@ def test_a_gpu_is_what_its_library_found(subtype, backend):
     assert (gpu.title, gpu.uuid, gpu.bus_id) == ("M", "u", "0000:41:00.0")
 
 
-def test_xgmi_of_one_sort_of_object_is_told_without_its_name():
+def test_xgmi_of_one_sort_of_object_is_reported_without_its_name():
     gpus = "".join(
         f'<object type="PCIDev" pci_busid="0000:0{n}:00.0" '
         'pci_type="1200 [1002:74a1] [0000:0000] 00"><object type="OSDev" '
@@ -339,7 +339,7 @@ def test_xgmi_of_one_sort_of_object_is_told_without_its_name():
         ("NVIDIA A100-SXM4-40GB", 300000, 12),
     ],
 )
-def test_bandwidth_tells_how_many_nvlinks(title, mb_per_s, num_links):
+def test_bandwidth_shows_how_many_nvlinks(title, mb_per_s, num_links):
     gpu = (
         '<object type="PCIDev" gp_index="8" pci_busid="0000:01:00.0" '
         'pci_type="0302 [10de:0001] [0000:0000] a1">'

@@ -53,7 +53,7 @@ def test_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, *words, "--threshold", "98")[0] == 1
 
 
-def test_more_than_the_bound_is_told() -> None:
+def test_more_than_the_bound_is_reported() -> None:
     text = judge(Limit(400, "8 ports, 400 GB/s"), 500)
     assert text.startswith("measured 500 GB/s: 125.0 % of the bound.\n125 % of")
     assert "NVLS" in text
@@ -62,9 +62,9 @@ def test_more_than_the_bound_is_told() -> None:
 
 def test_several_files_are_a_node_each(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = printed(capsys, H100, A100, "--json")
-    told = json.loads(text)
-    assert (told["num_nodes"], told["ranks_per_node"]) == (2, 4)
-    limits = {each["collective"]: each for each in told["limits"]}
+    reported = json.loads(text)
+    assert (reported["num_nodes"], reported["ranks_per_node"]) == (2, 4)
+    limits = {each["collective"]: each for each in reported["limits"]}
     # The slower adapters and GPUs are one host's: 100 and 300 GB/s.
     assert limits["all_reduce"]["bound_gb_per_s"] == 100 * 2 * 7 / 8
     assert limits["all_reduce"]["practical_gb_per_s"] == 96 * 2 * 7 / 8
@@ -79,7 +79,7 @@ def test_rates_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["link"] == "as given, 400 GB/s"
 
 
-def test_what_is_not_told_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = printed(capsys, CLOUD, "--nodes", "2")
     assert "bounds may be lower: the source does not show whether NVLink" in text
     code, text = printed(capsys, CLOUD)

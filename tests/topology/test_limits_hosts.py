@@ -90,7 +90,7 @@ def test_h200_in_one_node() -> None:
     assert limit(world_of(host_of("hgx_h200"), 1, 2)).bus_bandwidth_gb_per_s == 450
 
 
-def test_files_that_do_not_tell() -> None:
+def test_files_that_do_not_report() -> None:
     clouds = world_of(host_of("azure_ndv5"), 2, 8)
     assert clouds.network is not None
     assert clouds.network.gb_per_s == pytest.approx(8 * GEN5_X16)
@@ -199,7 +199,7 @@ def test_the_least_link_that_there_is_limits_nothing() -> None:
     )
 
 
-def test_the_kernel_alone_tells_nothing_of_nvlinks() -> None:
+def test_the_kernel_alone_reports_nothing_of_nvlinks() -> None:
     kernel = gpus()._replace(sources=("sysfs of this machine",))
     assert world_of(kernel, 1, 4).unknown == (
         "the source does not show whether NVLink joins the GPUs",
@@ -234,7 +234,7 @@ def test_a_gpu_without_its_nvlinks_slows_all() -> None:
     assert limit(world_of(gpus(*to_itself), 1, 4)).link.startswith("PCIe")
 
 
-def test_links_told_at_one_end_join_both() -> None:
+def test_links_reported_at_one_end_join_both() -> None:
     pairs = gpus((0, "0000:20:00.0"), (3, "0000:30:00.0"))
     world = world_of(pairs, 1, 4)
     assert world.islands is not None

@@ -415,7 +415,7 @@ def test_a_speed_that_is_low_at_rest_is_a_note_for_gpus_alone() -> None:
     assert found.has_gb_per_s == 2.5 / 8 * 0.8 * 16
 
 
-def test_a_speed_that_nobody_told_is_left_to_others() -> None:
+def test_a_speed_that_nobody_reported_is_left_to_others() -> None:
     untold = with_device(gpu(0), speed="", width=-1)
     assert lint_host(untold) == ()
 
@@ -530,7 +530,7 @@ def test_one_node_of_three_that_is_unlike(
     assert "2 of 3 nodes" in findings[0].what
 
 
-def test_nodes_that_are_alike_and_one_that_tells_less() -> None:
+def test_nodes_that_are_alike_and_one_that_reports_less() -> None:
     assert lint_fleet([]) == ()
     assert lint_fleet([sound()]) == ()
     silent = sound()._replace(ports=(), devices=(), numa_nodes=())
@@ -559,8 +559,8 @@ def test_the_order_of_elements_does_not_matter(
         links=tuple(reversed(host.links)),
         gpus=tuple(host.gpus[n] for n in gpus),
     )
-    told = {(f.rule, f.element, f.severity) for f in lint_host(shuffled)}
-    assert told == {(f.rule, f.element, f.severity) for f in lint_host(host)}
+    reported = {(f.rule, f.element, f.severity) for f in lint_host(shuffled)}
+    assert reported == {(f.rule, f.element, f.severity) for f in lint_host(host)}
 
 
 _names = st.sampled_from(["", "0000:00:00.0", "0000:01:00.0", "0000:02:00.0", "x"])
@@ -633,7 +633,7 @@ def test_no_host_is_too_odd_for_rules_and_words(host: HostTopology) -> None:
     assert all(finding.rule in text for finding in findings)
 
 
-def test_equal_findings_are_told_once_and_the_worst_first() -> None:
+def test_equal_findings_are_reported_once_and_the_worst_first() -> None:
     findings = lint_host(read("nccl_topo/modal_gvisor_b200_vm_topo.xml"))
     text = draw_log_findings(findings)
     heads = re.findall(r"^(ERROR|WARNING|NOTE) (\S+):", text, re.MULTILINE)
@@ -653,11 +653,11 @@ def test_lines_keep_to_the_width(name: str) -> None:
 
 def test_every_rule_is_documented_with_its_meaning() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| (.+?) \|", DOCS.read_text(), re.MULTILINE)
-    told = {
+    reported = {
         name: meaning.replace("&lt;", "<").replace("&gt;", ">")
         for name, meaning in rows
     }
-    assert told == MEANINGS
+    assert reported == MEANINGS
 
 
 def name(path: str) -> str:
@@ -667,7 +667,7 @@ def name(path: str) -> str:
 MODAL = name("nccl_topo/modal_gvisor_b200_vm_topo.xml")
 
 
-def test_the_command_tells_and_ends_with_what_it_found(
+def test_the_command_reports_and_ends_with_what_it_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run([name("nccl_topo/azure_ndv5_h100_topo.xml")]) == 0
@@ -684,9 +684,9 @@ def test_the_command_tells_and_ends_with_what_it_found(
 def test_rules_can_be_chosen_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = "too-many-nvlinks,nic-behind-processor"
     assert run([MODAL, "--rule", chosen, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["form"] == "ronde-findings"
-    counts = Counter(finding["rule"] for finding in told["findings"])
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["form"] == "ronde-findings"
+    counts = Counter(finding["rule"] for finding in reported["findings"])
     assert counts == {"too-many-nvlinks": 8, "nic-behind-processor": 8}
     assert run([MODAL, "--rule", chosen, "--ignore", "too-many-nvlinks"]) == 0
     with pytest.raises(UsageError, match="must name rules, got 'nvlink'"):
@@ -746,7 +746,7 @@ def test_the_odd_one_of_a_fleet_may_be_the_better_one() -> None:
     assert [f.element for f in draw] == ["odd", "b"]
 
 
-def test_a_node_that_tells_links_its_chip_lacks_is_no_model_for_others() -> None:
+def test_a_node_that_reports_links_its_chip_lacks_is_no_model_for_others() -> None:
     hosts = [
         read("nccl_topo/modal_gvisor_b200_vm_topo.xml")._replace(name="virtual"),
         read("nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml")._replace(name="real"),
@@ -754,7 +754,7 @@ def test_a_node_that_tells_links_its_chip_lacks_is_no_model_for_others() -> None
     assert "node-nvlinks-differ" not in {f.rule for f in lint_fleet(hosts)}
 
 
-def test_a_host_bridge_limits_no_adapter_and_nccls_plan_is_told() -> None:
+def test_a_host_bridge_limits_no_adapter_and_nccls_plan_is_reported() -> None:
     host = read("nccl_topo/modal_gvisor_b200_vm_topo.xml")
     found = [f for f in lint_host(host) if f.rule == "nic-faster-than-link"]
     assert {each.severity for each in found} == {Level.WARNING}

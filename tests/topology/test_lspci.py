@@ -223,5 +223,5 @@ def test_addresses_have_one_spelling(text, address):
         ("", UNKNOWN),
     ],
 )
-def test_models_tell_what_gpus_can(title, sm):
+def test_models_show_what_gpus_can(title, sm):
     assert compute_capability(title) == sm

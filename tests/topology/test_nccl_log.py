@@ -196,7 +196,7 @@ def test_transports(text: str, transport: str) -> None:
     assert [each.transport for each in one_job(P + text).edges] == [transport]
 
 
-def test_tunings_are_told_by_size() -> None:
+def test_tunings_are_reported_by_size() -> None:
     lines = (
         "AllReduce: 1024 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..1}",
         "AllReduce: 4096 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..3}",

@@ -128,7 +128,7 @@ def test_a_communicator_that_was_split_off(count: str) -> None:
     assert [rank.is_complete for rank in child.ranks] == [True, True]
 
 
-def test_a_ring_that_an_old_release_cuts_tells_no_number_of_ranks() -> None:
+def test_a_ring_that_an_old_release_cuts_reports_no_number_of_ranks() -> None:
     """Before 2.23 it names twenty ranks, whatever the ring has."""
     ring = " ".join(f"{rank:3}" for rank in range(20))
     layout = "comm 0xa rank 0 nRanks 32 nNodes 4 localRanks 8 localRank 0 MNNVL 0"
@@ -307,7 +307,7 @@ def test_rccl_s_counts_of_channels() -> None:
     assert comm.channels == (ChannelCounts(24, 0, 16),)
 
 
-def test_reductions_in_the_network_s_switches_are_told() -> None:
+def test_reductions_in_the_network_s_switches_are_reported() -> None:
     text = "\n".join(
         f"{P}CollNet 0{n}/0 : 3 [{way}] via COLLNET/SHARP/{n}/GDRDMA"
         for n in range(2)

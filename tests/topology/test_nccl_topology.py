@@ -383,7 +383,7 @@ class TestElements:
 
         assert (port_.bus_id, port_.node, port_.mbit_per_s) == ("", 0, 100000)
 
-    def test_a_file_may_be_in_disorder_and_partly_told(self):
+    def test_a_file_may_be_in_disorder_and_partly_reported(self):
         host = on_one_node(
             pci("0:1:0.0", pci("0:2:0.0", class_code="0x120000") + "<gpu/>")
         )
@@ -408,7 +408,7 @@ class TestOddities:
             ("<nic>" + port("a", 0, 'port="9e9"') + "</nic>", "net has port='9e9'"),
         ],
     )
-    def test_each_is_told_with_its_line(self, inside: str, remark: str):
+    def test_each_is_reported_with_its_line(self, inside: str, remark: str):
         remarks = on_one_node(inside).remarks
 
         assert any(each.startswith(f"Line 1: {remark}") for each in remarks), remarks
@@ -422,7 +422,7 @@ class TestOddities:
             "Line 1: cpu has affinity='0-3', which cannot be read.",
         )
 
-    def test_an_odd_file_is_not_told_without_end(self):
+    def test_an_odd_file_is_not_reported_without_end(self):
         remarks = on_one_node(pci("odd") * 1000).remarks
 
         assert len(remarks) == MAX_REMARKS + 1
@@ -519,7 +519,7 @@ ATTRIBUTE = st.text(
         st.sampled_from(["pci", "gpu", "nic", "net", "nvlink", "c2c"]), max_size=6
     ),
 )
-def test_any_attributes_are_read_or_told(values: list[str], tags: list[str]):
+def test_any_attributes_are_read_or_reported(values: list[str], tags: list[str]):
     said = " ".join(f'{n}="{v}"' for n, v in zip(NAMES, values, strict=True))
     inside = "".join(f"<{tag} {said}>" for tag in tags) + "".join(
         f"</{tag}>" for tag in reversed(tags)

@@ -67,7 +67,7 @@ class Adapters(Tree):
         given = KnownRates(interface=interface)
         return world_of(read_host(self.root), 2, 1, given)
 
-    def told(self, interface: str = "") -> str:
+    def reported(self, interface: str = "") -> str:
         """Return the words for it; empty where nothing is known."""
         network = self.rates(interface).network
         return network.link if network else ""
@@ -80,14 +80,14 @@ def tree(tmp_path: Path) -> Adapters:
 
 def test_an_ethernet_interface(tree: Adapters) -> None:
     tree.interface("eth0", "25000")
-    assert tree.told("eth0") == tree.told() == "eth0, 3.125 GB/s"
+    assert tree.reported("eth0") == tree.reported() == "eth0, 3.125 GB/s"
     rates = tree.rates("eth0")
     assert rates.path == rates.network
     assert rates.unknown == ()
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "", None, "unknown"])
-def test_an_interface_that_does_not_tell(tree: Adapters, speed: str | None) -> None:
+def test_an_interface_that_does_not_report(tree: Adapters, speed: str | None) -> None:
     tree.interface("eth0", speed)
     for name in ("eth0", "eth7"):
         rates = tree.rates(name)
@@ -101,23 +101,23 @@ def test_an_interface_that_does_not_tell(tree: Adapters, speed: str | None) -> N
 
 def test_an_interface_without_its_cable_has_no_rate(tree: Adapters) -> None:
     tree.interface("eth0", "25000", carrier="0")
-    assert tree.told("eth0") == tree.told() == ""
+    assert tree.reported("eth0") == tree.reported() == ""
 
 
 def test_what_is_virtual_is_no_hardware(tree: Adapters) -> None:
     for name in ("lo", "veth12", "docker0"):
         tree.virtual(name)
-        assert tree.told(name) == ""
+        assert tree.reported(name) == ""
     assert read_host(tree.root).interfaces == ()
 
 
-def test_an_adapter_that_is_not_on_the_bus_has_the_speed_that_it_tells(
+def test_an_adapter_that_is_not_on_the_bus_has_the_speed_that_it_reports(
     tree: Adapters,
 ) -> None:
     own = "sys/devices/LNXSYSTM:00/vmbus/net/eth0"
     tree.link("sys/class/net/eth0", own).write(f"{own}/carrier", "1\n")
     tree.write(f"{own}/speed", "50000\n")
-    assert tree.told("eth0") == "eth0, 6.25 GB/s"
+    assert tree.reported("eth0") == "eth0, 6.25 GB/s"
 
 
 def two(tree: Adapters) -> Adapters:
@@ -127,10 +127,10 @@ def two(tree: Adapters) -> Adapters:
 
 def test_what_lies_below_a_bridge_or_vlan(tree: Adapters) -> None:
     two(tree).virtual("veth1").virtual("br0", "eth0", "veth1")
-    assert tree.told("br0") == "br0 over eth0, 3.125 GB/s"
+    assert tree.reported("br0") == "br0 over eth0, 3.125 GB/s"
     tree.virtual("bond0", "eth0", "eth1", bonding="802.3ad 4")
     tree.virtual("a.9", "bond0").virtual("br1", "a.9", "veth1")
-    assert tree.told("br1") == "br1 over a.9 over bond0 over eth0+eth1, 6.25 GB/s"
+    assert tree.reported("br1") == "br1 over a.9 over bond0 over eth0+eth1, 6.25 GB/s"
     assert read_host(tree.root).interfaces == (
         Interface("bond0", ("eth0", "eth1"), "802.3ad"),
         Interface("a.9", ("bond0",)),
@@ -152,10 +152,10 @@ def test_a_bond_is_a_link_over_its_ports(
     tree: Adapters, mode: str, bond: float, host: float
 ) -> None:
     two(tree).virtual("bond0", "eth0", "eth1", bonding=mode)
-    assert tree.told("bond0") == f"bond0 over eth0+eth1, {bond:g} GB/s"
+    assert tree.reported("bond0") == f"bond0 over eth0+eth1, {bond:g} GB/s"
     drawn = draw_tree(Topology((read_host(tree.root),)))
-    told = f"bond0 over eth0+eth1: {mode.partition(' ')[0]}, {bond * 8:g} Gb/s"
-    assert told in drawn.splitlines()
+    reported = f"bond0 over eth0+eth1: {mode.partition(' ')[0]}, {bond * 8:g} Gb/s"
+    assert reported in drawn.splitlines()
     # Where no interface is named all count, but for what a bond holds in reserve.
     network = tree.rates().network
     assert network is not None
@@ -165,7 +165,7 @@ def test_a_bond_is_a_link_over_its_ports(
 def test_of_a_bond_a_port_without_its_cable_is_not_there(tree: Adapters) -> None:
     two(tree).virtual("bond0", "eth0", "eth1", bonding="802.3ad 4")
     tree.interface("eth1", "-1", "0000:04:00.0", carrier="0")
-    assert tree.told("bond0") == "bond0 over eth0, 3.125 GB/s"
+    assert tree.reported("bond0") == "bond0 over eth0, 3.125 GB/s"
 
 
 def test_ports_of_one_adapter_share_its_pcie_link_in_a_bond(tree: Adapters) -> None:
@@ -175,7 +175,7 @@ def test_ports_of_one_adapter_share_its_pcie_link_in_a_bond(tree: Adapters) -> N
         link = {"max_link_speed": "16.0 GT/s PCIe", "max_link_width": "16"}
         tree.device(f"pci0000:00/0000:03:00.{function}", **link)
     tree.virtual("bond0", "eth0", "eth1", bonding="802.3ad 4")
-    assert tree.told("bond0") == (
+    assert tree.reported("bond0") == (
         "bond0 over eth0+eth1, 31.51 GB/s (PCIe lets through no more of 50)"
     )
 
@@ -183,7 +183,7 @@ def test_ports_of_one_adapter_share_its_pcie_link_in_a_bond(tree: Adapters) -> N
 def test_interfaces_below_each_other_in_a_circle_carry_nothing(tree: Adapters) -> None:
     two(tree).virtual("a", "b", "eth0").virtual("b", "a").virtual("c", "c")
     assert read_host(tree.root).interfaces == ()
-    assert tree.told("a") == ""
+    assert tree.reported("a") == ""
 
 
 def test_the_interface_of_an_rdma_adapter_stands_on_its_port(tree: Adapters) -> None:
@@ -193,10 +193,10 @@ def test_the_interface_of_an_rdma_adapter_stands_on_its_port(tree: Adapters) -> 
     tree.write(f"{own}/rate", "100 Gb/sec (4X EDR)\n").write(f"{own}/state", "4: A\n")
     tree.interface("eth2", "40000", "0000:0f:00.0", dev_port="0")
     tree.interface("eth3", "100000", "0000:0f:00.0", dev_port="1")
-    assert tree.told("eth2") == "eth2 over mlx4_0, 5 GB/s"
-    assert tree.told("eth3") == "eth3 over mlx4_0:2, 12.5 GB/s"
+    assert tree.reported("eth2") == "eth2 over mlx4_0, 5 GB/s"
+    assert tree.reported("eth3") == "eth3 over mlx4_0:2, 12.5 GB/s"
     tree.virtual("bond0", "eth2", "eth3", bonding="balance-xor 2")
-    assert tree.told("bond0") == (
+    assert tree.reported("bond0") == (
         "bond0 over eth2 over mlx4_0 + eth3 over mlx4_0:2, 17.5 GB/s"
     )
 
@@ -207,7 +207,7 @@ def test_rdma_ports_that_are_up(tree: Adapters) -> None:
     tree.adapter("mlx5_2", "10 Gb/sec (4X SDR)", "1: DOWN", "pci0/0000:2f:00.0")
     # Ethernet for management is no way for them, whatever their own link layer.
     tree.interface("eth0", "25000")
-    assert tree.told() == "mlx5_0+mlx5_1, 57 GB/s"
+    assert tree.reported() == "mlx5_0+mlx5_1, 57 GB/s"
     path = tree.rates().path
     assert path is not None
     assert path.link == "mlx5_0, 50 GB/s"

@@ -122,7 +122,7 @@ Legend:
 """
 
 
-def test_an_old_driver_tells_no_nodes():
+def test_an_old_driver_reports_no_nodes():
     host = read(OLD)
     assert words(host)["gpu/0", "gpu/1"] == "SYS"
     assert words(host)["net/mlx5_0", "gpu/0"] == "PHB"
@@ -312,12 +312,12 @@ def test_all_outputs_in_one_file():
     assert len(host.gpus) == 8
     assert (host.gpus[0].title, host.gpus[0].uuid) == ("NVIDIA A100-SXM4-40GB", "GPU-0")
     assert [gpu.sm for gpu in host.gpus] == [80] * 4 + [UNKNOWN] * 4
-    told = {
+    reported = {
         (each.source, each.target): (each.path, each.peer) for each in host.relations
     }
-    assert len(told) == 28
-    assert told["gpu/0", "gpu/3"] == ("NV4", "NS")
-    assert told["gpu/0", "gpu/4"] == ("", "NS")
+    assert len(reported) == 28
+    assert reported["gpu/0", "gpu/3"] == ("NV4", "NS")
+    assert reported["gpu/0", "gpu/4"] == ("", "NS")
     assert len(host.links) == 12
     assert host.remarks == ()
 
@@ -330,7 +330,7 @@ def test_links_that_are_down_show():
     )
 
 
-def test_rates_tell_a_switch_where_the_matrix_does_not():
+def test_rates_show_a_switch_where_the_matrix_does_not():
     # Of three GPUs with 6 links each, 2 * 6 are fewer than the 18 of a later GPU.
     rows = ["\tGPU0\tGPU1\tGPU2", "GPU0\tX\tNV6\tNV6", "GPU1\tNV6\tX\tNV6"]
     text = "\n".join([*rows, "GPU2\tNV6\tNV6\tX\n"])
@@ -341,7 +341,7 @@ def test_rates_tell_a_switch_where_the_matrix_does_not():
     assert host.remarks == ()
 
 
-def test_rates_alone_do_not_tell_where_links_lead():
+def test_rates_alone_do_not_show_where_links_lead():
     host = read(status(0, num_active=17) + status(1, num_active=18, rate="25.781"))
     assert [gpu.uuid for gpu in host.gpus] == ["GPU-0", "GPU-1"]
     links = [(link.source, link.target, link.num_links) for link in host.links]
@@ -481,12 +481,12 @@ PATHS = st.sampled_from(["NV1", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"])
 def test_what_is_printed_is_read(data):
     names = [f"GPU{n}" for n in range(data.draw(st.integers(1, 5)))]
     names += [f"NIC{n}" for n in range(data.draw(st.integers(0, 4)))]
-    told = {
+    reported = {
         (a, b): data.draw(PATHS)
         for place, a in enumerate(names)
         for b in names[place + 1 :]
     }
-    both = told | {(b, a): path for (a, b), path in told.items()}
+    both = reported | {(b, a): path for (a, b), path in reported.items()}
     join = data.draw(st.sampled_from(["\t", " ", "      "]))
     rows = [
         join.join([a, *(" X " if a == b else both[a, b] for b in names)]) for a in names
@@ -498,7 +498,7 @@ def test_what_is_printed_is_read(data):
         name: f"gpu/{name[3:]}" if name[0] == "G" else f"net/{name}" for name in names
     }
     assert {(e.source, e.target): e.path for e in host.relations} == {
-        (graph_names[a], graph_names[b]): path for (a, b), path in told.items()
+        (graph_names[a], graph_names[b]): path for (a, b), path in reported.items()
     }
     assert [node.number for node in host.numa_nodes] == [7]
 
@@ -555,7 +555,7 @@ def test_an_adapter_near_gpus_of_two_nodes_is_at_none_that_is_known():
     assert [port.node for port in read(near).ports] == [UNKNOWN, 0, 1, UNKNOWN]
 
 
-def test_adapters_known_from_text_have_a_device_that_is_not_told():
+def test_adapters_known_from_text_have_a_device_that_is_not_reported():
     host = read(SOCKETS)._replace(name="a")
     lines = draw_tree(Topology((host,))).splitlines()
     # The last is near no node that is told.

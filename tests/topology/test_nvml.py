@@ -60,7 +60,7 @@ def test_a_driver_that_is_not_there_is_one_line():
 
 
 @pytest.mark.skipif(not HAS_DRIVER, reason="there is no driver of NVIDIA's")
-def test_a_driver_tells_of_its_gpus():
+def test_a_driver_reports_its_gpus():
     host, notices = read_nvml()
     assert host is not None
     assert notices == ()
@@ -81,8 +81,8 @@ def test_all_that_is_asked_exists():
 
 def test_links_are_those_of_the_file_that_nccl_wrote_there():
     path = SAMPLES / "nccl_topo" / "perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
-    (told,) = NcclTopologyProbe().read(Saved(path.name, path.read_bytes())).hosts
-    addresses = [gpu.bus_id for gpu in told.gpus]
+    (reported,) = NcclTopologyProbe().read(Saved(path.name, path.read_bytes())).hosts
+    addresses = [gpu.bus_id for gpu in reported.gpus]
     gpus = [
         GpuAnswers(
             # NVML writes the domain with eight digits, and capital letters.
@@ -98,7 +98,7 @@ def test_links_are_those_of_the_file_that_nccl_wrote_there():
         for address in addresses
     ]
     host = graph_of(gpus, {})
-    assert Counter(host.links) == Counter(told.links)
+    assert Counter(host.links) == Counter(reported.links)
     assert len(host.links) == 12
     assert [gpu.bus_id for gpu in host.gpus] == addresses
 
@@ -119,7 +119,7 @@ def test_a_gpu_has_the_address_of_the_kernel():
     assert (device.bus_id, device.node) == ("0000:1b:00.0", 1)
 
 
-def test_nothing_told_is_nothing_known():
+def test_nothing_reported_is_nothing_known():
     (device,) = graph_of([GpuAnswers("00000000:1B:00.0")], {}).devices
     assert device._replace(bus_id="") == type(device)("")
     nameless = graph_of([GpuAnswers("")], {})
@@ -135,7 +135,7 @@ def test_switches_that_cannot_be_seen_are_one(address):
     )
 
 
-def test_switches_that_can_be_seen_are_told_apart():
+def test_switches_that_can_be_seen_are_distinguished():
     remotes = [Remote(SWITCH, f"00000000:C{n}:00.0") for n in (4, 5, 4, 5, 6, 6)]
     gpu = GpuAnswers("00000000:1B:00.0", nvlinks=tuple(remotes))
     links = graph_of([gpu], {}).links
@@ -189,7 +189,7 @@ def test_links_to_the_processor_add_up():
     assert link == Link(LinkKind.C2C, "0009:01:00.0", "numa/0", 10, 447.12)
 
 
-def test_access_to_memory_is_told_in_nvidia_smis_words():
+def test_access_to_memory_is_reported_in_nvidia_smis_words():
     addresses = ["00000000:1B:00.0", "00000000:43:00.0"]
     peers = dict.fromkeys(permutations(range(2), 2), 0) | {(1, 0): 5}
     host = graph_of([GpuAnswers(address) for address in addresses], peers)

@@ -57,8 +57,8 @@ def nic(number: int, parent: str = "", node: int = 0, **more: int):
     """A port of 25 GB/s, and its device."""
     bus_id = f"0000:{0x80 + number:02x}:00.0"
     device = PciDevice(bus_id, parent, node, 0x020000, speed=GEN4, width=16)
-    told = {"mbit_per_s": 200000, "gdr": 1, **more}
-    return NetPort(f"mlx5_{number}", bus_id, number=number, **told), device
+    reported = {"mbit_per_s": 200000, "gdr": 1, **more}
+    return NetPort(f"mlx5_{number}", bus_id, number=number, **reported), device
 
 
 def make_host(*elements, bridges=(), nodes=(INTEL,), links=()) -> HostTopology:
@@ -367,7 +367,7 @@ class TestHosts:
         edges = PathNetwork(one).edges[ends[0]]
         assert [edge.gb_per_s for edge in edges] == [18.0, 24.0]
 
-    def test_devices_of_which_no_node_is_told_are_at_none(self):
+    def test_devices_of_which_no_node_is_reported_are_at_none(self):
         host = make_host(gpu(0, node=-1), gpu(1, node=-1), nodes=())
         assert find_paths(host).between("0000:40:00.0", "0000:41:00.0") is None
 
@@ -379,14 +379,14 @@ class TestHosts:
         assert figures(path) == (4, 1.2, "SYS")
         assert path.route[:3] == ("net/eth0", "nic/-1", "numa/0")
 
-    def test_without_nvlinks_told_a_host_has_paths(self):
+    def test_without_nvlinks_reported_a_host_has_paths(self):
         host = make_host(gpu(0), gpu(1), nic(0))
         paths = find_paths(host)
         assert figures(paths.between("0000:40:00.0", "0000:41:00.0")) == (
             *(2, 24.0, "PHB"),
         )
 
-    def test_a_link_told_in_one_direction_alone_is_no_path(self):
+    def test_a_link_reported_in_one_direction_alone_is_no_path(self):
         link = Link(LinkKind.NVLINK, "0000:40:00.0", "0000:41:00.0", 4)
         paths = find_paths(make_host(gpu(0), gpu(1), links=[link]))
         for ends in permutations(("0000:40:00.0", "0000:41:00.0")):
@@ -407,7 +407,7 @@ class TestHosts:
         assert kind(0x068000) == NVSWITCH
         assert kind(0x068001) == "numa/0"
 
-    def test_a_port_of_which_only_the_bus_is_told_has_no_limit_of_its_own(self):
+    def test_a_port_of_which_only_the_bus_is_reported_has_no_limit_of_its_own(self):
         host = make_host(gpu(0), nic(0, mbit_per_s=0))
         known = find_paths(host).between("0000:40:00.0", "net/mlx5_0")
         assert known.gb_per_s == 1.25
@@ -415,7 +415,7 @@ class TestHosts:
         path = find_paths(untold).between("0000:40:00.0", "net/mlx5_0")
         assert path.gb_per_s == 24.0
 
-    def test_what_nothing_is_told_of_has_no_paths(self):
+    def test_what_nothing_is_reported_of_has_no_paths(self):
         host = HostTopology(gpus=(GpuDevice("", 0), GpuDevice("", 1)))
         paths = find_paths(host)
         assert paths.between("gpu/0", "gpu/1") is None
@@ -441,7 +441,7 @@ class TestHosts:
         path = find_paths(host).between("0000:40:00.0", "0000:41:00.0")
         assert path.route[1] == "numa/0"
 
-    def test_a_word_on_a_pair_counts_where_no_bus_is_told(self):
+    def test_a_word_on_a_pair_counts_where_no_bus_is_reported(self):
         host = HostTopology(
             numa_nodes=(INTEL,),
             gpus=(GpuDevice("", 0, node=0), GpuDevice("", 1, node=0)),

@@ -51,7 +51,7 @@ class TestPci:
     def test_no_width_counts_as_16_lanes(self, width):
         assert pci_gb_per_s(PciDevice("x", speed="16 GT/s", width=width)) == 24.0
 
-    def test_a_source_that_tells_the_links_theory_counts_as_its_generation(self):
+    def test_a_source_that_reports_the_links_theory_counts_as_its_generation(self):
         # hwloc tells 15.753846 for Gen3 and 63.015385 for Gen5 at 16 lanes.
         assert pci_gb_per_s(PciDevice("x", gb_per_s=15.753846)) == 12.0
         assert pci_gb_per_s(PciDevice("x", gb_per_s=63.015385)) == 48.0
@@ -82,7 +82,7 @@ class TestPci:
         ("speed", "width"),
         [("", 16), ("Unknown", 16), ("16.0 GT/s PCIe", 0), ("8 GT/s", UNKNOWN)],
     )
-    def test_what_is_not_told_has_no_theory(self, speed, width):
+    def test_what_is_not_reported_has_no_theory(self, speed, width):
         assert pci_theory_gb_per_s(speed, width) == 0.0
 
     @given(st.text(max_size=20), st.integers(-2, 64))
@@ -138,14 +138,14 @@ class TestGpuLinks:
         amd = GpuDevice("a", 0, sm=94, gcn="942")
         assert link_gb_per_s(Link(LinkKind.XGMI, "a", "b", 1), amd) == 48.0
 
-    def test_what_a_source_tells_counts_where_the_gpu_is_not_known(self):
+    def test_what_a_source_reports_counts_where_the_gpu_is_not_known(self):
         gpu = GpuDevice("a", 0)
         assert link_gb_per_s(Link(LinkKind.NVLINK, "a", "b", 2, 40.0), gpu) == 40.0
         assert link_gb_per_s(Link(LinkKind.NVLINK, "a", "b", 2), gpu) == 40.0
         assert link_gb_per_s(Link(LinkKind.NVLINK, "a", "b", UNKNOWN, 7.0), gpu) == 7.0
         assert link_gb_per_s(Link(LinkKind.NVLINK, "a", "b", UNKNOWN), gpu) == 0.0
 
-    def test_c2c_carries_what_its_source_tells(self):
+    def test_c2c_carries_what_its_source_reports(self):
         link = Link(LinkKind.C2C, "a", "numa/0", 10, 374.88)
         assert link_gb_per_s(link, GpuDevice("a", 0, sm=90)) == 374.88
 

@@ -134,7 +134,7 @@ def test_a_node_that_is_offline_leaves_its_cpus_without_one(saved):
         ("48amd64-4pa2n6c-sparse", ("x86_64", "AuthenticAMD", 31, 9), {*range(4)}),
     ],
 )
-def test_processors_are_told(name, processor, packages, saved):
+def test_processors_are_reported(name, processor, packages, saved):
     nodes = saved(name).numa_nodes
     assert {(n.arch, n.vendor, n.family, n.model) for n in nodes} == {processor}
     assert {node.package for node in nodes} == packages
@@ -176,7 +176,7 @@ def test_network_adapters_and_what_is_not_hardware(saved):
     assert host.gpus == ()
 
 
-def test_gpus_of_which_only_class_and_cpus_are_told(saved):
+def test_gpus_of_which_only_class_and_cpus_are_reported(saved):
     host = saved("nvidiagpunumanodes")
     nodes = {each.bus_id: each.node for each in host.devices}
     assert nodes == {
@@ -276,7 +276,7 @@ def test_a_switch_is_one_device_and_links_are_as_weak_as_their_weaker_end(tree):
     assert host.gpus == (GpuDevice("0000:18:00.0", 0),)
 
 
-def test_what_the_driver_tells_of_a_gpu(tree):
+def test_what_the_driver_reports_of_a_gpu(tree):
     with_switch(tree).device("pci0000:15/0000:15:02.0", _class=GPU, vendor="0x10de")
     tree.write(
         "proc/driver/nvidia/gpus/0000:18:00.0/information",
@@ -432,12 +432,12 @@ def write_as_kernel(host: HostTopology, tree: Tree) -> None:
 )
 def test_a_machine_is_seen_as_nccl_has_seen_it(name, tree):
     path = Path(__file__).parent / "samples" / "nccl_topo" / name
-    (told,) = NcclTopologyProbe().read(Saved(name, path.read_bytes())).hosts
-    write_as_kernel(told, tree)
+    (reported,) = NcclTopologyProbe().read(Saved(name, path.read_bytes())).hosts
+    write_as_kernel(reported, tree)
     host = read_host(tree.root)
-    assert sorted(host.devices) == sorted(told.devices)
-    assert {gpu.bus_id for gpu in host.gpus} == {gpu.bus_id for gpu in told.gpus}
-    for node, other in zip(host.numa_nodes, told.numa_nodes, strict=True):
+    assert sorted(host.devices) == sorted(reported.devices)
+    assert {gpu.bus_id for gpu in host.gpus} == {gpu.bus_id for gpu in reported.gpus}
+    for node, other in zip(host.numa_nodes, reported.numa_nodes, strict=True):
         assert node._replace(cores=(), package=other.package, distances=()) == other
 
 

@@ -28,7 +28,7 @@ def topo(*words, stdin=b"", cwd=SAMPLES):
     )
 
 
-def told(*words, **options):
+def reported(*words, **options):
     done = topo(*words, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.decode()
@@ -62,24 +62,24 @@ def test_this_machine_is_shown_without_torch():
 
 
 def test_json_is_read_again_and_says_the_same(tmp_path):
-    text = told(B200, "--json")
+    text = reported(B200, "--json")
     path = tmp_path / "node.json"
     path.write_text(text)
     topology = read_topology(text.encode(), "node")
     assert [len(h.gpus) for h in topology.hosts] == [8]
-    text_of_tree = told(B200)
-    assert told(str(path)) == text_of_tree
-    assert told("-", stdin=text.encode()) == text_of_tree
+    text_of_tree = reported(B200)
+    assert reported(str(path)) == text_of_tree
+    assert reported("-", stdin=text.encode()) == text_of_tree
 
 
 def test_each_source_is_a_host():
-    text = told(PERLMUTTER, B200, B200)
+    text = reported(PERLMUTTER, B200, B200)
     assert text.startswith("perlmutter_a100_4x_slingshot_nccl2.29.7: 4 NUMA nodes")
     assert "2 hosts alike (hgx_b200_8x_vastai_nccl2.27.3, 2 times): " in text
 
 
 def test_the_matrix_is_that_of_the_driver():
-    ours = told(PERLMUTTER_TEXT, "--matrix").splitlines()
+    ours = reported(PERLMUTTER_TEXT, "--matrix").splitlines()
     theirs = (SAMPLES / PERLMUTTER_TEXT).read_text().splitlines()
     for line in theirs[1:5]:
         # The first row is the headings, which begin with GPU0 as well.
@@ -88,15 +88,15 @@ def test_the_matrix_is_that_of_the_driver():
 
 
 def test_paths_have_kind_and_bandwidth():
-    assert "NVL 80.0" in told(PERLMUTTER, "--paths")
+    assert "NVL 80.0" in reported(PERLMUTTER, "--paths")
 
 
-def test_what_a_search_has_found_is_told():
-    text = told(GRAPH)
+def test_what_a_search_has_found_is_reported():
+    text = reported(GRAPH)
     assert text.startswith("ring (graph 0): 2 chan")
-    assert told("-", stdin=(SAMPLES / GRAPH).read_bytes()) == text
-    other = told(B200_GRAPH)
-    both = told(GRAPH, B200_GRAPH)
+    assert reported("-", stdin=(SAMPLES / GRAPH).read_bytes()) == text
+    other = reported(B200_GRAPH)
+    both = reported(GRAPH, B200_GRAPH)
     assert both == f"{GRAPH}:\n{text}\n{B200_GRAPH}:\n{other}"
 
 
@@ -132,7 +132,7 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
     cpu = tmp_path / "sys/devices/system/cpu"
     cpu.mkdir()
     (cpu / "online").write_text("0-1\n")
-    assert "NUMA node 3" in told("--root", str(tmp_path))
+    assert "NUMA node 3" in reported("--root", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_json_of_something_else_is_refused():
     "verb", [[], ["show"], ["lint"], ["diff"], ["place"], ["limit"], ["log"]]
 )
 def test_help_is_there_for_every_verb(verb):
-    assert told(*verb, "--help").startswith("usage: ronde topo")
+    assert reported(*verb, "--help").startswith("usage: ronde topo")

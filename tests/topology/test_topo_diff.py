@@ -144,13 +144,13 @@ def test_memory_that_is_nearly_alike_is_no_difference() -> None:
     assert found.fact == "memory"
 
 
-def test_what_one_does_not_tell_is_no_difference() -> None:
-    told = nccl("perlmutter_a100_4x_slingshot_nccl2.29.7.xml")
-    silent = told._replace(
-        gpus=tuple(gpu._replace(sm=-1, gdr=-1) for gpu in told.gpus),
-        numa_nodes=tuple(NumaNode(node.number) for node in told.numa_nodes),
+def test_what_one_does_not_report_is_no_difference() -> None:
+    reported = nccl("perlmutter_a100_4x_slingshot_nccl2.29.7.xml")
+    silent = reported._replace(
+        gpus=tuple(gpu._replace(sm=-1, gdr=-1) for gpu in reported.gpus),
+        numa_nodes=tuple(NumaNode(node.number) for node in reported.numa_nodes),
     )
-    assert compare_hosts(told, silent).differences == ()
+    assert compare_hosts(reported, silent).differences == ()
 
 
 def test_the_first_lines_have_the_cost() -> None:
@@ -167,9 +167,9 @@ def test_the_command_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> N
     assert run([names[0], names[0]]) == 0
     assert "are alike: 20 elements" in capsys.readouterr().out
     assert run([*names, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["form"] == "ronde-topology-diff"
-    assert told["comparison"]["num_matched"] == 20
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["form"] == "ronde-topology-diff"
+    assert reported["comparison"]["num_matched"] == 20
     assert run(["--help"]) == 0
     for words in ([], names[:1], ["/nowhere", names[0]]):
         with pytest.raises(UsageError):
@@ -225,7 +225,7 @@ def test_ports_that_are_gone_are_a_difference_where_the_bus_is_shown() -> None:
     assert comparison.missing_second == ()
 
 
-def test_a_chip_that_is_not_told_is_no_loss_and_one_that_is_told_is() -> None:
+def test_a_chip_that_is_not_reported_is_no_loss_and_one_that_is_reported_is() -> None:
     host = sample_host(BARE)
     unknown = host._replace(gpus=tuple(gpu._replace(sm=-1) for gpu in host.gpus))
     assert compare_hosts(host, unknown).is_equal

@@ -227,7 +227,7 @@ def libfabric(provider: str, *extra: str) -> bytes:
     return text + f"node0:1000:2000 [0] NCCL INFO {said}\n".encode()
 
 
-def test_what_drives_libfabric_is_told() -> None:
+def test_what_drives_libfabric_is_reported() -> None:
     text = libfabric("efa")
 
     words = " ".join(draw_log(read(text), ()).split())
@@ -320,7 +320,7 @@ def test_ranks_that_never_got_through() -> None:
     assert found(hanging)["ranks-not-in-log"] is NOTE
 
 
-def test_who_could_not_be_reached_is_told() -> None:
+def test_who_could_not_be_reached_is_reported() -> None:
     text = without(text_of(JobLog(num_hosts=1)), "COMPLETE", "timings")
     line = (
         "node0:1000:2000 [0] NCCL INFO socketPollConnect: connect to 10.0.0.9<4567> "
@@ -333,7 +333,7 @@ def test_who_could_not_be_reached_is_told() -> None:
     assert found(text_of(JobLog(num_hosts=1)) + line.encode()) == {}
 
 
-def test_a_slow_start_is_told_with_its_phase() -> None:
+def test_a_slow_start_is_reported_with_its_phase() -> None:
     text = text_of(JobLog(num_hosts=1)).replace(
         b"rank 6 nranks 8 total 3.25 (kernels 0.25, alloc 0.50, bootstrap 1.25",
         b"rank 6 nranks 8 total 93.25 (kernels 0.25, alloc 0.50, bootstrap 91.25",
@@ -443,7 +443,7 @@ def test_two_channels_are_right_for_a_small_bridge() -> None:
     assert found(switched) == {"few-channels": ERROR}
 
 
-def test_what_a_virtual_machine_tells_of_its_links_has_its_own_remedy() -> None:
+def test_what_a_virtual_machine_reports_of_its_links_has_its_own_remedy() -> None:
     text = text_of(JobLog(num_hosts=1)).replace(b"PCI[48.0] - GPU", b"PCI[0.2] - GPU")
     finding = find(text, "slow-pci")
 
@@ -575,16 +575,16 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
     assert finding.element == "node0"
 
 
-def test_a_warning_of_all_ranks_is_told_once() -> None:
+def test_a_warning_of_all_ranks_is_reported_once() -> None:
     lines = "".join(
         f"node{n}:1:1 [0] misc/shm.cc:1 NCCL WARN Cuda failure 70{n} 'x'\n"
         for n in range(9)
     )
     findings = judge_nccl_log(read(lines.encode()))
 
-    told = [f.what for f in findings if f.rule == "warned-cuda"]
+    reported = [f.what for f in findings if f.rule == "warned-cuda"]
     # Hosts that no communicator joins are jobs of their own.
-    assert [what.split("'")[0] for what in told] == [
+    assert [what.split("'")[0] for what in reported] == [
         f"NCCL reports once: Cuda failure 70{n} " for n in range(9)
     ]
     joined = "".join(
@@ -657,7 +657,7 @@ def test_words_keep_to_the_columns(width: int) -> None:
 # ---- the command
 
 
-def test_the_command_tells_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([str(SAMPLE)]) == 1
     out = capsys.readouterr().out
     assert "WARNING nvls-lost: 6e79c7194e8d" in out

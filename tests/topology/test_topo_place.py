@@ -232,7 +232,7 @@ def test_a_refusal_names_rank_and_resource():
     assert reason in str(refused.value)
 
 
-def test_more_ranks_than_gpus_and_cores_are_told_of():
+def test_more_ranks_than_gpus_and_cores_are_reported():
     plan = plan_host(small_host(), AlignmentRequest(5))
     assert plan.notices == (
         "5 ranks and only 2 GPUs: no rank has one of its own.",
@@ -268,14 +268,14 @@ def test_the_lines_by_hand_are_understood_by_a_shell(capsys):
     run(["-n", "8", str(sample_path("modal_gvisor_b200_vm_topo.xml"))])
     text = capsys.readouterr().out
     line = next(each for each in text.splitlines() if "NCCL_IB_HCA" in each)
-    told = subprocess.run(
+    reported = subprocess.run(
         ["/bin/sh", "-c", f"{line.strip()}; echo $NCCL_IB_HCA"],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert told.stdout.startswith("=mlx5_5:1,mlx5_6:1,")
+    assert reported.stdout.startswith("=mlx5_5:1,mlx5_6:1,")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def tell(name):
     return draw_search(read_search_graphs(Saved(name, path.read_bytes())))
 
 
-def test_orders_are_told_once_with_their_number():
+def test_orders_are_reported_once_with_their_number():
     assert tell("azurehpc_nc48v4_graph.xml").splitlines()[:3] == [
         "ring (graph 0): 2 channels of 12 GB/s, 24 GB/s together",
         "  between GPUs SYS, to an adapter PIX with 12 GB/s a channel",

@@ -139,7 +139,7 @@ def test_nodes_and_adapters_have_their_names() -> None:
     assert said.count("16 GB/s to other nodes") == 4
 
 
-def test_cpus_that_are_spread_are_told_by_their_ends() -> None:
+def test_cpus_that_are_spread_are_reported_by_their_ends() -> None:
     nodes = (
         NumaNode(0, cpus=tuple(range(0, 64, 2))),
         NumaNode(1, cpus=(1, 3), cores=((1,), (3,))),
@@ -201,7 +201,7 @@ def test_devices_of_no_known_node_are_drawn() -> None:
     assert {"This host", "GPU 0", "GPU 1", "lo0"} <= set(texts(svg))
 
 
-def test_a_narrow_bridge_is_told_at_the_one_thing_behind_it() -> None:
+def test_a_narrow_bridge_is_reported_at_the_one_thing_behind_it() -> None:
     host = HostTopology(
         devices=(
             PciDevice("0000:00:01.0", speed="2.5 GT/s PCIe", width=1),
@@ -222,7 +222,7 @@ def test_other_devices_are_counted_only() -> None:
     assert "no GPUs, no network ports, 7 other PCI devices not drawn" in said[1]
 
 
-def test_pairs_without_links_are_told() -> None:
+def test_pairs_without_links_are_reported() -> None:
     gpus = (GpuDevice("", 0), GpuDevice("", 1))
     pairs = (Relation("gpu/0", "gpu/1", path="NV12"),)
     said = texts(draw_svg(HostTopology(gpus=gpus, relations=pairs)))

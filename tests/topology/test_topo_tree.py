@@ -74,12 +74,12 @@ def test_each_device_has_a_line_and_the_columns_are_straight():
     assert len(columns) == 1
 
 
-def test_links_that_differ_are_told_gpu_by_gpu():
+def test_links_that_differ_are_reported_gpu_by_gpu():
     lines = draw_sample("rccl_topo/topo_8p1h_1.xml").splitlines()
-    told = [line for line in lines if line.startswith("xGMI")]
-    assert len(told) == 8
+    reported = [line for line in lines if line.startswith("xGMI")]
+    assert len(reported) == 8
     # From the file: counts 4, 1 and 2; an MI250 carries 36 GB/s a link.
-    assert told[0] == (
+    assert reported[0] == (
         "xGMI: GPU 0: 4 to GPU 1, 144 GB/s; 1 to GPU 2, 36 GB/s; 2 to GPU 6, 72 GB/s"
     )
 
@@ -181,10 +181,10 @@ def test_links_of_an_unknown_chip_are_counted_only():
 
 
 def test_nvswitches_are_called_so():
-    told = PciDevice(GPU, class_code=0x068000, vendor=0x10DE, speed="16.0 GT/s PCIe")
+    reported = PciDevice(GPU, class_code=0x068000, vendor=0x10DE, speed="16.0 GT/s PCIe")
     untold = PciDevice("0000:03:00.0", class_code=0x068000, vendor=0x10DE)
     other = PciDevice("0000:04:00.0", class_code=0x068000, vendor=0x8086)
-    lines = draw(devices=(told._replace(width=2), untold, other)).splitlines()
+    lines = draw(devices=(reported._replace(width=2), untold, other)).splitlines()
     assert lines[2].split(maxsplit=3)[1:] == [
         *("NVSwitch", GPU, "PCI 16.0 GT/s x2, 3 GB/s"),
     ]

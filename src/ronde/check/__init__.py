@@ -6,22 +6,22 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "burn": (
-            "COPIES MAX_SIZE NUM_IN_ROUND PRODUCTS address_of make_factor "
-            "measure_copies measure_gpu multiply staying_near sum_up"
+            "COPIES MAX_SIZE NUM_IN_ROUND PRODUCTS Rounds address_of burn_host "
+            "make_factor measure_copies measure_gpu multiply staying_near sum_up"
         ),
         "catalogue": "PROBES all_checks all_steps plan_for",
         "check": "Check FAIL Family Finding Problem Severity WARN name_pair",
-        "cluster": "PACE",
+        "cluster": "PACE estimate_offset spin",
         "collect": "Collected choose_addresses",
         "expected": "read_expected",
         "fleet": "Fleet HostFacts Value",
         "gpu.links": "read_acs read_direct_rdma read_is_virtual",
         "gpu.nvml": (
-            "ALL_ANSWERS DEADLINE_S GPU_QUESTIONS HOST_QUESTIONS NvmlDriver "
+            "ALL_ANSWERS GPU_QUESTIONS HOST_QUESTIONS NvmlDriver "
             "RefusedError ask_driver ask_gpu keep_answers"
         ),
         "gpu.pairs": "gpu_pair_speed measure_pairs",
-        "gpu.presence": "gpu_torch opened_files read read_cards read_module",
+        "gpu.presence": "gpu_torch opened_files read_cards read_module",
         "gpu.smi": "read_smi",
         "gpu.xids": "read_xids",
         "history": "Change Changes Kept compare load_last save",
@@ -31,20 +31,24 @@ __getattr__ = lazy_exports(
         "limits": "UNLIMITED parse_limit parse_meminfo",
         "majority": "differing find_few",
         "node": "main",
-        "network.bandwidth": "Streams busbw_of judge_logs judge_pairs rounds",
+        "network.bandwidth": (
+            "Streams bench busbw_of hold_rendezvous judge_logs judge_pairs rounds"
+        ),
         "network.interfaces": "chooses look_up_own_name",
         "network.pci": "adapter_pcie",
         "network.rdma": "RDMA_ERRORS read_errors",
         "network.reach": (
-            "FRAME LARGE_BYTES REACH blame listen lost_pairs measure_mtu "
-            "own_mtu_towards reach receive_exactly"
+            "FRAME LARGE_BYTES NUM_STREAMS REACH better blame listen lost_pairs "
+            "measure_mtu own_mtu_towards plan_partners reach receive_exactly stream"
         ),
         "path_tasks": "NUM_SAMPLES SAMPLE_BYTES run_tasks sample",
-        "probing": "FAILED FactReader ProbeEntry UnreadableError run_probes",
+        "probing": (
+            "FAILED FactReader ProbeEntry UnreadableError read_facts run_probes"
+        ),
         "software": (
             "ABSENT digest_code find_nccl read_driver read_packages read_torch "
             "select_environment"
         ),
-        "storage": "find_mount read_mounts",
+        "storage": "find_mount find_shared read_mounts try_path",
     },
 )

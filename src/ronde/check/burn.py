@@ -53,11 +53,9 @@ _SHIFT = 11
 # Products or copies that a GPU is given at once, so that it never waits.
 NUM_IN_ROUND = 8
 
-HOST_BYTES = 32 << 20
-DEVICE_BYTES = 256 << 20  # of two buffers each; more than caches hold
+_HOST_BYTES = 32 << 20
+_DEVICE_BYTES = 256 << 20  # of two buffers each; more than caches hold
 _MIN_ROUNDS = 3
-# Clocks and PCI link of an idle GPU are low, and take some time to rise.
-_WARM_UP_S, _ROUNDS_S = 0.1, 0.2
 _FLOORS_GB_PER_S = {
     "A100-SXM4-40GB": 21.0,
     "A100-SXM4-80GB": 21.0,
@@ -70,13 +68,27 @@ Torch = Any
 Tensor = Any
 
 
-def burn(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+class Rounds(NamedTuple):
+    """How long copies are repeated to find the quickest."""
+
+    # Clocks and PCI link of an idle GPU are low, and take some time to rise.
+    warm_up_s: float = 0.1
+    measured_s: float = 0.2
+    clock: Callable[[], float] = time.perf_counter
+
+
+_ROUNDS = Rounds()
+
+
+def burn_host(
+    _: NodeContext, question: dict[str, Value], besides_s: float = _BESIDES_S
+) -> dict[str, Value]:
     """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
 
     Then each GPU copies, one after the other. The answer has ``products`` by device, of
     ``multiply``, and ``copies`` by GPU, of ``measure_gpu``; of what failed ``failure``.
     """
-    limit_s = float(question["seconds"]) + _BESIDES_S
+    limit_s = float(question["seconds"]) + besides_s
     multiplied = run_probe(__name__, limit_s, question)
     if multiplied.unreadable:
         raise OSError(multiplied.unreadable["products"])
@@ -85,7 +97,7 @@ def burn(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     gpus = [name for name in products if name.startswith(_CUDA)]
     copies: dict[str, Value] = {}
     if gpus:
-        copied = run_probe(__name__, _BESIDES_S, {"do": "copy"})
+        copied = run_probe(__name__, besides_s, {"do": "copy"})
         failed = {"failure": f"its program failed: {copied.failure}"}
         copies = {name: copied.values.get(name, failed) for name in gpus}
     return {"products": products, "copies": copies}
@@ -101,7 +113,7 @@ def read(reader: FactReader) -> None:
         reader.unreadable["products"] = f"torch cannot be imported there: {error}"
         return
     num_gpus = torch.cuda.device_count()
-    if reader.settings["do"] == "burn":
+    if reader.settings["do"] == "burn_host":
         reader.values["products"] = _multiply_all(torch, num_gpus, reader.settings)
         return
     for number in range(num_gpus):
@@ -192,7 +204,7 @@ def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
             _pinned(torch) as host,
         ):
             source, target = (
-                torch.zeros(DEVICE_BYTES, dtype=torch.uint8, device="cuda")
+                torch.zeros(_DEVICE_BYTES, dtype=torch.uint8, device="cuda")
                 for _ in range(2)
             )
             rates = measure_copies(host, (source, target), torch.cuda.synchronize)
@@ -207,7 +219,7 @@ def measure_copies(
     host: Tensor,
     buffers: tuple[Tensor, Tensor],
     wait: Callable[[], None],
-    clock: Callable[[], float] = time.perf_counter,
+    rounds: Rounds = _ROUNDS,
 ) -> dict[str, float]:
     """Return GB/s (1e9) copied, the best of some rounds; in memory read and written."""
     source, target = buffers
@@ -219,7 +231,7 @@ def measure_copies(
                 to.copy_(of, non_blocking=True)
             wait()
 
-        return round(NUM_IN_ROUND * of.nbytes / quickest_s(copy, clock) / 1e9, 3)
+        return round(NUM_IN_ROUND * of.nbytes / quickest_s(copy, rounds) / 1e9, 3)
 
     return {
         "host_to_device_gb_per_s": rate(part, host),
@@ -228,19 +240,17 @@ def measure_copies(
     }
 
 
-def quickest_s(
-    work: Callable[[], None], clock: Callable[[], float] = time.perf_counter
-) -> float:
+def quickest_s(work: Callable[[], None], rounds: Rounds = _ROUNDS) -> float:
     """Return what the quickest of some rounds takes, once clocks have risen."""
     taken: list[float] = []
-    now_s = clock()
-    warm_s, end_s = now_s + _WARM_UP_S, math.inf
+    now_s = rounds.clock()
+    warm_s, end_s = now_s + rounds.warm_up_s, math.inf
     while len(taken) < _MIN_ROUNDS or now_s < end_s:
         before_s = now_s
         work()
-        now_s = clock()
+        now_s = rounds.clock()
         if before_s >= warm_s:
-            end_s = min(end_s, before_s + _ROUNDS_S)
+            end_s = min(end_s, before_s + rounds.measured_s)
             taken.append(now_s - before_s)
     return min(taken)
 
@@ -248,7 +258,7 @@ def quickest_s(
 @contextmanager
 def _pinned(torch: Torch) -> Generator[Tensor]:
     """Give new memory, near this thread, that GPUs copy by themselves."""
-    memory = torch.empty(HOST_BYTES, dtype=torch.uint8)
+    memory = torch.empty(_HOST_BYTES, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code:
@@ -295,7 +305,7 @@ def staying_near(address: str, root: str = "") -> Generator[bool]:
 
 def run_burn(hosts: HostSet) -> None:
     seconds = float(hosts.settings["burn_s"])
-    question = {"do": "burn", "seconds": seconds, "size": _SIZE, "seed": _SEED}
+    question = {"do": "burn_host", "seconds": seconds, "size": _SIZE, "seed": _SEED}
     for host, reply in hosts.ask_all(question, seconds + _BURN_TIMEOUT_S).items():
         products, copies = (reply.values.get(n, {}) for n in ("products", "copies"))
         if reply.failure:

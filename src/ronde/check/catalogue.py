@@ -36,7 +36,7 @@ _STEPS = (
 """In their order, after the probes."""
 
 OPERATIONS = {
-    "burn": ("burn",),
+    "burn": ("burn_host",),
     "cluster": ("clock", "spin"),
     "gpu.pairs": ("copy_pairs",),
     "network.bandwidth": ("bench", "hold_rendezvous"),

@@ -83,7 +83,7 @@ def compare_clocks(hosts: HostSet) -> None:
             if reply.failure:
                 failures[host] = reply.failure
                 continue
-            offset_s, error_s = compare(reply, epoch_s)
+            offset_s, error_s = estimate_offset(reply, epoch_s)
             if host not in best or error_s < best[host][1]:
                 best[host] = offset_s, error_s
     for host, each in best.items():
@@ -92,7 +92,7 @@ def compare_clocks(hosts: HostSet) -> None:
         hosts.note_unread(host, OFFSET, failures[host])
 
 
-def compare(reply: Reply, epoch_s: float) -> tuple[float, float]:
+def estimate_offset(reply: Reply, epoch_s: float) -> tuple[float, float]:
     """Return a host's clock less this one's, and by how much that may be wrong."""
     middle_s = (reply.asked_s + reply.answered_s) / 2
     offset_s = reply.values["time_ns"] / 1e9 - (epoch_s + middle_s)

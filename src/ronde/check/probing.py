@@ -153,13 +153,18 @@ def run_probe(
     return run_probes({"": ProbeEntry((module,), deadline_s, "", settings)}, {})[""]
 
 
+def read_facts(reader: FactReader, modules: Sequence[str]) -> None:
+    """Run the modules of a probe in this process."""
+    for module in modules:
+        import_module(module).read(reader)
+
+
 def main(modules: Sequence[str]) -> None:
     reader = FactReader(json.loads(sys.stdin.buffer.read()))
     # What libraries print must not be taken for facts.
     facts_fd = os.dup(1)
     os.dup2(2, 1)
-    for module in modules:
-        import_module(module).read(reader)
+    read_facts(reader, modules)
     answer = {"values": reader.values, "unreadable": reader.unreadable}
     with open(facts_fd, "w", encoding="utf-8") as out:  # noqa: PTH123 - a descriptor
         json.dump(answer, out)

@@ -23,7 +23,7 @@ _PATHS, _FILES, _HUNG = "storage.paths", "storage.files", "storage.hung"
 # Fact: by path, by each other host that left a file there, whether it is seen here.
 SHARED = "storage.shared"
 _HANG_S, _CLEAR_S, _SLACK_S = 5.0, 10.0, 5.0
-PATIENCE_S = 3.0  # how long a host looks for what another has written
+_PATIENCE_S = 3.0  # how long a host looks for what another has written
 _MAX_NETWORK_MOUNTS = 16
 _NETWORK = re.compile(
     r"nfs4?|cifs|smb3|lustre|gpfs|beegfs|ceph|glusterfs|wekafs|panfs|orangefs|afs|9p"
@@ -203,17 +203,20 @@ def try_path(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     return outcome
 
 
-def run(hosts: HostSet) -> None:
+def find_shared(hosts: HostSet, patience_s: float = _PATIENCE_S) -> None:
+    """Have each host leave a file in each folder, and look for those of the others."""
     if len(hosts.names) < 2:
         return
     for host in hosts.names:
         hosts.note(host, SHARED, {})
     for path in hosts.settings.get("paths", ()):
-        for host, sees in _try_path(hosts, path).items():
+        for host, sees in _try_path(hosts, path, patience_s).items():
             hosts.facts[host].values[SHARED][path] = sees
 
 
-def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, bool]]:
+def _try_path(
+    hosts: HostSet, path: str, patience_s: float
+) -> dict[str, dict[str, bool]]:
     """Return whether each host sees each other's file, of hosts that can look."""
     token = secrets.token_hex(8)
     files = {h: f".ronde-check-{token}.{n}" for n, h in enumerate(hosts.names)}
@@ -230,8 +233,8 @@ def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, bool]]:
         replies = ask("leave", _HANG_S, own)
         left = {host: files[host] for host in files if not replies[host].failure}
         looking = [h for h in files if left and not replies[h].values.get("has_hung")]
-        sought = {"names": list(left.values()), "patience_s": PATIENCE_S}
-        found = ask("find", PATIENCE_S + _HANG_S, dict.fromkeys(looking, sought))
+        sought = {"names": list(left.values()), "patience_s": patience_s}
+        found = ask("find", patience_s + _HANG_S, dict.fromkeys(looking, sought))
     finally:
         own = {host: {"names": [name]} for host, name in files.items()}
         replies = ask("clear", _CLEAR_S, own)
@@ -246,7 +249,7 @@ def _try_path(hosts: HostSet, path: str) -> dict[str, dict[str, bool]]:
     }
 
 
-STEP = ProbeStep("sharing", run, (SHARED,))
+STEP = ProbeStep("sharing", find_shared, (SHARED,))
 
 
 @check(FAIL, SHARED)

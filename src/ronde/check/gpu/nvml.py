@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref
+from functools import partial
 from typing import Any, NamedTuple
 
 from ronde.check.check import Check, Problem, Problems, Severity, make_check
@@ -30,7 +31,7 @@ from ronde.topology.pci import plain_address
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
 # What the questions about one GPU may take. Source: AMD's Primus.
-DEADLINE_S = 15.0
+_DEADLINE_S = 15.0
 COUNT = "gpu.count"
 LOST = "gpu.lost"  # fact: of each GPU why it is lost; empty for one that answers
 _NAME = "titles"  # the first question; every GPU that works has an answer
@@ -270,9 +271,9 @@ def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
     return GpuReport(answers, {} if lost else unread, lost)
 
 
-def ask_apart(count: int) -> list[GpuReport]:
+def ask_apart(count: int, deadline_s: float) -> list[GpuReport]:
     entries = {
-        str(number): ProbeEntry((__name__,), DEADLINE_S, "", {"gpu": number})
+        str(number): ProbeEntry((__name__,), deadline_s, "", {"gpu": number})
         for number in range(count)
     }
     found: list[GpuReport] = []
@@ -291,12 +292,13 @@ def read(reader: FactReader) -> None:
     reader.values |= report._asdict()
 
 
-def ask_driver(reader: FactReader) -> None:
+def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
     """Store the facts ``ALL_ANSWERS``: NVML's, else as nvidia-smi prints them."""
     with reader.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:
-                keep_answers(reader, NvmlDriver(nvml), ask_apart)
+                ask = partial(ask_apart, deadline_s=deadline_s)
+                keep_answers(reader, NvmlDriver(nvml), ask)
         except NoNvmlError as error:
             if error.__cause__ is None:
                 _keep_printed(reader)

@@ -8,7 +8,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from ronde.check.burn import quickest_s
+from ronde.check.burn import Rounds, quickest_s
 from ronde.check.check import FAIL, WARN, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
@@ -25,7 +25,10 @@ _LIMIT_S, _SLACK_S = 120.0, 5.0  # for torch's import, and each pair for half a 
 _SLOW, _VERY_SLOW = 0.9, 0.7
 _MAX_CHARS = 200
 
+_ROUNDS = Rounds()
+
 Torch = Any
+Tensor = Any
 
 
 def copy_pairs(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
@@ -49,7 +52,9 @@ def read(reader: FactReader) -> None:
             reader.unreadable["pairs"] = f"torch failed: {reason}"
 
 
-def measure_pairs(torch: Torch, num_gpus: int) -> dict[str, float]:
+def measure_pairs(
+    torch: Torch, num_gpus: int, rounds: Rounds = _ROUNDS
+) -> dict[str, float]:
     """Return by pair what goes through, one pair after the other."""
     found: dict[str, float] = {}
     for one, other in combinations(range(num_gpus), 2):
@@ -57,14 +62,15 @@ def measure_pairs(torch: Torch, num_gpus: int) -> dict[str, float]:
             torch.zeros(_NUM_BYTES, dtype=torch.uint8, device=f"cuda:{number}")
             for number in (one, other)
         )
-        rate = min(_rate(torch, a.fill_(1), b), _rate(torch, b.fill_(2), a))
+        there = _rate(torch, a.fill_(1), b, rounds)
+        rate = min(there, _rate(torch, b.fill_(2), a, rounds))
         found[f"{one}-{other}"] = rate
         del a, b
         torch.cuda.empty_cache()
     return found
 
 
-def _rate(torch: Torch, source: Any, target: Any) -> float:  # noqa: ANN401  tensors
+def _rate(torch: Torch, source: Tensor, target: Tensor, rounds: Rounds) -> float:
     """Return GB/s of the best copy; 0 where something else arrives."""
 
     def copy() -> None:
@@ -72,7 +78,7 @@ def _rate(torch: Torch, source: Any, target: Any) -> float:  # noqa: ANN401  ten
         for tensor in (source, target):
             torch.cuda.synchronize(tensor.device)
 
-    seconds = quickest_s(copy)
+    seconds = quickest_s(copy, rounds)
     is_right = bool((target == source.flatten()[0].item()).all())
     return round(is_right * source.nbytes / seconds / 1e9, 3)
 

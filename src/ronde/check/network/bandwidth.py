@@ -236,7 +236,9 @@ def hold_rendezvous(
     return {"port": port, "key": key.hex()}
 
 
-def bench(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+def bench(
+    context: NodeContext, question: dict[str, Value], grace_s: float = _GRACE_S
+) -> dict[str, Value]:
     """Run this host's half of the ranks of a job of two hosts, to their end.
 
     The question has ``words``: what stands after ``ronde bench``; ``half``: 0 on the
@@ -251,7 +253,7 @@ def bench(context: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
             closing.callback(held)
         places = range(int(question["num_ranks"]))
         ranks = [_start(question, place, closing) for place in places]
-        failure = _follow(ranks, float(question["limit_s"]))
+        failure = _follow(ranks, float(question["limit_s"]), grace_s)
         logs = b"".join(_read(rank.log_fd) for rank in ranks)
         record = _read(ranks[0].record_fd).decode(errors="replace")
     return {
@@ -310,13 +312,13 @@ def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, st
     )
 
 
-def _follow(ranks: Sequence[_Rank], limit_s: float) -> str:
+def _follow(ranks: Sequence[_Rank], limit_s: float, grace_s: float) -> str:
     """Return why ranks did not end well; after a failure they have little time."""
     due_s, failure = time.monotonic() + limit_s, ""
     while time.monotonic() < due_s:
         is_over = all(rank.process.poll() is not None for rank in ranks)
         if not failure and (failure := _first_failure(ranks)):
-            due_s = min(due_s, time.monotonic() + _GRACE_S)
+            due_s = min(due_s, time.monotonic() + grace_s)
         if is_over:
             return failure
         time.sleep(_POLL_S)

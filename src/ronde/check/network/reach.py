@@ -66,7 +66,7 @@ _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23
 _DO_NOT_CUT = 3
 _SIZES_A_ROUND = 24
 _TRIES = 3
-_WAIT_S = 0.06
+_WAIT_S = 0.06  # for the answers to some datagrams
 
 
 class Reception:
@@ -234,7 +234,9 @@ def _pump(line: socket.socket, seconds: float) -> float:
     return num_bytes / max(now_s - counted_from_s, 1e-9)
 
 
-def reach(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+def reach(
+    _: NodeContext, question: dict[str, Value], wait_s: float = _WAIT_S
+) -> dict[str, Value]:
     """Reach other hosts, all at once; at most about 3 s.
 
     The question has ``name`` (this host's) and ``targets``, each with ``name``,
@@ -249,11 +251,11 @@ def reach(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """
     targets: list[dict[str, Value]] = question["targets"]
     with ThreadPoolExecutor(len(targets) or 1) as pool:
-        found = pool.map(partial(_visit, question["name"]), targets)
+        found = pool.map(partial(_visit, question["name"], wait_s), targets)
         return {"reached": {t["name"]: f for t, f in zip(targets, found, strict=True)}}
 
 
-def _visit(name: str, target: dict[str, Value]) -> dict[str, Value]:
+def _visit(name: str, wait_s: float, target: dict[str, Value]) -> dict[str, Value]:
     """Reach one host."""
     address, token = target["address"], target["token"].encode()
     own_mtu = own_mtu_towards(address)
@@ -272,7 +274,7 @@ def _visit(name: str, target: dict[str, Value]) -> dict[str, Value]:
             # Also where no connection was made: a lost answer is no lost question.
             with suppress(OSError):
                 to = (address, target["udp_port"])
-                found["mtu"] = measure_mtu(*to, token, name, own_mtu)
+                found["mtu"] = measure_mtu(*to, token, name, own_mtu, wait_s)
         if line and not found["error"]:
             try:
                 _echo(line, _SMALL_BYTES)
@@ -316,7 +318,12 @@ def own_mtu_towards(address: str) -> int:
 
 
 def measure_mtu(
-    address: str, port: int, token: bytes, name: str, own_mtu: int
+    address: str,
+    port: int,
+    token: bytes,
+    name: str,
+    own_mtu: int,
+    wait_s: float = _WAIT_S,
 ) -> int | None:
     """Return the largest packet in bytes, up to ``own_mtu``, that arrives."""
     family = family_of(address)
@@ -331,7 +338,7 @@ def measure_mtu(
         passed, lost, sizes = 0, most + 1, [most]
         while sizes:
             wanted = {size - headers for size in sizes}
-            answered = _send_sizes(sending, to, head, wanted)
+            answered = _send_sizes(sending, to, head, wanted, wait_s)
             arrived = {size + headers for size in answered}
             passed = max([passed, *arrived])
             lost = min([lost, *(size for size in sizes if size > passed)])
@@ -346,7 +353,11 @@ def measure_mtu(
 
 
 def _send_sizes(
-    sending: socket.socket, to: tuple[str, int], begin: bytes, wanted: set[int]
+    sending: socket.socket,
+    to: tuple[str, int],
+    begin: bytes,
+    wanted: set[int],
+    wait_s: float,
 ) -> set[int]:
     """Send datagrams of some sizes; return which are answered."""
     arrived, token = set[int](), begin[:TOKEN_BYTES]
@@ -355,7 +366,7 @@ def _send_sizes(
             # One that is too large for this host itself is lost like another.
             with suppress(OSError):
                 sending.sendto(begin.ljust(size, b"\0"), to)
-        due_s = time.monotonic() + _WAIT_S
+        due_s = time.monotonic() + wait_s
         while arrived < wanted and (left_s := due_s - time.monotonic()) > 0:
             sending.settimeout(left_s)
             # A host of several addresses may answer by another: the token counts.

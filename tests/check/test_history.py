@@ -69,7 +69,7 @@ def test_any_facts_come_back(tmp_path_factory, values):
 
 
 @given(FACTS, FACTS)
-def test_changes_are_told_of_any_facts(before, after):
+def test_changes_of_any_facts_are_reported(before, after):
     old, new = (Kept((HostFacts("a", v, {}, {}),), (), ()) for v in (before, after))
     there, back = compare(old, new).facts, compare(new, old).facts
     assert {(c.fact, c.before, c.after) for c in there} == {
@@ -103,7 +103,7 @@ def test_a_run_of_another_form_is_refused(tmp_path):
         load_last(path)
 
 
-def test_changed_facts_are_told_by_place():
+def test_changed_facts_are_reported_by_place():
     before = {"host.kernel": "5.15", "network.nics": {"eth0": {"mtu": 1500}}}
     after = {"host.kernel": "6.1", "network.nics": {"eth0": {"mtu": 9000}}}
     assert changed(before, after) == {
@@ -112,7 +112,7 @@ def test_changed_facts_are_told_by_place():
     }
 
 
-def test_items_of_lists_are_told_apart():
+def test_items_of_lists_are_distinguished():
     before = {"gpu.devices": [{"ecc": True}, {"ecc": True}]}
     after = {"gpu.devices": [{"ecc": True}, {"ecc": False}]}
     assert changed(before, after) == {"gpu.devices[1][ecc]": ("on", "off")}
@@ -223,7 +223,7 @@ def test_changes_in_words():
     assert draw_changes(same, "noon") == "since noon:\n  nothing has changed\n"
 
 
-def test_of_long_values_the_difference_is_told():
+def test_of_long_values_the_difference_is_reported():
     line = "quiet " * 40
     before, after = host(cmdline=f"{line}iommu=on"), host(cmdline=f"{line}iommu=pt")
     text = draw_changes(compare(before, after), "noon")

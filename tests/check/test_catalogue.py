@@ -126,10 +126,10 @@ def test_nothing_is_started_or_written_for_what_is_left_out(tmp_path):
     words = ("--path", str(tmp_path), "--json")
     before = tmp_path.stat().st_mtime_ns
     for chosen in (("--only", "versions"), ("--skip", "storage")):
-        told = json.loads(ronde("check", *chosen, *words).stdout)
-        (host,) = told["hosts"]
+        reported = json.loads(ronde("check", *chosen, *words).stdout)
+        (host,) = reported["hosts"]
         assert "storage" not in host["seconds"]
         assert not [name for name in host["values"] if name.startswith("storage.")]
         assert tmp_path.stat().st_mtime_ns == before
-    told = json.loads(ronde("check", "--only", "storage", *words).stdout)
-    assert told["hosts"][0]["seconds"].keys() == {"storage"}
+    reported = json.loads(ronde("check", "--only", "storage", *words).stdout)
+    assert reported["hosts"][0]["seconds"].keys() == {"storage"}

@@ -1,8 +1,8 @@
 """Whether hosts share a folder: files left and looked for, and what that tells."""
 
+import json
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.limits import HANG_S
 
 from ronde.check import (
     NUM_SAMPLES,
@@ -24,18 +25,18 @@ from ronde.check import (
     Severity,
     Value,
     all_checks,
+    find_shared,
     run_tasks,
     sample,
-    storage as operations,
-    storage as sharing,
+    try_path,
 )
 from ronde.launch import Answer
 
 
-class Hosts:
-    """Hosts in this process, each with a directory of its own for what is not shared.
+class Programs:
+    """Those of hosts, in this process; each has a directory of its own.
 
-    It answers as an interview does: lines of JSON in and out.
+    It answers as ``RemotePrograms`` do: lines of JSON in and out.
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
@@ -45,8 +46,6 @@ class Hosts:
         self.lost_after: tuple[str, str] = ("", "")
 
     def ask(self, questions: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
-        import json
-
         answers: dict[str, Answer] = {}
 
         def answer(host: str, line: str) -> None:
@@ -57,9 +56,10 @@ class Hosts:
                 answers[host] = Answer("", "it is gone")
                 return
             question["path"] = str(self.folders[host]) + question["path"]
-            site = NodeContext({}, ExitStack())
-            told = getattr(operations, question["do"])(site, question)
-            answers[host] = Answer(json.dumps(told), "", 0.0, 0.0)
+            context = NodeContext({}, ExitStack())
+            assert question["do"] == "try_path"
+            outcome = try_path(context, question)
+            answers[host] = Answer(json.dumps(outcome), "", 0.0, 0.0)
             if (host, task) == self.lost_after:
                 self.lost.add(host)
 
@@ -74,21 +74,16 @@ class Hosts:
         return {host: answers[host] for host in questions}
 
 
-def panel_of(hosts: Hosts, **settings: Value) -> HostSet:
-    return HostSet(hosts, dict.fromkeys(hosts.folders, ""), settings)  # type: ignore[arg-type]
+def hosts_of(programs: Programs, **settings: Value) -> HostSet:
+    return HostSet(programs, dict.fromkeys(programs.folders, ""), settings)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "PATIENCE_S", 0.3)
+def shared_of(hosts: HostSet) -> dict[str, dict[str, dict[str, bool]]]:
+    return {host: facts.values["storage.shared"] for host, facts in hosts.facts.items()}
 
 
-def shared_of(panel: HostSet) -> dict[str, dict[str, dict[str, bool]]]:
-    return {host: facts.values["storage.shared"] for host, facts in panel.facts.items()}
-
-
-def findings_of(panel: HostSet) -> list[Finding]:
-    fleet = Fleet(tuple(panel.facts.values()), panel.settings)
+def findings_of(hosts: HostSet) -> list[Finding]:
+    fleet = Fleet(tuple(hosts.facts.values()), hosts.settings)
     return [finding for check in sharing_checks() for finding in check.find(fleet)]
 
 
@@ -99,28 +94,27 @@ def sharing_checks() -> Iterator[Check]:
 def test_hosts_that_share_a_folder_see_each_other_and_leave_nothing(
     tmp_path: Path,
 ) -> None:
-    panel = panel_of(Hosts(dict.fromkeys(("a", "b", "c"), tmp_path)), paths=[""])
-    sharing.run(panel)
-    assert shared_of(panel) == {
+    hosts = hosts_of(Programs(dict.fromkeys(("a", "b", "c"), tmp_path)), paths=[""])
+    find_shared(hosts)
+    assert shared_of(hosts) == {
         "a": {"": {"b": True, "c": True}},
         "b": {"": {"a": True, "c": True}},
         "c": {"": {"a": True, "b": True}},
     }
-    assert findings_of(panel) == []
+    assert findings_of(hosts) == []
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("impatient")
 def test_the_host_with_a_folder_of_its_own_is_named(tmp_path: Path) -> None:
     own = tmp_path / "own"
     common = tmp_path / "common"
     for each in (own, common):
         (each / "data").mkdir(parents=True)
-    panel = panel_of(Hosts({"a": common, "b": common, "c": own}), paths=["/data"])
-    sharing.run(panel)
-    assert shared_of(panel)["c"] == {"/data": {"a": False, "b": False}}
-    assert shared_of(panel)["a"] == {"/data": {"b": True, "c": False}}
-    (finding,) = findings_of(panel)
+    hosts = hosts_of(Programs({"a": common, "b": common, "c": own}), paths=["/data"])
+    find_shared(hosts, 0.0)
+    assert shared_of(hosts)["c"] == {"/data": {"a": False, "b": False}}
+    assert shared_of(hosts)["a"] == {"/data": {"b": True, "c": False}}
+    (finding,) = findings_of(hosts)
     assert finding.host == "c"
     assert finding.severity is Severity.FAIL
     assert finding.what == "/data shows files of c"
@@ -128,28 +122,27 @@ def test_the_host_with_a_folder_of_its_own_is_named(tmp_path: Path) -> None:
     assert not [*own.glob("*/*"), *common.glob("*/*")]
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_host_without_the_folder_is_left_out(tmp_path: Path) -> None:
     common = tmp_path / "common"
     (common / "data").mkdir(parents=True)
     folders = {"a": common, "b": common, "c": tmp_path / "none"}
-    panel = panel_of(Hosts(folders), paths=["/data"])
-    sharing.run(panel)
-    assert shared_of(panel) == {
+    hosts = hosts_of(Programs(folders), paths=["/data"])
+    find_shared(hosts, 0.0)
+    assert shared_of(hosts) == {
         "a": {"/data": {"b": True}},
         "b": {"/data": {"a": True}},
         "c": {},
     }
-    assert findings_of(panel) == []
+    assert findings_of(hosts) == []
 
 
 def test_what_a_lost_host_has_left_is_taken_away_by_the_others(tmp_path: Path) -> None:
-    hosts = Hosts(dict.fromkeys(("a", "b", "c"), tmp_path))
-    hosts.lost_after = ("b", "leave")
-    panel = panel_of(hosts, paths=[""])
-    sharing.run(panel)
-    assert shared_of(panel)["a"] == {"": {"b": True, "c": True}}
-    assert shared_of(panel)["b"] == {}
+    programs = Programs(dict.fromkeys(("a", "b", "c"), tmp_path))
+    programs.lost_after = ("b", "leave")
+    hosts = hosts_of(programs, paths=[""])
+    find_shared(hosts)
+    assert shared_of(hosts)["a"] == {"": {"b": True, "c": True}}
+    assert shared_of(hosts)["b"] == {}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -157,7 +150,7 @@ def test_an_end_in_between_leaves_nothing(tmp_path: Path) -> None:
     class Ended(Exception):  # noqa: N818
         pass
 
-    class Ending(Hosts):
+    class Ending(Programs):
         def ask(
             self, questions: Mapping[str, str], timeout_s: float
         ) -> dict[str, Answer]:
@@ -166,9 +159,9 @@ def test_an_end_in_between_leaves_nothing(tmp_path: Path) -> None:
                 raise Ended
             return super().ask(questions, timeout_s)
 
-    panel = panel_of(Ending(dict.fromkeys(("a", "b"), tmp_path)), paths=[""])
+    hosts = hosts_of(Ending(dict.fromkeys(("a", "b"), tmp_path)), paths=[""])
     with pytest.raises(Ended):
-        sharing.run(panel)
+        find_shared(hosts)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,26 +169,35 @@ def test_an_end_in_between_leaves_nothing(tmp_path: Path) -> None:
 def test_without_hosts_or_folders_nothing_is_asked(
     tmp_path: Path, names: str, paths: list[str]
 ) -> None:
-    hosts = Hosts(dict.fromkeys(names, tmp_path))
-    panel = panel_of(hosts, paths=paths)
-    sharing.run(panel)
-    assert hosts.asked == []
-    assert findings_of(panel) == []
+    programs = Programs(dict.fromkeys(names, tmp_path))
+    hosts = hosts_of(programs, paths=paths)
+    find_shared(hosts)
+    assert programs.asked == []
+    assert findings_of(hosts) == []
 
 
 def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    timer = threading.Timer(0.2, lambda: (tmp_path / "x").write_text("x"))
-    timer.start()
-    errand = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": 20.0}
-    [[told]] = run_tasks([[errand]], 30.0)
-    timer.join()
-    assert told == {"seen": ["x"]}
+    file = tmp_path / "x"
+    os.mkfifo(file)
+
+    def come() -> None:
+        # The pipe opens where it is being read: there was no such file until then.
+        with file.open("wb"):
+            (tmp_path / "y").write_text("x")
+            (tmp_path / "y").rename(file)
+
+    coming = threading.Thread(target=come)
+    coming.start()
+    task = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": HANG_S}
+    [[outcome]] = run_tasks([[task]], HANG_S)
+    coming.join()
+    assert outcome == {"seen": ["x"]}
 
 
 def test_a_file_of_another_content_is_not_taken_for_it(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("y")
-    errand = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": 0.0}
-    assert run_tasks([[errand]], 20.0) == [[{"seen": []}]]
+    task = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": 0.0}
+    assert run_tasks([[task]], HANG_S) == [[{"seen": []}]]
 
 
 def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
@@ -203,20 +205,18 @@ def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
     pipe, file = tmp_path / "pipe", tmp_path / "file"
     os.mkfifo(pipe)
     file.write_text("data")
-    begun_s = time.monotonic()
     hanging = [{"do": "sample", "path": str(each)} for each in (file, pipe, file)]
     first, second = run_tasks(
-        [hanging, [{"do": "sample", "path": str(file)}]], deadline_s=2.0
+        [hanging, [{"do": "sample", "path": str(file)}]], deadline_s=4.0
     )
-    assert time.monotonic() - begun_s < 10
-    lost = {"error": "no answer within 2 s", "has_hung": True}
+    lost = {"error": "no answer within 4 s", "has_hung": True}
     assert first == [lost] * 3
     assert second[0]["size_bytes"] == 4
 
 
 def test_what_is_not_there_says_so() -> None:
-    errands = [{"do": do, "path": "/nowhere"} for do in ("look", "sample")]
-    assert run_tasks([errands], 20.0) == [
+    tasks = [{"do": do, "path": "/nowhere"} for do in ("look", "sample")]
+    assert run_tasks([tasks], HANG_S) == [
         [{"error": "No such file or directory"}, {"error": "No such file or directory"}]
     ]
 
@@ -224,15 +224,14 @@ def test_what_is_not_there_says_so() -> None:
 def test_a_folder_that_cannot_be_written_to_is_not_left_a_file(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.touch()
-    site = NodeContext({}, ExitStack())
+    context = NodeContext({}, ExitStack())
     task = {"do": "leave", "name": "x"}
-    question = {"path": str(target), "limit_s": 5.0, "task": task}
-    told = operations.try_path(site, question)
-    assert told == {"error": "Not a directory"}
+    question = {"path": str(target), "limit_s": HANG_S, "task": task}
+    assert try_path(context, question) == {"error": "Not a directory"}
 
 
 @pytest.mark.parametrize("place", [0, 1 << 20, (8 << 20) - 1])
-def test_a_large_file_is_told_from_another_by_its_samples(
+def test_a_large_file_is_distinguished_from_another_by_its_samples(
     tmp_path: Path, place: int
 ) -> None:
     size = 8 << 20
@@ -276,7 +275,7 @@ def test_what_is_seen_one_way_only_is_not_shared() -> None:
     ]
 
 
-def test_of_two_halves_each_is_told_of_the_other() -> None:
+def test_of_two_halves_each_is_compared_with_the_other() -> None:
     sight = {
         "a": {"b": True, "c": False, "d": False},
         "b": {"a": True, "c": False, "d": False},
@@ -301,7 +300,7 @@ def test_a_host_that_sees_nothing_is_named_where_who_left_it_is_gone() -> None:
     assert [each[1:3] for each in found] == [("c", "/d shows files of no host")]
 
 
-def test_a_folder_that_nobody_may_write_to_cannot_be_told() -> None:
+def test_a_folder_that_nobody_may_write_to_is_unknown() -> None:
     found = judged(host("a", "/d", {}), host("b", "/d", {}))
     assert [(each[0], each[1]) for each in found] == [
         ("shared-folder", "a"),

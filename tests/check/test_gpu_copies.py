@@ -8,8 +8,8 @@ from tests.check.copies_suite import RATES, check_copies
 from tests.check.cuda_fake import PINNING_REFUSED, FakeTorch
 
 from ronde.check import (
+    Rounds,
     address_of,
-    burn as copying,
     measure_copies,
     measure_gpu,
     staying_near,
@@ -21,19 +21,11 @@ FIRST, SECOND = (0, 0x1B, 0), (0, 0x1C, 0)
 ADDRESS = "0000:1c:00.0"
 
 
-@pytest.fixture(autouse=True)
-def small_and_quick(monkeypatch):
-    monkeypatch.setattr(copying, "HOST_BYTES", 1 << 16)
-    monkeypatch.setattr(copying, "DEVICE_BYTES", 1 << 18)
-    monkeypatch.setattr(copying, "_WARM_UP_S", 0.0)
-    monkeypatch.setattr(copying, "_ROUNDS_S", 0.0)
-
-
 # Speeds
 
 
 class Stopwatch:
-    """Time passes while copies are waited for, each time as long as it is told."""
+    """Time passes while copies are waited for, each time as long as was given."""
 
     def __init__(self, *rounds_s, then_s):
         self.now_s, self._rounds_s, self._then_s = 0.0, list(rounds_s), then_s
@@ -45,10 +37,11 @@ class Stopwatch:
         return self.now_s
 
 
-def measure(stopwatch, host_bytes=1000, device_bytes=4000):
-    host = torch.arange(host_bytes).to(torch.uint8)
-    buffers = [torch.zeros(device_bytes, dtype=torch.uint8) for _ in range(2)]
-    rates = measure_copies(host, tuple(buffers), stopwatch.wait, stopwatch.clock)
+def measure(stopwatch, warm_up_s=0.0, measured_s=0.0):
+    host = torch.arange(1000).to(torch.uint8)
+    buffers = [torch.zeros(4000, dtype=torch.uint8) for _ in range(2)]
+    rounds = Rounds(warm_up_s, measured_s, stopwatch.clock)
+    rates = measure_copies(host, tuple(buffers), stopwatch.wait, rounds)
     return rates, host, buffers
 
 
@@ -64,15 +57,14 @@ def test_the_best_round_counts():
     assert rates["device_to_host_gb_per_s"] == 8.0
 
 
-def test_rounds_that_warm_up_do_not_count(monkeypatch):
-    monkeypatch.setattr(copying, "_WARM_UP_S", 1e-6)
-    rates, _, _ = measure(Stopwatch(0.5e-6, 0.5e-6, then_s=1e-6))
+def test_rounds_that_warm_up_do_not_count():
+    rates, _, _ = measure(Stopwatch(0.5e-6, 0.5e-6, then_s=1e-6), warm_up_s=1e-6)
     assert rates["host_to_device_gb_per_s"] == 8.0
 
 
-def test_rounds_go_on_for_their_time(monkeypatch):
-    monkeypatch.setattr(copying, "_ROUNDS_S", 10.5e-6)
-    rates, _, _ = measure(Stopwatch(*[1e-6] * 10, 0.5e-6, then_s=1e-6))
+def test_rounds_go_on_for_their_time():
+    stopwatch = Stopwatch(*[1e-6] * 10, 0.5e-6, then_s=1e-6)
+    rates, _, _ = measure(stopwatch, measured_s=10.5e-6)
     assert rates["host_to_device_gb_per_s"] == 16.0
 
 
@@ -86,7 +78,7 @@ def test_it_is_the_data_that_is_copied():
 # Which GPU
 
 
-def test_cuda_tells_an_address_as_the_kernel_writes_it():
+def test_an_address_of_cuda_is_spelt_as_the_kernel_writes_it():
     properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC2, pci_device_id=0)
     assert address_of(properties) == "0001:c2:00.0"
     assert address_of(SimpleNamespace(name="of an older torch")) == ""
@@ -127,7 +119,7 @@ def test_a_gpu_is_examined_and_nothing_stays_pinned():
         ({"pins": False}, f"cannot be pinned: CUDA's error {PINNING_REFUSED}"),
     ],
 )
-def test_a_gpu_that_does_not_copy_is_told(given, reason):
+def test_a_gpu_that_does_not_copy_is_reported(given, reason):
     fake = FakeTorch(FIRST, SECOND, **given)
     assert measure_gpu(fake, 1)["failure"].endswith(reason)
     assert fake.runtime.pinned == {}

@@ -1,16 +1,17 @@
 """Small jobs of two hosts: real ranks, what they measure, and what is made of it."""
 
 import base64
+import json
+import secrets
 import socket
-import threading
-import time
 import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from tests.check.fleets import of_family
-from tests.check.programs import panel_of
+from tests.check.programs import run_step, start_hosts
+from tests.limits import HANG_S
 from tests.topology.nccl_job import JobLog
 
 from ronde.bench import RankCount, RankSource, Row, Run, Side, to_record
@@ -18,53 +19,59 @@ from ronde.check import (
     Family,
     Fleet,
     HostFacts,
+    HostSet,
     NodeContext,
     Severity,
+    bench,
     busbw_of,
+    hold_rendezvous,
     judge,
     judge_logs,
 )
-from ronde.check.network import bandwidth as steps
 from ronde.errors import UsageError
+from ronde.launch import Answer
 
+RATES, FAILURES = "network.bandwidth", "network.bandwidth_failures"
+WAY, REMARKS = "network.bandwidth_way", "network.nccl_remarks"
 LOOPBACK = "127.0.0.1"
 FAIL, WARN = Severity.FAIL, Severity.WARN
 WORDS = ["all_reduce", "-b", "1K", "-e", "1K", "-n", "1", "--engine", "gloo"]
 
 
 def findings_of(facts):
-    told = tuple(HostFacts(name, values, {}, {}) for name, values in facts.items())
-    findings = judge(Fleet(told, {}), of_family(Family.NETWORK)).findings
+    reported = tuple(HostFacts(name, values, {}, {}) for name, values in facts.items())
+    findings = judge(Fleet(reported, {}), of_family(Family.NETWORK)).findings
     return [(each.check, each.host, each.severity, each.what) for each in findings]
 
 
 def test_two_hosts_reduce_together():
     """Through the programs that real hosts run; the ranks are real, and so is Gloo."""
-    with panel_of(dict.fromkeys(("a", "b"), LOOPBACK), {"bandwidth": "gloo"}) as panel:
-        steps.run(panel)
-    facts = {name: facts.values for name, facts in panel.facts.items()}
-    assert [facts[name][steps.FAILURES] for name in facts] == [{}, {}]
-    assert [facts[name][steps.WAY] for name in facts] == ["gloo", "gloo"]
-    rate = facts["a"][steps.RATES]["b"]
-    assert facts["b"][steps.RATES] == {"a": rate}
+    addresses = dict.fromkeys(("a", "b"), LOOPBACK)
+    with start_hosts(addresses, {"bandwidth": "gloo"}) as hosts:
+        run_step("bandwidth", hosts)
+    facts = {name: facts.values for name, facts in hosts.facts.items()}
+    assert [facts[name][FAILURES] for name in facts] == [{}, {}]
+    assert [facts[name][WAY] for name in facts] == ["gloo", "gloo"]
+    rate = facts["a"][RATES]["b"]
+    assert facts["b"][RATES] == {"a": rate}
     # Any machine passes on a megabyte a second to itself; none a petabyte.
     assert 0.001 < rate < 1e6
 
 
-def test_what_a_rank_complains_of_is_told_with_its_host():
+def test_what_a_rank_complains_of_is_reported_with_its_host():
     """Both would reduce on a GPU, and there is none."""
     settings = {"bandwidth": "nccl", "environment": {"CUDA_VISIBLE_DEVICES": ""}}
-    with panel_of(dict.fromkeys(("a", "b"), LOOPBACK), settings) as panel:
-        steps.run(panel)
-    facts = {name: facts.values for name, facts in panel.facts.items()}
-    assert all(steps.RATES not in values for values in facts.values())
-    told = findings_of(facts)
-    assert [each[:3] for each in told] == [
+    with start_hosts(dict.fromkeys(("a", "b"), LOOPBACK), settings) as hosts:
+        run_step("bandwidth", hosts)
+    facts = {name: facts.values for name, facts in hosts.facts.items()}
+    assert all(RATES not in values for values in facts.values())
+    reported = findings_of(facts)
+    assert [each[:3] for each in reported] == [
         ("pair-job", "a", FAIL),
         ("pair-job", "b", FAIL),
     ]
-    assert told[0][3].startswith("no all_reduce by nccl with b: a: ")
-    assert "ended with code" in told[0][3]
+    assert reported[0][3].startswith("no all_reduce by nccl with b: a: ")
+    assert "ended with code" in reported[0][3]
 
 
 def ask(**changes):
@@ -76,19 +83,19 @@ def ask(**changes):
         "address": LOOPBACK,
         "token": "0123",
         "environment": {},
-        "limit_s": 60.0,
+        "limit_s": HANG_S,
         "has_log": False,
     } | changes
 
 
 @pytest.fixture
-def site():
+def context():
     with ExitStack() as closing:
         yield NodeContext({}, closing)
 
 
-def held(site):
-    return steps.hold_rendezvous(site, {"address": LOOPBACK})
+def held(context):
+    return hold_rendezvous(context, {"address": LOOPBACK})
 
 
 def ranks_of(name):
@@ -104,53 +111,62 @@ def ranks_of(name):
     return found
 
 
-def test_ranks_whose_partners_never_come_are_killed_at_their_limit(site):
-    question = ask(**held(site), limit_s=0.5) | {"token": "f00d"}
-    answers = []
-    asking = threading.Thread(
-        target=lambda: answers.append(steps.bench(site, question))
-    )
-    asking.start()
-    due_s = time.monotonic() + 60
-    while asking.is_alive() and not ranks_of("f00d") and time.monotonic() < due_s:
-        time.sleep(0.01)
-    asking.join(60)
-    assert answers[0]["failure"] == "the ranks did not end within 0.5 s"
-    assert answers[0]["record"] == ""
-    assert ranks_of("f00d") == []
+def test_ranks_whose_partners_never_come_are_killed_at_their_limit(context):
+    job = secrets.token_hex(8)
+    question = ask(**held(context)) | {"limit_s": 0.5, "token": job}
+    answer = bench(context, question)
+    assert answer["failure"] == "the ranks did not end within 0.5 s"
+    assert answer["record"] == ""
+    assert ranks_of(job) == []
+
+
+@pytest.fixture
+def run_first(tmp_path):
+    """Return a function from a program to an environment whose Python begins so."""
+
+    def write(program):
+        (tmp_path / "sitecustomize.py").write_text(program)
+        return {"PYTHONPATH": str(tmp_path)}
+
+    return write
 
 
 WAITING = """\
-import os, sys, time
+import os, signal
 if os.environ["LOCAL_RANK"] == "1":
-    sys.exit("it broke")
-time.sleep(600)
+    os.write(2, b"it broke\\n")
+    os._exit(1)
+signal.pause()
 """
 
 
-def test_who_waits_for_a_rank_that_failed_is_not_waited_for(site, monkeypatch):
-    monkeypatch.setattr(steps, "_BOOT", WAITING)
-    monkeypatch.setattr(steps, "_GRACE_S", 0.1)
-    told = steps.bench(site, ask(**held(site), limit_s=300.0))
-    assert told["failure"] == "ronde bench ended with code 1: it broke"
+def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(context, run_first):
+    question = ask(**held(context), environment=run_first(WAITING), limit_s=3600.0)
+    reported = bench(context, question, 0.1)
+    assert reported["failure"] == "ronde bench ended with code 1: it broke"
 
 
-SAYING = "import os; open(os.environ['NCCL_DEBUG_FILE'], 'w').write('word\\n')"
+LOGGING = """\
+import os
+with open(os.environ["NCCL_DEBUG_FILE"], "w") as log:
+    log.write("word\\n")
+os._exit(0)
+"""
 
 
-def test_what_ranks_say_to_a_file_of_their_own_comes_back_packed(site, monkeypatch):
+def test_the_ranks_logs_come_back_packed(context, run_first):
     """In place of NCCL, which writes there where it finds a GPU."""
-    monkeypatch.setattr(steps, "_BOOT", SAYING)
-    told = steps.bench(site, ask(**held(site), has_log=True))
-    assert told["failure"] == ""
-    assert zlib.decompress(base64.b64decode(told["log"])) == b"word\nword\n"
+    question = ask(**held(context), environment=run_first(LOGGING), has_log=True)
+    reported = bench(context, question)
+    assert reported["failure"] == ""
+    assert zlib.decompress(base64.b64decode(reported["log"])) == b"word\nword\n"
 
 
-def test_a_port_is_held_for_one_job_alone(site):
-    place = held(site)
+def test_a_port_is_held_for_one_job_alone(context):
+    place = held(context)
     assert place["port"] > 0
-    steps.bench(site, ask(**place, limit_s=0.0))
-    assert site.memory == {}
+    bench(context, ask(**place) | {"limit_s": 0.0})
+    assert context.memory == {}
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((LOOPBACK, place["port"]))
 
@@ -168,7 +184,7 @@ def run_of(busbw, *, wrong=0, is_complete=True):
     )
 
 
-def test_a_record_tells_its_bandwidth():
+def test_a_record_reports_its_bandwidth():
     assert busbw_of(to_record(run_of(1.5)).to_json()) == 1.5
 
 
@@ -212,18 +228,18 @@ def remarked(is_error, rule="sockets-between-nodes"):
 @pytest.mark.parametrize(
     ("values", "severity"),
     [
-        ({steps.REMARKS: remarked(is_error=False)}, WARN),
-        ({steps.REMARKS: remarked(is_error=True)}, FAIL),
+        ({REMARKS: remarked(is_error=False)}, WARN),
+        ({REMARKS: remarked(is_error=True)}, FAIL),
         (
             {
-                steps.REMARKS: remarked(is_error=False),
+                REMARKS: remarked(is_error=False),
                 "network.rdma_ports": {"mlx5_0:1": {"state": "ACTIVE"}},
             },
             FAIL,
         ),
         (
             {
-                steps.REMARKS: remarked(is_error=False),
+                REMARKS: remarked(is_error=False),
                 "network.rdma_ports": {"mlx5_0:1": {"state": "DOWN"}},
             },
             WARN,
@@ -232,9 +248,9 @@ def remarked(is_error, rule="sockets-between-nodes"):
     ids=["warning", "error", "adapter", "adapter-down"],
 )
 def test_sockets_are_worse_where_an_adapter_is_up(values, severity):
-    told = findings_of({"a": values})
+    reported = findings_of({"a": values})
     what = "sockets-between-nodes: It is slow"
-    assert told == [("nccl-choice", "a", severity, what)]
+    assert reported == [("nccl-choice", "a", severity, what)]
 
 
 def failing(pairs, hosts=("a", "b", "c", "d"), way="gloo"):
@@ -244,41 +260,41 @@ def failing(pairs, hosts=("a", "b", "c", "d"), way="gloo"):
         others = [other for other in hosts if other != host]
         bad = {o: "it broke." for o in others if {host, o} in pairs}
         rates = {other: 1.0 for other in others if other not in bad}
-        facts[host] = {steps.FAILURES: bad, steps.WAY: way}
-        facts[host] |= {steps.RATES: rates} if rates else {}
+        facts[host] = {FAILURES: bad, WAY: way}
+        facts[host] |= {RATES: rates} if rates else {}
     return facts
 
 
-def test_a_host_that_can_do_it_with_nobody_is_told_alone():
+def test_a_host_that_can_do_it_with_nobody_is_reported_alone():
     facts = failing([{"b", other} for other in "acd"])
     assert findings_of(facts) == [
         ("pair-job", "b", FAIL, "no all_reduce by gloo with a, c, d: it broke")
     ]
 
 
-def test_two_that_can_do_it_with_others_are_told_as_a_pair():
+def test_two_that_can_do_it_with_others_are_reported_as_a_pair():
     assert findings_of(failing([{"b", "c"}])) == [
         ("pair-job", "b - c", FAIL, "no all_reduce by gloo between the two: it broke")
     ]
 
 
-def test_where_nobody_can_do_it_all_are_told():
+def test_where_nobody_can_do_it_all_are_reported():
     hosts = ("a", "b", "c")
     pairs = [{"a", "b"}, {"a", "c"}, {"b", "c"}]
     assert [each[1] for each in findings_of(failing(pairs, hosts))] == list(hosts)
 
 
-def test_streams_that_fail_are_told_by_other_checks():
+def test_streams_that_fail_are_reported_by_other_checks():
     assert findings_of(failing([{"b", "c"}], way="tcp")) == []
 
 
 def chosen(facts, asked="auto"):
     """Return what is measured, with which facts known before."""
-    with panel_of(dict.fromkeys(facts, ""), {"bandwidth": asked}) as panel:
+    with start_hosts(dict.fromkeys(facts, ""), {"bandwidth": asked}) as hosts:
         for name, values in facts.items():
-            panel.facts[name].values.update(values)
-        steps.run(panel)
-    return {f.values[steps.WAY] for f in panel.facts.values()}
+            hosts.facts[name].values.update(values)
+        run_step("bandwidth", hosts)
+    return {f.values[WAY] for f in hosts.facts.values()}
 
 
 @pytest.mark.parametrize(
@@ -296,6 +312,22 @@ def test_nccl_is_chosen_where_all_hosts_have_it(second, way):
     assert chosen({"a": first, "b": second}) == {way}
 
 
+class Recorder:
+    """Programs on hosts that hold a port for a job, and break at every job."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, lines, timeout_s):
+        questions = [json.loads(line) for line in lines.values()]
+        self.asked += questions
+        answers = {"hold_rendezvous": {"port": 1, "key": ""}, "bench": {"error": "no"}}
+        return {
+            name: Answer(json.dumps(answers[question["do"]]), "")
+            for name, question in zip(lines, questions, strict=True)
+        }
+
+
 @pytest.mark.parametrize(
     ("engine", "settings", "num"),
     [
@@ -307,7 +339,11 @@ def test_nccl_is_chosen_where_all_hosts_have_it(second, way):
     ],
 )
 def test_how_many_ranks_a_host_of_a_pair_has(engine, settings, num):
-    with panel_of({"a": "", "b": ""}, settings) as panel:
-        for host, num_gpus in (("a", 8), ("b", 4)):
-            panel.facts[host].values["gpu.count"] = num_gpus
-        assert steps._num_ranks(panel, engine) == num
+    programs = Recorder()
+    addresses = dict.fromkeys(("a", "b"), LOOPBACK)
+    hosts = HostSet(programs, addresses, settings | {"bandwidth": engine})
+    for host, num_gpus in (("a", 8), ("b", 4)):
+        hosts.facts[host].values["gpu.count"] = num_gpus
+    run_step("bandwidth", hosts)
+    asked = [each for each in programs.asked if each["do"] == "bench"]
+    assert [each["num_ranks"] for each in asked] == [num, num]

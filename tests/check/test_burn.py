@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import given, settings, strategies as st
 from tests.check.copies_suite import check_copies
-from tests.check.programs import WORDS, panel_of
+from tests.check.programs import WORDS, run_step, start_hosts
 
 from ronde.check import (
     COPIES,
@@ -21,10 +21,10 @@ from ronde.check import (
     PACE,
     PRODUCTS,
     NodeContext,
-    burn as operations,
-    cluster,
+    burn_host,
     make_factor,
     multiply,
+    spin,
     sum_up,
 )
 
@@ -32,7 +32,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.fixture
-def site():
+def context():
     with ExitStack() as closing:
         yield NodeContext({}, closing)
 
@@ -56,15 +56,6 @@ def exact_checksum(size, seed):
     ]
     data = b"".join(value.to_bytes(8, sys.byteorder, signed=True) for value in product)
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def test_the_product_is_that_of_whole_numbers(site):
-    question = {"do": "burn", "seconds": 0.01, "size": 33, "seed": 5}
-    told = operations.burn(site, question)["products"]["cpu"]
-    assert told["checksum"] == exact_checksum(33, 5)
-    assert told["num_wrong"] == 0
-    assert told["num_products"] >= 1
-    assert told["gflop_per_s"] > 0
 
 
 @settings(max_examples=20, deadline=None)
@@ -131,9 +122,9 @@ class Glitch:
 
 def test_a_product_that_differs_from_the_first_is_counted():
     factors = [make_factor(torch, 8, number) for number in (1, 2)]
-    told = multiply(torch, "cpu", [Glitch(factors[0]), factors[1]], 0.05)
-    assert told["num_products"] > 1
-    assert told["num_wrong"] == 1
+    reported = multiply(torch, "cpu", [Glitch(factors[0]), factors[1]], 0.05)
+    assert reported["num_products"] > 1
+    assert reported["num_wrong"] == 1
 
 
 @pytest.mark.parametrize("size", [0, MAX_SIZE + 1])
@@ -154,25 +145,24 @@ def run_first(monkeypatch, tmp_path):
     return run
 
 
-QUESTION = {"do": "burn", "seconds": 0.01, "size": 8, "seed": 5}
+QUESTION = {"do": "burn_host", "seconds": 0.01, "size": 8, "seed": 5}
 
 
-def test_a_program_that_dies_is_told_and_one_without_torch_is_unreadable(
-    site, run_first
+def test_a_program_that_dies_is_reported_and_one_without_torch_is_unreadable(
+    context, run_first
 ):
-    told = operations.burn(site, QUESTION | {"size": MAX_SIZE + 1})["products"]
-    (failed,) = told.values()
+    reported = burn_host(context, QUESTION | {"size": MAX_SIZE + 1})["products"]
+    (failed,) = reported.values()
     assert "ended with code 1" in failed["failure"]
     assert f"got {MAX_SIZE + 1}" in failed["failure"]
     run_first("import sys; sys.modules['torch'] = None")
     with pytest.raises(OSError, match="torch cannot be imported"):
-        operations.burn(site, QUESTION)
+        burn_host(context, QUESTION)
 
 
-def test_one_that_hangs_is_killed_and_told(site, monkeypatch, run_first):
-    monkeypatch.setattr(operations, "_BESIDES_S", 0.3)
+def test_one_that_hangs_is_killed_and_reported(context, run_first):
     run_first("import signal; signal.pause()")
-    (failed,) = operations.burn(site, QUESTION)["products"].values()
+    (failed,) = burn_host(context, QUESTION, 0.3)["products"].values()
     assert "hung" in failed["failure"]
 
 
@@ -183,22 +173,24 @@ import sys
 if "ronde.check" in " ".join(sys.orig_argv):
     import torch
     from tests.check.cuda_fake import FakeTorch, on_host
-    from ronde.check import burn as copying
-    copying.HOST_BYTES, copying.DEVICE_BYTES = 1 << 16, 1 << 18
     torch.Tensor.to = on_host(torch.Tensor.to)
-    sys.modules["torch"] = FakeTorch((0, 0x1B, 0), (0, 0x1C, 0))
+    sys.modules["torch"] = fake = FakeTorch((0, 0x1B, 0), (0, 0x1C, 0))
 """
 
 
-def test_the_program_tells_of_each_gpu_what_it_computed_and_copied(site, run_first):
+def test_the_product_is_that_of_whole_numbers_and_each_gpu_copies(context, run_first):
     """Its GPUs are this machine's memory; see ``cuda_fake``."""
     run_first(TWO_GPUS)
-    told = operations.burn(site, QUESTION | {"size": 33})
-    products = told["products"]
+    reported = burn_host(context, QUESTION | {"size": 33})
+    products = reported["products"]
     assert products.keys() == {"cpu", "cuda:0", "cuda:1"}
-    assert {each["checksum"] for each in products.values()} == {exact_checksum(33, 5)}
-    assert told["copies"].keys() == {"cuda:0", "cuda:1"}
-    for name, copies in told["copies"].items():
+    for each in products.values():
+        assert each["checksum"] == exact_checksum(33, 5)
+        assert each["num_wrong"] == 0
+        assert each["num_products"] >= 1
+        assert each["gflop_per_s"] > 0
+    assert reported["copies"].keys() == {"cuda:0", "cuda:1"}
+    for name, copies in reported["copies"].items():
         check_copies(copies)
         assert copies["model"] == products[name]["model"]
         assert products[name]["num_products"] % NUM_IN_ROUND == 0
@@ -211,12 +203,16 @@ def test_the_program_tells_of_each_gpu_what_it_computed_and_copied(site, run_fir
         pytest.param("os._exit(3)", "it ended with code 3", marks=pytest.mark.long),
     ],
 )
-def test_copies_that_end_the_program_leave_the_products(site, run_first, then, reason):
-    run_first(f"{TWO_GPUS}    import os\n    copying.measure_gpu = lambda *_: {then}\n")
-    told = operations.burn(site, QUESTION)
-    assert all("checksum" in each for each in told["products"].values())
-    assert told["copies"].keys() == {"cuda:0", "cuda:1"}
-    for each in told["copies"].values():
+def test_copies_that_end_the_program_leave_the_products(
+    context, run_first, then, reason
+):
+    # The first that copies ask for, and products do not.
+    first = f"fake.cuda.get_device_properties = lambda _: {then}"
+    run_first(f"{TWO_GPUS}    import os\n    {first}\n")
+    reported = burn_host(context, QUESTION)
+    assert all("checksum" in each for each in reported["products"].values())
+    assert reported["copies"].keys() == {"cuda:0", "cuda:1"}
+    for each in reported["copies"].values():
         assert each["failure"].startswith(f"its program failed: {reason}")
 
 
@@ -227,17 +223,17 @@ def burn_answering(answer, num_gpus=None):
     def start(_name, **popen):
         return subprocess.Popen([sys.executable, "-c", program], **popen)
 
-    with panel_of({"a": ""}, {"burn_s": 0.01}, start=start) as panel:
+    with start_hosts({"a": ""}, {"burn_s": 0.01}, start=start) as hosts:
         if num_gpus is not None:
-            panel.note("a", "gpu.count", num_gpus)
-        operations.BURN_STEP.run(panel)
-    return panel.facts["a"]
+            hosts.note("a", "gpu.count", num_gpus)
+        run_step("burning", hosts)
+    return hosts.facts["a"]
 
 
 FAILED = {"failure": "out of memory"}
 
 
-def test_gpus_that_fail_are_told_beside_those_that_do_not():
+def test_gpus_that_fail_are_reported_beside_those_that_do_not():
     copies = {"cuda:0": RATE, "cuda:1": FAILED}
     products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
     facts = burn_answering({"products": products, "copies": copies})
@@ -246,7 +242,7 @@ def test_gpus_that_fail_are_told_beside_those_that_do_not():
     assert facts.unreadable == {}
 
 
-def test_where_all_gpus_fail_each_is_told_and_the_products_are_known():
+def test_where_all_gpus_fail_each_is_reported_and_the_products_are_known():
     copies = {"cuda:0": FAILED, "cuda:1": FAILED}
     products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
     facts = burn_answering({"products": products, "copies": copies})
@@ -275,10 +271,10 @@ def test_a_host_without_gpus_is_not_asked_what_they_copy(num_gpus):
     assert COPIES not in {*facts.values, *facts.unreadable}
 
 
-def test_spinning_takes_the_time_that_it_is_given(site):
-    told = cluster.spin(site, {"do": "spin", "seconds": 0.05})
-    assert 0 < told["wall_s"] <= 0.3
-    assert cluster.spin(site, {"do": "spin", "seconds": 0.0})["wall_s"] > 0
+def test_spinning_takes_the_time_that_it_is_given(context):
+    reported = spin(context, {"do": "spin", "seconds": 0.05})
+    assert reported["wall_s"] > 0
+    assert spin(context, {"do": "spin", "seconds": 0.0})["wall_s"] > 0
 
 
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="there is no taskset")
@@ -291,32 +287,34 @@ def test_a_host_that_goes_behind_another_program_is_the_slowest():
         words = [*on_cpu, "nice", "-n", "10"] if name == "b" else []
         return subprocess.Popen([*words, *WORDS], **popen)
 
-    with panel_of({"a": "", "b": "", "c": ""}, start=start) as panel:
-        panel.ask_all({"do": "spin", "seconds": 0.0}, 60.0)
+    with start_hosts({"a": "", "b": "", "c": ""}, start=start) as hosts:
+        hosts.ask_all({"do": "spin", "seconds": 0.0}, 60.0)
         hog = subprocess.Popen([*on_cpu, sys.executable, "-c", "while True: pass"])
         try:
-            cluster.PACE_STEP.run(panel)
+            run_step("pace", hosts)
         finally:
             hog.kill()
             hog.wait()
-    walls = {host: facts.values[PACE] for host, facts in panel.facts.items()}
+    walls = {host: facts.values[PACE] for host, facts in hosts.facts.items()}
     assert max(walls, key=walls.__getitem__) == "b"
 
 
 def test_all_hosts_compute_the_same_when_asked_to():
-    with panel_of({"a": "", "b": ""}, {"burn_s": 0.01}) as panel:
-        operations.BURN_STEP.run(panel)
-    told = [facts.values[PRODUCTS]["cpu"]["checksum"] for facts in panel.facts.values()]
-    assert len(told) == 2
-    assert len(set(told)) == 1
+    with start_hosts({"a": "", "b": ""}, {"burn_s": 0.01}) as hosts:
+        run_step("burning", hosts)
+    reported = [
+        facts.values[PRODUCTS]["cpu"]["checksum"] for facts in hosts.facts.values()
+    ]
+    assert len(reported) == 2
+    assert len(set(reported)) == 1
 
 
 def test_a_host_that_is_gone_is_not_known():
     def start(_name, **popen):
         return subprocess.Popen([sys.executable, "-c", "input()"], **popen)
 
-    with panel_of({"a": ""}, {"burn_s": 0.01}, start=start) as panel:
-        cluster.PACE_STEP.run(panel)
-        operations.BURN_STEP.run(panel)
-    assert panel.facts["a"].values == {}
-    assert panel.facts["a"].unreadable.keys() == {PACE, PRODUCTS}
+    with start_hosts({"a": ""}, {"burn_s": 0.01}, start=start) as hosts:
+        run_step("pace", hosts)
+        run_step("burning", hosts)
+    assert hosts.facts["a"].values == {}
+    assert hosts.facts["a"].unreadable.keys() == {PACE, PRODUCTS}
