@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.launch import own_environment
-
-_TIMEOUT_S = 60
-
 
 _KEPT = frozenset(
     {
@@ -58,7 +56,7 @@ class Ronde:
     ) -> "subprocess.CompletedProcess[bytes]":
         with self.start(*words, env=env, **popen) as process:
             try:
-                out, err = process.communicate(timeout=_TIMEOUT_S)
+                out, err = process.communicate(timeout=HANG_S)
             finally:
                 process.kill()
         return subprocess.CompletedProcess(words, process.returncode, out, err)

@@ -2,8 +2,8 @@
 
 ``PLAN`` maps ``number:step`` to what a process does when it has applied so many steps,
 or at ``number:start`` and ``number:joined``, before and after its first view begins:
-a signal's name, ``exit N``, ``raise``, ``raise and stay`` or ``hang``. All are done in
-view ``LAST_VIEW``.
+a signal's name, ``exit N``, ``exit when FILE`` is there, ``raise``, ``raise and stay``
+or ``hang``. All are done in view ``LAST_VIEW``.
 """
 
 import atexit
@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from pathlib import Path
 
 from ronde.errors import MembershipError
 from ronde.membership import Member, own_member
@@ -33,6 +35,10 @@ def befall(what: str) -> None:
         if what.endswith("stay"):
             atexit.register(threading.Event().wait, _STAY_S)
         raise ValueError("the program is wrong")
+    elif what.startswith("exit when "):
+        while not Path(what.removeprefix("exit when ")).exists():
+            time.sleep(_STEP_S)
+        sys.exit()
     elif what:
         sys.exit(int(what.split()[1]))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.launchers import launcher_environment, launcher_words
+from tests.limits import HANG_S
 from tests.virtual_environments import make_environment
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,7 @@ def test_ranks_find_it(environment, tmp_path, launcher, size) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -108,7 +109,6 @@ def test_ranks_find_it(environment, tmp_path, launcher, size) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_notebook_kernel_finds_it(environment, tmp_path) -> None:
     install = ["-m", "pip", "--python", str(environment.python), "install", "--quiet"]
     install += ["-c", str(ROOT / "constraints.txt"), "ipykernel"]
@@ -212,7 +212,6 @@ def test_a_start_with_both_warns_and_can_be_forced(environment) -> None:
     assert off == (0, f"{real}/__init__.py\n", "")
 
 
-@pytest.mark.timeout(300)
 def test_pip_leaves_horovods_command_alone(environment) -> None:
     environment.add_horovod()
     before = environment.horovodrun.read_bytes()

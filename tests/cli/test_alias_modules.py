@@ -5,6 +5,7 @@ from itertools import islice
 from threading import Event
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.horovod import compatibility as util
 from ronde.horovod.compatibility import (
@@ -13,8 +14,6 @@ from ronde.horovod.compatibility import (
     HorovodVersionMismatchError,
 )
 from ronde.horovod.launcher import get_env_rank_and_size, in_thread, on_event
-
-WAIT_S = 20
 
 
 class Numbers(BaseDataLoader):
@@ -76,7 +75,7 @@ def test_what_reading_raises_is_raised() -> None:
 
 def test_a_function_in_a_thread() -> None:
     done = Event()
-    in_thread(done.set).join(WAIT_S)
+    in_thread(done.set).join(HANG_S)
     assert done.is_set()
     with pytest.raises(ValueError, match="args must be a tuple, got int"):
         in_thread(done.set, 1)  # pyright: ignore[reportArgumentType]
@@ -86,7 +85,7 @@ def test_a_silent_thread_keeps_quiet(capfd) -> None:
     def fail() -> None:
         raise KeyError
 
-    in_thread(fail, silent=True).join(WAIT_S)
+    in_thread(fail, silent=True).join(HANG_S)
     assert capfd.readouterr().err == ""
 
 
@@ -94,10 +93,10 @@ def test_a_function_on_an_event() -> None:
     event, stop, done = Event(), Event(), Event()
     thread = on_event(event, done.set, stop=stop, check_stop_interval_s=0.01)
     event.set()
-    thread.join(WAIT_S)
+    thread.join(HANG_S)
     assert done.is_set()
     again = on_event(event, done.set)
-    again.join(WAIT_S)
+    again.join(HANG_S)
     assert not again.is_alive()
 
 
@@ -107,7 +106,7 @@ def test_an_event_need_not_be_waited_for() -> None:
         event, done.set, stop=stop, check_stop_interval_s=0.01, daemon=False
     )
     stop.set()
-    thread.join(WAIT_S)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     assert not done.is_set()
     with pytest.raises(ValueError, match="stop must be given"):

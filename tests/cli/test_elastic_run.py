@@ -6,19 +6,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 HOST = os.uname().nodename
 
 
-def run(ronde, plan, *options, last_view=1, start="", **popen):
+def run(run_words, plan, *options, last_view=1, start=""):
     env = {"PLAN": json.dumps(plan), "LAST_VIEW": f"{last_view}", "START_PLAN": start}
-    program = ("--", sys.executable, RANK)
-    return ronde("run", "-np", "4", "--min-ranks", "2", *options, *program, env=env)
+    words = ("run", "-np", "4", "--min-ranks", "2", *options)
+    return run_words(*words, "--", sys.executable, RANK, env=env)
 
 
 def lines(result: "subprocess.CompletedProcess[bytes]") -> list[str]:
@@ -31,7 +31,7 @@ def done(result) -> list[str]:
     return sorted(re.findall(r"done .*", result.stdout.decode()))
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 3])
 def test_the_others_go_on_when_a_rank_is_killed(ronde, number):
     result = run(ronde, {f"{number}:3": "SIGKILL"}, last_view=2)
     assert result.returncode == 0, result.stderr
@@ -61,12 +61,10 @@ def test_a_rank_that_is_killed_before_the_training_is_said(ronde, when, said):
     assert lines(result)[0].startswith(f"ronde: {said}")
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 2])
 def test_the_others_do_not_wait_for_the_end_of_a_rank_that_fails(ronde, number):
-    began_s = time.monotonic()
-    result = run(ronde, {f"{number}:3": "raise and stay"})
-    # If it is not gone after 30 s, it is killed.
-    assert time.monotonic() - began_s < 20.0
+    # For longer than this test may take they would wait, and it would stay.
+    result = run(ronde, {f"{number}:3": "raise and stay"}, "--reform-timeout", "1h")
     assert result.returncode == 0, result.stderr
     assert done(result) == [f"done {rank} of 3" for rank in range(3)]
     lost = f"ronde: rank {number} on {HOST} failed with ValueError: the program is "
@@ -117,9 +115,9 @@ def test_a_rank_that_ends_before_it_joins_the_others_ends_the_job(ronde, least):
     text = f'[ "$RANK" = 1 ] && exit 0; exec "{sys.executable}" {RANK}'
     program = ("--", "/bin/sh", "-c", text)
     env = {"PLAN": "{}", "LAST_VIEW": "1"}
-    began_s = time.monotonic()
-    result = ronde("run", "-np", "2", "--min-ranks", least, *program, env=env)
-    assert time.monotonic() - began_s < 20.0
+    limits = ("--reform-timeout", "1h", "--elastic-timeout", "1h")
+    words = ("-np", "2", "--min-ranks", least, *limits)
+    result = ronde("run", *words, *program, env=env)
     assert result.returncode != 0
     assert lines(result)[0] == (
         f"ronde: process 1 on {HOST} ended with exit code 0 without the others, which "
@@ -136,7 +134,7 @@ def test_a_signal_ends_the_job(ronde, number):
         assert process.stdout.readline()
         assert process.stdout.readline()
         process.send_signal(number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG_S)
     assert process.returncode == 128 + number
 
 
@@ -178,14 +176,19 @@ def test_too_few_ranks_for_too_long_end_the_job(ronde):
     assert text.count("size must be at least min-ranks, 4, got 3 for 1 s") == 1
 
 
-def test_a_host_whose_new_ranks_fail_is_left_out(ronde):
-    plan = {"1:3": "SIGKILL"} | {f"{rank}:2000": "exit 0" for rank in (0, 2, 3)}
-    result = run(ronde, plan, last_view=9, start="exit 5")
-    assert result.returncode == 0, result.stderr
-    failed = [line for line in lines(result) if "exit code 5" in line]
-    assert failed
-    barred = "gets no new rank for 30s, as 3 processes failed there"
-    assert f"ronde: {HOST} {barred}." in lines(result)
+def test_a_host_whose_new_ranks_fail_is_left_out(ronde, tmp_path):
+    seen = tmp_path / "seen"
+    plan = {"1:3": "SIGKILL"} | {f"{n}:30": f"exit when {seen}" for n in (0, 2, 3)}
+    left_out = f"ronde: {HOST} gets no new rank for 30s, as 3 processes failed there.\n"
+    with run(ronde.start, plan, last_view=9, start="exit 5") as process:
+        shown = [process.stderr.readline().decode()]
+        while shown[-1] != left_out:
+            assert shown[-1], shown
+            shown.append(process.stderr.readline().decode())
+        seen.touch()
+        process.communicate(timeout=HANG_S)
+    assert process.returncode == 0
+    assert any("exit code 5" in line for line in shown)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -196,10 +199,10 @@ def test_a_rank_may_not_leave_early_unnoticed(ronde, rank):
 
 
 DIVIDED = """
-import os, signal, time
+import os, pathlib, signal, time
 import torch
 import ronde.torch as hvd
-from ronde.membership.member import own_member
+from ronde.membership import own_member
 
 hvd.init()
 model = torch.nn.Linear(4, 1)
@@ -207,12 +210,16 @@ optimizer = hvd.DistributedOptimizer(
     torch.optim.Adam(model.parameters()), model.named_parameters(), zero=1
 )
 data = torch.utils.data.TensorDataset(torch.randn(8, 4))
+applied = pathlib.Path("applied")
 for step in hvd.elastic.Loop(
     model, optimizer, data, batch=8, epochs=12, copy_every=4
 ):
     with step:
-        if own_member().number == 1 and step.number == 7:
-            time.sleep(0.5)  # until the other has applied as many
+        if step.number == 7 and own_member().number == 0:
+            applied.touch()
+        elif step.number == 7:
+            while not applied.exists():  # the other has applied as many
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         (inputs,) = step.inputs
         model(inputs).square().sum().backward()
@@ -224,7 +231,7 @@ def test_steps_since_the_last_copy_are_said_to_be_lost(ronde, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(DIVIDED)
     words = ("-np", "2", "--min-ranks", "1", "--", sys.executable, str(script))
-    result = ronde("run", *words)
+    result = ronde("run", *words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     first, *_, last = lines(result)
     text = r".*; 2 ranks became 1 and go on from step 4 after .*s, 3 steps lost\."

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-_TIMEOUT_S = 100
+from tests.limits import HANG_S
 
 # The exit of rank 1 goes on for long after it has told the others.
 PROGRAM = """
@@ -45,7 +44,7 @@ def test_who_said_goodbye_first_is_the_cause(tmp_path, fail, survive, expected):
         [*command, sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
     cause = json.loads(report.read_text())["verdict"]["cause"]

@@ -7,6 +7,7 @@ from queue import Queue
 from threading import Event, Lock
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.errors import UsageError
 from ronde.horovod import elastic
@@ -20,8 +21,6 @@ from ronde.horovod.elastic import (
     WorkerNotificationManager,
     create_rendezvous_handler,
 )
-
-WAIT_S = 20.0
 
 
 class Workers:
@@ -55,7 +54,7 @@ def make_driver(
 ) -> ElasticDriver:
     discovery = FixedHosts(hosts)
     return ElasticDriver(
-        RendezvousServer(), discovery, least, None, WAIT_S, reset_limit=reset_limit
+        RendezvousServer(), discovery, least, None, HANG_S, reset_limit=reset_limit
     )
 
 
@@ -126,7 +125,7 @@ def test_the_job_ends_at_the_reset_limit() -> None:
 
 def test_a_host_is_added_and_all_begin_anew() -> None:
     discovery = FixedHosts({"a": 2})
-    driver = ElasticDriver(RendezvousServer(), discovery, 2, 3, timeout=WAIT_S)
+    driver = ElasticDriver(RendezvousServer(), discovery, 2, 3, timeout=HANG_S)
 
     def first(place: SlotInfo) -> int:
         if place.size == 3:
@@ -151,7 +150,7 @@ def test_a_worker_hears_of_changes(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     discovery = FixedHosts({"a": 1})
     server = RendezvousServer()
-    driver = ElasticDriver(server, discovery, 1, None, timeout=WAIT_S)
+    driver = ElasticDriver(server, discovery, 1, None, timeout=HANG_S)
     port = server.start(create_rendezvous_handler(driver))
     heard: Queue[tuple[float, HostUpdateResult]] = Queue()
 
@@ -165,11 +164,11 @@ def test_a_worker_hears_of_changes(
         manager.init("127.0.0.1", port, None, place.hostname, place.local_rank)
         driver.record_ready(place.hostname, place.local_rank)
         if place.hostname != "a":
-            events[0].wait(WAIT_S)
+            events[0].wait(HANG_S)
             return 0, time.time()
         for hosts in ({"a": 1, "b": 1}, {"a": 1, "c": 1}):
             discovery.set(hosts)
-            results.append(heard.get(timeout=WAIT_S)[1])
+            results.append(heard.get(timeout=HANG_S)[1])
         return 0, time.time()
 
     results: list[HostUpdateResult] = []
@@ -185,7 +184,7 @@ def test_a_first_failure_of_discovery_ends_the_job() -> None:
         def find_available_hosts_and_slots(self) -> dict[str, int]:
             raise KeyError("mine")
 
-    driver = ElasticDriver(RendezvousServer(), Broken({}), 1, None, timeout=WAIT_S)
+    driver = ElasticDriver(RendezvousServer(), Broken({}), 1, None, timeout=HANG_S)
     with pytest.raises(RuntimeError, match="the job has ended"):
         driver.wait_for_available_slots(1)
     assert driver.finished()

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.cli.horovodrun import read_config
 
@@ -27,7 +28,7 @@ def horovodrun(*words, env):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
 

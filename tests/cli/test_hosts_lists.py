@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.limits import HANG_S
 
 from ronde.errors import UsageError
 from ronde.world import MAX_HOSTS, expand, expand_list, split_list
@@ -32,7 +33,7 @@ def scontrol(tmp_path_factory):
             env={"SLURM_CONF": str(config)},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=HANG_S,
             check=False,
         )
         assert "fetch_config" not in done.stderr

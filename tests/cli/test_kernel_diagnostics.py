@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.limits import HANG_S
 
 from ronde.launch import KernelDiagnostics, core_file
-
-_TIMEOUT_S = 60
 
 
 def ends(evidence, code, cwd):
@@ -144,7 +143,7 @@ def test_who_was_killed_for_lack_of_memory_is_told_so_and_nobody_else(small_grou
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", OOM, str(small_group), str(source)],
         capture_output=True,
-        timeout=_TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert done.stderr == b""

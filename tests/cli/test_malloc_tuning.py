@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import pytest
 from tests.cli.conftest import clean_environment
+from tests.limits import HANG_S
 
 import ronde.torch as hvd
 from ronde.memory import MallocThresholds, malloc_thresholds
-
-pytestmark = pytest.mark.timeout(180)
 
 MIB = 1 << 20
 NUM_STEPS = 4
@@ -154,12 +153,12 @@ def test_another_allocator_is_left_alone(tmp_path):
         pytest.skip("there is no C compiler to make another allocator with")
     library = tmp_path / "allocator.so"
     words = [compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
-    subprocess.run(words, input=SHIM.encode(), check=True, timeout=60)
+    subprocess.run(words, input=SHIM.encode(), check=True, timeout=HANG_S)
     done = subprocess.run(
         [sys.executable, "-c", FAULTS + WITH_INIT],
         env=clean_environment() | {"LD_PRELOAD": str(library)},
         capture_output=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
@@ -209,7 +208,7 @@ def test_what_is_beyond_the_bounds_is_given_back(
 ):
     sizes = [str(mib * MIB) for mib in (trim_mib, mmap_mib, block_mib)]
     command = [sys.executable, "-c", HOLD, *sizes]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, timeout=HANG_S, check=True)
     most_mib, left_mib = map(int, done.stdout.split())
     assert most_mib >= 8 * block_mib
     assert left_mib >= most_mib - 8 if is_kept else left_mib <= min(trim_mib, 150)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import example, given, strategies as st
+from tests.limits import HANG_S
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch import (
@@ -132,7 +133,7 @@ def test_a_token_comes_through_standard_input():
         input=GOOD + "\n",
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG_S,
         check=True,
     )
     assert done.stdout.strip() == TOKEN.prove(b"", Transcript(b"", b"")).hex()
@@ -157,7 +158,7 @@ def test_without_cryptography_the_head_says_what_to_install():
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG_S,
         check=True,
     )
     assert re.search(r"must be installed.*pip install 'ronde\[agent\]'", done.stdout)

@@ -1,5 +1,6 @@
 """The process that looks for notice of a host's end, beside the ranks of one host."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,12 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.launch import descendants
 
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
-LIMIT_S = 30.0
-NUM_STEPS = 400
 TRAIN = """
 import sys
 import time
@@ -36,15 +36,21 @@ for step in loop:
         optimizer.step()
     time.sleep(0.01)
 """
-pytestmark = pytest.mark.timeout(60)
 
 
-def start(ronde, notice):
-    plan = ", ".join(f'"{number}:{NUM_STEPS}": "exit 0"' for number in range(2))
-    env = {"PLAN": f"{{{plan}}}", "LAST_VIEW": "9"}
-    words = ("run", "-np", "2", "--min-ranks", "1", "--notice", notice)
-    program = ("--", sys.executable, RANK)
-    return ronde.start(*words, *program, env=env, stderr=subprocess.STDOUT)
+@pytest.fixture
+def start(ronde, tmp_path):
+    """Start a job that ends when the file ``seen`` is there; yield both."""
+    seen = tmp_path / "seen"
+
+    def start(notice):
+        plan = {f"{number}:9": f"exit when {seen}" for number in range(2)}
+        env = {"PLAN": json.dumps(plan), "LAST_VIEW": "9"}
+        words = ("run", "-np", "2", "--min-ranks", "1", "--notice", notice)
+        program = ("--", sys.executable, RANK)
+        return ronde.start(*words, *program, env=env, stderr=subprocess.STDOUT), seen
+
+    return start
 
 
 def find_pollers(pid):
@@ -60,7 +66,7 @@ def read_words(pid):
 
 
 def wait_for_poller(process):
-    due_s = time.monotonic() + LIMIT_S
+    due_s = time.monotonic() + HANG_S
     while not (found := find_pollers(process.pid)):
         assert time.monotonic() < due_s
         time.sleep(0.01)
@@ -69,29 +75,35 @@ def wait_for_poller(process):
 
 
 @pytest.mark.parametrize("notice", ["signal", "signal,file:/nowhere"])
-def test_one_process_looks_for_notice_and_ends_with_the_job(ronde, notice):
-    with start(ronde, notice) as process:
+def test_one_process_looks_for_notice_and_ends_with_the_job(start, notice):
+    process, seen = start(notice)
+    with process:
         poller = None if notice == "signal" else wait_for_poller(process)
-        output, _ = process.communicate(timeout=LIMIT_S)
+        seen.touch()
+        output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, output
     assert output == b""
     assert poller is None or not Path(f"/proc/{poller}").exists()
 
 
-def test_its_own_end_is_reported_and_harms_nothing(ronde):
-    with start(ronde, "file:/nowhere") as process:
+def test_its_own_end_is_reported_and_harms_nothing(start):
+    process, seen = start("file:/nowhere")
+    with process:
         os.kill(wait_for_poller(process), signal.SIGKILL)
-        output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, output
-    assert output == b"ronde: --notice: the process that looks for it has ended.\n"
+        line = process.stdout.readline()
+        seen.touch()
+        rest, _ = process.communicate(timeout=HANG_S)
+    assert (process.returncode, rest) == (0, b"")
+    assert line == b"ronde: --notice: the process that looks for it has ended.\n"
 
 
-def test_it_ends_with_an_agent_that_was_killed(ronde):
-    with start(ronde, "file:/nowhere") as process:
+def test_it_ends_with_an_agent_that_was_killed(start):
+    process, _ = start("file:/nowhere")
+    with process:
         poller = wait_for_poller(process)
         status = Path(f"/proc/{poller}/status").read_text()
         os.kill(int(status.partition("\nPPid:\t")[2].split()[0]), signal.SIGKILL)
-        process.communicate(timeout=LIMIT_S)
+        process.communicate(timeout=HANG_S)
     assert process.returncode != 0
     assert not Path(f"/proc/{poller}").exists()
 
@@ -100,23 +112,26 @@ def test_a_checkpoint_is_written_where_all_hosts_are_about_to_end(ronde, tmp_pat
     (tmp_path / "train.py").write_text(TRAIN)
     program = ("--", sys.executable, "train.py", "state")
     words = ("run", "-np", "2", "--min-ranks", "1", "--notice", "file:taken", *program)
-    first_steps = []
-    for _ in range(2):
-        with ronde.start(*words, cwd=tmp_path) as process:
-            assert process.stdout is not None
-            first_steps.append(int(process.stdout.readline().split()[-1]))
-            (tmp_path / "taken").touch()
-            wait_for_checkpoint(tmp_path / "state", first_steps[-1])
-            (tmp_path / "taken").unlink()
-            process.terminate()
-            _, said = process.communicate(timeout=LIMIT_S)
-        assert b"taken is there; its ranks stay until the others can do" in said
-    first, second = first_steps
-    assert first == 0 < second
+    with ronde.start(*words, cwd=tmp_path) as process:
+        assert read_first_step(process) == 0
+        (tmp_path / "taken").touch()
+        wait_for_checkpoint(tmp_path / "state")
+        (tmp_path / "taken").unlink()
+        process.terminate()
+        _, shown = process.communicate(timeout=HANG_S)
+    assert b"taken is there; its ranks stay until the others can do" in shown
+    with ronde.start("run", "-np", "1", *program, cwd=tmp_path) as process:
+        assert read_first_step(process) > 0
+        process.terminate()
+        process.communicate(timeout=HANG_S)
 
 
-def wait_for_checkpoint(folder, after):
-    due_s = time.monotonic() + LIMIT_S
-    while not any(int(path.stem[5:]) > after for path in folder.glob("step-*.pt")):
+def read_first_step(process):
+    return int(process.stdout.readline().split()[-1])
+
+
+def wait_for_checkpoint(folder):
+    due_s = time.monotonic() + HANG_S
+    while not any(folder.glob("step-*.pt")):
         assert time.monotonic() < due_s
         time.sleep(0.01)

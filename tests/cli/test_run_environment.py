@@ -4,6 +4,8 @@ import signal
 import sys
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 from ronde.launch import (
     JobFacts,
     NodeFacts,
@@ -178,7 +180,7 @@ def test_what_a_killed_agent_and_its_reaper_leave_is_gone_after_the_next_job(ron
                 path.parent.chmod(0o755)  # or a job of another test may: it is private
             for pid in (agent, reaper)[:num_victims]:
                 os.kill(pid, signal.SIGKILL)
-            process.communicate(timeout=60)
+            process.communicate(timeout=HANG_S)
             assert process.returncode != 0
         is_left = path.exists()
         assert is_left is (num_victims == 2)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from tests.cli.conftest import clean_environment
+from tests.limits import HANG_S
 
 import ronde as package
 from ronde.world import ALGORITHMS, ENGINES
@@ -45,7 +46,7 @@ def test_help_of_run_waits_for_no_parser():
         "import sys; from ronde.cli import main; main(['run', '--help']); "
         "sys.exit('argparse' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=HANG_S)
     assert done.returncode == 0
 
 
@@ -174,7 +175,7 @@ def test_a_program_of_another_user_is_told_so(tmp_path, name, mode, folder_mode,
     # A root that no mode is set aside for, as on a shared disk.
     plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"]
     words = [*plain, sys.executable, "-m", "ronde", "run", program]
-    done = subprocess.run(words, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, timeout=HANG_S, check=False)
     assert f"may {what}, got {program!r}" in usage_error(done)
 
 
@@ -259,7 +260,7 @@ def test_neither_launcher_nor_agent_waits_for_torch():
         "print([m for m in ('torch', 'numpy', 'asyncio') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, check=True, timeout=HANG_S
     )
     assert done.stdout == b"[]\n"
 
@@ -272,7 +273,7 @@ def test_a_closed_standard_output_is_no_harm(ronde):
         ["/bin/sh", "-c", '"$@" >&-', "sh", *command],
         env=clean_environment(),
         stderr=subprocess.PIPE,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 3, done.stderr

@@ -8,11 +8,10 @@ import sys
 import time
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.launch import Generation, Output, Stream
 from ronde.render import FILE_PROGRESS_S, SCREEN_PROGRESS_S, Console
-
-_TIMEOUT_S = 60
 
 
 def python(code: str) -> list[str]:
@@ -96,7 +95,7 @@ def test_of_a_progress_bar_a_file_gets_the_final_state(ronde):
     lines = sorted(done.stdout.splitlines())
     # A slow machine may have had a line for each ten seconds; the final one is there.
     assert {b"[0] 1000/1000", b"[1] 1000/1000"} <= set(lines)
-    assert len(lines) < 2 * _TIMEOUT_S / FILE_PROGRESS_S
+    assert len(lines) < 2 * HANG_S / FILE_PROGRESS_S
 
 
 def test_a_progress_bar_on_a_file_says_something_each_ten_seconds(tmp_path):
@@ -115,7 +114,7 @@ def test_a_progress_bar_on_a_file_says_something_each_ten_seconds(tmp_path):
 def read_terminal(fd: int) -> bytes:
     """Read all that a program writes to a terminal until it hangs up."""
     said = b""
-    ends_at = time.monotonic() + _TIMEOUT_S
+    ends_at = time.monotonic() + HANG_S
     while select.select([fd], [], [], max(0.0, ends_at - time.monotonic()))[0]:
         try:
             data = os.read(fd, 65536)
@@ -141,7 +140,7 @@ def test_a_progress_bar_on_a_terminal_is_redrawn_in_place(ronde):
         ) as process:
             os.close(theirs)
             said = read_terminal(ours).replace(b"\r\n", b"\n")
-            assert process.wait(_TIMEOUT_S) == 0
+            assert process.wait(HANG_S) == 0
     finally:
         os.close(ours)
     # What is left on the screen when each erased piece is taken away.
@@ -175,7 +174,7 @@ def test_who_reads_no_more_ends_the_job(ronde):
     with ronde.start("run", "-n", "2", *python(ENDLESS)) as process:
         assert os.read(process.stdout.fileno(), 10)
         process.stdout.close()
-        assert process.wait(_TIMEOUT_S) == 141
+        assert process.wait(HANG_S) == 141
         assert b"nobody reads the output any more" in process.stderr.read()
 
 
@@ -185,7 +184,7 @@ def test_a_reader_that_rests_does_not_hold_back_a_signal(ronde):
         assert process.stderr.readline() == b"[0] ready\n"
         # Nobody reads stdout: it fills up, whether before or after the signal.
         process.send_signal(signal.SIGTERM)
-        assert process.wait(_TIMEOUT_S) == 143
+        assert process.wait(HANG_S) == 143
         process.stdout.read()
 
 
@@ -210,8 +209,8 @@ sys.exit(5)
         try:
             gate.write_text("fail now")
             # Nobody has read a byte of stdout, and the flooding rank is ended.
-            assert select.select([process_fd], [], [], _TIMEOUT_S)[0]
+            assert select.select([process_fd], [], [], HANG_S)[0]
         finally:
             os.close(process_fd)
-        process.communicate(timeout=_TIMEOUT_S)
+        process.communicate(timeout=HANG_S)
         assert process.returncode == 5

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 from tests.namespaces import why_not
 
 from ronde.world import boot_identity, network_identity
@@ -27,7 +28,7 @@ def in_sandbox(*words, space=NO_BOOT_NAME):
     if reason := why_not(space):
         pytest.skip(reason)
     return subprocess.run(
-        [*space, *words], capture_output=True, text=True, timeout=100, check=False
+        [*space, *words], capture_output=True, text=True, timeout=HANG_S, check=False
     )
 
 
@@ -103,7 +104,7 @@ def test_an_orphan_that_gets_a_failed_ranks_number_does_not_end_in_its_name(tmp_
         [*space, *command, sys.executable, "-I", "-S", "-c", RECYCLE],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert "recycled" in done.stdout, done.stderr
@@ -144,7 +145,7 @@ def test_nothing_is_left_where_processes_cannot_be_held(refusal):
         [*refusing, *ronde, "--", "/bin/sh", "-c", FAMILY],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     left = carriers(cookie.encode())

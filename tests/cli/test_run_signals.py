@@ -9,10 +9,9 @@ import termios
 import time
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.launch import descendants, read_process
-
-_TIMEOUT_S = 60
 
 
 def shell(code: str) -> list[str]:
@@ -21,7 +20,7 @@ def shell(code: str) -> list[str]:
 
 def wait_for_state(pids: list[int], states: str) -> None:
     """Poll the process table, which is all that a stranger sees, for the state."""
-    ends_at = time.monotonic() + _TIMEOUT_S
+    ends_at = time.monotonic() + HANG_S
     while not all(read_process(pid).state in states for pid in pids):
         assert time.monotonic() < ends_at
 
@@ -30,7 +29,7 @@ def read_lines(process: "subprocess.Popen[bytes]", words: bytes, times: int = 1)
     """Read standard output until lines with the words came so often."""
     lines = []
     while sum(words in line for line in lines) < times:
-        ready, _, _ = select.select([process.stdout], [], [], _TIMEOUT_S)
+        ready, _, _ = select.select([process.stdout], [], [], HANG_S)
         line = process.stdout.readline() if ready else b""
         assert line, lines
         lines.append(line)
@@ -51,7 +50,7 @@ def test_each_rank_gets_the_signal_that_ends_the_job(ronde, number, name, code):
         read_lines(process, b"ready", 2)
         process.send_signal(number)
         read_lines(process, b"got " + name.encode(), 2)
-        assert process.wait(_TIMEOUT_S) == code
+        assert process.wait(HANG_S) == code
 
 
 class GatedJob:
@@ -72,7 +71,7 @@ class GatedJob:
 
     def __exit__(self, *_error) -> None:
         self._process.kill()
-        self._process.communicate(timeout=_TIMEOUT_S)
+        self._process.communicate(timeout=HANG_S)
         os.close(self._read_fd)
         os.close(self._write_fd)
 
@@ -88,7 +87,7 @@ def test_user_signals_go_to_the_ranks_and_end_nothing(ronde):
         read_lines(process, b"got USR1", 2)
         process.send_signal(signal.SIGUSR2)
         read_lines(process, b"got USR2", 2)
-        assert process.wait(_TIMEOUT_S) == 0
+        assert process.wait(HANG_S) == 0
 
 
 def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
@@ -104,7 +103,7 @@ def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
         read_lines(process, b"ready", 2)
         process.send_signal(signal.SIGTERM)
         read_lines(process, b"saved", 2)
-        assert process.wait(_TIMEOUT_S) == 143
+        assert process.wait(HANG_S) == 143
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
@@ -121,7 +120,7 @@ def test_what_the_user_ignores_stays_ignored_in_launcher_and_ranks(ronde, number
             assert [bits >> (number - 1) & 1 for bits in ignored] == [1, 1]
             process.send_signal(number)
             process.send_signal(signal.SIGUSR1)
-            assert process.wait(_TIMEOUT_S) == 0
+            assert process.wait(HANG_S) == 0
     finally:
         signal.signal(number, before)
 
@@ -160,7 +159,7 @@ def test_the_terminals_stop_stops_the_ranks_and_the_launcher(ronde):
         wait_for_state(ranks, "SR")
         process.send_signal(signal.SIGUSR1)
         read_lines(process, b"got USR1", 2)
-        assert process.wait(_TIMEOUT_S) == 0
+        assert process.wait(HANG_S) == 0
 
 
 def test_an_agent_that_is_told_to_end_has_its_ranks_end_in_their_grace(ronde):
@@ -171,7 +170,7 @@ def test_an_agent_that_is_told_to_end_has_its_ranks_end_in_their_grace(ronde):
         reaper = read_process(agent).parent
         os.kill(reaper, signal.SIGTERM)
         read_lines(process, b"saved", 2)
-        assert process.wait(_TIMEOUT_S) == 143
+        assert process.wait(HANG_S) == 143
 
 
 def _kill_a_rank(_reaper: int, _agent: int, rank: int) -> None:
@@ -207,7 +206,7 @@ def test_a_stopped_process_of_ours_keeps_no_job_from_its_end(
         pids = {"agent": agent, "reaper": reaper, "output": output}
         os.kill(pids[stopped], signal.SIGSTOP)
         then(pids["reaper"], agent, rank)
-        assert process.wait(_TIMEOUT_S) == code
+        assert process.wait(HANG_S) == code
         assert not any(map(read_process, [*pids.values(), rank, child, *others]))
 
 
@@ -220,7 +219,7 @@ def test_a_second_hangup_takes_no_grace_away(ronde):
         read_lines(process, b"got", 2)
         process.send_signal(signal.SIGHUP)
         read_lines(process, b"saved", 2)
-        assert process.wait(_TIMEOUT_S) == 129
+        assert process.wait(HANG_S) == 129
 
 
 class TerminalJob(GatedJob):
@@ -252,7 +251,7 @@ def test_a_closed_terminal_ends_the_job_as_a_hangup(ronde, tmp_path, then):
     job = TerminalJob(ronde, program, env={"PYTHONUNBUFFERED": "1"}, **popen)
     with job as process:
         job.hang_up()
-        assert process.wait(_TIMEOUT_S) == 129
+        assert process.wait(HANG_S) == 129
     assert {path.name for path in tmp_path.iterdir()} == {"saved.0", "saved.1"}
 
 
@@ -271,7 +270,7 @@ def test_a_closed_terminal_is_noticed_without_a_signal(
         job.hang_up()
         if is_ignored:
             (tmp_path / "end").touch()
-        assert process.wait(_TIMEOUT_S) == code
+        assert process.wait(HANG_S) == code
 
 
 def test_a_complaint_that_no_terminal_takes_changes_no_exit_code(ronde):
@@ -279,7 +278,7 @@ def test_a_complaint_that_no_terminal_takes_changes_no_exit_code(ronde):
     os.close(terminal)
     with ronde.start("run", stdout=side, stderr=side) as process:
         os.close(side)
-        assert process.wait(_TIMEOUT_S) == 64
+        assert process.wait(HANG_S) == 64
 
 
 def test_ctrl_c_ends_a_rank_that_is_stopped(ronde):
@@ -287,7 +286,7 @@ def test_ctrl_c_ends_a_rank_that_is_stopped(ronde):
         lines = read_lines(process, b"ready", 2)
         os.kill(int(lines[0].split()[-1]), signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
-        assert process.wait(_TIMEOUT_S) == 130
+        assert process.wait(HANG_S) == 130
 
 
 def test_ctrl_c_ends_a_discovery_script_and_all_that_it_started(ronde):
@@ -296,6 +295,6 @@ def test_ctrl_c_ends_a_discovery_script_and_all_that_it_started(ronde):
     with ronde.start(*words, bufsize=0) as process:
         pids = list(map(int, process.stderr.readline().split()))
         process.send_signal(signal.SIGINT)
-        assert process.wait(_TIMEOUT_S) == 130
+        assert process.wait(HANG_S) == 130
         assert len(pids) == 2
         assert not any(map(read_process, pids))

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.errors import Failure, HostFailure
 from ronde.launch import Host, SlurmSpawner, SshSpawner, last_line, start_remote_agent
 from ronde.render import tabulate_failures
 
-pytestmark = pytest.mark.timeout(30)
-LIMIT_S = 20.0
 HOST = Host("node2", user="ada", port=2222)
 
 
@@ -43,7 +42,7 @@ def meet(spawner, python=sys.executable):
     transport, hello_reader = link.transport, link.hello_reader
     rest = None
     while rest is None:
-        assert select.select([transport.read_fd], [], [], LIMIT_S)[0]
+        assert select.select([transport.read_fd], [], [], HANG_S)[0]
         data = transport.read()
         if not data:
             break
@@ -53,7 +52,7 @@ def meet(spawner, python=sys.executable):
 
 def end(transport):
     transport.close()
-    return transport.wait(LIMIT_S)
+    return transport.wait(HANG_S)
 
 
 def test_an_agent_is_met_behind_any_noise():
@@ -64,7 +63,7 @@ def test_an_agent_is_met_behind_any_noise():
     assert hello_reader.found.executable == sys.executable
     assert hello_reader.noise.endswith(b'{"python": 1}\n$ ')
     while len(rest) < 5:
-        assert select.select([transport.read_fd], [], [], LIMIT_S)[0]
+        assert select.select([transport.read_fd], [], [], HANG_S)[0]
         rest += transport.read()
     # A frame: its length, its kind, and the agent's first word.
     assert int.from_bytes(rest[:4]) < 1 << 20
@@ -97,7 +96,7 @@ def test_the_line_that_others_can_read_is_the_same_for_all():
 def test_what_does_not_start_is_told_by_its_exit_code():
     transport, hello_reader, rest = meet(Here(), python="/no/python")
     assert (hello_reader.found, rest) == (None, None)
-    assert transport.wait(LIMIT_S) == 127
+    assert transport.wait(HANG_S) == 127
     transport.close()
 
 
@@ -127,7 +126,7 @@ def test_a_client_ends_with_its_controller(tmp_path):
     ) as controller:
         pid_fd = os.pidfd_open(int(controller.stdout.readline()))
         controller.kill()
-    ended = select.select([pid_fd], [], [], LIMIT_S)[0]
+    ended = select.select([pid_fd], [], [], HANG_S)[0]
     os.close(pid_fd)
     assert ended
 
@@ -156,7 +155,7 @@ def test_ssh_understands_what_it_is_given(host, name):
         [client[0], "-G", *client[1:], host.name],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=HANG_S,
         check=True,
     )
     said = done.stdout.splitlines()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests import timed
 from tests.cli.conftest import Ronde, clean_environment
+from tests.limits import HANG_S
 
 from ronde.launch import read_processes
 
@@ -61,7 +62,7 @@ def test_a_slow_start_says_what_it_waits_for(ronde, tmp_path):
             process.send_signal(signal.SIGQUIT)
             assert "waiting for node.invalid" in process.stderr.readline().decode()
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
+            assert process.wait(HANG_S) == 130
         finally:
             process.kill()
     assert marked(tmp_path) == []
@@ -105,7 +106,7 @@ def test_a_name_that_is_looked_up_for_long_is_told(ronde, tmp_path):
             [*alone, *ronde.command(*words)],
             env=clean_environment() | env,
             capture_output=True,
-            timeout=60,
+            timeout=HANG_S,
             check=False,
         )
     assert done.returncode == 69

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Ronde
+from tests.limits import HANG_S
 
 FULL = Path("/dev/full")
 """The kernel's file that is always full."""
@@ -27,7 +28,7 @@ ronde = Ronde()
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_a_full_disk_is_told_in_a_sentence(words):
     with FULL.open("wb") as full, ronde.start(*words, stdout=full) as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=HANG_S)
     assert process.returncode == 74
     assert said == (
         b"ronde: output must go where there is room, got: No space left on device. "
@@ -40,5 +41,5 @@ def test_nobody_reads(words):
     with ronde.start(*words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=HANG_S)
     assert (process.returncode, said) == (141, b"")

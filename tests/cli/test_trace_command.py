@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.limits import HANG_S
 from tests.unit.timeline_samples import check_events, encode, record
 
 TRAIN = """
@@ -164,7 +165,7 @@ def test_a_reader_that_goes_away_is_no_error(ronde, tmp_path):
         os.fdopen(write_fd, "wb") as closed,
         ronde.start("trace", "--help", stdout=closed) as process,
     ):
-        assert process.wait(30) == 141
+        assert process.wait(HANG_S) == 141
         assert process.stderr.read() == b""
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.launch import inherited_binding
 from ronde.topology import format_list
@@ -17,7 +18,7 @@ def child_cpus() -> str:
 
 def _child(command: str) -> str:
     done = subprocess.run(
-        command.split(), capture_output=True, text=True, timeout=60, check=True
+        command.split(), capture_output=True, text=True, timeout=HANG_S, check=True
     )
     return done.stdout
 

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from tests.limits import HANG_S
+
 from ronde.launch import own_environment
 
 WRAPPERS_THAT_END = """
@@ -43,7 +45,7 @@ def test_wrappers_may_end_meanwhile() -> None:
         env=own_environment() | {"RANK": "7"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert (done.stdout, done.stderr) == (f"{os.getpid()} 0\n", "")

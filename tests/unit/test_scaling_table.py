@@ -2,6 +2,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 from ronde.records import Record, append_record
 
 TABLE = Path(__file__).parents[2] / "scripts" / "scaling_table.py"
@@ -22,7 +24,7 @@ def training(
 def run(path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TABLE), str(path)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False
+        command, capture_output=True, text=True, timeout=HANG_S, check=False
     )
 
 

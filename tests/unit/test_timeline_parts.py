@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.limits import HANG_S
 from tests.unit.timeline_samples import bound, encode, header, record, records
 
 from ronde.errors import UsageError
@@ -171,7 +172,7 @@ def test_one_operation_is_handed_on_soon():
     recorder = ThreadedRecorder([sink], gather_s=0.01)
     recorder.operation(record())
     recorder.cycle(1)
-    assert sink.taken.wait(10)
+    assert sink.taken.wait(HANG_S)
     recorder.close()
     assert (len(sink.records), sink.cycles) == (1, [])
 
@@ -196,8 +197,8 @@ def test_a_full_disk_ends_the_timeline_and_not_the_program(caplog):
     broken, sound = Full(), Memory()
     recorder = ThreadedRecorder([broken, sound], gather_s=0.001)
     recorder.operation(record())
-    assert broken.taken.wait(10)
-    assert sound.taken.wait(10)
+    assert broken.taken.wait(HANG_S)
+    assert sound.taken.wait(HANG_S)
     recorder.operation(record())
     recorder.close()
     full.close()

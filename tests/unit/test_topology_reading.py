@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.limits import HANG_S
 
 from ronde.topology import (
     UNKNOWN_NODE,
@@ -283,7 +284,7 @@ def test_who_is_bound_sees_the_rest_of_the_machine_no_more():
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=True,
     )
     assert done.stdout == f"({highest},)\n"
