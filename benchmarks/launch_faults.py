@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="leave out what takes long"
     )
+    parser.add_argument("--kinds", type=int, metavar="N", help="draw N of the faults")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     random.seed(options.seed)
@@ -76,6 +77,8 @@ def main() -> int:
         faults = [fault for fault in faults if not fault.is_long]
     if not faults:
         parser.error(f"--only must be in one of {[f.name for f in FAULTS]}")
+    if options.kinds:
+        faults = random.sample(faults, min(options.kinds, len(faults)))
     tallies = run_all(faults, options.rounds, options.jobs)
     for fault in faults:
         if fault.name not in tallies:
