@@ -78,6 +78,11 @@ class CommandParser(argparse.ArgumentParser):
                 given[action.dest] = action.option_strings[0]
         return given
 
+    @property
+    def options(self) -> Mapping[str, argparse.Action]:
+        """Every name of an option, also those that the help does not show."""
+        return self._option_string_actions
+
     def alias(self, option: str, *names: str) -> None:
         """Let further names stand for an option; the help does not show them."""
         for name in names:

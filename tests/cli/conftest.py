@@ -1,12 +1,16 @@
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from tests.limits import HANG_S
 
+from ronde.cli import main
 from ronde.launch import own_environment
+
+RondeHere = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 _KEPT = frozenset(
     {
@@ -65,3 +69,24 @@ class Ronde:
 @pytest.fixture(scope="session")
 def ronde() -> Ronde:
     return Ronde()
+
+
+@pytest.fixture
+def ronde_here(capfd: pytest.CaptureFixture[str]) -> RondeHere:
+    """Return the command in this process: half the work, where no rank is started."""
+
+    def run(
+        *words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> "subprocess.CompletedProcess[bytes]":
+        with pytest.MonkeyPatch.context() as patch:
+            for name in own_environment().keys() - clean_environment().keys():
+                patch.delenv(name)
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            if cwd is not None:
+                patch.chdir(cwd)
+            code = main(words)
+        out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(words, code, out.encode(), err.encode())
+
+    return run

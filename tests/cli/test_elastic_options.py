@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ronde.cli.run import make_parser, read_request
+from ronde.cli import read_run_request
 from ronde.errors import UsageError
 from ronde.launch import NO_LIMIT, SLOTS_OPEN, DiscoverySpec, ElasticOptions
 
@@ -12,8 +12,7 @@ TRAIN = ("--", "train.py")
 
 
 def asked(*words, environ=()):
-    options = make_parser().parse_args([*words, *TRAIN])
-    return read_request(options, dict(environ), {})
+    return read_run_request([*words, *TRAIN], dict(environ))
 
 
 def elastic(words, environ=()):
@@ -248,6 +247,10 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
         ),
         ("--host-discovery script", "script that may not. Type: chmod +x"),
         ("--host-discovery bad", "line 1, column 1: a host must be a name"),
+        (
+            "--listen 0 --host-discovery x",
+            "--host-discovery must stand without --listen",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(words, said, hostfile, tmp_path):
@@ -257,22 +260,3 @@ def test_what_cannot_be_is_refused(words, said, hostfile, tmp_path):
         words = re.sub(rf" {path.name}$", f" {path}", words)
     with pytest.raises(UsageError, match=re.escape(said)):
         asked(*words.split())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("-n 2 --min-ranks 3", "--min-ranks must be at most -np, got 3 and -np 2"),
-        ("--spares 1", "--spares must come with --min-ranks, --max-ranks or --host-"),
-        (
-            "--listen 0 --host-discovery x",
-            "--host-discovery must stand without --listen",
-        ),
-        ("--agent a:1 --min-ranks 2", "--min-ranks must be given to the head alone"),
-    ],
-)
-def test_nothing_starts_and_one_line_shows_why(ronde, words, said):
-    done = ronde("run", *words.split(), "/bin/echo", "ran")
-    assert (done.returncode, done.stdout) == (64, b"")
-    assert done.stderr.decode().startswith(f"ronde: {said}")
-    assert done.stderr.count(b"\n") == 1

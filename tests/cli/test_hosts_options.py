@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from ronde.cli.horovodrun import read_horovod_options
-from ronde.cli.run import make_parser
+from ronde.cli import read_run_request
 from ronde.errors import UsageError
 from ronde.launch import SLOTS_OPEN, discover, read_process
 
@@ -19,7 +18,7 @@ SLURM = {
 
 
 def asked(*words, environ=()):
-    return read_horovod_options(make_parser().parse_args(words), dict(environ))
+    return read_run_request([*words, "train.py"], dict(environ)).horovod
 
 
 def slots(*words, environ=()):

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from ronde.cli.run import make_parser, require_listen_or_agent
+from ronde.cli import make_run_parser, read_run_request
 from ronde.errors import UsageError
 
 TOKEN = "0123456789abcdef" * 2
@@ -51,8 +51,8 @@ def token(tmp_path):
         (["--agent", "a:1", "--token-file", "TOKEN", "--nproc-per-node", "0"], "--np"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_one_sentence_and_64(ronde, token, words, said):
-    done = ronde("run", *(token if word == "TOKEN" else word for word in words))
+def test_what_does_not_fit_is_one_sentence_and_64(ronde_here, token, words, said):
+    done = ronde_here("run", *(token if word == "TOKEN" else word for word in words))
     errors = done.stderr.decode()
     assert done.returncode == 64, errors
     assert said in errors
@@ -62,52 +62,33 @@ def test_what_does_not_fit_is_one_sentence_and_64(ronde, token, words, said):
 def test_a_node_takes_no_option_that_the_head_alone_heeds():
     """All options but those few, whatever they are."""
     heeded = {"agent", "token_file", "join_timeout", "slots", "nproc_per_node"}
-    parser = make_parser()
-    refused = [
-        action
-        for action in parser._actions
-        if action.option_strings and action.dest not in heeded | {"help", "listen"}
-    ]
+    refused = {
+        action.option_strings[0]: action
+        for action in make_run_parser().options.values()
+        if action.dest not in heeded | {"help", "listen"}
+    }
     assert len(refused) > 40
-    for action in refused:
+    for name, action in refused.items():
         words = ["--agent", "a:1", action.option_strings[-1]]
         count = 0 if action.const is not None else action.nargs or 1
-        options = parser.parse_args([*words, *["1"] * int(count)])
-        with pytest.raises(UsageError, match=f"^{action.option_strings[0]} must "):
-            require_listen_or_agent(options, parser.given(options))
+        rule = "(be given to the head alone|stand without --agent), got "
+        with pytest.raises(UsageError, match=f"^{name} must {rule}"):
+            read_run_request([*words, *["1"] * int(count)], {})
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "-n 2",
-        "-x A=secret",
-        "--grace 1s",
-        "--max-restarts 3",
-        "--log-dir x",
-        "--nested",
-    ],
-)
-def test_what_the_head_alone_heeds_is_to_be_given_to_it(ronde, words):
-    done = ronde("run", "--agent", "a:1", *words.split())
-    option = words.split()[0]
-    said = f"ronde: {option} must be given to the head alone, got it with --agent."
-    assert done.returncode == 64
-    assert done.stderr.decode().startswith(said)
-    assert done.stderr.endswith(b"give it to ronde run --listen.\n")
-
-
-def test_a_token_file_that_everybody_can_read_starts_nothing(ronde, token):
+def test_a_token_file_that_everybody_can_read_starts_nothing(ronde_here, token):
     os.chmod(token, 0o644)  # noqa: PTH101
     words = ("--listen", "127.0.0.1:0", "--nodes", "2", "--token-file", token, "true")
-    done = ronde("run", *words)
+    done = ronde_here("run", *words)
     assert done.returncode == 64
     assert b"chmod 600" in done.stderr
     assert TOKEN.encode() not in done.stderr
 
 
-def test_a_head_that_nobody_joins_ends_with_69_and_says_what_to_start(ronde, token):
-    done = ronde(
+def test_a_head_that_nobody_joins_ends_with_69_and_says_what_to_start(
+    ronde_here, token
+):
+    done = ronde_here(
         *("run", "--listen", "127.0.0.1:0", "--nodes", "2", "--token-file", token),
         *("--join-timeout", "300ms", "true"),
     )
@@ -117,12 +98,14 @@ def test_a_head_that_nobody_joins_ends_with_69_and_says_what_to_start(ronde, tok
 
 
 def test_a_node_without_a_head_ends_with_69_and_says_why(ronde, token):
-    with socket.create_server(("127.0.0.1", 0)) as placeholder:
-        port = placeholder.getsockname()[1]
-    done = ronde(
-        *("run", "--agent", f"127.0.0.1:{port}", "--join-timeout", "300ms"),
-        env={"RONDE_TOKEN_FILE": token},
-    )
+    with socket.socket() as closed:
+        # It is bound and does not listen: nobody else answers there.
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        done = ronde(
+            *("run", "--agent", f"127.0.0.1:{port}", "--join-timeout", "300ms"),
+            env={"RONDE_TOKEN_FILE": token},
+        )
     errors = done.stderr.decode()
     assert done.returncode == 69, errors
     assert "within 0.3 s, but nothing listens there" in errors

@@ -14,7 +14,7 @@ from ronde.launch.controller import Controller
 from ronde.launch.hosts.host import Host
 from ronde.launch.node import AgentNode
 from ronde.launch.output import NoOutput
-from ronde.launch.process_tree import adopt_orphans
+from ronde.launch.process_tree import adopting_orphans
 
 _SLACK_S = 5.0
 
@@ -26,6 +26,7 @@ class Collected(NamedTuple):
     failures: tuple[HostFailure, ...]
 
 
+@adopting_orphans()
 def collect(
     hosts: Sequence[Host],
     starter: AgentStarter,
@@ -35,7 +36,6 @@ def collect(
     report: Callable[[str], None],
 ) -> Collected:
     """Collect facts of hosts; nothing is left there when it returns or raises."""
-    adopt_orphans()
     controller = Controller(NoOutput(), signal_fd, starter)
     try:
         report("connecting")

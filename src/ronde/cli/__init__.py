@@ -4,4 +4,10 @@ from ronde.cli.entry import main
 from ronde.lazy_exports import lazy_exports
 
 __all__ = ["main"]
-__getattr__ = lazy_exports(__name__, {"check": "judge_request read_check_request"})
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "check": "judge_request read_check_request",
+        "run": "make_run_parser read_run_request",
+    },
+)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import MutableMapping
 
 from ronde.cli.horovodrun import read_variables
-from ronde.cli.run import make_parser
+from ronde.cli.run import make_run_parser
 from ronde.horovod import elastic
 from ronde.horovod.launcher import run_job
 
@@ -15,7 +15,7 @@ __all__ = ["_run_elastic", "parse_args", "set_env_from_args"]
 def parse_args() -> argparse.Namespace:
     """Read horovodrun's command line, this process's own."""
     words = sys.argv[1:]
-    options = make_parser().parse_args(words)
+    options = make_run_parser().parse_args(words)
     options.words = words
     return options
 

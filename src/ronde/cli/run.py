@@ -126,7 +126,7 @@ class RunParser(CommandParser):
             raise UsageError(advice)
 
 
-def make_parser() -> RunParser:
+def make_run_parser() -> RunParser:
     parser = RunParser("ronde run", RUN_HELP)
     parser.declare(_HIDDEN)
     horovodrun.add_horovod_options(parser)
@@ -155,6 +155,14 @@ class RunRequest(NamedTuple):
     horovod: horovodrun.HorovodOptions
     spec: JobSpec
     preflight: controller.Preflight | None
+
+
+def read_run_request(words: Sequence[str], environ: Mapping[str, str]) -> RunRequest:
+    """Read and check the words after ``ronde run``, of a job that is not joined."""
+    parser = make_run_parser()
+    options = parser.parse_args(words)
+    require_listen_or_agent(options, parser.given(options))
+    return read_request(options, environ, {})
 
 
 def read_request(
@@ -387,7 +395,7 @@ def require_tee(options: argparse.Namespace) -> str:
 
 
 def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts) -> int:
-    parser = make_parser()
+    parser = make_run_parser()
     options = parser.parse_args(words)
     if options.help:
         parser.read(["--help"])

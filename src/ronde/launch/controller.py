@@ -23,7 +23,7 @@ from ronde.launch.hosts.host import (
 from ronde.launch.job import JobPlan, JobSpec, count_slots_of, make_facts, place_on
 from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
 from ronde.launch.output import Generation, JobFile, NoOutput, OutputProcess, OutputSink
-from ronde.launch.process_tree import adopt_orphans, children, sweep
+from ronde.launch.process_tree import adopting_orphans, children, sweep
 from ronde.launch.program import absolute_path
 from ronde.launch.running import RemotePrograms, Running, require_accepted
 from ronde.launch.signals import InterruptedStartError, interruption_code
@@ -342,6 +342,7 @@ def _meet(
     return point.address, env, check
 
 
+@adopting_orphans()
 def launch(
     spec: JobSpec,
     starter: AgentStarter,
@@ -355,7 +356,6 @@ def launch(
     When it returns or raises, no process of the job is left on this host; on others
     none is left at the latest when their agents' lease is over.
     """
-    adopt_orphans()
     output = OutputProcess(sink, files)
     progress = StartProgress(output.notice, is_verbose=spec.is_verbose)
     controller = Controller(output, signal_fd, starter, progress)
@@ -378,6 +378,7 @@ def launch(
     return result
 
 
+@adopting_orphans()
 def dry_run(
     spec: JobSpec,
     starter: AgentStarter,
@@ -386,7 +387,6 @@ def dry_run(
     preflight: Preflight | None = None,
 ) -> JobPlan:
     """Return what ``launch`` would run where; start agents, but no rank."""
-    adopt_orphans()
     progress = StartProgress(notice, is_verbose=spec.is_verbose)
     controller = Controller(NoOutput(), signal_fd, starter, progress)
     try:
