@@ -493,7 +493,7 @@ HEADS = [
 
 @pytest.mark.parametrize("head", HEADS, ids=["bare", "table", "json"])
 def test_reading_takes_time_in_proportion_to_the_text(head: str) -> None:
-    """Of twice the text no more than thrice the time, by the process's own clock."""
+    """Of 8 times the text no more than 24 times the time of the process, not 64."""
 
     def time_of(piece: str, size: int) -> float:
         text = head + piece * (size // len(piece))
@@ -503,9 +503,9 @@ def test_reading_takes_time_in_proportion_to_the_text(head: str) -> None:
         return time.process_time() - begun
 
     for piece in PIECES:
-        small = min(time_of(piece, 1 << 14) for _ in range(3))
+        small = min(time_of(piece, 1 << 12) for _ in range(3))
         large = min(time_of(piece, 1 << 15) for _ in range(3))
-        assert large < 3 * small + 0.02, (piece, small, large)
+        assert large < 24 * small + 0.02, (piece, small, large)
 
 
 def test_tables_below_a_long_list_of_devices_take_time_in_proportion() -> None:
@@ -519,8 +519,8 @@ def test_tables_below_a_long_list_of_devices_take_time_in_proportion() -> None:
         assert len(read_text(text, "a.log").runs) == count
         return time.process_time() - begun
 
-    small, large = (min(time_of(count) for _ in range(3)) for count in (500, 1000))
-    assert large < 3 * small + 0.02, (small, large)
+    small, large = (min(time_of(count) for _ in range(3)) for count in (125, 1000))
+    assert large < 24 * small + 0.02, (small, large)
 
 
 def test_a_run_that_slurm_requeued_is_read_below_the_one_that_it_cut() -> None:

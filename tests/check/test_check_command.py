@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 from tests.cli.conftest import Ronde, clean_environment
+from tests.limits import HANG_S
 
 from ronde.check import Collected, Fleet, HostFacts, all_checks, judge, load_last
 from ronde.cli import judge_request, read_check_request
@@ -256,7 +257,7 @@ def on_terminal(env):
         with suppress(OSError):
             while more := os.read(head, 4096):
                 written += more
-        assert process.wait(60) == 3
+        assert process.wait(HANG_S) == 3
     os.close(head)
     return written
 
@@ -269,5 +270,5 @@ def test_ctrl_c_ends_it(tmp_path):
     with check.start("check", "-H", ABSENT, "--ssh-args", proxy) as process:
         started.read_text()
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out, err) == (130, b"", b"")

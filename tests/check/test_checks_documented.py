@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from scripts.check_pages import draw_page
 from tests.check.fleets import CHECKS, make_check
+from tests.limits import HANG_S
 
 from ronde.check import Family, Severity, all_checks
 from ronde.cli import main
@@ -35,7 +36,7 @@ def test_no_two_checks_share_an_id():
 
 def test_checks_are_made_where_python_drops_their_texts():
     words = [sys.executable, "-OO", "-m", "ronde", "check", "list"]
-    done = subprocess.run(words, capture_output=True, check=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, check=True, timeout=HANG_S)
     listed = re.findall(r"^  (\S+)", done.stdout.decode(), re.MULTILINE)
     assert sorted(listed) == sorted(check.id for check in all_checks())
 

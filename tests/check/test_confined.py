@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.limits import HANG_S
 from tests.namespaces import why_not
 
 PREPARE = """
@@ -24,7 +25,7 @@ def check(*words):
     return subprocess.run(
         [*confined, *command],
         capture_output=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
+from tests.limits import HANG_S
 
 from ronde.check import (
     ALL_ANSWERS,
@@ -381,7 +382,7 @@ def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
         way += f"exec {sys.executable} -c {shlex.quote(code)}"
         command = ["unshare", "--mount", "sh", "-c", way]
         done = subprocess.run(
-            command, capture_output=True, check=False, timeout=60, text=True
+            command, capture_output=True, check=False, timeout=HANG_S, text=True
         )
     assert done.returncode == 0, done.stderr
     if not journal:
@@ -402,7 +403,7 @@ def test_the_log_has_a_clock_that_no_container_changes():
     command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
     begun_s = time.monotonic()
     done = subprocess.run(
-        [*command, code], capture_output=True, check=False, timeout=60, text=True
+        [*command, code], capture_output=True, check=False, timeout=HANG_S, text=True
     )
     if "unshare:" in done.stderr:
         pytest.skip(done.stderr)

@@ -9,6 +9,7 @@ import sys
 import pytest
 from hypothesis import given, settings, strategies as st
 from tests.check.fleets import of_family
+from tests.limits import HANG_S
 from tests.topology.saved_trees import Tree
 
 from ronde.check import (
@@ -139,7 +140,7 @@ def test_this_machine_has_its_own_limits():
         [sys.executable, "-c", code],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     values, unreadable = json.loads(ended.stdout)
     assert values["host.memlock_bytes"] == 65536
@@ -229,7 +230,7 @@ def test_what_may_not_be_looked_at_breaks_nothing(tmp_path):
             [sys.executable, "-c", WITHOUT_RIGHTS, str(tmp_path)],
             capture_output=True,
             check=True,
-            timeout=60,
+            timeout=HANG_S,
         )
     finally:
         for path in closed:

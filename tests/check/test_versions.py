@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.check.fleets import of_family
+from tests.limits import HANG_S
 
 import ronde
 from ronde.check import (
@@ -80,7 +81,7 @@ from ronde.check import PROBES, FactReader, read_facts
 read_facts(FactReader({}), PROBES["versions"].modules)
 sys.exit("torch" in sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)
 
 
 def test_a_healthy_fleet_gives_no_findings() -> None:

@@ -12,7 +12,7 @@ from ronde.errors import UsageError
 
 MEGABYTE = 1 << 20
 
-SECONDS = 5.0
+SECONDS = 15.0
 """What a reader may take of a processor's time; it should need one."""
 
 

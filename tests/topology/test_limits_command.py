@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.commands import refusal
 
-from ronde.cli.topo import run as run_topo
-from ronde.errors import UsageError
+from ronde.cli import main
 from ronde.render import judge
 from ronde.topology import Limit
 
 
 def run(words):
-    return run_topo(["limit", *words])
+    return main(["topo", "limit", *words])
 
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -107,10 +107,10 @@ def test_what_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (("--measured", "1"), "--measured must have a bound to compare with, got none"),
     ],
 )
-def test_what_is_refused(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        run((CLOUD, *words))
-    assert message in str(raised.value)
+def test_what_is_refused(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    assert message in refusal(capsys, "topo", "limit", CLOUD, *words)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

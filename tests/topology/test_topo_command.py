@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.topology import read_topology
 
@@ -22,7 +23,7 @@ def topo(*words, stdin=b"", cwd=SAMPLES):
         [sys.executable, "-m", "ronde", "topo", *words],
         input=stdin,
         capture_output=True,
-        timeout=60,
+        timeout=HANG_S,
         cwd=cwd,
         check=False,
     )
@@ -47,13 +48,13 @@ def refused(*words, **options):
 def test_this_machine_is_shown_without_torch():
     program = (
         "import sys\n"
-        "from ronde.cli.entry import main\n"
+        "from ronde.cli import main\n"
         "code = main(['topo'])\n"
         "print(sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))\n"
         "sys.exit(code)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, timeout=HANG_S, check=True
     )
     lines = done.stdout.decode().splitlines()
     assert "NUMA node" in lines[0]

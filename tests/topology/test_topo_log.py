@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.commands import refusal
 from tests.topology.nccl_job import JobLog, interleave, text_of
 
-from ronde.cli.topo import run as run_topo
-from ronde.errors import UsageError
+from ronde.cli import main
 from ronde.plain_values import from_plain
 from ronde.render import draw_log
 from ronde.topology import (
@@ -23,7 +23,7 @@ from ronde.topology import (
 
 
 def run(words):
-    return run_topo(["log", *words])
+    return main(["topo", "log", *words])
 
 
 SAMPLE = (
@@ -657,7 +657,9 @@ def test_words_keep_to_the_columns(width: int) -> None:
 # ---- the command
 
 
-def test_the_command_reports_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_end_the_command_with_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run([str(SAMPLE)]) == 1
     out = capsys.readouterr().out
     assert "WARNING nvls-lost: 6e79c7194e8d" in out
@@ -692,19 +694,20 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
         (b"loss 3\nloss 2\n", "got 2 lines without a message from it"),
     ],
 )
-def test_what_is_no_log_is_said(tmp_path: Path, text: bytes, words: str) -> None:
+def test_what_is_no_log_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes, words: str
+) -> None:
     path = tmp_path / "other.log"
     path.write_bytes(text)
-
-    with pytest.raises(UsageError, match=words):
-        run([str(path)])
+    assert words in refusal(capsys, "topo", "log", str(path))
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none\.log must be a file that can be read"):
-        run([str(tmp_path / "none.log")])
-    with pytest.raises(UsageError, match="must be a file that can be read"):
-        run([str(tmp_path)])
+def test_a_file_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path / "none.log", tmp_path):
+        said = refusal(capsys, "topo", "log", str(path))
+        assert f"{path} must be a file that can be read" in said
 
 
 def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,10 +181,10 @@ def test_links_of_an_unknown_chip_are_counted_only():
 
 
 def test_nvswitches_are_called_so():
-    reported = PciDevice(GPU, class_code=0x068000, vendor=0x10DE, speed="16.0 GT/s PCIe")
+    switch = PciDevice(GPU, class_code=0x068000, vendor=0x10DE, speed="16.0 GT/s PCIe")
     untold = PciDevice("0000:03:00.0", class_code=0x068000, vendor=0x10DE)
     other = PciDevice("0000:04:00.0", class_code=0x068000, vendor=0x8086)
-    lines = draw(devices=(reported._replace(width=2), untold, other)).splitlines()
+    lines = draw(devices=(switch._replace(width=2), untold, other)).splitlines()
     assert lines[2].split(maxsplit=3)[1:] == [
         *("NVSwitch", GPU, "PCI 16.0 GT/s x2, 3 GB/s"),
     ]
