@@ -133,8 +133,8 @@ def test_an_option_has_it_given_back_to(ronde):
     assert count >= NUM_PAGES
 
 
-def test_what_is_neither_yes_nor_no_is_refused(ronde):
-    done = ronde("run", "-n", "1", "true", env={"RONDE_MALLOC_TUNING": "off"})
+def test_what_is_neither_yes_nor_no_is_refused(ronde_here):
+    done = ronde_here("run", "-n", "1", "true", env={"RONDE_MALLOC_TUNING": "off"})
     assert done.returncode == 64
     assert done.stderr == (
         b"ronde: RONDE_MALLOC_TUNING must be 0 or 1, got 'off'. Correct it, or unset "

@@ -71,8 +71,14 @@ def test_ranks_that_start_again_start_in_the_same_directory(ronde, tmp_path):
         ["check", "--path", "."],
     ],
 )
-def test_a_directory_that_is_gone_gets_one_sentence(ronde, nowhere, words):
-    done = ronde(*words, **nowhere)
+def test_a_directory_that_is_gone_gets_one_sentence(
+    ronde_here, tmp_path, monkeypatch, words
+):
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    directory.rmdir()
+    done = ronde_here(*words)
     assert (done.returncode, done.stdout) == (64, b"")
     [sentence] = done.stderr.decode().splitlines()
     assert sentence.startswith("ronde: current directory must exist, got one that was ")

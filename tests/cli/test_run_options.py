@@ -19,14 +19,14 @@ def write(path, text, mode=0o755):
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
-def test_help(ronde, words):
-    done = ronde(*words)
+def test_help(ronde_here, words):
+    done = ronde_here(*words)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"run    start a program once for every slot" in done.stdout
 
 
-def test_help_of_run_names_every_option(ronde):
-    done = ronde("run", "--help")
+def test_help_of_run_names_every_option(ronde_here):
+    done = ronde_here("run", "--help")
     assert (done.returncode, done.stderr) == (0, b"")
     options = "-n -np --num-proc --nproc-per-node -x --chdir --log-dir --grace"
     options += " --engine --algorithm --module"
@@ -34,8 +34,8 @@ def test_help_of_run_names_every_option(ronde):
         assert option.encode() in done.stdout
 
 
-def test_help_of_run_names_what_there_is(ronde):
-    text = " ".join(ronde("run", "--help").stdout.decode().split())
+def test_help_of_run_names_what_there_is(ronde_here):
+    text = " ".join(ronde_here("run", "--help").stdout.decode().split())
     # MPI starts its ranks itself.
     assert ", ".join(name for name in ENGINES if name != "mpi") in text
     assert ", ".join(ALGORITHMS) in text
@@ -50,29 +50,13 @@ def test_help_of_run_waits_for_no_parser():
     assert done.returncode == 0
 
 
-def test_version(ronde):
-    assert ronde("--version").stdout.decode() == f"ronde {package.__version__}\n"
+def test_version(ronde_here):
+    assert ronde_here("--version").stdout.decode() == f"ronde {package.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        *(("-n", "3"), ("-n3",), ("-np", "3"), ("--num-proc=3",)),
-        *(("--nproc-per-node", "3"), ("--nproc-per-node=auto", "-n3")),
-        ("-H", "localhost:4,n9:0", "--nproc-per-node", "3"),
-    ],
-)
-def test_every_spelling_of_the_number_of_ranks(ronde, spelling):
-    done = ronde("run", *spelling, "--", "/bin/sh", "-c", "echo $RANK/$WORLD_SIZE")
+def test_each_rank_has_its_number(ronde):
+    done = ronde("run", "-n3", "--", "/bin/sh", "-c", "echo $RANK/$WORLD_SIZE")
     assert sorted(done.stdout.splitlines()) == [b"[0] 0/3", b"[1] 1/3", b"[2] 2/3"]
-
-
-def test_auto_is_one_a_gpu(ronde):
-    done = ronde(
-        *("run", "-n", "auto", "--", "/bin/sh", "-c", "echo $WORLD_SIZE"),
-        env={"CUDA_VISIBLE_DEVICES": "0,1,2"},
-    )
-    assert sorted(done.stdout.splitlines()) == [b"[0] 3", b"[1] 3", b"[2] 3"]
 
 
 def test_the_programs_own_options_are_its_own(ronde):
@@ -80,15 +64,13 @@ def test_the_programs_own_options_are_its_own(ronde):
     assert done.stdout == b"[0] --help -- x\n"
 
 
-@pytest.mark.parametrize("code", [0, 1, 3, 42, 255])
+@pytest.mark.parametrize("code", [0, 3, 255])
 def test_the_exit_code_of_the_rank_is_ours(ronde, code):
     program = f"[ $RANK = 1 ] && exit {code}; exit 0"
     assert ronde("run", "-n", "2", "--", "/bin/sh", "-c", program).returncode == code
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("SEGV", 139), ("KILL", 137), ("ABRT", 134)]
-)
+@pytest.mark.parametrize(("name", "code"), [("SEGV", 139), ("KILL", 137)])
 def test_a_signal_is_128_and_its_number(ronde, name, code):
     done = ronde("run", "-n", "1", "--", "/bin/sh", "-c", f"kill -{name} $$")
     assert done.returncode == code
@@ -146,18 +128,20 @@ def usage_error(done) -> str:
         (["-x", "NOT_SET_ANYWHERE", "true"], "-x must be NAME=VALUE"),
     ],
 )
-def test_bad_words_get_one_sentence(ronde, words, complaint):
-    assert complaint in usage_error(ronde("run", *words))
+def test_bad_words_get_one_sentence(ronde_here, words, complaint):
+    assert complaint in usage_error(ronde_here("run", *words))
 
 
 def test_an_unknown_verb_gets_one_sentence(ronde):
     assert "ronde run train.py" in usage_error(ronde("train.py"))
 
 
-def test_a_program_that_may_not_run_is_told_how_to(ronde, tmp_path):
+def test_a_program_that_may_not_run_is_told_how_to(ronde_here, tmp_path):
     program = write(tmp_path / "prog", "#!/bin/sh\n", 0o644)
-    assert f"chmod +x {program}" in usage_error(ronde("run", program))
-    assert "Did you mean ./prog?" in usage_error(ronde("run", "prog", cwd=tmp_path))
+    assert f"chmod +x {program}" in usage_error(ronde_here("run", program))
+    assert "Did you mean ./prog?" in usage_error(
+        ronde_here("run", "prog", cwd=tmp_path)
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has files of other users")
@@ -184,10 +168,10 @@ def test_a_file_that_is_no_program_is_refused(ronde, tmp_path):
     assert "Exec format error" in usage_error(ronde("run", program))
 
 
-def test_a_port_in_use_is_refused(ronde):
+def test_a_port_in_use_is_refused(ronde_here):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        done = ronde("run", "--master-port", str(port), "true")
+        done = ronde_here("run", "--master-port", str(port), "true")
     assert f"got {port} (address already in use)" in usage_error(done)
 
 
@@ -222,8 +206,9 @@ def test_inside_another_world_it_starts_none_by_mistake(ronde, launcher):
     assert sorted(done.stdout.splitlines()) == [b"[0] 0/2", b"[1] 1/2"]
 
 
-def test_half_an_environment_is_refused(ronde):
-    assert "--nested" in usage_error(ronde("run", "-n", "2", "true", env={"RANK": "0"}))
+def test_half_an_environment_is_refused(ronde_here):
+    done = ronde_here("run", "-n", "2", "true", env={"RANK": "0"})
+    assert "--nested" in usage_error(done)
 
 
 def test_log_files_hold_what_was_written_and_are_the_users_alone(ronde, tmp_path):
@@ -298,9 +283,10 @@ def test_the_engine_is_told_to_the_ranks(ronde):
         (("-x", "RONDE_ENGINE=gluu"), {}, b"RONDE_ENGINE must be one of auto,"),
     ],
 )
-def test_an_unknown_engine_starts_nothing(ronde, tmp_path, options, env, said):
+def test_an_unknown_engine_starts_nothing(ronde_here, tmp_path, options, env, said):
     flag = tmp_path / "started"
-    done = ronde("run", "-n", "1", *options, "--", "/usr/bin/touch", flag, env=env)
+    program = ("--", "/usr/bin/touch", str(flag))
+    done = ronde_here("run", "-n", "1", *options, *program, env=env)
     assert done.returncode == 64
     assert said in done.stderr
     assert not flag.exists()

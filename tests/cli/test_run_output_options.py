@@ -131,10 +131,10 @@ def test_files_have_what_the_console_leaves_out(ronde, tmp_path):
     assert (end["exit_code"], end["verdict"]["cause"]) == (0, None)
 
 
-def test_only_and_tag_are_checked_before_anything_starts(ronde, tmp_path):
+def test_only_and_tag_are_checked_before_anything_starts(ronde_here, tmp_path):
     touch = shell(f"touch {tmp_path}/started")
     for words in (("--only", "5"), ("--only", "x"), ("--tag", "x")):
-        done = ronde("run", "-n", "2", *words, *touch)
+        done = ronde_here("run", "-n", "2", *words, *touch)
         assert done.returncode == 64, done
         assert done.stderr.startswith(b"ronde: " + words[0].encode() + b" must ")
     assert not (tmp_path / "started").exists()

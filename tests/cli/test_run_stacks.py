@@ -88,8 +88,8 @@ def test_a_job_that_ends_in_its_time_is_left_alone(ronde):
 
 
 @pytest.mark.parametrize("text", ["0", "soon", "-1"])
-def test_a_timeout_that_is_none_is_refused(ronde, text):
-    done = ronde("run", f"--timeout={text}", "/bin/true")
+def test_a_timeout_that_is_none_is_refused(ronde_here, text):
+    done = ronde_here("run", f"--timeout={text}", "/bin/true")
     assert done.returncode == 64
     assert done.stderr.startswith(b"ronde: --timeout")
     assert done.stderr.count(b"\n") == 1

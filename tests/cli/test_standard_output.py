@@ -14,11 +14,7 @@ WORDS = [
     ["--help"],
     ["bench", "--help"],
     ["check", "--json", "--only", "taking-part"],
-    ["check", "explain", "taking-part"],
-    ["check", "list"],
     ["plan", "memory", "--params", "7B", "--mesh", "dp_shard=8"],
-    ["run", "--help"],
-    ["topo", "--help"],
     ["trace", "--help"],
 ]
 

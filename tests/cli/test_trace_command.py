@@ -15,7 +15,7 @@ TRAIN = """
 import os, pathlib, signal, sys, time
 import torch
 import ronde.torch as hvd
-from ronde.timeline.part import read_parts
+from ronde.timeline import read_parts
 
 hvd.init()
 for step in range(20):
@@ -103,7 +103,9 @@ def test_a_program_that_records_nothing(ronde, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_timeline_that_cannot_be_is_refused_before_anything_starts(ronde, tmp_path):
+def test_a_timeline_that_cannot_be_is_refused_before_anything_starts(
+    ronde_here, tmp_path
+):
     (tmp_path / "old.json.parts").mkdir()
     for words, why in (
         (["--timeline", "no/t.json"], b"--timeline must be a file in a directory"),
@@ -112,29 +114,29 @@ def test_a_timeline_that_cannot_be_is_refused_before_anything_starts(ronde, tmp_
         (["--timeline", "t", "--timeline-limit", "x"], b"size must be a number"),
         (["--timeline-limit", "1MiB"], b"must come with --timeline"),
     ):
-        done = run(ronde, tmp_path, *words, "/bin/sh", "-c", "echo started")
+        done = run(ronde_here, tmp_path, *words, "/bin/sh", "-c", "echo started")
         assert (done.returncode, done.stdout) == (64, b""), done.stderr
         assert why in done.stderr
 
 
-def test_parts_of_a_job_whose_launcher_died_can_be_merged(ronde, tmp_path):
+def test_parts_of_a_job_whose_launcher_died_can_be_merged(ronde_here, tmp_path):
     parts = tmp_path / "t.json.parts"
     parts.mkdir()
     for rank in range(2):
         packed = gzip.compress(encode(record(submitted=rank * 3), rank=rank))
         (parts / f"rank-{rank}.ronde-part").write_bytes(packed)
-    done = ronde("trace", "merge", "t.json.gz", "t.json.parts", cwd=tmp_path)
+    done = ronde_here("trace", "merge", "t.json.gz", "t.json.parts", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert len(check(tmp_path / "t.json.gz")) == 6
-    shown = ronde("trace", "show", "t.json.parts", cwd=tmp_path)
+    shown = ronde_here("trace", "show", "t.json.parts", cwd=tmp_path)
     assert b"t.json.parts: 2 ranks on 1 host" in shown.stdout
 
 
-def test_help(ronde):
+def test_help(ronde_here):
     for words in (["trace"], ["trace", "-h"], ["trace", "--help"]):
-        assert ronde(*words).stdout.startswith(b"usage: ronde trace show FILE")
+        assert ronde_here(*words).stdout.startswith(b"usage: ronde trace show FILE")
     for verb in ("show", "merge"):
-        done = ronde("trace", verb, "--help")
+        done = ronde_here("trace", verb, "--help")
         assert (done.returncode, done.stderr) == (0, b"")
         assert done.stdout.startswith(f"usage: ronde trace {verb}".encode())
 
@@ -151,8 +153,8 @@ def test_help(ronde):
         (["merge", "out", "."], b"parts must be there, got none"),
     ],
 )
-def test_bad_words_are_refused(ronde, tmp_path, words, why):
-    done = ronde("trace", *words, cwd=tmp_path)
+def test_bad_words_are_refused(ronde_here, tmp_path, words, why):
+    done = ronde_here("trace", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (64, b"")
     assert why in done.stderr
     assert done.stderr.count(b"\n") == 1
