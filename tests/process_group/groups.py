@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from tests.limits import HANG_S
 from tests.ranks import run_ranks_bare
 from torch import Tensor, distributed as dist
 
@@ -28,17 +29,14 @@ class Setting:
         return f"{self.engine}-{self.size}"
 
 
-SETTINGS = [
-    Setting("shared_memory", 2),
-    Setting("shared_memory", 3),
-    Setting("shared_memory", 4),
-    Setting("gloo", 2),
-    Setting("gloo", 3),
-    Setting("scheduled", 3),
-    Setting("hierarchical", 3),
-    Setting("hierarchical", 4),
+ENGINES = [
+    Setting(engine, 3) for engine in ("auto", "gloo", "scheduled", "hierarchical")
 ]
-SMALL = [Setting("shared_memory", 2), Setting("gloo", 3), Setting("hierarchical", 4)]
+AUTO = ENGINES[0]
+SMOKE = [Setting("auto", 2), Setting("hierarchical", 4)]
+"""Other sizes, for one case of each file."""
+NEVER = timedelta(seconds=5 * HANG_S)
+"""A group's timeout that none comes to: the test is over before."""
 
 
 def run_in_group(
@@ -46,23 +44,17 @@ def run_in_group(
     fn: Callable[..., Any],
     *args: Any,
     dying: Collection[int] = (),
-    limit_s: float = 40.0,
-    timeout_s: float = 80.0,
 ) -> list[Any]:
-    """Call ``fn(*args)`` on the ranks of a group and return the results.
-
-    ``limit_s`` is the group's timeout, ``timeout_s`` that of the test.
-    """
+    """Call ``fn(*args)`` on the ranks of a group, whose timeout never comes."""
     return run_ranks_bare(
         setting.size,
         _run,
         fn,
         args,
         setting.engine,
-        limit_s,
         launcher="torchrun",
         dying=dying,
-        timeout_s=timeout_s,
+        timeout_s=HANG_S,
     )
 
 
@@ -71,13 +63,10 @@ def _run(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     engine: str,
-    limit_s: float,
 ) -> Any:
     if engine == "hierarchical":
         _live_on_host("ab"[info.rank % 2])
-    dist.init_process_group(
-        "ronde", pg_options=GroupOptions(engine), timeout=timedelta(seconds=limit_s)
-    )
+    dist.init_process_group("ronde", pg_options=GroupOptions(engine), timeout=NEVER)
     result = fn(*args)
     dist.destroy_process_group()
     return result
@@ -87,6 +76,11 @@ def _live_on_host(name: str) -> None:
     """Have this process see a host of its own name, where it may."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWUTS) == 0:
         socket.sethostname(f"{name}{os.getppid()}")
+
+
+def every(*calls: tuple[Any, ...]) -> list[Any]:
+    """Call one after the other in one group."""
+    return [fn(*args) for fn, *args in calls]
 
 
 def same(result: Tensor, expected: Tensor) -> None:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tests.conformance.samples import error_bound
-from tests.process_group.groups import SETTINGS, SMALL, run_in_group
+from tests.process_group.groups import AUTO, ENGINES, SMOKE, every, run_in_group
 from torch import distributed as dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -15,7 +15,7 @@ from ronde.collectives import ReduceOp
 
 NUM_STEPS = 5
 TINY_MB = 1e-4  # a bucket for every parameter
-on_engines = pytest.mark.parametrize("setting", SMALL, ids=str)
+SIZE = AUTO.size
 
 
 class Branches(nn.Module):
@@ -94,9 +94,11 @@ def on_ranks(options, branch=same_branch, make_optimizer=sgd, prepare=None):
     return model.module.state_dict()
 
 
-def every(*calls):
-    """Call one after the other in one group."""
-    return [fn(*args) for fn, *args in calls]
+@pytest.fixture(scope="module")
+def found():
+    """Return what the ranks of one group give in each of the ``CALLS``."""
+    of_ranks = run_in_group(AUTO, every, *CALLS.values())
+    return dict(zip(CALLS, zip(*of_ranks, strict=True), strict=True))
 
 
 def assert_equal(states, expected):
@@ -116,11 +118,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_options(setting):
-    found = run_in_group(setting, every, *((on_ranks, o) for o in OPTIONS.values()))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(found, name):
+    assert_equal(found[name], on_one_process(SIZE))
+
+
+@pytest.mark.parametrize("setting", [*ENGINES[1:], *SMOKE], ids=str)
+def test_other_engines_and_sizes(setting):
+    names = ["static graph, tiny buckets", "views"]
+    calls = [(on_ranks, OPTIONS[name]) for name in names]
     expected = on_one_process(setting.size)
-    for states in found:
+    for states in run_in_group(setting, every, *calls):
         assert_equal(states, expected)
 
 
@@ -139,27 +147,29 @@ def all_used(options):
     return [parameter.grad for parameter in model.parameters()]
 
 
-@on_engines
-def test_all_used(setting):
-    options = [{}, {"bucket_cap_mb": TINY_MB}, {"gradient_as_bucket_view": True}]
-    found = run_in_group(setting, every, *((all_used, each) for each in options))
+ALL_USED = {
+    "all used": {},
+    "all used, tiny buckets": {"bucket_cap_mb": TINY_MB},
+    "all used, views": {"gradient_as_bucket_view": True},
+}
+
+
+@pytest.mark.parametrize("name", ALL_USED)
+def test_all_used(found, name):
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).double()
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
-    parts = [batch(1, rank) for rank in range(setting.size)]
+    parts = [batch(1, rank) for rank in range(SIZE)]
     inputs, targets = (torch.cat(each) for each in zip(*parts, strict=True))
     nn.functional.mse_loss(model(inputs), targets).backward()
-    for gradients in (each for rank in found for each in rank):
+    for gradients in found[name]:
         for gradient, parameter in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-13, atol=1e-13)
 
 
-@on_engines
 @pytest.mark.parametrize("branch", [branch_of_step, branch_of_rank])
-def test_unused_parameters(setting, branch):
-    options = {"find_unused_parameters": True, "bucket_cap_mb": TINY_MB}
-    found = run_in_group(setting, on_ranks, options, branch)
-    assert_equal(found, on_one_process(setting.size, branch))
+def test_unused_parameters(found, branch):
+    assert_equal(found[branch.__name__], on_one_process(SIZE, branch))
 
 
 def without_sync():
@@ -175,10 +185,8 @@ def without_sync():
     return model.module.state_dict()
 
 
-@on_engines
-def test_no_sync(setting):
-    found = run_in_group(setting, without_sync)
-    assert_equal(found, on_one_process(setting.size, num_passes=2))
+def test_no_sync(found):
+    assert_equal(found["no sync"], on_one_process(SIZE, num_passes=2))
 
 
 def hook_plain(model):
@@ -204,18 +212,17 @@ def hook_low_rank(model):
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-@on_engines
-def test_hooks(setting):
-    options = {"static_graph": True, "bucket_cap_mb": TINY_MB}
-    hooks = [hook_plain, hook_power_sgd, hook_low_rank]
-    calls = [(on_ranks, options, same_branch, sgd, hook) for hook in hooks]
-    found = run_in_group(setting, every, *calls)
-    expected = on_one_process(setting.size)
-    for plain, power, low in found:
-        assert_equal([plain], expected)
+HOOKS = {"plain hook": hook_plain, "power": hook_power_sgd, "low rank": hook_low_rank}
+
+
+def test_hooks(found):
+    expected = on_one_process(SIZE)
+    assert_equal(found["plain hook"], expected)
+    for power in found["power"]:
         for name, tensor in expected.items():  # through two orthogonalizations a step
             torch.testing.assert_close(power[name], tensor, rtol=1e-9, atol=1e-9)
-        for name, tensor in found[0][2].items():
+    for low in found["low rank"]:
+        for name, tensor in found["low rank"][0].items():
             assert torch.equal(low[name], tensor)
             assert tensor.isfinite().all()
 
@@ -234,19 +241,17 @@ def gradients_of(model, rank):
     nn.functional.mse_loss(model(inputs, 0), targets).backward()
 
 
-@on_engines
-def test_half_hook(setting):
-    found = run_in_group(setting, gradients_in_half)
+def test_half_hook(found):
     locals_ = []
-    for rank in range(setting.size):
+    for rank in range(SIZE):
         model = Branches().float()
         gradients_of(model, rank)
         locals_.append(model)
     for name in ("first.weight", "branches.0.weight", "last.bias", "scale"):
-        every_grad = [m.get_parameter(name).grad / setting.size for m in locals_]
+        every_grad = [m.get_parameter(name).grad / SIZE for m in locals_]
         halves = [grad.half() for grad in every_grad]
         bound = 2 * error_bound(halves, ReduceOp.SUM, 1.0, 1.0)
-        for gradients in found:
+        for gradients in found["half"]:
             error = (gradients[name] - sum(every_grad)).abs()
             assert bool((error <= bound).all()), name
 
@@ -271,9 +276,8 @@ def broadcast_buffers():
     return model.module.factor, model.module.count, model.module.weight.grad
 
 
-@on_engines
-def test_buffers(setting):
-    for factor, count, grad in run_in_group(setting, broadcast_buffers):
+def test_buffers(found):
+    for factor, count, grad in found["buffers"]:
         assert factor.tolist() == [3.0] * 3
         assert count.item() == 5
         assert grad.tolist() == [3.0] * 3
@@ -292,17 +296,15 @@ def join_early():
     return model.module.state_dict()
 
 
-@on_engines
-def test_join(setting):
-    size = setting.size
+def test_join(found):
     model = Branches()
     optimizer = sgd(model)
-    for step in range(size):
+    for step in range(SIZE):
         optimizer.zero_grad()
-        for rank in range(step, size):
-            (loss_of(model, step, rank) / size).backward()
+        for rank in range(step, SIZE):
+            (loss_of(model, step, rank) / SIZE).backward()
         optimizer.step()
-    assert_equal(run_in_group(setting, join_early), model.state_dict())
+    assert_equal(found["join"], model.state_dict())
 
 
 def shard_optimizer():
@@ -323,13 +325,12 @@ def shard_optimizer():
     return model.module.state_dict(), state
 
 
-@on_engines
-def test_zero_redundancy_optimizer(setting):
-    found = run_in_group(setting, shard_optimizer)
-    expected = on_one_process(setting.size, make_optimizer=adam)
-    assert_equal([weights for weights, _ in found], expected)
-    assert {len(state) for _, state in found} == {0, len(found[0][1])}
-    assert found[0][1]
+def test_zero_redundancy_optimizer(found):
+    expected = on_one_process(SIZE, make_optimizer=adam)
+    trained, states = zip(*found["sharded optimizer"], strict=True)
+    assert_equal(trained, expected)
+    assert {len(state) for state in states} == {0, len(states[0])}
+    assert states[0]
 
 
 def copy_model():
@@ -339,8 +340,28 @@ def copy_model():
     return again.module.first.weight.grad
 
 
-@on_engines
-def test_copied_model(setting):
-    first, *others = run_in_group(setting, copy_model)
+def test_copied_model(found):
+    first, *others = found["copied"]
     for other in others:
         assert torch.equal(first, other)
+
+
+UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": TINY_MB}
+HOOKED = {"static_graph": True, "bucket_cap_mb": TINY_MB}
+CALLS = {
+    **{name: (on_ranks, options) for name, options in OPTIONS.items()},
+    **{name: (all_used, options) for name, options in ALL_USED.items()},
+    **{
+        branch.__name__: (on_ranks, UNUSED, branch)
+        for branch in (branch_of_step, branch_of_rank)
+    },
+    **{
+        name: (on_ranks, HOOKED, same_branch, sgd, hook) for name, hook in HOOKS.items()
+    },
+    "no sync": (without_sync,),
+    "half": (gradients_in_half,),
+    "buffers": (broadcast_buffers,),
+    "join": (join_early,),
+    "sharded optimizer": (shard_optimizer,),
+    "copied": (copy_model,),
+}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 DATA = """
 import sys
@@ -114,12 +115,15 @@ RUN = (sys.executable, "-m", "ronde", "run", "-n", "2", "--no-prefix")
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        (FABRIC, ()),
-        (TRAINER, ()),
-        (ACCELERATE, ()),
-        (TRANSFORMERS, ("--replace-gloo",)),
+        pytest.param(ACCELERATE, (), id="accelerate"),  # which is imported soonest
+        pytest.param(FABRIC, (), id="fabric", marks=pytest.mark.soak),
+        pytest.param(TRAINER, (), id="lightning", marks=pytest.mark.soak),
+        pytest.param(
+            *(TRANSFORMERS, ("--replace-gloo",)),
+            id="transformers",
+            marks=pytest.mark.soak,
+        ),
     ],
-    ids=["fabric", "lightning", "accelerate", "transformers"],
 )
 def test_trains_unmodified(
     program: str, options: tuple[str, ...], tmp_path: Path
@@ -133,7 +137,7 @@ def test_trains_unmodified(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

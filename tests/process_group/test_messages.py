@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.conformance.samples import sample
-from tests.process_group.groups import SETTINGS, Setting, run_in_group, same
+from tests.process_group.groups import AUTO, ENGINES, SMOKE, every, run_in_group, same
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
@@ -90,7 +90,7 @@ def receive_from_any():
         taken = torch.empty(9, dtype=torch.float64)
         work = dist.irecv(taken)
         work.wait()
-        assert work._source_rank() == 1
+        assert work.source_rank() == 1
         same(taken, sample((9,), torch.float64, 1))
     else:
         dist.send(sample((9,), torch.float64, rank), 0, tag=3)
@@ -153,7 +153,7 @@ def coalesce_both():
         coalesce_kinds(is_async)
 
 
-def every(shape, dtype=torch.float64):
+def of_all(shape, dtype=torch.float64):
     return [sample(shape, dtype, rank) for rank in range(dist.get_world_size())]
 
 
@@ -167,30 +167,30 @@ def compose():
     group = dist.group.WORLD
 
     mine = sample((size, 3), torch.float64, rank)
-    close(functional.all_reduce(mine, "sum", group), sum(every((size, 3))))
-    close(functional.all_reduce(mine, "avg", group), sum(every((size, 3))) / size)
+    close(functional.all_reduce(mine, "sum", group), sum(of_all((size, 3))))
+    close(functional.all_reduce(mine, "avg", group), sum(of_all((size, 3))) / size)
     close(
         functional.all_reduce(mine, "max", group),
-        torch.stack(every((size, 3))).amax(0),
+        torch.stack(of_all((size, 3))).amax(0),
     )
     gathered = functional.all_gather_tensor(mine, 0, group)
-    close(gathered, torch.cat(every((size, 3))))
-    close(functional.all_gather_tensor(mine, 1, group), torch.cat(every((size, 3)), 1))
+    close(gathered, torch.cat(of_all((size, 3))))
+    close(functional.all_gather_tensor(mine, 1, group), torch.cat(of_all((size, 3)), 1))
     scattered = functional.reduce_scatter_tensor(mine, "sum", 0, group)
-    close(scattered, sum(every((size, 3)))[rank : rank + 1])
+    close(scattered, sum(of_all((size, 3)))[rank : rank + 1])
     wide = sample((3, 2 * size), torch.float64, rank)
     scattered = functional.reduce_scatter_tensor(wide, "avg", 1, group)
     columns = slice(2 * rank, 2 * rank + 2)
-    close(scattered, (sum(every((3, 2 * size))) / size)[:, columns])
-    close(functional.broadcast(mine, 1, group), every((size, 3))[1])
+    close(scattered, (sum(of_all((3, 2 * size))) / size)[:, columns])
+    close(functional.broadcast(mine, 1, group), of_all((size, 3))[1])
     swapped = functional.all_to_all_single(mine, [1] * size, [1] * size, group)
-    close(swapped, torch.stack([each[rank] for each in every((size, 3))]))
+    close(swapped, torch.stack([each[rank] for each in of_all((size, 3))]))
     sent = [other + 1 for other in range(size)]
     uneven = sample((sum(sent), 2), torch.float64, rank)
     received = [rank + 1] * size
     result = functional.all_to_all_single(uneven, received, sent, group)
     begin = sum(sent[:rank])
-    parts = [each[begin : begin + rank + 1] for each in every((sum(sent), 2))]
+    parts = [each[begin : begin + rank + 1] for each in of_all((sum(sent), 2))]
     close(result, torch.cat(parts))
 
 
@@ -209,12 +209,12 @@ def compose_several():
     complexes = sample((4,), torch.complex128, rank)
     close(
         functional.all_reduce(complexes, "sum", group),
-        sum(every((4,), torch.complex128)),
+        sum(of_all((4,), torch.complex128)),
     )
     mine = sample((size, 3), torch.float64, rank)
     raw = torch.ops._c10d_functional
     work = raw.all_reduce(mine, "sum", group.group_name)
-    close(raw.wait_tensor(work), sum(every((size, 3))))
+    close(raw.wait_tensor(work), sum(of_all((size, 3))))
     same(mine, sample((size, 3), torch.float64, rank))
 
 
@@ -222,7 +222,7 @@ def differentiate():
     """Gradients pass through functional collectives as through those of one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
-    leaf = every((2, 3))[rank].clone().requires_grad_()
+    leaf = of_all((2, 3))[rank].clone().requires_grad_()
     gathered = functional.all_gather_tensor_autograd(leaf, 0, group)
     weights = sample((2 * size, 3), torch.float64, 0, 9)
     (gathered * weights * (rank + 1.0)).sum().backward()
@@ -237,23 +237,18 @@ def differentiate():
     torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize(
-    "calls",
-    [
-        send_and_receive,
-        send_and_receive_later,
-        exchange_in_batches,
-        coalesce_both,
-        compose,
-        compose_several,
-        differentiate,
-    ],
-)
-def test_calls(setting, calls):
-    run_in_group(setting, calls)
+CALLS = [
+    *(send_and_receive, send_and_receive_later, exchange_in_batches, coalesce_both),
+    *(compose, compose_several, differentiate),
+]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_receive_from_any(size):
-    run_in_group(Setting("shared_memory", size), receive_from_any)
+@pytest.mark.parametrize("setting", ENGINES, ids=str)
+def test_calls(setting):
+    calls = [*CALLS, receive_from_any] if setting == AUTO else CALLS
+    run_in_group(setting, every, *((call,) for call in calls))
+
+
+@pytest.mark.parametrize("setting", SMOKE, ids=str)
+def test_even_rings(setting):
+    run_in_group(setting, every, (send_and_receive,), (exchange_in_batches,))

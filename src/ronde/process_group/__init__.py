@@ -13,5 +13,6 @@ Note [How torch takes a group in Python]
 """
 
 from ronde.process_group.creation import GroupOptions
+from ronde.process_group.group import RondeProcessGroup
 
-__all__ = ["GroupOptions"]
+__all__ = ["GroupOptions", "RondeProcessGroup"]

@@ -53,6 +53,11 @@ class GroupBase(_ProcessGroup):
         return self._desc
 
     @property
+    def engine(self) -> str:
+        """The name of what carries its calls out, as ``GroupOptions`` has it."""
+        return self._communicator.engine
+
+    @property
     def _device_types(self) -> list[torch.device]:
         names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         return [torch.device(name) for name in names]
