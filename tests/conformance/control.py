@@ -1,11 +1,14 @@
 """Ranks that talk over a channel, and what they say."""
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.limits import HANG_S
 
 from ronde.collectives import meet
 from ronde.coordination import ControlChannel, Tree, connect_channel
 
-TIMEOUT_S = 60.0
 OVER = b"over"
 
 
@@ -16,8 +19,8 @@ def connect(claim, hosts):
         claim: The rank's.
         hosts: A letter a rank: the host that it is to think itself on.
     """
-    store = meet(claim, TIMEOUT_S) if claim.size > 1 else None
-    channel = connect_channel(store, claim.rank, hosts, timeout_s=TIMEOUT_S)
+    store = meet(claim, HANG_S) if claim.size > 1 else None
+    channel = connect_channel(store, claim.rank, hosts, timeout_s=HANG_S)
     return Tree.of_hosts(hosts)[claim.rank], channel
 
 
@@ -25,6 +28,12 @@ def neighbours(tree):
     """Return the ranks that a rank may send to."""
     parent = () if tree.parent is None else (tree.parent,)
     return (*parent, *tree.children)
+
+
+def await_state(pid, state):
+    """Wait until the kernel shows a process in a state: ``T`` is stopped."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        os.sched_yield()
 
 
 @dataclass(slots=True)

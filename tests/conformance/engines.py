@@ -1,6 +1,6 @@
 """The engines under test, and how a rank connects to each at any size."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import HashStore
 
@@ -27,8 +27,9 @@ class Setting:
         size: Number of ranks.
         algorithm: What it is to follow, where it has several.
         hosts: A letter a rank: the host that it is to think itself on.
-        is_whole: On three ranks it is given every combination of dtype, operation and
-            shape; another setting is, where they come to the same code.
+        is_whole: It is given every combination of dtype, operation and shape, or on
+            other than three ranks a third of them; else few: another setting is given
+            all, and they come to the same code.
         timeout_s: How long a collective waits.
     """
 
@@ -41,6 +42,7 @@ class Setting:
 
     def __str__(self) -> str:
         words = [self.engine, self.algorithm, self.hosts, str(self.size)]
+        words.append("" if self.is_whole else "few")
         return "-".join(filter(None, words))
 
     def __call__(self, claim: RankInfo) -> Communicator:
@@ -69,12 +71,15 @@ def gloo(claim: RankInfo, timeout_s: float) -> Engine:
 
 SETTINGS = [
     Setting("solo", 1),
-    *(Setting("gloo", size) for size in (1, 2, 3, 4)),
-    *(Setting("shared_memory", size) for size in (2, 3, 4)),
-    Setting("auto", 2),
-    *(Setting("scheduled", size, "ring") for size in (1, 2, 3, 4)),
+    *(Setting("gloo", size, is_whole=size == 3) for size in (1, 2, 3, 4)),
+    *(Setting("shared_memory", size, is_whole=size == 3) for size in (2, 3, 4)),
+    *(Setting("scheduled", size, "ring", is_whole=size == 3) for size in (1, 2, 3, 4)),
     Setting("scheduled", 3, "tree", is_whole=False),
     Setting("scheduled", 3, "halving_doubling", is_whole=False),
-    Setting("hierarchical", 4, hosts="abab"),
+    Setting("hierarchical", 4, hosts="abab", is_whole=False),
     Setting("hierarchical", 3, hosts="aab"),
+]
+LONG = [
+    Setting("auto", 2),  # on one host it is shared memory once more
+    *(replace(setting, is_whole=True) for setting in SETTINGS if not setting.is_whole),
 ]

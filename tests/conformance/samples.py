@@ -25,24 +25,28 @@ ALL = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX, *MOVED_ONLY]
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4, 5), (0,), (4, 0)]
 
 
-_thinned = set[int]()
+_kept_few = list[bool]()
 
 
-def thin_out(size: int) -> None:
-    """Let :func:`cases` return a third on three ranks, too."""
-    _thinned.add(size)
+def keep_few() -> None:
+    """Let :func:`cases` return few from now on, in this process."""
+    _kept_few.append(True)
 
 
 def cases(size: int, *axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return all combinations on three ranks, and on others a third of them.
 
-    Each value of an axis is in some, and each pair of values where a third is free.
+    Each value of an axis is in some, and each pair of values where a third is free. Of
+    few each value is in some: they are as many as the longest axis has values.
     """
-    every = itertools.product(*map(enumerate, axes))
+    lists = [list(axis) for axis in axes]
+    if _kept_few:
+        longest = max(map(len, lists))
+        return [tuple(axis[i % len(axis)] for axis in lists) for i in range(longest)]
     return [
         tuple(value for _, value in case)
-        for case in every
-        if size in {3} - _thinned or sum(index for index, _ in case) % 3 == size % 3
+        for case in itertools.product(*map(enumerate, lists))
+        if size == 3 or sum(index for index, _ in case) % 3 == size % 3
     ]
 
 

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 from tests.conformance.data_movement import MOVEMENTS
-from tests.conformance.engines import SETTINGS
+from tests.conformance.engines import LONG, SETTINGS
 from tests.conformance.places import PLACES
 from tests.conformance.reductions import REDUCTIONS
 from tests.conformance.refusals import REFUSALS
-from tests.conformance.samples import thin_out
+from tests.conformance.samples import keep_few
 
 SUITE = {
     "reductions": REDUCTIONS,
@@ -22,19 +22,19 @@ MINDFUL = ("shared_memory", "auto", "hierarchical")
 
 
 def run_checks(communicator, checks, *, is_whole=True):
-    """Run each check on a communicator of its own; return the names of all."""
+    """Run all checks in turn; return the names of all."""
     if not is_whole:
-        thin_out(communicator.size)
+        keep_few()
+    own = communicator.duplicate()
     for check in checks:
-        own = communicator.duplicate()
         check(own, "cpu")
-        own.close()
+    own.close()
     return [check.__name__ for check in checks]
 
 
 def parts_of(setting):
     # Only these care where a tensor lies; Gloo shows that the checks are right.
-    if setting.engine in MINDFUL or str(setting) == "gloo-2":
+    if setting.engine in MINDFUL or (setting.engine, setting.size) == ("gloo", 2):
         return list(SUITE)
     return [part for part in SUITE if part != "places"]
 
@@ -42,11 +42,7 @@ def parts_of(setting):
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize(
     "setting",
-    [
-        # On one host it is shared memory once more.
-        pytest.param(s, marks=pytest.mark.long) if s.engine == "auto" else s
-        for s in SETTINGS
-    ],
+    [*SETTINGS, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)],
     ids=str,
 )
 def test_engine(run_ranks, setting):

@@ -2,28 +2,28 @@
 
 import os
 import signal
-import time
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
-from tests.ranks import hosted_store
+from tests.combinations import all_on_three_ranks
+from tests.limits import HANG_S
+from tests.ranks import job_store
 from tests.resources import least_resources
-from torch.distributed import TCPStore
 
-from ronde.collectives import ALGORITHMS, ReduceOp, connect
+from ronde.collectives import ALGORITHMS, ReduceOp, connect, store_at
 from ronde.errors import CollectiveError, PeerLostError, UsageError
 
-SOON_S = 20.0
-"""Far below the collectives' own limit of 60 s, far above what a busy machine takes."""
+NEVER_S = 5 * HANG_S
 NUMEL = 1_300_007
 """Some pieces for each rank, and a rest."""
 
 
 def by(algorithm):
     def connecting(claim):
-        return connect(claim, timeout_s=60.0, engine="scheduled", algorithm=algorithm)
+        return connect(
+            claim, timeout_s=NEVER_S, engine="scheduled", algorithm=algorithm
+        )
 
     return connecting
 
@@ -54,65 +54,59 @@ def move_much(communicator):
     return communicator.engine, communicator.algorithm
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "algorithm"), all_on_three_ranks([2, 3], sorted(ALGORITHMS))
+)
 def test_long_tensors_travel_in_pieces(run_ranks, algorithm, size):
     told = run_ranks(size, move_much, connecting=by(algorithm))
     assert told == [("scheduled", algorithm)] * size
 
 
-def call_all(communicator, name):
-    tensor = torch.ones(600_000, 2)
-    return {
-        "all_reduce": lambda: communicator.all_reduce(tensor).wait(),
-        "all_gather": lambda: communicator.all_gather(tensor).wait(),
-        "reduce_scatter": lambda: communicator.reduce_scatter(tensor).wait(),
-        "broadcast": lambda: communicator.broadcast(tensor, 1).wait(),
-        "all_to_all": lambda: communicator.all_to_all(tensor, [1] * 4).wait(),
-    }[name]()
+CALLS = {
+    "all_reduce": lambda c, tensor: c.all_reduce(tensor),
+    "broadcast": lambda c, tensor: c.broadcast(tensor, 1),
+    "reduce_scatter": lambda c, tensor: c.reduce_scatter(tensor),
+    "all_gather": lambda c, tensor: c.all_gather(tensor),
+    "all_to_all": lambda c, tensor: c.all_to_all(tensor, [1] * 4),
+}
+DYING = [("all_reduce", "tree"), ("all_reduce", "halving_doubling")]
+DYING += [(name, "ring") for name in CALLS]
 
 
-def lose_rank_one(communicator, name, port):
-    """Return how long this rank took to learn that rank 1 is gone.
+def lose_rank_one(claim, path):
+    """Return what each call says, on a communicator of its own, as rank 1 is gone.
 
     No rank leaves before all know: it is not by their end that they learn it.
     """
-    store = TCPStore("127.0.0.1", port, wait_for_workers=False)
-    communicator.all_reduce(torch.ones(2)).wait()
-    if communicator.rank == 1:
+    store = store_at(path, HANG_S)
+    communicators = [by(algorithm)(claim) for _, algorithm in DYING]
+    for each in communicators:
+        each.all_reduce(torch.ones(2)).wait()
+    communicators[0].barrier().wait()
+    if claim.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(PeerLostError, match="needs every rank, but one is gone") as e:
-        call_all(communicator, name)
-    assert f"on rank {communicator.rank} of 4" in str(e.value)
-    took_s = time.monotonic() - start
-    store.set(f"told {communicator.rank}", "")
-    store.wait(["told 0", "told 2", "told 3"], timedelta(seconds=SOON_S))
-    with pytest.raises(CollectiveError):
-        communicator.all_reduce(torch.ones(2)).wait()
-    return took_s
+    texts = []
+    for case, communicator in zip(DYING, communicators, strict=True):
+        with pytest.raises(PeerLostError) as caught:
+            CALLS[case[0]](communicator, torch.ones(600_000, 2)).wait()
+        texts.append(str(caught.value))
+        store.set(f"told {case} {claim.rank}", "")
+        store.wait([f"told {case} {rank}" for rank in (0, 2, 3)])
+        with pytest.raises(CollectiveError):
+            communicator.all_reduce(torch.ones(2)).wait()
+    return texts
 
 
-@pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [
-        ("all_reduce", "ring"),
-        ("all_reduce", "tree"),
-        ("all_reduce", "halving_doubling"),
-        ("broadcast", "ring"),
-        ("reduce_scatter", "ring"),
-        ("all_gather", "ring"),
-        ("all_to_all", "ring"),
-    ],
-)
-def test_a_dead_rank_is_noticed_by_all(run_ranks, name, algorithm):
+def test_a_dead_rank_is_noticed_by_all(run_ranks_bare):
     """Rank 3 gets nothing from rank 1 in a ring: the others let it know."""
-    store = hosted_store()
-    lost = run_ranks(
-        4, lose_rank_one, name, store.port, dying={1}, connecting=by(algorithm)
-    )
-    assert lost.pop(1) is None
-    assert max(lost) < SOON_S
+    with job_store() as path:
+        told = run_ranks_bare(4, lose_rank_one, path, dying={1})
+    assert told.pop(1) is None
+    for rank, texts in zip((0, 2, 3), told, strict=True):
+        assert len(texts) == len(DYING)
+        for text in texts:
+            assert "needs every rank, but one is gone" in text
+            assert f"on rank {rank} of 4" in text
 
 
 def stop_under_way(communicator):
@@ -147,7 +141,7 @@ def name_no_algorithm(claim):
     with pytest.raises(UsageError, match=r"one of ring, tree, halving_doubling, got"):
         connect(claim, engine="scheduled", algorithm="butterfly")
     wanting = replace(claim, engine="scheduled", algorithm="tree")
-    communicator = connect(wanting, timeout_s=60.0)
+    communicator = connect(wanting, timeout_s=NEVER_S)
     name = communicator.algorithm
     communicator.close()
     return name
@@ -170,5 +164,5 @@ def connect_often(claim, times):
 
 
 def test_connections_leave_nothing(run_ranks_bare):
-    for early, late in run_ranks_bare(3, connect_often, 20, timeout_s=90.0):
+    for early, late in run_ranks_bare(3, connect_often, 20):
         assert early == late
