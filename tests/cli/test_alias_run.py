@@ -59,7 +59,7 @@ def test_hosts_and_a_discovery_script(tmp_path) -> None:
     assert [result[0] for result in results] == expected[:1]
 
 
-@pytest.mark.parametrize("verbose", [2, 1, True])
+@pytest.mark.parametrize("verbose", [2, True])
 def test_levels_of_verbosity_are_taken(capsys, verbose) -> None:
     results = horovod.run(place, num_proc=2, verbose=verbose)
     assert [result[0] for result in results] == [(0, 2), (1, 2)]

@@ -14,6 +14,7 @@ from tests.cli.conftest import clean_environment
 from tests.limits import HANG_S
 
 import ronde.torch as hvd
+from ronde.cli import read_run_request
 from ronde.memory import MallocThresholds, malloc_thresholds
 
 MIB = 1 << 20
@@ -128,9 +129,9 @@ def test_the_user_can_have_it_given_back(ronde, run_ranks_bare, env):
     }
 
 
-def test_an_option_has_it_given_back_to(ronde):
-    (count,) = counts_of_job(ronde, WITH_INIT, "-n", "1", "--no-malloc-tuning")
-    assert count >= NUM_PAGES
+def test_an_option_says_so_too():
+    request = read_run_request(["--no-malloc-tuning", "train.py"], {})
+    assert request.spec.env["RONDE_MALLOC_TUNING"] == "0"
 
 
 def test_what_is_neither_yes_nor_no_is_refused(ronde_here):

@@ -1,6 +1,7 @@
 """The house speaks the field's language, and has one name for one thing."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -40,10 +41,13 @@ REPLACED = {
 }
 
 
-def named(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node.name
+@functools.cache
+def named(path: Path) -> list[str]:
+    return [
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
 
 
 def snake(name: str) -> str:
@@ -55,7 +59,7 @@ def names_of(package: str) -> Iterator[tuple[str, str]]:
     for path in (SOURCE / package).rglob("*.py"):
         place = str(path.relative_to(SOURCE))
         yield path.stem, place
-        for name in named(ast.parse(path.read_text())):
+        for name in named(path):
             yield snake(name), f"{place}: {name}"
 
 

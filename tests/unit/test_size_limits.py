@@ -34,16 +34,17 @@ class Definition:
         return f"{place}:{self.node.lineno} {self.node.name}"
 
 
-def modules() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
 
 
 @functools.cache
 def definitions() -> list[Definition]:
     return [
         definition
-        for module in modules()
-        for definition in walk(module, ast.parse(module.read_text()), is_public=True)
+        for module, tree in modules().items()
+        for definition in walk(module, tree, is_public=True)
     ]
 
 
@@ -145,8 +146,8 @@ def test_modules_classes_and_what_users_import_are_explained() -> None:
     ]
     unexplained += [
         str(module)
-        for module in modules()
-        if ast.get_docstring(ast.parse(module.read_text())) is None
+        for module, tree in modules().items()
+        if ast.get_docstring(tree) is None
     ]
     assert not unexplained
 

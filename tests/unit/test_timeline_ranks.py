@@ -22,7 +22,7 @@ def names_of(text):
     return {e["args"].get("tensor") for e in read_events(text) if "args" in e}
 
 
-def reduce_twice(claim, path):
+def reduce_twice(info, path):
     hvd.init()
     texts = []
     for number in range(2):
@@ -58,7 +58,7 @@ def test_a_timeline_holds_all_ranks_when_it_is_stopped(tmp_path, size):
     assert left == ["t.json.0", "t.json.1"]
 
 
-def reduce_under_way(claim, path):
+def reduce_under_way(info, path):
     hvd.init()
     hvd.allreduce(torch.ones(3), name="test_allreduce")
     words = ("allreduce.test_allreduce", "NEGOTIATE_ALLREDUCE", "CYCLE_START")
@@ -86,7 +86,7 @@ def test_a_path_in_the_environment_is_written_while_the_job_runs(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def begin_again_and_again(claim):
+def begin_again_and_again(info):
     held = []
     for _ in range(8):
         hvd.init()
@@ -115,7 +115,7 @@ def test_sessions_that_record_leave_nothing_open(tmp_path, how):
         assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
-def record_on_rank_0(claim, path):
+def record_on_rank_0(info, path):
     hvd.init()
     if hvd.rank() == 0:
         hvd.start_timeline(path)
@@ -135,7 +135,7 @@ def test_rank_0_may_record_alone(tmp_path):
     assert {e["pid"] for e in content["traceEvents"]} == {0}
 
 
-def call_too_early(claim, path):
+def call_too_early(info, path):
     for call in (lambda: hvd.start_timeline(path), hvd.stop_timeline):
         with pytest.raises(NotInitializedError, match="has not been initialized"):
             call()
@@ -151,7 +151,7 @@ def test_calls_that_cannot_be_raise_what_horovod_raises(tmp_path):
     run_ranks_bare(1, call_too_early, str(tmp_path / "t.json"))
 
 
-def record_where_nothing_can_be_written(claim, path):
+def record_where_nothing_can_be_written(info, path):
     hvd.init()
     if hvd.rank() == 0:
         with pytest.raises(FileNotFoundError):
@@ -167,7 +167,7 @@ def test_a_file_that_cannot_be_made_is_told_at_the_call(tmp_path):
     )
 
 
-def lose_the_directory(claim, path):
+def lose_the_directory(info, path):
     heard = []
     handler = logging.Handler()
     handler.emit = lambda entry: heard.append(entry.getMessage())
