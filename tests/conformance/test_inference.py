@@ -7,14 +7,14 @@ import time
 
 import pytest
 import torch
+from tests.limits import HANG_S
 
 from ronde.collectives import connect
 
 ENGINES = ["gloo", "shared_memory", "scheduled"]
 
 
-def evaluate_and_train_by_turns(claim, engine, dtype):
-    communicator = connect(claim, timeout_s=60.0, engine=engine)
+def evaluate_and_train_by_turns(communicator, dtype):
     for turn in range(12):
         for numel in (4, 5000, 500_000):
             with torch.inference_mode(mode=turn % 2 == 0):
@@ -30,12 +30,9 @@ def evaluate_and_train_by_turns(claim, engine, dtype):
             assert work.wait()[-1].item() == communicator.size
             for other in others:
                 other.wait()
-    communicator.close()
-    return "done"
 
 
-def allocate_and_use_by_turns(claim, engine, dtype):
-    communicator = connect(claim, timeout_s=60.0, engine=engine)
+def allocate_and_use_by_turns(communicator, dtype):
     for is_made_there in (True, False):
         with torch.inference_mode(mode=is_made_there):
             memory = communicator.allocate(600_000, dtype)
@@ -47,21 +44,9 @@ def allocate_and_use_by_turns(claim, engine, dtype):
                     communicator.all_reduce(part).wait()
                     assert part[-1].item() == communicator.size
                     communicator.broadcast(part, 0).wait()
-    communicator.close()
-    return "done"
 
 
-@pytest.mark.parametrize(
-    "program", [evaluate_and_train_by_turns, allocate_and_use_by_turns]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_inference_mode_is_heeded(run_ranks_bare, engine, dtype, program):
-    assert run_ranks_bare(2, program, engine, dtype) == ["done"] * 2
-
-
-def send_and_receive_in_both_modes(claim, engine):
-    communicator = connect(claim, timeout_s=60.0, engine=engine)
+def send_and_receive_in_both_modes(communicator):
     for turn in range(8):
         for numel in (4, 500_000):
             # Those of one mode are asked for first, those of the other sent first.
@@ -81,10 +66,20 @@ def send_and_receive_in_both_modes(claim, engine):
             told = [work.wait() for work in works]
             if communicator.rank == 1:
                 assert [each[-1].item() for each in told] == [1.0, 2.0, 3.0, 4.0]
-    communicator.close()
+
+
+def do_all(communicator):
+    for dtype in (torch.float32, torch.bfloat16):
+        evaluate_and_train_by_turns(communicator, dtype)
+        allocate_and_use_by_turns(communicator, dtype)
+    send_and_receive_in_both_modes(communicator)
     return "done"
 
 
+def by(engine):
+    return lambda claim: connect(claim, timeout_s=HANG_S, engine=engine)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_messages_are_heeded_in_any_mode(run_ranks_bare, engine):
-    assert run_ranks_bare(2, send_and_receive_in_both_modes, engine) == ["done"] * 2
+def test_inference_mode_is_heeded(run_ranks, engine):
+    assert run_ranks(2, do_all, connecting=by(engine)) == ["done"] * 2

@@ -43,6 +43,7 @@ __getattr__ = lazy_exports(
         "engines.hierarchical": "HostGroups",
         "engines.mpi": "MPI connect_world",
         "engines.scheduled": "ScheduledEngine ScheduledMessage compile_program",
+        "engines.shared_memory.engine": "SharedMemoryEngine",
         "engines.shared_memory.shared_state": "through_store",
         "engines.shared_memory.waiting": "Contention",
         "engines.solo": "SoloEngine",

@@ -21,7 +21,10 @@ from ronde.collectives.engines.shared_memory.point_to_point import (
     ChannelMemory,
     PointToPoint,
 )
-from ronde.collectives.engines.shared_memory.progress import ProgressEngine
+from ronde.collectives.engines.shared_memory.progress import (
+    FIRST_NAP_S,
+    ProgressEngine,
+)
 from ronde.collectives.engines.shared_memory.shared_state import (
     ControlBlock,
     ExchangeBytes,
@@ -44,8 +47,18 @@ class SharedMemoryEngine(Engine):
 
     name = "shared_memory"
 
-    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        first_nap_s: float = FIRST_NAP_S,
+    ) -> None:
         """Connect to all other ranks; collective.
+
+        A wait that nobody wakes looks for itself after ``first_nap_s``.
 
         Raises:
             NoSharedMemoryError: They are on several machines, or memory is short.
@@ -55,6 +68,7 @@ class SharedMemoryEngine(Engine):
         with ErrorContext("connecting", rank, size, timeout_s, self._scope):
             exchange = through_store(store, rank, size, timeout_s)
             self._connect(exchange, rank, size, timeout_s)
+        self._progress.first_nap_s = first_nap_s
 
     def _connect(
         self, exchange: ExchangeBytes, rank: int, size: int, timeout_s: float

@@ -45,7 +45,7 @@ Steps = Generator[None, None, T]
 
 _NUM_SPINS = 200
 _NUM_YIELDS = 100
-_FIRST_NAP_S = 0.001
+FIRST_NAP_S = 0.001
 _LAST_NAP_S = 0.05
 _LOOK_EVERY_S = 0.25  # between two looks at whether the other ranks still live
 _FOR_EVER_S = 3600.0
@@ -135,6 +135,7 @@ class ProgressEngine:
     ) -> None:
         self.rank = rank
         self.lock = threading.Lock()
+        self.first_nap_s = FIRST_NAP_S  # of a wait, until it looks for itself
         self._blocks = blocks
         self._peers = peers
         self._timeout_s = timeout_s
@@ -322,7 +323,7 @@ class ProgressEngine:
                 break
         now = time.monotonic()
         deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
-        nap_s, error = _FIRST_NAP_S, None
+        nap_s, error = self.first_nap_s, None
         while not work.is_over and error is None:
             pending = work.find_pending()
             if pending is None:
