@@ -93,7 +93,7 @@ def test_a_bus_error_tells_how_full_shared_memory_is(evidence, tmp_path):
 OOM = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
-from ronde.launch.agent.diagnostics import KernelDiagnostics
+from ronde.launch import KernelDiagnostics
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
 evidence = KernelDiagnostics()

@@ -476,8 +476,11 @@ def _sync(
 @contextmanager
 def _limited(text: str) -> Generator[None]:
     """Send this process ``signals.TIMED_OUT`` after the time of ``--timeout``."""
-    limit_s = parse_duration_s(text, "--timeout") if text else 0.0
-    if text and not limit_s:
+    if not text:
+        yield
+        return
+    limit_s = parse_duration_s(text, "--timeout")
+    if not limit_s:
         raise UsageError(
             f"--timeout must be longer than 0, got {text!r}. Leave it out for no limit."
         )
