@@ -3,7 +3,7 @@
 import ctypes
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -81,6 +81,12 @@ def _live_on_host(name: str) -> None:
 def every(*calls: tuple[Any, ...]) -> list[Any]:
     """Call one after the other in one group."""
     return [fn(*args) for fn, *args in calls]
+
+
+def run_all(setting: Setting, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return what the ranks of one group give in each of the calls, by its name."""
+    of_ranks = run_in_group(setting, every, *calls.values())
+    return dict(zip(calls, zip(*of_ranks, strict=True), strict=True))
 
 
 def same(result: Tensor, expected: Tensor) -> None:

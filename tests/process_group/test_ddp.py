@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tests.conformance.samples import error_bound
-from tests.process_group.groups import AUTO, ENGINES, SMOKE, every, run_in_group
+from tests.process_group.groups import AUTO, ENGINES, SMOKE, run_all
 from torch import distributed as dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -96,9 +96,7 @@ def on_ranks(options, branch=same_branch, make_optimizer=sgd, prepare=None):
 
 @pytest.fixture(scope="module")
 def found():
-    """Return what the ranks of one group give in each of the ``CALLS``."""
-    of_ranks = run_in_group(AUTO, every, *CALLS.values())
-    return dict(zip(CALLS, zip(*of_ranks, strict=True), strict=True))
+    return run_all(AUTO, CALLS)
 
 
 def assert_equal(states, expected):
@@ -126,10 +124,9 @@ def test_options(found, name):
 @pytest.mark.parametrize("setting", [*ENGINES[1:], *SMOKE], ids=str)
 def test_other_engines_and_sizes(setting):
     names = ["static graph, tiny buckets", "views"]
-    calls = [(on_ranks, OPTIONS[name]) for name in names]
-    expected = on_one_process(setting.size)
-    for states in run_in_group(setting, every, *calls):
-        assert_equal(states, expected)
+    found = run_all(setting, {name: CALLS[name] for name in names})
+    for states in found.values():
+        assert_equal(states, on_one_process(setting.size))
 
 
 def all_used(options):

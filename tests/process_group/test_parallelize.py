@@ -4,13 +4,15 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from tests.limits import HANG_S
 from tests.parity.sessions import message_of
-from tests.process_group.groups import Setting, run_in_group
+from tests.process_group.groups import AUTO, Setting, run_all, run_in_group
 from tests.ranks import run_ranks_bare
 from torch import Tensor, distributed as dist, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -26,6 +28,12 @@ from ronde.torch.parallel import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of its own functions
 WIDTH = 12
+PAIR = Setting("auto", 2)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_all(PAIR, CALLS)
 
 
 class Block(nn.Module):
@@ -86,10 +94,17 @@ def parities(layouts: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("setting", "layouts"),
     [
-        (Setting("shared_memory", 2), ["dp_shard=-1", "dp_replicate=2", "tp=2"]),
-        (Setting("gloo", 3), ["dp_shard=3", "tp=3"]),
-        (Setting("shared_memory", 4), ["dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2"]),
-        (Setting("hierarchical", 4), ["tp=4", "dp_replicate=2,tp=2"]),
+        (AUTO, ["dp_shard=-1", "dp_replicate=3", "tp=3"]),
+        (Setting("hierarchical", 4), ["dp_shard=2,tp=2"]),
+        *(
+            pytest.param(setting, layouts, marks=pytest.mark.long)
+            for setting, layouts in (
+                (Setting("auto", 2), ["dp_shard=-1", "dp_replicate=2", "tp=2"]),
+                (Setting("gloo", 3), ["dp_shard=3", "tp=3"]),
+                (Setting("auto", 4), ["dp_replicate=2,dp_shard=2"]),
+                (Setting("hierarchical", 4), ["tp=4", "dp_replicate=2,tp=2"]),
+            )
+        ),
     ],
     ids=str,
 )
@@ -138,9 +153,8 @@ def train_mixed(layout: str) -> tuple[float, list[str]]:
     return worst, names
 
 
-def test_parameters_of_several_dtypes_are_gathered_apart():
-    setting = Setting("shared_memory", 2)
-    for worst, names in run_in_group(setting, train_mixed, "dp_shard=2"):
+def test_parameters_of_several_dtypes_are_gathered_apart(found):
+    for worst, names in found["mixed"]:
         assert worst < 1e-5
         ends = ("", ".norm", ".last")
         assert names == ["", *(f"blocks.{n}{end}" for n in (0, 1) for end in ends)]
@@ -161,8 +175,8 @@ def wrong_parities() -> list[str]:
     return [str(each) for each in found]
 
 
-def test_what_differs_is_named():
-    for summed, scaled in run_in_group(Setting("shared_memory", 2), wrong_parities):
+def test_what_differs_is_named(found):
+    for summed, scaled in found["wrong"]:
         assert "The first above 1.5e-08: step 0: loss is off by 0.5" in summed
         assert "step 0: loss is off by " in scaled
 
@@ -195,7 +209,7 @@ def refusals() -> list[str]:
     ]  # fmt: skip
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused(found):
     starts = [
         "model must have linear layers of known names with tp=2, such as",
         "out_features of up must be a multiple of tp: 2, got 9.",
@@ -208,8 +222,8 @@ def test_what_cannot_be_is_refused():
         "rows of a batch must be a multiple of dp_replicate * dp_shard: 2, got 3.",
         "estimate() must be called in a process without a process group",
     ]
-    for found in run_in_group(Setting("shared_memory", 2), refusals):
-        for message, start in zip(found, starts, strict=True):
+    for messages in found["refused"]:
+        for message, start in zip(messages, starts, strict=True):
             assert message.startswith(start)
 
 
@@ -315,26 +329,24 @@ def staged(text: str, schedule: str, num_chunks: int) -> tuple[float, float]:
     return max(errors), model.plan.predict().idle_share
 
 
+SCHEDULES = {"GPipe": (1, 1 / 5), "1F1B": (1, 1 / 5), "Interleaved1F1B": (2, 1 / 9)}
+"""How many chunks a rank has, and what part of the time it waits."""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipelines_follow_one_process(found, schedule):
+    for error, share in found[schedule]:
+        assert error < 1e-14
+        assert share == pytest.approx(SCHEDULES[schedule][1])
+
+
 @pytest.mark.parametrize(
-    ("setting", "cases"),
-    [
-        (Setting("gloo", 2), [("pp=2", "GPipe", 1, 1 / 5)]),
-        (
-            Setting("shared_memory", 2),
-            [("pp=2", "1F1B", 1, 1 / 5), ("pp=2", "Interleaved1F1B", 2, 1 / 9)],
-        ),
-        (
-            Setting("shared_memory", 4),
-            [("pp=2,dp_shard=2", "1F1B", 1, 1 / 5), ("pp=2,tp=2", "1F1B", 1, 1 / 5)],
-        ),
-    ],
-    ids=str,
+    "layout",
+    ["pp=2,dp_shard=2", pytest.param("pp=2,tp=2", marks=pytest.mark.long)],
 )
-def test_pipelines_follow_one_process(setting, cases):
-    for *case, idle in cases:
-        for error, share in run_in_group(setting, staged, *case):
-            assert error < 1e-14
-            assert share == pytest.approx(idle)
+def test_pipelines_of_sharded_stages_follow_one_process(layout):
+    for error, _ in run_in_group(Setting("auto", 4), staged, layout, "1F1B", 1):
+        assert error < 1e-14
 
 
 def pipeline_refusals() -> list[str]:
@@ -356,7 +368,7 @@ def pipeline_refusals() -> list[str]:
     ]
 
 
-def test_pipelines_that_cannot_be_are_refused():
+def test_pipelines_that_cannot_be_are_refused(found):
     starts = [
         "mesh must have pp of at least 2, got none.",
         "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'.",
@@ -364,8 +376,8 @@ def test_pipelines_that_cannot_be_are_refused():
         "num_chunks must be 1 with 1F1B, got 2.",
         "layers must be at least as many as stages: 6, got 5.",
     ]
-    for found in run_in_group(Setting("shared_memory", 2), pipeline_refusals):
-        for message, start in zip(found, starts, strict=True):
+    for messages in found["refused pipelines"]:
+        for message, start in zip(messages, starts, strict=True):
             assert message.startswith(start)
 
 
@@ -379,18 +391,20 @@ def few_layers() -> nn.Sequential:
     """As many as stages; one of them has a plan for tp."""
     torch.manual_seed(4)
     named = OrderedDict[str, nn.Module](block=Block())
-    for name, width in (("wide", WIDTH), ("narrow", 7), ("head", 5)):
-        named[name] = nn.Linear(7 if name == "head" else WIDTH, width)
+    widths = {"wide": WIDTH, "narrow": 7, "odd": 9, "bare": 7, "head": 5}
+    for before, (name, width) in pairwise([("", WIDTH), *widths.items()]):
+        named[name] = nn.Linear(before[1], width, bias=name != "bare")
     return nn.Sequential(named).double()
 
 
 def make(layout: str, chunks: int = 1) -> tuple[nn.Module, Optimizer, Step]:
-    mesh = parallel.init_mesh(Layout.parse(layout))
-    if "pp" in layout:
+    parsed = Layout.parse(layout)
+    mesh = parallel.init_mesh(parsed)
+    if parsed.pp > 1:
         interleaved = {"schedule": "Interleaved1F1B", "num_chunks": chunks}
         options = interleaved if chunks > 1 else {}
         loss_fn = nn.functional.cross_entropy
-        staged = parallel.pipeline(few_layers(), mesh, loss_fn, 2, **options)
+        staged = parallel.pipeline(few_layers(), mesh, loss_fn, parsed.pp, **options)
         return staged.stages, adamw(staged.stages.parameters()), staged.step
     model = parallel.parallelize(few_layers(), mesh)
 
@@ -446,52 +460,57 @@ def load_all(
 
 LAYOUTS = {
     1: ["dp_shard=1"],
+    3: ["dp_shard=3", "tp=3", "pp=3"],
+    4: ["dp_shard=2,tp=2", "pp=2,dp_shard=2"],
+}
+MORE_LAYOUTS = {
+    1: ["dp_shard=1"],
     2: ["dp_shard=2", "tp=2", "pp=2"],
-    4: [
-        "dp_shard=4",
-        "dp_shard=2,tp=2",
-        "dp_replicate=2,dp_shard=2",
-        "pp=2,dp_shard=2",
-    ],
+    4: ["dp_shard=4", "dp_replicate=2,dp_shard=2"],
 }
 
 
-def in_layouts(size: int, function: Callable, *args: object) -> list[dict[str, Tensor]]:
+def in_layouts(
+    layouts: list[str], size: int, function: Callable, *args: object
+) -> list[dict[str, Tensor]]:
     """Return what a function gives on the ranks, put together, one for each layout."""
-    setting = Setting("shared_memory" if size > 1 else "auto", size)
-    of_ranks = run_in_group(setting, function, *args, LAYOUTS[size])
+    of_ranks = run_in_group(Setting("auto", size), function, *args, layouts)
     return [
         dict(chain(*(part.items() for part in parts)))
         for parts in zip(*of_ranks, strict=True)
     ]
 
 
-@pytest.mark.timeout(240)
-def test_loads_under_every_other_layout_bit_for_bit(tmp_path):
+@pytest.mark.parametrize(
+    "layouts_of",
+    [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.long)],
+    ids=["few", "more"],
+)
+def test_loads_under_every_other_layout_bit_for_bit(tmp_path, layouts_of):
     """Interleaved pipelines read what others wrote, too."""
     saved: dict[str, dict[str, Tensor]] = {}
-    for size, layouts in LAYOUTS.items():
-        found = in_layouts(size, train_and_save, tmp_path)
-        saved |= zip(layouts, found, strict=True)
+    for size, layouts in layouts_of.items():
+        states = in_layouts(layouts, size, train_and_save, tmp_path)
+        saved |= zip(layouts, states, strict=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(saved)
-    for size, layouts in LAYOUTS.items():
+    for size, layouts in layouts_of.items():
         expected = list(saved.values()) * len(layouts)
-        found = in_layouts(size, load_all, tmp_path, list(saved))
-        for state, whole in zip(found, expected, strict=True):
+        states = in_layouts(layouts, size, load_all, tmp_path, list(saved))
+        for state, whole in zip(states, expected, strict=True):
             assert state.keys() == whole.keys()
             assert all(torch.equal(state[name], whole[name]) for name in whole)
 
 
-def load_missing(path: Path) -> str:
-    (path / "model.previous").mkdir(exist_ok=True)
-    (path / "model.previous" / "ronde.json").touch()
-    return message_of(
-        UsageError, parallel.load, path / "model", *make("dp_shard=2")[:2]
-    )
+def load_missing() -> str:
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "model.previous").mkdir()
+        (Path(folder) / "model.previous" / "ronde.json").touch()
+        own = make("dp_shard=2")[:2]
+        return message_of(UsageError, parallel.load, Path(folder) / "model", *own)
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path):
-    for message in run_in_group(Setting("shared_memory", 2), load_missing, tmp_path):
+def test_a_checkpoint_that_is_not_there(found):
+    for message in found["missing"]:
         assert message.startswith("path must be a folder that save() wrote, got ")
         assert message.endswith("model.previous is the one before.")
 
@@ -507,12 +526,18 @@ def adamw(parameters) -> Optimizer:
     return torch.optim.AdamW(parameters, foreach=False)
 
 
-def real_peak(_: object, layout: str, zero: int) -> int:
+def real_peaks(_: object, layout: str) -> list[int]:
     """Return what the tracker counts on a rank that trains.
 
     On Gloo: of ronde's buffers it counts all of the memory that they are part of.
     """
     dist.init_process_group("gloo")
+    found = [real_peak(layout, zero) for zero in (2, 3)]
+    dist.destroy_process_group()
+    return found
+
+
+def real_peak(layout: str, zero: int) -> int:
     mesh = parallel.init_mesh(Layout.parse(layout))
     model = parallel.parallelize(wide(), mesh, zero=zero)
     optimizer = adamw(model.parameters())
@@ -529,23 +554,36 @@ def real_peak(_: object, layout: str, zero: int) -> int:
     tracker.track_inputs((inputs, targets))
     with tracker:
         step()
-    dist.destroy_process_group()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_shard=2,tp=2"])
-def test_the_estimate_is_what_ranks_hold(layout, zero):
+@pytest.mark.parametrize("layout", ["dp_shard=3", "dp_shard=2,tp=2"])
+def test_the_estimate_is_what_ranks_hold(layout):
     parsed = Layout.parse(layout)
-    size = parsed.num_ranks
-    real = run_ranks_bare(size, real_peak, layout, zero, launcher="torchrun")[0]
+    real = run_ranks_bare(
+        parsed.num_ranks, real_peaks, layout, launcher="torchrun", timeout_s=HANG_S
+    )
     batch = [torch.ones(4, 64), torch.zeros(4, dtype=torch.int64)]
-    found = parallel.estimate(wide, parsed, batch, loss_of, zero=zero)
-    assert found.total_bytes == pytest.approx(real, rel=0.03)
-    shortage = found.shortage(1 << 16)
-    assert shortage.startswith("memory of a rank must be at most 64KiB, got ")
-    assert not found.shortage(1 << 30)
-    if parsed.tp == 1:
-        units = [sum(p.numel() for p in b.parameters()) for b in wide().blocks]
-        theory = Sharding(parsed.dp_shard, zero).peak([*units, 64 * 5 + 5])
-        assert found.total_bytes == pytest.approx(theory.total_bytes, rel=0.1)
+    for zero, held in zip((2, 3), real[0], strict=True):
+        estimate = parallel.estimate(wide, parsed, batch, loss_of, zero=zero)
+        assert estimate.total_bytes == pytest.approx(held, rel=0.03)
+        shortage = estimate.shortage(1 << 16)
+        assert shortage.startswith("memory of a rank must be at most 64KiB, got ")
+        assert not estimate.shortage(1 << 30)
+        if parsed.tp == 1:
+            units = [sum(p.numel() for p in b.parameters()) for b in wide().blocks]
+            theory = Sharding(parsed.dp_shard, zero).peak([*units, 64 * 5 + 5])
+            assert estimate.total_bytes == pytest.approx(theory.total_bytes, rel=0.1)
+
+
+CALLS = {
+    "mixed": (train_mixed, "dp_shard=2"),
+    "wrong": (wrong_parities,),
+    "refused": (refusals,),
+    **{
+        schedule: (staged, "pp=2", schedule, chunks)
+        for schedule, (chunks, _) in SCHEDULES.items()
+    },
+    "refused pipelines": (pipeline_refusals,),
+    "missing": (load_missing,),
+}

@@ -2,28 +2,35 @@
 
 import pytest
 import torch
-from tests.process_group.groups import Setting, run_in_group
+from tests.process_group.groups import (
+    AUTO,
+    ENGINES,
+    SMOKE,
+    Setting,
+    every,
+    run_all,
+    run_in_group,
+)
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 NUM_STEPS = 4
 WIDTH = 12
-SETTINGS = [
-    Setting("shared_memory", 2),
-    Setting("gloo", 3),
-    Setting("hierarchical", 4),
-]
-on_settings = pytest.mark.parametrize("setting", SETTINGS, ids=str)
-on_few = pytest.mark.parametrize("setting", SETTINGS[:2], ids=str)
-on_four = pytest.mark.parametrize(
-    "setting",
-    [Setting("shared_memory", 4), Setting("hierarchical", 4)],
-    ids=str,
-)
-on_two = pytest.mark.parametrize(
-    "setting", [Setting("shared_memory", 2), Setting("gloo", 2)], ids=str
-)
+SIZE = AUTO.size
+NUM_LAYERS = 6
+"""Of a model in a pipeline: two for each rank."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_all(AUTO, CALLS)
+
+
+@pytest.fixture(scope="module")
+def found_on_four():
+    """Layouts of two dimensions need so many."""
+    return run_all(Setting("auto", 4), CALLS_ON_FOUR)
 
 
 class Block(nn.Module):
@@ -110,11 +117,6 @@ def assert_equal(states, expected):
             )
 
 
-def every(*calls):
-    """Call one after the other in one group."""
-    return [fn(*args) for fn, *args in calls]
-
-
 # FSDP2
 
 
@@ -131,22 +133,25 @@ def train_sharded(clip, options):
     return train(shard(build(), mesh, **options), dist.get_rank(), clip)
 
 
-@on_settings
-def test_fully_shard(setting):
-    found = run_in_group(
-        setting,
-        every,
-        (train_sharded, None, {}),
-        (train_sharded, None, {"reshard_after_forward": False}),
-        (train_sharded, 0.1, {}),
-    )
-    expected, _ = on_one_process(setting.size)
-    clipped, norms = on_one_process(setting.size, clip=0.1)
-    for plain, kept, (weights, own_norms) in found:
-        assert_equal([plain[0], kept[0]], expected)
+@pytest.mark.parametrize("name", ["sharded", "sharded, kept"])
+def test_fully_shard(found, name):
+    expected, _ = on_one_process(SIZE)
+    assert_equal([weights for weights, _ in found[name]], expected)
+
+
+def test_fully_shard_and_clip(found):
+    clipped, norms = on_one_process(SIZE, clip=0.1)
+    for weights, own_norms in found["sharded, clipped"]:
         assert_equal([weights], clipped)
         for norm, other in zip(own_norms, norms, strict=True):
             torch.testing.assert_close(norm, other, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("setting", [ENGINES[1], ENGINES[3], SMOKE[0]], ids=str)
+def test_fully_shard_on_other_engines(setting):
+    expected, _ = on_one_process(setting.size)
+    found = run_in_group(setting, train_sharded, None, {})
+    assert_equal([weights for weights, _ in found], expected)
 
 
 def train_mixed():
@@ -169,21 +174,14 @@ def train_mixed():
         torch.testing.assert_close(gradient, total / size, rtol=eps, atol=eps)
 
 
-@on_few
-def test_mixed_precision(setting):
-    run_in_group(setting, train_mixed)
-
-
 def train_hybrid():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return train(shard(build(), mesh), dist.get_rank(), 0.1)
 
 
-@pytest.mark.parametrize("setting", [Setting("shared_memory", 4)], ids=str)
-def test_hybrid_sharding(setting):
+def test_hybrid_sharding(found_on_four):
     expected, _ = on_one_process(4, clip=0.1)
-    found = run_in_group(setting, train_hybrid)
-    assert_equal([weights for weights, _ in found], expected)
+    assert_equal([weights for weights, _ in found_on_four["hybrid"]], expected)
 
 
 # Tensor parallelism
@@ -235,11 +233,10 @@ def train_in_parallel(divide):
         return train(model, 0)[0]
 
 
-@on_few
 @pytest.mark.parametrize("divide", [parallelize, parallelize_sequence])
-def test_tensor_parallel(setting, divide):
+def test_tensor_parallel(found, divide):
     expected, _ = on_one_process(1)
-    assert_equal(run_in_group(setting, train_in_parallel, divide), expected)
+    assert_equal(found[divide.__name__], expected)
 
 
 def train_both_ways():
@@ -251,10 +248,9 @@ def train_both_ways():
         return train(model, mesh.get_local_rank("dp"))[0]
 
 
-@on_four
-def test_sharded_tensor_parallel(setting):
+def test_sharded_tensor_parallel(found_on_four):
     expected, _ = on_one_process(2)
-    assert_equal(run_in_group(setting, train_both_ways), expected)
+    assert_equal(found_on_four["both ways"], expected)
 
 
 def redistribute():
@@ -271,11 +267,6 @@ def redistribute():
     assert rank == mesh.get_local_rank()
 
 
-@on_settings
-def test_redistribute(setting):
-    run_in_group(setting, redistribute)
-
-
 # Pipelines
 
 
@@ -283,7 +274,7 @@ def pipeline(name, num_chunks):
     from torch.distributed.pipelining import PipelineStage, schedules
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    layers = list(build(num_blocks=3))
+    layers = list(build(num_blocks=NUM_LAYERS - 1))
     per_stage = len(layers) // (size * num_chunks)
     indices = [rank + size * chunk for chunk in range(num_chunks)]
     modules = [
@@ -320,25 +311,23 @@ def pipeline(name, num_chunks):
     return result, [loss.detach() for loss in losses], gradients
 
 
-@on_two
-@pytest.mark.parametrize(
-    ("name", "num_chunks"),
-    [("ScheduleGPipe", 1), ("Schedule1F1B", 1), ("ScheduleInterleaved1F1B", 2)],
-)
-def test_pipeline(setting, name, num_chunks):
-    found = run_in_group(setting, pipeline, name, num_chunks)
-    model = build(num_blocks=3)
+SCHEDULES = {"ScheduleGPipe": 1, "Schedule1F1B": 1, "ScheduleInterleaved1F1B": 2}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pipeline(found, name):
+    model = build(num_blocks=NUM_LAYERS - 1)
     losses, outputs = [], []
     for part in range(4):
         outputs.append(model(batch(0, part)[0]).detach())
         loss = loss_of(model, 0, part)
         losses.append(loss.detach())
         (loss / 4).backward()
-    result, own_losses, _ = found[-1]
+    result, own_losses, _ = found[name][-1]
     torch.testing.assert_close(result, torch.cat(outputs), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(own_losses, losses, rtol=1e-12, atol=1e-12)
-    gradients = {at: each for _, _, part in found for at, each in part.items()}
-    assert sorted(gradients) == list(range(4))
+    gradients = {at: each for _, _, part in found[name] for at, each in part.items()}
+    assert sorted(gradients) == list(range(NUM_LAYERS))
     for at, each in gradients.items():
         expected = [p.grad for p in model[at].parameters()]
         torch.testing.assert_close(each, expected, rtol=1e-11, atol=1e-12)
@@ -401,9 +390,14 @@ def moments(state):
 @pytest.mark.parametrize(
     ("setting", "saved", "loaded"),
     [
-        (Setting("shared_memory", 4), "sharded", ["sharded", "tensor parallel"]),
-        (Setting("shared_memory", 4), "hybrid", ["tensor parallel"]),
-        (Setting("hierarchical", 4), "tensor parallel", ["sharded", "hybrid"]),
+        (Setting("hierarchical", 4), "hybrid", ["tensor parallel"]),
+        *(
+            pytest.param(Setting("auto", 4), *layouts, marks=pytest.mark.long)
+            for layouts in (
+                ("sharded", ["sharded", "tensor parallel"]),
+                ("tensor parallel", ["sharded", "hybrid"]),
+            )
+        ),
     ],
 )
 def test_checkpoint(setting, saved, loaded, tmp_path):
@@ -440,6 +434,20 @@ def compile_collectives():
         torch.testing.assert_close(compiled(inputs), expected, rtol=1e-14, atol=0)
 
 
-@on_two
-def test_compile(setting):
-    run_in_group(setting, compile_collectives)
+CALLS = {
+    "sharded": (train_sharded, None, {}),
+    "sharded, kept": (train_sharded, None, {"reshard_after_forward": False}),
+    "sharded, clipped": (train_sharded, 0.1, {}),
+    "mixed": (train_mixed,),
+    "parallelize": (train_in_parallel, parallelize),
+    "parallelize_sequence": (train_in_parallel, parallelize_sequence),
+    "redistribute": (redistribute,),
+    **{name: (pipeline, name, chunks) for name, chunks in SCHEDULES.items()},
+    "compile": (compile_collectives,),
+}
+CALLS_ON_FOUR = {"hybrid": (train_hybrid,), "both ways": (train_both_ways,)}
+
+
+@pytest.mark.parametrize("name", ["mixed", "redistribute", "compile"])
+def test_what_ranks_compare_by_themselves(found, name):
+    assert found[name] == (None,) * SIZE
