@@ -7,10 +7,12 @@ from ronde.cli import main
 EXIT_USAGE = 64
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return why a command line is refused, in one sentence."""
+def refusal(
+    capsys: pytest.CaptureFixture[str], *words: str, code: int = EXIT_USAGE
+) -> str:
+    """Return why a command line is refused."""
     capsys.readouterr()
-    assert main(words) == EXIT_USAGE
+    assert main(words) == code
     out, err = capsys.readouterr()
     assert out == ""
     return err.removeprefix("ronde: ")

@@ -1,6 +1,7 @@
 """What a rank of a test measures with, without the command around it."""
 
 import torch
+from tests.limits import HANG_S
 
 from ronde.bench import (
     COLLECTIVES,
@@ -51,9 +52,9 @@ def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16, traffic=None):
     )
 
 
-def by_shared_memory(claim):
+def by_shared_memory(info):
     """Connect by the engine that is quick where ranks are more than cores."""
-    return connect(claim, timeout_s=60.0, engine="shared_memory")
+    return connect(info, timeout_s=HANG_S, engine="shared_memory")
 
 
 def options_of(test, *, dtypes=("float",), ops=("sum",), sizes=(80, 5120), loop=LOOP):

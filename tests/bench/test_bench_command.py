@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from tests.bench.log_writing import load_schema
 from tests.cli.conftest import clean_environment
+from tests.limits import HANG_S
 
 from ronde.bench import Exit, from_record
 from ronde.records import read_records
@@ -35,10 +36,10 @@ def start(*words: str, cwd: Path | None = None, **variables: str):
     )
 
 
-def ended(process, timeout_s: float = 90) -> tuple[int, str, str]:
+def ended(process) -> tuple[int, str, str]:
     with process:
         try:
-            out, err = process.communicate(timeout=timeout_s)
+            out, err = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
     return process.returncode, out, err
@@ -137,7 +138,7 @@ def test_a_reader_that_goes_away_ends_it():
     process = start("bench", "all_reduce", "-g", "2", *SMALL, "-N", "0")
     first_row(process)
     process.stdout.close()
-    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert process.wait(HANG_S) == 128 + signal.SIGPIPE
     process.stderr.close()
 
 
@@ -210,7 +211,7 @@ def test_it_ends_cleanly_when_stopped(tmp_path, cycles, number, code):
 
 
 def test_a_soak_ends_when_its_time_is_over():
-    code, out, err = bench("broadcast", *SMALL, "-N", "0", "--duration", "0.5s")
+    code, out, err = bench("broadcast", *SMALL, "-N", "0", "--duration", "2s")
     assert (code, err) == (Exit.OK, "")
     assert len(rows(out)) > 3
 
@@ -232,14 +233,14 @@ def _words(pid: int) -> list[bytes]:
 
 
 def test_a_rank_that_stops_is_noticed_in_time():
-    words = ("all_reduce", "-g", "2", *SMALL, "-N", "0", "-T", "2", "--engine", "gloo")
+    words = ("all_reduce", "-g", "2", *SMALL, "-N", "0", "-T", "5", "--engine", "gloo")
     process = start("bench", *words)
     first_row(process)
     stopped = ranks_of(process.pid)[1]
     os.kill(stopped, signal.SIGSTOP)
     code, out, err = ended(process)
     assert code == Exit.TIMEOUT
-    assert "must end within -T 2 s" in err
+    assert "must end within -T 5 s" in err
     assert "# error: " in out
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.machines import why_not
+from tests.limits import HANG_S
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-LIMIT_S = 170.0
 RUN = ("-m", "ronde", "run", "-n", "2", "--no-prefix", "--", sys.executable)
 
 TUNE = "autotune.py --models mnist_cnn --rounds 2 --max-samples 2 --steps-per-sample 2"
@@ -21,7 +21,7 @@ def lines_of(first: tuple[str, ...], words: str) -> str:
         [sys.executable, *first, str(FOLDER / script), *options],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,7 +33,6 @@ def assert_rows(rows: list[str], printed: str) -> None:
         assert re.search(rf"^ *{row}[ :]+\d", printed, re.MULTILINE), row
 
 
-@pytest.mark.timeout(LIMIT_S + 10)
 @pytest.mark.parametrize(
     ("words", "rows"),
     [
@@ -64,7 +63,6 @@ def test_the_start_of_topo() -> None:
     assert_rows(["ronde topo", "ronde topo lint H100.xml"], printed)
 
 
-@pytest.mark.timeout(LIMIT_S + 10)
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 def test_a_check_of_two_hosts() -> None:
     printed = lines_of((), "check_cluster.py --rounds 1 --hosts 2")

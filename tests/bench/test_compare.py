@@ -7,16 +7,24 @@ from pathlib import Path
 
 import pytest
 from tests.bench.log_writing import Form, all_reduce_row, log
+from tests.commands import refusal
 
-from ronde.bench import RankCount, RankSource, Row, RowKey, Run, Side, compare
-from ronde.cli.bench_read import run_compare, run_read
-from ronde.errors import UsageError
+from ronde.bench import (
+    Exit,
+    RankCount,
+    RankSource,
+    Row,
+    RowKey,
+    Run,
+    Side,
+    compare,
+)
+from ronde.cli import main
 from ronde.records import read_records
 
 
 def run(words):
-    verbs = {"read": run_read, "compare": run_compare}
-    return verbs[words[0]](words[1:])
+    return main(["bench", *words])
 
 
 LOGS = Path(__file__).parent / "logs"
@@ -158,9 +166,12 @@ def test_compare_fails_below(logs: tuple[str, str], fail_below: str, code: int) 
     assert run(["compare", *logs, "--fail-below", fail_below]) == code
 
 
-def test_nothing_in_common_is_an_error(logs: tuple[str, str]) -> None:
-    with pytest.raises(UsageError, match="must have rows of the same test"):
-        run(["compare", logs[0], str(LOGS / "superbench_nccl_reduce.log")])
+def test_nothing_in_common_is_an_error(
+    logs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(LOGS / "superbench_nccl_reduce.log")
+    assert run(["compare", logs[0], other]) == Exit.USAGE
+    assert "must have rows of the same test" in capsys.readouterr().err
 
 
 def test_read_prints_a_line_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,9 +278,11 @@ def test_the_user_may_know_the_test(
         (["compare", "-", "-"], "standard input can be read but once"),
     ],
 )
-def test_bad_words_are_an_error(words: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        run(words)
+def test_bad_words_are_an_error(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    said = refusal(capsys, "bench", *words, code=Exit.USAGE)
+    assert message in said
 
 
 @pytest.mark.parametrize("verb", ["read", "compare"])

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from scripts.gpu_machine.packing import PLATFORMS, PYTHON, WANTED
 from scripts.gpu_machine.parts import gpu_parts
 from tests.cli.conftest import clean_environment
+from tests.limits import HANG_S
 
 from ronde.records import read_records
 
@@ -93,7 +94,7 @@ def test_a_part_that_hangs_or_fails_loses_nothing_of_the_others(tmp_path):
     file = tmp_path / "parts.json"
     file.write_text(json.dumps(parts))
     out = tmp_path / "out"
-    ended = run("--rehearse", "--out", str(out), "--parts", str(file), timeout_s=60)
+    ended = run("--rehearse", "--out", str(out), "--parts", str(file), timeout_s=HANG_S)
     assert (ended.returncode, ended.stderr) == (1, "")
     summary = json.loads((out / "summary.json").read_text())
     assert [part["result"] for part in summary["parts"]] == [

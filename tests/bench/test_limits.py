@@ -93,7 +93,7 @@ def test_memory_limits_the_ranks_of_one_host(run_ranks) -> None:
     assert "the cache may exceed it" in limit.note
     measured = float(limit.link.split()[1])
     assert limit.bus_bandwidth_gb_per_s == pytest.approx(measured / 4, rel=1e-3)
-    assert 0.5 < measured < 2000
+    assert 0.05 < measured < 2000
 
 
 def test_the_network_limits_several_hosts(run_ranks) -> None:

@@ -21,11 +21,11 @@ from ronde.bench import (
     Variant,
     WireFormat,
     batches,
+    is_in_step,
     measure,
     measure_footprint,
     time_block,
 )
-from ronde.bench.training.measurement import _is_in_step
 from ronde.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ KINDS = [
 ]
 
 
-def measure_all(claim, kinds):
+def measure_all(_, kinds):
     hvd.init()
     seen = []
     outcomes = [measure(options, lambda *at: seen.append(at)) for options in kinds]
@@ -86,7 +86,7 @@ class Counting:
         self.steps_s.append(time.perf_counter() - start_s)
 
 
-def count_steps(claim, is_alone):
+def count_steps(_, is_alone):
     hvd.init()
     replica = Counting()
     block = time_block(replica, 3, CPU, is_alone=is_alone)
@@ -106,15 +106,15 @@ def test_a_block_takes_as_long_as_its_slowest_rank(run_ranks_bare):
     assert step_s == also_s >= statistics.mean(slow[1:])
 
 
-def drift_apart(claim):
+def drift_apart(_):
     hvd.init()
     replica = Replica(SHORT, CPU, is_communicating=True)
-    before = _is_in_step({Variant.ALL_RANKS: replica})
+    before = is_in_step({Variant.ALL_RANKS: replica})
     if hvd.rank() == 1:
         with torch.no_grad():
             weight = next(replica.model.parameters()).view(-1)
             weight[3] = torch.nextafter(weight[3], torch.tensor(1.0))
-    after = _is_in_step({Variant.ALL_RANKS: replica})
+    after = is_in_step({Variant.ALL_RANKS: replica})
     hvd.shutdown()
     return before, after
 
@@ -123,7 +123,7 @@ def test_ranks_that_drift_apart_are_seen(run_ranks_bare):
     assert run_ranks_bare(2, drift_apart) == [(True, False)] * 2
 
 
-def refuse(claim):
+def refuse(_):
     hvd.init()
     with pytest.raises(UsageError) as raised:
         measure(replace(SHORT, batch=10**9), lambda *_: None)

@@ -3,53 +3,70 @@
 import time
 
 import pytest
+from tests.limits import HANG_S
+from torch.distributed import PrefixStore
 
 from ronde.bench import Effort, tune
 from ronde.collectives import (
     COLLECTIVES,
     SIZED,
+    Communicator,
+    EngineConfig,
     TorchDistributedEngine,
-    connect,
     explain,
 )
 from ronde.errors import UsageError
 
-SHORT = Effort(rounds=1, seconds=0.0, sizes_bytes=(64, 100, 256, 512, 1024))
-DELAY_S = 0.2
+DELAY_S = 100.0
 
 
 class Slow(TorchDistributedEngine):
-    """Gloo with a delay before every all_reduce and all_gather."""
+    """Gloo that is late at every all_reduce and all_gather, by the test's clock."""
+
+    late_s = 0.0
 
     def all_reduce(self, source, out, what):
-        time.sleep(DELAY_S)
+        Slow.late_s += DELAY_S
         return super().all_reduce(source, out, what)
 
     def all_gather(self, own, out, counts, call="all_gather"):
-        time.sleep(DELAY_S)
+        Slow.late_s += DELAY_S
         return super().all_gather(own, out, counts, call)
 
 
-def by_gloo(claim):
-    return connect(claim, engine="gloo", timeout_s=60.0)
+SHORT = Effort(
+    rounds=1,
+    seconds=0.0,
+    sizes_bytes=(64, 100, 256, 512, 1024),
+    clock=lambda: time.perf_counter() + Slow.late_s,
+)
 
 
-def tune_slow_and_fast(communicator):
-    slow = communicator.duplicate()
-    slow._engine.__class__ = Slow
+def tune_slow_and_fast(info):
+    store = EngineConfig(info, HANG_S).meet()
+    engines = {"gloo": TorchDistributedEngine, "scheduled/ring": Slow}
+    communicators = {
+        name: Communicator(
+            engine(
+                PrefixStore(name, store),
+                info.rank,
+                info.size,
+                timeout_s=HANG_S,
+                is_one_host=True,
+            )
+        )
+        for name, engine in engines.items()
+    }
     seen = []
-    table = tune(
-        {"gloo": communicator, "scheduled/ring": slow},
-        SHORT,
-        lambda done, total: seen.append((done, total)),
-    )
-    slow.close()
+    table = tune(communicators, SHORT, lambda done, total: seen.append((done, total)))
+    for each in communicators.values():
+        each.close()
     assert seen[-1] == (len(seen), len(seen))
     return table
 
 
-def test_the_fastest_is_chosen_by_all_ranks_alike(run_ranks):
-    first, *others = run_ranks(3, tune_slow_and_fast, connecting=by_gloo)
+def test_the_fastest_is_chosen_by_all_ranks_alike(run_ranks_bare):
+    first, *others = run_ranks_bare(3, tune_slow_and_fast)
     assert all(table.choices == first.choices for table in others)
     assert [explain(table) for table in others] == [explain(first)] * 2
     assert set(first.choices) == set(COLLECTIVES)

@@ -31,6 +31,7 @@ class Effort(NamedTuple):
     rounds: int = 5  # how often; the median counts
     seconds: float = 0.02  # how long each time, at least one call
     sizes_bytes: tuple[int, ...] = CLASS_SAMPLES_BYTES  # one size for each size class
+    clock: Callable[[], float] = time.perf_counter
 
 
 def tune(
@@ -100,22 +101,26 @@ def _time(
     meeting = next(iter(benches.values())).communicator
     for call in calls.values():
         call()
-    once = _agreed(meeting, [_seconds(meeting, call, 1) for call in calls.values()])
+    clock = effort.clock
+    once = [_seconds(meeting, call, 1, clock) for call in calls.values()]
+    once = _agreed(meeting, once)
     counts = [max(1, min(1000, int(effort.seconds / s))) for s in once]
     rounds: list[list[float]] = []
     for _ in range(effort.rounds):
         measured = zip(calls.values(), counts, strict=True)
-        rounds.append([_seconds(meeting, call, count) for call, count in measured])
+        rounds.append([_seconds(meeting, *each, clock) for each in measured])
     medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
     return dict(zip(calls, _agreed(meeting, medians), strict=True))
 
 
-def _seconds(meeting: Communicator, call: Call, count: int) -> float:
+def _seconds(
+    meeting: Communicator, call: Call, count: int, clock: Callable[[], float]
+) -> float:
     meeting.barrier().wait()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(count):
         call()
-    return (time.perf_counter() - start) / count
+    return (clock() - start) / count
 
 
 def _agreed(meeting: Communicator, seconds: Sequence[float]) -> list[float]:

@@ -360,11 +360,11 @@ def measure(
             step_s = time_block(replicas[Variant.ONE_RANK], 1, device).step_s
             num_steps = max(1, min(_MAX_STEPS, math.ceil(_BLOCK_S / step_s)))
         rounds = _run_rounds(replicas, num_steps, options.rounds, device, on_progress)
-        is_in_step = _is_in_step(replicas)
+        is_equal = is_in_step(replicas)
     engine = current_session().states[0].communicator.engine if size > 1 else ""
     where = (size, torch.get_num_threads(), device.type, name, engine)
     setting = Setting(*where, torch.__version__)
-    return TrainingOutcome(options, setting, num_steps, rounds, is_in_step)
+    return TrainingOutcome(options, setting, num_steps, rounds, is_equal)
 
 
 def _agree_on_devices(options: TrainOptions) -> torch.device:
@@ -419,7 +419,8 @@ def _run_rounds(
     return tuple(rounds)
 
 
-def _is_in_step(replicas: Mapping[Variant, Replica]) -> bool:
+def is_in_step(replicas: Mapping[Variant, Replica]) -> bool:
+    """Return whether all ranks have the same weights; collective."""
     if Variant.ALL_RANKS not in replicas:
         return True
     digest = replicas[Variant.ALL_RANKS].digest()
