@@ -7,10 +7,17 @@ import threading
 import time
 
 import pytest
-from tests.conformance.control import OVER, Mailbox, connect, neighbours
+from tests.conformance.control import (
+    LAYOUTS,
+    LONG,
+    OVER,
+    Mailbox,
+    connect,
+    neighbours,
+)
+from tests.limits import HANG_S
 from tests.resources import least_when_idle
 
-HOSTS = ["a", "aa", "aaa", "aaaa", "ab", "aab", "abab", "abca"]
 LENGTHS = [0, 1, 7, 8, 9, 16, 100, 0, 1000, 65_519, 65_520, 65_521, 65_536, 3 << 20, 5]
 
 
@@ -40,13 +47,6 @@ def talk_at_once(claim, hosts, num_messages, is_eager):
     return len(others)
 
 
-@pytest.mark.parametrize("is_eager", [True, False])
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_all_arrives_once_whole_and_in_order(run_ranks_bare, hosts, is_eager):
-    told = run_ranks_bare(len(hosts), talk_at_once, hosts, 2 * len(LENGTHS), is_eager)
-    assert sum(told) == 2 * (len(hosts) - 1)
-
-
 def fill_many_rings(claim, hosts, num_messages):
     """Send small messages of odd lengths to one who reads them much later."""
     tree, channel = connect(claim, hosts)
@@ -56,18 +56,12 @@ def fill_many_rings(claim, hosts, num_messages):
             channel.send(other, index.to_bytes(4, "little") * (index % 11))
         box.gather(dict.fromkeys(neighbours(tree), 1))
         channel.close()
-        return True
+        return
     box.gather({tree.parent: num_messages})
     channel.send(tree.parent, OVER)
     channel.close()
     messages = box.received[tree.parent]
-    return messages == [i.to_bytes(4, "little") * (i % 11) for i in range(num_messages)]
-
-
-@pytest.mark.parametrize("hosts", ["aa", "aaaa", "ab"])
-def test_nothing_is_lost_where_the_receiver_lags(run_ranks_bare, hosts):
-    num_messages = 2_000 if "b" in hosts else 20_000
-    assert all(run_ranks_bare(len(hosts), fill_many_rings, hosts, num_messages))
+    assert messages == [i.to_bytes(4, "little") * (i % 11) for i in range(num_messages)]
 
 
 def wake_the_waiting(claim, hosts):
@@ -93,17 +87,11 @@ def wake_the_waiting(claim, hosts):
             channel.remove_waiter()
     channel.close()
     channel.wait(None, is_eager=False)
-    return "woken"
 
 
 def wait_twice(channel, is_eager):
     for _ in range(2):
         channel.wait(None, is_eager=is_eager)
-
-
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_any_thread_wakes_all_that_wait(run_ranks_bare, hosts):
-    assert set(run_ranks_bare(len(hosts), wake_the_waiting, hosts)) == {"woken"}
 
 
 class Service:
@@ -181,14 +169,23 @@ def ask_at_random(claim, hosts, num_questions):
         service.ask(index, choices.choice(["listener", "eager", "both"]))
     service.finish()
     channel.close()
-    return "answered"
 
 
-@pytest.mark.parametrize("hosts", ["aa", "aaa", "ab", "aab"])
-def test_nothing_is_missed_however_one_waits(run_ranks_bare, hosts):
-    num_questions = 300 if "b" in hosts else 3000
-    answers = run_ranks_bare(len(hosts), ask_at_random, hosts, num_questions)
-    assert set(answers) == {"answered"}
+def talk(claim, hosts):
+    """Do in turn, each on a channel of its own, what needs several ranks and ends."""
+    is_far = len(set(hosts)) > 1
+    for is_eager in (True, False):
+        num_neighbours = talk_at_once(claim, hosts, 2 * len(LENGTHS), is_eager)
+    fill_many_rings(claim, hosts, 2_000 if is_far else 20_000)
+    wake_the_waiting(claim, hosts)
+    ask_at_random(claim, hosts, 300 if is_far else 3000)
+    return num_neighbours
+
+
+@pytest.mark.parametrize("hosts", [*LAYOUTS, *LONG])
+def test_all_arrives_once_in_order_however_one_waits(run_ranks_bare, hosts):
+    told = run_ranks_bare(len(hosts), talk, hosts, timeout_s=HANG_S)
+    assert sum(told) == 2 * (len(hosts) - 1)
 
 
 def idle(claim, hosts):
@@ -200,10 +197,10 @@ def idle(claim, hosts):
     channel.receive()
     listener.start()
     nums_waits = []
-    used_s = least_when_idle(lambda: nums_waits.append(wait_a_second(channel)))
+    share_of_core = least_when_idle(lambda: nums_waits.append(wait_a_second(channel)))
     channel.close()
     listener.join()
-    return used_s, min(nums_waits)
+    return share_of_core, min(nums_waits)
 
 
 def wait_a_second(channel):
@@ -215,18 +212,13 @@ def wait_a_second(channel):
     return num_waits
 
 
-@pytest.mark.parametrize(
-    "hosts",
-    [
-        h if h in ("a", "aa", "ab", "aab") else pytest.param(h, marks=pytest.mark.long)
-        for h in HOSTS
-    ],
-)
+@pytest.mark.parametrize("hosts", ["aab", *LONG])
 def test_waiting_costs_nothing(run_ranks_bare, hosts):
+    """Who looks again and again takes a whole core."""
     used = run_ranks_bare(len(hosts), idle, hosts)
-    print("processor time, waits of a second:", used)  # noqa: T201
-    for used_s, num_waits in used:
-        assert used_s < 0.05
+    print("share of a core, waits of a second:", used)  # noqa: T201
+    for share_of_core, num_waits in used:
+        assert share_of_core < 0.2
         assert num_waits < 10
 
 

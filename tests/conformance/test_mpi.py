@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.collectives import connect
 from ronde.errors import UsageError
@@ -13,7 +14,6 @@ from ronde.launch import base_environment, own_environment
 
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.conformance.mpi_ranks"
-LIMIT_S = 110
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def start(*words):
 
 def mpirun(size, *words):
     """Start the ranks; ``mpirun`` itself ends them when the time is up."""
-    options = ["--oversubscribe", "--timeout", str(LIMIT_S)]
+    options = ["--oversubscribe", "--timeout", str(int(HANG_S))]
     if os.getuid() == 0:
         options.append("--allow-run-as-root")
     program = str(Path(sys.executable).parent / "mpirun")
@@ -57,13 +57,15 @@ def assert_all_through(done, size):
         assert f"rank {rank} of {size} is through" in done.stdout
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long), 4])
-def test_suite_under_mpirun(size):
-    assert_all_through(mpirun(size, "suite"), size)
-
-
-def test_short_calls():
-    assert_all_through(mpirun(3, "short calls"), 3)
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        *((3, "suite"), (4, "few")),
+        *(pytest.param(size, "suite", marks=pytest.mark.long) for size in (1, 2, 4)),
+    ],
+)
+def test_suite_under_mpirun(size, words):
+    assert_all_through(mpirun(size, words), size)
 
 
 def test_threads_take_turns():

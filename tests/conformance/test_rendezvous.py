@@ -9,18 +9,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.limits import HANG_S
 from torch import distributed as dist
 
-from ronde.collectives import connect, rendezvous, store_at
+from ronde.collectives import (
+    connect,
+    join_at,
+    socket_name,
+    socket_prefix,
+    store_at,
+)
 from ronde.errors import CollectiveError, WorldError
 from ronde.store import own_directories, remove, serve_locally
 from ronde.world import Launcher, Meeting, RankInfo
 
 
 def sum_of_ranks(claim):
-    communicator = connect(claim, timeout_s=60.0)
+    """Return what a duplicate's ranks sum up to: it needs the store once more."""
+    communicator = connect(claim, timeout_s=HANG_S)
+    copy = communicator.duplicate()
     tensor = torch.tensor([communicator.rank + 1])
-    total = int(communicator.all_reduce(tensor).wait().item())
+    total = int(copy.all_reduce(tensor).wait().item())
+    copy.close()
     communicator.close()
     return total
 
@@ -44,9 +54,9 @@ def test_ranks_of_several_hosts_meet(run_ranks_bare):
 
 def beside_torchs_own_group(claim, *, is_torch_first):
     """The program's own group shares the port, whichever comes first."""
-    communicator = None if is_torch_first else connect(claim, timeout_s=60.0)
+    communicator = None if is_torch_first else connect(claim, timeout_s=HANG_S)
     dist.init_process_group("gloo")
-    communicator = communicator or connect(claim, timeout_s=60.0)
+    communicator = communicator or connect(claim, timeout_s=HANG_S)
     theirs, ours = torch.ones(2), torch.ones(2)
     dist.all_reduce(theirs)
     communicator.all_reduce(ours).wait()
@@ -99,10 +109,10 @@ def meet_locally(claim, num_jobs):
     size = claim.size // num_jobs
     job = claim.rank // size
     mine = unmet(claim, f"job {job}", size)
-    communicator = connect(mine, timeout_s=60.0)
+    communicator = connect(mine, timeout_s=HANG_S)
     jobs = communicator.all_gather(torch.tensor([job])).wait().tolist()
     communicator.barrier().wait()
-    return jobs, own_entries(rendezvous.socket_name(mine)), sum_of_ranks(mine)
+    return jobs, own_entries(socket_name(mine)), sum_of_ranks(mine)
 
 
 def test_ranks_of_one_host_meet_by_a_socket(run_ranks_bare):
@@ -118,19 +128,19 @@ def meet_despite_what_is_there(claim, kind, folder):
     """Rank 0 comes only when rank 1 has seen what is there in its place."""
     mine = unmet(claim, f"stale {kind}", claim.size)
     if claim.rank == 1:
-        directory = Path(tempfile.mkdtemp(prefix=rendezvous._prefix(), dir="/tmp"))
-        path = directory / rendezvous.socket_name(mine)
+        directory = Path(tempfile.mkdtemp(prefix=socket_prefix(), dir="/tmp"))
+        path = directory / socket_name(mine)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         if kind == "earlier":
             # The store of a program that was started before by the same launcher.
             listener.listen()
             earlier = serve_locally(listener, 8)
-            store = store_at(str(path), 60.0)
+            store = store_at(str(path), HANG_S)
             store.set("ronde/place/1", "taken")
         else:
             listener.close()
-        assert rendezvous._enter(str(path), mine, 1.0) is None
+        assert join_at(str(path), mine, 1.0) is None
         (folder / kind).touch()
     while not (folder / kind).exists():
         time.sleep(0.01)
@@ -150,7 +160,7 @@ def test_a_socket_left_behind_does_not_matter(run_ranks_bare, tmp_path, kind):
 def see_the_directory(claim):
     mine = unmet(claim, "modes", 2)
     sum_of_ranks(mine)
-    found = [path.stat() for path in own_directories(rendezvous._prefix())]
+    found = [path.stat() for path in own_directories(socket_prefix())]
     return {(each.st_mode & 0o777, each.st_uid) for each in found}
 
 
@@ -205,7 +215,7 @@ def test_a_port_in_use_is_named():
         meeting = Meeting("127.0.0.1", port)
         claim = RankInfo(Launcher.PLAIN, 0, 2, 0, 2, 0, 1, meeting)
         with pytest.raises(CollectiveError, match=f"MASTER_PORT must be free.* {port}"):
-            connect(claim, timeout_s=5.0)
+            connect(claim, timeout_s=HANG_S)
 
 
 def test_alone_needs_nobody():

@@ -53,7 +53,7 @@ def wait_in_vain(communicator, folder):
 def test_a_rank_that_hangs_is_shown_and_killed(run_ranks, tmp_path):
     run_ranks(1, give_rank, 0)  # the fork server is up now
     with pytest.raises(RankFailedError) as caught:
-        run_ranks(2, wait_in_vain, tmp_path, timeout_s=3.0)
+        run_ranks(2, wait_in_vain, tmp_path, timeout_s=10.0)
     assert "rank 0 hung; its stacks:" in str(caught.value)
     assert "in wait_in_vain" in str(caught.value)
     for rank in (0, 1):

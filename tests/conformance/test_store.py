@@ -7,6 +7,7 @@ from datetime import timedelta
 from random import Random
 
 import pytest
+from tests.limits import HANG_S
 from tests.ranks import job_store
 from torch.distributed import (
     FileStore,
@@ -33,13 +34,12 @@ from ronde.store import (
 
 HERE, KEY = "127.0.0.1", b"k" * 32
 SOON = timedelta(seconds=0.1)
-LIMIT_S = 30.0
 
 
 @contextmanager
 def stores(kind, tmp_path):
     """Yield two clients of one empty store."""
-    limit = timedelta(seconds=LIMIT_S)
+    limit = timedelta(seconds=HANG_S)
     if kind == "file":
         yield (
             FileStore(str(tmp_path / "store"), 2),
@@ -54,18 +54,18 @@ def stores(kind, tmp_path):
     elif kind == "network":
         with network_store() as port:
             yield tuple(
-                store_beyond(HERE, port, SharedKey(KEY), LIMIT_S) for _ in range(2)
+                store_beyond(HERE, port, SharedKey(KEY), HANG_S) for _ in range(2)
             )
     else:
         with job_store() as path:
-            yield store_at(path, LIMIT_S), store_at(path, LIMIT_S)
+            yield store_at(path, HANG_S), store_at(path, HANG_S)
 
 
 @contextmanager
-def network_store(max_clients=64):
+def network_store(**limits):
     """Answer on a port of the loopback for those who know the key; yield the port."""
     listener = socket.create_server((HERE, 0))
-    server = serve_network(listener, SharedKey(KEY), max_clients)
+    server = serve_network(listener, SharedKey(KEY), 64, **limits)
     try:
         yield listener.getsockname()[1]
     finally:
@@ -142,7 +142,7 @@ def test_who_waits_is_answered_when_all_keys_are_there(pair):
     done = threading.Event()
 
     def wait():
-        other.wait(["a", "b"], timedelta(seconds=LIMIT_S))
+        other.wait(["a", "b"], timedelta(seconds=HANG_S))
         done.set()
 
     waiting = threading.Thread(target=wait)
@@ -150,7 +150,7 @@ def test_who_waits_is_answered_when_all_keys_are_there(pair):
     one.set("a", "")
     assert not done.wait(0.1)
     one.set("b", "")
-    waiting.join(LIMIT_S)
+    waiting.join(HANG_S)
     assert done.is_set()
 
 
@@ -172,7 +172,7 @@ def test_get_waits_as_long_as_the_store_does(bare):
 def test_who_waits_keeps_no_thread_off():
     """Not even with the very same object; torch's own needs a clone for that."""
     with job_store() as path:
-        store = store_at(path, LIMIT_S)
+        store = store_at(path, HANG_S)
         threads = [
             threading.Thread(target=store.wait, args=(["go"],)) for _ in range(20)
         ]
@@ -180,17 +180,17 @@ def test_who_waits_keeps_no_thread_off():
             thread.start()
         store.clone().set("go", "")
         for thread in threads:
-            thread.join(LIMIT_S)
+            thread.join(HANG_S)
         assert not any(thread.is_alive() for thread in threads)
 
 
 def make_groups(claim):
     """Several groups at once, from threads, by one object."""
-    store = store_at(claim.store, LIMIT_S)
+    store = store_at(claim.store, HANG_S)
 
     def make(number):
         prefix = PrefixStore(f"group{number}", store)
-        limit = timedelta(seconds=LIMIT_S)
+        limit = timedelta(seconds=HANG_S)
         group = ProcessGroupGloo(prefix, claim.rank, claim.size, limit)
         group.barrier().wait()
         made.append(number)
@@ -200,7 +200,7 @@ def make_groups(claim):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LIMIT_S)
+        thread.join(HANG_S)
     return sorted(made)
 
 
@@ -310,10 +310,10 @@ def test_an_impossible_length_is_refused_at_once(length):
 
 def test_rubbish_ends_its_own_connection_alone():
     with job_store() as path:
-        store = store_at(path, LIMIT_S)
+        store = store_at(path, HANG_S)
         store.set("key", "value")
         for said in (b"\xff" * 64, b"\0\0\0\1\x63", b"GET / HTTP/1.0\r\n\r\n"):
-            with dial(path, LIMIT_S) as sock:
+            with dial(path, HANG_S) as sock:
                 sock.sendall(said)
                 assert sock.recv(100) == b""
         assert store.get("key") == b"value"
@@ -321,7 +321,7 @@ def test_rubbish_ends_its_own_connection_alone():
 
 def test_a_rank_that_cannot_come_to_the_socket_is_told_what_it_needs(tmp_path):
     """As one in a container that does not share ``/tmp`` with its launcher."""
-    store = store_at(str(tmp_path / "store"), LIMIT_S)
+    store = store_at(str(tmp_path / "store"), HANG_S)
     with pytest.raises(StoreError, match=r"share /tmp with its launcher") as caught:
         store.set("key", "")
     assert str(tmp_path / "store") in str(caught.value)

@@ -10,23 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from tests.conformance.test_store import HERE, KEY, LIMIT_S, network_store
+from tests.conformance.test_store import HERE, KEY, network_store
+from tests.limits import HANG_S
 
 from ronde.collectives import store_beyond
 from ronde.errors import StoreError, UsageError
 from ronde.store import (
+    GREETING_BYTES,
     MAGIC,
     Op,
-    ProvenConnection,
     Seal,
     SharedKey,
+    StrangerLimits,
     Transcript,
     dial_network,
     encode,
     read_secret,
     user_key,
 )
-from ronde.store.server import _MAX_STRANGERS
 
 NONCE_BYTES = 32
 
@@ -34,7 +35,7 @@ NONCE_BYTES = 32
 def drain(sock):
     """Return all that is said until the connection is ended."""
     said = b""
-    sock.settimeout(LIMIT_S)
+    sock.settimeout(HANG_S)
     try:
         while data := sock.recv(4096):
             said += data
@@ -57,7 +58,7 @@ def drain(sock):
 )
 def test_a_stranger_is_told_a_number_and_no_more(said):
     with network_store() as port:
-        store = store_beyond(HERE, port, SharedKey(KEY), LIMIT_S)
+        store = store_beyond(HERE, port, SharedKey(KEY), HANG_S)
         store.set("key", "ours")
         with socket.create_connection((HERE, port)) as sock:
             sock.sendall(said)
@@ -71,8 +72,8 @@ def test_a_stranger_is_told_a_number_and_no_more(said):
 def test_another_key_opens_nothing():
     with network_store() as port:
         with pytest.raises((StoreError, OSError)):
-            dial_network(HERE, port, SharedKey(b"x" * 32), LIMIT_S)
-        dial_network(HERE, port, SharedKey(KEY), LIMIT_S).close()
+            dial_network(HERE, port, SharedKey(b"x" * 32), HANG_S)
+        dial_network(HERE, port, SharedKey(KEY), HANG_S).close()
 
 
 @contextmanager
@@ -82,12 +83,12 @@ def posing(talk):
 
         def serve():
             with suppress_end(), listener.accept()[0] as sock:
-                sock.settimeout(LIMIT_S)
+                sock.settimeout(HANG_S)
                 talk(sock)
 
         served = thread.submit(serve)
         yield listener.getsockname()[1]
-        served.result(LIMIT_S)
+        served.result(HANG_S)
 
 
 def suppress_end():
@@ -120,7 +121,7 @@ def reflects(sock):
 )
 def test_who_poses_as_the_store_is_found_out(talk):
     with posing(talk) as port, pytest.raises((StoreError, OSError)):
-        dial_network(HERE, port, SharedKey(KEY), LIMIT_S)
+        dial_network(HERE, port, SharedKey(KEY), HANG_S)
 
 
 def test_who_poses_and_says_nothing_is_not_waited_for_long():
@@ -128,30 +129,43 @@ def test_who_poses_and_says_nothing_is_not_waited_for_long():
         dial_network(HERE, mute.getsockname()[1], SharedKey(KEY), 0.2)
 
 
+def receive(sock, num_bytes):
+    told = b""
+    while len(told) < num_bytes:
+        told += sock.recv(num_bytes - len(told))
+    return told
+
+
+def prove(sock):
+    """Prove to be of the job; return what marks the frames from here on."""
+    sock.settimeout(HANG_S)
+    greeting = receive(sock, GREETING_BYTES)
+    transcript, hello, expected = SharedKey(KEY).introduce(greeting)
+    sock.sendall(hello)
+    assert receive(sock, len(expected)) == expected
+    return Seal(SharedKey(KEY), b"client", transcript)
+
+
 @pytest.mark.parametrize("turned", [0, 5, -1])
 def test_what_a_middleman_changes_is_not_obeyed(turned):
     with network_store() as port:
-        sock = socket.create_connection((HERE, port))
-        connection = ProvenConnection(sock, SharedKey(KEY), LIMIT_S)
-        frame = bytearray(connection._sent.mark(encode(Op.SET, [b"key", b"value"])))
-        frame[4 + turned if turned >= 0 else turned] ^= 1
-        sock.sendall(frame)
-        assert drain(sock) == b""
-        connection.close()
-        assert not store_beyond(HERE, port, SharedKey(KEY), LIMIT_S).check(["key"])
+        with socket.create_connection((HERE, port)) as sock:
+            frame = bytearray(prove(sock).mark(encode(Op.SET, [b"key", b"value"])))
+            frame[4 + turned if turned >= 0 else turned] ^= 1
+            sock.sendall(frame)
+            assert drain(sock) == b""
+        assert not store_beyond(HERE, port, SharedKey(KEY), HANG_S).check(["key"])
 
 
 def test_what_is_sent_again_is_not_obeyed_again():
     with network_store() as port:
-        store = store_beyond(HERE, port, SharedKey(KEY), LIMIT_S)
-        sock = socket.create_connection((HERE, port))
-        connection = ProvenConnection(sock, SharedKey(KEY), LIMIT_S)
-        frame = connection._sent.mark(encode(Op.ADD, [b"n", b"1"]))
-        sock.sendall(frame)
-        assert sock.recv(4096) != b""
-        sock.sendall(frame)
-        assert drain(sock) == b""
-        connection.close()
+        store = store_beyond(HERE, port, SharedKey(KEY), HANG_S)
+        with socket.create_connection((HERE, port)) as sock:
+            frame = prove(sock).mark(encode(Op.ADD, [b"n", b"1"]))
+            sock.sendall(frame)
+            assert sock.recv(4096) != b""
+            sock.sendall(frame)
+            assert drain(sock) == b""
         assert store.get("n") == b"1"
     key, transcript = SharedKey(KEY), Transcript(b"", b"")
     there, back = (Seal(key, role, transcript) for role in (b"client", b"server"))
@@ -160,18 +174,27 @@ def test_what_is_sent_again_is_not_obeyed_again():
 
 def test_strangers_in_any_number_keep_nobody_out():
     """More than may wait, and they stay; the ranks come in all the same."""
-    with network_store() as port, ExitStack() as closing:
+    limits = StrangerLimits(most=16, each_s=5 * HANG_S)
+    with network_store(strangers=limits) as port, ExitStack() as closing:
         strangers = [
             closing.enter_context(socket.create_connection((HERE, port)))
-            for _ in range(_MAX_STRANGERS + 50)
+            for _ in range(limits.most + 50)
         ]
-        stores = [store_beyond(HERE, port, SharedKey(KEY), LIMIT_S) for _ in range(20)]
+        stores = [store_beyond(HERE, port, SharedKey(KEY), HANG_S) for _ in range(20)]
         with ThreadPoolExecutor(20) as threads:
             assert sorted(threads.map(lambda s: s.add("n", 1), stores)) == [
                 *range(1, 21)
             ]
         # The first have been put out for the later ones, and said nothing.
         assert len(drain(strangers[0])) == len(MAGIC) + NONCE_BYTES
+
+
+def test_a_stranger_that_stays_is_put_out():
+    with (
+        network_store(strangers=StrangerLimits(each_s=0.1)) as port,
+        socket.create_connection((HERE, port)) as sock,
+    ):
+        assert len(drain(sock)) == len(MAGIC) + NONCE_BYTES
 
 
 def test_a_secret_is_made_once_however_many_want_it(tmp_path):
@@ -233,7 +256,7 @@ def test_one_users_processes_know_each_other_job_by_job(tmp_path):
 def test_a_connection_is_one_ranks_at_a_time():
     """Threads of one client never read each other's replies."""
     with network_store() as port:
-        store = store_beyond(HERE, port, SharedKey(KEY), LIMIT_S)
+        store = store_beyond(HERE, port, SharedKey(KEY), HANG_S)
         wrong = []
 
         def ask(number):
@@ -246,5 +269,5 @@ def test_a_connection_is_one_ranks_at_a_time():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(LIMIT_S)
+            thread.join(HANG_S)
         assert wrong == []

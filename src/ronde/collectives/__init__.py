@@ -47,8 +47,10 @@ __getattr__ = lazy_exports(
         "engines.shared_memory.shared_state": "through_store",
         "engines.shared_memory.waiting": "Contention",
         "engines.solo": "SoloEngine",
-        "engines.torch_distributed": "TorchDistributedEngine",
-        "rendezvous": "find_launcher meet step_ports",
+        "engines.torch_distributed": "Groups TorchDistributedEngine",
+        "rendezvous": (
+            "find_launcher join_at meet socket_name socket_prefix step_ports"
+        ),
         "scope": "ABORTING AbortScope",
         "store": "RendezvousStore store_at store_beyond",
     },

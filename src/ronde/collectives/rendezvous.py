@@ -216,8 +216,8 @@ def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:
         return _host_here(info, name, timeout_s)
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
-        for directory in local_socket.own_directories(_prefix()):
-            store = _enter(str(directory / name), info, timeout_s)
+        for directory in local_socket.own_directories(socket_prefix()):
+            store = join_at(str(directory / name), info, timeout_s)
             if store is not None:
                 return store
         time.sleep(_POLL_S)
@@ -236,12 +236,12 @@ def socket_name(info: RankInfo) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-def _prefix() -> str:
+def socket_prefix() -> str:
     """Return how rank 0's directory begins; others may take names they can guess."""
     return f"ronde-ranks-{os.geteuid()}-"
 
 
-def _enter(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
+def join_at(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
     """Join the store behind a socket; None where there is none, or another's."""
     try:
         local_socket.dial(path, timeout_s).close()
@@ -256,11 +256,11 @@ def _enter(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
 
 def _host_here(info: RankInfo, name: str, timeout_s: float) -> JobStore:
     """Answer for a store until this process ends; wait until all have joined."""
-    for stale in local_socket.own_directories(_prefix()):
+    for stale in local_socket.own_directories(socket_prefix()):
         if local_socket.remove_stale(stale):
             local_socket.remove(stale)
     end = secrets.token_hex(8)
-    directory = local_socket.temporary_directory() / f"{_prefix()}{end}"
+    directory = local_socket.temporary_directory() / f"{socket_prefix()}{end}"
     directory.mkdir(mode=0o700)
     server = serve_locally(
         local_socket.listen(directory / end), max_connections(info.size)

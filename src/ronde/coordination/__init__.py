@@ -6,6 +6,8 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "control.channel": "ControlChannel connect_channel",
+        "control.doorbell": "Doorbell",
+        "control.gloo": "GlooTransport",
         "coordinator": "CoordinationOptions Coordinator",
         "execution": "FusionTuning",
         "messages": "Tree",

@@ -13,6 +13,6 @@ __getattr__ = lazy_exports(
         "protocol": (
             "Limits MAX_FRAME_BYTES Op Splitter Status StoreState decode encode"
         ),
-        "server": "serve_locally serve_network",
+        "server": "StrangerLimits serve_locally serve_network",
     },
 )

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.errors import StoreError
 from ronde.store.authentication import ServerSession, SharedKey
@@ -15,8 +16,16 @@ from ronde.store.protocol import StoreState
 
 _READ_BYTES = 256 << 10
 _MAX_UNSENT_BYTES = 32 << 20
-_MAX_STRANGERS = 256
-_STRANGER_S = 5.0
+
+
+class StrangerLimits(NamedTuple):
+    """For clients that have not proven to be of the job; the oldest is dropped."""
+
+    most: int = 256
+    each_s: float = 5.0
+
+
+_STRANGER_LIMITS = StrangerLimits()
 
 
 @dataclass(eq=False, slots=True)
@@ -29,8 +38,7 @@ class _Client:
 class StoreServer:
     """A store behind a socket that listens.
 
-    Clients that have not proven to be of the job, strangers, keep nobody out: there are
-    at most ``_MAX_STRANGERS``, each for ``_STRANGER_S``; the oldest is dropped first.
+    Clients that have not proven to be of the job, strangers, keep nobody out.
     ``admit`` returns the session of a connection, None to refuse it.
     """
 
@@ -39,8 +47,10 @@ class StoreServer:
         listener: socket.socket,
         admit: Callable[[socket.socket], ServerSession | None],
         max_clients: int,
+        strangers: StrangerLimits = _STRANGER_LIMITS,
     ) -> None:
         self._admit = admit
+        self._limits = strangers
         self._max_clients = max_clients
         self._state: StoreState[_Client] = StoreState()
         self._clients: set[_Client] = set()
@@ -90,12 +100,12 @@ class StoreServer:
             sock.close()
             return
         sock.setblocking(False)  # noqa: FBT003  the socket's own method
-        client = _Client(sock, session, time.monotonic() + _STRANGER_S)
+        client = _Client(sock, session, time.monotonic() + self._limits.each_s)
         self._clients.add(client)
         self._strangers[client] = None
         self._selector.register(sock, selectors.EVENT_READ, client)
         self._settle(client)
-        if len(self._strangers) > _MAX_STRANGERS:
+        if len(self._strangers) > self._limits.most:
             self._drop(next(iter(self._strangers)))
 
     def _read(self, client: _Client) -> None:
@@ -159,7 +169,10 @@ def serve_locally(listener: socket.socket, max_clients: int) -> StoreServer:
 
 
 def serve_network(
-    listener: socket.socket, key: SharedKey, max_clients: int
+    listener: socket.socket,
+    key: SharedKey,
+    max_clients: int,
+    strangers: StrangerLimits = _STRANGER_LIMITS,
 ) -> StoreServer:
     """Answer on a TCP socket, to clients that prove to be of the job."""
 
@@ -167,4 +180,4 @@ def serve_network(
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return ServerSession(key)
 
-    return StoreServer(listener, admit, max_clients)
+    return StoreServer(listener, admit, max_clients, strangers)

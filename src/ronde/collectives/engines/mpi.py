@@ -349,7 +349,10 @@ def connect_some(ranks: Sequence[int], *, timeout_s: float) -> MpiEngine:
     return MpiEngine(library, comm, timeout_s)
 
 
-def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiEngine:
+def connect_world(
+    rank: int, size: int, *, timeout_s: float, max_count: int = MAX_COUNT
+) -> MpiEngine:
+    """Connect all ranks; one call of MPI's takes up to ``max_count`` elements."""
     library = load()
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank, size):
@@ -360,7 +363,9 @@ def connect_world(rank: int, size: int, *, timeout_s: float) -> MpiEngine:
             f"({MPI.Get_library_version().partition(',')[0]})."
         )
     # The world itself is the program's; it is never closed here.
-    return MpiEngine(library, world, timeout_s).clone()
+    engine = MpiEngine(library, world, timeout_s)
+    engine.max_count = max_count
+    return engine.clone()
 
 
 def _elements(vector: Tensor) -> _Buffer:

@@ -50,12 +50,15 @@ class GlooTransport:
         groups: Groups,
         neighbours: Mapping[int, tuple[int, str]],
         doorbell: Doorbell,
+        *,
+        close_s: float = _CLOSE_S,
     ) -> None:
         """Take over a process group with a Gloo group of this rank and its neighbours.
 
         ``neighbours`` are the rank and the host of each of its numbers; what comes in
-        rings this rank's doorbell.
+        rings this rank's doorbell. ``close()`` waits ``close_s`` for neighbours.
         """
+        self._close_s = close_s
         self.backend = groups.of(torch.device("cpu"))
         self.doorbell = doorbell
         self._groups = groups
@@ -88,7 +91,7 @@ class GlooTransport:
         atexit.unregister(self.close)
         for each in self.connections:
             each.close()
-        self._join(time.monotonic() + _CLOSE_S)
+        self._join(time.monotonic() + self._close_s)
         self._groups.abort()  # ends what a neighbour that hangs leaves waiting
         deadline = time.monotonic() + _ENDING_S
         self._join(deadline)
