@@ -1,13 +1,17 @@
 """Ranks with a coordinator each, for tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+from tests.limits import HANG_S
 from tests.ranks import run_ranks_bare
 
 from ronde.collectives import Connections, ReduceOp
 from ronde.coordination import (
+    ControlChannel,
     CoordinationOptions,
     Coordinator,
     NamedOperation,
@@ -15,15 +19,42 @@ from ronde.coordination import (
     connect_channel,
 )
 
+NEVER_S = 5 * HANG_S
+"""A collective's own limit: what ends earlier has another reason."""
+ON_THREE = [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2, 4))]
+ON_ALL = [1, 2, 3, 4]
+
+
+@contextmanager
+def coordinating(
+    connections: Connections,
+    name: str = "all",
+    *,
+    hosts: str = "",
+    options: CoordinationOptions | None = None,
+    adapt: Callable[[ControlChannel], None] = lambda _: None,
+) -> Generator[Coordinator]:
+    """Connect a coordinator of all ranks; ``adapt`` is given its channel first."""
+    rank, size = connections.info.rank, connections.info.size
+    communicator = connections.connect(name, range(size))
+    store, places = connections.store(f"control {name}"), hosts or "a" * size
+    channel = connect_channel(store, rank, places, timeout_s=HANG_S)
+    adapt(channel)
+    coordinator = Coordinator(communicator, channel, options or CoordinationOptions())
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+        communicator.close()
+
 
 def run_coordinated(
     size: int,
     fn: Callable[..., Any],
     *args: Any,
-    hosts: str = "",
     engine: str = "",
-    options: CoordinationOptions | None = None,
-    **limits: Any,
+    dying: Collection[int] = (),
+    **options: Any,
 ) -> list[Any]:
     """Call ``fn(coordinator, *args)`` on ``size`` ranks.
 
@@ -31,28 +62,18 @@ def run_coordinated(
         size: Number of ranks.
         fn: What to call.
         args: Its further arguments.
-        hosts: A letter a rank: the host that it is to think itself on.
         engine: What moves the tensors.
-        options: How the coordinators work.
-        limits: ``timeout_s``, ``dying``: see ``run_ranks_bare``.
+        dying: Ranks that are meant to end: see ``run_ranks_bare``.
+        options: ``hosts``: a letter a rank, the host that it is to think itself on.
+            ``options``: how the coordinators work. ``adapt``: see ``coordinating``.
     """
 
     def work(claim: Any) -> Any:
-        connections = Connections(claim, engine=engine)
-        communicator = connections.connect("all", range(size))
-        channel = connect_channel(
-            connections.store("control"), claim.rank, hosts or "a" * size, timeout_s=60
-        )
-        coordinator = Coordinator(
-            communicator, channel, options or CoordinationOptions()
-        )
-        try:
+        connections = Connections(claim, timeout_s=NEVER_S, engine=engine)
+        with coordinating(connections, **options) as coordinator:
             return fn(coordinator, *args)
-        finally:
-            coordinator.close()
-            communicator.close()
 
-    return run_ranks_bare(size, work, **limits)
+    return run_ranks_bare(size, work, dying=dying, timeout_s=HANG_S)
 
 
 def summed(name: str, tensor: torch.Tensor, **more: Any) -> NamedOperation:
@@ -74,9 +95,13 @@ def operation(
 
 
 __all__ = [
+    "NEVER_S",
+    "ON_ALL",
+    "ON_THREE",
     "NamedOperation",
     "OpKind",
     "ReduceOp",
+    "coordinating",
     "operation",
     "run_coordinated",
     "summed",

@@ -5,11 +5,14 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 from itertools import count, product
 
 import pytest
 import torch
 from tests.coordination.coordinators import (
+    ON_ALL,
+    ON_THREE,
     NamedOperation,
     OpKind,
     ReduceOp,
@@ -18,25 +21,22 @@ from tests.coordination.coordinators import (
 )
 from torch import Tensor
 
-from ronde.coordination import CoordinationOptions, fast_path
+from ronde.coordination import CoordinationOptions
 from ronde.errors import CollectiveError, PeerLostError
 
-SIZES = [2, 3, 4]
-NEVER_S = 3600.0
+SEVERAL = ON_THREE[:1] + ON_THREE[2:]
+NEVER_NAP_S = 3600.0
 
 
-def count_messages(coordinator) -> list[int]:
-    """Have one more in the list for each message that this rank sends."""
-    sent = []
-    channel = coordinator._channel
+def counted(channel, sent) -> None:
+    """Have one more in a list for each message that a channel sends."""
     send = channel.send
 
-    def counted(to: int, message: bytes) -> None:
+    def count_and_send(to: int, message: bytes) -> None:
         sent.append(to)
         send(to, message)
 
-    channel.send = counted
-    return sent
+    channel.send = count_and_send
 
 
 def reduced(name: str, tensor: Tensor, **more) -> NamedOperation:
@@ -46,12 +46,15 @@ def reduced(name: str, tensor: Tensor, **more) -> NamedOperation:
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ON_ALL[1:])
 def test_known_names_take_no_messages(size) -> None:
+    sent: list[int] = []  # each rank has one of its own
+
     def work(coordinator):
         for name in "ab":
             coordinator.run(summed(name, torch.ones(1)))
-        sent = count_messages(coordinator)
+        coordinator.fast_path.patience_s = NEVER_NAP_S
+        sent.clear()
         for step in range(200):
             own = torch.tensor([float(step + coordinator.rank)])
             (total,) = coordinator.run(summed("ab"[step % 2], own))
@@ -59,7 +62,8 @@ def test_known_names_take_no_messages(size) -> None:
         return len(sent)
 
     # A rank that is kept waiting for long may have the others go the ordinary way.
-    assert max(run_coordinated(size, work)) < 50
+    adapt = partial(counted, sent=sent)
+    assert max(run_coordinated(size, work, adapt=adapt)) < 50
 
 
 @pytest.mark.parametrize(
@@ -108,10 +112,10 @@ def test_results_are_the_engines_own(engine) -> None:
                 assert torch.equal(result.reshape(-1).view(torch.uint8), same)
                 assert result.stride() == tensor.stride()
 
-    run_coordinated(3, work, engine=engine, timeout_s=120)
+    run_coordinated(3, work, engine=engine)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SEVERAL)
 def test_calls_of_every_kind_mixed(size) -> None:
     """Some ranks wait at once, some later, in orders of their own."""
 
@@ -145,7 +149,7 @@ def test_calls_of_every_kind_mixed(size) -> None:
     run_coordinated(size, work)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SEVERAL)
 def test_ranks_that_ask_for_other_names_go_the_ordinary_way(size) -> None:
     """Two threads a rank, in the opposite order on each."""
 
@@ -177,12 +181,12 @@ def test_ranks_that_ask_for_other_names_go_the_ordinary_way(size) -> None:
     run_coordinated(size, work)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SEVERAL)
 def test_a_round_that_others_have_left_already_is_not_lost(size) -> None:
     """One thread is slow to end its round; another is asked for the next meanwhile."""
 
     def work(coordinator):
-        path, chance = coordinator._state.fast_path, random.Random(coordinator.rank)
+        path, chance = coordinator.fast_path, random.Random(coordinator.rank)
         wait, is_awaited, failures = path.wait, path.is_awaited, []
 
         def nap() -> None:
@@ -213,7 +217,7 @@ def test_a_round_that_others_have_left_already_is_not_lost(size) -> None:
     run_coordinated(size, work)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SEVERAL)
 def test_a_request_that_changed_on_one_rank(size) -> None:
     def work(coordinator):
         for _ in range(3):
@@ -231,7 +235,7 @@ def test_a_request_that_changed_on_one_rank(size) -> None:
     run_coordinated(size, work)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SEVERAL)
 def test_ranks_that_joined_count_as_zeros(size) -> None:
     def work(coordinator):
         rank, n = coordinator.rank, coordinator.size
@@ -255,7 +259,7 @@ def test_a_cache_that_forgets(capacity) -> None:
     run_coordinated(3, work, options=CoordinationOptions(cache_capacity=capacity))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SEVERAL)
 def test_a_rank_that_dies_while_others_sleep_for_it_is_named(size) -> None:
     def work(coordinator):
         for step in count():
@@ -271,14 +275,13 @@ def test_a_rank_that_dies_while_others_sleep_for_it_is_named(size) -> None:
     run_coordinated(size, work, dying=[1])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SEVERAL)
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_no_wake_up_is_lost(size, is_busy) -> None:
     """Every wait sleeps, and whoever is not woken sleeps on for an hour.
 
     Also where the coordinator's own thread ends the rounds that another waits for.
     """
-    naps = pytest.MonkeyPatch.context
 
     def work(coordinator):
         is_over = threading.Event()
@@ -289,19 +292,18 @@ def test_no_wake_up_is_lost(size, is_busy) -> None:
 
         waking = threading.Thread(target=wake)
         waking.start()
-        with naps() as patch:
-            patch.setattr(fast_path, "_FIRST_NAP_S", NEVER_S)
-            patch.setattr(fast_path, "NEAR", 0)
-            choose = random.Random(coordinator.rank)
-            for _ in range(3):
-                coordinator.run(summed("x", torch.ones(1)))
-            for step in range(1000):
-                for _ in range(choose.choice([0, 0, 30, 300])):
-                    pass
-                (total,) = coordinator.run(summed("x", torch.full((1,), float(step))))
-                assert total.item() == size * step
+        path = coordinator.fast_path
+        path.first_nap_s, path.num_looks = NEVER_NAP_S, 0
+        choose = random.Random(coordinator.rank)
+        for _ in range(3):
+            coordinator.run(summed("x", torch.ones(1)))
+        for step in range(1000):
+            for _ in range(choose.choice([0, 0, 30, 300])):
+                pass
+            (total,) = coordinator.run(summed("x", torch.full((1,), float(step))))
+            assert total.item() == size * step
         is_over.set()
         waking.join()
 
     options = CoordinationOptions(gather_time_s=0.0)
-    run_coordinated(size, work, options=options, timeout_s=90)
+    run_coordinated(size, work, options=options)

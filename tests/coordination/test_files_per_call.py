@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 from tests.launchers import launcher_environment, launcher_words
+from tests.limits import HANG_S
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "files_per_call.py"
 MOST = {"named_allreduce": 15, "gradient": 14}
@@ -15,7 +16,7 @@ def test_a_call_enters_few_files(tmp_path):
         env=launcher_environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=100.0,
+        timeout=HANG_S,
         check=True,
     )
     counts = [line.split() for line in done.stdout.splitlines() if line[:1].isalpha()]

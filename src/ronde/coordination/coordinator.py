@@ -44,7 +44,6 @@ __all__ = ["CoordinationOptions", "Coordinator"]
 _LOOK_EVERY_S = 0.25  # between two looks at who still lives and what waits for long
 _NUM_QUICK_WAITS = 2
 _MOST_GATHERED = 4  # so often newer submissions may put off older ones
-_FAST_S = 0.05  # after so long on the fast path, whoever has not come is to refuse
 _CLOSE_WITHIN_S = 2.0  # an operation that is under way may end by itself for so long
 _FAST_ENGINES = ("auto", "shared_memory")  # they reduce so few bytes in the same way
 _FIND_LOSS_WITHIN_S = 1.5
@@ -366,6 +365,11 @@ class Coordinator:
         self._thread.start()
         waits.scope.add(self._abort)
 
+    @property
+    def fast_path(self) -> FastPath | None:
+        """Where all ranks share memory."""
+        return self._state.fast_path
+
     def submit(self, operation: NamedOperation) -> Work[Any]:
         """Start an operation; returns at once.
 
@@ -409,7 +413,7 @@ class Coordinator:
                 state.submitted.append(entry)
         if fast_path is not None and not entry.is_over:
             # If the round does not end, ``_finish`` sees to it.
-            fast_path.wait(min(_FAST_S, self.waits.patience_s))
+            fast_path.wait(min(fast_path.patience_s, self.waits.patience_s))
             with self._lock:
                 state.finish_fast(is_late=True)
         return entry.wait()

@@ -57,7 +57,6 @@ _MOST_SKIPPED = 64
 _REFUSED = 0  # the tag of a rank that has nothing to show
 _NUMBER, _TAGS, _SLEEP_STATE, _WAKE = 0, 1, LINE, 2 * LINE
 _AWAKE, _ASLEEP, _ASKING = 0, 1, 2
-_FIRST_NAP_S = 0.001
 
 
 class _Plan(NamedTuple):
@@ -69,9 +68,16 @@ class _Plan(NamedTuple):
 
 
 class FastPath:
-    """One rank's part; one thread at a time, save for ``wait`` and ``is_awaited``."""
+    """One rank's part; one thread at a time, save for ``wait`` and ``is_awaited``.
+
+    Attributes:
+        num_looks: Of ``wait``, before it sleeps.
+        first_nap_s: Of its sleep: so long until it looks for itself.
+        patience_s: After so long, whoever has not come is to refuse.
+    """
 
     def __init__(self, shared: SharedMemoryTransport) -> None:
+        self.num_looks, self.first_nap_s, self.patience_s = NEAR, 0.001, 0.05
         segments, own = shared.segments, shared.own
         stop = ROUNDS_AT + PAGE_BYTES
         words = [segment.view[ROUNDS_AT:stop].cast("Q") for segment in segments]
@@ -188,7 +194,7 @@ class FastPath:
         thread that took part may wait while others call ``finish``.
         """
         number, is_complete, pause = self._number, self._is_complete, CONTENTION.pause
-        for _ in repeat(None, CONTENTION.num_looks(NEAR)):
+        for _ in repeat(None, CONTENTION.num_looks(self.num_looks)):
             if is_complete(number):
                 return
             if not pause():
@@ -204,7 +210,7 @@ class FastPath:
             self._has_waiter = False
 
     def _sleep(self, number: int, deadline: float) -> None:
-        nap_s = _FIRST_NAP_S
+        nap_s = self.first_nap_s
         while True:
             value = self._own[_WAKE]
             if self._is_complete(number):
