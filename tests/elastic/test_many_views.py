@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.limits import HANG_S
 from tests.membership_controller import become_member, controlling
 from tests.ranks import run_ranks_bare
 from tests.resources import least_resources
@@ -82,7 +83,13 @@ def go_through_views(claim: Any, path: str, num_views: int) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("num_views", [60, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "num_views",
+    [
+        pytest.param(60, marks=pytest.mark.soak),
+        pytest.param(200, marks=pytest.mark.long),
+    ],
+)
 def test_nothing_is_left_behind(engine: str, num_views: int) -> None:
     with controlling(3) as (_, path):
         results = run_ranks_bare(
@@ -90,7 +97,7 @@ def test_nothing_is_left_behind(engine: str, num_views: int) -> None:
             go_through_views,
             path,
             num_views,
-            timeout_s=1.0 * num_views,
+            timeout_s=max(HANG_S, 1.0 * num_views),
             environment={"RONDE_ENGINE": engine},
         )
     for _, (*early, early_bytes), (*late, late_bytes) in results:

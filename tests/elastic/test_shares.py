@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.limits import HANG_S
 from tests.membership_controller import become_member, controlling
 from tests.parity.sessions import run_sessions
 from tests.ranks import run_ranks_bare
@@ -16,11 +17,25 @@ from tests.ranks import run_ranks_bare
 import ronde.torch as hvd
 from ronde.errors import UsageError
 from ronde.membership import Rules, own_member
-from ronde.torch.elastic import copies
+from ronde.torch.elastic import find_keepers, pack, unpack
 
 ENGINES = ("shared_memory", "gloo", "hierarchical")
 STEPS = 20
 Orders = dict[tuple[int, int], str]
+
+
+class Fatal:
+    """Ends its process when its state is wanted: others have the rank's copy then."""
+
+    is_armed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_armed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
 def train(claim: Any, path: str, orders: Orders, zero: int = 1, **options: Any) -> Any:
@@ -39,7 +54,9 @@ def train(claim: Any, path: str, orders: Orders, zero: int = 1, **options: Any) 
     )
     data = torch.utils.data.TensorDataset(inputs, targets)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5)
-    options = {"copy_every": 1, "objects": {"schedule": schedule}, **options}
+    fatal = Fatal()
+    objects = {"schedule": schedule, "fatal": fatal}
+    options = {"copy_every": 1, "objects": objects, **options}
     loop = hvd.elastic.Loop(
         *(model, optimizer, data), batch=12, epochs=STEPS // 4, **options
     )
@@ -58,11 +75,12 @@ def train(claim: Any, path: str, orders: Orders, zero: int = 1, **options: Any) 
             elif order == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             loss.backward()
-            if order == "kill while it copies":
-                copies.pack = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             numbers.append(step.number)
             schedule.step()
+            if order == "kill before it copies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            fatal.is_armed = order == "kill while it copies"
     weights = [value.clone() for value in model.state_dict().values()]
     hvd.shutdown()
     return numbers, weights
@@ -85,34 +103,44 @@ def assert_as_expected(results: list[Any], expected: list[torch.Tensor]) -> None
             torch.testing.assert_close(own, alone, rtol=1e-9, atol=1e-12)
 
 
+BEFORE, WHILE = "kill before it copies", "kill while it copies"
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("order", ["kill", "kill while it copies"])
+@pytest.mark.parametrize(
+    "orders",
+    [
+        {(0, 4): "kill", (2, 8): BEFORE, (3, 12): WHILE},
+        {(3, 4): BEFORE, (1, 8): WHILE, (0, 12): "kill"},
+        {(2, 4): WHILE, (0, 8): "kill", (1, 12): BEFORE},
+    ],
+    ids=["0, 2, 3", "3, 1, 0", "2, 0, 1"],
+)
 def test_a_lost_ranks_share_is_another_ones(
-    engine: str, order: str, expected: list[torch.Tensor]
+    engine: str, orders: Orders, expected: list[torch.Tensor]
 ) -> None:
-    for victim in range(4):
-        with controlling(4) as (_, path):
-            results = run_ranks_bare(
-                4,
-                train,
-                path,
-                {(victim, 7): order},
-                dying=[victim],
-                timeout_s=20.0,
-                environment={"RONDE_ENGINE": engine},
-            )
-        assert_as_expected(results, expected)
-        for numbers, _ in filter(None, results):
-            assert sorted(set(numbers)) == list(range(STEPS))
-            assert len(numbers) <= STEPS + 1
+    dying = [victim for victim, _ in orders]
+    with controlling(4) as (_, path):
+        results = run_ranks_bare(
+            4,
+            train,
+            path,
+            orders,
+            dying=dying,
+            timeout_s=HANG_S,
+            environment={"RONDE_ENGINE": engine},
+        )
+    assert [rank for rank, each in enumerate(results) if each is None] == sorted(dying)
+    assert_as_expected(results, expected)
+    for numbers, _ in filter(None, results):
+        assert sorted(set(numbers)) == list(range(STEPS))
+        assert len(numbers) <= STEPS + len(orders)
 
 
 def test_two_die_whose_copies_are_with_others(expected: list[torch.Tensor]) -> None:
-    orders = {(1, 7): "kill", (3, 7): "kill", (0, 13): "kill while it copies"}
+    orders = {(1, 7): "kill", (3, 7): "kill"}
     with controlling(4) as (_, path):
-        results = run_ranks_bare(
-            4, train, path, orders, dying=[0, 1, 3], timeout_s=20.0
-        )
+        results = run_ranks_bare(4, train, path, orders, dying=[1, 3], timeout_s=HANG_S)
     assert_as_expected(results, expected)
 
 
@@ -131,7 +159,7 @@ def test_steps_since_the_last_copy_are_done_again(
             path,
             {(0, 5): "grow", (1, 15): "kill"},
             dying=[1],
-            timeout_s=20.0,
+            timeout_s=HANG_S,
             environment={"RONDE_ENGINE": engine},
         )
     assert_as_expected(results, expected)
@@ -154,7 +182,7 @@ def test_a_share_that_is_lost_with_its_copy_comes_from_a_checkpoint(
 ) -> None:
     with controlling(4) as (_, path):
         results = run_ranks_bare(
-            4, lose_both, path, str(tmp_path), dying=[1, 2], timeout_s=20.0
+            4, lose_both, path, str(tmp_path), dying=[1, 2], timeout_s=HANG_S
         )
     assert_as_expected(results, expected)
     assert results[0][0] == [*range(7), *range(4, STEPS)]
@@ -171,7 +199,9 @@ def test_a_checkpoint_that_is_asked_for_follows_the_next_copy(
 ) -> None:
     for size, orders in ((3, {(0, 1): "save"}), (2, {})):
         with controlling(size) as (_, path):
-            results = run_ranks_bare(size, save, path, str(tmp_path), orders)
+            results = run_ranks_bare(
+                size, save, path, str(tmp_path), orders, timeout_s=HANG_S
+            )
         assert_as_expected(results, expected)
         assert [each.name for each in tmp_path.iterdir()] == ["step-4.pt"]
     assert results[0][0] == list(range(4, STEPS))
@@ -179,7 +209,7 @@ def test_a_checkpoint_that_is_asked_for_follows_the_next_copy(
 
 def test_without_a_checkpoint_it_says_what_is_lost() -> None:
     with controlling(4) as (_, path):
-        results = run_ranks_bare(4, lose_both, path, "", dying=[1, 2], timeout_s=20.0)
+        results = run_ranks_bare(4, lose_both, path, "", dying=[1, 2], timeout_s=HANG_S)
     for message in (results[0], results[3]):
         assert "must be left on some rank" in message
         assert message.endswith("Give Loop one, with a small checkpoint_every.")
@@ -215,15 +245,15 @@ def test_a_state_that_was_loaded_before_stays() -> None:
 
 
 def test_keepers_are_on_other_hosts() -> None:
-    assert copies.find_keepers(["a", "a", "b", "b"]) == [2, 3, 0, 1]
-    assert copies.find_keepers(["a", "b", "a", "b"]) == [1, 0, 3, 2]
-    assert copies.find_keepers(["a", "a", "b"]) == [2, 0, 1]
-    assert copies.find_keepers(["a"] * 3) == [1, 2, 0]
-    assert copies.find_keepers(["a"]) == [0]
+    assert find_keepers(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    assert find_keepers(["a", "b", "a", "b"]) == [1, 0, 3, 2]
+    assert find_keepers(["a", "a", "b"]) == [2, 0, 1]
+    assert find_keepers(["a"] * 3) == [1, 2, 0]
+    assert find_keepers(["a"]) == [0]
 
 
 def test_what_is_packed_comes_back() -> None:
     value = [{"step": torch.tensor(3.0), "exp_avg": torch.arange(5).half()}, (1, "a")]
-    [state, rest] = copies.unpack(copies.pack(value))
+    [state, rest] = unpack(pack(value))
     assert (state["step"].item(), state["exp_avg"].tolist()) == (3.0, [0, 1, 2, 3, 4])
     assert rest == (1, "a")

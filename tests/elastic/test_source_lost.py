@@ -3,13 +3,13 @@
 import subprocess
 import sys
 
-import pytest
+from tests.limits import HANG_S
 
 PROGRAM = """
 import os, signal, sys, time
 import torch
 import ronde.torch as hvd
-from ronde.membership.member import own_member
+from ronde.membership import own_member
 
 hvd.init()
 number = own_member().number
@@ -55,7 +55,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.timeout(200)
 def test_those_that_are_left_have_lost_no_step(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
@@ -64,7 +63,7 @@ def test_those_that_are_left_have_lost_no_step(tmp_path):
         [sys.executable, "-m", "ronde", *words, sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=HANG_S,
         check=False,
     )
     # Step after step in the one that stayed, from the first on.

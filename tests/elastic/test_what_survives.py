@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.limits import HANG_S
 from tests.membership_controller import become_member, controlling
 from tests.ranks import run_ranks_bare
 
@@ -81,7 +82,7 @@ def test_process_sets_keep_who_is_left(engine: str) -> None:
             lose_and_grow,
             path,
             dying=[3],
-            timeout_s=20.0,
+            timeout_s=HANG_S,
             environment={"RONDE_ENGINE": engine},
         )
     first, second = [([0, 2], 4.0), ([1, 2, 3], 9.0)], [([0, 2], 4.0), ([1, 2], 5.0)]
@@ -123,7 +124,7 @@ def test_a_timeline_has_a_part_for_each_view(tmp_path: Path) -> None:
             path,
             str(file),
             dying=[2],
-            timeout_s=20.0,
+            timeout_s=HANG_S,
             environment={"HOROVOD_TIMELINE": str(file)},
         )
     first = json.loads(file.read_text())
