@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 from ronde.launch import JobFacts, NodeFacts, rank_environment
 from ronde.world import HOROVOD, OPEN_MPI, PMI, RONDE, World
@@ -43,7 +44,19 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("console", CONSOLES, ids=lambda text: text.splitlines()[0])
+def marks_of(console: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Have one job start whenever tests run; the others start with the soak."""
+    is_job = re.match(r"\$ ronde (run|bench) ", console) and console != CONSOLES[0]
+    return (pytest.mark.soak,) if is_job else ()
+
+
+@pytest.mark.parametrize(
+    "console",
+    [
+        pytest.param(text, id=text.splitlines()[0], marks=marks_of(text))
+        for text in CONSOLES
+    ],
+)
 def test_the_readme_shows_what_its_commands_print(
     directory: Path, console: str
 ) -> None:
@@ -55,7 +68,7 @@ def test_the_readme_shows_what_its_commands_print(
             cwd=directory,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=HANG_S,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -86,7 +99,7 @@ def test_the_readme_names_no_option_that_does_not_exist() -> None:
             [sys.executable, "-m", "ronde", *command, "--help"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
             check=False,
         )
         assert done.returncode == 0, done.stderr

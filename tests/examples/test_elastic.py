@@ -8,20 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = (ROOT / "docs" / "how-to" / "elastic.md").read_text()
 [PLAIN, ELASTIC, *MORE] = re.findall(r"```python\n(.*?)```", HOW_TO, flags=re.DOTALL)
 COMMAND = str(Path(sys.executable).parent / "ronde")
+pytestmark = pytest.mark.soak
 ENVIRONMENT = {"PATH": os.defpath, "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"}
-
-TIMEOUT_S = 150
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
 
 
 def train(cwd: Path, *program: str, kill_at: str) -> list[str]:
     """Return what a job prints of which rank 1 of 2 is killed when that is printed."""
-    job = ["run", "-H", "localhost:2", "--min-ranks", "1", "--timeout", f"{TIMEOUT_S}s"]
+    job = ["run", "-H", "localhost:2", "--min-ranks", "1", "--timeout", f"{HANG_S}s"]
     lines: list[str] = []
     with subprocess.Popen(
         [COMMAND, *job, "--", sys.executable, *program],
@@ -86,7 +85,7 @@ def test_the_how_tos_other_programs_train(tmp_path: Path) -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

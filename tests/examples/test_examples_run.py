@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.limits import HANG_S
 
 from ronde.records import Record, read_records
 
@@ -23,9 +24,6 @@ RANKS_AND_STARTS = {
     "torchrun": (2, ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python"]),
     "mpirun": (2, ["mpirun", "--oversubscribe", "-n", "2"]),
 }
-
-TIMEOUT_S = 240
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
 
 
 def launched(name: str) -> tuple[int, list[str]]:
@@ -55,10 +53,10 @@ def run(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=TIMEOUT_S)
+            out, err = process.communicate(timeout=HANG_S)
         except subprocess.TimeoutExpired:
             process.terminate()
-            process.communicate(timeout=10)
+            process.communicate(timeout=HANG_S)
             raise
         finally:
             # Where the launcher itself hangs; else there is nobody left to be killed.
@@ -76,10 +74,9 @@ def only_record(path: Path) -> Record:
     "name",
     [
         "ronde",
-        pytest.param("python", marks=pytest.mark.long),
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("torchrun", "mpirun")
+            for name in ("python", "torchrun", "mpirun")
         ),
     ],
 )
@@ -101,6 +98,7 @@ def test_digits_under_every_launcher(name: str, tmp_path: Path) -> None:
     assert "epoch 10/10" in done.stderr
 
 
+@pytest.mark.soak
 def test_digits_alone_tests_its_own_models(tmp_path: Path) -> None:
     _, start = launched("ronde")
     path = tmp_path / "records.jsonl"
@@ -137,6 +135,7 @@ def fashion_mnist(data: Path, record: Path, *options: str) -> tuple[int, float]:
     return values["num_tested"], values["test_accuracy"]
 
 
+@pytest.mark.soak
 def test_fashion_mnist_learns_where_stripes_are(tmp_path: Path) -> None:
     write_stripes(tmp_path)
     options = ("--epochs", "2", "--batch-size", "20")

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 from tests.examples.test_examples_run import (
     FASHION_MNIST,
-    TIMEOUT_S,
     launched,
     run,
     write_stripes,
 )
-
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
 
 
 def accuracy_of(data: Path, *options: str) -> float:
@@ -25,9 +22,8 @@ def accuracy_of(data: Path, *options: str) -> float:
     return float(accuracy)
 
 
-@pytest.mark.parametrize(
-    "option", ["", pytest.param("--fp16-allreduce", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("option", ["", "--fp16-allreduce"])
 def test_it_learns_where_stripes_are(tmp_path: Path, option: str) -> None:
     write_stripes(tmp_path)
     options = f"--epochs 4 --lr 0.05 --batch-size 20 {option}".split()

@@ -76,7 +76,7 @@ def train(_claim, path, every, cut_off_after=None):
     return len(steps), outcome.loss, hashlib.sha256(weights).hexdigest()
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[3])
 def uninterrupted(request, run_ranks_bare):
     """Return what a training of some size comes to, rank by rank."""
     return run_ranks_bare(request.param, train, None, None)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = (ROOT / "docs" / "how-to" / "sharded-training.md").read_text()
@@ -18,6 +19,7 @@ from ronde.torch import parallel
 from train import build, loss_of
 
 """
+pytestmark = pytest.mark.soak
 RUN = (str(Path(sys.executable).parent / "ronde"), "run", "--no-prefix", "-n")
 ENVIRONMENT = {"PATH": os.defpath, "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"}
 
@@ -36,7 +38,7 @@ def run(folder: Path, *words: str, code: str = "") -> str:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """Small problems with odd shapes, trained by one process and by several ranks."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,18 @@ class OddCnn(nn.Module):
 
 
 class CountingEngine(SoloEngine):
-    """Counts its reductions."""
+    """Counts the bytes of its reductions."""
 
-    num_reductions = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced_bytes: list[int] = []
+
+    @property
+    def num_reductions(self) -> int:
+        return len(self.reduced_bytes)
 
     def all_reduce(self, source, out, what):
-        self.num_reductions += 1
+        self.reduced_bytes.append(source.nbytes)
         return super().all_reduce(source, out, what)
 
 
@@ -71,6 +77,7 @@ class Problem:
     options: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
     num_steps: int = NUM_STEPS
     device: str = "cpu"
+    wire: torch.dtype | None = None  # that gradients travel in, where it is another
 
     def data(self, step: int, num_rows: int) -> tuple[Tensor, Tensor]:
         """Return the whole batch of one step."""
@@ -99,9 +106,16 @@ def train_alone(problem: Problem, size: int) -> dict[str, Tensor]:
 
 
 def train_on_ranks(claim: object, problem: Problem) -> dict[str, Tensor]:
-    """Train this rank on its share; return its weights."""
+    """Train this rank in a session of its own."""
     del claim
     hvd.init()
+    weights = train_share(problem)
+    hvd.shutdown()
+    return weights
+
+
+def train_share(problem: Problem) -> dict[str, Tensor]:
+    """Train this rank on its share; return its weights."""
     model = problem.model(seed=hvd.rank())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
@@ -113,8 +127,16 @@ def train_on_ranks(claim: object, problem: Problem) -> dict[str, Tensor]:
         inputs, targets = problem.data(number, hvd.size() * BATCH)
         rows = slice(hvd.rank() * BATCH, (hvd.rank() + 1) * BATCH)
         problem.step(model, optimizer, inputs[rows], targets[rows], number)
-    hvd.shutdown()
     return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def assert_parity(results: Sequence[dict[str, Tensor]], problem: Problem) -> None:
+    """Compare the weights of all ranks, bit by bit, and with those of one process."""
+    for name, value in results[0].items():
+        for result in results[1:]:
+            assert torch.equal(result[name], value), f"ranks differ in {name}"
+    expected = train_alone(problem, len(results))
+    assert_close(results[0], expected, num_steps=problem.num_steps, wire=problem.wire)
 
 
 def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

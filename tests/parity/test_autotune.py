@@ -173,7 +173,7 @@ def test_horovods_variables_turn_it_on(tmp_path):
             optimizer.zero_grad()
             model(torch.ones(2, WIDTHS[0], dtype=torch.float64)).sum().backward()
             optimizer.step()
-        limits = optimizer._reducer.rounds.tuned_limits
+        limits = optimizer.reducer.rounds.tuned_limits
         hvd.shutdown()
         return limits
 
@@ -216,7 +216,7 @@ def test_fusion_is_tuned_unless_its_threshold_is_set(tmp_path, is_set):
         for tensor, result in zip(tensors, results, strict=True):
             assert torch.equal(result, torch.ones_like(tensor))
         coordinator = current_session().states[0].coordinator
-        threshold = coordinator._state.execution.threshold_bytes
+        threshold = coordinator.execution.threshold_bytes
         hvd.shutdown()
         return threshold
 

@@ -20,11 +20,7 @@ pytestmark = [
     pytest.mark.skipif(
         shutil.which("g++") is None, reason="torch.compile's backend needs g++"
     ),
-    pytest.mark.timeout(300),
 ]
-LIMIT_S = 180.0
-"""Compiling takes 20 s where nothing else runs. Less than the tests' own limit, so that
-ranks that hang show their stacks."""
 # Before and behind the call in each function, so that there is something to compile.
 NUM_GRAPHS = 2
 
@@ -200,10 +196,12 @@ def test_every_collective_is_among_the_functions():
 @pytest.mark.parametrize(
     ("size", "engine", "names", "backend"),
     [
-        (2, "shared_memory", FUNCTIONS, "aot_eager"),
-        pytest.param(2, "shared_memory", FEW, "inductor", marks=pytest.mark.soak),
+        # What comes after the graphs were found needs no functions but these few.
+        (3, "auto", FUNCTIONS, "eager"),
+        (2, "auto", FEW, "aot_eager"),
+        pytest.param(2, "auto", FEW, "inductor", marks=pytest.mark.soak),
         pytest.param(2, "gloo", FUNCTIONS, "inductor", marks=pytest.mark.long),
-        (3, "gloo", FEW, "aot_eager"),
+        pytest.param(3, "gloo", FUNCTIONS, "aot_eager", marks=pytest.mark.long),
         pytest.param(4, "hierarchical", FEW, "aot_eager", marks=pytest.mark.long),
     ],
 )
@@ -215,7 +213,6 @@ def test_collectives(environment, size, engine, names, backend):
         backend,
         engine=engine,
         environment=environment,
-        timeout_s=LIMIT_S,
     )
 
 
@@ -249,22 +246,28 @@ def with_backward(function: Function) -> Function:
     return run
 
 
+BACKWARD_INSIDE = ("allreduce", "alltoall")
+"""The others' gradients are taken in the same way."""
+
+
 def compare_gradients(names: Collection[str], backend: str) -> None:
     for name in names:
         call = DIFFERENTIABLE[name]
         function = loss_of(call)
         results: list[Any] = []
-        for run in (
+        runs = [
             with_backward(function),
             with_backward(compiled(function, backend=backend)),
-            compiled(with_backward(function), backend=backend),
-        ):
+        ]
+        if name in BACKWARD_INSIDE:
+            runs.append(compiled(with_backward(function), backend=backend))
+        for run in runs:
             tensor = rows().requires_grad_()
             loss = run(tensor)
             assert tensor.grad is not None
             results.append(plain((loss, tensor.grad)))
         assert num_graphs() >= NUM_GRAPHS, name
-        assert results == results[:1] * 3, name
+        assert results == results[:1] * len(runs), name
 
 
 @pytest.mark.parametrize(
@@ -283,7 +286,6 @@ def test_gradients(environment, names, backend):
         list(names),
         backend,
         environment=environment,
-        timeout_s=LIMIT_S,
     )
 
 
@@ -373,7 +375,7 @@ def compare_training(*, is_synchronized: bool, backend: str) -> None:
 )
 def test_training(environment, size, is_synchronized, backend):
     work = partial(compare_training, is_synchronized=is_synchronized, backend=backend)
-    run_sessions(size, work, environment=environment, timeout_s=LIMIT_S)
+    run_sessions(size, work, environment=environment)
 
 
 def refuse_one_graph() -> None:
@@ -426,7 +428,6 @@ def descend(
 
 def compare_descents() -> None:
     for op, has_compiled_autograd, is_synchronized in (
-        (hvd.Average, True, False),
         (hvd.Average, True, True),
         (hvd.Average, False, False),
         (hvd.Adasum, True, False),
@@ -468,9 +469,7 @@ def compare_descents_and_fail() -> str:
 
 def test_steps_that_the_compiler_could_see_through(environment):
     """``backward()`` cannot raise in compiled autograd: ``step()`` does instead."""
-    messages = run_sessions(
-        2, compare_descents_and_fail, environment=environment, timeout_s=LIMIT_S
-    )
+    messages = run_sessions(2, compare_descents_and_fail, environment=environment)
     assert all("backward_passes_per_step" in message for message in messages)
 
 

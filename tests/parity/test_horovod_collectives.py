@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.sessions import run_sessions
+from tests.parity.sessions import run_cases
 from torch import Tensor
 
 import ronde.torch as hvd
 
-SIZES = [1, 2, 3, 4]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -40,12 +39,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype in COMPLEX else torch.float64
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_reductions(size):
-    run_sessions(size, _reductions)
-
-
-def _reductions() -> None:
+def reductions() -> None:
     for dtype in NUMBERS:
         for shape in SHAPES:
             mine, stack = data(hvd.rank(), shape, dtype), all_data(shape, dtype)
@@ -66,12 +60,7 @@ def _reductions() -> None:
                 torch.testing.assert_close(average, exact, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_bool(size):
-    run_sessions(size, _bool)
-
-
-def _bool() -> None:
+def bool_() -> None:
     stack = torch.stack(
         [torch.tensor([r == 0, True, False]) for r in range(hvd.size())]
     )
@@ -84,11 +73,7 @@ def _bool() -> None:
     assert torch.equal(hvd.alltoall(mine[:1].repeat(hvd.size())), stack[:, 0])
 
 
-def test_integers_follow_horovod():
-    run_sessions(2, _integers)
-
-
-def _integers() -> None:
+def integers_follow_horovod() -> None:
     own = torch.tensor([-3, -4, 7][hvd.rank() :: 1][:1])
     own = torch.tensor([-3 if hvd.rank() == 0 else -4])
     assert hvd.allreduce(own).item() == -3  # truncated toward zero
@@ -98,12 +83,7 @@ def _integers() -> None:
     assert hvd.allreduce(sevens, op=hvd.Sum, postscale_factor=0.5).item() == 7
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_factors(size):
-    run_sessions(size, _factors)
-
-
-def _factors() -> None:
+def factors() -> None:
     mine, stack = data(hvd.rank(), (7,), torch.float64), all_data((7,), torch.float64)
     for name, call in {
         "x": lambda **k: hvd.allreduce(mine, **k),
@@ -125,12 +105,7 @@ def rows_of(whole: Tensor) -> Tensor:
     return whole.split(lengths)[hvd.rank()]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_in_place_and_handles(size):
-    run_sessions(size, _in_place)
-
-
-def _in_place() -> None:
+def in_place_and_handles() -> None:
     expected = torch.full((4, 2), float(sum(range(hvd.size()))))
     for make in (lambda t: t, lambda t: t.t().contiguous().t(), lambda t: t.mul(1)):
         own = make(torch.full((4, 2), float(hvd.rank())))
@@ -161,11 +136,7 @@ def _in_place() -> None:
     assert hvd.synchronize(hvd.grouped_allgather_async([])) == ()
 
 
-def test_layouts_are_kept():
-    run_sessions(2, _layouts)
-
-
-def _layouts() -> None:
+def layouts_are_kept() -> None:
     image = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     for call in (hvd.allreduce, lambda t: hvd.broadcast(t, 0)):
         assert call(image).stride() == image.stride()
@@ -178,12 +149,7 @@ def _layouts() -> None:
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_movements(size):
-    run_sessions(size, _movements)
-
-
-def _movements() -> None:
+def movements() -> None:
     rank, size = hvd.rank(), hvd.size()
     for dtype in [*NUMBERS, torch.bool, torch.float8_e4m3fn]:
         parts = [data(r, (r + 1, 3), torch.int32).to(dtype) for r in range(size)]
@@ -201,12 +167,7 @@ def _movements() -> None:
     assert empty.shape == (2, 4)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_reducescatter(size):
-    run_sessions(size, _reducescatter)
-
-
-def _reducescatter() -> None:
+def reducescatter() -> None:
     for dtype in FLOATS + INTEGERS + COMPLEX:
         for num_rows in (hvd.size(), 5, 1, 0, 2 * hvd.size() + 1):
             stack = all_data((num_rows, 2), dtype)
@@ -218,12 +179,7 @@ def _reducescatter() -> None:
     assert torch.equal(both[1], rows_of(torch.ones(4, 2)))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_alltoall(size):
-    run_sessions(size, _alltoall)
-
-
-def _alltoall() -> None:
+def alltoall() -> None:
     rank, size = hvd.rank(), hvd.size()
     rows = torch.arange(2 * size).view(2 * size, 1) + 100 * rank
     received = hvd.alltoall(rows)
@@ -244,12 +200,7 @@ def _alltoall() -> None:
     assert pair[1].tolist() == [2] * size
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_names_match_ranks_in_any_order(size):
-    run_sessions(size, _any_order)
-
-
-def _any_order() -> None:
+def names_match_ranks_in_any_order() -> None:
     order = list(range(20))
     if hvd.rank() % 2:
         order.reverse()
@@ -264,11 +215,7 @@ def _any_order() -> None:
     assert hvd.synchronize(handles[100]).tolist() == list(range(hvd.size()))
 
 
-def test_poll_is_false_until_all_ranks_have_submitted():
-    run_sessions(2, _poll)
-
-
-def _poll() -> None:
+def poll_is_false_until_all_ranks_have_submitted() -> None:
     for make in (
         lambda: hvd.allreduce_async(torch.ones(17, 17)),
         lambda: hvd.allgather_async(torch.ones(17, 17)),
@@ -286,12 +233,7 @@ def _poll() -> None:
         hvd.synchronize(handle)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_sparse(size):
-    run_sessions(size, _sparse)
-
-
-def _sparse() -> None:
+def sparse() -> None:
     rank, size = hvd.rank(), hvd.size()
     indices = torch.tensor([[0, rank + 1], [1, 2]])
     mine = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0]), (6, 4))
@@ -310,10 +252,6 @@ def _sparse() -> None:
     )
 
 
-def test_compressors():
-    run_sessions(2, _compressors)
-
-
 class Halved(hvd.Compression.none):
     """A user's own: sends half of it and doubles the result."""
 
@@ -327,7 +265,7 @@ class Halved(hvd.Compression.none):
         return tensor * 2
 
 
-def _compressors() -> None:
+def compressors() -> None:
     own = torch.tensor([1.0 + hvd.rank(), 2.5])
     expected = torch.tensor([3.0, 5.0])
     calls: list[Callable[..., Any]] = [
@@ -360,12 +298,7 @@ def _compressors() -> None:
     assert integers.tolist() == [10]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_any_thread_may_call(size):
-    run_sessions(size, _threads)
-
-
-def _threads() -> None:
+def any_thread_may_call() -> None:
     """Eight threads call at once, each in an order of its own on every rank."""
     wrong: list[str] = []
 
@@ -390,3 +323,31 @@ def _threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+EVERYWHERE = [
+    *(reductions, factors, in_place_and_handles, movements, reducescatter, alltoall),
+    sparse,
+]
+OF_SEVERAL = [bool_, names_match_ranks_in_any_order, any_thread_may_call]
+OF_TWO = [
+    *(integers_follow_horovod, layouts_are_kept, compressors),
+    poll_is_false_until_all_ranks_have_submitted,
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "engine", "calls"),
+    [
+        (3, "auto", EVERYWHERE + OF_SEVERAL),
+        (3, "gloo", [movements, names_match_ranks_in_any_order]),
+        (3, "scheduled", [factors, reducescatter]),
+        (3, "hierarchical", [alltoall, any_thread_may_call]),
+        (1, "auto", EVERYWHERE),
+        (2, "auto", [*OF_TWO, in_place_and_handles]),
+        (4, "auto", [alltoall]),
+    ],
+    ids=lambda value: None if isinstance(value, list) else str(value),
+)
+def test_collectives(size, engine, calls):
+    run_cases(size, {call.__name__: call for call in calls}, engine=engine)

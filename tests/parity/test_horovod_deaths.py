@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parity.sessions import run_sessions
+from tests.parity.sessions import DYNAMIC, run_sessions
 
 import ronde.torch as hvd
 
-WITHIN_S = 5.0
+PATIENT = DYNAMIC | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}
+"""Who only gave up on a rank that is silent would do so after the test."""
 CALLS = {
     "allreduce": hvd.allreduce,
     "named": lambda t: hvd.allreduce(t, name="x"),
@@ -36,55 +37,50 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_others_are_told(name):
     size = 2 if name == "adasum" else 3
-    results = run_sessions(size, _die_in, name, dying=[1])
-    for rank, result in enumerate(results):
-        if rank != 1:
-            message, took_s = result
-            assert "rank 1" in message, message
-            assert took_s < WITHIN_S
+    first, _, *others = run_sessions(
+        size, _die_in, name, dying=[1], environment=PATIENT
+    )
+    for message in (first, *others):
+        assert "rank 1" in message, message
 
 
-def _die_in(name: str) -> tuple[str, float]:
+def _die_in(name: str) -> str:
     tensor = torch.ones(6, 1000)
     for _ in range(3):  # some went well before
         hvd.allreduce(tensor, name="x")
         hvd.barrier()
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begun_s = time.monotonic()
     with pytest.raises(hvd.HorovodInternalError) as raised:
         CALLS[name](tensor)
-    took_s = time.monotonic() - begun_s
     # And whatever comes after it fails at once.
     with pytest.raises(hvd.HorovodInternalError):
         hvd.allreduce(tensor)
-    return str(raised.value), took_s
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 1.0])
 @pytest.mark.parametrize("engine", ["shared_memory", "gloo"])
 def test_one_rank_without_memory_ends_all(engine, pause_s):
     """Its own error says what it lacked, in whatever thread it failed."""
-    told = run_sessions(2, _run_out_of_memory, pause_s, engine=engine)
-    for message, took_s in told:
-        assert "can't allocate memory" in message
-        assert took_s < WITHIN_S
-    assert "Rank 1 is gone" in told[0][0]
+    told = run_sessions(
+        2, _run_out_of_memory, pause_s, engine=engine, environment=PATIENT
+    )
+    assert all("can't allocate memory" in message for message in told)
+    assert "Rank 1 is gone" in told[0]
 
 
-def _run_out_of_memory(pause_s: float) -> tuple[str, float]:
+def _run_out_of_memory(pause_s: float) -> str:
     hvd.allreduce(torch.ones(3))
     rows = torch.ones(25_000_000)
     if hvd.rank() == 1:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
         most = used + rows.nbytes // 2
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    begun_s = time.monotonic()
     handle = hvd.allgather_async(rows)
     time.sleep(pause_s)  # meanwhile another thread carries it out
     with pytest.raises(RuntimeError) as raised:
         hvd.synchronize(handle)
-    took_s = time.monotonic() - begun_s
     with pytest.raises(hvd.HorovodInternalError):
         hvd.allreduce(torch.ones(3))
-    return str(raised.value), took_s
+    return str(raised.value)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import ronde.torch as hvd
 
-SIZES = [1, 2, 3]
+SIZES = [1, 3]
 
 
 @pytest.mark.parametrize("size", SIZES)

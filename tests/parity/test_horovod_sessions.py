@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.limits import HANG_S
 from tests.ranks import run_ranks_bare
 
 import ronde.torch as hvd
@@ -23,7 +24,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_hundred_sessions(size):
-    run_ranks_bare(size, _cycles, timeout_s=100.0)
+    run_ranks_bare(size, _cycles, timeout_s=HANG_S)
 
 
 def _cycles(_: object) -> None:
@@ -117,7 +118,7 @@ def _part(_: object) -> None:
     assert not hvd.is_initialized()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_join(size):
     results = run_ranks_bare(size, _join)
     assert len(set(results)) == 1

@@ -5,13 +5,13 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.combinations import all_on_three_ranks
 from tests.parity.problems import OddMlp, assert_close, mse
-from tests.ranks import run_ranks_bare
+from tests.parity.sessions import named, run_cases, run_sessions
 from torch import nn
 
 import ronde.torch as hvd
@@ -82,8 +82,7 @@ def train_alone(case, size):
     return weights(model)
 
 
-def train_and_join(_, case):
-    hvd.init()
+def train_and_join(case):
     model = build(case.build)
     optimizer = hvd.DistributedOptimizer(
         case.make(model), model.named_parameters(), **case.options
@@ -101,7 +100,6 @@ def train_and_join(_, case):
         # the last steps.
         hvd.broadcast_parameters(model.state_dict(), root_rank=lasts[-1])
         hvd.broadcast_optimizer_state(optimizer, root_rank=lasts[-1])
-    hvd.shutdown()
     return weights(model), lasts
 
 
@@ -150,25 +148,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("size", "name"), all_on_three_ranks([1, 2, 3, 4], CASES))
-def test_uneven_data_train_as_one_process_does(name, size):
-    case = CASES[name]
-    results = run_ranks_bare(size, train_and_join, case)
-    expected = train_alone(case, size)
-    for trained, lasts in results:
-        assert lasts == [0] * NUM_EPOCHS  # it has the most batches
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(3, list(CASES)), *((size, ["groups"]) for size in (1, 2, 4))],
+)
+def test_uneven_data_train_as_one_process_does(size, names):
+    cases = {name: partial(train_and_join, CASES[name]) for name in names}
+    for name, results in run_cases(size, cases).items():
+        expected = train_alone(CASES[name], size)
         wire = torch.float16 if name == "fp16" else None
-        assert_close(trained, expected, num_steps=7 * NUM_EPOCHS, wire=wire)
-
-
-def on_ranks(size, function, *, engine="", **options):
-    def call(_: object) -> object:
-        hvd.init(engine=engine)
-        result = function()
-        hvd.shutdown()
-        return result
-
-    return run_ranks_bare(size, call, **options)
+        with named(name):
+            for trained, lasts in results:
+                assert lasts == [0] * NUM_EPOCHS  # it has the most batches
+                assert_close(trained, expected, num_steps=7 * NUM_EPOCHS, wire=wire)
 
 
 def make(model, **options):
@@ -195,7 +187,7 @@ def test_several_optimizers_are_kept_up_with_at_once():
             hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         return last, [weights(model) for model in models]
 
-    results = on_ranks(3, check)
+    results = run_sessions(3, check)
     assert results[0][0] in (1, 2)
     expected = [build(), build()]
     optimizers = [sgd(model) for model in expected]
@@ -221,12 +213,11 @@ def test_all_join_before_any_step_and_train_after():
         hvd.join()
         return weights(model)
 
-    first, second = on_ranks(2, check)
+    first, second = run_sessions(2, check)
     assert_close(first, second, num_steps=0)
 
 
-@pytest.mark.parametrize("engine", ["shared_memory", "gloo", "scheduled"])
-def test_an_optimizer_that_one_rank_alone_still_has_is_given_up(engine):
+def test_an_optimizer_that_one_rank_alone_still_has_is_given_up():
     def check():
         kept = []
         for number in range(3):
@@ -241,7 +232,7 @@ def test_an_optimizer_that_one_rank_alone_still_has_is_given_up(engine):
         hvd.join()
         return len(kept)
 
-    assert on_ranks(2, check, engine=engine) == [0, 2]
+    assert run_sessions(2, check) == [0, 2]
 
 
 def test_gradients_of_a_rank_that_has_joined_stay():
@@ -262,7 +253,7 @@ def test_gradients_of_a_rank_that_has_joined_stay():
         pairs = zip(before, after, strict=True)
         return all(torch.equal(b, a) for b, a in pairs)
 
-    assert on_ranks(2, check) == [True, False]
+    assert run_sessions(2, check) == [True, False]
 
 
 @pytest.mark.parametrize("compression", ["powersgd", "bf16"])
@@ -284,7 +275,7 @@ def test_lossy_compression_keeps_ranks_equal(compression):
         optimizer.step()
         return last, weights(model)
 
-    (first, mine), (second, theirs) = on_ranks(2, check)
+    (first, mine), (second, theirs) = run_sessions(2, check)
     assert first == second == 1
     assert_close(mine, theirs, num_steps=0)
 
@@ -301,8 +292,7 @@ def test_an_optimizer_of_some_ranks():
         hvd.join()
         return weights(model)
 
-    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    results = on_ranks(3, check, environment=dynamic)
+    results = run_sessions(3, check)
     for rank, ranks in ((1, [1]), (2, [0, 2])):
         model = build()
         optimizer = sgd(model)
@@ -327,4 +317,4 @@ def test_a_rank_that_dies_ends_the_wait():
         with pytest.raises(hvd.HorovodInternalError):
             hvd.join()
 
-    on_ranks(3, check, dying=[1])
+    run_sessions(3, check, dying=[1])

@@ -3,16 +3,15 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
-from tests.cli.conftest import clean_environment
 from tests.parity.sessions import run_sessions
+from tests.ranks import run_ranks_bare
 from torch import nn
 
 import ronde.torch as hvd
+from ronde.horovod import aliasing
 from ronde.torch.optimizer import _DistributedOptimizer
 
 
@@ -44,13 +43,12 @@ def save_and_load(pair):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "duplicate",
     [copy.deepcopy, save_and_load, lambda pair: pickle.loads(pickle.dumps(pair))],  # noqa: S301
     ids=["deepcopy", "torch.save", "pickle"],
 )
-def test_a_copy_of_model_and_optimizer_trains_as_they_do(size, duplicate):
+def test_a_copy_of_model_and_optimizer_trains_as_they_do(duplicate):
     def work():
         model, optimizer = build()
         train(model, optimizer)
@@ -62,7 +60,7 @@ def test_a_copy_of_model_and_optimizer_trains_as_they_do(size, duplicate):
         train(model, optimizer)
         assert torch.equal(weights(model), weights(other))
 
-    run_sessions(size, work)
+    run_sessions(3, work)
 
 
 def test_a_shallow_copy_steps_the_same_parameters():
@@ -110,16 +108,15 @@ def test_without_a_session_the_plain_optimizer_comes_back(tmp_path):
             torch.save((model, optimizer), file)
 
     run_sessions(2, work)
-    code = (
-        "import sys, torch\n"
-        "model, optimizer = torch.load(sys.argv[1], weights_only=False)\n"
-        "assert type(optimizer) is torch.optim.SGD\n"
-        "assert len(optimizer.state) == 4\n"
-        "model(torch.ones(1, 4)).sum().backward()\n"
-        "optimizer.step()\n"
-    )
-    command = [sys.executable, "-c", code, file]
-    subprocess.run(command, env=clean_environment(), check=True, timeout=60)
+    run_ranks_bare(1, train_without_a_session, file)
+
+
+def train_without_a_session(_, file):
+    model, optimizer = torch.load(file, weights_only=False)
+    assert type(optimizer) is torch.optim.SGD
+    assert len(optimizer.state) == 4
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
 
 
 class Paused(_DistributedOptimizer):
@@ -148,8 +145,7 @@ METHODS = ("__init__", "_register_hooks", "_allreduce_grad_async")
 METHODS += ("synchronize", "step")
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_methods_of_horovods_class_may_be_mixed_into_another(size):
+def test_methods_of_horovods_class_may_be_mixed_into_another():
     def work():
         model, optimizer = build()
         other = copy.deepcopy(model)
@@ -165,7 +161,7 @@ def test_methods_of_horovods_class_may_be_mixed_into_another(size):
         train(other, mixed, 3)
         torch.testing.assert_close(weights(other), weights(model))
 
-    run_sessions(size, work)
+    run_sessions(3, work)
 
 
 @pytest.mark.parametrize("kind", ["none", "fp16"])
@@ -230,18 +226,17 @@ def test_horovods_class_on_some_of_the_ranks():
     assert run_sessions(3, work) == [[2.0, 2.0]] * 3
 
 
+def import_names(_):
+    aliasing.install()
+    from horovod.torch import _DistributedOptimizer
+    from horovod.torch.optimizer import _DistributedOptimizer as other
+
+    assert _DistributedOptimizer is other
+    assert callable(other._allreduce_grad_async)
+
+
 def test_names_that_frameworks_import():
-    code = (
-        "import ronde.horovod.aliasing as aliasing\n"
-        "aliasing.install()\n"
-        "import horovod.torch\n"
-        "from horovod.torch import _DistributedOptimizer\n"
-        "from horovod.torch.optimizer import _DistributedOptimizer as other\n"
-        "assert _DistributedOptimizer is other\n"
-        "assert callable(other._allreduce_grad_async)\n"
-    )
-    command = [sys.executable, "-c", code]
-    subprocess.run(command, env=clean_environment(), check=True, timeout=60)
+    run_ranks_bare(1, import_names)
 
 
 def test_a_gradient_may_be_reduced_by_hand():

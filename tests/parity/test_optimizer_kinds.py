@@ -4,14 +4,14 @@ import copy
 import logging
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.combinations import all_on_three_ranks
 from tests.parity.problems import OddMlp, assert_close, mse
-from tests.parity.sessions import run_sessions
+from tests.parity.sessions import named, run_cases, run_sessions
 from tests.parity.test_adasum import oracle
 from torch import nn
 
@@ -60,29 +60,33 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("size", "sparse_as_dense", "maker", "op"),
-    all_on_three_ranks([1, 2, 3, 4], [False, True], MAKERS, [hvd.Average, hvd.Sum]),
-)
-def test_sparse_gradients(maker, op, sparse_as_dense, size):
-    def check():
-        model = tables()
-        optimizer = hvd.DistributedOptimizer(
-            MAKERS[maker](model),
-            model.named_parameters(),
-            op=op,
-            sparse_as_dense=sparse_as_dense,
-        )
-        for number in range(6):
-            optimizer.zero_grad()
-            for passing in range(1 + number % 2):  # a second pass adds to a result
-                model.loss(hvd.rank(), number, passing).backward()
-            grads = [p.grad for p in model.parameters()]
-            assert all(grad is None or grad.is_sparse for grad in grads)
-            optimizer.step()
-        return weights(model)
+SPARSE = {
+    f"{maker}, {word}, {'dense' if is_dense else 'sparse'}": (maker, op, is_dense)
+    for maker in MAKERS
+    for word, op in (("average", hvd.Average), ("sum", hvd.Sum))
+    for is_dense in (False, True)
+}
 
-    results = run_sessions(size, check)
+
+def train_tables(maker, op, is_dense):
+    model = tables()
+    optimizer = hvd.DistributedOptimizer(
+        MAKERS[maker](model),
+        model.named_parameters(),
+        op=op,
+        sparse_as_dense=is_dense,
+    )
+    for number in range(6):
+        optimizer.zero_grad()
+        for passing in range(1 + number % 2):  # a second pass adds to a result
+            model.loss(hvd.rank(), number, passing).backward()
+        grads = [p.grad for p in model.parameters()]
+        assert all(grad is None or grad.is_sparse for grad in grads)
+        optimizer.step()
+    return weights(model)
+
+
+def train_tables_alone(maker, op, size):
     model = tables()
     optimizer = MAKERS[maker](model)
     for number in range(6):
@@ -92,9 +96,21 @@ def test_sparse_gradients(maker, op, sparse_as_dense, size):
                 loss = model.loss(rank, number, passing)
                 (loss / size if op == hvd.Average else loss).backward()
         optimizer.step()
-    for result in results:
-        assert_close(result, weights(model), num_steps=12)
-        assert_close(result, results[0], num_steps=0)
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(3, list(SPARSE)), *((size, ["sgd, average, sparse"]) for size in (1, 2, 4))],
+)
+def test_sparse_gradients(size, names):
+    cases = {name: partial(train_tables, *SPARSE[name]) for name in names}
+    for name, results in run_cases(size, cases).items():
+        maker, op, _ = SPARSE[name]
+        with named(name):
+            for result in results:
+                assert_close(result, train_tables_alone(maker, op, size), num_steps=12)
+                assert_close(result, results[0], num_steps=0)
 
 
 def test_an_embedding_that_nobody_used_at_first_becomes_sparse():

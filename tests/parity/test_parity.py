@@ -1,6 +1,8 @@
 """N ranks with batch b follow one process with batch N*b, whatever one does."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +14,12 @@ from tests.parity.problems import (
     OddMlp,
     Problem,
     assert_close,
+    assert_parity,
     mse,
     plain_step,
-    train_alone,
-    train_on_ranks,
+    train_share,
 )
-from tests.ranks import run_ranks_bare
+from tests.parity.sessions import run_cases
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,39 +37,43 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+SIZE = 3
 MLP = Problem(OddMlp, 7, plain_step, sgd)
 CNN = Problem(OddCnn, 147, plain_step, sgd)
 
 
-def assert_parity(problem: Problem, size: int = 2, **tolerance: Any) -> None:
-    results = run_ranks_bare(size, train_on_ranks, problem)
-    for name, value in results[0].items():
-        for result in results[1:]:
-            assert torch.equal(result[name], value), f"ranks differ in {name}"
-    expected = train_alone(problem, size)
-    assert_close(results[0], expected, num_steps=problem.num_steps, **tolerance)
+PROBLEMS: dict[str, Problem] = {}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("make_optimizer", [sgd, adam])
-@pytest.mark.parametrize("problem", [MLP, CNN], ids=["mlp", "cnn"])
-def test_follows_one_process(problem, make_optimizer, size):
-    assert_parity(replace(problem, make_optimizer=make_optimizer), size)
+def problems(*values: Any) -> Callable[[Callable[..., Problem]], object]:
+    """Add the problem that a function builds of each value, or of none."""
+
+    def add(build: Callable[..., Problem]) -> object:
+        for given in [(value,) for value in values] or [()]:
+            PROBLEMS[" ".join(map(str, (build.__name__, *given)))] = build(*given)
+        return build
+
+    return add
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype):
+@problems("mlp", "cnn")
+def with_sgd(name):
+    return {"mlp": MLP, "cnn": CNN}[name]
+
+
+@problems("mlp", "cnn")
+def with_adam(name):
+    return replace(with_sgd(name), make_optimizer=adam)
+
+
+@problems(torch.float32, torch.bfloat16)
+def dtypes(dtype):
     # Rounding feeds back through bfloat16's weights: few steps, so that it stays small.
     num_steps = 50 if dtype == torch.float32 else 5
-    assert_parity(replace(MLP, dtype=dtype, num_steps=num_steps))
+    return replace(MLP, dtype=dtype, num_steps=num_steps)
 
 
-def test_channels_last_gradients_keep_their_strides():
-    assert all(run_ranks_bare(2, _strides))
-
-
-def _strides(_: object) -> bool:
-    hvd.init()
+def strides() -> bool:
     model = OddCnn()
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
     for number in range(3):
@@ -78,26 +84,28 @@ def _strides(_: object) -> bool:
 CNN32 = replace(CNN, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none):
+@problems(True, False)
+def zero_grad(set_to_none):
     def step(model, optimizer, inputs, targets, number):
         optimizer.zero_grad(set_to_none=set_to_none)
         mse(model, inputs, targets).backward()
         optimizer.step()
 
-    assert_parity(replace(MLP, step=step))
+    return replace(MLP, step=step)
 
 
-def test_zero_grad_by_the_model():
+@problems()
+def zero_grad_by_the_model():
     def step(model, optimizer, inputs, targets, number):
         mse(model, inputs, targets).backward()
         optimizer.step()
         model.zero_grad(set_to_none=number % 2 == 0)
 
-    assert_parity(replace(MLP, step=step))
+    return replace(MLP, step=step)
 
 
-def test_plain_grad_scaler_with_infinite_gradients():
+@problems()
+def plain_grad_scaler_with_infinite_gradients():
     scalers: dict[int, torch.amp.GradScaler] = {}
 
     def step(model, optimizer, inputs, targets, number):
@@ -115,14 +123,15 @@ def test_plain_grad_scaler_with_infinite_gradients():
         # On every rank: the step was skipped, and only that one.
         assert (scaler.get_scale() < before) == (number % 10 == 3)
 
-    assert_parity(replace(MLP, step=step))
+    return replace(MLP, step=step)
 
 
 def first_of_batch(number: int) -> float:
     return float(MLP.data(number, 4)[0][0, 0])
 
 
-def test_grad_scaler_unscales_before_clipping():
+@problems()
+def grad_scaler_unscales_before_clipping():
     scaler = torch.amp.GradScaler("cpu", init_scale=64)
 
     def step(model, optimizer, inputs, targets, number):
@@ -133,11 +142,11 @@ def test_grad_scaler_unscales_before_clipping():
         scaler.step(optimizer)
         scaler.update()
 
-    assert_parity(replace(MLP, step=step))
+    return replace(MLP, step=step)
 
 
-@pytest.mark.parametrize("is_on_wrapped", [True, False])
-def test_learning_rate_scheduler(is_on_wrapped):
+@problems(True, False)
+def learning_rate_scheduler(is_on_wrapped):
     schedulers: dict[int, Any] = {}
 
     def step(model, optimizer, inputs, targets, number):
@@ -148,12 +157,11 @@ def test_learning_rate_scheduler(is_on_wrapped):
         plain_step(model, optimizer, inputs, targets, number)
         schedulers[id(model)].step()
 
-    assert_parity(replace(MLP, step=step))
+    return replace(MLP, step=step)
 
 
-@pytest.mark.parametrize("is_average", [True, False])
-@pytest.mark.parametrize("size", [2, 3])
-def test_backward_passes_per_step(is_average, size):
+@problems(True, False)
+def backward_passes_per_step(is_average):
     def step(model, optimizer, inputs, targets, number):
         optimizer.zero_grad()
         for factor in (1.0, 0.5):
@@ -166,11 +174,11 @@ def test_backward_passes_per_step(is_average, size):
         "backward_passes_per_step": 2,
         "average_aggregated_gradients": is_average,
     }
-    assert_parity(replace(MLP, step=step, options=lambda _: options), size)
+    return replace(MLP, step=step, options=lambda _: options)
 
 
-@pytest.mark.parametrize("passes", [1, 2, 4])
-def test_any_number_of_passes_before_a_step(passes):
+@problems(1, 2, 4)
+def any_number_of_passes_before_a_step(passes):
     """Three passes, whatever was announced; the gradients add up as in one process."""
 
     def step(model, optimizer, inputs, targets, number):
@@ -180,16 +188,15 @@ def test_any_number_of_passes_before_a_step(passes):
         optimizer.step()
 
     options = {"backward_passes_per_step": passes}
-    assert_parity(replace(MLP, step=step, options=lambda _: options))
+    return replace(MLP, step=step, options=lambda _: options)
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@pytest.mark.parametrize("size", [2, 3])
-def test_two_backward_passes_on_a_sum_or_average(op, size):
+@problems(hvd.Average, hvd.Sum)
+def two_backward_passes_on_a_sum_or_average(op):
     def step(model, optimizer, inputs, targets, number):
         optimizer.zero_grad(set_to_none=number % 2 == 0)
         is_alone = not hasattr(optimizer, "synchronize")
-        factor = size if op == hvd.Sum and is_alone else 1
+        factor = SIZE if op == hvd.Sum and is_alone else 1
         (factor * mse(model, inputs, targets)).backward()
         (factor * mse(model, -inputs, targets)).backward()
         optimizer.step()
@@ -198,10 +205,11 @@ def test_two_backward_passes_on_a_sum_or_average(op, size):
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 
     problem = replace(MLP, step=step, make_optimizer=slow_sgd)
-    assert_parity(replace(problem, options=lambda _: {"op": op}), size)
+    return replace(problem, options=lambda _: {"op": op})
 
 
-def test_clipping_between_synchronize_and_step():
+@problems()
+def clipping_between_synchronize_and_step():
     def step(model, optimizer, inputs, targets, number):
         optimizer.zero_grad()
         mse(model, inputs, targets).backward()
@@ -214,10 +222,11 @@ def test_clipping_between_synchronize_and_step():
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
 
-    assert_parity(replace(MLP, step=step))
+    return replace(MLP, step=step)
 
 
-def test_closure():
+@problems()
+def closure():
     def step(model, optimizer, inputs, targets, number):
         def closure():
             optimizer.zero_grad()
@@ -227,10 +236,11 @@ def test_closure():
 
         assert optimizer.step(closure) is not None
 
-    assert_parity(replace(MLP, step=step))
+    return replace(MLP, step=step)
 
 
-def test_lbfgs_calls_its_closure_many_times():
+@problems()
+def lbfgs_calls_its_closure_many_times():
     def lbfgs(model):
         return torch.optim.LBFGS(
             model.parameters(), lr=0.1, max_iter=3, tolerance_change=0.0
@@ -246,7 +256,7 @@ def test_lbfgs_calls_its_closure_many_times():
         optimizer.step(closure)
 
     # Its curvature estimates magnify rounding from step to step.
-    assert_parity(replace(MLP, step=step, make_optimizer=lbfgs, num_steps=5))
+    return replace(MLP, step=step, make_optimizer=lbfgs, num_steps=5)
 
 
 class Pair(nn.Module):
@@ -258,18 +268,13 @@ class Pair(nn.Module):
         self.discriminator = nn.Linear(3, 1)
 
 
-def test_several_models_and_optimizers_at_once():
-    results = run_ranks_bare(2, _train_pair)
-    assert_close(results[0], _train_pair(None, num_ranks=2))
-
-
-def _train_pair(claim: object, num_ranks: int = 0) -> dict[str, Tensor]:
+def train_pair(num_ranks: int = 0) -> dict[str, Tensor]:
+    """Train on ranks, or where their number is given alone."""
     torch.manual_seed(0)
     pair = Pair().double()
     optimizers = [sgd(pair.generator), adam(pair.discriminator)]
     rows = slice(None)
-    if claim is not None:
-        hvd.init()
+    if not num_ranks:
         num_ranks = hvd.size()
         rows = slice(hvd.rank() * 4, hvd.rank() * 4 + 4)
         optimizers = [hvd.DistributedOptimizer(o) for o in optimizers]
@@ -312,8 +317,8 @@ def decaying_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_frozen_unused_and_shared_parameters(set_to_none):
+@problems(True, False)
+def frozen_unused_and_shared_parameters(set_to_none):
     def step(model, optimizer, inputs, targets, number):
         optimizer.zero_grad(set_to_none=set_to_none)
         output = model(inputs, is_sometimes=number % 3 == 1)
@@ -321,15 +326,10 @@ def test_frozen_unused_and_shared_parameters(set_to_none):
         assert model.never.weight.grad is None
         optimizer.step()
 
-    assert_parity(Problem(Partial, 7, step, decaying_sgd))
+    return Problem(Partial, 7, step, decaying_sgd)
 
 
-def test_parameter_used_on_one_rank_only():
-    assert all(run_ranks_bare(3, _use_on_rank_one))
-
-
-def _use_on_rank_one(_: object) -> bool:
-    hvd.init()
+def use_on_rank_one() -> bool:
     torch.manual_seed(0)
     model = Partial()
     optimizer = hvd.DistributedOptimizer(sgd(model))
@@ -347,29 +347,25 @@ def _use_on_rank_one(_: object) -> bool:
     return True
 
 
-def test_rank_without_any_gradient_takes_part_at_step():
-    assert run_ranks_bare(2, _no_gradient_on_rank_one) == [True, True]
-
-
-def _no_gradient_on_rank_one(_: object) -> bool:
-    hvd.init()
+def no_gradient_on_rank_one() -> bool:
     torch.manual_seed(0)
     model = OddMlp()
     optimizer = hvd.DistributedOptimizer(sgd(model))
     for number in range(3):
         optimizer.zero_grad()
-        if hvd.rank() == 0:
+        if hvd.rank() != 1:
             mse(model, *CNN_FREE(number)).backward()
         optimizer.step()
     weights = hvd.allgather(model.first.weight.detach()[None])
-    return bool(torch.equal(weights[0], weights[1]))
+    return all(torch.equal(each, weights[0]) for each in weights)
 
 
 def CNN_FREE(number: int) -> tuple[Tensor, Tensor]:  # noqa: N802
     return replace(MLP, dtype=torch.float32).data(number, 4)
 
 
-def test_thawed_parameters_join():
+@problems()
+def thawed_parameters_join():
     def step(model, optimizer, inputs, targets, number):
         model.first.requires_grad_(number >= 5 and number % 4 != 0)
         plain_step(model, optimizer, inputs, targets, number)
@@ -379,10 +375,11 @@ def test_thawed_parameters_join():
         model.first.requires_grad_(False)
         return model
 
-    assert_parity(replace(MLP, build=frozen_first, step=step))
+    return replace(MLP, build=frozen_first, step=step)
 
 
-def test_added_parameter_group():
+@problems()
+def added_parameter_group():
     class Growing(OddMlp):
         def __init__(self) -> None:
             super().__init__()
@@ -400,7 +397,7 @@ def test_added_parameter_group():
             optimizer.add_param_group({"params": list(model.late.parameters())})
         plain_step(model, optimizer, inputs, targets, number)
 
-    assert_parity(replace(MLP, build=Growing, step=step, make_optimizer=early_sgd))
+    return replace(MLP, build=Growing, step=step, make_optimizer=early_sgd)
 
 
 class Checkpointed(OddMlp):
@@ -422,12 +419,12 @@ class Checkpointed(OddMlp):
         return self.scale * run(self.third, hidden)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant):
+@problems(True, False)
+def checkpointed(use_reentrant):
     def build():
         return Checkpointed(use_reentrant=use_reentrant)
 
-    assert_parity(replace(MLP, build=build))
+    return replace(MLP, build=build)
 
 
 def test_nested_backward_does_not_end_a_round():
@@ -448,21 +445,9 @@ def test_nested_backward_does_not_end_a_round():
     reducer.close()
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_that_grows_while_its_bucket_is_under_way(use_reentrant):
-    """Every gradient in a bucket of its own; a shared one is added to twice."""
-
-    def build():
-        return Checkpointed(use_reentrant=use_reentrant)
-
-    problem = replace(MLP, build=build)
-    results = run_ranks_bare(2, _train_in_tiny_buckets, problem)
-    assert_close(results[0], train_alone(problem, 2))
-    assert_close(results[1], results[0], num_steps=0)
-
-
-def _train_in_tiny_buckets(_: object, problem: Problem) -> dict[str, Tensor]:
-    hvd.init()
+def train_in_tiny_buckets(*, use_reentrant: bool) -> dict[str, Tensor]:
+    """Have a gradient in a bucket of its own, and add to a shared one twice."""
+    problem = checkpointed(use_reentrant)
     model = problem.model()
     optimizer = problem.make_optimizer(model)
     named = list(model.named_parameters())
@@ -471,46 +456,37 @@ def _train_in_tiny_buckets(_: object, problem: Problem) -> dict[str, Tensor]:
     reducer = Reducer(named, ReducerGroup(communicator), options)
     optimizer.register_step_post_hook(lambda *_: reducer.step_done())
     for number in range(problem.num_steps):
-        inputs, targets = problem.data(number, 2 * BATCH)
+        inputs, targets = problem.data(number, hvd.size() * BATCH)
         rows = slice(hvd.rank() * BATCH, (hvd.rank() + 1) * BATCH)
         problem.step(model, optimizer, inputs[rows], targets[rows], number)
     assert len(reducer.rounds.buckets) == len(named)
-    hvd.shutdown()
+    reducer.close()
     return {name: p.detach() for name, p in named}
 
 
-def test_compiled_module():
-    def step(model, optimizer, inputs, targets, number):
-        compiled = torch.compile(model, backend="aot_eager")
-        plain_step(compiled, optimizer, inputs, targets, number)
-
-    assert_parity(replace(MLP, step=step))
-
-
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_gradient_predivide_factor(factor):
+@problems(1.0, 2.0)
+def gradient_predivide_factor(factor):
     options = {"gradient_predivide_factor": factor}
-    assert_parity(replace(MLP, options=lambda _: options), 3)
+    return replace(MLP, options=lambda _: options)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 5, "lists"])
-def test_groups(groups):
+@problems(1, 2, 5, "lists")
+def groups(groups):
     def options(model):
         if groups == "lists":
             return {"groups": [[model.third.bias, model.first.weight], [model.scale]]}
         return {"groups": groups}
 
-    assert_parity(replace(MLP, options=options))
+    return replace(MLP, options=options)
 
 
-@pytest.mark.parametrize(
-    ("compression", "wire"),
-    [("fp16", torch.float16), ("bf16", torch.bfloat16)],
-)
-def test_compression(compression, wire):
-    options = {"compression": getattr(hvd.Compression, compression)}
-    problem = replace(MLP, options=lambda _: options, num_steps=10)
-    assert_parity(problem, wire=wire)
+@problems("fp16", "bf16")
+def compression(name):
+    compressor = getattr(hvd.Compression, name)
+    options = {"compression": compressor}
+    return replace(
+        MLP, options=lambda _: options, num_steps=10, wire=compressor.wire_dtype
+    )
 
 
 class Embedded(nn.Module):
@@ -524,15 +500,17 @@ class Embedded(nn.Module):
         return self.table((inputs[:, 0].abs() * 5).long().clamp(max=10))
 
 
-def test_sparse_as_dense():
+@problems()
+def sparse_as_dense():
     def plain_sgd(model):
         return torch.optim.SGD(model.parameters(), lr=0.05)
 
     problem = Problem(Embedded, 7, plain_step, plain_sgd)
-    assert_parity(replace(problem, options=lambda _: {"sparse_as_dense": True}))
+    return replace(problem, options=lambda _: {"sparse_as_dense": True})
 
 
-def test_a_user_compressor():
+@problems()
+def a_user_compressor():
     class Half:
         @staticmethod
         def compress(tensor):
@@ -542,4 +520,59 @@ def test_a_user_compressor():
         def decompress(tensor, ctx):
             return tensor * 2.0
 
-    assert_parity(replace(MLP, options=lambda _: {"compression": Half}))
+    return replace(MLP, options=lambda _: {"compression": Half})
+
+
+ALIKE = [True] * SIZE
+CASES = {
+    **{name: partial(train_share, problem) for name, problem in PROBLEMS.items()},
+    "strides": strides,
+    "pair": train_pair,
+    "used on rank 1": use_on_rank_one,
+    "no gradient": no_gradient_on_rank_one,
+    "tiny buckets": partial(train_in_tiny_buckets, use_reentrant=False),
+    "tiny buckets, reentrant": partial(train_in_tiny_buckets, use_reentrant=True),
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_cases(SIZE, CASES)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_ranks_follow_one_process(found, name):
+    assert_parity(found[name], PROBLEMS[name])
+
+
+@pytest.mark.parametrize(
+    ("size", "engine"),
+    [(2, "auto"), (4, "auto"), (3, "gloo"), (3, "scheduled"), (3, "hierarchical")],
+)
+def test_other_sizes_and_engines(size, engine):
+    names = ["with_sgd mlp", "with_adam cnn"]
+    found = run_cases(size, {name: CASES[name] for name in names}, engine=engine)
+    for name, results in found.items():
+        assert_parity(results, PROBLEMS[name])
+
+
+def test_channels_last_gradients_keep_their_strides(found):
+    assert found["strides"] == ALIKE
+
+
+def test_several_models_and_optimizers_at_once(found):
+    assert_close(found["pair"][0], train_pair(num_ranks=SIZE))
+
+
+def test_parameter_used_on_one_rank_only(found):
+    assert found["used on rank 1"] == ALIKE
+
+
+def test_rank_without_any_gradient_takes_part_at_step(found):
+    assert found["no gradient"] == ALIKE
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_that_grows_while_its_bucket_is_under_way(found, use_reentrant):
+    name = "tiny buckets, reentrant" if use_reentrant else "tiny buckets"
+    assert_parity(found[name], checkpointed(use_reentrant))

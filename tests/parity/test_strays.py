@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from tests.launchers import launcher_environment, launcher_words
+from tests.limits import HANG_S
 
 import ronde.torch as hvd
 from ronde.errors import UsageError
@@ -31,6 +32,7 @@ def train(tmp_path):
             env=launcher_environment(tmp_path, **variables),
             capture_output=True,
             text=True,
+            timeout=HANG_S,
             check=False,
         )
 
@@ -41,8 +43,8 @@ def train(tmp_path):
     ("launcher", "size"),
     [
         ("python", 1),
-        pytest.param("mpirun", 2, marks=pytest.mark.long),
-        ("mpirun", 3),
+        ("mpirun", 2),
+        pytest.param("mpirun", 3, marks=pytest.mark.long),
         ("ronde", 2),
     ],
 )

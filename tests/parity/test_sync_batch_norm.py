@@ -11,7 +11,7 @@ import ronde.torch as hvd
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_parity(size):
     run_sessions(size, _parity)
 

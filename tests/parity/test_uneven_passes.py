@@ -11,9 +11,6 @@ from torch import nn
 
 import ronde.torch as hvd
 
-ENGINES = ["shared_memory", "gloo", "hierarchical"]
-SIZES = [2, 3, 4]
-
 
 def distributed(model, **options):
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -51,8 +48,9 @@ def assert_equal_weights(model):
         assert all(torch.equal(one, everyone[0]) for one in everyone)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "engine"), [(3, "auto"), (3, "gloo"), (4, "hierarchical"), (2, "auto")]
+)
 def test_one_pass_more_on_one_rank_is_an_error_on_all(size, engine):
     def work():
         model, optimizer = start()
@@ -96,9 +94,7 @@ def test_a_rank_that_has_joined_does_not_hide_it():
     assert "on 1 of 2 ranks, not on this one." in third
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("size", SIZES)
-def test_what_is_even_or_made_up_for_passes(size, engine):
+def test_what_is_even_or_made_up_for_passes():
     """Each of these is right in Horovod, or means nothing to the other ranks."""
 
     def work():
@@ -123,7 +119,7 @@ def test_what_is_even_or_made_up_for_passes(size, engine):
             optimizer.zero_grad()
         assert_equal_weights(model)
 
-    run_sessions(size, work, engine=engine)
+    run_sessions(3, work)
 
 
 def test_ranks_that_took_unequally_many_steps_go_on_after_a_join():

@@ -165,7 +165,7 @@ def upstream_tests(tmp_path_factory):
     return run
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.soak
 def test_tests_of_horovod_that_pass(upstream_tests, tmp_path):
     checkout = write(tmp_path, HOROVOD)
     files = ("--file", "test_torch.py", "--file", "test_torch_elastic.py")
@@ -182,7 +182,6 @@ def test_tests_of_horovod_that_pass(upstream_tests, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_test_of_horovod_that_fails_on_one_rank(upstream_tests, tmp_path):
     test = "parallel/test_torch.py"
     checkout = write(tmp_path, HOROVOD | {f"test/{test}": LAST_RANK_FAILS})
@@ -199,7 +198,6 @@ def test_a_test_of_horovod_that_fails_on_one_rank(upstream_tests, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_tests_of_horovod_under_mpirun(upstream_tests, tmp_path):
     code, rows, errors = upstream_tests(
         *(write(tmp_path, HOROVOD), "--mpi", "--file", "test_torch.py")
@@ -211,7 +209,6 @@ def test_tests_of_horovod_under_mpirun(upstream_tests, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_examples_of_horovod(upstream_tests, tmp_path):
     code, rows, errors = upstream_tests(write(tmp_path, HOROVOD), "--examples")
     assert code == 0, (rows, errors)
@@ -223,7 +220,7 @@ def test_examples_of_horovod(upstream_tests, tmp_path):
     assert sum("given --op Adasum of 2" in row for row in rows) == 2
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.soak
 def test_tests_of_ignite_that_pass(upstream_tests, tmp_path):
     code, rows, errors = upstream_tests(write(tmp_path, IGNITE))
     assert (code, rows[-1]) == (0, "ignite 0 2 0 0"), (rows, errors)
@@ -231,7 +228,6 @@ def test_tests_of_ignite_that_pass(upstream_tests, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_test_of_ignite_that_fails_on_one_rank(upstream_tests, tmp_path):
     file = "tests/ignite/distributed/test_horovod.py"
     text = IGNITE[file].replace(
@@ -246,7 +242,7 @@ def test_a_test_of_ignite_that_fails_on_one_rank(upstream_tests, tmp_path):
     ), errors
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.soak
 def test_tests_of_pytorch_on_gloo_and_on_ronde(upstream_tests, tmp_path):
     checkout, name = write(tmp_path, TORCH), "test_device_mesh.py"
     code, rows, errors = upstream_tests(checkout, "--file", name)

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +13,12 @@ from tests.parity.problems import (
     OddMlp,
     Problem,
     assert_close,
+    assert_parity,
     mse,
     plain_step,
-    train_alone,
-    train_on_ranks,
+    train_share,
 )
-from tests.parity.sessions import message_of, run_sessions
-from tests.ranks import run_ranks_bare
+from tests.parity.sessions import message_of, named, run_cases, run_sessions
 from torch import Tensor, nn
 
 import ronde.torch as hvd
@@ -43,18 +43,12 @@ MLP = Problem(OddMlp, 7, plain_step, adam, options=zero)
 CNN = Problem(OddCnn, 147, plain_step, adam, options=zero)
 
 
-def assert_parity(problem: Problem, size: int) -> None:
-    results = run_ranks_bare(size, train_on_ranks, problem)
-    for result in results[1:]:
-        assert all(torch.equal(result[name], results[0][name]) for name in result)
-    assert_close(results[0], train_alone(problem, size))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("make_optimizer", [adam, two_groups])
-@pytest.mark.parametrize("problem", [MLP, CNN], ids=["mlp", "cnn"])
-def test_follows_one_process(problem, make_optimizer, size):
-    assert_parity(replace(problem, make_optimizer=make_optimizer), size)
+PROBLEMS = {
+    "mlp adam": MLP,
+    "mlp groups": replace(MLP, make_optimizer=two_groups),
+    "cnn adam": CNN,
+    "cnn groups": replace(CNN, make_optimizer=two_groups),
+}
 
 
 def closure_step(
@@ -72,16 +66,25 @@ def closure_step(
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_closure_and_its_loss():
-    assert_parity(replace(MLP, step=closure_step), 3)
+def thawing_step(
+    model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor, number: int
+) -> None:
+    model.get_submodule("first").requires_grad_(number >= 10)
+    plain_step(model, optimizer, inputs, targets, number)
 
 
-def test_what_is_trained_later_is_cut_then():
-    def step(model, optimizer, inputs, targets, number):
-        model.first.requires_grad_(number >= 10)
-        plain_step(model, optimizer, inputs, targets, number)
+PROBLEMS["a closure and its loss"] = replace(MLP, step=closure_step)
+PROBLEMS["trained later"] = replace(MLP, step=thawing_step)
 
-    assert_parity(replace(MLP, step=step), 3)
+
+@pytest.mark.parametrize(
+    ("size", "names"), [(3, list(PROBLEMS)), (2, ["mlp groups"]), (4, ["cnn adam"])]
+)
+def test_follows_one_process(size, names):
+    cases = {name: partial(train_share, PROBLEMS[name]) for name in names}
+    for name, results in run_cases(size, cases).items():
+        with named(name):
+            assert_parity(results, PROBLEMS[name])
 
 
 def test_a_group_that_is_added():
@@ -142,11 +145,10 @@ def start(saved: Any, last: int) -> Any:
     return None
 
 
-@pytest.mark.parametrize("engine", ["shared_memory", "gloo"])
-def test_is_saved_and_read_by_other_numbers_of_ranks(engine):
+def test_is_saved_and_read_by_other_numbers_of_ranks():
     saved = None
     for last, size in enumerate((2, 3, 4, 1), 1):
-        saved = run_sessions(size, start, saved, 5 * last, engine=engine)[0]
+        saved = run_sessions(size, start, saved, 5 * last)[0]
     model = CNN.model()
     optimizer = adam(model)
     train(model, optimizer, 0, 20, 12, slice(None))
@@ -172,8 +174,8 @@ def share_of_state() -> tuple[int, int]:
     return own, 2 * sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_shares_are_equal_whatever_the_shapes(size):
+def test_shares_are_equal_whatever_the_shapes():
+    size = 3
     shares = run_sessions(size, share_of_state)
     whole = shares[0][1]
     assert sum(own for own, _ in shares) == whole

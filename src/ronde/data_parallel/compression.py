@@ -156,10 +156,11 @@ class Compression:
 
 
 def sum_by(
-    compression: GradientCompression,
+    compression: GradientCompression, unsent: dict[Tensor, Tensor]
 ) -> Callable[[GradientBucket, Communicator], Sum]:
+    """Return a function that sums buckets, and keeps its errors in ``unsent``."""
     if isinstance(compression, PowerSGD):
-        return _LowRankSums(compression).sum
+        return _LowRankSums(compression, unsent).sum
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
         return partial(_sum_compressed, compression)
     raise UsageError(
@@ -197,8 +198,8 @@ def _sum_compressed(
 class _LowRankSums:
     """Sums the buckets of one reducer by PowerSGD."""
 
-    def __init__(self, options: PowerSGD) -> None:
-        self._options = options
+    def __init__(self, options: PowerSGD, unsent: dict[Tensor, Tensor]) -> None:
+        self._options, self._unsent = options, unsent
         self._factors: dict[Tensor, _Matrix | None] = {}
         self._random = torch.Generator().manual_seed(options.seed)
 
@@ -229,6 +230,7 @@ class _LowRankSums:
             shape[1], rank, generator=self._random, dtype=dtype, device="cpu"
         )
         error = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        self._unsent[parameter] = error
         return _Matrix(right.to(parameter.device), error)
 
 

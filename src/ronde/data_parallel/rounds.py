@@ -185,7 +185,8 @@ class ReductionRounds:
         self._bucket_of: dict[int, GradientBucket] = {}
         self._sparse: list[Gradient] = []
         self._next = 0  # the first bucket that is not launched
-        self._sum = sum_by(options.compressor)
+        self.unsent: dict[Tensor, Tensor] = {}  # errors of compression, as matrices
+        self._sum = sum_by(options.compressor, self.unsent)
         self._has_joined = False
         self._num_launched = 0
         self._arrivals: list[int] | None = []

@@ -267,6 +267,11 @@ class DistributedOptimizer(OptimizerProxy):
             self._is_synchronizing = True
 
     @property
+    def reducer(self) -> Reducer | None:
+        """The reducer of its gradients; None with Adasum or outside the process set."""
+        return self._reducer
+
+    @property
     def backward_passes_per_step(self) -> int:
         """Backward passes that are accumulated before a reduction."""
         return cast("int", self._settings["backward_passes_per_step"])

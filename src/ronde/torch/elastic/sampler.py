@@ -48,8 +48,12 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Divide what is left of the epoch among today's ranks."""
-        self.num_replicas = size()
-        self.rank = rank()
+        self.divide(size(), rank())
+
+    def divide(self, num_replicas: int, rank: int) -> None:
+        """Become one of ``num_replicas`` that share what is left of the epoch."""
+        self.num_replicas = num_replicas
+        self.rank = rank
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311  no secret
