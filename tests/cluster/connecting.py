@@ -1,13 +1,13 @@
 """A controller that connects to more hosts while a rank runs; it prints what came.
 
 ``python -m tests.cluster.connecting SSH_CONFIG HOST...``. The first host is this one,
-and has the rank. A line of JSON follows for each host, and one on how the job went.
+and has the rank. A line of JSON follows for each host: its name, why it has no agent,
+and how often the rank was heard since the line before; and one with who is connected.
 """
 
 import json
 import signal
 import sys
-import time
 
 from ronde.errors import Failure, LaunchError
 from ronde.launch import (
@@ -18,14 +18,20 @@ from ronde.launch import (
     AgentStarter,
     Controller,
     EventLoop,
+    Finished,
     Handler,
     Host,
     HostLoss,
+    NodeJob,
     NoOutput,
+    Output,
+    RankSpec,
+    Ready,
     SshSpawner,
+    Start,
+    StopRanks,
     adopt_orphans,
     caught_signals,
-    messages,
     start_local_agent,
 )
 
@@ -53,29 +59,28 @@ class Embedding(Handler):
         self.connector = connector
         self._node = node
         self._is_ready = self._is_finished = False
-        self._last_s = 0.0
-        self.longest_s = 0.0  # between two lines of the rank
+        self._num_heard = 0  # of the rank
 
     def _await(self, name: str) -> None:
         self._loop.serve(self, lambda: getattr(self, name), lambda: float("inf"))
 
     def start_rank(self) -> None:
         argv = (sys.executable, "-I", "-S", "-c", RANK)
-        job = messages.NodeJob(
-            0, "c" * 32, argv, {}, (messages.RankSpec(0, {}),), "", 5.0, "127.0.0.1", 0
+        job = NodeJob(
+            0, "c" * 32, argv, {}, (RankSpec(0, {}),), "", 5.0, "127.0.0.1", 0
         )
         self._node.ranks = frozenset({0})
         self._node.send(job)
         self._await("_is_ready")
-        self._node.send(messages.Start("127.0.0.1", 0))
-        self._loop.serve(self, lambda: self._last_s > 0, lambda: float("inf"))
+        self._node.send(Start("127.0.0.1", 0))
+        self._loop.serve(self, lambda: self._num_heard > 0, lambda: float("inf"))
 
     def stop_rank(self) -> None:
-        self._node.send(messages.StopRanks(signal.SIGTERM))
+        self._node.send(StopRanks(signal.SIGTERM))
         self._await("_is_finished")
 
     def connect(self, hosts: list[Host]) -> None:
-        missing = len(hosts)
+        missing, num_before = len(hosts), self._num_heard
         self.connector.add(hosts)
         while missing:
             self.connector.advance()
@@ -84,21 +89,19 @@ class Embedding(Handler):
                 missing -= 1
                 is_failed = isinstance(result, Failure)
                 reason = result.reason if is_failed else ""
-                write_line([host.name, reason])
+                write_line([host.name, reason, self._num_heard - num_before])
+                num_before = self._num_heard
 
-    def take(self, node: AgentNode, message: messages.FromAgent) -> None:
+    def take(self, node: AgentNode, message: object) -> None:
         if self.connector.owns(node):
             self.connector.take(node, message)
             return
-        self._is_ready = self._is_ready or isinstance(message, messages.Ready)
-        self._is_finished = isinstance(message, messages.Finished)
+        self._is_ready = self._is_ready or isinstance(message, Ready)
+        self._is_finished = isinstance(message, Finished)
 
-    def take_output(self, output: messages.Output) -> None:
+    def take_output(self, output: Output) -> None:
         del output
-        now_s = time.monotonic()
-        if self._last_s:
-            self.longest_s = max(self.longest_s, now_s - self._last_s)
-        self._last_s = now_s
+        self._num_heard += 1
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
         assert self.connector.owns(node)
@@ -119,7 +122,7 @@ class Growing(Controller):
         handler.connect(others)
         handler.stop_rank()
         names = sorted(each.name for each in self._loop.live_nodes)
-        write_line([names, handler.longest_s])
+        write_line(names)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 It keeps a ledger, and the times at which it applied steps (``applied-*``). Checkpoints
 are in ``FOLDER/state``. The training ends with the epoch in which ``FOLDER/finish``
-appears.
+appears. Who starts while there is ``FOLDER/hold`` waits until that is gone.
 """
 
 import os
@@ -42,6 +42,8 @@ class Ending:
 def main(folder: Path) -> None:
     """Train until all are told to finish."""
     torch.set_num_threads(1)
+    while (folder / "hold").exists():
+        time.sleep(_STEP_S)
     hvd.init()
     member = own_member()
     if member is None:

@@ -86,11 +86,10 @@ def speak_to_unix_sockets():
         paths = {line.split()[7] for line in file if len(line.split()) > 7}
     for path in sorted(p for p in paths if "ronde" in p):
         sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(0.5)
         try:
             sock.connect(path.replace("@", "\0", 1))
             sock.sendall(CHECK)
-            if sock.recv(100):
+            if select.select([sock], [], [], 1.0)[0] and sock.recv(100):
                 gained.append(f"was answered at {path}")
         except OSError:
             pass
@@ -113,7 +112,6 @@ def speak_to_port(place):
         try:
             with socket.create_connection(place, 1.0) as sock:
                 sock.sendall(words)
-                sock.settimeout(0.5)
                 said = sock.recv(100)
                 if words == TORCH_HELLO and len(said) == 8:
                     gained.append(f"torch's store at {place} obeyed")

@@ -4,12 +4,9 @@ import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
+from tests.limits import HANG_S
 
-LIMIT_S = 60
 TELL = 'echo "$RONDE_HOST $MASTER_ADDR $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"'
-
-pytestmark = pytest.mark.timeout(LIMIT_S)
 
 
 def run(cluster, *words, at=0):
@@ -17,7 +14,7 @@ def run(cluster, *words, at=0):
     env = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
     command = [sys.executable, "-m", "ronde", "run", "--no-prefix"]
     command += ["--ssh-args", f"-F {cluster.ssh_config}", *words]
-    return cluster.run(cluster.hosts[at], command, timeout_s=LIMIT_S - 10, env=env)
+    return cluster.run(cluster.hosts[at], command, timeout_s=HANG_S, env=env)
 
 
 def told(cluster, *words):

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
-pytestmark = pytest.mark.timeout(180)
 NAMES = "node1,node2,node3"
 
 
@@ -21,7 +21,9 @@ def look(cluster, tmp_path):
     def look(*words):
         command = [sys.executable, "-m", "ronde", "check", "-H", NAMES, "--json"]
         command += ["--ssh-args", f"-F {cluster.ssh_config}", "--path", str(disk)]
-        done = cluster.run(cluster.hosts[0], [*command, *words], env=environment)
+        done = cluster.run(
+            cluster.hosts[0], [*command, *words], env=environment, timeout_s=HANG_S
+        )
         assert done.stdout, done.stderr
         return json.loads(done.stdout)
 

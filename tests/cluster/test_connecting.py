@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 from tests.cluster.connecting import CONNECT_S
 from tests.cluster.training import assert_nothing_left
+from tests.limits import HANG_S
 
-pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 60.0
-HELD_S = CONNECT_S / 2
-"""A loop that waits for a host does not serve the rank for longer than this."""
+LATE = f"within {CONNECT_S:g} s"
+OFTEN = 10
+"""So often a rank is heard while a host is waited for: by a loop that waits for that
+host alone, not once."""
 
 
 @pytest.fixture
 def connect(cluster):
-    """Return ``connect(*hosts)``: why each has no agent, and who has one at the end."""
+    """Return ``connect(*hosts)``: why each has no agent, and who has one at the end.
+
+    Of a host whose time is up the reason has come when all others had an agent.
+    """
 
     def connect(*hosts, around=()):
         words = [sys.executable, "-m", "tests.cluster.connecting"]
@@ -25,12 +29,15 @@ def connect(cluster):
             cluster.hosts[0],
             [*around, *words, str(cluster.ssh_config), "node1", *hosts],
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())},
-            timeout_s=LIMIT_S,
+            timeout_s=HANG_S,
         )
         assert done.returncode == 0, done.stderr
-        *results, (names, longest_s) = map(json.loads, done.stdout.splitlines())
-        assert longest_s < HELD_S
-        return dict(results), names
+        *results, names = map(json.loads, done.stdout.splitlines())
+        for name, reason, num_heard in results:
+            if LATE in reason:
+                assert [name, reason, num_heard] == results[-1]
+                assert num_heard >= OFTEN
+        return {name: reason for name, reason, _ in results}, names
 
     return connect
 
@@ -54,8 +61,8 @@ def test_hosts_get_agents_while_a_rank_runs(cluster, connect):
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("exec sleep 1000", f"no answer from it within {CONNECT_S:g} s"),
-        ("echo in; exec sleep 1000", f"no agent began within {CONNECT_S:g} s"),
+        ("exec sleep 1000", f"no answer from it {LATE}"),
+        ("echo in; exec sleep 1000", f"no agent began {LATE}"),
         ("while sleep 0.05; do echo on >&2; done", "no agent began within"),
         ("exit 1", "no agent began"),
     ],

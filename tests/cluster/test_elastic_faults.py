@@ -16,14 +16,10 @@ from tests.cluster.elastic_training_rank import (
     CHECKPOINT_EVERY,
     NUM_SAMPLES,
 )
+from tests.limits import HANG_S
 
 RANK = str(Path(__file__).with_name("elastic_training_rank.py"))
-LIMIT_S = 60.0
-LEASE_S = 5.0  # of an elastic job's hosts
-END_S = 8.0  # after so long nothing is left of a job whose controller is gone
 _LOOK_S = 0.05
-
-pytestmark = pytest.mark.timeout(240)
 
 
 class Applied(NamedTuple):
@@ -43,13 +39,12 @@ class Training:
     def output(self) -> str:
         return (self.folder / "output").read_text(errors="replace")
 
-    def wait(self, is_so, within_s=LIMIT_S):
-        """Wait until something is so; return when that was seen."""
-        ends_s = time.monotonic() + within_s
+    def wait(self, is_so):
+        """Wait until something is so."""
+        ends_s = time.monotonic() + HANG_S
         while not is_so():
             assert time.monotonic() < ends_s, self.output()
             time.sleep(_LOOK_S)
-        return time.monotonic()
 
     def applied(self, host="*") -> list[Applied]:
         """Return the steps that ranks on a host have applied, by time."""
@@ -114,7 +109,7 @@ def resume(cluster, folder, hosts):
     newest = max(int(p.stem[5:]) for p in (folder / "state").glob("step-*.pt"))
     with training(cluster, folder, hosts) as job:
         (folder / "finish").touch()
-        assert job.launcher.wait(LIMIT_S) == 0, job.output()
+        assert job.launcher.wait(HANG_S) == 0, job.output()
     assert f"Goes on from step {newest}, of a checkpoint." in job.output()
     assert job.applied()[0].step == newest
     # What follows the checkpoint is done again, in a job whose views count anew.
@@ -131,7 +126,10 @@ def resume(cluster, folder, hosts):
 
 @pytest.mark.parametrize(
     ("how", "hosts"),
-    [("killed", "node1:1,node2:1,node3:1"), ("cut off", "node2:1,node3:1")],
+    [
+        ("killed", "node1:1,node2:1,node3:1"),
+        pytest.param("cut off", "node2:1,node3:1", marks=pytest.mark.soak),
+    ],
 )
 def test_a_job_whose_controller_is_gone_ends_everywhere(cluster, tmp_path, how, hosts):
     with training(cluster, tmp_path, hosts) as job:
@@ -139,8 +137,8 @@ def test_a_job_whose_controller_is_gone_ends_everywhere(cluster, tmp_path, how, 
             job.launcher.kill()
         else:
             cluster.cut(cluster.hosts[0])
-        job.wait(lambda: not any(map(job.is_running, cluster.hosts)), END_S)
-        assert job.launcher.wait(END_S) != 0
+        job.wait(lambda: not any(map(job.is_running, cluster.hosts)))
+        assert job.launcher.wait(HANG_S) != 0
     cluster.heal()
     resume(cluster, tmp_path, hosts)
 
@@ -150,35 +148,36 @@ def test_a_host_that_is_cut_off_trains_nothing_and_comes_back(cluster, tmp_path)
     hosts = "node1:1,node2:1,node3:1"
     with training(cluster, tmp_path, hosts, "--cooldown", "1s,2s") as job:
         cluster.cut(third)
-        cut_s = time.monotonic()  # not before: starting a program takes its time
-        gone_s = job.wait(lambda: not job.is_running(third), END_S)
+        job.wait(lambda: not job.is_running(third))
         job.wait(lambda: job.applied()[-1].view == 1)
         last_there = job.applied("node3")[-1]
         first_after = next(each for each in job.applied() if each.view == 1)
-        assert gone_s - cut_s < LEASE_S + 1.0
         assert last_there.at_s < first_after.at_s
         assert last_there.step <= first_after.step
         assert "node3 was lost: " in job.output()
         cluster.restore(third)
         job.wait(lambda: job.applied("node3")[-1].view > 1)
         (tmp_path / "finish").touch()
-        assert job.launcher.wait(LIMIT_S) == 0, job.output()
+        assert job.launcher.wait(HANG_S) == 0, job.output()
     assert "a rank joins on node3; 2 ranks became 3 and go on" in job.output()
     assert problems_of(tmp_path) == []
 
 
+@pytest.mark.soak
 def test_a_rank_that_starts_elsewhere_does_not_hide_that_a_host_is_silent(
     cluster, tmp_path
 ):
     _, second, third = cluster.hosts
     hosts = "node1:1,node2:1,node3:1"
     with training(cluster, tmp_path, hosts, "--cooldown", "3s,3s") as job:
+        (tmp_path / "hold").touch()
         job.kill_all(second)
         job.wait(lambda: job.applied()[-1].view == 1)
+        job.wait(lambda: any(RANK in p.words for p in cluster.processes(second)))
         cluster.cut(third)
-        cut_s = time.monotonic()  # not before: starting a program takes its time
         job.wait(lambda: job.applied()[-1].view == 2)
-        first_after = next(each for each in job.applied() if each.view == 2)
-        assert first_after.at_s - cut_s < LEASE_S + 2.0, job.output()
+        assert "node3 was lost: " in job.output()
+        (tmp_path / "hold").unlink()
         (tmp_path / "finish").touch()
-        assert job.launcher.wait(LIMIT_S) == 0, job.output()
+        assert job.launcher.wait(HANG_S) == 0, job.output()
+    assert problems_of(tmp_path) == []

@@ -7,7 +7,7 @@ from tests.cluster.machines import machines, why_not
 SEED = 18
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.soak
 @pytest.mark.parametrize(("num_faults", "is_divided"), [(20, False), (10, True)])
 def test_random_faults_lose_nothing(tmp_path, num_faults, is_divided):
     """No hang, no process left, each sample once, and the weights to the last bit."""

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.machines import ROOT, machines, why_not
+from tests.limits import HANG_S
 
 import ronde
 
 # What other tests stand on, and they would fail as well.
 pytestmark = pytest.mark.soak
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-LIMIT_S = 60.0
 SOURCES = Path(ronde.__file__).parents[1]
 
 
 def until(condition, what):
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.005)
@@ -94,7 +94,7 @@ def test_processes_and_sockets_of_a_host_are_seen_with_their_owners(cluster):
             for process in cluster.processes(cluster.hosts[0])
         )
         listener.send_signal(signal.SIGINT)
-        assert listener.wait(LIMIT_S) == -signal.SIGINT
+        assert listener.wait(HANG_S) == -signal.SIGINT
 
 
 def test_a_cut_link_lets_nothing_through_until_it_is_restored(cluster):
@@ -159,8 +159,8 @@ def test_a_link_is_slow_in_both_directions():
         with cluster.start(head, words, **pipes) as server:
             assert server.stdout.readline() == "up\n"
             clients = [cluster.start(other, [*words, "client"]) for other in others]
-            out, _ = server.communicate(timeout=LIMIT_S)
-            assert [client.wait(LIMIT_S) for client in clients] == [0, 0]
+            out, _ = server.communicate(timeout=HANG_S)
+            assert [client.wait(HANG_S) for client in clients] == [0, 0]
     out_s, in_s = map(float, out.split())
     assert out_s > 0.6
     assert in_s > 0.6
@@ -177,11 +177,11 @@ def test_a_dead_sshd_and_a_crashed_host_come_back(cluster):
     assert ssh(cluster, first, "node2", "true").returncode == 255
     assert left.poll() is None
     left.kill()
-    left.communicate(timeout=LIMIT_S)
+    left.communicate(timeout=HANG_S)
     assert left.returncode == -signal.SIGKILL
     cluster.crash(third)
-    assert gone.wait(LIMIT_S) == -signal.SIGKILL
-    gone.communicate(timeout=LIMIT_S)
+    assert gone.wait(HANG_S) == -signal.SIGKILL
+    gone.communicate(timeout=HANG_S)
     assert ssh(cluster, first, "node3", "true").returncode == 255
     cluster.heal()
     assert ssh(cluster, first, "node2", "true").returncode == 0
@@ -236,7 +236,7 @@ def test_nothing_stays(how):
             maker.stdin.flush()
         else:
             maker.send_signal(getattr(signal, how))
-        maker.communicate(timeout=LIMIT_S)
+        maker.communicate(timeout=HANG_S)
         until(
             lambda: not any(Path("/proc", pid).exists() for pid in pids),
             "all processes of the hosts must be gone",

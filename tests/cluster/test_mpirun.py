@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.training import (
-    LIMIT_S,
     Training,
     assert_done,
     assert_nothing_left,
     tolerance,
 )
+from tests.limits import HANG_S
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 PREFIX = Path(sys.prefix)
 
 
@@ -42,9 +41,18 @@ def mpich_options(ssh, hosts):
     return ["-launcher", "ssh", "-launcher-exec", str(ssh), "-hosts", hosts]
 
 
-@pytest.fixture(params=["open_mpi", "mpich"])
+OPEN_MPI, MPICH = "open_mpi", "mpich"
+
+
+def both(first, other):
+    """Give a test both MPIs, one of them in CI."""
+    params = [first, pytest.param(other, marks=pytest.mark.soak)]
+    return pytest.mark.parametrize("mpi", params, indirect=True)
+
+
+@pytest.fixture
 def mpi(request):
-    if request.param == "open_mpi":
+    if request.param == OPEN_MPI:
         prefix, options, more = PREFIX, open_mpi_options, {}
     else:
         prefix, options = PREFIX / "mpich", mpich_options
@@ -68,6 +76,7 @@ def ssh(cluster, tmp_path):
     return path
 
 
+@both(OPEN_MPI, MPICH)
 def test_a_training_under_mpirun(mpi, ssh, cluster, tmp_path, local_loss):
     """Nobody says where to meet: the ranks ask MPI."""
     training = Training(tmp_path / "record")
@@ -76,7 +85,7 @@ def test_a_training_under_mpirun(mpi, ssh, cluster, tmp_path, local_loss):
         cluster.hosts[0],
         [*mpi.command(ssh, 3, "node1:2,node2:1"), *threads, *training.words],
         env=mpi.environment,
-        timeout_s=LIMIT_S,
+        timeout_s=HANG_S,
     )
     assert_done(done)
     expected = local_loss(3)
@@ -84,6 +93,7 @@ def test_a_training_under_mpirun(mpi, ssh, cluster, tmp_path, local_loss):
     assert_nothing_left(cluster)
 
 
+@both(MPICH, OPEN_MPI)
 def test_mpirun_starts_agents_that_join(mpi, ssh, cluster, tmp_path):
     """The way to hosts that only mpirun reaches."""
     token = tmp_path / "token"
@@ -101,10 +111,10 @@ def test_mpirun_starts_agents_that_join(mpi, ssh, cluster, tmp_path):
             cluster.hosts[0],
             [*mpi.command(ssh, 2, "node2,node3"), *ronde, "--agent", "node1:29400"],
             env=mpi.environment,
-            timeout_s=LIMIT_S,
+            timeout_s=HANG_S,
         )
         assert_done(done)
-        output, _ = head.communicate(timeout=LIMIT_S)
+        output, _ = head.communicate(timeout=HANG_S)
     assert head.returncode == 0
     assert sorted(output.splitlines()) == [
         f"[node{number}:{number - 1}] node{number}" for number in (1, 2, 3)

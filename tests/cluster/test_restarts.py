@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 from tests.timed import impatient_ronde
-
-LIMIT_S = 60.0
 
 # The ranks of the first generations wait to be ended.
 RANK = """
@@ -95,7 +94,7 @@ def break_connection(cluster, near, far):
         if process.name.startswith("sshd") and "[listener]" not in process.words[0]:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-    assert select.select([ssh_fd], [], [], LIMIT_S)[0]
+    assert select.select([ssh_fd], [], [], HANG_S)[0]
     os.close(ssh_fd)
 
 
@@ -110,7 +109,7 @@ def await_line(process, text):
 
 
 def end_of(process):
-    out, errors = process.communicate(timeout=LIMIT_S)
+    out, errors = process.communicate(timeout=HANG_S)
     return process.returncode, out.splitlines(), errors
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from tests.cluster.machines import ROOT
 from tests.cluster.observation import Process, Socket, sockets_of
+from tests.limits import HANG_S
 
-LIMIT_S = 110
-SCAN_S = 100
 SSH_PORT = 22
 LOOPBACK = ("127.0.0.1", "::1")
 UNNAMED = "what-the-user-did-not-forward"
@@ -77,7 +76,7 @@ def running_job(cluster, folder, *options):
             processes = [cluster.processes(host) for host in cluster.hosts]
             yield Job(process, processes, sockets, folder)
             (folder / "end").touch()
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=HANG_S)
             assert process.returncode == 0, output
         finally:
             process.kill()
@@ -85,7 +84,7 @@ def running_job(cluster, folder, *options):
 
 
 def wait_for(process, paths):
-    ends_at = time.monotonic() + LIMIT_S - 30
+    ends_at = time.monotonic() + HANG_S
     while not all(path.exists() for path in paths):
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < ends_at, "the ranks must meet"
@@ -137,7 +136,7 @@ def scan(cluster, addresses):
             stack.enter_context(scanners[host.name])
             stack.callback(scanners[host.name].kill)
         for name, scanner in scanners.items():
-            out, errors = scanner.communicate(timeout=SCAN_S)
+            out, errors = scanner.communicate(timeout=HANG_S)
             assert scanner.returncode == 0, errors
             places = [line.split() for line in out.splitlines()]
             found[name] = {(address, int(port)) for address, port in places}
@@ -151,7 +150,6 @@ def has_secret(text, known):
     return re.search(r"[0-9a-fA-F]{32}", text) is not None
 
 
-@pytest.mark.timeout(LIMIT_S)
 class TestJob:
     """One job, whose ranks have met and wait."""
 
@@ -172,7 +170,6 @@ class TestJob:
         assert per_rank == [2, 1, 2, 2]
 
     @pytest.mark.soak
-    @pytest.mark.timeout(LIMIT_S + SCAN_S)
     def test_a_scan_finds_no_port_open_once_the_ranks_have_met(self, cluster, job):
         """Of all addresses from another host, and of loopback from the host itself."""
         addresses, expected = {}, {}
@@ -189,7 +186,7 @@ class TestJob:
         }
         places = [f"{address}|{port}" for address, port in listening]
         words = [sys.executable, "-c", KNOCK, *places]
-        done = cluster.run(cluster.hosts[2], words, timeout_s=60)
+        done = cluster.run(cluster.hosts[2], words, timeout_s=HANG_S)
         assert done.returncode == 0, done.stderr
         assert (len(listening), done.stdout) == (7, "")
 
@@ -217,7 +214,6 @@ class TestJob:
         assert len(cookies) == 1
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_before_the_ranks_listen_nobody_does(cluster, tmp_path):
     """Neither controller nor agents nor the held port: ranks that open nothing."""
     words = [sys.executable, "-m", "ronde", "run", "-H", "node1:2,node2:1,node3:1"]
@@ -231,7 +227,7 @@ def test_before_the_ranks_listen_nobody_does(cluster, tmp_path):
             wait_for(process, [tmp_path / f"ready.{rank}" for rank in range(4)])
             found = [cluster.listening(host) for host in cluster.hosts]
             (tmp_path / "end").touch()
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
     assert process.returncode == 0, output

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.limits import HANG_S
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "slow_link.py"
-LIMIT_S = 100
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
@@ -36,7 +36,7 @@ def namespaces_of(pid):
 
 def finish(script):
     """Return what it printed; skip where not even root may make namespaces."""
-    out, errors = script.communicate(timeout=LIMIT_S)
+    out, errors = script.communicate(timeout=HANG_S)
     if "ip netns add" in errors:
         pytest.skip(errors)
     return out, errors
@@ -46,6 +46,7 @@ def children_of(pid):
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.soak
 @needs_root
 def test_all_engines_sum_over_a_slow_line(tmp_path):
     """The script itself checks every engine's sums at every size."""
@@ -77,7 +78,7 @@ def test_an_interrupt_leaves_nothing():
     while len(children := children_of(script.pid)) < 2:
         assert script.poll() is None
     script.send_signal(signal.SIGINT)
-    script.communicate(timeout=LIMIT_S)
+    script.communicate(timeout=HANG_S)
     assert script.returncode == 130
     assert namespaces_of(script.pid) == []
     assert not any(Path("/proc", child).exists() for child in children)
@@ -89,7 +90,7 @@ def test_other_users_are_told():
         [sys.executable, "-I", "-c", _AS_NOBODY, str(SCRIPT)],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert script.stderr.strip().startswith("user must be root")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests.cluster.machines import ROOT
 from tests.cluster.slurm import slurm, why_no_slurm
-from tests.cluster.training import LIMIT_S, Training, assert_done, tolerance
+from tests.cluster.training import Training, assert_done, tolerance
+from tests.limits import HANG_S
 from tests.virtual_environments import make_environment
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 PAGE = ROOT / "docs" / "how-to" / "slurm.md"
 DAEMONS = {"sleep", "sshd", "munged", "slurmctld", "slurmscriptd", "slurmd"}
 
@@ -33,7 +33,7 @@ def job(batch, cluster, tmp_path):
     env = {"PATH": path, "OMP_NUM_THREADS": "1"}
 
     def run(*words, **more):
-        return batch.run(list(words), env=env, timeout_s=LIMIT_S, **more)
+        return batch.run(list(words), env=env, timeout_s=HANG_S, **more)
 
     yield run
     run("scancel", "--user=root")
@@ -47,7 +47,13 @@ def documented_scripts():
     return re.findall(r"```sh\n(#!/bin/bash\n.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("index", [0, 1], ids=["ronde-run", "srun"])
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(0, id="ronde-run"),
+        pytest.param(1, id="srun", marks=pytest.mark.soak),
+    ],
+)
 def test_the_documented_batch_scripts_train(job, batch, tmp_path, local_loss, index):
     """Smaller than they stand there: two ranks on one host, one on the other."""
     written = documented_scripts()[index]
@@ -63,7 +69,7 @@ def test_the_documented_batch_scripts_train(job, batch, tmp_path, local_loss, in
     )
     told = job("sbatch", "--parsable", str(script), cwd=tmp_path)
     assert_done(told)
-    state = batch.wait_over(told.stdout.strip(), LIMIT_S)
+    state = batch.wait_over(told.stdout.strip(), HANG_S)
     (output,) = tmp_path.glob("train-*.out")
     assert state == "COMPLETED", output.read_text()
     expected = local_loss(3)
@@ -72,7 +78,7 @@ def test_the_documented_batch_scripts_train(job, batch, tmp_path, local_loss, in
 
 
 def wait_for(paths):
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"waited in vain for {paths}"
         time.sleep(0.02)
@@ -118,7 +124,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(job, batch, cluster, tmp_path)
     with batch.start(words) as allocation:
         wait_for([tmp_path / "0", tmp_path / "1"])
         os.kill(child_of(allocation.program_pid()), signal.SIGKILL)
-        allocation.wait(LIMIT_S)
+        allocation.wait(HANG_S)
     batch.wait_idle()
 
 

@@ -4,16 +4,14 @@ import os
 import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from tests.cluster.training import assert_nothing_left
+from tests.limits import HANG_S
 
 import ronde
 
-pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 60.0
 ABSENT = "10.77.0.77"
 STARTED = Path("/tmp/started")  # noqa: S108 - each host has a /tmp of its own
 UNREACHABLE = 69
@@ -30,7 +28,7 @@ def run(cluster):
             cluster.hosts[0],
             [*program, *ssh_args, *words],
             env=login_environment() | (env or {}),
-            timeout_s=LIMIT_S,
+            timeout_s=HANG_S,
         )
 
     return run
@@ -53,7 +51,7 @@ def config_with(cluster, folder, hosts):
 
 def make_key(path):
     words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
-    subprocess.run(words, check=True, timeout=LIMIT_S)
+    subprocess.run(words, check=True, timeout=HANG_S)
     return path
 
 
@@ -110,7 +108,7 @@ def refusals(three_hosts, tmp_path_factory):
         three_hosts.hosts[0],
         [*alone, sys.executable, "-m", "ronde", "run", *words],
         env=login_environment(),
-        timeout_s=LIMIT_S,
+        timeout_s=HANG_S,
     )
 
 
@@ -214,7 +212,7 @@ def bare_python():
     """Return a Python that finds no ronde by itself."""
     path = str(Path(sys.base_prefix, "bin", "python3"))
     words = [path, "-E", "-c", "import ronde"]
-    tried = subprocess.run(words, capture_output=True, timeout=LIMIT_S, check=False)
+    tried = subprocess.run(words, capture_output=True, timeout=HANG_S, check=False)
     if tried.returncode == 0:
         pytest.skip(f"ronde is installed for {path} itself")
     return path
@@ -286,7 +284,7 @@ def test_a_server_that_takes_no_more_connections_is_asked_again(cluster, run):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as held:
-        assert select.select([held.stdout], [], [], LIMIT_S)[0]
+        assert select.select([held.stdout], [], [], HANG_S)[0]
         assert os.read(held.stdout.fileno(), 4) == b"held"
         program = [sys.executable, "-m", "ronde", "run", "-H", "node2:1"]
         words = [*program, "--ssh-args", f"-F {cluster.ssh_config}", "hostname"]
@@ -301,8 +299,8 @@ def test_a_server_that_takes_no_more_connections_is_asked_again(cluster, run):
         ) as job:
             try:
                 await_line(host.folder / "sshd.log", "drop connection", job)
-                held.communicate(b".", timeout=LIMIT_S)
-                out, errors = job.communicate(timeout=LIMIT_S)
+                held.communicate(b".", timeout=HANG_S)
+                out, errors = job.communicate(timeout=HANG_S)
             finally:
                 job.kill()
                 held.kill()
@@ -319,7 +317,7 @@ def await_line(path, words, job):
     ) as tail:
         seen = b""
         while words.encode() not in seen:
-            ready = select.select([tail.stdout], [], [], LIMIT_S)[0]
+            ready = select.select([tail.stdout], [], [], HANG_S)[0]
             assert ready, seen
             seen += os.read(tail.stdout.fileno(), 65536)
             assert job.poll() is None, seen
@@ -400,9 +398,10 @@ def test_timeout_shows_where_the_ranks_of_all_hosts_are(run, cluster, tmp_path):
 
 @pytest.mark.parametrize(
     ("after_ms", "why"),
-    [("50", "unknown name"), ("never", "no name server answers within 6 s")],
+    [("300", "unknown name"), ("never", "no name server answers within 6 s")],
 )
 def test_a_thousand_unknown_names_take_as_long_as_one(cluster, tmp_path, after_ms, why):
+    """One after the other they would take longer than anything may here, or hours."""
     resolv = tmp_path / "resolv.conf"
     resolv.write_text("nameserver 127.0.0.1\n")
     script = 'mount --bind "$1" /etc/resolv.conf; shift; exec "$@"'
@@ -412,18 +411,14 @@ def test_a_thousand_unknown_names_take_as_long_as_one(cluster, tmp_path, after_m
     serving = [sys.executable, str(Path(__file__).with_name("answering.py")), after_ms]
     with cluster.start(cluster.hosts[0], serving, stdout=subprocess.PIPE) as server:
         assert server.stdout.readline() == b"up\n"
-        begun = time.monotonic()
         done = cluster.run(
             cluster.hosts[0],
             [*alone, *words, "-H", "absent[1-1000]:1", "true"],
             env=login_environment(),
-            timeout_s=LIMIT_S,
+            timeout_s=HANG_S,
         )
-        took_s = time.monotonic() - begun
         server.kill()
     assert done.returncode == UNREACHABLE
     assert "1000 of 1000 hosts cannot take part" in done.stderr
     assert why in done.stderr
-    # One after the other they would take 50 s, or hours.
-    assert took_s < 20.0
     assert_nothing_left(cluster)

@@ -6,11 +6,10 @@ import subprocess
 
 import pytest
 from tests.cluster.slurm import slurm, why_no_slurm
+from tests.limits import HANG_S
 
 from ronde.launch import Host, SlurmSpawner
 
-pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 60.0
 DATA = random.Random(5).randbytes(1 << 20)
 
 
@@ -43,7 +42,7 @@ def start(batch, *words, env=None):
 
 def finish(process, data=b""):
     try:
-        out, errors = process.communicate(data, timeout=LIMIT_S)
+        out, errors = process.communicate(data, timeout=HANG_S)
     finally:
         process.kill()
     return process.returncode, out, errors.decode()
@@ -74,7 +73,7 @@ def test_bytes_pass_at_once(batch):
         for number in range(20):
             process.stdin.write(b"%c" % number)
             process.stdin.flush()
-            assert select.select([process.stdout], [], [], LIMIT_S)[0]
+            assert select.select([process.stdout], [], [], HANG_S)[0]
             assert process.stdout.read(1) == b"%c" % number
         code, out, errors = finish(process)
     assert (code, out) == (0, b""), errors

@@ -9,20 +9,17 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.machines import ROOT
+from tests.limits import HANG_S
 
-pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 60.0
 # Each host has a /tmp of its own; the name is one that a shell would take apart.
 FOLDER = Path("/tmp/a program's $HOME/deep er")  # noqa: S108
 
 DRIVER = """
 import json, sys
 from ronde.errors import HostError
-from ronde.launch.signals import InterruptedStartError
-from ronde.launch.hosts.host import Host
-from ronde.launch.signals import caught_signals
-from ronde.launch.spawners.ssh import SshSpawner
-from ronde.launch.spawners.sync import sync_folder
+from ronde.launch import (
+    Host, InterruptedStartError, SshSpawner, caught_signals, sync_folder
+)
 
 folder, config, *names = sys.argv[1:]
 spawner = SshSpawner(["-F", config])
@@ -79,7 +76,7 @@ def shell(cluster, number, script, folder=FOLDER):
 def sync(cluster, *names):
     program = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={Path.home()}", sys.executable]
     words = [*program, "-c", DRIVER, str(FOLDER), str(cluster.ssh_config)]
-    done = cluster.run(cluster.hosts[0], [*words, *names], timeout_s=LIMIT_S)
+    done = cluster.run(cluster.hosts[0], [*words, *names], timeout_s=HANG_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -149,11 +146,11 @@ def test_ctrl_c_ends_a_copy(cluster, source):
     ) as driver:
         assert driver.stdout.readline() == b"begun\n"
         driver.send_signal(signal.SIGINT)
-        out, _ = driver.communicate(timeout=LIMIT_S)
+        out, _ = driver.communicate(timeout=HANG_S)
     assert json.loads(out) == {"signal": signal.SIGINT}
     assert not copying_on(cluster.hosts[0], cluster)
     # The other end learns that its connection has ended a moment later.
-    due_s = time.monotonic() + LIMIT_S
+    due_s = time.monotonic() + HANG_S
     while found := copying_on(cluster.hosts[1], cluster):
         assert time.monotonic() < due_s, found
         time.sleep(0.01)

@@ -11,9 +11,8 @@ import sys
 
 import pytest
 from tests.cluster.machines import ROOT, why_not
+from tests.limits import HANG_S
 
-LIMIT_S = 170.0
-pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 RONDE = "ronde run"
 
 
@@ -23,7 +22,7 @@ def figures(script, *words):
         [sys.executable, str(ROOT / "benchmarks" / script), "--rounds", "1", *words],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,17 +12,15 @@ from pathlib import Path
 import pytest
 from tests.cluster.machines import Machine
 from tests.cluster.slurm import slurm, why_no_slurm
+from tests.limits import HANG_S
 
 from ronde.collectives import step_ports
 
-LIMIT_S = 110
 STRANGER = (Path(__file__).with_name("stranger.py")).read_text()
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 RANK = [sys.executable, "-m", "tests.cluster.guarded_rank"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-
-pytestmark = pytest.mark.timeout(LIMIT_S)
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Stranger:
 
     def read(self):
         """Return the next thing it says."""
-        ready, _, _ = select.select([self.process.stdout], [], [], LIMIT_S / 2)
+        ready, _, _ = select.select([self.process.stdout], [], [], HANG_S)
         assert ready, "the stranger must be done in time"
         line = self.process.stdout.readline()
         assert line, self.process.stderr.read()
@@ -77,7 +75,7 @@ class Job:
     def wait_all(self, word):
         """Wait until each rank has said a word; return what."""
         paths = [self.folder / f"{word}.{rank}" for rank in range(self.num_ranks)]
-        ends_at = time.monotonic() + LIMIT_S - 30
+        ends_at = time.monotonic() + HANG_S
         while not all(path.exists() for path in paths):
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < ends_at, f"all ranks must come to {word}"
@@ -113,7 +111,7 @@ class Job:
     def assert_unharmed(self):
         """The job has ended well, and no stranger has gained a thing."""
         self.tell("leave")
-        output, errors = self.process.communicate(timeout=LIMIT_S / 2)
+        output, errors = self.process.communicate(timeout=HANG_S)
         for stranger in self._strangers:
             stranger.process.stdin.close()
             stranger.process.stdin = None
@@ -160,7 +158,13 @@ def master_port(told):
     return [told["MASTER_PORT"]] if told["MASTER_PORT"] else []
 
 
-@pytest.mark.parametrize("how", ["ronde", "ronde-gloo", "mpirun"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "ronde",
+        *(pytest.param(h, marks=pytest.mark.soak) for h in ("ronde-gloo", "mpirun")),
+    ],
+)
 def test_on_one_host(cluster, tmp_path, how):
     words = [sys.executable, "-m", "ronde", "run", "-n", "2", "--"]
     if how == "mpirun":

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.training import (
-    LIMIT_S,
     Training,
     assert_done,
     assert_nothing_left,
     tolerance,
 )
+from tests.limits import HANG_S
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 HOSTS, SIZE = "node1:2,node2:1,node3:1", 4
 
 
@@ -24,7 +23,7 @@ def train(cluster, record, *options):
         cluster.hosts[0],
         [*words, "--ssh-args", f"-F {cluster.ssh_config}", *options, *training.words],
         env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"},
-        timeout_s=LIMIT_S,
+        timeout_s=HANG_S,
     )
     assert_done(done)
     assert f"{SIZE} ranks have trained" in done.stdout
@@ -39,6 +38,7 @@ def test_the_loss_on_three_hosts_is_that_on_one_to_the_last_bit(
     assert_nothing_left(cluster)
 
 
+@pytest.mark.soak
 def test_two_levels_change_the_loss_by_no_more_than_their_roundings(
     cluster, tmp_path, local_loss
 ):

@@ -9,11 +9,7 @@ from pathlib import Path
 
 from tests.cluster.machines import Cluster
 from tests.cluster.training_rank import BATCH_SIZE, NUM_TRAIN
-
-LIMIT_S = 280.0
-"""Of one training: five ranks import torch on what may be two slow cores."""
-SESSION_S = 30.0
-"""What a session of sshd may take to end; it takes some milliseconds."""
+from tests.limits import HANG_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ def assert_nothing_left(cluster: Cluster) -> None:
     A session of sshd ends a moment after the connection that it serves, which nobody
     on the other side can see: it is waited for, and nothing else is.
     """
-    due_s = time.monotonic() + SESSION_S
+    due_s = time.monotonic() + HANG_S
     while True:
         names = {
             host.name: sorted(process.name for process in cluster.processes(host))

@@ -68,5 +68,6 @@ __getattr__ = lazy_exports(
         "spawners.base": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
         "spawners.slurm": "SlurmSpawner",
         "spawners.ssh": "SshSpawner",
+        "spawners.sync": "sync_folder",
     },
 )
