@@ -18,13 +18,13 @@ def least_resources() -> tuple[int, int]:
     """Return how many descriptors and threads this process holds.
 
     A thread is joined before the kernel takes it off the list, which it does when the
-    thread is given a core once more: hence the least count of half a second.
+    thread is given a core once more: hence the least of many counts, between which this
+    thread gives up its own.
     """
-    end = time.monotonic() + 0.5
     counts = [_count()]
-    while time.monotonic() < end:
-        counts.append(_count())
+    for _ in range(25):
         time.sleep(0.02)
+        counts.append(_count())
     return min(counts)
 
 

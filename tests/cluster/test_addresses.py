@@ -11,6 +11,8 @@ from tests.limits import HANG_S
 
 from ronde.collectives import step_ports
 
+pytestmark = pytest.mark.waits
+
 PORT = 20_001  # below what the kernel gives to outgoing connections
 PYTHON = sys.executable
 BIN = str(Path(PYTHON).parent)

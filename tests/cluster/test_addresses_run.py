@@ -4,7 +4,10 @@ import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 from tests.limits import HANG_S
+
+pytestmark = pytest.mark.waits
 
 TELL = 'echo "$RONDE_HOST $MASTER_ADDR $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"'
 

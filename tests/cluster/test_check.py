@@ -28,7 +28,8 @@ from tests.cluster.training import assert_nothing_left
 
 from ronde.check import REACH
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.alone
+
 LIMIT_S = 240.0
 """Of one run; each rank that measures a pair imports torch."""
 NAMES = "node1,node2,node3"

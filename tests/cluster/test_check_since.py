@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 NAMES = "node1,node2,node3"
 
 

@@ -10,6 +10,8 @@ from tests.cluster.connecting import CONNECT_S
 from tests.cluster.training import assert_nothing_left
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 LATE = f"within {CONNECT_S:g} s"
 OFTEN = 10
 """So often a rank is heard while a host is waited for: by a loop that waits for that

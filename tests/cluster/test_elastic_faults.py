@@ -18,6 +18,8 @@ from tests.cluster.elastic_training_rank import (
 )
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 RANK = str(Path(__file__).with_name("elastic_training_rank.py"))
 _LOOK_S = 0.05
 

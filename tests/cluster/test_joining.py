@@ -21,7 +21,10 @@ SECRET = "5ec2e7" + hashlib.sha256(b"of this test alone").hexdigest()
 PORT = 29400
 STAY = 'touch "$0/ready.$RANK.$RONDE_EPOCH"; exec sleep 1000'
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
+]
 
 
 class Party:

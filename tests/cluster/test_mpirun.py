@@ -16,6 +16,8 @@ from tests.cluster.training import (
 )
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 PREFIX = Path(sys.prefix)
 
 

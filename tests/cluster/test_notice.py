@@ -14,6 +14,8 @@ from tests.cluster.metadata_server import ADDRESS
 from tests.cluster.training import assert_nothing_left
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 NUM_STEPS = 400
 RANK = str(Path(__file__).with_name("notice_rank.py"))
 SERVER = str(Path(__file__).with_name("metadata_server.py"))

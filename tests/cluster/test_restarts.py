@@ -15,6 +15,8 @@ import pytest
 from tests.limits import HANG_S
 from tests.timed import impatient_ronde
 
+pytestmark = pytest.mark.waits
+
 # The ranks of the first generations wait to be ended.
 RANK = """
 import os, signal, sys

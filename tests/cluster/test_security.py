@@ -13,6 +13,8 @@ from tests.cluster.machines import ROOT
 from tests.cluster.observation import Process, Socket, sockets_of
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 SSH_PORT = 22
 LOOPBACK = ("127.0.0.1", "::1")
 UNNAMED = "what-the-user-did-not-forward"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "slow_link.py"
 
 needs_root = pytest.mark.skipif(

@@ -14,6 +14,8 @@ from tests.cluster.training import Training, assert_done, tolerance
 from tests.limits import HANG_S
 from tests.virtual_environments import make_environment
 
+pytestmark = pytest.mark.waits
+
 PAGE = ROOT / "docs" / "how-to" / "slurm.md"
 DAEMONS = {"sleep", "sshd", "munged", "slurmctld", "slurmscriptd", "slurmd"}
 

@@ -12,6 +12,8 @@ from tests.limits import HANG_S
 
 import ronde
 
+pytestmark = pytest.mark.waits
+
 ABSENT = "10.77.0.77"
 STARTED = Path("/tmp/started")  # noqa: S108 - each host has a /tmp of its own
 UNREACHABLE = 69

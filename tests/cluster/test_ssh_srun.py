@@ -10,6 +10,8 @@ from tests.limits import HANG_S
 
 from ronde.launch import Host, SlurmSpawner
 
+pytestmark = pytest.mark.waits
+
 DATA = random.Random(5).randbytes(1 << 20)
 
 

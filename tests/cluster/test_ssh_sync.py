@@ -11,6 +11,8 @@ import pytest
 from tests.cluster.machines import ROOT
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 # Each host has a /tmp of its own; the name is one that a shell would take apart.
 FOLDER = Path("/tmp/a program's $HOME/deep er")  # noqa: S108
 

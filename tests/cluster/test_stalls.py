@@ -15,6 +15,8 @@ from tests.cluster.training import assert_nothing_left
 from tests.limits import HANG_S
 from tests.timed import LEASE_S, impatient_ronde
 
+pytestmark = pytest.mark.waits
+
 STALL_S = LEASE_S + 1.0
 OUTAGE_S = 0.6 * LEASE_S
 HOSTS = "node1:2,node2:1,node3:1"

@@ -13,6 +13,8 @@ import pytest
 from tests.cluster.machines import ROOT, why_not
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 RONDE = "ronde run"
 
 

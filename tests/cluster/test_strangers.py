@@ -16,6 +16,8 @@ from tests.limits import HANG_S
 
 from ronde.collectives import step_ports
 
+pytestmark = pytest.mark.waits
+
 STRANGER = (Path(__file__).with_name("stranger.py")).read_text()
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")

@@ -12,6 +12,8 @@ from tests.cluster.training import (
 )
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.waits
+
 HOSTS, SIZE = "node1:2,node2:1,node3:1", 4
 
 
