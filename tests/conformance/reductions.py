@@ -207,9 +207,11 @@ def reduce_scatter_scales_and_takes_layouts(communicator: Communicator, device: 
         inputs = inputs_of(communicator, (5, 3, 4, 2), dtype, seed, device)
         first = sum(rows(5, communicator.size)[:rank])
         for tensor in layouts(inputs[rank]).values():
+            before = tensor.clone()
             result = communicator.reduce_scatter(
                 tensor, ReduceOp.AVERAGE, prescale=0.5, postscale=3.0
             ).wait()
+            assert torch.equal(tensor, before)
             own = [t[first : first + result.shape[0]] for t in inputs]
             assert_reduced(result, own, ReduceOp.AVERAGE, 0.5, 3.0)
 

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from ronde.collectives import CHUNK, Communicator, SoloEngine, adasum_all_reduce
 from ronde.errors import UsageError
 
-LENGTHS = (1, 3, 0, 64, 5, CHUNK + 7)
+LENGTHS = (1, 3, 0, 64, 5, 3 * CHUNK + 7)  # halved, a part is longer than a chunk
 NUMEL = sum(LENGTHS)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
