@@ -53,7 +53,7 @@ def make_model():
     return nn.Sequential(*layers)
 
 
-def train(_claim, path, every, cut_off_after=None):
+def train(_info, path, every, cut_off_after=None):
     """Train; return the steps taken, the loss and a digest of all parameters."""
     steps = []
 
@@ -107,9 +107,9 @@ def test_what_was_at_its_end_reports_the_same_without_a_step(run_ranks_bare, tmp
 
 
 def test_only_rank_0_reads_and_writes(run_ranks_bare, tmp_path):
-    def on_disks_of_their_own(claim, every, cut_off_after):
-        path = tmp_path / str(claim.rank) / "checkpoint"
-        return train(claim, path, every, cut_off_after)
+    def on_disks_of_their_own(info, every, cut_off_after):
+        path = tmp_path / str(info.rank) / "checkpoint"
+        return train(info, path, every, cut_off_after)
 
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "checkpoint").write_text("something else")
@@ -122,10 +122,10 @@ def test_only_rank_0_reads_and_writes(run_ranks_bare, tmp_path):
     assert ends[0][2] == ends[1][2]
 
 
-def train_on_a_full_disk(claim, path):
+def train_on_a_full_disk(info, path):
     register_optimizer_step_post_hook(lambda *_: fill_disk() if path.exists() else None)
     with pytest.raises((OSError, RuntimeError)):
-        train(claim, path, 4)
+        train(info, path, 4)
 
 
 def fill_disk():
@@ -142,7 +142,7 @@ def test_a_checkpoint_that_is_not_written_whole_leaves_the_last_one(
     assert [found.name for found in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def resume(_claim, path, wanted):
+def resume(_info, path, wanted):
     hvd.init()
     try:
         training.train(make_model(), images(), wanted)

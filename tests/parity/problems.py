@@ -105,9 +105,9 @@ def train_alone(problem: Problem, size: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train_on_ranks(claim: object, problem: Problem) -> dict[str, Tensor]:
+def train_on_ranks(info: object, problem: Problem) -> dict[str, Tensor]:
     """Train this rank in a session of its own."""
-    del claim
+    del info
     hvd.init()
     weights = train_share(problem)
     hvd.shutdown()

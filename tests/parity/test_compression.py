@@ -443,7 +443,7 @@ class Hundreds:
         return tensor.to(ctx) * 100
 
 
-def train_lossily(claim, compression, predivide):
+def train_lossily(info, compression, predivide):
     """Rank 1 never uses ``some``, and stops first; nobody uses ``none``."""
     hvd.init()
     names = ("all", "some", "none")
@@ -455,10 +455,10 @@ def train_lossily(claim, compression, predivide):
         gradient_predivide_factor=predivide,
     )
     seen = []
-    for _ in range(1 if claim.rank else 3):
+    for _ in range(1 if info.rank else 3):
         optimizer.zero_grad()
         loss = 600 * parameters["all"].sum()
-        if claim.rank == 0:
+        if info.rank == 0:
             loss = loss + 400 * parameters["some"].sum()
         loss.backward()
         gradients = [parameter.grad for parameter in parameters.values()]

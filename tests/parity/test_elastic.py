@@ -32,7 +32,7 @@ ADDED, REMOVED = HostUpdateResult.added, HostUpdateResult.removed
 def on_ranks(run_ranks_bare, size: int, fn: Callable[..., Any], *args: Any) -> list:
     """Call ``fn(*args)`` between ``init`` and ``shutdown`` on ``size`` ranks."""
 
-    def body(claim, *args):
+    def body(info, *args):
         hvd.init()
         try:
             return fn(*args)
@@ -246,7 +246,7 @@ def always_fails(calls, most=float("inf")):
 
 
 def test_the_reset_limit_ends_training(run_ranks_bare) -> None:
-    def body(claim):
+    def body(info):
         hvd.init()
         calls = []
         with pytest.raises(hvd.HorovodInternalError) as caught:
@@ -263,7 +263,7 @@ def test_the_reset_limit_ends_training(run_ranks_bare) -> None:
 
 
 def test_training_that_fails_again_and_again_backs_off(run_ranks_bare) -> None:
-    def body(claim):
+    def body(info):
         hvd.init()
         calls = []
         always_fails(calls, most=5)

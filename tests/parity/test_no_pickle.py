@@ -33,7 +33,7 @@ def forbid():
     cloudpickle.loads = cloudpickle.load = refuse
 
 
-def use_everything(_claim, engine, folder):
+def use_everything(_info, engine, folder):
     # What the first optimizer imports is torch's own.
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     before = pickle.loads, pickle.load, cloudpickle.loads, cloudpickle.load
