@@ -290,10 +290,22 @@ def _receive(rank: Rank, *, is_dying: bool) -> None:
 
 
 def _describe_hang(rank: Rank) -> str:
-    """Have a rank that hangs write its stacks down, and return them."""
+    """Have a rank that hangs write its stacks down, and return them.
+
+    The main thread's first: those of threads that run cannot always be read, and who
+    tries may crash.
+    """
     if rank.process.is_alive():
         os.kill(rank.process.pid, signal.SIGUSR1)
-        wait([rank.process.sentinel], 1.0)
+        os.kill(rank.process.pid, signal.SIGUSR2)
+        deadline = time.monotonic() + AFTER_FAILURE_S
+        while (
+            _read(rank.stacks).count("most recent call first") < 2
+            and time.monotonic() < deadline
+            and not wait([rank.process.sentinel], 0.05)
+        ):
+            pass
+        wait([rank.process.sentinel], 0.2)  # the rest of it
     return f"rank {rank.index} hung; its stacks:\n{_read(rank.stacks)}"
 
 
@@ -320,10 +332,12 @@ def _be_rank(connection: Connection, stacks: str) -> None:
     torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
         faulthandler.enable(file)
-        faulthandler.register(signal.SIGUSR1, file)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=False)
+        faulthandler.register(signal.SIGUSR2, file)
         reply = _obey(connection)
         connection.send_bytes(reply)
         faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGUSR2)
         faulthandler.disable()
 
 
