@@ -30,7 +30,7 @@ for backend in sys.argv[1:]:
     dist.destroy_process_group()
 os._exit(0)
 """
-"""What has used torch's Gloo may abort when Python ends: 7 of 24 runs of torch alone."""
+"""After torch's Gloo a process may abort when it ends: 7 of 24 runs, without us."""
 RUN = (sys.executable, "-m", "ronde", "run", "--no-prefix", "-n")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
