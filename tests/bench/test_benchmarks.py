@@ -1,4 +1,7 @@
-"""Benchmarks that no other test runs: each runs, in short, and prints every row."""
+"""Benchmarks that no other test runs: each runs, in short, and prints every row.
+
+One is run for every change, the others by ``scripts/soak``.
+"""
 
 import re
 import subprocess
@@ -12,6 +15,7 @@ from tests.limits import HANG_S
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RUN = ("-m", "ronde", "run", "-n", "2", "--no-prefix", "--", sys.executable)
 
+SOAK = pytest.mark.soak
 TUNE = "autotune.py --models mnist_cnn --rounds 2 --max-samples 2 --steps-per-sample 2"
 
 
@@ -36,21 +40,34 @@ def assert_rows(rows: list[str], printed: str) -> None:
 @pytest.mark.parametrize(
     ("words", "rows"),
     [
-        (TUNE, ["mnist_cnn"]),
+        pytest.param(TUNE, ["mnist_cnn"], marks=SOAK),
         (
             "named_tensors.py --rounds 2",
             ["4 B", "160 x 16 KiB", "160 copied", "64 MiB"],
         ),
-        ("pipeline_idle.py --rounds 2", ["GPipe", "1F1B", "Interleaved1F1B"]),
-        ("process_group.py --rounds 2 --only calls", ["all_reduce 4 B", "new_group"]),
-        ("store_traffic.py", ['{"ranks"']),
-        ("timeline_cost.py --models named --rounds 2 --round-s 0.1", ["named"]),
+        pytest.param(
+            "pipeline_idle.py --rounds 2",
+            ["GPipe", "1F1B", "Interleaved1F1B"],
+            marks=SOAK,
+        ),
+        pytest.param(
+            "process_group.py --rounds 2 --only calls",
+            ["all_reduce 4 B", "new_group"],
+            marks=SOAK,
+        ),
+        pytest.param("store_traffic.py", ['{"ranks"'], marks=SOAK),
+        pytest.param(
+            "timeline_cost.py --models named --rounds 2 --round-s 0.1",
+            ["named"],
+            marks=SOAK,
+        ),
     ],
 )
 def test_of_two_ranks(words: str, rows: list[str]) -> None:
     assert_rows(rows, lines_of(RUN, words))
 
 
+@SOAK
 def test_all_reduce_beside_other_libraries() -> None:
     peers = "shared_memory,torch_gloo"
     short = "--rounds 1 --seconds 0.01 --max-size 64 --copy-mib 8"
@@ -58,11 +75,13 @@ def test_all_reduce_beside_other_libraries() -> None:
     assert_rows(["4B", "64B"], printed)
 
 
+@SOAK
 def test_the_start_of_topo() -> None:
     printed = lines_of((), "topology_start.py 1")
     assert_rows(["ronde topo", "ronde topo lint H100.xml"], printed)
 
 
+@SOAK
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 def test_a_check_of_two_hosts() -> None:
     printed = lines_of((), "check_cluster.py --rounds 1 --hosts 2")

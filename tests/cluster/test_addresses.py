@@ -264,6 +264,7 @@ def test_ranks_of_open_mpi_meet_where_mpi_tells_them(cluster):
         assert left.stdout == ""
 
 
+@pytest.mark.soak
 def test_without_mpi4py_both_cures_are_said(cluster):
     hidden = "import sys; sys.modules['mpi4py'] = None; import runpy; "
     hidden += "runpy.run_module('tests.cluster.meeting_rank', run_name='__main__')"

@@ -197,6 +197,7 @@ def batch(three_hosts):
         yield running
 
 
+@pytest.mark.soak
 def test_under_slurm(cluster, batch, tmp_path):
     """The strangers know the ports: they follow from numbers that everybody sees."""
     with Job(cluster, tmp_path, 3) as job:

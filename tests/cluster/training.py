@@ -56,13 +56,16 @@ def assert_nothing_left(cluster: Cluster) -> None:
     due_s = time.monotonic() + HANG_S
     while True:
         names = {
-            host.name: sorted(process.name for process in cluster.processes(host))
+            host.name: sorted(
+                process.name
+                for process in cluster.processes(host)
+                if process.pid != host.init_pid
+            )
             for host in cluster.hosts
         }
         for found in names.values():
-            others = [name for name in found if not name.startswith("sshd")]
-            assert others == ["sleep"], names
-        if all(found == ["sleep", "sshd"] for found in names.values()):
+            assert all(name.startswith("sshd") for name in found), names
+        if all(found == ["sshd"] for found in names.values()):
             return
         assert time.monotonic() < due_s, names
         time.sleep(0.01)

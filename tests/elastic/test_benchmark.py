@@ -37,6 +37,7 @@ def test_a_fault_of_each_kind(kind: str, tmp_path: Path) -> None:
         assert row["survivors_s"] > 0
 
 
+@pytest.mark.soak
 def test_what_copies_cost() -> None:
     words = ["run", "-H", "localhost:2", "--min-ranks", "1", "--no-prefix"]
     done = subprocess.run(
