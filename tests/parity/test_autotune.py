@@ -206,8 +206,9 @@ def test_fusion_is_tuned_unless_its_threshold_is_set(tmp_path, is_set):
     def run(_):
         hvd.init()
         tensors = [torch.full((100 + i,), float(hvd.rank())) for i in range(20)]
-        # Two steps more than samples take: the first only marks the time.
-        for _ in range((4 + 2 * 6) * 2 + 2):
+        # Three steps more than samples take: the first only marks the time, in the
+        # second the last sample ends, and before the third all ranks hear of it.
+        for _ in range((4 + 2 * 6) * 2 + 3):
             handles = [
                 hvd.allreduce_async(t, name=str(i), op=hvd.Sum)
                 for i, t in enumerate(tensors)
