@@ -6,7 +6,7 @@ What travels together is a pure plan, so that a predictor can price it.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -189,17 +189,20 @@ class Scaling:
         return 1.0 / (self.size * self.before * self.after)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Gradient:
     """A parameter and the state of its gradient between two optimizer steps."""
 
     name: str  # in messages
     parameter: Tensor
-    view: Tensor | None = None  # its place in its bucket, strided like the parameter
-    result: Tensor | None = None  # what the last round made ``parameter.grad``
+    # Its part of its bucket, strided like the parameter. Never handed out: a program
+    # may give ``parameter.grad`` other memory.
+    view: Tensor | None = None
+    kind: Hashable = None  # of the parameter that it was planned for: see ``kind_of``
+    sparse_result: Tensor | None = None  # of the last round, where it was sparse
     sparse_dims: int = 0  # where it travels sparse, the number of its sparse dimensions
     num_passes: int = 0  # backward passes since the last reduction
-    # Whether nothing was added to ``result``; kept where ``Scaling.keep`` is not 1.
+    # Whether nothing was added to the result of the last round.
     is_reduced: bool = False
     was_used: bool = False  # whether this rank contributed to the round under way
     was_sparse: bool = False  # whether that was sparse
@@ -208,17 +211,34 @@ class Gradient:
     is_scaled_in_sum: bool = False  # the factor before the sum is the bucket's to apply
     is_open: bool = False  # a round is under way that waits for its value
     is_written: bool = False  # backward wrote it to ``view`` and is to hand it over
+    hook_id: int = -1  # of our hook that backward calls once it has added
     num_hooks: int = 0  # ours, on the parameter
     num_fused: int = 0  # values that backward wrote to ``view`` until now
+    # Those of all reducers of the parameter, itself included.
+    siblings: "list[Gradient]" = field(default_factory=list["Gradient"])
 
     @property
     def is_planned(self) -> bool:
-        return self.view is not None or self.sparse_dims > 0
+        return self.kind is not None
+
+    def is_result(self, grad: Tensor) -> bool:
+        """Return whether ``grad`` is what the last round handed out."""
+        if grad.is_sparse:
+            return grad is self.sparse_result
+        return self.view is not None and grad.is_set_to(self.view)
+
+    def is_result_of_sibling(self, grad: Tensor) -> bool:
+        """Return whether another reducer handed ``grad`` out and nothing was added."""
+        return len(self.siblings) > 1 and any(
+            other is not self and other.is_reduced and other.is_result(grad)
+            for other in self.siblings
+        )
 
     def factor(self, scaling: Scaling) -> float:
         before = 1.0 if self.is_scaled_in_sum else scaling.before
-        if self.is_reduced and self.parameter.grad is self.result:
-            return before * scaling.keep
+        grad = self.parameter.grad
+        if scaling.keep != 1.0 and self.is_reduced and grad is not None:
+            return before * scaling.keep if self.is_result(grad) else before
         return before
 
     def copy_in(self, scaling: Scaling) -> None:
@@ -229,7 +249,7 @@ class Gradient:
         factor = self.factor(scaling)
         if self.was_used:
             view.add_(_dense(grad), alpha=factor)
-        elif grad.is_sparse or grad.data_ptr() != view.data_ptr():
+        elif grad.is_sparse or not grad.is_set_to(view):
             torch.mul(_dense(grad), factor, out=view)
         else:
             self.num_fused += self.is_written
@@ -241,13 +261,31 @@ class Gradient:
         self.parameter.grad = None
 
     def assign_grad(self, result: Tensor) -> None:
-        self.parameter.grad = self.result = result
+        self.sparse_result = result if result.is_sparse else None
+        self.parameter.grad = result
+
+    def forget_plan(self) -> None:
+        """Go back to before it was planned; ``parameter.grad`` stays."""
+        self.view = self.sparse_result = self.kind = None
+        self.is_reduced = self.is_scaled_in_sum = self.is_open = False
 
     def reset(self) -> None:
         """Go back to before the first round; ``parameter.grad`` stays."""
-        self.view = self.result = None
+        self.forget_plan()
         self.sparse_dims = self.num_passes = 0
-        self.is_reduced = self.is_scaled_in_sum = self.is_open = False
+
+
+def kind_of(parameter: Tensor) -> Hashable:
+    """Return all that a plan depends on; a program may change it between steps."""
+    return (
+        parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+    )  # fmt: skip
+
+
+def _num_uses(memory: Tensor) -> int:
+    """Return how many tensors lie in the same memory."""
+    storage = memory.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 
 def _dense(grad: Tensor) -> Tensor:
@@ -281,6 +319,9 @@ class GradientBucket:
     ``prescale`` multiplies the values in their sum, where backward writes gradients to
     their places, which nothing should touch again; None where they are scaled when they
     get there. ``is_launched``: nothing is left to be started in this round.
+
+    Results are handed out where they lie. A program may keep one beyond the step, as a
+    tensor or a view of one: then the next round uses other memory, of this rank alone.
     """
 
     def __init__(
@@ -293,19 +334,16 @@ class GradientBucket:
         """Make the zeroed buffer of ``plan``; collective."""
         self.slots = plan.slots
         self.gradients = [gradients[slot.index] for slot in plan.slots]
-        dtype, device = cast("tuple[torch.dtype, torch.device]", plan.kind)
-        end = plan.numel + len(self.gradients)
-        self.memory = communicator.allocate(end + num_flags, dtype, device)
-        self.values, self.control = self.memory[: plan.numel], self.memory[plan.numel :]
-        self.flags = self.memory[end:]
         # Strided as autograd itself would make them, which is what optimizers are fast
         # on (channels_last weights, for one).
-        self._views = [
-            self.values[s.offset : s.offset + s.numel].as_strided(
-                g.parameter.shape, torch.empty_like(g.parameter, device="meta").stride()
-            )
-            for s, g in zip(self.slots, self.gradients, strict=True)
-        ]
+        likes = [torch.empty_like(g.parameter, device="meta") for g in self.gradients]
+        self._layouts = [(like.shape, like.stride()) for like in likes]
+        dtype, device = cast("tuple[torch.dtype, torch.device]", plan.kind)
+        self._num_values = plan.numel
+        self._end = plan.numel + len(self.gradients)
+        shared = communicator.allocate(self._end + num_flags, dtype, device)
+        self._shared, self._num_shared_uses = shared, _num_uses(shared)
+        self._use(shared, self._num_shared_uses)
         self._is_scaled = any(gradient.is_fusible for gradient in self.gradients)
         self.prescale: float | None = None
         self.odd_flags: Sequence[int] = ()
@@ -315,17 +353,32 @@ class GradientBucket:
         self._sum: Sum | None = None
         self._stage = 0
 
+    def _use(self, memory: Tensor, num_uses: int) -> None:
+        """Reduce in ``memory``, which ``num_uses`` tensors use so far."""
+        self.memory, self.control = memory, memory[self._num_values :]
+        self.values, self.flags = memory[: self._num_values], memory[self._end :]
+        self._views = [
+            self.values[slot.offset : slot.offset + slot.numel].as_strided(*layout)
+            for slot, layout in zip(self.slots, self._layouts, strict=True)
+        ]
+        self._num_own_uses = num_uses + 3 + len(self._views)
+
     def adopt(self) -> None:
+        """Have the gradients lie here; what lies elsewhere and is in use moves."""
         for gradient, view in zip(self.gradients, self._views, strict=True):
-            old = gradient.view
+            if not gradient.is_planned:
+                continue
+            old, grad = gradient.view, gradient.parameter.grad
             gradient.view = view
             gradient.is_scaled_in_sum = self._is_scaled
-            if old is not None and gradient.parameter.grad is old:
-                view.copy_(old)
-                gradient.assign_grad(view)
+            if old is None or grad is None or grad.is_sparse:
+                continue
+            if grad.is_set_to(old):
+                grad.data = view.copy_(old)  # also for those who keep it
 
     def open(self) -> None:
         """Get ready for a round: count the gradients to wait for."""
+        self._choose_memory()
         self.num_pending = 0
         for gradient in self.gradients:
             gradient.was_used = gradient.was_sparse = gradient.is_written = False
@@ -335,12 +388,31 @@ class GradientBucket:
         # a round begins with the flags.
         self.is_launched = self.num_pending == 0 and self.flags.numel() == 0
 
+    def _choose_memory(self) -> None:
+        """Leave what a program has kept of earlier rounds as it is."""
+        is_shared = self.memory is self._shared
+        num_others = _num_uses(self.memory) - self._num_own_uses
+        if num_others or not is_shared:
+            # Gradients that were not reset do no harm.
+            grads = [(g, g.parameter.grad) for g in self.gradients]
+            num_others -= sum(d is not None and g.is_result(d) for g, d in grads)
+        if not is_shared and _num_uses(self._shared) == self._num_shared_uses:
+            self._use(self._shared, self._num_shared_uses)
+        elif num_others > 0:
+            own = torch.zeros_like(self.memory)
+            self._use(own, _num_uses(own))
+        else:
+            return
+        self.adopt()
+
     def fill(self, scaling: Scaling) -> None:
         """Copy in whatever is there, for the sum that is started now."""
         self.is_launched = True
         self.control.fill_(1)
         for slot, gradient in enumerate(self.gradients):
-            gradient.copy_in(scaling)
+            grad = gradient.parameter.grad
+            if grad is not None and not gradient.is_result_of_sibling(grad):
+                gradient.copy_in(scaling)
             gradient.num_passes = 0
             gradient.is_open = False
             if gradient.is_written:
@@ -403,6 +475,10 @@ class GradientBucket:
         is_late = False
         for slot, gradient in enumerate(self.gradients):
             view, late = self._views[slot], gradient.parameter.grad
+            if gradient.view is not view:
+                continue  # the parameter has changed: it is planned anew
+            if late is not None and gradient.is_result_of_sibling(late):
+                continue
             if late is not None:
                 view.mul_(keep()).add_(_dense(late))
                 is_late = True
@@ -410,7 +486,8 @@ class GradientBucket:
             if late is not None or used is None or used[slot]:
                 is_sparse = gradient.was_sparse
                 is_sparse |= used is not None and used[slot] > sparse_from
-                gradient.assign_grad(view.to_sparse(1) if is_sparse else view)
+                # ``data`` is a tensor of its own, no view, to whoever gets it.
+                gradient.assign_grad(view.to_sparse(1) if is_sparse else view.data)
         return is_late
 
 
@@ -434,6 +511,8 @@ def reduce_sparse(
 
     gathered = yield from aside(group.waits, gather)
     for gradient, (positions, entries) in zip(trained, gathered, strict=True):
+        if not gradient.is_planned:
+            continue
         gradient.num_passes = 0
         gradient.is_reduced = True
         if gradient.parameter.grad is None and not entries.shape[0]:
@@ -450,7 +529,7 @@ def reduce_sparse(
 def _own(gradient: Gradient, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """Return where this rank has entries, (entries, sparse dims), and those, scaled."""
     grad = gradient.parameter.grad
-    if grad is None:
+    if grad is None or not gradient.is_planned:
         return no_entries(gradient)
     grad = grad.detach()
     if not grad.is_sparse:

@@ -84,7 +84,22 @@ def add_hook(
     handle: RemovableHandle = register(call)
     parameter.requires_grad_(was_trained)
     gradient.num_hooks += 1
+    if not is_before:
+        gradient.hook_id = handle.id
     return handle
+
+
+def is_last_hook(gradient: Gradient) -> bool:
+    """Return whether ours is the last hook on a gradient; see that it is from now on.
+
+    The hooks after ours are to find the gradient, which ours takes away.
+    """
+    hooks = cast("Any", gradient.parameter)._post_accumulate_grad_hooks  # noqa: SLF001
+    if len(hooks) == 1 or next(reversed(hooks)) == gradient.hook_id:
+        return True
+    if gradient.hook_id in hooks:
+        hooks[gradient.hook_id] = hooks.pop(gradient.hook_id)
+    return False
 
 
 def call_at_end_of_backward(

@@ -37,14 +37,13 @@ from ronde.collectives import Communicator
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.waits import Waiting
 from ronde.data_parallel.buckets import Gradient
-from ronde.data_parallel.compression import NoneCompressor
 from ronde.data_parallel.group import GroupConnector, ReducerKey, Resumable
 from ronde.data_parallel.hooks import (
     add_hook,
     call_at_end_of_backward,
     current_backward,
     fuse,
-    is_fusible,
+    is_last_hook,
     is_nested_backward,
 )
 from ronde.data_parallel.rounds import ReducerOptions, ReductionRounds
@@ -55,6 +54,9 @@ _NOT_OVER = (
     "another backward(), got neither: the gradients of the last backward() still wait "
     "for ranks that wait for this one elsewhere."
 )
+
+_siblings: dict[int, list[Gradient]] = {}
+"""Gradients of all reducers by the parameter's ``id``."""
 
 
 class Reducer:
@@ -88,18 +90,18 @@ class Reducer:
         self._communicators: list[Communicator] = []
         self.rounds = self._new_rounds()
         self.add(named_parameters)
-        ends = self._hooks, self._communicators
+        ends = self._hooks, self._communicators, self._gradients
         self.close = weakref.finalize(self, _release, *ends)
         """Take the hooks off the parameters and close the communicator."""
         self.close.atexit = False
 
     def add(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
         """Take more parameters in, from the next round on; collective."""
-        is_plain = self._options.compressor is NoneCompressor
         for name, parameter in named_parameters:
-            # Whether it happens or not is no matter for the bits: the sum is the same.
-            can_fuse = is_plain and is_fusible(parameter)
-            self._gradients.append(Gradient(name, parameter, is_fusible=can_fuse))
+            siblings = _siblings.setdefault(id(parameter), [])
+            gradient = Gradient(name, parameter, siblings=siblings)
+            siblings.append(gradient)
+            self._gradients.append(gradient)
             self._add_hook(len(self._gradients) - 1, self._on_gradient)
         self._prepare_additions()
 
@@ -234,7 +236,7 @@ class Reducer:
             self.refuse_put_off()
         gradient = self._gradients[index]
         grad, keep = gradient.parameter.grad, self.rounds.scaling.keep
-        if gradient.is_reduced and grad is gradient.result and grad is not None:
+        if gradient.is_reduced and grad is not None and gradient.is_result(grad):
             if keep != 1.0:
                 grad.mul_(keep)
             gradient.is_reduced = False
@@ -245,6 +247,7 @@ class Reducer:
             self._raise_failure()
             gradient = self._gradients[index]
             gradient.num_passes += 1
+            gradient.is_reduced = False
             if gradient.num_passes < self._options.passes:
                 return
             # By number, since a backward that raises never calls back.
@@ -255,7 +258,7 @@ class Reducer:
                 self._unfuse()
                 if self._options.is_fusing:
                     self._fused = fuse(self._gradients)
-            self.rounds.arrive(index)
+            self.rounds.arrive(index, is_final=is_last_hook(gradient))
 
     def _unfuse(self) -> None:
         for handle in self._fused:
@@ -299,8 +302,16 @@ class Reducer:
         self._prepare_additions()  # from the first round on that somebody misses
 
 
-def _release(hooks: list[RemovableHandle], communicators: list[Communicator]) -> None:
+def _release(
+    hooks: list[RemovableHandle],
+    communicators: list[Communicator],
+    gradients: list[Gradient],
+) -> None:
     for hook in hooks:
         hook.remove()
+    for gradient in gradients:
+        gradient.siblings.remove(gradient)
+        if not gradient.siblings:
+            del _siblings[id(gradient.parameter)]
     for communicator in communicators:
         communicator.close()

@@ -44,12 +44,14 @@ from ronde.data_parallel.buckets import (
     Scaling,
     Sum,
     candidate_limits,
+    kind_of,
     no_entries,
     plan_buckets,
     reduce_sparse,
 )
 from ronde.data_parallel.compression import GradientCompression, NoneCompressor, sum_by
 from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
+from ronde.data_parallel.hooks import is_fusible
 from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorded
 from ronde.tuning import TuningOptions
@@ -227,8 +229,8 @@ class ReductionRounds:
             and all(g.num_passes or not g.parameter.requires_grad for g in self._sparse)
         )
 
-    def arrive(self, index: int) -> None:
-        """Take a gradient that backward has made; opens a round if none is."""
+    def arrive(self, index: int, *, is_final: bool = True) -> None:
+        """Take a gradient from backward, at its end if not final; may open a round."""
         if not self.is_open:
             self._open()
         gradient = self._gradients[index]
@@ -236,8 +238,8 @@ class ReductionRounds:
         if is_first and self._arrivals is not None:
             self._arrivals.append(index)
         bucket = self._bucket_of.get(index)
-        if bucket is None or bucket.is_launched:
-            return  # sparse, new, or late
+        if bucket is None or bucket.is_launched or not is_final:
+            return  # sparse, new, late, or later
         gradient.copy_in(self.scaling)  # now, while it is in the cache
         if is_first:
             bucket.num_pending -= 1
@@ -271,7 +273,7 @@ class ReductionRounds:
             run(self.finish())
         for gradient in self._gradients:
             grad = gradient.parameter.grad
-            if grad is not None and grad is gradient.view:
+            if grad is not None and gradient.is_result(grad):
                 # The others' results will go where it lies.
                 gradient.assign_grad(grad.clone())
         self._has_joined = True
@@ -288,6 +290,10 @@ class ReductionRounds:
         self._has_joined = False
 
     def _open(self) -> None:
+        for index, gradient in enumerate(self._gradients):
+            if gradient.is_planned and gradient.kind != kind_of(gradient.parameter):
+                gradient.forget_plan()
+                self._order.remove(index)
         self._has_new_parameters = any(
             g.parameter.requires_grad and not g.is_planned for g in self._gradients
         )
@@ -426,6 +432,8 @@ class ReductionRounds:
             refuse_differences(all_gather_json(communicator, own))
         new = bits_of(decode_bits(votes[0])) if votes else []
         new = [index for index in new if not gradients[index].is_planned]
+        for index in new:
+            gradients[index].sparse_dims = 0
         for index, sparse_dims in chain(*sparse):
             if index in new:
                 gradients[index].sparse_dims = sparse_dims
@@ -440,6 +448,11 @@ class ReductionRounds:
         if sparse and not plans:
             plans = (BucketPlan((), 0, specs[sparse[0]].kind),)  # for the flags
         gradients, communicator = self._gradients, self._communicator
+        is_plain = self._options.compressor is NoneCompressor
+        for gradient in [gradients[index] for index in self._order]:
+            gradient.kind = kind_of(gradient.parameter)
+            # Whether it happens or not is no matter for the bits: the sum is the same.
+            gradient.is_fusible = is_plain and is_fusible(gradient.parameter)
         self._sparse = [gradients[i] for i in sparse]
         num_flags = _NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
 
