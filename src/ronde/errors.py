@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 E = TypeVar("E", bound=BaseException)
+IN_CHILD = (
+    "a collective must be called by the rank itself, got a call by a child of it, such "
+    "as a DataLoader's worker. Call it in the main process and hand the result over."
+)
 
 
 class RondeError(Exception):

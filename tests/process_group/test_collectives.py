@@ -332,6 +332,32 @@ def refuse_wrong_calls():
     assert tensor.item() == size
 
 
+def refuse_other_sizes():
+    """Unequal sizes whose total is right are put nowhere."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = torch.full((1 + 2 * (rank == 1),), float(rank))
+    total = size + 2
+    wrong = [torch.full((n,), -1.0) for n in (2, total - size, *[1] * (size - 2))]
+    even = torch.full((total,), -1.0)
+    splits = [2, total - size, *[1] * (size - 2)]
+    wanted = "output for rank 0 must have as many elements as it sent, 1, got 2"
+    for call in (
+        lambda: dist.all_gather(wrong, sent),
+        lambda: dist.all_to_all(wrong, list(torch.ones(2 * size).split(1))[:size]),
+        lambda: dist.all_to_all_single(
+            even, sent.repeat(size), splits, [len(sent)] * size
+        ),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            call()
+    if rank == 0:
+        with pytest.raises(ValueError, match=wanted):
+            dist.gather(sent, wrong)
+    else:
+        dist.gather(sent)
+    assert all(each.eq(-1.0).all() for each in (*wrong, even))
+
+
 def poll():
     """Whoever polls reads what a call has received, without a wait."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -360,6 +386,8 @@ def refuse_bitwise():
     whole = torch.ones(dist.get_world_size(), dtype=torch.int64)
     with pytest.raises(ValueError, match="here, got BOR"):
         dist.reduce_scatter_tensor(whole[:1].clone(), whole, ReduceOp.BOR)
+    with pytest.raises(ValueError, match="whole numbers or bool for BOR"):
+        dist.all_reduce(torch.ones(2), ReduceOp.BOR)
 
 
 def sum_of_bools():
@@ -391,7 +419,13 @@ IN_TWO_WAYS = [
 ]
 IN_ONE_WAY = [
     *(objects, wait_for_all, complete_in_any_order, refuse_wrong_calls, poll),
-    *(sum_sparse, refuse_bitwise, sum_of_bools, leave_views_valid),
+    *(
+        refuse_other_sizes,
+        sum_sparse,
+        refuse_bitwise,
+        sum_of_bools,
+        leave_views_valid,
+    ),
 ]
 
 

@@ -193,6 +193,26 @@ def test_one_torchrun_a_node_is_the_inner_world(outer: dict[str, str]) -> None:
     assert (info.launcher, info.rank, info.size) == (Launcher.TORCHRUN, 3, 4)
 
 
+@pytest.mark.parametrize(
+    ("inner", "launcher", "rank"),
+    [
+        (TORCHRUN_ON_NODE_1_OF_2, Launcher.TORCHRUN, 3),
+        (mpi(1, 2, 1, 2), Launcher.OPEN_MPI, 1),
+        (mpi(0, 2, 0, 2), Launcher.OPEN_MPI, 0),  # as many as ronde's
+        ({"PMI_RANK": "1", "PMI_SIZE": "3"}, Launcher.PMI, 1),
+    ],
+)
+def test_a_launcher_that_a_rank_starts_has_ranks_of_its_own(
+    inner: dict[str, str], launcher: Launcher, rank: int
+) -> None:
+    own = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "TORCHELASTIC_RUN_ID": "j1"}
+    info = read_rank_info(RONDE | own | inner)
+    assert (info.launcher, info.rank, info.store) == (launcher, rank, "")
+    # Where ronde's ranks meet is not where these do.
+    address = info.meeting and info.meeting.address
+    assert address == inner.get("MASTER_ADDR")
+
+
 def test_slurm_left_over_from_starting_mpi_does_not_count() -> None:
     daemon = SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     assert read_rank_info(daemon | mpi(1, 2, 1, 2)).rank == 1
@@ -228,10 +248,6 @@ CONTRADICTIONS = {
     "local ranks differ": (
         mpi(1, 2, 0, 1) | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
         r"OMPI_COMM_WORLD_LOCAL_RANK=0.*LOCAL_RANK=1",
-    ),
-    "ronde and torchrun": (
-        RONDE | {"TORCHELASTIC_RUN_ID": "none"},
-        r"RONDE_JOB_ID=j1 and TORCHELASTIC_RUN_ID=none",
     ),
     "rank above size": (
         {"RANK": "4", "WORLD_SIZE": "4"},

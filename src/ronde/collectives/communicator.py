@@ -18,11 +18,13 @@ Rules that hold for every call:
   on every rank that takes part, from the call or from ``wait()``.
 """
 
+import os
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ from ronde.collectives.engine import (
     Work,
 )
 from ronde.collectives.shapes import CallLayout, LayoutSummary, require_out_rows, rows
-from ronde.errors import UsageError
+from ronde.errors import IN_CHILD, CollectiveError, UsageError
 
 # Names the engine for a collective, the bytes of the tensor where all ranks have as
 # many, and the type of its device. It must answer the same on every rank.
@@ -131,6 +133,34 @@ class Routes:
         return list(self._engines.values())
 
 
+class _OfParent:
+    """Stands for an engine in a forked child: nothing of the parent's is touched."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.name = engine.name
+        self._kept = engine  # what ends with it is the parent's
+
+    def close(self) -> None:
+        pass
+
+    abort = close
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever an engine has
+        raise CollectiveError(IN_CHILD)
+
+
+_alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Have all communicators refuse all calls, in a child that was just forked."""
+    for communicator in list(_alive):
+        communicator.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 @final
 class Communicator:
     """A fixed group of ranks that can exchange tensors, whatever moves the bytes.
@@ -153,6 +183,16 @@ class Communicator:
         self._routes = routes or Routes(engine)
         self._only = None if self._routes.are_many else engine
         self._known: dict[_Key, Reduction] = {}
+        self._kept: list[Routes] = []
+        if self.size > 1:
+            _alive.add(self)
+
+    def leave_to_parent(self) -> None:
+        """Refuse all calls from now on, and close nothing, in a forked child."""
+        self._kept.append(self._routes)
+        engine = cast("Engine", _OfParent(self._engine))
+        self._engine = self._only = engine
+        self._routes = Routes(engine)
 
     def all_reduce(
         self,
@@ -206,13 +246,20 @@ class Communicator:
 
         return work.then(finish)
 
-    def all_gather(self, tensor: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
+    def all_gather(
+        self,
+        tensor: Tensor,
+        *,
+        out: Tensor | None = None,
+        counts: list[int] | None = None,
+    ) -> Work[Tensor]:
         """Concatenate every rank's ``tensor`` along dimension 0, in rank order.
 
         Args:
             tensor: At least one dimension; dimension 0 may differ from rank to rank (0
                 included), the others may not.
             out: ``tensor`` may be this rank's rows of it.
+            counts: A list; each rank's number of rows is appended.
         """
         engine = self._only or self._routes.of("all_gather", tensor)
         try:
@@ -228,6 +275,8 @@ class Communicator:
 
         def place(layouts: Sequence[LayoutSummary]) -> Tensor:
             num_rows = sum([each.num_rows for each in layouts])
+            if counts is not None:
+                counts.extend(each.num_rows for each in layouts)
             require_out_rows("all_gather", layouts, self.rank, [num_rows] * self.size)
             results.append(_result(tensor, num_rows, out))
             return as_bytes(results[0])

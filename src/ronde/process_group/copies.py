@@ -17,7 +17,7 @@ from ronde.process_group.tensor_lists import (
     received,
     require_count,
     require_dtype,
-    require_length,
+    require_lengths,
     require_ratio,
     require_rows,
 )
@@ -41,16 +41,21 @@ class Copies(GroupBase):
         inputs: Sequence[Tensor],
         opts: Options = None,
     ) -> GroupWork:
+        counts: list[list[int]] = [[] for _ in inputs]
+
         def start() -> Works:
             for places, tensor in zip(outputs, inputs, strict=True):
                 require_count(places, self._size, "tensor_list")
                 require_dtype(places, tensor, "tensor_list")
             gather = self._communicator.all_gather
-            return [gather(flattened(tensor)) for tensor in inputs]
+            return [
+                gather(flattened(tensor), counts=sent)
+                for tensor, sent in zip(inputs, counts, strict=True)
+            ]
 
         def finish(results: list[Any]) -> list[Tensor]:
-            for result, places in zip(results, outputs, strict=True):
-                require_length(result, places)
+            for result, sent, places in zip(results, counts, outputs, strict=True):
+                require_lengths(sent, [place.numel() for place in places])
                 put_apart(result, places)
             return [place for places in outputs for place in places]
 
@@ -101,7 +106,11 @@ class Copies(GroupBase):
             splits = [data.numel() if r == root else 0 for r in range(self._size)]
             return [self._communicator.all_to_all(data, splits)]
 
-        return self._start("gather", start, lambda r: received(r, places), opts)
+        none = [0] * self._size
+        lengths = [place.numel() for place in places] or none
+        return self._start(
+            "gather", start, lambda r: received(r, places, lengths), opts
+        )
 
     def scatter(
         self,
@@ -120,7 +129,11 @@ class Copies(GroupBase):
                 splits = [each.numel() for each in inputs[0]]
             return [self._communicator.all_to_all(data, splits)]
 
-        return self._start("scatter", start, lambda r: received(r, [output]), opts)
+        lengths = [0] * self._size
+        lengths[opts.rootRank] = output.numel()
+        return self._start(
+            "scatter", start, lambda r: received(r, [output], lengths), opts
+        )
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None
@@ -145,12 +158,16 @@ class Copies(GroupBase):
     ) -> GroupWork:
         def start() -> Works:
             require_dtype([output], tensor, "output")
-            require_rows(output, output_splits, self._size, "output")
+            taken = require_rows(output, output_splits, self._size, "output")
             splits = require_rows(tensor, input_splits, self._size, "input")
             row = tensor.shape[1:].numel()
+            lengths.extend(count * output.shape[1:].numel() for count in taken)
             numels = [count * row for count in splits]
             return [self._communicator.all_to_all(flattened(tensor), numels)]
 
-        return self._start("all_to_all", start, lambda r: received(r, [output]), opts)
+        lengths: list[int] = []
+        return self._start(
+            "all_to_all", start, lambda r: received(r, [output], lengths), opts
+        )
 
     alltoall_base = all_to_all_single

@@ -82,6 +82,11 @@ class Reductions(GroupBase):
         combine = _BITWISE[name]
 
         def start() -> Works:
+            if tensor.is_floating_point() or tensor.is_complex():
+                raise UsageError(
+                    f"tensors must be of whole numbers or bool for {name}, got "
+                    f"{tensor.dtype}."
+                )
             return [self._communicator.all_gather(tensor.data[None])]
 
         def finish(results: list[Any]) -> list[Tensor]:

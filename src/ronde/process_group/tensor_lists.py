@@ -77,13 +77,14 @@ def require_rows(
     return splits
 
 
-def require_length(joint: Tensor, places: Sequence[Tensor]) -> None:
-    numel = sum(place.numel() for place in places)
-    if joint.numel() != numel:
-        raise UsageError(
-            "the output must have as many elements as the ranks sent, "
-            f"{joint.numel()}, got {numel}."
-        )
+def require_lengths(sent: Sequence[int], lengths: Sequence[int]) -> None:
+    """Refuse outputs that are not as long as what the ranks sent."""
+    for rank, (numel, length) in enumerate(zip(sent, lengths, strict=True)):
+        if numel != length:
+            raise UsageError(
+                f"the output for rank {rank} must have as many elements as it sent, "
+                f"{numel}, got {length}."
+            )
 
 
 def as_real(tensor: Tensor, op: ReduceOp) -> Tensor:
@@ -109,10 +110,15 @@ def put(result: Tensor, target: Tensor) -> None:
 
 
 def received(
-    results: Sequence[tuple[Tensor, object]], places: list[Tensor]
+    results: Sequence[tuple[Tensor, Sequence[int]]],
+    outputs: list[Tensor],
+    lengths: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Put what ``all_to_all`` received in its places."""
-    joint = results[0][0]
-    require_length(joint, places)
-    put_apart(joint, places)
-    return places
+    """Put what ``all_to_all`` received in ``outputs``.
+
+    ``lengths`` are the elements from each rank, where that is not an output a rank.
+    """
+    joint, sent = results[0]
+    require_lengths(sent, lengths or [output.numel() for output in outputs])
+    put_apart(joint, outputs)
+    return outputs

@@ -1,6 +1,7 @@
 """The beginning and the end of a session, and of its timelines."""
 
 import atexit
+import hashlib
 import logging
 import os
 import socket
@@ -33,15 +34,18 @@ from ronde.torch.recordings import Recordings
 from ronde.torch.session import (
     Session,
     current_session,
-    is_initialized,
+    parents,
     sessions,
 )
 from ronde.tuning import TuningLog, TuningOptions
-from ronde.world import RankInfo, World, read_rank_info
+from ronde.world import Launcher, RankInfo, World, read_rank_info
 from ronde.world.environment import (
+    mark_rank,
     read_is_joining,
     read_malloc_tuning,
+    read_parent_rank,
     send_exit_notice,
+    unmark_rank,
 )
 from ronde.world.horovod_config import (
     DYNAMIC,
@@ -70,6 +74,10 @@ def init(
     torchrun, mpirun or srun; without one it is a world of one. ``HOROVOD_*``
     variables are read here.
 
+    In a child of a rank, such as a worker of a DataLoader that imports the program's
+    module anew, nothing is connected: ``rank()`` and its kin are the parent's, and
+    collectives raise. A launcher that a rank starts has ranks of its own.
+
     Args:
         comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
         process_sets: Sets to register; or ``"dynamic"``, to allow ``add_process_set()``
@@ -82,9 +90,9 @@ def init(
         CollectiveError: The other ranks could not be reached.
     """
     sets = _static_sets(process_sets)
-    if is_initialized():
+    if sessions:
         register_all(current_session(), sets)
-    else:
+    elif not parents:
         _start(comm, engine, sets)
 
 
@@ -95,6 +103,7 @@ def shutdown() -> None:
     if not sessions:
         return
     session = sessions.pop()
+    unmark_rank()
     try:
         session.close()
     finally:
@@ -152,6 +161,10 @@ def _start(
     engine: str,
     sets: list[ProcessSet],
 ) -> None:
+    info = read_rank_info()
+    if read_parent_rank(_identity(info)) is not None:
+        parents.append(info.world or World.from_hosts(info.rank, [""] * info.size))
+        return
     member = own_member()
     if member is not None and member.view.view == NO_VIEW and read_is_joining():
         _connect_alone(engine, sets)
@@ -159,8 +172,14 @@ def _start(
     if member is not None:
         _enter_view(member, engine, SetTable(sets), "")
         return
-    _connect(comm, engine, read_rank_info())
+    _connect(comm, engine, info)
     register_all(current_session(), sets)
+
+
+def _identity(info: RankInfo) -> str:
+    """Return what a launcher gives one rank alone."""
+    facts = (info.launcher, info.rank, info.size, info.job_id, info.store, info.meeting)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
@@ -304,6 +323,9 @@ def _connect(
     _tune_malloc(world.local_size)
     global_process_set.ranks = list(ranks)
     sessions.append(session)
+    started_as = read_rank_info()  # ``rank_info`` is of a view, in an elastic job
+    if started_as.launcher is not Launcher.NONE:
+        mark_rank(_identity(started_as))
     atexit.register(_leave, os.getpid())
     if expected is None:  # else it is a rank alone, until it trains with others
         _begin_recordings(session)

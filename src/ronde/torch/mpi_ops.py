@@ -264,7 +264,13 @@ def sparse_allreduce_async(
         indices, values = [work.wait()[0] for work in gathered]
         if op == Average:
             values = values / num_ranks
-        return torch.sparse_coo_tensor(indices.transpose(0, 1), values, tensor.size())
+        return torch.sparse_coo_tensor(
+            indices.transpose(0, 1),
+            values,
+            tensor.size(),
+            device=values.device,
+            check_invariants=False,
+        )
 
     return wait
 

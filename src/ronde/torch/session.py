@@ -3,6 +3,7 @@
 The current session is a deliberate global: Horovod's API is module level.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from ronde.coordination.coordinator import CoordinationOptions, Coordinator
 from ronde.coordination.waits import Waits
 from ronde.data_parallel import JoinParticipant
 from ronde.errors import (
+    IN_CHILD,
     CollectiveError,
     NotInitializedError,
     RondeError,
@@ -199,24 +201,42 @@ class Session:
 
 sessions: list[Session] = []
 """The current one, or none."""
+parents: list[World] = []
+"""The world of the rank that this process is a child of, or none."""
+_kept: list[Session] = []  # what would end with a session is the parent's
 
 
 def is_initialized() -> bool:
     """Return whether ``init()`` was called, and ``shutdown()`` not since."""
-    return bool(sessions)
+    return bool(sessions or parents)
 
 
 def current_session(error: type[RondeError] = CollectiveError) -> Session:
     """Return the current session, or raise ``error``."""
     if not sessions:
-        raise error(_NOT_INITIALIZED)
+        raise error(IN_CHILD if parents else _NOT_INITIALIZED)
     return sessions[0]
 
 
 def current_world() -> World:
-    """Return the world of the current session, or raise ``NotInitializedError``."""
+    """Return the world of the current session, or raise ``NotInitializedError``.
+
+    A child of a rank, such as a worker of a DataLoader, has the world of its parent.
+    """
+    if parents:
+        return parents[0]
     session = current_session(NotInitializedError)
     return session.expected or session.world
+
+
+def _leave_to_parent() -> None:
+    """Leave a rank's session to it, in a child that was just forked."""
+    if sessions and current_world().size > 1:
+        parents.append(current_world())
+        _kept.append(sessions.pop())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def rank() -> int:

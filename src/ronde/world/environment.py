@@ -18,6 +18,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _EXIT_PIPE = "RONDE_EXIT_PIPE"  # of the agent: descriptor, inode and rank, with colons
 _MEMBER = "RONDE_MEMBER"  # likewise, of an elastic job: with the member's number
+_RANK = "RONDE_RANK"  # of a rank's children: the rank's process and what identifies it
 
 
 def own_or(environ: Environ | None) -> Environ:
@@ -142,6 +143,25 @@ def send_exit_notice() -> None:
         if os.fstat(fd).st_ino == inode:
             notice = f"{rank} {time.monotonic()} {os.getpid()}\n"
             os.write(fd, notice.encode())
+
+
+def mark_rank(identity: str) -> None:
+    """Have children of this process know that they are no rank themselves."""
+    os.environ[_RANK] = f"{os.getpid()}:{identity}"  # noqa: TID251  as above
+
+
+def unmark_rank() -> None:
+    os.environ.pop(_RANK, None)  # noqa: TID251  as above
+
+
+def read_parent_rank(identity: str) -> int | None:
+    """Return the process of the rank that this one is a child of; None if it is none.
+
+    A launcher that a rank has started gives its own ranks another ``identity``.
+    """
+    pid, _, found = own_or(None).get(_RANK, "").partition(":")
+    is_child = found == identity and pid != str(os.getpid())
+    return int(pid) if is_child and pid.isdecimal() else None
 
 
 def read_is_joining() -> bool:

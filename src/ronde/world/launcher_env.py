@@ -9,7 +9,11 @@ from operator import eq, le, lt
 from typing import NamedTuple
 
 from ronde.errors import WorldError
-from ronde.world.environment import own_or, read_algorithm, read_engine
+from ronde.world.environment import (
+    own_or,
+    read_algorithm,
+    read_engine,
+)
 
 _PSEUDO_STEPS = range(4294967290, 4294967293)
 """Interactive, batch and extern: shells that Slurm counts as steps, not ``srun``."""
@@ -36,6 +40,9 @@ class Launcher(StrEnum):
     SLURM = "slurm"
     PLAIN = "plain"  # RANK and WORLD_SIZE set by hand or by a cluster's operator
     NONE = "none"  # no launcher: a world of one
+
+
+_OF_MPI = (Launcher.OPEN_MPI, Launcher.PMI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,23 +287,33 @@ def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
     ``srun``, and the ranks inherit the daemon's ``SLURM_PROCID``.
     """
     # RANK and its kin are shared by three launchers.
-    ours, theirs = environ.get(RONDE.job_id), environ.get(TORCHRUN.job_id)
-    if ours is not None and theirs not in (None, ours):
-        raise WorldError(
-            f"RANK must be written by one launcher, got RONDE_JOB_ID={ours} and "
-            f"TORCHELASTIC_RUN_ID={theirs}. Start with one of ronde run and torchrun, "
-            f"or unset the other's variable."
-        )
     known = [HOROVOD, OPEN_MPI, PMI]
-    if ours is None and theirs is None:
+    if RONDE.job_id not in environ and TORCHRUN.job_id not in environ:
         known.append(PLAIN)  # of equal values the launcher's own know more
+    elif is_of_ronde(environ):
+        known.insert(0, RONDE)
     else:
-        known.insert(0, TORCHRUN if ours is None else RONDE)
+        # Inside of ronde run it has left HOROVOD_RANK and its kin as they were.
+        known = [TORCHRUN, *(known if RONDE.job_id not in environ else known[1:])]
     readings = [reading for each in known if (reading := each.read(environ)).found]
+    if is_of_ronde(environ):
+        # ronde run gives its ranks no variables of MPI's: these were set inside of it.
+        of_mpi = [r for r in readings if r.launcher in _OF_MPI]
+        if of_mpi:
+            return of_mpi
     # Left over from another launcher's start they may well be at odds: do not look.
     if not any(each.is_above_slurm and "local_rank" in each.place for each in readings):
         readings += _read_slurm(environ)
     return readings
+
+
+def is_of_ronde(environ: Mapping[str, str]) -> bool:
+    """Return whether ``ronde run`` wrote RANK and its kin, and not torchrun in it.
+
+    It writes torchrun's variables as well, with its own job's name.
+    """
+    job_id = environ.get(RONDE.job_id)
+    return job_id is not None and environ.get(TORCHRUN.job_id, job_id) == job_id
 
 
 def _read_slurm(environ: Mapping[str, str]) -> list[LauncherReading]:
@@ -479,8 +496,9 @@ def _rank_info(environ: Mapping[str, str], reading: LauncherReading) -> RankInfo
 
 def _read_meeting(environ: Mapping[str, str], launcher: Launcher) -> Meeting | None:
     address, port_text = (environ.get(name) for name in _MEETING)
-    if address is None and port_text is None:
-        return None
+    is_inner = is_of_ronde(environ) and launcher in _OF_MPI
+    if is_inner or (address is None and port_text is None):
+        return None  # what ronde run wrote is of its own ranks
     if not address or not port_text:
         here, gone = _MEETING[:: 1 if address else -1]
         raise WorldError(
