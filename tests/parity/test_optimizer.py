@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from tests.parity.problems import CountingEngine, OddMlp, mse
@@ -206,6 +207,29 @@ def test_broadcast_optimizer_state():
         return bool(torch.equal(weights[0], weights[1]))
 
     assert on_ranks(2, check) == [True, True]
+
+
+def test_options_keep_their_types_through_a_broadcast():
+    def check():
+        optimizer = sgd(OddMlp())
+        group = optimizer.param_groups[0]
+        if hvd.rank() == 0:
+            group |= {"lr": np.float64(0.5), "momentum": torch.tensor(0.25)}
+            group |= {"betas": (np.float32(0.1), 0.2, torch.tensor(3)), "n": np.int8(4)}
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        group = optimizer.param_groups[0]
+        values = group["lr"], group["momentum"], *group["betas"], group["n"]
+        return [(type(value).__name__, float(value)) for value in values]
+
+    for found in on_ranks(3, check):
+        assert found == [
+            ("float64", 0.5),
+            ("Tensor", 0.25),
+            ("float32", float(np.float32(0.1))),
+            ("float", 0.2),
+            ("Tensor", 3.0),
+            ("int8", 4.0),
+        ]
 
 
 def test_models_that_differ_are_refused_on_every_rank():

@@ -26,10 +26,10 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tr
             children = cast("list[Any] | tuple[Any, ...]", value)
             name = "list" if isinstance(value, list) else "tuple"
             return {name: [take_apart(child, tensors) for child in children]}
+        case np.generic():  # before float, which np.float64 is
+            return {"numpy": [str(value.dtype), cast("Any", value).item()]}
         case None | bool() | int() | float() | str():
             return value
-        case np.generic():
-            return cast("Any", value).item()
         case _:
             raise UsageError(
                 "optimizer's state must be made of tensors, numbers and text, got "
@@ -52,6 +52,9 @@ def rebuild(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any
         tensor = torch.empty(shape, dtype=dtype, device=device or was_on)
         tensors.append(tensor)
         return tensor
+    if kind == "numpy":
+        dtype, item = content
+        return np.dtype(dtype).type(item)
     if kind == "dict":
         pairs = ([rebuild(each, tensors, device) for each in pair] for pair in content)
         return dict(pairs)
