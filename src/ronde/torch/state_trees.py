@@ -27,7 +27,8 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tr
             name = "list" if isinstance(value, list) else "tuple"
             return {name: [take_apart(child, tensors) for child in children]}
         case np.generic():  # before float, which np.float64 is
-            return {"numpy": [str(value.dtype), cast("Any", value).item()]}
+            scalar = cast("Any", value)
+            return {"numpy": [str(scalar.dtype), scalar.item()]}
         case None | bool() | int() | float() | str():
             return value
         case _:
