@@ -14,6 +14,9 @@ PROGRAMS = {
     "broken": "def read(reading): raise RuntimeError('no such thing')",
     "waiting": "def read(reading): open(reading.settings['path']).read()",
     "opening": "def read(reading): open(reading.settings['path'], 'w').close()",
+    "late": "import time\ndef read(reading):\n    for _ in range(10): "
+    "time.sleep(0.15), sum(range(4_000_000))",
+    "endless": "def read(reading):\n    while True: pass",
     "loud": "def read(reading):\n    print('noise')\n    reading.values['b'] = 1",
 }
 
@@ -28,7 +31,10 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ProbeE
     entries = {
         name: ProbeEntry((f"some_probes.{name}",), HANG_S, name) for name in PROGRAMS
     }
-    return entries | {"slow": entries["slow"]._replace(deadline_s=1.0)}
+    impatient = ("slow", "late", "endless")
+    return entries | {
+        name: entries[name]._replace(deadline_s=1.0) for name in impatient
+    }
 
 
 def test_a_probe_that_hangs_costs_its_deadline_and_no_other_its_facts(
@@ -41,6 +47,13 @@ def test_a_probe_that_hangs_costs_its_deadline_and_no_other_its_facts(
     assert outcomes["quick"].values == {"a": 7}
     assert outcomes["loud"].values == {"b": 1}
     assert outcomes["broken"].failure.endswith("RuntimeError: no such thing")
+
+
+def test_who_is_late_but_computes_has_not_hung(entries: dict[str, ProbeEntry]) -> None:
+    outcomes = run_probes({name: entries[name] for name in ("late", "endless")}, {})
+    assert outcomes["late"].failure == ""
+    assert outcomes["late"].seconds > entries["late"].deadline_s
+    assert outcomes["endless"].failure.startswith("it hung and was killed after ")
 
 
 def test_probes_run_side_by_side(

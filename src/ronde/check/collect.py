@@ -7,7 +7,7 @@ from ronde.addresses import is_loopback
 from ronde.check.catalogue import PROBES, CollectPlan
 from ronde.check.fleet import HostFacts, Value
 from ronde.check.hosts import HostSet
-from ronde.check.probing import FAILED
+from ronde.check.probing import FAILED, MOST_DEADLINES
 from ronde.errors import HostError, HostFailure
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller import Controller
@@ -71,7 +71,7 @@ def collect_from(
 
 def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
     question = {"do": "probe", "names": list(names), "settings": hosts.settings}
-    longest_s = max(PROBES[name].deadline_s for name in names)
+    longest_s = MOST_DEADLINES * max(PROBES[name].deadline_s for name in names)
     for host, reply in hosts.ask_all(question, longest_s + _SLACK_S).items():
         failed: dict[str, str] = {}
         for name in names:

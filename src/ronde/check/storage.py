@@ -11,7 +11,7 @@ from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.majority import find_odd
 from ronde.check.path_tasks import run_tasks
-from ronde.check.probing import FactReader
+from ronde.check.probing import MOST_DEADLINES, FactReader
 from ronde.launch.environments import own_environment
 from ronde.units import format_size
 
@@ -226,7 +226,7 @@ def _try_path(
     ) -> dict[str, Reply]:
         common = {"do": "try_path", "path": path, "limit_s": limit_s}
         questions = {h: {**common, "task": {"do": do, **t}} for h, t in of.items()}
-        return hosts.ask(questions, limit_s + _SLACK_S)
+        return hosts.ask(questions, MOST_DEADLINES * limit_s + _SLACK_S)
 
     try:
         own = {host: {"name": name} for host, name in files.items()}
