@@ -281,14 +281,6 @@ class Changing(Training):
     def cast_and_back(self):
         self.model.float().double()
 
-    def assign(self):
-        for grad in self.grads:
-            grad.data = grad.data.clamp(-0.1, 0.1)
-
-    def clip_by_data(self):
-        for grad in self.grads:
-            grad.data.clamp_(-0.1, 0.1)
-
     def freeze(self):
         self.random.choice(list(self.model.parameters())).requires_grad_(False)
 
@@ -323,10 +315,6 @@ class Changing(Training):
     def tie(self):
         self.model.second.weight = self.model.first.weight
 
-    def own_memory(self):
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()
-
     def forget_gradients(self):
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -335,8 +323,9 @@ class Changing(Training):
         pass
 
     CHANGES = (
-        *(cast, cast_and_back, assign, clip_by_data, freeze, unfreeze, replace_layer),
-        *(add_group, keep_state, load_state, channels_last, tie, own_memory, nothing),
+        *(cast, cast_and_back, assigned, clamped, freeze, unfreeze, replace_layer),
+        *(add_group, keep_state, load_state, channels_last, tie, other_memory),
+        *(forget_gradients, nothing),
     )
 
     def run(self):

@@ -136,9 +136,9 @@ class Routes:
 class _OfParent:
     """Stands for an engine in a forked child: nothing of the parent's is touched."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.name = engine.name
-        self._kept = engine  # what ends with it is the parent's
+    def __init__(self, name: str, kept: Routes) -> None:
+        self.name = name
+        self._kept = kept  # what ends with its engines is the parent's
 
     def close(self) -> None:
         pass
@@ -183,14 +183,12 @@ class Communicator:
         self._routes = routes or Routes(engine)
         self._only = None if self._routes.are_many else engine
         self._known: dict[_Key, Reduction] = {}
-        self._kept: list[Routes] = []
         if self.size > 1:
             _alive.add(self)
 
     def leave_to_parent(self) -> None:
         """Refuse all calls from now on, and close nothing, in a forked child."""
-        self._kept.append(self._routes)
-        engine = cast("Engine", _OfParent(self._engine))
+        engine = cast("Engine", _OfParent(self._engine.name, self._routes))
         self._engine = self._only = engine
         self._routes = Routes(engine)
 

@@ -237,9 +237,8 @@ class Gradient:
     def factor(self, scaling: Scaling) -> float:
         before = 1.0 if self.is_scaled_in_sum else scaling.before
         grad = self.parameter.grad
-        if scaling.keep != 1.0 and self.is_reduced and grad is not None:
-            return before * scaling.keep if self.is_result(grad) else before
-        return before
+        is_kept = self.is_reduced and grad is not None and self.is_result(grad)
+        return before * scaling.keep if is_kept else before
 
     def copy_in(self, scaling: Scaling) -> None:
         """Move ``parameter.grad`` into the bucket, scaled for the sum; detach it."""
@@ -277,9 +276,7 @@ class Gradient:
 
 def kind_of(parameter: Tensor) -> Hashable:
     """Return all that a plan depends on; a program may change it between steps."""
-    return (
-        parameter.dtype, parameter.device, parameter.shape, parameter.stride()
-    )  # fmt: skip
+    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
 def _num_uses(memory: Tensor) -> int:

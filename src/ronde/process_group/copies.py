@@ -106,8 +106,7 @@ class Copies(GroupBase):
             splits = [data.numel() if r == root else 0 for r in range(self._size)]
             return [self._communicator.all_to_all(data, splits)]
 
-        none = [0] * self._size
-        lengths = [place.numel() for place in places] or none
+        lengths = [place.numel() for place in places] or [0] * self._size
         return self._start(
             "gather", start, lambda r: received(r, places, lengths), opts
         )

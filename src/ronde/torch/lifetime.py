@@ -40,10 +40,10 @@ from ronde.torch.session import (
 from ronde.tuning import TuningLog, TuningOptions
 from ronde.world import Launcher, RankInfo, World, read_rank_info
 from ronde.world.environment import (
+    is_child_of_rank,
     mark_rank,
     read_is_joining,
     read_malloc_tuning,
-    read_parent_rank,
     send_exit_notice,
     unmark_rank,
 )
@@ -162,10 +162,11 @@ def _start(
     sets: list[ProcessSet],
 ) -> None:
     info = read_rank_info()
-    if read_parent_rank(_identity(info)) is not None:
+    if is_child_of_rank(_identity(info)):
         parents.append(info.world or World.from_hosts(info.rank, [""] * info.size))
         return
-    member = own_member()
+    # A launcher that a rank of an elastic job has started knows nothing of views.
+    member = own_member() if info.launcher is Launcher.RONDE else None
     if member is not None and member.view.view == NO_VIEW and read_is_joining():
         _connect_alone(engine, sets)
         return
@@ -180,6 +181,13 @@ def _identity(info: RankInfo) -> str:
     """Return what a launcher gives one rank alone."""
     facts = (info.launcher, info.rank, info.size, info.job_id, info.store, info.meeting)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _mark_rank() -> None:
+    """Have children of this rank know that they are none."""
+    info = read_rank_info()  # as this process was started, and not of a view
+    if info.launcher is not Launcher.NONE:
+        mark_rank(_identity(info))
 
 
 def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
@@ -323,9 +331,7 @@ def _connect(
     _tune_malloc(world.local_size)
     global_process_set.ranks = list(ranks)
     sessions.append(session)
-    started_as = read_rank_info()  # ``rank_info`` is of a view, in an elastic job
-    if started_as.launcher is not Launcher.NONE:
-        mark_rank(_identity(started_as))
+    _mark_rank()
     atexit.register(_leave, os.getpid())
     if expected is None:  # else it is a rank alone, until it trains with others
         _begin_recordings(session)

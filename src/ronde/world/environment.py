@@ -154,14 +154,13 @@ def unmark_rank() -> None:
     os.environ.pop(_RANK, None)  # noqa: TID251  as above
 
 
-def read_parent_rank(identity: str) -> int | None:
-    """Return the process of the rank that this one is a child of; None if it is none.
+def is_child_of_rank(identity: str) -> bool:
+    """Return whether a process that this one descends from is the rank.
 
     A launcher that a rank has started gives its own ranks another ``identity``.
     """
     pid, _, found = own_or(None).get(_RANK, "").partition(":")
-    is_child = found == identity and pid != str(os.getpid())
-    return int(pid) if is_child and pid.isdecimal() else None
+    return found == identity and pid != str(os.getpid())
 
 
 def read_is_joining() -> bool:

@@ -9,11 +9,7 @@ from operator import eq, le, lt
 from typing import NamedTuple
 
 from ronde.errors import WorldError
-from ronde.world.environment import (
-    own_or,
-    read_algorithm,
-    read_engine,
-)
+from ronde.world.environment import own_or, read_algorithm, read_engine
 
 _PSEUDO_STEPS = range(4294967290, 4294967293)
 """Interactive, batch and extern: shells that Slurm counts as steps, not ``srun``."""
@@ -287,20 +283,20 @@ def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
     ``srun``, and the ranks inherit the daemon's ``SLURM_PROCID``.
     """
     # RANK and its kin are shared by three launchers.
-    known = [HOROVOD, OPEN_MPI, PMI]
-    if RONDE.job_id not in environ and TORCHRUN.job_id not in environ:
-        known.append(PLAIN)  # of equal values the launcher's own know more
-    elif is_of_ronde(environ):
-        known.insert(0, RONDE)
-    else:
-        # Inside of ronde run it has left HOROVOD_RANK and its kin as they were.
-        known = [TORCHRUN, *(known if RONDE.job_id not in environ else known[1:])]
-    readings = [reading for each in known if (reading := each.read(environ)).found]
     if is_of_ronde(environ):
+        known = [RONDE, HOROVOD, OPEN_MPI, PMI]
+    elif RONDE.job_id in environ:
+        known = [TORCHRUN, OPEN_MPI, PMI]  # it has left ronde's HOROVOD_RANK in place
+    elif TORCHRUN.job_id in environ:
+        known = [TORCHRUN, HOROVOD, OPEN_MPI, PMI]
+    else:
+        # Of equal values the launcher's own know more.
+        known = [HOROVOD, OPEN_MPI, PMI, PLAIN]
+    readings = [reading for each in known if (reading := each.read(environ)).found]
+    of_mpi = [reading for reading in readings if reading.launcher in _OF_MPI]
+    if of_mpi and is_of_ronde(environ):
         # ronde run gives its ranks no variables of MPI's: these were set inside of it.
-        of_mpi = [r for r in readings if r.launcher in _OF_MPI]
-        if of_mpi:
-            return of_mpi
+        return of_mpi
     # Left over from another launcher's start they may well be at odds: do not look.
     if not any(each.is_above_slurm and "local_rank" in each.place for each in readings):
         readings += _read_slurm(environ)
