@@ -186,6 +186,7 @@ def _environment(launcher: str, rank: int, size: int, port: int) -> dict[str, st
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "RONDE_DRIFT": "error",  # no test but those of drift has ranks differ
     }
     if launcher == "plain":
         return place

@@ -106,6 +106,11 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.5, momentum=0.5)
 
 
+@cache
+def layer() -> nn.Module:
+    return nn.Module()
+
+
 EVEN = [1, 1, 1, 1]
 FUNCTIONS: dict[str, Function] = {
     **{
@@ -151,6 +156,7 @@ FUNCTIONS: dict[str, Function] = {
     "broadcast_optimizer_state": around(
         lambda _: hvd.broadcast_optimizer_state(optimizer(), 1)
     ),
+    "check_parity": around(lambda _: hvd.check_parity(layer(), optimizer()).is_equal),
     "add_process_set, remove_process_set": around(use_a_process_set),
 }
 NOT_COLLECTIVE = {

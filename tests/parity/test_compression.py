@@ -233,8 +233,8 @@ def test_powersgd_sends_two_small_collectives_a_bucket():
     for number in range(2):
         engine.reduced_bytes.clear()
         parameters.reduce(gradients(parameters, 0, number))
-    # P with the vector, padded to 64 bytes, two flags and six notes; then Q.
-    assert engine.reduced_bytes == [4 * (2 * 100 + 208 + 8), 4 * 2 * 200]
+    # P with the vector, padded to 64 bytes, two flags and 38 of control; then Q.
+    assert engine.reduced_bytes == [4 * (2 * 100 + 208 + 40), 4 * 2 * 200]
 
 
 def test_plain_rounds_come_first_and_are_exact():

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
@@ -163,10 +164,14 @@ class Reducer:
         if self._under_way is not None:
             raise AssertionError(_NOT_OVER)
 
-    def step_done(self) -> None:
-        """Note that the optimizer has stepped: the next step needs a new round."""
+    @torch.no_grad()
+    def step_done(self, optimizer: Optimizer | None = None) -> None:
+        """Note that an optimizer has stepped: the next step needs a new round."""
         self.forget()
         self.rounds.steps.num_steps += 1
+        if optimizer is not None and self.key.size > 1:
+            self.rounds.drift.num_steps += 1
+            self.rounds.drift.look(optimizer)
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""

@@ -10,7 +10,8 @@ Note [Control flags]
         1     whether no parameter is new; if one is, all plan anew after the round
         2     how many have joined: here they put the one, and the others zero
         3-5   at which step they are: see ``StepCheck``
-        6...  which other buckets, then which sparse gradients, are reduced at all: what
+        6-37  whether weights differ: see Note [How drift is found] in ``ronde.drift``
+        38... which other buckets, then which sparse gradients, are reduced at all: what
               is frozen is left out
 
     Ranks that train look at the third where it costs nothing; it matters for gradients
@@ -25,7 +26,6 @@ from dataclasses import dataclass, field
 from itertools import chain, compress, count
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from ronde.collectives import Communicator, all_gather_json
@@ -52,13 +52,22 @@ from ronde.data_parallel.buckets import (
 from ronde.data_parallel.compression import GradientCompression, NoneCompressor, sum_by
 from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
 from ronde.data_parallel.hooks import is_fusible
+from ronde.drift import (
+    NUM_FLAGS,
+    Background,
+    DriftCheck,
+    FlagReader,
+    is_apart,
+    sum_of_words,
+)
 from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorded
 from ronde.tuning import TuningOptions
 
 _NUM_STEP_FLAGS = 3
 _SETTLED, _JOINED, _STEPS = 1, 2, 3
-_NUM_OWN_FLAGS = _STEPS + _NUM_STEP_FLAGS
+_LOOK = _STEPS + _NUM_STEP_FLAGS
+_NUM_OWN_FLAGS = _LOOK + NUM_FLAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,7 @@ class ReducerOptions:
     is_fusing: bool = True  # backward may write into buckets: see ``hooks``
     tuning: TuningOptions | None = None  # finds better ``limits``
     can_join: bool = True  # else each rank is needed for its share of a step
+    drift: str = "off"  # what to do about ranks that differ: off, warn or error
 
     def scaling(self, size: int) -> Scaling:
         passes = self.passes if self.is_passes_average else 1
@@ -95,27 +105,15 @@ class StepCheck:
 
     def __init__(self) -> None:
         self.num_steps = 0  # that this rank took since all ranks began to count
-        self._last: tuple[Tensor, int, torch.Event] | None = None
 
     @property
     def flag(self) -> int:
         return self.num_steps % _NUM_STEP_FLAGS
 
-    def check(self, flags: Tensor) -> None:
+    @staticmethod
+    def check(sums: Sequence[float], flag: int) -> None:
         """Raise on all ranks, where a round's flags show that their steps differ."""
-        flag = self.flag
-        if not flags.is_cpu:
-            # Looked at when the next round is over: not to wait for the accelerator.
-            here = torch.empty_like(flags, device="cpu", pin_memory=True)
-            here.copy_(flags, non_blocking=True)
-            is_here = torch.Event(flags.device)
-            is_here.record()
-            last, self._last = self._last, (here, flag, is_here)
-            if last is None:
-                return
-            flags, flag, is_here = last
-            is_here.synchronize()
-        counts = list(map(round, cast("list[float]", flags.real.tolist())))
+        counts = list(map(round, sums))
         if counts.count(0) == _NUM_STEP_FLAGS - 1:
             return
         # Behind in steps is who ran more backward passes before this one.
@@ -180,6 +178,7 @@ class ReductionRounds:
         self.last_round = 0  # that this rank added something to
         self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)
         self.steps = StepCheck()
+        self.drift = DriftCheck(options.drift)
         self.buckets: list[GradientBucket] = []
         self._num_rounds = 0  # that any rank added something to, equally on all ranks
         self._order: list[int] = []  # planned gradients as they are reduced
@@ -193,6 +192,8 @@ class ReductionRounds:
         self._num_launched = 0
         self._arrivals: list[int] | None = []
         self._has_new_parameters = False
+        self._did_begin_equal: bool | None = None
+        self._reader = FlagReader()
         self._tuning: BucketTuning | None = None
 
     def start(self) -> SyncPoint:
@@ -287,6 +288,8 @@ class ReductionRounds:
             if is_anyone_left:
                 run(self._tune())
         self.steps = StepCheck()  # on all ranks, that took unequally many
+        self._reader = FlagReader()
+        self.drift.restart()
         self._has_joined = False
 
     def _open(self) -> None:
@@ -319,6 +322,10 @@ class ReductionRounds:
             self._next += 1
             if not bucket.is_launched:
                 bucket.fill(self.scaling)
+                if self._next == 1:
+                    looked = self.drift.take_flags()
+                    place = bucket.flags[_LOOK:_NUM_OWN_FLAGS]
+                    place.zero_() if looked is None else place.copy_(looked)
                 bucket.start(self._sum_of(bucket), self.scaling)
 
     def _complete(self) -> Steps[bool]:
@@ -339,8 +346,32 @@ class ReductionRounds:
         yield from reduce_sparse(self._sparse, self.scaling, self._group)
         if self.buckets:
             self._num_rounds += 1
-            self.steps.check(self.buckets[0].flags[_STEPS:_NUM_OWN_FLAGS])
+            yield from self._check_flags()
         return is_late
+
+    def _check_flags(self) -> Steps[None]:
+        """Raise where steps differ; report weights that do. Collective if any do."""
+        flags = self.buckets[0].flags[:_NUM_OWN_FLAGS]
+        found = self._reader.read(flags, self.steps.flag)
+        if found is None:
+            return
+        sums, step = found
+        if not self._has_joined:
+            self.steps.check(sums[_STEPS:_LOOK], step)
+        if is_apart(sums[_LOOK:]):
+            yield from aside(self._group.waits, self._report_drift)
+
+    def _report_drift(self) -> None:
+        self.drift.report(
+            self._communicator,
+            [(g.name, g.parameter) for g in self._gradients],
+            Background(
+                self._point.ranks,
+                has_say=not self._has_joined,
+                did_begin_equal=self._did_begin_equal,
+                is_reducing=True,
+            ),
+        )
 
     def _add_zeros(self) -> tuple[bool, bool]:
         """Return whether anybody still trains, and whether no parameter is new."""
@@ -365,6 +396,7 @@ class ReductionRounds:
             for work in [gather(part) for part in no_entries(gradient)]:
                 work.wait()
         self._num_rounds += 1
+        run(self._check_flags())
         return True, is_settled
 
     def _launch_zeros(self, bucket: GradientBucket) -> None:
@@ -419,9 +451,12 @@ class ReductionRounds:
             None if self._has_joined else vote,
             [] if self._options.is_sparse_densified else dims,
             None if communicator.rank else self._arrivals,
+            self._weights_at_begin(),
         )
         everyone = all_gather_json(communicator, own)
-        digests, votes, sparse, arrivals = zip(*everyone, strict=True)
+        digests, votes, sparse, arrivals, weights = zip(*everyone, strict=True)
+        if self._did_begin_equal is None:
+            self._did_begin_equal = len(set(weights)) == 1
         if len(set(digests)) > 1:
             refuse_differences(all_gather_json(communicator, mine))
         votes = [each for each in votes if each is not None]
@@ -438,6 +473,11 @@ class ReductionRounds:
             if index in new:
                 gradients[index].sparse_dims = sparse_dims
         return new, arrivals[0] or []
+
+    def _weights_at_begin(self) -> int | None:
+        if self._did_begin_equal is not None or self._options.drift == "off":
+            return None
+        return sum(sum_of_words(gradient.parameter) for gradient in self._gradients)
 
     def _arrange(self, order: Sequence[int]) -> Steps[None]:
         """Plan anew along ``order``, then the planned ones left out; collective."""

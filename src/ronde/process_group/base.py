@@ -13,10 +13,12 @@ from torch.distributed import Store
 from ronde.collectives import Communicator, Work
 from ronde.errors import CollectiveError
 from ronde.process_group.arena import Arena
+from ronde.process_group.drift import GroupDrift
 from ronde.process_group.works import BackendError, Drain, GroupWork, as_backend_error
 
 Options = Any  # those of torch's calls have no common type
 Works = Sequence[Work[Any]]
+_MESSAGES = ("send", "recv")  # of two ranks alone
 _torch: Any = torch
 _is_profiling: Callable[[], bool] = _torch.autograd._profiler_enabled  # noqa: SLF001  its only name
 _ProcessGroup: Any = dist.ProcessGroup  # its stub has other names for parameters
@@ -28,12 +30,20 @@ class GroupBase(_ProcessGroup):
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def __init__(
-        self, communicator: Communicator, store: Store, timeout: timedelta
+        self,
+        communicator: Communicator,
+        store: Store,
+        timeout: timedelta,
+        drift: str = "off",
     ) -> None:
-        """Take over a communicator; the group's store is for a monitored barrier."""
+        """Take over a communicator; the group's store is for a monitored barrier.
+
+        ``drift`` is the mode of a ``DriftCheck``.
+        """
         super().__init__(communicator.rank, communicator.size)
         self._communicator, self._store = communicator, store
         self._rank, self._size = communicator.rank, communicator.size
+        self.drift = GroupDrift(communicator, drift)
         self._name = self._desc = ""  # torch gives them afterwards
         self._timeout_s = timeout.total_seconds()
         self._process = os.getpid()
@@ -114,6 +124,8 @@ class GroupBase(_ProcessGroup):
         """Start a call; ``finish`` gets the results of its works."""
         self._require_own_process()
         self._sequence += 1
+        if name not in _MESSAGES:
+            self.drift.count_call()
         try:
             if _is_profiling():  # else it would cost 9 us a call
                 with profiler.record_function(f"ronde:{name}"):

@@ -16,7 +16,7 @@ from ronde.collectives.connections import connect_at
 from ronde.errors import CollectiveError, UsageError
 from ronde.process_group.group import RondeProcessGroup
 from ronde.process_group.works import as_backend_error
-from ronde.world.environment import own_or, read_algorithm, read_engine
+from ronde.world.environment import own_or, read_algorithm, read_drift, read_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _make(
             )
     except CollectiveError as error:
         raise as_backend_error(error) from error
-    group = RondeProcessGroup(communicator, store, timeout)
+    group = RondeProcessGroup(communicator, store, timeout, read_drift(environ))
     weakref.finalize(group, _close, communicator, os.getpid())  # also at the end
     return group
 

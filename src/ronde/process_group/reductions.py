@@ -57,7 +57,8 @@ class Reductions(GroupBase):
 
         def start() -> Works:
             data = as_real(tensors[0], op)
-            return [self._communicator.all_reduce(data, op, prescale=factor)]
+            work = self._communicator.all_reduce(data, op, prescale=factor)
+            return [work, *self.drift.start_along()]
 
         return self._start("all_reduce", start, lambda _: list(tensors), opts)
 

@@ -14,6 +14,7 @@ from ronde.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    check_parity,
 )
 from ronde.torch.mpi_ops import *  # noqa: F403
 from ronde.torch.optimizer import (
@@ -29,6 +30,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_parity",
     "elastic",
 ]
 __all__ += mpi_ops.__all__

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from ronde.collectives.objects import (
 )
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import OpKind
+from ronde.drift import Background, Drift, compare
 from ronde.errors import UsageError
 from ronde.torch.autograd import AllgatherFunction, BroadcastFunction, require_whole
 from ronde.torch.optimizer import DistributedOptimizer, plain_name
@@ -123,6 +125,24 @@ def allgather_object(
     return all_gather_object(_Carrier(name, process_set), obj)
 
 
+@outside_compiler
+def check_parity(
+    model: torch.nn.Module,
+    optimizer: Optimizer | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Drift:
+    """Return what differs between the ranks, bit for bit; collective.
+
+    Compares the model's parameters, and the optimizer's state and options. Buffers are
+    left out: each rank has its own, such as the statistics of ``BatchNorm``. With
+    ``zero=1`` the state is left out too. ``UsageError`` for sharded parameters.
+    """
+    named = [(plain_name(name), p) for name, p in model.named_parameters()]
+    require_whole(parameter for _, parameter in named)
+    carrier = _SetCarrier(None, process_set)
+    return compare(carrier, named, optimizer, Background(carrier.ranks))
+
+
 def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         return
@@ -144,7 +164,8 @@ class _Carrier:
         self.size = len(state.ranks)
         self._process_set = process_set
         # First the length, then the bytes; of a gathering both in one.
-        self._names = iter([name and f"{name}.sz", name and f"{name}.t"])
+        named = [f"{name}.sz", f"{name}.t"]
+        self._names = iter(named) if name else repeat(name)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
         name = next(self._names)
@@ -154,6 +175,18 @@ class _Carrier:
     def all_gather(self, tensor: Tensor) -> Work[Tensor]:
         function = AllgatherFunction(self._process_set, next(self._names))
         return Work(function.run_detached((tensor,))[0])
+
+
+class _SetCarrier(_Carrier):
+    """The same, with ranks as the set numbers them."""
+
+    def __init__(self, name: str | None, process_set: ProcessSet) -> None:
+        super().__init__(name, process_set)
+        self.ranks = state_of(process_set, OpKind.BROADCAST).ranks
+        self.rank = self.ranks.index(self.rank)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
+        return super().broadcast(tensor, self.ranks[root])
 
 
 def _named_tensors(

@@ -37,6 +37,7 @@ from ronde.torch.mpi_ops import (
 from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
 from ronde.torch.session import current_session, is_initialized
 from ronde.torch.sharded_step import ShardedStep
+from ronde.world.environment import read_drift
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
 
@@ -148,6 +149,7 @@ class DistributedOptimizer(OptimizerProxy):
             is_fusing=gradient_accumulation_fusion,
             tuning=current_session().tuning,
             can_join=zero == 0,
+            drift=read_drift(),
         )
         self.wrapped = optimizer
         # What a copy is made with, besides names and groups.
@@ -230,7 +232,7 @@ class DistributedOptimizer(OptimizerProxy):
         else:
             result = self.wrapped.step(reduced)
         if self._reducer is not None:
-            self._reducer.step_done()
+            self._reducer.step_done(self.wrapped)
         return result
 
     @outside_compiler

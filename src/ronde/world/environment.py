@@ -83,6 +83,14 @@ def read_malloc_tuning(environ: Environ | None = None) -> bool:
     return text == "1" and not is_tuned
 
 
+def read_drift(environ: Environ | None = None) -> str:
+    """Return what to do about ranks whose weights differ: off, warn or error."""
+    mode = own_or(environ).get("RONDE_DRIFT") or "warn"
+    if mode not in ("off", "warn", "error"):
+        raise WorldError(f"RONDE_DRIFT must be off, warn or error, got {mode!r}.")
+    return mode
+
+
 def read_cache_directory(environ: Environ | None = None) -> Path:
     """Return where what can be measured anew is kept; it may not exist yet."""
     return _user_directory("XDG_CACHE_HOME", ".cache", own_or(environ))

@@ -1,0 +1,266 @@
+"""Ranks whose weights, states or options come apart are found and named.
+
+Every cause here is one that users of other tools have reported.
+"""
+
+import logging
+import re
+from functools import partial
+
+import pytest
+import torch
+from tests.parity.sessions import DYNAMIC, message_of, run_cases
+from tests.process_group.groups import Setting, run_all
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ronde.torch as hvd
+from ronde.errors import CollectiveError
+
+SETTINGS = [Setting(engine, size) for engine in ("auto", "gloo") for size in (2, 3)]
+NUM_PARAMETERS = 7
+NUM_STATE_ROUNDS = 3  # Adam's state has three tensors, one is looked at each round
+AT = 2  # the step at which ranks come apart
+NUM_DDP_STEPS = 48  # four looks, of which a look at each tensor of the state
+
+
+class Model(nn.Module):
+    """Odd sizes and dtypes; ``frozen`` is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(3, 5)
+        self.frozen.requires_grad_(False)
+        self.last = nn.Linear(5, 1, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.shift = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+
+    def forward(self, inputs):
+        inner = self.conv(inputs).tanh().flatten(1).float() + self.shift.float()
+        return self.scale * self.last(self.frozen(inner).tanh())
+
+
+def backward(model, rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    model(torch.randn(2, 2, 3, 3, generator=generator)).square().mean().backward()
+
+
+def nothing(model, optimizer, step, is_last):
+    pass
+
+
+def other_start(model, optimizer, step, is_last):
+    if is_last and step == -1:
+        model.conv.weight.data.mul_(2)
+
+
+def other_frozen_layer(model, optimizer, step, is_last):
+    if is_last and step == -1:
+        model.frozen.bias.data[1] = 7.0
+
+
+def other_rate(model, optimizer, step, is_last):
+    if is_last and step == AT:
+        optimizer.param_groups[0]["lr"] = 0.3
+
+
+def own_clipping(model, optimizer, step, is_last):
+    """Clip the reduced gradients on one rank, just before the step."""
+    if is_last and step >= AT:
+        nn.utils.clip_grad_value_(model.parameters(), 1e-6)
+
+
+def checkpoint_on_one(model, optimizer, step, is_last):
+    if is_last and step == AT:
+        model.load_state_dict({n: v * 1.5 for n, v in model.state_dict().items()})
+
+
+def rounded_weight(model, optimizer, step, is_last):
+    """Differ in the last bits of one weight."""
+    if is_last and step == AT:
+        model.last.weight.data.mul_(1 + 1e-6)
+
+
+def half_weight(model, optimizer, step, is_last):
+    if is_last and step == AT:
+        model.shift.data[2] = 0.5
+
+
+def scalar(model, optimizer, step, is_last):
+    if is_last and step == AT:
+        model.scale.data.neg_()
+
+
+def other_state(model, optimizer, step, is_last):
+    """Change the optimizer's state of a parameter that no gradient moves any more."""
+    if is_last and step == AT:
+        optimizer.state[model.scale]["exp_avg_sq"].mul_(4)
+
+
+def count_steps(model, optimizer, step, is_last):
+    if is_last and step == AT:
+        for state in optimizer.state.values():
+            state["step"] -= 1
+
+
+def behind_our_back(model, optimizer, step, is_last):
+    if step == -1:
+        added = model.added = nn.Parameter(torch.ones(3))
+        optimizer.param_groups[0]["params"].append(added)
+    model.added.grad = torch.full((3,), 0.1 + is_last)
+
+
+CAUSES = {
+    nothing: None,
+    other_start: "conv.weight .* began with different weights",
+    other_frozen_layer: "frozen.bias .* began with different weights",
+    other_rate: r"lr of param_groups\[0\] is 0.01 on rank.* and 0.3 on rank",
+    own_clipping: "in a way of their own",
+    checkpoint_on_one: "and 6 more .* in a way of their own",
+    rounded_weight: "last.weight .* rounding",
+    half_weight: "shift .* in a way of their own",
+    scalar: "scale .* in a way of their own",
+    other_state: "scale .* Likely cause",
+    count_steps: "skipped a step: the optimizer has counted",
+    behind_our_back: "was added behind the DistributedOptimizer",
+}
+OF_STATE_ALONE = {other_state, behind_our_back}
+
+
+def make():
+    torch.manual_seed(0)
+    model = Model()
+    return model, torch.optim.Adam(model.parameters(), 0.01)
+
+
+def train(cause, model, optimizer, rank, size, num_steps):
+    is_last = rank == size - 1
+    cause(getattr(model, "module", model), optimizer, -1, is_last)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        cause(getattr(model, "module", model), optimizer, step, is_last)
+        optimizer.step()
+
+
+def train_horovod(cause):
+    model, plain = make()
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    num_steps = AT + NUM_STATE_ROUNDS * (NUM_PARAMETERS + 1) + 2
+    args = cause, model, optimizer, hvd.rank(), hvd.size(), num_steps
+    if cause is nothing:
+        train(*args)
+        return hvd.check_parity(model, optimizer)
+    found = message_of(CollectiveError, train, *args)
+    return found, hvd.check_parity(model, optimizer)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_what_comes_apart_is_found_and_named(setting):
+    cases = {cause.__name__: partial(train_horovod, cause) for cause in CAUSES}
+    found = run_cases(
+        setting.size,
+        cases,
+        engine=setting.engine,
+        environment={**DYNAMIC, "RONDE_DRIFT": "error"},
+    )
+    for cause, words in CAUSES.items():
+        of_ranks = found[cause.__name__]
+        if words is None:
+            assert all(each.is_equal for each in of_ranks), of_ranks
+            continue
+        for message, now in of_ranks:
+            assert re.search(words, message), (cause.__name__, message)
+            assert f"rank {setting.size - 1}" in message or setting.size == 2
+            step = int(re.search(r"after step (\d+):", message)[1])
+            num_rounds = NUM_STATE_ROUNDS if cause in OF_STATE_ALONE else 1
+            assert step <= AT + 1 + num_rounds * (NUM_PARAMETERS + 1)
+            assert not now.is_equal
+
+
+def train_ddp(cause):
+    model, optimizer = make()
+    model = DistributedDataParallel(model)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    args = cause, model, optimizer, rank, size, NUM_DDP_STEPS
+    if cause is nothing:
+        train(*args)
+        return ""
+    return message_of(CollectiveError, train, *args)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_ddp_on_ronde_finds_it_too(setting):
+    # DDP itself broadcasts what the ranks begin with.
+    without = {other_start, other_frozen_layer, behind_our_back}
+    causes = {c: words for c, words in CAUSES.items() if c not in without}
+    found = run_all(setting, {c.__name__: (train_ddp, c) for c in causes})
+    for cause, words in causes.items():
+        for message in found[cause.__name__]:
+            assert re.search(words or "^$", message), (cause.__name__, message)
+
+
+def warnings_of(function):
+    """Return what the call of a function has ronde's logger say."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("ronde").addHandler(handler)
+    try:
+        function()
+    finally:
+        logging.getLogger("ronde").removeHandler(handler)
+    return found
+
+
+def keep_training():
+    model, plain = make()
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    train(scalar, model, optimizer, hvd.rank(), hvd.size(), 3 * NUM_PARAMETERS)
+
+
+def two_of_three():
+    """Train on two ranks while the third trains a model of its own."""
+    pair = hvd.add_process_set([0, 1])
+    torch.manual_seed(hvd.rank() // 2)
+    model = Model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1),
+        model.named_parameters(),
+        process_set=pair,
+    )
+    train(nothing, model, optimizer, hvd.rank(), 3, 2 * NUM_PARAMETERS)
+    assert hvd.check_parity(model, process_set=pair).is_equal if hvd.rank() < 2 else 1
+    assert not hvd.check_parity(model).is_equal
+
+
+def join_early(*, is_broadcast):
+    """Have rank 0 join two steps before the others, and train on after that."""
+    model, plain = make()
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    train(nothing, model, optimizer, hvd.rank(), 3, 3 if hvd.rank() == 0 else 5)
+    last = hvd.join()
+    if is_broadcast:
+        hvd.broadcast_parameters(model.state_dict(), last)
+        hvd.broadcast_optimizer_state(optimizer, last)
+    train(nothing, model, optimizer, hvd.rank(), 3, 2 * NUM_PARAMETERS)
+
+
+@pytest.mark.parametrize("mode", ["warn", "off"])
+def test_a_warning_comes_once_and_only_of_what_was_to_be_equal(mode):
+    cases = {
+        "keep_training": partial(warnings_of, keep_training),
+        "two_of_three": partial(warnings_of, two_of_three),
+        "join": partial(warnings_of, partial(join_early, is_broadcast=True)),
+        "join_only": partial(warnings_of, partial(join_early, is_broadcast=False)),
+    }
+    found = run_cases(3, cases, environment={**DYNAMIC, "RONDE_DRIFT": mode})
+    warned = {name: list(map(len, of_ranks)) for name, of_ranks in found.items()}
+    once = [int(mode == "warn"), 0, 0]
+    assert warned == {
+        "keep_training": once,
+        "two_of_three": [0, 0, 0],
+        "join": [0, 0, 0],
+        "join_only": once,
+    }
