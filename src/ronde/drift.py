@@ -151,6 +151,8 @@ def compare(
     one, *others = everyone.values()
     names = [name for name in one if all(name in other for other in others)]
     found = [d for name in names if (d := _difference(name, everyone)) is not None]
+    if not found:
+        return Drift((), len(names))
     first = next((d for d in found if d.name in parameters), None)
     distance = None
     if first is not None and _is_comparable(first):

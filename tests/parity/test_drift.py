@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.parity.sessions import DYNAMIC, message_of, run_cases
+from tests.parity.sessions import DYNAMIC, message_of, run_cases, run_sessions
 from tests.process_group.groups import Setting, run_all
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -199,6 +199,21 @@ def test_ddp_on_ronde_finds_it_too(setting):
     for cause, words in causes.items():
         for message in found[cause.__name__]:
             assert re.search(words or "^$", message), (cause.__name__, message)
+
+
+def train_long():
+    model, plain = make()
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    train(nothing, model, optimizer, hvd.rank(), hvd.size(), 5_000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_nothing_is_found_where_nothing_is_wrong(setting):
+    environment = {**DYNAMIC, "RONDE_DRIFT": "error"}
+    options = {"engine": setting.engine, "environment": environment}
+    run_sessions(setting.size, train_long, timeout_s=1200, **options)
 
 
 def warnings_of(function):
