@@ -183,6 +183,19 @@ def test_shares_are_equal_whatever_the_shapes():
         assert own == pytest.approx(whole / size, rel=0.01)
 
 
+class LayerNorms(torch.optim.SGD):
+    """Steps by the norm of each layer."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1 / parameter.grad.norm())
+
+
+class Renamed(torch.optim.SGD):
+    """Steps as torch's does."""
+
+
 def refusals() -> list[str]:
     model = nn.Linear(3, 4)
 
@@ -201,6 +214,9 @@ def refusals() -> list[str]:
         message_of(UsageError, make, zero=2),
         message_of(UsageError, make, zero=1, op=hvd.Adasum),
         message_of(UsageError, make, torch.optim.LBFGS, zero=1),
+        message_of(UsageError, make, LayerNorms, zero=1),
+        str(make(LayerNorms, zero=1, zero_elementwise=True)),
+        str(make(Renamed, zero=1)),
         message_of(UsageError, copy.deepcopy, own),
         message_of(UsageError, own.consolidate_state_dict, 2),
         message_of(UsageError, own.load_state_dict, {"state": {}, "param_groups": []}),
@@ -214,6 +230,9 @@ def test_what_cannot_be_is_refused():
         "zero must be 0 or 1, got 2.",
         "zero must be 0 with op=Adasum, got 1",
         "optimizer must treat every element alike with zero=1, got LBFGS.",
+        "optimizer must treat every element alike with zero=1, got LayerNorms. Give",
+        "DistributedOptimizer(LayerNorms",
+        "DistributedOptimizer(Renamed",
         "an optimizer with zero=1 must not be copied or pickled",
         "root must be in 0..1, got 2.",
         "state_dict must have groups of as many parameters as the optimizer: [2], got",

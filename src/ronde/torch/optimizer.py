@@ -36,7 +36,7 @@ from ronde.torch.mpi_ops import (
 )
 from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
 from ronde.torch.session import current_session, is_initialized
-from ronde.torch.sharded_step import ShardedStep
+from ronde.torch.sharded_step import ShardedStep, require_elementwise
 from ronde.world.environment import read_drift
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
@@ -111,6 +111,9 @@ class DistributedOptimizer(OptimizerProxy):
         gradient_accumulation_fusion: Where nobody can see a difference, have backward
             write a large weight's gradient where it is reduced; not a copy of it. For
             CPU tensors.
+        zero: 1 gives each rank a share of the optimizer's state and step.
+        zero_elementwise: With ``zero=1``, that an optimizer which is not torch's steps
+            each element by its own gradient and state alone: not so LARS and LAMB.
 
     Raises:
         UsageError: A value is out of range, or names and parameters do not fit.
@@ -134,9 +137,12 @@ class DistributedOptimizer(OptimizerProxy):
         average_aggregated_gradients: bool = False,
         gradient_accumulation_fusion: bool = True,
         zero: int = 0,
+        zero_elementwise: bool = False,
     ) -> None:
         _check(op, backward_passes_per_step, gradient_predivide_factor)
         _check_zero(zero, op)
+        if zero:
+            require_elementwise(optimizer, is_said=zero_elementwise)
         named = _name_parameters(optimizer, named_parameters)
         options = ReducerOptions(
             is_average=op == Average,

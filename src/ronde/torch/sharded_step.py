@@ -7,8 +7,8 @@ Note [Shares]
     a 1-D view; while the optimizer steps, its groups hold this rank's parts in the
     place of the parameters. Then all gather what the others have stepped.
 
-    This is right for optimizers that treat every element alike, as all of torch do but
-    those that are refused.
+    This is right for optimizers that treat every element alike, whatever the others of
+    its layer are: not for those with norms of layers, such as LARS and LAMB.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, SparseAdam
 
 from ronde.collectives import Communicator
@@ -30,6 +30,10 @@ from ronde.torch.state_trees import rebuild, take_apart
 _ALIGNMENT = 16  # elements
 _STAGING_BYTES = 4 << 20  # of one rank's share
 _NOT_ELEMENTWISE = (LBFGS, Adafactor, Muon, SparseAdam)
+_ELEMENTWISE = (
+    *(optim.SGD, optim.ASGD, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
+    *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+)
 _STEP = "step"  # a number to all optimizers of torch, also where a parameter is one
 _NOT_WHOLE = (
     "consolidate_state_dict() must be called on all ranks before state_dict() on its "
@@ -79,6 +83,25 @@ class _Chunk(NamedTuple):
     received: tuple[list[Tensor], list[Tensor]]
 
 
+def require_elementwise(optimizer: Optimizer, *, is_said: bool) -> None:
+    """Refuse optimizers that are not known, nor said, to be element by element."""
+    # A class of the user's that leaves torch's step as it is is one of torch's.
+    known = any(type(optimizer).step is each.step for each in _ELEMENTWISE)
+    if isinstance(optimizer, _NOT_ELEMENTWISE):
+        cure = "Leave zero out."
+    elif known or is_said:
+        return
+    else:
+        cure = (
+            "Give zero_elementwise=True if it steps each element by that element's own "
+            "gradient and state alone; else leave zero out."
+        )
+    raise UsageError(
+        "optimizer must treat every element alike with zero=1, got "
+        f"{type(optimizer).__name__}. {cure}"
+    )
+
+
 class ShardedStep:
     """Steps an optimizer's share of this rank; all ranks step theirs.
 
@@ -87,11 +110,6 @@ class ShardedStep:
     """
 
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
-        if isinstance(optimizer, _NOT_ELEMENTWISE):
-            raise UsageError(
-                "optimizer must treat every element alike with zero=1, got "
-                f"{type(optimizer).__name__}. Leave zero out."
-            )
         self._optimizer, self._rank, self._size = optimizer, rank, size
         self._parameters: list[Tensor] = []
         self._group_of: list[int] = []
