@@ -9,7 +9,6 @@ import signal
 import socket
 import struct
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -99,31 +98,6 @@ def wait_while_it_dies(communicator):
 def test_failed_work_fails_each_time(run_ranks, engine):
     told = run_ranks(2, wait_while_it_dies, dying={1}, connecting=By(engine))
     assert told == ["told", None]
-
-
-def outlive_a_stopped_rank(communicator, has_seen):
-    """Rank 1 stops itself; the others say who it is, and how to let it go on."""
-    pids = communicator.all_gather(torch.tensor([os.getpid()])).wait().tolist()
-    if communicator.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return None
-    with pytest.raises(PeerLostError) as caught:
-        communicator.all_reduce(torch.ones(3)).wait()
-    if communicator.rank == 2:
-        has_seen.touch()
-    else:  # the last rank is to see it stopped as well
-        while not has_seen.exists():
-            time.sleep(0.01)
-        os.kill(pids[1], signal.SIGCONT)
-    return pids[1], str(caught.value)
-
-
-def test_a_stopped_rank_is_named(run_ranks, tmp_path):
-    told = run_ranks(
-        3, outlive_a_stopped_rank, tmp_path / "seen", connecting=By("shared_memory")
-    )
-    for pid, text in (told[0], told[2]):
-        assert f"rank 1, process {pid}, is stopped; kill -CONT {pid}" in text
 
 
 def own_connections():

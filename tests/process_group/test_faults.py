@@ -1,8 +1,10 @@
 """What ends badly: ranks that die, come late, or make other calls than the rest."""
 
 import gc
+import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from tests.conformance.test_faults import By
 from tests.limits import HANG_S
 from tests.process_group.groups import AUTO, ENGINES, Setting, every, run_in_group
 from tests.ranks import run_ranks, run_ranks_bare
@@ -87,40 +90,73 @@ def test_rank_killed_before_call(setting):
 # Ranks that come late
 
 
-def wait_in_vain():
-    """Have rank 0 give up on the others, which wait for that."""
+def wait_twice():
+    """Have ranks wait in brief for rank 1, which comes later, and wait again."""
     store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        with pytest.raises(CollectiveError, match=r"timeout of 0\.5 s"):
+    rank, size, total = dist.get_rank(), dist.get_world_size(), torch.ones(1)
+    if rank == 1:
+        for other in {*range(size)} - {rank}:
+            store.wait([f"gave up {other}"], HANG)
+    work = dist.all_reduce(total, async_op=True)
+    if rank != 1:
+        with pytest.raises(CollectiveError, match=r"within the 0\.5 s of this wait"):
             work.wait(BRIEF)
-        with pytest.raises(CollectiveError):
-            dist.all_reduce(torch.ones(1))
-        store.set("over", "")
-    else:
-        store.wait(["over"], HANG)
+        store.set(f"gave up {rank}", "")
+    work.wait()
+    dist.all_reduce(total)
+    assert total == size**2
 
 
 @on_engines
-def test_timeout_of_call(setting):
-    run_in_group(setting, wait_in_vain)
+def test_call_goes_on_after_a_brief_wait(setting):
+    run_in_group(setting, wait_twice)
 
 
 def wait_in_brief_group(communicator, port):
     """Connecting is not what must be brief."""
+    rank, size = communicator.rank, communicator.size
     store = dist.TCPStore("127.0.0.1", port, timeout=HANG)
-    group = RondeProcessGroup(communicator, store, BRIEF)
-    if group.rank() == 0:
-        with pytest.raises(CollectiveError, match=r"timeout of 0\.5 s"):
-            group.allreduce([torch.ones(1)]).wait()
-        store.set("over", "")
-    else:
-        store.wait(["over"], HANG)
+    group = RondeProcessGroup(communicator, store, timedelta(seconds=2))
+    others = [f"over {other}" for other in range(size) if other != 1]
+    if rank == 1:
+        store.wait(others, HANG)
+        return
+    with pytest.raises(CollectiveError, match=r"(rank 1 did not)|(from ranks \[1\])"):
+        group.barrier().wait()
+    store.set(f"over {rank}", "")
+    store.wait(others, HANG)
 
 
-def test_timeout_of_group():
+@pytest.mark.parametrize("engine", ["auto", "gloo"])
+def test_timeout_of_group_names_who_is_absent(engine):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(3, wait_in_brief_group, store.port, timeout_s=HANG_S)
+    by = By(engine)
+    run_ranks(3, wait_in_brief_group, store.port, timeout_s=HANG_S, connecting=by)
+
+
+class Continuing(logging.Handler):
+    """Continues the process that a warning calls stopped."""
+
+    def emit(self, record):
+        os.kill(
+            int(re.search(r"kill -CONT (\d+)", record.getMessage())[1]), signal.SIGCONT
+        )
+
+
+def stop_for_a_while():
+    """Have rank 1 stop itself; rank 0 continues it, once it is warned."""
+    if dist.get_rank() == 0:
+        logging.getLogger("ronde").addHandler(Continuing())
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_stopped_rank_is_waited_for():
+    assert run_in_group(AUTO, stop_for_a_while) == [9.0] * 3
 
 
 def monitor():

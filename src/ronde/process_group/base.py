@@ -13,8 +13,15 @@ from torch.distributed import Store
 from ronde.collectives import Communicator, Work
 from ronde.errors import CollectiveError
 from ronde.process_group.arena import Arena
+from ronde.process_group.attendance import Attendance
 from ronde.process_group.drift import GroupDrift
-from ronde.process_group.works import BackendError, Drain, GroupWork, as_backend_error
+from ronde.process_group.works import (
+    BackendError,
+    Drain,
+    GroupWork,
+    Late,
+    as_backend_error,
+)
 
 Options = Any  # those of torch's calls have no common type
 Works = Sequence[Work[Any]]
@@ -51,6 +58,7 @@ class GroupBase(_ProcessGroup):
         self._coalesced: list[GroupWork] | None = None
         self._sequence = self._num_monitored = 0
         self._arena: Arena | None = None
+        self._attendance = Attendance(store, self._rank, self._size)
 
     # What it is called
 
@@ -124,8 +132,7 @@ class GroupBase(_ProcessGroup):
         """Start a call; ``finish`` gets the results of its works."""
         self._require_own_process()
         self._sequence += 1
-        if name not in _MESSAGES:
-            self.drift.count_call()
+        number = None if name in _MESSAGES else self.drift.count_call()
         try:
             if _is_profiling():  # else it would cost 9 us a call
                 with profiler.record_function(f"ronde:{name}"):
@@ -136,7 +143,8 @@ class GroupBase(_ProcessGroup):
             raise as_backend_error(error) from error
         limit_s = opts.timeout.total_seconds() if opts is not None else -1.0
         limit_s = limit_s if limit_s > 0 else self._timeout_s
-        work = GroupWork(self._drain, works, finish, limit_s, self.abort)
+        late = Late(self._attendance, self.abort, number)
+        work = GroupWork(self._drain, works, finish, limit_s, late)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -84,9 +84,10 @@ class GroupDrift:
         if self._num_steps_to_look == 0:
             self._check.look(optimizer, _NUM_PARAMETERS, named)
 
-    def count_call(self) -> None:
-        """Note that a collective of the group begins."""
+    def count_call(self) -> int:
+        """Note that a collective of the group begins; return its number."""
         self._num_calls += 1
+        return self._num_calls
 
     @torch.no_grad()
     def start_along(self) -> list[Work[Any]]:

@@ -19,7 +19,7 @@ from ronde.process_group.copies import Copies
 from ronde.process_group.monitored_barrier import MonitoredBarrier
 from ronde.process_group.reductions import Reductions
 from ronde.process_group.tensor_lists import only
-from ronde.process_group.works import GroupWork
+from ronde.process_group.works import GroupWork, Late
 
 _PROBE_EVERY_S = 0.0005
 _ARENA_PART = 4  # of what is available
@@ -92,7 +92,8 @@ class RondeProcessGroup(Reductions, Copies):
             work.source = source
             return list(tensors)
 
-        work = GroupWork(self._drain, None, finish, self._timeout_s, self.abort)
+        late = Late(self._attendance, self.abort)
+        work = GroupWork(self._drain, None, finish, self._timeout_s, late)
         return work
 
     # All together
@@ -129,4 +130,5 @@ class RondeProcessGroup(Reductions, Copies):
             return [tensor for work in works for tensor in work.result()]
 
         own = [each for work in works for each in work.works or ()]
-        return GroupWork(self._drain, own, finish, self._timeout_s, self.abort)
+        late = Late(self._attendance, self.abort)
+        return GroupWork(self._drain, own, finish, self._timeout_s, late)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, distributed as dist
@@ -13,8 +13,9 @@ from torch.autograd.variable import Variable
 
 from ronde.collectives import Work
 from ronde.errors import CollectiveError, PeerLostError, fresh
+from ronde.process_group.attendance import Attendance
 
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S, _NOTE_AFTER_S = 0.05, 1.0
 _torch: Any = torch
 _current_node: Callable[[], object] = _torch._C._current_autograd_node  # noqa: SLF001  its only name
 _current_backward: Callable[[], int] = _torch._C._current_graph_task_id  # noqa: SLF001  likewise
@@ -32,6 +33,32 @@ def as_backend_error(error: CollectiveError) -> CollectiveError:
     """Return the same for those who expect torch's errors."""
     kind = BackendPeerLostError if isinstance(error, PeerLostError) else BackendError
     return kind(*error.args)
+
+
+class Late(NamedTuple):
+    """What to do when a call is late; only a collective has a number."""
+
+    attendance: Attendance
+    abort: Callable[[], None]
+    number: int | None = None
+
+    def note(self) -> None:
+        """Note that this rank waits in it."""
+        if self.number is not None:
+            self.attendance.note(self.number)
+
+    def expire(self, limit_s: float) -> NoReturn:
+        """Abort the group, and raise an error that names the absent ranks."""
+        absent = [] if self.number is None else self.attendance.find_absent(self.number)
+        self.abort()
+        who = "there was no answer"
+        if absent:
+            ranks = ", ".join(map(str, absent))
+            who = f"rank{'s' * (len(absent) > 1)} {ranks} did not make it"
+        raise CollectiveError(
+            f"the call must complete within its timeout of {limit_s:g} s, but {who}. "
+            "See which rank hangs or makes other calls."
+        )
 
 
 class Drain:
@@ -75,17 +102,17 @@ class GroupWork(dist.Work):
         works: Sequence[Work[Any]] | None,
         finish: Callable[[list[Any]], list[Tensor]],
         limit_s: float,
-        abort: Callable[[], None],
+        late: Late,
     ) -> None:
         """``finish`` gets the works' results; its own is the future's.
 
-        Without ``works`` it does all.
-        If they are not over ``limit_s`` after a wait began, ``abort`` is called.
+        Without ``works`` it does all. ``late`` is called when they are not over
+        ``limit_s`` after a wait began.
         """
         super().__init__()
         self.source = -1  # whose message this was
         self.works, self._drain, self._finish = works, drain, finish
-        self._limit_s, self._abort = limit_s, abort
+        self._limit_s, self._late = limit_s, late
         self._is_over = False
         self._tensors: list[Tensor] = []
         self._failure: Exception | None = None
@@ -93,8 +120,19 @@ class GroupWork(dist.Work):
         self._base: Any = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait, at most for ``timeout``, else for that of the call."""
-        self._complete(timeout.total_seconds() or self._limit_s)
+        """Wait for ``timeout``, if it is given, else for that of the call.
+
+        Raises:
+            BackendError: The call is not over. After a ``timeout`` it goes on; after
+                its own the group is aborted.
+        """
+        limit_s = timeout.total_seconds()
+        if 0 < limit_s < self._limit_s and not self._await(limit_s):
+            raise BackendError(
+                f"the call must complete within the {limit_s:g} s of this wait(), but "
+                "it goes on. Wait again, or give wait() more time."
+            )
+        self._complete()
         return True
 
     def get_future(self) -> Any:  # noqa: ANN401  torch's stubs give it no type
@@ -102,7 +140,7 @@ class GroupWork(dist.Work):
             if torch.cuda.is_initialized():
                 # That orders streams, and waits for nothing else.
                 with suppress(Exception):
-                    self._complete(self._limit_s)
+                    self._complete()
             devices: Any = [t.device for t in self._tensors if t.is_cuda]
             self._base = torch.futures.Future(devices=devices or None)
             self._future = self._base.then(self._taken)
@@ -112,7 +150,7 @@ class GroupWork(dist.Work):
     def resolve(self) -> None:
         """Complete the future, which raises what failed."""
         with suppress(Exception):
-            self._complete(self._limit_s)
+            self._complete()
         self._base.set_result(None)
 
     def _taken(self, _: object) -> list[Tensor]:
@@ -121,13 +159,13 @@ class GroupWork(dist.Work):
             raise fresh(self._failure)
         return self._tensors
 
-    def _complete(self, limit_s: float) -> None:
+    def _complete(self) -> None:
         if not self._is_over:
             try:
-                works = self.works or ()
-                if not all(work.is_done() for work in works):
-                    self._await(works, limit_s)
-                self._tensors = self._finish([work.wait() for work in works])
+                if not self._await(self._limit_s):
+                    self._late.expire(self._limit_s)
+                results = [work.wait() for work in self.works or ()]
+                self._tensors = self._finish(results)
             except CollectiveError as error:
                 self._failure = as_backend_error(error)
                 # Its frames hold this work, and so the group.
@@ -139,20 +177,22 @@ class GroupWork(dist.Work):
         if self._failure is not None:
             raise fresh(self._failure)
 
-    def _await(self, works: Sequence[Work[Any]], limit_s: float) -> None:
-        until_s = time.monotonic() + limit_s
+    def _await(self, limit_s: float) -> bool:
+        """Wait until the works are over; return whether they are in time."""
+        begun_s = time.monotonic()
+        note_s = min(_NOTE_AFTER_S, limit_s / 2)
+        is_noted = False
 
         def look() -> float | None:
-            left_s = until_s - time.monotonic()
-            return min(left_s, _LOOK_EVERY_S) if left_s > 0 else None
+            nonlocal is_noted
+            past_s = time.monotonic() - begun_s
+            if past_s > note_s and not is_noted:
+                self._late.note()
+                is_noted = True
+            return min(limit_s - past_s, _LOOK_EVERY_S) if past_s < limit_s else None
 
-        for work in works:
-            if not work.wait_watched(look):
-                self._abort()
-                raise CollectiveError(
-                    f"the call must complete within its timeout of {limit_s:g} s, but "
-                    "there was no answer. See which rank hangs or makes other calls."
-                )
+        works = self.works or ()
+        return all(work.is_done() or work.wait_watched(look) for work in works)
 
     def is_completed(self) -> bool:
         """Return whether it is over; whoever asks may read the result without a wait.
@@ -162,7 +202,7 @@ class GroupWork(dist.Work):
         works = self.works
         if works is not None and all(work.is_done() for work in works):
             with suppress(Exception):  # it is kept, for ``exception()``
-                self._complete(self._limit_s)
+                self._complete()
         return self._is_over
 
     def is_success(self) -> bool:

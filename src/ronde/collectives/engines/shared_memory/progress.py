@@ -377,9 +377,12 @@ class ProgressEngine:
         context = ErrorContext(work.name, self.rank, size, self._timeout_s)
         if losses:
             return context.lost(losses[0])
-        return context.late(f" from ranks {absent[:8]}")
+        stops = filter(None, map(self._peers.describe_stop, absent))
+        stop = next((f" ({each})" for each in stops), "")
+        return context.late(f" from ranks {absent[:8]}{stop}")
 
     def _find_loss(self, rank: int) -> str:
         if self._blocks[rank].words[IS_CLOSED]:
             return f"rank {rank} closed its communicator"
-        return self._peers.find_loss(rank)
+        is_warning = self.rank == (0 if rank else 1)  # one of all is enough
+        return self._peers.find_loss(rank, is_warning=is_warning)

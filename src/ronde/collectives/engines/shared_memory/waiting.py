@@ -29,6 +29,7 @@ Note [Yield or sleep]
 
 import ctypes
 import errno
+import logging
 import os
 import platform
 import threading
@@ -148,8 +149,9 @@ CONTENTION = Contention()  # of this process
 
 _ENDED, _STOPPED = "ZX", "T"
 _IS_STOPPED_AFTER = 4
-"""Looks in a row that must find a process stopped: a whole job may have been stopped
-and be just going on, one rank before the other."""
+"""Looks in a row that must find a process stopped before a warning: a whole job may
+have been stopped and be just going on, one rank before the other."""
+_logger = logging.getLogger("ronde")
 
 
 class PeerProcess(NamedTuple):
@@ -186,20 +188,32 @@ class Peers:
         self.is_crowded = cores.bit_count() < len(processes)
         """Whether there are fewer cores than ranks."""
 
-    def find_loss(self, rank: int) -> str:
-        """Return what is wrong with a rank's process; to be called now and then."""
+    def find_loss(self, rank: int, *, is_warning: bool = True) -> str:
+        """Return why a rank's process will not go on; to be called now and then.
+
+        One that is stopped may go on: there is a warning, if this rank gives it.
+        """
         process = self.processes[rank]
-        name = f"rank {rank}, process {process.pid},"
         state = process.state()
         if not state:
-            return f"{name} ended"
+            return f"rank {rank}, process {process.pid}, ended"
         if state not in _STOPPED:
             self._num_stopped.pop(rank, None)
             return ""
         count = self._num_stopped[rank] = self._num_stopped.get(rank, 0) + 1
-        if count < _IS_STOPPED_AFTER:
+        if count == _IS_STOPPED_AFTER and is_warning:
+            _logger.warning("All wait for %s.", self.describe_stop(rank))
+        return ""
+
+    def describe_stop(self, rank: int) -> str:
+        """Return that a rank's process is stopped, and what to do; or nothing."""
+        process = self.processes[rank]
+        if process.state() not in {*_STOPPED}:
             return ""
-        return f"{name} is stopped; kill -CONT {process.pid} lets it go on"
+        return (
+            f"rank {rank}, process {process.pid}, which is stopped; kill -CONT "
+            f"{process.pid} lets it go on"
+        )
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,0 +1,38 @@
+"""Which ranks have made a call that others wait for, by the store of their group."""
+
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from ronde.collectives.store import clone_of
+
+_STORE_TIMEOUT = timedelta(seconds=5)
+
+
+class Attendance:
+    """Where each rank notes in which collective it waits, once that takes long.
+
+    No engine but shared memory knows which ranks are late.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def note(self, number: int) -> None:
+        """Note that this rank waits in the collective of that number."""
+        with suppress(RuntimeError):  # the store's: it may be gone with a rank
+            clone_of(self._store).set(f"waits/{self._rank}", str(number))
+
+    def find_absent(self, number: int) -> list[int]:
+        """Return the ranks that have not noted it; none if nobody can tell."""
+        absent: list[int] = []
+        with suppress(RuntimeError):
+            store = clone_of(self._store)
+            store.set_timeout(_STORE_TIMEOUT)
+            for rank in range(self._size):
+                key = f"waits/{rank}"
+                is_there = store.check([key]) and int(store.get(key)) >= number
+                if not is_there:
+                    absent.append(rank)
+        return absent if len(absent) < self._size else []
