@@ -15,10 +15,10 @@ from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ronde.torch as hvd
+from ronde.drift import PERIOD
 from ronde.errors import CollectiveError
 
 SETTINGS = [Setting(engine, size) for engine in ("auto", "gloo") for size in (2, 3)]
-NUM_PARAMETERS = 7
 NUM_STATE_ROUNDS = 3  # Adam's state has three tensors, one is looked at each round
 AT = 2  # the step at which ranks come apart
 NUM_DDP_STEPS = 48  # four looks, of which a look at each tensor of the state
@@ -147,7 +147,7 @@ def train(cause, model, optimizer, rank, size, num_steps):
 def train_horovod(cause):
     model, plain = make()
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-    num_steps = AT + NUM_STATE_ROUNDS * (NUM_PARAMETERS + 1) + 2
+    num_steps = AT + NUM_STATE_ROUNDS * PERIOD + 2
     args = cause, model, optimizer, hvd.rank(), hvd.size(), num_steps
     if cause is nothing:
         train(*args)
@@ -175,7 +175,7 @@ def test_what_comes_apart_is_found_and_named(setting):
             assert f"rank {setting.size - 1}" in message or setting.size == 2
             step = int(re.search(r"after step (\d+):", message)[1])
             num_rounds = NUM_STATE_ROUNDS if cause in OF_STATE_ALONE else 1
-            assert step <= AT + 1 + num_rounds * (NUM_PARAMETERS + 1)
+            assert step <= AT + 1 + num_rounds * PERIOD
             assert not now.is_equal
 
 
@@ -232,7 +232,7 @@ def warnings_of(function):
 def keep_training():
     model, plain = make()
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-    train(scalar, model, optimizer, hvd.rank(), hvd.size(), 3 * NUM_PARAMETERS)
+    train(scalar, model, optimizer, hvd.rank(), hvd.size(), 3 * PERIOD)
 
 
 def two_of_three():
@@ -245,7 +245,7 @@ def two_of_three():
         model.named_parameters(),
         process_set=pair,
     )
-    train(nothing, model, optimizer, hvd.rank(), 3, 2 * NUM_PARAMETERS)
+    train(nothing, model, optimizer, hvd.rank(), 3, 2 * PERIOD)
     assert hvd.check_parity(model, process_set=pair).is_equal if hvd.rank() < 2 else 1
     assert not hvd.check_parity(model).is_equal
 
@@ -259,7 +259,7 @@ def join_early(*, is_broadcast):
     if is_broadcast:
         hvd.broadcast_parameters(model.state_dict(), last)
         hvd.broadcast_optimizer_state(optimizer, last)
-    train(nothing, model, optimizer, hvd.rank(), 3, 2 * NUM_PARAMETERS)
+    train(nothing, model, optimizer, hvd.rank(), 3, 2 * PERIOD)
 
 
 @pytest.mark.parametrize("mode", ["warn", "off"])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ronde.collectives import Communicator, Work
 from ronde.data_parallel.group import ReducerGroup, Steps, aside, result_of
+from ronde.drift import NUM_FLAGS
 from ronde.errors import UsageError
 from ronde.tuning import Tuner, TuningOptions
 
@@ -311,7 +312,8 @@ class GradientBucket:
     None, as in one process. ``_SPARSE`` ones a rank show that some rank's was sparse;
     then the result becomes sparse again, on all. In the bucket that is started first
     ``flags`` follow, ones from ranks that train and zeros from those that only
-    participate, but for ``odd_flags``: see Note [Control flags] in ``rounds``.
+    participate, but for ``odd_flags``, and ``drift`` at the end: see Note [Control
+    flags] in ``rounds``.
 
     ``prescale`` multiplies the values in their sum, where backward writes gradients to
     their places, which nothing should touch again; None where they are scaled when they
@@ -338,7 +340,9 @@ class GradientBucket:
         dtype, device = cast("tuple[torch.dtype, torch.device]", plan.kind)
         self._num_values = plan.numel
         self._end = plan.numel + len(self.gradients)
-        shared = communicator.allocate(self._end + num_flags, dtype, device)
+        self._drift = self._end + num_flags
+        numel = self._drift + (NUM_FLAGS if num_flags else 0)
+        shared = communicator.allocate(numel, dtype, device)
         self._shared, self._num_shared_uses = shared, _num_uses(shared)
         self._use(shared, self._num_shared_uses)
         self._is_scaled = any(gradient.is_fusible for gradient in self.gradients)
@@ -353,12 +357,14 @@ class GradientBucket:
     def _use(self, memory: Tensor, num_uses: int) -> None:
         """Reduce in ``memory``, which ``num_uses`` tensors use so far."""
         self.memory, self.control = memory, memory[self._num_values :]
-        self.values, self.flags = memory[: self._num_values], memory[self._end :]
+        self.values, self.all_flags = memory[: self._num_values], memory[self._end :]
+        self.flags, self.drift = memory[self._end : self._drift], memory[self._drift :]
+        self._ones = memory[self._num_values : self._drift]
         self._views = [
             self.values[slot.offset : slot.offset + slot.numel].as_strided(*layout)
             for slot, layout in zip(self.slots, self._layouts, strict=True)
         ]
-        self._num_own_uses = num_uses + 3 + len(self._views)
+        self._num_own_uses = num_uses + 6 + len(self._views)
 
     def adopt(self) -> None:
         """Have the gradients lie here; what lies elsewhere and is in use moves."""
@@ -405,7 +411,7 @@ class GradientBucket:
     def fill(self, scaling: Scaling) -> None:
         """Copy in whatever is there, for the sum that is started now."""
         self.is_launched = True
-        self.control.fill_(1)
+        self._ones.fill_(1)
         for slot, gradient in enumerate(self.gradients):
             grad = gradient.parameter.grad
             if grad is not None and not gradient.is_result_of_sibling(grad):

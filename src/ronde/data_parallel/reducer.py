@@ -170,8 +170,7 @@ class Reducer:
         self.forget()
         self.rounds.steps.num_steps += 1
         if optimizer is not None and self.key.size > 1:
-            self.rounds.drift.num_steps += 1
-            self.rounds.drift.look(optimizer)
+            self.rounds.drift.step_done(optimizer)
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""

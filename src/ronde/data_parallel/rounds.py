@@ -10,9 +10,10 @@ Note [Control flags]
         1     whether no parameter is new; if one is, all plan anew after the round
         2     how many have joined: here they put the one, and the others zero
         3-5   at which step they are: see ``StepCheck``
-        6-37  whether weights differ: see Note [How drift is found] in ``ronde.drift``
-        38... which other buckets, then which sparse gradients, are reduced at all: what
+        6...  which other buckets, then which sparse gradients, are reduced at all: what
               is frozen is left out
+        last  whether weights differ, 32 flags, zeros in most rounds: see Note [How
+              drift is found] in ``ronde.drift``
 
     Ranks that train look at the third where it costs nothing; it matters for gradients
     that are added to after their reduction: see ``Scaling``.
@@ -66,8 +67,7 @@ from ronde.tuning import TuningOptions
 
 _NUM_STEP_FLAGS = 3
 _SETTLED, _JOINED, _STEPS = 1, 2, 3
-_LOOK = _STEPS + _NUM_STEP_FLAGS
-_NUM_OWN_FLAGS = _LOOK + NUM_FLAGS
+_NUM_OWN_FLAGS = _STEPS + _NUM_STEP_FLAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +194,7 @@ class ReductionRounds:
         self._has_new_parameters = False
         self._did_begin_equal: bool | None = None
         self._reader = FlagReader()
+        self._has_sums = True  # of drift, in the first bucket's memory
         self._tuning: BucketTuning | None = None
 
     def start(self) -> SyncPoint:
@@ -323,9 +324,7 @@ class ReductionRounds:
             if not bucket.is_launched:
                 bucket.fill(self.scaling)
                 if self._next == 1:
-                    looked = self.drift.take_flags()
-                    place = bucket.flags[_LOOK:_NUM_OWN_FLAGS]
-                    place.zero_() if looked is None else place.copy_(looked)
+                    self._write_look(bucket)
                 bucket.start(self._sum_of(bucket), self.scaling)
 
     def _complete(self) -> Steps[bool]:
@@ -349,16 +348,25 @@ class ReductionRounds:
             yield from self._check_flags()
         return is_late
 
+    def _write_look(self, bucket: GradientBucket) -> None:
+        looked = self.drift.take_flags()
+        if looked is not None:
+            bucket.drift.copy_(looked)
+        elif self._has_sums:  # of the round before
+            bucket.drift.zero_()
+
     def _check_flags(self) -> Steps[None]:
         """Raise where steps differ; report weights that do. Collective if any do."""
-        flags = self.buckets[0].flags[:_NUM_OWN_FLAGS]
+        flags = self.buckets[0].all_flags
         found = self._reader.read(flags, self.steps.flag)
         if found is None:
             return
         sums, step = found
         if not self._has_joined:
-            self.steps.check(sums[_STEPS:_LOOK], step)
-        if is_apart(sums[_LOOK:]):
+            self.steps.check(sums[_STEPS:_NUM_OWN_FLAGS], step)
+        drift = sums[-NUM_FLAGS:]
+        self._has_sums = not flags.is_cpu or any(drift)
+        if is_apart(drift):
             yield from aside(self._group.waits, self._report_drift)
 
     def _report_drift(self) -> None:

@@ -2,7 +2,7 @@
 
 Note [What the flags travel with]
     DDP's buckets are torch's own: nothing can be put into them. So a small all-reduce
-    of the flags goes with the first all-reduce of every ``_PERIOD`` collectives of a
+    of the flags goes with the first all-reduce of every ``PERIOD`` collectives of a
     group that DDP uses, and its sums are read when the next one is due. All ranks make
     a group's collectives in one order, but may step and run backward unequally often.
 """
@@ -19,10 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ronde.collectives import Communicator, Work
-from ronde.drift import NUM_FLAGS, Background, DriftCheck, FlagReader, is_apart
+from ronde.drift import NUM_FLAGS, PERIOD, Background, DriftCheck, FlagReader, is_apart
 
-_PERIOD = 16
-_NUM_PARAMETERS = 16  # looked at each time
 _NUM_OPTIMIZERS = 3  # looked at in turn, where several step
 _drifts: "weakref.WeakSet[GroupDrift]" = weakref.WeakSet()
 
@@ -38,6 +36,7 @@ class GroupDrift:
         self._models: list[weakref.ref[nn.Module]] = []
         self._device = torch.device("cpu")
         self._named: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id
+        self._watched = weakref.WeakKeyDictionary[Optimizer, bool]()
         self._num_calls = self._period = 0
         self._num_steps_to_look = 1
         self._sums: Work[Tensor] | None = None
@@ -58,6 +57,7 @@ class GroupDrift:
 
     def _forget(self, _: object) -> None:
         self._named = {}
+        self._watched.clear()
 
     def _parameters(self) -> dict[int, tuple[str, Tensor]]:
         """Return names and parameters of the models by the parameters' ids."""
@@ -75,14 +75,22 @@ class GroupDrift:
     @torch.no_grad()
     def step_done(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        named = self._parameters()
-        groups = [group["params"] for group in optimizer.param_groups]
-        if not any(id(parameter) in named for group in groups for parameter in group):
+        if not self._is_watched(optimizer):
             return
         self._check.num_steps += 1
         self._num_steps_to_look -= 1
         if self._num_steps_to_look == 0:
-            self._check.look(optimizer, _NUM_PARAMETERS, named)
+            self._check.look(optimizer, self._parameters())
+
+    def _is_watched(self, optimizer: Optimizer) -> bool:
+        """Return whether it has parameters of the models."""
+        is_watched = self._watched.get(optimizer)
+        if is_watched is None:
+            named = self._parameters()
+            groups = [group["params"] for group in optimizer.param_groups]
+            is_watched = any(id(p) in named for group in groups for p in group)
+            self._watched[optimizer] = is_watched
+        return is_watched
 
     def count_call(self) -> int:
         """Note that a collective of the group begins; return its number."""
@@ -92,7 +100,7 @@ class GroupDrift:
     @torch.no_grad()
     def start_along(self) -> list[Work[Any]]:
         """Return what is started along with an all-reduce: at times the flags' own."""
-        period = self._num_calls // _PERIOD
+        period = self._num_calls // PERIOD
         if not self._models or period == self._period:
             return []
         self._period = period
