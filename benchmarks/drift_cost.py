@@ -46,7 +46,7 @@ def make(name: str, how: str) -> tuple[Callable[[], None], Callable[[bool], None
         if how == "ddp":
             group.drift._models = models if is_on else []  # noqa: SLF001
         else:
-            optimizer.reducer.rounds.drift._is_over = not is_on  # noqa: SLF001
+            optimizer.reducer.rounds.checks.drift._is_over = not is_on  # noqa: SLF001
 
     return step, turn
 

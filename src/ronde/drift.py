@@ -60,7 +60,7 @@ _logger = logging.getLogger("ronde")
 Named = Iterable[tuple[str, Tensor]]
 
 
-class Difference(NamedTuple):
+class RankDifference(NamedTuple):
     """A value that is not the same on all ranks."""
 
     name: str
@@ -87,7 +87,7 @@ class Drift:
         cause: The likely one, in a sentence or two; empty if nothing differs.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[RankDifference, ...]
     num_compared: int
     distance: float | None = None
     cause: str = ""
@@ -217,7 +217,9 @@ def _describe(tensor: Tensor) -> str:
     return f"{kind} {sum_of_words(tensor):016x}"
 
 
-def _difference(name: str, everyone: dict[int, dict[str, Any]]) -> Difference | None:
+def _difference(
+    name: str, everyone: dict[int, dict[str, Any]]
+) -> RankDifference | None:
     values = {rank: each[name] for rank, each in everyone.items()}
     keys = {rank: json.dumps(value) for rank, value in values.items()}
     (most, num_most), *others = Counter(keys.values()).most_common()
@@ -226,10 +228,10 @@ def _difference(name: str, everyone: dict[int, dict[str, Any]]) -> Difference | 
     has_majority = num_most > others[0][1]
     majority = [r for r, key in keys.items() if key == most] if has_majority else []
     ranks = [r for r in keys if r not in majority]
-    return Difference(name, tuple(ranks), tuple(majority), values)
+    return RankDifference(name, tuple(ranks), tuple(majority), values)
 
 
-def _is_comparable(difference: Difference) -> bool:
+def _is_comparable(difference: RankDifference) -> bool:
     """Return whether it has one shape and dtype."""
     kinds = {str(v).rpartition(" ")[0] for v in difference.values.values()}
     return len(kinds) == 1
@@ -249,7 +251,7 @@ def _distance(carrier: Carrier, tensor: Tensor, root: int, *, has_say: bool) -> 
 
 
 def _cause_of(
-    differences: Sequence[Difference],
+    differences: Sequence[RankDifference],
     unreduced: set[str],
     distance: float | None,
     known: Background,
@@ -280,7 +282,7 @@ def _cause_of(
     return _ROUNDED if is_rounding else _CHANGED
 
 
-def _values(difference: Difference) -> str:
+def _values(difference: RankDifference) -> str:
     by_value: dict[str, list[int]] = {}
     for rank, value in difference.values.items():
         text = f"{value:g}" if isinstance(value, float) else str(value)

@@ -168,9 +168,9 @@ class Reducer:
     def step_done(self, optimizer: Optimizer | None = None) -> None:
         """Note that an optimizer has stepped: the next step needs a new round."""
         self.forget()
-        self.rounds.steps.num_steps += 1
+        self.rounds.checks.steps.num_steps += 1
         if optimizer is not None and self.key.size > 1:
-            self.rounds.drift.step_done(optimizer)
+            self.rounds.checks.drift.step_done(optimizer)
 
     def start_connecting(self) -> None:
         """Begin to connect with the other ranks, if they have not; returns at once."""

@@ -1,23 +1,4 @@
-"""A reducer's rounds over one communicator: see Note [One round] in ``reducer``.
-
-Note [Control flags]
-    A rank that has joined (Horovod's ``join``) participates with zeros in the rounds of
-    the others, each of which begins with the same bucket, whatever is trained. That one
-    ends with flags, ones on every rank that is still training and zeros on those that
-    only participate. Their sums show:
-
-        0     whether anybody is left; if not, nobody runs the rest of the round
-        1     whether no parameter is new; if one is, all plan anew after the round
-        2     how many have joined: here they put the one, and the others zero
-        3-5   at which step they are: see ``StepCheck``
-        6...  which other buckets, then which sparse gradients, are reduced at all: what
-              is frozen is left out
-        last  whether weights differ, 32 flags, zeros in most rounds: see Note [How
-              drift is found] in ``ronde.drift``
-
-    Ranks that train look at the third where it costs nothing; it matters for gradients
-    that are added to after their reduction: see ``Scaling``.
-"""
+"""A reducer's rounds over one communicator: see Note [One round] in ``reducer``."""
 
 import hashlib
 import time
@@ -51,23 +32,18 @@ from ronde.data_parallel.buckets import (
     reduce_sparse,
 )
 from ronde.data_parallel.compression import GradientCompression, NoneCompressor, sum_by
+from ronde.data_parallel.control_flags import (
+    JOINED,
+    NUM_OWN_FLAGS,
+    SETTLED,
+    RoundChecks,
+)
 from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
 from ronde.data_parallel.hooks import is_fusible
-from ronde.drift import (
-    NUM_FLAGS,
-    Background,
-    DriftCheck,
-    FlagReader,
-    is_apart,
-    sum_of_words,
-)
+from ronde.drift import Background
 from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorded
 from ronde.tuning import TuningOptions
-
-_NUM_STEP_FLAGS = 3
-_SETTLED, _JOINED, _STEPS = 1, 2, 3
-_NUM_OWN_FLAGS = _STEPS + _NUM_STEP_FLAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,37 +70,6 @@ class ReducerOptions:
         if self.predivide == 1.0:
             return Scaling(1.0 / (size * passes), 1.0, size)
         return Scaling(1.0 / (self.predivide * passes), self.predivide / size, size)
-
-
-class StepCheck:
-    """Finds ranks that ran backward unequally often between two optimizer steps.
-
-    Each rank that trains sets one of three flags, that of its steps modulo three. More
-    than one sum that is not zero: a round has added up gradients of different steps.
-    """
-
-    def __init__(self) -> None:
-        self.num_steps = 0  # that this rank took since all ranks began to count
-
-    @property
-    def flag(self) -> int:
-        return self.num_steps % _NUM_STEP_FLAGS
-
-    @staticmethod
-    def check(sums: Sequence[float], flag: int) -> None:
-        """Raise on all ranks, where a round's flags show that their steps differ."""
-        counts = list(map(round, sums))
-        if counts.count(0) == _NUM_STEP_FLAGS - 1:
-            return
-        # Behind in steps is who ran more backward passes before this one.
-        behind = next(i for i in range(_NUM_STEP_FLAGS) if counts[i] and counts[i - 2])
-        this = "including this one" if flag == behind else "not on this one"
-        raise CollectiveError(
-            "Gradients were computed more than backward_passes_per_step times before "
-            f"call to step() on {counts[behind]} of {sum(counts)} ranks, {this}. All "
-            "ranks must call backward() equally often before each step(). Skip the "
-            "extra passes, or accumulate them with a larger backward_passes_per_step."
-        )
 
 
 def describe(name: str, parameter: Tensor) -> str:
@@ -177,8 +122,7 @@ class ReductionRounds:
         self.is_open = False
         self.last_round = 0  # that this rank added something to
         self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)
-        self.steps = StepCheck()
-        self.drift = DriftCheck(options.drift)
+        self.checks = RoundChecks(options.drift)
         self.buckets: list[GradientBucket] = []
         self._num_rounds = 0  # that any rank added something to, equally on all ranks
         self._order: list[int] = []  # planned gradients as they are reduced
@@ -192,9 +136,6 @@ class ReductionRounds:
         self._num_launched = 0
         self._arrivals: list[int] | None = []
         self._has_new_parameters = False
-        self._did_begin_equal: bool | None = None
-        self._reader = FlagReader()
-        self._has_sums = True  # of drift, in the first bucket's memory
         self._tuning: BucketTuning | None = None
 
     def start(self) -> SyncPoint:
@@ -262,7 +203,7 @@ class ReductionRounds:
                 self.waiting.move_to(self._point)
             is_late = yield from self._complete()
             if self.buckets and self.buckets[0].flags.is_cpu:  # else not, not to wait
-                num_joined = self.buckets[0].count(_JOINED)
+                num_joined = self.buckets[0].count(JOINED)
                 self.scaling = self._all_scaling.without(num_joined)
             yield from self._tune()
             self.last_round = self._num_rounds
@@ -288,9 +229,7 @@ class ReductionRounds:
             is_anyone_left, is_settled = self._add_zeros()
             if is_anyone_left:
                 run(self._tune())
-        self.steps = StepCheck()  # on all ranks, that took unequally many
-        self._reader = FlagReader()
-        self.drift.restart()
+        self.checks.restart()
         self._has_joined = False
 
     def _open(self) -> None:
@@ -311,9 +250,9 @@ class ReductionRounds:
         if self.buckets:
             frozen = [bucket.is_launched for bucket in self.buckets[1:]]
             frozen += [not g.parameter.requires_grad for g in self._sparse]
-            steps = [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
-            odd = [_JOINED, *compress(count(_NUM_OWN_FLAGS), frozen), *steps]
-            self.buckets[0].odd_flags = odd + [_SETTLED] * self._has_new_parameters
+            odd = [JOINED, *compress(count(NUM_OWN_FLAGS), frozen)]
+            odd += self.checks.odd_flags
+            self.buckets[0].odd_flags = odd + [SETTLED] * self._has_new_parameters
 
     def _launch(self, *, has_all: bool) -> None:
         """Start the buckets that wait for nothing before them, or all if it has all."""
@@ -324,7 +263,7 @@ class ReductionRounds:
             if not bucket.is_launched:
                 bucket.fill(self.scaling)
                 if self._next == 1:
-                    self._write_look(bucket)
+                    self.checks.write(bucket)
                 bucket.start(self._sum_of(bucket), self.scaling)
 
     def _complete(self) -> Steps[bool]:
@@ -336,7 +275,7 @@ class ReductionRounds:
             bucket.go_to(ADVANCED)
 
         def keep() -> float:
-            return self.scaling.without(self.buckets[0].count(_JOINED)).keep
+            return self.scaling.without(self.buckets[0].count(JOINED)).keep
 
         is_late = False
         for bucket in self.buckets:
@@ -345,47 +284,24 @@ class ReductionRounds:
         yield from reduce_sparse(self._sparse, self.scaling, self._group)
         if self.buckets:
             self._num_rounds += 1
-            yield from self._check_flags()
+            yield from self._check()
         return is_late
 
-    def _write_look(self, bucket: GradientBucket) -> None:
-        looked = self.drift.take_flags()
-        if looked is not None:
-            bucket.drift.copy_(looked)
-        elif self._has_sums:  # of the round before
-            bucket.drift.zero_()
-
-    def _check_flags(self) -> Steps[None]:
+    def _check(self) -> Steps[None]:
         """Raise where steps differ; report weights that do. Collective if any do."""
-        flags = self.buckets[0].all_flags
-        found = self._reader.read(flags, self.steps.flag)
-        if found is None:
-            return
-        sums, step = found
-        if not self._has_joined:
-            self.steps.check(sums[_STEPS:_NUM_OWN_FLAGS], step)
-        drift = sums[-NUM_FLAGS:]
-        self._has_sums = not flags.is_cpu or any(drift)
-        if is_apart(drift):
+        if self.checks.read(self.buckets[0], has_joined=self._has_joined):
             yield from aside(self._group.waits, self._report_drift)
 
     def _report_drift(self) -> None:
-        self.drift.report(
-            self._communicator,
-            [(g.name, g.parameter) for g in self._gradients],
-            Background(
-                self._point.ranks,
-                has_say=not self._has_joined,
-                did_begin_equal=self._did_begin_equal,
-                is_reducing=True,
-            ),
-        )
+        named = [(gradient.name, gradient.parameter) for gradient in self._gradients]
+        known = Background(self._point.ranks, not self._has_joined, is_reducing=True)
+        self.checks.report(self._communicator, named, known)
 
     def _add_zeros(self) -> tuple[bool, bool]:
         """Return whether anybody still trains, and whether no parameter is new."""
         self._open_buckets()
         first, *others = self.buckets
-        first.odd_flags = (_JOINED,)
+        first.odd_flags = (JOINED,)
         self._launch_zeros(first)
         first.go_to(ARRIVED)
         flags = cast("list[float]", first.flags.real.tolist())
@@ -393,7 +309,7 @@ class ReductionRounds:
         if not is_anyone_left:
             first.drop()
             return False, is_settled
-        are_reduced = [bool(flag) for flag in flags[_NUM_OWN_FLAGS:]]
+        are_reduced = [bool(flag) for flag in flags[NUM_OWN_FLAGS:]]
         for bucket in compress(others, are_reduced):
             self._launch_zeros(bucket)
         for stage in (ADVANCED, OVER):
@@ -404,7 +320,7 @@ class ReductionRounds:
             for work in [gather(part) for part in no_entries(gradient)]:
                 work.wait()
         self._num_rounds += 1
-        run(self._check_flags())
+        run(self._check())
         return True, is_settled
 
     def _launch_zeros(self, bucket: GradientBucket) -> None:
@@ -459,12 +375,11 @@ class ReductionRounds:
             None if self._has_joined else vote,
             [] if self._options.is_sparse_densified else dims,
             None if communicator.rank else self._arrivals,
-            self._weights_at_begin(),
+            self.checks.sum_at_begin(g.parameter for g in gradients),
         )
         everyone = all_gather_json(communicator, own)
         digests, votes, sparse, arrivals, weights = zip(*everyone, strict=True)
-        if self._did_begin_equal is None:
-            self._did_begin_equal = len(set(weights)) == 1
+        self.checks.note_begin(weights)
         if len(set(digests)) > 1:
             refuse_differences(all_gather_json(communicator, mine))
         votes = [each for each in votes if each is not None]
@@ -482,11 +397,6 @@ class ReductionRounds:
                 gradients[index].sparse_dims = sparse_dims
         return new, arrivals[0] or []
 
-    def _weights_at_begin(self) -> int | None:
-        if self._did_begin_equal is not None or self._options.drift == "off":
-            return None
-        return sum(sum_of_words(gradient.parameter) for gradient in self._gradients)
-
     def _arrange(self, order: Sequence[int]) -> Steps[None]:
         """Plan anew along ``order``, then the planned ones left out; collective."""
         self._order = [*order, *sorted(set(self._order) - set(order), reverse=True)]
@@ -502,7 +412,7 @@ class ReductionRounds:
             # Whether it happens or not is no matter for the bits: the sum is the same.
             gradient.is_fusible = is_plain and is_fusible(gradient.parameter)
         self._sparse = [gradients[i] for i in sparse]
-        num_flags = _NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
+        num_flags = NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
 
         def allocate() -> list[GradientBucket]:
             return [
