@@ -20,12 +20,12 @@ Note [Control flags]
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
-from ronde.collectives.objects import Carrier
-from ronde.data_parallel.buckets import GradientBucket
+from ronde.data_parallel.buckets import Gradient, GradientBucket
+from ronde.data_parallel.group import ReducerGroup, Steps, aside
 from ronde.drift import (
     NUM_FLAGS,
     Background,
@@ -111,24 +111,31 @@ class RoundChecks:
         elif self._has_sums:  # of the round before
             bucket.drift.zero_()
 
-    def read(self, bucket: GradientBucket, *, has_joined: bool) -> bool:
-        """Raise where steps differ; return whether weights seem to, on all ranks."""
+    def check(
+        self,
+        bucket: GradientBucket,
+        group: ReducerGroup,
+        gradients: Sequence[Gradient],
+        ranks: tuple[int, ...],
+        *,
+        has_joined: bool,
+    ) -> Steps[None]:
+        """Raise where steps differ; report weights that do. Collective if any do.
+
+        ``ranks`` are the group's among all, or empty for all.
+        """
         found = self._reader.read(bucket.all_flags, self.steps.flag)
         if found is None:
-            return False
+            return
         sums, step = found
         if not has_joined:
             self.steps.check(sums[_STEPS:NUM_OWN_FLAGS], step)
         drift = sums[-NUM_FLAGS:]
         self._has_sums = not bucket.all_flags.is_cpu or any(drift)
-        return is_apart(drift)
-
-    def report(
-        self,
-        carrier: Carrier,
-        named: Iterable[tuple[str, Tensor]],
-        known: Background,
-    ) -> None:
-        """Report weights that differ; collective: see ``DriftCheck``."""
-        known = replace(known, did_begin_equal=self._did_begin_equal)
-        self.drift.report(carrier, named, known)
+        if is_apart(drift):
+            named = [(gradient.name, gradient.parameter) for gradient in gradients]
+            known = Background(
+                ranks, not has_joined, self._did_begin_equal, is_reducing=True
+            )
+            report = partial(self.drift.report, group.communicator, named, known)
+            yield from aside(group.waits, report)

@@ -40,7 +40,6 @@ from ronde.data_parallel.control_flags import (
 )
 from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
 from ronde.data_parallel.hooks import is_fusible
-from ronde.drift import Background
 from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorded
 from ronde.tuning import TuningOptions
@@ -288,14 +287,10 @@ class ReductionRounds:
         return is_late
 
     def _check(self) -> Steps[None]:
-        """Raise where steps differ; report weights that do. Collective if any do."""
-        if self.checks.read(self.buckets[0], has_joined=self._has_joined):
-            yield from aside(self._group.waits, self._report_drift)
-
-    def _report_drift(self) -> None:
-        named = [(gradient.name, gradient.parameter) for gradient in self._gradients]
-        known = Background(self._point.ranks, not self._has_joined, is_reducing=True)
-        self.checks.report(self._communicator, named, known)
+        bucket, group, gradients = self.buckets[0], self._group, self._gradients
+        ranks, has_joined = self._point.ranks, self._has_joined
+        check = self.checks.check
+        return check(bucket, group, gradients, ranks, has_joined=has_joined)
 
     def _add_zeros(self) -> tuple[bool, bool]:
         """Return whether anybody still trains, and whether no parameter is new."""
@@ -364,16 +359,10 @@ class ReductionRounds:
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()[:16]
         trained = [g.parameter.requires_grad for g in gradients]
         vote = encode_bits(sum(is_on << i for i, is_on in enumerate(trained)))
-        grads = [gradient.parameter.grad for gradient in gradients]
-        dims = [
-            (index, grad.sparse_dim())
-            for index, grad in enumerate(grads)
-            if grad is not None and grad.is_sparse
-        ]
         own = (
             digest,
             None if self._has_joined else vote,
-            [] if self._options.is_sparse_densified else dims,
+            [] if self._options.is_sparse_densified else _sparse_dims(gradients),
             None if communicator.rank else self._arrivals,
             self.checks.sum_at_begin(g.parameter for g in gradients),
         )
@@ -384,9 +373,7 @@ class ReductionRounds:
             refuse_differences(all_gather_json(communicator, mine))
         votes = [each for each in votes if each is not None]
         if len(set(votes)) > 1:
-            states = ["trained" if is_on else "frozen" for is_on in trained]
-            mine = [f"{each}, {how}" for each, how in zip(mine, states, strict=True)]
-            own = None if self._has_joined else mine
+            own = None if self._has_joined else _with_states(mine, trained)
             refuse_differences(all_gather_json(communicator, own))
         new = bits_of(decode_bits(votes[0])) if votes else []
         new = [index for index in new if not gradients[index].is_planned]
@@ -458,6 +445,20 @@ class ReductionRounds:
         total = self._sum(bucket, self._communicator)
         number, has_joined = self._num_launched, self._has_joined
         return _watched(total, bucket, self._group, number, has_joined=has_joined)
+
+
+def _sparse_dims(gradients: Sequence[Gradient]) -> list[tuple[int, int]]:
+    grads = [gradient.parameter.grad for gradient in gradients]
+    return [
+        (index, grad.sparse_dim())
+        for index, grad in enumerate(grads)
+        if grad is not None and grad.is_sparse
+    ]
+
+
+def _with_states(described: Sequence[str], trained: Sequence[bool]) -> list[str]:
+    states = ["trained" if is_on else "frozen" for is_on in trained]
+    return [f"{each}, {how}" for each, how in zip(described, states, strict=True)]
 
 
 def _watched(
