@@ -100,7 +100,8 @@ class RoundChecks:
             self._did_begin_equal = len(set(sums)) == 1
 
     @property
-    def odd_flags(self) -> list[int]:
+    def odd(self) -> list[int]:
+        """Flags that are zero here."""
         return [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
 
     def write(self, bucket: GradientBucket) -> None:

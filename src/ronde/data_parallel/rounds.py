@@ -249,8 +249,7 @@ class ReductionRounds:
         if self.buckets:
             frozen = [bucket.is_launched for bucket in self.buckets[1:]]
             frozen += [not g.parameter.requires_grad for g in self._sparse]
-            odd = [JOINED, *compress(count(NUM_OWN_FLAGS), frozen)]
-            odd += self.checks.odd_flags
+            odd = [JOINED, *compress(count(NUM_OWN_FLAGS), frozen), *self.checks.odd]
             self.buckets[0].odd_flags = odd + [SETTLED] * self._has_new_parameters
 
     def _launch(self, *, has_all: bool) -> None:
