@@ -1,0 +1,158 @@
+"""Layouts that could train something else unnoticed: are right, or refused by name."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.parity.sessions import message_of
+from tests.process_group.groups import Setting, run_all
+from torch import Tensor, distributed as dist, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from ronde.errors import UsageError
+from ronde.torch import parallel
+from ronde.torch.parallel import Layout
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of its own functions
+WIDTH, NUM_WORDS = 8, 20
+SETTINGS = [Setting("auto", 2), Setting("gloo", 3), Setting("auto", 4)]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list]:
+    """What ranks give in each call, of all sizes."""
+    return {
+        f"{name}-{setting}": results
+        for setting in SETTINGS
+        for name, results in run_all(setting, CALLS[setting.size]).items()
+    }
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# Weights of several stages
+
+
+def language_model() -> nn.Sequential:
+    """Its first and last layer share a weight, as those of GPT-2 do."""
+    torch.manual_seed(0)
+    inner = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    head = nn.Linear(WIDTH, NUM_WORDS, bias=False)
+    model = nn.Sequential(nn.Embedding(NUM_WORDS, WIDTH), *inner, head).double()
+    head.weight = model[0].weight
+    return model
+
+
+def with_one_layer_thrice() -> nn.Sequential:
+    model = language_model()
+    model[5].weight = nn.Parameter(model[5].weight.detach().clone())
+    model[2] = model[3] = model[1]
+    return model
+
+
+def next_word(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def words() -> Tensor:
+    return torch.arange(2 * NUM_WORDS).remainder(NUM_WORDS).reshape(8, 5)
+
+
+def off_by(build: Callable[[], nn.Sequential], layout: str, **options: object) -> float:
+    """Return how far a pipeline's weights are from one process's after three steps."""
+    parsed = Layout.parse(layout)
+    model = parallel.pipeline(
+        build(), parallel.init_mesh(parsed), next_word, 4, **options
+    )
+    alone, inputs = build(), words()
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+        for each in (alone, model.stages)
+    ]
+    place = parsed.coordinates(dist.get_rank())
+    own = inputs.chunk(parsed.dp_shard)[place["dp_shard"]]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        next_word(alone(inputs), inputs.flip(0)).backward()
+        model.step(own, inputs.flip(0).chunk(parsed.dp_shard)[place["dp_shard"]])
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = dict(alone.named_parameters(remove_duplicate=False))
+    return max(
+        float((whole(parameter.detach()) - expected[name]).abs().max())
+        for name, parameter in model.stages.named_parameters(remove_duplicate=False)
+    )
+
+
+INTERLEAVED = {"schedule": "Interleaved1F1B", "num_chunks": 2}
+
+
+def tied(*layouts: str, **options: object) -> list[float]:
+    builds = (language_model, with_one_layer_thrice)
+    return [off_by(each, layout, **options) for layout in layouts for each in builds]
+
+
+def interleaved(layout: str) -> list[float]:
+    return tied(layout, **INTERLEAVED)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_stages_that_share_a_weight_follow_one_process(found, setting):
+    names = [n for n in found if n.endswith(str(setting)) and n.startswith("tied")]
+    assert names
+    for errors in (each for name in names for each in found[name]):
+        assert all(error < 1e-13 for error in errors)
+
+
+def sharded_in_two_ways() -> str:
+    def call() -> None:
+        mesh = parallel.init_mesh(Layout(pp=2, tp=2))
+        plan = {"5": ColwiseParallel(), "1": ColwiseParallel()}
+        parallel.pipeline(language_model(), mesh, next_word, 4, plan=plan)
+
+    return message_of(UsageError, call)
+
+
+def test_a_shared_weight_that_stages_shard_in_two_ways_is_refused(found):
+    for message in found["sharded in two ways-auto-4"]:
+        assert message.startswith(
+            "a weight of several stages must be sharded alike in each, got 0.weight "
+            "whole in stage 0, 5.weight (Shard(dim=0),) in stage 1."
+        )
+
+
+def normalised() -> list[str]:
+    mesh = parallel.init_mesh(Layout(pp=2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallel.pipeline(model, mesh, nn.functional.mse_loss, 2)
+    return [str(each.message) for each in caught if "BatchNorm" in str(each.message)]
+
+
+def test_batch_norm_in_a_pipeline_is_reported_once(found):
+    first, *others = found["batch norm-auto-2"]
+    [message] = first
+    assert message.startswith("BatchNorm takes the statistics of a microbatch in a ")
+    assert "first in 1." in message
+    assert others == [[]]
+
+
+CALLS = {
+    2: {
+        "tied": (tied, "pp=2"),
+        "tied, interleaved": (interleaved, "pp=2"),
+        "batch norm": (normalised,),
+    },
+    3: {"tied": (tied, "pp=3")},
+    4: {
+        "tied": (tied, "pp=2,dp_shard=2", "pp=4"),
+        "tied, interleaved": (interleaved, "pp=2,dp_shard=2"),
+        "sharded in two ways": (sharded_in_two_ways,),
+    },
+}
