@@ -84,7 +84,7 @@ def off_by(build: Callable[[], nn.Sequential], layout: str, **options: object) -
             optimizer.step()
     expected = dict(alone.named_parameters(remove_duplicate=False))
     return max(
-        float((whole(parameter.detach()) - expected[name]).abs().max())
+        float((whole(parameter) - expected[name]).detach().abs().max())
         for name, parameter in model.stages.named_parameters(remove_duplicate=False)
     )
 
@@ -143,16 +143,166 @@ def test_batch_norm_in_a_pipeline_is_reported_once(found):
     assert others == [[]]
 
 
+# Blocks divided by tp
+
+
+HEADS, HEAD_WIDTH = 6, 6
+HIDDEN = HEADS * HEAD_WIDTH
+
+
+class Attention(nn.Module):
+    """Right when it is divided."""
+
+    shape = (-1, HEAD_WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            self.add_module(name, nn.Linear(HIDDEN, HIDDEN))
+        self.norm: nn.Module = nn.Identity()
+
+    def forward(self, inputs: Tensor, mask: object = None) -> Tensor:
+        q, k, v = (
+            getattr(self, name)(inputs)
+            .view(*inputs.shape[:2], *self.shape)
+            .transpose(1, 2)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        hidden = nn.functional.scaled_dot_product_attention(self.norm(q), k, v)
+        hidden = nn.functional.dropout(hidden, 0.1, self.training)
+        return self.out_proj(hidden.transpose(1, 2).flatten(2))
+
+
+class FixedHeads(Attention):
+    shape = (HEADS, -1)
+
+
+class FixedShape(Attention):
+    shape = (HEADS, HEAD_WIDTH)
+
+
+class Masked(FixedHeads):
+    def forward(self, inputs: Tensor, mask: object) -> Tensor:
+        return super().forward(inputs)
+
+
+class Rotary(FixedHeads):
+    """Cannot be tried: another module makes its second argument."""
+
+    def forward(self, inputs: Tensor, rotary: dict[str, Tensor]) -> Tensor:
+        return super().forward(inputs * rotary["scale"])
+
+
+class NormedHeads(Attention):
+    """Each rank has a part of the gradient of a weight that it has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HEAD_WIDTH)
+
+
+class FusedGate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values, gates = self.fc1(inputs).chunk(2, -1)
+        return self.fc2(values * gates.sigmoid())
+
+
+class Normed(nn.Module):
+    """Right; a forward changes its state, and a projection starts as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.drop, self.num_calls = nn.Dropout(0.5), 0
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_calls += 1
+        shape = inputs.shape
+        hidden = self.batch_norm(inputs.reshape(-1, HIDDEN)).reshape(shape)
+        return inputs + self.drop(self.down(self.up(hidden).relu()))
+
+
+def zeroed() -> nn.Module:
+    block = FixedHeads()
+    nn.init.zeros_(block.out_proj.weight)
+    return block
+
+
+WRONG: dict[str, Callable[[], nn.Module]] = {
+    "fixed heads": FixedHeads,
+    "with a mask": Masked,
+    "zeros": zeroed,
+    "bf16": lambda: FixedHeads().bfloat16(),
+    "meta": lambda: FixedHeads().to("meta"),
+    "fixed shape": FixedShape,
+    "norm": NormedHeads,
+    "fused gate": FusedGate,
+}
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "attention": Attention,
+    "bf16": lambda: Attention().bfloat16(),
+    "meta": lambda: Attention().to("meta"),
+    "state": Normed,
+    "torch's": lambda: nn.TransformerEncoderLayer(HIDDEN, HEADS, 24, batch_first=True),
+    "cannot be tried": Rotary,
+}
+
+
+def tried(layout: str) -> tuple[dict[str, str], list[bool]]:
+    """Return messages of wrong blocks, and whether right ones stay as they were."""
+    mesh = parallel.init_mesh(Layout.parse(layout))
+    messages = {
+        name: message_of(
+            UsageError, parallel.parallelize, nn.Sequential(Attention(), build()), mesh
+        )
+        for name, build in WRONG.items()
+    }
+    kept: list[bool] = []
+    for build in RIGHT.values():
+        torch.manual_seed(0)
+        block, random = build(), torch.get_rng_state()
+        state = {name: t.clone() for name, t in block.state_dict().items()}
+        parallel.parallelize(block, mesh)
+        kept.append(torch.equal(random, torch.get_rng_state()))
+        kept.append(block.training and getattr(block, "num_calls", 0) == 0)
+        for name, tensor in block.state_dict().items():
+            kept.append(tensor.is_meta or torch.equal(whole(tensor), state[name]))
+    return messages, kept
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_blocks_that_change_when_they_are_divided_are_refused(found, setting):
+    tp = 3 if setting.size == 3 else 2
+    starts = dict.fromkeys(WRONG, "another output, off by 0.")
+    starts["fixed shape"] = "RuntimeError: shape"
+    starts["norm"] = "another gradient of norm.weight, off by 0."
+    for messages, kept in found[f"tried-{setting}"]:
+        for name, start in starts.items():
+            assert messages[name].startswith(
+                f"1 must give the same results whole and divided over tp={tp}, got "
+                f"{start}"
+            ), name
+        assert all(kept)
+
+
 CALLS = {
     2: {
         "tied": (tied, "pp=2"),
         "tied, interleaved": (interleaved, "pp=2"),
         "batch norm": (normalised,),
+        "tried": (tried, "tp=2"),
     },
-    3: {"tied": (tied, "pp=3")},
+    3: {"tied": (tied, "pp=3"), "tried": (tried, "tp=3")},
     4: {
         "tied": (tied, "pp=2,dp_shard=2", "pp=4"),
         "tied, interleaved": (interleaved, "pp=2,dp_shard=2"),
         "sharded in two ways": (sharded_in_two_ways,),
+        "tried": (tried, "dp_shard=2,tp=2"),
     },
 }

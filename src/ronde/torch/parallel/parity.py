@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
 from ronde.torch.parallel.sharding import init_mesh, parallelize
+from ronde.torch.parallel.trials import turn_dropout_off
 
 Batch = Sequence[Tensor]
 
@@ -188,9 +189,7 @@ def _build(
 ) -> nn.Module:
     torch.manual_seed(0)
     model = build().to(device, dtype)
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            module.p = 0.0
+    turn_dropout_off(model)
     return model
 
 

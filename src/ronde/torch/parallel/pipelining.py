@@ -17,7 +17,7 @@ from ronde.parallel.pipelines import Pipeline, ScheduleName, cut_evenly
 from ronde.torch.parallel.sharding import parallelize
 from ronde.torch.parallel.tied_weights import TiedWeights, find_ties
 
-_PLAIN_FORWARDS = (nn.Sequential.forward, nn.ModuleList.forward)
+_LISTS: tuple[Any, ...] = (nn.Sequential, nn.ModuleList)
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
@@ -102,7 +102,7 @@ def pipeline(
         UsageError: There are fewer layers than stages, the schedule cannot be, or the
             stages shard a weight that they share in different ways.
     """
-    if getattr(type(model), "forward", None) not in _PLAIN_FORWARDS:
+    if cast("Any", type(model)).forward not in [each.forward for each in _LISTS]:
         raise UsageError(
             "model must be a plain Sequential, layers that take each other's output, "
             f"got {type(model).__name__}. Give pipeline() its layers as one."

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
 from ronde.torch.parallel.tensor_plans import tensor_parallel_plan
+from ronde.torch.parallel.trials import require_same_results
 from ronde.world import read_rank_info
 
 _DATA = ("dp_replicate", "dp_shard")
@@ -67,8 +68,9 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model in place, over tp and then over dp; return it. Collective.
 
-    Every rank has the same weights, as by one seed. The optimizer is made afterwards,
-    from ``model.parameters()``: a plain one of torch.
+    With tp one block of each kind is tried whole and divided, on a tiny input. Every
+    rank has the same weights, as by one seed. The optimizer is made afterwards, from
+    ``model.parameters()``: a plain one of torch.
 
     Args:
         model: On the mesh's device.
@@ -82,7 +84,8 @@ def parallelize(
         precision: What weights and gradients are gathered and reduced in.
 
     Raises:
-        UsageError: An axis cannot be had this way, or the model has no plan for one.
+        UsageError: An axis cannot be had this way, the model has no plan for one, or a
+            block that tp divides gives other results.
     """
     names = mesh.mesh_dim_names or ()
     if zero not in (2, 3):
@@ -101,6 +104,7 @@ def parallelize(
     groups = _by_dtype([*found, model])
     if "tp" in names and mesh["tp"].size() > 1:
         tp_plan = plan or tensor_parallel_plan(model, mesh["tp"].size())
+        require_same_results(model, mesh["tp"], tp_plan)
         parallelize_module(model, mesh["tp"], dict(tp_plan))
     elif plan is not None:
         raise UsageError("plan must be None without tp, got one. Give the layout a tp.")
