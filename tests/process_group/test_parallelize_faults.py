@@ -291,18 +291,120 @@ def test_blocks_that_change_when_they_are_divided_are_refused(found, setting):
         assert all(kept)
 
 
+# Parity
+
+
+class Attentive(nn.Module):
+    """Key biases without a gradient, a frozen block, an unused layer, two dtypes."""
+
+    def __init__(self, attention: type[Attention] = Attention) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_WORDS, HIDDEN)
+        self.blocks = nn.ModuleList(attention() for _ in range(3))
+        self.blocks[0].requires_grad_(requires_grad=False)
+        self.unused, self.head = nn.Linear(3, 3), nn.Linear(HIDDEN, NUM_WORDS)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.embedding(inputs)
+        scale = torch.arange(HIDDEN) / HIDDEN
+        for block in self.blocks:
+            block.eval()  # without dropout
+            is_rotary = isinstance(block, Rotary)
+            hidden = hidden + block(hidden, {"scale": scale} if is_rotary else None)
+        return self.head(hidden).float()
+
+
+class HiddenTie(nn.Module):
+    """An output head with a weight that is no parameter of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.hidden, self.scale = [embedding], nn.Parameter(torch.ones(NUM_WORDS))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale * (inputs @ self.hidden[0].weight.T)
+
+
+def with_hidden_tie() -> nn.Sequential:
+    model = language_model()
+    model[5] = HiddenTie(model[0])
+    return model
+
+
+def losses_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return next_word(model(inputs), targets)
+
+
+def parities(right: dict[str, dict], wrong: dict[str, dict]) -> list[str]:
+    """Return what differs in the wrong ones."""
+    batches = [(words().repeat(3, 1), words().flip(0).repeat(3, 1)) for _ in range(2)]
+
+    def check(layout: str, build: Callable, **options: object) -> parallel.Parity:
+        parsed = Layout.parse(layout)
+        return parallel.check_parity(build, parsed, batches, losses_of, **options)
+
+    for layout, options in right.items():
+        parity = check(layout, **options)
+        assert parity.is_equal, str(parity)
+    found = [check(layout, **options) for layout, options in wrong.items()]
+    assert not any(each.is_equal for each in found)
+    return [str(each.first) for each in found]
+
+
+def rotary() -> nn.Module:
+    return Attentive(Rotary)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_parity_tells_noise_from_faults(found, setting):
+    name = f"parity-{setting}"
+    for differences in found[name]:
+        assert differences == found[name][0]  # on every rank, also of a pipeline
+        for what in differences:
+            assert what.startswith("step 0: ")
+
+
 CALLS = {
     2: {
         "tied": (tied, "pp=2"),
         "tied, interleaved": (interleaved, "pp=2"),
         "batch norm": (normalised,),
         "tried": (tried, "tp=2"),
+        "parity": (
+            parities,
+            {
+                "dp_shard=2": {"build": Attentive},
+                "dp_replicate=2": {"build": Attentive, "dtype": torch.float32},
+                "tp=2": {"build": Attentive},
+                "pp=2": {"build": language_model, **INTERLEAVED},
+            },
+            {"tp=2": {"build": rotary}, "pp=2": {"build": with_hidden_tie}},
+        ),
     },
-    3: {"tied": (tied, "pp=3"), "tried": (tried, "tp=3")},
+    3: {
+        "tied": (tied, "pp=3"),
+        "tried": (tried, "tp=3"),
+        "parity": (
+            parities,
+            {
+                "dp_shard=3": {"build": Attentive},
+                "pp=3": {"build": with_one_layer_thrice},
+            },
+            {"tp=3": {"build": rotary}, "pp=3": {"build": with_hidden_tie}},
+        ),
+    },
     4: {
         "tied": (tied, "pp=2,dp_shard=2", "pp=4"),
         "tied, interleaved": (interleaved, "pp=2,dp_shard=2"),
         "sharded in two ways": (sharded_in_two_ways,),
         "tried": (tried, "dp_shard=2,tp=2"),
+        "parity": (
+            parities,
+            {
+                "dp_shard=2,tp=2": {"build": Attentive},
+                "pp=2,dp_shard=2": {"build": language_model, "num_microbatches": 4},
+            },
+            {"pp=2,dp_shard=2": {"build": with_hidden_tie}},
+        ),
     },
 }

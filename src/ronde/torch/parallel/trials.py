@@ -81,6 +81,7 @@ def require_same_results(
 
 
 def turn_dropout_off(model: nn.Module) -> None:
+    """Zero the rates of torch's own modules, for good."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             module.p = 0.0
