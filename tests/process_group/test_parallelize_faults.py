@@ -291,6 +291,81 @@ def test_blocks_that_change_when_they_are_divided_are_refused(found, setting):
         assert all(kept)
 
 
+# Ranks that start with other weights
+
+
+class Various(nn.Module):
+    """Weights of several dtypes and sizes, some on the meta device, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 18), nn.Linear(18, 6, bias=False)
+        self.half = nn.Linear(3, 3).bfloat16()
+        self.large, self.batch_norm = nn.Linear(70, 70), nn.BatchNorm1d(3)
+        self.batch_norm.running_mean.normal_()
+        self.absent = nn.Linear(3, 3, device="meta")
+        self.register_buffer("mask", torch.rand(5) < 0.5)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def equal_weights(layouts: list[str]) -> list[bool]:
+    found: list[bool] = []
+    expected = seeded(Various, 0).state_dict()
+    for layout in layouts:
+        mesh = parallel.init_mesh(Layout.parse(layout))
+        model = parallel.parallelize(seeded(Various, dist.get_rank()), mesh)
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_meta:
+                found.append(torch.equal(whole(tensor), expected[name]))
+    return found
+
+
+def equal_ties(layout: str) -> list[Tensor]:
+    """Return a shared weight as each of this rank's stages has it."""
+
+    def build() -> nn.Sequential:
+        model = language_model()
+        nn.init.normal_(model[0].weight, std=1.0 + dist.get_rank())
+        return model
+
+    mesh = parallel.init_mesh(Layout.parse(layout))
+    model = parallel.pipeline(build(), mesh, next_word, 4)
+    named = model.stages.named_parameters(remove_duplicate=False)
+    return [whole(p).detach() for name, p in named if name in ("0.weight", "5.weight")]
+
+
+def other_model() -> str:
+    mesh = parallel.init_mesh(Layout(dp_shard=-1))
+    model = nn.Linear(3, 3 + dist.get_rank())
+    return message_of(UsageError, parallel.parallelize, model, mesh)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_all_ranks_get_the_weights_of_the_first(found, setting):
+    for equal in found[f"weights-{setting}"]:
+        assert equal
+        assert all(equal)
+
+
+def test_stages_start_with_equal_copies_of_a_weight(found):
+    copies = [copy for own in found["ties-auto-4"] for copy in own]
+    assert len(copies) == 4
+    for copy in copies:
+        assert torch.equal(copy, copies[0])
+
+
+def test_ranks_with_other_models_are_refused(found):
+    for message in found["other model-gloo-3"]:
+        assert message.startswith(
+            "ranks must have the same model, got weight of (3, 3) torch.float32, "
+            "requires_grad on rank 0 and (4, 3) torch.float32, requires_grad on rank 1."
+        )
+
+
 # Parity
 
 
@@ -369,6 +444,7 @@ CALLS = {
         "tied": (tied, "pp=2"),
         "tied, interleaved": (interleaved, "pp=2"),
         "batch norm": (normalised,),
+        "weights": (equal_weights, ["dp_shard=2", "tp=2", "dp_replicate=2"]),
         "tried": (tried, "tp=2"),
         "parity": (
             parities,
@@ -384,6 +460,8 @@ CALLS = {
     3: {
         "tied": (tied, "pp=3"),
         "tried": (tried, "tp=3"),
+        "weights": (equal_weights, ["dp_shard=3", "tp=3"]),
+        "other model": (other_model,),
         "parity": (
             parities,
             {
@@ -397,6 +475,8 @@ CALLS = {
         "tied": (tied, "pp=2,dp_shard=2", "pp=4"),
         "tied, interleaved": (interleaved, "pp=2,dp_shard=2"),
         "sharded in two ways": (sharded_in_two_ways,),
+        "weights": (equal_weights, ["dp_shard=2,tp=2", "dp_replicate=2,tp=2"]),
+        "ties": (equal_ties, "pp=2,dp_shard=2"),
         "tried": (tried, "dp_shard=2,tp=2"),
         "parity": (
             parities,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
+from ronde.torch.parallel.equal_weights import gather_objects
 from ronde.torch.parallel.pipelining import pipeline
 from ronde.torch.parallel.sharding import init_mesh, parallelize
 from ronde.torch.parallel.trials import turn_dropout_off
@@ -249,9 +250,7 @@ class _Errors:
     def of_all_ranks(self, layout: Layout, num_steps: int) -> Parity:
         """Put together what the ranks of a pipeline found; collective."""
         own = (self._worst, self._first, self._tolerance)
-        gathered: list[Any] = [None] * layout.num_ranks
-        dist.all_gather_object(gathered, own)
-        worst, firsts, tolerances = zip(*gathered, strict=True)
+        worst, firsts, tolerances = zip(*gather_objects(own), strict=True)
         loss, gradient, weight = (max(each[kind] for each in worst) for kind in _KINDS)
         found: list[Mismatch] = [each for each in firsts if each is not None]
         found.sort(key=lambda each: (each.step, _KINDS.index(each.what)))

@@ -87,8 +87,7 @@ def pipeline(
     a parameter of each; ``step`` adds their gradients, so that they stay equal.
 
     Args:
-        model: Layers that take each other's output, on the mesh's device. Every rank
-            has the same weights.
+        model: Layers that take each other's output, on the mesh's device.
         mesh: With pp of more than one rank.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over a microbatch.
         num_microbatches: Parts of a batch, equal ones.

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
+from ronde.torch.parallel.equal_weights import make_equal
 from ronde.torch.parallel.tensor_plans import tensor_parallel_plan
 from ronde.torch.parallel.trials import require_same_results
 from ronde.world import read_rank_info
@@ -68,9 +69,9 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model in place, over tp and then over dp; return it. Collective.
 
-    With tp one block of each kind is tried whole and divided, on a tiny input. Every
-    rank has the same weights, as by one seed. The optimizer is made afterwards, from
-    ``model.parameters()``: a plain one of torch.
+    All ranks get the weights and buffers of the mesh's first, as with DDP. With tp one
+    block of each kind is tried whole and divided, on a tiny input. The optimizer is
+    made afterwards, from ``model.parameters()``: a plain one of torch.
 
     Args:
         model: On the mesh's device.
@@ -84,8 +85,8 @@ def parallelize(
         precision: What weights and gradients are gathered and reduced in.
 
     Raises:
-        UsageError: An axis cannot be had this way, the model has no plan for one, or a
-            block that tp divides gives other results.
+        UsageError: An axis cannot be had this way, the model has no plan for one, a
+            block that tp divides gives other results, or ranks have other models.
     """
     names = mesh.mesh_dim_names or ()
     if zero not in (2, 3):
@@ -102,6 +103,7 @@ def parallelize(
             raise UsageError(f"mesh must have no {axis}, got {axis}={size}. {cure}")
     found = find_units(model, units)
     groups = _by_dtype([*found, model])
+    make_equal(model, mesh)
     if "tp" in names and mesh["tp"].size() > 1:
         tp_plan = plan or tensor_parallel_plan(model, mesh["tp"].size())
         require_same_results(model, mesh["tp"], tp_plan)

@@ -7,6 +7,7 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed.tensor import DTensor
 
 from ronde.errors import UsageError
+from ronde.torch.parallel.equal_weights import gather_objects
 
 Tie = dict[int, str]
 """The name of one weight in each stage that has it."""
@@ -91,8 +92,7 @@ class TiedWeights:
             for tie in self._ties
             for name, copy in self._copies(tie).items()
         }
-        of_ranks: list[dict[str, str]] = [{}] * self._group.size()
-        dist.all_gather_object(of_ranks, own, self._group)
+        of_ranks = gather_objects(own, self._group)
         found = {name: how for each in of_ranks for name, how in each.items()}
         for tie in self._ties:
             if len({found[name] for name in tie.values()}) > 1:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils import _pytree as pytree
 
 from ronde.errors import UsageError
+from ronde.torch.parallel.equal_weights import gather_objects
 
 _ALLOWED = 2.0**-5  # Of the largest value: TF32 is within it, faults are not.
 _LEAST_SCALE = 2.0**-3  # Of the largest gradient: some are zero but for rounding.
@@ -160,7 +161,7 @@ def _fault(
         warnings.simplefilter("ignore")
         copy = _copy(block, device)
         way, wanted = (None, {}) if copy is None else _run_whole(copy, shape)
-        if set(_gather(way, group)) != {way} or copy is None or way is None:
+        if set(gather_objects(way, group)) != {way} or copy is None or way is None:
             return ""  # on all ranks alike
         parallelize_module(copy, mesh, dict(plan), src_data_rank=None)
         try:
@@ -168,13 +169,8 @@ def _fault(
         except Exception as error:  # noqa: BLE001  the model's own
             # The input may not be what another argument stands for.
             fault = "" if way.repeats_input else f"{type(error).__name__}: {error}"
-        return next((str(each) for each in _gather(fault, group) if each), "")
-
-
-def _gather(value: object, group: dist.ProcessGroup) -> list[object]:
-    values: list[object] = [None] * group.size()
-    dist.all_gather_object(values, value, group)
-    return values
+        faults: list[str] = gather_objects(fault, group)
+        return next(filter(None, faults), "")
 
 
 def _copy(block: nn.Module, device: torch.device) -> nn.Module | None:
