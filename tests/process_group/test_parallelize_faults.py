@@ -2,6 +2,9 @@
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -426,6 +429,12 @@ def parities(right: dict[str, dict], wrong: dict[str, dict]) -> list[str]:
     return [str(each.first) for each in found]
 
 
+def with_shared_layer() -> nn.Module:
+    model = Attentive()
+    model.blocks[2].q_proj = model.blocks[1].q_proj
+    return model
+
+
 def rotary() -> nn.Module:
     return Attentive(Rotary)
 
@@ -439,11 +448,70 @@ def test_parity_tells_noise_from_faults(found, setting):
             assert what.startswith("step 0: ")
 
 
+# One sentence in place of errors of torch
+
+
+class Own(nn.Sequential):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + super().forward(inputs)
+
+
+def refusals() -> list[str]:
+    mesh, staged = (parallel.init_mesh(Layout.parse(t)) for t in ("dp_shard=2", "pp=2"))
+
+    def cut(model: nn.Module) -> parallel.StagedModel:
+        return parallel.pipeline(model, staged, next_word, 3)
+
+    layers = language_model()
+    narrow, wide = nn.Linear(3, 3), nn.Linear(3, 4)
+    models = [nn.Sequential(narrow), nn.Sequential(wide), nn.Sequential(narrow, narrow)]
+    one, *others = (parallel.parallelize(deepcopy(each), mesh) for each in models)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, *others)]
+    with TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        path = Path(folders[0]) / "model"
+        parallel.save(path, one, optimizers[0])
+        loads = [
+            message_of(UsageError, parallel.load, path, *pair)
+            for pair in zip(others, optimizers[1:], strict=True)
+        ]
+        dist.barrier()
+    return [
+        message_of(
+            UsageError,
+            lambda: parallel.parallelize(with_shared_layer(), mesh, units=[Attention]),
+        ),
+        message_of(UsageError, cut, Attentive()),
+        message_of(UsageError, cut, Own(*layers)),
+        message_of(UsageError, cut(layers).step, words(), words()),
+        *(message.replace(repr(str(path)), "PATH") for message in loads),
+    ]
+
+
+def test_one_sentence_in_place_of_errors_of_torch(found):
+    plain = "model must be a plain Sequential, layers that take each other's output, "
+    other = "path must be a checkpoint of this model, got PATH, where "
+    shared = "units must not share parameters, got blocks.1.q_proj.weight, which is "
+    starts = [
+        f"{shared}blocks.2.q_proj.weight, too.",
+        f"{plain}got Attentive.",
+        f"{plain}got Own.",
+        "rows of a batch must be a multiple of num_microbatches: 3, got 8.",
+        f"{other}0.weight has shape (3, 3), not (4, 3).",
+        f"{other}there is no 1.weight.",
+    ]
+    for messages in found["refused-auto-2"]:
+        for message, start in zip(messages, starts, strict=True):
+            assert message.startswith(start)
+
+
 CALLS = {
     2: {
         "tied": (tied, "pp=2"),
         "tied, interleaved": (interleaved, "pp=2"),
         "batch norm": (normalised,),
+        "refused": (refusals,),
         "weights": (equal_weights, ["dp_shard=2", "tp=2", "dp_replicate=2"]),
         "tried": (tried, "tp=2"),
         "parity": (
@@ -452,6 +520,7 @@ CALLS = {
                 "dp_shard=2": {"build": Attentive},
                 "dp_replicate=2": {"build": Attentive, "dtype": torch.float32},
                 "tp=2": {"build": Attentive},
+                "dp_shard=-1": {"build": with_shared_layer},
                 "pp=2": {"build": language_model, **INTERLEAVED},
             },
             {"tp=2": {"build": rotary}, "pp=2": {"build": with_hidden_tie}},

@@ -131,15 +131,16 @@ def find_units(
 
     Without classes these are the blocks that repeat: the members of each ``ModuleList``
     or ``Sequential`` that has at least two of one class with parameters in it, unless
-    they lie in a block themselves.
+    they lie in a block themselves or share parameters with anything outside them.
 
     Raises:
-        UsageError: The model has no module of these classes.
+        UsageError: The model has no module of these classes, or they share parameters.
     """
     if classes is None:
         units: list[nn.Module] = []
         _find_repeated(model, units)
-        return units
+        shared = {owner for owners in _shared(model, units) for owner in owners}
+        return [unit for unit in units if unit not in shared]
     found = [m for m in model.modules() if isinstance(m, tuple(classes))]
     if not found:
         names = ", ".join(each.__name__ for each in classes)
@@ -147,7 +148,30 @@ def find_units(
             f"units must be classes of the model's modules, got {names}, of which "
             f"{type(model).__name__} has none."
         )
-    return [module for module in reversed(found) if module is not model]
+    units = [module for module in reversed(found) if module is not model]
+    for owners in _shared(model, units):
+        first, second, *_ = owners.values()
+        raise UsageError(
+            f"units must not share parameters, got {first}, which is {second}, too. "
+            "Take classes of modules that hold both."
+        )
+    return units
+
+
+def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[dict[nn.Module, str]]:
+    """Return the parameters of several units: their names in each, and outside them.
+
+    FSDP2 gathers a parameter with one unit alone.
+    """
+    plain: Any = model
+    modules: dict[str, nn.Module] = dict(plain.named_modules(remove_duplicate=False))
+    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        path = name.rpartition(".")[0]
+        while path and modules[path] not in units:
+            path = path.rpartition(".")[0]
+        owners.setdefault(parameter, {}).setdefault(modules[path], name)
+    return [found for found in owners.values() if len(found) > 1]
 
 
 def _find_repeated(module: nn.Module, units: list[nn.Module]) -> None:
