@@ -52,10 +52,16 @@ def init_mesh(
             "tp, or allow_tp_over_hosts=True."
         )
     sizes = {a: n for a, n in layout.sizes.items() if n > 1 or a == "dp_shard"}
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     return init_device_mesh(
-        device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        device_type or find_device_type(),
+        tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
     )
+
+
+def find_device_type() -> str:
+    """Return that of the devices of this machine."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parallelize(
