@@ -327,17 +327,20 @@ def equal_weights(layouts: list[str]) -> list[bool]:
     return found
 
 
-def equal_ties(layout: str) -> list[Tensor]:
-    """Return a shared weight as each of this rank's stages has it."""
-
-    def build() -> nn.Sequential:
-        model = language_model()
-        nn.init.normal_(model[0].weight, std=1.0 + dist.get_rank())
-        return model
-
+def equal_ties(layout: str, device: str) -> list[Tensor]:
+    """Return a shared weight as each of this rank's stages has it, before a step."""
+    model = language_model().to(device)
+    model[5].weight = model[0].weight
     mesh = parallel.init_mesh(Layout.parse(layout))
-    model = parallel.pipeline(build(), mesh, next_word, 4)
-    named = model.stages.named_parameters(remove_duplicate=False)
+    torch.manual_seed(dist.get_rank())
+    if device != "meta":
+        nn.init.normal_(model[0].weight)
+    staged = parallel.pipeline(model, mesh, next_word, 4)
+    if device == "meta":
+        for weight in staged.stages.to_empty(device="cpu").parameters():
+            nn.init.normal_(weight)
+        staged.step(words(), words())
+    named = staged.stages.named_parameters(remove_duplicate=False)
     return [whole(p).detach() for name, p in named if name in ("0.weight", "5.weight")]
 
 
@@ -354,9 +357,10 @@ def test_all_ranks_get_the_weights_of_the_first(found, setting):
         assert all(equal)
 
 
-def test_stages_start_with_equal_copies_of_a_weight(found):
-    copies = [copy for own in found["ties-auto-4"] for copy in own]
-    assert len(copies) == 4
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[2]], ids=str)
+def test_stages_start_with_equal_copies_of_a_weight(found, setting):
+    copies = [copy for own in found[f"ties-{setting}"] for copy in own]
+    assert len(copies) == setting.size
     for copy in copies:
         assert torch.equal(copy, copies[0])
 
@@ -512,6 +516,7 @@ CALLS = {
         "tied, interleaved": (interleaved, "pp=2"),
         "batch norm": (normalised,),
         "refused": (refusals,),
+        "ties": (equal_ties, "pp=2", "meta"),
         "weights": (equal_weights, ["dp_shard=2", "tp=2", "dp_replicate=2"]),
         "tried": (tried, "tp=2"),
         "parity": (
@@ -545,7 +550,7 @@ CALLS = {
         "tied, interleaved": (interleaved, "pp=2,dp_shard=2"),
         "sharded in two ways": (sharded_in_two_ways,),
         "weights": (equal_weights, ["dp_shard=2,tp=2", "dp_replicate=2,tp=2"]),
-        "ties": (equal_ties, "pp=2,dp_shard=2"),
+        "ties": (equal_ties, "pp=2,dp_shard=2", "cpu"),
         "tried": (tried, "dp_shard=2,tp=2"),
         "parity": (
             parities,

@@ -32,14 +32,15 @@ def make_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         UsageError: Ranks have other parameters or buffers than the first.
     """
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    groups = [group for group in groups if dist.get_backend(group) != "fake"]
+    if not groups:
+        return
     plain: Any = model
     named = chain(plain.named_parameters(), plain.named_buffers())
     tensors: dict[str, Tensor] = {n: t for n, t in named if type(t) in _PLAIN}
     own = {name: _state_of(tensor) for name, tensor in tensors.items()}
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        if group.size() == 1 or dist.get_backend(group) == "fake":
-            continue
+    for group in groups:
         digest = zlib.crc32(repr(own).encode())
         if len(set(gather_objects(digest, group))) == 1:
             continue

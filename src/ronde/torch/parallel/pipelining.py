@@ -58,6 +58,7 @@ class StagedModel:
                     "rows of a batch must be a multiple of num_microbatches: "
                     f"{self.plan.num_microbatches}, got {len(tensor)}."
                 )
+        self._ties.make_equal()
         given = (inputs,) if self.is_first else ()
         losses: list[Tensor] = []
         if self.is_last:

@@ -39,12 +39,19 @@ class TiedWeights:
         self, stages: nn.Module, ties: Sequence[Tie], group: dist.ProcessGroup
     ) -> None:
         self._stages, self._ties, self._group = stages, ties, group
-        if not ties:
-            return
-        self._require_equal_sharding()
-        for tie in ties:
+        self._unequal = list(ties)
+        if ties:
+            self._require_equal_sharding()
+            self.make_equal()
+
+    def make_equal(self) -> None:
+        """Give copies the first one's values, once they have some; collective."""
+        unequal, self._unequal = self._unequal, []
+        for tie in unequal:
             copies = [_local(copy.detach()) for copy in self._copies(tie).values()]
-            if copies and not copies[0].is_meta:
+            if copies and copies[0].is_meta:
+                self._unequal.append(tie)
+            elif copies:
                 first = self._exchange(tie, copies[0])[0]
                 for copy in copies:
                     copy.copy_(first)

@@ -98,7 +98,7 @@ def _blocks(
     planned = {
         name: style
         for pattern, style in plan.items()
-        for name in modules
+        for name in ([pattern] if pattern in modules else modules)
         if _matches(name, pattern)
     }
     for name in sorted(modules, key=lambda name: -len(name.split(".")) * bool(name)):
@@ -221,7 +221,7 @@ def _run(block: nn.Module, way: _Way, shape: tuple[int, ...]) -> dict[str, Tenso
     block.zero_grad()
     weight = next(block.parameters())
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(shape, generator=generator)
+    inputs = torch.randn(shape, generator=generator, device="cpu")
     inputs = inputs if way.has_batch else inputs.flatten(0, 1)
     inputs = inputs.to(weight.device, weight.dtype).requires_grad_()
     other = inputs if way.repeats_input else None
@@ -238,7 +238,7 @@ def _run(block: nn.Module, way: _Way, shape: tuple[int, ...]) -> dict[str, Tenso
     outputs = _whole(outputs)
     found = {_OUTPUT: outputs.detach().clone()}
     if outputs.requires_grad:
-        probe = torch.randn(outputs.shape, generator=generator)
+        probe = torch.randn(outputs.shape, generator=generator, device="cpu")
         (outputs * probe.to(outputs)).sum().backward()
         gradients = [("its input", inputs), *_parameters(block)]
         found |= {
