@@ -204,6 +204,19 @@ class NormedHeads(Attention):
         self.norm = nn.LayerNorm(HEAD_WIDTH)
 
 
+class Rotating(NormedHeads):
+    """With the signature of transformers' blocks."""
+
+    head_dim = HEAD_WIDTH
+
+    def forward(
+        self, inputs: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        assert position_embeddings is not None
+        cosines, sines = position_embeddings
+        return super().forward(inputs * (cosines + sines).sum(-1, keepdim=True))
+
+
 class FusedGate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -245,6 +258,7 @@ WRONG: dict[str, Callable[[], nn.Module]] = {
     "meta": lambda: FixedHeads().to("meta"),
     "fixed shape": FixedShape,
     "norm": NormedHeads,
+    "rotating norm": Rotating,
     "fused gate": FusedGate,
 }
 RIGHT: dict[str, Callable[[], nn.Module]] = {
@@ -284,7 +298,7 @@ def test_blocks_that_change_when_they_are_divided_are_refused(found, setting):
     tp = 3 if setting.size == 3 else 2
     starts = dict.fromkeys(WRONG, "another output, off by 0.")
     starts["fixed shape"] = "RuntimeError: shape"
-    starts["norm"] = "another gradient of norm.weight, off by 0."
+    starts["norm"] = starts["rotating norm"] = "another gradient of norm.weight, off by"
     for messages, kept in found[f"tried-{setting}"]:
         for name, start in starts.items():
             assert messages[name].startswith(

@@ -30,6 +30,8 @@ from ronde.torch.parallel.equal_weights import gather_objects
 _ALLOWED = 2.0**-5  # Of the largest value: TF32 is within it, faults are not.
 _LEAST_SCALE = 2.0**-3  # Of the largest gradient: some are zero but for rounding.
 _OUTPUT = "output"
+_ROTARY = "position_embeddings"  # of transformers: cosines and sines for each head
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _PLAIN = {
     ColwiseParallel: (Replicate(), Shard(-1)),
     RowwiseParallel: (Shard(-1), Replicate()),
@@ -225,15 +227,14 @@ def _run(block: nn.Module, way: _Way, shape: tuple[int, ...]) -> dict[str, Tenso
     inputs = inputs if way.has_batch else inputs.flatten(0, 1)
     inputs = inputs.to(weight.device, weight.dtype).requires_grad_()
     other = inputs if way.repeats_input else None
-    needed = [
-        parameter
-        for parameter in inspect.signature(block.forward).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    others = [other for each in needed[1:] if each.kind is not each.KEYWORD_ONLY]
-    named = {each.name: other for each in needed if each.kind is each.KEYWORD_ONLY}
-    leaves = pytree.tree_leaves(block(inputs, *others, **named))
+    accepted = list(inspect.signature(block.forward).parameters.values())
+    needed = [p.name for p in accepted if p.default is p.empty and p.kind not in _OPEN]
+    others: dict[str, object] = dict.fromkeys(needed[1:], other)
+    head_dim = getattr(block, "head_dim", None)
+    if isinstance(head_dim, int) and _ROTARY in [each.name for each in accepted]:
+        angles = inputs.detach()[..., :head_dim]
+        others[_ROTARY] = (angles.cos(), angles.sin())
+    leaves = pytree.tree_leaves(block(inputs, **others))
     outputs = next(t for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
     outputs = _whole(outputs)
     found = {_OUTPUT: outputs.detach().clone()}
