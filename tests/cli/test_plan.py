@@ -64,7 +64,8 @@ def test_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, *words, "1MB")
     assert text.startswith("dp_shard=8: 8 ranks, zero 1; a rank at the peak of a step")
     assert text.endswith(
-        "\nActivations are not counted.\n\nIt fits: 414.1KiB of 976.6KiB are left.\n"
+        "\nActivations and the process itself are not counted.\n\n"
+        "It fits: 414.1KiB of 976.6KiB are left.\n"
     )
     text = plan(capsys, *words, "500000", code=1)
     assert "It does not fit: memory of a rank must be at most 488.3KiB, got" in text
@@ -75,11 +76,20 @@ def test_a_step_of_a_program(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
     words = ("plan", "memory", str(program), "--mesh", "dp_shard=2", "--json")
-    command = (sys.executable, "-m", "ronde", *words)
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)["terms_bytes"]
+    command = (sys.executable, "-m", "ronde", *words, "--device")
+    on_cpu, on_gpu = (
+        json.loads(subprocess.check_output([*command, device], text=True))
+        for device in ("cpu", "cuda")
+    )
+    found = on_gpu["terms_bytes"]
     assert found["weights"] == 4 * 4 * (64 * 64 + 64) / 2
     assert "optimizer state" not in found
+    # The interpreter and torch take more than all of it.
+    base = {name: on_cpu["terms_bytes"].pop(name) for name in ("process", "allocator")}
+    assert on_cpu["terms_bytes"] == found
+    assert base["process"] > 100 << 20
+    assert base["allocator"] == round(on_gpu["total_bytes"] / 2)
+    assert on_cpu["total_bytes"] == on_gpu["total_bytes"] + sum(base.values())
 
 
 @pytest.mark.parametrize(
@@ -101,6 +111,8 @@ def test_a_step_of_a_program(tmp_path: Path) -> None:
         ("train.py --params 7B --mesh dp_shard=8", "--params must be without a FILE"),
         ("train.py --mesh pp=2", "--mesh must have no pp with a FILE"),
         ("train.py --mesh dp_shard=8 --zero 1", "--zero must be 2 or 3 with a FILE"),
+        ("train.py --mesh dp_shard=8 --device tpu", "--device must be cpu"),
+        ("--params 7B --mesh dp_shard=8 --device cpu", "--device must be with a FILE"),
         ("nowhere.py --mesh dp_shard=8", "FILE must be a Python program, got 'nowh"),
         (f"{__file__} --mesh dp_shard=8", "must define build.*, got no build"),
     ],

@@ -565,7 +565,9 @@ def test_the_estimate_is_what_ranks_hold(layout):
     )
     batch = [torch.ones(4, 64), torch.zeros(4, dtype=torch.int64)]
     for zero, held in zip((2, 3), real[0], strict=True):
-        estimate = parallel.estimate(wide, parsed, batch, loss_of, zero=zero)
+        estimate = parallel.estimate(
+            wide, parsed, batch, loss_of, zero=zero, device_type="cuda"
+        )
         assert estimate.total_bytes == pytest.approx(held, rel=0.03)
         shortage = estimate.shortage(1 << 16)
         assert shortage.startswith("memory of a rank must be at most 64KiB, got ")
@@ -574,6 +576,35 @@ def test_the_estimate_is_what_ranks_hold(layout):
             units = [sum(p.numel() for p in b.parameters()) for b in wide().blocks]
             theory = Sharding(parsed.dp_shard, zero).peak([*units, 64 * 5 + 5])
             assert estimate.total_bytes == pytest.approx(theory.total_bytes, rel=0.1)
+
+
+def process_peak(_: object) -> tuple[int, int]:
+    """Return what a rank on CPU is to hold, and what it does hold at its peak."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+
+    def mean_of(model: nn.Module, inputs: Tensor) -> Tensor:
+        return model(inputs).mean()
+
+    layout, inputs = Layout(dp_shard=2), torch.ones(4, 1024)
+    planned = parallel.estimate(build, layout, [inputs], mean_of, device_type="cpu")
+    model = parallel.parallelize(build(), parallel.init_mesh(layout))
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        mean_of(model, inputs).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    status = Path("/proc/self/status").read_text().splitlines()
+    [held_kib] = [line.split()[1] for line in status if line.startswith("VmHWM:")]
+    return planned.total_bytes, int(held_kib) * 1024
+
+
+def test_on_cpu_the_process_itself_counts():
+    found = run_ranks_bare(2, process_peak, launcher="torchrun", timeout_s=HANG_S)
+    for planned, held in found:
+        assert planned == pytest.approx(held, rel=0.4)
 
 
 CALLS = {

@@ -57,6 +57,8 @@ options:
                   and tp; -1 is what is left of -n
   -n RANKS        ranks of the job (default: the product of the sizes)
 {_ZERO_OPTION}\
+  --device NAME   cpu or cuda, with FILE (default: what is here); on cpu the
+                  process itself and what its allocator keeps are counted
   --limit SIZE    memory of a rank's device, as 80GiB; exit with 1 if it is
                   less than needed
 {_LAST_OPTIONS}
@@ -129,7 +131,7 @@ def _plan_memory(options: argparse.Namespace) -> int:
         memory = _by_formula(options, layout, zero)
     else:
         _refuse_formula_options(options)
-        memory = _by_a_step(Path(options.file), layout, zero)
+        memory = _by_a_step(options, layout, zero)
     shortage = "" if limit is None else memory.shortage(limit)
     if options.json:
         content = {
@@ -146,7 +148,7 @@ def _plan_memory(options: argparse.Namespace) -> int:
         print(f"{layout}: {ranks}, zero {zero}; a rank at the peak of a step\n")
         print(memory, end="")
         if options.file is None:
-            print("\nActivations are not counted.")
+            print("\nActivations and the process itself are not counted.")
         if shortage:
             print(f"\nIt does not fit: {shortage}")
         elif limit is not None:
@@ -180,6 +182,11 @@ def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankM
         raise UsageError(
             "FILE or --params must be given, got neither. Type: ronde plan memory "
             "--help"
+        )
+    if options.device is not None:
+        raise UsageError(
+            f"--device must be with a FILE, got {options.device}. Leave it out: "
+            "formulas count tensors alone."
         )
     optimizer = read_one_of("--optimizer", options.optimizer or "adam", [*_OPTIMIZERS])
     num_blocks = _read_blocks(options)
@@ -281,7 +288,8 @@ def _refuse_formula_options(options: argparse.Namespace) -> None:
             )
 
 
-def _by_a_step(path: Path, layout: Layout, zero: int) -> RankMemory:
+def _by_a_step(options: argparse.Namespace, layout: Layout, zero: int) -> RankMemory:
+    path, device = Path(options.file), options.device
     if layout.pp > 1:
         raise UsageError(
             f"--mesh must have no pp with a FILE, got {layout}. Give the layers of one "
@@ -291,6 +299,8 @@ def _by_a_step(path: Path, layout: Layout, zero: int) -> RankMemory:
         raise UsageError(
             f"--zero must be 2 or 3 with a FILE, got {zero}. --params has 0 and 1, too."
         )
+    if device is not None:
+        read_one_of("--device", device, ["cpu", "cuda"])
     program = _load(path)
     # It takes torch a second to be imported.
     from ronde.torch.parallel import estimate
@@ -302,6 +312,7 @@ def _by_a_step(path: Path, layout: Layout, zero: int) -> RankMemory:
         program["batch"](),
         program["loss_of"],
         make_optimizer=make_optimizer,
+        device_type=device,
         zero=zero,
     )
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import distributed as dist, nn
+from torch import Tensor, distributed as dist, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 import ronde
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
+from ronde.torch.parallel.equal_weights import gather_objects
 
 _NOTES = "ronde.json"
 # Else the list of all parameters is one entry, of which a pipeline's ranks have parts.
@@ -85,7 +87,7 @@ def load(
         The notes.
 
     Raises:
-        UsageError: There is no such checkpoint.
+        UsageError: There is no such checkpoint, or it is that of another model.
     """
     target = Path(path)
     if not (target / _NOTES).is_file():
@@ -96,6 +98,13 @@ def load(
             f"path must be a folder that save() wrote, got {str(target)!r}, which has "
             f"no {_NOTES}.{cure}"
         )
+    # Ranks of a pipeline have other parameters each.
+    for difference in gather_objects(_difference(target, model)):
+        if difference:
+            raise UsageError(
+                f"path must be a checkpoint of this model, got {str(target)!r}, where "
+                f"{difference}."
+            )
     state = _state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id=target)  # into what is in it
     set_state_dict(
@@ -106,6 +115,19 @@ def load(
         options=_BY_NAME,
     )
     return cast("dict[str, Any]", json.loads((target / _NOTES).read_text())["notes"])
+
+
+def _difference(path: Path, model: nn.Module) -> str:
+    """Return what a checkpoint has not as the model has it; empty if nothing."""
+    stored = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, value in get_model_state_dict(model).items():
+        entry = stored.get(f"model.{name}")
+        if entry is None:
+            return f"there is no {name}"
+        size = getattr(entry, "size", None)
+        if isinstance(value, Tensor) and size is not None and size != value.shape:
+            return f"{name} has shape {tuple(size)}, not {tuple(value.shape)}"
+    return ""
 
 
 def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

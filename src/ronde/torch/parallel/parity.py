@@ -1,19 +1,28 @@
 """Whether a sharded model trains as one process does; if not, what differs first."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed as dist, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
+from ronde.torch.parallel.equal_weights import gather_objects
+from ronde.torch.parallel.pipelining import pipeline
 from ronde.torch.parallel.sharding import init_mesh, parallelize
+from ronde.torch.parallel.trials import turn_dropout_off
 
 Batch = Sequence[Tensor]
+Loss = Callable[..., Tensor]
+_LEAST_SCALE = 2.0**-4
+_KINDS = ("loss", "gradient", "weight")
 
 
 class Mismatch(NamedTuple):
@@ -23,7 +32,7 @@ class Mismatch(NamedTuple):
     what: str  # loss, gradient or weight
     name: str  # of the parameter
     placements: str  # how it is sharded
-    error: float  # relative to the largest value of one process
+    error: float  # as in Parity
 
     def __str__(self) -> str:
         where = f" of {self.name} ({self.placements})" if self.name else ""
@@ -32,7 +41,11 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How near ranks came to one process: errors relative to the largest value."""
+    """How near ranks came to one process.
+
+    Errors are relative to the largest value of the gradient or weight, or to a 16th of
+    that of all, as some gradients are zero but for rounding.
+    """
 
     layout: Layout
     num_steps: int
@@ -62,11 +75,11 @@ def check_parity(
     build: Callable[[], nn.Module],
     layout: Layout,
     batches: Sequence[Batch],
-    loss_of: Callable[..., Tensor],
+    loss_of: Loss,
     *,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     dtype: torch.dtype = torch.float64,
-    **options: Any,  # noqa: ANN401  parallelize's
+    **options: Any,  # noqa: ANN401  parallelize's or pipeline's
 ) -> Parity:
     """Train a model sharded, and whole on each rank, on the same data; collective.
 
@@ -74,50 +87,51 @@ def check_parity(
 
     Args:
         build: Makes the model; its random numbers are those of one seed.
-        layout: Without pp and cp.
+        layout: Without cp.
         batches: What all ranks train on together, a step each: tensors whose rows are
-            dealt out over dp. Rank 0's are taken.
-        loss_of: ``loss_of(model, *batch)``, a mean over the batch's rows.
+            dealt out over dp. Rank 0's are taken. With pp the inputs and the targets,
+            or one tensor that is both.
+        loss_of: ``loss_of(model, *batch)``, a mean over the batch's rows. With pp it
+            uses the inputs for ``model(inputs)`` alone.
         make_optimizer: Of parameters; None takes plain SGD. What divides by small
             gradients, as Adam does, makes noise large.
-        dtype: What both compute in; half of its digits must be equal.
-        **options: As for ``parallelize``.
+        dtype: What both compute in; half of its digits must be equal, or of those of
+            the least exact dtype that the model itself takes.
+        **options: As for ``parallelize``; with pp as for ``pipeline``, whose
+            ``num_microbatches`` is the number of stages if it is not given.
 
     Raises:
-        UsageError: A batch's rows cannot be dealt out evenly, or as ``parallelize``.
+        UsageError: A batch's rows cannot be dealt out evenly, or as ``parallelize`` and
+            ``pipeline``.
     """
     mesh = init_mesh(layout)
     layout = layout.resolve(dist.get_world_size())
     make = make_optimizer or _sgd
-    alone = _Side(_build(build, dtype, mesh.device_type), make)
-    sharded = parallelize(_build(build, dtype, mesh.device_type), mesh, **options)
-    ranks = _Side(sharded, make)
-    errors = _Errors(math.sqrt(torch.finfo(dtype).eps))
+    alone = _Side(_build(build, dtype, mesh.device_type), make, loss_of)
+    model = _build(build, dtype, mesh.device_type)
+    if layout.pp > 1:
+        num_stages = layout.pp * options.get("num_chunks", 1)
+        options = {"num_microbatches": num_stages, **options}
+        ranks = _StagedSide(model, make, loss_of, mesh, options)
+    else:
+        ranks = _Side(parallelize(model, mesh, **options), make, loss_of)
+    errors = _Errors(dtype)
     for step, batch in enumerate(batches):
         whole = [_cast(each, dtype, mesh.device_type) for each in batch]
         for tensor in whole:
             dist.broadcast(tensor, 0)
-        loss = ranks.backward(loss_of, _own_rows(whole, layout))
+        with errors.precision:
+            expected = alone.forward(whole)
+        expected.backward()
+        loss = ranks.backward(_own_rows(whole, layout)).double()
         dist.all_reduce(loss)
-        loss /= layout.num_ranks
-        expected = alone.backward(loss_of, whole)
-        errors.add(step, "loss", "", loss, expected)
-        for name, parameter in ranks.parameters.items():
-            reference = alone.parameters[name]
-            errors.add(step, "gradient", name, parameter.grad, reference.grad)
+        loss *= layout.pp / layout.num_ranks
+        errors.add(step, "loss", {"": loss}, {"": expected.detach()})
+        errors.add(step, "gradient", ranks.gradients(), alone.gradients())
         ranks.optimizer.step()
         alone.optimizer.step()
-        for name, parameter in ranks.parameters.items():
-            errors.add(step, "weight", name, parameter, alone.parameters[name])
-    return Parity(
-        layout=layout,
-        num_steps=len(batches),
-        loss_error=errors.worst["loss"],
-        gradient_error=errors.worst["gradient"],
-        weight_error=errors.worst["weight"],
-        tolerance=errors.tolerance,
-        first=errors.first,
-    )
+        errors.add(step, "weight", ranks.parameters, alone.parameters)
+    return errors.of_all_ranks(layout, len(batches))
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401  Optimizer's
@@ -128,52 +142,136 @@ class _Side:
     """A model that is trained."""
 
     def __init__(
-        self, model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]
+        self,
+        model: nn.Module,
+        make: Callable[[Any], torch.optim.Optimizer],
+        loss_of: Loss,
     ) -> None:
-        self.model = model
-        self.parameters = dict(model.named_parameters())
+        self._model, self._loss_of = model, loss_of
+        named = cast("Any", model).named_parameters(remove_duplicate=False)
+        self.parameters: dict[str, Tensor] = dict(named)
         self.optimizer = make(model.parameters())
 
-    def backward(self, loss_of: Callable[..., Tensor], batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         self.optimizer.zero_grad()
-        loss = loss_of(self.model, *batch)
+        return self._loss_of(self._model, *batch)
+
+    def backward(self, batch: Batch) -> Tensor:
+        loss = self.forward(batch)
         loss.backward()
         return loss.detach().clone()
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return {name: tensor.grad for name, tensor in self.parameters.items()}
+
+
+class _StagedSide(_Side):
+    """A pipeline; only the last stage's ranks have a loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Any], torch.optim.Optimizer],
+        loss_of: Loss,
+        mesh: DeviceMesh,
+        options: dict[str, Any],
+    ) -> None:
+        def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+            # The schedule has called the model.
+            return loss_of(lambda *_, **__: outputs, *[targets] * self._num_tensors)  # pyright: ignore[reportUnknownLambdaType]
+
+        self._staged = pipeline(cast("Any", model), mesh, loss_fn, **options)
+        self._num_tensors = 0
+        super().__init__(self._staged.stages, make, loss_of)
+
+    def backward(self, batch: Batch) -> Tensor:
+        if len(batch) not in (1, 2):
+            raise UsageError(
+                "a batch must be inputs and targets with pp, got a batch of "
+                f"{len(batch)} tensors."
+            )
+        self._num_tensors = len(batch)
+        self.optimizer.zero_grad()
+        loss = self._staged.step(batch[0], batch[-1])
+        return torch.zeros((), device=batch[0].device) if loss is None else loss
+
+
+class _Precision(TorchDispatchMode):
+    """Finds the least exact dtype that is computed in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = torch.finfo(dtype).eps
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        results = func(*args, **(kwargs or {}))
+        for each in pytree.tree_leaves(results):
+            if isinstance(each, Tensor) and (
+                each.is_floating_point() or each.is_complex()
+            ):
+                self.eps = max(self.eps, torch.finfo(each.dtype).eps)
+        return results
 
 
 class _Errors:
     """The worst error of each kind, and the first that is too large."""
 
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance
-        self.worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
-        self.first: Mismatch | None = None
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.precision = _Precision(dtype)
+        self._worst: dict[str, float] = dict.fromkeys(_KINDS, 0.0)
+        self._first: Mismatch | None = None
+
+    @property
+    def _tolerance(self) -> float:
+        return math.sqrt(self.precision.eps)
 
     def add(
         self,
         step: int,
         what: str,
-        name: str,
-        value: Tensor | None,
-        expected: Tensor | None,
+        values: Mapping[str, Tensor | None],
+        expected: Mapping[str, Tensor | None],
     ) -> None:
-        if value is None and expected is None:
-            return
-        placements = str(value.placements) if isinstance(value, DTensor) else "whole"
-        error = _error(_whole(value), _whole(expected))
-        self.worst[what] = max(self.worst[what], error)
-        if self.first is None and not error <= self.tolerance:
-            self.first = Mismatch(step, what, name, placements, error)
+        sizes = {name: _size(tensor) for name, tensor in expected.items()}
+        least = _LEAST_SCALE * max(sizes.values(), default=0.0)
+        for name, value in values.items():
+            error = _error(_whole(value), expected[name], max(sizes[name], least))
+            self._worst[what] = max(self._worst[what], error)
+            if self._first is None and not error <= self._tolerance:
+                how = str(value.placements) if isinstance(value, DTensor) else "whole"
+                self._first = Mismatch(step, what, name, how, error)
+
+    def of_all_ranks(self, layout: Layout, num_steps: int) -> Parity:
+        """Put together what the ranks of a pipeline found; collective."""
+        own = (self._worst, self._first, self._tolerance)
+        worst, firsts, tolerances = zip(*gather_objects(own), strict=True)
+        loss, gradient, weight = (max(each[kind] for each in worst) for kind in _KINDS)
+        found: list[Mismatch] = [each for each in firsts if each is not None]
+        found.sort(key=lambda each: (each.step, _KINDS.index(each.what)))
+        first = found[0] if found else None
+        tolerance = max(tolerances)
+        return Parity(layout, num_steps, loss, gradient, weight, tolerance, first)
+
+
+def _size(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())
 
 
 @torch.no_grad()
-def _error(value: Tensor | None, expected: Tensor | None) -> float:
-    if value is None or expected is None or value.shape != expected.shape:
+def _error(value: Tensor | None, expected: Tensor | None, scale: float) -> float:
+    """Return how far two tensors are apart; None is zeros, as of an unused layer."""
+    if value is None or expected is None:
+        error = max(_size(value), _size(expected))
+    elif value.shape != expected.shape:
         return math.inf
-    if not expected.numel():
-        return 0.0
-    error = float((value - expected).abs().max())
-    scale = float(expected.abs().max())
+    else:
+        error = _size(value - expected)
     if math.isnan(error):
         return math.inf
     return error / scale if scale else error
@@ -188,9 +286,7 @@ def _build(
 ) -> nn.Module:
     torch.manual_seed(0)
     model = build().to(device, dtype)
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            module.p = 0.0
+    turn_dropout_off(model)
     return model
 
 

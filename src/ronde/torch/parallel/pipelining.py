@@ -1,11 +1,13 @@
 """A model of consecutive layers as the stages of torch's pipeline schedules."""
 
+import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -13,6 +15,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ronde.errors import UsageError
 from ronde.parallel.pipelines import Pipeline, ScheduleName, cut_evenly
 from ronde.torch.parallel.sharding import parallelize
+from ronde.torch.parallel.tied_weights import TiedWeights, find_ties
+
+_LISTS: tuple[Any, ...] = (nn.Sequential, nn.ModuleList)
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class StagedModel:
     is_first: bool
     is_last: bool
     _schedule: Any
+    _ties: TiedWeights
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Compute the gradients of a batch; collective along pp.
@@ -40,13 +47,27 @@ class StagedModel:
 
         Returns:
             The mean loss on the last stage's rank, None elsewhere.
+
+        Raises:
+            UsageError: The batch's rows are no multiple of the microbatches.
         """
+        read = [*([inputs] * self.is_first), *([targets] * self.is_last)]
+        for tensor in read:
+            if len(tensor) % self.plan.num_microbatches:
+                raise UsageError(
+                    "rows of a batch must be a multiple of num_microbatches: "
+                    f"{self.plan.num_microbatches}, got {len(tensor)}."
+                )
+        self._ties.make_equal()
         given = (inputs,) if self.is_first else ()
-        if not self.is_last:
-            self._schedule.step(*given)
-            return None
         losses: list[Tensor] = []
-        self._schedule.step(*given, target=targets, losses=losses)
+        if self.is_last:
+            self._schedule.step(*given, target=targets, losses=losses)
+        else:
+            self._schedule.step(*given)
+        self._ties.add_gradients()
+        if not self.is_last:
+            return None
         return torch.stack([loss.detach() for loss in losses]).mean()
 
 
@@ -63,9 +84,11 @@ def pipeline(
 ) -> StagedModel:
     """Cut a model into stages along pp, and shard each over dp and tp. Collective.
 
+    A weight of several stages, such as that of an embedding and of the output head, is
+    a parameter of each; ``step`` adds their gradients, so that they stay equal.
+
     Args:
-        model: Layers that take each other's output, on the mesh's device. Every rank
-            has the same weights.
+        model: Layers that take each other's output, on the mesh's device.
         mesh: With pp of more than one rank.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over a microbatch.
         num_microbatches: Parts of a batch, equal ones.
@@ -76,8 +99,14 @@ def pipeline(
             weights are gathered once for all microbatches.
 
     Raises:
-        UsageError: There are fewer layers than stages, or the schedule cannot be.
+        UsageError: There are fewer layers than stages, the schedule cannot be, or the
+            stages shard a weight that they share in different ways.
     """
+    if cast("Any", type(model)).forward not in [each.forward for each in _LISTS]:
+        raise UsageError(
+            "model must be a plain Sequential, layers that take each other's output, "
+            f"got {type(model).__name__}. Give pipeline() its layers as one."
+        )
     axes = mesh.mesh_dim_names or ()
     num_ranks = mesh["pp"].size() if "pp" in axes else 1
     if num_ranks < 2:
@@ -102,13 +131,18 @@ def pipeline(
     own = nn.Module()
     below = cast("Any", model).named_modules(remove_duplicate=False)
     layer_names: list[str] = [name for name, _ in below if name and "." not in name]
+    _warn_of_batch_norm(model, num_microbatches)
+    ties = find_ties(model, [[layer_names[layer] for layer in cut] for cut in cuts])
     wrapped: list[PipelineStage] = []
     for chunk in range(num_chunks):
         index = rank + chunk * num_ranks
         stage = nn.Sequential()
         for layer in cuts[index]:
-            for module in (own, stage):
-                module.add_module(layer_names[layer], layers[layer])
+            stage.add_module(layer_names[layer], layers[layer])
+        if chunk and ties:
+            stage = deepcopy(stage)  # it may share weights with this rank's others
+        for name in map(layer_names.__getitem__, cuts[index]):
+            own.add_module(name, stage.get_submodule(name))
         parallelize(stage, inner, **sharding)
         device = torch.device(mesh.device_type)
         wrapped.append(
@@ -125,4 +159,18 @@ def pipeline(
         _schedule=make(
             wrapped if several else wrapped[0], num_microbatches, loss_fn=loss_fn
         ),
+        _ties=TiedWeights(own, ties, mesh.get_group("pp")),
     )
+
+
+def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
+    """Have one rank report layers that compute another thing in a pipeline."""
+    below: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
+    names = [name for name, module in below if isinstance(module, _BATCH_NORM)]
+    if names and num_microbatches > 1 and dist.get_rank() == 0:
+        warnings.warn(
+            f"BatchNorm takes the statistics of a microbatch in a pipeline, of a batch "
+            f"in one process: results differ, first in {names[0]}. GroupNorm and "
+            "LayerNorm do not depend on it.",
+            stacklevel=3,
+        )

@@ -12,7 +12,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
+from ronde.torch.parallel.equal_weights import make_equal
 from ronde.torch.parallel.tensor_plans import tensor_parallel_plan
+from ronde.torch.parallel.trials import require_same_results
 from ronde.world import read_rank_info
 
 _DATA = ("dp_replicate", "dp_shard")
@@ -50,10 +52,16 @@ def init_mesh(
             "tp, or allow_tp_over_hosts=True."
         )
     sizes = {a: n for a, n in layout.sizes.items() if n > 1 or a == "dp_shard"}
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     return init_device_mesh(
-        device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        device_type or find_device_type(),
+        tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
     )
+
+
+def find_device_type() -> str:
+    """Return that of the devices of this machine."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parallelize(
@@ -67,8 +75,9 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model in place, over tp and then over dp; return it. Collective.
 
-    Every rank has the same weights, as by one seed. The optimizer is made afterwards,
-    from ``model.parameters()``: a plain one of torch.
+    All ranks get the weights and buffers of the mesh's first, as with DDP. With tp one
+    block of each kind is tried whole and divided, on a tiny input. The optimizer is
+    made afterwards, from ``model.parameters()``: a plain one of torch.
 
     Args:
         model: On the mesh's device.
@@ -82,7 +91,8 @@ def parallelize(
         precision: What weights and gradients are gathered and reduced in.
 
     Raises:
-        UsageError: An axis cannot be had this way, or the model has no plan for one.
+        UsageError: An axis cannot be had this way, the model has no plan for one, a
+            block that tp divides gives other results, or ranks have other models.
     """
     names = mesh.mesh_dim_names or ()
     if zero not in (2, 3):
@@ -99,8 +109,10 @@ def parallelize(
             raise UsageError(f"mesh must have no {axis}, got {axis}={size}. {cure}")
     found = find_units(model, units)
     groups = _by_dtype([*found, model])
+    make_equal(model, mesh)
     if "tp" in names and mesh["tp"].size() > 1:
         tp_plan = plan or tensor_parallel_plan(model, mesh["tp"].size())
+        require_same_results(model, mesh["tp"], tp_plan)
         parallelize_module(model, mesh["tp"], dict(tp_plan))
     elif plan is not None:
         raise UsageError("plan must be None without tp, got one. Give the layout a tp.")
@@ -125,15 +137,16 @@ def find_units(
 
     Without classes these are the blocks that repeat: the members of each ``ModuleList``
     or ``Sequential`` that has at least two of one class with parameters in it, unless
-    they lie in a block themselves.
+    they lie in a block themselves or share parameters with anything outside them.
 
     Raises:
-        UsageError: The model has no module of these classes.
+        UsageError: The model has no module of these classes, or they share parameters.
     """
     if classes is None:
         units: list[nn.Module] = []
         _find_repeated(model, units)
-        return units
+        shared = {owner for owners in _shared(model, units) for owner in owners}
+        return [unit for unit in units if unit not in shared]
     found = [m for m in model.modules() if isinstance(m, tuple(classes))]
     if not found:
         names = ", ".join(each.__name__ for each in classes)
@@ -141,7 +154,30 @@ def find_units(
             f"units must be classes of the model's modules, got {names}, of which "
             f"{type(model).__name__} has none."
         )
-    return [module for module in reversed(found) if module is not model]
+    units = [module for module in reversed(found) if module is not model]
+    for owners in _shared(model, units):
+        first, second, *_ = owners.values()
+        raise UsageError(
+            f"units must not share parameters, got {first}, which is {second}, too. "
+            "Take classes of modules that hold both."
+        )
+    return units
+
+
+def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[dict[nn.Module, str]]:
+    """Return the parameters of several units: their names in each, and outside them.
+
+    FSDP2 gathers a parameter with one unit alone.
+    """
+    plain: Any = model
+    modules: dict[str, nn.Module] = dict(plain.named_modules(remove_duplicate=False))
+    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        path = name.rpartition(".")[0]
+        while path and modules[path] not in units:
+            path = path.rpartition(".")[0]
+        owners.setdefault(parameter, {}).setdefault(modules[path], name)
+    return [found for found in owners.values() if len(found) > 1]
 
 
 def _find_repeated(module: nn.Module, units: list[nn.Module]) -> None:

@@ -40,8 +40,7 @@ def tensor_parallel_plan(model: nn.Module, tp: int) -> dict[str, ParallelStyle]:
     Within one module the first layers (``q_proj``, ``up_proj``, ``w1``, ``fc1`` ...)
     are cut by columns and the last (``o_proj``, ``down_proj``, ``w2``, ``fc2`` ...) by
     rows, as in Megatron (arXiv:1909.08053). Attention must find its number of heads in
-    what its projections make, ``view(*shape, -1, head_dim)``; ``check_parity`` shows
-    whether it does.
+    what its projections make, ``view(*shape, -1, head_dim)``; ``parallelize`` tries it.
 
     Raises:
         UsageError: No module has such layers, or ``tp`` does not divide one.
