@@ -395,7 +395,9 @@ class ElasticRunning(Running):
         result = super()._judge()
         if self._is_too_few and self._interrupted_by is None:
             raise HostError(self._reason)
-        return replace(result, views=tuple(self._log.records))
+        # Where all that were lost are left out above, nothing else shows a failure.
+        code = result.exit_code or int(bool(self._reason))
+        return replace(result, exit_code=code, views=tuple(self._log.records))
 
 
 class PlannedPause:
