@@ -7,11 +7,12 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 
 import pytest
 from tests.limits import HANG_S
 
-from ronde.launch import descendants, read_process
+from ronde.launch import descendants, read_process, wait_for
 
 
 def shell(code: str) -> list[str]:
@@ -88,6 +89,47 @@ def test_user_signals_go_to_the_ranks_and_end_nothing(ronde):
         process.send_signal(signal.SIGUSR2)
         read_lines(process, b"got USR2", 2)
         assert process.wait(HANG_S) == 0
+
+
+def test_signals_for_the_ranks_end_no_start_and_lose_no_output(ronde):
+    numbers = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT}
+
+    def send_before_ranks_run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    program = "import os; print(os.getppid(), 'x' * 400_000, 'end', flush=True)"
+    words = ("run", "-n", "1", "--no-prefix", "--", sys.executable, "-S", "-c", program)
+    with ronde.start(*words, preexec_fn=send_before_ranks_run) as process:
+        agent = b""
+        while (letter := process.stdout.read(1)) != b" ":
+            assert letter, process.stderr.read()
+            agent += letter
+        with suppress(ProcessLookupError):
+            agent_fd = os.pidfd_open(int(agent))
+            assert wait_for([agent_fd], [], HANG_S)
+            os.close(agent_fd)
+        # It has only to write what the pipe does not hold.
+        for number in numbers:
+            process.send_signal(number)
+        rest, complaints = process.communicate(timeout=HANG_S)
+    assert (process.returncode, complaints) == (0, b"")
+    assert rest.endswith(b"x end\n")
+
+
+@pytest.mark.parametrize("verb", ["run", "check"])
+@pytest.mark.parametrize(
+    ("name", "code"), [("INT", 130), ("TERM", 143), ("HUP", 129), ("QUIT", 131)]
+)
+def test_a_signal_amid_the_first_imports_has_its_exit_code(
+    ronde, tmp_path, verb, name, code
+):
+    # It is imported in the place of Python's own.
+    text = f"import os, signal; os.kill(os.getpid(), signal.SIG{name})"
+    (tmp_path / "resource.py").write_text(text)
+    done = ronde(verb, "true", env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (code, b"")
 
 
 def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
@@ -263,7 +305,8 @@ def test_a_closed_terminal_is_noticed_without_a_signal(
     hangup = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     before = signal.signal(signal.SIGHUP, hangup)
     try:
-        job = TerminalJob(ronde, program, cwd=tmp_path)
+        env = {"PYTHONUNBUFFERED": "1"}
+        job = TerminalJob(ronde, program, env=env, cwd=tmp_path)
     finally:
         signal.signal(signal.SIGHUP, before)
     with job as process:

@@ -37,8 +37,10 @@ def _code_of(words: list[str], timeouts: Timeouts) -> int:
     code = 0
     try:
         code = _dispatch(words, timeouts)
-        # Here a failure to write can still be reported.
-        print(end="", flush=True)
+        # Here a failure to write can still be reported. An empty ``print`` would write
+        # where there is no buffer, and no terminal that was closed takes that.
+        if sys.stdout:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return exits.EXIT_INTERRUPTED
     except RondeError as error:
