@@ -104,7 +104,7 @@ def _run(words: list[str], timeouts: Timeouts) -> int:
     # First of all: the agent's start and the imports here take about equally long.
     # A signal that comes meanwhile waits in its pipe, so that nobody leaves the agent
     # alone; leaving the block closes the agent's input, which ends it, and waits.
-    with caught_signals() as signal_fd, start_local_agent() as agent:
+    with caught_signals() as signal_fd, start_local_agent(has_input=True) as agent:
         from ronde.cli.run import run
 
         return run(words, agent, signal_fd, timeouts)

@@ -230,8 +230,9 @@ def _draw_cause(cause: RankEnd | LostHost) -> list[str]:
             f"{cause.host} was lost first, after {cause.at_s:.1f} s: {cause.reason}",
             f"it had {name_ranks(cause.ranks)}",
         ]
+    how = "failed" if cause.status else "left"
     head = (
-        f"rank {cause.rank} failed first, after {cause.at_s:.1f} s: "
+        f"rank {cause.rank} {how} first, after {cause.at_s:.1f} s: "
         f"{describe_status(cause.status)} (pid {cause.pid} on {cause.host})"
     )
     if cause.was_stopped and not cause.is_crash:

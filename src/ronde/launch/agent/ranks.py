@@ -123,7 +123,9 @@ def start_rank(
     process = subprocess.Popen(
         command,
         env=env,
-        stdin=subprocess.DEVNULL,
+        # The agent's is the launcher's, or empty. A terminal stops no rank that reads
+        # from it, since it is another session's.
+        stdin=subprocess.DEVNULL if rank else None,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
