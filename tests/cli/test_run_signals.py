@@ -215,6 +215,48 @@ def test_an_agent_that_is_told_to_end_has_its_ranks_end_in_their_grace(ronde):
         assert process.wait(HANG_S) == 143
 
 
+WORKER = """
+import os, signal, sys, threading
+ask, answer = os.pipe(), os.pipe()
+shell, worker = os.getppid(), os.fork()
+
+def end(*_):
+    print("ended", flush=True)
+    os._exit(0)
+
+def save(*_):
+    while os.getppid() == shell:  # until that has ended
+        pass
+    os.write(ask[1], b"?")
+    print("saved" if os.read(answer[0], 1) else "lost", flush=True)
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, save if worker else end)
+os.close(answer[bool(worker)])
+if worker:
+    os.read(answer[0], 1)
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+os.write(answer[1], b"!")
+os.read(ask[0], 1)
+os.write(answer[1], b"!")
+signal.pause()
+"""
+
+
+def test_a_ranks_workers_serve_it_until_it_has_ended(ronde, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(WORKER)
+    # With a shell around it that the signal ends at once.
+    with GatedJob(ronde, f"{sys.executable} -S {script}; true") as process:
+        read_lines(process, b"ready", 2)
+        process.send_signal(signal.SIGTERM)
+        lines = read_lines(process, b"ended", 2)
+        assert sum(b"saved" in line for line in lines) == 2
+        assert process.wait(HANG_S) == 143
+
+
 def _kill_a_rank(_reaper: int, _agent: int, rank: int) -> None:
     os.kill(rank, signal.SIGKILL)
 
