@@ -132,6 +132,23 @@ def test_a_signal_amid_the_first_imports_has_its_exit_code(
     assert (done.returncode, done.stderr) == (code, b"")
 
 
+CONTINUED = """
+import os, signal, sys
+os.kill(os.getpid(), signal.SIGTSTP)
+os.kill(os.getpid(), signal.SIGCONT)
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["argparse"]
+import argparse
+"""
+
+
+def test_a_start_that_was_stopped_and_continued_goes_on(ronde, tmp_path):
+    # Before the launcher looks at either signal.
+    (tmp_path / "argparse.py").write_text(CONTINUED)
+    done = ronde("run", "-n", "1", "true", env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
     # The shell dies of the signal at once; its child still has something to say.
     child = (

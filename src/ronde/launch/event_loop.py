@@ -293,10 +293,13 @@ class EventLoop:
                 self.lose(handler, node, HostLoss(reason, EXIT_UNREACHABLE))
 
     def _take_signals(self, handler: Handler) -> None:
-        for number in read_signals(self.signal_fd):
+        numbers = read_signals(self.signal_fd)
+        for index, number in enumerate(numbers):
             if number != SUSPENDING:
                 handler.take_signal(number)
                 continue
+            if signal.SIGCONT in numbers[index:]:
+                continue  # that has undone it, and no other may come
             # Stop the ranks and then this process, until it is continued.
             for node in self.live_nodes:
                 node.send(Forward(signal.SIGSTOP))
