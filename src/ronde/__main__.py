@@ -1,7 +1,30 @@
-"""``python -m ronde``."""
+"""The command ``ronde``, and ``python -m ronde``.
 
+Signals are answered before anything else is imported: else one that comes meanwhile
+ends Python in the middle of an import, with a traceback and with another exit code.
+"""
+
+import os
+import signal
 import sys
 
-from ronde.cli import main
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-sys.exit(main())
+
+def main() -> int:
+    before = {
+        number: signal.signal(number, lambda number, _frame: os._exit(128 + number))
+        for number in _ENDING
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    from ronde.cli import main as run_command
+
+    # These two catch signals themselves before they start anything.
+    if sys.argv[1:2] not in (["run"], ["horovodrun"]):
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return run_command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

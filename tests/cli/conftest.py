@@ -47,11 +47,11 @@ class Ronde:
     def start(
         self, *words: str, env: Mapping[str, str] | None = None, **popen
     ) -> "subprocess.Popen[bytes]":
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes |= {"stdin": subprocess.DEVNULL} | popen
         return subprocess.Popen(
             self.command(*words),
             env=clean_environment() | dict(env or {}),
-            stdin=subprocess.DEVNULL,
             **pipes,
         )
 

@@ -47,18 +47,15 @@ def test_the_others_go_on_when_a_rank_is_killed(ronde, number):
     )
 
 
-@pytest.mark.parametrize(
-    ("when", "said"),
-    [
-        ("start", f"process 1 on {HOST} was killed by SIGKILL before it took part."),
-        ("joined", f"rank 1 on {HOST} was killed by SIGKILL; 4 ranks became 3 and go "),
-    ],
-)
-def test_a_rank_that_is_killed_before_the_training_is_said(ronde, when, said):
-    last_view = 0 if when == "start" else 1
-    result = run(ronde, {f"1:{when}": "SIGKILL"}, last_view=last_view)
+def test_ranks_that_are_killed_before_they_train_are_said(ronde):
+    plan = {"1:joined": "SIGKILL", "4:start": "SIGKILL"}
+    result = run(ronde, plan, last_view=2)
     assert result.returncode == 0, result.stderr
-    assert lines(result)[0].startswith(f"ronde: {said}")
+    first, second = f"rank 1 on {HOST}", f"process 4 on {HOST}"
+    joined = f"ronde: {first} was killed by SIGKILL; 4 ranks became 3 and go "
+    assert any(line.startswith(joined) for line in lines(result))
+    start = f"ronde: {second} was killed by SIGKILL before it took part."
+    assert start in lines(result)
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -108,6 +105,23 @@ def test_a_program_that_takes_no_part_ends_as_in_another_job(ronde, codes, code)
     program = ("--", "/bin/sh", "-c", text)
     result = ronde("run", "-np", "2", "--min-ranks", "1", *program)
     assert result.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("how", "codes"),
+    [
+        ("kill -KILL $$", {137}),
+        ("kill -STOP $$", {1, 143}),  # rank 0 has ended, or is ended
+        # the reaper and the agent
+        ("read -r _ _ _ reaper _ < /proc/$PPID/stat; kill -KILL $reaper $PPID", {70}),
+    ],
+)
+def test_a_program_that_takes_no_part_fails_with_a_rank_or_host(ronde, how, codes):
+    hosts = ("-H", "localhost:1,127.0.0.2:1", "--failure-domain", "host")
+    program = ("--", "/bin/sh", "-c", f'[ "$RANK" = 0 ] || {{ {how}; }}')
+    result = ronde("run", *hosts, "--min-ranks", "1", *program)
+    assert result.returncode in codes, result.stderr
+    assert " before any rank was ready." in lines(result)[0]
 
 
 @pytest.mark.parametrize("least", ["1", "2"])

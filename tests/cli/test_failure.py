@@ -144,6 +144,13 @@ def test_who_was_stopped_is_the_cause_of_those_that_lost_it(
     assert (result.exit_code, result.cause.rank) == (1, cause)
 
 
+def test_who_left_with_0_is_the_cause_of_those_that_lost_it():
+    result = judge([end(0, 1, 1.1, tail=named(1)), end(1, 0, 1.0), end(2, 0, 0.9)])
+    assert (result.exit_code, result.cause.rank) == (1, 1)
+    assert "rank 1 left first, after 1.0 s: exit code 0" in summarize(result)
+    assert judge([end(0, 3, 1.1), end(1, 0, 1.0)]).cause.rank == 0
+
+
 def test_the_cause_is_awaited_among_those_that_may_be_it():
     assert find_awaited(end(0, 1, tail=named(1)), {1, 2}) == {1}
     assert find_awaited(end(0, 1, tail=named(1)), {2}) == set()

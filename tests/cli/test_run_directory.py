@@ -93,3 +93,14 @@ def test_a_job_that_names_another_directory_starts(ronde, nowhere, tmp_path):
 def test_a_directory_of_path_that_cannot_be_entered_hides_no_program():
     closed = "/" + "too-long-a-name" * 20
     assert resolve_program(("sh",), f"{closed}:/bin") == ["/bin/sh"]
+
+
+@pytest.mark.parametrize("program", ["package", "./package/", "app.pyz"])
+def test_what_python_runs_needs_no_interpreter_before_it(
+    tmp_path, monkeypatch, program
+):
+    (tmp_path / "package").mkdir()
+    for path in ("package/__main__.py", "app.pyz"):
+        (tmp_path / path).touch()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_program((program, "7"), "/bin") == [sys.executable, program, "7"]

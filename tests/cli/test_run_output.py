@@ -1,3 +1,4 @@
+import fcntl
 import os
 import pty
 import re
@@ -5,9 +6,11 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
+from tests.cli.conftest import clean_environment
 from tests.limits import HANG_S
 
 from ronde.launch import Generation, Output, Stream
@@ -32,6 +35,39 @@ def test_each_line_says_its_rank_and_keeps_its_stream(ronde):
 def test_without_prefix_lines_are_as_they_were(ronde):
     done = ronde("run", "-n", "1", "--no-prefix", "--", "/bin/printf", "a\\n\\nb")
     assert done.stdout == b"a\n\nb\n"
+
+
+READ = ("run", "-n", "2", "--", "/bin/sh", "-c", "read line; echo got $line.")
+
+
+def test_rank_0_reads_what_the_launcher_is_given(ronde):
+    given, giving = os.pipe()
+    os.write(giving, b"a line\n")
+    os.close(giving)
+    with os.fdopen(given) as file:
+        done = ronde(*READ, stdin=file)
+    assert sorted(done.stdout.splitlines()) == [b"[0] got a line.", b"[1] got ."]
+
+
+@pytest.mark.parametrize(("job", "line"), [("", b"typed"), ("&", b"")])
+def test_rank_0_reads_from_a_terminal_in_its_foreground(ronde, job, line):
+    terminal, side = pty.openpty()
+    os.write(terminal, b"typed\n")
+    # A shell with jobs; what it starts in the background has a process group.
+    shell = ["/bin/sh", "-mc", f'"$@" {job or ";"} wait', "sh", *ronde.command(*READ)]
+    lead = {"stdin": side, "stdout": subprocess.PIPE, "preexec_fn": lead_session}
+    try:
+        with subprocess.Popen(shell, env=clean_environment(), **lead) as process:
+            shown, _ = process.communicate(timeout=HANG_S)
+    finally:
+        os.close(terminal)
+        os.close(side)
+    assert sorted(shown.splitlines()) == [b"[0] got %s." % line, b"[1] got ."]
+
+
+def lead_session() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 FLOOD = """

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 
 import pytest
 from tests.limits import HANG_S
 
-from ronde.launch import descendants, read_process
+from ronde.launch import descendants, read_process, wait_for
 
 
 def shell(code: str) -> list[str]:
@@ -88,6 +89,64 @@ def test_user_signals_go_to_the_ranks_and_end_nothing(ronde):
         process.send_signal(signal.SIGUSR2)
         read_lines(process, b"got USR2", 2)
         assert process.wait(HANG_S) == 0
+
+
+def test_signals_for_the_ranks_end_no_start_and_lose_no_output(ronde):
+    numbers = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT}
+
+    def send_before_ranks_run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    program = "import os; print(os.getppid(), 'x' * 400_000, 'end', flush=True)"
+    words = ("run", "-n", "1", "--no-prefix", "--", sys.executable, "-S", "-c", program)
+    with ronde.start(*words, preexec_fn=send_before_ranks_run) as process:
+        agent = b""
+        while (letter := process.stdout.read(1)) != b" ":
+            assert letter, process.stderr.read()
+            agent += letter
+        with suppress(ProcessLookupError):
+            agent_fd = os.pidfd_open(int(agent))
+            assert wait_for([agent_fd], [], HANG_S)
+            os.close(agent_fd)
+        # It has only to write what the pipe does not hold.
+        for number in numbers:
+            process.send_signal(number)
+        rest, complaints = process.communicate(timeout=HANG_S)
+    assert (process.returncode, complaints) == (0, b"")
+    assert rest.endswith(b"x end\n")
+
+
+@pytest.mark.parametrize("verb", ["run", "check"])
+@pytest.mark.parametrize(
+    ("name", "code"), [("INT", 130), ("TERM", 143), ("HUP", 129), ("QUIT", 131)]
+)
+def test_a_signal_amid_the_first_imports_has_its_exit_code(
+    ronde, tmp_path, verb, name, code
+):
+    # It is imported in the place of Python's own.
+    text = f"import os, signal; os.kill(os.getpid(), signal.SIG{name})"
+    (tmp_path / "resource.py").write_text(text)
+    done = ronde(verb, "true", env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (code, b"")
+
+
+CONTINUED = """
+import os, signal, sys
+os.kill(os.getpid(), signal.SIGTSTP)
+os.kill(os.getpid(), signal.SIGCONT)
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["argparse"]
+import argparse
+"""
+
+
+def test_a_start_that_was_stopped_and_continued_goes_on(ronde, tmp_path):
+    # Before the launcher looks at either signal.
+    (tmp_path / "argparse.py").write_text(CONTINUED)
+    done = ronde("run", "-n", "1", "true", env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
@@ -170,6 +229,48 @@ def test_an_agent_that_is_told_to_end_has_its_ranks_end_in_their_grace(ronde):
         reaper = read_process(agent).parent
         os.kill(reaper, signal.SIGTERM)
         read_lines(process, b"saved", 2)
+        assert process.wait(HANG_S) == 143
+
+
+WORKER = """
+import os, signal, sys, threading
+ask, answer = os.pipe(), os.pipe()
+shell, worker = os.getppid(), os.fork()
+
+def end(*_):
+    print("ended", flush=True)
+    os._exit(0)
+
+def save(*_):
+    while os.getppid() == shell:  # until that has ended
+        pass
+    os.write(ask[1], b"?")
+    print("saved" if os.read(answer[0], 1) else "lost", flush=True)
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, save if worker else end)
+os.close(answer[bool(worker)])
+if worker:
+    os.read(answer[0], 1)
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+os.write(answer[1], b"!")
+os.read(ask[0], 1)
+os.write(answer[1], b"!")
+signal.pause()
+"""
+
+
+def test_a_ranks_workers_serve_it_until_it_has_ended(ronde, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(WORKER)
+    # With a shell around it that the signal ends at once.
+    with GatedJob(ronde, f"{sys.executable} -S {script}; true") as process:
+        read_lines(process, b"ready", 2)
+        process.send_signal(signal.SIGTERM)
+        lines = read_lines(process, b"ended", 2)
+        assert sum(b"saved" in line for line in lines) == 2
         assert process.wait(HANG_S) == 143
 
 
@@ -263,7 +364,8 @@ def test_a_closed_terminal_is_noticed_without_a_signal(
     hangup = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     before = signal.signal(signal.SIGHUP, hangup)
     try:
-        job = TerminalJob(ronde, program, cwd=tmp_path)
+        env = {"PYTHONUNBUFFERED": "1"}
+        job = TerminalJob(ronde, program, env=env, cwd=tmp_path)
     finally:
         signal.signal(signal.SIGHUP, before)
     with job as process:

@@ -32,6 +32,14 @@ def test_a_full_disk_is_told_in_a_sentence(words):
     )
 
 
+def test_a_full_disk_ends_a_job():
+    words = ("run", "-n", "2", "yes")
+    with FULL.open("wb") as full, ronde.start(*words, stdout=full) as process:
+        _, said = process.communicate(timeout=HANG_S)
+    assert process.returncode == 74
+    assert b"ronde: standard output takes no more (a full disk), so the job was" in said
+
+
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_nobody_reads(words):
     with ronde.start(*words, stdout=subprocess.PIPE) as process:

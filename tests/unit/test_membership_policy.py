@@ -571,6 +571,22 @@ def test_a_program_that_fails_at_once_stops_the_job():
     assert ordered(env, Stop) == [Stop("1 has ended before any rank was ready.")]
 
 
+@pytest.mark.parametrize("lose", ["kill", "fail_host", "leave_host"])
+@pytest.mark.parametrize("has_settled", [False, True])
+def test_a_loss_stops_the_job_unless_a_rank_has_shown_that_it_is_elastic(
+    lose: str, *, has_settled: bool
+):
+    env = Environment.of(Rules(1, 2), a=1, b=1)
+    env.run(lambda: len(env.processes) == 2)
+    if has_settled:
+        env.settle(0)
+    if lose == "kill":
+        env.end(1, -9)
+    else:
+        getattr(env, lose)("b")
+    assert bool(ordered(env, Stop)) is not has_settled
+
+
 def test_a_loss_while_the_view_forms():
     env = running(Rules(1, 4), a=2, b=2)
     env.end(0, -9)

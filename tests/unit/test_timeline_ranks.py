@@ -2,7 +2,7 @@
 
 import gzip
 import json
-import logging
+import logging.handlers
 import threading
 from pathlib import Path
 
@@ -84,6 +84,26 @@ def test_a_path_in_the_environment_is_written_while_the_job_runs(tmp_path):
     spans = check_events(read_events(gzip.decompress(path.read_bytes())))
     assert {e["pid"] for e in spans} == {0, 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def train_and_report(info):
+    handler = logging.handlers.BufferingHandler(99)
+    logging.getLogger("ronde").addHandler(handler)
+    hvd.init()
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    hvd.shutdown()
+    return total, [each.getMessage() for each in handler.buffer]
+
+
+@pytest.mark.parametrize("path", [".", "missing/t.json"])
+def test_a_path_that_cannot_be_written_is_a_warning(tmp_path, path):
+    environment = {"HOROVOD_TIMELINE": str(tmp_path / path)}
+    first, second = run_ranks_bare(2, train_and_report, environment=environment)
+    words = f"HOROVOD_TIMELINE must be a file that rank 0 can write, got {tmp_path}"
+    assert (first[0], second) == (2.0, (2.0, []))
+    assert [message.startswith(words) for message in first[1]] == [True]
+    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.parent.glob("*.parts"))
 
 
 def begin_again_and_again(info):

@@ -35,11 +35,12 @@ _COMMAND = """\
 # Written by ronde alias --install; ronde alias --remove removes it.
 import sys
 
-from ronde.cli.entry import main
+from ronde.__main__ import main
 
-sys.exit(main(["horovodrun", *sys.argv[1:]]))
+sys.argv.insert(1, "horovodrun")
+sys.exit(main())
 """
-_OURS = "from ronde.cli"
+_OURS = "\nfrom ronde."
 
 
 def run(words: Sequence[str]) -> int:

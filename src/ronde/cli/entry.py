@@ -37,8 +37,10 @@ def _code_of(words: list[str], timeouts: Timeouts) -> int:
     code = 0
     try:
         code = _dispatch(words, timeouts)
-        # Here a failure to write can still be reported.
-        print(end="", flush=True)
+        # Here a failure to write can still be reported. An empty ``print`` would write
+        # where there is no buffer, and no terminal that was closed takes that.
+        if sys.stdout:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return exits.EXIT_INTERRUPTED
     except RondeError as error:
@@ -102,7 +104,7 @@ def _run(words: list[str], timeouts: Timeouts) -> int:
     # First of all: the agent's start and the imports here take about equally long.
     # A signal that comes meanwhile waits in its pipe, so that nobody leaves the agent
     # alone; leaving the block closes the agent's input, which ends it, and waits.
-    with caught_signals() as signal_fd, start_local_agent() as agent:
+    with caught_signals() as signal_fd, start_local_agent(has_input=True) as agent:
         from ronde.cli.run import run
 
         return run(words, agent, signal_fd, timeouts)

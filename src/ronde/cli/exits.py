@@ -3,21 +3,18 @@
 Source: sysexits.h for the codes below 100.
 """
 
-import errno
 import select
 import sys
 from contextlib import suppress
 
 from ronde.errors import HostError, RondeError, UsageError
+from ronde.launch.limits import EXIT_UNWRITTEN, NO_ROOM
 
 EXIT_USAGE = 64
 EXIT_UNREACHABLE = 69
 EXIT_INTERNAL = 70
-EXIT_UNWRITTEN = 74
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 def exit_code_of(error: RondeError) -> int:
@@ -32,7 +29,7 @@ def is_unwritten(error: OSError) -> bool:
         poll = select.poll()
         poll.register(1, 0)
         return bool(poll.poll(0))
-    return error.errno in _FULL and error.filename is None
+    return error.errno in NO_ROOM and error.filename is None
 
 
 def give_up_output(error: OSError) -> int:

@@ -374,7 +374,7 @@ def launch(
         raise
     unread = controller.write_out(is_hurried=result.interrupted_by is not None)
     if result.exit_code == 0 and unread:
-        return replace(result, exit_code=128 + unread)
+        return replace(result, exit_code=interruption_code(unread))
     return result
 
 

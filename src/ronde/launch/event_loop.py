@@ -14,6 +14,7 @@ from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
 from ronde.launch.output import NoOutput, OutputProcess
 from ronde.launch.signals import (
     ASKING,
+    STOPPING,
     SUSPENDING,
     TIMED_OUT,
     InterruptedStartError,
@@ -153,7 +154,7 @@ class Handler:
     def take_signal(self, number: int) -> None:
         if number in (ASKING, TIMED_OUT):
             self._loop.progress.report()
-        if number != ASKING:
+        if number in STOPPING:
             raise InterruptedStartError(number)
 
     def take_broken_output(self, number: int) -> None:
@@ -292,10 +293,13 @@ class EventLoop:
                 self.lose(handler, node, HostLoss(reason, EXIT_UNREACHABLE))
 
     def _take_signals(self, handler: Handler) -> None:
-        for number in read_signals(self.signal_fd):
+        numbers = read_signals(self.signal_fd)
+        for index, number in enumerate(numbers):
             if number != SUSPENDING:
                 handler.take_signal(number)
                 continue
+            if signal.SIGCONT in numbers[index:]:
+                continue  # that has undone it, and no other may come
             # Stop the ranks and then this process, until it is continued.
             for node in self.live_nodes:
                 node.send(Forward(signal.SIGSTOP))
@@ -311,7 +315,8 @@ class EventLoop:
             readable = [output.read_fd, *([] if is_last else [self.signal_fd])]
             writable = [] if output.write_fd < 0 else [output.write_fd]
             ready = wait_for(readable, writable, limit_s)
-            if not is_last and (not ready or self.signal_fd in ready):
+            is_stopped = any(n in STOPPING for n in read_signals(self.signal_fd))
+            if not is_last and (not ready or is_stopped):
                 output.discard()
                 is_last, limit_s = True, _LAST_S
             elif not ready:

@@ -242,7 +242,8 @@ def judge(
     peer while another failed by itself. Of the others the first is the cause; of two
     equally early a signal comes before an exit code, and that before a host. Where all
     lost their peer, it is one that was stopped before it had ended: that crashed, or
-    seemed to end by itself, or is named. If the order ended it, the code is theirs.
+    seemed to end by itself, or is named; or one that is named and had ended with 0. If
+    the order ended it, or its code is 0, the job's code is theirs.
     """
     # Who lost a peer knew of its end at the latest then.
     losses = [(end.at_s, end.lost_ranks) for end in ends if end.lost_ranks]
@@ -254,6 +255,7 @@ def judge(
     failed = [end for end in ends if end.status != 0 and not end.was_stopped]
     by_itself = [*(end for end in failed if not end.is_secondary), *lost]
     named = {rank for end in failed for rank in end.lost_ranks}
+    left = [e for e in ends if e.rank in named and e.status == 0 and not e.was_stopped]
     late = [
         end
         for end in ends
@@ -261,13 +263,13 @@ def judge(
         and end.status != 0
         and (end.is_crash or end.was_leaving or end.rank in named)
     ]
-    suspects = by_itself or (failed and late) or failed
+    suspects = by_itself or (failed and [*left, *late]) or failed
     cause = min(suspects, key=_priority, default=None)
     by_rank = sorted(ends, key=lambda end: end.rank)
     ended = tuple(e for e in by_rank if e.was_stopped and e is not cause)
     if interrupted_by is not None:
         exit_code = interruption_code(interrupted_by)
-    elif isinstance(cause, RankEnd) and cause.was_stopped and not cause.is_crash:
+    elif cause in left or (cause in late and not cause.is_crash):
         exit_code = min(failed, key=_priority).exit_code
     elif cause is not None:
         exit_code = cause.exit_code

@@ -7,6 +7,9 @@ from typing import NamedTuple
 from ronde.errors import UsageError
 
 LEAST_OPEN_FILES = 24  # what a launcher or an agent has open, without hosts and ranks
+EXIT_UNWRITTEN = 74  # likewise, EX_IOERR
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""What a write fails with where a file takes no more."""
 EXIT_NO_FORK = 71
 """No agent was started, and standard error says why (sysexits.h: EX_OSERR)."""
 

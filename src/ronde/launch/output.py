@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import NamedTuple, NoReturn, Protocol, get_args
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
+from ronde.launch.limits import NO_ROOM
 from ronde.launch.messages import (
     MessageDecoder,
     MessageWriter,
@@ -30,7 +32,12 @@ from ronde.launch.messages import (
 )
 from ronde.launch.process_tree import die_with_parent
 from ronde.launch.program import absolute_path
-from ronde.launch.signals import interrupter, is_kept_ignored, wait_for
+from ronde.launch.signals import (
+    OUTPUT_FULL,
+    interrupter,
+    is_kept_ignored,
+    wait_for,
+)
 
 
 class Generation(NamedTuple):
@@ -59,7 +66,8 @@ class OutputSink(Protocol):
 
     The output process polls the ``pending_fds``, calls ``write_to`` for each that is
     ready, and takes no more output while ``backlog_bytes`` is large. ``write_to``
-    raises BrokenPipeError when nobody reads the ranks' standard output any more.
+    raises BrokenPipeError when nothing takes the ranks' standard output any more, with
+    the number of the error.
     """
 
     @property
@@ -344,7 +352,8 @@ class OutputAnswer(NamedTuple):
     """From the process: everything is prepared, or its output is read no more."""
 
     problem: str  # why not all is prepared; empty where it is
-    signal: int  # SIGPIPE, or SIGHUP of a closed terminal; 0 where the output is read
+    # SIGPIPE, SIGHUP of a closed terminal, OUTPUT_FULL; 0 where the output is read
+    signal: int
 
 
 # A generation is to be prepared for, and answered; a result is how it ended.
@@ -534,8 +543,10 @@ class _Writer:
         try:
             self._sink.write_to(fd)
         except BrokenPipeError as error:
-            is_hangup = error.errno == errno.EIO
-            self._answer("", signal.SIGHUP if is_hangup else signal.SIGPIPE)
+            is_terminal = stat.S_ISCHR(os.fstat(fd).st_mode)
+            number = OUTPUT_FULL if error.errno in NO_ROOM else signal.SIGPIPE
+            is_hangup = is_terminal and error.errno == errno.EIO
+            self._answer("", signal.SIGHUP if is_hangup else number)
 
     def _read_orders(self, fd: int) -> bool:
         data = os.read(fd, _READ_BYTES)

@@ -107,6 +107,17 @@ def read_text(path: str) -> str:
         return ""
 
 
+def is_fork(process: ProcessStat, parent: ProcessStat) -> bool:
+    """Whether both run one program in one group, as a child that only forked does."""
+    try:
+        programs = {
+            Path(f"/proc/{each.pid}/exe").readlink() for each in (process, parent)
+        }
+    except OSError:
+        return False
+    return len(programs) == 1 and process.group == parent.group
+
+
 def is_alive(pid: int) -> bool:
     process = read_process(pid)
     return process is not None and not process.is_zombie

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ronde.errors import UsageError
 
+_PYTHON = (".py", ".pyz")  # that Python runs, as it does a directory with __main__.py
+
 
 def absolute_path(path: str | Path = "") -> Path:
     try:
@@ -53,6 +55,8 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
     if program == "-m":
         return [sys.executable, *argv]
     found = program if "/" in program else _find_command(program, search_path)
+    if os.access(f"{found}/__main__.py", os.R_OK):
+        return [sys.executable, found, *arguments]
     try:
         mode = Path(found).stat().st_mode
     except PermissionError:
@@ -65,7 +69,7 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
             f"program must be a file, got {program!r}, which {what} "
             f"(seen from {Path.cwd()}). Check the spelling and --chdir."
         )
-    is_python = found.endswith(".py")
+    is_python = found.endswith(_PYTHON)
     if is_python and not os.access(found, os.R_OK):
         raise _not_allowed(program, "read")
     if os.access(found, os.X_OK):
@@ -93,9 +97,11 @@ def _find_command(program: str, search_path: str) -> str:
     found = find_executable(program, *search_path.split(os.pathsep))
     if found is not None:
         return found
+    if os.access(f"{program}/__main__.py", os.R_OK):
+        return program
     advice = "Check the spelling, or give its path."
     if Path(program).is_file():
-        if program.endswith(".py"):
+        if program.endswith(_PYTHON):
             return program
         advice = f"Did you mean ./{program}?"
     elif program == "python":

@@ -120,7 +120,8 @@ class RemotePrograms(Handler):
         self._end(node.name, loss.reason)
 
     def take_signal(self, number: int) -> None:
-        raise InterruptedStartError(number)
+        if number in STOPPING:
+            raise InterruptedStartError(number)
 
 
 _SWEEP_S = 10.0
@@ -337,7 +338,7 @@ class Running(Handler):
         if not self._is_stopping:
             self._interrupted_by = number
             self._loop.is_hurried = True
-            self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
+            self._stop(number if number == signal.SIGHUP else signal.SIGTERM)
 
     def _stop_if_caused(self, exited: messages.Exited) -> None:
         number = exited.rank

@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
+from ronde.launch.limits import EXIT_UNWRITTEN
+
+OUTPUT_FULL = signal.SIGXFSZ  # stands for standard output that takes no more
 TIMED_OUT = signal.SIGALRM  # comes when the time that the user gave the job is over
 # Each of these ends the job.
 STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, TIMED_OUT})
 ASKING = signal.SIGQUIT  # asks where the job is, and ends nothing
-# Each of these goes to the ranks and does nothing else.
+# Each of these goes to the ranks and does nothing else, before they run nothing at all.
 FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT})
 SUSPENDING = signal.SIGTSTP  # stops the ranks and then this process
 _CAUGHT = STOPPING | FORWARDED | {ASKING, SUSPENDING}
@@ -29,11 +32,15 @@ class InterruptedStartError(Exception):
 
 def interruption_code(number: int) -> int:
     """Return the exit code of a job that a signal has ended; 124 as timeout(1) has."""
+    if number == OUTPUT_FULL:
+        return EXIT_UNWRITTEN
     return 124 if number == TIMED_OUT else 128 + number
 
 
 def interrupter(number: int) -> str:
-    """Name what has ended a job: ``SIGINT``, or ``timeout``."""
+    """Name what has ended a job: ``SIGINT``, ``timeout``, or ``full disk``."""
+    if number == OUTPUT_FULL:
+        return "full disk"
     return "timeout" if number == TIMED_OUT else signal.Signals(number).name
 
 

@@ -233,11 +233,14 @@ class _Roster:
         hung: Collection[int] = (),
     ) -> None:
         """Forget members; the view ends if one of them took part in it."""
+        is_early = self._is_early
         for number in killed:
             self._orders.append(Kill(number, reason, number in hung))
             self._ending[number] = replace(self._members[number], since_s=inf)
         dropped = [self._drop(number) for number in (*lost, *killed)]
-        if self.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING):
+        if dropped and is_early:
+            self._stop_early(reason)
+        elif self.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING):
             if any(m.state in (_State.ACTIVE, _State.DONE) for m in dropped):
                 self._end_view(reason, now_s)
         elif any(m.is_in_view for m in dropped):
@@ -251,9 +254,17 @@ class _Roster:
             return f"{first}, and {len(others)} more were lost"
         return " and ".join(self._reasons)
 
+    @property
+    def _is_early(self) -> bool:
+        """Whether no rank has shown so far that the program is an elastic one."""
+        return self.view == NO_VIEW and not self._num[_State.WAITING]
+
+    def _stop_early(self, reason: str) -> None:
+        self._stop(f"{reason} before any rank was ready.")
+
     def _take_early_end(self, event: MemberLost, now_s: float) -> None:
         """Follow a process that has ended by itself before the first view."""
-        is_alone = not self._num[_State.WAITING]
+        is_alone = self._is_early
         if event.exit_code == 0:
             self._drop(event.number)
             self._is_closing, self._leaver = True, event.reason
@@ -261,7 +272,7 @@ class _Roster:
                 self._stop_unjoined()
             return
         if is_alone:
-            self._stop(f"{event.reason} before any rank was ready.")
+            self._stop_early(event.reason)
             return
         self._lose(event, now_s)
         if not any(h.is_ready and h.is_usable(now_s) for h in self._hosts.values()):
@@ -448,7 +459,7 @@ class Membership(_Roster):
             self._remove([event.number], event.reason, now_s)
             if event.exit_code:
                 self._stop(f"{event.reason} after the last step.")
-        elif self.view == NO_VIEW and event.exit_code >= 0:
+        elif self._is_early or (self.view == NO_VIEW and event.exit_code >= 0):
             self._take_early_end(event, now_s)
         elif event.exit_code == 0 and member.is_in_view:
             self._drop(event.number)

@@ -14,7 +14,7 @@ from ronde.launch.hosts.host import RankResources
 from ronde.launch.job import JobPlan
 from ronde.launch.messages import ProcessStack, Stacks
 from ronde.launch.output import NO_GENERATION, Generation, attempt_dir
-from ronde.launch.signals import TIMED_OUT, interruption_code
+from ronde.launch.signals import OUTPUT_FULL, TIMED_OUT, interruption_code
 from ronde.render.text import align, format_places, format_runs, grouped, name_ranks
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE
@@ -217,6 +217,8 @@ def _interrupted(result: JobResult) -> str:
 def _interruption(number: int) -> str:
     if number == signal.SIGPIPE:
         return "nobody reads the output any more, so the job was ended"
+    if number == OUTPUT_FULL:
+        return "standard output takes no more (a full disk), so the job was ended"
     if number == TIMED_OUT:
         return f"--timeout ended the job, exit code {interruption_code(number)}"
     return f"the job was ended by {signal_name(number)}"
@@ -228,8 +230,9 @@ def _draw_cause(cause: RankEnd | LostHost) -> list[str]:
             f"{cause.host} was lost first, after {cause.at_s:.1f} s: {cause.reason}",
             f"it had {name_ranks(cause.ranks)}",
         ]
+    how = "failed" if cause.status else "left"
     head = (
-        f"rank {cause.rank} failed first, after {cause.at_s:.1f} s: "
+        f"rank {cause.rank} {how} first, after {cause.at_s:.1f} s: "
         f"{describe_status(cause.status)} (pid {cause.pid} on {cause.host})"
     )
     if cause.was_stopped and not cause.is_crash:

@@ -343,7 +343,8 @@ def _begin_recordings(session: Session) -> None:
     recordings.open()
     if config.timeline not in ("", DYNAMIC):
         path = Path(config.timeline)
-        recordings.start(path, has_cycles=config.has_timeline_cycles)
+        has_cycles = config.has_timeline_cycles
+        recordings.start(path, has_cycles=has_cycles, on_all=True)
     _set_recorders(session)
 
 

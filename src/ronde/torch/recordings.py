@@ -1,9 +1,11 @@
 """The timelines of a session: the launcher's, and the one that the program asks for."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +27,8 @@ from ronde.world.environment import select_variables
 
 _DIRECTORY = "RONDE_TIMELINE"
 _LIMIT = "RONDE_TIMELINE_LIMIT"
+_WRITABLE = "writable"
+_ANSWER = timedelta(minutes=5)  # within which rank 0 has tried to write
 
 # Every rank of a job counts alike, over sessions: the number names a recording.
 _launched = count()
@@ -86,16 +90,43 @@ class Recordings:
         except OSError as error:
             _logger.warning("timeline must be written, but that fails: %s", error)
 
-    def start(self, path: Path, *, has_cycles: bool) -> None:
-        """Begin a timeline that rank 0 writes to ``path``; none of these runs."""
+    def start(self, path: Path, *, has_cycles: bool, on_all: bool = False) -> None:
+        """Begin a timeline that rank 0 writes to ``path``; none of these runs.
+
+        With ``on_all`` every rank must call this, and a path that cannot be written is
+        a warning, as in Horovod.
+        """
         header, shared = self._begin("", _requested)
         self._path, limit_bytes = path, self._limit_bytes
         if self.view > 0:
             first, dot, rest = path.name.partition(".")
             self._path = path = path.with_name(f"{first}.view{self.view}{dot}{rest}")
+        if on_all and not self._is_writable(path, shared):
+            return
         self._own = open_horovod_recording(
             header, shared, path, limit_bytes=limit_bytes, has_cycles=has_cycles
         )
+
+    def _is_writable(self, path: Path, shared: SharedStore | None) -> bool:
+        """Whether rank 0 can write its file, without which no rank records."""
+        is_writable = True
+        if self.rank == 0:
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+            except OSError as error:
+                is_writable = False
+                _logger.warning(
+                    "HOROVOD_TIMELINE must be a file that rank 0 can write, got %s: "
+                    "%s. The job goes on without a timeline.",
+                    path,
+                    error.strerror,
+                )
+            if shared is not None:
+                shared.set(_WRITABLE, b"1" if is_writable else b"0")
+        elif shared is not None:
+            shared.wait([_WRITABLE], _ANSWER)
+            is_writable = shared.get(_WRITABLE) == b"1"
+        return is_writable
 
     def stop(self) -> None:
         own, self._own = self._own, None

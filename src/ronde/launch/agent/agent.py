@@ -127,18 +127,28 @@ def _wait_for_child(child: int) -> int:
             os.waitpid(news.si_pid, 0)
 
 
-def main(first_message_s: float = _NEVER) -> NoReturn:
+def main(first_message_s: float = _NEVER, input_fd: int = -1) -> NoReturn:
+    """Be an agent; ``input_fd`` becomes standard input, which rank 0 inherits."""
     directory = name_directory()  # the reaper must know it as well
+    null = os.open(os.devnull, os.O_RDWR)
+    input_fd = null if input_fd < 0 else input_fd
 
     def work() -> int:
         transport = messages.PipeTransport(os.dup(0), os.dup(1))
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1):
-            os.dup2(null, fd)
-        os.close(null)
+        os.dup2(input_fd, 0)
+        os.dup2(null, 1)
+        let_go_of_input()
         return run_agent(transport, directory, first_message_s)
 
-    run_reaped(work, directory, lambda: os.closerange(0, 2))
+    def let_go_of_input() -> None:
+        for fd in {null, input_fd}:
+            os.close(fd)
+
+    def let_go() -> None:
+        os.closerange(0, 2)
+        let_go_of_input()
+
+    run_reaped(work, directory, let_go)
 
 
 def run_agent(

@@ -43,7 +43,9 @@ from ronde.launch.process_tree import (
     ending_status,
     is_alive,
     is_dumping_core,
+    is_fork,
     require_empty,
+    signal_process,
     sweep,
 )
 from ronde.launch.program import enter_directory, require_processes, resolve_program
@@ -123,7 +125,9 @@ def start_rank(
     process = subprocess.Popen(
         command,
         env=env,
-        stdin=subprocess.DEVNULL,
+        # The agent's is the launcher's, or empty. A terminal stops no rank that reads
+        # from it, since it is another session's.
+        stdin=subprocess.DEVNULL if rank else None,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
@@ -187,7 +191,9 @@ class LocalJob:
         self._notices = -1  # where ranks write that they begin to end
         self._notices_in = -1
         self._poller: NoticePoller | None = None  # looks for notice of the host's end
-        self._spared: set[int] = set()
+        self._asked: set[tuple[int, int]] = set()  # processes that had the signal
+        self._has_spared = False  # not all had, ...
+        self._is_orphaned = False  # ... and since then a child has ended
         self._deadline = 0.0
         self._stopped_s = 0.0
         self._stopped_by = 0
@@ -333,19 +339,16 @@ class LocalJob:
                 if signal_number not in (signal.SIGKILL, signal.SIGSTOP):
                     _signal_group(rank.pid, signal.SIGCONT)
 
-    def send(self, number: int, spared: Collection[int] = ()) -> None:
+    def send(self, number: int) -> None:
         """Signal every group in which a process of the job may be."""
         if number in (signal.SIGSTOP, signal.SIGCONT):
             self._is_suspended = number == signal.SIGSTOP
         groups = {rank.pid for rank in self._running} | self._groups_left()
-        for group in groups.difference(spared):
+        for group in groups:
             _signal_group(group, number)
 
     def stop(self, number: int) -> None:
-        """Signal every group, and wake what is stopped so that it takes notice.
-
-        A rank that began to end by itself is spared, so that it shows how.
-        """
+        """Signal every process, and wake what is stopped so that it takes notice."""
         if self.phase is not JobPhase.STOPPING:
             self.phase = JobPhase.STOPPING
             self._stopped_s = time.monotonic()
@@ -358,9 +361,28 @@ class LocalJob:
             self._deadline = 0.0
             self.send(number)
         else:
-            self._spared = {rank.pid for rank in self._running if rank.began_s}
-            self.send(number, self._spared)
+            self._ask_to_end()
         self.send(signal.SIGCONT)
+
+    def _ask_to_end(self) -> None:
+        """Signal each process once, but forks only when their parent has ended.
+
+        Such as DataLoader's workers are needed for a last step or checkpoint. A rank
+        that began to end by itself is spared, too, so that it shows how.
+        """
+        leaving = {rank.pid for rank in self._running if rank.began_s}
+        below = {p.pid: p for p in descendants(os.getpid()) if not p.is_zombie}
+        self._has_spared = self._is_orphaned = False
+        for process in below.values():
+            key = process.pid, process.started
+            if process.group not in self._by_pid or key in self._asked:
+                continue
+            parent = below.get(process.parent)
+            if process.group in leaving or (parent and is_fork(process, parent)):
+                self._has_spared = True
+            else:
+                self._asked.add(key)
+                signal_process(process, self._stopped_by)
 
     def ask_for_stacks(self, ranks: Collection[int]) -> None:
         pids = {rank.rank: rank.pid for rank in self._running}
@@ -373,6 +395,8 @@ class LocalJob:
         is_over = not self._running
         if self.phase is JobPhase.STOPPING:
             is_late = time.monotonic() >= self._deadline
+            if self._is_orphaned and not is_late:
+                self._ask_to_end()
             is_over = is_late or (is_over and not self._groups_left())
         elif self.phase is not JobPhase.RUNNING or self._is_elastic:
             return
@@ -412,6 +436,7 @@ class LocalJob:
 
     def note_end(self, pid: int, wait_status: int) -> None:
         """Send Exited for a child that was reaped, if it is a rank."""
+        self._is_orphaned = self._has_spared
         rank = self._by_pid.get(pid)
         if rank is None or not rank.is_running:
             return  # an adopted orphan
@@ -440,8 +465,6 @@ class LocalJob:
             for pipe in rank.pipes:
                 pipe.file.close()
             self._forget(rank.rank)
-        elif pid in self._spared and pid in self._groups_left():
-            _signal_group(pid, self._stopped_by)
 
     def _forget(self, rank: int) -> None:
         self.channels.finish(rank)

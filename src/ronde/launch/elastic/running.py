@@ -226,9 +226,8 @@ class ElasticRunning(Running):
         due_s = super()._due_s()
         if self._is_stopping:
             return due_s
-        due_s = min(due_s, self._membership.due_s, *self._stopped_s.values())
-        due_s = min(due_s, self._discovery.due_s)
-        return min(due_s, self._hosts.due_s(), self._notices.due_s)
+        others = self._membership.due_s, self._discovery.due_s, self._notices.due_s
+        return min(due_s, self._hosts.due_s(), *others, *self._stopped_s.values())
 
     def _take_due(self) -> None:
         now_s = time.monotonic()
@@ -395,7 +394,8 @@ class ElasticRunning(Running):
         result = super()._judge()
         if self._is_too_few and self._interrupted_by is None:
             raise HostError(self._reason)
-        return replace(result, views=tuple(self._log.records))
+        code = result.exit_code or int(bool(self._reason))
+        return replace(result, exit_code=code, views=tuple(self._log.records))
 
 
 class PlannedPause:

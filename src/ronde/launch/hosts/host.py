@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ronde.addresses import is_loopback, source_towards
 from ronde.errors import UsageError
-from ronde.launch.signals import wait_for
+from ronde.launch.signals import raise_if_stopped
 from ronde.topology.machine import (
     UNKNOWN_NODE,
     Machine,
@@ -104,8 +104,8 @@ class LookUp:
 def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
     """Return addresses by name: none for an unknown one, without those not answered."""
     asked = LookUp(names)
-    while not asked.is_over(LOOK_S) and not wait_for([stop_fd], [], 0):
-        pass
+    while not asked.is_over(LOOK_S):
+        raise_if_stopped(stop_fd)
     return dict(asked.answers)
 
 

@@ -159,6 +159,8 @@ def follow_head(
     def work() -> int:
         # Nothing typed at this terminal reaches the agent or its programs.
         os.setsid()
+        os.close(0)
+        os.open(os.devnull, os.O_RDONLY)  # takes its number
         code = 1
         try:
             code = run_agent(channel, directory)
