@@ -41,8 +41,6 @@ _TIMED_OUT = re.compile(
     r"|dump signal .*from (rank \d+|another rank)|horovod has been shut down"
 )
 """Likewise, of one that another did not answer in time."""
-_IS_STOPPED = "is stopped; kill -cont"
-"""Likewise, of one that found another stopped, which will not end soon."""
 _LOST_RANK = re.compile(
     r"\brank (\d+),?( process \d+,)? (is gone|has shut down|ended|said goodbye"
     r"|closed its communicator)"
@@ -287,8 +285,6 @@ def judge(
 
 def find_awaited(end: RankEnd, running: Collection[int]) -> set[int]:
     """Return the ranks of which one may have made this one fail, and has not ended."""
-    if _IS_STOPPED in end.last_words:
-        return set()
     if end.lost_ranks:
         return set(end.lost_ranks.intersection(running))
     return set(running) if has_lost_peer(end.last_words) else set()
