@@ -313,7 +313,7 @@ class GradientBucket:
     then the result becomes sparse again, on all. In the bucket that is started first
     ``flags`` follow, ones from ranks that train and zeros from those that only
     participate, but for ``odd_flags``, and ``drift`` at the end: see Note [Control
-    flags] in ``control_flags``.
+    flags] in ``rounds``.
 
     ``prescale`` multiplies the values in their sum, where backward writes gradients to
     their places, which nothing should touch again; None where they are scaled when they
