@@ -139,6 +139,7 @@ def named_calls() -> dict[str, tuple[int, Callable[[], object]]]:
     import ronde.torch as hvd
 
     one, many = torch.ones(1), [torch.ones(4096) for _ in range(MANY)]
+    torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3),

@@ -71,6 +71,7 @@ def named_allreduce() -> Iterator[Callable[[], object]]:
 
 def gradient() -> Iterator[Callable[[], object]]:
     """Yield backward passes that reduce one gradient; each step begins outside."""
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 4, bias=False)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
