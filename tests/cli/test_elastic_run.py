@@ -208,7 +208,8 @@ def test_a_host_whose_new_ranks_fail_is_left_out(ronde, tmp_path):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_may_not_leave_early_unnoticed(ronde, rank):
     raising = {f"{n}:{step}": "raise" for n in range(20) for step in range(9, 15)}
-    result = run(ronde, {**raising, f"{rank}:3": "exit 0"}, last_view=9)
+    plan = {**raising, f"{rank}:3": "exit 0"}
+    result = run(ronde, plan, "--cooldown", "1s", last_view=9)
     assert result.returncode == 1
 
 
