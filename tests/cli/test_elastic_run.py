@@ -209,7 +209,7 @@ def test_a_host_whose_new_ranks_fail_is_left_out(ronde, tmp_path):
 def test_a_rank_may_not_leave_early_unnoticed(ronde, rank):
     raising = {f"{n}:{step}": "raise" for n in range(20) for step in range(9, 15)}
     plan = {**raising, f"{rank}:3": "exit 0"}
-    result = run(ronde, plan, "--cooldown", "1s", last_view=9)
+    result = run(ronde, plan, "--cooldown", "1s,1s", last_view=9)
     assert result.returncode == 1
 
 
