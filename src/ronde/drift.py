@@ -22,9 +22,11 @@ import logging
 import re
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
+from math import isfinite
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -41,15 +43,17 @@ _FACTOR = -7046029254386353131  # 2**64 / golden ratio, odd, as a signed number
 _FIRST_BIT = 40
 _CPU_PART_BYTES = 256 << 10
 _PART_BYTES = 16 << 20  # on an accelerator
-_OPTION = r"\w+ of param_groups\[\d+\]"
-_ROUNDING = 1e-4  # of the largest value; below it a difference may come from rounding
+_NUM_SAMPLED = 64
+_UNNAMED = "parameter"
+_OPTION = r"\w+ of param_groups\[\d+\]|the optimizer's class"
 _MAX_UNCONFIRMED = 3
 _BEGAN_APART = (
     "the ranks began with different weights. Call "
     "broadcast_parameters(model.state_dict(), root_rank=0) before training."
 )
 _ROUNDED = (
-    "rounding, by kernels that are not deterministic, or processors that are not alike."
+    "rounding, by kernels that are not deterministic or processors that are not alike; "
+    "or a small change that only some ranks made."
 )
 _CHANGED = (
     "some ranks changed weights or reduced gradients in a way of their own (such as by "
@@ -80,10 +84,10 @@ class Drift:
     """What differs between the ranks, and why.
 
     Attributes:
-        differences: Parameters first, then the optimizer's state and options.
-        num_compared: Values, on this rank.
-        distance: How far the first parameter that differs is apart, relative to its
-            largest value; None if no parameter differs or shapes do.
+        differences: Weights first, then the optimizer's state and options.
+        num_compared: Values.
+        distance: How far the first weight that differs is apart in some of its
+            elements, relative to the largest of them; None if that is unknown.
         cause: The likely one, in a sentence or two; empty if nothing differs.
     """
 
@@ -91,6 +95,8 @@ class Drift:
     num_compared: int
     distance: float | None = None
     cause: str = ""
+
+    num_weights: int = 0  # of the differences
 
     @property
     def is_equal(self) -> bool:
@@ -100,11 +106,7 @@ class Drift:
     def __str__(self) -> str:
         if self.is_equal:
             return f"{self.num_compared} values are the same on all ranks"
-        by = (
-            ""
-            if self.distance is None
-            else f" (by up to {self.distance:.2g} of its largest value)"
-        )
+        by = f" (by {self.distance:.2g} of its largest value)" if self.distance else ""
         num_others = len(self.differences) - 1
         others = f", and {num_others} more of {self.num_compared} values"
         return (
@@ -119,9 +121,38 @@ class Background:
 
     ranks: tuple[int, ...] = ()  # the carrier's ranks among all; empty if they are all
     has_say: bool = True  # whether this rank's values count; else it only learns
-    did_begin_equal: bool | None = None  # whether parameters were equal, if known
+    did_begin_equal: bool | None = None  # whether weights were equal, if known
     # Whether what is named is reduced: then what else the optimizer has is not.
     is_reducing: bool = False
+
+
+class Values(NamedTuple):
+    """What is compared of one rank, by name, as JSON can carry it."""
+
+    weights: dict[str, str]  # shape, dtype and checksum
+    state: dict[str, Any]  # the same, and numbers
+    options: dict[str, Any]
+    samples: dict[str, list[float]]  # some elements of weights
+
+    @classmethod
+    def of(
+        cls, named: Named, optimizer: Optimizer | None = None, *, is_sampled: bool
+    ) -> "Values":
+        values = cls({}, {}, {}, {})
+        for name, parameter in named:
+            values.weights[name] = _describe(parameter)
+            if is_sampled:
+                values.samples[name] = _sample(parameter)
+            for key, value in _state_of(optimizer, parameter).items():
+                values.state[f"{key} of {name}"] = _plain(value)
+        if optimizer is not None:
+            values.options["the optimizer's class"] = type(optimizer).__name__
+            for number, group in enumerate(optimizer.param_groups):
+                for option, value in group.items():
+                    if option != "params":
+                        place = f"{option} of param_groups[{number}]"
+                        values.options[place] = _plain(value)
+        return values
 
 
 def compare(
@@ -130,43 +161,41 @@ def compare(
     optimizer: Optimizer | None = None,
     known: Background = Background(),
 ) -> Drift:
-    """Compare parameters, and their optimizer's state and options; collective.
-
-    What some ranks do not have is left out.
-    """
-    parameters = dict(named)
-    unnamed = {}
+    """Compare weights, and their optimizer's state and options; collective."""
+    own = dict(named)
     if known.is_reducing and optimizer is not None:
-        unnamed = dict(_unnamed(optimizer, parameters.values()))
-    parameters |= unnamed
-    tensors, numbers = dict(parameters), dict[str, Any]()
-    if optimizer is not None:
-        _add_options(optimizer, numbers)
-        _add_state(optimizer, parameters, tensors, numbers)
-    sums = {n: _describe(t) for n, t in tensors.items()} if known.has_say else {}
-    mine = {**sums, **numbers} if known.has_say else {}
-    digest = hashlib.sha256(json.dumps(mine, default=str).encode()).hexdigest()
+        own |= dict(_unnamed(optimizer, own.values()))
+    mine = Values.of(own.items(), optimizer, is_sampled=True)
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     digests = all_gather_json(carrier, digest if known.has_say else "")
     if len({each for each in digests if each}) < 2:
-        return Drift((), len(mine))
-    gathered = all_gather_json(carrier, mine)
-    numbering = known.ranks or range(carrier.size)
-    everyone = {r: each for r, each in zip(numbering, gathered, strict=True) if each}
-    # State that only some ranks have is sharded.
-    one, *others = everyone.values()
-    names = [name for name in one if all(name in other for other in others)]
-    found = [d for name in names if (d := _difference(name, everyone)) is not None]
+        return Drift((), sum(map(len, mine[:3])))
+    gathered = all_gather_json(carrier, mine if known.has_say else None)
+    ranks = known.ranks or range(carrier.size)
+    everyone = {r: Values(*v) for r, v in zip(ranks, gathered, strict=True) if v}
+    return judge(everyone, known)
+
+
+def judge(everyone: Mapping[int, Values], known: Background) -> Drift:
+    """Return what differs between the values of ranks, and why.
+
+    State that only some ranks have is sharded, and left out, and so are their weights.
+    """
+    found: list[RankDifference] = []
+    num_compared = num_weights = 0
+    for kind in ("weights", "state", "options"):
+        of_ranks = {rank: getattr(values, kind) for rank, values in everyone.items()}
+        names = dict.fromkeys(name for each in of_ranks.values() for name in each)
+        if kind != "options":
+            names = [n for n in names if all(n in each for each in of_ranks.values())]
+        num_compared += len(names)
+        found += filter(None, (_difference(name, of_ranks) for name in names))
+        num_weights = len(found) if kind == "weights" else num_weights
     if not found:
-        return Drift((), len(names))
-    first = next((d for d in found if d.name in parameters), None)
-    distance = None
-    if first is not None and _is_comparable(first):
-        root = list(numbering).index((first.majority or first.ranks)[0])
-        distance = _distance(
-            carrier, parameters[first.name], root, has_say=known.has_say
-        )
-    cause = _cause_of(found, set(unnamed), distance, known)
-    return Drift(tuple(found), len(names), distance, cause)
+        return Drift((), num_compared)
+    distance = _distance(found[0], everyone)
+    cause = _cause_of(found, distance, known)
+    return Drift(tuple(found), num_compared, distance, cause, num_weights)
 
 
 def _unnamed(optimizer: Optimizer, named: Iterable[Tensor]) -> Named:
@@ -174,53 +203,42 @@ def _unnamed(optimizer: Optimizer, named: Iterable[Tensor]) -> Named:
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
-                yield f"parameter {index} of param_groups[{number}]", parameter
+                yield f"{_UNNAMED} {index} of param_groups[{number}]", parameter
 
 
-def _add_options(optimizer: Optimizer, numbers: dict[str, Any]) -> None:
-    for number, group in enumerate(optimizer.param_groups):
-        for option, value in group.items():
-            if option != "params":
-                numbers[f"{option} of param_groups[{number}]"] = _plain(value)
-
-
-def _add_state(
-    optimizer: Optimizer,
-    parameters: Mapping[str, Tensor],
-    tensors: dict[str, Tensor],
-    numbers: dict[str, Any],
-) -> None:
-    for name, parameter in parameters.items():
-        for key, value in _state_of(optimizer, parameter).items():
-            if isinstance(value, Tensor) and value.dim():
-                tensors[f"{key} of {name}"] = value
-            else:
-                numbers[f"{key} of {name}"] = _plain(value)
-
-
-def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    state = optimizer.state.get(parameter)
+def _state_of(optimizer: Optimizer | None, parameter: Tensor) -> Mapping[str, Any]:
+    state = None if optimizer is None else optimizer.state.get(parameter)
     return cast("dict[str, Any]", state) if isinstance(state, dict) else {}
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401  an optimizer's
-    """Return what JSON can carry of an option: numbers, text and lists of them."""
+    """Return what JSON can carry: numbers, text and lists, of tensors a checksum."""
     if isinstance(value, Tensor):
-        return cast("Any", value).tolist()
+        return _describe(value) if value.dim() else _plain(value.item())
     if isinstance(value, tuple | list):
         return [_plain(each) for each in cast("list[Any]", value)]
+    if isinstance(value, complex):
+        return str(value)
     return value if isinstance(value, int | float | str) else None
 
 
 def _describe(tensor: Tensor) -> str:
-    kind = f"{tuple(tensor.shape)} {tensor.dtype}"
-    return f"{kind} {sum_of_words(tensor):016x}"
+    return f"{tuple(tensor.shape)} {tensor.dtype} {sum_of_words(tensor):016x}"
+
+
+def _sample(tensor: Tensor) -> list[float]:
+    """Return some elements of a tensor, evenly spread over it."""
+    if not is_plain(tensor) or not tensor.numel():
+        return []
+    flat = tensor.detach().reshape(-1)
+    step = -(-flat.numel() // _NUM_SAMPLED)
+    return cast("Any", flat[::step].real.to(torch.float64)).tolist()
 
 
 def _difference(
-    name: str, everyone: dict[int, dict[str, Any]]
+    name: str, everyone: Mapping[int, Mapping[str, Any]]
 ) -> RankDifference | None:
-    values = {rank: each[name] for rank, each in everyone.items()}
+    values = {rank: each.get(name, "missing") for rank, each in everyone.items()}
     keys = {rank: json.dumps(value) for rank, value in values.items()}
     (most, num_most), *others = Counter(keys.values()).most_common()
     if not others:
@@ -231,54 +249,48 @@ def _difference(
     return RankDifference(name, tuple(ranks), tuple(majority), values)
 
 
-def _is_comparable(difference: RankDifference) -> bool:
-    """Return whether it has one shape and dtype."""
-    kinds = {str(v).rpartition(" ")[0] for v in difference.values.values()}
-    return len(kinds) == 1
-
-
-@torch.no_grad()
-def _distance(carrier: Carrier, tensor: Tensor, root: int, *, has_say: bool) -> float:
-    """Return how far a tensor is from the root's anywhere, of its largest value."""
-    theirs = tensor.detach().clone(memory_format=torch.contiguous_format)
-    carrier.broadcast(theirs, root).wait()
-    dtype = torch.complex128 if theirs.is_complex() else torch.float64
-    theirs = theirs.to(dtype)
-    own = tensor.detach().to(dtype) if has_say else theirs
-    pair = [float((own - theirs).abs().max()), float(theirs.abs().max())]
-    apart, largest = map(max, zip(*all_gather_json(carrier, pair), strict=True))
-    return apart / largest if largest else apart
+def _distance(
+    difference: RankDifference, everyone: Mapping[int, Values]
+) -> float | None:
+    """Return how far samples are apart, of the largest value; None if unknown."""
+    samples = [each.samples.get(difference.name, []) for each in everyone.values()]
+    columns = list(zip(*samples, strict=False))
+    if len(set(map(len, samples))) > 1 or not columns:
+        return None
+    apart = max(max(column) - min(column) for column in columns)
+    largest = max(map(abs, chain(*samples)))
+    is_known = isfinite(apart) and isfinite(largest) and largest > 0
+    return apart / largest if is_known and apart else None
 
 
 def _cause_of(
-    differences: Sequence[RankDifference],
-    unreduced: set[str],
-    distance: float | None,
-    known: Background,
+    differences: Sequence[RankDifference], distance: float | None, known: Background
 ) -> str:
-    names = {difference.name: difference for difference in differences}
-    local = [
-        u for u in unreduced if any(n == u or n.endswith(f" of {u}") for n in names)
-    ]
-    if local:
-        return (
-            f"{local[0]} was added behind the DistributedOptimizer, and its gradient "
-            "is not reduced. Use add_param_group() of the DistributedOptimizer."
-        )
-    for name, difference in names.items():
+    for difference in differences:
+        name = difference.name
+        if known.is_reducing and _UNNAMED in name:
+            return (
+                f"{name[name.index(_UNNAMED) :]} was added behind the "
+                "DistributedOptimizer, and its gradient is not reduced. Use "
+                "add_param_group() of the DistributedOptimizer."
+            )
+    for difference in differences:
+        name, values = difference.name, _values(difference)
         if name.startswith("step of "):
             return (
-                f"some ranks skipped a step: the optimizer has counted "
-                f"{_values(difference)}. Call step() equally often on all ranks."
+                f"some ranks skipped a step: the optimizer has counted {values}. Call "
+                "step() equally often on all ranks."
             )
         if re.fullmatch(_OPTION, name):
             return (
-                f"{name} is {_values(difference)}. Give all ranks the same options, "
-                "and step a scheduler on all of them."
+                f"{name} is {values}. Give all ranks the same options, and step a "
+                "scheduler on all of them."
             )
     if known.did_begin_equal is False:
         return _BEGAN_APART
-    is_rounding = distance is not None and distance < _ROUNDING
+    dtype = str(next(iter(differences[0].values.values()))).rpartition(" ")[0]
+    is_double = dtype.endswith("float64")
+    is_rounding = distance is not None and distance < (1e-14 if is_double else 2e-6)
     return _ROUNDED if is_rounding else _CHANGED
 
 
@@ -319,15 +331,34 @@ def read_words(tensor: Tensor) -> Tensor:
 
 
 def sum_of_words(tensor: Tensor) -> int:
-    """Return the checksum of all of a tensor, 64 bits; 0 if it cannot be read."""
-    return int(read_words(tensor).sum()) % (1 << 64) if is_plain(tensor) else 0
+    """Return a checksum of all of a tensor, 63 bits; 0 if it cannot be read.
+
+    It depends on the order of the elements, and costs little memory.
+    """
+    total = 0
+    if is_plain(tensor):
+        words = read_words(tensor)
+        size = _part_bytes(words) // words.itemsize
+        for number, start in enumerate(range(0, words.numel(), size)):
+            part = words[start : start + size]
+            weights = _weights(size, part.device)[: part.numel()]
+            total += (2 * number + 1) * int((part.to(torch.int64) * weights).sum())
+    return total % (1 << 63)
+
+
+@cache
+def _weights(size: int, device: torch.device) -> Tensor:
+    return torch.arange(1, size + 1, device=device).mul_(_FACTOR)
+
+
+def _part_bytes(tensor: Tensor) -> int:
+    return _CPU_PART_BYTES if tensor.is_cpu else _PART_BYTES
 
 
 def _checksum(tensor: Tensor, turn: int) -> Tensor:
     """Return the sum of a part of a tensor: all of it over the turns."""
     words = read_words(tensor)
-    part_bytes = _CPU_PART_BYTES if words.is_cpu else _PART_BYTES
-    part = part_bytes // words.itemsize
+    part = _part_bytes(words) // words.itemsize
     num_parts = -(-words.numel() // part)
     if num_parts > 1:
         words = words[turn % num_parts * part :][:part]
@@ -339,6 +370,43 @@ def _masks(device: torch.device) -> tuple[Tensor, Tensor]:
     bits = torch.arange(_FIRST_BIT, _FIRST_BIT + _NUM_BITS, device=device)
     complements = torch.arange(NUM_FLAGS, device=device) >= _NUM_BITS
     return bits.repeat(2), complements.to(torch.int64)
+
+
+def sums_of_parts(
+    parameters: Mapping[str, Tensor], optimizer: Optimizer, turn: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return checksums of a part of each, and of a tensor of its state, by name."""
+    sums: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for name, parameter in parameters.items():
+        if is_plain(parameter):
+            sums[0][name] = _checksum(parameter, turn)
+            for key, tensor, part in _tensor_of_state(optimizer, parameter, turn):
+                sums[1][f"{key} of {name}"] = _checksum(tensor, part)
+    # On an accelerator this is waited for once.
+    found = iter(_read_all([*sums[0].values(), *sums[1].values()]))
+    weights, state = ({name: f"{next(found):x}" for name in each} for each in sums)
+    return weights, state
+
+
+def _read_all(sums: Sequence[Tensor]) -> list[int]:
+    if len({each.device for each in sums}) == 1:
+        return cast("Any", torch.stack(list(sums))).tolist()
+    return [int(each) for each in sums]
+
+
+def _tensor_of_state(
+    optimizer: Optimizer, parameter: Tensor, turn: int
+) -> list[tuple[str, Tensor, int]]:
+    """Return the tensor that is looked at in a turn, if any, and its part's number."""
+    state = [
+        (key, value)
+        for key, value in _state_of(optimizer, parameter).items()
+        if is_plain(value) and value.device == parameter.device
+    ]
+    if not state:
+        return []
+    part, index = divmod(turn, len(state))
+    return [(*state[index], part)]
 
 
 class FlagReader:
@@ -374,21 +442,19 @@ class DriftCheck:
         self._num_looks = self._num_since_restart = 0
         self._known: object = None  # what ``_parameters`` was made from
         self._parameters: list[Tensor] = []
+        self._is_state_looked_at = True
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._sums: list[Tensor] = []
 
     def step_done(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped; look, if it is time to."""
         if not (self._is_over or self._num_since_restart % PERIOD):
-            self.look(optimizer)
+            self._look(optimizer)
         self._num_since_restart += 1
         self.num_steps += 1
 
-    def look(self, optimizer: Optimizer, among: Container[int] | None = None) -> None:
-        """Take checksums of what is next in turn, for ``take_flags``.
-
-        If ``among`` is given, looks only at parameters whose ``id`` is in it.
-        """
+    def _look(self, optimizer: Optimizer) -> None:
+        """Take checksums of what is next in turn, for ``take_flags``."""
         if self._is_over:
             return
         lengths = [len(group["params"]) for group in optimizer.param_groups]
@@ -397,9 +463,7 @@ class DriftCheck:
             self._known = known
             self._optimizer = weakref.ref(optimizer)
             every = [p for group in optimizer.param_groups for p in group["params"]]
-            self._parameters = [
-                p for p in every if is_plain(p) and (among is None or id(p) in among)
-            ]
+            self._parameters = list(filter(is_plain, every))
         for _ in range(min(PERIOD, len(self._parameters))):
             turn, index = divmod(self._num_looks, len(self._parameters))
             self._num_looks += 1
@@ -407,14 +471,9 @@ class DriftCheck:
 
     def _look_at(self, optimizer: Optimizer, parameter: Tensor, turn: int) -> None:
         self._sums.append(_checksum(parameter, turn))
-        state = [
-            value
-            for value in _state_of(optimizer, parameter).values()
-            if is_plain(value) and value.device == parameter.device
-        ]
-        if state:
-            number, index = divmod(turn, len(state))
-            self._sums.append(_checksum(state[index], number))
+        if self._is_state_looked_at:
+            for _, tensor, part in _tensor_of_state(optimizer, parameter, turn):
+                self._sums.append(_checksum(tensor, part))
 
     def take_flags(self) -> Tensor | None:
         """Return ``NUM_FLAGS`` zeros and ones of the looks since the last call."""
@@ -433,27 +492,35 @@ class DriftCheck:
         self._sums.clear()
 
     def report(self, carrier: Carrier, named: Named, known: Background) -> None:
-        """Warn of what differs, or raise; look no more then. Collective.
+        """Warn of weights that differ, or raise; look no more then. Collective.
+
+        State that differs alone may do so on purpose, such as an error that is fed
+        back: it is no longer looked at then.
 
         Raises:
-            CollectiveError: There is a difference, and the mode is error.
+            CollectiveError: Weights differ, and the mode is error.
         """
         optimizer = self._optimizer and self._optimizer()
-        if optimizer is None:
-            known = replace(known, has_say=False)
+        known = replace(known, has_say=known.has_say and self._num_looks > 0)
         drift = compare(carrier, named, optimizer, known)
-        if drift.is_equal:
-            self._num_unconfirmed += 1
-            self._is_over |= self._num_unconfirmed == _MAX_UNCONFIRMED
+        self._sums.clear()
+        if drift.num_weights:
+            self._is_over = True
+            is_first = carrier.rank == 0
+            report(drift, self._mode, self.num_steps, is_first=is_first)
             return
-        self._is_over = True
-        text = (
-            f"The ranks have drifted apart, seen after step {self.num_steps}: {drift}"
-        )
-        if self._mode == "error":
-            raise CollectiveError(text)
-        if carrier.rank == 0 and self._mode == "warn":
-            _logger.warning("%s RONDE_DRIFT=off turns this check off.", text)
+        self._num_unconfirmed += 1
+        self._is_state_looked_at &= drift.is_equal
+        self._is_over |= self._num_unconfirmed == _MAX_UNCONFIRMED
+
+
+def report(drift: Drift, mode: str, num_steps: int, *, is_first: bool) -> None:
+    """Raise in the mode error; in the mode warn log a warning on the first rank."""
+    text = f"The ranks have drifted apart, seen after step {num_steps}: {drift}"
+    if mode == "error":
+        raise CollectiveError(text)
+    if is_first and mode == "warn":
+        _logger.warning("%s RONDE_DRIFT=off turns this check off.", text)
 
 
 def is_apart(flags: Sequence[float]) -> bool:

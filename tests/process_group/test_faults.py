@@ -121,7 +121,9 @@ def wait_in_brief_group(communicator, port):
     if rank == 1:
         store.wait(others, HANG)
         return
-    with pytest.raises(CollectiveError, match=r"(rank 1 did not)|(from ranks \[1\])"):
+    with pytest.raises(
+        CollectiveError, match=r"(rank 1 did not come)|(from ranks \[1\])"
+    ):
         group.barrier().wait()
     store.set(f"over {rank}", "")
     store.wait(others, HANG)

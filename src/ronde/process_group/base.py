@@ -50,7 +50,7 @@ class GroupBase(_ProcessGroup):
         super().__init__(communicator.rank, communicator.size)
         self._communicator, self._store = communicator, store
         self._rank, self._size = communicator.rank, communicator.size
-        self.drift = GroupDrift(communicator, drift)
+        self.drift = GroupDrift(store, self._rank, self._size, drift)
         self._name = self._desc = ""  # torch gives them afterwards
         self._timeout_s = timeout.total_seconds()
         self._process = os.getpid()
@@ -132,7 +132,6 @@ class GroupBase(_ProcessGroup):
         """Start a call; ``finish`` gets the results of its works."""
         self._require_own_process()
         self._sequence += 1
-        number = None if name in _MESSAGES else self.drift.count_call()
         try:
             if _is_profiling():  # else it would cost 9 us a call
                 with profiler.record_function(f"ronde:{name}"):
@@ -143,6 +142,7 @@ class GroupBase(_ProcessGroup):
             raise as_backend_error(error) from error
         limit_s = opts.timeout.total_seconds() if opts is not None else -1.0
         limit_s = limit_s if limit_s > 0 else self._timeout_s
+        number = None if name in _MESSAGES else self.drift.count_call()
         late = Late(self._attendance, self.abort, number)
         work = GroupWork(self._drain, works, finish, limit_s, late)
         if self._coalesced is not None:

@@ -57,9 +57,10 @@ def _make(
         # keys of the one before.
         number = store.add(f"ronde/{rank}", 1)
         environ = own_or(None)
+        store = PrefixStore(f"ronde{number}", store)
         with torch.no_grad():
             communicator = connect_at(
-                PrefixStore(f"ronde{number}", store),
+                store,
                 rank,
                 size,
                 timeout_s=timeout.total_seconds(),

@@ -1,69 +1,107 @@
 """Finds drift in models that torch's DistributedDataParallel trains over a group.
 
-Note [What the flags travel with]
-    DDP's buckets are torch's own: nothing can be put into them. So a small all-reduce
-    of the flags goes with the first all-reduce of every ``PERIOD`` collectives of a
-    group that DDP uses, and its sums are read when the next one is due. All ranks make
-    a group's collectives in one order, but may step and run backward unequally often.
+Note [By the store, not by collectives]
+    A collective of ours among the program's would hang where the program's calls are
+    not the same on all ranks for a while, which groups survive. So each rank writes its
+    checksums to the store of the group, and a look later rank 0 reads those of all; in
+    the mode error all ranks read. Two looks are compared if the ranks had made equally
+    many collectives at both. What is missing is not waited for.
 """
 
+import json
 import weakref
+from datetime import timedelta
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed as dist, nn
+from torch.distributed import Store
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ronde.collectives import Communicator, Work
-from ronde.drift import NUM_FLAGS, PERIOD, Background, DriftCheck, FlagReader, is_apart
+from ronde.collectives.store import clone_of
+from ronde.drift import Background, Values, judge, report, sums_of_parts
 
-_NUM_OPTIMIZERS = 3  # looked at in turn, where several step
+_PERIOD = 32  # collectives between looks; more with more ranks, as rank 0 reads them
+_NUM_PARAMETERS = 16  # looked at each time
+_STORE_TIMEOUT = timedelta(seconds=5)
 _drifts: "weakref.WeakSet[GroupDrift]" = weakref.WeakSet()
+
+
+class _Look(NamedTuple):
+    """What an optimizer's parameters were after a step."""
+
+    num_calls: int  # collectives before it
+    number: int  # among looks after as many
+    weights: dict[str, str]
+    state: dict[str, str]
+    options: dict[str, Any]
 
 
 class GroupDrift:
     """Looks at the models that are trained over one group."""
 
-    def __init__(self, communicator: Communicator, mode: str) -> None:
-        """Begin; ``mode`` as of ``DriftCheck``."""
-        self._communicator = communicator
-        self._mode, self._check = mode, DriftCheck(mode)
+    def __init__(self, store: Store, rank: int, size: int, mode: str) -> None:
+        """Begin; ``mode`` is off, warn or error."""
+        self._store, self._rank, self._size, self._mode = store, rank, size, mode
+        self._is_over = True  # until there is a model
+        self._period = max(_PERIOD, size)
+        self._num_calls = self._num_steps = self._num_models = self._phase = 0
         self._ranks: tuple[int, ...] = ()
-        self._models: list[weakref.ref[nn.Module]] = []
-        self._device = torch.device("cpu")
+        self._models: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._named: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id
-        self._watched = weakref.WeakKeyDictionary[Optimizer, bool]()
-        self._num_calls = self._period = 0
-        self._num_steps_to_look = 1
-        self._sums: Work[Tensor] | None = None
-        self._reader = FlagReader()
+        self._phases = weakref.WeakKeyDictionary[Optimizer, int]()
+        self._looks: list[_Look] = []  # of this phase
+        self._last_looks: list[_Look] = []
         if mode != "off":
             _watch_models()
 
-    def add(self, model: DistributedDataParallel, wrapped: nn.Module) -> None:
-        """Look at a model that DDP is about to wrap from now on."""
-        group = cast("Any", model).process_group
-        self._device = next(wrapped.parameters()).device
-        self._ranks = tuple(dist.get_process_group_ranks(group))
-        self._check = DriftCheck(self._mode)
-        self._models.append(weakref.ref(model, self._forget))
+    def add(self, model: DistributedDataParallel) -> None:
+        """Look at a model from now on."""
+        if model in [ref() for ref in self._models.values()]:
+            return
+        self._ranks = tuple(
+            dist.get_process_group_ranks(cast("Any", model).process_group)
+        )
+        self._is_over, self._looks, self._last_looks = False, [], []
+        self._models[self._num_models] = weakref.ref(model, self._forget)
+        self._num_models += 1
         self._forget(None)
         _drifts.add(self)
         _watch_steps()
 
     def _forget(self, _: object) -> None:
         self._named = {}
-        self._watched.clear()
+
+    def count_call(self) -> int:
+        """Note that a collective of the group has begun; return its number."""
+        self._num_calls += 1
+        return self._num_calls
+
+    @torch.no_grad()
+    def step_done(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped; look at its parameters now and then."""
+        self._num_steps += 1
+        phase = self._num_calls // self._period
+        if self._phases.get(optimizer, 0) == phase or self._is_over:
+            return
+        self._phases[optimizer] = phase
+        named = self._parameters()
+        groups = [group["params"] for group in optimizer.param_groups]
+        own = [named[id(p)] for group in groups for p in group if id(p) in named]
+        if own:
+            self._look(optimizer, own, phase)
 
     def _parameters(self) -> dict[int, tuple[str, Tensor]]:
         """Return names and parameters of the models by the parameters' ids."""
         if not self._named:
-            alive = [model for ref in self._models if (model := ref()) is not None]
-            for number, model in enumerate(alive):
+            for number, ref in self._models.items():
+                model = ref()
+                if model is None:
+                    continue
                 wrapped = cast("nn.Module", model.module)
                 local = getattr(wrapped, "_ddp_params_and_buffers_to_ignore", ())
                 of = f" of model {number}" if number else ""
@@ -72,54 +110,53 @@ class GroupDrift:
                         self._named[id(parameter)] = f"{name}{of}", parameter
         return self._named
 
-    @torch.no_grad()
-    def step_done(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has stepped."""
-        if not self._is_watched(optimizer):
+    def _look(
+        self, optimizer: Optimizer, own: list[tuple[str, Tensor]], phase: int
+    ) -> None:
+        if phase != self._phase:
+            self._last_looks, self._looks, self._phase = self._looks, [], phase
+        first = phase * _NUM_PARAMETERS
+        chosen = [own[i % len(own)] for i in range(first, first + _NUM_PARAMETERS)]
+        number = sum(look.num_calls == self._num_calls for look in self._looks)
+        weights, state = sums_of_parts(dict(chosen), optimizer, first // len(own))
+        options = Values.of([], optimizer, is_sampled=False).options
+        self._looks.append(_Look(self._num_calls, number, weights, state, options))
+        try:
+            found = self._exchange(phase)
+        except RuntimeError:  # the store's: it may be gone with a rank
+            self._is_over = True
             return
-        self._check.num_steps += 1
-        self._num_steps_to_look -= 1
-        if self._num_steps_to_look == 0:
-            self._check.look(optimizer, self._parameters())
+        for everyone in found:
+            drift = judge(everyone, Background())
+            if drift.num_weights:
+                self._is_over = True
+                is_first = self._rank == 0
+                report(drift, self._mode, self._num_steps, is_first=is_first)
+                return
 
-    def _is_watched(self, optimizer: Optimizer) -> bool:
-        """Return whether it has parameters of the models."""
-        is_watched = self._watched.get(optimizer)
-        if is_watched is None:
-            named = self._parameters()
-            groups = [group["params"] for group in optimizer.param_groups]
-            is_watched = any(id(p) in named for group in groups for p in group)
-            self._watched[optimizer] = is_watched
-        return is_watched
-
-    def count_call(self) -> int:
-        """Note that a collective of the group begins; return its number."""
-        self._num_calls += 1
-        return self._num_calls
-
-    @torch.no_grad()
-    def start_along(self) -> list[Work[Any]]:
-        """Return what is started along with an all-reduce: at times the flags' own."""
-        period = self._num_calls // PERIOD
-        if not self._models or period == self._period:
+    def _exchange(self, phase: int) -> list[dict[int, Values]]:
+        """Write this phase's looks; return by rank what was seen in the one before."""
+        store = clone_of(self._store)
+        store.set_timeout(_STORE_TIMEOUT)
+        store.set(f"drift/{self._rank}/{phase % 2}", json.dumps(self._looks))
+        last = [f"drift/{rank}/{(phase - 1) % 2}" for rank in range(self._size)]
+        is_reader = self._rank == 0 or self._mode == "error"
+        if not (is_reader and self._last_looks and store.check(last)):
             return []
-        self._period = period
-        if self._sums is not None:
-            self._read(self._sums.wait())
-        looked = self._check.take_flags()
-        flags = torch.zeros(NUM_FLAGS, device=self._device)
-        if looked is not None:
-            flags.copy_(looked)
-        self._num_steps_to_look = 1 + period % _NUM_OPTIMIZERS
-        self._sums = self._communicator.all_reduce(flags)
-        return [self._sums]
+        of_ranks = list(map(_read_looks, cast("Any", store).multi_get(last)))
+        return [
+            {
+                rank: looks[place]
+                for rank, looks in zip(self._ranks, of_ranks, strict=True)
+                if place in looks
+            }
+            for place in [look[:2] for look in self._last_looks]
+        ]
 
-    def _read(self, sums: Tensor) -> None:
-        """Report what the flags show; collective if they show a difference."""
-        found = self._reader.read(sums, 0)
-        if found is not None and is_apart(found[0]):
-            known = Background(self._ranks)
-            self._check.report(self._communicator, self._parameters().values(), known)
+
+def _read_looks(text: bytes) -> dict[tuple[int, int], Values]:
+    looks = [_Look(*look) for look in json.loads(text)]
+    return {look[:2]: Values(*look[2:], {}) for look in looks}
 
 
 @cache
@@ -133,11 +170,11 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_on_step)
 
 
-def _on_module(module: nn.Module, name: str, wrapped: nn.Module | None) -> None:
-    if isinstance(module, DistributedDataParallel) and name == "module" and wrapped:
+def _on_module(module: nn.Module, name: str, _: object) -> None:
+    if isinstance(module, DistributedDataParallel) and name == "module":
         drift = getattr(cast("Any", module).process_group, "drift", None)
         if isinstance(drift, GroupDrift):
-            drift.add(module, wrapped)
+            drift.add(module)
 
 
 def _on_step(optimizer: Optimizer, *_: object) -> None:

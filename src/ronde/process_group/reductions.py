@@ -57,8 +57,7 @@ class Reductions(GroupBase):
 
         def start() -> Works:
             data = as_real(tensors[0], op)
-            work = self._communicator.all_reduce(data, op, prescale=factor)
-            return [work, *self.drift.start_along()]
+            return [self._communicator.all_reduce(data, op, prescale=factor)]
 
         return self._start("all_reduce", start, lambda _: list(tensors), opts)
 

@@ -54,7 +54,7 @@ class Late(NamedTuple):
         who = "there was no answer"
         if absent:
             ranks = ", ".join(map(str, absent))
-            who = f"rank{'s' * (len(absent) > 1)} {ranks} did not make it"
+            who = f"rank{'s' * (len(absent) > 1)} {ranks} did not come to it in time"
         raise CollectiveError(
             f"the call must complete within its timeout of {limit_s:g} s, but {who}. "
             "See which rank hangs or makes other calls."

@@ -13,6 +13,7 @@ Note [Shares]
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -85,8 +86,9 @@ class _Chunk(NamedTuple):
 
 def require_elementwise(optimizer: Optimizer, *, is_said: bool) -> None:
     """Refuse optimizers that are not known, nor said, to be element by element."""
-    # A class of the user's that leaves torch's step as it is is one of torch's.
-    known = any(type(optimizer).step is each.step for each in _ELEMENTWISE)
+    # A class of the user's that leaves torch's step as it is counts as one of torch's.
+    step = _own_step(type(optimizer))
+    known = any(step is _own_step(each) for each in _ELEMENTWISE)
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         cure = "Leave zero out."
     elif known or is_said:
@@ -100,6 +102,11 @@ def require_elementwise(optimizer: Optimizer, *, is_said: bool) -> None:
         "optimizer must treat every element alike with zero=1, got "
         f"{type(optimizer).__name__}. {cure}"
     )
+
+
+def _own_step(kind: Any) -> object:  # noqa: ANN401  a class
+    """Return a class's ``step`` below what torch wraps it in."""
+    return inspect.unwrap(kind.step)
 
 
 class ShardedStep:

@@ -259,6 +259,7 @@ class _Errors:
         return Parity(layout, num_steps, loss, gradient, weight, tolerance, first)
 
 
+@torch.no_grad()
 def _size(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())
 

@@ -39,7 +39,7 @@ class StagedModel:
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Compute the gradients of a batch; collective along pp.
 
-        Gradients add up, are the mean's over microbatches, and must be zero before.
+        They are those of the mean over microbatches, and added to what is there.
 
         Args:
             inputs: Of the whole batch; the first stage's rank reads it.
@@ -59,6 +59,11 @@ class StagedModel:
                     f"{self.plan.num_microbatches}, got {len(tensor)}."
                 )
         self._ties.make_equal()
+        # torch's schedule divides what is there by the number of microbatches, too.
+        parameters = list(cast("Any", self.stages).parameters())
+        kept = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
         given = (inputs,) if self.is_first else ()
         losses: list[Tensor] = []
         if self.is_last:
@@ -66,6 +71,10 @@ class StagedModel:
         else:
             self._schedule.step(*given)
         self._ties.add_gradients()
+        with torch.no_grad():
+            for parameter, grad in kept:
+                own = parameter.grad
+                parameter.grad = grad if own is None else grad.add_(own)
         if not self.is_last:
             return None
         return torch.stack([loss.detach() for loss in losses]).mean()

@@ -384,5 +384,4 @@ class ProgressEngine:
     def _find_loss(self, rank: int) -> str:
         if self._blocks[rank].words[IS_CLOSED]:
             return f"rank {rank} closed its communicator"
-        is_warning = self.rank == (0 if rank else 1)  # one of all is enough
-        return self._peers.find_loss(rank, is_warning=is_warning)
+        return self._peers.find_loss(rank, self.rank)

@@ -188,10 +188,10 @@ class Peers:
         self.is_crowded = cores.bit_count() < len(processes)
         """Whether there are fewer cores than ranks."""
 
-    def find_loss(self, rank: int, *, is_warning: bool = True) -> str:
+    def find_loss(self, rank: int, own: int) -> str:
         """Return why a rank's process will not go on; to be called now and then.
 
-        One that is stopped may go on: there is a warning, if this rank gives it.
+        One that is stopped may go on: the first rank that runs warns of it.
         """
         process = self.processes[rank]
         state = process.state()
@@ -201,7 +201,7 @@ class Peers:
             self._num_stopped.pop(rank, None)
             return ""
         count = self._num_stopped[rank] = self._num_stopped.get(rank, 0) + 1
-        if count == _IS_STOPPED_AFTER and is_warning:
+        if count == _IS_STOPPED_AFTER and all(map(self.describe_stop, range(own))):
             _logger.warning("All wait for %s.", self.describe_stop(rank))
         return ""
 
