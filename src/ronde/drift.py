@@ -374,8 +374,11 @@ def _masks(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def sums_of_parts(
     parameters: Mapping[str, Tensor], optimizer: Optimizer, turn: int
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return checksums of a part of each, and of a tensor of its state, by name."""
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return checksums of a part of each, and of a tensor of its state, by name.
+
+    Of the state also the number of steps, if it is not on an accelerator.
+    """
     sums: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for name, parameter in parameters.items():
         if is_plain(parameter):
@@ -385,6 +388,10 @@ def sums_of_parts(
     # On an accelerator this is waited for once.
     found = iter(_read_all([*sums[0].values(), *sums[1].values()]))
     weights, state = ({name: f"{next(found):x}" for name in each} for each in sums)
+    for name in weights:
+        count = _state_of(optimizer, parameters[name]).get("step")
+        if not isinstance(count, Tensor) or (count.is_cpu and not count.dim()):
+            state[f"step of {name}"] = _plain(count)
     return weights, state
 
 

@@ -21,7 +21,7 @@ from ronde.errors import CollectiveError, UsageError
 
 SETTINGS = [Setting(engine, size) for engine in ("auto", "gloo") for size in (2, 3)]
 AT = 2  # the step at which ranks come apart
-NUM_DDP_STEPS = 96  # six looks
+NUM_DDP_STEPS = 160  # five looks
 
 
 class Model(nn.Module):
@@ -194,7 +194,7 @@ def train_ddp(cause):
     return message_of(CollectiveError, train, *args)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS[::3], ids=str)
 def test_ddp_on_ronde_finds_it_too(setting):
     # DDP itself broadcasts what the ranks begin with.
     without = {other_start, permuted_start, other_frozen_layer, behind_our_back}
@@ -226,7 +226,7 @@ def train_among_other_calls():
     return [each.item() for each in sums]
 
 
-@pytest.mark.parametrize("setting", SETTINGS[1::2], ids=str)
+@pytest.mark.parametrize("setting", SETTINGS[1:3], ids=str)
 def test_calls_that_are_not_alike_do_not_wait_for_it(setting):
     for sums in run_in_group(setting, train_among_other_calls):
         assert sums == [setting.size] * len(sums)

@@ -25,10 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ronde.collectives.store import clone_of
 from ronde.drift import Background, Values, judge, report, sums_of_parts
 
-_PERIOD = 32  # collectives between looks; more with more ranks, as rank 0 reads them
-_NUM_PARAMETERS = 16  # looked at each time
+_PERIOD = 64  # collectives between looks; more with more ranks, as rank 0 reads them
+_NUM_PARAMETERS = 32  # looked at each time
 _STORE_TIMEOUT = timedelta(seconds=5)
-_drifts: "weakref.WeakSet[GroupDrift]" = weakref.WeakSet()
+_drifts: "list[weakref.ref[GroupDrift]]" = []
 
 
 class _Look(NamedTuple):
@@ -37,7 +37,7 @@ class _Look(NamedTuple):
     num_calls: int  # collectives before it
     number: int  # among looks after as many
     weights: dict[str, str]
-    state: dict[str, str]
+    state: dict[str, Any]
     options: dict[str, Any]
 
 
@@ -47,13 +47,14 @@ class GroupDrift:
     def __init__(self, store: Store, rank: int, size: int, mode: str) -> None:
         """Begin; ``mode`` is off, warn or error."""
         self._store, self._rank, self._size, self._mode = store, rank, size, mode
+        self._own_store: Store | None = None
         self._is_over = True  # until there is a model
         self._period = max(_PERIOD, size)
         self._num_calls = self._num_steps = self._num_models = self._phase = 0
         self._ranks: tuple[int, ...] = ()
         self._models: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._named: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id
-        self._phases = weakref.WeakKeyDictionary[Optimizer, int]()
+        self._phases: dict[int, int] = {}  # of the last look, by the optimizer's id
         self._looks: list[_Look] = []  # of this phase
         self._last_looks: list[_Look] = []
         if mode != "off":
@@ -70,7 +71,8 @@ class GroupDrift:
         self._models[self._num_models] = weakref.ref(model, self._forget)
         self._num_models += 1
         self._forget(None)
-        _drifts.add(self)
+        if all(ref() is not self for ref in _drifts):
+            _drifts.append(weakref.ref(self, _drifts.remove))
         _watch_steps()
 
     def _forget(self, _: object) -> None:
@@ -86,9 +88,9 @@ class GroupDrift:
         """Note that an optimizer has stepped; look at its parameters now and then."""
         self._num_steps += 1
         phase = self._num_calls // self._period
-        if self._phases.get(optimizer, 0) == phase or self._is_over:
+        if self._phases.get(id(optimizer), 0) == phase or self._is_over:
             return
-        self._phases[optimizer] = phase
+        self._phases[id(optimizer)] = phase
         named = self._parameters()
         groups = [group["params"] for group in optimizer.param_groups]
         own = [named[id(p)] for group in groups for p in group if id(p) in named]
@@ -136,8 +138,10 @@ class GroupDrift:
 
     def _exchange(self, phase: int) -> list[dict[int, Values]]:
         """Write this phase's looks; return by rank what was seen in the one before."""
-        store = clone_of(self._store)
-        store.set_timeout(_STORE_TIMEOUT)
+        if self._own_store is None:  # a connection takes long
+            self._own_store = clone_of(self._store)
+            self._own_store.set_timeout(_STORE_TIMEOUT)
+        store = self._own_store
         store.set(f"drift/{self._rank}/{phase % 2}", json.dumps(self._looks))
         last = [f"drift/{rank}/{(phase - 1) % 2}" for rank in range(self._size)]
         is_reader = self._rank == 0 or self._mode == "error"
@@ -178,5 +182,7 @@ def _on_module(module: nn.Module, name: str, _: object) -> None:
 
 
 def _on_step(optimizer: Optimizer, *_: object) -> None:
-    for drift in list(_drifts):
-        drift.step_done(optimizer)
+    for ref in _drifts:
+        drift = ref()
+        if drift is not None:
+            drift.step_done(optimizer)
