@@ -21,6 +21,10 @@ from ronde.errors import CollectiveError, UsageError
 
 SETTINGS = [Setting(engine, size) for engine in ("auto", "gloo") for size in (2, 3)]
 AT = 2  # the step at which ranks come apart
+SOME = [SETTINGS[1], SETTINGS[2]]
+SOME += [
+    pytest.param(each, marks=pytest.mark.long) for each in (SETTINGS[0], SETTINGS[3])
+]
 NUM_DDP_STEPS = 160  # five looks
 
 
@@ -161,7 +165,7 @@ def train_horovod(cause):
     return found, hvd.check_parity(model, optimizer)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", SOME, ids=str)
 def test_what_comes_apart_is_found_and_named(setting):
     cases = {cause.__name__: partial(train_horovod, cause) for cause in CAUSES}
     found = run_cases(
@@ -194,7 +198,7 @@ def train_ddp(cause):
     return message_of(CollectiveError, train, *args)
 
 
-@pytest.mark.parametrize("setting", SETTINGS[::3], ids=str)
+@pytest.mark.parametrize("setting", SOME, ids=str)
 def test_ddp_on_ronde_finds_it_too(setting):
     # DDP itself broadcasts what the ranks begin with.
     without = {other_start, permuted_start, other_frozen_layer, behind_our_back}

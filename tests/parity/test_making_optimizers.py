@@ -146,7 +146,9 @@ def test_a_spare_copy_on_one_rank_does_not_shift_what_all_make_later():
     assert_equal(run_sessions(3, work), alone(4, range(3)))
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+@pytest.mark.parametrize(
+    "op", [hvd.Average, pytest.param(hvd.Adasum, marks=pytest.mark.long)]
+)
 def test_used_on_one_rank_alone_is_reported(op):
     def work():
         model = build(4)

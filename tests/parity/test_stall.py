@@ -74,7 +74,9 @@ def test_late_gradients_are_told_of_and_then_used():
     assert "rank 1: waiting for [barrier.noname]" in first[0]
 
 
-@pytest.mark.parametrize("engine", ["auto", "gloo"])
+@pytest.mark.parametrize(
+    "engine", ["auto", pytest.param("gloo", marks=pytest.mark.long)]
+)
 def test_gradients_that_never_come_end_the_job(engine):
     def work():
         _listen()

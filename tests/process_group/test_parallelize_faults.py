@@ -1,8 +1,9 @@
 """Layouts that could train something else unnoticed: are right, or refused by name."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,14 +24,26 @@ WIDTH, NUM_WORDS = 8, 20
 SETTINGS = [Setting("auto", 2), Setting("gloo", 3), Setting("auto", 4)]
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list]:
-    """What ranks give in each call, of all sizes."""
-    return {
-        f"{name}-{setting}": results
-        for setting in SETTINGS
-        for name, results in run_all(setting, CALLS[setting.size]).items()
-    }
+@cache
+def results_of(setting: Setting) -> dict[str, list]:
+    return run_all(setting, CALLS[setting.size])
+
+
+class Found:
+    """What ranks give in each call, by name and setting; run when it is asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        for setting in SETTINGS:
+            yield from (f"{name}-{setting}" for name in CALLS[setting.size])
+
+    def __getitem__(self, key: str) -> list:
+        setting = next(each for each in SETTINGS if key.endswith(f"-{each}"))
+        return results_of(setting)[key.removesuffix(f"-{setting}")]
+
+
+@pytest.fixture
+def found() -> Found:
+    return Found()
 
 
 def whole(tensor: Tensor) -> Tensor:
