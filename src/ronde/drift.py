@@ -416,27 +416,6 @@ def _tensor_of_state(
     return [(*state[index], part)]
 
 
-class FlagReader:
-    """Reads sums of flags, of an accelerator those before the last: not to wait."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, int, torch.Event] | None = None
-
-    def read(self, flags: Tensor, step: int) -> tuple[list[float], int] | None:
-        """Return flags and the ``step`` that they came with; None if there are none."""
-        if not flags.is_cpu:
-            here = torch.empty_like(flags, device="cpu", pin_memory=True)
-            here.copy_(flags, non_blocking=True)
-            is_here = torch.Event(flags.device)
-            is_here.record()
-            last, self._last = self._last, (here, step, is_here)
-            if last is None:
-                return None
-            flags, step, is_here = last
-            is_here.synchronize()
-        return cast("list[float]", flags.real.tolist()), step
-
-
 class DriftCheck:
     """Looks at parameters and their state in turn, some after each step."""
 
@@ -451,7 +430,7 @@ class DriftCheck:
         self._parameters: list[Tensor] = []
         self._is_state_looked_at = True
         self._optimizer: weakref.ref[Optimizer] | None = None
-        self._sums: list[Tensor] = []
+        self.sums: list[Tensor] = []  # of the looks since the last ``take_flags``
 
     def step_done(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped; look, if it is time to."""
@@ -477,26 +456,26 @@ class DriftCheck:
             self._look_at(optimizer, self._parameters[index], turn)
 
     def _look_at(self, optimizer: Optimizer, parameter: Tensor, turn: int) -> None:
-        self._sums.append(_checksum(parameter, turn))
+        self.sums.append(_checksum(parameter, turn))
         if self._is_state_looked_at:
             for _, tensor, part in _tensor_of_state(optimizer, parameter, turn):
-                self._sums.append(_checksum(tensor, part))
+                self.sums.append(_checksum(tensor, part))
 
     def take_flags(self) -> Tensor | None:
         """Return ``NUM_FLAGS`` zeros and ones of the looks since the last call."""
-        if not self._sums:
+        if not self.sums:
             return None
-        total = self._sums[0]
-        for other in self._sums[1:]:
+        total = self.sums[0]
+        for other in self.sums[1:]:
             total = total.mul_(3).add_(other.to(total.device))
-        self._sums.clear()
+        self.sums.clear()
         shifts, complements = _masks(total.device)
         return (total.mul_(_FACTOR) >> shifts).bitwise_and_(1).bitwise_xor_(complements)
 
     def restart(self) -> None:
         """Begin with the first parameter again; ranks that had joined are behind."""
         self._num_looks = self._num_since_restart = 0
-        self._sums.clear()
+        self.sums.clear()
 
     def report(self, carrier: Carrier, named: Named, known: Background) -> None:
         """Warn of weights that differ, or raise; look no more then. Collective.
@@ -510,7 +489,7 @@ class DriftCheck:
         optimizer = self._optimizer and self._optimizer()
         known = replace(known, has_say=known.has_say and self._num_looks > 0)
         drift = compare(carrier, named, optimizer, known)
-        self._sums.clear()
+        self.sums.clear()
         if drift.num_weights:
             self._is_over = True
             is_first = carrier.rank == 0

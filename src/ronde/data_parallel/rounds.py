@@ -28,6 +28,7 @@ from functools import partial
 from itertools import chain, compress, count
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from ronde.collectives import Communicator, all_gather_json
@@ -58,7 +59,6 @@ from ronde.drift import (
     NUM_FLAGS,
     Background,
     DriftCheck,
-    FlagReader,
     is_apart,
     sum_of_words,
 )
@@ -95,6 +95,27 @@ class ReducerOptions:
         if self.predivide == 1.0:
             return Scaling(1.0 / (size * passes), 1.0, size)
         return Scaling(1.0 / (self.predivide * passes), self.predivide / size, size)
+
+
+class FlagReader:
+    """Reads sums of flags, of an accelerator those before the last: not to wait."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, int, torch.Event] | None = None
+
+    def read(self, flags: Tensor, step: int) -> tuple[list[float], int] | None:
+        """Return flags and the ``step`` that they came with; None if there are none."""
+        if not flags.is_cpu:
+            here = torch.empty_like(flags, device="cpu", pin_memory=True)
+            here.copy_(flags, non_blocking=True)
+            is_here = torch.Event(flags.device)
+            is_here.record()
+            last, self._last = self._last, (here, step, is_here)
+            if last is None:
+                return None
+            flags, step, is_here = last
+            is_here.synchronize()
+        return cast("list[float]", flags.real.tolist()), step
 
 
 class StepCheck:
@@ -162,7 +183,7 @@ class RoundChecks:
 
     def write(self, bucket: GradientBucket) -> None:
         """Write the flags of what the last step's look has found."""
-        looked = self.drift.take_flags()
+        looked = self.drift.take_flags() if self.drift.sums else None
         if looked is not None:
             bucket.drift.copy_(looked)
         elif self._has_sums:  # of the round before
@@ -189,7 +210,7 @@ class RoundChecks:
             self.steps.check(sums[_STEPS:_NUM_OWN_FLAGS], step)
         drift = sums[-NUM_FLAGS:]
         self._has_sums = not bucket.all_flags.is_cpu or any(drift)
-        if is_apart(drift):
+        if self._has_sums and is_apart(drift):
             named = [(gradient.name, gradient.parameter) for gradient in gradients]
             known = Background(
                 ranks, not has_joined, self._did_begin_equal, is_reducing=True
