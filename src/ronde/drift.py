@@ -41,10 +41,11 @@ _NUM_BITS = 16
 NUM_FLAGS = 2 * _NUM_BITS
 _FACTOR = -7046029254386353131  # 2**64 / golden ratio, odd, as a signed number
 _FIRST_BIT = 40
+_HALF_BITS = 32
 _CPU_PART_BYTES = 256 << 10
 _PART_BYTES = 16 << 20  # on an accelerator
 _NUM_SAMPLED = 64
-_UNNAMED = "parameter"
+_UNNAMED = r"parameter \d+ of param_groups\[\d+\]"
 _OPTION = r"\w+ of param_groups\[\d+\]|the optimizer's class"
 _MAX_UNCONFIRMED = 3
 _BEGAN_APART = (
@@ -89,14 +90,14 @@ class Drift:
         distance: How far the first weight that differs is apart in some of its
             elements, relative to the largest of them; None if that is unknown.
         cause: The likely one, in a sentence or two; empty if nothing differs.
+        num_weights: How many of the differences are weights.
     """
 
     differences: tuple[RankDifference, ...]
     num_compared: int
     distance: float | None = None
     cause: str = ""
-
-    num_weights: int = 0  # of the differences
+    num_weights: int = 0
 
     @property
     def is_equal(self) -> bool:
@@ -135,14 +136,11 @@ class Values(NamedTuple):
     samples: dict[str, list[float]]  # some elements of weights
 
     @classmethod
-    def of(
-        cls, named: Named, optimizer: Optimizer | None = None, *, is_sampled: bool
-    ) -> "Values":
+    def of(cls, named: Named, optimizer: Optimizer | None = None) -> "Values":
         values = cls({}, {}, {}, {})
         for name, parameter in named:
             values.weights[name] = _describe(parameter)
-            if is_sampled:
-                values.samples[name] = _sample(parameter)
+            values.samples[name] = _sample(parameter)
             for key, value in _state_of(optimizer, parameter).items():
                 values.state[f"{key} of {name}"] = _plain(value)
         if optimizer is not None:
@@ -165,7 +163,7 @@ def compare(
     own = dict(named)
     if known.is_reducing and optimizer is not None:
         own |= dict(_unnamed(optimizer, own.values()))
-    mine = Values.of(own.items(), optimizer, is_sampled=True)
+    mine = Values.of(own.items(), optimizer)
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     digests = all_gather_json(carrier, digest if known.has_say else "")
     if len({each for each in digests if each}) < 2:
@@ -203,7 +201,7 @@ def _unnamed(optimizer: Optimizer, named: Iterable[Tensor]) -> Named:
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
-                yield f"{_UNNAMED} {index} of param_groups[{number}]", parameter
+                yield f"parameter {index} of param_groups[{number}]", parameter
 
 
 def _state_of(optimizer: Optimizer | None, parameter: Tensor) -> Mapping[str, Any]:
@@ -267,10 +265,10 @@ def _cause_of(
     differences: Sequence[RankDifference], distance: float | None, known: Background
 ) -> str:
     for difference in differences:
-        name = difference.name
-        if known.is_reducing and _UNNAMED in name:
+        unnamed = re.search(f"(^| of )({_UNNAMED})$", difference.name)
+        if known.is_reducing and unnamed is not None:
             return (
-                f"{name[name.index(_UNNAMED) :]} was added behind the "
+                f"{unnamed[2]} was added behind the "
                 "DistributedOptimizer, and its gradient is not reduced. Use "
                 "add_param_group() of the DistributedOptimizer."
             )
@@ -331,7 +329,7 @@ def read_words(tensor: Tensor) -> Tensor:
 
 
 def sum_of_words(tensor: Tensor) -> int:
-    """Return a checksum of all of a tensor, 63 bits; 0 if it cannot be read.
+    """Return a checksum of all of a tensor, 64 bits; 0 if it cannot be read.
 
     It depends on the order of the elements, and costs little memory.
     """
@@ -340,15 +338,18 @@ def sum_of_words(tensor: Tensor) -> int:
         words = read_words(tensor)
         size = _part_bytes(words) // words.itemsize
         for number, start in enumerate(range(0, words.numel(), size)):
-            part = words[start : start + size]
+            part = words[start : start + size].to(torch.int64)
+            part = part ^ (part >> _HALF_BITS)  # of whole numbers the low bits are zero
             weights = _weights(size, part.device)[: part.numel()]
-            total += (2 * number + 1) * int((part.to(torch.int64) * weights).sum())
-    return total % (1 << 63)
+            total += (2 * number + 1) * int(part.mul_(weights).sum())
+    return total % (1 << 64)
 
 
 @cache
 def _weights(size: int, device: torch.device) -> Tensor:
-    return torch.arange(1, size + 1, device=device).mul_(_FACTOR)
+    """Return odd numbers without a pattern: symmetric changes are to show."""
+    numbers = torch.arange(1, size + 1, device=device).mul_(_FACTOR)
+    return numbers.bitwise_xor_(numbers >> _HALF_BITS).mul_(_FACTOR).bitwise_or_(1)
 
 
 def _part_bytes(tensor: Tensor) -> int:
@@ -441,8 +442,6 @@ class DriftCheck:
 
     def _look(self, optimizer: Optimizer) -> None:
         """Take checksums of what is next in turn, for ``take_flags``."""
-        if self._is_over:
-            return
         lengths = [len(group["params"]) for group in optimizer.param_groups]
         known = id(optimizer), lengths
         if known != self._known:

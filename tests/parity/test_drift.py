@@ -16,7 +16,7 @@ from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ronde.torch as hvd
-from ronde.drift import PERIOD, Values
+from ronde.drift import PERIOD, Background, Values, judge, sum_of_words
 from ronde.errors import CollectiveError, UsageError
 
 SETTINGS = [Setting(engine, size) for engine in ("auto", "gloo") for size in (2, 3)]
@@ -241,10 +241,38 @@ def test_any_value_of_an_optimizer_can_be_sent():
     optimizer = torch.optim.Adam([parameter], torch.tensor(0.1), betas=(0.5, 0.9))
     parameter.abs().backward()
     optimizer.step()
-    values = Values.of([("a", parameter)], optimizer, is_sampled=True)
+    values = Values.of([("a", parameter)], optimizer)
     read = Values(*json.loads(json.dumps(values)))
     assert {*read.state} == {"step of a", "exp_avg of a", "exp_avg_sq of a"}
     assert read.options["lr of param_groups[0]"] == pytest.approx(0.1)
+
+
+def test_a_checksum_is_of_values_in_their_order():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8):
+        for size in (1, 3, 8, 70_001):  # the last is of several parts
+            values = torch.arange(size).remainder(251).to(dtype)
+            shifted = torch.cat([values[:1], values])[1:]  # at an odd address
+            assert sum_of_words(values) == sum_of_words(shifted)
+            assert size == 1 or sum_of_words(values) != sum_of_words(values.flip(0))
+    assert sum_of_words(torch.zeros(0)) == 0
+    masks = [torch.zeros(100, dtype=torch.float64) for _ in range(2)]
+    masks[0][[10, 40]], masks[1][[20, 30]] = 1.0, 1.0  # as far from the middle
+    assert sum_of_words(masks[0]) != sum_of_words(masks[1])
+    half = torch.arange(1 << 17)
+    assert sum_of_words(half) != sum_of_words(half.roll(1 << 16))  # of whole parts
+
+
+def test_a_parameter_is_called_added_only_if_it_is():
+    known = Background(is_reducing=True)
+    for name, is_added in [
+        ("my_parameter.weight", False),
+        ("parameter 2 of param_groups[0]", True),
+        ("exp_avg of parameter 2 of param_groups[0]", True),
+    ]:
+        ranks = {rank: Values({name: str(rank)}, {}, {}, {}) for rank in range(2)}
+        drift = judge(ranks, known)
+        assert ("was added behind" in drift.cause) == is_added
+        assert drift.num_weights == 1
 
 
 def train_long():

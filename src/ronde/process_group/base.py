@@ -13,7 +13,7 @@ from torch.distributed import Store
 from ronde.collectives import Communicator, Work
 from ronde.errors import CollectiveError
 from ronde.process_group.arena import Arena
-from ronde.process_group.attendance import Attendance
+from ronde.process_group.attendance import Attendance, SideStore
 from ronde.process_group.drift import GroupDrift
 from ronde.process_group.works import (
     BackendError,
@@ -50,7 +50,8 @@ class GroupBase(_ProcessGroup):
         super().__init__(communicator.rank, communicator.size)
         self._communicator, self._store = communicator, store
         self._rank, self._size = communicator.rank, communicator.size
-        self.drift = GroupDrift(store, self._rank, self._size, drift)
+        side = SideStore(store)
+        self.drift = GroupDrift(side, self._rank, self._size, drift)
         self._name = self._desc = ""  # torch gives them afterwards
         self._timeout_s = timeout.total_seconds()
         self._process = os.getpid()
@@ -58,7 +59,7 @@ class GroupBase(_ProcessGroup):
         self._coalesced: list[GroupWork] | None = None
         self._sequence = self._num_monitored = 0
         self._arena: Arena | None = None
-        self._attendance = Attendance(store, self._rank, self._size)
+        self._attendance = Attendance(side, self._rank, self._size)
 
     # What it is called
 

@@ -10,24 +10,21 @@ Note [By the store, not by collectives]
 
 import json
 import weakref
-from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed as dist, nn
-from torch.distributed import Store
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ronde.collectives.store import clone_of
 from ronde.drift import Background, Values, judge, report, sums_of_parts
+from ronde.process_group.attendance import SideStore
 
 _PERIOD = 64  # collectives between looks; more with more ranks, as rank 0 reads them
 _NUM_PARAMETERS = 32  # looked at each time
-_STORE_TIMEOUT = timedelta(seconds=5)
 _drifts: "list[weakref.ref[GroupDrift]]" = []
 
 
@@ -44,10 +41,9 @@ class _Look(NamedTuple):
 class GroupDrift:
     """Looks at the models that are trained over one group."""
 
-    def __init__(self, store: Store, rank: int, size: int, mode: str) -> None:
+    def __init__(self, store: SideStore, rank: int, size: int, mode: str) -> None:
         """Begin; ``mode`` is off, warn or error."""
         self._store, self._rank, self._size, self._mode = store, rank, size, mode
-        self._own_store: Store | None = None
         self._is_over = True  # until there is a model
         self._period = max(_PERIOD, size)
         self._num_calls = self._num_steps = self._num_models = self._phase = 0
@@ -121,11 +117,11 @@ class GroupDrift:
         chosen = [own[i % len(own)] for i in range(first, first + _NUM_PARAMETERS)]
         number = sum(look.num_calls == self._num_calls for look in self._looks)
         weights, state = sums_of_parts(dict(chosen), optimizer, first // len(own))
-        options = Values.of([], optimizer, is_sampled=False).options
+        options = Values.of([], optimizer).options
         self._looks.append(_Look(self._num_calls, number, weights, state, options))
         try:
             found = self._exchange(phase)
-        except RuntimeError:  # the store's: it may be gone with a rank
+        except RuntimeError:  # the store's
             self._is_over = True
             return
         for everyone in found:
@@ -138,10 +134,7 @@ class GroupDrift:
 
     def _exchange(self, phase: int) -> list[dict[int, Values]]:
         """Write this phase's looks; return by rank what was seen in the one before."""
-        if self._own_store is None:  # a connection takes long
-            self._own_store = clone_of(self._store)
-            self._own_store.set_timeout(_STORE_TIMEOUT)
-        store = self._own_store
+        store = self._store.connection
         store.set(f"drift/{self._rank}/{phase % 2}", json.dumps(self._looks))
         last = [f"drift/{rank}/{(phase - 1) % 2}" for rank in range(self._size)]
         is_reader = self._rank == 0 or self._mode == "error"

@@ -106,7 +106,7 @@ class GroupWork(dist.Work):
     ) -> None:
         """``finish`` gets the works' results; its own is the future's.
 
-        Without ``works`` it does all. ``late`` is called when they are not over
+        Without ``works`` it does all. ``late`` sees to it when they are not over
         ``limit_s`` after a wait began.
         """
         super().__init__()

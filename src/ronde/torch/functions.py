@@ -139,8 +139,8 @@ def check_parity(
     """
     named = [(plain_name(name), p) for name, p in model.named_parameters()]
     require_whole(parameter for _, parameter in named)
-    carrier = _SetCarrier(None, process_set)
-    return compare(carrier, named, optimizer, Background(carrier.ranks))
+    ranks = state_of(process_set, OpKind.ALLGATHER).ranks
+    return compare(_Carrier(None, process_set), named, optimizer, Background(ranks))
 
 
 def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
@@ -175,18 +175,6 @@ class _Carrier:
     def all_gather(self, tensor: Tensor) -> Work[Tensor]:
         function = AllgatherFunction(self._process_set, next(self._names))
         return Work(function.run_detached((tensor,))[0])
-
-
-class _SetCarrier(_Carrier):
-    """The same, with ranks as the set numbers them."""
-
-    def __init__(self, name: str | None, process_set: ProcessSet) -> None:
-        super().__init__(name, process_set)
-        self.ranks = state_of(process_set, OpKind.BROADCAST).ranks
-        self.rank = self.ranks.index(self.rank)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        return super().broadcast(tensor, self.ranks[root])
 
 
 def _named_tensors(

@@ -328,12 +328,17 @@ def _connect(
         with _pinned(config.thread_affinity, world.local_rank):
             session.connect(0, ranks, communicator)
         undo.pop_all()
-    _tune_malloc(world.local_size)
-    global_process_set.ranks = list(ranks)
+    _begin(session)
+
+
+def _begin(session: Session) -> None:
+    """Make a session that is connected the current one."""
+    _tune_malloc(session.world.local_size)
+    global_process_set.ranks = list(session.sets[0])
     sessions.append(session)
     _mark_rank()
     atexit.register(_leave, os.getpid())
-    if expected is None:  # else it is a rank alone, until it trains with others
+    if session.expected is None:  # else it is a rank alone, until it trains with others
         _begin_recordings(session)
 
 

@@ -111,20 +111,9 @@ def pipeline(
         UsageError: There are fewer layers than stages, the schedule cannot be, or the
             stages shard a weight that they share in different ways.
     """
-    if cast("Any", type(model)).forward not in [each.forward for each in _LISTS]:
-        raise UsageError(
-            "model must be a plain Sequential, layers that take each other's output, "
-            f"got {type(model).__name__}. Give pipeline() its layers as one."
-        )
     axes = mesh.mesh_dim_names or ()
     num_ranks = mesh["pp"].size() if "pp" in axes else 1
-    if num_ranks < 2:
-        raise UsageError(
-            "mesh must have pp of at least 2, got none. Use parallelize()."
-        )
-    if schedule not in tuple(ScheduleName):
-        names = ", ".join(ScheduleName)
-        raise UsageError(f"schedule must be one of {names}, got {schedule!r}.")
+    _require_pipeline(model, num_ranks, schedule)
     plan = Pipeline(ScheduleName(schedule), num_ranks, num_microbatches, num_chunks)
     layers = list(cast("Sequence[nn.Module]", model))
     if costs is None:
@@ -170,6 +159,22 @@ def pipeline(
         ),
         _ties=TiedWeights(own, ties, mesh.get_group("pp")),
     )
+
+
+def _require_pipeline(model: nn.Module, num_ranks: int, schedule: str) -> None:
+    """Refuse models and options of which no pipeline can be made."""
+    if cast("Any", type(model)).forward not in [each.forward for each in _LISTS]:
+        raise UsageError(
+            "model must be a plain Sequential, layers that take each other's output, "
+            f"got {type(model).__name__}. Give pipeline() its layers as one."
+        )
+    if num_ranks < 2:
+        raise UsageError(
+            "mesh must have pp of at least 2, got none. Use parallelize()."
+        )
+    if schedule not in tuple(ScheduleName):
+        names = ", ".join(ScheduleName)
+        raise UsageError(f"schedule must be one of {names}, got {schedule!r}.")
 
 
 def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
