@@ -469,6 +469,7 @@ class DriftCheck:
             total = total.mul_(3).add_(other.to(total.device))
         self.sums.clear()
         shifts, complements = _masks(total.device)
+        total = total ^ (total >> _HALF_BITS)  # or a sign alone would be lost
         return (total.mul_(_FACTOR) >> shifts).bitwise_and_(1).bitwise_xor_(complements)
 
     def restart(self) -> None:

@@ -16,7 +16,15 @@ from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ronde.torch as hvd
-from ronde.drift import PERIOD, Background, Values, judge, sum_of_words
+from ronde.drift import (
+    PERIOD,
+    Background,
+    DriftCheck,
+    Values,
+    is_apart,
+    judge,
+    sum_of_words,
+)
 from ronde.errors import CollectiveError, UsageError
 
 SETTINGS = [Setting(engine, size) for engine in ("auto", "gloo") for size in (2, 3)]
@@ -260,6 +268,24 @@ def test_a_checksum_is_of_values_in_their_order():
     assert sum_of_words(masks[0]) != sum_of_words(masks[1])
     half = torch.arange(1 << 17)
     assert sum_of_words(half) != sum_of_words(half.roll(1 << 16))  # of whole parts
+
+
+def flags_of(values):
+    check = DriftCheck("warn")
+    check.step_done(torch.optim.SGD([nn.Parameter(values)]))
+    return check.take_flags().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_flags_show_changes_of_high_bits_alone(dtype):
+    for place in range(8):
+        values = torch.ones(8, dtype=dtype)
+        before = flags_of(values.clone())
+        assert before == flags_of(values.clone())
+        for factor in (-1, 2, 4, 2.0**20):
+            values[place] = factor
+            both = [sum(each) for each in zip(before, flags_of(values), strict=True)]
+            assert is_apart(both), (place, factor)
 
 
 def test_a_parameter_is_called_added_only_if_it_is():
