@@ -213,7 +213,7 @@ def test_a_rank_that_is_stopped_is_said_to_be(ronde, tmp_path):
 def test_a_program_that_knows_nothing_of_it_gets_no_signal(ronde, tmp_path):
     code = """
         import os, signal, sys
-        signal.signal(60, lambda *_: print("signalled", flush=True))
+        signal.signal(signal.SIGURG, lambda *_: print("signalled", flush=True))
         print("here", flush=True)
         signal.pause()
     """
@@ -228,6 +228,29 @@ def test_a_program_that_knows_nothing_of_it_gets_no_signal(ronde, tmp_path):
             process.send_signal(signal.SIGTERM)
             out, _ = process.communicate(timeout=HANG_S)
             assert b"signalled" not in out
+        finally:
+            process.kill()
+
+
+def test_a_program_that_calls_exec_is_not_killed_by_it(ronde, tmp_path):
+    program = tmp_path / "execs.py"
+    program.write_text(
+        textwrap.dedent("""
+        import os, sys
+        left = int(sys.argv[1])
+        print("here", flush=True)
+        left and os.execv(sys.executable, [sys.executable, __file__, str(left - 1)])
+    """)
+    )
+    words = ("run", "-n", "2", "--no-prefix", str(program), "60")
+    with ronde.start(*words, bufsize=0, stderr=subprocess.DEVNULL) as process:
+        try:
+            read_lines(process, b"here", 2)
+            while select.select([process.stdout], [], [], HANG_S)[0]:
+                if not os.read(process.stdout.fileno(), 65536):
+                    break
+                process.send_signal(signal.SIGQUIT)
+            assert process.wait(timeout=HANG_S) == 0
         finally:
             process.kill()
 
