@@ -221,7 +221,7 @@ def _fabric(gpu: Element) -> Value:
     if state.lower() not in _STATES:
         raise NotShownError
     # Older drivers have no summary.
-    summary = gpu.findtext("fabric/summary", "").strip().lower()
+    summary = gpu.findtext("fabric//summary", "").strip().lower()
     return {
         "state": _STATES[state.lower()],
         "status": 0 if _text(gpu, "fabric/status") in ("Success", "N/A") else 999,
