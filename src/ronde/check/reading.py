@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
-from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
 from ronde.check.check import FAIL, Problem, Problems, Severity, each_host
 from ronde.check.fleet import Fleet, HostFacts, Value, Values
 from ronde.check.gpu.nvml import LOST, keep_report
-from ronde.check.gpu.smi import read_smi
+from ronde.check.gpu.smi import SmiReport, read_answers
 from ronde.check.gpu.xids import find_xids
 from ronde.check.probing import FactReader
 from ronde.errors import UsageError
@@ -48,6 +47,8 @@ fail reset {{}} uncorrectable errors in its memory
   /volatile/(?:dram_uncorrectable|double_bit/total): ([1-9]\d*)
 fail reset a repair of its memory waits for a reset
   (?:retired_pages|ecc_errors)/\w*pending\w*: Yes|/reset_required: Yes
+fail reset the driver advises: {{}}
+  /gpu_recovery_action: (?!None|N/A|\[|Reset$|Reboot$|Drain)(.+)
 fail replace its memory cannot be repaired
   /unrepairable_memory: Yes|/sram_threshold_exceeded: Yes
 fail replace 60 or more pages of its memory are retired
@@ -161,8 +162,8 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
         name = probe.format if probe else other.name if other else "none of them"
         cure = f" Type: ronde topo lint {saved.name}" * (probe is not None)
         raise UsageError(
-            f"{saved.name} must be what nvidia-smi -q, dmesg or ibstat prints, but it "
-            f"is {name}.{cure}"
+            f"{saved.name} must be what nvidia-smi -q, dmesg or ibstat prints, got "
+            f"{name}.{cure}"
         )
     is_gone = any(each["code"] == 79 for each in values.get("gpu.xids", ()))
     values[_ERRORS] = [e for e in errors if not is_gone or _OFF_THE_BUS not in e[0]]
@@ -229,12 +230,12 @@ def _read_xids(lines: list[tuple[str, str]]) -> list[Value]:
 def _read_query(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
     top = read_query(saved)
     gpus = top.findall("gpu")
-    report, reader = read_smi(ET.tostring(top), b""), FactReader({})
-    for answers in report.gpus:
+    answers, reader = [read_answers(gpu) for gpu in gpus], FactReader({})
+    for own in answers:
         # Jobs may run while the file is written.
         for name in ("processes", "busy_percent", "memory_bytes"):
-            answers.pop(name, None)
-    keep_report(reader, report)
+            own.pop(name, None)
+    keep_report(reader, SmiReport(None, answers))
     gone = [_GONE.search(" ".join(gpu.itertext())) for gpu in gpus]
     path = "gpu_virtualization_mode/virtualization_mode"
     modes = {gpu.findtext(path, "").strip() for gpu in gpus}
@@ -263,7 +264,9 @@ def _flatten(section: Element, path: str) -> Iterator[str]:
 
 def _read_ports(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
     ports = read_rdma_ports(saved)
-    facts = {name: own | {"gids": {}, "downs": -1} for name, own in ports.items()}
+    facts: dict[str, Value] = {
+        name: own | {"gids": {}, "downs": -1} for name, own in ports.items()
+    }
     values |= {"network.rdma_ports": facts, "network.variables": {}}
     up = {name: own for name, own in ports.items() if own["state"] == "ACTIVE"}
     return f"ibstat of {counted(len(ports), 'port')}", _compare_ports(up)

@@ -110,7 +110,7 @@ def read_file(saved: Saved) -> Topology:
         )
     if other := recognise_other(saved):
         raise UsageError(
-            f"{saved.name} must have a topology, but it is {other.name}. {other.cure}"
+            f"{saved.name} must have a topology, got {other.name}. {other.cure}"
         )
     formats = ", ".join(probe.format for probe in _find_probes())
     raise UsageError(

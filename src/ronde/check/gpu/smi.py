@@ -89,14 +89,15 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
             gpu = int(each["gpu"])
         else:
             links.setdefault(gpu, []).append("inactive" not in each["state"])
-    gpus = [_answers(each) for each in top.findall("gpu")]
+    gpus = [read_answers(each) for each in top.findall("gpu")]
     for number, own in links.items():
         if 0 <= number < len(gpus):
             gpus[number]["nvlinks"] = own
     return SmiReport([int(found[1]), int(found[2])] if found else None, gpus)
 
 
-def _answers(gpu: Element) -> dict[str, Value]:
+def read_answers(gpu: Element) -> dict[str, Value]:
+    """Return the answers of one GPU, from its element of the XML."""
     answers: dict[str, Value] = {}
     for question, read in _QUESTIONS.items():
         try:

@@ -18,6 +18,8 @@ from ronde.topology.pci import plain_address
 from ronde.topology.probes.base import Saved, TextProbe, lines_of_one
 
 _END = r"GPU\d{1,3}|[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
+_LABEL = re.compile(_END)
+_MAX_GPUS = 256
 _NODE = re.compile(r"\s*GPU ?\[?(\d{1,3})\]?\s*: \(Topology\) Numa Node: (\d{1,4})\s*")
 _FORM = re.compile(
     r"between two GPUs =|^\s*(?:ACCESS|WEIGHT|HOPS|LINK TYPE|NUMA BW) TABLE:"
@@ -41,7 +43,7 @@ def _read_tables(saved: Saved) -> tuple[dict[str, int], _Words]:
             table = name.removesuffix(" between two gpus")
         elif match := _NODE.fullmatch(line):
             labels[f"GPU{match[1]}"] = int(match[2])
-        elif first and all(re.fullmatch(_END, word) for word in (first, *rest)):
+        elif len(rest) < _MAX_GPUS and all(map(_LABEL.fullmatch, [first, *rest])):
             columns = [first, *rest]
             labels = dict.fromkeys(columns, UNKNOWN) | labels
         elif first in columns and len(rest) == len(columns):

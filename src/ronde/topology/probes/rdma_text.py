@@ -19,7 +19,7 @@ _FIELDS = {
     "vendor_part_id": "model",
     "physical_state": "phys_state",
 }
-_SPELLED = {"INITIALIZING": "INIT", "LINKUP": "LinkUp", "LINK_UP": "LinkUp"}
+_SPELLED = {"INITIALIZING": "INIT", "LINK_UP": "LinkUp"}
 
 
 def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
@@ -53,13 +53,13 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
 
 def _port(fields: Mapping[str, str]) -> dict[str, Any]:
     state, physical = (_word(fields.get(n, "")) for n in ("state", "phys_state"))
-    lanes = _word(fields.get("active_width", "")) or "1"
-    rate = parse_rate(fields.get("rate", ""))
+    lanes = re.match(r"\d{1,2}", fields.get("active_width", ""))
+    rate, of_lane = (parse_rate(fields.get(n, "")) for n in ("rate", "active_speed"))
     return {
         "state": state.upper(),
         # ibv_devinfo prints it with -v alone.
-        "physical_state": physical or ("LinkUp" if state == "ACTIVE" else "unknown"),
-        "mbit_per_s": rate or int(lanes) * parse_rate(fields.get("active_speed", "")),
+        "physical_state": physical or ("LinkUp" if state == "Active" else "unknown"),
+        "mbit_per_s": rate or int(lanes[0] if lanes else 1) * of_lane,
         "layer": fields.get("link_layer", ""),
         "model": fields.get("model", ""),
     }
@@ -68,7 +68,8 @@ def _port(fields: Mapping[str, str]) -> dict[str, Any]:
 def _word(text: str) -> str:
     """Return ``ACTIVE`` of ``4: ACTIVE`` and ``PORT_ACTIVE (4)``."""
     word = text.rpartition(": ")[2].partition(" (")[0].removeprefix("PORT_")
-    return _SPELLED.get(word.upper(), word)
+    word = _SPELLED.get(word.upper(), word)
+    return word.capitalize() if word.isupper() else word
 
 
 def _read(saved: Saved) -> Topology:

@@ -39,6 +39,7 @@ def read_query(saved: Saved) -> Element:
         parse_xml(saved.data, saved.name)
         return ET.fromstring(saved.data)  # noqa: S314  parse_xml refuses entities
     top = Element("nvidia_smi_log")
+    gpus: dict[str, Element] = {}
     # Sections that are open, each with its indentation.
     opened = [(-1, top)]
     for line in lines_of_one(saved.text.splitlines(), saved.name):
@@ -48,7 +49,9 @@ def read_query(saved: Saved) -> Element:
             opened.pop()
         section = opened[-1][1]
         if match := _GPU.fullmatch(line):
-            opened = [(-1, top), (indentation, SubElement(top, "gpu", id=match[1]))]
+            if match[1] not in gpus:
+                gpus[match[1]] = SubElement(top, "gpu", id=match[1])
+            opened = [(-1, top), (indentation, gpus[match[1]])]
         elif name := _xml_name(section.tag, key):
             element = SubElement(section, name)
             element.text = value.strip()
