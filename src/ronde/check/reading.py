@@ -97,7 +97,7 @@ _LINK = re.compile(
     r"(?:mlx[45]_\w+|bnxt_en|ice|i40e|ionic) (?P<at>\S+(?: [\w-]+)?): .*?"
     r"[Ll]ink (?:is )?(?P<word>[Uu]p|UP|[Dd]own|DOWN)\b"
 )
-_GONE = re.compile(r"GPU is lost|requires reset", re.IGNORECASE)
+_GONE = re.compile("GPU (?:is lost|requires reset)")
 _PASSED_ON = ("Pass-Through", "VGPU", "")
 _MAX_LINE_CHARS = 1000
 

@@ -23,7 +23,7 @@ _ALLOWED = {
 _PAIR = re.compile(r'\s*([A-Za-z]\w*)\s*=\s*("[^"]*"|[^\s"]+)(?=\s|$)')
 _NAMED = re.compile(rf"(?im)^[ \t]*(?:{_SWITCH}|{_BLOCK})[ \t]*=")
 _TOPOLOGY = re.compile(r"(?m)^[ \t]*- +topology:")
-_YAML_LINE = re.compile(r"\s*(?:- +)?(?:(\w+) *:(?: +|$))?([^{}&*|>:]*)|---")
+_YAML_LINE = re.compile(r"\s*(?:- +)?(?:(\w+) *:(?: +|$))?([^{}&*|>:]*)")
 _RECORDS = {"switch": _SWITCH, "block": _BLOCK}
 _BELOW = {"children": "switches", "nodes": "nodes"}
 _SECTIONS = ("tree", "switches", "block", "blocks", "block_sizes")
@@ -96,16 +96,16 @@ def _yaml_lines(saved: Saved) -> Iterator[tuple[int, str]]:
     """Yield the records of the default topology, else of the first, as conf's lines."""
     found: dict[str, dict[int, str]] = {}
     own: dict[int, str] = {}
-    default, record = "", 0
+    default, record, is_set = "", 0, False
     for number, line in enumerate(saved.text.splitlines(), 1):
-        match = _YAML_LINE.fullmatch(line.partition("#")[0].rstrip())
+        match = _YAML_LINE.fullmatch(line.partition("#")[0].removeprefix("---"))
         name, value = (match[1] or "", match[2] or "") if match else ("?", "")
-        value = value.strip("'\" ")
+        value = value.strip("'\" \r").replace(", ", ",")
         if name == "topology":
             own = found[value] = {}
             default = default or value
-        elif name == "cluster_default" and value.lower() == "true":
-            default = next(each for each in found if found[each] is own)
+        elif name == "cluster_default" and value.lower() == "true" and not is_set:
+            default, is_set = next(n for n in found if found[n] is own), True
         elif name in _RECORDS and value:
             own[number], record = f"{_RECORDS[name]}={value}", number
         elif name in _BELOW and value and record in own:
