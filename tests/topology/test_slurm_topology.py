@@ -260,16 +260,16 @@ def test_yaml_has_the_switches_of_the_default_topology():
         (
             "nodes: node[01-03,7]",
             "hosts: x",
-            r"line 17: a line must be of a tree or bl",
+            "line 19: a line must be of a tree or bl",
         ),
         (
             "nodes: node[01-03,7]",
             "- node1",
-            "line 17: a line must be of a tree or block",
+            "line 19: a line must be of a tree or block",
         ),
-        ("switch: leaf2", "switch: leaf1", "line 18: leaf1 must be defined once"),
-        ("leaf[1-2]", "leaf[1-3]", "line 14: switches below spine must be defined"),
-        ("nodes: gpu[0-1],login", "nodes: {a: b}", "line 19: a line must be of a tree"),
+        ("switch: leaf2", "switch: leaf1", "line 20: leaf1 must be defined once"),
+        ("leaf[1-2]", "leaf[1-3]", "line 16: switches below spine must be defined"),
+        ("nodes: gpu[0-1],login", "nodes: {a: b}", "line 21: a line must be of a tree"),
     ],
 )
 def test_yaml_of_another_form_is_refused_with_its_line(old, new, words):
