@@ -60,7 +60,7 @@ FAULTS = """
 2 x printed-errors: 2 uncorrectable errors in its memory | DRAM Uncorrectable: 0 > 2
 2 x printed-errors: a repair of its memory waits for a reset | Blacklist: N/A > Yes
 2 x printed-errors: a repair of its memory waits for a | Repair Pending: No > Yes
-2 x printed-errors: a repair of its memory waits | Reset Required: Requested.* > Yes
+2 x printed-errors: the driver asks for a reset | Reset Required: Requested.* > Yes
 2 x printed-errors: its memory cannot be repaired | Exceeded: No > Yes
 2 x printed-errors: its memory cannot be repaired | Unrepairable Memory: No > Yes
 2 x printed-errors: 60 or more pages of its memory | Single Bit ECC: N/A > 64

@@ -182,6 +182,7 @@ def test_gpus_that_only_the_bus_joins(hops, path):
 
 
 def test_the_table_of_types_alone_will_do():
+    assert read(ROCM.replace("== Link Type between two GPUs ==", "")) == read(ROCM)
     assert len(read(matrix(GPUS, "XGMI", "0")).links) == 12
     assert read("======= Link Type between two GPUs =======\n GPU0\nGPU0 0\n").gpus
     assert len(read(NODES).gpus) == 4

@@ -46,7 +46,9 @@ _RULES = rf"""
 fail reset {{}} uncorrectable errors in its memory
   /volatile/(?:dram_uncorrectable|double_bit/total): ([1-9]\d*)
 fail reset a repair of its memory waits for a reset
-  (?:retired_pages|ecc_errors)/\w*pending\w*: Yes|/reset_required: Yes
+  (?:retired_pages|ecc_errors)/\w*pending\w*: Yes
+fail reset the driver asks for a reset
+  /reset_required: Yes
 fail reset the driver advises: {{}}
   /gpu_recovery_action: (?!None|N/A|\[|Reset$|Reboot$|Drain)(.+)
 fail replace its memory cannot be repaired
@@ -62,7 +64,7 @@ warn reset {{}} with the next reset
 inform persist persistence mode is off
   /persistence_mode: Disabled
 fail reboot nvidia-smi cannot ask the GPU
-  Unable to determine the device handle for (?:GPU\w*:? *)?(?P<at>[\w:.]+):
+  Unable to determine the device handle for (?:[Gg][Pp][Uu]\w*:? *)?(?P<at>[\w:.]+):
 fail driver nvidia-smi cannot ask the driver
   No devices were found|NVIDIA-SMI has failed|Failed to initialize NVML
 fail reboot NVIDIA's driver could not start
@@ -88,7 +90,7 @@ warn link {{}}
 inform link {{}}
   ^(\S+ .*lost its link .*)
 warn link {{}}
-  ^(\S+ has a quarter of the rate .*|\S+ has \d+ of the lanes .*)
+  ^(\S+ has a quarter of the rate .*)
 inform choose {{}}
   ^(ports are of .*|\S+ has [\d.]+ of [\d.]+ Gb/s.*)
 """

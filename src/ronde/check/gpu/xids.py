@@ -120,8 +120,8 @@ _NAMES = {
 
 # With MIG the instance stands behind the address.
 _XID = re.compile(
-    r"(?P<kind>S?Xid) \(PCI:(?P<address>[0-9a-fA-F:.]+)(?: GPU-I:[0-9a-fA-F]+)?\): "
-    r"(?P<code>\d+)(?P<rest>.*)"
+    r"(?P<kind>S?Xid) \((?:PCI:)?(?P<address>[0-9a-fA-F:.]+)"
+    r"(?: GPU-I:[0-9a-fA-F]+)?\): (?P<code>\d+)(?P<rest>.*)"
 )
 _ADVICE, _ADDRESSES = "gpu.recovery_action", "gpu.bus_ids"
 

@@ -34,7 +34,7 @@ def _read_tables(saved: Saved) -> tuple[dict[str, int], _Words]:
     """Return the NUMA node of each GPU by its label, and the words of all tables."""
     labels: dict[str, int] = {}
     words: _Words = defaultdict(dict)
-    # A table without its title has the types of links.
+    # A table may have lost its title.
     table, columns = _TYPE, list[str]()
     for line in lines_of_one(saved.text.splitlines(), saved.name):
         first, *rest = line.split() or [""]
@@ -47,14 +47,16 @@ def _read_tables(saved: Saved) -> tuple[dict[str, int], _Words]:
             columns = [first, *rest]
             labels = dict.fromkeys(columns, UNKNOWN) | labels
         elif first in columns and len(rest) == len(columns):
+            table = _TYPE if "XGMI" in rest or "PCIE" in rest else table
             words[table] |= {(first, c): w for c, w in zip(columns, rest, strict=True)}
     return labels, words
 
 
 def _read(saved: Saved) -> Topology:
     labels, words = _read_tables(saved)
-    pairs = [(one, other) for one in labels for other in labels if one != other]
     types = words[_TYPE]
+    few = list(labels)[:_MAX_GPUS]
+    pairs = [(one, other) for one in few for other in few if one != other]
     if not labels or (types and any(pair not in types for pair in pairs)):
         raise UsageError(
             f"{saved.name} must have a row of words for each GPU, got not all of "
@@ -62,7 +64,7 @@ def _read(saved: Saved) -> Topology:
         )
     gpus = {
         label: GpuDevice(plain_address(label), place, node=labels[label])
-        for place, label in enumerate(labels)
+        for place, label in enumerate(few)
     }
     links: list[Link] = []
     relations: list[Relation] = []
