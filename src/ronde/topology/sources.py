@@ -45,9 +45,10 @@ def _find_probes() -> list[Probe]:
     from ronde.topology.probes.slurm import SlurmTopologyProbe
     from ronde.topology.probes.smi_query import SMI_QUERY
 
-    readers = [NcclTopologyProbe(), HwlocProbe(), NvidiaSmiProbe(), LspciProbe()]
-    readers += [SMI_QUERY, RDMA_PORTS, SlurmTopologyProbe()]
-    return [AMD_SMI, JsonProbe(), *readers]
+    xml = [NcclTopologyProbe(), HwlocProbe()]
+    # AMD's tables look like NVIDIA's.
+    text = [AMD_SMI, NvidiaSmiProbe(), LspciProbe(), SMI_QUERY, RDMA_PORTS]
+    return [JsonProbe(), *xml, *text, SlurmTopologyProbe()]
 
 
 def read_saved(name: str) -> Saved:
