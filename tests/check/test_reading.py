@@ -73,6 +73,7 @@ FAULTS = """
 2 x gpu-advice: the driver advises a reboot of the host | Action: None > Reboot
 2 x printed-errors: the driver advises: Bus Reset | Action: None > Bus Reset
 2 x gpu-lost: GPU is lost | Product Name: NVIDIA H200 > GPU is lost
+2 x gpu-lost: [Unknown Error] | Product Name: NVIDIA H200 > [Unknown Error]
 2 x gpu-lost: GPU requires reset | Current Temp: 41 C > [GPU requires reset]
 2 x printed-errors: no program may compute on it | Compute Mode: Default > Prohibited
 0 ! printed-errors: one program alone may use it | Mode: Default > Exclusive_Process
@@ -146,6 +147,7 @@ the driver|Failed to initialize NVML: Driver/library version mismatch
 def test_what_nvidia_smi_prints_in_place_of_gpus(judged, row):
     what, line = row.split("|")
     code, shown = judged(f"{line}\n")
+    assert shown.startswith("a: 1 finding in 1 line\n")
     assert f"x printed-errors: a\n    nvidia-smi cannot ask {what} in line 1\n" in shown
     assert code == 2
 

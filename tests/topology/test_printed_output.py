@@ -223,6 +223,7 @@ OTHERS = {
     "packed": b"BZh91AY&SY",
     "a program": b"\x7fELF\x02",
     "a kernel log": "[    0.000000] Linux version 6.8.0\n",
+    "output of nccl-tests": "#       size         count      type   redop    root\n",
     "a log of NCCL or torch": "gn1:7:9 [0] NCCL INFO NCCL version 2.27.3+cuda12.9\n",
 }
 

@@ -146,6 +146,7 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
     Raises ``UsageError`` for one of another form.
     """
     other, probe = recognise_other(saved), find_probe(saved)
+    is_log = other is not None and other.name == KERNEL_LOG
     values: dict[str, Value] = {}
     lines = list(_log_lines(saved))
     if probe is SMI_QUERY:
@@ -153,14 +154,11 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
     elif probe is RDMA_PORTS:
         what, more = _read_ports(values, saved)
     else:
-        what, more = counted(len(lines), "kernel line"), _lost_links(lines)
+        what = counted(len(lines), "kernel line" if is_log else "line")
+        more = _lost_links(lines)
         values["gpu.xids"] = _read_xids(lines)
     errors = _find_errors([*lines, *more])
-    if (
-        not errors
-        and probe not in (SMI_QUERY, RDMA_PORTS)
-        and (other is None or other.name != KERNEL_LOG)
-    ):
+    if not (errors or is_log or probe in (SMI_QUERY, RDMA_PORTS)):
         name = probe.format if probe else other.name if other else "none of them"
         cure = f" Type: ronde topo lint {saved.name}" * (probe is not None)
         raise UsageError(
@@ -189,11 +187,9 @@ def _find_errors(lines: _Lines) -> list[_Error]:
     for place, line in lines:
         for rule in rules:
             if match := rule.pattern.search(line):
-                what, at = (
-                    rule.what.format(*match.groups()),
-                    match.groupdict().get("at"),
-                )
-                found.setdefault((what, rule), []).append((at or "", place))
+                what = rule.what.format(*match.groups())
+                at = match.groupdict().get("at") or ""
+                found.setdefault((what, rule), []).append((at, place))
                 break
     return [_sum_up(what, rule, seen) for (what, rule), seen in found.items()]
 
@@ -238,11 +234,13 @@ def _read_query(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
         for name in ("processes", "busy_percent", "memory_bytes"):
             own.pop(name, None)
     keep_report(reader, SmiReport(None, answers))
-    gone = [_GONE.search(" ".join(gpu.itertext())) for gpu in gpus]
+    for number, gpu in enumerate(gpus):
+        if match := _GONE.search(" ".join(gpu.itertext())):
+            reader.values[LOST][number] = match[0]
     path = "gpu_virtualization_mode/virtualization_mode"
     modes = {gpu.findtext(path, "").strip() for gpu in gpus}
-    values |= reader.values | {LOST: [match[0] if match else "" for match in gone]}
-    values |= {"gpu.files": {}, "gpu.is_virtual": not modes.isdisjoint(_PASSED_ON)}
+    values |= reader.values | {"gpu.files": {}}
+    values["gpu.is_virtual"] = not modes.isdisjoint(_PASSED_ON)
     if version := top.findtext("driver_version"):
         values["versions.driver"] = f"NVIDIA {version.strip()}"
     lines = (

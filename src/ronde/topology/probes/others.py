@@ -16,11 +16,11 @@ KERNEL_LINE = re.compile(
 """A line of the kernel's log as dmesg, the journal or syslog has it."""
 
 LOG, KERNEL_LOG = "a log of NCCL or torch", "a kernel log"
-_MATRIX, _READ = "nvidia-smi topo -m", "Type: ronde check read {file}"
 _GIVE, _UNPACK = "Give it what this prints: {}", "Unpack it first."
 _CURES = {
     LOG: "Type: ronde topo log {file}",
-    KERNEL_LOG: _READ,
+    KERNEL_LOG: "Type: ronde check read {file}",
+    "output of nccl-tests": "Type: ronde bench read {file}",
     "output of ibnetdiscover": _GIVE.format("ibstat"),
     "output of ibv_devices": _GIVE.format("ibstat"),
     "lstopo's drawing": "Write it as XML: lstopo topo.xml",
@@ -31,6 +31,7 @@ _CURES = {
 }
 _FORMS = rf"""
 {LOG}: .*NCCL (INFO|WARN|TRACE) |.*Watchdog caught collective
+output of nccl-tests: # +size +count|# nThread \d|# Out of bounds values
 {KERNEL_LOG}: {KERNEL_LINE.pattern}
 output of numactl -H: available: \d+ nodes|node distances:
 output of lscpu: Architecture: +\S+$|NUMA node0 CPU\(s\):
@@ -75,6 +76,6 @@ def recognise_other(saved: Saved) -> OtherFile | None:
     for row in _FORMS.strip().splitlines():
         name, _, pattern = row.partition(": ")
         if any(map(re.compile(pattern, re.DOTALL).match, lines)):
-            cure = _CURES.get(name, _GIVE.format(_MATRIX))
+            cure = _CURES.get(name, _GIVE.format("nvidia-smi topo -m"))
             return OtherFile(name, cure.format(file=saved.name))
     return None
