@@ -6,7 +6,7 @@ The checks of live hosts judge them, and ``printed-errors`` what only a file sho
 import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree.ElementTree import Element
 
 from ronde.check.check import FAIL, Problem, Problems, Severity, each_host
@@ -78,9 +78,7 @@ warn reseat uncorrected PCI errors (AER)
 inform reseat corrected PCI errors (AER)
   {_AER}Correct
 fail firmware the adapter's firmware has failed
-  mlx5_core {_AT}: .*(?:health compromised|Fatal error \d|recovery flow aborted)
-fail firmware the adapter's firmware has failed
-  mlx5_core {_AT}: .* severity\([0-3]\)
+  mlx5_core {_AT}: .*(?:health compromised|Fatal error|flow aborted|severity\([0-3])
 fail reboot the driver has reset a GPU
   amdgpu {_AT}: .*(?:GPU reset begin|uncorrectable hardware errors)
 warn memory the kernel has killed programs for lack of memory
@@ -108,20 +106,6 @@ _Lines = Iterable[tuple[str, str]]  # each with its place
 _Error = tuple[str, str, str]  # meaning, severity and fix
 
 
-class _Rule(NamedTuple):
-    severity: Severity
-    fix: str
-    what: str
-    pattern: re.Pattern[str]
-
-
-def _make_rules() -> Iterator[_Rule]:
-    rows = _RULES.strip().splitlines()
-    for row, pattern in zip(rows[::2], rows[1::2], strict=True):
-        severity, fix, what = row.split(maxsplit=2)
-        yield _Rule(Severity(severity), _FIXES[fix], what, re.compile(pattern.strip()))
-
-
 @each_host(FAIL, _ERRORS)
 def printed_errors(values: Values, _: Fleet) -> Problems:
     """A file shows no error of a GPU, adapter or link, and no lack of memory.
@@ -145,8 +129,8 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
 
     Raises ``UsageError`` for one of another form.
     """
-    other, probe = recognise_other(saved), find_probe(saved)
-    is_log = other is not None and other.name == KERNEL_LOG
+    other, probe = recognise_other(saved)[0], find_probe(saved)
+    is_log = other == KERNEL_LOG
     values: dict[str, Value] = {}
     lines = list(_log_lines(saved))
     if probe is SMI_QUERY:
@@ -159,7 +143,7 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
         values["gpu.xids"] = _read_xids(lines)
     errors = _find_errors([*lines, *more])
     if not (errors or is_log or probe in (SMI_QUERY, RDMA_PORTS)):
-        name = probe.format if probe else other.name if other else "none of them"
+        name = probe.format if probe else other or "none of them"
         cure = f" Type: ronde topo lint {saved.name}" * (probe is not None)
         raise UsageError(
             f"{saved.name} must be what nvidia-smi -q, dmesg or ibstat prints, got "
@@ -182,19 +166,21 @@ def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
 
 def _find_errors(lines: _Lines) -> list[_Error]:
     """Return what rules find in lines, each once: meaning, severity and fix."""
-    rules = list(_make_rules())
-    found: dict[tuple[str, _Rule], list[tuple[str, str]]] = {}
+    rows = _RULES.strip().splitlines()
+    patterns = [re.compile(row.strip()) for row in rows[1::2]]
+    found: dict[_Error, list[tuple[str, str]]] = {}
     for place, line in lines:
-        for rule in rules:
-            if match := rule.pattern.search(line):
-                what = rule.what.format(*match.groups())
+        for row, pattern in zip(rows[::2], patterns, strict=True):
+            if match := pattern.search(line):
+                severity, fix, what = row.split(maxsplit=2)
+                error = what.format(*match.groups()), severity, _FIXES[fix]
                 at = match.groupdict().get("at") or ""
-                found.setdefault((what, rule), []).append((at, place))
+                found.setdefault(error, []).append((at, place))
                 break
-    return [_sum_up(what, rule, seen) for (what, rule), seen in found.items()]
+    return [_sum_up(*error, seen) for error, seen in found.items()]
 
 
-def _sum_up(what: str, rule: _Rule, seen: list[tuple[str, str]]) -> _Error:
+def _sum_up(what: str, severity: str, fix: str, seen: list[tuple[str, str]]) -> _Error:
     ends = list(dict.fromkeys(at for at, _ in seen if at))
     place = seen[-1][1]
     if place.isdecimal():  # of a GPU
@@ -204,7 +190,7 @@ def _sum_up(what: str, rule: _Rule, seen: list[tuple[str, str]]) -> _Error:
         named = f": {list_first(ends, 4)}" if ends else ""
         times = f", {len(seen)} times, last" if len(seen) > 1 else ""
         text = f"{what}{named}{times}{place}"
-    return text, str(rule.severity), rule.fix.format(at=",".join(ends))
+    return text, severity, fix.format(at=",".join(ends))
 
 
 def _lost_links(lines: _Lines) -> Iterator[tuple[str, str]]:
@@ -264,10 +250,7 @@ def _flatten(section: Element, path: str) -> Iterator[str]:
 
 def _read_ports(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
     ports = read_rdma_ports(saved)
-    facts: dict[str, Value] = {
-        name: own | {"gids": {}, "downs": -1} for name, own in ports.items()
-    }
-    values |= {"network.rdma_ports": facts, "network.variables": {}}
+    values |= {"network.rdma_ports": ports, "network.variables": {}}
     up = {name: own for name, own in ports.items() if own["state"] == "ACTIVE"}
     return f"ibstat of {counted(len(ports), 'port')}", _compare_ports(up)
 
@@ -277,12 +260,10 @@ def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
     layers = sorted({own["layer"] for own in up.values()})
     if len(layers) > 1:
         yield "", f"ports are of {' and '.join(layers)}"
-    rates: dict[tuple[str, str], float] = {}
-    for own in up.values():
-        kind, rate = (own["model"], own["layer"]), own["mbit_per_s"] / 1000
-        rates[kind] = max(rate, rates.get(kind, 0.0))
     for name, own in up.items():
-        rate, most = own["mbit_per_s"] / 1000, rates[own["model"], own["layer"]]
+        alike = [each for each in up.values() if each["model"] == own["model"]]
+        alike = [each["mbit_per_s"] for each in alike if each["layer"] == own["layer"]]
+        rate, most = own["mbit_per_s"] / 1000, max(alike) / 1000
         if 0 < 4 * rate <= most:  # as with one lane of four
             yield "", f"{name} has a quarter of the rate of others: {rate:g} Gb/s"
         elif 0 < rate < most:

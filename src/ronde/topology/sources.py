@@ -93,8 +93,7 @@ def is_log(saved: Saved) -> bool:
     """Return whether a file is what ``ronde topo log`` reads, and no topology."""
     from ronde.topology.probes.others import LOG, recognise_other
 
-    other = recognise_other(saved)
-    return other is not None and other.name == LOG and find_probe(saved) is None
+    return recognise_other(saved)[0] == LOG and find_probe(saved) is None
 
 
 def read_file(saved: Saved) -> Topology:
@@ -109,10 +108,9 @@ def read_file(saved: Saved) -> Topology:
             f"{saved.name} must have a machine, got a graph of NCCL's search. Show it "
             f"by itself: ronde topo {saved.name}"
         )
-    if other := recognise_other(saved):
-        raise UsageError(
-            f"{saved.name} must have a topology, got {other.name}. {other.cure}"
-        )
+    name, cure = recognise_other(saved)
+    if name:
+        raise UsageError(f"{saved.name} must have a topology, got {name}. {cure}")
     formats = ", ".join(probe.format for probe in _find_probes())
     raise UsageError(
         f"{saved.name} must be one of these: {formats}, NCCL graph (alone); got none "

@@ -1,7 +1,6 @@
 """Files without a topology: what they are, and what to give or to type instead."""
 
 import re
-from typing import NamedTuple
 
 from ronde.topology.probes.base import Saved, first_lines
 
@@ -61,15 +60,8 @@ a program: \x7fELF
 """What a file is, and how one of its lines begins."""
 
 
-class OtherFile(NamedTuple):
-    """What a file is, as in ``it is a Dockerfile``, and a sentence on what to do."""
-
-    name: str
-    cure: str
-
-
-def recognise_other(saved: Saved) -> OtherFile | None:
-    """Return what a file without a topology is; None where that is unknown."""
+def recognise_other(saved: Saved) -> tuple[str, str]:
+    """Return what a file without a topology is, and what to do; empty if unknown."""
     # Binary files are of bytes; a kernel's stamps look like tags of launchers.
     start = saved.data[:512].decode("latin-1")
     lines = [start, *saved.text[: 1 << 16].splitlines(), *first_lines(saved.text)]
@@ -77,5 +69,5 @@ def recognise_other(saved: Saved) -> OtherFile | None:
         name, _, pattern = row.partition(": ")
         if any(map(re.compile(pattern, re.DOTALL).match, lines)):
             cure = _CURES.get(name, _GIVE.format("nvidia-smi topo -m"))
-            return OtherFile(name, cure.format(file=saved.name))
-    return None
+            return name, cure.format(file=saved.name)
+    return "", ""
