@@ -33,7 +33,7 @@ _FORMS = rf"""
 output of nccl-tests: # +size +count|# nThread \d|# Out of bounds values
 {KERNEL_LOG}: {KERNEL_LINE.pattern}
 output of numactl -H: available: \d+ nodes|node distances:
-output of lscpu: Architecture: +\S+$|NUMA node0 CPU\(s\):
+output of lscpu: Architecture: {{3,}}\S+$|NUMA node0 CPU\(s\):
 output of ip: \d+: [\w.@-]+: <[A-Z_,-]+> mtu \d+
 output of ifconfig: \S+: flags=\d+<[A-Z,]+> +mtu
 nvidia-smi's table: \| NVIDIA-SMI \d
