@@ -24,7 +24,11 @@ from ronde.check import (
     run_probes,
 )
 
-HOST = tuple(check for check in of_family(Family.HOST) if "scheduler" not in check.id)
+HOST = tuple(
+    check
+    for check in of_family(Family.HOST)
+    if not {"scheduler", "printed"} & {*check.id.split("-")}
+)
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
 Max processes             4096                 8192                 processes

@@ -45,6 +45,7 @@ __getattr__ = lazy_exports(
         "probing": (
             "FAILED FactReader ProbeEntry UnreadableError read_facts run_probes"
         ),
+        "reading": "NOT_OF_FILES read_saved_facts",
         "software": (
             "ABSENT digest_code find_nccl read_driver read_packages read_torch "
             "select_environment"

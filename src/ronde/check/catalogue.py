@@ -24,7 +24,7 @@ _SUBJECTS = (
     *("cluster", "expected", "software"),
     *("gpu.presence", "gpu.health", "gpu.xids", "gpu.links", "gpu.pairs"),
     *("burn", "limits", "network.interfaces", "network.reach", "network.rdma"),
-    *("network.pci", "network.bandwidth", "storage"),
+    *("network.pci", "network.bandwidth", "storage", "reading"),
 )
 """Modules with checks."""
 

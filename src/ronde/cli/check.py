@@ -17,7 +17,7 @@ from ronde.check.cluster import ABSENT, TAKING_PART
 from ronde.check.collect import Collected, collect, collect_from
 from ronde.check.expected import EXPECTED, read_expected
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value
-from ronde.check.history import Earlier, Kept, compare, load_last, save
+from ronde.check.history import Changes, Earlier, Kept, compare, load_last, save
 from ronde.check.judging import (
     GPU_COUNT,
     Judgement,
@@ -26,6 +26,7 @@ from ronde.check.judging import (
     fit_together,
     judge,
 )
+from ronde.check.reading import NOT_OF_FILES, read_saved_facts
 from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS
 from ronde.cli.hosts import HOST_DEFAULTS, find_hosts, make_spawner
 from ronde.errors import Failure, HostError, HostFailure, UsageError
@@ -39,7 +40,8 @@ from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals
 from ronde.render import check as render
 from ronde.render.text import WIDTH
-from ronde.units import parse_duration_s
+from ronde.topology.sources import read_saved
+from ronde.units import counted, parse_duration_s
 from ronde.world.environment import select_variables
 
 EXIT_READY, EXIT_WARNED, EXIT_NOT_READY, EXIT_UNKNOWN = range(4)
@@ -50,6 +52,8 @@ _MIN_WIDTH = 60
 
 _HELP = f"""\
 usage: ronde check [-H HOSTS | --hostfile FILE] [options]
+       ronde check read FILE ... judge output that was saved: nvidia-smi -q, a
+                                 kernel's log (dmesg, journalctl -k), ibstat
        ronde check list          list all checks, a line each
        ronde check explain ID    describe one check
 
@@ -105,6 +109,28 @@ examples:
   ronde run --hostfile good.txt train.py
 """
 
+_READ_HELP = """\
+usage: ronde check read FILE ... [options]
+
+Show what is wrong by what other programs have printed into files.
+
+options:
+  --strict    exit with 1 where there are warnings
+  --json      print one object of JSON
+  -h, --help  show this help and exit
+
+FILE is one of these, found out by looking at it; - is standard input:
+  nvidia-smi -q, as text or XML (-x), whole or with -d
+  a kernel's log: dmesg, dmesg -T, journalctl -k, kern.log, syslog
+  ibstat, ibstatus or ibv_devinfo
+Each file is a host, and the hosts are compared with each other.
+
+exit code: 0, 1 warnings, with --strict, 2 a fault, 64 a file that cannot be read
+
+example:
+  nvidia-smi -q > gpus.txt; dmesg > kernel.txt; ronde check read gpus.txt kernel.txt
+"""
+
 
 class CheckRequest(NamedTuple):
     """What is to be checked."""
@@ -132,7 +158,7 @@ def _make_parser() -> CommandParser:
 
 def run(words: Sequence[str]) -> int:
     parser = _make_parser()
-    if "-h" in words or "--help" in words:
+    if words[:1] != ["read"] and ("-h" in words or "--help" in words):
         parser.read(["--help"])
         return EXIT_READY
     match list(words):
@@ -143,6 +169,8 @@ def run(words: Sequence[str]) -> int:
             if name not in checks:
                 raise _unknown(name, list(checks), "explain", "a check's id")
             print(render.explain_check(checks[name]), end="")
+        case ["read", *rest]:
+            return _read(rest)
         case [("list" | "explain") as verb, *_]:
             raise UsageError(
                 f"{verb} must stand with {'an id' if verb == 'explain' else 'nothing'} "
@@ -154,6 +182,44 @@ def run(words: Sequence[str]) -> int:
             except InterruptedStartError as error:
                 return 128 + error.number
     return EXIT_READY
+
+
+def _read(words: Sequence[str]) -> int:
+    """Judge files as hosts."""
+    parser = CommandParser("ronde check read", _READ_HELP, positionals={"files": "+"})
+    options = parser.read(words)
+    if options is None:
+        return EXIT_READY
+    files = [read_saved_facts(read_saved(n)) for n in dict.fromkeys(options.files)]
+    facts = tuple(each for each, _ in files)
+    checks = tuple(each for each in all_checks() if each.id not in NOT_OF_FILES)
+    hosts = tuple(Host(each.host) for each in facts)
+    request = CheckRequest(options, hosts, {}, checks)
+    checked = judge_request(request, Collected(facts, ()))
+    findings, code = checked.judgement.findings, checked.exit_code
+    if options.json:
+        _print_json(checked)
+    else:
+        for (host, *_), subject in files:
+            num = sum(host in finding.hosts for finding in findings)
+            found = counted(num, "finding") if num else "nothing found"
+            print(f"{host}: {found} in {subject}")
+        shown = render.draw_findings(
+            findings, is_coloured=_is_coloured(), width=_width()
+        )
+        print("\n" + shown if shown else "", end="")
+    return code
+
+
+def _print_json(checked: _Checked, changes: Changes | None = None) -> None:
+    hosts, code = checked.collected.hosts, checked.exit_code
+    judgement, verdict = checked.judgement, checked.verdict
+    print(
+        render.checked_as_json(
+            hosts, judgement, verdict, exit_code=code, changes=changes
+        ),
+        end="",
+    )
 
 
 def _check(words: Sequence[str]) -> int:
@@ -318,13 +384,7 @@ def _show(
     changes = compare(since.kept, kept) if since else None
     judgement, verdict = checked.judgement, checked.verdict
     if request.options.json:
-        hosts, code = checked.collected.hosts, checked.exit_code
-        print(
-            render.checked_as_json(
-                hosts, judgement, verdict, exit_code=code, changes=changes
-            ),
-            end="",
-        )
+        _print_json(checked, changes)
         return
     look: dict[str, Any] = {"is_coloured": _is_coloured(), "width": _width()}
     names, width = [host.name for host in request.hosts], look["width"]

@@ -4,7 +4,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,7 +20,13 @@ from ronde.errors import UsageError
 from ronde.plain_values import to_plain
 from ronde.topology.graph import Diagnostic, HostTopology, Level, Topology
 from ronde.topology.probes.base import Saved
-from ronde.topology.sources import join_topologies, read_file, read_saved, read_tree
+from ronde.topology.sources import (
+    is_log,
+    join_topologies,
+    read_file,
+    read_saved,
+    read_tree,
+)
 from ronde.world.environment import select_variables
 
 _VISIBILITY = (
@@ -48,8 +55,9 @@ _ROOT_OPTION = """\
 _SOURCES_HELP = """\
 SOURCE is a file in one of these forms: NCCL's topology (NCCL_TOPO_DUMP_FILE writes it,
 clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m or lspci -vvv,
-Slurm's topology.conf, or the output of ronde topo --json; - is standard input. Each
-file of any form is one host. Without a SOURCE it is this machine.
+nvidia-smi -q, amd-smi topology, rocm-smi --showtopo or ibstat, Slurm's topology.conf or
+topology.yaml, or the output of ronde topo --json; - is standard input. Each file of any
+form is one host. Without a SOURCE it is this machine.
 """
 _SHOW_HELP = f"""\
 usage: ronde topo [SOURCE ...] [--json | --matrix | --paths] [options]
@@ -256,6 +264,10 @@ def _show(options: argparse.Namespace) -> int:
     sources = _read_sources(options)
     if sources and _shows_rings(sources, options):
         return 0
+    if sources and all(map(is_log, sources)):
+        require_alone(options, "--json", "--matrix", "--paths", "--svg", "--root")
+        files = (BytesIO(each.data) for each in sources)
+        return _judge_log(files, sources[0].name, is_json=options.json)
     topology = _load(sources, options.root)
     if not topology.hosts and not topology.switches:
         raise UsageError(
@@ -571,12 +583,16 @@ def _rate(text: str) -> float:
 
 
 def _log(options: argparse.Namespace) -> int:
+    files = _open(options.files)
+    return _judge_log(files, options.files[0], is_json=options.json)
+
+
+def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
     from ronde.render.topo_log import draw_log
     from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
 
-    name = options.files[0]
     try:
-        log = read_nccl_log(_open(options.files))
+        log = read_nccl_log(files)
     except OSError as error:
         raise UsageError(
             f"{error.filename or name} must be a file that can be read, got: "
@@ -588,7 +604,7 @@ def _log(options: argparse.Namespace) -> int:
             "message from it. Set NCCL_DEBUG=INFO for the job, and give its output."
         )
     findings = judge_nccl_log(log)
-    if options.json:
+    if is_json:
         content = {"log": to_plain(log), "findings": to_plain(tuple(findings))}
         print_json("ronde-nccl-log", content)
     else:

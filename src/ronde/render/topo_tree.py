@@ -74,8 +74,9 @@ class ElementTree:
         ]
         for port in self._host.ports:
             if port.bus_id not in self._listed and (port.node in nodes) is is_known:
-                # Hardware must have a PCI device.
-                is_hardware = port.bus_id or port.name in self._host.paired
+                # Hardware must have a PCI device, and a source without any knows none.
+                is_paired = port.name in self._host.paired
+                is_hardware = port.bus_id or is_paired or not self._listed
                 words = "PCI device unknown" if is_hardware else "no PCI device"
                 found.append(self._nic([port], words))
         return tuple(found)

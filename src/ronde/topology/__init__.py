@@ -41,7 +41,8 @@ __getattr__ = lazy_exports(
             "ANY Hint NOWHERE NodeSet Policy best_count compare counted_hints "
             "decide merge"
         ),
-        "probes.base": "Probe Saved untag",
+        "probes.amd_smi": "AMD_SMI",
+        "probes.base": "Probe Saved TextProbe untag",
         "probes.hwloc": "HwlocProbe",
         "probes.lspci": "LspciProbe",
         "probes.nccl": "MAX_REMARKS NcclTopologyProbe",
@@ -50,10 +51,13 @@ __getattr__ = lazy_exports(
             "GpuAnswers NoNvmlError Remote graph_of open_nvml payload_gb_per_s "
             "read_nvml"
         ),
+        "probes.others": "recognise_other",
+        "probes.rdma_text": "RDMA_PORTS read_rdma_ports",
         "probes.slurm": "SlurmTopologyProbe",
+        "probes.smi_query": "SMI_QUERY",
         "probes.sysfs": "read_host",
         "search_graph": "SearchGraph read_search_graphs recognises_search_graph",
-        "sources": "Detected detect_host read_file read_saved",
+        "sources": "Detected detect_host find_probe read_file read_saved",
         "sysfs": "read_machine",
     },
 )

@@ -36,14 +36,19 @@ class JsonProbe:
 def _find_probes() -> list[Probe]:
     """Return the readers of files; the first that recognises a file is to read it."""
     # Imported where a file is read: this machine alone needs none of them.
+    from ronde.topology.probes.amd_smi import AMD_SMI
     from ronde.topology.probes.hwloc import HwlocProbe
     from ronde.topology.probes.lspci import LspciProbe
     from ronde.topology.probes.nccl import NcclTopologyProbe
     from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
+    from ronde.topology.probes.rdma_text import RDMA_PORTS
     from ronde.topology.probes.slurm import SlurmTopologyProbe
+    from ronde.topology.probes.smi_query import SMI_QUERY
 
-    readers = [NcclTopologyProbe(), HwlocProbe(), NvidiaSmiProbe(), LspciProbe()]
-    return [JsonProbe(), *readers, SlurmTopologyProbe()]
+    xml = [NcclTopologyProbe(), HwlocProbe()]
+    # AMD's tables look like NVIDIA's.
+    text = [AMD_SMI, NvidiaSmiProbe(), LspciProbe(), SMI_QUERY, RDMA_PORTS]
+    return [JsonProbe(), *xml, *text, SlurmTopologyProbe()]
 
 
 def read_saved(name: str) -> Saved:
@@ -79,19 +84,34 @@ def read_saved(name: str) -> Saved:
     return Saved(name, data)
 
 
+def find_probe(saved: Saved) -> Probe | None:
+    """Return the reader of a file; None for one that has no topology."""
+    return next((each for each in _find_probes() if each.recognises(saved)), None)
+
+
+def is_log(saved: Saved) -> bool:
+    """Return whether a file is what ``ronde topo log`` reads, and no topology."""
+    from ronde.topology.probes.others import LOG, recognise_other
+
+    return recognise_other(saved)[0] == LOG and find_probe(saved) is None
+
+
 def read_file(saved: Saved) -> Topology:
     """Return the topology in a file; a host without a name has that of the file."""
-    probes = _find_probes()
-    for probe in probes:
-        if probe.recognises(saved):
-            hosts, switches = probe.read(saved)
-            return Topology(_named(hosts, Path(saved.name).stem), switches)
+    from ronde.topology.probes.others import recognise_other
+
+    if probe := find_probe(saved):
+        hosts, switches = probe.read(saved)
+        return Topology(_named(hosts, Path(saved.name).stem), switches)
     if outermost_tag(saved.data) == "graphs":
         raise UsageError(
             f"{saved.name} must have a machine, got a graph of NCCL's search. Show it "
             f"by itself: ronde topo {saved.name}"
         )
-    formats = ", ".join(probe.format for probe in probes)
+    name, cure = recognise_other(saved)
+    if name:
+        raise UsageError(f"{saved.name} must have a topology, got {name}. {cure}")
+    formats = ", ".join(probe.format for probe in _find_probes())
     raise UsageError(
         f"{saved.name} must be one of these: {formats}, NCCL graph (alone); got none "
         "of them."

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ronde.check.check import Check, Problem, Problems, Severity, make_check
 from ronde.check.fleet import Fleet, Value
-from ronde.check.gpu.smi import FailedError, ask_smi, is_error
+from ronde.check.gpu.smi import FailedError, SmiReport, ask_smi, is_error
 from ronde.check.probing import (
     ENDED,
     FactReader,
@@ -310,10 +310,16 @@ def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
 
 def _keep_printed(reader: FactReader) -> None:
     try:
-        cuda_version, gpus = ask_smi()
+        report = ask_smi()
     except FailedError as error:
         reader.values["gpu.nvml_error"] = str(error)
         raise UnreadableError(f"nvidia-smi: {error}") from error
+    keep_report(reader, report)
+
+
+def keep_report(reader: FactReader, report: SmiReport) -> None:
+    """Store the facts ``ALL_ANSWERS`` as nvidia-smi printed them."""
+    cuda_version, gpus = report
     reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
     why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install 'ronde[gpu]'"
     found: list[GpuReport] = []

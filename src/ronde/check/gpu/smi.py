@@ -89,14 +89,15 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
             gpu = int(each["gpu"])
         else:
             links.setdefault(gpu, []).append("inactive" not in each["state"])
-    gpus = [_answers(each) for each in top.findall("gpu")]
+    gpus = [read_answers(each) for each in top.findall("gpu")]
     for number, own in links.items():
         if 0 <= number < len(gpus):
             gpus[number]["nvlinks"] = own
     return SmiReport([int(found[1]), int(found[2])] if found else None, gpus)
 
 
-def _answers(gpu: Element) -> dict[str, Value]:
+def read_answers(gpu: Element) -> dict[str, Value]:
+    """Return the answers of one GPU, from its element of the XML."""
     answers: dict[str, Value] = {}
     for question, read in _QUESTIONS.items():
         try:
@@ -221,7 +222,7 @@ def _fabric(gpu: Element) -> Value:
     if state.lower() not in _STATES:
         raise NotShownError
     # Older drivers have no summary.
-    summary = gpu.findtext("fabric/summary", "").strip().lower()
+    summary = gpu.findtext("fabric//summary", "").strip().lower()
     return {
         "state": _STATES[state.lower()],
         "status": 0 if _text(gpu, "fabric/status") in ("Success", "N/A") else 999,

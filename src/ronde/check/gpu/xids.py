@@ -7,6 +7,7 @@ no action: 171 and 172 come with a 48 and count like one; that 167 does is ronde
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ronde.check.check import (
@@ -119,20 +120,24 @@ _NAMES = {
 
 # With MIG the instance stands behind the address.
 _XID = re.compile(
-    r"(?P<kind>S?Xid) \(PCI:(?P<address>[0-9a-fA-F:.]+)(?: GPU-I:[0-9a-fA-F]+)?\): "
-    r"(?P<code>\d+)(?P<rest>.*)"
+    r"(?P<kind>S?Xid) \((?:PCI:)?(?P<address>[0-9a-fA-F:.]+)"
+    r"(?: GPU-I:[0-9a-fA-F]+)?\): (?P<code>\d+)(?P<rest>.*)"
 )
 _ADVICE, _ADDRESSES = "gpu.recovery_action", "gpu.bus_ids"
 
 
 def read_xids(root: str) -> list[Value]:
-    """Return what the log has of each kind, GPU and number: the last one, and how many.
+    return find_xids(read_log(root))
 
-    Whether an error is fatal the log has for SXid, and for Xids of NVLinks from
-    Blackwell on.
+
+def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
+    """Return what lines have of each kind, GPU and number: the last one, and how many.
+
+    Each line comes with its age in seconds. Whether an error is fatal the log has for
+    SXid, and for Xids of NVLinks from Blackwell on.
     """
     found: dict[tuple[str, str, int], Value] = {}
-    for age_s, line in read_log(root):
+    for age_s, line in lines:
         xid = _XID.search(line)
         if xid is None:
             continue
@@ -176,7 +181,7 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
         what += f" ({_NAMES[code]})" if is_xid and code in _NAMES else ""
         what += f" at {each['address']}"
         what += f", {each['times']} times, last" if each["times"] > 1 else ""
-        what += f" {format_duration(each['age_s'])} ago"
+        what += f" {each.get('where') or format_duration(each['age_s']) + ' ago'}"
         severity = resolution.severity
         # A switch is reset with all GPUs.
         own: list[Value] = [*advice.values()]

@@ -192,6 +192,9 @@ def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Sev
     if 2 * num_up > num_others or (is_named and num_others):
         return FAIL
     has_another = any(_is_up(each) for each in values[_PORTS].values())
+    if port["physical_state"] == _UP[1] and port["layer"] == "InfiniBand":
+        # A cable is there, and nobody has made the port active.
+        return WARN if has_another else FAIL
     return INFORM if has_another or port["layer"] != "InfiniBand" else WARN
 
 

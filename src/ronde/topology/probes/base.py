@@ -2,7 +2,8 @@
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from xml.parsers import expat
 
@@ -51,7 +52,19 @@ class Probe(Protocol):
     @property
     def format(self) -> str: ...  # For people: ``NCCL topology file``.
     def recognises(self, saved: Saved) -> bool: ...
-    def read(self, saved: Saved) -> Topology: ...
+    def read(self, saved: Saved, /) -> Topology: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextProbe:
+    """A reader of text that has a pattern in one of its first lines."""
+
+    format: str
+    pattern: re.Pattern[str]
+    read: Callable[[Saved], Topology]
+
+    def recognises(self, saved: Saved) -> bool:
+        return any(map(self.pattern.search, first_lines(saved.text)))
 
 
 def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:

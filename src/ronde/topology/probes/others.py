@@ -1,0 +1,73 @@
+"""Files without a topology: what they are, and what to give or to type instead."""
+
+import re
+
+from ronde.topology.probes.base import Saved, first_lines
+
+_STAMP = r"\[ *\d+\.\d{6}\]|\[\w{3} \w{3} +\d+ [\d:]{8} \d{4}\]|\[\w{3}\d+ [\d:]{5}\]"
+KERNEL_LINE = re.compile(
+    r"(?:[\w.-]+: )?(?:[a-z]+ *:[a-z]+ *: )?"  # the tag of a launcher; dmesg -x
+    rf"(?:(?P<at>{_STAMP}|\d{{4}}-\d\d-\d\dT[\d:]{{8}},\d{{6}}[+-]\d\d:?\d\d) "
+    r"|(?P<date>\w{3} +\d+ [\d:]{8}|\d{4}-\d\d-\d\d[T ]\S+) \S+ kernel: "
+    r"|\d+,\d+,\d+,[^; ]*;)"
+    r"(?P<text>.*)"
+)
+"""A line of the kernel's log as dmesg, the journal or syslog has it."""
+
+LOG, KERNEL_LOG = "a log of NCCL or torch", "a kernel log"
+_GIVE, _UNPACK = "Give it what this prints: {}", "Unpack it first."
+_CURES = {
+    LOG: "Type: ronde topo log {file}",
+    KERNEL_LOG: "Type: ronde check read {file}",
+    "output of nccl-tests": "Type: ronde bench read {file}",
+    "output of ibnetdiscover": _GIVE.format("ibstat"),
+    "output of ibv_devices": _GIVE.format("ibstat"),
+    "lstopo's drawing": "Write it as XML: lstopo topo.xml",
+    "a table of AMD's without links": _GIVE.format("amd-smi topology"),
+    "JSON of AMD's": _GIVE.format("amd-smi topology"),
+    "packed": _UNPACK,
+    "an archive": _UNPACK,
+}
+_FORMS = rf"""
+{LOG}: .*NCCL (INFO|WARN|TRACE) |.*Watchdog caught collective
+output of nccl-tests: # +size +count|# nThread \d|# Out of bounds values
+{KERNEL_LOG}: {KERNEL_LINE.pattern}
+output of numactl -H: available: \d+ nodes|node distances:
+output of lscpu: Architecture: {{3,}}\S+$|NUMA node0 CPU\(s\):
+output of ip: \d+: [\w.@-]+: <[A-Z_,-]+> mtu \d+
+output of ifconfig: \S+: flags=\d+<[A-Z,]+> +mtu
+nvidia-smi's table: \| NVIDIA-SMI \d
+a table of AMD's without links: \| AMD-SMI \d|=+ ROCm System Management
+JSON of AMD's: \s*"link_type": |.*"\(Topology\)
+output of nvcc --version: nvcc: NVIDIA \(R\) Cuda compiler
+output of lsmod: Module +Size +Used by
+output of free: \s+total +used +free +shared
+output of df: Filesystem +\S+ +Used +Avail
+output of ibnetdiscover: vendid=0x|# Topology file: generated
+output of ibv_devices: \s+device\s+node GUID
+output of dcgmi discovery: \d+ GPUs? found\.
+lstopo's drawing: Machine \(\d+\S+ total
+a Python traceback: Traceback \(most recent call last\)
+a Dockerfile: FROM \S+( (AS|as) \S+)?$
+a manifest of Kubernetes: apiVersion: \S
+a page of HTML: \s*<(!(?i:doctype) html|html)\b
+a PDF: %PDF-
+an image: \x89PNG|\xff\xd8\xff|GIF8
+an archive: PK\x03\x04|.{{257}}ustar
+packed: BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd
+a program: \x7fELF
+"""
+"""What a file is, and how one of its lines begins."""
+
+
+def recognise_other(saved: Saved) -> tuple[str, str]:
+    """Return what a file without a topology is, and what to do; empty if unknown."""
+    # Binary files are of bytes; a kernel's stamps look like tags of launchers.
+    start = saved.data[:512].decode("latin-1")
+    lines = [start, *saved.text[: 1 << 16].splitlines(), *first_lines(saved.text)]
+    for row in _FORMS.strip().splitlines():
+        name, _, pattern = row.partition(": ")
+        if any(map(re.compile(pattern, re.DOTALL).match, lines)):
+            cure = _CURES.get(name, _GIVE.format("nvidia-smi topo -m"))
+            return name, cure.format(file=saved.name)
+    return "", ""

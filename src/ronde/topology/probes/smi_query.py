@@ -1,0 +1,108 @@
+"""``nvidia-smi -q``, as text or XML, whole or with ``-d``: GPUs and their PCI links."""
+
+import re
+from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element, SubElement
+
+from ronde.errors import UsageError
+from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, PciDevice, Topology
+from ronde.topology.pci import compute_capability, plain_address
+from ronde.topology.probes.base import Saved, TextProbe, lines_of_one, parse_xml
+
+_GPU = re.compile(r"\s*GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*")
+_FORM = re.compile(rf"=NVSMI LOG=|<nvidia_smi_log\b|^{_GPU.pattern}$")
+_REASONS = re.compile(r"clocks_(?:event|throttle)_reasons")
+_CLASS, _NVIDIA = 0x030200, 0x10DE
+_GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
+_MAX_DEPTH = 16
+_LINK = "pci/pci_gpu_link_info"
+_PAIRS = """
+    gpu/gpu_uuid=uuid mig_mode/current=current_mig pci/gpu_link_info=pci_gpu_link_info
+    pci_gpu_link_info/pcie_generation=pcie_gen pci_gpu_link_info/link_width=link_widths
+    pcie_gen/max=max_link_gen pcie_gen/current=current_link_gen
+    link_widths/max=max_link_width link_widths/current=current_link_width
+    volatile/sram_uncorrectable_sec_ded=sram_uncorrectable_secded
+    aggregate/sram_uncorrectable_sec_ded=sram_uncorrectable_secded
+    remapped_rows/correctable_error=remapped_row_corr
+    remapped_rows/uncorrectable_error=remapped_row_unc
+    remapped_rows/pending=remapped_row_pending
+    remapped_rows/remapping_failure_occurred=remapped_row_failure
+    temperature/gpu_t_limit_temp=gpu_temp_tlimit
+"""
+_NAMES = {text: name for text, _, name in (p.partition("=") for p in _PAIRS.split())}
+"""The XML's name where it is not the text's, by section and the text's name."""
+
+
+def read_query(saved: Saved) -> Element:
+    """Return what was printed under the XML's names, from the text as well."""
+    if "<nvidia_smi_log" in saved.text:
+        parse_xml(saved.data, saved.name)
+        return ET.fromstring(saved.data)  # noqa: S314  parse_xml refuses entities
+    top = Element("nvidia_smi_log")
+    gpus: dict[str, Element] = {}
+    # Sections that are open, each with its indentation.
+    opened = [(-1, top)]
+    for line in lines_of_one(saved.text.splitlines(), saved.name):
+        key, colon, value = line.strip().partition(":")
+        indentation = len(line) - len(line.lstrip())
+        while key and len(opened) > 1 and opened[-1][0] >= indentation:
+            opened.pop()
+        section = opened[-1][1]
+        if match := _GPU.fullmatch(line):
+            if match[1] not in gpus:
+                gpus[match[1]] = SubElement(top, "gpu", id=match[1])
+            opened = [(-1, top), (indentation, gpus[match[1]])]
+        elif name := _xml_name(section.tag, key):
+            element = SubElement(section, name)
+            element.text = value.strip()
+            # What stands below a value belongs to the same section.
+            is_section = not colon and len(opened) < _MAX_DEPTH
+            opened += [(indentation, element)] if is_section else []
+    return top
+
+
+def _xml_name(section: str, key: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "_", key.lower()).strip("_")
+    if name and _REASONS.fullmatch(section):
+        return f"{section[:-1]}_{name}"
+    return _NAMES.get(f"{section}/{name}", name)
+
+
+def _read(saved: Saved) -> Topology:
+    top = read_query(saved)
+    gpus: list[GpuDevice] = []
+    devices: list[PciDevice] = []
+    for number, gpu in enumerate(top.findall("gpu")):
+        address = plain_address(gpu.get("id", ""))
+        title, uuid = (gpu.findtext(tag, "") for tag in ("product_name", "uuid"))
+        sm = compute_capability(title)
+        gpus.append(GpuDevice(address, number, sm=sm, title=title, uuid=uuid))
+        rates = [_GT_PER_S.get(_count(gpu, f"pcie_gen/{w}_link_gen")) for w in _WHEN]
+        speed, speed_now = (f"{rate:.1f} GT/s PCIe" if rate else "" for rate in rates)
+        width, width_now = (_count(gpu, f"link_widths/{w}_link_width") for w in _WHEN)
+        device = PciDevice(address, class_code=_CLASS, vendor=_NVIDIA, speed=speed)
+        device = device._replace(width=width, width_now=width_now, speed_now=speed_now)
+        # With ``-d`` the section may be left out.
+        devices += [device] if speed or width > 0 else []
+    if not gpus:
+        raise UsageError(
+            f"{saved.name} must have a GPU, got none. Look for an error in it: ronde "
+            f"check read {saved.name}"
+        )
+    attached = top.findtext("attached_gpus", "").strip()
+    is_part = attached.isdecimal() and int(attached) != len(gpus)
+    remarks = (f"{len(gpus)} of {attached} GPUs are shown.",) if is_part else ()
+    sources = (f"{SMI_QUERY.format} {saved.name}",)
+    host = HostTopology("", sources, (), tuple(devices), tuple(gpus), remarks=remarks)
+    return Topology((host,))
+
+
+_WHEN = ("max", "current")
+
+
+def _count(gpu: Element, path: str) -> int:
+    match = re.match(r"\d{1,3}", gpu.findtext(f"{_LINK}/{path}", "").strip())
+    return int(match[0]) if match else UNKNOWN
+
+
+SMI_QUERY = TextProbe("nvidia-smi -q", _FORM, _read)
