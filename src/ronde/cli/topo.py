@@ -582,10 +582,11 @@ def _log(options: argparse.Namespace) -> int:
             f"{error.filename or name} must be a file that can be read, got: "
             f"{error.strerror}. Check the name."
         ) from None
-    if not log.num_messages:
+    if not log.num_messages and not log.watchdog.num_lines:
         raise UsageError(
-            f"{name} must be what NCCL wrote, got {log.num_lines} lines without a "
-            "message from it. Set NCCL_DEBUG=INFO for the job, and give its output."
+            f"{name} must be what NCCL or torch's watchdog wrote, got {log.num_lines} "
+            "lines without a message from them. Set NCCL_DEBUG=INFO for the job, and "
+            "give its output."
         )
     findings = judge_nccl_log(log)
     if options.json:

@@ -5,9 +5,9 @@ communicators join, and all others of their hosts, if no other job is there.
 """
 
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,6 +18,7 @@ from ronde.topology.nccl_log.messages import (
     read_lines,
     recognise,
 )
+from ronde.topology.nccl_log.watchdog import WatchdogReader, WatchdogReport
 
 _MAX_VALUES = 1 << 12  # Of each topic.
 _MAX_KEPT_TEXT = 400
@@ -103,9 +104,9 @@ class EdgesSeen(NamedTuple):
 
     # ``P2P/CUMEM/read``, ``SHM/direct``, ``NET/IB/GDRDMA``, ``COLLNET/SHARP``.
     transport: str
-    num_edges: int  # Ends of channels in the log.
+    num_edges: int  # Channels in the log.
     example: tuple[int, int]  # Two ranks; one twice with a switch at the other end.
-    hosts: tuple[str, ...]  # Of these ends.
+    hosts: tuple[str, ...]  # Of its ends in the log.
 
     @property
     def is_between_nodes(self) -> bool:
@@ -146,6 +147,8 @@ class NcclJob(NamedTuple):
     plugins: tuple[Reported, ...] = ()  # On plugins for the network.
     gdr: tuple[Reported, ...] = ()  # Of GPUDirect RDMA: ``IB mlx5_0 Enabled``.
     nvls: tuple[Reported, ...] = ()  # ``available on dev 0``, ``lost: CUDA error ...``.
+    # Of GPUs in NVLink's fabric: bus id, UUID, clique, state and health.
+    fabric: tuple[Reported, ...] = ()
     p2p: tuple[Reported, ...] = ()  # GPUs that are refused each other's memory.
     settings: tuple[Reported, ...] = ()  # ``NCCL_IB_HCA=mlx5``.
     # ``10.0.0.1<4567> returned Connection refused``.
@@ -168,6 +171,7 @@ class NcclLog(NamedTuple):
     num_mended: int = 0  # Those put together from pieces.
     num_lost: int = 0  # Pieces of NCCL's lines that nothing fitted to.
     num_left_out: int = 0  # Things that were too many to keep.
+    watchdog: WatchdogReport = WatchdogReport()  # torch's lines.
 
 
 _Match = re.Match[str]
@@ -184,6 +188,10 @@ class _Process:
         self.parts: dict[int | str, _Part] = {}
         # Of each thread that prints a topology: indent and name of what is open.
         self.branches: dict[int, list[tuple[int, str]]] = {}
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.host, self.pid
 
 
 class _Part:
@@ -216,7 +224,7 @@ class _Comm:
 
     def may_have(self, part: _Part) -> bool:
         owner = None if part.rank is None else self.ranks.get(part.rank)
-        is_free = owner is None or owner.process is part.process
+        is_free = owner is None or owner.process.name == part.process.name
         return is_free and part.num_ranks in (None, self.num_ranks)
 
 
@@ -316,11 +324,13 @@ class _Collector:
         self._note(process, "graphs", value)
 
     def take_edge(self, process: _Process, _: int, match: _Match) -> None:
-        source, target, transport = match.groups()
+        source, target, way, transport = match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
         # A switch of the network has no rank.
-        self._note(process, "edges", transport, source, target or source)
+        note = self._note(process, "edges", transport, source, target or source, 0)
+        if note and way == "receive":
+            note[3] += 1
 
     def take_tuning(self, process: _Process, _: int, match: _Match) -> None:
         collective, text, algorithm, protocol = match.groups()
@@ -411,7 +421,7 @@ class _Collector:
                 key = host, part.num_ranks, part.num_nodes
                 comm = found[0] if len(found) == 1 else comms.setdefault(key, new)
                 comm.add(part)
-        return list(comms.values())
+        return _join_alike(comms.values())
 
 
 def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
@@ -421,11 +431,11 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         OSError: One cannot be read.
         UsageError: One is packed, and damaged.
     """
-    collector = _Collector()
+    collector, watchdog = _Collector(), WatchdogReader()
     total: Counter[str] = Counter()
     for file in files:
         # Lines break inside each other within a file alone.
-        reader = MessageReader()
+        reader = MessageReader(watchdog)
         for line in read_lines(file):
             for message in reader.feed(line):
                 collector.take(message)
@@ -441,11 +451,21 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     job_of = _job_of(processes, comms)
     for process in processes:
         jobs[job_of[process]].append(process)
+    ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
     for comm in comms:
         comms_of[job_of[comm.parts[0].process]].append(comm)
     ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
+    # Of several jobs it is unknown whose torch's lines are.
+    largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
+    largest = largest if len(comms_of) == 1 else None
+    report = watchdog.report(largest.num_ranks or 0 if largest else 0)
+    for rank in report.busy:
+        if largest and (part := largest.ranks.get(rank)):
+            # A collective is called after that.
+            part.seen["is_complete"] = True
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
+        watchdog=report,
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
@@ -453,21 +473,60 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     )
 
 
-def _mend_hosts(processes: Iterable[_Process]) -> None:
-    """Give processes that were named a few times alone the host that they are of.
+def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
+    """Join communicators of one size that have no number and no rank in common.
+
+    Each host's log has some of the ranks. Where a rank is there twice, there are
+    several communicators, and nothing shows which parts belong together.
+    """
+    alike: defaultdict[int | None, list[_Comm]] = defaultdict(list)
+    joined: list[_Comm] = []
+    for comm in comms:
+        is_numbered = not comm.name.startswith("#") or "/" in comm.name
+        (joined if is_numbered else alike[comm.num_ranks]).append(comm)
+    for num_ranks, found in alike.items():
+        ranks = Counter(rank for comm in found for rank in comm.ranks)
+        parts = [part for comm in found for part in comm.parts]
+        num_nodes = max(part.num_nodes for part in parts)
+        is_one = (
+            num_ranks is not None
+            and all(comm.ranks for comm in found)
+            and ranks.total() == len(ranks) <= num_ranks
+            and (num_nodes < 1 or len({p.process.host for p in parts}) <= num_nodes)
+        )
+        if is_one:
+            for part in parts[len(found[0].parts) :]:
+                found[0].add(part)
+        joined += found[:1] if is_one else found
+    return joined
+
+
+def _mend_hosts(processes: Collection[_Process]) -> None:
+    """Give processes that are named in a few lines alone the host that they are of.
 
     That is the longest host that the name ends with, or the one that ends with it.
     """
-    rare = [each for each in processes if each.num_messages <= _MAX_MISREAD]
-    sure = {(p.pid, p.host[::-1]) for p in processes if p.num_messages > _MAX_MISREAD}
-    ordered = sorted(sure)
-    for process in rare:
-        pid, name = process.pid, process.host[::-1]
-        ends = (name[:length] for length in range(len(name), 0, -1))
-        at = bisect_left(ordered, (pid, name))
-        longer = [h for p, h in ordered[at : at + 2] if p == pid and h.startswith(name)]
-        other = longer[0] if len(longer) == 1 else name
-        process.host = next((end for end in ends if (pid, end) in sure), other)[::-1]
+    of_host: Counter[str] = Counter()
+    for process in processes:
+        of_host[process.host] += process.num_messages
+    sure = {p.name for p in processes if p.num_messages > _MAX_MISREAD}
+    # Backwards, so that names with one end are neighbours; -1 is any process.
+    named = sorted(
+        [(process.pid, process.host[::-1]) for process in processes]
+        + [(-1, host[::-1]) for host, num in of_host.items() if num > _MAX_MISREAD]
+    )
+    for process in [each for each in processes if each.name not in sure]:
+        host, pid = process.name
+        ends = (host[at:] for at in range(len(host)) if (host[at:], pid) in sure)
+        longer: list[str] = []
+        for number in (pid, -1) if of_host[host] <= _MAX_MISREAD else (pid,):
+            at = bisect_right(named, (number, host[::-1]))
+            near = [name for each, name in named[at : at + 2] if each == number]
+            longer += [name[::-1] for name in near if name.startswith(host[::-1])][:2]
+            if longer:
+                break
+        other = longer[0] if len(longer) == 1 else host
+        process.host = next(ends, other)
 
 
 def _job_of(
@@ -523,7 +582,7 @@ def _job(
     fields["communicators"] = sorted(found, key=lambda comm: -comm.num_ranks)
     return NcclJob(
         hosts=_hosts(processes),
-        num_processes=len({(p.host, p.pid) for p in processes}),
+        num_processes=len({process.name for process in processes}),
         **{name: tuple(values) for name, values in fields.items()},
     )
 
@@ -546,7 +605,10 @@ def _reported(topic: str, value: Any, notes: dict[_Process, list[Any]]) -> objec
         fields = *value, hosts
     elif topic == "edges":
         example = int(details[0][0]), int(details[1][0])
-        fields = value, sum(nums), example, hosts
+        # Both ends of one to another host report it, and some logs have one end alone.
+        num_received = sum(details[2])
+        num_edges = max(sum(nums) - num_received, num_received)
+        fields = value, num_edges, example, hosts
     elif topic == "tunings":
         fields = *value, min(details[0]), max(details[1])
     elif topic == "warnings":
