@@ -667,19 +667,22 @@ def fabric(host: str, gpu: int, uuid: str, clique: str = "7ffe", rest: str = "")
     [
         (
             fabric("n5", 8, "aa.bb") + fabric("n5", 9, "0.0", "0"),
-            "GPUs have no fabric UUID, as others have: 0009:01:00.0 on n5.",
+            "GPUs have no fabric UUID: 0009:01:00.0 on n5.",
         ),
         (
             fabric("n5", 8, "aa.bb") + fabric("n6", 8, "aa.bb", "7ffd"),
-            "One fabric has several cliques: 7ffd on n6; 7ffe on n5.",
+            (
+                "GPUs are in clique 7ffe of the fabric: 0008:01:00.0 on n5. "
+                "GPUs are in clique 7ffd of the fabric: 0008:01:00.0 on n6."
+            ),
         ),
         (
             fabric("n5", 8, "0.0", rest="state 2 healthMask 0x0"),
-            "GPUs have not joined the fabric yet: 0008:01:00.0 on n5.",
+            "GPUs have not joined the fabric: 0008:01:00.0 on n5.",
         ),
         (
             fabric("n5", 8, "aa.bb", rest="state 3 healthMask 0xa9"),
-            "GPUs report less bandwidth than they should have: 0008:01:00.0 on n5.",
+            "GPUs report a bad link or route (healthMask 0xa9): 0008:01:00.0 on n5.",
         ),
         # A node alone has none, and two racks are two fabrics.
         (fabric("n5", 0, "0.0", rest="state 3 healthMask 0x80"), ""),

@@ -11,22 +11,15 @@ from ronde.topology.nccl_log.log import (
     EdgesSeen,
     NcclJob,
     NcclLog,
-    RankSeen,
     Reported,
     TreeLink,
     WarningSeen,
 )
 from ronde.topology.nccl_log.rules import VERDICTS, rule_of_warning
-from ronde.topology.nccl_log.watchdog import TimedOutWork
+from ronde.topology.nccl_log.watchdog import CollectiveTimeout, TimedOutWork
 from ronde.units import counted, list_first
 
 _named = partial(list_first, most=3)
-_FABRIC_FAULTS = (
-    "less bandwidth than they should have",
-    "a route that recovers",
-    "a route that is not healthy",
-    "recovery from a time-out",
-)
 _VIRTUAL = re.compile(
     r"docker\d|veth|lo\d?$|virbr|br-|cni|flannel|cali|tunl|vxlan|kube-|lxc|lxd|podman"
 )
@@ -48,15 +41,8 @@ _PCI_LIMIT_OF_NCCL_COUNT = 15.75 / 12
 _SLOW_INIT_S = 30.0
 _MAX_WARNING = 160
 # Of these, sizes or calls differ among the ranks of a correct program.
-_UNEQUAL = {
-    "SEND",
-    "RECV",
-    "COALESCED",
-    "ALLTOALL",
-    "ALLTOALL_BASE",
-    "GATHER",
-    "SCATTER",
-}
+_UNEQUAL = re.compile("SEND|RECV|COALESCED|ALLTOALL|GATHER$|SCATTER$")
+_MAX_TIMEOUTS = 3
 # Where these differ, it is often meant: hosts name their interfaces differently.
 _OWN_PER_HOST = {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
 # One rank alone reports these, of whatever all have.
@@ -90,47 +76,47 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
 def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
     """Find collectives that did not end in time, and the ranks that are to blame."""
     report = log.watchdog
-    for timeout in report.timeouts:
-        works = timeout.works
+    # Of several jobs it is unknown whose torch's lines are.
+    comms = [job.communicators[0] for job in log.jobs if job.communicators]
+    hosts = {r.rank: r.host for r in comms[0].ranks} if len(comms) == 1 else {}
+    trace = "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 records calls for torchfrtrace"
+    if report.trace_folder:
+        trace = f"Compare all calls: torchfrtrace {report.trace_folder}"
+    num_more = len(report.timeouts) - _MAX_TIMEOUTS
+    for timeout in report.timeouts[:_MAX_TIMEOUTS]:
         of_group = f" of group {timeout.group}" if timeout.group else ""
-        what = f"Collectives{of_group} did not end in time: "
-        what += "; ".join(map(_describe_work, works)) + "."
+        works = "; ".join(map(_describe_work, timeout.works))
+        what = f"Collectives{of_group} did not end in time: {works}."
         for words, ranks in (
             ("Not called on", timeout.late),
             ("No line from", timeout.silent),
             ("Completed on", timeout.ahead),
         ):
             what += f" {words} {_ranks(ranks)}." if ranks else ""
-        waiting = [rank for work in works for rank in work.ranks]
-        suspects = (*timeout.late, *timeout.silent) or (
-            waiting if timeout.ahead else ()
-        )
-        calls = {
-            (work.seq, work.operation, work.num_elements)
-            for work in works
-            if work.operation not in _UNEQUAL
-        }
-        key = "collective-timeout"
-        if suspects:
-            key += ".late"
-        elif len(calls) > 1 and (timeout.group or len({c[0] for c in calls}) == 1):
-            key += ".differ"
-        elif works[-1].seq == 1:
-            key += ".first"
-        hosts = {rank.rank: rank.host for rank in _ranks_of(log)}
-        where = list_first(sorted({hosts[r] for r in suspects if r in hosts}), 4)
+        what += f" So did those of {num_more} more groups." if num_more > 0 else ""
+        waiting = [rank for work in timeout.works for rank in work.ranks]
+        suspects = [*timeout.late, *timeout.silent] or waiting * bool(timeout.ahead)
+        where = _named(sorted({hosts[r] for r in suspects if r in hosts}))
         who = _ranks(suspects) + (f" on {where}" if where else "")
+        key = "collective-timeout" + (".late" if suspects else _kind_of(timeout))
         finding = _verdict(key, [_ranks(waiting or suspects)], what, suspects=who)
-        trace = f"Compare all calls: torchfrtrace {report.trace_folder}"
-        if not report.trace_folder:
-            trace = "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 records calls for torchfrtrace"
         yield finding._replace(remedy=f"{finding.remedy} {trace}.")
-    for key, ranks, what in (
-        ("watchdog-stuck", report.stuck, "The watchdog itself made no progress."),
-        ("store-lost", report.store_lost, "The store of torch's job was closed."),
-    ):
-        if ranks:
-            yield _verdict(key, [_ranks(ranks)], what)
+    if report.stuck:
+        what = "The watchdog itself made no progress."
+        yield _verdict("watchdog-stuck", [_ranks(report.stuck)], what)
+    if report.store_lost:
+        what = "The store of torch's job was closed."
+        yield _verdict("store-lost", [_ranks(report.store_lost)], what)
+
+
+def _kind_of(timeout: CollectiveTimeout) -> str:
+    """Return the word for the remedy where no rank is known to be late."""
+    compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
+    # Groups that are unknown may be several, each with its own numbers.
+    is_one = timeout.group or len({work.seq for work in compared}) == 1
+    if len(compared) > 1 and is_one:
+        return ".differ"
+    return ".first" if timeout.works[-1].seq == 1 else ""
 
 
 def _describe_work(work: TimedOutWork) -> str:
@@ -148,12 +134,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     """Return ``rank 3``, or ``ranks 0-3, 5``."""
     runs = format_list(sorted(ranks)).split(",")
     return f"rank{'s'[: len(ranks) > 1]} {list_first(runs, 6)}"
-
-
-def _ranks_of(log: NcclLog) -> tuple[RankSeen, ...]:
-    """Return the ranks of the largest communicator, if the log is of one job."""
-    comms = [job.communicators for job in log.jobs if job.communicators]
-    return comms[0][0].ranks if len(comms) == 1 else ()
 
 
 def _verdict(
@@ -182,10 +162,6 @@ def _spans_nodes(job: NcclJob) -> bool:
     return any(edges.is_between_nodes for edges in job.edges) or any(
         comm.num_nodes > 1 or len(comm.hosts) > 1 for comm in job.communicators
     )
-
-
-def _may_span_nodes(job: NcclJob) -> bool:
-    return not job.communicators or _spans_nodes(job)
 
 
 def _setting_of(job: NcclJob, *names: str) -> str:
@@ -289,46 +265,41 @@ def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
     for each in job.candidates:
         kinds[each.value.rpartition("/")[2]].append(each)
     is_used = not job.networks or any(v.startswith("IB") for v in _values(job.networks))
-    both = kinds["IB"] + kinds["RoCE"]
-    if kinds["IB"] and kinds["RoCE"] and is_used and _may_span_nodes(job):
+    is_used = is_used and (not job.communicators or _spans_nodes(job))
+    if kinds["IB"] and kinds["RoCE"] and is_used:
         names = [[v.split(" ")[1] for v in _values(kinds[k])] for k in ("IB", "RoCE")]
         what = (
             f"NCCL found InfiniBand ({_named(names[0])}) and RoCE ({_named(names[1])})."
         )
         ports = ",".join(name.rpartition("/")[0] for name in names[0])
-        yield _verdict("adapters-mixed", _hosts(both), what, ports=ports)
+        yield _verdict("adapters-mixed", _hosts(kinds["IB"]), what, ports=ports)
 
 
 def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
     """Find GPUs that NVLink does not join with those of other hosts, or joins badly."""
     # Hosts that no communicator joins may all be of one job.
     lone = [each for job in jobs if not job.communicators for each in job.fabric]
-    for fabric in (lone, *(job.fabric for job in jobs if job.communicators)):
-        gpus = [(host, *each.value.split()) for each in fabric for host in each.hosts]
-        has_uuid = any(gpu[2] != "0.0" for gpu in gpus)
-        found: defaultdict[str, list[str]] = defaultdict(list)
-        cliques: defaultdict[str, defaultdict[str, set[str]]]
-        cliques = defaultdict(lambda: defaultdict(set))
-        for host, bus_id, uuid, clique, state, mask in gpus:
-            name = f"{_bus_address(bus_id)} on {host}"
-            if uuid == "0.0" and has_uuid:
-                found["have no fabric UUID, as others have"].append(name)
-            elif state != "3":
-                found["have not joined the fabric yet"].append(name)
-            # Two bits for each kind of fault; 1 is yes, 2 is no.
-            for shift, fault in enumerate(_FABRIC_FAULTS):
-                if int(mask, 16) >> 2 * shift & 3 == 1:
-                    found[f"report {fault}"].append(name)
-            cliques[uuid][clique].add(host)
-        facts = [f"GPUs {fact}: {_named(names)}." for fact, names in found.items()]
-        for uuid, hosts in cliques.items():
-            if uuid != "0.0" and len(hosts) > 1:
-                where = (f"{c} on {_named(sorted(hosts[c]))}" for c in sorted(hosts))
-                facts.append(f"One fabric has several cliques: {'; '.join(where)}.")
+    for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
+        cliques_of: defaultdict[str, set[str]] = defaultdict(set)
+        for _, uuid, clique, *_ in (gpu.value.split() for gpu in gpus):
+            cliques_of[uuid].add(clique)
+        facts: defaultdict[str, list[str]] = defaultdict(list)
+        for gpu in gpus:
+            bus_id, uuid, clique, state, mask = gpu.value.split()
+            # Two bits for each kind of fault: 1 is yes, 2 is no.
+            is_degraded = any(int(mask, 16) >> bit & 3 == 1 for bit in (0, 2, 4, 6))
+            for is_so, fact in (
+                (uuid == "0.0" and len(cliques_of) > 1, "have no fabric UUID"),
+                (state != "3", "have not joined the fabric"),
+                (len(cliques_of[uuid]) > 1, f"are in clique {clique} of the fabric"),
+                (is_degraded, f"report a bad link or route (healthMask 0x{mask})"),
+            ):
+                if is_so:
+                    name = f"{_bus_address(bus_id)} on {_named(gpu.hosts)}"
+                    facts[fact].append(name)
         if facts:
-            yield _verdict(
-                "nvlink-fabric", sorted({gpu[0] for gpu in gpus}), " ".join(facts)
-            )
+            what = (f"GPUs {fact}: {_named(names)}." for fact, names in facts.items())
+            yield _verdict("nvlink-fabric", _hosts(gpus), " ".join(what))
 
 
 def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:

@@ -18,7 +18,7 @@ from ronde.topology.nccl_log.messages import (
     read_lines,
     recognise,
 )
-from ronde.topology.nccl_log.watchdog import WatchdogReader, WatchdogReport
+from ronde.topology.nccl_log.watchdog import WatchdogReport
 
 _MAX_VALUES = 1 << 12  # Of each topic.
 _MAX_KEPT_TEXT = 400
@@ -431,18 +431,13 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         OSError: One cannot be read.
         UsageError: One is packed, and damaged.
     """
-    collector, watchdog = _Collector(), WatchdogReader()
-    total: Counter[str] = Counter()
+    collector, reader = _Collector(), MessageReader()
     for file in files:
-        # Lines break inside each other within a file alone.
-        reader = MessageReader(watchdog)
         for line in read_lines(file):
             for message in reader.feed(line):
                 collector.take(message)
+        # Lines break inside each other within a file alone.
         reader.end()
-        total["num_lines"] += reader.num_lines
-        total["num_mended"] += reader.num_mended
-        total["num_lost"] += reader.num_lost
     processes = collector.processes.values()
     _mend_hosts(processes)
     comms = collector.communicators()
@@ -451,14 +446,13 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     job_of = _job_of(processes, comms)
     for process in processes:
         jobs[job_of[process]].append(process)
-    ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
     for comm in comms:
         comms_of[job_of[comm.parts[0].process]].append(comm)
     ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
     # Of several jobs it is unknown whose torch's lines are.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
     largest = largest if len(comms_of) == 1 else None
-    report = watchdog.report(largest.num_ranks or 0 if largest else 0)
+    report = reader.watchdog.report(largest.num_ranks or 0 if largest else 0)
     for rank in report.busy:
         if largest and (part := largest.ranks.get(rank)):
             # A collective is called after that.
@@ -469,7 +463,9 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
-        **total,
+        num_lines=reader.num_lines,
+        num_mended=reader.num_mended,
+        num_lost=reader.num_lost,
     )
 
 

@@ -65,10 +65,10 @@ class NcclMessage(NamedTuple):
 
 
 class MessageReader:
-    """Takes the lines of one file one by one and returns the messages in them."""
+    """Takes the lines of a log one by one and returns the messages in them."""
 
-    def __init__(self, watchdog: WatchdogReader | None = None) -> None:
-        self._watchdog = watchdog or WatchdogReader()
+    def __init__(self) -> None:
+        self.watchdog = WatchdogReader()
         self.num_lines = 0
         self.num_mended = 0  # Messages that were put together from pieces.
         self.num_lost = 0  # Pieces of messages that nothing fitted to.
@@ -81,8 +81,14 @@ class MessageReader:
     def feed(self, line: str) -> list[NcclMessage]:
         self.num_lines += 1
         if "CCL" not in line and not self._head:
-            if "ank" in line or "ollective" in line:
-                self._watchdog.feed(line)
+            # All words of such reports hold one of these.
+            if (
+                "ollective" in line
+                or "anks" in line
+                or "Culprit" in line
+                or "monit" in line
+            ):
+                self.watchdog.feed_report(line)
             return []
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, _, text = line.partition(_INFO)
@@ -91,7 +97,7 @@ class MessageReader:
         if known and not is_odd and "Group" not in text:
             return [NcclMessage(*known, text.rstrip(" "))]
         if "Group" in line or "Work" in line:
-            self._watchdog.feed(line)
+            self.watchdog.feed(line)
         if "\x1b" in line:
             line = _ANSI.sub("", line)
         # Progress bars write over their own line.
@@ -99,7 +105,7 @@ class MessageReader:
         return [each for part in parts for each in self._feed_part(part)]
 
     def end(self) -> None:
-        """Wait no longer for the tail of a message that was cut."""
+        """End a file: wait no longer for the tail of a message that was cut."""
         # A head that has no prefix was no message, as far as one can tell.
         self.num_lost += "NCCL" in self._head
         self._head = ""
@@ -113,8 +119,6 @@ class MessageReader:
         host, pid = message[:2]
         hosts = self._hosts_of_pid.setdefault(pid, set())
         if host not in hosts:
-            if mended := self._join(line, is_host_cut=True):
-                return [mended]
             # Where the host ends with another that has this process, the rest is the
             # tail of a line that was cut, if others have it: one may be cut itself.
             end = _longest_end(host[1:], hosts)
@@ -169,21 +173,12 @@ class MessageReader:
         elif is_cut:
             self._hold(lead)
 
-    def _join(self, tail: str, *, is_host_cut: bool = False) -> NcclMessage | None:
-        """Return the message that a tail completes, if it is one.
-
-        Either its mark is in the head, or it is in the tail and the host is cut.
-        """
+    def _join(self, tail: str) -> NcclMessage | None:
+        """Return the message that a tail completes, if it is one."""
         message = _read_whole(self._head + tail) if self._head else None
-        if message is None:
+        if message is None or message.host not in self._hosts or message.is_warning:
             return None
-        if is_host_cut:
-            is_known = message.host in self._hosts_of_pid.get(message.pid, ())
-            is_whole = is_known and _INFO not in self._head
-        else:
-            is_sure = message.host in self._hosts and not message.is_warning
-            is_whole = is_sure and recognise(message.text) is not None
-        if not is_whole:
+        if recognise(message.text) is None:
             return None
         self._head = ""
         self.num_mended += 1

@@ -12,8 +12,7 @@ from ronde.topology.graph import Level
 # has a word for each behind a dot. A missing half is that of the rule's first text.
 _RULE_TEXTS = """
 sockets-despite-infiniband error
-  Most of the adapters' bandwidth is lost, and each message takes longer. -> Set
-  NCCL_NET=IB: NCCL then reports why it cannot use them.
+  Most of the adapters' bandwidth is lost. -> Set NCCL_NET=IB: NCCL then reports why.
 sockets-between-nodes warning
   If there is an adapter, most of its bandwidth is lost. -> Run ibv_devinfo where the
   ranks run: containers need /dev/infiniband, a cloud's adapter needs its plugin.
@@ -31,9 +30,8 @@ nvlink-fabric warning
   the state Completed and one ClusterUUID and CliqueId on all hosts: look at
   nvidia-imex-ctl -N and at the partition in the fabric manager.
 no-gpudirect-rdma warning
-  Data goes through the host's memory, which costs bandwidth and time. -> See with ronde
-  topo --matrix how far GPUs and adapters are apart: farther than PXB it is off, and
-  NCCL_NET_GDR_LEVEL=SYS forces it.
+  Data goes through the host's memory. -> In ronde topo --matrix see how far GPUs and
+  adapters are apart: farther than PXB it is off; NCCL_NET_GDR_LEVEL=SYS forces it.
 no-gpudirect-rdma.disabled warning
   Run modprobe nvidia-peermem, or use a driver and a kernel that have DMA-BUF.
 no-gpudirect-rdma.plugin note
@@ -42,9 +40,8 @@ virtual-interface error
   Other hosts cannot reach its address: the start hangs, or takes a slow way round. ->
   {choice} to the interface between the hosts, which ip route get ADDRESS names.
 shm-where-p2p-was-possible warning
-  They reach a part of the bandwidth that the GPUs have among themselves. -> Let every
-  rank see all GPUs of its host, and give containers of one host the same IPC namespace
-  (--ipc=host); on bare metal turn off ACS and the IOMMU.
+  They reach a part of the GPUs' bandwidth. -> Let every rank see all GPUs of its host,
+  use --ipc=host for its containers, and on bare metal turn off ACS and the IOMMU.
 p2p-refused warning
   Data between them goes through the host's memory. -> Turn off ACS and the IOMMU on
   bare metal, or ask who runs the VM; nvidia-smi topo -p2p n shows the pairs.
@@ -52,9 +49,8 @@ few-channels error
   Bandwidth is that of one path: tens instead of hundreds of GB/s. -> Compare the GPUs
   in nvidia-smi nvlink -s; run ronde topo lint on what NCCL_TOPO_DUMP_FILE writes.
 nvls-lost warning
-  AllReduce inside a node is slower: NVLS gives eight GPUs up to 1.56 times as much. ->
-  Look at the fabric manager (systemctl status nvidia-fabricmanager, nvidia-smi -q), and
-  give a VM or container all GPUs of the switch.
+  AllReduce inside a node takes up to 1.56 times as long. -> Look at the fabric manager
+  (systemctl status nvidia-fabricmanager); a VM or container needs all of its GPUs.
 slow-pci warning
   All that {name} moves over PCI is limited to that. -> In lspci -vv -s {below}, LnkSta
   must be as wide and fast as LnkCap: reseat card or riser, or set the slot's speed.
@@ -67,27 +63,22 @@ versions-differ error
 versions-differ.driver warning
   Features that one of the drivers lacks are lost for all. ->
 settings-differ warning
-  Ranks may choose differently, which hangs or slows down. -> Set it alike for all
-  ranks, or for none.
+  Ranks may choose differently. -> Set it alike for all ranks, or for none.
 settings-differ.absent note
-  Ranks may choose differently, if it is not set here. -> See that the launcher passes
-  it to all hosts.
+  It may be unset here. -> See that the launcher passes it to all hosts.
 nodes-unlike-hosts error
-  It takes ranks of different hosts for neighbours, and cannot connect them. -> Give
-  every host a name of its own, or NCCL_HOSTID.
+  It cannot connect ranks of different hosts. -> Give each a name or NCCL_HOSTID.
 nodes-unlike-hosts.many warning
   It takes neighbours for strangers: data inside a host goes over the network. -> Give a
   host's containers one name and one boot id, or its name as NCCL_HOSTID.
 init-incomplete error
   The job hangs or has ended in its start, unless the log was cut. -> Look at ranks that
-  are not in the log and at warnings; do hosts reach each other on that interface?
+  are not in the log and at warnings; then whether hosts reach each other there.
 ranks-not-in-log note
-  The findings hold for these alone. -> Set NCCL_DEBUG=INFO and
-  NCCL_DEBUG_FILE=nccl.%h.%p for all ranks; give all files.
+  Findings hold for these. -> Set NCCL_DEBUG_FILE=nccl.%h.%p, and give all files.
 slow-init note
-  Every start and restart of the job waits so long. -> The others wait for the rank that
-  came last. Bootstrap: see what ranks do before, and NCCL_SOCKET_IFNAME. Kernels: have
-  the image on a local disk, and set CUDA_MODULE_LOADING=LAZY.
+  Every start and restart of the job waits so long. -> Bootstrap: see what the last rank
+  does before, and NCCL_SOCKET_IFNAME. Kernels: set CUDA_MODULE_LOADING=LAZY.
 collective-timeout error
   The job hangs, and the watchdog ends it. -> No rank is known to be late: look at
   NCCL's warnings, at Xid in dmesg, and at the network with ronde check --bandwidth.
@@ -98,8 +89,7 @@ collective-timeout.late error
   Look at {suspects} first: its log and stack (py-spy dump) show an exception, slow
   data, a checkpoint, or a step more or less.
 collective-timeout.differ error
-  Compare the programs' calls, their order and sizes: TORCH_DISTRIBUTED_DEBUG=DETAIL
-  checks each call.
+  Compare the ranks' calls and sizes: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each.
 watchdog-stuck error
   The process is ended. -> A call of CUDA or NCCL hangs, or another thread holds
   Python's lock: py-spy dump --native shows the stacks.
@@ -107,8 +97,7 @@ store-lost note
   A job at work ends by it; after a healthy one it is harmless. -> Look at the process
   that holds the store, mostly rank 0: it ended first.
 log-incomplete note
-  Their content is missing here. -> Let every rank write a file of its own:
-  NCCL_DEBUG_FILE=nccl.%h.%p.
+  They are missing here. -> Give each rank a file: NCCL_DEBUG_FILE=nccl.%h.%p.
 """
 # The same of lines that NCCL itself marks as warnings. Behind the severity stands a
 # pattern of text and place; the first that fits counts.
@@ -125,35 +114,28 @@ warned-peer-access error failed to peer with|peer access|p2p is disabled between
   IOMMU on bare metal, or ask who runs the VM; check NVLinks (nvidia-smi nvlink -s).
   NCCL_P2P_DISABLE=1 avoids it at a loss.
 warned-fabric-manager error cuda failure 802\b|system not yet initialized
-  Start nvidia-fabricmanager (systemctl status nvidia-fabricmanager); its version must
-  be the driver's.
+  Run systemctl start nvidia-fabricmanager; its version must be the driver's.
 warned-driver error driver/library version mismatch|cuda driver (version found|<)
     |driver version is insufficient|driver combination|forward compat|no kernel image
-  Use a driver that is new enough for CUDA and an NCCL built for this GPU; after an
-  update, reload the driver or reboot.
+  Use a driver new enough for CUDA, an NCCL built for the GPU; after an update, reboot.
 warned-gpu-memory error cuda failure.*out of memory|cuda failure 2\b
     |failed to cuda (m|c)alloc
-  Free memory on the GPU: NCCL needs some beside the model; nvidia-smi shows processes
-  that are left over.
+  NCCL needs GPU memory beside the model: nvidia-smi shows left-over processes.
 warned-gpu-fault error uncorrectable|ecc error|nvlink error
   The GPU fails: look for Xid in dmesg and at nvidia-smi -q; take the host out of use.
 warned-gpu-absent error no cuda-capable|invalid device ordinal|devices?\S* .*busy
-  The rank has no GPU that it may use: see CUDA_VISIBLE_DEVICES, its local rank, and
-  nvidia-smi for exclusive mode.
+  The rank has no GPU to use: see CUDA_VISIBLE_DEVICES, local rank, exclusive mode.
 warned-gpu-sharing error attaching to shared memory|cudaipc|cuda failure (304|80[01])\b
     |cuda failure(?! 7\d\d|.*(illegal|launch)).*(p2p|shm\w*|alloc\w*)\.\w+:
   Give containers of one host the same IPC and PID namespace (--ipc=host --pid=host);
   NCCL_CUMEM_ENABLE=0 and NCCL_CUMEM_HOST_ENABLE=0 share memory the older way.
 warned-cuda error cuda failure
-  An earlier kernel may be to blame: repeat with CUDA_LAUNCH_BLOCKING=1; look for Xid in
-  dmesg.
+  An earlier kernel may be to blame: set CUDA_LAUNCH_BLOCKING=1; see Xid in dmesg.
 warned-shared-memory error shared memory|/dev/shm|posix_fallocate|shm_open
-  Give containers more shared memory: --shm-size=1g --ulimit memlock=-1; in Kubernetes
-  an emptyDir with medium Memory at /dev/shm.
+  Give containers shared memory: --shm-size=1g; a medium Memory emptyDir at /dev/shm.
 warned-locked-memory error (ibv|mlx5dv)_\w+ .*(allocate memory|(or|no|with) -?12\b)
   Set the limit of locked memory (ulimit -l) to unlimited where the ranks start:
-  limits.conf, the launcher's service, or --ulimit memlock=-1. If it is, end other jobs
-  that use the adapter.
+  limits.conf, the service, --ulimit memlock=-1; if it is, end other users of the port.
 warned-adapter-access error (ibv_|unable to open).*(not permitted|permission denied)
   Give the container --device=/dev/infiniband and --cap-add=IPC_LOCK.
 warned-adapter-lost error call to ibv_\w+ .*(no such device|input/output error)
@@ -165,31 +147,25 @@ warned-adapter-route error ibv_modify_qp.*(timed out|unreachable|no route)
   On RoCE the adapters need addresses of one network, or a route: ping the peer's from
   here. NCCL_IB_GID_INDEX must name that address (show_gids).
 warned-adapter-call error call to ibv_|NET/IB : unable to open
-  ibv_devinfo must show the port as ACTIVE; on RoCE set NCCL_IB_GID_INDEX to what
-  show_gids shows (often 3).
+  ibv_devinfo must show it ACTIVE; on RoCE set NCCL_IB_GID_INDEX as in show_gids.
 warned-peer-unreachable error got completion .*(status|error)[ =](\w+\()?12\b
   The peer did not answer: the job ends. -> See whether it had ended before; else check
   cables, the switch (ibdiagnet), on RoCE NCCL_IB_GID_INDEX, and raise NCCL_IB_TIMEOUT.
 warned-adapter-error error got completion .*(status|error)(?![ =](\w+\()?5\b)
-  Turn off ACS (GPUDirect needs that on bare metal); NCCL_NET_GDR_LEVEL=LOC shows
-  whether it is GPUDirect.
+  On bare metal turn off ACS; NCCL_NET_GDR_LEVEL=LOC shows whether it is GPUDirect.
 warned-link-event warning async (fatal )?event|speed change|GID table changed
-  A port of the network changed while the job ran. -> Look at the port's errors and
-  cable: ibstat, mlxlink, dmesg.
+  A port changed while the job ran. -> Look at its errors and cable: ibstat, mlxlink.
 warned-no-libibverbs note failed to open libibverbs
-  No InfiniBand and no RoCE is used, which is right where there is none. -> Where there
-  is, install libibverbs (package rdma-core).
+  No InfiniBand and no RoCE is used. -> Where there is some, install rdma-core.
 warned-host-setting warning numa auto balancing|iommu=(pt|on)|HSA_FORCE_FINE_GRAIN_PCIE
-  Transfers may be slow, vary, fail or hang. -> Set what it names: sysctl
-  kernel.numa_balancing=0, kernel options, or a variable.
+  Transfers may be slow, vary, fail or hang. -> Set the option that the line names.
 warned-no-interface error no (socket |usable listening |ip )?interface found
   NCCL_SOCKET_IFNAME must name an interface that has an address: see ip address.
 warned-gpu-shared error duplicate gpu|multiple ranks are using the same gpu
   Give each rank its own GPU: set the device by local rank before any collective.
 warned-versions error mismatched nccl version|nccl version mismatch
     |wrong type \d+ != \d+
-  Use one image on all hosts: the ranks have different versions of NCCL, or another
-  program uses the port.
+  Use one image on all hosts: NCCL's versions differ, or others use the port.
 warned-imex error imex
   nvidia-imex-ctl -N must show all nodes of the domain as up, and containers need an
   IMEX channel; NCCL_MNNVL_ENABLE=0 does without.
@@ -198,8 +174,7 @@ warned-host-memory error failed to (malloc|cuda host alloc)|malloc\(size
 warned-open-files error too many open files
   Raise the limit of open files (ulimit -n) where the ranks start.
 warned-calls-differ error message truncated|collective mismatch
-  Ranks call different collectives, or with different sizes: compare the programs'
-  calls, or run with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+  Ranks call different collectives or sizes: run with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 warned-ranks-mixed error already checked in|bootstrap root : mismatch|already in use
   Two processes have the same rank, or two jobs one address: end older jobs.
 warned-no-transport error no transport found|mixed local \w+ device counts
@@ -212,14 +187,12 @@ warned-connection error connection (refused|reset|timed out|closed)|closed by re
   first. At the start, check firewalls between the hosts and NCCL_SOCKET_IFNAME.
 warned-follows warning ^\[(proxy|service) |ncclproxy\w+ .*failed|in abort state
     |got completion
-  It follows from an error before it, mostly of another rank. -> Look for the first
-  warning of the job.
+  It follows from an error, mostly of another rank. -> Look for the first warning.
 warned-topology error xml|topology|could not find (any local path|cpu close)
     |too many .*nodes
   Check the file that NCCL_TOPO_FILE names: ronde topo lint FILE.
 warned warning .?
-  The log does not show what follows from it. -> Look at the next lines of the same
-  rank, and for these words in NCCL's issues.
+  Its cause is unknown. -> Look at the next lines of the rank, and in NCCL's issues.
 """
 
 
