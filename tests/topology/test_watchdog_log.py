@@ -238,6 +238,18 @@ def test_a_rank_that_called_a_collective_has_started() -> None:
     assert rules == {"collective-timeout": Level.ERROR}
 
 
+def test_groups_that_wait_alike_are_one_finding() -> None:
+    lines = [
+        caught(rank, GATHER, member=rank % 2)
+        + status(rank, 41, (44, 40), f"{20 + rank // 2}(TP)", rank % 2)
+        for rank in range(8)
+    ]
+    finding = find("".join(lines).encode(), "collective-timeout")
+
+    assert finding.what.startswith("Collectives of group 20(TP), 21(TP), 22(TP) and 1")
+    assert finding.what.endswith("(work 41, 2,048 elements) in 300 s on ranks 0-7.")
+
+
 def test_the_folder_of_the_flight_recorder_is_named() -> None:
     text = (
         caught(0, GATHER)

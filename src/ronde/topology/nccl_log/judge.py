@@ -42,7 +42,6 @@ _SLOW_INIT_S = 30.0
 _MAX_WARNING = 160
 # Of these, sizes or calls differ among the ranks of a correct program.
 _UNEQUAL = re.compile("SEND|RECV|COALESCED|ALLTOALL|GATHER$|SCATTER$")
-_MAX_TIMEOUTS = 3
 # Where these differ, it is often meant: hosts name their interfaces differently.
 _OWN_PER_HOST = {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
 # One rank alone reports these, of whatever all have.
@@ -82,9 +81,8 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
     trace = "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 records calls for torchfrtrace"
     if report.trace_folder:
         trace = f"Compare all calls: torchfrtrace {report.trace_folder}"
-    num_more = len(report.timeouts) - _MAX_TIMEOUTS
-    for timeout in report.timeouts[:_MAX_TIMEOUTS]:
-        of_group = f" of group {timeout.group}" if timeout.group else ""
+    for timeout in report.timeouts:
+        of_group = f" of group {_named(timeout.groups)}" if timeout.groups else ""
         works = "; ".join(map(_describe_work, timeout.works))
         what = f"Collectives{of_group} did not end in time: {works}."
         for words, ranks in (
@@ -93,7 +91,6 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
             ("Completed on", timeout.ahead),
         ):
             what += f" {words} {_ranks(ranks)}." if ranks else ""
-        what += f" So did those of {num_more} more groups." if num_more > 0 else ""
         waiting = [rank for work in timeout.works for rank in work.ranks]
         suspects = [*timeout.late, *timeout.silent] or waiting * bool(timeout.ahead)
         where = _named(sorted({hosts[r] for r in suspects if r in hosts}))
@@ -113,7 +110,7 @@ def _kind_of(timeout: CollectiveTimeout) -> str:
     """Return the word for the remedy where no rank is known to be late."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
     # Groups that are unknown may be several, each with its own numbers.
-    is_one = timeout.group or len({work.seq for work in compared}) == 1
+    is_one = timeout.groups or len({work.seq for work in compared}) == 1
     if len(compared) > 1 and is_one:
         return ".differ"
     return ".first" if timeout.works[-1].seq == 1 else ""

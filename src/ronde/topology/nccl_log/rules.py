@@ -86,15 +86,15 @@ collective-timeout.first error
   No collective of the group ever ended: run once with NCCL_P2P_DISABLE=1 and once with
   NCCL_IB_DISABLE=1, to see whether the way inside hosts or between them fails.
 collective-timeout.late error
-  Look at {suspects} first: its log and stack (py-spy dump) show an exception, slow
-  data, a checkpoint, or a step more or less.
+  Look at {suspects} first: log and stack (py-spy dump) show an exception, slow data, a
+  checkpoint, or a step more or less.
 collective-timeout.differ error
   Compare the ranks' calls and sizes: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each.
 watchdog-stuck error
   The process is ended. -> A call of CUDA or NCCL hangs, or another thread holds
   Python's lock: py-spy dump --native shows the stacks.
 store-lost note
-  A job at work ends by it; after a healthy one it is harmless. -> Look at the process
+  A running job ends; at the end of a healthy one it is harmless. -> Look at the process
   that holds the store, mostly rank 0: it ended first.
 log-incomplete note
   They are missing here. -> Give each rank a file: NCCL_DEBUG_FILE=nccl.%h.%p.

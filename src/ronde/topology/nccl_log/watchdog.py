@@ -60,9 +60,9 @@ class TimedOutWork(NamedTuple):
 
 
 class CollectiveTimeout(NamedTuple):
-    """The collectives of one process group that did not end in time."""
+    """The collectives of a process group, or of several alike, that did not end."""
 
-    group: str  # ``0(default_pg)``; empty if unknown.
+    groups: tuple[str, ...]  # ``0(default_pg)``; empty if unknown.
     works: tuple[TimedOutWork, ...]  # By number.
     late: tuple[int, ...] = ()  # Ranks that had not called the first of them.
     ahead: tuple[int, ...] = ()  # Ranks that had completed it.
@@ -149,10 +149,16 @@ class WatchdogReader:
         for key, work in sorted(self._works.items(), reverse=True):
             group = next(iter(groups[work])) if len(groups[work]) == 1 else ""
             waiting[self._group_of.get(key, group)][key[0]] = work
-        found = [self._timeout(*each, num_ranks) for each in waiting.items()]
+        folded: dict[CollectiveTimeout, CollectiveTimeout] = {}
+        for group in sorted(waiting):
+            found = self._timeout(group, waiting[group], num_ranks)
+            calls = tuple(work._replace(ranks=()) for work in found.works)
+            key = found._replace(groups=(), works=calls)
+            folded[key] = _join(folded[key], found) if key in folded else found
+        found = list(folded.values())
         found.sort(key=lambda each: -sum(len(work.ranks) for work in each.works))
         if self._absent:
-            found = found or [CollectiveTimeout("", (self._reported,))]
+            found = found or [CollectiveTimeout((), (self._reported,))]
             late = _sorted(self._absent.union(found[0].late))
             found[0] = found[0]._replace(late=late)
         called = [rank for (_, rank), last in self._statuses.items() if last[0] > 0]
@@ -188,8 +194,21 @@ class WatchdogReader:
             silent = {*range(num_ranks)} - reporting
         works = (w._replace(ranks=_sorted(ranks_of[w])) for w in ordered)
         return CollectiveTimeout(
-            group, tuple(works), _sorted(late), _sorted(ahead), _sorted(silent)
+            (group,) * bool(group),
+            tuple(works),
+            _sorted(late),
+            _sorted(ahead),
+            _sorted(silent),
         )
+
+
+def _join(first: CollectiveTimeout, second: CollectiveTimeout) -> CollectiveTimeout:
+    works = (
+        one._replace(ranks=_sorted((*one.ranks, *other.ranks)))
+        for one, other in zip(first.works, second.works, strict=True)
+    )
+    groups = (*first.groups, *second.groups)
+    return first._replace(groups=groups, works=tuple(works))
 
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
