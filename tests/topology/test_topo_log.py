@@ -696,27 +696,29 @@ def test_the_fabric_of_nvlink_between_hosts(lines: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_mixed"),
+    ("changes", "rules"),
     [
-        ({}, True),
-        # On one host nothing goes over them, and sockets use none of them.
-        ({"num_hosts": 1}, False),
-        ({"candidates": "Using [0]a:1/IB [1]b:1/IB; OOB eno1:10.0.0.1<0>"}, False),
-        ({"candidates": "Using [0]a:1/RoCE [RO]; OOB eno1:10.0.0.1<0>"}, False),
+        ({}, {"adapters-mixed": NOTE}),
+        # On one host nothing goes over them.
+        ({"num_hosts": 1}, {}),
+        ({"candidates": "Using [0]a:1/IB [1]b:1/IB; OOB eno1:10.0.0.1<0>"}, {}),
+        ({"candidates": "Using [0]a:1/RoCE [RO]; OOB eno1:10.0.0.1<0>"}, {}),
     ],
 )
 def test_infiniband_and_roce_in_one_job(
-    changes: dict[str, object], *, is_mixed: bool
+    changes: dict[str, object], rules: dict[str, Level]
 ) -> None:
     both = {"candidates": "Using [0]a:1/IB [1]c:2/IB [2]b:1/RoCE; OOB eno1:10.0.0.1<0>"}
-    findings = judge_nccl_log(read(text_of(JobLog(), **both | changes)))
+    text = text_of(JobLog(), **both | changes)
 
-    assert [each.rule for each in findings] == ["adapters-mixed"] * is_mixed
-    for each in findings:
-        assert (
-            "NCCL found InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in each.what
-        )
-        assert each.remedy.startswith("Set NCCL_IB_HCA==a:1,c:2 for all ranks")
+    assert found(text) == rules
+    failed = f"node1:1009:9 [0] {IBV} NCCL WARN NET/IB : Got completion from peer x<1> "
+    failed += "with error 12, opcode 0, len 0, vendor err 129\n"
+    if rules:
+        finding = find(text + failed.encode(), "adapters-mixed")
+        assert finding.severity is ERROR
+        assert "InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in finding.what
+        assert finding.remedy.startswith("Set NCCL_IB_HCA==a:1,c:2 for all ranks")
 
 
 def test_the_sample_lost_its_nvls() -> None:

@@ -64,7 +64,7 @@ REPORT = (
             "ranks 0-5",
             (
                 "Collectives of group 0(default_pg) did not end in time: ALLGATHER",
-                "(work 41, 2,048 elements) in 300 s on ranks 0-5. Not called on ranks",
+                "(work 41, 2,048 elements) in 300 s on ranks 0-5. Not joined by ranks",
                 "Look at ranks 6-7 first",
                 "TORCH_NCCL_TRACE_BUFFER_SIZE=2000",
             ),
@@ -85,7 +85,7 @@ REPORT = (
                 *(signalled(rank, (45, 44)) for rank in (1, 2)),
             ],
             "rank 0",
-            ("Completed on ranks 1-2.", "Look at rank 0 first"),
+            ("Completed by ranks 1-2.", "Look at rank 0 first"),
             id="ahead",
         ),
         pytest.param(
@@ -170,7 +170,7 @@ REPORT = (
             ],
             "ranks 2-3",
             (
-                "a collective (work 41). Not called on ranks 2-3.",
+                "a collective (work 41). Not joined by ranks 2-3.",
                 "Look at ranks 2-3 first",
             ),
             id="desync",
@@ -182,13 +182,13 @@ REPORT = (
                 "collective: nccl:_all_gather_base\nmissing ranks: {5}\n",
             ],
             "rank 5",
-            ("ALL_GATHER_BASE (work 12). Not called on rank 5.",),
+            ("ALL_GATHER_BASE (work 12). Not joined by rank 5.",),
             id="torchfrtrace",
         ),
         pytest.param(
             ["RuntimeError: [Rank 0]: Rank 3 failed to pass monitoredBarrier in 9 ms"],
             "rank 3",
-            ("in time: monitoredBarrier. Not called on rank 3.",),
+            ("in time: monitoredBarrier. Not joined by rank 3.",),
             id="monitored-barrier",
         ),
     ],
@@ -207,6 +207,10 @@ def test_the_story_of_a_time_out(
     # In a job whose start was well nothing else is wrong.
     job = text_of(JobLog()).decode()
     assert found((job + text).encode()).keys() == {"collective-timeout"}
+    # Ranks whose output is elsewhere are not blamed.
+    half = "".join(line for line in job.splitlines(keepends=True) if "node0" in line)
+    finding = find((half + text).encode(), "collective-timeout")
+    assert "15" not in finding.what
 
 
 def test_ranks_of_nccl_s_log_are_known_to_the_story() -> None:

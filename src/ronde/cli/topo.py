@@ -181,7 +181,8 @@ example:
 _LOG_HELP = """\
 usage: ronde topo log FILE... [--json]
 
-Show what NCCL chose and what looks wrong, from what it wrote with NCCL_DEBUG=INFO.
+Show what NCCL chose and what looks wrong, from what it wrote with NCCL_DEBUG=INFO, and
+which collectives timed out and why, from what torch's watchdog wrote.
 
 options:
   --json      print one object of JSON

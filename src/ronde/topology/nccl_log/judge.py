@@ -86,9 +86,9 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         works = "; ".join(map(_describe_work, timeout.works))
         what = f"Collectives{of_group} did not end in time: {works}."
         for words, ranks in (
-            ("Not called on", timeout.late),
+            ("Not joined by", timeout.late),
             ("No line from", timeout.silent),
-            ("Completed on", timeout.ahead),
+            ("Completed by", timeout.ahead),
         ):
             what += f" {words} {_ranks(ranks)}." if ranks else ""
         waiting = [rank for work in timeout.works for rank in work.ranks]
@@ -258,18 +258,22 @@ def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
 
 def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
     """Find InfiniBand and RoCE in one job: NCCL connects none of one to the other."""
-    kinds: defaultdict[str, list[Reported]] = defaultdict(list)
-    for each in job.candidates:
-        kinds[each.value.rpartition("/")[2]].append(each)
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in _values(job.candidates):
+        found[name.rpartition("/")[2]].append(name.partition(" ")[2])
     is_used = not job.networks or any(v.startswith("IB") for v in _values(job.networks))
     is_used = is_used and (not job.communicators or _spans_nodes(job))
-    if kinds["IB"] and kinds["RoCE"] and is_used:
-        names = [[v.split(" ")[1] for v in _values(kinds[k])] for k in ("IB", "RoCE")]
-        what = (
-            f"NCCL found InfiniBand ({_named(names[0])}) and RoCE ({_named(names[1])})."
+    if found["IB"] and found["RoCE"] and is_used:
+        what = f"NCCL found InfiniBand ({_named(found['IB'])}) and RoCE "
+        what += f"({_named(found['RoCE'])})."
+        ports = ",".join(name.rpartition("/")[0] for name in found["IB"])
+        # Near each GPU there may be adapters of one kind alone.
+        is_well = not any("completion" in each.text for each in job.warnings) and all(
+            rank.is_complete for comm in job.communicators for rank in comm.ranks
         )
-        ports = ",".join(name.rpartition("/")[0] for name in names[0])
-        yield _verdict("adapters-mixed", _hosts(kinds["IB"]), what, ports=ports)
+        level = "note" if is_well and job.communicators else ""
+        hosts = _hosts(job.candidates)
+        yield _verdict("adapters-mixed", hosts, what, level=level, ports=ports)
 
 
 def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:

@@ -405,22 +405,19 @@ class _Collector:
         """Return all; parts without a name are added to what they can only be of."""
         comms: dict[tuple[object, ...], _Comm] = {}
         of_host: defaultdict[str, dict[_Comm, None]] = defaultdict(dict)
-        for part in self.parts:
-            if part.name is not None:
-                new = _Comm(part.name, part.num_ranks)
-                comm = comms.setdefault((part.name, part.num_ranks), new)
-                comm.add(part)
-                of_host[part.process.host][comm] = None
-        num_named = len(comms)
-        for part in self.parts:
+        for part in sorted(self.parts, key=lambda part: part.name is None):
+            host, size = part.process.host, part.num_ranks
             if part.name is None:
-                host = part.process.host
                 fitting = (comm for comm in of_host[host] if comm.may_have(part))
                 found = list(islice(fitting, 2))
-                new = _Comm(f"#{len(comms) - num_named + 1}", part.num_ranks)
-                key = host, part.num_ranks, part.num_nodes
+                key = host, size, part.num_nodes
+                new = _Comm(f"#{len(comms)}", size)
                 comm = found[0] if len(found) == 1 else comms.setdefault(key, new)
-                comm.add(part)
+            else:
+                new = _Comm(part.name, size)
+                comm = comms.setdefault((part.name, size), new)
+                of_host[host][comm] = None
+            comm.add(part)
         return _join_alike(comms.values())
 
 
@@ -451,12 +448,11 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
     # Of several jobs it is unknown whose torch's lines are.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
-    largest = largest if len(comms_of) == 1 else None
-    report = reader.watchdog.report(largest.num_ranks or 0 if largest else 0)
-    for rank in report.busy:
-        if largest and (part := largest.ranks.get(rank)):
-            # A collective is called after that.
-            part.seen["is_complete"] = True
+    ranks = largest.ranks if largest and len(comms_of) == 1 else {}
+    report = reader.watchdog.report(ranks)
+    for rank in ranks.keys() & report.busy:
+        # A collective is called after the start.
+        ranks[rank].seen["is_complete"] = True
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
@@ -481,19 +477,13 @@ def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
         is_numbered = not comm.name.startswith("#") or "/" in comm.name
         (joined if is_numbered else alike[comm.num_ranks]).append(comm)
     for num_ranks, found in alike.items():
-        ranks = Counter(rank for comm in found for rank in comm.ranks)
-        parts = [part for comm in found for part in comm.parts]
-        num_nodes = max(part.num_nodes for part in parts)
-        is_one = (
-            num_ranks is not None
-            and all(comm.ranks for comm in found)
-            and ranks.total() == len(ranks) <= num_ranks
-            and (num_nodes < 1 or len({p.process.host for p in parts}) <= num_nodes)
-        )
-        if is_one:
-            for part in parts[len(found[0].parts) :]:
+        ranks = [rank for comm in found for rank in comm.ranks]
+        is_distinct = len(ranks) == len(set(ranks)) <= (num_ranks or 0)
+        if is_distinct and all(comm.ranks for comm in found):
+            for part in [part for comm in found[1:] for part in comm.parts]:
                 found[0].add(part)
-        joined += found[:1] if is_one else found
+            del found[1:]
+        joined += found
     return joined
 
 
@@ -511,18 +501,19 @@ def _mend_hosts(processes: Collection[_Process]) -> None:
         [(process.pid, process.host[::-1]) for process in processes]
         + [(-1, host[::-1]) for host, num in of_host.items() if num > _MAX_MISREAD]
     )
+
+    def longer(pid: int, host: str) -> str:
+        """Return the one name that ends with this, empty for none or several."""
+        at = bisect_right(named, (pid, host[::-1]))
+        near = [name[::-1] for each, name in named[at : at + 2] if each == pid]
+        found = [name for name in near if name.endswith(host)]
+        return found[0] if len(found) == 1 else ""
+
     for process in [each for each in processes if each.name not in sure]:
         host, pid = process.name
-        ends = (host[at:] for at in range(len(host)) if (host[at:], pid) in sure)
-        longer: list[str] = []
-        for number in (pid, -1) if of_host[host] <= _MAX_MISREAD else (pid,):
-            at = bisect_right(named, (number, host[::-1]))
-            near = [name for each, name in named[at : at + 2] if each == number]
-            longer += [name[::-1] for name in near if name.startswith(host[::-1])][:2]
-            if longer:
-                break
-        other = longer[0] if len(longer) == 1 else host
-        process.host = next(ends, other)
+        ends = [host[at:] for at in range(len(host)) if (host[at:], pid) in sure]
+        whole = "" if of_host[host] > _MAX_MISREAD else longer(-1, host)
+        process.host = (*ends, longer(pid, host) or whole or host)[0]
 
 
 def _job_of(
@@ -600,11 +591,10 @@ def _reported(topic: str, value: Any, notes: dict[_Process, list[Any]]) -> objec
     if topic in ("trees", "graphs"):
         fields = *value, hosts
     elif topic == "edges":
-        example = int(details[0][0]), int(details[1][0])
-        # Both ends of one to another host report it, and some logs have one end alone.
+        # Of one to another host there are two ends, and some logs have one alone.
         num_received = sum(details[2])
         num_edges = max(sum(nums) - num_received, num_received)
-        fields = value, num_edges, example, hosts
+        fields = value, num_edges, (int(details[0][0]), int(details[1][0])), hosts
     elif topic == "tunings":
         fields = *value, min(details[0]), max(details[1])
     elif topic == "warnings":

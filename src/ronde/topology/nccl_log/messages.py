@@ -357,7 +357,7 @@ def is_nccl_log(text: str) -> bool:
         watchdog.feed(line)
         if _ANYWHERE.search(line) or _LOOSE_VERSION.fullmatch(line):
             return True
-    return watchdog.report(0).num_lines > 0
+    return watchdog.report().num_lines > 0
 
 
 def read_lines(file: BinaryIO) -> Iterator[str]:

@@ -6,11 +6,10 @@ of torchfrtrace, and Gloo's monitored barrier.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 _MAX_KEPT = 1 << 16  # Works and states of groups.
-_MAX_RANKS = 1 << 20
 _NUMBER = re.compile(r"\d{1,6}")
 _RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
 # ``[PG ID 5 PG GUID 22(TP) Rank 1]``, ``[PG 0 (default_pg) Rank 1]``, ``[Rank 1]``.
@@ -66,7 +65,7 @@ class CollectiveTimeout(NamedTuple):
     works: tuple[TimedOutWork, ...]  # By number.
     late: tuple[int, ...] = ()  # Ranks that had not called the first of them.
     ahead: tuple[int, ...] = ()  # Ranks that had completed it.
-    silent: tuple[int, ...] = ()  # Ranks of the group without a line.
+    silent: tuple[int, ...] = ()  # Ranks without a line of torch's.
 
 
 class WatchdogReport(NamedTuple):
@@ -135,11 +134,11 @@ class WatchdogReader:
                 self._reported = self._reported._replace(operation=name)
         if absent := _ABSENT.search(part):
             ranks = next(filter(None, absent.groups()))
-            self._absent.update(map(int, _NUMBER.findall(ranks)[:_MAX_RANKS]))
+            self._absent.update(map(int, _NUMBER.findall(ranks)))
             self._num_lines += 1
 
-    def report(self, num_ranks: int) -> WatchdogReport:
-        """Return what was read; ``num_ranks`` of the job, 0 if unknown."""
+    def report(self, known: Collection[int] = ()) -> WatchdogReport:
+        """Return what was read; ``known`` are ranks whose output is in the log."""
         # A rank whose group is unknown waits with those that name the same call.
         groups: defaultdict[TimedOutWork | None, set[str]] = defaultdict(set)
         for key, group in self._group_of.items():
@@ -151,7 +150,7 @@ class WatchdogReader:
             waiting[self._group_of.get(key, group)][key[0]] = work
         folded: dict[CollectiveTimeout, CollectiveTimeout] = {}
         for group in sorted(waiting):
-            found = self._timeout(group, waiting[group], num_ranks)
+            found = self._timeout(group, waiting[group], known)
             calls = tuple(work._replace(ranks=()) for work in found.works)
             key = found._replace(groups=(), works=calls)
             folded[key] = _join(folded[key], found) if key in folded else found
@@ -172,7 +171,7 @@ class WatchdogReader:
         )
 
     def _timeout(
-        self, group: str, waiting: dict[int, TimedOutWork], num_ranks: int
+        self, group: str, waiting: dict[int, TimedOutWork], known: Collection[int]
     ) -> CollectiveTimeout:
         """Return what ranks of a group waited for."""
         ranks_of: defaultdict[TimedOutWork, list[int]] = defaultdict(list)
@@ -190,8 +189,7 @@ class WatchdogReader:
         # The ranks of other groups are unknown.
         if group in ("0", "0(default_pg)") or (not group and len(ordered) == 1):
             reporting = self._absent.union(*self._ranks.values())
-            num_ranks = min(num_ranks or max(reporting) + 1, _MAX_RANKS)
-            silent = {*range(num_ranks)} - reporting
+            silent = {*(known or range(max(reporting)))} - reporting
         works = (w._replace(ranks=_sorted(ranks_of[w])) for w in ordered)
         return CollectiveTimeout(
             (group,) * bool(group),
