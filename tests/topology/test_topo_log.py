@@ -598,6 +598,14 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
         ("enqueue.cc:81", "Cuda failure 1 'invalid argument'", "warned-cuda"),
         ("init.cc:9", "Cuda failure 'uncorrectable ECC error'", "warned-gpu-fault"),
         ("init.cc:9", "Cuda failure 101 'invalid device ordinal'", "warned-gpu-absent"),
+        ("init.cc:9", "Cuda failure 800 'operation not permitted'", SHARING),
+        ("alloc.h:9", "HIP failure 'out of memory'", "warned-gpu-memory"),
+        ("enqueue.cc:9", "HIP failure: 'unspecified launch failure'", "warned-hip"),
+        (
+            IBV,
+            "Call to ibv_open_device failed with error Device or resource busy",
+            CALL,
+        ),
         (IBV, "Call to ibv_create_qp failed with error Unknown error -12", MEMLOCK),
         (
             IBV,

@@ -118,17 +118,19 @@ warned-fabric-manager error cuda failure 802\b|system not yet initialized
 warned-driver error driver/library version mismatch|cuda driver (version found|<)
     |driver version is insufficient|driver combination|forward compat|no kernel image
   Use a driver new enough for CUDA, an NCCL built for the GPU; after an update, reboot.
-warned-gpu-memory error cuda failure.*out of memory|cuda failure 2\b
-    |failed to cuda (m|c)alloc
+warned-gpu-memory error (cuda|hip) failure.*out of memory|failed to cuda (m|c)alloc
   NCCL needs GPU memory beside the model: nvidia-smi shows left-over processes.
 warned-gpu-fault error uncorrectable|ecc error|nvlink error
   The GPU fails: look for Xid in dmesg and at nvidia-smi -q; take the host out of use.
-warned-gpu-absent error no cuda-capable|invalid device ordinal|devices?\S* .*busy
+warned-gpu-absent error cuda-capable|invalid device ordinal
   The rank has no GPU to use: see CUDA_VISIBLE_DEVICES, local rank, exclusive mode.
-warned-gpu-sharing error attaching to shared memory|cudaipc|cuda failure (304|80[01])\b
-    |cuda failure(?! 7\d\d|.*(illegal|launch)).*(p2p|shm\w*|alloc\w*)\.\w+:
+warned-gpu-sharing error attaching to shared memory|ipcgetmem
+    |(cuda|hip) failure.*operation not
+    |(cuda|hip) failure(?! 7\d\d|.*(illegal|launch)).*(p2p|shm\w*|alloc\w*)\.\w+:
   Give containers of one host the same IPC and PID namespace (--ipc=host --pid=host);
   NCCL_CUMEM_ENABLE=0 and NCCL_CUMEM_HOST_ENABLE=0 share memory the older way.
+warned-hip error hip failure
+  An earlier kernel may be to blame: set AMD_SERIALIZE_KERNEL=3; see amdgpu in dmesg.
 warned-cuda error cuda failure
   An earlier kernel may be to blame: set CUDA_LAUNCH_BLOCKING=1; see Xid in dmesg.
 warned-shared-memory error shared memory|/dev/shm|posix_fallocate|shm_open
