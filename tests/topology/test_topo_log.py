@@ -661,6 +661,9 @@ def test_a_warning_of_all_ranks_is_reported_once() -> None:
     (finding,) = (each for each in findings if each.rule == "warned-cuda")
     assert finding.what.startswith("NCCL reports 9 times: Cuda failure 700 'x'")
     assert finding.element == "node0, node1, node2 and 6 more"
+    shown = draw_log(read(lines.encode()), findings)
+    assert shown.startswith("number of ranks unknown on 9 hosts (node0, node1, node2, ")
+    assert shown.count("number of ranks") == 1
 
 
 def fabric(host: str, gpu: int, uuid: str, clique: str = "7ffe", rest: str = "") -> str:

@@ -68,8 +68,16 @@ def _draw_graph(graph: SearchGraph) -> str:
 
 
 def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    parts = [_job(job, log, width) for job in log.jobs[:_MAX_JOBS]]
-    left = len(log.jobs) - _MAX_JOBS
+    # Of hosts that report warnings alone nothing is known that sets them apart.
+    bare = NcclJob()
+    rest = [j._replace(hosts=(), num_processes=0, warnings=()) for j in log.jobs]
+    hosts = [
+        job.hosts[0] for job, own in zip(log.jobs, rest, strict=True) if own == bare
+    ]
+    jobs = [job for job, own in zip(log.jobs, rest, strict=True) if own != bare]
+    jobs += [NcclJob(tuple(hosts))] if hosts else []
+    parts = [_job(job, log, width) for job in jobs[:_MAX_JOBS]]
+    left = len(jobs) - _MAX_JOBS
     parts += [f"and {left} smaller jobs\n"] if left > 0 else []
     read = f"Read {counted(log.num_messages, 'message')} of NCCL in "
     if log.watchdog.num_lines:
