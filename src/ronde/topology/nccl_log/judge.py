@@ -219,10 +219,7 @@ def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
 def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
     for each in job.candidates:
         if (match := _BY_TCP.match(each.value)) and _spans_nodes(job):
-            what = (
-                f"libfabric carries the data with its provider {match[1]}, not with "
-                "that of an adapter (efa, cxi, verbs, psm3, opx)."
-            )
+            what = f"libfabric uses its provider {match[1]}, not that of an adapter."
             yield _verdict("libfabric-over-tcp", each.hosts, what)
 
 
@@ -231,11 +228,7 @@ def _ranks_differ(job: NcclJob) -> Iterator[Diagnostic]:
     for key, what, found in (
         ("networks-differ", "Ranks of one job chose different networks", networks),
         ("versions-differ", "Ranks have different versions of NCCL", job.versions),
-        (
-            "versions-differ.driver",
-            "Ranks have different versions of the CUDA driver",
-            job.drivers,
-        ),
+        ("versions-differ.driver", "Ranks have different CUDA drivers", job.drivers),
     ):
         if len(found) > 1:
             yield _verdict(key, _hosts(found), f"{what}: {_by_host(found)}.")
@@ -334,18 +327,15 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
 
 def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
     """Find interfaces of containers and of the host itself that carry traffic."""
-    used = [("ranks meet on", each) for each in job.bootstrap]
+    used = [("Ranks meet on", each) for each in job.bootstrap]
     if "Socket" in _values(job.networks):
-        used += [("data goes over", each) for each in job.candidates]
+        used += [("Data goes over", each) for each in job.candidates]
     choice = _setting_of(job, "NCCL_SOCKET_IFNAME")
     change = f"Change {choice}" if choice else "Set NCCL_SOCKET_IFNAME"
     for use, each in used:
         name = each.value.removeprefix("Socket ")
         if len(job.hosts) > 1 and _VIRTUAL.match(name):
-            what = (
-                f"Of a job on {len(job.hosts)} hosts, {use} {name}, an interface "
-                "inside one host."
-            )
+            what = f"{use} {name}, an interface inside one of {len(job.hosts)} hosts."
             yield _verdict("virtual-interface", each.hosts, what, choice=change)
 
 
@@ -407,10 +397,8 @@ def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
         num_nodes = comm.num_nodes if comm.num_nodes > 0 else len(comm.hosts)
         count = max((each.coll for each in comm.channels), default=_FEW_CHANNELS + 1)
         if count <= _FEW_CHANNELS and max(comm.num_ranks, len(comm.ranks)) > num_nodes:
-            what = (
-                f"A communicator of {comm.num_ranks} ranks has {count} "
-                f"channel{'s'[: count - 1]}, though the GPUs have NVLink."
-            )
+            has = f"{comm.num_ranks} ranks have {counted(count, 'channel')}"
+            what = f"{has}, though their GPUs have NVLink."
             yield _verdict("few-channels", comm.hosts, what, do=do)
             return
 
@@ -425,8 +413,7 @@ def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
     elif absent and len(absent) < len(job.nvls):
         devices = [each.rpartition(" ")[2] for each in _values(absent)]
         what = (
-            "Reduction in the NVLink switches (NVLS) is there on some GPUs and not on "
-            f"device {_named(devices)}."
+            f"Reduction in the NVLink switches (NVLS) lacks device {_named(devices)}."
         )
     elif absent and _has_nvlink(job, ("NVS/",), _MULTICAST_GB_PER_S):
         what = "The GPUs' NVLinks lead to switches, but these do not reduce (no NVLS)."
@@ -505,10 +492,8 @@ def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
         is_whole = len(comm.ranks) == comm.num_ranks
         if comm.is_mnnvl or not is_whole or comm.num_nodes in (UNKNOWN, num_hosts):
             continue
-        what = (
-            f"NCCL counts {comm.num_nodes} as the number of nodes of {comm.num_ranks} "
-            f"ranks, and the log names {num_hosts} as hosts."
-        )
+        nodes, hosts = counted(comm.num_nodes, "node"), counted(num_hosts, "host")
+        what = f"NCCL counts {nodes} of {comm.num_ranks} ranks; the log names {hosts}."
         key = "nodes-unlike-hosts" + ".many" * (comm.num_nodes > num_hosts)
         yield _verdict(key, comm.hosts, what)
         return
@@ -527,10 +512,8 @@ def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
             continue
         here = {rank.rank for rank in comm.ranks}
         silent = [r for r in range(min(comm.num_ranks, 1 << 20)) if r not in here]
-        what = (
-            f"{len(waiting)} of {comm.num_ranks} ranks began their start and did not "
-            "complete it"
-        )
+        num = f"{len(waiting)} of {comm.num_ranks}"
+        what = f"{num} ranks began their start and did not complete it"
         if silent:
             what += f"; {len(silent)}, such as rank {silent[0]}, are not in the log"
         if job.retries:
@@ -554,9 +537,8 @@ def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
             what = f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s"
             for phase, phase_s in rank.init_phases[:1]:
                 what += f", of which {phase} {phase_s:.1f} s"
-            yield _verdict(
-                "slow-init", [f"rank {rank.rank} on {rank.host}"], f"{what}."
-            )
+            where = [f"rank {rank.rank} on {rank.host}"]
+            yield _verdict("slow-init", where, f"{what}.")
 
 
 def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
@@ -572,10 +554,9 @@ def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
     for (rule, _), warnings in seen.items():
         text, place, *_ = max(warnings, key=lambda each: each.num_times)
         num_times = sum(each.num_times for each in warnings)
-        is_long = len(text) > _MAX_WARNING
-        shown = f"{text[: _MAX_WARNING - 3]}..." if is_long else text
         times = "once" if num_times == 1 else f"{num_times} times"
-        what = f"NCCL reports {times}: {shown}" + (f" ({place})" if place else "")
+        what = f"NCCL reports {times}: {text[:_MAX_WARNING]}"
+        what += "..." * (len(text) > _MAX_WARNING) + (f" ({place})" if place else "")
         if others := len({each.text for each in warnings}) - 1:
             what += f"; and {counted(others, 'similar line')}"
         yield _verdict(rule, _hosts(warnings), what)

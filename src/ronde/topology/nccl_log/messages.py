@@ -355,9 +355,7 @@ def is_nccl_log(text: str) -> bool:
     watchdog = WatchdogReader()
     for line in text.splitlines():
         watchdog.feed(line)
-        if _ANYWHERE.search(line) or _LOOSE_VERSION.fullmatch(line):
-            return True
-    return watchdog.report().num_lines > 0
+    return watchdog.num_lines > 0 or _ANYWHERE.search(text) is not None
 
 
 def read_lines(file: BinaryIO) -> Iterator[str]:

@@ -110,9 +110,8 @@ warned-nvls error nvls\.cc|multicast
   status nvidia-fabricmanager), and give a VM or container all GPUs of the switch.
   NCCL_NVLS_ENABLE=0 does without.
 warned-peer-access error failed to peer with|peer access|p2p is disabled between nvlink
-  GPUs cannot reach each other's memory: the job does not start. -> Turn off ACS and the
-  IOMMU on bare metal, or ask who runs the VM; check NVLinks (nvidia-smi nvlink -s).
-  NCCL_P2P_DISABLE=1 avoids it at a loss.
+  Turn off ACS and the IOMMU on bare metal, or ask who runs the VM; check NVLinks
+  (nvidia-smi nvlink -s). NCCL_P2P_DISABLE=1 avoids it at a loss.
 warned-fabric-manager error cuda failure 802\b|system not yet initialized
   Run systemctl start nvidia-fabricmanager; its version must be the driver's.
 warned-driver error driver/library version mismatch|cuda driver (version found|<)

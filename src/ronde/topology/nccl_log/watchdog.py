@@ -83,7 +83,7 @@ class WatchdogReader:
     """Takes the lines of a log one by one; those of other programs do no harm."""
 
     def __init__(self) -> None:
-        self._num_lines = 0
+        self.num_lines = 0
         # By rank and number. The group may stand in another line of the same two.
         self._works: dict[tuple[int, int], TimedOutWork] = {}
         self._group_of: dict[tuple[int, int], str] = {}
@@ -122,7 +122,7 @@ class WatchdogReader:
             self._group_of |= {(rank, int(seq)): group} if group and seq else {}
         if trace := _TRACE.search(part):
             self._trace_folder = trace[1]
-        self._num_lines += bool(kinds)
+        self.num_lines += bool(kinds)
 
     def feed_report(self, part: str) -> None:
         """Read what a report on all ranks names; of several the first counts."""
@@ -135,7 +135,7 @@ class WatchdogReader:
         if absent := _ABSENT.search(part):
             ranks = next(filter(None, absent.groups()))
             self._absent.update(map(int, _NUMBER.findall(ranks)))
-            self._num_lines += 1
+            self.num_lines += 1
 
     def report(self, known: Collection[int] = ()) -> WatchdogReport:
         """Return what was read; ``known`` are ranks whose output is in the log."""
@@ -162,7 +162,7 @@ class WatchdogReader:
             found[0] = found[0]._replace(late=late)
         called = [rank for (_, rank), last in self._statuses.items() if last[0] > 0]
         return WatchdogReport(
-            self._num_lines,
+            self.num_lines,
             tuple(found),
             _sorted({*called, *(rank for rank, _ in self._works)}),
             _sorted(self._ranks[_STUCK]),
