@@ -147,6 +147,32 @@ REPORT = (
             ("of group 0 did", "No collective of the group ever ended"),
             id="first",
         ),
+        # The end of a log: some lines of the time-out, or others' answers alone.
+        pytest.param(
+            [caught(0, GATHER)]
+            + [status(r, 41, (41, 40), DEFAULT, r) for r in range(3)],
+            "ranks 0-2",
+            (
+                "ALLGATHER (work 41, 2,048 elements) in 300 s on ranks 0-2.",
+                "No rank is",
+            ),
+            id="lines-missing",
+        ),
+        pytest.param(
+            [status(r, 41, (41, 40), DEFAULT, r) for r in range(2)],
+            "ranks 0-1",
+            ("in time: a collective (work 41) on ranks 0-1.",),
+            id="status-alone",
+        ),
+        pytest.param(
+            [
+                signalled(r, (40, 40)).replace("rank 0 and", "rank 4 and")
+                for r in (1, 2, 3)
+            ],
+            "rank 4",
+            ("in time: a collective on rank 4. No line from rank 0.",),
+            id="answers-alone",
+        ),
         # A traceback alone, and what is left of a line behind a progress bar.
         pytest.param(
             [

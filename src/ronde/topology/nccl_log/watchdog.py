@@ -7,8 +7,9 @@ of torchfrtrace, and Gloo's monitored barrier.
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+_Value = TypeVar("_Value")
 _MAX_KEPT = 1 << 16  # Works and states of groups.
 _NUMBER = re.compile(r"\d{1,6}")
 _RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
@@ -34,6 +35,7 @@ _STORE_LOST = re.compile('Failed to check the "should dump" flag')
 _ALIVE = re.compile(
     "dump signal|signal dumping|dump debug info|have failed or timed out"
 )
+_SOURCE = re.compile(r"due to a collective timeout from +rank (\d{1,6})")
 _TRACE = re.compile(r"dumping nccl trace to (/\S*)/")
 # Reports on several ranks: number and operation, and ranks that did not take part.
 _CALL = re.compile(
@@ -56,6 +58,9 @@ class TimedOutWork(NamedTuple):
     num_elements: int  # Of the input; -1 if unknown.
     timeout_s: float  # 0 if unknown.
     ranks: tuple[int, ...] = ()
+
+
+_UNKNOWN = TimedOutWork("", -1, -1, 0.0)
 
 
 class CollectiveTimeout(NamedTuple):
@@ -92,7 +97,8 @@ class WatchdogReader:
         # Ranks by the kind of line that they have.
         self._ranks: defaultdict[re.Pattern[str], set[int]] = defaultdict(set)
         self._trace_folder = ""
-        self._reported = TimedOutWork("", -1, -1, 0.0)
+        self._sources: set[int] = set()  # Ranks that others name.
+        self._reported = _UNKNOWN
         self._absent: set[int] = set()
 
     def feed(self, line: str) -> None:
@@ -115,11 +121,17 @@ class WatchdogReader:
         for seq, operation, numel, timeout_ms in _WORK.findall(part):
             key = rank, int(seq or -1)
             work = operation, key[1], int(numel or -1), int(timeout_ms) / 1000
-            self._works.setdefault(key, TimedOutWork(*work))
+            if not self._works.get(key, _UNKNOWN).operation:
+                self._works[key] = TimedOutWork(*work)
             self._group_of |= {key: group} if group else {}
         for seq, enqueued, completed in _STATUS.findall(part):
             self._statuses.setdefault((group, rank), (int(enqueued), int(completed)))
-            self._group_of |= {(rank, int(seq)): group} if group and seq else {}
+            if seq:
+                unnamed = _UNKNOWN._replace(seq=int(seq))
+                self._works.setdefault((rank, int(seq)), unnamed)
+                self._group_of |= {(rank, int(seq)): group} if group else {}
+        if source := _SOURCE.search(part):
+            self._sources.add(int(source[1]))
         if trace := _TRACE.search(part):
             self._trace_folder = trace[1]
         self.num_lines += bool(kinds)
@@ -139,20 +151,24 @@ class WatchdogReader:
 
     def report(self, known: Collection[int] = ()) -> WatchdogReport:
         """Return what was read; ``known`` are ranks whose output is in the log."""
-        # A rank whose group is unknown waits with those that name the same call.
+        # A rank whose group or call is unknown waits with those that name it.
         groups: defaultdict[TimedOutWork | None, set[str]] = defaultdict(set)
-        for key, group in self._group_of.items():
-            groups[self._works.get(key)].add(group)
+        calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
+        works = self._works or {(rank, -1): _UNKNOWN for rank in self._sources}
+        for (rank, seq), work in works.items():
+            groups[work] |= {self._group_of.get((rank, seq), "")} - {""}
+            calls[seq] |= {work} if work.operation else set()
         waiting: defaultdict[str, dict[int, TimedOutWork]] = defaultdict(dict)
         # Of several works of a rank the first counts.
-        for key, work in sorted(self._works.items(), reverse=True):
-            group = next(iter(groups[work])) if len(groups[work]) == 1 else ""
-            waiting[self._group_of.get(key, group)][key[0]] = work
+        for key, work in sorted(works.items(), reverse=True):
+            group = _only(groups[work]) or ""
+            call = work if work.operation else _only(calls[key[1]]) or work
+            waiting[self._group_of.get(key, group)][key[0]] = call
         folded: dict[CollectiveTimeout, CollectiveTimeout] = {}
         for group in sorted(waiting):
             found = self._timeout(group, waiting[group], known)
-            calls = tuple(work._replace(ranks=()) for work in found.works)
-            key = found._replace(groups=(), works=calls)
+            bare = tuple(work._replace(ranks=()) for work in found.works)
+            key = found._replace(groups=(), works=bare)
             folded[key] = _join(folded[key], found) if key in folded else found
         found = list(folded.values())
         found.sort(key=lambda each: -sum(len(work.ranks) for work in each.works))
@@ -185,11 +201,11 @@ class WatchdogReader:
                 late.add(rank)
             # Torch 2.3 prints any number where none was completed.
             elif name == group and rank not in waiting and completed <= enqueued:
-                ahead |= {rank} if completed >= first else set()
+                ahead |= {rank} if completed >= first >= 0 else set()
         # The ranks of other groups are unknown.
         if group in ("0", "0(default_pg)") or (not group and len(ordered) == 1):
             reporting = self._absent.union(*self._ranks.values())
-            silent = {*(known or range(max(reporting)))} - reporting
+            silent = {*(known or range(max(reporting)))} - reporting - {*waiting}
         works = (w._replace(ranks=_sorted(ranks_of[w])) for w in ordered)
         return CollectiveTimeout(
             (group,) * bool(group),
@@ -198,6 +214,10 @@ class WatchdogReader:
             _sorted(ahead),
             _sorted(silent),
         )
+
+
+def _only(found: Collection[_Value]) -> _Value | None:
+    return next(iter(found)) if len(found) == 1 else None
 
 
 def _join(first: CollectiveTimeout, second: CollectiveTimeout) -> CollectiveTimeout:
