@@ -305,7 +305,62 @@ def test_a_split_communicator_is_one_of_its_own() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "words", [("commId 0x4f6aa0f2d3c1b2a9 ", ""), ("Init ", "In ")]
+)
+def test_hosts_that_have_a_part_of_the_ranks_each_are_one_job(
+    words: tuple[str, str],
+) -> None:
+    """Without NCCL's number of a communicator only size and ranks are left."""
+    text = text_of(JobLog(num_hosts=4)).decode().replace(*words)
+    job = one_job(text)
+
+    assert job.hosts == ("node0", "node1", "node2", "node3")
+    (comm,) = job.communicators
+    assert (comm.num_ranks, len(comm.ranks)) == (32, 32)
+    # Where ranks are there twice, nothing shows which belong together.
+    twice = read(text + text.replace("node", "other"))
+    assert all(len({host[0] for host in job.hosts}) == 1 for job in twice.jobs)
+
+
+def test_an_edge_between_hosts_is_one_though_both_ends_report_it() -> None:
+    edge = "Channel 0{}/0 : 7[7] -> 8[0] [{}] via NET/IB/0/GDRDMA"
+    lines = [
+        f"node{way == 'receive':d}:1:1 [0] NCCL INFO {edge.format(channel, way)}\n"
+        for channel in range(3)
+        for way in ("send", "receive")
+    ]
+
+    assert [e.num_edges for job in read("".join(lines)).jobs for e in job.edges] == [
+        3,
+        3,
+    ]
+    both = text_of(JobLog()).decode() + "".join(lines).replace(":1:1 ", ":1000:2000 ")
+    assert [e.num_edges for e in one_job(both).edges] == [14, 5]
+
+
 # ---- lines that broke
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        "ode1:1009:2009 [1] NCCL INFO Channel 02/0 : 9[1] -> 10[2] via P2P/CUMEM",
+        f"de1:1009:2009 [1] NCCL INFO {JobLog().texts(9, 1, 1)[-7]}",
+        "e1:7777:2009 [1] NCCL INFO Using network IB",
+        "1:7777:2009 [1] misc/socket.cc:5 NCCL WARN Call to connect failed",
+    ],
+)
+def test_a_torn_line_makes_no_host_and_no_job_of_its_own(torn: str) -> None:
+    text = text_of(JobLog()).decode()
+    for mixed in (f"{torn}\n{text}", f"{text}{torn}\n"):
+        assert one_job(mixed).hosts == ("node0", "node1")
+    # Where each process has a few lines alone, the process is the same.
+    few = "".join(
+        f"gpu-a{n}:{70 + n}:1 [0] NCCL INFO Using network IB\n" for n in (1, 2)
+    )
+    jobs = read(f"{few}a1:71:1 [0] NCCL INFO Using network IB\n").jobs
+    assert sorted(job.hosts for job in jobs) == [("gpu-a1",), ("gpu-a2",)]
 
 
 def messages_of(text: str) -> list[NcclMessage]:
@@ -435,8 +490,12 @@ def test_lines_in_any_order_are_read(lines: list[bytes]) -> None:
         "\x1b[" * 500_000,
         (P + "comm 0xnode0:10:20 [0] NCCL INFO x\n") * 20_000,
         "".join(f"h{n}:{n}:1 [0] NCCL INFO Using network IB\n" for n in range(20_000)),
+        "[rank999999]:[Rank 999999] ProcessGroupNCCL" * 100_000,
+        "[PG ID 1 PG GUID " * 300_000 + "WorkNCCL(OpType=X, " * 200_000,
+        f"[{'1, ' * 300_000}] finished collective #1, but didn't join collective #2\n",
+        "missing ranks: {, }\n" * 100_000,
     ],
-    ids=["long", "marks", "hosts", "boxes", "paths", "ring", "ansi", "cut", "many"],
+    ids=lambda text: f"{text[:9]}{len(text)}",
 )
 def test_harm_takes_no_time(text: str) -> None:
     begin_s = time.process_time()

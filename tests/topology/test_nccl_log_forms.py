@@ -317,10 +317,10 @@ def test_reductions_in_the_network_s_switches_are_reported() -> None:
 
     assert (edges.transport, edges.num_edges, edges.example) == (
         "COLLNET/SHARP",
-        4,
+        2,
         (3, 3),
     )
-    assert "between nodes 4 connections by COLLNET/SHARP" in draw_log(read(text), ())
+    assert "between nodes 2 connections by COLLNET/SHARP" in draw_log(read(text), ())
 
 
 def test_a_version_that_rccl_says_in_nobody_s_name() -> None:

@@ -40,6 +40,12 @@ NVLS_LOST = (
     "401 'the operation cannot be performed in the present state'. Proceeding without "
     "NVLS support."
 )
+SHARING, MEMLOCK = "warned-gpu-sharing", "warned-locked-memory"
+CALL, ROUTE, LOST, REGISTERED, ACCESS = (
+    f"warned-adapter-{word}" for word in ("call", "route", "lost", "memory", "access")
+)
+LINKS, FILES, MIXED = "warned-link-types", "warned-open-files", "warned-ranks-mixed"
+IBV = "misc/ibvwrap.cc:229"
 NO_NVLINK = "2 coll channels, 0 nvls channels, 2 p2p channels, 2 p2p channels per peer"
 
 
@@ -575,6 +581,76 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
     assert finding.element == "node0"
 
 
+@pytest.mark.parametrize(
+    ("place", "text", "rule"),
+    [
+        ("transport/nvls.cc:254", "Cuda failure 1 'invalid argument'", "warned-nvls"),
+        ("transport/nvls.cc:160", "Cuda failure 2 'out of memory'", "warned-nvls"),
+        ("include/alloc.h:52", "Cuda failure 2 'out of memory'", "warned-gpu-memory"),
+        (
+            "include/alloc.h:99",
+            "Cuda failure 1 'invalid argument'",
+            "warned-gpu-sharing",
+        ),
+        ("transport/p2p.cc:285", "Cuda failure 304 'OS call failed'", SHARING),
+        ("transport/p2p.cc:285", "Cuda failure 'illegal memory access'", "warned-cuda"),
+        ("transport/p2p.cc:250", "cudaIpcGetMemHandle failed : invalid", SHARING),
+        ("enqueue.cc:81", "Cuda failure 1 'invalid argument'", "warned-cuda"),
+        ("init.cc:9", "Cuda failure 'uncorrectable ECC error'", "warned-gpu-fault"),
+        ("init.cc:9", "Cuda failure 101 'invalid device ordinal'", "warned-gpu-absent"),
+        ("init.cc:9", "Cuda failure 800 'operation not permitted'", SHARING),
+        ("alloc.h:9", "HIP failure 'out of memory'", "warned-gpu-memory"),
+        ("enqueue.cc:9", "HIP failure: 'unspecified launch failure'", "warned-hip"),
+        (
+            IBV,
+            "Call to ibv_open_device failed with error Device or resource busy",
+            CALL,
+        ),
+        (IBV, "Call to ibv_create_qp failed with error Unknown error -12", MEMLOCK),
+        (
+            IBV,
+            "Call to ibv_create_cq failed with error Cannot allocate memory",
+            MEMLOCK,
+        ),
+        (
+            IBV,
+            "Call to ibv_query_qp failed with error Cannot allocate errno 12",
+            MEMLOCK,
+        ),
+        (IBV, "Call to ibv_modify_qp failed with 22 Invalid argument", CALL),
+        (IBV, "Call to ibv_modify_qp failed with 110 Connection timed out", ROUTE),
+        (IBV, "Call to ibv_modify_qp failed with error Network is unreachable", ROUTE),
+        (IBV, "Call to ibv_poll_cq failed with error No such device", LOST),
+        (IBV, "Call to ibv_reg_mr_iova2 failed with error Bad address", REGISTERED),
+        (IBV, "Call to ibv_reg_dmabuf_mr failed with error Invalid", REGISTERED),
+        (
+            IBV,
+            "Call to ibv_open_device failed with error Operation not permitted",
+            ACCESS,
+        ),
+        (
+            "net_ib/connect.cc:1",
+            "Attempted to connect incompatible devices: [0]x",
+            LINKS,
+        ),
+        ("misc/socket.cc:5", "Call to accept failed: Too many open files", FILES),
+        ("misc/socket.cc:5", "Call to bind failed: Address already in use", MIXED),
+        ("misc/utils.cc:5", "Failed to malloc 1024 bytes", "warned-host-memory"),
+        (
+            "misc/shmutils.cc:5",
+            "Error while attaching to shared memory segment /dev/shm/nccl-y (size 9)",
+            "warned-gpu-sharing",
+        ),
+    ],
+)
+def test_the_place_and_the_error_decide_on_the_remedy(
+    place: str, text: str, rule: str
+) -> None:
+    line = f"node1:77:120 [0] {place} NCCL WARN {text}\n"
+
+    assert found(line.encode()).keys() == {rule}
+
+
 def test_a_warning_of_all_ranks_is_reported_once() -> None:
     lines = "".join(
         f"node{n}:1:1 [0] misc/shm.cc:1 NCCL WARN Cuda failure 70{n} 'x'\n"
@@ -582,19 +658,78 @@ def test_a_warning_of_all_ranks_is_reported_once() -> None:
     )
     findings = judge_nccl_log(read(lines.encode()))
 
-    reported = [f.what for f in findings if f.rule == "warned-cuda"]
-    # Hosts that no communicator joins are jobs of their own.
-    assert [what.split("'")[0] for what in reported] == [
-        f"NCCL reports once: Cuda failure 70{n} " for n in range(9)
-    ]
-    joined = "".join(
-        f"node0:{n}:1 [0] misc/shm.cc:1 NCCL WARN Cuda failure {n} 'x'\n"
-        for n in range(9)
+    (finding,) = (each for each in findings if each.rule == "warned-cuda")
+    assert finding.what.startswith("NCCL reports 9 times: Cuda failure 700 'x'")
+    assert finding.element == "node0, node1, node2 and 6 more"
+    shown = draw_log(read(lines.encode()), findings)
+    assert shown.startswith("number of ranks unknown on 9 hosts (node0, node1, node2, ")
+    assert shown.count("number of ranks") == 1
+
+
+def fabric(host: str, gpu: int, uuid: str, clique: str = "7ffe", rest: str = "") -> str:
+    return (
+        f"{host}:1:{gpu} [0] NCCL INFO MNNVL busId 0x{gpu}01000 fabric UUID {uuid} "
+        f"cliqueId 0x{clique} {rest or 'state 3 healthMask 0x0'}\n"
     )
-    (finding,) = (
-        f for f in judge_nccl_log(read(joined.encode())) if f.rule == "warned-cuda"
-    )
-    assert finding.what.startswith("NCCL reports 9 times: Cuda failure 0 'x'")
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        (
+            fabric("n5", 8, "aa.bb") + fabric("n5", 9, "0.0", "0"),
+            "GPUs have no fabric UUID: 0009:01:00.0 on n5.",
+        ),
+        (
+            fabric("n5", 8, "aa.bb") + fabric("n6", 8, "aa.bb", "7ffd"),
+            (
+                "GPUs are in clique 7ffe of the fabric: 0008:01:00.0 on n5. "
+                "GPUs are in clique 7ffd of the fabric: 0008:01:00.0 on n6."
+            ),
+        ),
+        (
+            fabric("n5", 8, "0.0", rest="state 2 healthMask 0x0"),
+            "GPUs have not joined the fabric: 0008:01:00.0 on n5.",
+        ),
+        (
+            fabric("n5", 8, "aa.bb", rest="state 3 healthMask 0xa9"),
+            "GPUs report a bad link or route (healthMask 0xa9): 0008:01:00.0 on n5.",
+        ),
+        # A node alone has none, and two racks are two fabrics.
+        (fabric("n5", 0, "0.0", rest="state 3 healthMask 0x80"), ""),
+        (fabric("n5", 8, "aa.bb") + fabric("n6", 8, "aa.cc", "1"), ""),
+    ],
+)
+def test_the_fabric_of_nvlink_between_hosts(lines: str, what: str) -> None:
+    findings = judge_nccl_log(read(lines.encode()))
+
+    assert [each.what for each in findings] == [what] * bool(what)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules"),
+    [
+        ({}, {"adapters-mixed": NOTE}),
+        # On one host nothing goes over them.
+        ({"num_hosts": 1}, {}),
+        ({"candidates": "Using [0]a:1/IB [1]b:1/IB; OOB eno1:10.0.0.1<0>"}, {}),
+        ({"candidates": "Using [0]a:1/RoCE [RO]; OOB eno1:10.0.0.1<0>"}, {}),
+    ],
+)
+def test_infiniband_and_roce_in_one_job(
+    changes: dict[str, object], rules: dict[str, Level]
+) -> None:
+    both = {"candidates": "Using [0]a:1/IB [1]c:2/IB [2]b:1/RoCE; OOB eno1:10.0.0.1<0>"}
+    text = text_of(JobLog(), **both | changes)
+
+    assert found(text) == rules
+    failed = f"node1:1009:9 [0] {IBV} NCCL WARN NET/IB : Got completion from peer x<1> "
+    failed += "with error 12, opcode 0, len 0, vendor err 129\n"
+    if rules:
+        finding = find(text + failed.encode(), "adapters-mixed")
+        assert finding.severity is ERROR
+        assert "InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in finding.what
+        assert finding.remedy.startswith("Set NCCL_IB_HCA==a:1,c:2 for all ranks")
 
 
 def test_the_sample_lost_its_nvls() -> None:
@@ -690,8 +825,8 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "must be what NCCL wrote, got 0 lines"),
-        (b"loss 3\nloss 2\n", "got 2 lines without a message from it"),
+        (b"", "must be what NCCL or torch's watchdog wrote, got 0 lines"),
+        (b"loss 3\nloss 2\n", "got 2 lines without a message from them"),
     ],
 )
 def test_what_is_no_log_is_refused(

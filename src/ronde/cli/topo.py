@@ -189,7 +189,8 @@ example:
 _LOG_HELP = """\
 usage: ronde topo log FILE... [--json]
 
-Show what NCCL chose and what looks wrong, from what it wrote with NCCL_DEBUG=INFO.
+Show what NCCL chose and what looks wrong, from what it wrote with NCCL_DEBUG=INFO, and
+which collectives timed out and why, from what torch's watchdog wrote.
 
 options:
   --json      print one object of JSON
@@ -598,10 +599,11 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
             f"{error.filename or name} must be a file that can be read, got: "
             f"{error.strerror}. Check the name."
         ) from None
-    if not log.num_messages:
+    if not log.num_messages and not log.watchdog.num_lines:
         raise UsageError(
-            f"{name} must be what NCCL wrote, got {log.num_lines} lines without a "
-            "message from it. Set NCCL_DEBUG=INFO for the job, and give its output."
+            f"{name} must be what NCCL or torch's watchdog wrote, got {log.num_lines} "
+            "lines without a message from them. Set NCCL_DEBUG=INFO for the job, and "
+            "give its output."
         )
     findings = judge_nccl_log(log)
     if is_json:

@@ -68,10 +68,21 @@ def _draw_graph(graph: SearchGraph) -> str:
 
 
 def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    parts = [_job(job, log, width) for job in log.jobs[:_MAX_JOBS]]
-    left = len(log.jobs) - _MAX_JOBS
+    # Of hosts that report warnings alone nothing is known that sets them apart.
+    bare = NcclJob()
+    rest = [j._replace(hosts=(), num_processes=0, warnings=()) for j in log.jobs]
+    hosts = [
+        job.hosts[0] for job, own in zip(log.jobs, rest, strict=True) if own == bare
+    ]
+    jobs = [job for job, own in zip(log.jobs, rest, strict=True) if own != bare]
+    jobs += [NcclJob(tuple(hosts))] if hosts else []
+    parts = [_job(job, log, width) for job in jobs[:_MAX_JOBS]]
+    left = len(jobs) - _MAX_JOBS
     parts += [f"and {left} smaller jobs\n"] if left > 0 else []
     read = f"Read {counted(log.num_messages, 'message')} of NCCL in "
+    if log.watchdog.num_lines:
+        read = f"Read {counted(log.num_messages, 'message')} of NCCL and "
+        read += f"{counted(log.watchdog.num_lines, 'line')} of torch's watchdog in "
     read += counted(log.num_lines, "line")
     if log.loose_versions and not log.jobs:
         read += f": NCCL {' and '.join(log.loose_versions)}"
@@ -79,34 +90,37 @@ def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -
         read += f", {log.num_mended:,} put together from broken lines"
     found = count_findings(findings) if findings else "nothing that looks wrong"
     parts.append(wrap("", f"{read}.", width, indent=0) + f"Found: {found}.\n")
-    if findings:
-        parts.append(draw_log_findings(findings, width))
-    return "\n".join(parts)
+    return "\n".join([*parts, *([draw_log_findings(findings, width)] * bool(findings))])
 
 
 def _job(job: NcclJob, log: NcclLog, width: int) -> str:
-    lines = (
-        ("ranks meet on", _names(job.bootstrap)),
-        ("between nodes", _between(job)),
-        ("inside nodes", _inside(job)),
-        ("graphs", _graphs(job)),
-        ("NVLS", _nvls(job)),
-        ("channels", _channels(job)),
-        ("algorithms", _tunings(job)),
-        ("settings", _names(job.settings, 12)),
-        ("start", _start(job)),
-        ("missing", _missing(job)),
-    )
+    states = {each.value.split(" on dev")[0].split(":")[0] for each in job.nvls}
+    lost = "found and given up" if "lost" in states else ""
+    counts = job.communicators[0].channels if job.communicators else ()
+    lines = {
+        "ranks meet on": _names(job.bootstrap),
+        "between nodes": _between(job),
+        "inside nodes": _inside(job),
+        "graphs": _graphs(job),
+        "NVLS": lost or " on some GPUs, ".join(sorted(states, reverse=True)),
+        "channels": "; ".join(
+            f"{each.coll} for collectives, {each.nvls} for NVLS, {each.p2p} for sends"
+            for each in counts[:3]
+        ),
+        "algorithms": _tunings(job),
+        "settings": _names(job.settings, 12),
+        "start": _start(job),
+        "missing": _missing(job),
+    }
     text = wrap("", _head(job, log), width, indent=2)
-    for label, value in lines:
+    for label, value in lines.items():
         if value:
             text += wrap(f"  {label:<{_LABEL - 2}}", value, width, indent=_LABEL)
     return text
 
 
 def _head(job: NcclJob, log: NcclLog) -> str:
-    largest = job.communicators[0] if job.communicators else None
-    num_ranks = largest.num_ranks if largest else 0
+    num_ranks = job.communicators[0].num_ranks if job.communicators else 0
     ranks = counted(num_ranks, "rank") if num_ranks else "number of ranks unknown"
     versions = [each.value for each in job.versions]
     if not versions and len(log.jobs) == 1:
@@ -126,26 +140,24 @@ def _head(job: NcclJob, log: NcclLog) -> str:
 
 
 def _between(job: NcclJob) -> str:
-    nodes = max((comm.num_nodes for comm in job.communicators), default=UNKNOWN)
-    parts = [_names(job.networks)] if job.networks else []
-    found = [
-        each.value.split(" ", 1)
-        for each in job.candidates
-        if not job.networks
-        or any(net.value.endswith(each.value.split(" ")[0]) for net in job.networks)
+    networks = _names(job.networks)
+    found = [each.value.split(" ", 1) for each in job.candidates]
+    devices = [
+        device
+        for kind, device in found
+        if device != "none"
+        and (not job.networks or any(n.value.endswith(kind) for n in job.networks))
     ]
-    devices = [device for _, device in found if device != "none"]
+    parts = [networks] if networks else []
     if devices:
-        names = list_first(devices, _MAX_NAMES)
-        parts[-1:] = [f"{parts[-1] if parts else 'found'} over {names}"]
-    gdr = sorted({each.value.rpartition(" ")[2].lower() for each in job.gdr})
-    if gdr:
+        parts = [f"{networks or 'found'} over {list_first(devices, _MAX_NAMES)}"]
+    if gdr := sorted({each.value.rpartition(" ")[2].lower() for each in job.gdr}):
         parts.append(f"GPUDirect RDMA {' and '.join(gdr)}")
     edges = _edges(job, is_between=True)
-    parts += edges
+    nodes = max((comm.num_nodes for comm in job.communicators), default=UNKNOWN)
     if nodes == 1 and parts and not edges:
-        parts.append("one node: not used")
-    return "; ".join(parts)
+        edges = ["one node: not used"]
+    return "; ".join(parts + edges)
 
 
 def _inside(job: NcclJob) -> str:
@@ -168,28 +180,12 @@ def _edges(job: NcclJob, *, is_between: bool) -> list[str]:
 def _graphs(job: NcclJob) -> str:
     shapes = [
         f"{_PATTERNS.get(graph.pattern, f'pattern {graph.pattern}')}: "
-        f"{graph.num_channels} x "
-        f"{graph.intra_gb_per_s:.1f} GB/s inside ({graph.intra_type}), "
-        f"{graph.inter_gb_per_s:.1f} between ({graph.inter_type})"
+        f"{graph.num_channels} x {graph.intra_gb_per_s:.1f} GB/s inside "
+        f"({graph.intra_type}), {graph.inter_gb_per_s:.1f} between ({graph.inter_type})"
         for graph in job.graphs
         if graph.num_channels
     ]
     return list_first(list(dict.fromkeys(shapes)), _MAX_NAMES, "; ")
-
-
-def _nvls(job: NcclJob) -> str:
-    states = {each.value.split(" on dev")[0].split(":")[0] for each in job.nvls}
-    if "lost" in states:
-        return "found and given up"
-    return " on some GPUs, ".join(sorted(states, reverse=True))
-
-
-def _channels(job: NcclJob) -> str:
-    counts = job.communicators[0].channels if job.communicators else ()
-    return "; ".join(
-        f"{each.coll} for collectives, {each.nvls} for NVLS, {each.p2p} for sends"
-        for each in counts[:3]
-    )
 
 
 def _tunings(job: NcclJob) -> str:

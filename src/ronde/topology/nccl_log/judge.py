@@ -1,13 +1,11 @@
-"""What looks wrong in NCCL's debug log: the rules that find it, and their texts.
-
-Sources: NVIDIA's guide to NCCL's troubleshooting, and what NCCL's users reported.
-"""
+"""Faults that NCCL's debug log shows, found rule by rule."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
+from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log.log import (
     EdgesSeen,
@@ -15,196 +13,11 @@ from ronde.topology.nccl_log.log import (
     NcclLog,
     Reported,
     TreeLink,
+    WarningSeen,
 )
-from ronde.units import list_first
-
-# Each: the rule and its severity; what comes of it; what to do. A rule that has several
-# texts has a word for each behind a dot; what one lacks is as in the rule's first.
-_RULE_TEXTS = """
-sockets-despite-infiniband error
-  so Most of the adapters' bandwidth is lost, and each message takes longer.
-  do Set NCCL_NET=IB: NCCL then reports why it cannot use them.
-sockets-between-nodes warning
-  so If there is an adapter, most of its bandwidth is lost; each message takes longer.
-  do Run ibv_devinfo where the ranks run: a container needs /dev/infiniband, and a
-     cloud's own adapter its plugin for NCCL.
-libfabric-over-tcp warning
-  so Most of the adapter's bandwidth is lost, and each message takes longer.
-  do Run fi_info where the ranks run: a container needs the adapter's devices and its
-     libfabric.
-networks-differ error
-  so They cannot connect to each other: the job hangs or ends.
-  do Use the same adapters, drivers and image everywhere, or set NCCL_NET for all ranks.
-no-gpudirect-rdma warning
-  so Data goes through the host's memory, which costs bandwidth and time.
-  do See with ronde topo --matrix how far GPUs and adapters are apart: farther than PXB
-     it is off, and NCCL_NET_GDR_LEVEL=SYS forces it.
-no-gpudirect-rdma.disabled warning
-  do Run modprobe nvidia-peermem, or use a driver and a kernel that have DMA-BUF.
-no-gpudirect-rdma.plugin note
-  do Nothing, if this kind of GPU does without; else update driver, CUDA and plugin.
-virtual-interface error
-  so Other hosts cannot reach its address: the start hangs, or takes a slow way round.
-  do {choice} to the interface between the hosts, which ip route get ADDRESS names.
-shm-where-p2p-was-possible warning
-  so They reach a part of the bandwidth that the GPUs have among themselves.
-  do Let every rank see all GPUs of its host, and give containers of one host the same
-     IPC namespace (--ipc=host); on bare metal turn off ACS and the IOMMU.
-p2p-refused warning
-  so Data between them goes through the host's memory.
-  do Turn off ACS and the IOMMU on bare metal, or ask who runs the VM; nvidia-smi topo
-     -p2p n shows the pairs.
-few-channels error
-  so Bandwidth is that of one path: tens instead of hundreds of GB/s.
-  do Compare the GPUs in nvidia-smi nvlink -s; with NCCL_TOPO_DUMP_FILE=topo.xml set,
-     ronde topo lint topo.xml shows more.
-nvls-lost warning
-  so AllReduce inside a node is limited to rings; with NVLS, eight GPUs reach up to 1.56
-     times that.
-  do Look at the fabric manager (systemctl status nvidia-fabricmanager, nvidia-smi -q),
-     and give a VM or container all GPUs of the switch.
-slow-pci warning
-  so All that {name} moves over PCI is limited to that.
-  do In lspci -vv -s {below}, LnkSta must be as wide and as fast as LnkCap: reseat the
-     card or the riser, or set the slot's speed in the BIOS.
-slow-pci.virtual error
-  do In a virtual machine name a file with the host's real speeds in NCCL_TOPO_FILE, or
-     give the virtual root port x-speed and x-width; on bare metal reseat the card: see
-     lspci -vv -s {below}.
-versions-differ error
-  so The start fails, or ranks choose differently and hang.
-  do Use one image and one driver on all hosts; torch brings its own NCCL, which
-     LD_LIBRARY_PATH may hide.
-versions-differ.driver warning
-  so What one driver supports and another does not is lost for all.
-settings-differ warning
-  so Ranks may choose differently, which hangs or slows down.
-  do Set it alike for all ranks, or for none.
-settings-differ.absent note
-  so Ranks may choose differently, if it is not set here.
-  do See that the launcher passes it to all hosts.
-nodes-unlike-hosts error
-  so It takes ranks of different hosts for neighbours, and cannot connect them.
-  do Give every host a name of its own, or NCCL_HOSTID.
-nodes-unlike-hosts.many warning
-  so It takes neighbours for strangers: data inside a host goes over the network.
-  do Give a host's containers one name and one boot id, or its name as NCCL_HOSTID.
-init-incomplete error
-  so The job hangs or has ended in its start, unless the log was cut.
-  do Look at ranks that are not in the log and at warnings first; then whether the hosts
-     reach each other on the bootstrap interface.
-ranks-not-in-log note
-  so The findings hold for these alone.
-  do Set NCCL_DEBUG=INFO and NCCL_DEBUG_FILE=nccl.%h.%p for all ranks; give all files.
-slow-init note
-  so Every start and restart of the job waits so long.
-  do The others wait for the rank that came last. Bootstrap: see what ranks do before,
-     and NCCL_SOCKET_IFNAME. Kernels: have the image on a local disk, and set
-     CUDA_MODULE_LOADING=LAZY.
-log-incomplete note
-  so Their content is missing here.
-  do Let every rank write a file of its own: NCCL_DEBUG_FILE=nccl.%h.%p.
-"""
-# The same of lines that NCCL itself marks as warnings, with a pattern behind; the first
-# that fits counts. What comes of most is the same.
-_SO = "The job does not start, or ends."
-_WARNING_TEXTS = r"""
-warned-shared-memory error shared memory|/dev/shm|posix_fallocate|shm_open
-  do Give containers more shared memory: --shm-size=1g --ulimit memlock=-1; in
-     Kubernetes an emptyDir with medium Memory at /dev/shm.
-warned-locked-memory error ibv_reg_mr|ibv_\w+ failed.*cannot allocate memory
-  do Set the limit of locked memory (ulimit -l) to unlimited where the ranks start:
-     limits.conf, the launcher's service, or --ulimit memlock=-1.
-warned-peer-unreachable error got completion .*(status|error)[ =](\w+\()?12\b
-  so The peer did not answer: the job ends.
-  do See whether the peer had ended before; else check cables, the switch (ibdiagnet),
-     on RoCE NCCL_IB_GID_INDEX, and raise NCCL_IB_TIMEOUT.
-warned-adapter-error error got completion .*(status|error)(?![ =](\w+\()?5\b)
-  do Turn off ACS (GPUDirect needs that on bare metal); NCCL_NET_GDR_LEVEL=LOC shows
-     whether it is GPUDirect.
-warned-link-event warning async (fatal )?event|speed change|GID table changed
-  so A port of the network changed while the job ran.
-  do Look at the port's errors and cable: ibstat, mlxlink, dmesg.
-warned-no-libibverbs note failed to open libibverbs
-  so No InfiniBand and no RoCE is used, which is right where there is none.
-  do Where there is, install libibverbs (package rdma-core).
-warned-host-setting warning numa auto balancing|iommu=(pt|on)|HSA_FORCE_FINE_GRAIN_PCIE
-  so Transfers may be slow, vary, fail or hang.
-  do Set what it names: sysctl kernel.numa_balancing=0, kernel options, or a variable.
-warned-adapter-call error call to ibv_|NET/IB : unable to open
-  do ibv_devinfo must show the port as ACTIVE; on RoCE set NCCL_IB_GID_INDEX to what
-     show_gids shows (often 3).
-warned-no-interface error no (socket |usable listening |ip )?interface found
-  do NCCL_SOCKET_IFNAME must name an interface that has an address: see ip address.
-warned-gpu-shared error duplicate gpu|multiple ranks are using the same gpu
-  do Give each rank its own GPU: set the device by local rank before any collective.
-warned-versions error mismatched nccl version|nccl version mismatch
-    |wrong type \d+ != \d+
-  do Use one image on all hosts: the ranks have different versions of NCCL, or another
-     program uses the port.
-warned-fabric-manager error cuda failure 802\b|system not yet initialized
-  do Start nvidia-fabricmanager (systemctl status nvidia-fabricmanager); its version
-     must be the driver's.
-warned-imex error imex
-  do nvidia-imex-ctl -N must show all nodes of the domain as up, and containers need an
-     IMEX channel; NCCL_MNNVL_ENABLE=0 does without.
-warned-driver error driver/library version mismatch|cuda driver (version found|<)
-    |driver version is insufficient
-  do Use a driver that is new enough for CUDA; after an update, reload it or reboot.
-warned-peer-access error failed to peer with|peer access|p2p is disabled between nvlink
-  so GPUs cannot reach each other's memory: the job does not start.
-  do Turn off ACS and the IOMMU on bare metal, or ask who runs the VM; check NVLinks
-     (nvidia-smi nvlink -s). NCCL_P2P_DISABLE=1 avoids it at a loss.
-warned-gpu-memory error cuda failure.*out of memory|cuda failure 2\b
-  do Free memory on the GPU: NCCL needs some beside the model; nvidia-smi shows
-     processes that are left over.
-warned-cuda error cuda failure
-  do An earlier kernel may be to blame: repeat with CUDA_LAUNCH_BLOCKING=1; look for Xid
-     in dmesg.
-warned-calls-differ error message truncated|collective mismatch
-  do Ranks call different collectives, or with different sizes: compare the programs'
-     calls, or run with TORCH_DISTRIBUTED_DEBUG=DETAIL.
-warned-ranks-mixed error already checked in|bootstrap root : mismatch
-  do Two processes have the same rank, or two jobs one address: end older jobs.
-warned-no-transport error no transport found|mixed local \w+ device counts
-  do See that no host lacks a network adapter (ibstat), and that NCCL_P2P_DISABLE,
-     NCCL_SHM_DISABLE, NCCL_NET and NCCL_IB_HCA do not forbid all there is.
-warned-connection error connection (refused|reset|timed out|closed)|closed by remote
-    |no route to|connect to .* failed|timed? ?out|network is unreachable
-    |exceeded (error retry count|retries)
-  so A rank could not be reached, or has gone: the job ends.
-  do Look at the rank that ended first; at the start see that no firewall is between the
-     hosts and that NCCL_SOCKET_IFNAME fits.
-warned-follows warning ^\[(proxy|service) |ncclproxy\w+ .*failed|in abort state
-    |got completion
-  so It follows from an error before it, mostly of another rank.
-  do Look for the first warning of the job.
-warned-topology error xml|topology|could not find (any local path|cpu close)
-    |too many .*nodes
-  do Check the file that NCCL_TOPO_FILE names: ronde topo lint FILE.
-warned warning .?
-  so The log does not show what follows from it.
-  do Look at the next lines of the same rank, and for these words in NCCL's issues.
-"""
-
-
-def _read(table: str) -> Iterator[tuple[str, str, tuple[Level, str, str]]]:
-    """Yield of each entry its rule, its pattern, and severity, consequence, remedy."""
-    bases: dict[str, dict[str, str]] = {}
-    joined = re.sub(r"\n +\|", "|", re.sub(r"\n {5}", " ", table.strip()))
-    for entry in re.split(r"\n(?=\w)", joined):
-        head, *lines = entry.split("\n")
-        rule, severity, pattern = [*head.split(" ", 2), ""][:3]
-        own = {line[2:4]: line[5:] for line in lines}
-        base = bases.setdefault(rule.partition(".")[0], own)
-        texts = {"so": _SO} | base | own
-        yield rule, pattern, (Level(severity), texts["so"], texts["do"])
-
-
-_KNOWN = list(_read(_WARNING_TEXTS))
-_WARNINGS = [(re.compile(pattern, re.IGNORECASE), rule) for rule, pattern, _ in _KNOWN]
-VERDICTS = {rule: verdict for rule, _, verdict in (*_read(_RULE_TEXTS), *_KNOWN)}
-"""By rule, with the word for its text where it has several."""
+from ronde.topology.nccl_log.rules import VERDICTS, rule_of_warning
+from ronde.topology.nccl_log.watchdog import CollectiveTimeout, TimedOutWork
+from ronde.units import counted, list_first
 
 _named = partial(list_first, most=3)
 _VIRTUAL = re.compile(
@@ -227,6 +40,8 @@ _LEAST_REAL_GB_PER_S = 1.0
 _PCI_LIMIT_OF_NCCL_COUNT = 15.75 / 12
 _SLOW_INIT_S = 30.0
 _MAX_WARNING = 160
+# Of these, sizes or calls differ among the ranks of a correct program.
+_UNEQUAL = re.compile("SEND|RECV|COALESCED|ALLTOALL|GATHER$|SCATTER$")
 # Where these differ, it is often meant: hosts name their interfaces differently.
 _OWN_PER_HOST = {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
 # One rank alone reports these, of whatever all have.
@@ -239,6 +54,7 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     What is not in the log is never taken for a fault.
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
+    found += [*_timeouts(log), *_nvlink_fabric(log.jobs), *_warnings(log.jobs)]
     if lost := log.num_lost:
         # What is found by a missing line is in doubt.
         lines = "1 line was" if lost == 1 else f"{lost} lines were"
@@ -254,6 +70,67 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
         found.append(_verdict("log-incomplete", ["log"], what))
     order = tuple(Level)
     return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+
+
+def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
+    """Find collectives that did not end in time, and the ranks that are to blame."""
+    report = log.watchdog
+    # Of several jobs it is unknown whose torch's lines are.
+    comms = [job.communicators[0] for job in log.jobs if job.communicators]
+    hosts = {r.rank: r.host for r in comms[0].ranks} if len(comms) == 1 else {}
+    trace = "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 records calls for torchfrtrace"
+    if report.trace_folder:
+        trace = f"Compare all calls: torchfrtrace {report.trace_folder}"
+    for timeout in report.timeouts:
+        of_group = f" of group {_named(timeout.groups)}" if timeout.groups else ""
+        works = "; ".join(map(_describe_work, timeout.works))
+        what = f"Collectives{of_group} did not end in time: {works}."
+        for words, ranks in (
+            ("Not joined by", timeout.late),
+            ("No line from", timeout.silent),
+            ("Completed by", timeout.ahead),
+        ):
+            what += f" {words} {_ranks(ranks)}." if ranks else ""
+        waiting = [rank for work in timeout.works for rank in work.ranks]
+        suspects = [*timeout.late, *timeout.silent] or waiting * bool(timeout.ahead)
+        where = _named(sorted({hosts[r] for r in suspects if r in hosts}))
+        who = _ranks(suspects) + (f" on {where}" if where else "")
+        key = "collective-timeout" + (".late" if suspects else _kind_of(timeout))
+        finding = _verdict(key, [_ranks(waiting or suspects)], what, suspects=who)
+        yield finding._replace(remedy=f"{finding.remedy} {trace}.")
+    if report.stuck:
+        what = "The watchdog itself made no progress."
+        yield _verdict("watchdog-stuck", [_ranks(report.stuck)], what)
+    if report.store_lost:
+        what = "The store of torch's job was closed."
+        yield _verdict("store-lost", [_ranks(report.store_lost)], what)
+
+
+def _kind_of(timeout: CollectiveTimeout) -> str:
+    """Return the word for the remedy where no rank is known to be late."""
+    compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
+    # Groups that are unknown may be several, each with its own numbers.
+    is_one = timeout.groups or len({work.seq for work in compared}) == 1
+    if len(compared) > 1 and is_one:
+        return ".differ"
+    return ".first" if timeout.works[-1].seq == 1 else ""
+
+
+def _describe_work(work: TimedOutWork) -> str:
+    """Return ``ALLREDUCE (work 7, 1,024 elements) in 600 s on ranks 0-5``."""
+    details = [f"work {work.seq}"] if work.seq >= 0 else []
+    if work.num_elements >= 0:
+        details.append(counted(work.num_elements, "element"))
+    text = work.operation or "a collective"
+    text += f" ({', '.join(details)})" if details else ""
+    text += f" in {work.timeout_s:g} s" if work.timeout_s else ""
+    return f"{text} on {_ranks(work.ranks)}" if work.ranks else text
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-3, 5``."""
+    runs = format_list(sorted(ranks)).split(",")
+    return f"rank{'s'[: len(ranks) > 1]} {list_first(runs, 6)}"
 
 
 def _verdict(
@@ -300,7 +177,7 @@ def _values(reported: Iterable[Reported]) -> list[str]:
     return [each.value for each in reported]
 
 
-def _hosts(found: Iterable[Reported | EdgesSeen]) -> list[str]:
+def _hosts(found: Iterable[Reported | EdgesSeen | WarningSeen]) -> list[str]:
     return sorted({host for each in found for host in each.hosts})
 
 
@@ -342,10 +219,7 @@ def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
 def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
     for each in job.candidates:
         if (match := _BY_TCP.match(each.value)) and _spans_nodes(job):
-            what = (
-                f"libfabric carries the data with its provider {match[1]}, not with "
-                "that of an adapter (efa, cxi, verbs, psm3, opx)."
-            )
+            what = f"libfabric uses its provider {match[1]}, not that of an adapter."
             yield _verdict("libfabric-over-tcp", each.hosts, what)
 
 
@@ -354,11 +228,7 @@ def _ranks_differ(job: NcclJob) -> Iterator[Diagnostic]:
     for key, what, found in (
         ("networks-differ", "Ranks of one job chose different networks", networks),
         ("versions-differ", "Ranks have different versions of NCCL", job.versions),
-        (
-            "versions-differ.driver",
-            "Ranks have different versions of the CUDA driver",
-            job.drivers,
-        ),
+        ("versions-differ.driver", "Ranks have different CUDA drivers", job.drivers),
     ):
         if len(found) > 1:
             yield _verdict(key, _hosts(found), f"{what}: {_by_host(found)}.")
@@ -377,6 +247,53 @@ def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
         elif absent and name not in _REPORTED_BY_ONE:
             what = f"{choices[0].value} is reported on other hosts and not here."
             yield _verdict("settings-differ.absent", absent, what)
+
+
+def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
+    """Find InfiniBand and RoCE in one job: NCCL connects none of one to the other."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in _values(job.candidates):
+        found[name.rpartition("/")[2]].append(name.partition(" ")[2])
+    is_used = not job.networks or any(v.startswith("IB") for v in _values(job.networks))
+    is_used = is_used and (not job.communicators or _spans_nodes(job))
+    if found["IB"] and found["RoCE"] and is_used:
+        what = f"NCCL found InfiniBand ({_named(found['IB'])}) and RoCE "
+        what += f"({_named(found['RoCE'])})."
+        ports = ",".join(name.rpartition("/")[0] for name in found["IB"])
+        # Near each GPU there may be adapters of one kind alone.
+        is_well = not any("completion" in each.text for each in job.warnings) and all(
+            rank.is_complete for comm in job.communicators for rank in comm.ranks
+        )
+        level = "note" if is_well and job.communicators else ""
+        hosts = _hosts(job.candidates)
+        yield _verdict("adapters-mixed", hosts, what, level=level, ports=ports)
+
+
+def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
+    """Find GPUs that NVLink does not join with those of other hosts, or joins badly."""
+    # Hosts that no communicator joins may all be of one job.
+    lone = [each for job in jobs if not job.communicators for each in job.fabric]
+    for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
+        cliques_of: defaultdict[str, set[str]] = defaultdict(set)
+        for _, uuid, clique, *_ in (gpu.value.split() for gpu in gpus):
+            cliques_of[uuid].add(clique)
+        facts: defaultdict[str, list[str]] = defaultdict(list)
+        for gpu in gpus:
+            bus_id, uuid, clique, state, mask = gpu.value.split()
+            # Two bits for each kind of fault: 1 is yes, 2 is no.
+            is_degraded = any(int(mask, 16) >> bit & 3 == 1 for bit in (0, 2, 4, 6))
+            for is_so, fact in (
+                (uuid == "0.0" and len(cliques_of) > 1, "have no fabric UUID"),
+                (state != "3", "have not joined the fabric"),
+                (len(cliques_of[uuid]) > 1, f"are in clique {clique} of the fabric"),
+                (is_degraded, f"report a bad link or route (healthMask 0x{mask})"),
+            ):
+                if is_so:
+                    name = f"{_bus_address(bus_id)} on {_named(gpu.hosts)}"
+                    facts[fact].append(name)
+        if facts:
+            what = (f"GPUs {fact}: {_named(names)}." for fact, names in facts.items())
+            yield _verdict("nvlink-fabric", _hosts(gpus), " ".join(what))
 
 
 def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
@@ -410,18 +327,15 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
 
 def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
     """Find interfaces of containers and of the host itself that carry traffic."""
-    used = [("ranks meet on", each) for each in job.bootstrap]
+    used = [("Ranks meet on", each) for each in job.bootstrap]
     if "Socket" in _values(job.networks):
-        used += [("data goes over", each) for each in job.candidates]
+        used += [("Data goes over", each) for each in job.candidates]
     choice = _setting_of(job, "NCCL_SOCKET_IFNAME")
     change = f"Change {choice}" if choice else "Set NCCL_SOCKET_IFNAME"
     for use, each in used:
         name = each.value.removeprefix("Socket ")
         if len(job.hosts) > 1 and _VIRTUAL.match(name):
-            what = (
-                f"Of a job on {len(job.hosts)} hosts, {use} {name}, an interface "
-                "inside one host."
-            )
+            what = f"{use} {name}, an interface inside one of {len(job.hosts)} hosts."
             yield _verdict("virtual-interface", each.hosts, what, choice=change)
 
 
@@ -483,10 +397,8 @@ def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
         num_nodes = comm.num_nodes if comm.num_nodes > 0 else len(comm.hosts)
         count = max((each.coll for each in comm.channels), default=_FEW_CHANNELS + 1)
         if count <= _FEW_CHANNELS and max(comm.num_ranks, len(comm.ranks)) > num_nodes:
-            what = (
-                f"A communicator of {comm.num_ranks} ranks has {count} "
-                f"channel{'s'[: count - 1]}, though the GPUs have NVLink."
-            )
+            has = f"{comm.num_ranks} ranks have {counted(count, 'channel')}"
+            what = f"{has}, though their GPUs have NVLink."
             yield _verdict("few-channels", comm.hosts, what, do=do)
             return
 
@@ -501,8 +413,7 @@ def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
     elif absent and len(absent) < len(job.nvls):
         devices = [each.rpartition(" ")[2] for each in _values(absent)]
         what = (
-            "Reduction in the NVLink switches (NVLS) is there on some GPUs and not on "
-            f"device {_named(devices)}."
+            f"Reduction in the NVLink switches (NVLS) lacks device {_named(devices)}."
         )
     elif absent and _has_nvlink(job, ("NVS/",), _MULTICAST_GB_PER_S):
         what = "The GPUs' NVLinks lead to switches, but these do not reduce (no NVLS)."
@@ -581,10 +492,8 @@ def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
         is_whole = len(comm.ranks) == comm.num_ranks
         if comm.is_mnnvl or not is_whole or comm.num_nodes in (UNKNOWN, num_hosts):
             continue
-        what = (
-            f"NCCL counts {comm.num_nodes} as the number of nodes of {comm.num_ranks} "
-            f"ranks, and the log names {num_hosts} as hosts."
-        )
+        nodes, hosts = counted(comm.num_nodes, "node"), counted(num_hosts, "host")
+        what = f"NCCL counts {nodes} of {comm.num_ranks} ranks; the log names {hosts}."
         key = "nodes-unlike-hosts" + ".many" * (comm.num_nodes > num_hosts)
         yield _verdict(key, comm.hosts, what)
         return
@@ -603,10 +512,8 @@ def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
             continue
         here = {rank.rank for rank in comm.ranks}
         silent = [r for r in range(min(comm.num_ranks, 1 << 20)) if r not in here]
-        what = (
-            f"{len(waiting)} of {comm.num_ranks} ranks began their start and did not "
-            "complete it"
-        )
+        num = f"{len(waiting)} of {comm.num_ranks}"
+        what = f"{num} ranks began their start and did not complete it"
         if silent:
             what += f"; {len(silent)}, such as rank {silent[0]}, are not in the log"
         if job.retries:
@@ -630,22 +537,29 @@ def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
             what = f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s"
             for phase, phase_s in rank.init_phases[:1]:
                 what += f", of which {phase} {phase_s:.1f} s"
-            yield _verdict(
-                "slow-init", [f"rank {rank.rank} on {rank.host}"], f"{what}."
-            )
+            where = [f"rank {rank.rank} on {rank.host}"]
+            yield _verdict("slow-init", where, f"{what}.")
 
 
-def _warnings(job: NcclJob) -> Iterator[Diagnostic]:
-    """Yield NCCL's own warnings, with what is known of them."""
-    for text, place, num_times, hosts in job.warnings:
+def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
+    """Yield NCCL's own warnings, those of one cause together, and what to do."""
+    seen: defaultdict[tuple[str, str], list[WarningSeen]] = defaultdict(list)
+    for each in (warning for job in jobs for warning in job.warnings):
         # That is reported with what else shows it.
-        if not text.startswith("Failed to bind NVLink SHARP"):
-            rule = next(rule for pattern, rule in _WARNINGS if pattern.search(text))
-            is_long = len(text) > _MAX_WARNING
-            shown = f"{text[: _MAX_WARNING - 3]}..." if is_long else text
-            times = "once" if num_times == 1 else f"{num_times} times"
-            where = f" ({place})" if place else ""
-            yield _verdict(rule, hosts, f"NCCL reports {times}: {shown}{where}")
+        if not each.text.startswith("Failed to bind NVLink SHARP"):
+            rule = rule_of_warning(f"{each.text} ({each.place})")
+            # Of those without a known cause each is one.
+            cause = each.text if rule == "warned" else ""
+            seen[rule, cause].append(each)
+    for (rule, _), warnings in seen.items():
+        text, place, *_ = max(warnings, key=lambda each: each.num_times)
+        num_times = sum(each.num_times for each in warnings)
+        times = "once" if num_times == 1 else f"{num_times} times"
+        what = f"NCCL reports {times}: {text[:_MAX_WARNING]}"
+        what += "..." * (len(text) > _MAX_WARNING) + (f" ({place})" if place else "")
+        if others := len({each.text for each in warnings}) - 1:
+            what += f"; and {counted(others, 'similar line')}"
+        yield _verdict(rule, _hosts(warnings), what)
 
 
 _RULES = (
@@ -653,6 +567,7 @@ _RULES = (
     _libfabric_over_tcp,
     _ranks_differ,
     _settings_differ,
+    _adapters_mixed,
     _no_gpudirect,
     _virtual_interfaces,
     _shared_memory_used,
@@ -664,5 +579,4 @@ _RULES = (
     _init_incomplete,
     _ranks_not_in_log,
     _slow_init,
-    _warnings,
 )

@@ -5,9 +5,9 @@ communicators join, and all others of their hosts, if no other job is there.
 """
 
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,6 +18,7 @@ from ronde.topology.nccl_log.messages import (
     read_lines,
     recognise,
 )
+from ronde.topology.nccl_log.watchdog import WatchdogReport
 
 _MAX_VALUES = 1 << 12  # Of each topic.
 _MAX_KEPT_TEXT = 400
@@ -103,9 +104,9 @@ class EdgesSeen(NamedTuple):
 
     # ``P2P/CUMEM/read``, ``SHM/direct``, ``NET/IB/GDRDMA``, ``COLLNET/SHARP``.
     transport: str
-    num_edges: int  # Ends of channels in the log.
+    num_edges: int  # Channels in the log.
     example: tuple[int, int]  # Two ranks; one twice with a switch at the other end.
-    hosts: tuple[str, ...]  # Of these ends.
+    hosts: tuple[str, ...]  # Of its ends in the log.
 
     @property
     def is_between_nodes(self) -> bool:
@@ -146,6 +147,8 @@ class NcclJob(NamedTuple):
     plugins: tuple[Reported, ...] = ()  # On plugins for the network.
     gdr: tuple[Reported, ...] = ()  # Of GPUDirect RDMA: ``IB mlx5_0 Enabled``.
     nvls: tuple[Reported, ...] = ()  # ``available on dev 0``, ``lost: CUDA error ...``.
+    # Of GPUs in NVLink's fabric: bus id, UUID, clique, state and health.
+    fabric: tuple[Reported, ...] = ()
     p2p: tuple[Reported, ...] = ()  # GPUs that are refused each other's memory.
     settings: tuple[Reported, ...] = ()  # ``NCCL_IB_HCA=mlx5``.
     # ``10.0.0.1<4567> returned Connection refused``.
@@ -168,6 +171,7 @@ class NcclLog(NamedTuple):
     num_mended: int = 0  # Those put together from pieces.
     num_lost: int = 0  # Pieces of NCCL's lines that nothing fitted to.
     num_left_out: int = 0  # Things that were too many to keep.
+    watchdog: WatchdogReport = WatchdogReport()  # torch's lines.
 
 
 _Match = re.Match[str]
@@ -184,6 +188,10 @@ class _Process:
         self.parts: dict[int | str, _Part] = {}
         # Of each thread that prints a topology: indent and name of what is open.
         self.branches: dict[int, list[tuple[int, str]]] = {}
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.host, self.pid
 
 
 class _Part:
@@ -216,7 +224,7 @@ class _Comm:
 
     def may_have(self, part: _Part) -> bool:
         owner = None if part.rank is None else self.ranks.get(part.rank)
-        is_free = owner is None or owner.process is part.process
+        is_free = owner is None or owner.process.name == part.process.name
         return is_free and part.num_ranks in (None, self.num_ranks)
 
 
@@ -316,11 +324,13 @@ class _Collector:
         self._note(process, "graphs", value)
 
     def take_edge(self, process: _Process, _: int, match: _Match) -> None:
-        source, target, transport = match.groups()
+        source, target, way, transport = match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
         # A switch of the network has no rank.
-        self._note(process, "edges", transport, source, target or source)
+        note = self._note(process, "edges", transport, source, target or source, 0)
+        if note and way == "receive":
+            note[3] += 1
 
     def take_tuning(self, process: _Process, _: int, match: _Match) -> None:
         collective, text, algorithm, protocol = match.groups()
@@ -395,23 +405,20 @@ class _Collector:
         """Return all; parts without a name are added to what they can only be of."""
         comms: dict[tuple[object, ...], _Comm] = {}
         of_host: defaultdict[str, dict[_Comm, None]] = defaultdict(dict)
-        for part in self.parts:
-            if part.name is not None:
-                new = _Comm(part.name, part.num_ranks)
-                comm = comms.setdefault((part.name, part.num_ranks), new)
-                comm.add(part)
-                of_host[part.process.host][comm] = None
-        num_named = len(comms)
-        for part in self.parts:
+        for part in sorted(self.parts, key=lambda part: part.name is None):
+            host, size = part.process.host, part.num_ranks
             if part.name is None:
-                host = part.process.host
                 fitting = (comm for comm in of_host[host] if comm.may_have(part))
                 found = list(islice(fitting, 2))
-                new = _Comm(f"#{len(comms) - num_named + 1}", part.num_ranks)
-                key = host, part.num_ranks, part.num_nodes
+                key = host, size, part.num_nodes
+                new = _Comm(f"#{len(comms)}", size)
                 comm = found[0] if len(found) == 1 else comms.setdefault(key, new)
-                comm.add(part)
-        return list(comms.values())
+            else:
+                new = _Comm(part.name, size)
+                comm = comms.setdefault((part.name, size), new)
+                of_host[host][comm] = None
+            comm.add(part)
+        return _join_alike(comms.values())
 
 
 def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
@@ -421,18 +428,13 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         OSError: One cannot be read.
         UsageError: One is packed, and damaged.
     """
-    collector = _Collector()
-    total: Counter[str] = Counter()
+    collector, reader = _Collector(), MessageReader()
     for file in files:
-        # Lines break inside each other within a file alone.
-        reader = MessageReader()
         for line in read_lines(file):
             for message in reader.feed(line):
                 collector.take(message)
+        # Lines break inside each other within a file alone.
         reader.end()
-        total["num_lines"] += reader.num_lines
-        total["num_mended"] += reader.num_mended
-        total["num_lost"] += reader.num_lost
     processes = collector.processes.values()
     _mend_hosts(processes)
     comms = collector.communicators()
@@ -444,30 +446,74 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     for comm in comms:
         comms_of[job_of[comm.parts[0].process]].append(comm)
     ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
+    # Of several jobs it is unknown whose torch's lines are.
+    largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
+    ranks = largest.ranks if largest and len(comms_of) == 1 else {}
+    report = reader.watchdog.report(ranks)
+    for rank in ranks.keys() & report.busy:
+        # A collective is called after the start.
+        ranks[rank].seen["is_complete"] = True
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
+        watchdog=report,
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
-        **total,
+        num_lines=reader.num_lines,
+        num_mended=reader.num_mended,
+        num_lost=reader.num_lost,
     )
 
 
-def _mend_hosts(processes: Iterable[_Process]) -> None:
-    """Give processes that were named a few times alone the host that they are of.
+def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
+    """Join communicators of one size that have no number and no rank in common.
+
+    Each host's log has some of the ranks. Where a rank is there twice, there are
+    several communicators, and nothing shows which parts belong together.
+    """
+    alike: defaultdict[int | None, list[_Comm]] = defaultdict(list)
+    joined: list[_Comm] = []
+    for comm in comms:
+        is_numbered = not comm.name.startswith("#") or "/" in comm.name
+        (joined if is_numbered else alike[comm.num_ranks]).append(comm)
+    for num_ranks, found in alike.items():
+        ranks = [rank for comm in found for rank in comm.ranks]
+        is_distinct = len(ranks) == len(set(ranks)) <= (num_ranks or 0)
+        if is_distinct and all(comm.ranks for comm in found):
+            for part in [part for comm in found[1:] for part in comm.parts]:
+                found[0].add(part)
+            del found[1:]
+        joined += found
+    return joined
+
+
+def _mend_hosts(processes: Collection[_Process]) -> None:
+    """Give processes that are named in a few lines alone the host that they are of.
 
     That is the longest host that the name ends with, or the one that ends with it.
     """
-    rare = [each for each in processes if each.num_messages <= _MAX_MISREAD]
-    sure = {(p.pid, p.host[::-1]) for p in processes if p.num_messages > _MAX_MISREAD}
-    ordered = sorted(sure)
-    for process in rare:
-        pid, name = process.pid, process.host[::-1]
-        ends = (name[:length] for length in range(len(name), 0, -1))
-        at = bisect_left(ordered, (pid, name))
-        longer = [h for p, h in ordered[at : at + 2] if p == pid and h.startswith(name)]
-        other = longer[0] if len(longer) == 1 else name
-        process.host = next((end for end in ends if (pid, end) in sure), other)[::-1]
+    of_host: Counter[str] = Counter()
+    for process in processes:
+        of_host[process.host] += process.num_messages
+    sure = {p.name for p in processes if p.num_messages > _MAX_MISREAD}
+    # Backwards, so that names with one end are neighbours; -1 is any process.
+    named = sorted(
+        [(process.pid, process.host[::-1]) for process in processes]
+        + [(-1, host[::-1]) for host, num in of_host.items() if num > _MAX_MISREAD]
+    )
+
+    def longer(pid: int, host: str) -> str:
+        """Return the one name that ends with this, empty for none or several."""
+        at = bisect_right(named, (pid, host[::-1]))
+        near = [name[::-1] for each, name in named[at : at + 2] if each == pid]
+        found = [name for name in near if name.endswith(host)]
+        return found[0] if len(found) == 1 else ""
+
+    for process in [each for each in processes if each.name not in sure]:
+        host, pid = process.name
+        ends = [host[at:] for at in range(len(host)) if (host[at:], pid) in sure]
+        whole = "" if of_host[host] > _MAX_MISREAD else longer(-1, host)
+        process.host = (*ends, longer(pid, host) or whole or host)[0]
 
 
 def _job_of(
@@ -523,7 +569,7 @@ def _job(
     fields["communicators"] = sorted(found, key=lambda comm: -comm.num_ranks)
     return NcclJob(
         hosts=_hosts(processes),
-        num_processes=len({(p.host, p.pid) for p in processes}),
+        num_processes=len({process.name for process in processes}),
         **{name: tuple(values) for name, values in fields.items()},
     )
 
@@ -545,8 +591,10 @@ def _reported(topic: str, value: Any, notes: dict[_Process, list[Any]]) -> objec
     if topic in ("trees", "graphs"):
         fields = *value, hosts
     elif topic == "edges":
-        example = int(details[0][0]), int(details[1][0])
-        fields = value, sum(nums), example, hosts
+        # Of one to another host there are two ends, and some logs have one alone.
+        num_received = sum(details[2])
+        num_edges = max(sum(nums) - num_received, num_received)
+        fields = value, num_edges, (int(details[0][0]), int(details[1][0])), hosts
     elif topic == "tunings":
         fields = *value, min(details[0]), max(details[1])
     elif topic == "warnings":

@@ -16,6 +16,7 @@ from functools import partial
 from typing import BinaryIO, NamedTuple, cast
 
 from ronde.errors import UsageError
+from ronde.topology.nccl_log.watchdog import WatchdogReader
 
 MAX_LINE_CHARS = 1 << 16
 """Of a longer line the rest is ignored; NCCL cuts its own at 1,023."""
@@ -64,9 +65,10 @@ class NcclMessage(NamedTuple):
 
 
 class MessageReader:
-    """Takes the lines of one file one by one and returns the messages in them."""
+    """Takes the lines of a log one by one and returns the messages in them."""
 
     def __init__(self) -> None:
+        self.watchdog = WatchdogReader()
         self.num_lines = 0
         self.num_mended = 0  # Messages that were put together from pieces.
         self.num_lost = 0  # Pieces of messages that nothing fitted to.
@@ -79,13 +81,23 @@ class MessageReader:
     def feed(self, line: str) -> list[NcclMessage]:
         self.num_lines += 1
         if "CCL" not in line and not self._head:
+            # All words of such reports hold one of these.
+            if (
+                "ollective" in line
+                or "anks" in line
+                or "Culprit" in line
+                or "monit" in line
+            ):
+                self.watchdog.feed_report(line)
             return []
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, _, text = line.partition(_INFO)
         known = self._prefixes.get(prefix)
         is_odd = " NCCL " in text or "\r" in text or "\x1b" in text or "[rep" in text
-        if known and not is_odd:
+        if known and not is_odd and "Group" not in text:
             return [NcclMessage(*known, text.rstrip(" "))]
+        if "Group" in line or "Work" in line:
+            self.watchdog.feed(line)
         if "\x1b" in line:
             line = _ANSI.sub("", line)
         # Progress bars write over their own line.
@@ -93,7 +105,7 @@ class MessageReader:
         return [each for part in parts for each in self._feed_part(part)]
 
     def end(self) -> None:
-        """Wait no longer for the tail of a message that was cut."""
+        """End a file: wait no longer for the tail of a message that was cut."""
         # A head that has no prefix was no message, as far as one can tell.
         self.num_lost += "NCCL" in self._head
         self._head = ""
@@ -107,12 +119,10 @@ class MessageReader:
         host, pid = message[:2]
         hosts = self._hosts_of_pid.setdefault(pid, set())
         if host not in hosts:
-            if mended := self._join(line, is_host_cut=True):
-                return [mended]
             # Where the host ends with another that has this process, the rest is the
-            # tail of a line that was cut, unless more processes have the longer.
+            # tail of a line that was cut, if others have it: one may be cut itself.
             end = _longest_end(host[1:], hosts)
-            if end and self._hosts.get(host, 0) <= self._hosts[end]:
+            if end and self._hosts.get(host, 0) < self._hosts[end] - 1:
                 return list(self._split(line[:MAX_LINE_CHARS]))
             hosts.add(host)
             self._hosts[host] = self._hosts.get(host, 0) + 1
@@ -163,21 +173,12 @@ class MessageReader:
         elif is_cut:
             self._hold(lead)
 
-    def _join(self, tail: str, *, is_host_cut: bool = False) -> NcclMessage | None:
-        """Return the message that a tail completes, if it is one.
-
-        Either its mark is in the head, or it is in the tail and the host is cut.
-        """
+    def _join(self, tail: str) -> NcclMessage | None:
+        """Return the message that a tail completes, if it is one."""
         message = _read_whole(self._head + tail) if self._head else None
-        if message is None:
+        if message is None or message.host not in self._hosts or message.is_warning:
             return None
-        if is_host_cut:
-            is_known = message.host in self._hosts_of_pid.get(message.pid, ())
-            is_whole = is_known and _INFO not in self._head
-        else:
-            is_sure = message.host in self._hosts and not message.is_warning
-            is_whole = is_sure and recognise(message.text) is not None
-        if not is_whole:
+        if recognise(message.text) is None:
             return None
         self._head = ""
         self.num_mended += 1
@@ -242,9 +243,9 @@ NET/ plugins (NET/Plugin ?: .+|NET/OFI .+)
 Pattern graph Pattern (\d+), crossNic \d+, nChannels (\d+), bw ([\d.]+)/([\d.]+),
     [ ]type (\w+)/(\w+), sameChannels \d+
 Channel edge Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\]
-    [ ](?:\[(?:send|receive)\] )?via (@TRANSPORT)(?: comm \S+ nRanks \d+)?
+    [ ](?:\[(send|receive)\] )?via (@TRANSPORT)(?: comm \S+ nRanks \d+)?
 Channel ring Channel \d+/\d+ :((?: +\d+)+)
-CollNet edge CollNet \d+/\d+ : (\d+)() \[(?:send|receive)\] via
+CollNet edge CollNet \d+/\d+ : (\d+)() \[(send|receive)\] via
     [ ](COLLNET/[\w.-]+)/-?\d+(?:/GDRDMA)?(?:/Shared)?
 P2P p2p (P2P is disabled between connected GPUs \d+ and \d+)\..*
 Could p2p (Could not enable P2P between dev \d+\(=[0-9a-f]+\) and dev \d+)\(=.*
@@ -256,7 +257,9 @@ NVLS nvls NVLS multicast support is ((?:not )?available on dev \d+)
 Failed nvls Failed to bind NVLink SHARP \(NVLS\) Multicast memory of size \d+ :
     [ ](CUDA error \d+ '.*?').* => lost: {}
 Failed plugins (Failed to open libibverbs\.so\S*)
-MNNVL
+MNNVL fabric MNNVL busId 0x([0-9a-f]+) fabric UUID ([0-9a-f]+\.[0-9a-f]+)
+    [ ]cliqueId 0x([0-9a-f]+) state (\d+) healthMask 0x([0-9a-f]+)
+    => {} {} {} {} {}
 comm layout comm (0x[0-9a-f]+) rank (\d+) nRanks (\d+) nNodes (\d+) localRanks \d+
     [ ]localRank \d+ MNNVL (\d)
 init init (?:\[Rank \d+\] )?(?:\w+ )?comm (0x[0-9a-f]+) rank (\d+) nranks (\d+)
@@ -345,6 +348,14 @@ def _group_of(word: str, text: str) -> str:
         if word.startswith(beginning) and " :GPU/" not in text:
             return "setting" if beginning[1:] == "CCL_" else beginning
     return "/" if word[3:4] == "/" else "tuning"
+
+
+def is_nccl_log(text: str) -> bool:
+    """Return whether a text has lines of NCCL's log or of torch's watchdog."""
+    watchdog = WatchdogReader()
+    for line in text.splitlines():
+        watchdog.feed(line)
+    return watchdog.num_lines > 0 or _ANYWHERE.search(text) is not None
 
 
 def read_lines(file: BinaryIO) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import re
 
+from ronde.topology.nccl_log import is_nccl_log
 from ronde.topology.probes.base import Saved, first_lines
 
 _STAMP = r"\[ *\d+\.\d{6}\]|\[\w{3} \w{3} +\d+ [\d:]{8} \d{4}\]|\[\w{3}\d+ [\d:]{5}\]"
@@ -29,7 +30,6 @@ _CURES = {
     "an archive": _UNPACK,
 }
 _FORMS = rf"""
-{LOG}: .*NCCL (INFO|WARN|TRACE) |.*Watchdog caught collective
 output of nccl-tests: # +size +count|# nThread \d|# Out of bounds values
 {KERNEL_LOG}: {KERNEL_LINE.pattern}
 output of numactl -H: available: \d+ nodes|node distances:
@@ -64,7 +64,10 @@ def recognise_other(saved: Saved) -> tuple[str, str]:
     """Return what a file without a topology is, and what to do; empty if unknown."""
     # Binary files are of bytes; a kernel's stamps look like tags of launchers.
     start = saved.data[:512].decode("latin-1")
-    lines = [start, *saved.text[: 1 << 16].splitlines(), *first_lines(saved.text)]
+    head = saved.text[: 1 << 16]
+    if is_nccl_log(head):
+        return LOG, _CURES[LOG].format(file=saved.name)
+    lines = [start, *head.splitlines(), *first_lines(head)]
     for row in _FORMS.strip().splitlines():
         name, _, pattern = row.partition(": ")
         if any(map(re.compile(pattern, re.DOTALL).match, lines)):

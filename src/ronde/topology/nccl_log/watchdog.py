@@ -1,0 +1,233 @@
+"""Time-outs of collectives, from the lines of torch's watchdog and its reports.
+
+Forms: ProcessGroupNCCL.cpp of torch 1.13 to 2.13, TORCH_NCCL_DESYNC_DEBUG, the output
+of torchfrtrace, and Gloo's monitored barrier.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import NamedTuple, TypeVar
+
+_Value = TypeVar("_Value")
+_MAX_KEPT = 1 << 16  # Works and states of groups.
+_NUMBER = re.compile(r"\d{1,6}")
+_RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
+# ``[PG ID 5 PG GUID 22(TP) Rank 1]``, ``[PG 0 (default_pg) Rank 1]``, ``[Rank 1]``.
+_MEMBER = re.compile(
+    r"\[(?:PG (?:ID \d+ PG GUID )?([^\]\s(]{1,80}) ?(\([^\]]{0,80}\))? )?"
+    r"Rank (\d{1,6})\]"
+)
+_WORK = re.compile(
+    r"Work\w*CCL\((?:SeqNum=(\d{1,18}), )?OpType=(\w+),(?: NumelIn=(\d{1,18}),)?"
+    r".{0,200}? ?Timeout\(ms\)=(\d{1,18})\) (?:ran for|timed out)"
+)
+_STATUS = re.compile(
+    r"(?:work(?: sequence id)?: (\d{1,18}),?(?: PG status:)? )?"
+    r"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,18})"
+    r"(?:, last started (?:NCCL )?work: -?\d+)?"
+    r", last completed (?:NCCL )?work: (-?\d{1,20})"
+)
+_STUCK = re.compile(
+    "no heartbeat of its|Heartbeat monitor timed out|watchdog got stuck"
+)
+_STORE_LOST = re.compile('Failed to check the "should dump" flag')
+_ALIVE = re.compile(
+    "dump signal|signal dumping|dump debug info|have failed or timed out"
+)
+_SOURCE = re.compile(r"due to a collective timeout from +rank (\d{1,6})")
+_TRACE = re.compile(r"dumping nccl trace to (/\S*)/")
+# Reports on several ranks: number and operation, and ranks that did not take part.
+_CALL = re.compile(
+    r"collective, sequence number: (\d{1,18})|ollective sequence number: (\d{1,18})"
+    r"|didn't join collective #(\d{1,18})|^collective: \w+:_?(\w+)"
+    r"|failed to pass (monitoredBarrier)"
+)
+_ABSENT = re.compile(
+    r"\[([\d, ]+)\] finished collective #\d+, but|ranks \[([\d, ]+)\] are the lagging"
+    r"|missing ranks: \{([\d, ]+)\}|Culprit rank (\d{1,6});"
+    r"|Ranks? ([\d, ]+) failed to pass monitoredBarrier"
+)
+
+
+class TimedOutWork(NamedTuple):
+    """A collective, as ranks name it that waited for it in vain."""
+
+    operation: str  # ``ALLREDUCE``; empty if unknown.
+    seq: int  # Its number in the process group; -1 if unknown.
+    num_elements: int  # Of the input; -1 if unknown.
+    timeout_s: float  # 0 if unknown.
+    ranks: tuple[int, ...] = ()
+
+
+_UNKNOWN = TimedOutWork("", -1, -1, 0.0)
+
+
+class CollectiveTimeout(NamedTuple):
+    """The collectives of a process group, or of several alike, that did not end."""
+
+    groups: tuple[str, ...]  # ``0(default_pg)``; empty if unknown.
+    works: tuple[TimedOutWork, ...]  # By number.
+    late: tuple[int, ...] = ()  # Ranks that had not called the first of them.
+    ahead: tuple[int, ...] = ()  # Ranks that had completed it.
+    silent: tuple[int, ...] = ()  # Ranks without a line of torch's.
+
+
+class WatchdogReport(NamedTuple):
+    """The content of torch's lines in a log."""
+
+    num_lines: int = 0
+    timeouts: tuple[CollectiveTimeout, ...] = ()  # The one of most ranks first.
+    busy: tuple[int, ...] = ()  # Ranks that had called a collective.
+    stuck: tuple[int, ...] = ()  # Ranks whose watchdog itself made no progress.
+    store_lost: tuple[int, ...] = ()
+    trace_folder: str = ""  # The folder of the flight recorder's files.
+
+
+class WatchdogReader:
+    """Takes the lines of a log one by one; those of other programs do no harm."""
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+        # By rank and number. The group may stand in another line of the same two.
+        self._works: dict[tuple[int, int], TimedOutWork] = {}
+        self._group_of: dict[tuple[int, int], str] = {}
+        # By group and rank: numbers of the last enqueued and completed work.
+        self._statuses: dict[tuple[str, int], tuple[int, int]] = {}
+        # Ranks by the kind of line that they have.
+        self._ranks: defaultdict[re.Pattern[str], set[int]] = defaultdict(set)
+        self._trace_folder = ""
+        self._sources: set[int] = set()  # Ranks that others name.
+        self._reported = _UNKNOWN
+        self._absent: set[int] = set()
+
+    def feed(self, line: str) -> None:
+        """Read a line; ``feed_report`` does for one without a name of a library."""
+        for part in _RANK.sub("\n", line).split("\n") if "[rank" in line else [line]:
+            members = _MEMBER.findall(part)
+            if members and len(self._works) + len(self._statuses) < _MAX_KEPT:
+                rank = _RANK.match(part)
+                self._feed_rank(int(rank[1] if rank else members[-1][2]), members, part)
+            self.feed_report(part)
+
+    def _feed_rank(self, rank: int, members: list[tuple[str, ...]], part: str) -> None:
+        """Read what the watchdog of one rank reports."""
+        group = next((id_ + name for id_, name, _ in members if id_), "")
+        kinds = [
+            k for k in (_STUCK, _STORE_LOST, _ALIVE, _WORK, _STATUS) if k.search(part)
+        ]
+        for kind in kinds:
+            self._ranks[kind].add(rank)
+        for seq, operation, numel, timeout_ms in _WORK.findall(part):
+            key = rank, int(seq or -1)
+            work = operation, key[1], int(numel or -1), int(timeout_ms) / 1000
+            if not self._works.get(key, _UNKNOWN).operation:
+                self._works[key] = TimedOutWork(*work)
+            self._group_of |= {key: group} if group else {}
+        for seq, enqueued, completed in _STATUS.findall(part):
+            self._statuses.setdefault((group, rank), (int(enqueued), int(completed)))
+            if seq:
+                unnamed = _UNKNOWN._replace(seq=int(seq))
+                self._works.setdefault((rank, int(seq)), unnamed)
+                self._group_of |= {(rank, int(seq)): group} if group else {}
+        if source := _SOURCE.search(part):
+            self._sources.add(int(source[1]))
+        if trace := _TRACE.search(part):
+            self._trace_folder = trace[1]
+        self.num_lines += bool(kinds)
+
+    def feed_report(self, part: str) -> None:
+        """Read what a report on all ranks names; of several the first counts."""
+        if (call := _CALL.search(part)) and (not self._absent or call[3] or call[5]):
+            if seq := call[1] or call[2] or call[3]:
+                self._reported = self._reported._replace(seq=int(seq))
+            else:
+                name = call[5] or call[4].upper()
+                self._reported = self._reported._replace(operation=name)
+        if absent := _ABSENT.search(part):
+            ranks = next(filter(None, absent.groups()))
+            self._absent.update(map(int, _NUMBER.findall(ranks)))
+            self.num_lines += 1
+
+    def report(self, known: Collection[int] = ()) -> WatchdogReport:
+        """Return what was read; ``known`` are ranks whose output is in the log."""
+        # A rank whose group or call is unknown waits with those that name it.
+        groups: defaultdict[TimedOutWork | None, set[str]] = defaultdict(set)
+        calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
+        works = self._works or {(rank, -1): _UNKNOWN for rank in self._sources}
+        for (rank, seq), work in works.items():
+            groups[work] |= {self._group_of.get((rank, seq), "")} - {""}
+            calls[seq] |= {work} if work.operation else set()
+        waiting: defaultdict[str, dict[int, TimedOutWork]] = defaultdict(dict)
+        # Of several works of a rank the first counts.
+        for key, work in sorted(works.items(), reverse=True):
+            group = _only(groups[work]) or ""
+            call = work if work.operation else _only(calls[key[1]]) or work
+            waiting[self._group_of.get(key, group)][key[0]] = call
+        folded: dict[CollectiveTimeout, CollectiveTimeout] = {}
+        for group in sorted(waiting):
+            found = self._timeout(group, waiting[group], known)
+            bare = tuple(work._replace(ranks=()) for work in found.works)
+            key = found._replace(groups=(), works=bare)
+            folded[key] = _join(folded[key], found) if key in folded else found
+        found = list(folded.values())
+        found.sort(key=lambda each: -sum(len(work.ranks) for work in each.works))
+        if self._absent:
+            found = found or [CollectiveTimeout((), (self._reported,))]
+            late = _sorted(self._absent.union(found[0].late))
+            found[0] = found[0]._replace(late=late)
+        called = [rank for (_, rank), last in self._statuses.items() if last[0] > 0]
+        return WatchdogReport(
+            self.num_lines,
+            tuple(found),
+            _sorted({*called, *(rank for rank, _ in self._works)}),
+            _sorted(self._ranks[_STUCK]),
+            _sorted(self._ranks[_STORE_LOST]),
+            self._trace_folder,
+        )
+
+    def _timeout(
+        self, group: str, waiting: dict[int, TimedOutWork], known: Collection[int]
+    ) -> CollectiveTimeout:
+        """Return what ranks of a group waited for."""
+        ranks_of: defaultdict[TimedOutWork, list[int]] = defaultdict(list)
+        for rank, work in waiting.items():
+            ranks_of[work].append(rank)
+        ordered = sorted(ranks_of, key=lambda work: (work.seq, work))
+        first = ordered[0].seq
+        late, ahead, silent = set[int](), set[int](), set[int]()
+        for (name, rank), (enqueued, completed) in self._statuses.items():
+            if name == group and rank not in waiting and enqueued < first:
+                late.add(rank)
+            # Torch 2.3 prints any number where none was completed.
+            elif name == group and rank not in waiting and completed <= enqueued:
+                ahead |= {rank} if completed >= first >= 0 else set()
+        # The ranks of other groups are unknown.
+        if group in ("0", "0(default_pg)") or (not group and len(ordered) == 1):
+            reporting = self._absent.union(*self._ranks.values())
+            silent = {*(known or range(max(reporting)))} - reporting - {*waiting}
+        works = (w._replace(ranks=_sorted(ranks_of[w])) for w in ordered)
+        return CollectiveTimeout(
+            (group,) * bool(group),
+            tuple(works),
+            _sorted(late),
+            _sorted(ahead),
+            _sorted(silent),
+        )
+
+
+def _only(found: Collection[_Value]) -> _Value | None:
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _join(first: CollectiveTimeout, second: CollectiveTimeout) -> CollectiveTimeout:
+    works = (
+        one._replace(ranks=_sorted((*one.ranks, *other.ranks)))
+        for one, other in zip(first.works, second.works, strict=True)
+    )
+    groups = (*first.groups, *second.groups)
+    return first._replace(groups=groups, works=tuple(works))
+
+
+def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))

@@ -1,0 +1,347 @@
+"""Lines of torch's watchdog, its reports and NCCL's make one story."""
+
+import io
+
+import pytest
+from tests.topology.nccl_job import JobLog, text_of
+from tests.topology.test_topo_log import find, found, read
+
+from ronde.topology import Level, is_nccl_log, judge_nccl_log
+
+
+def caught(rank: int, call: str, *, before: str = "", member: int | None = None) -> str:
+    """Return the watchdog's line of a rank."""
+    member = rank if member is None else member
+    return (
+        f"{before}[rank{rank}]:[E511 07:14:02.118300{rank} ProcessGroupNCCL.cpp:629] "
+        f"[Rank {member}] {CAUGHT}: WorkNCCL({call}, Timeout(ms)=300000) ran for "
+        "300041 milliseconds before timing out.\n"
+    )
+
+
+def status(rank: int, seq: int, last: tuple[int, int], group: str, member: int) -> str:
+    """Return a rank's line on its group, in the form of torch 2.6 and later."""
+    return (
+        f"[rank{rank}]:[E511 07:14:02.218300{rank} ProcessGroupNCCL.cpp:2168] [PG ID "
+        f"3 PG GUID {group} Rank {member}]  failure detected by watchdog at work "
+        f"sequence id: {seq} PG status: last enqueued work: {last[0]}, last completed "
+        f"work: {last[1]}\n"
+    )
+
+
+def signalled(rank: int, last: tuple[int, int]) -> str:
+    """Return the lines of a rank that did not time out itself."""
+    start = (
+        f"[rank{rank}]:[E511 07:14:03.3183 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID"
+    )
+    return (
+        f"{start} 0(default_pg) Rank {rank}] Observed flight recorder dump signal from "
+        "another rank via TCPStore.\n"
+        f"{start} 0(default_pg) Rank {rank}] Received a dump signal due to a "
+        "collective timeout from  rank 0 and we will try our best to dump the debug "
+        f"info. Last enqueued NCCL work: {last[0]}, last completed NCCL work: {last[1]}"
+        ".This is most likely caused by incorrect usages of collectives\n"
+    )
+
+
+GATHER = "SeqNum=41, OpType=ALLGATHER, NumelIn=2048, NumelOut=16384"
+REDUCE = "SeqNum=41, OpType=ALLREDUCE, NumelIn=77, NumelOut=77"
+STUCK = "watchdog-stuck", Level.ERROR
+CAUGHT = "Watchdog caught collective operation timeout"
+DEFAULT = "0(default_pg)"
+TENSORS = "22(TENSOR_MODEL_PARALLEL_GROUP)"
+REPORT = (
+    "[rank0]:[E511 07:14:03.31 ProcessGroupNCCL.cpp:1537] [PG ID 0 PG GUID 0 Rank 0]"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "words"),
+    [
+        pytest.param(
+            [caught(r, GATHER) + status(r, 41, (43, 40), DEFAULT, r) for r in range(6)]
+            + [signalled(6, (40, 40)), signalled(7, (40, 40))],
+            "ranks 0-5",
+            (
+                "Collectives of group 0(default_pg) did not end in time: ALLGATHER",
+                "(work 41, 2,048 elements) in 300 s on ranks 0-5. Not joined by ranks",
+                "Look at ranks 6-7 first",
+                "TORCH_NCCL_TRACE_BUFFER_SIZE=2000",
+            ),
+            id="late",
+        ),
+        pytest.param(
+            [
+                caught(r, GATHER) + status(r, 41, (41, 40), DEFAULT, r)
+                for r in (0, 1, 3)
+            ],
+            "ranks 0-1, 3",
+            ("No line from rank 2.", "Look at rank 2 first"),
+            id="silent",
+        ),
+        pytest.param(
+            [
+                caught(0, GATHER) + status(0, 41, (44, 40), DEFAULT, 0),
+                *(signalled(rank, (45, 44)) for rank in (1, 2)),
+            ],
+            "rank 0",
+            ("Completed by ranks 1-2.", "Look at rank 0 first"),
+            id="ahead",
+        ),
+        pytest.param(
+            [
+                caught(rank, call) + status(rank, 41, (41, 40), DEFAULT, rank)
+                for rank, call in ((0, GATHER), (1, REDUCE), (2, GATHER))
+            ],
+            "ranks 0-2",
+            (
+                "ALLGATHER (work 41, 2,048 elements) in 300 s on ranks 0, 2; ALLRED",
+                "UCE (work 41, 77 elements) in 300 s on rank 1.",
+                "Compare the ranks' calls",
+            ),
+            id="differ",
+        ),
+        pytest.param(
+            [
+                caught(r, REDUCE.replace("41", f"{41 + r}"))
+                + status(r, 41 + r, (50, 40 + r), DEFAULT, r)
+                for r in range(2)
+            ],
+            "ranks 0-1",
+            ("(work 41, 77 elements)", "(work 42,", "Compare the ranks' calls"),
+            id="numbers",
+        ),
+        # Ranks of a group count anew, and what the default group did says nothing.
+        pytest.param(
+            [
+                caught(r, GATHER, member=r - 8)
+                + status(r, 41, (44, 40), TENSORS, r - 8)
+                for r in (8, 9)
+            ]
+            + [signalled(rank, (7, 7)) for rank in range(8)],
+            "ranks 8-9",
+            (f"of group {TENSORS}", "on ranks 8-9.", "No rank is known to be late"),
+            id="group",
+        ),
+        pytest.param(
+            [
+                f"[E ProcessGroupNCCL.cpp:828] [Rank {rank}] {CAUGHT}: WorkNCCL("
+                "SeqNum=9, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1800625 "
+                "milliseconds before timing out.\n"
+                for rank in (0, 1, 3)
+            ],
+            "ranks 0-1, 3",
+            ("in time: ALLREDUCE (work 9) in 1800 s on", "No line from rank 2."),
+            id="torch-1.13",
+        ),
+        # 2.3 prints any number for the last work of a group that completed none.
+        pytest.param(
+            [
+                caught(r, GATHER.replace("41", "1"))
+                + f"[rank{r}]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank {r}] Timeout at "
+                "NCCL work: 1, last enqueued NCCL work: 1, last completed NCCL work: "
+                "76280750235782912.\n"
+                for r in range(2)
+            ],
+            "ranks 0-1",
+            ("of group 0 did", "No collective of the group ever ended"),
+            id="first",
+        ),
+        # The end of a log: some lines of the time-out, or others' answers alone.
+        pytest.param(
+            [caught(0, GATHER)]
+            + [status(r, 41, (41, 40), DEFAULT, r) for r in range(3)],
+            "ranks 0-2",
+            (
+                "ALLGATHER (work 41, 2,048 elements) in 300 s on ranks 0-2.",
+                "No rank is",
+            ),
+            id="lines-missing",
+        ),
+        pytest.param(
+            [status(r, 41, (41, 40), DEFAULT, r) for r in range(2)],
+            "ranks 0-1",
+            ("in time: a collective (work 41) on ranks 0-1.",),
+            id="status-alone",
+        ),
+        pytest.param(
+            [
+                signalled(r, (40, 40)).replace("rank 0 and", "rank 4 and")
+                for r in (1, 2, 3)
+            ],
+            "rank 4",
+            ("in time: a collective on rank 4. No line from rank 0.",),
+            id="answers-alone",
+        ),
+        # A traceback alone, and what is left of a line behind a progress bar.
+        pytest.param(
+            [
+                "  what():  [PG 1 (dp) Rank 3] Process group watchdog thread ",
+                f"terminated with exception: [Rank 3] {CAUGHT}: WorkNCCL({REDUCE}, ",
+                "Timeout(ms)=300000) ran for 300020 milliseconds before timing.\r\n",
+                "50%|##   | 1/2 [00:01<00:01]"
+                + caught(4, REDUCE, before="(Worker pid=7, ip=10.0.0.7) ").strip()
+                + caught(5, REDUCE),
+            ],
+            "ranks 3-5",
+            ("of group 1(dp) did not end in time: ALLREDUCE (work 41, 77",),
+            id="traceback",
+        ),
+        pytest.param(
+            [
+                "\t   - [0, 1] joined but didn't finish collective #41 (count from 1)",
+                "\n",
+                "\t     [2, 3] finished collective #40, but didn't join collective #41",
+                " (count from 1)\n",
+            ],
+            "ranks 2-3",
+            (
+                "a collective (work 41). Not joined by ranks 2-3.",
+                "Look at ranks 2-3 first",
+            ),
+            id="desync",
+        ),
+        pytest.param(
+            [
+                "Not all ranks joining collective, sequence number: 12\n",
+                "internal record id: 30\ngroup info: 0:default_pg\n",
+                "collective: nccl:_all_gather_base\nmissing ranks: {5}\n",
+            ],
+            "rank 5",
+            ("ALL_GATHER_BASE (work 12). Not joined by rank 5.",),
+            id="torchfrtrace",
+        ),
+        pytest.param(
+            ["RuntimeError: [Rank 0]: Rank 3 failed to pass monitoredBarrier in 9 ms"],
+            "rank 3",
+            ("in time: monitoredBarrier. Not joined by rank 3.",),
+            id="monitored-barrier",
+        ),
+    ],
+)
+def test_the_story_of_a_time_out(
+    lines: list[str], key: str, words: tuple[str, ...]
+) -> None:
+    text = "step 41: loss 2.25\n" + "".join(lines)
+    finding = find(text.encode(), "collective-timeout")
+
+    assert (finding.element, finding.severity) == (key, Level.ERROR)
+    for each in words:
+        assert each in f"{finding.what} {finding.remedy}"
+    assert is_nccl_log(text)
+    assert found(text.encode()).keys() == {"collective-timeout"}
+    # In a job whose start was well nothing else is wrong.
+    job = text_of(JobLog()).decode()
+    assert found((job + text).encode()).keys() == {"collective-timeout"}
+    # Ranks whose output is elsewhere are not blamed.
+    half = "".join(line for line in job.splitlines(keepends=True) if "node0" in line)
+    finding = find((half + text).encode(), "collective-timeout")
+    assert "15" not in finding.what
+
+
+def test_ranks_of_nccl_s_log_are_known_to_the_story() -> None:
+    """A rank that torch says nothing of is missing, and its host is known."""
+    ranks = [rank for rank in range(16) if rank != 11]
+    lines = [caught(r, GATHER) + status(r, 41, (41, 40), DEFAULT, r) for r in ranks]
+    text = text_of(JobLog()).decode() + "".join(lines)
+    finding = find(text.encode(), "collective-timeout")
+
+    assert "No line from rank 11." in finding.what
+    assert "Look at rank 11 on node1 first" in finding.remedy
+    # Of two jobs it is unknown whose they are.
+    other = text_of(JobLog(num_hosts=1, host="b{}")).replace(b"0x4f6a", b"0x1111")
+    finding = find(text.encode() + other, "collective-timeout")
+    assert "Look at rank 11 first" in finding.remedy
+
+
+def test_a_rank_that_called_a_collective_has_started() -> None:
+    lines = text_of(JobLog(num_hosts=1)).decode().splitlines(keepends=True)
+    silent = [
+        line
+        for line in lines
+        if ":1002:" not in line or ("COMPLETE" not in line and "timings" not in line)
+    ]
+    torch = [caught(r, GATHER) + status(r, 41, (41, 40), "0", r) for r in range(8)]
+
+    assert found("".join(silent).encode()) == {"init-incomplete": Level.ERROR}
+    rules = found("".join(silent + torch).encode())
+    assert rules == {"collective-timeout": Level.ERROR}
+
+
+def test_groups_that_wait_alike_are_one_finding() -> None:
+    lines = [
+        caught(rank, GATHER, member=rank % 2)
+        + status(rank, 41, (44, 40), f"{20 + rank // 2}(TP)", rank % 2)
+        for rank in range(8)
+    ]
+    finding = find("".join(lines).encode(), "collective-timeout")
+
+    assert finding.what.startswith("Collectives of group 20(TP), 21(TP), 22(TP) and 1")
+    assert finding.what.endswith("(work 41, 2,048 elements) in 300 s on ranks 0-7.")
+
+
+def test_the_folder_of_the_flight_recorder_is_named() -> None:
+    text = (
+        caught(0, GATHER)
+        + REPORT
+        + (" ProcessGroupNCCL dumping nccl trace to /data/run 7/traces/rank_0\n")
+    )
+    text = text.replace("run 7", "run7")
+
+    remedy = find(text.encode(), "collective-timeout").remedy
+    assert remedy.endswith("Compare all calls: torchfrtrace /data/run7/traces.")
+
+
+@pytest.mark.parametrize(
+    ("line", "rule", "severity"),
+    [
+        ("First PG on this rank that detected no heartbeat of its watchdog.", *STUCK),
+        ("ProcessGroupNCCL's watchdog got stuck for 480 seconds without", *STUCK),
+        (
+            'Failed to check the "should dump" flag on TCPStore, (maybe TCPStore',
+            "store-lost",
+            Level.NOTE,
+        ),
+    ],
+)
+def test_other_lines_of_the_watchdog(line: str, rule: str, severity: Level) -> None:
+    finding = find(f"{REPORT} {line}\n".encode(), rule)
+
+    assert (finding.element, finding.severity) == ("rank 0", severity)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{REPORT} ProcessGroupNCCL initialization options: size: 8, global rank: 0",
+        f"{REPORT} Warning: WARNING: destroy_process_group() was not called before",
+        "[rank0]: step 3 of 5: collective loss 2.5, all ranks are well",
+        "ranks: [0, 1, 2]",
+    ],
+)
+def test_lines_of_healthy_programs_are_no_story(line: str) -> None:
+    text = text_of(JobLog()).decode() + f"{line}\n" * 3
+
+    assert judge_nccl_log(read(text.encode())) == ()
+    assert not is_nccl_log(f"{line}\n")
+
+
+def test_a_log_may_be_cut_in_any_line_of_torch() -> None:
+    lines = [caught(r, GATHER) + status(r, 41, (41, 40), DEFAULT, r) for r in range(2)]
+    text = "".join(lines).encode()
+    for end in range(0, len(text), 5):
+        timeouts = read(text[:end]).watchdog.timeouts
+        assert {work.operation for each in timeouts for work in each.works} <= {
+            "ALLGATHER"
+        }
+
+
+def test_a_log_of_nccl_is_recognised() -> None:
+    assert is_nccl_log("noise\nnode1:7:9 [0] NCCL INFO Using network IB\n")
+    assert is_nccl_log("1: node1:7:9 [0] misc/socket.cc:5 NCCL WARN Call failed\n")
+    # Tests of NCCL print that too.
+    assert not is_nccl_log("NCCL version 2.21.5+cuda12.4\n")
+    assert not is_nccl_log(
+        "import torch\nNCCL_DEBUG=INFO\nWorkNCCL, ProcessGroupNCCL\n"
+    )
+    assert not is_nccl_log(io.StringIO("0000:1b:00.0 3D controller\n").read())
