@@ -287,7 +287,7 @@ def test_a_failed_run_is_whole() -> None:
     assert run.num_out_of_bounds == 3
     assert run.is_complete
     run = read_one(text + "# error: it broke\n")
-    assert run.warnings == ("line 24: it broke",)
+    assert run.failures[1:] == ("a.log:24: error: it broke",)
 
 
 def damage(old: str, new: str) -> str:

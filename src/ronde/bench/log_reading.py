@@ -8,8 +8,8 @@ is passed over, for it holds whatever the user's environment held.
 import json
 import math
 import re
-from bisect import bisect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from ronde.bench.log_state import (
@@ -28,6 +28,7 @@ from ronde.bench.results import (
     RankCount,
     RankSource,
     Row,
+    Run,
     Side,
     from_record,
 )
@@ -57,7 +58,7 @@ def read_json(text: str, source: str, *, test: str = "") -> Log:
         state.warnings.append(f"its version is {content.get('version')!r}, not 1 to 3")
     try:
         _read_head(content, state)
-        _read_footers(content, state)
+        _read_footers(content, state, text)
         results = _list(content, "results")
     except UsageError as error:
         raise UsageError(f"{source}:1: {error}") from error
@@ -65,19 +66,26 @@ def read_json(text: str, source: str, *, test: str = "") -> Log:
     for index, result in enumerate(results):
         try:
             _read_result(_as_object(result, "a result"), state)
+            state.lines.append(index)
         except UsageError as error:
             bad[index] = str(error)
-    if bad:
-        spans, ends = _result_spans(text), [m.start() for m in re.finditer("\n", text)]
+    spans: list[tuple[int, int]] = []
+
+    def line_of(index: int) -> int:
+        spans.extend(() if spans else _result_spans(text))
+        return _line_at(text, spans[index][0])
+
+    for index, why in bad.items():
         state.has_gap = True
-        damage += [
-            f"{source}:{1 + bisect(ends, spans[index][0])}: result {index} was left "
-            f"out: {why}"
-            for index, why in bad.items()
-        ]
+        damage.append(f"{source}:{line_of(index)}: result {index} was left out: {why}")
     if damage and not state.rows:
         raise UsageError(damage[0])
-    return Log([state.finish(test)], damage)
+    cuts = [f"{source}:{_line_at(text, len(text))}: run 1 {e}" for e in state.missing()]
+    return Log([state.finish(test, line_of)], damage, cuts)
+
+
+def _line_at(text: str, position: int) -> int:
+    return 1 + text.count("\n", 0, max(position, 0))
 
 
 def _parse(text: str, source: str) -> tuple[_Object, list[str]]:
@@ -142,18 +150,22 @@ def _read_head(content: _Object, state: ParserState) -> None:
         state.given = RankCount.exactly(len(ranks) * each, RankSource.DEVICES)
 
 
-def _read_footers(content: _Object, state: ParserState) -> None:
+def _read_footers(content: _Object, state: ParserState, text: str) -> None:
+    def line_of(name: str) -> int:
+        return _line_at(text, text.rfind(f'"{name}'))
+
     bounds = _object(content, "out_of_bounds")
     if "count" in bounds:
         okay = "OK" if str(bounds.get("okay")).lower() == "true" else "FAILED"
-        state.add_footer(OUT_OF_BOUNDS, f"{_integer(bounds, 'count')} {okay}")
+        state.add_footer(OUT_OF_BOUNDS, f"{_integer(bounds, 'count')} {okay}", line_of("out_of_bounds"))
     average = _object(content, "average_bus_bandwidth")
     bandwidth = _number("bandwidth", average.get("bandwidth"))
     if bandwidth is not None:
         verdict = {"true": " OK", "false": " FAILED"}
         okay = verdict.get(str(average.get("okay")).lower(), "")
-        state.add_footer(AVERAGE, f"{bandwidth:g}{okay}")
-    state.warnings += [str(each) for each in _list(content, "errors")]
+        state.add_footer(AVERAGE, f"{bandwidth:g}{okay}", line_of("average_bus"))
+    errors = _list(content, "errors")
+    state.failures += [(line_of("errors"), f"error: {each}") for each in errors]
 
 
 def _read_result(result: _Object, state: ParserState) -> None:
@@ -273,14 +285,29 @@ def read_log(text: str, source: str, *, test: str = "") -> Log:
     return read_json(text, source, test=test)
 
 
+def _with_failures(run: Run, at: str) -> Run:
+    failures = list(run.failures)
+    if not failures:
+        failures = [text for _, text in run.bad_values()]
+        if run.num_out_of_bounds:
+            failures.append(f"checks that failed: {run.num_out_of_bounds}")
+    # A run that was read from a log names that log's lines.
+    at = "" if "source" in run.facts else at
+    return replace(run, failures=tuple(f"{at}{each}" for each in failures))
+
+
 def _read_records(text: str, source: str) -> Log:
-    log = Log([], [])
+    log = Log([], [], [])
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         try:
             record = Record.from_json(line) if line.strip() else None
             if record is not None and record.kind == KIND:
-                log.runs.append(from_record(record))
+                run = from_record(record)
+                at = f"{source}:{number}: "
+                log.runs.append(_with_failures(run, at))
+                if run.average_busbw_gb_per_s is None and not run.is_complete:
+                    log.cuts.append(f"{at}the run is not complete")
         except UsageError as error:
             log.damage.append(f"{source}:{number}: {error}")
     if not log.runs:

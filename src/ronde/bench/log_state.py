@@ -6,8 +6,9 @@ alone, so that a log that names neither still shows much of them.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -118,20 +119,31 @@ def _half_unit(printed: float) -> float:
 
 AVERAGE = "Avg bus bandwidth"
 OUT_OF_BOUNDS = "Out of bounds values"
+CONCLUDED = "Collective test concluded"
 
 _DEVICE = re.compile(
     r"Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+"
     r"(?P<host>\S+)\s+device\s+\d+\s*(?:\[[^\]]*\])?\s*(?P<name>.*)"
 )
-_NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan)(?!\S)")
+_NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan|N/A)(?!\S)")
 _MAX_LISTED = 3
 
 
+class End(IntEnum):
+    """A sign that a run has ended too early, the most telling kind first."""
+
+    FAILURE = 0  # the benchmark names the call that failed
+    LAUNCHER = 1  # a launcher or shell reports that a process was killed
+    ECHO = 2  # the benchmark's callers of what failed
+    WARNING = 3  # of NCCL: a cause where it stands before one of the above
+
+
 class Log(NamedTuple):
-    """What a file has: its runs, and what of it could not be read, by line."""
+    """What a file has. Texts name the file and the line."""
 
     runs: list[Run]
-    damage: list[str]
+    damage: list[str]  # what could not be read
+    cuts: list[str]  # runs whose end is not there, for no reason that the file shows
 
 
 class ListedDevice(NamedTuple):
@@ -183,7 +195,11 @@ class ParserState:
     rows: list[Row] = field(default_factory=list[Row])
     extras: list[dict[str, Extra]] = field(default_factory=list[dict[str, Extra]])
     footers: dict[str, str] = field(default_factory=dict[str, str])
+    lines: list[int] = field(default_factory=list[int])  # of each row
     warnings: list[str] = field(default_factory=list[str])
+    failures: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    # The first sign of each kind that something ended the run, with its line.
+    ends: dict[End, tuple[int, str]] = field(default_factory=dict[End, tuple[int, str]])
     strays: list[str] = field(default_factory=list[str])
     has_gap: bool = False
     num_left_out: int = 0  # rows
@@ -198,17 +214,33 @@ class ParserState:
             self.devices.append(ListedDevice(rank, group, found["host"], name))
         return found is not None
 
-    def add_footer(self, name: str, value: str) -> None:
+    def add_footer(self, name: str, value: str, line: int) -> None:
+        self.is_over = self.is_over or name == AVERAGE
         if name in (AVERAGE, OUT_OF_BOUNDS):
+            word = _NUMBER.match(value)
             try:
-                word = _NUMBER.match(value)
-                float(word[0] if word else "")
+                number = float(word[0].replace("N/A", "nan") if word else "")
             except ValueError:
                 raise UsageError(f"{name} must be a number, got {value!r}.") from None
+            is_good = number == 0 if name == OUT_OF_BOUNDS else 0 <= number < math.inf
+            if "FAILED" in value or not is_good:
+                self.failures.append((line, f"{name} : {value}"))
         self.footers[name] = value
-        self.is_over = self.is_over or name == AVERAGE
 
-    def finish(self, test: str = "") -> Run:
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a sign of why it ended too early."""
+        return bool(self.ends.keys() - {End.WARNING})
+
+    def missing(self) -> list[str]:
+        """Return what a run lacks that was cut or aborted without a sign of why."""
+        if self.is_over or self.has_ended:
+            return []
+        if self.has_table:
+            return ["has no footer: the run was aborted, or the log is cut"]
+        return ["ended before its table began"]
+
+    def finish(self, test: str = "", line_of: Callable[[int], int] = int) -> Run:
         warnings = list(self.warnings)
         if self.listed is None:
             self.listed = _Listed.of(self.devices, is_cut=self.is_list_cut)
@@ -216,10 +248,6 @@ class ParserState:
         name = test or self._find_test(listed.num_ranks, warnings)
         ranks = self._count_ranks(name, listed.num_ranks, warnings)
         is_complete = self.is_over and not self.has_gap
-        if not self.has_table:
-            warnings.append("ended before its table began")
-        elif not self.is_over:
-            warnings.append("has no footer: the run was aborted, or the log is cut")
         if self.strays:
             more = len(self.strays) - _MAX_LISTED
             text = f"passed over what is no row: {'; '.join(self.strays[:_MAX_LISTED])}"
@@ -247,11 +275,27 @@ class ParserState:
             facts={name: fact for name, fact in facts.items() if fact},
         )
         odd = _odd_average(run) if is_complete else ""
-        return replace(run, warnings=(*warnings, odd)) if odd else run
+        warnings += [odd] if odd else []
+        bad = [(line_of(self.lines[index]), text) for index, text in run.bad_values()]
+        found = sorted([*bad, *self.failures, *self._ending()])
+        failures = tuple(f"{self.source}:{line}: {text}" for line, text in found)
+        return replace(run, warnings=tuple(warnings), failures=failures)
 
     def _number(self, footer: str) -> float | None:
-        text = self.footers.get(footer)
-        return None if text is None else float(text.split()[0])
+        text = self.footers.get(footer, "N/A")
+        return None if text.startswith("N/A") else float(text.split()[0])
+
+    def _ending(self) -> list[tuple[int, str]]:
+        """Return what ended the run too early, the first cause first."""
+        ends = {kind: self.ends[kind] for kind in sorted(self.ends)}
+        warning = ends.pop(End.WARNING, None)
+        if End.FAILURE in ends:
+            ends.pop(End.ECHO, None)
+        signs = sorted(ends.values())
+        if warning and signs and warning < signs[0]:
+            signs.insert(0, warning)
+        texts = [f"line {line}: {text}" for line, text in signs[1:]]
+        return [(at, "; ".join([f"the run failed: {t}", *texts])) for at, t in signs[:1]]
 
     def _count_ranks(
         self, test: str, listed: int | None, warnings: list[str]
@@ -268,7 +312,8 @@ class ParserState:
         return RankCount.exactly(listed, RankSource.DEVICES)
 
     def _find_test(self, listed: int | None, warnings: list[str]) -> str:
-        stated = self.title or self.mention
+        footer = name_in(self.footers.get(CONCLUDED, ""))
+        stated = self.title or footer or self.mention
         names = [] if stated else infer_tests(self.rows, listed)
         if stated or len(names) == 1:
             return stated or names[0]

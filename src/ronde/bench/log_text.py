@@ -16,13 +16,22 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ronde.bench.log_state import AVERAGE, OUT_OF_BOUNDS, Log, ParserState, name_in
+from ronde.bench.log_state import (
+    AVERAGE,
+    CONCLUDED,
+    OUT_OF_BOUNDS,
+    End,
+    Log,
+    ParserState,
+    name_in,
+)
 from ronde.bench.results import PLACES, Extra, Row, Run, Side
 from ronde.errors import UsageError
 
 _PREFIX = re.compile(
     r"""(?:\s*(?:
-        \[[^\]\s]*\](?:<std(?:out|err)>:|:|\+?[ ])    # mpirun, torchrun, ronde, kubectl
+        >[ ]?                                         # a quotation in a mail
+      | \[[^\]\s]*\](?:<std(?:out|err)>:|:|\+?[ ])    # mpirun, torchrun, ronde, kubectl
       | \d+:(?=\s|$)                                 # srun --label
       | \d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)[ ](?:std(?:out|err)[ ][FP][ ])?
       | \w[\w.-]*:(?=\s+(?:\#|[\d.]+\s|\S+:\d+:\d+[ ]\[))     # pdsh, stern: a name
@@ -49,8 +58,33 @@ _ENGINE = re.compile(r"engine: (\w+)")
 _PLACES = re.compile(r"out-of-place|in-place")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
 _ELISION = re.compile(r"[.\u2026]*(?:\.{3}|\u2026)")
-_CONCLUDED = "# Collective test concluded:"
+_CONCLUDED = f"# {CONCLUDED}:"
+# What stands behind ``#``, where a table was pasted without.
+_BARE_COMMENT = re.compile(
+    r"""size\s+count\s+type\s | nThread\s+\d | Rank\s+\d+\s | (?:out-of|in)-place\b
+    | (?:Out[ ]of[ ]bounds[ ]values|Avg[ ]bus[ ]bandwidth)\s*:
+    | Collective[ ]test[ ](?:starting|concluded):""",
+    re.VERBOSE,
+)
+_UNITS_OR_FENCE = re.compile(r"\(B\)\s|`{3}|~{3}")
+# Every alternative begins with a letter or sign: then the search of a line is quick.
+_ENDS = re.compile(
+    r"""Test[ ](?:[A-Za-z]{2,8}[ ]failure|failure|timeout)\b
+    | srun:[ ](?:error:[ ]\S{1,64}:[ ]tasks?[ ]\d|Job[ ]step[ ]aborted)
+    | slurmstepd:[ ]error:[ ].{0,99}(?:CANCELLED|oom.kill)
+    | (?:mpirun|mpiexec|orterun|prterun)[ ](?:noticed|detected|has[ ]exited)
+    | Primary[ ]job[ ]+terminated | MPI_ABORT[ ]was | BAD[ ]TERMINATION
+    | ChildFailedError | Signal[ ]\d+[ ][(]SIG | ronde:[ ]rank[ ]\d+[ ]failed
+    | command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9] | (?:Killed|Aborted)(?:$|[ ]{2}|[ ][(])
+    | Segmentation[ ]fault | Bus[ ]error | terminate[ ]called[ ]after
+    | error[ ]while[ ]loading[ ]shared[ ]libraries""",
+    re.VERBOSE,
+)
+_NUMBER_BEFORE_NAME = re.compile(r"-?\d+(?:\.\d+)?(?=[A-Za-z])")
+# Remarks of RCCL and of old releases of NCCL on every start, also of good runs.
+_REMARK = re.compile(r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)")
 _MAX_STRAYS = 1000
+_MAX_QUOTED = 200
 _MAX_COLUMNS = 64
 
 _OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
@@ -66,7 +100,7 @@ _UNITS = {
     "error": "error",
 }
 _OF_A_SIDE = frozenset({"time", "algbw", "busbw", "#wrong", *_UNITS})
-_DIGITS = r"(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|-?inf|-?nan)"
+_DIGITS = r"-?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|inf|nan)"
 _NUMBER = re.compile(_DIGITS, re.IGNORECASE)
 _CELLS = re.compile(rf"{_DIGITS}\**|N/A|--?", re.IGNORECASE)
 # What a row may go on with: its cells, a date and a time of day.
@@ -92,7 +126,7 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
             f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got none "
             "up to here. Its header begins with: # size count type."
         )
-    return Log(reader.runs, reader.damage)
+    return Log(reader.runs, reader.damage, reader.cuts)
 
 
 class _Reader:
@@ -101,6 +135,7 @@ class _Reader:
     def __init__(self, source: str, test: str) -> None:
         self.runs: list[Run] = []
         self.damage: list[str] = []
+        self.cuts: list[str] = []
         self._at = 1  # the line that is read
         self._source = source
         self._test = test
@@ -116,14 +151,21 @@ class _Reader:
         line, warning = self._clean(raw)
         if warning:
             self._state.warnings.append(f"line {number}: NCCL: {warning}")
+            if not _REMARK.match(warning):
+                self._note(End.WARNING, f"NCCL: {warning}")
         text = line.strip()
         if not text:
             return
-        if text.startswith("#"):
+        first = text[0]
+        if first == "#" or (first.isalpha() and _BARE_COMMENT.match(text)):
             try:
-                self._comment(text[1:].strip())
+                self._comment(text.removeprefix("#").strip())
             except UsageError as error:
                 self._report(number, str(error))
+        elif (not first.isdigit() or "Test " in text) and (end := _ENDS.search(text)):
+            self._end_run(text, end)
+        elif first in "(`~" and _UNITS_OR_FENCE.match(text):
+            pass
         elif text[-1] in ".\u2026" and _ELISION.fullmatch(text):
             self._elision()
         elif self._columns is None or self._state.is_over:
@@ -135,7 +177,9 @@ class _Reader:
         """Take the last line, which no line break ends, and close the last run."""
         self._at = number
         line, _ = self._clean(raw)
-        if line.strip():
+        if end := _ENDS.search(line):
+            self._end_run(line.strip(), end)
+        elif line.strip():
             self._rest(line)
         self._close()
 
@@ -156,7 +200,7 @@ class _Reader:
         # NCCL writes at any time: its line may begin in the middle of a row, with no
         # blank between.
         bare = raw.rstrip()
-        has_prefix = ":" in bare or "]" in bare
+        has_prefix = ":" in bare or "]" in bare or bare[:1] == ">"
         if has_prefix and (prefix := _PREFIX.match(bare)):
             bare = bare[prefix.end() :]
         found = _NCCL.search(bare) if "NCCL" in bare else None
@@ -200,6 +244,25 @@ class _Reader:
             f"line {self._at} ends without a line break and may be cut: it was left out"
         )
 
+    def _note(self, kind: End, text: str) -> None:
+        self._state.ends.setdefault(kind, (self._at, text))
+
+    def _end_run(self, text: str, found: re.Match[str]) -> None:
+        """Take a sign that something ended the run."""
+        kind = End.LAUNCHER
+        if found[0].startswith("Test"):
+            kind = End.ECHO if found[0] == "Test failure" else End.FAILURE
+        if kind is not End.LAUNCHER:
+            if self._state.is_over:
+                self._close()  # the sign is of a program that printed nothing else
+            if self._row or text[0].isdigit():
+                # It stands right behind what was printed of a row.
+                name = text[: found.start()].split()[-1:]
+                host = _NUMBER_BEFORE_NAME.sub("", "".join(name), count=1)
+                text = f"{host} {text[found.start() :]}"
+            self._row = []
+        self._note(kind, text[:_MAX_QUOTED])
+
     def _comment(self, comment: str) -> None:
         words = comment.split()
         if [word.lower() for word in words[:2]] == ["size", "count"]:
@@ -221,7 +284,8 @@ class _Reader:
     def _open_run(self, kind: str) -> None:
         state = self._state
         has_content = state.devices or state.is_headless
-        if self._columns is not None or (has_content and kind in state.banners):
+        is_new = state.has_ended or (has_content and kind in state.banners)
+        if self._columns is not None or is_new:
             self._close()
         elif not state.banners:
             state.first_line = self._at
@@ -245,8 +309,11 @@ class _Reader:
         if self._row and self._columns is not None:
             self._take_row(self._columns)
         state = self._state
-        if self._columns is not None or state.banners or state.is_headless:
+        has_begun = self._columns is not None or state.banners or state.is_headless
+        if has_begun or state.has_ended:
             self.runs.append(state.finish(self._test))
+            run = f"{self._source}:{self._at - 1}: run {len(self.runs)}"
+            self.cuts += [f"{run} {each}" for each in state.missing()]
         self._state, self._columns = ParserState(self._source, self._at), None
 
     def _before_table(self, comment: str) -> None:
@@ -268,9 +335,9 @@ class _Reader:
             if name not in (AVERAGE, OUT_OF_BOUNDS):
                 return
             self._take_row(self._columns)
-        self._state.add_footer(name, value)
+        self._state.add_footer(name, value, self._at)
         if name == "error":
-            self._state.warnings.append(f"line {self._at}: {value}")
+            self._state.failures.append((self._at, f"error: {value}"))
 
     def _elision(self) -> None:
         state = self._state
@@ -335,6 +402,7 @@ class _Reader:
             return
         self._row = []
         self._state.rows.append(row)
+        self._state.lines.append(self._row_at)
         self._state.extras.append(extras)
 
 
@@ -363,7 +431,8 @@ class _Columns(NamedTuple):
 
 
 def _parse_header(words: Sequence[str], places: Sequence[str]) -> _Columns:
-    names = [word.lower() for word in words]
+    # Without its ``#`` where they were all taken away.
+    names = ["#wrong" if word == "wrong" else word.lower() for word in words]
     starts = [index for index, name in enumerate(names) if name in _TIMES]
     if names[:3] != ["size", "count", "type"] or not 1 <= len(starts) <= 2:
         raise UsageError(

@@ -31,7 +31,7 @@ class Exit(IntEnum):
     TIMEOUT = 4
     UNSUPPORTED = 5
     USAGE = 6
-    FAILED = 7  # wrong values, or less bandwidth than was asked for
+    FAILED = 7  # wrong values, less bandwidth than was asked for, or a run that failed
     INTERRUPTED = 130
 
 

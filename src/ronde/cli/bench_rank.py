@@ -272,7 +272,7 @@ class Reporter:
                 is_complete=not ending.errors,
                 average_busbw_gb_per_s=totals.average_busbw_gb_per_s,
                 num_out_of_bounds=totals.num_failed,
-                warnings=ending.errors,
+                failures=ending.failures,
             )
             append_record(Path(shown.record_path), results.to_record(run))
         if shown.plot_path:
