@@ -157,7 +157,11 @@ def _read_footers(content: _Object, state: ParserState, text: str) -> None:
     bounds = _object(content, "out_of_bounds")
     if "count" in bounds:
         okay = "OK" if str(bounds.get("okay")).lower() == "true" else "FAILED"
-        state.add_footer(OUT_OF_BOUNDS, f"{_integer(bounds, 'count')} {okay}", line_of("out_of_bounds"))
+        state.add_footer(
+            OUT_OF_BOUNDS,
+            f"{_integer(bounds, 'count')} {okay}",
+            line_of("out_of_bounds"),
+        )
     average = _object(content, "average_bus_bandwidth")
     bandwidth = _number("bandwidth", average.get("bandwidth"))
     if bandwidth is not None:

@@ -295,7 +295,9 @@ class ParserState:
         if warning and signs and warning < signs[0]:
             signs.insert(0, warning)
         texts = [f"line {line}: {text}" for line, text in signs[1:]]
-        return [(at, "; ".join([f"the run failed: {t}", *texts])) for at, t in signs[:1]]
+        return [
+            (at, "; ".join([f"the run failed: {t}", *texts])) for at, t in signs[:1]
+        ]
 
     def _count_ranks(
         self, test: str, listed: int | None, warnings: list[str]

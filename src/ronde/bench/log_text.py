@@ -12,7 +12,6 @@ in proportion to the text.
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,11 +29,11 @@ from ronde.errors import UsageError
 
 _PREFIX = re.compile(
     r"""(?:\s*(?:
-        >[ ]?                                         # a quotation in a mail
-      | \[[^\]\s]*\](?:<std(?:out|err)>:|:|\+?[ ])    # mpirun, torchrun, ronde, kubectl
+        \[[^\]\s]*\](?:<std(?:out|err)>:|:|\+?[ ])    # mpirun, torchrun, ronde, kubectl
       | \d+:(?=\s|$)                                 # srun --label
       | \d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)[ ](?:std(?:out|err)[ ][FP][ ])?
       | \w[\w.-]*:(?=\s+(?:\#|[\d.]+\s|\S+:\d+:\d+[ ]\[))     # pdsh, stern: a name
+      | >[ ]?                                        # a quotation in a mail
     ))++""",
     re.VERBOSE,
 )
@@ -67,22 +66,27 @@ _BARE_COMMENT = re.compile(
     re.VERBOSE,
 )
 _UNITS_OR_FENCE = re.compile(r"\(B\)\s|`{3}|~{3}")
-# Every alternative begins with a letter or sign: then the search of a line is quick.
+# Every alternative begins with a sign that is rare, so that most lines take no time.
 _ENDS = re.compile(
     r"""Test[ ](?:[A-Za-z]{2,8}[ ]failure|failure|timeout)\b
-    | srun:[ ](?:error:[ ]\S{1,64}:[ ]tasks?[ ]\d|Job[ ]step[ ]aborted)
+    | Primary[ ]job[ ]+terminated | MPI_ABORT[ ]was | BAD[ ]TERMINATION
+    | ChildFailedError | Signal[ ]\d+[ ][(]SIG | Segmentation[ ]fault | Bus[ ]error
+    | (?:Killed|Aborted)(?:$|[ ]{2}|[ ][(]) | :[ ]error[ ]while[ ]loading[ ]""",
+    re.VERBOSE,
+)
+_LAUNCHERS = re.compile(
+    r"""srun:[ ](?:error:[ ]\S{1,64}:[ ]tasks?[ ]\d|Job[ ]step[ ]aborted)
     | slurmstepd:[ ]error:[ ].{0,99}(?:CANCELLED|oom.kill)
     | (?:mpirun|mpiexec|orterun|prterun)[ ](?:noticed|detected|has[ ]exited)
-    | Primary[ ]job[ ]+terminated | MPI_ABORT[ ]was | BAD[ ]TERMINATION
-    | ChildFailedError | Signal[ ]\d+[ ][(]SIG | ronde:[ ]rank[ ]\d+[ ]failed
-    | command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9] | (?:Killed|Aborted)(?:$|[ ]{2}|[ ][(])
-    | Segmentation[ ]fault | Bus[ ]error | terminate[ ]called[ ]after
-    | error[ ]while[ ]loading[ ]shared[ ]libraries""",
+    | command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9] | terminate[ ]called[ ]after
+    | ronde:[ ]rank[ ]\d+[ ]failed""",
     re.VERBOSE,
 )
 _NUMBER_BEFORE_NAME = re.compile(r"-?\d+(?:\.\d+)?(?=[A-Za-z])")
 # Remarks of RCCL and of old releases of NCCL on every start, also of good runs.
-_REMARK = re.compile(r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)")
+_REMARK = re.compile(
+    r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)"
+)
 _MAX_STRAYS = 1000
 _MAX_QUOTED = 200
 _MAX_COLUMNS = 64
@@ -99,7 +103,9 @@ _UNITS = {
     "i_cv%": "i_cv_percent",
     "error": "error",
 }
-_OF_A_SIDE = frozenset({"time", "algbw", "busbw", "#wrong", *_UNITS})
+_SIDE = ("time", "algbw", "busbw", "#wrong")
+_OF_A_SIDE = frozenset({*_SIDE, *_UNITS})
+_FIGURES = [tuple(f"{place}.{name}" for name in _SIDE) for place in PLACES]
 _DIGITS = r"-?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|inf|nan)"
 _NUMBER = re.compile(_DIGITS, re.IGNORECASE)
 _CELLS = re.compile(rf"{_DIGITS}\**|N/A|--?", re.IGNORECASE)
@@ -162,7 +168,7 @@ class _Reader:
                 self._comment(text.removeprefix("#").strip())
             except UsageError as error:
                 self._report(number, str(error))
-        elif (not first.isdigit() or "Test " in text) and (end := _ENDS.search(text)):
+        elif (not first.isdigit() or "Test " in text) and (end := _find_end(text)):
             self._end_run(text, end)
         elif first in "(`~" and _UNITS_OR_FENCE.match(text):
             pass
@@ -177,7 +183,7 @@ class _Reader:
         """Take the last line, which no line break ends, and close the last run."""
         self._at = number
         line, _ = self._clean(raw)
-        if end := _ENDS.search(line):
+        if end := _find_end(line.strip()):
             self._end_run(line.strip(), end)
         elif line.strip():
             self._rest(line)
@@ -351,7 +357,7 @@ class _Reader:
 
     def _outside(self, text: str) -> None:
         """Take a line outside a table, where a row is an error."""
-        words = text.split()
+        words = text.split() if text[0].isdigit() else []
         if len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words):
             if not self._state.is_headless:
                 self._state.is_headless = True
@@ -361,8 +367,9 @@ class _Reader:
                     f"(# size count type ...), got {text[:60]!r} without one",
                 )
             return
-        if not self._state.mention and (found := _PROGRAM.search(text)):
-            self._state.mention = name_in(found[1])
+        if not self._state.mention and "_perf" in text:
+            found = _PROGRAM.search(text)
+            self._state.mention = name_in(found[1] if found else "")
         if text.endswith("...") and self._state.devices:
             self._state.is_list_cut = True
 
@@ -377,7 +384,7 @@ class _Reader:
             if self._row:
                 self._take_row(columns)
         self._extend_row(text, words)
-        num_blank = len(columns.sides[0][1]) if self._has_gap else 0
+        num_blank = columns.num_first if self._has_gap else 0
         if len(self._row) >= columns.num_words(self._row) - num_blank:
             self._take_row(columns)
 
@@ -406,6 +413,10 @@ class _Reader:
         self._state.extras.append(extras)
 
 
+def _find_end(text: str) -> re.Match[str] | None:
+    return _ENDS.search(text) or _LAUNCHERS.match(text)
+
+
 def _claims_to_be_row(words: list[str]) -> bool:
     """Say whether a line of a table begins as a row, or is full of numbers as one."""
     begins = len(words) > 1 and words[0].isdecimal() and words[1].isdecimal()
@@ -419,10 +430,15 @@ class _Columns(NamedTuple):
     """What a table's header promises."""
 
     has_root: bool
-    # The halves' places and the names of their columns.
-    sides: tuple[tuple[str, tuple[str, ...]], ...]
-    tail: tuple[str, ...]  # columns after the halves; ``timestamp`` has two words a row
-    num_numbers: int  # words at the right end of a row, from the first half on
+    # Of the numbers at the right end of a row: ``in_place.busbw``, ``%limit``, ...
+    keys: tuple[str, ...]
+    further: tuple[str, ...]  # those that no ``Side`` has
+    num_first: int  # how many are of the first of two halves, which may be blank
+    stamp_at: int  # among the numbers, the two words of a timestamp; -1 for none
+
+    @property
+    def num_numbers(self) -> int:
+        return len(self.keys) + (2 if self.stamp_at >= 0 else 0)
 
     def num_words(self, words: Sequence[str]) -> int:
         """Return how many words the row that begins with ``words`` must have."""
@@ -434,76 +450,50 @@ def _parse_header(words: Sequence[str], places: Sequence[str]) -> _Columns:
     # Without its ``#`` where they were all taken away.
     names = ["#wrong" if word == "wrong" else word.lower() for word in words]
     starts = [index for index, name in enumerate(names) if name in _TIMES]
+    problem = ""
     if names[:3] != ["size", "count", "type"] or not 1 <= len(starts) <= 2:
-        raise UsageError(
-            "header of a table must be size, count, type and one or two halves from "
-            f"time on, got {' '.join(words)!r}."
-        )
-    if len(names) > _MAX_COLUMNS:
-        raise UsageError(
-            f"header of a table must have at most {_MAX_COLUMNS} columns, "
-            f"got {len(names)}"
-        )
+        problem = "be size, count, type and one or two halves from time on"
+    elif len(names) > _MAX_COLUMNS:
+        problem = f"have at most {_MAX_COLUMNS} columns"
+    if problem:
+        raise UsageError(f"header of a table must {problem}, got {' '.join(words)!r}.")
     end = starts[-1]
     while end < len(names) and names[end] in _OF_A_SIDE:
         end += 1
-    halves = [tuple(names[a:b]) for a, b in itertools.pairwise([*starts, end])]
+    halves = [names[a:b] for a, b in itertools.pairwise([*starts, end])]
     if any("busbw" not in half or "algbw" not in half for half in halves):
         raise UsageError(
             f"each half of a table must have algbw and busbw, got {' '.join(words)!r}."
         )
     titles = places if len(places) == len(halves) else PLACES[: len(halves)]
-    sides = tuple(zip(titles, halves, strict=True))
-    tail = tuple(names[end:])
-    num_numbers = len(names) - starts[0] + tail.count("timestamp")
-    return _Columns("root" in names[: starts[0]], sides, tail, num_numbers)
+    keys = [
+        f"{place}.{_UNITS.get(name, name)}"
+        for place, half in zip(titles, halves, strict=True)
+        for name in half
+    ]
+    num_sides, tail = len(keys), names[end:]
+    for index, name in enumerate(tail):
+        # A column that comes once for each half belongs to that half.
+        is_twice = tail.count(name) == len(halves) == 2
+        place = f"{titles[tail[:index].count(name)]}." if is_twice else ""
+        keys += [f"{place}{name}"] if name != "timestamp" else []
+    stamp_at = num_sides + tail.index("timestamp") if "timestamp" in tail else -1
+    num_first = len(halves[0]) if len(halves) == 2 else 0
+    further = tuple(key for key in keys if key not in itertools.chain(*_FIGURES))
+    has_root = "root" in names[: starts[0]]
+    return _Columns(has_root, tuple(keys), further, num_first, stamp_at)
 
 
 def _parse_row(
     words: Sequence[str], columns: _Columns, *, has_gap: bool
 ) -> tuple[Row, dict[str, Extra]]:
-    head, numbers, is_half = _divide(words, columns, has_gap=has_gap)
-    operation, root = _operation_and_root(head[3:])
-    for name, word in zip(("size", "count"), head, strict=False):
-        if _INTEGER.fullmatch(word) is None:
-            raise UsageError(f"{name} of a row must be an integer, got {word!r}.")
-    dtype = head[2]
-    if _WORD.fullmatch(dtype) is None or dtype in _OPERATIONS:
-        raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
-    extras: dict[str, Extra] = {}
-    sides: dict[str, Side] = {}
-    rest = iter(numbers)
-    for place, names in columns.sides[is_half:]:
-        cells = {name: _number(name, next(rest)) for name in names}
-        more = {n: v for n, v in cells.items() if n in _UNITS and v is not None}
-        extras |= {f"{place}.{_UNITS[name]}": value for name, value in more.items()}
-        sides[place] = Side(*map(cells.get, ("time", "algbw", "busbw", "#wrong")))
-    # A column that comes once for each half belongs to that half.
-    places = [place for place, _ in columns.sides]
-    seen: Counter[str] = Counter()
-    for name in columns.tail:
-        if name == "timestamp":
-            extras[name] = f"{next(rest)} {next(rest)}"
-            continue
-        is_twice = columns.tail.count(name) == len(places) == 2
-        number = _number(name, next(rest).removesuffix("%"))
-        if number is not None:
-            extras[f"{places[seen[name]]}.{name}" if is_twice else name] = number
-        seen[name] += 1
-    size_bytes, count = int(head[0]), int(head[1])
-    halves = (sides.get(place) for place in PLACES)
-    return Row(size_bytes, count, dtype, operation, root, *halves), extras
-
-
-def _divide(
-    words: Sequence[str], columns: _Columns, *, has_gap: bool
-) -> tuple[Sequence[str], Sequence[str], bool]:
-    """Return a row's head, its numbers, and whether its first half was left blank."""
-    needed, num_numbers = columns.num_words(words), columns.num_numbers
-    first = len(columns.sides[0][1])
-    is_half = has_gap and len(columns.sides) == 2 and len(words) == needed - first
-    if is_half:
-        num_numbers -= first
+    needed, num_numbers, keys = (
+        columns.num_words(words),
+        columns.num_numbers,
+        columns.keys,
+    )
+    is_half = has_gap and len(words) == needed - columns.num_first
+    num_blank = columns.num_first if is_half else 0
     # Old tables put a root where their header has no column for it.
     has_stray_root = not columns.has_root and len(words) == needed + 1
     if not (is_half or has_stray_root or len(words) == needed):
@@ -511,7 +501,31 @@ def _divide(
             f"row must have {needed} cells, as its header has, got {len(words)}: "
             f"{' '.join(words)[:90]!r}."
         )
-    return words[:-num_numbers], words[-num_numbers:], is_half
+    split = len(words) - num_numbers + num_blank
+    head, cells = words[:split], [*words[split:]]
+    for name, word in zip(("size", "count"), head, strict=False):
+        if _INTEGER.fullmatch(word) is None:
+            raise UsageError(f"{name} of a row must be an integer, got {word!r}.")
+    dtype, (operation, root) = head[2], _operation_and_root(head[3:])
+    if _WORD.fullmatch(dtype) is None or dtype in _OPERATIONS:
+        raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
+    extras: dict[str, Extra] = {}
+    if columns.stamp_at >= 0:
+        start = columns.stamp_at - num_blank
+        extras["timestamp"] = " ".join(cells[start : start + 2])
+        del cells[start : start + 2]
+    numbers = dict(
+        zip(keys[num_blank:], map(_number, keys[num_blank:], cells), strict=True)
+    )
+    halves = [
+        Side(*map(numbers.get, figures)) if figures[2] in numbers else None
+        for figures in _FIGURES
+    ]
+    for key in columns.further:
+        if (number := numbers.get(key)) is not None:
+            extras[key] = number
+    size_bytes, count = int(head[0]), int(head[1])
+    return Row(size_bytes, count, dtype, operation, root, *halves), extras
 
 
 def _operation_and_root(words: Sequence[str]) -> tuple[str, int | None]:
@@ -529,10 +543,11 @@ def _operation_and_root(words: Sequence[str]) -> tuple[str, int | None]:
     return operation, root
 
 
-def _number(name: str, word: str) -> float | None:
+def _number(key: str, word: str) -> float | None:
     if word in _NOTHING:
         return None
-    bare = word.rstrip("*")  # how rccl-tests marks an error above its threshold
+    bare = word.rstrip("*%")  # old releases mark an error above their threshold with *
     if _NUMBER.fullmatch(bare) is None:
+        name = key.rpartition(".")[2]
         raise UsageError(f"{name} of a row must be a number, got {word!r}.")
     return float(bare)

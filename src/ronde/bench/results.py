@@ -27,7 +27,7 @@ class Side:
 
     @property
     def is_measured(self) -> bool:
-        """Whether time and rates can be those of a measurement: no NaN, none below 0."""
+        """Whether time and rates are finite numbers of at least 0, or not there."""
         time_us, algbw = self.time_us or 0.0, self.algbw_gb_per_s or 0.0
         is_time, is_rate = 0 <= time_us < math.inf, 0 <= algbw < math.inf
         return is_time and is_rate and 0 <= (self.busbw_gb_per_s or 0.0) < math.inf
@@ -95,7 +95,7 @@ class Run:
     num_out_of_bounds: int | None = None  # failed checks that the run stated itself
     is_complete: bool = True  # whether it ran to its end and all rows are here
     warnings: tuple[str, ...] = ()  # what is odd about it, one sentence each
-    failures: tuple[str, ...] = ()  # what ended it too early, and values that are wrong
+    failures: tuple[str, ...] = ()  # what ended it, and wrong values
     engine: str = ""  # what moved the bytes; empty where it is unknown
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -113,8 +113,14 @@ class Run:
         """Return what no good run has, each with the index of the first such row."""
         halves = [(i, side) for i, row in enumerate(self.rows) for side in row.sides()]
         found = [
-            (f"{self.num_wrong() or 0:g} wrong elements", [i for i, s in halves if s.num_wrong]),
-            ("times or rates that are none", [i for i, s in halves if not s.is_measured]),
+            (
+                f"{self.num_wrong() or 0:g} wrong elements",
+                [i for i, s in halves if s.num_wrong],
+            ),
+            (
+                "times or rates that are none",
+                [i for i, s in halves if not s.is_measured],
+            ),
         ]
         bad: list[tuple[int, str]] = []
         for what, indices in found:
