@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ronde.bench.log_state import (
     AVERAGE,
@@ -48,6 +48,7 @@ _SPELLINGS = {
 }
 _INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
 _Object = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def read_json(text: str, source: str, *, test: str = "") -> Log:
@@ -65,7 +66,7 @@ def read_json(text: str, source: str, *, test: str = "") -> Log:
     bad: dict[int, str] = {}
     for index, result in enumerate(results):
         try:
-            _read_result(_as_object(result, "a result"), state)
+            _read_result(_object({"a result": result}, "a result"), state)
             state.lines.append(index)
         except UsageError as error:
             bad[index] = str(error)
@@ -127,27 +128,21 @@ def _read_head(content: _Object, state: ParserState) -> None:
     words = [str(each) for each in _list(content, "args")]
     ours, config = _object(content, "ronde"), _object(content, "config")
     state.title = name_in(str(ours.get("test") or (words[0] if words else "")))
-    state.arguments = " ".join(words[1:])
+    state.facts["arguments"] = " ".join(words[1:])
     state.engine = str(ours.get("engine", ""))
     names = ("start_time", "end_time", "nccl_version")
     state.facts |= {n: content[n] for n in names if content.get(n) is not None}
     for entry in _list(config, "devices"):
-        device = _as_object(entry, "a device")
+        device = _object({"a device": entry}, "a device")
         rank, group = _integer(device, "rank"), _integer(device, "group")
         host, name = device.get("hostname", ""), device.get("device_info", "")
-        state.devices.append(ListedDevice(rank, group, str(host), str(name)))
+        state.listed.devices.append(ListedDevice(rank, group, str(host), str(name)))
     if ours.get("size") is not None:
         size = _integer(ours, "size")
         state.given = RankCount.exactly(size, RankSource.GIVEN)
-    elif state.devices:
-        group = min(state.devices, key=lambda each: each.rank).group
-        ranks = [each.rank for each in state.devices if each.group == group]
-        # nccl-tests lists one rank a process, but a release that lists them all.
-        each = 1
-        if not ours and "nthreads" in config and "ngpus" in config:
-            each = max(1, _integer(config, "nthreads") * _integer(config, "ngpus"))
-        each = 1 if any(rank % each for rank in ranks) else each
-        state.given = RankCount.exactly(len(ranks) * each, RankSource.DEVICES)
+    elif "nthreads" in config and "ngpus" in config:
+        num_each = _integer(config, "nthreads") * _integer(config, "ngpus")
+        state.listed.num_each = max(1, num_each)
 
 
 def _read_footers(content: _Object, state: ParserState, text: str) -> None:
@@ -212,23 +207,21 @@ def _side(result: _Object, place: str, extras: dict[str, Extra]) -> Side | None:
     return Side(time, algbw, busbw, wrong)
 
 
+def _entry(entries: _Object, name: str, kind: type[T]) -> T:
+    """Return an entry of one kind, an empty one where there is none."""
+    value = entries.get(name)
+    if value is not None and not isinstance(value, kind):
+        what = "an object" if kind is dict else "a list"
+        raise UsageError(f"{name} must be {what}, got {str(value)[:60]!r}.")
+    return kind() if value is None else value
+
+
 def _object(entries: _Object, name: str) -> _Object:
-    return _as_object({} if entries.get(name) is None else entries[name], name)
-
-
-def _as_object(value: object, name: str) -> _Object:
-    if not isinstance(value, dict):
-        raise UsageError(f"{name} must be an object, got {str(value)[:60]!r}.")
-    return cast("_Object", value)
+    return cast("_Object", _entry(entries, name, dict))
 
 
 def _list(entries: _Object, name: str) -> list[Any]:
-    value: object = entries.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise UsageError(f"{name} must be a list, got {str(value)[:60]!r}.")
-    return cast("list[Any]", value)
+    return cast("list[Any]", _entry(entries, name, list))
 
 
 def _integer(entries: _Object, name: str) -> int:
@@ -276,15 +269,7 @@ def read_log(text: str, source: str, *, test: str = "") -> Log:
     # Runs have warnings of what their log lacks; damage is what could not be read.
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return read_text(text, source, test=test)
-    first = text.strip().split("\n", 1)[0]
-    try:
-        content: Any = json.loads(first)
-    except (ValueError, RecursionError):
-        content = None
-    # Or the first line of a records file that is cut there.
-    if (isinstance(content, dict) and "schema" in content) or (
-        content is None and first.startswith('{"schema"')
-    ):
+    if '"schema"' in text.strip().split("\n", 1)[0]:
         return _read_records(text, source)
     return read_json(text, source, test=test)
 

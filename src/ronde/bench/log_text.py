@@ -194,11 +194,7 @@ class _Reader:
         self._state.has_gap = True
 
     def _leave_out(self, why: str) -> None:
-        self._state.num_left_out += 1
-        number = len(self._state.rows) + self._state.num_left_out
-        run = len(self.runs) + 1
-        what = f"row {number} of run {run} was left out: {why}"
-        self._report(self._row_at, what)
+        self._report(self._row_at, f"a row was left out: {why}")
         self._row = []
 
     def _clean(self, raw: str) -> tuple[str, str]:
@@ -280,7 +276,7 @@ class _Reader:
                 if kind == "start":
                     self._state.title = name_in(found["name"])
                 elif kind == "nThread":
-                    self._state.arguments = comment
+                    self._state.facts["arguments"] = comment
                 return
         if self._columns is None:
             self._before_table(comment)
@@ -289,7 +285,7 @@ class _Reader:
 
     def _open_run(self, kind: str) -> None:
         state = self._state
-        has_content = state.devices or state.is_headless
+        has_content = state.listed.devices or state.is_headless
         is_new = state.has_ended or (has_content and kind in state.banners)
         if self._columns is not None or is_new:
             self._close()
@@ -303,9 +299,9 @@ class _Reader:
             self._close()
             if not state.is_over:
                 # The same program goes on: its ranks are still the same.
-                self._state.devices, self._state.listed = state.devices, state.listed
+                self._state.listed = state.listed
                 self._state.title, self._state.mention = state.title, state.mention
-        elif not state.banners and not state.devices:
+        elif not state.banners and not state.listed.devices:
             state.first_line = self._at
         self._state.has_table = self._state.is_headless = True
         self._columns = _parse_header(words, self._state.places)
@@ -330,7 +326,7 @@ class _Reader:
             places = [each.replace("-", "_") for each in _PLACES.findall(comment)]
             state.places = places or state.places
         elif comment.endswith("..."):
-            state.is_list_cut = True
+            state.listed.is_cut = True
 
     def _below_table(self, comment: str) -> None:
         name, colon, value = (part.strip() for part in comment.partition(":"))
@@ -352,8 +348,8 @@ class _Reader:
                 self._take_row(self._columns)
             state.has_gap = True
             state.warnings.append(f"line {self._at}: rows were left out here")
-        elif state.devices:
-            state.is_list_cut = True
+        elif state.listed.devices:
+            state.listed.is_cut = True
 
     def _outside(self, text: str) -> None:
         """Take a line outside a table, where a row is an error."""
@@ -370,8 +366,8 @@ class _Reader:
         if not self._state.mention and "_perf" in text:
             found = _PROGRAM.search(text)
             self._state.mention = name_in(found[1] if found else "")
-        if text.endswith("...") and self._state.devices:
-            self._state.is_list_cut = True
+        if text.endswith("...") and self._state.listed.devices:
+            self._state.listed.is_cut = True
 
     def _inside(self, line: str, columns: "_Columns") -> None:
         text = line.split("#", 1)[0]

@@ -192,7 +192,7 @@ def _stem() -> list[nn.Module]:
 def _stages(
     kind: str, channels: int, sizes: Sequence[tuple[int, int]]
 ) -> Iterator[nn.Module]:
-    """Yield blocks of so many channels, so many of each; later ones begin by halving."""
+    """Yield so many blocks of so many channels; all but the first begin by halving."""
     for number, (width, depth) in enumerate(sizes):
         yield Residual(channels, width, 2 if number else 1, kind)
         yield from (Residual(width, width, 1, kind) for _ in range(depth - 1))
@@ -265,13 +265,13 @@ class Transformer(nn.Module):
         d = shape.width
         self.words = nn.Embedding(shape.num_words, d)
         self.positions = nn.Parameter(torch.empty(shape.context, d))
-        form = {"dropout": 0.0, "activation": _gelu, "batch_first": True}
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                d, shape.num_heads, 4 * d, norm_first=True, **form
+        self.blocks = nn.ModuleList()
+        for _ in range(shape.num_layers):
+            sizes = (d, shape.num_heads, 4 * d, 0.0)
+            form = nn.TransformerEncoderLayer(
+                *sizes, _gelu, batch_first=True, norm_first=True
             )
-            for _ in range(shape.num_layers)
-        )
+            self.blocks.append(form)
         self.norm = nn.LayerNorm(d)
         nn.init.normal_(self.words.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.01)
