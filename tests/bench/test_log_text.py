@@ -381,7 +381,8 @@ def test_a_cut_row_is_left_out() -> None:
     (run,) = found.runs
     assert run.rows == tuple(ROWS[:4])
     assert not run.is_complete
-    assert found.damage == ["a.log:16: a row was left out: the log ends within it"]
+    assert run.warnings[0].startswith("line 16 ends without a line break")
+    assert found.cuts[0].startswith("a.log:15: run 1 has no footer")
 
 
 def test_a_last_row_without_a_line_break_is_not_believed() -> None:

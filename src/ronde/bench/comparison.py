@@ -90,7 +90,7 @@ def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
                 engine=run.engine if has_engines else "",
                 dtype=row.dtype,
                 redop=row.redop or "none",
-                root=-1 if row.root is None else row.root,
+                root=row.shown_root,
                 size_bytes=row.size_bytes,
             )
             for place in PLACES:

@@ -56,7 +56,7 @@ _BANNERS = (
 _ENGINE = re.compile(r"engine: (\w+)")
 _PLACES = re.compile(r"out-of-place|in-place")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
-_ELISION = re.compile(r"[.\u2026]*(?:\.{3}|\u2026)")
+_DOTS = ("...", "\u2026")
 _CONCLUDED = f"# {CONCLUDED}:"
 # What stands behind ``#``, where a table was pasted without.
 _BARE_COMMENT = re.compile(
@@ -172,21 +172,23 @@ class _Reader:
             self._end_run(text, end)
         elif first in "(`~" and _UNITS_OR_FENCE.match(text):
             pass
-        elif text[-1] in ".\u2026" and _ELISION.fullmatch(text):
-            self._elision()
         elif self._columns is None or self._state.is_over:
             self._outside(text)
         else:
             self._inside(line, self._columns)
+        if self._columns is None and text.endswith(_DOTS):
+            self._state.listed.is_cut = bool(self._state.listed.devices)
 
     def end(self, number: int, raw: str) -> None:
         """Take the last line, which no line break ends, and close the last run."""
         self._at = number
-        line, _ = self._clean(raw)
-        if end := _find_end(line.strip()):
-            self._end_run(line.strip(), end)
-        elif line.strip():
-            self._rest(line)
+        text = self._clean(raw)[0].strip()
+        if end := _find_end(text):
+            self._end_run(text, end)
+        elif not _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
+            what = "ends without a line break and may be cut: it was left out"
+            self._state.warnings.append(f"line {number} {what}")
+            self._row = []
         self._close()
 
     def _report(self, line: int, damage: str) -> None:
@@ -229,22 +231,6 @@ class _Reader:
         if cell is None or not word[cell.end() : cell.end() + 1].isalpha():
             return ""
         return cell[0]
-
-    def _rest(self, line: str) -> None:
-        text = line.strip()
-        words = text.split("#", 1)[0].split()
-        columns = None if self._state.is_over else self._columns
-        if columns is not None and words and _claims_to_be_row(words):
-            self._extend_row(line, words)
-            if len(self._row) < columns.num_words(self._row):
-                self._leave_out("the log ends within it")
-                return
-            self._row = []
-        elif _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
-            return
-        self._state.warnings.append(
-            f"line {self._at} ends without a line break and may be cut: it was left out"
-        )
 
     def _note(self, kind: End, text: str) -> None:
         self._state.ends.setdefault(kind, (self._at, text))
@@ -325,8 +311,6 @@ class _Reader:
         elif not state.add_device(comment):
             places = [each.replace("-", "_") for each in _PLACES.findall(comment)]
             state.places = places or state.places
-        elif comment.endswith("..."):
-            state.listed.is_cut = True
 
     def _below_table(self, comment: str) -> None:
         name, colon, value = (part.strip() for part in comment.partition(":"))
@@ -340,16 +324,6 @@ class _Reader:
         self._state.add_footer(name, value, self._at)
         if name == "error":
             self._state.failures.append((self._at, f"error: {value}"))
-
-    def _elision(self) -> None:
-        state = self._state
-        if self._columns is not None and not state.is_over:
-            if self._row:
-                self._take_row(self._columns)
-            state.has_gap = True
-            state.warnings.append(f"line {self._at}: rows were left out here")
-        elif state.listed.devices:
-            state.listed.is_cut = True
 
     def _outside(self, text: str) -> None:
         """Take a line outside a table, where a row is an error."""
@@ -366,12 +340,16 @@ class _Reader:
         if not self._state.mention and "_perf" in text:
             found = _PROGRAM.search(text)
             self._state.mention = name_in(found[1] if found else "")
-        if text.endswith("...") and self._state.listed.devices:
-            self._state.listed.is_cut = True
 
     def _inside(self, line: str, columns: "_Columns") -> None:
         text = line.split("#", 1)[0]
         words = text.split()
+        if line.endswith(_DOTS) and not text.strip(" .\u2026"):
+            if self._row:
+                self._take_row(columns)
+            self._state.has_gap = True
+            self._state.warnings.append(f"line {self._at}: rows were left out here")
+            return
         if not (self._row and all(map(_REST.fullmatch, words))):
             if not _claims_to_be_row(words):
                 if len(self._state.strays) < _MAX_STRAYS:

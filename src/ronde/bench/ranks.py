@@ -165,10 +165,7 @@ def _describe(rank: int, group: int, device: torch.device) -> Device:
         cuda: Any = torch.cuda
         facts: Any = cuda.get_device_properties(device)
         index, name = device.index, facts.name
-        place = (
-            int(getattr(facts, "pci_domain_id", 0)),
-            int(getattr(facts, "pci_bus_id", 0)),
-            int(getattr(facts, "pci_device_id", 0)),
-        )
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        place = tuple(int(getattr(facts, each, 0)) for each in names)
     bus_id = "{:04x}:{:02x}:{:02x}".format(*place)
     return Device(rank, group, os.getpid(), socket.gethostname(), index, bus_id, name)

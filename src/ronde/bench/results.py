@@ -48,6 +48,10 @@ class Row:
     def sides(self) -> list[Side]:
         return [side for side in (self.out_of_place, self.in_place) if side is not None]
 
+    @property
+    def shown_root(self) -> int:
+        return -1 if self.root is None else self.root
+
 
 PLACES = ("out_of_place", "in_place")
 Extra = float | str  # A cell that only some logs have

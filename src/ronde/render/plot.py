@@ -74,7 +74,9 @@ def draw(
     bandwidth.yaxis.set_major_formatter("{x:g}")
     for axes in times:
         axes.set_ylabel("time")
-        axes.yaxis.set_major_formatter(_time_label)
+        axes.yaxis.set_major_formatter(
+            lambda time_us, _: format_duration(time_us / 1e6)
+        )
     for index, (name, own) in enumerate(points.items()):
         look = {
             "color": _COLOURS[index % len(_COLOURS)],
@@ -89,7 +91,13 @@ def draw(
         for axes in times:
             axes.plot([p.size_bytes for p in timed], [p.time_us for p in timed], **look)
     if limit is not None:
-        _draw_limit(bandwidth, limit)
+        rate = limit.bus_bandwidth_gb_per_s
+        label = f"limit {rate:.3g} GB/s: {shorten(limit.link, 48)}"
+        black = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+        bandwidth.axhline(rate, label=label, **black)
+        # At the left end, where small sizes leave room.
+        at = {"xy": (0, rate), "xycoords": ("axes fraction", "data")}
+        bandwidth.annotate("limit", **at, xytext=(4, 3), textcoords="offset points")
     handles, labels = bandwidth.get_legend_handles_labels()
     place = {"loc": "outside lower center", "frameon": False}
     figure.legend(handles, labels, ncols=min(len(labels), _MAX_COLUMNS), **place)
@@ -98,10 +106,6 @@ def draw(
     # Without a date and with a fixed salt, one result is one file, byte for byte.
     is_svg = path.suffix.lower() == ".svg"
     figure.savefig(path, metadata={"Date": None} if is_svg else None)
-
-
-def _time_label(time_us: float, _place: int | None) -> str:
-    return format_duration(time_us / 1e6)
 
 
 def _figure_class() -> Any:  # noqa: ANN401  a class of a library without types
@@ -132,12 +136,3 @@ def _set_up(axes: Any, sizes: Sequence[int]) -> None:  # noqa: ANN401
     axes.grid(visible=True, which="major", color="#D8D8D8", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_limit(axes: Any, limit: Limit) -> None:  # noqa: ANN401
-    rate = limit.bus_bandwidth_gb_per_s
-    label = f"limit {rate:.3g} GB/s: {shorten(limit.link, 48)}"
-    axes.axhline(rate, color="black", linestyle="--", linewidth=1.2, label=label)
-    # At the left end, where small sizes leave room.
-    at = {"xy": (0, rate), "xycoords": ("axes fraction", "data")}
-    axes.annotate("limit", **at, xytext=(4, 3), textcoords="offset points")
