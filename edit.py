@@ -5,20 +5,20 @@ def sub(path, *pairs):
         if s.count(old) != 1: print("MISS", path, s.count(old), old[:80]); continue
         s = s.replace(old, new)
     p.write_text(s)
-T="src/ronde/bench/log_text.py"
-sub(T,
-('''        listed = self._state.listed
-        if self._columns is None and text[-1] in _DOTS and _ELISION.search(text):
-            listed.is_cut = bool(listed.devices)
-''','''        if self._columns is None and text.endswith(_DOTS):
-            self._state.listed.is_cut = bool(self._state.listed.devices)
-'''),
-('''        if line[-1] in _DOTS and _ELISION.fullmatch(text.strip()):
-''','''        if line.endswith(_DOTS) and not text.strip(" .\\u2026"):
-'''),
-('''_DOTS = ".\\u2026"
-_ELISION = re.compile(r"[.\\u2026]*(?:\\.{3}|\\u2026)$")
-''','''_DOTS = ("...", "\\u2026")
-'''))
-p=pathlib.Path("tests/bench/test_compare.py"); s=p.read_text()
-s=re.sub(r'r"ronde: standard input:[^"]*the log ends"', 'r"ronde: standard input:15: run 1 has no footer"', s); p.write_text(s)
+sub("src/ronde/bench/variables.py",('''_OPERATORS = {"AND": and_, "OR": or_, "MOD": mod, "DIV": floordiv}
+''','''_OPERATORS = {
+    "AND": int.__and__,
+    "OR": int.__or__,
+    "MOD": int.__mod__,
+    "DIV": int.__floordiv__,
+}
+'''),('''from operator import and_, floordiv, mod, or_
+''',''))
+p=pathlib.Path("src/ronde/render/plot.py"); s=p.read_text()
+s=re.sub(r"        axes.yaxis.set_major_formatter\(\n?\s*lambda time_us, _: format_duration\(time_us / 1e6\)\n?\s*\)\n","        axes.yaxis.set_major_formatter(_time_label)\n",s)
+s=s.replace('''def _figure_class()''','''def _time_label(time_us: float, _place: int | None) -> str:
+    return format_duration(time_us / 1e6)
+
+
+def _figure_class()''')
+p.write_text(s)

@@ -74,9 +74,7 @@ def draw(
     bandwidth.yaxis.set_major_formatter("{x:g}")
     for axes in times:
         axes.set_ylabel("time")
-        axes.yaxis.set_major_formatter(
-            lambda time_us, _: format_duration(time_us / 1e6)
-        )
+        axes.yaxis.set_major_formatter(_time_label)
     for index, (name, own) in enumerate(points.items()):
         look = {
             "color": _COLOURS[index % len(_COLOURS)],
@@ -106,6 +104,10 @@ def draw(
     # Without a date and with a fixed salt, one result is one file, byte for byte.
     is_svg = path.suffix.lower() == ".svg"
     figure.savefig(path, metadata={"Date": None} if is_svg else None)
+
+
+def _time_label(time_us: float, _place: int | None) -> str:
+    return format_duration(time_us / 1e6)
 
 
 def _figure_class() -> Any:  # noqa: ANN401  a class of a library without types

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
 import ronde.torch as hvd
+from ronde.bench.ranks import cuda_device
 from ronde.bench.timing import without_collector
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.models import build
@@ -238,19 +239,9 @@ def require_fit(options: TrainOptions, device: torch.device, num_replicas: int) 
 
 
 def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cpu" or (kind == "auto" and num_devices == 0):
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if num_devices == 0:
-        raise UsageError(
-            "device must be one that is here, got cuda. Type: --device cpu"
-        )
-    if local_rank >= num_devices:
-        raise UsageError(
-            f"ranks of a host must be at most its CUDA devices, {num_devices}, got "
-            f"local rank {local_rank}. Type: -n {num_devices}, or --device cpu"
-        )
-    return torch.device("cuda", local_rank)
+    return cuda_device(local_rank, local_rank, "start fewer ranks with -n")
 
 
 def synchronize(device: torch.device) -> None:
