@@ -117,11 +117,14 @@ FAILED = {
     ),
     "a rate that is no number": (
         with_row(busbw_gb_per_s=float("nan")),
-        ["14: times or rates that are none in 1 row, the first of 4096", "17: Avg"],
+        [
+            "14: a time or rate that is negative or no number in 1 row",
+            "17: Avg",
+        ],
     ),
     "a rate below 0": (
         with_row(algbw_gb_per_s=-1.0),
-        ["14: times or rates that are none in 1 row, the first of 4096"],
+        ["14: a time or rate that is negative or no number in 1 row"],
     ),
     "an error at the end": (
         GOOD.replace("\n\n", "\n# error: interrupted\n"),
@@ -230,7 +233,7 @@ JSONS = {
     "no number": (
         "results.1.in_place.bus_bw",
         "nan",
-        "3: times or rates that are none",
+        "3: a time or rate that is negative or no number",
     ),
     "checks": (
         "out_of_bounds",

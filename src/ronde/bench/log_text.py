@@ -33,7 +33,6 @@ _PREFIX = re.compile(
       | \d+:(?=\s|$)                                 # srun --label
       | \d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)[ ](?:std(?:out|err)[ ][FP][ ])?
       | \w[\w.-]*:(?=\s+(?:\#|[\d.]+\s|\S+:\d+:\d+[ ]\[))     # pdsh, stern: a name
-      | >[ ]?                                        # a quotation in a mail
     ))++""",
     re.VERBOSE,
 )
@@ -204,8 +203,9 @@ class _Reader:
         # NCCL writes at any time: its line may begin in the middle of a row, with no
         # blank between.
         bare = raw.rstrip()
-        has_prefix = ":" in bare or "]" in bare or bare[:1] == ">"
-        if has_prefix and (prefix := _PREFIX.match(bare)):
+        if bare[:1] == ">":
+            bare = bare.lstrip("> ")  # a quotation in a mail
+        if (":" in bare or "]" in bare) and (prefix := _PREFIX.match(bare)):
             bare = bare[prefix.end() :]
         found = _NCCL.search(bare) if "NCCL" in bare else None
         if found is None:

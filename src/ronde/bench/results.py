@@ -115,23 +115,18 @@ class Run:
 
     def bad_values(self) -> list[tuple[int, str]]:
         """Return what no good run has, each with the index of the first such row."""
-        halves = [(i, side) for i, row in enumerate(self.rows) for side in row.sides()]
-        found = [
-            (
-                f"{self.num_wrong() or 0:g} wrong elements",
-                [i for i, s in halves if s.num_wrong],
-            ),
-            (
-                "times or rates that are none",
-                [i for i, s in halves if not s.is_measured],
-            ),
-        ]
+        wrong = f"{self.num_wrong() or 0:g} wrong elements"
+        unreal = "a time or rate that is negative or no number"
+        found: dict[str, list[int]] = {wrong: [], unreal: []}
+        for index, row in enumerate(self.rows):
+            for side in row.sides():
+                found[wrong] += [index] if side.num_wrong else []
+                found[unreal] += [] if side.is_measured else [index]
         bad: list[tuple[int, str]] = []
-        for what, indices in found:
-            for index in indices[:1]:
-                row, rows = self.rows[index], counted(len(set(indices)), "row")
-                where = f"the first of {row.size_bytes} bytes, {row.dtype} {row.redop}"
-                bad.append((index, f"{what} in {rows}, {where}"))
+        for what, (first, *more) in ((w, each) for w, each in found.items() if each):
+            row, rows = self.rows[first], counted(len({first, *more}), "row")
+            where = f"the first of {row.size_bytes} bytes, {row.dtype} {row.redop}"
+            bad.append((first, f"{what} in {rows}, {where}"))
         return bad
 
 
@@ -335,7 +330,3 @@ class Ending:
         if self.is_fast_enough is False:
             found.append("the average busbw is below 0.9 of NCCL_TESTS_MIN_BW")
         return tuple(found)
-
-    @property
-    def is_failed(self) -> bool:
-        return bool(self.failures)

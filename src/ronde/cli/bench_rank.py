@@ -119,7 +119,7 @@ def _sweep(
     reporter.end(ending)
     if ending.errors:
         return Exit.INTERRUPTED
-    return Exit.FAILED if ending.is_failed else Exit.OK
+    return Exit.FAILED if ending.failures else Exit.OK
 
 
 def _memory(session: BenchSession) -> str:
