@@ -81,7 +81,6 @@ _LAUNCHERS = re.compile(
     | ronde:[ ]rank[ ]\d+[ ]failed""",
     re.VERBOSE,
 )
-_NUMBER_BEFORE_NAME = re.compile(r"-?\d+(?:\.\d+)?(?=[A-Za-z])")
 # Remarks of RCCL and of old releases of NCCL on every start, also of good runs.
 _REMARK = re.compile(
     r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)"
@@ -245,8 +244,8 @@ class _Reader:
                 self._close()  # the sign is of a program that printed nothing else
             if self._row or text[0].isdigit():
                 # It stands right behind what was printed of a row.
-                name = text[: found.start()].split()[-1:]
-                host = _NUMBER_BEFORE_NAME.sub("", "".join(name), count=1)
+                word = "".join(text[: found.start()].split()[-1:])
+                host = word.removeprefix(self._glued_cell(word))
                 text = f"{host} {text[found.start() :]}"
             self._row = []
         self._note(kind, text[:_MAX_QUOTED])
