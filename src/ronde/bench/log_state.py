@@ -168,11 +168,8 @@ class DeviceList:
         """The ranks of the group of rank 0, which alone prints; None if any lack."""
         numbers = sorted(device.rank for device in self.devices)
         each = 1 if any(rank % self.num_each for rank in numbers) else self.num_each
-        if (
-            self.is_cut
-            or not numbers
-            or numbers != [*range(0, len(numbers) * each, each)]
-        ):
+        whole = list(range(0, len(numbers) * each, each))
+        if self.is_cut or not numbers or numbers != whole:
             return None
         group = min(self.devices).group
         return each * sum(device.group == group for device in self.devices)
@@ -318,8 +315,8 @@ class ParserState:
         return RankCount.exactly(listed, RankSource.DEVICES)
 
     def _find_test(self, listed: int | None, warnings: list[str]) -> str:
-        footer = name_in(self.footers.get(CONCLUDED, ""))
-        stated = self.title or footer or self.mention
+        last = name_in(self.footers.get(CONCLUDED, ""))
+        stated = self.title or last or self.mention
         names = [] if stated else infer_tests(self.rows, listed)
         if stated or len(names) == 1:
             return stated or names[0]

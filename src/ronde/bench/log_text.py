@@ -193,10 +193,6 @@ class _Reader:
         self.damage.append(f"{self._source}:{line}: {damage}")
         self._state.has_gap = True
 
-    def _leave_out(self, why: str) -> None:
-        self._report(self._row_at, f"a row was left out: {why}")
-        self._row = []
-
     def _clean(self, raw: str) -> tuple[str, str]:
         """Return the benchmark's part of a line, and what NCCL warns of in it."""
         # NCCL writes at any time: its line may begin in the middle of a row, with no
@@ -356,17 +352,14 @@ class _Reader:
                 return
             if self._row:
                 self._take_row(columns)
-        self._extend_row(text, words)
-        num_blank = columns.num_first if self._has_gap else 0
-        if len(self._row) >= columns.num_words(self._row) - num_blank:
-            self._take_row(columns)
-
-    def _extend_row(self, text: str, words: list[str]) -> None:
         has_gap = _GAP in text.strip()
         if not self._row:
             self._row_at, self._has_gap = self._at, has_gap
         self._row += words
         self._has_gap |= has_gap
+        num_blank = columns.num_first if self._has_gap else 0
+        if len(self._row) >= columns.num_words(self._row) - num_blank:
+            self._take_row(columns)
 
     def _take_row(self, columns: "_Columns") -> None:
         try:
@@ -378,9 +371,10 @@ class _Reader:
                     f"its operation must be there as above it, got {row.redop!r}"
                 )
         except UsageError as error:
-            self._leave_out(str(error))
+            self._report(self._row_at, f"a row was left out: {error}")
             return
-        self._row = []
+        finally:
+            self._row = []
         self._state.rows.append(row)
         self._state.lines.append(self._row_at)
         self._state.extras.append(extras)
@@ -392,8 +386,7 @@ def _find_end(text: str) -> re.Match[str] | None:
 
 def _claims_to_be_row(words: list[str]) -> bool:
     """Say whether a line of a table begins as a row, or is full of numbers as one."""
-    begins = len(words) > 1 and words[0].isdecimal() and words[1].isdecimal()
-    if begins:
+    if len(words) > 1 and words[0].isdecimal() and words[1].isdecimal():
         return True
     num_numbers = sum(_CELLS.fullmatch(word) is not None for word in words)
     return 2 * num_numbers >= max(len(words), 1)
