@@ -401,10 +401,7 @@ class _Columns(NamedTuple):
     further: tuple[str, ...]  # those that no ``Side`` has
     num_first: int  # how many are of the first of two halves, which may be blank
     stamp_at: int  # among the numbers, the two words of a timestamp; -1 for none
-
-    @property
-    def num_numbers(self) -> int:
-        return len(self.keys) + (2 if self.stamp_at >= 0 else 0)
+    num_numbers: int  # words at the right end of a row, from the first half on
 
     def num_words(self, words: Sequence[str]) -> int:
         """Return how many words the row that begins with ``words`` must have."""
@@ -447,17 +444,14 @@ def _parse_header(words: Sequence[str], places: Sequence[str]) -> _Columns:
     num_first = len(halves[0]) if len(halves) == 2 else 0
     further = tuple(key for key in keys if key not in itertools.chain(*_FIGURES))
     has_root = "root" in names[: starts[0]]
-    return _Columns(has_root, tuple(keys), further, num_first, stamp_at)
+    num_numbers = len(keys) + (2 if stamp_at >= 0 else 0)
+    return _Columns(has_root, tuple(keys), further, num_first, stamp_at, num_numbers)
 
 
 def _parse_row(
     words: Sequence[str], columns: _Columns, *, has_gap: bool
 ) -> tuple[Row, dict[str, Extra]]:
-    needed, num_numbers, keys = (
-        columns.num_words(words),
-        columns.num_numbers,
-        columns.keys,
-    )
+    needed = columns.num_words(words)
     is_half = has_gap and len(words) == needed - columns.num_first
     num_blank = columns.num_first if is_half else 0
     # Old tables put a root where their header has no column for it.
@@ -467,7 +461,7 @@ def _parse_row(
             f"row must have {needed} cells, as its header has, got {len(words)}: "
             f"{' '.join(words)[:90]!r}."
         )
-    split = len(words) - num_numbers + num_blank
+    split = len(words) - columns.num_numbers + num_blank
     head, cells = words[:split], [*words[split:]]
     for name, word in zip(("size", "count"), head, strict=False):
         if _INTEGER.fullmatch(word) is None:
@@ -480,9 +474,8 @@ def _parse_row(
         start = columns.stamp_at - num_blank
         extras["timestamp"] = " ".join(cells[start : start + 2])
         del cells[start : start + 2]
-    numbers = dict(
-        zip(keys[num_blank:], map(_number, keys[num_blank:], cells), strict=True)
-    )
+    keys = columns.keys[num_blank:]
+    numbers = dict(zip(keys, map(_number, keys, cells), strict=True))
     halves = [
         Side(*map(numbers.get, figures)) if figures[2] in numbers else None
         for figures in _FIGURES

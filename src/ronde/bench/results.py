@@ -120,8 +120,10 @@ class Run:
         found: dict[str, list[int]] = {wrong: [], unreal: []}
         for index, row in enumerate(self.rows):
             for side in row.sides():
-                found[wrong] += [index] if side.num_wrong else []
-                found[unreal] += [] if side.is_measured else [index]
+                if side.num_wrong:
+                    found[wrong].append(index)
+                if not side.is_measured:
+                    found[unreal].append(index)
         bad: list[tuple[int, str]] = []
         for what, (first, *more) in ((w, each) for w, each in found.items() if each):
             row, rows = self.rows[first], counted(len({first, *more}), "row")
