@@ -223,6 +223,8 @@ def _show(values: list[float]) -> str:
 
 
 def _percentile(values: list[float], percent: int) -> float:
+    if len(values) == 1:
+        return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 

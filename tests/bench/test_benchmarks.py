@@ -42,7 +42,7 @@ def assert_rows(rows: list[str], printed: str) -> None:
     [
         pytest.param(TUNE, ["mnist_cnn"], marks=SOAK),
         (
-            "named_tensors.py --rounds 2",
+            "named_tensors.py --rounds 1",
             ["4 B", "160 x 16 KiB", "160 copied", "64 MiB"],
         ),
         pytest.param(

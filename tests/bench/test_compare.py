@@ -243,7 +243,7 @@ def test_read_takes_standard_input(
     captured = capsys.readouterr()
     assert "no" in captured.out.splitlines()[1].split()
     assert re.search(
-        r"ronde: standard input:\d+: row \d+ of run 1 was left out: the log ends",
+        r"ronde: standard input:15: run 1 has no footer",
         captured.err,
     )
     content.seek(0)

@@ -175,7 +175,7 @@ def test_numbers_that_are_no_json() -> None:
 
 def test_inf_and_nan_within_text_stay() -> None:
     run = read(changed("errors", ['no inf, "nan" here'], upstream()))
-    assert run.warnings == ('no inf, "nan" here',)
+    assert run.failures == ('a.json:1: error: no inf, "nan" here',)
 
 
 def test_early_releases_misspelled_keys() -> None:
@@ -223,10 +223,13 @@ def test_further_figures_are_kept_apart() -> None:
 def test_a_run_that_did_not_end() -> None:
     content = upstream()
     del content["out_of_bounds"], content["average_bus_bandwidth"]
-    run = read(content)
+    log = read_log(json.dumps(content), "a.json")
+    (run,) = log.runs
     assert not run.is_complete
     assert len(run.rows) == 3
-    assert run.warnings == ("has no footer: the run was aborted, or the log is cut",)
+    assert log.cuts == [
+        "a.json:1: run 1 has no footer: the run was aborted, or the log is cut"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ronde.bench import Row, Run, Side, compare, read_log
 
 
 def bench(folder: Path, *words: str) -> tuple[Run, Run, Run]:
-    """Run a benchmark; return what its text, its JSON and its record say."""
+    """Run a benchmark of two ranks; return what text, JSON and record have of it."""
     files = ["-J", "out.json", "--json", "out.jsonl"]
     ended = subprocess.run(
         [sys.executable, "-m", "ronde", "bench", *words, *files],
@@ -23,7 +23,8 @@ def bench(folder: Path, *words: str) -> tuple[Run, Run, Run]:
         check=False,
         cwd=folder,
     )
-    assert ended.returncode == 0, ended.stderr
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("#  Rank ") == 2
     (folder / "out.txt").write_text(ended.stdout)
     runs = []
     for name in ("out.txt", "out.json", "out.jsonl"):
@@ -50,13 +51,25 @@ def times(run: Run) -> list[float]:
     return [half.time_us or 0.0 for half in halves if half is not None]
 
 
-SMALL = ("-g", "2", "-b", "256", "-e", "64K", "-f", "16", "-n", "2", "-w", "1")
+SMALL = ("-t", "2", "-b", "256", "-e", "64K", "-f", "16", "-n", "2", "-w", "1")
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ("all_reduce", "-S", "1", "-I", "1", "-d", "half"),
+        (
+            "all_reduce",
+            "-S",
+            "1",
+            "-I",
+            "1",
+            "-d",
+            "half",
+            "-M",
+            "1",
+            "--plot",
+            "a.svg",
+        ),
         ("reduce", "-r", "-1", "-c", "0", "--no-limit"),
         pytest.param(("hypercube", "--no-limit"), marks=pytest.mark.long),
     ],
@@ -68,11 +81,17 @@ def test_text_json_and_record_say_the_same(
     text, whole, record = bench(tmp_path, *words, *SMALL)
     content = json.loads((tmp_path / "out.json").read_text())
     jsonschema.Draft202012Validator(load_schema()).validate(content)
+    assert content["args"][-1] == "out.jsonl"
+    assert content["ronde"]["call_overhead_us"] > 0
+    if "-M" in words:
+        printed = (tmp_path / "out.txt").read_text()
+        assert "# Host memory usage    : User-Allocated" in printed
+        assert (tmp_path / "a.svg").stat().st_size > 1000
     for run in (text, whole, record):
         assert run.test == words[0]
         assert run.ranks.value == 2
         assert run.is_complete
-        assert run.warnings == ()
+        assert (run.warnings, run.failures) == ((), ())
         assert [as_named(row) for row in run.rows] == [
             as_named(row) for row in text.rows
         ]

@@ -9,10 +9,6 @@ from tests.gpu.devices import LIMIT_S, NEEDS_CUDA, NUM_DEVICES
 import ronde.torch as hvd
 from ronde.bench import (
     MODELS,
-    DeviceKind,
-    Dtype,
-    InputKind,
-    OptimizerKind,
     Phase,
     TrainOptions,
     Variant,
@@ -21,14 +17,12 @@ from ronde.bench import (
 from ronde.errors import UsageError
 
 pytestmark = NEEDS_CUDA
-SHORT = TrainOptions(
-    MODELS["resnet18"], batch=16, rounds=2, steps=3, device=DeviceKind.CUDA
-)
+SHORT = TrainOptions(MODELS["resnet18"], batch=16, rounds=2, steps=3, device="cuda")
 KINDS = [
     SHORT,
-    replace(SHORT, dtype=Dtype.BFLOAT16, is_channels_last=True),
-    replace(SHORT, model=MODELS["transformer"], optimizer=OptimizerKind.ADAM),
-    replace(SHORT, model=MODELS["mnist_cnn"], input=InputKind.GATHERED),
+    replace(SHORT, dtype="bfloat16", is_channels_last=True),
+    replace(SHORT, model=MODELS["transformer"], optimizer="adam"),
+    replace(SHORT, model=MODELS["mnist_cnn"], input="gathered"),
 ]
 
 

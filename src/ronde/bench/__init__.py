@@ -35,8 +35,8 @@ __getattr__ = lazy_exports(
         ),
         "training.models": "FACTORIES PaddedShortcut Transformer build",
         "training.outcome": (
-            "DeviceKind Dtype InputKind KIND OptimizerKind Phase Setting StepTimes "
-            "TrainOptions TrainingOutcome Variant WireFormat record_values"
+            "KIND Phase Setting StepTimes TrainOptions TrainingOutcome Variant "
+            "record_values"
         ),
         "tuning": "Effort tune",
         "variables": "read_variables",

@@ -90,11 +90,11 @@ def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
                 engine=run.engine if has_engines else "",
                 dtype=row.dtype,
                 redop=row.redop or "none",
-                root=-1 if row.root is None else row.root,
+                root=row.shown_root,
                 size_bytes=row.size_bytes,
             )
-            halves = zip(PLACES, (row.out_of_place, row.in_place), strict=True)
-            for place, side in halves:
+            for place in PLACES:
+                side: Side | None = getattr(row, place)
                 if side is not None and side.busbw_gb_per_s is not None:
                     entry = found.setdefault((key, place), [])
                     entry.append((side, run.ranks.value))
@@ -133,16 +133,17 @@ def _warnings(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     found: list[str] = []
     for test in sorted({run.test for run in a} & {run.test for run in b}):
         left, right = (
-            sorted({run.ranks.value or 0 for run in each if run.test == test})
-            for each in (a, b)
-        )
-        if left != right:
-            numbers = (", ".join(str(n or "unknown") for n in c) for c in (left, right))
-            found.append(
-                "{}: {} ranks in the first, {} in the second".format(
-                    test or "the test", *numbers
+            ", ".join(
+                str(number or "unknown")
+                for number in sorted(
+                    {r.ranks.value or 0 for r in runs if r.test == test}
                 )
             )
+            for runs in (a, b)
+        )
+        if left != right:
+            ranks = f"{left} ranks in the first, {right} in the second"
+            found.append(f"{test or 'the test'}: {ranks}")
     for name, runs in (("first", a), ("second", b)):
         num_wrong = sum(run.num_wrong() or 0 for run in runs)
         if num_wrong:

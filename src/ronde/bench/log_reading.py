@@ -8,9 +8,9 @@ is passed over, for it holds whatever the user's environment held.
 import json
 import math
 import re
-from bisect import bisect
 from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 from ronde.bench.log_state import (
     AVERAGE,
@@ -28,6 +28,7 @@ from ronde.bench.results import (
     RankCount,
     RankSource,
     Row,
+    Run,
     Side,
     from_record,
 )
@@ -47,6 +48,7 @@ _SPELLINGS = {
 }
 _INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
 _Object = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def read_json(text: str, source: str, *, test: str = "") -> Log:
@@ -57,27 +59,34 @@ def read_json(text: str, source: str, *, test: str = "") -> Log:
         state.warnings.append(f"its version is {content.get('version')!r}, not 1 to 3")
     try:
         _read_head(content, state)
-        _read_footers(content, state)
+        _read_footers(content, state, text)
         results = _list(content, "results")
     except UsageError as error:
         raise UsageError(f"{source}:1: {error}") from error
     bad: dict[int, str] = {}
     for index, result in enumerate(results):
         try:
-            _read_result(_as_object(result, "a result"), state)
+            _read_result(_object({"a result": result}, "a result"), state)
+            state.lines.append(index)
         except UsageError as error:
             bad[index] = str(error)
-    if bad:
-        spans, ends = _result_spans(text), [m.start() for m in re.finditer("\n", text)]
+    spans: list[tuple[int, int]] = []
+
+    def line_of(index: int) -> int:
+        spans.extend(() if spans else _result_spans(text))
+        return _line_at(text, spans[index][0])
+
+    for index, why in bad.items():
         state.has_gap = True
-        damage += [
-            f"{source}:{1 + bisect(ends, spans[index][0])}: result {index} was left "
-            f"out: {why}"
-            for index, why in bad.items()
-        ]
+        damage.append(f"{source}:{line_of(index)}: result {index} was left out: {why}")
     if damage and not state.rows:
         raise UsageError(damage[0])
-    return Log([state.finish(test)], damage)
+    cuts = [f"{source}:{_line_at(text, len(text))}: run 1 {e}" for e in state.missing()]
+    return Log([state.finish(test, line_of)], damage, cuts)
+
+
+def _line_at(text: str, position: int) -> int:
+    return 1 + text.count("\n", 0, max(position, 0))
 
 
 def _parse(text: str, source: str) -> tuple[_Object, list[str]]:
@@ -119,41 +128,43 @@ def _read_head(content: _Object, state: ParserState) -> None:
     words = [str(each) for each in _list(content, "args")]
     ours, config = _object(content, "ronde"), _object(content, "config")
     state.title = name_in(str(ours.get("test") or (words[0] if words else "")))
-    state.arguments = " ".join(words[1:])
+    state.facts["arguments"] = " ".join(words[1:])
     state.engine = str(ours.get("engine", ""))
     names = ("start_time", "end_time", "nccl_version")
     state.facts |= {n: content[n] for n in names if content.get(n) is not None}
     for entry in _list(config, "devices"):
-        device = _as_object(entry, "a device")
+        device = _object({"a device": entry}, "a device")
         rank, group = _integer(device, "rank"), _integer(device, "group")
         host, name = device.get("hostname", ""), device.get("device_info", "")
-        state.devices.append(ListedDevice(rank, group, str(host), str(name)))
+        state.listed.devices.append(ListedDevice(rank, group, str(host), str(name)))
     if ours.get("size") is not None:
         size = _integer(ours, "size")
         state.given = RankCount.exactly(size, RankSource.GIVEN)
-    elif state.devices:
-        group = min(state.devices, key=lambda each: each.rank).group
-        ranks = [each.rank for each in state.devices if each.group == group]
-        # nccl-tests lists one rank a process, but a release that lists them all.
-        each = 1
-        if not ours and "nthreads" in config and "ngpus" in config:
-            each = max(1, _integer(config, "nthreads") * _integer(config, "ngpus"))
-        each = 1 if any(rank % each for rank in ranks) else each
-        state.given = RankCount.exactly(len(ranks) * each, RankSource.DEVICES)
+    elif "nthreads" in config and "ngpus" in config:
+        num_each = _integer(config, "nthreads") * _integer(config, "ngpus")
+        state.listed.num_each = max(1, num_each)
 
 
-def _read_footers(content: _Object, state: ParserState) -> None:
+def _read_footers(content: _Object, state: ParserState, text: str) -> None:
+    def line_of(name: str) -> int:
+        return _line_at(text, text.rfind(f'"{name}'))
+
     bounds = _object(content, "out_of_bounds")
     if "count" in bounds:
         okay = "OK" if str(bounds.get("okay")).lower() == "true" else "FAILED"
-        state.add_footer(OUT_OF_BOUNDS, f"{_integer(bounds, 'count')} {okay}")
+        state.add_footer(
+            OUT_OF_BOUNDS,
+            f"{_integer(bounds, 'count')} {okay}",
+            line_of("out_of_bounds"),
+        )
     average = _object(content, "average_bus_bandwidth")
     bandwidth = _number("bandwidth", average.get("bandwidth"))
     if bandwidth is not None:
         verdict = {"true": " OK", "false": " FAILED"}
         okay = verdict.get(str(average.get("okay")).lower(), "")
-        state.add_footer(AVERAGE, f"{bandwidth:g}{okay}")
-    state.warnings += [str(each) for each in _list(content, "errors")]
+        state.add_footer(AVERAGE, f"{bandwidth:g}{okay}", line_of("average_bus"))
+    errors = _list(content, "errors")
+    state.failures += [(line_of("errors"), f"error: {each}") for each in errors]
 
 
 def _read_result(result: _Object, state: ParserState) -> None:
@@ -196,23 +207,21 @@ def _side(result: _Object, place: str, extras: dict[str, Extra]) -> Side | None:
     return Side(time, algbw, busbw, wrong)
 
 
+def _entry(entries: _Object, name: str, kind: type[T]) -> T:
+    """Return an entry of one kind, an empty one where there is none."""
+    value = entries.get(name)
+    if value is not None and not isinstance(value, kind):
+        what = "an object" if kind is dict else "a list"
+        raise UsageError(f"{name} must be {what}, got {str(value)[:60]!r}.")
+    return kind() if value is None else value
+
+
 def _object(entries: _Object, name: str) -> _Object:
-    return _as_object({} if entries.get(name) is None else entries[name], name)
-
-
-def _as_object(value: object, name: str) -> _Object:
-    if not isinstance(value, dict):
-        raise UsageError(f"{name} must be an object, got {str(value)[:60]!r}.")
-    return cast("_Object", value)
+    return cast("_Object", _entry(entries, name, dict))
 
 
 def _list(entries: _Object, name: str) -> list[Any]:
-    value: object = entries.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise UsageError(f"{name} must be a list, got {str(value)[:60]!r}.")
-    return cast("list[Any]", value)
+    return cast("list[Any]", _entry(entries, name, list))
 
 
 def _integer(entries: _Object, name: str) -> int:
@@ -260,27 +269,34 @@ def read_log(text: str, source: str, *, test: str = "") -> Log:
     # Runs have warnings of what their log lacks; damage is what could not be read.
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return read_text(text, source, test=test)
-    first = text.strip().split("\n", 1)[0]
-    try:
-        content: Any = json.loads(first)
-    except (ValueError, RecursionError):
-        content = None
-    # Or the first line of a records file that is cut there.
-    if (isinstance(content, dict) and "schema" in content) or (
-        content is None and first.startswith('{"schema"')
-    ):
+    if '"schema"' in text.strip().split("\n", 1)[0]:
         return _read_records(text, source)
     return read_json(text, source, test=test)
 
 
+def _with_failures(run: Run, at: str) -> Run:
+    failures = list(run.failures)
+    if not failures:
+        failures = [text for _, text in run.bad_values()]
+        if run.num_out_of_bounds:
+            failures.append(f"checks that failed: {run.num_out_of_bounds}")
+    # A run that was read from a log names that log's lines.
+    at = "" if "source" in run.facts else at
+    return replace(run, failures=tuple(f"{at}{each}" for each in failures))
+
+
 def _read_records(text: str, source: str) -> Log:
-    log = Log([], [])
+    log = Log([], [], [])
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         try:
             record = Record.from_json(line) if line.strip() else None
             if record is not None and record.kind == KIND:
-                log.runs.append(from_record(record))
+                run = from_record(record)
+                at = f"{source}:{number}: "
+                log.runs.append(_with_failures(run, at))
+                if run.average_busbw_gb_per_s is None and not run.is_complete:
+                    log.cuts.append(f"{at}the run is not complete")
         except UsageError as error:
             log.damage.append(f"{source}:{number}: {error}")
     if not log.runs:

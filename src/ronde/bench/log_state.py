@@ -6,8 +6,10 @@ alone, so that a log that names neither still shows much of them.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -35,6 +37,12 @@ class _Interval(NamedTuple):
         )
         return low, high, middle
 
+    def could_be(self, factor: Factor, num_ranks: int | None) -> bool:
+        if num_ranks is not None or factor is Factor.ONE:
+            return self.allows(factor.value_for(num_ranks or 1))
+        low, high, _ = self.num_ranks(factor)
+        return math.isfinite(low) and high >= max(2, math.ceil(low))
+
 
 def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
     """Return the numbers of ranks that agree with a test's figures, which are rounded.
@@ -56,10 +64,12 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
     if not math.isfinite(high) or not math.isfinite(middle):
         return RankCount(low=max(first, 1))
     last = math.floor(high + 1e-9)
-    if first > last:
-        return RankCount()
     value = min(max(round(middle), first), last)
-    return RankCount(value, RankSource.RATIO, first, last)
+    return (
+        RankCount(value, RankSource.RATIO, first, last)
+        if first <= last
+        else RankCount()
+    )
 
 
 def agrees(test: str, num_ranks: int, rows: Sequence[Row]) -> bool:
@@ -82,19 +92,12 @@ def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
         # sendrecv reduces nothing, but nccl-tests prints an operation all the same.
         if name == "sendrecv" or known.has_op == has_operation
         if known.has_root == has_root or row.root is None
-        if _could_be(known.factor, best, num_ranks)
+        if best.could_be(known.factor, num_ranks)
     ]
     # With a column of roots, the operation is blank in hypercube alone.
     if "hypercube" in names and row.root is not None and row.redop == "":
         return ["hypercube"]
     return [name for name in names if name != "hypercube" or row.redop != "none"]
-
-
-def _could_be(factor: Factor, interval: _Interval, num_ranks: int | None) -> bool:
-    if num_ranks is not None or factor is Factor.ONE:
-        return interval.allows(factor.value_for(num_ranks or 1))
-    low, high, _ = interval.num_ranks(factor)
-    return math.isfinite(low) and high >= max(2, math.ceil(low))
 
 
 def _intervals(rows: Sequence[Row]) -> list[_Interval]:
@@ -105,33 +108,42 @@ def _intervals(rows: Sequence[Row]) -> list[_Interval]:
             algbw, busbw = side.algbw_gb_per_s or 0.0, side.busbw_gb_per_s
             if busbw is None or not (0.1 < algbw < math.inf and 0 <= busbw < math.inf):
                 continue
-            a, b = _half_unit(algbw), _half_unit(busbw)
+            # The rounding errors of figures that are printed six characters wide.
+            a, b = (
+                0.005 if x < 1e3 else 0.05 if x < 1e4 else 0.5 for x in (algbw, busbw)
+            )
             low, high = (busbw - b) / (algbw + a), (busbw + b) / (algbw - a)
             found.append(_Interval(low, high, busbw / algbw))
     return found
 
 
-def _half_unit(printed: float) -> float:
-    """Return the rounding error of a figure printed six characters wide."""
-    return 0.005 if printed < 1000 else 0.05 if printed < 10000 else 0.5
-
-
 AVERAGE = "Avg bus bandwidth"
 OUT_OF_BOUNDS = "Out of bounds values"
+CONCLUDED = "Collective test concluded"
 
 _DEVICE = re.compile(
     r"Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+"
     r"(?P<host>\S+)\s+device\s+\d+\s*(?:\[[^\]]*\])?\s*(?P<name>.*)"
 )
-_NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan)(?!\S)")
+_NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan|N/A)(?!\S)")
 _MAX_LISTED = 3
 
 
+class End(IntEnum):
+    """A sign that a run has ended too early, the most telling kind first."""
+
+    FAILURE = 0  # the benchmark names the call that failed
+    LAUNCHER = 1  # a launcher or shell reports that a process was killed
+    ECHO = 2  # the benchmark's callers of what failed
+    WARNING = 3  # of NCCL: a cause where it stands before one of the above
+
+
 class Log(NamedTuple):
-    """What a file has: its runs, and what of it could not be read, by line."""
+    """What a file has. Texts name the file and the line."""
 
     runs: list[Run]
-    damage: list[str]
+    damage: list[str]  # what could not be read
+    cuts: list[str]  # runs whose end is not there, for no reason that the file shows
 
 
 class ListedDevice(NamedTuple):
@@ -143,23 +155,30 @@ class ListedDevice(NamedTuple):
     name: str
 
 
-class _Listed(NamedTuple):
-    """What a list of devices shows: found once, for all tables that follow it."""
+@dataclass
+class DeviceList:
+    """The devices that a run lists; counted once for all tables that follow it."""
 
-    num_ranks: int | None  # None where the list is not whole
-    hosts: list[str]
-    names: list[str]
+    devices: list[ListedDevice] = field(default_factory=list[ListedDevice])
+    is_cut: bool = False
+    num_each: int = 1  # ranks of a process, of which nccl-tests' JSON lists the first
 
-    @classmethod
-    def of(cls, devices: Sequence[ListedDevice], *, is_cut: bool) -> "_Listed":
-        num_ranks, numbers = None, sorted(each.rank for each in devices)
-        if numbers and not is_cut and numbers == list(range(len(numbers))):
-            # Split into groups, only the group of world rank 0 prints.
-            group = min(devices, key=lambda each: each.rank).group
-            num_ranks = sum(each.group == group for each in devices)
-        hosts = list(dict.fromkeys(each.host for each in devices))
-        names = list(dict.fromkeys(each.name for each in devices))
-        return cls(num_ranks, hosts, names)
+    @cached_property
+    def num_ranks(self) -> int | None:
+        """The ranks of the group of rank 0, which alone prints; None if any lack."""
+        numbers = sorted(device.rank for device in self.devices)
+        each = 1 if any(rank % self.num_each for rank in numbers) else self.num_each
+        whole = list(range(0, len(numbers) * each, each))
+        if self.is_cut or not numbers or numbers != whole:
+            return None
+        group = min(self.devices).group
+        return each * sum(device.group == group for device in self.devices)
+
+    @cached_property
+    def facts(self) -> dict[str, object]:
+        hosts = dict.fromkeys(device.host for device in self.devices)
+        names = dict.fromkeys(device.name for device in self.devices)
+        return {"hosts": list(hosts), "devices": list(names)}
 
 
 @dataclass(slots=True)
@@ -171,11 +190,8 @@ class ParserState:
     banners: set[str] = field(default_factory=set[str])
     title: str = ""  # the test's name as the run itself stated it
     mention: str = ""  # a name such as ``all_reduce_perf`` met before the table
-    arguments: str = ""
     places: list[str] = field(default_factory=list[str])
-    devices: list[ListedDevice] = field(default_factory=list[ListedDevice])
-    is_list_cut: bool = False
-    listed: "_Listed | None" = None  # what the list of devices shows, once it was asked
+    listed: DeviceList = field(default_factory=DeviceList)
     has_table: bool = False  # whether the results have begun
     given: RankCount | None = None  # where ranks need not be counted or inferred
     facts: dict[str, object] = field(default_factory=dict[str, object])
@@ -183,43 +199,58 @@ class ParserState:
     rows: list[Row] = field(default_factory=list[Row])
     extras: list[dict[str, Extra]] = field(default_factory=list[dict[str, Extra]])
     footers: dict[str, str] = field(default_factory=dict[str, str])
+    lines: list[int] = field(default_factory=list[int])  # of each row
     warnings: list[str] = field(default_factory=list[str])
+    failures: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    # The first sign of each kind that something ended the run, with its line.
+    ends: dict[End, tuple[int, str]] = field(default_factory=dict[End, tuple[int, str]])
     strays: list[str] = field(default_factory=list[str])
     has_gap: bool = False
-    num_left_out: int = 0  # rows
     is_headless: bool = False  # whether rows below belong to no header
-    is_over: bool = False  # whether the footer was read
+
+    @property
+    def is_over(self) -> bool:
+        return AVERAGE in self.footers
 
     def add_device(self, comment: str) -> bool:
         """Take a line of the list of devices; return whether it was one."""
         if found := _DEVICE.match(comment):
             rank, group = int(found["rank"]), int(found["group"] or 0)
             name = found["name"].strip()
-            self.devices.append(ListedDevice(rank, group, found["host"], name))
+            self.listed.devices.append(ListedDevice(rank, group, found["host"], name))
         return found is not None
 
-    def add_footer(self, name: str, value: str) -> None:
+    def add_footer(self, name: str, value: str, line: int) -> None:
         if name in (AVERAGE, OUT_OF_BOUNDS):
+            word = _NUMBER.match(value)
             try:
-                word = _NUMBER.match(value)
-                float(word[0] if word else "")
+                number = float(word[0].replace("N/A", "nan") if word else "")
             except ValueError:
                 raise UsageError(f"{name} must be a number, got {value!r}.") from None
+            is_good = number == 0 if name == OUT_OF_BOUNDS else 0 <= number < math.inf
+            if "FAILED" in value or not is_good:
+                self.failures.append((line, f"{name} : {value}"))
         self.footers[name] = value
-        self.is_over = self.is_over or name == AVERAGE
 
-    def finish(self, test: str = "") -> Run:
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a sign of why it ended too early."""
+        return bool(self.ends.keys() - {End.WARNING})
+
+    def missing(self) -> list[str]:
+        """Return what a run lacks that was cut or aborted without a sign of why."""
+        if self.is_over or self.has_ended:
+            return []
+        if self.has_table:
+            return ["has no footer: the run was aborted, or the log is cut"]
+        return ["ended before its table began"]
+
+    def finish(self, test: str = "", line_of: Callable[[int], int] = int) -> Run:
         warnings = list(self.warnings)
-        if self.listed is None:
-            self.listed = _Listed.of(self.devices, is_cut=self.is_list_cut)
         listed = self.listed
         name = test or self._find_test(listed.num_ranks, warnings)
         ranks = self._count_ranks(name, listed.num_ranks, warnings)
         is_complete = self.is_over and not self.has_gap
-        if not self.has_table:
-            warnings.append("ended before its table began")
-        elif not self.is_over:
-            warnings.append("has no footer: the run was aborted, or the log is cut")
         if self.strays:
             more = len(self.strays) - _MAX_LISTED
             text = f"passed over what is no row: {'; '.join(self.strays[:_MAX_LISTED])}"
@@ -227,9 +258,7 @@ class ParserState:
         facts: dict[str, object] = {
             "source": self.source,
             "line": self.first_line,
-            "arguments": self.arguments,
-            "hosts": listed.hosts,
-            "devices": listed.names,
+            **listed.facts,
             **self.facts,
         }
         bounds = self._number(OUT_OF_BOUNDS)
@@ -247,11 +276,29 @@ class ParserState:
             facts={name: fact for name, fact in facts.items() if fact},
         )
         odd = _odd_average(run) if is_complete else ""
-        return replace(run, warnings=(*warnings, odd)) if odd else run
+        warnings += [odd] if odd else []
+        bad = [(line_of(self.lines[index]), text) for index, text in run.bad_values()]
+        found = sorted([*bad, *self.failures, *self._ending()])
+        failures = tuple(f"{self.source}:{line}: {text}" for line, text in found)
+        return replace(run, warnings=tuple(warnings), failures=failures)
 
     def _number(self, footer: str) -> float | None:
-        text = self.footers.get(footer)
-        return None if text is None else float(text.split()[0])
+        text = self.footers.get(footer, "N/A")
+        return None if text.startswith("N/A") else float(text.split()[0])
+
+    def _ending(self) -> list[tuple[int, str]]:
+        """Return what ended the run too early, the first cause first."""
+        ends = {kind: self.ends[kind] for kind in sorted(self.ends)}
+        warning = ends.pop(End.WARNING, None)
+        if End.FAILURE in ends:
+            ends.pop(End.ECHO, None)
+        signs = sorted(ends.values())
+        if warning and signs and warning < signs[0]:
+            signs.insert(0, warning)
+        texts = [f"line {line}: {text}" for line, text in signs[1:]]
+        return [
+            (at, "; ".join([f"the run failed: {t}", *texts])) for at, t in signs[:1]
+        ]
 
     def _count_ranks(
         self, test: str, listed: int | None, warnings: list[str]
@@ -259,7 +306,7 @@ class ParserState:
         if self.given is not None:
             return self.given
         if listed is None:
-            warnings += ["its list of devices is cut"] if self.devices else []
+            warnings += ["its list of devices is cut"] if self.listed.devices else []
             return infer_ranks(test, self.rows)
         if not agrees(test, listed, self.rows):
             warnings.append(
@@ -268,7 +315,8 @@ class ParserState:
         return RankCount.exactly(listed, RankSource.DEVICES)
 
     def _find_test(self, listed: int | None, warnings: list[str]) -> str:
-        stated = self.title or self.mention
+        last = name_in(self.footers.get(CONCLUDED, ""))
+        stated = self.title or last or self.mention
         names = [] if stated else infer_tests(self.rows, listed)
         if stated or len(names) == 1:
             return stated or names[0]

@@ -12,11 +12,18 @@ in proportion to the text.
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ronde.bench.log_state import AVERAGE, OUT_OF_BOUNDS, Log, ParserState, name_in
+from ronde.bench.log_state import (
+    AVERAGE,
+    CONCLUDED,
+    OUT_OF_BOUNDS,
+    End,
+    Log,
+    ParserState,
+    name_in,
+)
 from ronde.bench.results import PLACES, Extra, Row, Run, Side
 from ronde.errors import UsageError
 
@@ -48,9 +55,38 @@ _BANNERS = (
 _ENGINE = re.compile(r"engine: (\w+)")
 _PLACES = re.compile(r"out-of-place|in-place")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
-_ELISION = re.compile(r"[.\u2026]*(?:\.{3}|\u2026)")
-_CONCLUDED = "# Collective test concluded:"
+_DOTS = ("...", "\u2026")
+_CONCLUDED = f"# {CONCLUDED}:"
+# What stands behind ``#``, where a table was pasted without.
+_BARE_COMMENT = re.compile(
+    r"""size\s+count\s+type\s | nThread\s+\d | Rank\s+\d+\s | (?:out-of|in)-place\b
+    | (?:Out[ ]of[ ]bounds[ ]values|Avg[ ]bus[ ]bandwidth)\s*:
+    | Collective[ ]test[ ](?:starting|concluded):""",
+    re.VERBOSE,
+)
+_UNITS_OR_FENCE = re.compile(r"\(B\)\s|`{3}|~{3}")
+# Every alternative begins with a sign that is rare, so that most lines take no time.
+_ENDS = re.compile(
+    r"""Test[ ](?:[A-Za-z]{2,8}[ ]failure|failure|timeout)\b
+    | Primary[ ]job[ ]+terminated | MPI_ABORT[ ]was | BAD[ ]TERMINATION
+    | ChildFailedError | Signal[ ]\d+[ ][(]SIG | Segmentation[ ]fault | Bus[ ]error
+    | (?:Killed|Aborted)(?:$|[ ]{2}|[ ][(]) | :[ ]error[ ]while[ ]loading[ ]""",
+    re.VERBOSE,
+)
+_LAUNCHERS = re.compile(
+    r"""srun:[ ](?:error:[ ]\S{1,64}:[ ]tasks?[ ]\d|Job[ ]step[ ]aborted)
+    | slurmstepd:[ ]error:[ ].{0,99}(?:CANCELLED|oom.kill)
+    | (?:mpirun|mpiexec|orterun|prterun)[ ](?:noticed|detected|has[ ]exited)
+    | command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9] | terminate[ ]called[ ]after
+    | ronde:[ ]rank[ ]\d+[ ]failed""",
+    re.VERBOSE,
+)
+# Remarks of RCCL and of old releases of NCCL on every start, also of good runs.
+_REMARK = re.compile(
+    r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)"
+)
 _MAX_STRAYS = 1000
+_MAX_QUOTED = 200
 _MAX_COLUMNS = 64
 
 _OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
@@ -65,8 +101,10 @@ _UNITS = {
     "i_cv%": "i_cv_percent",
     "error": "error",
 }
-_OF_A_SIDE = frozenset({"time", "algbw", "busbw", "#wrong", *_UNITS})
-_DIGITS = r"(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|-?inf|-?nan)"
+_SIDE = ("time", "algbw", "busbw", "#wrong")
+_OF_A_SIDE = frozenset({*_SIDE, *_UNITS})
+_FIGURES = [tuple(f"{place}.{name}" for name in _SIDE) for place in PLACES]
+_DIGITS = r"-?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|inf|nan)"
 _NUMBER = re.compile(_DIGITS, re.IGNORECASE)
 _CELLS = re.compile(rf"{_DIGITS}\**|N/A|--?", re.IGNORECASE)
 # What a row may go on with: its cells, a date and a time of day.
@@ -92,7 +130,7 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
             f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got none "
             "up to here. Its header begins with: # size count type."
         )
-    return Log(reader.runs, reader.damage)
+    return Log(reader.runs, reader.damage, reader.cuts)
 
 
 class _Reader:
@@ -101,6 +139,7 @@ class _Reader:
     def __init__(self, source: str, test: str) -> None:
         self.runs: list[Run] = []
         self.damage: list[str] = []
+        self.cuts: list[str] = []
         self._at = 1  # the line that is read
         self._source = source
         self._test = test
@@ -116,48 +155,52 @@ class _Reader:
         line, warning = self._clean(raw)
         if warning:
             self._state.warnings.append(f"line {number}: NCCL: {warning}")
+            if not _REMARK.match(warning):
+                self._note(End.WARNING, f"NCCL: {warning}")
         text = line.strip()
         if not text:
             return
-        if text.startswith("#"):
+        first = text[0]
+        if first == "#" or (first.isalpha() and _BARE_COMMENT.match(text)):
             try:
-                self._comment(text[1:].strip())
+                self._comment(text.removeprefix("#").strip())
             except UsageError as error:
                 self._report(number, str(error))
-        elif text[-1] in ".\u2026" and _ELISION.fullmatch(text):
-            self._elision()
+        elif (not first.isdigit() or "Test " in text) and (end := _find_end(text)):
+            self._end_run(text, end)
+        elif first in "(`~" and _UNITS_OR_FENCE.match(text):
+            pass
         elif self._columns is None or self._state.is_over:
             self._outside(text)
         else:
             self._inside(line, self._columns)
+        if self._columns is None and text.endswith(_DOTS):
+            self._state.listed.is_cut = bool(self._state.listed.devices)
 
     def end(self, number: int, raw: str) -> None:
         """Take the last line, which no line break ends, and close the last run."""
         self._at = number
-        line, _ = self._clean(raw)
-        if line.strip():
-            self._rest(line)
+        text = self._clean(raw)[0].strip()
+        if end := _find_end(text):
+            self._end_run(text, end)
+        elif not _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
+            what = "ends without a line break and may be cut: it was left out"
+            self._state.warnings.append(f"line {number} {what}")
+            self._row = []
         self._close()
 
     def _report(self, line: int, damage: str) -> None:
         self.damage.append(f"{self._source}:{line}: {damage}")
         self._state.has_gap = True
 
-    def _leave_out(self, why: str) -> None:
-        self._state.num_left_out += 1
-        number = len(self._state.rows) + self._state.num_left_out
-        run = len(self.runs) + 1
-        what = f"row {number} of run {run} was left out: {why}"
-        self._report(self._row_at, what)
-        self._row = []
-
     def _clean(self, raw: str) -> tuple[str, str]:
         """Return the benchmark's part of a line, and what NCCL warns of in it."""
         # NCCL writes at any time: its line may begin in the middle of a row, with no
         # blank between.
         bare = raw.rstrip()
-        has_prefix = ":" in bare or "]" in bare
-        if has_prefix and (prefix := _PREFIX.match(bare)):
+        if bare[:1] == ">":
+            bare = bare.lstrip("> ")  # a quotation in a mail
+        if (":" in bare or "]" in bare) and (prefix := _PREFIX.match(bare)):
             bare = bare[prefix.end() :]
         found = _NCCL.search(bare) if "NCCL" in bare else None
         if found is None:
@@ -184,21 +227,24 @@ class _Reader:
             return ""
         return cell[0]
 
-    def _rest(self, line: str) -> None:
-        text = line.strip()
-        words = text.split("#", 1)[0].split()
-        columns = None if self._state.is_over else self._columns
-        if columns is not None and words and _claims_to_be_row(words):
-            self._extend_row(line, words)
-            if len(self._row) < columns.num_words(self._row):
-                self._leave_out("the log ends within it")
-                return
+    def _note(self, kind: End, text: str) -> None:
+        self._state.ends.setdefault(kind, (self._at, text))
+
+    def _end_run(self, text: str, found: re.Match[str]) -> None:
+        """Take a sign that something ended the run."""
+        kind = End.LAUNCHER
+        if found[0].startswith("Test"):
+            kind = End.ECHO if found[0] == "Test failure" else End.FAILURE
+        if kind is not End.LAUNCHER:
+            if self._state.is_over:
+                self._close()  # the sign is of a program that printed nothing else
+            if self._row or text[0].isdigit():
+                # It stands right behind what was printed of a row.
+                word = "".join(text[: found.start()].split()[-1:])
+                host = word.removeprefix(self._glued_cell(word))
+                text = f"{host} {text[found.start() :]}"
             self._row = []
-        elif _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
-            return
-        self._state.warnings.append(
-            f"line {self._at} ends without a line break and may be cut: it was left out"
-        )
+        self._note(kind, text[:_MAX_QUOTED])
 
     def _comment(self, comment: str) -> None:
         words = comment.split()
@@ -211,7 +257,7 @@ class _Reader:
                 if kind == "start":
                     self._state.title = name_in(found["name"])
                 elif kind == "nThread":
-                    self._state.arguments = comment
+                    self._state.facts["arguments"] = comment
                 return
         if self._columns is None:
             self._before_table(comment)
@@ -220,8 +266,9 @@ class _Reader:
 
     def _open_run(self, kind: str) -> None:
         state = self._state
-        has_content = state.devices or state.is_headless
-        if self._columns is not None or (has_content and kind in state.banners):
+        has_content = state.listed.devices or state.is_headless
+        is_new = state.has_ended or (has_content and kind in state.banners)
+        if self._columns is not None or is_new:
             self._close()
         elif not state.banners:
             state.first_line = self._at
@@ -233,9 +280,9 @@ class _Reader:
             self._close()
             if not state.is_over:
                 # The same program goes on: its ranks are still the same.
-                self._state.devices, self._state.listed = state.devices, state.listed
+                self._state.listed = state.listed
                 self._state.title, self._state.mention = state.title, state.mention
-        elif not state.banners and not state.devices:
+        elif not state.banners and not state.listed.devices:
             state.first_line = self._at
         self._state.has_table = self._state.is_headless = True
         self._columns = _parse_header(words, self._state.places)
@@ -245,8 +292,11 @@ class _Reader:
         if self._row and self._columns is not None:
             self._take_row(self._columns)
         state = self._state
-        if self._columns is not None or state.banners or state.is_headless:
+        has_begun = self._columns is not None or state.banners or state.is_headless
+        if has_begun or state.has_ended:
             self.runs.append(state.finish(self._test))
+            run = f"{self._source}:{self._at - 1}: run {len(self.runs)}"
+            self.cuts += [f"{run} {each}" for each in state.missing()]
         self._state, self._columns = ParserState(self._source, self._at), None
 
     def _before_table(self, comment: str) -> None:
@@ -256,8 +306,6 @@ class _Reader:
         elif not state.add_device(comment):
             places = [each.replace("-", "_") for each in _PLACES.findall(comment)]
             state.places = places or state.places
-        elif comment.endswith("..."):
-            state.is_list_cut = True
 
     def _below_table(self, comment: str) -> None:
         name, colon, value = (part.strip() for part in comment.partition(":"))
@@ -268,23 +316,13 @@ class _Reader:
             if name not in (AVERAGE, OUT_OF_BOUNDS):
                 return
             self._take_row(self._columns)
-        self._state.add_footer(name, value)
+        self._state.add_footer(name, value, self._at)
         if name == "error":
-            self._state.warnings.append(f"line {self._at}: {value}")
-
-    def _elision(self) -> None:
-        state = self._state
-        if self._columns is not None and not state.is_over:
-            if self._row:
-                self._take_row(self._columns)
-            state.has_gap = True
-            state.warnings.append(f"line {self._at}: rows were left out here")
-        elif state.devices:
-            state.is_list_cut = True
+            self._state.failures.append((self._at, f"error: {value}"))
 
     def _outside(self, text: str) -> None:
         """Take a line outside a table, where a row is an error."""
-        words = text.split()
+        words = text.split() if text[0].isdigit() else []
         if len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words):
             if not self._state.is_headless:
                 self._state.is_headless = True
@@ -294,14 +332,19 @@ class _Reader:
                     f"(# size count type ...), got {text[:60]!r} without one",
                 )
             return
-        if not self._state.mention and (found := _PROGRAM.search(text)):
-            self._state.mention = name_in(found[1])
-        if text.endswith("...") and self._state.devices:
-            self._state.is_list_cut = True
+        if not self._state.mention and "_perf" in text:
+            found = _PROGRAM.search(text)
+            self._state.mention = name_in(found[1] if found else "")
 
     def _inside(self, line: str, columns: "_Columns") -> None:
         text = line.split("#", 1)[0]
         words = text.split()
+        if line.endswith(_DOTS) and not text.strip(" .\u2026"):
+            if self._row:
+                self._take_row(columns)
+            self._state.has_gap = True
+            self._state.warnings.append(f"line {self._at}: rows were left out here")
+            return
         if not (self._row and all(map(_REST.fullmatch, words))):
             if not _claims_to_be_row(words):
                 if len(self._state.strays) < _MAX_STRAYS:
@@ -309,17 +352,14 @@ class _Reader:
                 return
             if self._row:
                 self._take_row(columns)
-        self._extend_row(text, words)
-        num_blank = len(columns.sides[0][1]) if self._has_gap else 0
-        if len(self._row) >= columns.num_words(self._row) - num_blank:
-            self._take_row(columns)
-
-    def _extend_row(self, text: str, words: list[str]) -> None:
         has_gap = _GAP in text.strip()
         if not self._row:
             self._row_at, self._has_gap = self._at, has_gap
         self._row += words
         self._has_gap |= has_gap
+        num_blank = columns.num_first if self._has_gap else 0
+        if len(self._row) >= columns.num_words(self._row) - num_blank:
+            self._take_row(columns)
 
     def _take_row(self, columns: "_Columns") -> None:
         try:
@@ -331,17 +371,22 @@ class _Reader:
                     f"its operation must be there as above it, got {row.redop!r}"
                 )
         except UsageError as error:
-            self._leave_out(str(error))
+            self._report(self._row_at, f"a row was left out: {error}")
             return
-        self._row = []
+        finally:
+            self._row = []
         self._state.rows.append(row)
+        self._state.lines.append(self._row_at)
         self._state.extras.append(extras)
+
+
+def _find_end(text: str) -> re.Match[str] | None:
+    return _ENDS.search(text) or _LAUNCHERS.match(text)
 
 
 def _claims_to_be_row(words: list[str]) -> bool:
     """Say whether a line of a table begins as a row, or is full of numbers as one."""
-    begins = len(words) > 1 and words[0].isdecimal() and words[1].isdecimal()
-    if begins:
+    if len(words) > 1 and words[0].isdecimal() and words[1].isdecimal():
         return True
     num_numbers = sum(_CELLS.fullmatch(word) is not None for word in words)
     return 2 * num_numbers >= max(len(words), 1)
@@ -351,9 +396,11 @@ class _Columns(NamedTuple):
     """What a table's header promises."""
 
     has_root: bool
-    # The halves' places and the names of their columns.
-    sides: tuple[tuple[str, tuple[str, ...]], ...]
-    tail: tuple[str, ...]  # columns after the halves; ``timestamp`` has two words a row
+    # Of the numbers at the right end of a row: ``in_place.busbw``, ``%limit``, ...
+    keys: tuple[str, ...]
+    further: tuple[str, ...]  # those that no ``Side`` has
+    num_first: int  # how many are of the first of two halves, which may be blank
+    stamp_at: int  # among the numbers, the two words of a timestamp; -1 for none
     num_numbers: int  # words at the right end of a row, from the first half on
 
     def num_words(self, words: Sequence[str]) -> int:
@@ -363,78 +410,50 @@ class _Columns(NamedTuple):
 
 
 def _parse_header(words: Sequence[str], places: Sequence[str]) -> _Columns:
-    names = [word.lower() for word in words]
+    # Without its ``#`` where they were all taken away.
+    names = ["#wrong" if word == "wrong" else word.lower() for word in words]
     starts = [index for index, name in enumerate(names) if name in _TIMES]
+    problem = ""
     if names[:3] != ["size", "count", "type"] or not 1 <= len(starts) <= 2:
-        raise UsageError(
-            "header of a table must be size, count, type and one or two halves from "
-            f"time on, got {' '.join(words)!r}."
-        )
-    if len(names) > _MAX_COLUMNS:
-        raise UsageError(
-            f"header of a table must have at most {_MAX_COLUMNS} columns, "
-            f"got {len(names)}"
-        )
+        problem = "be size, count, type and one or two halves from time on"
+    elif len(names) > _MAX_COLUMNS:
+        problem = f"have at most {_MAX_COLUMNS} columns"
+    if problem:
+        raise UsageError(f"header of a table must {problem}, got {' '.join(words)!r}.")
     end = starts[-1]
     while end < len(names) and names[end] in _OF_A_SIDE:
         end += 1
-    halves = [tuple(names[a:b]) for a, b in itertools.pairwise([*starts, end])]
+    halves = [names[a:b] for a, b in itertools.pairwise([*starts, end])]
     if any("busbw" not in half or "algbw" not in half for half in halves):
         raise UsageError(
             f"each half of a table must have algbw and busbw, got {' '.join(words)!r}."
         )
     titles = places if len(places) == len(halves) else PLACES[: len(halves)]
-    sides = tuple(zip(titles, halves, strict=True))
-    tail = tuple(names[end:])
-    num_numbers = len(names) - starts[0] + tail.count("timestamp")
-    return _Columns("root" in names[: starts[0]], sides, tail, num_numbers)
+    keys = [
+        f"{place}.{_UNITS.get(name, name)}"
+        for place, half in zip(titles, halves, strict=True)
+        for name in half
+    ]
+    num_sides, tail = len(keys), names[end:]
+    for index, name in enumerate(tail):
+        # A column that comes once for each half belongs to that half.
+        is_twice = tail.count(name) == len(halves) == 2
+        place = f"{titles[tail[:index].count(name)]}." if is_twice else ""
+        keys += [f"{place}{name}"] if name != "timestamp" else []
+    stamp_at = num_sides + tail.index("timestamp") if "timestamp" in tail else -1
+    num_first = len(halves[0]) if len(halves) == 2 else 0
+    further = tuple(key for key in keys if key not in itertools.chain(*_FIGURES))
+    has_root = "root" in names[: starts[0]]
+    num_numbers = len(keys) + (2 if stamp_at >= 0 else 0)
+    return _Columns(has_root, tuple(keys), further, num_first, stamp_at, num_numbers)
 
 
 def _parse_row(
     words: Sequence[str], columns: _Columns, *, has_gap: bool
 ) -> tuple[Row, dict[str, Extra]]:
-    head, numbers, is_half = _divide(words, columns, has_gap=has_gap)
-    operation, root = _operation_and_root(head[3:])
-    for name, word in zip(("size", "count"), head, strict=False):
-        if _INTEGER.fullmatch(word) is None:
-            raise UsageError(f"{name} of a row must be an integer, got {word!r}.")
-    dtype = head[2]
-    if _WORD.fullmatch(dtype) is None or dtype in _OPERATIONS:
-        raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
-    extras: dict[str, Extra] = {}
-    sides: dict[str, Side] = {}
-    rest = iter(numbers)
-    for place, names in columns.sides[is_half:]:
-        cells = {name: _number(name, next(rest)) for name in names}
-        more = {n: v for n, v in cells.items() if n in _UNITS and v is not None}
-        extras |= {f"{place}.{_UNITS[name]}": value for name, value in more.items()}
-        sides[place] = Side(*map(cells.get, ("time", "algbw", "busbw", "#wrong")))
-    # A column that comes once for each half belongs to that half.
-    places = [place for place, _ in columns.sides]
-    seen: Counter[str] = Counter()
-    for name in columns.tail:
-        if name == "timestamp":
-            extras[name] = f"{next(rest)} {next(rest)}"
-            continue
-        is_twice = columns.tail.count(name) == len(places) == 2
-        number = _number(name, next(rest).removesuffix("%"))
-        if number is not None:
-            extras[f"{places[seen[name]]}.{name}" if is_twice else name] = number
-        seen[name] += 1
-    size_bytes, count = int(head[0]), int(head[1])
-    halves = (sides.get(place) for place in PLACES)
-    return Row(size_bytes, count, dtype, operation, root, *halves), extras
-
-
-def _divide(
-    words: Sequence[str], columns: _Columns, *, has_gap: bool
-) -> tuple[Sequence[str], Sequence[str], bool]:
-    """Return a row's head, its numbers, and whether its first half was left blank."""
-    needed, num_numbers = columns.num_words(words), columns.num_numbers
-    first = len(columns.sides[0][1])
-    is_half = has_gap and len(columns.sides) == 2 and len(words) == needed - first
-    if is_half:
-        num_numbers -= first
+    needed = columns.num_words(words)
+    is_half = has_gap and len(words) == needed - columns.num_first
+    num_blank = columns.num_first if is_half else 0
     # Old tables put a root where their header has no column for it.
     has_stray_root = not columns.has_root and len(words) == needed + 1
     if not (is_half or has_stray_root or len(words) == needed):
@@ -442,7 +461,30 @@ def _divide(
             f"row must have {needed} cells, as its header has, got {len(words)}: "
             f"{' '.join(words)[:90]!r}."
         )
-    return words[:-num_numbers], words[-num_numbers:], is_half
+    split = len(words) - columns.num_numbers + num_blank
+    head, cells = words[:split], [*words[split:]]
+    for name, word in zip(("size", "count"), head, strict=False):
+        if _INTEGER.fullmatch(word) is None:
+            raise UsageError(f"{name} of a row must be an integer, got {word!r}.")
+    dtype, (operation, root) = head[2], _operation_and_root(head[3:])
+    if _WORD.fullmatch(dtype) is None or dtype in _OPERATIONS:
+        raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
+    extras: dict[str, Extra] = {}
+    if columns.stamp_at >= 0:
+        start = columns.stamp_at - num_blank
+        extras["timestamp"] = " ".join(cells[start : start + 2])
+        del cells[start : start + 2]
+    keys = columns.keys[num_blank:]
+    numbers = dict(zip(keys, map(_number, keys, cells), strict=True))
+    halves = [
+        Side(*map(numbers.get, figures)) if figures[2] in numbers else None
+        for figures in _FIGURES
+    ]
+    for key in columns.further:
+        if (number := numbers.get(key)) is not None:
+            extras[key] = number
+    size_bytes, count = int(head[0]), int(head[1])
+    return Row(size_bytes, count, dtype, operation, root, *halves), extras
 
 
 def _operation_and_root(words: Sequence[str]) -> tuple[str, int | None]:
@@ -460,10 +502,11 @@ def _operation_and_root(words: Sequence[str]) -> tuple[str, int | None]:
     return operation, root
 
 
-def _number(name: str, word: str) -> float | None:
+def _number(key: str, word: str) -> float | None:
     if word in _NOTHING:
         return None
-    bare = word.rstrip("*")  # how rccl-tests marks an error above its threshold
+    bare = word.rstrip("*%")  # old releases mark an error above their threshold with *
     if _NUMBER.fullmatch(bare) is None:
+        name = key.rpartition(".")[2]
         raise UsageError(f"{name} of a row must be a number, got {word!r}.")
     return float(bare)

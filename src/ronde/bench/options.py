@@ -31,7 +31,7 @@ class Exit(IntEnum):
     TIMEOUT = 4
     UNSUPPORTED = 5
     USAGE = 6
-    FAILED = 7  # wrong values, or less bandwidth than was asked for
+    FAILED = 7  # wrong values, less bandwidth than was asked for, or a run that failed
     INTERRUPTED = 130
 
 
@@ -177,30 +177,23 @@ measurement (nccl-tests' flags):
                         iterations that -I leaves out of its summary (default: 0)
 
 output (nccl-tests' flags):
-  -C, --report_cputime N
-                        1: show how long the calls took to return (default: 0)
-  -S, --report_timestamps N
-                        1: end each row with the time of day (default: 0)
-  -M, --memory N        1: show at the end how much memory was used (default: 0)
-  -J, --output_file FILE
-                        write nccl-tests' JSON to FILE, which must end in .json
+  -C, --report_cputime N      1: show how long the calls took to return (default: 0)
+  -S, --report_timestamps N   1: end each row with the time of day (default: 0)
+  -M, --memory N              1: show at the end how much memory was used (default: 0)
+  -J, --output_file FILE      write nccl-tests' JSON to FILE, which must end in .json
 
 ranks (nccl-tests' flags):
   -t, --nthreads N      start t x g ranks (default: 1)
   -g, --ngpus N         see -t (default: 1)
 
 for NCCL (nccl-tests' flags):
-  -x, --cta_policy N    NCCL's CTA policy: 0, 1 or 2
-  -y, --stream_null N   accepted: operations run on the current stream
-  -p, --parallel_init N
-                        ignored
-  -V, --device_cta_count N
-                        ignored
-  -G, --cudagraph N     not supported: an error if above 0
-  -R, --local_register N
-                        not supported: an error if above 0
-  -D, --device_implementation N
-                        not supported: an error if above 0
+  -x, --cta_policy N             NCCL's CTA policy: 0, 1 or 2
+  -y, --stream_null N            accepted: operations run on the current stream
+  -p, --parallel_init N          ignored
+  -V, --device_cta_count N       ignored
+  -G, --cudagraph N              not supported: an error if above 0
+  -R, --local_register N         not supported: an error if above 0
+  -D, --device_implementation N  not supported: an error if above 0
 
 types and operations:
   -d, --datatype, --dtype NAME

@@ -141,19 +141,22 @@ def _device(info: RankInfo, options: Options, variables: Variables) -> torch.dev
             "engine must be auto or nccl for --device cuda, got "
             f"{', '.join(options.engines.names)}. Give --device cpu."
         )
-    num_devices = torch.cuda.device_count()
+    index = variables.first_device or 0
+    index += 0 if options.is_gpu_shared else info.local_rank
+    return cuda_device(index, info.local_rank, "start fewer ranks, or give --share-gpu")
+
+
+def cuda_device(index: int, local_rank: int, cure: str) -> torch.device:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not num_devices:
         raise UsageError(
             "--device cuda and --engine nccl need a GPU that torch can use, got none. "
             "Give --device cpu, or install a torch that was built for CUDA."
         )
-    first = variables.first_device or 0
-    index = first if options.is_gpu_shared else first + info.local_rank
     if index >= num_devices:
         raise UsageError(
-            f"ranks on a host must be at most its GPUs: device {index} for local rank "
-            f"{info.local_rank}, got {num_devices} GPUs. Start fewer ranks, or give "
-            "--share-gpu."
+            f"ranks of a host must be at most its CUDA devices, {num_devices}, got "
+            f"local rank {local_rank} for device {index}. Give --device cpu, or {cure}."
         )
     return torch.device("cuda", index)
 
@@ -165,10 +168,7 @@ def _describe(rank: int, group: int, device: torch.device) -> Device:
         cuda: Any = torch.cuda
         facts: Any = cuda.get_device_properties(device)
         index, name = device.index, facts.name
-        place = (
-            int(getattr(facts, "pci_domain_id", 0)),
-            int(getattr(facts, "pci_bus_id", 0)),
-            int(getattr(facts, "pci_device_id", 0)),
-        )
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        place = tuple(int(getattr(facts, each, 0)) for each in names)
     bus_id = "{:04x}:{:02x}:{:02x}".format(*place)
     return Device(rank, group, os.getpid(), socket.gethostname(), index, bus_id, name)

@@ -13,6 +13,7 @@ from ronde.errors import UsageError
 from ronde.plain_values import from_plain
 from ronde.records import MachineRecord, Record
 from ronde.topology.limits import Limit
+from ronde.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,13 @@ class Side:
     algbw_gb_per_s: float | None  # bytes of the operation by its time
     busbw_gb_per_s: float | None
     num_wrong: float | None  # elements, over all ranks; None where nothing was checked
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether time and rates are finite numbers of at least 0, or not there."""
+        time_us, algbw = self.time_us or 0.0, self.algbw_gb_per_s or 0.0
+        is_time, is_rate = 0 <= time_us < math.inf, 0 <= algbw < math.inf
+        return is_time and is_rate and 0 <= (self.busbw_gb_per_s or 0.0) < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,10 @@ class Row:
 
     def sides(self) -> list[Side]:
         return [side for side in (self.out_of_place, self.in_place) if side is not None]
+
+    @property
+    def shown_root(self) -> int:
+        return -1 if self.root is None else self.root
 
 
 PLACES = ("out_of_place", "in_place")
@@ -87,6 +99,7 @@ class Run:
     num_out_of_bounds: int | None = None  # failed checks that the run stated itself
     is_complete: bool = True  # whether it ran to its end and all rows are here
     warnings: tuple[str, ...] = ()  # what is odd about it, one sentence each
+    failures: tuple[str, ...] = ()  # what ended it, and wrong values
     engine: str = ""  # what moved the bytes; empty where it is unknown
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -99,6 +112,24 @@ class Run:
         counts = [side.num_wrong for row in self.rows for side in row.sides()]
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
+
+    def bad_values(self) -> list[tuple[int, str]]:
+        """Return what no good run has, each with the index of the first such row."""
+        wrong = f"{self.num_wrong() or 0:g} wrong elements"
+        unreal = "a time or rate that is negative or no number"
+        found: dict[str, list[int]] = {wrong: [], unreal: []}
+        for index, row in enumerate(self.rows):
+            for side in row.sides():
+                if side.num_wrong:
+                    found[wrong].append(index)
+                if not side.is_measured:
+                    found[unreal].append(index)
+        bad: list[tuple[int, str]] = []
+        for what, (first, *more) in ((w, each) for w, each in found.items() if each):
+            row, rows = self.rows[first], counted(len({first, *more}), "row")
+            where = f"the first of {row.size_bytes} bytes, {row.dtype} {row.redop}"
+            bad.append((first, f"{what} in {rows}, {where}"))
+        return bad
 
 
 KIND = "bench"
@@ -117,10 +148,9 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
 def from_record(record: Record) -> Run:
     if record.kind != KIND:
         raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
-    values = {
-        name: _numbers(value) if name in _MEASURED else value
-        for name, value in record.values.items()
-    }
+    values: dict[str, Any] = {"failures": []}  # records of before have none
+    for name, value in record.values.items():
+        values[name] = _numbers(value) if name in _MEASURED else value
     try:
         return from_plain(Run, values, "a run")
     except ValueError as error:
@@ -295,5 +325,10 @@ class Ending:
         return average >= 0.9 * self.least_busbw_gb_per_s
 
     @property
-    def is_failed(self) -> bool:
-        return self.totals.num_failed > 0 or self.is_fast_enough is False
+    def failures(self) -> tuple[str, ...]:
+        found = list(self.errors)
+        if self.totals.num_failed:
+            found.append(f"checks that failed: {self.totals.num_failed}")
+        if self.is_fast_enough is False:
+            found.append("the average busbw is below 0.9 of NCCL_TESTS_MIN_BW")
+        return tuple(found)

@@ -13,7 +13,7 @@ from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, meet_ranks
 from ronde.bench.results import Heading
 from ronde.bench.sweeps import Case, RowBench
-from ronde.bench.timing import Clock, CudaEvent, Expired, Watchdog
+from ronde.bench.timing import Clock, Expired, Watchdog
 from ronde.bench.variables import Variables
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
@@ -140,7 +140,16 @@ def _clock(ranks: Ranks) -> Clock:
     if device.type != "cuda":
         # CPU tensors are done when the call returns.
         return Clock(lambda: None, barrier)
-    return Clock(lambda: torch.cuda.synchronize(device), barrier, CudaEvent)
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        return begun.elapsed_time(ended) / 1e3
+
+    return Clock(lambda: torch.cuda.synchronize(device), barrier, mark, between)
 
 
 def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:

@@ -10,30 +10,14 @@ import gc
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle, islice
 from statistics import fmean
-from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol, Self
-
-import torch
+from time import perf_counter, perf_counter_ns
+from typing import Any, NamedTuple
 
 from ronde.bench.operations import Operation
 from ronde.bench.options import TimingLoop
-
-
-class CudaEvent:
-    """The moment at which the current stream has done all it was given so far."""
-
-    def __init__(self) -> None:
-        # torch gives its events no type.
-        cuda: Any = torch.cuda
-        self._event: Any = cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def seconds_to(self, later: Self) -> float:
-        return float(self._event.elapsed_time(later._event)) / 1e3
-
 
 Expired = Callable[[str], None]
 
@@ -72,29 +56,15 @@ class Elapsed(NamedTuple):
     iterations_s: tuple[float, ...] = ()  # each iteration, where that was asked for
 
 
-class TimingEvent(Protocol):
-    """A moment on the device."""
-
-    def seconds_to(self, later: Self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class HostEvent:
-    """A moment on the host: for devices that are done when a call returns."""
-
-    at_ns: int = field(default_factory=perf_counter_ns)
-
-    def seconds_to(self, later: Self) -> float:
-        return (later.at_ns - self.at_ns) / 1e9
-
-
 @dataclass(frozen=True, slots=True)
 class Clock:
     """How this device is timed."""
 
     synchronize: Operation  # waits for all that the device was given
     barrier: Operation  # waits for all ranks
-    mark: Callable[[], TimingEvent] = HostEvent
+    # A moment, and the seconds between two: on the host, or of the device's stream.
+    mark: Callable[[], Any] = perf_counter
+    between: Callable[[Any, Any], float] = lambda begun, ended: ended - begun
 
     def time(self, operations: Sequence[Operation], loop: TimingLoop) -> Elapsed:
         """Run the operations in turn, ``iterations`` times ``aggregated`` in all."""
@@ -113,7 +83,7 @@ class Clock:
 
     def _in_steps(self, calls: Sequence[Operation], loop: TimingLoop) -> Elapsed:
         is_closed = loop.blocking == WAIT_AND_BARRIER_OUTSIDE
-        marks: list[tuple[TimingEvent, TimingEvent]] = []
+        marks: list[tuple[Any, Any]] = []
         untimed = 0
         start = perf_counter_ns()
         begun = self.mark() if loop.is_each_timed else None
@@ -139,7 +109,7 @@ class Clock:
         called = perf_counter_ns()
         self.synchronize()
         end = perf_counter_ns()
-        iterations_s = tuple(begun.seconds_to(ended) for begun, ended in marks)
+        iterations_s = tuple(self.between(begun, ended) for begun, ended in marks)
         total_s, called_s = end - start - untimed, called - start - untimed
         return Elapsed(total_s / 1e9, called_s / 1e9, iterations_s)
 

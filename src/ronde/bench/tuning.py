@@ -98,36 +98,31 @@ def _time(
     benches: Mapping[str, _Bench], name: str, num_bytes: int, effort: Effort
 ) -> dict[str, float]:
     calls = {label: bench.call(name, num_bytes) for label, bench in benches.items()}
-    meeting = next(iter(benches.values())).communicator
+    meeting, clock = next(iter(benches.values())).communicator, effort.clock
+
+    def seconds(call: Call, count: int) -> float:
+        meeting.barrier().wait()
+        start = clock()
+        for _ in range(count):
+            call()
+        return (clock() - start) / count
+
+    def slowest(own: Sequence[float]) -> list[float]:
+        """Return the slowest rank's, on all ranks: what is derived from it is equal."""
+        tensor = torch.tensor(own, dtype=torch.float64)
+        meeting.all_reduce(tensor, ReduceOp.MAX).wait()
+        return [max(float(value), 1e-9) for value in tensor]
+
     for call in calls.values():
         call()
-    clock = effort.clock
-    once = [_seconds(meeting, call, 1, clock) for call in calls.values()]
-    once = _agreed(meeting, once)
+    once = slowest([seconds(call, 1) for call in calls.values()])
     counts = [max(1, min(1000, int(effort.seconds / s))) for s in once]
-    rounds: list[list[float]] = []
-    for _ in range(effort.rounds):
-        measured = zip(calls.values(), counts, strict=True)
-        rounds.append([_seconds(meeting, *each, clock) for each in measured])
+    rounds = [
+        [seconds(*each) for each in zip(calls.values(), counts, strict=True)]
+        for _ in range(effort.rounds)
+    ]
     medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
-    return dict(zip(calls, _agreed(meeting, medians), strict=True))
-
-
-def _seconds(
-    meeting: Communicator, call: Call, count: int, clock: Callable[[], float]
-) -> float:
-    meeting.barrier().wait()
-    start = clock()
-    for _ in range(count):
-        call()
-    return (clock() - start) / count
-
-
-def _agreed(meeting: Communicator, seconds: Sequence[float]) -> list[float]:
-    """Return the slowest rank's, on all ranks: what is derived from it is equal."""
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    meeting.all_reduce(slowest, ReduceOp.MAX).wait()
-    return [max(float(value), 1e-9) for value in slowest]
+    return dict(zip(calls, slowest(medians), strict=True))
 
 
 def _table(times: Times, effort: Effort) -> EngineTable:

@@ -22,6 +22,12 @@ SHOWN = (
 )  # What a result may quote. nccl-tests writes down all variables, secrets included.
 
 _SPLIT = re.compile(r"\s*(AND|OR|MOD|DIV|[&|%/])\s*(\w+)\s*", re.IGNORECASE)
+_OPERATORS = {
+    "AND": int.__and__,
+    "OR": int.__or__,
+    "MOD": int.__mod__,
+    "DIV": int.__floordiv__,
+}
 _SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
 
 
@@ -32,15 +38,7 @@ class Split(NamedTuple):
     operand: int  # what it is done with
 
     def colour_of(self, rank: int) -> int:
-        match self.operator:
-            case "AND":
-                return rank & self.operand
-            case "OR":
-                return rank | self.operand
-            case "MOD":
-                return rank % self.operand
-            case _:
-                return rank // self.operand
+        return _OPERATORS[self.operator](rank, self.operand)
 
 
 class Variables(NamedTuple):

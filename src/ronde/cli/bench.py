@@ -3,7 +3,7 @@
 import argparse
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,12 +12,7 @@ from ronde.bench.catalog import largest_row, require_room
 from ronde.bench.options import HELP, Exit, Options, UnsupportedError, parse
 from ronde.bench.training.catalogue import MODELS
 from ronde.bench.training.outcome import (
-    DeviceKind,
-    Dtype,
-    InputKind,
-    OptimizerKind,
     TrainOptions,
-    WireFormat,
     find_model,
 )
 from ronde.bench.variables import read_variables
@@ -260,7 +255,7 @@ def run_train(words: Sequence[str]) -> int:
         engine = options.engine or info.engine
         size = given.num_proc
         if size is None:
-            is_cpu = given.device == DeviceKind.CPU
+            is_cpu = given.device == "cpu"
             size = count_cores() if is_cpu else count_slots(own_environment())
         if size < 1:
             raise UsageError(f"-n must be at least 1, got {size}. Type: -n 2")
@@ -313,24 +308,14 @@ def _show_progress(num_done: int, num_blocks: int) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
-_KINDS: Mapping[str, Callable[[Any], Any]] = {
-    "dtype": Dtype,
-    "device": DeviceKind,
-    "optimizer": OptimizerKind,
-    "compression": WireFormat,
-    "input": InputKind,
-    **dict.fromkeys(("batch", "rounds", "steps", "warmup"), int),
-}
-
-
 def _options(given: argparse.Namespace) -> TrainOptions:
     model = find_model(given.model)
     # What is left out is as ``TrainOptions`` has it.
     named: dict[str, Any] = {"batch": model.batch}
-    for name, kind in _KINDS.items():
+    names = "batch rounds steps warmup dtype device optimizer compression input"
+    for name in names.split():
         value = getattr(given, name)
-        if value is not None:
-            named[name] = kind(value)
+        named |= {} if value is None else {name: value}
     return TrainOptions(
         model=model,
         engine=require_engine(given.engine, "--engine") if given.engine else "",

@@ -119,7 +119,7 @@ def _sweep(
     reporter.end(ending)
     if ending.errors:
         return Exit.INTERRUPTED
-    return Exit.FAILED if ending.is_failed else Exit.OK
+    return Exit.FAILED if ending.failures else Exit.OK
 
 
 def _memory(session: BenchSession) -> str:
@@ -272,7 +272,7 @@ class Reporter:
                 is_complete=not ending.errors,
                 average_busbw_gb_per_s=totals.average_busbw_gb_per_s,
                 num_out_of_bounds=totals.num_failed,
-                warnings=ending.errors,
+                failures=ending.failures,
             )
             append_record(Path(shown.record_path), results.to_record(run))
         if shown.plot_path:

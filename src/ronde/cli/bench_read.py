@@ -19,7 +19,7 @@ from ronde.render.bench_tables import draw_comparison, draw_rows, draw_runs
 _MAX_DAMAGE = 20
 _READING = """\
   --test NAME   collective of logs that do not name it, as all_reduce
-  --partial     exit with 0 although a log is damaged or cut
+  --partial     exit with 0 although a log is damaged or cut; not if a run failed
   -h, --help    show this help and exit
 """
 _READ_HELP = f"""\
@@ -37,8 +37,11 @@ ratio of busbw to algbw; a range means that rounding hides the exact number. A r
 complete if it has its footer and all its rows.
 
 What is damaged or cut is left out and reported with its line, and the rest is given.
+A run failed if it has wrong elements, a rate or average that is no number, or less
+bandwidth than NCCL_TESTS_MIN_BW, or if the log shows what ended it: nccl-tests' "Test
+failure", or a process that a launcher saw killed. The reason is quoted with its line.
 
-exit code: 0; 6 if a log is damaged or cut.
+exit code: 0; 6 if a log is damaged or cut; 7 if a run failed, as of ronde bench itself.
 
 examples:
   ronde bench read slurm-1234.out --rows
@@ -57,8 +60,8 @@ Rows are matched by test, type, operation, root and size; where no size is in bo
 highest busbw of each is compared. The ratio is B's busbw divided by A's; with equal
 numbers of ranks it is computed from the times, which have more digits.
 
-exit code: 0; 7 if the geometric mean of the ratios is below --fail-below; 6 if a log is
-damaged or cut.
+exit code: 0; 6 if a log is damaged or cut; 7 if a run failed, as for ronde bench read,
+or if the geometric mean of the ratios is below --fail-below.
 
 example:
   ronde bench compare before.log after.log --fail-below 0.95
@@ -107,13 +110,14 @@ def run_compare(words: Sequence[str]) -> int:
     first, second = logs = _read(options, names)
     comparison = compare(first.runs, second.runs)
     print(draw_comparison(comparison, names), end="")
-    mean = comparison.mean_ratio()
+    mean, status = comparison.mean_ratio(), _end(options, logs)
+    if mean is None and status == Exit.FAILED:
+        return status
     if mean is None:
         raise UsageError(
             "two results must have rows of the same test, type, operation and root to "
             "be compared, got none. If a log does not name its test, give --test."
         )
-    status = _end(options, logs)
     # A ratio that is no number is below everything.
     if options.fail_below is None or mean >= options.fail_below:
         return status
@@ -122,11 +126,15 @@ def run_compare(words: Sequence[str]) -> int:
 
 
 def _end(options: argparse.Namespace, logs: Sequence[Log]) -> int:
-    damage = [each for log in logs for each in log.damage]
-    for each in damage[:_MAX_DAMAGE]:
+    failures = [each for log in logs for run in log.runs for each in run.failures]
+    damage = [each for log in logs for each in (*log.damage, *log.cuts)]
+    found = failures + damage
+    for each in found[:_MAX_DAMAGE]:
         print(f"ronde: {each}", file=sys.stderr)
-    if (more := len(damage) - _MAX_DAMAGE) > 0:
-        print(f"ronde: and {more} more damaged places", file=sys.stderr)
+    if (more := len(found) - _MAX_DAMAGE) > 0:
+        print(f"ronde: and {more} more", file=sys.stderr)
+    if failures:
+        return Exit.FAILED
     return Exit.USAGE if damage and not options.partial else Exit.OK
 
 

@@ -32,8 +32,8 @@ _KEY = "{:>12}  {:>8}  {:>6}  {:>4}"
 def facts_lines(heading: results.Heading) -> list[str]:
     options = heading.options
     sweep, loop = options.sweep, options.loop
-    is_by_factor = sweep.factor > 1
-    step = f"{sweep.factor}(factor)" if is_by_factor else f"{sweep.step_bytes}(bytes)"
+    step = f"{sweep.step_bytes}(bytes)"
+    step = f"{sweep.factor}(factor)" if sweep.factor > 1 else step
     versions = " ".join(f"{k}={v}" for k, v in heading.versions.items())
     settings = (
         f"# nThread {options.num_threads} nGpus {options.num_gpus} "
@@ -70,10 +70,8 @@ def _comments(heading: results.Heading) -> list[str]:
         lines.append(f"limit: busbw at most {limit.bus_bandwidth_gb_per_s:.2f} GB/s")
         lines.append(f"limit: set by {limit.link}")
         if limit.practical_gb_per_s is not None:
-            lines.append(
-                f"limit: NCCL counts on {limit.practical_gb_per_s:.2f} GB/s, set by "
-                f"{limit.practical_link}"
-            )
+            rate = f"NCCL counts on {limit.practical_gb_per_s:.2f} GB/s"
+            lines.append(f"limit: {rate}, set by {limit.practical_link}")
         lines += [f"limit: {limit.note}"] if limit.note else []
     return [f"# {line}" for line in lines]
 
@@ -91,8 +89,8 @@ def heading_lines(heading: results.Heading) -> list[str]:
         halves += "in-place (+ per-iteration)"
     first = [("size", 10), ("count", 12), ("type", 8), ("redop", 6), ("root", 6)]
     below = [("(B)", 10), ("(elements)", 12), ("", 8), ("", 6), ("", 6)]
-    stamp = "timestamp".rjust(_STAMP_WIDTH) if shown.has_timestamps else ""
-    format_ = _STAMP.rjust(_STAMP_WIDTH) if shown.has_timestamps else ""
+    stamp, format_ = ("timestamp", _STAMP) if shown.has_timestamps else ("", "")
+    width = _STAMP_WIDTH if shown.has_timestamps else 0
     titled, percent = ("  %limit", "     (%)") if heading.limit else ("", "")
 
     def cells(parts: Iterable[tuple[str, int]]) -> str:
@@ -101,17 +99,16 @@ def heading_lines(heading: results.Heading) -> list[str]:
     return [
         *facts_lines(heading),
         f"# {cells(('', width) for _, width in first)}{halves}",
-        f"# {cells([*first, *side, *side])} {stamp}{titled}",
-        f"# {cells([*below, *units, *units])} {format_}{percent}",
+        f"# {cells([*first, *side, *side])} {stamp:>{width}}{titled}",
+        f"# {cells([*below, *units, *units])} {format_:>{width}}{percent}",
     ]
 
 
 def row_line(measured: results.Measured, heading: results.Heading) -> str:
     row = measured.row
-    root = -1 if row.root is None else row.root
     line = (
         f"{row.size_bytes:12d}  {row.count:12d}  {row.dtype:>8}  {row.redop:>6}  "
-        f"{root:6d}{_half(measured.out_of_place)}{_half(measured.in_place)}"
+        f"{row.shown_root:6d}{_half(measured.out_of_place)}{_half(measured.in_place)}"
     )
     if heading.options.shown.has_timestamps:
         line += measured.at.strftime(_STAMP).rjust(_STAMP_WIDTH + 2)
@@ -213,8 +210,7 @@ def comparison_titles(heading: results.Heading, engines: Sequence[str]) -> list[
 
 def compared_line(compared: Compared) -> str:
     row = next(iter(compared.rows.values()))
-    root = -1 if row.root is None else row.root
-    line = "  " + _KEY.format(row.size_bytes, row.dtype, row.redop, root)
+    line = "  " + _KEY.format(row.size_bytes, row.dtype, row.redop, row.shown_root)
     for engine in compared.rows:
         side = compared.side(engine)
         time = number(side.time_us or 0.0, _TIME)
@@ -267,15 +263,11 @@ class JsonReport:
 
     def end(self, ending: results.Ending) -> None:
         totals, fast = ending.totals, ending.is_fast_enough
+        num_failed, average = totals.num_failed, totals.average_busbw_gb_per_s
+        is_fast = "unchecked" if fast is None else _bool(fast)
         tail = {
-            "out_of_bounds": {
-                "count": totals.num_failed,
-                "okay": _bool(totals.num_failed == 0),
-            },
-            "average_bus_bandwidth": {
-                "bandwidth": totals.average_busbw_gb_per_s,
-                "okay": "unchecked" if fast is None else _bool(fast),
-            },
+            "out_of_bounds": {"count": num_failed, "okay": _bool(num_failed == 0)},
+            "average_bus_bandwidth": {"bandwidth": average, "okay": is_fast},
             "errors": list(ending.errors),
             "end_time": ending.ended_at.strftime(_STAMP),
             "ronde": _ours(self._heading, ending) | {"num_cycles": self._num_cycles},
@@ -285,14 +277,13 @@ class JsonReport:
 
     def _entry(self, measured: results.Measured) -> str:
         row = measured.row
-        root = -1 if row.root is None else row.root
         time = "cpu_time" if self._heading.options.loop.is_cpu_time else "time"
         entry: dict[str, Any] = {
             "size": row.size_bytes,
             "count": row.count,
             "type": row.dtype,
             "redop": row.redop,
-            "root": f"{root:6d}",
+            "root": f"{row.shown_root:6d}",
         }
         for place in results.PLACES:
             side, times, _ = getattr(measured, place)
@@ -317,8 +308,7 @@ def _config(heading: results.Heading) -> dict[str, Any]:
     options = heading.options
     sweep, loop = options.sweep, options.loop
     step = {"step_bytes": sweep.step_bytes}
-    if sweep.factor > 1:
-        step = {"step_factor": sweep.factor}
+    step = {"step_factor": sweep.factor} if sweep.factor > 1 else step
     names = ("rank", "group", "pid", "hostname", "device", "device_hex", "device_info")
     devices = [
         (d.rank, d.group, d.pid, d.host, d.index, d.bus_id, d.name)

@@ -117,10 +117,8 @@ def _run_cells(name: str, run: Run) -> list[str]:
 
 def _several(words: Iterable[str]) -> str:
     """Return the one word that all are, or how many there are."""
-    different = list(dict.fromkeys(words))
-    if len(different) > 1:
-        return f"{len(different)} kinds"
-    return different[0] if different else _NONE
+    different = list(dict.fromkeys(words)) or [_NONE]
+    return different[0] if len(different) == 1 else f"{len(different)} kinds"
 
 
 def _side_cells(side: Side | None) -> list[str]:

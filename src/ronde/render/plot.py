@@ -89,7 +89,13 @@ def draw(
         for axes in times:
             axes.plot([p.size_bytes for p in timed], [p.time_us for p in timed], **look)
     if limit is not None:
-        _draw_limit(bandwidth, limit)
+        rate = limit.bus_bandwidth_gb_per_s
+        label = f"limit {rate:.3g} GB/s: {shorten(limit.link, 48)}"
+        black = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+        bandwidth.axhline(rate, label=label, **black)
+        # At the left end, where small sizes leave room.
+        at = {"xy": (0, rate), "xycoords": ("axes fraction", "data")}
+        bandwidth.annotate("limit", **at, xytext=(4, 3), textcoords="offset points")
     handles, labels = bandwidth.get_legend_handles_labels()
     place = {"loc": "outside lower center", "frameon": False}
     figure.legend(handles, labels, ncols=min(len(labels), _MAX_COLUMNS), **place)
@@ -132,12 +138,3 @@ def _set_up(axes: Any, sizes: Sequence[int]) -> None:  # noqa: ANN401
     axes.grid(visible=True, which="major", color="#D8D8D8", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_limit(axes: Any, limit: Limit) -> None:  # noqa: ANN401
-    rate = limit.bus_bandwidth_gb_per_s
-    label = f"limit {rate:.3g} GB/s: {shorten(limit.link, 48)}"
-    axes.axhline(rate, color="black", linestyle="--", linewidth=1.2, label=label)
-    # At the left end, where small sizes leave room.
-    at = {"xy": (0, rate), "xycoords": ("axes fraction", "data")}
-    axes.annotate("limit", **at, xytext=(4, 3), textcoords="offset points")

@@ -18,14 +18,12 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
 import ronde.torch as hvd
+from ronde.bench.ranks import cuda_device
 from ronde.bench.timing import without_collector
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.models import build
 from ronde.bench.training.outcome import (
     DeviceKind,
-    Dtype,
-    InputKind,
-    OptimizerKind,
     Phase,
     Round,
     Setting,
@@ -33,7 +31,6 @@ from ronde.bench.training.outcome import (
     TrainingOutcome,
     TrainOptions,
     Variant,
-    WireFormat,
 )
 from ronde.errors import UsageError
 from ronde.memory import available_memory
@@ -77,7 +74,7 @@ def batches(options: TrainOptions, device: torch.device, seed: int) -> Iterator[
     inputs, labels = make_samples(options.model, num_samples, generator)
     if options.is_channels_last:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
-    while options.input is InputKind.GATHERED:
+    while options.input == "gathered":
         chosen = torch.randint(len(inputs), (size,), generator=generator)
         yield inputs[chosen], labels[chosen]
     starts = range(0, num_samples, size)
@@ -102,11 +99,6 @@ def make_samples(
 
 AUXILIARY_WEIGHT = 0.3
 """Of each auxiliary classifier in the loss. Source: Szegedy et al. 2015, section 5."""
-_COMPRESSORS = {
-    WireFormat.NONE: hvd.Compression.none,
-    WireFormat.FP16: hvd.Compression.fp16,
-    WireFormat.BF16: hvd.Compression.bf16,
-}
 
 
 class Replica:
@@ -116,7 +108,7 @@ class Replica:
         self, options: TrainOptions, device: torch.device, *, is_communicating: bool
     ) -> None:
         self._device = device
-        self._is_mixed = options.dtype is Dtype.BFLOAT16
+        self._is_mixed = options.dtype == "bfloat16"
         self._batches = batches(options, device, seed=hvd.rank())
         torch.manual_seed(0)
         self.model = build(options.model.name).to(device)
@@ -124,7 +116,7 @@ class Replica:
             cast("Any", self.model).to(memory_format=torch.channels_last)
         weights = self.model.parameters()
         optimizer: Optimizer = SGD(weights, lr=1e-3, momentum=0.9)
-        if options.optimizer is OptimizerKind.ADAM:
+        if options.optimizer == "adam":
             optimizer = Adam(self.model.parameters(), lr=1e-4)
         self._optimizer = optimizer
         if is_communicating:
@@ -132,7 +124,7 @@ class Replica:
             self._optimizer = hvd.DistributedOptimizer(
                 self._optimizer,
                 named_parameters=self.model.named_parameters(),
-                compression=_COMPRESSORS[options.compression],
+                compression=getattr(hvd.Compression, options.compression),
             )
         torch.manual_seed(hvd.rank())  # dropout: each rank drops its own
         self._call = cast("Callable[[Tensor], Tensor]", self.model)
@@ -188,14 +180,14 @@ class Footprint:
 def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
     """Return what a rank needs at least, by a forward pass on tensors without data."""
     # Workspaces, and the gradients of activations, come on top.
-    is_mixed = options.dtype is Dtype.BFLOAT16
+    is_mixed = options.dtype == "bfloat16"
     # Not the meta device: there attention keeps matrices that no real device keeps.
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         model = build(options.model.name)
         samples = [make_samples(options.model, n) for n in (1, 2)]
         one, two = (_saved_bytes(model, *each) for each in samples)
         data = sum(tensor.nbytes for tensor in samples[0])
-    num_copies = 4 if options.optimizer is OptimizerKind.ADAM else 3
+    num_copies = 4 if options.optimizer == "adam" else 3
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     a_sample = two - one  # the rest is there once, such as weights cast to bfloat16
     return Footprint(
@@ -247,19 +239,9 @@ def require_fit(options: TrainOptions, device: torch.device, num_replicas: int) 
 
 
 def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind is DeviceKind.CPU or (kind is DeviceKind.AUTO and num_devices == 0):
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if num_devices == 0:
-        raise UsageError(
-            "device must be one that is here, got cuda. Type: --device cpu"
-        )
-    if local_rank >= num_devices:
-        raise UsageError(
-            f"ranks of a host must be at most its CUDA devices, {num_devices}, got "
-            f"local rank {local_rank}. Type: -n {num_devices}, or --device cpu"
-        )
-    return torch.device("cuda", local_rank)
+    return cuda_device(local_rank, local_rank, "start fewer ranks with -n")
 
 
 def synchronize(device: torch.device) -> None:

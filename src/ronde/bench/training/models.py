@@ -1,11 +1,12 @@
 """The models of the catalogue, in torch.nn alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear, pad
 
 from ronde.bench.training.catalogue import (
     CHARACTERS,
@@ -13,6 +14,8 @@ from ronde.bench.training.catalogue import (
     MODELS,
     TransformerShape,
 )
+
+_gelu = partial(gelu, approximate="tanh")
 
 
 def _alexnet(num_classes: int) -> nn.Module:
@@ -102,11 +105,8 @@ class Inception(nn.Module):
 
 
 def _convolution(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False),
-        nn.BatchNorm2d(width, eps=1e-3),
-        nn.ReLU(inplace=True),
-    )
+    normalized = _normalized(channels, width, kernel, stride, eps=1e-3)
+    return nn.Sequential(*normalized, nn.ReLU(inplace=True))
 
 
 def _halving(kernel: int) -> nn.Module:
@@ -121,17 +121,25 @@ def _auxiliary_classifier(channels: int, num_classes: int) -> nn.Module:
     )  # fmt: skip
 
 
-Block = Callable[[int, int, int], nn.Module]
-"""Makes a block of (channels, width, stride)."""
-
-
 class Residual(nn.Module):
-    """A body whose result is added to what a shortcut makes of its input."""
+    """Residual block: ReLU(body(x) + shortcut(x))."""
 
-    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
+    def __init__(self, channels: int, width: int, stride: int, kind: str) -> None:
         super().__init__()
-        self.body = body
-        self.shortcut = shortcut
+        narrow = width // 4
+        steps = [(channels, width, 3, stride), (width, width, 3, 1)]
+        if kind == "bottleneck":
+            steps = [(channels, narrow, 1, 1), (narrow, narrow, 3, stride)]
+            steps.append((narrow, width, 1, 1))
+        body: list[nn.Module] = []
+        for step in steps:
+            body += [_normalized(*step), nn.ReLU(inplace=True)]
+        self.body = nn.Sequential(*body[:-1])
+        self.shortcut: nn.Module = nn.Identity()
+        if (channels, stride) != (width, 1):
+            self.shortcut = _normalized(channels, width, 1, stride)
+            if kind == "padded":
+                self.shortcut = PaddedShortcut(width - channels)
         self.activation = nn.ReLU(inplace=True)
 
     def forward(self, maps: Tensor) -> Tensor:
@@ -149,95 +157,54 @@ class PaddedShortcut(nn.Module):
         return pad(maps[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.num_missing))
 
 
-def make_resnet18(num_classes: int) -> nn.Module:
+def _resnet18(num_classes: int) -> nn.Module:
     """Make 18 layers for 224 x 224 pixels.
 
     Source: He et al., "Deep residual learning for image recognition", 2016, table 1.
     """
-    return _make_for_image_net(_basic, (2, 2, 2, 2), num_classes, expansion=1)
+    stages = _stages("basic", 64, [(64, 2), (128, 2), (256, 2), (512, 2)])
+    return nn.Sequential(*_stem(), *stages, *_classifier(512, num_classes))
 
 
-def make_resnet50(num_classes: int) -> nn.Module:
+def _resnet50(num_classes: int) -> nn.Module:
     """Make the network of 50 layers for 224 x 224 pixels.
 
-    Source: as ``make_resnet18``, with the stride in the 3 x 3 convolution ("v1.5"),
-    which is the variant whose multiply-adds are quoted as 4.09 G.
+    Source: as ``_resnet18``, with the stride in the 3 x 3 convolution ("v1.5"), which
+    is the variant whose multiply-adds are quoted as 4.09 G.
     """
-    return _make_for_image_net(_bottleneck, (3, 4, 6, 3), num_classes, expansion=4)
+    sizes = [(256, 3), (512, 4), (1024, 6), (2048, 3)]
+    stages = _stages("bottleneck", 64, sizes)
+    return nn.Sequential(*_stem(), *stages, *_classifier(2048, num_classes))
 
 
-def make_resnet20(num_classes: int) -> nn.Module:
-    """Make 20 layers for CIFAR: as ``make_resnet18``, section 4.2 with n = 3."""
-    return nn.Sequential(
-        _normalized(3, 16, 3),
-        nn.ReLU(inplace=True),
-        *_stage(_basic_padded, 16, 16, 3, stride=1),
-        *_stage(_basic_padded, 16, 32, 3, stride=2),
-        *_stage(_basic_padded, 32, 64, 3, stride=2),
-        *_classifier(64, num_classes),
-    )
+def _resnet20(num_classes: int) -> nn.Module:
+    """Make 20 layers for CIFAR: as ``_resnet18``, section 4.2 with n = 3."""
+    stages = _stages("padded", 16, [(16, 3), (32, 3), (64, 3)])
+    first = [_normalized(3, 16, 3), nn.ReLU(inplace=True)]
+    return nn.Sequential(*first, *stages, *_classifier(64, num_classes))
 
 
-def _make_for_image_net(
-    block: Block, depths: Sequence[int], num_classes: int, *, expansion: int
-) -> nn.Module:
-    layers: list[nn.Module] = [
-        _normalized(3, 64, 7, stride=2),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, padding=1),
-    ]
-    channels = 64
-    for number, depth in enumerate(depths):
-        width = 64 * 2**number * expansion
-        layers += _stage(block, channels, width, depth, stride=2 if number else 1)
+def _stem() -> list[nn.Module]:
+    pool = nn.MaxPool2d(3, 2, padding=1)
+    return [_normalized(3, 64, 7, stride=2), nn.ReLU(inplace=True), pool]
+
+
+def _stages(
+    kind: str, channels: int, sizes: Sequence[tuple[int, int]]
+) -> Iterator[nn.Module]:
+    """Yield so many blocks of so many channels; all but the first begin by halving."""
+    for number, (width, depth) in enumerate(sizes):
+        yield Residual(channels, width, 2 if number else 1, kind)
+        yield from (Residual(width, width, 1, kind) for _ in range(depth - 1))
         channels = width
-    return nn.Sequential(*layers, *_classifier(channels, num_classes))
 
 
-def _stage(
-    block: Block, channels: int, width: int, depth: int, *, stride: int
-) -> list[nn.Module]:
-    rest = [block(width, width, 1) for _ in range(depth - 1)]
-    return [block(channels, width, stride), *rest]
-
-
-def _basic(channels: int, width: int, stride: int) -> nn.Module:
-    body = _two_convolutions(channels, width, stride)
-    return Residual(body, _projection(channels, width, stride))
-
-
-def _basic_padded(channels: int, width: int, stride: int) -> nn.Module:
-    shortcut = PaddedShortcut(width - channels) if stride > 1 else nn.Identity()
-    return Residual(_two_convolutions(channels, width, stride), shortcut)
-
-
-def _two_convolutions(channels: int, width: int, stride: int) -> nn.Module:
-    first = _normalized(channels, width, 3, stride)
-    return nn.Sequential(first, nn.ReLU(inplace=True), _normalized(width, width, 3))
-
-
-def _projection(channels: int, width: int, stride: int) -> nn.Module:
-    if stride == 1 and channels == width:
-        return nn.Identity()
-    return _normalized(channels, width, 1, stride)
-
-
-def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
-    narrow = width // 4
-    body = nn.Sequential(
-        _normalized(channels, narrow, 1),
-        nn.ReLU(inplace=True),
-        _normalized(narrow, narrow, 3, stride),
-        nn.ReLU(inplace=True),
-        _normalized(narrow, width, 1),
-    )
-    return Residual(body, _projection(channels, width, stride))
-
-
-def _normalized(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Module:
+def _normalized(
+    channels: int, width: int, kernel: int, stride: int = 1, eps: float = 1e-5
+) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False),
-        nn.BatchNorm2d(width),
+        nn.BatchNorm2d(width, eps),
     )
 
 
@@ -295,49 +262,28 @@ class Transformer(nn.Module):
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
-        self.words = nn.Embedding(shape.num_words, shape.width)
-        self.positions = nn.Parameter(torch.empty(shape.context, shape.width))
-        self.blocks = nn.Sequential(
-            *(
-                TransformerBlock(shape.width, shape.num_heads)
-                for _ in range(shape.num_layers)
+        d = shape.width
+        self.words = nn.Embedding(shape.num_words, d)
+        self.positions = nn.Parameter(torch.empty(shape.context, d))
+        self.blocks = nn.ModuleList()
+        for _ in range(shape.num_layers):
+            sizes = (d, shape.num_heads, 4 * d, 0.0)
+            form = nn.TransformerEncoderLayer(
+                *sizes, _gelu, batch_first=True, norm_first=True
             )
-        )
-        self.norm = nn.LayerNorm(shape.width)
+            self.blocks.append(form)
+        self.norm = nn.LayerNorm(d)
         nn.init.normal_(self.words.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.01)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape (n, tokens, words) for tokens of shape (n, tokens)."""
-        features = self.words(tokens) + self.positions[: tokens.shape[1]]
-        return linear(self.norm(self.blocks(features)), self.words.weight)
-
-
-class TransformerBlock(nn.Module):
-    """Attention to what came before, then a layer four times as wide."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm = nn.LayerNorm(width)
-        self.to_heads = nn.Linear(width, 3 * width)
-        self.from_heads = nn.Linear(width, width)
-        self.wide = nn.Sequential(
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, features: Tensor) -> Tensor:
-        features = features + self._attention(self.norm(features))
-        return features + self.wide(features)
-
-    def _attention(self, features: Tensor) -> Tensor:
-        heads = self.to_heads(features).unflatten(-1, (3, self.num_heads, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.from_heads(mixed.transpose(1, 2).flatten(2))
+        length = tokens.shape[1]
+        features = self.words(tokens) + self.positions[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, features.device)
+        for block in self.blocks:
+            features = block(features, mask, is_causal=True)
+        return linear(self.norm(features), self.words.weight)
 
 
 def build(name: str) -> nn.Module:
@@ -352,8 +298,8 @@ FACTORIES: Mapping[str, Callable[[int], nn.Module]] = {
     "lenet5": _lenet5,
     "mlp": _mlp,
     "mnist_cnn": _mnist_cnn,
-    "resnet18": make_resnet18,
-    "resnet20": make_resnet20,
-    "resnet50": make_resnet50,
+    "resnet18": _resnet18,
+    "resnet20": _resnet20,
+    "resnet50": _resnet50,
     "transformer": lambda _: Transformer(CHARACTERS),
 }  # makes a model for so many classes, by name

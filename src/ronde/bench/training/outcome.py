@@ -4,47 +4,17 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from ronde.bench.training.catalogue import MODELS, ModelFacts
 from ronde.errors import UsageError
 
-
-class Dtype(StrEnum):
-    """What forward computes in; bfloat16 is autocast, the weights stay float32."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class DeviceKind(StrEnum):
-    """Where models train; auto takes CUDA where there is a device."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class OptimizerKind(StrEnum):
-    """What updates the weights."""
-
-    SGD = "sgd"
-    ADAM = "adam"
-
-
-class WireFormat(StrEnum):
-    """What gradients travel as."""
-
-    NONE = "none"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-
-class InputKind(StrEnum):
-    """Where a step's batch comes from; all data is synthetic."""
-
-    PREPARED = "prepared"  # batches that were made before, in turn
-    GATHERED = "gathered"  # each of random samples in memory, as a data loader does
+Dtype = Literal["float32", "bfloat16"]  # of forward: autocast, the weights stay float32
+DeviceKind = Literal["auto", "cpu", "cuda"]  # auto takes CUDA where there is a device
+OptimizerKind = Literal["sgd", "adam"]
+WireFormat = Literal["none", "fp16", "bf16"]  # what gradients travel as
+# Batches made before, in turn; or each of random samples, as a data loader makes it.
+InputKind = Literal["prepared", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +26,11 @@ class TrainOptions:
     rounds: int = 5  # blocks of steps of each variant; figures are medians over them
     steps: int | None = None  # steps of a block; None takes as many as last about 0.4 s
     warmup: int = 3  # steps of each model before anything is timed
-    dtype: Dtype = Dtype.FLOAT32
-    device: DeviceKind = DeviceKind.AUTO
-    optimizer: OptimizerKind = OptimizerKind.SGD
-    compression: WireFormat = WireFormat.NONE
-    input: InputKind = InputKind.PREPARED
+    dtype: Dtype = "float32"
+    device: DeviceKind = "auto"
+    optimizer: OptimizerKind = "sgd"
+    compression: WireFormat = "none"
+    input: InputKind = "prepared"
     engine: str = ""  # what moves the gradients; empty takes the environment's
     is_channels_last: bool = False  # lay images and weights out with the channels last
     is_compiled: bool = False  # let ``torch.compile`` compile the model
@@ -192,7 +162,7 @@ def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
         "num_parameters": options.model.num_parameters,
         "forward_macs_a_sample": options.model.forward_macs,
         "batch_a_rank": options.batch,
-        **{kind: str(getattr(options, kind)) for kind in kinds},
+        **{kind: getattr(options, kind) for kind in kinds},
         "is_channels_last": options.is_channels_last,
         "is_compiled": options.is_compiled,
         **asdict(setting),

@@ -1,0 +1,349 @@
+"""Runs that failed, were cut or are wrong: exit code, reason, file and line."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.bench.log_writing import Form, all_reduce_row, header, log, side
+from tests.bench.test_log_json import document, upstream
+
+from ronde.bench import Row, read_log, to_record
+from ronde.cli import main
+
+ROWS = [all_reduce_row(1 << exponent) for exponent in range(10, 14)]
+GOOD = log("all_reduce", ROWS)
+START = GOOD[: GOOD.index(header(Form())[0])]
+CUT = GOOD[: GOOD.index("# Out of")]  # at the end of a line
+HOST = "gpu-17: "
+NCCL = "Test NCCL failure common.cu:311 'unhandled system error / '"
+ECHO = " .. gpu-17 pid 4001: Test failure common.cu:455"
+WARN = "gpu-17:4001:4033 [0] net.cc:12 NCCL WARN no route to gpu-18"
+REMARK = 'gpu-17:4001:4033 [0] init.cc:303 NCCL WARN Missing "iommu=pt" from kernel'
+
+
+def lines(*texts: str) -> str:
+    return "".join(f"{text}\n" for text in texts)
+
+
+def with_row(**figures: float | None) -> str:
+    """Return a log whose third row has other figures out of place."""
+    half = ROWS[2].out_of_place
+    assert half is not None
+    rows = [*ROWS]
+    rows[2] = replace(ROWS[2], out_of_place=replace(half, **figures))
+    return log("all_reduce", rows)
+
+
+def read(tmp_path: Path, text: str, *words: str) -> int:
+    (tmp_path / "a.log").write_text(text)
+    return main(["bench", "read", str(tmp_path / "a.log"), *words])
+
+
+def problems(err: str) -> list[str]:
+    """Return what was reported as an error, from the log's name on."""
+    return re.findall(r"^ronde: (?:\S*/)?(a\.log:.*)$", err, re.MULTILINE)
+
+
+FAILED = {
+    "before the table": (
+        START + lines(HOST + NCCL, ECHO, ECHO),
+        [f"9: the run failed: {HOST}{NCCL}"],
+    ),
+    "with its cause": (
+        START + lines(REMARK, WARN, WARN, HOST + NCCL, ECHO),
+        [
+            f"10: the run failed: NCCL: no route to gpu-18; line 12: {HOST}{NCCL}",
+        ],
+    ),
+    "after other rows": (CUT + lines(HOST + NCCL), [f"16: the run failed: {HOST}"]),
+    "within a row": (
+        CUT
+        + "       16384          4096     float     sum      -1"
+        + lines(HOST + NCCL),
+        [f"16: the run failed: {HOST}{NCCL}"],
+    ),
+    "old, without a host": (
+        START + lines("Test CUDA failure common.cu:730 'unknown error'"),
+        ["9: the run failed: Test CUDA failure"],
+    ),
+    "of AMD": (
+        START + lines("gpu-17: Test HIP failure common.cu:88 'out of memory'"),
+        ["9: the run failed: gpu-17: Test HIP failure"],
+    ),
+    "in time": (
+        CUT + lines("gpu-17: Test timeout (30s) common.cu:402"),
+        ["16: the run failed: gpu-17: Test timeout (30s)"],
+    ),
+    "with callers alone": (
+        CUT + lines(ECHO),
+        ["16: the run failed: .. gpu-17 pid 4001: Test failure common.cu:455"],
+    ),
+    "in the last line": (
+        CUT + HOST + NCCL,
+        [f"16: the run failed: {HOST}{NCCL}"],
+    ),
+    "the second of two": (
+        GOOD + START + lines(HOST + NCCL) + GOOD,
+        ["30: the run failed: "],
+    ),
+    "without a banner": (GOOD + lines(HOST + NCCL), ["22: the run failed: "]),
+    "by itself": (lines(HOST + NCCL), ["1: the run failed: "]),
+    "wrong elements": (
+        with_row(num_wrong=7),
+        ["14: 7 wrong elements in 1 row, the first of 4096 bytes, float sum"],
+    ),
+    "checks that failed": (
+        GOOD.replace(": 0 OK", ": 3 FAILED"),
+        ["16: Out of bounds values : 3 FAILED"],
+    ),
+    "checks that failed, in a word": (
+        GOOD.replace(": 0 OK", ": 2 OK"),
+        ["16: Out of bounds values : 2 OK"],
+    ),
+    "bandwidth below what was asked for": (
+        re.sub(r"(bandwidth    : \S+) ", r"\1 FAILED", GOOD),
+        ["17: Avg bus bandwidth : "],
+    ),
+    "an average of nothing": (
+        re.sub(r"bandwidth    : \S+ ", "bandwidth    : N/A", GOOD),
+        ["17: Avg bus bandwidth : N/A"],
+    ),
+    "an average that is no number": (
+        re.sub(r"bandwidth    : \S+ ", "bandwidth    : -nan", GOOD),
+        ["17: Avg bus bandwidth : -nan"],
+    ),
+    "a rate that is no number": (
+        with_row(busbw_gb_per_s=float("nan")),
+        [
+            "14: a time or rate that is negative or no number in 1 row",
+            "17: Avg",
+        ],
+    ),
+    "a rate below 0": (
+        with_row(algbw_gb_per_s=-1.0),
+        ["14: a time or rate that is negative or no number in 1 row"],
+    ),
+    "an error at the end": (
+        GOOD.replace("\n\n", "\n# error: interrupted\n"),
+        ["21: error: interrupted"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILED)
+def test_a_run_that_failed_or_is_wrong_exits_with_7(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, reasons = FAILED[case]
+    assert read(tmp_path, text) == 7
+    found = problems(capsys.readouterr().err)
+    assert len(found) == len(reasons), found
+    for problem, reason in zip(found, reasons, strict=True):
+        assert problem.startswith(f"a.log:{reason}")
+    # What is wrong stays wrong in a part, and beside a good one.
+    assert read(tmp_path, text, "--partial") == 7
+    assert read(tmp_path, text, "--json", str(tmp_path / "a.jsonl")) == 7
+    assert main(["bench", "read", str(tmp_path / "a.jsonl")]) == 7
+
+
+KILLED = [
+    "srun: error: gpu-17: task 5: Killed",
+    "srun: error: gpu-17: tasks 0-7: Exited with exit code 3",
+    "slurmstepd: error: *** STEP 7.0 ON gpu-17 CANCELLED AT 2026-11-21T18:30:00 ***",
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=77.0.",
+    "mpirun noticed that process rank 3 with PID 0 on node gpu-17 exited on signal 9",
+    "prterun detected that one or more processes exited with non-zero status",
+    "MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD",
+    "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES",
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+    "  traceback : Signal 9 (SIGKILL) received by PID 4001",
+    "ronde: rank 3 failed first: killed by signal 9",
+    "command terminated with exit code 137",
+    "run.sh: line 12:  4001 Killed                  ./all_reduce_perf -g 8",
+    "Segmentation fault (core dumped)",
+]
+
+
+@pytest.mark.parametrize("line", KILLED)
+@pytest.mark.parametrize("prefix", ["", "[1,3]<stderr>:", "3: "])
+def test_what_a_launcher_saw_killed_failed(line: str, prefix: str) -> None:
+    for text, at, is_over in ((CUT, 16, False), (GOOD, 22, True)):
+        log = read_log(f"{text}{prefix}{line}\n", "a.log")
+        (run,) = log.runs
+        assert run.failures == (f"a.log:{at}: the run failed: {line.strip()}",)
+        assert (run.is_complete, log.damage, log.cuts) == (is_over, [], [])
+
+
+def test_the_first_cause_is_quoted_before_what_followed_from_it() -> None:
+    text = CUT + lines(KILLED[4], ECHO, HOST + NCCL, WARN, ECHO)
+    (failure,) = read_log(text, "a.log").runs[0].failures
+    assert failure == f"a.log:16: the run failed: {KILLED[4]}; line 18: {HOST}{NCCL}"
+
+
+CUTS = {
+    "in the table": (CUT, "a.log:15: run 1 has no footer"),
+    "below the header": (
+        GOOD[: GOOD.index("        1024")],
+        "a.log:11: run 1 has no f",
+    ),
+    "before the table": (START, "a.log:8: run 1 ended before its table began"),
+    "in the footer": (GOOD[: GOOD.index("# Avg")], "a.log:16: run 1 has no footer"),
+    "then whole": (CUT + GOOD, "a.log:15: run 1 has no footer"),
+    "after a whole one": (GOOD + CUT, "a.log:36: run 2 has no footer"),
+    "with carriage returns": (
+        CUT.replace("\n", "\r\n"),
+        "a.log:15: run 1 has no footer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_a_run_without_its_end_exits_with_6(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, reason = CUTS[case]
+    assert read(tmp_path, text) == 6
+    (problem,) = problems(capsys.readouterr().err)
+    assert problem.startswith(reason)
+    assert read(tmp_path, text, "--partial") == 0
+
+
+GOOD_ONES = {
+    "warnings": GOOD.replace("#       ", lines(REMARK, WARN) + "#       ", 1),
+    "unchecked": log(
+        "all_reduce", [replace(r, in_place=side(9, 1, 1, None)) for r in ROWS]
+    ),
+    "words": GOOD.replace(
+        "#       ", "Test of 3 jobs\n0 errors, killed: 0\n#       ", 1
+    ),
+    "one rank": log("all_reduce", [all_reduce_row(1024, n=1)], Form(num_devices=1)),
+}
+
+
+@pytest.mark.parametrize("case", GOOD_ONES)
+def test_good_runs_have_not_failed(case: str, tmp_path: Path) -> None:
+    assert read(tmp_path, GOOD_ONES[case]) == 0
+
+
+JSONS = {
+    "wrong": ("results.1.in_place.nwrong", 7.0, "3: 7 wrong elements in 1 row"),
+    "no number": (
+        "results.1.in_place.bus_bw",
+        "nan",
+        "3: a time or rate that is negative or no number",
+    ),
+    "checks": (
+        "out_of_bounds",
+        {"count": 2, "okay": "false"},
+        "5: Out of bounds values",
+    ),
+    "slow": (
+        "average_bus_bandwidth.okay",
+        "false",
+        "6: Avg bus bandwidth : 0.75 FAILED",
+    ),
+    "error": ("errors", ["timed out"], "7: error: timed out"),
+}
+
+
+@pytest.mark.parametrize("case", JSONS)
+@pytest.mark.parametrize("make", [document, upstream])
+def test_json_of_runs_that_failed(
+    case, make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, value, reason = JSONS[case]
+    content = make()
+    entry = content
+    *parents, last = [int(each) if each.isdigit() else each for each in path.split(".")]
+    for each in parents:
+        entry = entry[each]
+    entry[last] = value
+    text = json.dumps(content).replace('{"size"', '\n{"size"')
+    for name in ('"out_of_bounds"', '"average', '"errors"'):
+        text = text.replace(name, f"\n{name}")
+    assert read(tmp_path, text, "--partial") == 7
+    (problem,) = problems(capsys.readouterr().err)
+    assert problem.startswith(f"a.log:{reason}"), problem
+
+
+def test_records_of_runs_that_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = read_log(json.dumps(document()), "a.json").runs[0]
+    measured = replace(run, facts={})
+    wrong = replace(measured.rows[0], in_place=side(9, 1, 1, 3.0))
+    for bad, code, reason in (
+        (replace(measured, rows=(wrong,)), 7, "2: 3 wrong elements in 1 row"),
+        (replace(measured, failures=("interrupted",)), 7, "2: interrupted"),
+        (replace(measured, num_out_of_bounds=4), 7, "2: checks that failed: 4"),
+        (
+            replace(measured, is_complete=False, average_busbw_gb_per_s=None),
+            6,
+            "2: the run is not complete",
+        ),
+    ):
+        text = lines(to_record(measured).to_json(), to_record(bad).to_json())
+        assert read(tmp_path, text) == code
+        (problem,) = problems(capsys.readouterr().err)
+        assert problem.startswith(f"a.log:{reason}")
+
+
+def test_compare_fails_for_what_read_fails_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"good": GOOD, "bad": with_row(num_wrong=7), "cut": CUT, "none": START}
+    texts["none"] += lines(HOST + NCCL)
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+
+    def compare(first: str, second: str, *words: str) -> int:
+        paths = [str(tmp_path / name) for name in (first, second)]
+        return main(["bench", "compare", *paths, *words])
+
+    assert compare("good", "good") == 0
+    for bad in ("bad", "none"):
+        assert compare("good", bad) == compare(bad, "good", "--partial") == 7
+    assert compare("good", "cut") == 6
+    assert compare("good", "cut", "--partial") == 0
+    assert "9: the run failed: gpu-17: Test NCCL" in capsys.readouterr().err
+
+
+def unmarked(text: str, sign: str = "") -> str:
+    """Return a log as it was pasted: without ``#`` before its lines."""
+    return re.sub("^#", sign, text, flags=re.MULTILINE).replace("#wrong", "wrong")
+
+
+PASTED = {
+    "signs lost": unmarked(GOOD),
+    "blanks instead": unmarked(GOOD, " "),
+    "a sign on wrong": re.sub("^#", " ", GOOD, flags=re.MULTILINE),
+    "the header alone": unmarked(GOOD[GOOD.index("#          size") :]),
+    "no line of units": re.sub("#? +.B. .*\n", "", unmarked(GOOD)),
+    "in a fence": f"Hello,\n```\n{unmarked(GOOD)}```\nas above.\n",
+    "in a mail": re.sub("^", "> ", unmarked(GOOD), flags=re.MULTILINE),
+    "quoted with signs": re.sub("^", "> ", GOOD, flags=re.MULTILINE),
+    "of mpirun": re.sub("^", "[1,0]<stdout>:", unmarked(GOOD), flags=re.MULTILINE),
+    "of srun": re.sub("^", "0: ", unmarked(GOOD), flags=re.MULTILINE),
+}
+
+
+@pytest.mark.parametrize("case", PASTED)
+def test_a_pasted_table_needs_no_signs(case: str, tmp_path: Path) -> None:
+    found = read_log(PASTED[case], "a.log")
+    (run,) = found.runs
+    assert run.rows == tuple(ROWS)
+    assert run.test == "all_reduce"
+    assert run.ranks.value == (None if case == "the header alone" else 2)
+    assert (run.is_complete, run.warnings, run.failures) == (True, (), ())
+    assert found.damage == []
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_the_last_line_names_the_test(end: str) -> None:
+    rows: Sequence[Row] = [replace(ROWS[0], redop="none")]
+    whole = log("alltoall", rows, Form(has_banner=False))
+    (run,) = read_log(whole.rstrip("#\n") + end, "a.log").runs
+    assert run.test == ("alltoall" if end else "")
