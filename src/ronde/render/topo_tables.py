@@ -320,25 +320,18 @@ def _draw_paths(paths: Sequence[PathComparison]) -> str:
     for each in shown:
         text += f"  {each.kind}: {len(each.changes)} of {each.num_pairs} pairs differ\n"
         groups = grouped((_describe(change), change) for change in each.changes)
-        for words, changes in sorted(groups.items(), key=lambda g: _kept(g[1][0])):
+        for words, changes in sorted(groups.items(), key=lambda g: g[1][0].kept):
             names = ["-".join(change.ends) for change in changes]
             text += wrap("    ", f"{words}: {list_some(names, _MAX_PAIRS, 'pairs')}")
     return text
 
 
 def _describe(change: PathChange) -> str:
-    kept = _kept(change)
     words = " -> ".join(
         f"{path.kind} {path.gb_per_s:g} GB/s" if path.gb_per_s else path.kind
         for path in (change.was, change.now)
     )
-    return words if kept == 1 else f"{words} ({kept - 1:+.0%})"
-
-
-def _kept(change: PathChange) -> float:
-    """Return what share of the bandwidth the second has."""
-    was, now = change.was.gb_per_s, change.now.gb_per_s
-    return now / was if was and now else 1.0
+    return words if change.kept == 1 else f"{words} ({change.kept - 1:+.0%})"
 
 
 def _draw_differences(differences: Sequence[Difference]) -> str:

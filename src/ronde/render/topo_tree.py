@@ -19,6 +19,7 @@ from ronde.topology.graph import (
 )
 from ronde.topology.limits import find_ways, known_gb_per_s
 from ronde.topology.paths.speeds import (
+    as_running,
     is_link_known,
     is_pci_known,
     link_gb_per_s,
@@ -155,9 +156,12 @@ def _pci_words(device: PciDevice) -> str:
         return "PCI link speed unknown"
     if not _is_speed_known(device):
         return f"PCI link speed unknown, counted as {rate}"
-    lanes = f" x{device.width}" if device.width > 0 else ""
-    speed = device.speed.removesuffix(" PCIe") or "speed unknown"
-    return f"PCI {speed}{lanes}, {rate}"
+    now, able = (
+        f"{each.speed.removesuffix(' PCIe') or 'speed unknown'}"
+        + (f" x{each.width}" if each.width > 0 else "")
+        for each in (as_running(device), device)
+    )
+    return f"PCI {now}, {rate}" + (f" (both ends can do {able})" if now != able else "")
 
 
 def _is_speed_known(device: PciDevice) -> bool:

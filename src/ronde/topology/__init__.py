@@ -17,7 +17,7 @@ __getattr__ = lazy_exports(
             "bound_of gpu_bound memory_bound network_bound nvls_bound with_gpus "
             "world_of"
         ),
-        "lint": "CATALOGUE lint_fleet lint_host",
+        "lint": "CATALOGUE lint_fleet lint_host lint_switches unseen_facts",
         "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit",
         "nccl_log": "NcclJob NcclLog judge_nccl_log read_nccl_log",
         "nccl_log.judge": "VERDICTS",

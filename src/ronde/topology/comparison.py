@@ -29,6 +29,7 @@ from ronde.topology.paths.network import (
     find_paths,
 )
 from ronde.topology.paths.speeds import (
+    as_running,
     is_link_known,
     link_gb_per_s,
     pci_gb_per_s,
@@ -118,6 +119,7 @@ class ComparedHost:
 
 
 def _link(device: PciDevice) -> Fact:
+    device = as_running(device)
     value = f"{device.gb_per_s:g} GB/s" if device.gb_per_s else ""
     if device.speed or device.width >= 0:
         lanes = f" x{device.width}" if device.width >= 0 else ""
@@ -145,8 +147,14 @@ class PathChange(NamedTuple):
     """A pair of elements with another path in the second host."""
 
     ends: tuple[str, str]  # Names in the first host.
-    was: Path  # In the first host; 0 GB/s if unknown.
+    was: Path  # In the first host, from one end to the other; 0 GB/s if unknown.
     now: Path  # Likewise in the second.
+
+    @property
+    def kept(self) -> float:
+        """What share of the bandwidth the second has."""
+        was, now = self.was.gb_per_s, self.now.gb_per_s
+        return now / was if was and now else 1.0
 
 
 class PathComparison(NamedTuple):
@@ -278,14 +286,20 @@ def _compare_paths(
         ("GPU to GPU", combinations(gpus, 2)),
         ("GPU to network port", product(gpus, ports)),
     ):
-        found = [
-            PathChange((a.name, b.name), was, now)
-            for (a, other_a), (b, other_b) in ends
-            if (was := _known_path(before, a.name, b.name))
-            and (now := _known_path(after, other_a.name, other_b.name))
-        ]
-        changes = tuple(each for each in found if _is_other(each.was, each.now))
-        yield PathComparison(kind, len(found), changes)
+        num_pairs, changes = 0, list[PathChange]()
+        for pair in ends:
+            names = pair[0][0].name, pair[1][0].name
+            found = [
+                PathChange(names, was, now)
+                for (a, other_a), (b, other_b) in (pair, pair[::-1])
+                if (was := _known_path(before, a.name, b.name))
+                and (now := _known_path(after, other_a.name, other_b.name))
+            ]
+            num_pairs += bool(found)
+            others = [each for each in found if _is_other(each.was, each.now)]
+            # Of both directions, the one that has lost more.
+            changes += sorted(others, key=lambda each: each.kept)[:1]
+        yield PathComparison(kind, num_pairs, tuple(changes))
 
 
 def _known_path(paths: Paths, source: str, target: str) -> Path | None:

@@ -95,6 +95,7 @@ class GpuDevice(NamedTuple):
     title: str = ""  # The driver's name for it.
     uuid: str = ""  # ``GPU-...``.
     node: int = UNKNOWN  # NUMA node of one without PCI device.
+    nvlinks: int = UNKNOWN  # Its NVLinks that are up, where the source counts them.
 
     @property
     def name(self) -> str:

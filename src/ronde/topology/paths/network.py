@@ -22,6 +22,7 @@ from ronde.topology.graph import (
     PciDevice,
 )
 from ronde.topology.paths.speeds import (
+    GPU_CLASSES,
     LOCAL_GB_PER_S,
     is_link_known,
     is_pci_known,
@@ -37,8 +38,7 @@ POWER_BRIDGE_CLASS = 0x068001
 _BROADCOM = 0x1000
 _PCIE4_SWITCH, _PCIE5_SWITCH = 0xC010, 0xC030
 _NVLINK_CLASSES = (0x068000, POWER_BRIDGE_CLASS)
-_GPU_CLASSES = (0x03, 0x12)
-_END_CLASSES = (*_GPU_CLASSES, 0x02)
+_END_CLASSES = (*GPU_CLASSES, 0x02)
 
 
 class PathKind(StrEnum):
@@ -320,7 +320,7 @@ class PathNetwork:
         is_gpu = link.target in self._gpus
         is_processor = self.kinds.get(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
-            is_gpu = link.target_class >> 16 in _GPU_CLASSES
+            is_gpu = link.target_class >> 16 in GPU_CLASSES
             is_processor = link.target_class == POWER_BRIDGE_CLASS
         if link.kind == LinkKind.C2C or is_processor:
             return NumaNode(self._numbers[link.source]).name

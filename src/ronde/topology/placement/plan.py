@@ -76,7 +76,7 @@ def plan_host(
         notices = (*notices, "CPUs are unknown: ranks get none.")
     gpus, gpu_variables = choose_gpus(host, request.num_ranks)
     ports = _training_ports(host)
-    # Near a node without CPUs there is no place for a rank.
+    # Near a node without CPUs there is no place for a rank, and no policy refuses one.
     bare = {node.number for node in host.numa_nodes if not node.cpus}
     near = find_numa_numbers(host)
     near |= {name: UNKNOWN_NODE for name, node in near.items() if node in bare}
@@ -192,6 +192,10 @@ def _plan_rank(
     words += [f"--preferred={node}" for node in memory_nodes]
     devices = [_verbs_name(ports[nic], is_port_needed=True) for nic in rank.nics]
     near = [(nic, inventory.nearness[rank.gpus[0], nic]) for nic in rank.nics]
+    reasons = rank.reasons
+    own_gpus = [inventory.gpus[gpu] for gpu in rank.gpus if rank.nodes]
+    if names := [gpu.name for gpu in own_gpus if gpu.node == UNKNOWN_NODE]:
+        reasons = (*reasons, f"gpu: no usable CPU is known near GPU {', '.join(names)}")
     return PlannedRank(
         rank=rank.rank,
         gpus=tuple(gpus[gpu].number for gpu in rank.gpus),
@@ -203,8 +207,8 @@ def _plan_rank(
         nics=tuple(
             NicChoice(ports[nic].title, each.word, each.gb_per_s) for nic, each in near
         ),
-        is_preferred=rank.is_preferred,
-        reasons=rank.reasons,
+        is_preferred=rank.is_preferred and not reasons,
+        reasons=reasons,
         env={"UCX_NET_DEVICES": ",".join(devices)} if any(devices) else {},
         command=" ".join(["numactl", *words]) if words else "",
     )

@@ -24,7 +24,13 @@ from ronde.topology.graph import (
     nccl_family,
 )
 from ronde.topology.pci import compute_capability, is_gpu, plain_address
-from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
+from ronde.topology.probes.base import (
+    Element,
+    Saved,
+    keep_lower_ends,
+    outermost_tag,
+    parse_xml,
+)
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LINK_KINDS = {"NVLinkBandwidth": LinkKind.NVLINK, "XGMIBandwidth": LinkKind.XGMI}
@@ -69,13 +75,13 @@ class HwlocProbe:
         nodes = _Nodes(objects, infos, _read_distances(root))
         devices = _read_devices(objects, nodes)
         gpus = _read_gpus(objects, devices)
-        ports = tuple(_read_ports(objects, nodes, version))
-        ends = [each.bus_id for each in (*gpus, *ports) if each.bus_id]
+        ports = _read_ports(objects, nodes, version)
+        ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
         host = HostTopology(
             name=infos.get("HostName", ""),
             sources=(f"{self.format} {saved.name}",),
             numa_nodes=nodes.nodes,
-            devices=_keep_lower_ends(devices, ends),
+            devices=keep_lower_ends(devices, filter(ends.__contains__, devices)),
             gpus=gpus,
             ports=ports,
             links=tuple(_read_links(root, _names(objects, nodes), gpus)),
@@ -248,27 +254,6 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
     return found
 
 
-def _keep_lower_ends(
-    devices: Mapping[str, PciDevice], ends: Iterable[str]
-) -> tuple[PciDevice, ...]:
-    """Return the devices at ``ends`` and those above, without the upper ends of links.
-
-    NCCL and the graph have only the lower ends, with the lower of the rates of both.
-    """
-    kept: dict[str, PciDevice] = {}
-    for end in ends:
-        place = end
-        while place in devices and place not in kept:
-            device = devices[place]
-            above = devices.get(device.parent)
-            place = above.parent if above else ""
-            rates = [device.gb_per_s]
-            rates += [above.gb_per_s] if above and above.gb_per_s > 0 else []
-            device = device._replace(parent=place, gb_per_s=min(rates))
-            kept[device.bus_id] = device
-    return tuple(kept[bus_id] for bus_id in devices if bus_id in kept)
-
-
 def _read_gpus(
     objects: Iterable[_Object], devices: Mapping[str, PciDevice]
 ) -> tuple[GpuDevice, ...]:
@@ -293,9 +278,10 @@ def _read_gpus(
 
 def _read_ports(
     objects: Iterable[_Object], nodes: _Nodes, version: float
-) -> Iterator[NetPort]:
+) -> tuple[NetPort, ...]:
     # Version 3 changed the numbers for sorts of devices to bits.
     net, rdma = (16, 32) if version >= 3 else (2, 3)
+    found: list[NetPort] = []
     for each in objects:
         sort = _number(each.element, "osdev_type") if each.kind == "OSDev" else UNKNOWN
         sort = sort & (net | rdma) if version >= 3 and sort != UNKNOWN else sort
@@ -313,10 +299,13 @@ def _read_ports(
             for name, state in (_infos(each.element) if is_rdma else {}).items()
             if (match := _PORT_STATE.fullmatch(name))
         }
-        yield from [
+        found += [
             port._replace(port=number, is_up=state.startswith("4"))
             for number, state in sorted(states.items())
         ] or [port]
+    # The interfaces of an RDMA adapter are its ports once more.
+    adapters = {port.bus_id for port in found if port.kind == "infiniband"} - {""}
+    return tuple(p for p in found if p.kind != "ethernet" or p.bus_id not in adapters)
 
 
 def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:

@@ -48,10 +48,15 @@ _GROWN = re.compile(r"(?<=[0-9])(?=(?:GPU|NIC|mlx)[0-9])")
 _HEADING = re.compile(r"CPU\s+Affinity|NUMA\s+Affinity|GPU\s+NUMA\s+ID")
 _LEGEND = re.compile(r"\s*(NIC[0-9]{1,4})\s*:\s*(\S{1,64})\s*")
 
+# Without ``NV#`` it is that of ``topo -mp``, which leaves NVLinks out.
+_LEGEND_OF_MATRIX = re.compile(r"\s*(Legend:|NV#).*")
+
 _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
 _LINK = re.compile(r"\s*Link ([0-9]{1,3}):\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,6})?) GB/s")
 _INACTIVE = "<inactive>"
+_ALL_INACTIVE = re.compile(r".*NVLink information as all links are inactive", re.I)
+_MIG = re.compile(r"\s*MIG .*\(UUID: MIG-.*")
 
 
 class NvidiaSmiProbe:
@@ -112,6 +117,10 @@ class _Gpu:
     uuid: str = ""
     # GB/s at which each active link signals, by its number.
     rates: dict[str, float] = field(default_factory=dict[str, float])
+    # What shows its links: of those that are down, or of one in MIG mode, nobody sees
+    # where they would lead.
+    is_listed: bool = False
+    has_mig: bool = False
 
 
 class _Reader:
@@ -123,6 +132,7 @@ class _Reader:
         self._gpus: defaultdict[int, _Gpu] = defaultdict(_Gpu)
         self._below: _Gpu | None = None  # The one whose links follow.
         self._legend: dict[str, str] = {}
+        self._explained: set[str] = set()
         self._ports: dict[str, None] = {}  # Names of columns that are no GPUs.
         # Path and access by the names of both, each pair once; empty if unknown.
         self._pairs: dict[tuple[str, str], list[str]] = {}
@@ -151,8 +161,15 @@ class _Reader:
             if self._below is None or (rate is None and match[2][0] in "<0123456789"):
                 rule = "a link must stand below its GPU, with its rate"
                 raise bad_value(self._origin, number, rule, line.strip())
+            self._below.is_listed = True
             if rate:
                 self._below.rates[match[1]] = rate
+        elif self._below and _ALL_INACTIVE.fullmatch(line):
+            self._below.is_listed = True
+        elif self._below and _MIG.fullmatch(line):
+            self._below.has_mig = True
+        elif match := _LEGEND_OF_MATRIX.fullmatch(line):
+            self._explained.add(match[1])
         elif match := _LEGEND.fullmatch(line):
             self._legend[match[1]] = match[2]
 
@@ -252,6 +269,7 @@ class _Reader:
                 title=gpu.title,
                 uuid=gpu.uuid,
                 node=homes.get(f"GPU{number}", UNKNOWN),
+                nvlinks=self._num_nvlinks(f"GPU{number}", gpu),
             )
             for number, gpu in sorted(self._gpus.items())
         }
@@ -271,6 +289,18 @@ class _Reader:
             ),
             remarks=tuple(dict.fromkeys(self._remarks))[:_MAX_REMARKS],
         )
+
+    def _num_nvlinks(self, name: str, gpu: _Gpu) -> int:
+        """Return how many NVLinks of a GPU are up; ``UNKNOWN`` if nothing shows it."""
+        if gpu.is_listed or gpu.has_mig:
+            return UNKNOWN if gpu.has_mig else len(gpu.rates)
+        words = [
+            path
+            for pair, (path, _) in self._pairs.items()
+            if path and name in pair and all(map(_GPU_NAME.fullmatch, pair))
+        ]
+        has_none = words and not any(map(_BONDED.fullmatch, words))
+        return 0 if has_none and self._explained != {"Legend:"} else UNKNOWN
 
     def _place(self) -> tuple[dict[int, int], dict[str, int]]:
         """Return the CPUs of NUMA nodes as bits, and the node of each GPU by its name.

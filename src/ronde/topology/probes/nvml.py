@@ -50,6 +50,7 @@ class GpuAnswers(NamedTuple):
     sm: int = UNKNOWN  # Compute capability, such as 90.
     node: int = UNKNOWN  # NUMA node of the processor near it.
     nvlinks: tuple[Remote, ...] = ()  # Those that are active.
+    has_mig: bool = False  # Its NVLinks are off while it is divided.
     nvlink_mb_per_s: int = UNKNOWN  # At which each of them signals.
     c2c_mb_per_s: tuple[int, ...] = ()  # Of each active link to its processor.
 
@@ -76,6 +77,7 @@ def graph_of(
     for number, gpu in enumerate(gpus):
         address = plain_address(gpu.address)
         own = GpuDevice(address, number, sm=gpu.sm, title=gpu.title, uuid=gpu.uuid)
+        own = own._replace(nvlinks=UNKNOWN if gpu.has_mig else len(gpu.nvlinks))
         named.append(own)
         each = payload_gb_per_s(gpu.nvlink_mb_per_s)
         ends = [
@@ -191,6 +193,7 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
             if ask(0, "nvmlDeviceGetNvLinkState", link)
         ),
         nvlink_mb_per_s=_ask_fields(nvml, handle, [speed])[0],
+        has_mig=bool(ask((0, 0), "nvmlDeviceGetMigMode")[0]),
         c2c_mb_per_s=_read_c2c(nvml, handle),
     )
 

@@ -1,10 +1,6 @@
 """A host as its kernel shows it in /proc and /sys: this machine, or a saved tree.
 
 Functions take ``root``: the directory that holds proc and sys; empty for this machine.
-
-A PCI switch is several bridges in sysfs: one above, and one for each port below. Of the
-two devices that a link joins, the lower is kept, as NCCL does: then a switch is one
-device, and each device has the link above it.
 """
 
 import re
@@ -43,14 +39,15 @@ from ronde.topology.machine import (
     read_online,
     split_cores,
 )
+from ronde.topology.paths.speeds import gt_per_s
 from ronde.topology.pci import bus_order, compute_capability, is_address, is_network
+from ronde.topology.probes.base import keep_lower_ends
 
 SOURCE = "sysfs"
 """How sources of this kind begin."""
 
 _BUS = "sys/bus/pci/devices"
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
-_SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s.*")
 # The kernel's value for a device that is not on PCI Express.
 _NO_WIDTH = 255
 _NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
@@ -80,16 +77,16 @@ def read_host(root: Path = Path("/")) -> HostTopology:
         if is_adapter or pci.is_nvswitch(each.class_code, each.vendor):
             ends.add(address)
     devices: dict[str, PciDevice] = {}
-    for address in sorted(ends, key=bus_order):
+    for address in ends:
         chain = functions[address].chain if address in functions else (address,)
-        for place in range((len(chain) - 1) // 2 * 2, -1, -2):
-            if chain[place] not in devices:
-                devices[chain[place]] = _read_device(top, chain[place:], nodes)
+        for place, name in enumerate(chain):
+            if name not in devices:
+                devices[name] = _read_device(top, chain[place:], nodes)
     return HostTopology(
         name=read_text(f"{top}/proc/sys/kernel/hostname"),
         sources=(f"{SOURCE} of {root if top else 'this machine'}",),
         numa_nodes=nodes,
-        devices=tuple(devices.values()),
+        devices=keep_lower_ends(devices, sorted(ends, key=bus_order)),
         gpus=gpus,
         ports=ports,
         interfaces=_read_interfaces(top, ports),
@@ -123,21 +120,28 @@ def read_functions(root: str) -> dict[str, Function]:
 def _read_device(
     root: str, chain: Sequence[str], nodes: Sequence[NumaNode]
 ) -> PciDevice:
-    """Return the first of a chain, with the link to the second."""
-    # Both ends can do more than their link: it is what the weaker one can.
-    own, *_ = ends = [f"{root}/{_BUS}/{address}" for address in chain[:2]]
-    speed, width = _weakest(ends, "max")
-    speed_now, width_now = _weakest([own], "current")
+    """Return the first of a chain; its link is what this end of it can do."""
+    own = f"{root}/{_BUS}/{chain[0]}"
+    speeds, widths = (
+        [read(f"{own}/{which}_link_{what}") for which in ("max", "current")]
+        for what, read in (("speed", read_text), ("width", _read_width))
+    )
+    speed, speed_now = (each if gt_per_s(each) else "" for each in speeds)
     return PciDevice(
         chain[0],
-        chain[2] if len(chain) > 2 else "",
+        chain[1] if len(chain) > 1 else "",
         _read_node(root, chain, nodes),
         *(_code(own, name) for name in _CODES),
         speed=speed,
-        width=width,
+        width=widths[0],
         speed_now=speed_now,
-        width_now=width_now,
+        width_now=widths[1],
     )
+
+
+def _read_width(path: str) -> int:
+    width = read_number(path, UNKNOWN)
+    return width if 0 <= width < _NO_WIDTH else UNKNOWN
 
 
 def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
@@ -152,18 +156,6 @@ def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> in
     cpus = set(members(near))
     around = (node.number for node in nodes if cpus and cpus <= set(node.cpus))
     return next(around, UNKNOWN)
-
-
-def _weakest(ends: Sequence[str], which: str) -> tuple[str, int]:
-    """Return the speed of a lane and the number of lanes, each of the weaker end."""
-    texts = [read_text(f"{end}/{which}_link_speed") for end in ends]
-    speeds = [(float(m[1]), m[0]) for m in map(_SPEED.fullmatch, texts) if m]
-    widths = [read_number(f"{end}/{which}_link_width", UNKNOWN) for end in ends]
-    known = [width for width in widths if 0 <= width < _NO_WIDTH]
-    return (
-        min(speeds, key=lambda speed: speed[0], default=(0.0, ""))[1],
-        min([width for width in known if width] or known, default=UNKNOWN),
-    )
 
 
 def _code(directory: str, name: str) -> int:
