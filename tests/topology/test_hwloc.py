@@ -43,7 +43,7 @@ class Counted(NamedTuple):
 COUNTED = [
     Counted(
         "fakepcilocalities.xml",
-        *("", "", 4, 40, 40, 5, 0, 6, 0),
+        *("", "", 4, 40, 40, 5, 0, 5, 0),
         {0.0: 3, 0.25: 1, 3.938462: 1},
     ),
     Counted("nvidia-dgx-gb10.xml", *("cfarm107", "arm64", 1, 20, 20, 0, 0, 0, 0), {}),
@@ -149,7 +149,7 @@ def test_devices_are_near_the_object_they_are_in():
     # The Matrox there only drives a screen.
     assert not host.gpus
     ports = {port.title: port for port in host.ports}
-    assert list(ports) == ["eth0", "eth1", "eth2", "eth3", "ib0", "qib0"]
+    assert list(ports) == ["eth0", "eth1", "eth2", "eth3", "qib0"]
     assert {
         title: port.kind for title, port in ports.items() if port.kind[0] == "i"
     } == {"qib0": "infiniband"}
@@ -220,9 +220,8 @@ def test_version_2_has_nodes_in_packages():
     assert (first.family, first.model) == (143, 49)
     assert second.vendor == ""
     assert [(port.title, port.port, port.is_up) for port in host.ports] == [
-        ("ib0", UNKNOWN, True),
         ("mlx5_0", 1, False),
-        ("mlx5_0", 2, True),
+        ("mlx5_0:2", 2, True),
     ]
     assert [(device.node, device.class_code) for device in host.devices] == [
         (8, 0x020700),
@@ -356,6 +355,24 @@ def test_bandwidth_shows_how_many_nvlinks(title, mb_per_s, num_links):
     there, _ = read(machine(gpu + switch, matrix)).links
     ends = "0000:01:00.0", "0000:41:00.0"
     assert there == Link(LinkKind.NVLINK, *ends, num_links, mb_per_s / 1000)
+
+
+PORTS = """
+<object type="PCIDev" pci_busid="0000:17:00.{}" pci_type="{} [15b3:101d]">
+  <object type="OSDev" name="eth{}" osdev_type="{}"/>{}
+</object>"""
+
+
+@pytest.mark.parametrize(("version", "net", "rdma"), [("2.0", 2, 3), ("3.0", 16, 48)])
+def test_interfaces_of_an_rdma_adapter_are_its_ports(version, net, rdma):
+    more = f'<object type="OSDev" name="ib0" osdev_type="{net}"/>'
+    more += f'<object type="OSDev" name="mlx4_0" osdev_type="{rdma}"/>'
+    body = PORTS.format(0, "0c06", 0, net, more) + PORTS.format(1, "0200", 1, net, "")
+    host = read(
+        f'<topology version="{version}"><object type="Machine" cpuset="0x1">{body}'
+        "</object></topology>"
+    )
+    assert [port.title for port in host.ports] == ["mlx4_0", "eth1"]
 
 
 def test_an_interface_without_a_device_has_a_node():

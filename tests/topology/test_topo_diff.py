@@ -234,3 +234,45 @@ def test_a_chip_that_is_not_reported_is_no_loss_and_one_that_is_reported_is() ->
     changes = compare_hosts(host, cut).paths[0].changes
     assert len(changes) == 7
     assert all(each.now.kind >= PathKind.PIX for each in changes)
+
+
+LSPCI = """\
+00:01.0 PCI bridge: Intel Corporation Device 352a (rev 04)
+\tBus: primary=00, secondary=01, subordinate=01, sec-latency=0
+\t\tLnkCap:\tPort #1, Speed 32GT/s, Width x16, ASPM not supported
+\t\tLnkSta:\tSpeed 32GT/s (ok), Width x16 (ok)
+01:00.0 3D controller: NVIDIA Corporation GH100 [H100 SXM5 80GB] (rev a1)
+\t\tLnkCap:\tPort #0, Speed 32GT/s, Width x16, ASPM not supported
+\t\tLnkSta:\tSpeed 32GT/s (ok), Width x16 (ok)
+"""
+
+
+@pytest.mark.parametrize(
+    ("now", "link"),
+    [
+        ("Speed 32GT/s (ok), Width x4 (downgraded)", "32.0 GT/s PCIe x4"),
+        ("Speed 8GT/s (downgraded), Width x16 (ok)", "8.0 GT/s PCIe x16"),
+        ("Speed 2.5GT/s (downgraded), Width x16 (ok)", ""),
+    ],
+)
+def test_links_are_compared_as_they_run_but_not_at_rest(now, link, tmp_path, capsys):
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    head, sign, tail = LSPCI.rpartition("Speed 32GT/s (ok), Width x16 (ok)")
+    files[0].write_text(LSPCI)
+    files[1].write_text(head + now + tail)
+    assert sign
+    assert run([str(file) for file in files]) == (1 if link else 0)
+    out = capsys.readouterr().out
+    assert f"PCI link: 32.0 GT/s PCIe x16 (48 GB/s) -> {link}" in out or not link
+
+
+def test_a_path_that_lost_links_in_one_direction_is_named() -> None:
+    host = sample_host(PERLMUTTER)
+    (lost, *rest) = host.links
+    fewer = lost._replace(num_links=1)
+    for links in (fewer, *rest), (*rest, fewer):
+        (change,) = compare_hosts(host, host._replace(links=links)).paths[0].changes
+        assert set(change.ends) == {lost.source, lost.target}
+        assert (change.was.gb_per_s, change.now.gb_per_s) == (80.0, 20.0)
+    changes = compare_hosts(host, host._replace(links=tuple(rest))).paths[0].changes
+    assert [each.now.kind for each in changes] == [PathKind.NVB]

@@ -22,7 +22,9 @@ from ronde.topology import (
     PciDevice,
     PlacementError,
     Policy,
+    Saved,
     plan_host,
+    read_file,
 )
 
 
@@ -197,6 +199,32 @@ def test_a_gpu_near_memory_without_cpus_has_no_preference():
     )
     plan = plan_host(bare, AlignmentRequest(2, Policy.SINGLE_NUMA_NODE))
     assert [rank.nodes for rank in plan.ranks] == [(0,), (1,)]
+    # Nobody knows which cores are near.
+    assert not any(rank.is_preferred for rank in plan.ranks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "aligned"),
+    [
+        ("0-7 0,0-7 0, 1, 1", [True, True, False, False]),
+        ("0-7 0,0-7 0,8-15 1,8-15 1", [True] * 4),
+        ("0-7 0,0-7 0,8-15 1,N/A N/A", [True, True, True, False]),
+    ],
+)
+def test_a_rank_is_aligned_only_where_cores_near_its_gpu_are_known(rows, aligned):
+    """As in a container that shows the CPUs of one node, and GPUs of both."""
+    text = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+    for number, row in enumerate(rows.split(",")):
+        words = ["X" if n == number else "NV18" for n in range(4)]
+        cpus, _, node = row.partition(" ")
+        text += "\t".join([f"GPU{number}", *words, cpus, node, "", "N/A"]) + "\n"
+    (host,) = read_file(Saved("it", text.encode())).hosts
+    plan = plan_host(host, AlignmentRequest(4))
+    assert [rank.is_preferred for rank in plan.ranks] == aligned
+    reasons = [f"gpu: no usable CPU is known near GPU {n}" for n in range(4)]
+    assert [r.reasons for r in plan.ranks] == [
+        () if fits else (reason,) for fits, reason in zip(aligned, reasons, strict=True)
+    ]
 
 
 def test_only_cores_that_are_allowed_are_used():

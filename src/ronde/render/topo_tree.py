@@ -252,7 +252,8 @@ def fabric_lines(host: HostTopology) -> Iterator[str]:
             (_links_words(gpu, links.get(gpu.name, ()), titles), titles[gpu.name])
             for gpu in host.gpus
         )
-        if list(by_words) == [""]:
+        is_counted = kind == LinkKind.NVLINK and any(g.nvlinks == 0 for g in host.gpus)
+        if list(by_words) == [""] and not is_counted:
             continue
         for words, own in by_words.items():
             is_all = len(own) == len(titles) > 1

@@ -115,7 +115,8 @@ class ComparedHost:
         value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
         # Where others have links, to have none is a fact as well.
         others_have = any(link.kind != LinkKind.PCI for link in self._host.links)
-        return Fact(value or ("none" if others_have else ""), rate)
+        is_shown = others_have or gpu.nvlinks == 0
+        return Fact(value or ("none" if is_shown else ""), rate)
 
 
 def _link(device: PciDevice) -> Fact:

@@ -545,7 +545,9 @@ class HostView:
 
     def uneven_nvlinks(self) -> Iterator[Hit]:
         up = [gpu for gpu in self.gpus.values() if self.num_up(gpu) and not gpu.gcn]
-        direct = [k for own in self.links.values() for k in own if k.target in self.gpus]
+        direct = [
+            k for own in self.links.values() for k in own if k.target in self.gpus
+        ]
         # Eight GPUs of before NVSwitch are joined by one or two links to some others:
         # of a part of them each sees another number.
         is_part = max((link.num_links for link in direct), default=9) <= 2

@@ -299,9 +299,13 @@ def _read_ports(
             for name, state in (_infos(each.element) if is_rdma else {}).items()
             if (match := _PORT_STATE.fullmatch(name))
         }
+        # The second and later bear their number.
+        titles = [port.title, *(f"{port.title}:{n}" for n in sorted(states)[1:])]
         found += [
-            port._replace(port=number, is_up=state.startswith("4"))
-            for number, state in sorted(states.items())
+            port._replace(
+                title=title, port=number, is_up=states[number].startswith("4")
+            )
+            for title, number in zip(titles, sorted(states), strict=False)
         ] or [port]
     # The interfaces of an RDMA adapter are its ports once more.
     adapters = {port.bus_id for port in found if port.kind == "infiniband"} - {""}

@@ -129,7 +129,9 @@ def _with_detail(device: PciDevice, line: str) -> PciDevice:
         return device._replace(speed_now=speed, width_now=width)
     if match := _NUMA.fullmatch(line):
         return device._replace(node=int(match[1]))
-    return device._replace(is_redirecting=True) if _REDIRECTS.fullmatch(line) else device
+    return (
+        device._replace(is_redirecting=True) if _REDIRECTS.fullmatch(line) else device
+    )
 
 
 def _host(
