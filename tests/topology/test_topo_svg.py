@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -59,10 +60,22 @@ def root_of(svg: str) -> ET.Element:
     return ET.fromstring(svg)  # noqa: S314 - it is our own
 
 
+def placed(svg: str, tag: str) -> Iterator[tuple[ET.Element, float, float]]:
+    """Yield the elements of a sort, each with the place of its group."""
+    waiting = [(root_of(svg), 0.0, 0.0)]
+    while waiting:
+        element, x, y = waiting.pop(0)
+        if element.tag == f"{SVG}{tag}":
+            yield element, x, y
+        if moved := element.get("transform"):
+            right, down = moved.removeprefix("translate(").strip(")").split()
+            x, y = x + float(right), y + float(down)
+        waiting[:0] = [(child, x, y) for child in element]
+
+
 def rects(svg: str, *kinds: str) -> list[Rect]:
     found: list[Rect] = []
-    for each in root_of(svg).iter(f"{SVG}rect"):
-        x, y = float(each.get("x", 0)), float(each.get("y", 0))
+    for each, x, y in placed(svg, "rect"):
         right = x + float(each.get("width", 0))
         bottom = y + float(each.get("height", 0))
         kind = each.get("class", "")
@@ -74,12 +87,11 @@ def rects(svg: str, *kinds: str) -> list[Rect]:
 def words(svg: str) -> list[tuple[str, Rect]]:
     """Return the lines of text, each with the room it may take."""
     found: list[tuple[str, Rect]] = []
-    for each in root_of(svg).iter(f"{SVG}text"):
+    for each, left, top in placed(svg, "text"):
         text, kind = each.text or "", each.get("class", "")
         width, height = width_of(text, kind), 18 if kind == "title" else 10
-        x, y = float(each.get("x", 0)), float(each.get("y", 0))
-        shift = {"end": width, "middle": width / 2}.get(each.get("text-anchor", ""), 0)
-        x -= shift
+        x, y = left + float(each.get("x", 0)), top + float(each.get("y", 0))
+        x -= width if each.get("text-anchor") == "end" else 0
         found.append((text, Rect(kind, x, y - height * 0.8, x + width, y + 1)))
     return found
 
@@ -258,7 +270,7 @@ def test_hostile_names_stay_words(name: str) -> None:
     svg = draw_svg(host)
 
     tags = {each.tag.removeprefix(SVG) for each in root_of(svg).iter()}
-    assert tags <= {"svg", "title", "style", "rect", "text", "line"}
+    assert tags <= {"svg", "g", "title", "style", "rect", "text", "line"}
     attributes = {key for each in root_of(svg).iter() for key in each.attrib}
     assert not {key for key in attributes if key.startswith("on") or "href" in key}
     check_layout(svg)

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from ronde.render.topo_tree import (
     ElementTree,
@@ -54,49 +54,15 @@ text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fil
 .line{stroke:#7a828a;stroke-width:1.2}"""
 
 
-class SvgBox(NamedTuple):
-    """A rectangle; x and y are of its upper left corner."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    kind: str  # a class of the style
-    title: str = ""  # shown when somebody points at it
-
-
-class Words(NamedTuple):
-    """A line of text; y is of the line that the letters stand on."""
-
-    x: float
-    y: float
-    text: str
-    kind: str = ""  # ``title``, ``head``, ``name``, ``dim``, or empty
-    anchor: str = "start"  # what is at x: ``start``, ``middle`` or ``end``
-
-
-class Stroke(NamedTuple):
-    """A straight line from one place to another, so far right and down of it."""
-
-    x: float
-    y: float
-    right: float
-    down: float
-    kind: str = "line"
-
-
-Shape = SvgBox | Words | Stroke
-
-
 class SvgBlock(NamedTuple):
     """Something drawn at the origin, and its size."""
 
     width: float
     height: float
-    shapes: Sequence[Shape]
+    shapes: Sequence[str]  # Elements of SVG.
 
-    def moved(self, x: float, y: float) -> list[Shape]:
-        return [each._replace(x=each.x + x, y=each.y + y) for each in self.shapes]
+    def moved(self, x: float, y: float) -> list[str]:
+        return [f'<g transform="translate({x:g} {y:g})">', *self.shapes, "</g>"]
 
 
 # A NUMA node, or an unknown one, with the number of its socket.
@@ -119,18 +85,18 @@ def draw_svg(host: HostTopology) -> str:
         counts.append(f"{counted(num_left_out, 'other PCI device')} not drawn")
     counts.append("GB/s of one direction, as NCCL counts")
     heading = (
-        Words(0, 18, fit(title, width, "title"), "title"),
-        Words(0, 38, fit(", ".join(counts), width, "subtitle"), "subtitle"),
+        _words(0, 18, fit(title, width, "title"), "title"),
+        _words(0, 38, fit(", ".join(counts), width, "subtitle"), "subtitle"),
     )
-    fabrics = _flow([_bar(line, width) for line in _links(host)], width)
-    shapes: list[Shape] = []
+    fabrics = _flow([_bar(line, width) for line in _links(host)])
+    shapes: list[str] = []
     y = _MARGIN
     for block in (SvgBlock(width, 44, heading), body, fabrics):
         if block.shapes:
             shapes += block.moved(_MARGIN, y)
             y += block.height + _GAP
-    width = max(width, body.width, fabrics.width)
-    return _to_svg(shapes, width + 2 * _MARGIN, y - _GAP + _MARGIN, title)
+    width = max(width, fabrics.width) + 2 * _MARGIN
+    return _to_svg(shapes, width, y - _GAP + _MARGIN, title)
 
 
 def _find_places(host: HostTopology) -> tuple[list[_Place], int]:
@@ -163,35 +129,15 @@ def _lay_out_places(places: Sequence[_Place]) -> SvgBlock:
     for package, group in groupby(places, key=lambda place: place[0]):
         own = [_lay_out_place(place) for _, place in group]
         blocks += own if package == UNKNOWN else [_socket(package, own)]
-    # The least width that needs no more rows than the most allowed.
-    num_rows = len(_rows_of(blocks, _MAX_WIDTH))
-    total = sum(block.width + _GAP for block in blocks)
-    width = max([total / max(1, num_rows), *(block.width for block in blocks)])
-    while width < _MAX_WIDTH and len(_rows_of(blocks, width)) > num_rows:
-        width += _ITEM_WIDTH / 4
-    width = min(width, _MAX_WIDTH)
-    even = [
-        _stretched(block, max(other.height for other in row))
-        for row in _rows_of(blocks, width)
-        for block in row
-    ]
-    return _flow(even, width)
-
-
-def _stretched(block: SvgBlock, height: float) -> SvgBlock:
-    """Return a block whose outermost box, its first shape, is higher."""
-    outer, *inside = block.shapes
-    if isinstance(outer, SvgBox):
-        outer = outer._replace(height=height)
-    return SvgBlock(block.width, height, [outer, *inside])
+    return _flow(blocks)
 
 
 def _socket(package: int, blocks: Sequence[SvgBlock]) -> SvgBlock:
     inner = _flow(blocks, _MAX_WIDTH - 2 * _PAD)
     width, height = inner.width + 2 * _PAD, inner.height + _SOCKET_HEAD + _PAD
-    shapes: list[Shape] = [
-        SvgBox(0, 0, width, height, "socket"),
-        Words(_PAD, _SOCKET_HEAD - 6, f"Socket {package}", "dim"),
+    shapes = [
+        _box(width, height, "socket"),
+        _words(_PAD, _SOCKET_HEAD - 6, f"Socket {package}", "dim"),
     ]
     return SvgBlock(width, height, shapes + inner.moved(_PAD, _SOCKET_HEAD))
 
@@ -202,15 +148,14 @@ def _lay_out_place(place: TreeElement) -> SvgBlock:
     width = max(body.width, _ITEM_WIDTH) + 2 * _PAD
     head = _PAD + _HEAD_LINES + _LINE * len(place.details)
     height = head + (body.height + _GAP if items else 0) + _PAD
-    whole = _clean("\n".join((place.title, *place.details)))
     title = fit(place.title, width - 2 * _PAD, "head")
-    shapes: list[Shape] = [
-        SvgBox(0, 0, width, height, "numa", whole),
-        Words(_PAD, _PAD + 12, title, "head"),
+    shapes = [
+        _box(width, height, "numa", "\n".join((place.title, *place.details))),
+        _words(_PAD, _PAD + 12, title, "head"),
     ]
     for number, line in enumerate(place.details):
         y = _PAD + _HEAD_LINES + _LINE * number + 10
-        shapes.append(Words(_PAD, y, fit(line, width - 2 * _PAD), "dim"))
+        shapes.append(_words(_PAD, y, fit(line, width - 2 * _PAD), "dim"))
     return SvgBlock(width, height, shapes + body.moved(_PAD, head + _GAP))
 
 
@@ -227,8 +172,8 @@ def _lay_out_item(item: TreeElement) -> SvgBlock:
     for column, heads in columns:
         # Lines from this box to those that hang in a column below it.
         left, top = x - _SPINE / 2, height + _GAP
-        shapes.append(Stroke(left, height, 0, _GAP + heads[-1]))
-        shapes += [Stroke(left, top + y, x - left, 0) for y in heads]
+        shapes.append(_stroke(left, height, 0, _GAP + heads[-1]))
+        shapes += [_stroke(left, top + y, x - left, 0) for y in heads]
         shapes += column.moved(x, top)
         x += column.width + _GAP
         total = max(total, top + column.height)
@@ -239,7 +184,7 @@ def _columns(items: Sequence[TreeElement]) -> list[tuple[SvgBlock, list[float]]]
     """Return columns, each with where its boxes begin: one of ends, one a switch."""
     items = _limited(items)
     y = 0.0
-    shapes: list[Shape] = []
+    shapes: list[str] = []
     heads: list[float] = []
     for item in items:
         if not item.below:
@@ -252,18 +197,18 @@ def _columns(items: Sequence[TreeElement]) -> list[tuple[SvgBlock, list[float]]]
     return [*ends, *((fork, [_PAD + _LINE / 2]) for fork in forks)]
 
 
-def _draw_box(item: TreeElement, width: float, height: float) -> list[Shape]:
-    whole = _clean("\n".join((f"{item.title} {item.bus_id}".strip(), *item.details)))
+def _draw_box(item: TreeElement, width: float, height: float) -> list[str]:
+    whole = "\n".join((f"{item.title} {item.bus_id}".strip(), *item.details))
     inner = width - 2 * _PAD
-    shapes: list[Shape] = [
-        SvgBox(0, 0, width, height, item.kind, whole),
-        Words(_PAD, _PAD + 10, fit(item.title, inner, "name"), "name"),
+    shapes = [
+        _box(width, height, item.kind, whole),
+        _words(_PAD, _PAD + 10, fit(item.title, inner, "name"), "name"),
     ]
     if item.bus_id:
         aside = fit(item.bus_id, inner)
-        shapes.append(Words(width - _PAD, _PAD + 10, aside, "dim", "end"))
+        shapes.append(_words(width - _PAD, _PAD + 10, aside, "dim", "end"))
     for number, line in enumerate(item.details, 1):
-        shapes.append(Words(_PAD, _PAD + _LINE * number + 9, fit(line, inner)))
+        shapes.append(_words(_PAD, _PAD + _LINE * number + 9, fit(line, inner)))
     return shapes
 
 
@@ -281,11 +226,8 @@ def _links(host: HostTopology) -> list[str]:
 
 def _bar(text: str, width: float) -> SvgBlock:
     height = _LINE + _PAD
-    shapes = (
-        SvgBox(0, 0, width, height, "fabric", _clean(text)),
-        Words(_PAD, _PAD + 8, fit(text, width - 2 * _PAD, "name"), "name"),
-    )
-    return SvgBlock(width, height, shapes)
+    words = _words(_PAD, _PAD + 8, fit(text, width - 2 * _PAD, "name"), "name")
+    return SvgBlock(width, height, (_box(width, height, "fabric", text), words))
 
 
 def width_of(text: str, kind: str = "") -> float:
@@ -293,6 +235,17 @@ def width_of(text: str, kind: str = "") -> float:
     # Bold letters are a tenth broader.
     weight = 1.1 if kind in _BOLD else 1.0
     return sum(map(_letters, text)) * _SIZES.get(kind, _SMALL) * weight
+
+
+def _letters(letter: str) -> float:
+    """Return the most that a letter of size 1 takes in usual typefaces."""
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 1.2
+    if letter in _NARROW:
+        return 0.4
+    if letter in _BROAD:
+        return 1.0
+    return 0.75 if letter.isupper() else 0.645
 
 
 def fit(text: str, width: float, kind: str = "") -> str:
@@ -313,8 +266,8 @@ def _clean(text: str) -> str:
     return "".join(c for c in shown if unicodedata.category(c)[0] != "C" or c == "\n")
 
 
-def _to_svg(shapes: list[Shape], width: float, height: float, title: str) -> str:
-    body = "\n".join(map(_shape, shapes))
+def _to_svg(shapes: list[str], width: float, height: float, title: str) -> str:
+    body = "\n".join(shapes)
     size = f'width="{width:g}" height="{height:g}"'
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" '
@@ -324,56 +277,39 @@ def _to_svg(shapes: list[Shape], width: float, height: float, title: str) -> str
     )
 
 
-def _shape(shape: Shape) -> str:
-    match shape:
-        case SvgBox(x, y, width, height, kind, title):
-            whole = f"<title>{escape(title)}</title>"
-            return (
-                f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" '
-                f'height="{height:g}" rx="4"{f">{whole}</rect>" if title else "/>"}'
-            )
-        case Words(x, y, text, kind, anchor):
-            named = f"class={quoteattr(kind)} " if kind else ""
-            at = "" if anchor == "start" else f' text-anchor="{anchor}"'
-            return f'<text {named}x="{x:g}" y="{y:g}"{at}>{escape(text)}</text>'
-        case Stroke(x, y, right, down):
-            return (
-                f'<line class="line" x1="{x:g}" y1="{y:g}" x2="{x + right:g}" '
-                f'y2="{y + down:g}"/>'
-            )
+def _box(width: float, height: float, kind: str, title: str = "") -> str:
+    """Return a rectangle at the origin; the title shows when somebody points at it."""
+    return (
+        f'<rect class="{kind}" width="{width:g}" height="{height:g}" rx="4">'
+        f"<title>{escape(_clean(title))}</title></rect>"
+    )
 
 
-def _letters(letter: str) -> float:
-    """Return the most that a letter of size 1 takes in usual typefaces."""
-    if unicodedata.east_asian_width(letter) in "WF":
-        return 1.2
-    if letter in _NARROW:
-        return 0.4
-    if letter in _BROAD:
-        return 1.0
-    return 0.75 if letter.isupper() else 0.645
+def _words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """Return a line of text; ``y`` is of the line that the letters stand on."""
+    return (
+        f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">'
+        f"{escape(text)}</text>"
+    )
 
 
-def _rows_of(blocks: Sequence[SvgBlock], max_width: float) -> list[list[SvgBlock]]:
-    rows: list[list[SvgBlock]] = []
-    x = 0.0
+def _stroke(x: float, y: float, right: float, down: float) -> str:
+    """Return a straight line from a place to another, so far right and down of it."""
+    return (
+        f'<line class="line" x1="{x:g}" y1="{y:g}" x2="{x + right:g}" '
+        f'y2="{y + down:g}"/>'
+    )
+
+
+def _flow(blocks: Sequence[SvgBlock], max_width: float = _MAX_WIDTH) -> SvgBlock:
+    """Return blocks side by side, in as many rows as they need."""
+    shapes: list[str] = []
+    x = y = width = row_height = 0.0
     for block in blocks:
-        if not rows or x + block.width > max_width:
-            rows.append([])
-            x = 0.0
-        rows[-1].append(block)
+        if x and x + block.width > max_width:
+            x, y, row_height = 0.0, y + row_height + _GAP, 0.0
+        shapes += block.moved(x, y)
         x += block.width + _GAP
-    return rows
-
-
-def _flow(blocks: Sequence[SvgBlock], max_width: float) -> SvgBlock:
-    y = width = 0.0
-    shapes: list[Shape] = []
-    for row in _rows_of(blocks, max_width):
-        x = 0.0
-        for block in row:
-            shapes += block.moved(x, y)
-            x += block.width + _GAP
         width = max(width, x - _GAP)
-        y += max(block.height for block in row) + _GAP
-    return SvgBlock(width, max(0.0, y - _GAP), shapes)
+        row_height = max(row_height, block.height)
+    return SvgBlock(width, y + row_height, shapes)

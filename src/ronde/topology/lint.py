@@ -98,8 +98,8 @@ no-peer-access warning GPUs that may not reach each other's memory
      kind of GPU does not. In a virtual machine look whether the host passes peer access
      on; switch ACS off on the bridges.
 no-peer-access.unsure note
-  do NS is normal in the table of nvidia-smi topo -p2p n where there is no NVLink, and in
-     that of -p2p a. Look at: nvidia-smi topo -p2p r
+  do Look at nvidia-smi topo -p2p r: NS is normal in the tables of -p2p a, and of -p2p n
+     where there is no NVLink.
 acs-redirects warning a switch above a GPU that ACS makes send traffic to the processor
   seen ACS is on: what devices below the switch write to each other goes up first.
   so GPUs reach each other and adapters through the processor: peer access and

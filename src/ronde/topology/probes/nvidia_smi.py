@@ -55,8 +55,10 @@ _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
 _LINK = re.compile(r"\s*Link ([0-9]{1,3}):\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,6})?) GB/s")
 _INACTIVE = "<inactive>"
-_ALL_INACTIVE = re.compile(r".*NVLink information as all links are inactive", re.I)
-_MIG = re.compile(r"\s*MIG .*\(UUID: MIG-.*")
+# All are down, as in MIG mode.
+_OF_ALL_LINKS = re.compile(
+    r"\s*(?:.*(?i:NVLink information as all links are inactive)|(MIG) .*\(UUID: MIG-.*)"
+)
 
 
 class NvidiaSmiProbe:
@@ -157,21 +159,24 @@ class _Reader:
             title, _, rest = match[2].partition(" (UUID: ")
             gpu.title, gpu.uuid = title.strip(), rest.rstrip(") ") or gpu.uuid
         elif match := _LINK.fullmatch(line):
-            rate = _link_rate(match[2])
-            if self._below is None or (rate is None and match[2][0] in "<0123456789"):
-                rule = "a link must stand below its GPU, with its rate"
-                raise bad_value(self._origin, number, rule, line.strip())
+            self._take_link(number, line, match)
+        elif self._below and (match := _OF_ALL_LINKS.fullmatch(line)):
             self._below.is_listed = True
-            if rate:
-                self._below.rates[match[1]] = rate
-        elif self._below and _ALL_INACTIVE.fullmatch(line):
-            self._below.is_listed = True
-        elif self._below and _MIG.fullmatch(line):
-            self._below.has_mig = True
+            self._below.has_mig |= bool(match[1])
         elif match := _LEGEND_OF_MATRIX.fullmatch(line):
             self._explained.add(match[1])
         elif match := _LEGEND.fullmatch(line):
             self._legend[match[1]] = match[2]
+
+    def _take_link(self, number: int, line: str, match: re.Match[str]) -> None:
+        rate = _link_rate(match[2])
+        if self._below is None or (rate is None and match[2][0] in "<0123456789"):
+            rule = "a link must stand below its GPU, with its rate"
+            raise bad_value(self._origin, number, rule, line.strip())
+        # Other facts on a link are let pass, and show nothing of its state.
+        self._below.is_listed |= rate is not None
+        if rate:
+            self._below.rates[match[1]] = rate
 
     def _begin_matrix(self, number: int, line: str, columns: list[str]) -> None:
         self._end_matrix()
