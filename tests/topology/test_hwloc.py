@@ -110,8 +110,6 @@ def test_the_power_machine_is_what_its_file_says():
     assert second.cores == ((80, 81), (88, 89), (96, 97), (104, 105))
     assert (first.memory_bytes, second.memory_bytes) == (68556816384, 68450713600)
     assert (first.package, second.package) == (0, 1)
-    assert first.distances == ((0, 10), (1, 40))
-    assert second.distances == ((0, 40), (1, 10))
     gpus = [(gpu.number, gpu.bus_id, gpu.uuid[-12:]) for gpu in host.gpus]
     assert gpus == [
         (0, "0002:01:00.0", "b77d2c23d1d2"),
@@ -145,7 +143,6 @@ def test_devices_are_near_the_object_they_are_in():
     by_bus = Counter((each.bus_id[5:7], each.node) for each in host.devices)
     # Bus 43 hangs at a group of two cores within package 1.
     assert by_bus == {("02", 0): 2, ("03", 0): 2, ("43", 1): 1}
-    assert [row for _, row in host.numa_nodes[2].distances] == [20, 20, 10, 20]
     # The Matrox there only drives a screen.
     assert not host.gpus
     ports = {port.title: port for port in host.ports}
@@ -198,7 +195,7 @@ VERSION_2 = """<?xml version="1.0" encoding="UTF-8"?>
    </object>
   </object>
  </object>
- <distances2 type="NUMANode" nbobjs="2" kind="5" name="NUMALatency" indexing="os">
+ <distances2 type="OSDev" nbobjs="2" kind="25" name="NVLinkBandwidth" indexing="os">
   <indexes length="4">0 8 </indexes>
   <u64values length="12">10 21
    21 10 </u64values>
@@ -213,7 +210,6 @@ def test_version_2_has_nodes_in_packages():
     first, second = host.numa_nodes
     assert (first.number, first.cpus, first.cores) == (0, (0, 1), ((0, 1),))
     assert (second.number, second.cpus, second.cores) == (8, (2, 3), ())
-    assert first.distances == ((0, 10), (8, 21))
     assert (first.package, second.package) == (4, 5)
     assert (first.arch, first.vendor) == ("x86_64", "AuthenticAMD")
     # 23 is 15 and 8 beyond it: 15 + 16 * 8.

@@ -23,6 +23,7 @@ from ronde.topology.paths.speeds import (
     is_link_known,
     is_pci_known,
     link_gb_per_s,
+    link_words,
     pci_gb_per_s,
     smp_gb_per_s,
 )
@@ -91,7 +92,7 @@ class ElementTree:
         if ports := self._ports.get(bus_id):
             found.append(self._nic(ports, words))
         if is_nvswitch(device.class_code, device.vendor):
-            details = (words,) if _is_speed_known(device) else ()
+            details = () if "unknown" in words else (words,)
             found.append(TreeElement("other", "NVSwitch", bus_id, details))
         return found
 
@@ -152,20 +153,13 @@ def _pci_words(device: PciDevice) -> str:
     rate = f"{gb_per_s:.2g} GB/s" if gb_per_s < 1 else f"{gb_per_s:.4g} GB/s"
     if device.gb_per_s > 0 and not device.speed:
         return f"PCI {rate}"
-    if not is_pci_known(device):
-        return "PCI link speed unknown"
-    if not _is_speed_known(device):
-        return f"PCI link speed unknown, counted as {rate}"
+    if not device.speed and device.width <= 0:
+        counted_as = f", counted as {rate}" if is_pci_known(device) else ""
+        return f"PCI link speed unknown{counted_as}"
     now, able = (
-        f"{each.speed.removesuffix(' PCIe') or 'speed unknown'}"
-        + (f" x{each.width}" if each.width > 0 else "")
-        for each in (as_running(device), device)
+        link_words(each).replace(" PCIe", "") for each in (as_running(device), device)
     )
     return f"PCI {now}, {rate}" + (f" (both ends can do {able})" if now != able else "")
-
-
-def _is_speed_known(device: PciDevice) -> bool:
-    return bool(device.speed) or device.width > 0 or device.gb_per_s > 0
 
 
 def draw_tree(topology: Topology) -> str:

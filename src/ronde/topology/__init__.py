@@ -18,7 +18,7 @@ __getattr__ = lazy_exports(
             "world_of"
         ),
         "lint": "CATALOGUE lint_fleet lint_host lint_switches unseen_facts",
-        "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit",
+        "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit read_machine",
         "nccl_log": "NcclJob NcclLog judge_nccl_log read_nccl_log",
         "nccl_log.judge": "VERDICTS",
         "nccl_log.log": "ChannelCounts GraphSeen",
@@ -38,8 +38,7 @@ __getattr__ = lazy_exports(
         ),
         "placement.plan": "HostPlan plan_host",
         "placement.policies": (
-            "ANY Hint NOWHERE NodeSet Policy best_count compare counted_hints "
-            "decide merge"
+            "ANY Hint NOWHERE Policy best_count compare counted_hints decide merge"
         ),
         "probes.base": "Probe Saved untag",
         "probes.hwloc": "HwlocProbe",
@@ -54,6 +53,5 @@ __getattr__ = lazy_exports(
         "probes.sysfs": "read_host",
         "search_graph": "SearchGraph read_search_graphs recognises_search_graph",
         "sources": "Detected detect_host read_file read_saved",
-        "sysfs": "read_machine",
     },
 )

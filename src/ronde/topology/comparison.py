@@ -32,6 +32,7 @@ from ronde.topology.paths.speeds import (
     as_running,
     is_link_known,
     link_gb_per_s,
+    link_words,
     pci_gb_per_s,
     port_gb_per_s,
 )
@@ -83,12 +84,10 @@ class ComparedHost:
     def _node(self, node: NumaNode) -> dict[str, Fact]:
         size, cpus = max(0, node.memory_bytes), node.cpus
         numbers = _number("family {}", node.family), _number("model {}", node.model)
-        distances = " ".join(f"{other}:{far}" for other, far in node.distances)
         return {
             "CPUs": Fact(f"{len(cpus)} ({format_list(cpus)})" if cpus else ""),
             "memory": Fact(f"{size / _GIB:.1f} GiB" if size else "", amount=size),
             "processor": Fact(" ".join(filter(None, (node.vendor, *numbers)))),
-            "distances": Fact(distances),
         }
 
     def _place(self, element: GpuDevice | NetPort) -> dict[str, Fact]:
@@ -121,11 +120,8 @@ class ComparedHost:
 
 def _link(device: PciDevice) -> Fact:
     device = as_running(device)
-    value = f"{device.gb_per_s:g} GB/s" if device.gb_per_s else ""
-    if device.speed or device.width >= 0:
-        lanes = f" x{device.width}" if device.width >= 0 else ""
-        value = f"{device.speed or 'no speed'}{lanes}"
-    return Fact(value, pci_gb_per_s(device) if value else 0.0)
+    is_known = device.speed or device.width >= 0 or device.gb_per_s
+    return Fact(link_words(device), pci_gb_per_s(device)) if is_known else Fact("")
 
 
 def _number(words: str, number: int) -> str:

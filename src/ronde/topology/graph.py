@@ -40,8 +40,6 @@ class NumaNode(NamedTuple):
     cpus: tuple[int, ...] = ()  # Hardware threads, ascending; empty for memory alone.
     cores: tuple[tuple[int, ...], ...] = ()  # The same by physical core.
     memory_bytes: int = UNKNOWN
-    # To other nodes and itself: number, and distance by the firmware (10 is local).
-    distances: tuple[tuple[int, int], ...] = ()
     package: int = UNKNOWN  # Number of its socket.
     arch: str = ""  # ``x86_64``, ``arm64``, ``ppc64``.
     vendor: str = ""  # ``GenuineIntel``, ``AuthenticAMD``, ...

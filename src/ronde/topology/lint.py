@@ -25,6 +25,7 @@ from ronde.topology.paths.speeds import (
     LOCAL_GB_PER_S,
     gt_per_s,
     is_at_rest,
+    link_words,
     max_nvlinks,
     nvlink_gb_per_s,
     pci_gb_per_s,
@@ -43,8 +44,7 @@ from ronde.units import list_first
 _RULES = """
 slow-bridge loss a bridge whose own link is slower than that of a device below it
   seen The link above the bridge is slower ({link}) than the link of a device below it.
-  so What leaves the bridge upwards, to the processor and to other bridges, shares
-     {has:g} GB/s where one device has {should:g} (NCCL's figures).
+  so All below it share {has:g} GB/s upwards, and one has {should:g} (NCCL's figures).
   do Compare with lspci -vv: reseat the board where LnkSta is below LnkCap, correct the
      file where it has less than LnkSta; nothing, where slot or switch are older.
 slow-bridge.as-built note
@@ -55,8 +55,7 @@ tiny-link error a GPU's link below 1 GB/s, as virtual machines report it
      x-speed and x-width; on bare metal reseat the card.
 unknown-link-speed warning an empty link speed, which NCCL takes for PCIe 3
   seen The link speed is unknown ({link}).
-  so NCCL takes it for {has:g} GB/s, PCIe 3 where the speed is missing and 16 lanes
-     where the width is; PCIe 4 x16 would be 24, PCIe 5 x16 48.
+  so NCCL takes it for {has:g} GB/s: PCIe 3 x16 is 12, PCIe 4 x16 24, PCIe 5 x16 48.
   do Write what lspci -vv shows on the bare machine, such as link_speed="16.0 GT/s PCIe"
      link_width="16".
 trained-down loss a link that runs below what both of its ends can do
@@ -94,16 +93,14 @@ uneven-nvlinks.badly error
 no-peer-access warning GPUs that may not reach each other's memory
   seen The driver does not let it reach the memory of other GPUs ({counts}).
   so NCCL copies through the host's shared memory instead.
-  do CNS: the processor's chipset does not; TNS: no bus between them does; GNS: this
-     kind of GPU does not. In a virtual machine look whether the host passes peer access
-     on; switch ACS off on the bridges.
+  do CNS: the chipset does not; TNS: no bus between them does; GNS: this kind of GPU
+     does not. Let the virtual machine's host pass it on; switch ACS off on bridges.
 no-peer-access.unsure note
   do Look at nvidia-smi topo -p2p r: NS is normal in the tables of -p2p a, and of -p2p n
      where there is no NVLink.
 acs-redirects warning a switch above a GPU that ACS makes send traffic to the processor
   seen ACS is on: what devices below the switch write to each other goes up first.
-  so GPUs reach each other and adapters through the processor: peer access and
-     GPUDirect RDMA are slow, or hang.
+  so Peer access and GPUDirect RDMA go through the processor: they are slow, or hang.
   do On bare metal switch ACS off in the firmware, or by setpci on each bridge (NCCL's
      troubleshooting guide has the line); a hypervisor needs it for its machines.
 nic-faster-than-link loss a network adapter that carries more than its PCI link
@@ -113,9 +110,8 @@ nic-faster-than-link loss a network adapter that carries more than its PCI link
   do Move the adapter to a wider or newer slot, or use fewer of its ports; correct the
      file where adapters with links of their own are listed as one.
 nic-faster-than-link.virtual warning
-  seen The adapter's {num} port(s) carry {should:.4g} GB/s, its PCI link ({link}) counts
-     for {has:g} with NCCL, and is none that limits them: the adapter is listed as a
-     host bridge, or with the slowest link there is.
+  seen The adapter's {num} port(s) carry {should:.4g} GB/s. Its PCI link ({link}) is
+     none: the adapter is listed as a host bridge, or with the slowest link there is.
   so NCCL plans with {has:g} GB/s through this adapter, whatever it carries.
   do Correct the file: a link of its own for each adapter, as the bare machine has it.
 odd-nic-speed warning a port's speed that no hardware has
@@ -143,14 +139,13 @@ far-nic loss a GPU for which NCCL prefers a far network adapter to a near one
      odd-nic-speed), or name the adapters in NCCL_IB_HCA.
 nic-behind-processor note a GPU without a network adapter on its own PCI switch
   seen Its nearest network adapter is behind {place} processor ({kind}).
-  so Up to {has:g} GB/s (NCCL's figure), and by default NCCL uses GPUDirect RDMA up to
-     PXB alone: the data goes through the host's memory.
+  so Up to {has:g} GB/s (NCCL's figure), through the host's memory: by default NCCL
+     uses GPUDirect RDMA up to PXB alone.
   do Write the switches in, where a virtual machine's file leaves them out; else place
      adapters at every socket, or try NCCL_NET_GDR_LEVEL=PHB for those at its own.
 no-numa-node warning a device or processor whose NUMA node is -1
   seen {what}
-  so NCCL takes all such devices as next to one processor, and nothing is bound near
-     them: traffic may cross the sockets' link unseen.
+  so NCCL takes all such devices as next to one processor, and nothing is bound near.
   do Switch NUMA on in the firmware, or give the virtual machine its host's nodes; in a
      file write the numaid.
 shared-cores warning cores that two NUMA nodes claim
@@ -176,14 +171,12 @@ odd-source note what was odd in a source
   do Correct the source, or make it anew.
 host-at-two-switches warning a host below two leaf switches of Slurm's tree
   seen Both list {hosts}.
-  so Slurm warns of it and takes the host as near to the hosts of either: jobs may be
-     spread over switches that they need not cross.
+  so Slurm takes the host as near to the hosts of either, and spreads jobs over both.
   do Leave each host below the one switch that its cable leads to. A tree cannot show
      rails: there, take one switch for all leaves of a group.
 node-gpus-differ loss a node with another number of GPUs than most
   seen It has {num:g} GPUs, and {others}.
-  so NCCL cannot pair GPUs of the nodes rank by rank: it falls back to fewer channels,
-     and rings wait for the smallest node.
+  so NCCL pairs no GPUs of the nodes rank by rank: fewer channels, and slower rings.
   do Look for the missing GPU in nvidia-smi -L and dmesg (Xid 79: it fell off the bus),
      or start the same number of ranks everywhere.
 node-nvlinks-differ loss a node whose GPUs have other NVLinks than most nodes'
@@ -359,14 +352,6 @@ def _is_tiny(device: PciDevice) -> bool:
     return 0 < _known_gb_per_s(device) < _TINY_GB_PER_S
 
 
-def _link_words(device: PciDevice) -> str:
-    """Return the link above a device in words: ``16.0 GT/s PCIe x16``."""
-    if not device.speed and device.gb_per_s:
-        return f"{device.gb_per_s:g} GB/s"
-    speed = device.speed if gt_per_s(device.speed) else f'"{device.speed}"'
-    return f"{speed} x{device.width}" if device.width >= 0 else speed
-
-
 def _has_likely_rate(port: NetPort) -> bool:
     """Whether hardware has the rate, alone or as some links that are bound together."""
     return 0 < port.mbit_per_s <= _HIGHEST and any(
@@ -450,7 +435,7 @@ class HostView:
                     and all(end.width <= bridge.width for end in farther)
                     and all(speed <= gt_per_s(bridge.speed) for speed in roots)
                 )
-                words = {"link": _link_words(bridge)}
+                words = {"link": link_words(bridge)}
                 words["form"] = ".as-built" if is_as_built else ""
                 yield _hit(bus_id, has, should, **words)
 
@@ -462,7 +447,7 @@ class HostView:
         above = [b for b, e in self.ends.items() if any(d.bus_id in gpus for d in e)]
         for device in (self.devices[bus_id] for bus_id in [*gpus, *above]):
             if _is_tiny(device):
-                has, link = _known_gb_per_s(device), _link_words(device)
+                has, link = _known_gb_per_s(device), link_words(device)
                 yield _hit(device.name, has, link=link)
 
     def unknown_link_speed(self) -> Iterator[Hit]:
@@ -471,7 +456,7 @@ class HostView:
             # (x0) and mean the 16 that NCCL takes; an empty speed is a wrong answer.
             is_given = device.width >= 0 or device.speed
             if is_given and not gt_per_s(device.speed) and not device.gb_per_s:
-                has, link = pci_gb_per_s(device), _link_words(device)
+                has, link = pci_gb_per_s(device), link_words(device)
                 yield _hit(device.name, has, link=link)
 
     def trained_down(self) -> Iterator[Hit]:
@@ -485,7 +470,7 @@ class HostView:
                 pci_theory_gb_per_s(each.speed, each.width) for each in (now, device)
             )
             if device.bus_id in that_matter and 0 < has < should:
-                words = {"now": _link_words(now), "link": _link_words(device)}
+                words = {"now": link_words(now), "link": link_words(device)}
                 words["form"] = ".at-rest" if is_at_rest(device) else ""
                 yield _hit(device.name, has, should, **words)
 

@@ -74,6 +74,14 @@ def pci_gb_per_s(device: PciDevice) -> float:
     return width * rate * (6 if rate <= 5 else 7.5) / 80
 
 
+def link_words(device: PciDevice) -> str:
+    """Return the link above a device in words: ``16.0 GT/s PCIe x16``."""
+    if not device.speed and device.gb_per_s:
+        return f"{device.gb_per_s:g} GB/s"
+    lanes = f" x{device.width}" if device.width >= 0 else ""
+    return f"{device.speed or 'no speed'}{lanes}"
+
+
 def is_pci_known(device: PciDevice) -> bool:
     """Return whether a source has more of a device than its address."""
     is_seen = device.class_code != UNKNOWN or device.width != UNKNOWN

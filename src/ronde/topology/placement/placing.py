@@ -12,7 +12,6 @@ from ronde.topology.placement.policies import (
     NOWHERE,
     Alignment,
     Hint,
-    NodeSet,
     Policy,
     counted_hints,
     decide,
@@ -205,8 +204,8 @@ class _Placer:
 
     def place(self, ranks: Sequence[int]) -> list[RankPlace]:
         hints = {} if self._policy is Policy.NONE else self._hints(ranks)
-        nodes = NodeSet(len(self.nodes))
-        alignment = decide(self._policy, tuple(hints.values()), nodes)
+        all_mask = (1 << len(self.nodes)) - 1
+        alignment = decide(self._policy, tuple(hints.values()), all_mask)
         reasons = () if alignment.is_preferred else self._explain(ranks, hints)
         if not alignment.is_admitted:
             where = f" on {self._inventory.host}" if self._inventory.host else ""

@@ -33,19 +33,6 @@ NOWHERE = (Hint(None, is_preferred=False),)
 """The hints of a request that no nodes can meet."""
 
 
-class NodeSet(NamedTuple):
-    """The memory nodes that hints are about."""
-
-    num_nodes: int  # How many have CPUs.
-    # From each to each, as the firmware reports them; needed for ``is_closest``.
-    distances: tuple[tuple[int, ...], ...] = ()
-    is_closest: bool = False  # Of sets of one size, nodes near each other are better.
-
-    @property
-    def all_mask(self) -> int:
-        return (1 << self.num_nodes) - 1
-
-
 class Alignment(NamedTuple):
     """What becomes of a request."""
 
@@ -73,9 +60,12 @@ def counted_hints(
 
 
 def decide(
-    policy: Policy, resources: Sequence[Sequence[Hint]], nodes: NodeSet
+    policy: Policy, resources: Sequence[Sequence[Hint]], all_mask: int
 ) -> Alignment:
-    """Return what a policy makes of the hints of each resource, in any order."""
+    """Return what a policy makes of the hints of each resource, in any order.
+
+    ``all_mask`` has all nodes with CPUs.
+    """
     if policy is Policy.NONE:
         return Alignment(None, is_preferred=True, is_admitted=True)
     if policy is Policy.SINGLE_NUMA_NODE:
@@ -83,47 +73,41 @@ def decide(
             [h for h in hints if h.is_preferred and (h.mask or 1).bit_count() == 1]
             for hints in resources
         ]
-        mask, is_preferred = merge(single, nodes._replace(is_closest=False))
-        limited = None if mask == nodes.all_mask else mask
+        mask, is_preferred = merge(single, all_mask)
+        limited = None if mask == all_mask else mask
         return Alignment(limited, is_preferred, is_preferred)
-    mask, is_preferred = merge(resources, nodes)
+    mask, is_preferred = merge(resources, all_mask)
     return Alignment(mask, is_preferred, is_preferred or policy is Policy.BEST_EFFORT)
 
 
-def merge(resources: Sequence[Sequence[Hint]], nodes: NodeSet) -> Hint:
+def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
     """Return the best of all combinations of one hint a resource.
 
     A combination takes the nodes that all its hints have in common, and is preferred
     when all are and name the same nodes. Eight nodes and four resources have billions
     of combinations: only what some of them have in common is listed.
     """
-    preferred = _agreed_masks(resources, nodes.all_mask)
+    preferred = _agreed_masks(resources, all_mask)
     count = best_count(resources)
     best: Hint | None = None
-    for mask in preferred or _common_masks(resources, nodes.all_mask):
-        best = compare(best, Hint(mask, bool(preferred)), count, nodes)
-    return best or Hint(nodes.all_mask, is_preferred=False)
+    for mask in preferred or _common_masks(resources, all_mask):
+        best = compare(best, Hint(mask, bool(preferred)), count)
+    return best or Hint(all_mask, is_preferred=False)
 
 
-def compare(
-    current: Hint | None, candidate: Hint, count: int, nodes: NodeSet
-) -> Hint | None:
+def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
     """Return the better of two combinations; the first where equally good.
 
     ``count`` is that of ``best_count``: not preferred sets are best when they have this
     size, for a smaller one lacks what some resource needs.
     """
 
-    def rank(hint: Hint) -> tuple[int, int, int, int, int]:
+    def rank(hint: Hint) -> tuple[int, int, int, int]:
         mask = hint.mask or 0
-        size, distance = mask.bit_count(), 0
-        if nodes.is_closest:
-            members = [node for node in range(nodes.num_nodes) if mask >> node & 1]
-            # A sum over all ordered pairs: of sets of one size as good as a mean.
-            distance = sum(nodes.distances[a][b] for a in members for b in members)
+        size = mask.bit_count()
         if hint.is_preferred:
-            return (0, 0, size, distance, mask)
-        return (1 if size <= count else 2, max(0, count - size), size, distance, mask)
+            return (0, 0, size, mask)
+        return (1 if size <= count else 2, max(0, count - size), size, mask)
 
     if not candidate.mask:
         return current

@@ -34,7 +34,6 @@ from ronde.topology.probes.base import (
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LINK_KINDS = {"NVLinkBandwidth": LinkKind.NVLINK, "XGMIBandwidth": LinkKind.XGMI}
-_LATENCY = "NUMALatency"
 _ARCHS = {"aarch64": "arm64", "ppc64le": "ppc64"}
 _GPU_BACKENDS = ("CUDA", "NVML", "RSMI", "LevelZero")
 _UUIDS = ("NVIDIAUUID", "AMDUUID", "LevelZeroUUID")
@@ -72,7 +71,7 @@ class HwlocProbe:
         # What holds for the whole machine stands in it before version 3, then beside.
         infos = {**_infos(root), **_infos(machines[0])}
         objects = list(_walk(machines[0]))
-        nodes = _Nodes(objects, infos, _read_distances(root))
+        nodes = _Nodes(objects, infos)
         devices = _read_devices(objects, nodes)
         gpus = _read_gpus(objects, devices)
         ports = _read_ports(objects, nodes, version)
@@ -159,12 +158,7 @@ class _Nodes:
     CPUs that several have belong to ordinary memory, and there to the lowest number.
     """
 
-    def __init__(
-        self,
-        objects: Sequence[_Object],
-        infos: Mapping[str, str],
-        distances: Mapping[str, list[tuple[int, int]]],
-    ) -> None:
+    def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:
         numbered: dict[int, _Object] = {}
         special: set[int] = set()
         for each in (each for each in objects if each.kind == "NUMANode"):
@@ -193,7 +187,6 @@ class _Nodes:
             _node(number, each, infos)._replace(
                 cpus=tuple(members(self._own[number])),
                 cores=tuple(sorted(cores[number])),
-                distances=tuple(distances.get(str(number), ())),
             )
             for number, each in sorted(numbered.items())
         )
@@ -342,17 +335,6 @@ def _read_links(
             count = max(1, round(mb_per_s / 1000 / each))
             count = count if kind is LinkKind.NVLINK else 1
             yield Link(kind, *ends, count, mb_per_s / 1000)
-
-
-def _read_distances(root: Element) -> dict[str, list[tuple[int, int]]]:
-    """Return, for each NUMA node, the pairs of number and distance."""
-    rows: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for matrix in root.named("distances2"):
-        is_latency = matrix.attributes.get("name", _LATENCY) == _LATENCY
-        if not rows and matrix.get("type") == "NUMANode" and is_latency:
-            for source, target, value in _entries(matrix):
-                rows[source].append((_small_number(target), round(value)))
-    return rows
 
 
 def _entries(matrix: Element) -> Iterator[tuple[str, str, float]]:

@@ -238,26 +238,12 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
         for number, cpus in read_node_cpus(root).items()
         if not online or online >> number & 1
     }
-    plain, numbers = _read_processor(root), list(cpus_of)
-    possible = members(read_list(f"{root}/{_NODES}/possible"))
+    plain = _read_processor(root)
     remarks: list[str] = []
     nodes: list[NumaNode] = []
     for number, listed in cpus_of.items():
-        own = f"{root}/{_NODES}/node{number}"
-        row = [_number(part) for part in read_text(f"{own}/distance").split()]
-        # A column for each node that is online, from some kernels for each that may
-        # ever be; else nobody knows whose they are.
-        columns = [c for c in (numbers, possible) if len(c) == len(row)][:1]
-        pairs = (pair for c in columns for pair in zip(c, row, strict=True))
-        known = tuple((n, distance) for n, distance in pairs if n in numbers)
-        known = known if all(distance > 0 for _, distance in known) else ()
-        if not known and len(numbers) > 1:
-            remarks.append(f"The kernel lists no distances of numa/{number}.")
-        node = plain._replace(
-            number=number,
-            memory_bytes=_read_memory(f"{own}/meminfo"),
-            distances=known,
-        )
+        memory = _read_memory(f"{root}/{_NODES}/node{number}/meminfo")
+        node = plain._replace(number=number, memory_bytes=memory)
         nodes.append(_with_cpus(root, node, listed & left))
         left &= ~listed
     if left and nodes:
