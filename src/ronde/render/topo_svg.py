@@ -1,9 +1,8 @@
 """A host's topology -> a drawing that stands alone, as SVG.
 
 NUMA nodes stand side by side, sockets around them; PCI switches below, and GPUs and
-network adapters below these. What is at one switch hangs below it in a column; switches
-below a switch stand side by side. So boxes never meet, and no lines cross. Rates are of
-one direction in GB/s, as NCCL counts.
+network adapters below these. What is at one switch hangs below it in a column. So boxes
+never meet, and no lines cross. Rates are of one direction in GB/s, as NCCL counts.
 """
 
 import unicodedata
@@ -160,41 +159,22 @@ def _lay_out_place(place: TreeElement) -> SvgBlock:
 
 
 def _lay_out_item(item: TreeElement) -> SvgBlock:
-    columns = _columns(item.below)
-    row_width = sum(column.width + _GAP for column, _ in columns) - _GAP
-    width = max(_ITEM_WIDTH, row_width + _SPINE)
+    """Return a box, and below it in a column what hangs at it."""
+    below = [_lay_out_item(each) for each in _limited(item.below)]
+    width = max([_ITEM_WIDTH, *(block.width + _SPINE for block in below)])
     first = width_of(item.title, "name") + width_of(item.bus_id)
     if item.bus_id and first + 3 * _PAD > width:
         item = item._replace(bus_id="", details=(item.bus_id, *item.details))
-    height = 2 * _PAD + _LINE * (1 + len(item.details)) - 4
+    height = y = 2 * _PAD + _LINE * (1 + len(item.details)) - 4
     shapes = _draw_box(item, width, height)
-    x, total = _SPINE, height
-    for column, heads in columns:
-        # Lines from this box to those that hang in a column below it.
-        left, top = x - _SPINE / 2, height + _GAP
-        shapes.append(_stroke(left, height, 0, _GAP + heads[-1]))
-        shapes += [_stroke(left, top + y, x - left, 0) for y in heads]
-        shapes += column.moved(x, top)
-        x += column.width + _GAP
-        total = max(total, top + column.height)
-    return SvgBlock(width, total, shapes)
-
-
-def _columns(items: Sequence[TreeElement]) -> list[tuple[SvgBlock, list[float]]]:
-    """Return columns, each with where its boxes begin: one of ends, one a switch."""
-    items = _limited(items)
-    y = 0.0
-    shapes: list[str] = []
-    heads: list[float] = []
-    for item in items:
-        if not item.below:
-            end = _lay_out_item(item)
-            shapes += end.moved(0, y)
-            heads.append(y + _PAD + _LINE / 2)
-            y += end.height + _GAP / 2
-    ends = [(SvgBlock(_ITEM_WIDTH, y - _GAP / 2, shapes), heads)] if heads else []
-    forks = [_lay_out_item(item) for item in items if item.below]
-    return [*ends, *((fork, [_PAD + _LINE / 2]) for fork in forks)]
+    for block in below:
+        y += _GAP / 2
+        head = y + _PAD + _LINE / 2
+        shapes.append(_stroke(_SPINE / 2, height, 0, head - height))
+        shapes.append(_stroke(_SPINE / 2, head, _SPINE / 2, 0))
+        shapes += block.moved(_SPINE, y)
+        y += block.height
+    return SvgBlock(width, y, shapes)
 
 
 def _draw_box(item: TreeElement, width: float, height: float) -> list[str]:

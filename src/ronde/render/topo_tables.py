@@ -56,7 +56,11 @@ def tabulate_classes(table: ClassTable) -> str:
     # It ends with what its words mean, of those that occur.
     if not table.names:
         return _NOTHING
-    cpus = tuple(map(_shorten, table.cpus))
+    most = _MOST_LIST_CHARS
+    cpus = tuple(
+        text if len(text) <= most else text[: text.rfind(",", 0, most - 3) + 1] + "..."
+        for text in table.cpus
+    )
     lists = {"CPU Affinity": cpus, "NUMA Affinity": table.nodes}
     lists = {heading: texts for heading, texts in lists.items() if any(texts)}
     cells = zip(table.labels, table.words, *lists.values(), strict=True)
@@ -95,12 +99,6 @@ def tabulate_speeds(paths: Paths, table: ClassTable) -> str:
     is_lacking = any(" " not in cell for cell in figures)
     note = "; none where unknown" if is_lacking else ""
     return text + f"\nGB/s in one direction, as NCCL counts{note}\n"
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= _MOST_LIST_CHARS:
-        return text
-    return text[: text.rfind(",", 0, _MOST_LIST_CHARS - 3) + 1] + "..."
 
 
 def tabulate_plan(plan: HostPlan) -> str:
@@ -278,7 +276,6 @@ def judge(limit: Limit, measured_gb_per_s: float, width: int = WIDTH) -> str:
 
 
 def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:
-    num, num_same = comparison.num_matched, comparison.num_by_address
     sides = ("A", comparison.missing_first), ("B", comparison.missing_second)
     left_out = "".join(
         wrap("", f"{side} has no {' and no '.join(roles)}: not compared.")
@@ -288,20 +285,12 @@ def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:
     if comparison.is_equal:
         num_pairs = sum(each.num_pairs for each in comparison.paths)
         return (
-            f"{first} and {second} are alike: {num} elements and {num_pairs} paths.\n"
-            f"{left_out}"
-        )
-    head = f"A: {first}\nB: {second}\n"
-    if num_same < num:
-        head += wrap(
-            "",
-            f"{num - num_same} of {num} elements have another bus address or name in "
-            "B, or none: they are matched by number and name.",
-            indent=0,
+            f"{first} and {second} are alike: {comparison.num_matched} elements and "
+            f"{num_pairs} paths.\n{left_out}"
         )
     only = {"A": comparison.only_first, "B": comparison.only_second}
     parts = [
-        head,
+        f"A: {first}\nB: {second}\n",
         _draw_paths(comparison.paths),
         _draw_differences(comparison.differences),
         *(

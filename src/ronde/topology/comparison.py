@@ -166,7 +166,6 @@ class HostComparison(NamedTuple):
     """What two hosts have in common and what not."""
 
     num_matched: int  # Elements that both have.
-    num_by_address: int  # Of them those with one bus address, or number, in both.
     only_first: tuple[str, ...]  # Names of what the second lacks.
     only_second: tuple[str, ...]  # Names of what the first lacks.
     missing_first: tuple[str, ...]  # What is left out as the first shows none.
@@ -187,19 +186,18 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     buses = [{p.bus_id for p in host.ports if p.bus_id} for host in (first, second)]
     pairs: dict[str, _Pairs] = {}
     only: tuple[list[str], list[str]] = [], []
-    num_matched = num_same = 0
+    num_matched = 0
     for role, name in _ROLES.items():
         key = _title if role == "ports" and not buses[0] & buses[1] else _place
         elements = getattr(first, role), getattr(second, role)
-        pairs[role], same, *left = _match(*elements, key)
+        pairs[role], *left = _match(*elements, key)
         if name not in hidden[0] | hidden[1]:
-            num_matched, num_same = num_matched + len(pairs[role]), num_same + same
+            num_matched += len(pairs[role])
             only[0].extend(each.name for each in left[0])
             only[1].extend(each.name for each in left[1])
     everything = list(chain.from_iterable(pairs.values()))
     return HostComparison(
         num_matched,
-        num_same,
         tuple(only[0]),
         tuple(only[1]),
         missing_first=tuple(sorted(hidden[0] - hidden[1])),
@@ -233,19 +231,18 @@ def _title(port: NetPort) -> str:
 
 def _match(
     first: Sequence[Element], second: Sequence[Element], key: Callable[[Any], str]
-) -> tuple[_Pairs, int, list[Element], list[Element]]:
-    """Return pairs, how many of them have one key, and the rest of both."""
+) -> tuple[_Pairs, list[Element], list[Element]]:
+    """Return pairs, and the rest of both."""
     by_key = {key(each): each for each in second if key(each)}
     found = [(each, by_key.pop(key(each), None)) for each in first]
     pairs: _Pairs = [(each, other) for each, other in found if other]
     left = [each for each, other in found if not other]
     taken = {other.name for _, other in pairs}
     rest = [each for each in second if each.name not in taken]
-    num_same = len(pairs)
     if len(left) == len(rest):
         pairs += zip(sorted(left, key=_order), sorted(rest, key=_order), strict=True)
         left, rest = [], []
-    return pairs, num_same, left, rest
+    return pairs, left, rest
 
 
 def _order(element: Element) -> tuple[list[int], list[tuple[str, int, str]]]:

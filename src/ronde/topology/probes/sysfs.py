@@ -122,26 +122,25 @@ def _read_device(
 ) -> PciDevice:
     """Return the first of a chain; its link is what this end of it can do."""
     own = f"{root}/{_BUS}/{chain[0]}"
-    speeds, widths = (
-        [read(f"{own}/{which}_link_{what}") for which in ("max", "current")]
-        for what, read in (("speed", read_text), ("width", _read_width))
-    )
-    speed, speed_now = (each if gt_per_s(each) else "" for each in speeds)
+    links = [f"{own}/{which}_link" for which in ("max", "current")]
+    (speed, width), (speed_now, width_now) = map(_read_link, links)
     return PciDevice(
         chain[0],
         chain[1] if len(chain) > 1 else "",
         _read_node(root, chain, nodes),
         *(_code(own, name) for name in _CODES),
         speed=speed,
-        width=widths[0],
+        width=width,
         speed_now=speed_now,
-        width_now=widths[1],
+        width_now=width_now,
     )
 
 
-def _read_width(path: str) -> int:
-    width = read_number(path, UNKNOWN)
-    return width if 0 <= width < _NO_WIDTH else UNKNOWN
+def _read_link(path: str) -> tuple[str, int]:
+    speed = read_text(f"{path}_speed")
+    width = read_number(f"{path}_width", UNKNOWN)
+    is_width = 0 <= width < _NO_WIDTH
+    return speed if gt_per_s(speed) else "", width if is_width else UNKNOWN
 
 
 def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
