@@ -223,7 +223,7 @@ def test_a_narrow_bridge_is_reported_at_the_one_thing_behind_it() -> None:
     )
     said = texts(draw_svg(host))
 
-    assert "behind 0000:00:01.0:" in said
+    assert "behind 0000:00:01.0" in said
     assert "PCI 2.5 GT/s x1, 0.19 GB/s" in said  # 15 / 80
 
 

@@ -101,7 +101,7 @@ def draw_svg(host: HostTopology) -> str:
 def _find_places(host: HostTopology) -> tuple[list[_Place], int]:
     """Return the NUMA nodes with their devices, and how many devices are not drawn."""
     # GPUs, network adapters and NVSwitches are drawn, and bridges where they part.
-    tree = ElementTree(host, is_drawn=True)
+    tree = ElementTree(host)
     nodes = sorted(host.numa_nodes, key=lambda n: (n.package, n.number))
     known = {node.number for node in nodes}
     places: list[_Place] = []

@@ -123,13 +123,8 @@ def tabulate_plan(plan: HostPlan) -> str:
     if plan.env:
         text += "\nvariables of all ranks:\n"
         text += "".join(f"  {name}={value}\n" for name, value in plan.env.items())
-    lines: list[str] = []
-    for rank in plan.ranks:
-        words = [f"{name}={value}" for name, value in rank.env.items()]
-        lines.append(" ".join([*words, rank.command] if rank.command else words))
-    if any(lines):
-        text += "\neach rank by hand, before the program:\n"
-        text += "".join(f"  {n}: {line}\n" for n, line in enumerate(lines) if line)
+    if lines := [f"  {r.rank}: {r.command}\n" for r in plan.ranks if r.command]:
+        text += "".join(["\neach rank by hand, before the program:\n", *lines])
     return text
 
 

@@ -34,7 +34,7 @@ _LINK_TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI", LinkKind.C2C: 
 _NVSWITCH_CLASS = 0x0680
 _MAX_CPUS_CHARACTERS = 40
 _MAX_DRAWN_DEPTH = 24
-_WITHOUT_NAME = ("NIC", "NVSwitch", "PCI device", "PCI switch")
+_WITHOUT_NAME = ("NIC", "NVSwitch", "PCI switch")
 
 
 class TreeElement(NamedTuple):
@@ -50,13 +50,11 @@ class TreeElement(NamedTuple):
 class ElementTree:
     """Looks up what is below what on a host.
 
-    Args:
-        is_drawn: Whether it is for a drawing: PCI devices that are no GPU, adapter or
-            NVSwitch are left out, and ports have their kinds.
+    Other PCI devices than GPUs, adapters, NVSwitches and switches are left out.
     """
 
-    def __init__(self, host: HostTopology, *, is_drawn: bool) -> None:
-        self._host, self._is_drawn = host, is_drawn
+    def __init__(self, host: HostTopology) -> None:
+        self._host = host
         self._listed = {device.bus_id for device in host.devices}
         self._children = grouped(
             (each.parent if each.parent in self._listed else "", each)
@@ -99,19 +97,15 @@ class ElementTree:
     def _below(self, device: PciDevice, depth: int) -> list[TreeElement]:
         """Return a device with what is below; bridges to one thing are left out."""
         children = self._children.get(device.bus_id, [])
-        if self._is_drawn and depth >= _MAX_DRAWN_DEPTH:
-            children = []
+        children = children if depth < _MAX_DRAWN_DEPTH else []
         below = [each for child in children for each in self._below(child, depth + 1)]
         if own := self._own(device):
             return [*own[:-1], own[-1]._replace(below=(*own[-1].below, *below))]
         if len(below) == 1:
             return [self._behind(device, children, below[0])]
-        if not below and (children or self._is_drawn):
-            return []
-        is_bridge = below or device.class_code >> 16 == 0x06
-        kind, title = ("switch", "PCI switch") if is_bridge else ("other", "PCI device")
         details, bus_id = (_pci_words(device),), device.bus_id
-        return [TreeElement(kind, title, bus_id, details, tuple(below))]
+        switch = TreeElement("switch", "PCI switch", bus_id, details, tuple(below))
+        return [switch] if below else []
 
     def _behind(
         self, bridge: PciDevice, children: Sequence[PciDevice], element: TreeElement
@@ -119,9 +113,7 @@ class ElementTree:
         """Return the one thing behind a bridge; noted where the bridge is narrower."""
         if max(map(pci_gb_per_s, children)) <= pci_gb_per_s(bridge):
             return element
-        more = (f"behind {bridge.bus_id} {_pci_words(bridge)}",)
-        if self._is_drawn:
-            more = (f"behind {bridge.bus_id}:", _pci_words(bridge))
+        more = f"behind {bridge.bus_id}", _pci_words(bridge)
         return element._replace(details=(*element.details, *more))
 
     def _gpu(self, gpu: GpuDevice, pci_words: str) -> TreeElement:
@@ -134,11 +126,10 @@ class ElementTree:
     def _nic(self, ports: Sequence[NetPort], pci_words: str) -> TreeElement:
         bus_id = ports[0].bus_id
         title = format_runs([port.title for port in ports])
-        kinds = " ".join(sorted({port.kind for port in ports if port.kind}))
         rates = format_runs([_port_rate(port) for port in ports])
-        details = (rates, kinds if self._is_drawn else "", pci_words)
         title = "NIC" if title == bus_id else title
-        return TreeElement("nic", title, bus_id, tuple(filter(None, details)))
+        details = tuple(filter(None, (rates, pci_words)))
+        return TreeElement("nic", title, bus_id, details)
 
 
 def _port_rate(port: NetPort) -> str:
@@ -179,7 +170,7 @@ def draw_tree(topology: Topology) -> str:
 
 
 def _draw_host(host: HostTopology) -> str:
-    tree = ElementTree(host, is_drawn=False)
+    tree = ElementTree(host)
     elements = [
         numa_element(host, node, tree.at({node.number}, is_known=True))
         for node in host.numa_nodes

@@ -48,7 +48,6 @@ class PlannedRank(NamedTuple):
     nics: tuple[NicChoice, ...]
     is_preferred: bool  # Whether all comes from the same, fewest memory nodes.
     reasons: tuple[str, ...]  # Why not, a sentence for each resource at fault.
-    env: dict[str, str]  # Variables for this rank alone.
     command: str  # What binds it by hand, before the program; empty for nothing.
 
 
@@ -190,7 +189,6 @@ def _plan_rank(
     memory_nodes = (rank.home,) if is_near_one else ()
     words = [f"--physcpubind={format_list(rank.cpus)}"] if rank.cpus else []
     words += [f"--preferred={node}" for node in memory_nodes]
-    devices = [_verbs_name(ports[nic], is_port_needed=True) for nic in rank.nics]
     near = [(nic, inventory.nearness[rank.gpus[0], nic]) for nic in rank.nics]
     reasons = rank.reasons
     own_gpus = [inventory.gpus[gpu] for gpu in rank.gpus if rank.nodes]
@@ -209,7 +207,6 @@ def _plan_rank(
         ),
         is_preferred=rank.is_preferred and not reasons,
         reasons=reasons,
-        env={"UCX_NET_DEVICES": ",".join(devices)} if any(devices) else {},
         command=" ".join(["numactl", *words]) if words else "",
     )
 
@@ -224,7 +221,7 @@ def _nic_env(
     Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
     """
     used = sorted({nic for gpu in gpus for nic in inventory.nearest_nics(gpu)})
-    names = [_verbs_name(ports[nic], is_port_needed=False) for nic in used]
+    names = [_verbs_name(ports[nic]) for nic in used]
     if not names or not all(names):
         return {}
     # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
@@ -330,7 +327,7 @@ def _find_nearness(
     return found
 
 
-def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:
+def _verbs_name(port: NetPort) -> str:
     """Return ``mlx5_0:1``; empty for what NCCL's own InfiniBand code does not drive.
 
     Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
@@ -347,4 +344,4 @@ def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:
         number = 1
     if number >= 1:
         return ",".join(f"{adapter}:{number}" for adapter in adapters)
-    return "" if is_port_needed else ",".join(adapters)
+    return ",".join(adapters)
