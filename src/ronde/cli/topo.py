@@ -287,7 +287,7 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
 
 
 def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
-    from ronde.topology.search_graph import read_search_graphs, recognises_search_graph
+    from ronde.topology.probes.nccl import read_search_graphs, recognises_search_graph
 
     graphs = [each for each in sources if recognises_search_graph(each)]
     if not graphs:
@@ -444,9 +444,8 @@ def _diff(options: argparse.Namespace) -> int:
 def _place(options: argparse.Namespace) -> int:
     from ronde.render.topo_tables import tabulate_plan
     from ronde.topology.machine import read_cores
-    from ronde.topology.placement.placing import AlignmentRequest, Scope
+    from ronde.topology.placement.placing import AlignmentRequest, Policy, Scope
     from ronde.topology.placement.plan import plan_host
-    from ronde.topology.placement.policies import Policy
 
     if options.mesh is not None:
         return _place_mesh(options)

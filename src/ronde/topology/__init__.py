@@ -33,17 +33,18 @@ __getattr__ = lazy_exports(
         ),
         "pci": "compute_capability plain_address",
         "placement.placing": (
-            "AlignmentRequest Inventory NearDevice Nearness PlacementError "
-            "RankPlace Scope place"
+            "ANY AlignmentRequest Hint Inventory NOWHERE NearDevice Nearness "
+            "PlacementError Policy RankPlace Scope best_count compare counted_hints "
+            "decide merge place"
         ),
         "placement.plan": "HostPlan plan_host",
-        "placement.policies": (
-            "ANY Hint NOWHERE Policy best_count compare counted_hints decide merge"
-        ),
         "probes.base": "Probe Saved untag",
         "probes.hwloc": "HwlocProbe",
         "probes.lspci": "LspciProbe",
-        "probes.nccl": "MAX_REMARKS NcclTopologyProbe",
+        "probes.nccl": (
+            "MAX_REMARKS NcclTopologyProbe SearchGraph read_search_graphs "
+            "recognises_search_graph"
+        ),
         "probes.nvidia_smi": "NvidiaSmiProbe",
         "probes.nvml": (
             "GpuAnswers NoNvmlError Remote graph_of open_nvml payload_gb_per_s "
@@ -51,7 +52,6 @@ __getattr__ = lazy_exports(
         ),
         "probes.slurm": "SlurmTopologyProbe",
         "probes.sysfs": "read_host",
-        "search_graph": "SearchGraph read_search_graphs recognises_search_graph",
         "sources": "Detected detect_host read_file read_saved",
     },
 )
