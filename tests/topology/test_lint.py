@@ -472,17 +472,6 @@ def test_nobody_knows_how_many_nvlinks_a_later_chip_has(
     assert ("too-many-nvlinks" in rules) is is_too_many
 
 
-def test_a_gpu_that_the_driver_shows_without_nvlink() -> None:
-    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
-    relations = tuple(
-        Relation(f"gpu/{a}", f"gpu/{b}", "SYS" if 2 in (a, b) else "NV12")
-        for a, b in pairs
-    )
-    gpus = tuple(GpuDevice("", n) for n in range(3))
-    found = lint_host(HostTopology(gpus=gpus, relations=relations))
-    assert [(f.rule, f.element) for f in found] == [("gpu-without-links", "gpu/2")]
-
-
 @pytest.mark.parametrize("place", [{"port": 2}, {"bus_id": "0000:02:00.1"}])
 def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None:
     host = sound()

@@ -102,6 +102,7 @@ OFF = {"gpu-without-links": "error"}
         (ALONE + NAMES, OFF),
         (f"{ALONE}\n{NV_LEGEND}\n{NAMES}", OFF),
         (status_of((SXM, 18), (SXM, DOWN)), OFF),
+        (matrix("X NV12 SYS", "NV12 X SYS", "SYS SYS X"), OFF),
         # A matrix shows how it should be, and a list how it is.
         (matrix("X NV18", "NV18 X") + status_of((SXM, 18), (SXM, DOWN)), OFF),
         # Links of all GPUs are down, as of one switch.

@@ -22,7 +22,6 @@ from ronde.topology import (
     NetPort,
     NumaNode,
     PciDevice,
-    Relation,
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -189,16 +188,15 @@ def test_what_is_below_a_switch_hangs_below_it() -> None:
         assert any(s.bottom < gpu.y for s in above)
 
 
-def test_sockets_frame_their_nodes() -> None:
+def test_nodes_have_their_sockets() -> None:
     nodes = tuple(
         NumaNode(n, cpus=(2 * n, 2 * n + 1), package=n // 2) for n in range(4)
     )
-    svg = draw_svg(HostTopology(name="host", numa_nodes=nodes))
-    sockets = rects(svg, "socket")
+    said = texts(draw_svg(HostTopology(name="host", numa_nodes=nodes)))
 
-    check_layout(svg)
-    assert [sum(s.holds(n) for n in rects(svg, "numa")) for s in sockets] == [2, 2]
-    assert {"Socket 0", "Socket 1"} <= set(texts(svg))
+    assert [text for text in said if "socket" in text] == (
+        ["socket 0"] * 2 + ["socket 1"] * 2
+    )
 
 
 def test_devices_of_no_known_node_are_drawn() -> None:
@@ -232,14 +230,6 @@ def test_other_devices_are_counted_only() -> None:
     said = texts(draw_svg(HostTopology(name="host", devices=devices)))
 
     assert "no GPUs, no network ports, 7 other PCI devices not drawn" in said[1]
-
-
-def test_pairs_without_links_are_reported() -> None:
-    gpus = (GpuDevice("", 0), GpuDevice("", 1))
-    pairs = (Relation("gpu/0", "gpu/1", path="NV12"),)
-    said = texts(draw_svg(HostTopology(gpus=gpus, relations=pairs)))
-
-    assert "NVLink: between GPUs by nvidia-smi: NV12" in said
 
 
 # ---- harm

@@ -1,13 +1,12 @@
 """A host's topology -> a drawing that stands alone, as SVG.
 
-NUMA nodes stand side by side, sockets around them; PCI switches below, and GPUs and
+NUMA nodes stand side by side; PCI switches below, and GPUs and
 network adapters below these. What is at one switch hangs below it in a column. So boxes
 never meet, and no lines cross. Rates are of one direction in GB/s, as NCCL counts.
 """
 
 import unicodedata
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -40,13 +39,12 @@ _MAX_ITEMS = 64  # at one place; the rest is counted only
 _MAX_PLACES = 64
 _SPINE = 14.0
 _HEAD_LINES = 18.0
-_SOCKET_HEAD = 20.0
 
 _STYLE = """\
 text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fill:#222}
 .title{font-size:18px;font-weight:bold}.subtitle{font-size:12px;fill:#555}
 .head{font-size:13px;font-weight:bold}.name{font-size:12px;font-weight:bold}
-.dim{fill:#555}.page{fill:#fff}.socket{fill:none;stroke:#9aa3ad;stroke-dasharray:5 4}
+.dim{fill:#555}.page{fill:#fff}
 .numa{fill:#f4f6f8;stroke:#9aa3ad}.switch{fill:#e3e0f3;stroke:#7b6fc0}
 .gpu{fill:#e2f2d5;stroke:#5a9a2c}.nic{fill:#d9ebfa;stroke:#2f7fc1}
 .other{fill:#eee;stroke:#999}.fabric{fill:#fdebc8;stroke:#d08a1d}
@@ -64,15 +62,11 @@ class SvgBlock(NamedTuple):
         return [f'<g transform="translate({x:g} {y:g})">', *self.shapes, "</g>"]
 
 
-# A NUMA node, or an unknown one, with the number of its socket.
-_Place = tuple[int, TreeElement]
-
-
 def draw_svg(host: HostTopology) -> str:
     """Return a host as SVG."""
     # Devices that are no GPU, network adapter or NVSwitch are counted only.
     places, num_left_out = _find_places(host)
-    body = _lay_out_places(places)
+    body = _flow([_lay_out_place(place) for place in places])
     width = max(_MIN_WIDTH, body.width)
     title = host.name or next(iter(host.sources), "one host")
     counts = [
@@ -98,21 +92,22 @@ def draw_svg(host: HostTopology) -> str:
     return _to_svg(shapes, width, y - _GAP + _MARGIN, title)
 
 
-def _find_places(host: HostTopology) -> tuple[list[_Place], int]:
+def _find_places(host: HostTopology) -> tuple[list[TreeElement], int]:
     """Return the NUMA nodes with their devices, and how many devices are not drawn."""
     # GPUs, network adapters and NVSwitches are drawn, and bridges where they part.
     tree = ElementTree(host)
     nodes = sorted(host.numa_nodes, key=lambda n: (n.package, n.number))
     known = {node.number for node in nodes}
-    places: list[_Place] = []
+    places: list[TreeElement] = []
     for node in nodes:
-        below = tree.at({node.number}, is_known=True)
-        places.append((node.package, numa_element(host, node, below)))
+        place = numa_element(host, node, tree.at({node.number}, is_known=True))
+        socket = (f"socket {node.package}",) if node.package != UNKNOWN else ()
+        places.append(place._replace(details=(*socket, *place.details)))
     if lost := tree.at(known, is_known=False):
         title = "NUMA node unknown" if nodes else "This host"
-        places.append((UNKNOWN, TreeElement("numa", title, below=lost)))
+        places.append(TreeElement("numa", title, below=lost))
     if (left := len(places) - _MAX_PLACES) > 0:
-        places[_MAX_PLACES:] = [(UNKNOWN, TreeElement("numa", f"{left} more nodes"))]
+        places[_MAX_PLACES:] = [TreeElement("numa", f"{left} more nodes")]
     return places, sum(tree.is_left_out(device) for device in host.devices)
 
 
@@ -121,24 +116,6 @@ def _limited(items: Sequence[TreeElement]) -> tuple[TreeElement, ...]:
         return tuple(items)
     more = TreeElement("other", f"and {len(items) - _MAX_ITEMS + 1} more")
     return (*items[: _MAX_ITEMS - 1], more)
-
-
-def _lay_out_places(places: Sequence[_Place]) -> SvgBlock:
-    blocks: list[SvgBlock] = []
-    for package, group in groupby(places, key=lambda place: place[0]):
-        own = [_lay_out_place(place) for _, place in group]
-        blocks += own if package == UNKNOWN else [_socket(package, own)]
-    return _flow(blocks)
-
-
-def _socket(package: int, blocks: Sequence[SvgBlock]) -> SvgBlock:
-    inner = _flow(blocks, _MAX_WIDTH - 2 * _PAD)
-    width, height = inner.width + 2 * _PAD, inner.height + _SOCKET_HEAD + _PAD
-    shapes = [
-        _box(width, height, "socket"),
-        _words(_PAD, _SOCKET_HEAD - 6, f"Socket {package}", "dim"),
-    ]
-    return SvgBlock(width, height, shapes + inner.moved(_PAD, _SOCKET_HEAD))
 
 
 def _lay_out_place(place: TreeElement) -> SvgBlock:
@@ -194,11 +171,6 @@ def _draw_box(item: TreeElement, width: float, height: float) -> list[str]:
 
 def _links(host: HostTopology) -> list[str]:
     lines = list(fabric_lines(host))
-    # A source may know of pairs alone, and nothing of links.
-    words = {each.path for each in host.relations if each.path[:2] == "NV"}
-    if words and not lines:
-        kinds = ", ".join(sorted(words)[:8])
-        lines.append(f"NVLink: between GPUs by nvidia-smi: {kinds}")
     if (left := len(lines) - _MAX_ITEMS) > 0:
         lines[_MAX_ITEMS:] = [f"and {left} more"]
     return lines

@@ -245,16 +245,13 @@ def fabric_lines(host: HostTopology) -> Iterator[str]:
             yield f"{title}: {'every GPU' if is_all else _gpus(own)}: {words or 'none'}"
 
 
-def _is_nvlink_switch(link: Link) -> bool:
-    return link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
-
-
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
     """Return to what a GPU's links lead, alike for GPUs in like places."""
-    by_target = grouped(
-        ("NVSwitch" if _is_nvlink_switch(link) else link.target or "unknown ends", link)
-        for link in links
-    )
+    by_target: dict[str, list[Link]] = {}
+    for link in links:
+        is_switch = link.target_class >> 8 == _NVSWITCH_CLASS or link.target == NVSWITCH
+        target = "NVSwitch" if is_switch else link.target or "unknown ends"
+        by_target.setdefault(target, []).append(link)
 
     def figures(own: Sequence[Link]) -> tuple[int, str]:
         rate = sum(round(link_gb_per_s(link, gpu), 3) for link in own)

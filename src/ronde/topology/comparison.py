@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations, product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ronde.topology.cpu_sets import format_list
@@ -188,7 +189,11 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     only: tuple[list[str], list[str]] = [], []
     num_matched = 0
     for role, name in _ROLES.items():
-        key = _title if role == "ports" and not buses[0] & buses[1] else _place
+        key = (
+            attrgetter("title")
+            if role == "ports" and not buses[0] & buses[1]
+            else _place
+        )
         elements = getattr(first, role), getattr(second, role)
         pairs[role], *left = _match(*elements, key)
         if name not in hidden[0] | hidden[1]:
@@ -223,10 +228,6 @@ def _place(element: Element) -> str:
     if isinstance(element, NetPort) and element.bus_id:
         return f"{element.bus_id} {element.port}"
     return element.bus_id if isinstance(element, GpuDevice) else element.name
-
-
-def _title(port: NetPort) -> str:
-    return port.title
 
 
 def _match(

@@ -505,14 +505,7 @@ class HostView:
         return gpu.nvlinks if gpu.nvlinks != UNKNOWN else self.num_links(gpu.name)
 
     def gpu_without_links(self) -> Iterator[Hit]:
-        # Some sources have them as ``NV4`` of a pair.
-        pairs = [each for each in self.host.relations if each.path.startswith("NV")]
-        bonded = {end for each in pairs for end in (each.source, each.target)}
-        linked = [
-            gpu
-            for gpu in self.host.gpus
-            if self.num_up(gpu) or (gpu.nvlinks == UNKNOWN and gpu.name in bonded)
-        ]
+        linked = [gpu for gpu in self.host.gpus if self.num_up(gpu)]
         for gpu in self.host.gpus:
             alike = [other for other in linked if _is_alike(gpu, other)]
             is_board = is_on_nvlink_board(gpu.title)
@@ -520,11 +513,10 @@ class HostView:
             has_lost_all = is_board and gpu.nvlinks == 0 and len(self.host.gpus) > 1
             if gpu in linked or not (alike or has_lost_all):
                 continue
-            most = max((self.num_up(other) for other in alike), default=0)
-            most = most if alike else _most_nvlinks(gpu)
+            most = max(map(self.num_up, alike), default=_most_nvlinks(gpu))
             # The links of an unknown chip are counted as those of one that has them.
             rate = max(self.link_rate(each.name) for each in (gpu, *alike))
-            words = {"others": _OTHERS if alike else _MODEL, "most": most or "some"}
+            words = {"others": _OTHERS if alike else _MODEL, "most": most}
             words["form"] = "" if is_board or not gpu.title else ".bridge"
             yield _hit(gpu.name, self.bus_rate(gpu.name), most * rate, **words)
 

@@ -28,6 +28,7 @@ from ronde.topology.graph import (
     PciDevice,
     Topology,
 )
+from ronde.topology.paths.speeds import GPU_CLASSES
 from ronde.topology.pci import bus_order, is_network, plain_address, port_kind
 from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
 
@@ -40,8 +41,6 @@ _CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
 _UNSEEN = "fffffff:"
 _GPU_NUMBERS = ("dev", "rank", "sm", "gdr")
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
-# Display controllers, and AMD's accelerators.
-_GPU_CLASSES = (0x03, 0x12)
 _PATTERNS = {
     1: "balanced tree",
     2: "split tree",
@@ -213,7 +212,7 @@ class _HostReader:
     def _take_bare(self, device: PciDevice) -> None:
         """Add the GPU or port of a device that has nothing but its class."""
         bus_id, code = device.bus_id, device.class_code
-        if code >> 16 in _GPU_CLASSES:
+        if code >> 16 in GPU_CLASSES:
             self._gpus.setdefault(bus_id, GpuDevice(bus_id, UNKNOWN))
         elif is_network(code):
             self._add_port(NetPort(bus_id, bus_id, kind=port_kind(code)))
