@@ -93,7 +93,8 @@ options:
   --rules         list the rules and exit
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-Several hosts are also compared with each other.
+Several hosts are also compared with each other, and Slurm's switches are judged. A line
+names what the sources do not show.
 
 exit code: 0 notes at most, 1 a warning or an error, 64 a source that cannot be read
 
@@ -111,7 +112,8 @@ options:
 
 A and B are files of any form that ronde topo reads, or directories that hold sys and
 proc: / is this machine. They are two nodes of a job, or a virtual machine and its host.
-Elements are matched by bus address, those left over by number and name.
+Elements are matched by bus address, those left over by number and name. PCI links count
+as they run now.
 
 exit code: 0 they are equal, 1 they differ, 64 one cannot be read
 

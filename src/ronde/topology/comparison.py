@@ -189,11 +189,8 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     only: tuple[list[str], list[str]] = [], []
     num_matched = 0
     for role, name in _ROLES.items():
-        key = (
-            attrgetter("title")
-            if role == "ports" and not buses[0] & buses[1]
-            else _place
-        )
+        are_moved = role == "ports" and not buses[0] & buses[1]
+        key = attrgetter("title") if are_moved else _place
         elements = getattr(first, role), getattr(second, role)
         pairs[role], *left = _match(*elements, key)
         if name not in hidden[0] | hidden[1]:
