@@ -126,7 +126,7 @@ def test_nothing_reported_is_nothing_known():
     assert device._replace(bus_id="") == type(device)("")
     nameless = graph_of([GpuAnswers("")], {})
     assert (nameless.gpus, nameless.devices) == ((GpuDevice("", 0, nvlinks=0),), ())
-    divided = graph_of([GpuAnswers("", has_mig=True)], {})
+    divided = graph_of([GpuAnswers("", has_states=False)], {})
     assert divided.gpus == (GpuDevice("", 0),)
 
 

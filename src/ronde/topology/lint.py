@@ -319,7 +319,9 @@ def _unseen(host: HostTopology) -> Iterator[str]:
         yield "PCI links"
     if has_links and not any(each.speed_now or each.gb_per_s for each in devices):
         yield "PCI links as they run now"
-    if gpus and not any(source.startswith("lspci") for source in host.sources):
+    # Of lspci, root alone sees ACS and links.
+    is_lspci = any(source.startswith("lspci") for source in host.sources)
+    if gpus and not (is_lspci and has_links):
         yield "ACS"
     if len(gpus) > 1 and not host.links and all(g.nvlinks == UNKNOWN for g in gpus):
         yield "NVLinks"

@@ -155,9 +155,7 @@ class _Reader:
         elif columns := _columns(line):
             self._begin_matrix(number, line, columns)
         elif match := _GPU.fullmatch(line):
-            gpu = self._below = self._gpus[int(match[1])]
-            title, _, rest = match[2].partition(" (UUID: ")
-            gpu.title, gpu.uuid = title.strip(), rest.rstrip(") ") or gpu.uuid
+            self._take_gpu(number, match)
         elif match := _LINK.fullmatch(line):
             self._take_link(number, line, match)
         elif self._below and (match := _OF_ALL_LINKS.fullmatch(line)):
@@ -167,6 +165,15 @@ class _Reader:
             self._explained.add(match[1])
         elif match := _LEGEND.fullmatch(line):
             self._legend[match[1]] = match[2]
+
+    def _take_gpu(self, number: int, match: re.Match[str]) -> None:
+        gpu = self._below = self._gpus[int(match[1])]
+        title, _, rest = match[2].partition(" (UUID: ")
+        uuid = rest.rstrip(") ") or gpu.uuid
+        if gpu.uuid not in ("", uuid):
+            rule = f"GPU {match[1]} must have one UUID, of one host in a file"
+            raise bad_value(self._origin, number, rule, uuid)
+        gpu.title, gpu.uuid = title.strip(), uuid
 
     def _take_link(self, number: int, line: str, match: re.Match[str]) -> None:
         rate = _link_rate(match[2])
