@@ -142,6 +142,8 @@ def test_gpus_without_any_link_are_all_named_and_drawn():
     assert [finding.element for finding in found] == [f"gpu/{n}" for n in range(8)]
     assert "its model has 18" in found[0].what
     assert "NVLink: every GPU: none" in draw_tree(Topology((host,)))
+    both = matrix("X NV18", "NV18 X") + status_of((SXM, 18), (SXM, DOWN))
+    assert [link.source for link in host_of(both).links] == ["gpu/0"]
     sound = host_of(status_of(*[(SXM, 18)] * 8))
     assert not compare_hosts(sound, host).is_equal
     (odd, *_) = lint_fleet([sound, sound, host._replace(name="odd")])

@@ -370,6 +370,8 @@ class _Reader:
                     bonds[one][names[other]] = int(bonded[1])
         for name, gpu in gpus.items():
             targets, rates = bonds[name], self._gpus[gpu.number].rates
+            # A matrix shows how it should be, a list of links how it is.
+            targets = targets if gpu.nvlinks else {}
             most = max(targets.values(), default=0)
             # To several others by all its links, or by more than any GPU has, a GPU
             # gets through a switch.
