@@ -23,6 +23,7 @@ from ronde.topology.limits import pci_figures
 from ronde.topology.paths.network import Path, PathKind, bridges_above, find_paths
 from ronde.topology.paths.speeds import (
     LOCAL_GB_PER_S,
+    board_nvlinks,
     gt_per_s,
     is_at_rest,
     link_words,
@@ -34,7 +35,6 @@ from ronde.topology.paths.speeds import (
     smp_gb_per_s,
     xgmi_gb_per_s,
 )
-from ronde.topology.pci import is_on_nvlink_board
 from ronde.units import list_first
 
 # Each: the rule, its severity (loss: an error where most of the bandwidth is lost, else
@@ -202,8 +202,6 @@ _USB = 0x0C03
 _MAX_REMARKS = 8
 _MOST_GPUS = 8
 _OTHERS, _MODEL = "other GPUs of this host have", "its model has"
-# NVLinks of models that were cut for export.
-_CUT, _CUT_NVLINKS = re.compile(r"\b[AH]800\b"), 8
 # Compute capability of the last chip whose number of NVLinks is known.
 _LATEST_SM = 103
 _RATES = (1000, 2500, 5000, 10000, 25000, 40000, 50000, 56000, 100000, 200000, 400000)
@@ -339,11 +337,6 @@ def _known_gb_per_s(device: PciDevice) -> float:
     return pci_gb_per_s(device) if is_known else 0.0
 
 
-def _most_nvlinks(gpu: GpuDevice) -> int:
-    """Return how many NVLinks a GPU has at most; 0 if unknown."""
-    return _CUT_NVLINKS if _CUT.search(gpu.title) else max_nvlinks(gpu.sm)
-
-
 def _is_alike(gpu: GpuDevice, other: GpuDevice) -> bool:
     """Return whether two GPUs may be of one model, as far as it is known of both."""
     is_one_title = not gpu.title or not other.title or gpu.title == other.title
@@ -377,9 +370,8 @@ class HostView:
         self.gpus = {gpu.name: gpu for gpu in host.gpus}
         # The ports of each adapter, by bus address.
         self.ports: defaultdict[str, list[NetPort]] = defaultdict(list)
-        for port in host.ports:
-            if port.bus_id:
-                self.ports[port.bus_id].append(port)
+        for port in (port for port in host.ports if port.bus_id):
+            self.ports[port.bus_id].append(port)
         # NVLink and xGMI, by the GPU they leave.
         self.links: defaultdict[str, list[Link]] = defaultdict(list)
         for link in host.links:
@@ -390,8 +382,7 @@ class HostView:
         for bus_id in dict.fromkeys([*self.gpus, *self.ports]):
             for bridge in bridges_above(self.devices, bus_id)[1:]:
                 self.ends[bridge.bus_id].append(self.devices[bus_id])
-        known = self.gpus.keys() | self.ports.keys() | self.ends.keys()
-        self.devices_that_matter = [d for d in able if d.bus_id in known]
+        self.known = self.gpus.keys() | self.ports.keys() | self.ends.keys()
 
     def num_links(self, gpu: str) -> int:
         own = self.links.get(gpu, ())
@@ -453,7 +444,7 @@ class HostView:
                 yield _hit(device.name, has, link=link)
 
     def unknown_link_speed(self) -> Iterator[Hit]:
-        for device in self.devices_that_matter:
+        for device in (d for d in self.host.devices if d.bus_id in self.known):
             # A source without either leaves it to others. Clouds' files give no lanes
             # (x0) and mean the 16 that NCCL takes; an empty speed is a wrong answer.
             is_given = device.width >= 0 or device.speed
@@ -462,8 +453,7 @@ class HostView:
                 yield _hit(device.name, has, link=link)
 
     def trained_down(self) -> Iterator[Hit]:
-        that_matter = {device.bus_id for device in self.devices_that_matter}
-        for device in self.running:
+        for device in (d for d in self.running if d.bus_id in self.known):
             now = device._replace(
                 speed=device.speed_now or device.speed,
                 width=device.width_now if device.width_now > 0 else device.width,
@@ -471,7 +461,7 @@ class HostView:
             has, should = (
                 pci_theory_gb_per_s(each.speed, each.width) for each in (now, device)
             )
-            if device.bus_id in that_matter and 0 < has < should:
+            if 0 < has < should:
                 words = {"now": link_words(now), "link": link_words(device)}
                 words["form"] = ".at-rest" if is_at_rest(device) else ""
                 yield _hit(device.name, has, should, **words)
@@ -510,16 +500,16 @@ class HostView:
         linked = [gpu for gpu in self.host.gpus if self.num_up(gpu)]
         for gpu in self.host.gpus:
             alike = [other for other in linked if _is_alike(gpu, other)]
-            is_board = is_on_nvlink_board(gpu.title)
+            of_board = board_nvlinks(gpu)
             # Of a board one GPU may be alone in a virtual machine.
-            has_lost_all = is_board and gpu.nvlinks == 0 and len(self.host.gpus) > 1
+            has_lost_all = of_board and gpu.nvlinks == 0 and len(self.host.gpus) > 1
             if gpu in linked or not (alike or has_lost_all):
                 continue
-            most = max(map(self.num_up, alike), default=_most_nvlinks(gpu))
+            most = max(map(self.num_up, alike), default=of_board)
             # The links of an unknown chip are counted as those of one that has them.
             rate = max(self.link_rate(each.name) for each in (gpu, *alike))
             words = {"others": _OTHERS if alike else _MODEL, "most": most}
-            words["form"] = "" if is_board or not gpu.title else ".bridge"
+            words["form"] = "" if of_board or not gpu.title else ".bridge"
             yield _hit(gpu.name, self.bus_rate(gpu.name), most * rate, **words)
 
     def uneven_nvlinks(self) -> Iterator[Hit]:
@@ -534,8 +524,9 @@ class HostView:
         for gpu in up:
             num = self.num_up(gpu)
             others = max(self.num_up(each) for each in up if _is_alike(gpu, each))
-            is_whole = is_on_nvlink_board(gpu.title) and gpu.nvlinks != UNKNOWN
-            most = max(others, _most_nvlinks(gpu) if is_whole and gpu.sm >= 80 else 0)
+            # Before A100 a board need not use all of them.
+            is_whole = gpu.nvlinks != UNKNOWN and gpu.sm >= 80
+            most = max(others, board_nvlinks(gpu) if is_whole else 0)
             if num < most and not (is_part and gpu.nvlinks == UNKNOWN):
                 has, should = (n * self.link_rate(gpu.name) for n in (num, most))
                 words = {"others": _OTHERS if most == others else _MODEL}

@@ -27,10 +27,6 @@ _CAPABILITIES = {
     100: "B100 B200 GB200",
     103: "B300 GB300",
 }
-# Boards that join their GPUs by NVLink, and models that may do without: each has a slot
-# or a package of its own, and bridges are sold apart.
-_BOARDS = re.compile(r"\b(SXM\d?|HBM3E?|H20|H[28]00|G?B[23]00)\b")
-_ALONE = re.compile(r"\b(PCIE|NVL|GH200)\b")
 _BY_WORD = {word: sm for sm, words in _CAPABILITIES.items() for word in words.split()}
 
 
@@ -115,9 +111,3 @@ def compute_capability(title: str) -> int:
     """
     words = re.split(r"[^A-Z0-9]+", title.upper())
     return next((_BY_WORD[word] for word in words if word in _BY_WORD), UNKNOWN)
-
-
-def is_on_nvlink_board(title: str) -> bool:
-    """Return whether a model comes on boards alone that join it by NVLink."""
-    name = title.upper()
-    return _BOARDS.search(name) is not None and _ALONE.search(name) is None

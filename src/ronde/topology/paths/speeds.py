@@ -31,6 +31,11 @@ _NCCL_SHARE_OF_THEORY = (60 / 80) / (8.0 * 128 / 130 / 8)
 # By least compute capability, GB/s of one NVLink; the most links of a GPU.
 _NVLINK_RATES = {100: 40.1, 90: 20.6, 87: 20.0, 86: 12.0, 70: 20.0, 60: 18.0}
 _NVLINK_COUNTS = ((90, 18), (80, 12), (70, 6), (60, 4))
+# Models on boards that join them by NVLink; those that may do without, in a slot or a
+# package of their own; and those that were cut for export.
+_BOARDS = re.compile(r"\b(SXM\d?|HBM3E?|H20|H[28]00|G?B[23]00)\b")
+_ALONE = re.compile(r"\b(PCIE|NVL|GH200)\b")
+_CUT, _CUT_NVLINKS = re.compile(r"\b[AH]800\b"), 8
 # By least model of family 6: Sapphire Rapids counts for more, Emerald Rapids for most.
 _INTEL_RATES = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 _SMP_BY_ARCH = {"ppc64": 32.0, "arm64": 6.0}
@@ -112,6 +117,14 @@ def nvlink_gb_per_s(sm: int) -> float:
 def max_nvlinks(sm: int) -> int:
     """Return how many NVLinks a GPU has at most; 0 if unknown."""
     return next((count for least, count in _NVLINK_COUNTS if sm >= least), 0)
+
+
+def board_nvlinks(gpu: GpuDevice) -> int:
+    """Return how many NVLinks the board gives a GPU; 0 for models that may have none."""
+    name = gpu.title.upper()
+    if not _BOARDS.search(name) or _ALONE.search(name):
+        return 0
+    return _CUT_NVLINKS if _CUT.search(name) else max_nvlinks(gpu.sm)
 
 
 def xgmi_gb_per_s(gcn: str) -> float:

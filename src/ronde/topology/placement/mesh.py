@@ -225,12 +225,8 @@ def _plan_axis(layout: Layout, axis: str, links: _Links) -> AxisPlan:
     found = list(_find_links(parts, links))
     rates = [
         (rate.gb_per_s / num_sharing, rate.link, num_sharing)
-        for world, num_sharing in found
-        if (
-            rate := world.islands.way_out
-            if world.islands
-            else world.gpu or world.network
-        )
+        for own, num_sharing in found
+        if (rate := own.islands.way_out if own.islands else own.gpu or own.network)
     ]
     rate, link, num_sharing = min(rates, key=itemgetter(0), default=(None, "", 1))
     unknown = dict.fromkeys(why for world, _ in found for why in world.unknown)
