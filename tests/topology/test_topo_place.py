@@ -213,6 +213,9 @@ def test_a_rank_is_aligned_only_where_cores_near_its_gpu_are_known(rows, aligned
         cpus, _, node = row.partition(" ")
         text += "\t".join([f"GPU{number}", *words, cpus, node, "", "N/A"]) + "\n"
     (host,) = read_file(Saved("it", text.encode())).hosts
+    assert not plan_host(host, AlignmentRequest(4, Policy.NONE)).ranks[3].reasons
+    plan = plan_host(host, AlignmentRequest(4, Policy.SINGLE_NUMA_NODE))
+    assert [rank.is_preferred for rank in plan.ranks] == aligned
     plan = plan_host(host, AlignmentRequest(4))
     assert [rank.is_preferred for rank in plan.ranks] == aligned
     reasons = [f"gpu: no usable CPU is known near GPU {n}" for n in range(4)]

@@ -120,7 +120,7 @@ def max_nvlinks(sm: int) -> int:
 
 
 def board_nvlinks(gpu: GpuDevice) -> int:
-    """Return how many NVLinks the board gives a GPU; 0 for models that may have none."""
+    """Return how many NVLinks a GPU has by its board; 0 for models that need none."""
     name = gpu.title.upper()
     if not _BOARDS.search(name) or _ALONE.search(name):
         return 0

@@ -16,6 +16,7 @@ from ronde.topology.placement.placing import (
     Inventory,
     NearDevice,
     Nearness,
+    Policy,
     RankPlace,
     place,
 )
@@ -93,13 +94,17 @@ def plan_host(
     for each in [each.share for each in places if not each.share.has_enough][:1]:
         pool = f"{len(each.pool)} core{'s' * (len(each.pool) > 1)}"
         notices = (*notices, f"{len(each.ranks)} ranks share {pool}.")
+    is_judged = request.policy is not Policy.NONE
     used = [gpu for each in places for gpu in each.gpus]
     env = show_gpus([gpus[gpu] for gpu in used], gpu_variables)
     return HostPlan(
         host.name,
         str(request.policy),
         str(request.scope),
-        tuple(_plan_rank(each, inventory, gpus, ports) for each in places),
+        tuple(
+            _plan_rank(each, inventory, gpus, ports, is_judged=is_judged)
+            for each in places
+        ),
         env | _nic_env(inventory, used, ports),
         notices,
     )
@@ -183,6 +188,8 @@ def _plan_rank(
     inventory: Inventory,
     gpus: Sequence[GpuDevice],
     ports: Sequence[NetPort],
+    *,
+    is_judged: bool,
 ) -> PlannedRank:
     every, own = ({core.node for core in c} for c in (inventory.cores, rank.cores))
     is_near_one = len(own) == 1 < len(every) and rank.home != UNKNOWN_NODE
@@ -191,7 +198,7 @@ def _plan_rank(
     words += [f"--preferred={node}" for node in memory_nodes]
     near = [(nic, inventory.nearness[rank.gpus[0], nic]) for nic in rank.nics]
     reasons = rank.reasons
-    own_gpus = [inventory.gpus[gpu] for gpu in rank.gpus if rank.nodes]
+    own_gpus = [inventory.gpus[gpu] for gpu in rank.gpus if rank.cpus and is_judged]
     if names := [gpu.name for gpu in own_gpus if gpu.node == UNKNOWN_NODE]:
         reasons = (*reasons, f"gpu: no usable CPU is known near GPU {', '.join(names)}")
     return PlannedRank(
