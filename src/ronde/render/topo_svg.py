@@ -26,8 +26,8 @@ _LINE = 15.0
 _PAD = 8.0
 
 _SMALL = 11  # size of most letters
-_SIZES = {"title": 18, "subtitle": 12, "head": 13, "name": 12}
-_BOLD = frozenset({"title", "head", "name"})
+_SIZES = {"title": 18, "subtitle": 12, "name": 12}
+_BOLD = frozenset({"title", "name"})
 # Widths by those of DejaVu Sans, broader than Arial and its like.
 _NARROW = frozenset(" .,:;/\\|!'`()[]{}ijlItfr-")
 _BROAD = frozenset("mwMW@%\N{HORIZONTAL ELLIPSIS}")
@@ -38,12 +38,11 @@ _MIN_WIDTH = 560.0
 _MAX_ITEMS = 64  # at one place; the rest is counted only
 _MAX_PLACES = 64
 _SPINE = 14.0
-_HEAD_LINES = 18.0
 
 _STYLE = """\
 text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fill:#222}
 .title{font-size:18px;font-weight:bold}.subtitle{font-size:12px;fill:#555}
-.head{font-size:13px;font-weight:bold}.name{font-size:12px;font-weight:bold}
+.name{font-size:12px;font-weight:bold}
 .dim{fill:#555}.page{fill:#fff}
 .numa{fill:#f4f6f8;stroke:#9aa3ad}.switch{fill:#e3e0f3;stroke:#7b6fc0}
 .gpu{fill:#e2f2d5;stroke:#5a9a2c}.nic{fill:#d9ebfa;stroke:#2f7fc1}
@@ -119,20 +118,17 @@ def _limited(items: Sequence[TreeElement]) -> tuple[TreeElement, ...]:
 
 
 def _lay_out_place(place: TreeElement) -> SvgBlock:
-    items = [_lay_out_item(item) for item in _limited(place.below)]
-    body = _flow(items, _MAX_WIDTH - 4 * _PAD)
+    """Return a NUMA node with what is at it side by side."""
+    body = _flow(list(map(_lay_out_item, _limited(place.below))), _MAX_WIDTH - 4 * _PAD)
     width = max(body.width, _ITEM_WIDTH) + 2 * _PAD
-    head = _PAD + _HEAD_LINES + _LINE * len(place.details)
-    height = head + (body.height + _GAP if items else 0) + _PAD
-    title = fit(place.title, width - 2 * _PAD, "head")
-    shapes = [
-        _box(width, height, "numa", "\n".join((place.title, *place.details))),
-        _words(_PAD, _PAD + 12, title, "head"),
-    ]
-    for number, line in enumerate(place.details):
-        y = _PAD + _HEAD_LINES + _LINE * number + 10
-        shapes.append(_words(_PAD, y, fit(line, width - 2 * _PAD), "dim"))
-    return SvgBlock(width, height, shapes + body.moved(_PAD, head + _GAP))
+    head = _height_of(place) + _PAD
+    height = head + body.height + _PAD if place.below else head
+    shapes = _draw_box(place, width, height) + body.moved(_PAD, head)
+    return SvgBlock(width, height, shapes)
+
+
+def _height_of(element: TreeElement) -> float:
+    return 2 * _PAD + _LINE * (1 + len(element.details)) - 4
 
 
 def _lay_out_item(item: TreeElement) -> SvgBlock:
@@ -142,7 +138,7 @@ def _lay_out_item(item: TreeElement) -> SvgBlock:
     first = width_of(item.title, "name") + width_of(item.bus_id)
     if item.bus_id and first + 3 * _PAD > width:
         item = item._replace(bus_id="", details=(item.bus_id, *item.details))
-    height = y = 2 * _PAD + _LINE * (1 + len(item.details)) - 4
+    height = y = _height_of(item)
     shapes = _draw_box(item, width, height)
     for block in below:
         y += _GAP / 2

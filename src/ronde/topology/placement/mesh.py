@@ -18,11 +18,10 @@ from ronde.topology.limits import (
     KnownRates,
     LimitWorld,
     RankLayout,
-    direct_links,
-    find_islands,
     with_gpus,
     with_network,
 )
+from ronde.topology.paths.network import find_paths
 from ronde.topology.placement.plan import choose_gpus, order_gpus, show_gpus
 
 _MAX_RANKS = 1 << 20
@@ -152,19 +151,12 @@ def _keep_tp_on_hosts(layout: Layout, ranks_per_host: int) -> None:
 
 
 def _in_a_row(host: HostTopology, gpus: Sequence[GpuDevice]) -> list[GpuDevice]:
-    """Return GPUs island by island, each behind one that it has direct links with."""
-    links = direct_links(host, gpus)
-    numbers = {
-        name: number
-        for number, island in enumerate(find_islands(gpus, links))
-        for name in island
-    }
-    joined = {frozenset((link.source, link.target)) for link in links}
+    """Return GPUs each behind the one that is nearest to it of those left."""
+    paths = find_paths(host)
 
-    def distance(one: GpuDevice, other: GpuDevice) -> int:
-        if frozenset((one.name, other.name)) in joined:
-            return 0
-        return 1 if numbers[one.name] == numbers[other.name] else 2
+    def distance(one: GpuDevice, other: GpuDevice) -> float:
+        path = paths.between(one.name, other.name)
+        return path.kind.rank if path else math.inf
 
     row, left = list(gpus[:1]), list(gpus[1:])
     while left:
