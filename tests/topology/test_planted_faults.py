@@ -125,6 +125,7 @@ OFF = {"gpu-without-links": "error"}
             {"gpu-without-links": "note"},
         ),
         (status_of(*[("NVIDIA A100-SXM4-40GB", 12)] * 4, ("NVIDIA T400", DOWN)), {}),
+        (ALONE + status_of(*[("Tesla V100-SXM2-16GB", "")] * 2), {}),
         # A part of eight V100, which one or two links join to four others each.
         (matrix("X NV1 NV2", "NV1 X SYS", "NV2 SYS X"), {}),
     ],

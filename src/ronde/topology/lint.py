@@ -501,8 +501,10 @@ class HostView:
         for gpu in self.host.gpus:
             alike = [other for other in linked if _is_alike(gpu, other)]
             of_board = board_nvlinks(gpu)
-            # Of a board one GPU may be alone in a virtual machine.
-            has_lost_all = of_board and gpu.nvlinks == 0 and len(self.host.gpus) > 1
+            # Of a board one GPU may be alone in a virtual machine; before NVSwitch, so
+            # may two that no link joins.
+            is_enough = len(self.host.gpus) >= (2 if gpu.sm >= 80 else _MOST_GPUS)
+            has_lost_all = of_board and gpu.nvlinks == 0 and is_enough
             if gpu in linked or not (alike or has_lost_all):
                 continue
             most = max(map(self.num_up, alike), default=of_board)
