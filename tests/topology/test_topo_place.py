@@ -218,9 +218,9 @@ def test_a_rank_is_aligned_only_where_cores_near_its_gpu_are_known(rows, aligned
     assert [rank.is_preferred for rank in plan.ranks] == aligned
     plan = plan_host(host, AlignmentRequest(4))
     assert [rank.is_preferred for rank in plan.ranks] == aligned
-    reasons = [f"gpu: no usable CPU is known near GPU {n}" for n in range(4)]
+    reasons = ("gpu: no usable CPU is known to be near it",)
     assert [r.reasons for r in plan.ranks] == [
-        () if fits else (reason,) for fits, reason in zip(aligned, reasons, strict=True)
+        () if fits else reasons for fits in aligned
     ]
 
 

@@ -396,10 +396,10 @@ class HostView:
         return nvlink_gb_per_s(gpu.sm) if gpu and gpu.sm > 0 else 0.0
 
     def bus_rate(self, name: str) -> float:
-        """Return the GB/s of the best way from one GPU to any other; 0 for none."""
+        """Return the GB/s of the best known way from a GPU to any other; 0 for none."""
         others = (gpu.name for gpu in self.host.gpus if gpu.name != name)
-        ways = (self.paths.between(name, other) for other in others)
-        return max((way.gb_per_s for way in ways if way), default=0.0)
+        ways = filter(None, (self.paths.between(name, other) for other in others))
+        return max((w.gb_per_s for w in ways if self.paths.is_known(w)), default=0.0)
 
     def ways(self) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
         """Yield GPUs with their ways to the ports that carry traffic between hosts."""

@@ -198,9 +198,9 @@ def _plan_rank(
     words += [f"--preferred={node}" for node in memory_nodes]
     near = [(nic, inventory.nearness[rank.gpus[0], nic]) for nic in rank.nics]
     reasons = rank.reasons
-    own_gpus = [inventory.gpus[gpu] for gpu in rank.gpus if rank.cpus and is_judged]
-    if names := [gpu.name for gpu in own_gpus if gpu.node == UNKNOWN_NODE]:
-        reasons = (*reasons, f"gpu: no usable CPU is known near GPU {', '.join(names)}")
+    is_lost = any(inventory.gpus[gpu].node == UNKNOWN_NODE for gpu in rank.gpus)
+    if is_lost and rank.cpus and is_judged:
+        reasons = (*reasons, "gpu: no usable CPU is known to be near it")
     return PlannedRank(
         rank=rank.rank,
         gpus=tuple(gpus[gpu].number for gpu in rank.gpus),
