@@ -15,6 +15,7 @@ from ronde.render.topo_tree import (
     TreeElement,
     fabric_lines,
     numa_element,
+    summary,
 )
 from ronde.topology.graph import UNKNOWN, HostTopology
 from ronde.units import counted
@@ -25,14 +26,7 @@ _GAP = 12.0
 _LINE = 15.0
 _PAD = 8.0
 
-_SMALL = 11  # size of most letters
-_SIZES = {"title": 18, "subtitle": 12, "name": 12}
-_BOLD = frozenset({"title", "name"})
-# Widths by those of DejaVu Sans, broader than Arial and its like.
-_NARROW = frozenset(" .,:;/\\|!'`()[]{}ijlItfr-")
-_BROAD = frozenset("mwMW@%\N{HORIZONTAL ELLIPSIS}")
 _MAX_LETTERS = 400
-_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 _MARGIN = 16.0
 _MIN_WIDTH = 560.0
 _MAX_ITEMS = 64  # at one place; the rest is counted only
@@ -41,7 +35,7 @@ _SPINE = 14.0
 
 _STYLE = """\
 text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fill:#222}
-.title{font-size:18px;font-weight:bold}.subtitle{font-size:12px;fill:#555}
+.title{font-size:18px;font-weight:bold}
 .name{font-size:12px;font-weight:bold}
 .dim{fill:#555}.page{fill:#fff}
 .numa{fill:#f4f6f8;stroke:#9aa3ad}.switch{fill:#e3e0f3;stroke:#7b6fc0}
@@ -58,7 +52,9 @@ class SvgBlock(NamedTuple):
     shapes: Sequence[str]  # Elements of SVG.
 
     def moved(self, x: float, y: float) -> list[str]:
-        return [f'<g transform="translate({x:g} {y:g})">', *self.shapes, "</g>"]
+        # What is too long for its place is cut there.
+        place = f'x="{x:g}" y="{y:g}" {_size(self.width, self.height)}'
+        return [f"<svg {place}>", *self.shapes, "</svg>"]
 
 
 def draw_svg(host: HostTopology) -> str:
@@ -68,17 +64,13 @@ def draw_svg(host: HostTopology) -> str:
     body = _flow([_lay_out_place(place) for place in places])
     width = max(_MIN_WIDTH, body.width)
     title = host.name or next(iter(host.sources), "one host")
-    counts = [
-        counted(len(host.numa_nodes), "NUMA node"),
-        counted(len(host.gpus), "GPU"),
-        counted(len(host.ports), "network port"),
-    ]
+    counts = [summary(host)]
     if num_left_out:
         counts.append(f"{counted(num_left_out, 'other PCI device')} not drawn")
     counts.append("GB/s of one direction, as NCCL counts")
     heading = (
-        _words(0, 18, fit(title, width, "title"), "title"),
-        _words(0, 38, fit(", ".join(counts), width, "subtitle"), "subtitle"),
+        _words(0, 18, title, "title"),
+        _words(0, 38, ", ".join(counts), "dim"),
     )
     fabrics = _flow([_bar(line, width) for line in _links(host)])
     shapes: list[str] = []
@@ -127,17 +119,18 @@ def _lay_out_place(place: TreeElement) -> SvgBlock:
     return SvgBlock(width, height, shapes)
 
 
+def _lines_of(element: TreeElement) -> list[str]:
+    return [element.title, *filter(None, (element.bus_id, *element.details))]
+
+
 def _height_of(element: TreeElement) -> float:
-    return 2 * _PAD + _LINE * (1 + len(element.details)) - 4
+    return 2 * _PAD + _LINE * len(_lines_of(element)) - 4
 
 
 def _lay_out_item(item: TreeElement) -> SvgBlock:
     """Return a box, and below it in a column what hangs at it."""
     below = [_lay_out_item(each) for each in _limited(item.below)]
     width = max([_ITEM_WIDTH, *(block.width + _SPINE for block in below)])
-    first = width_of(item.title, "name") + width_of(item.bus_id)
-    if item.bus_id and first + 3 * _PAD > width:
-        item = item._replace(bus_id="", details=(item.bus_id, *item.details))
     height = y = _height_of(item)
     shapes = _draw_box(item, width, height)
     for block in below:
@@ -151,18 +144,12 @@ def _lay_out_item(item: TreeElement) -> SvgBlock:
 
 
 def _draw_box(item: TreeElement, width: float, height: float) -> list[str]:
-    whole = "\n".join((f"{item.title} {item.bus_id}".strip(), *item.details))
-    inner = width - 2 * _PAD
-    shapes = [
-        _box(width, height, item.kind, whole),
-        _words(_PAD, _PAD + 10, fit(item.title, inner, "name"), "name"),
+    lines = _lines_of(item)
+    texts = [
+        _words(_PAD, _PAD + _LINE * number + 10, line, "" if number else "name")
+        for number, line in enumerate(lines)
     ]
-    if item.bus_id:
-        aside = fit(item.bus_id, inner)
-        shapes.append(_words(width - _PAD, _PAD + 10, aside, "dim", "end"))
-    for number, line in enumerate(item.details, 1):
-        shapes.append(_words(_PAD, _PAD + _LINE * number + 9, fit(line, inner)))
-    return shapes
+    return [_box(width, height, item.kind, "\n".join(lines)), *texts]
 
 
 def _links(host: HostTopology) -> list[str]:
@@ -174,38 +161,8 @@ def _links(host: HostTopology) -> list[str]:
 
 def _bar(text: str, width: float) -> SvgBlock:
     height = _LINE + _PAD
-    words = _words(_PAD, _PAD + 8, fit(text, width - 2 * _PAD, "name"), "name")
+    words = _words(_PAD, _PAD + 8, text, "name")
     return SvgBlock(width, height, (_box(width, height, "fabric", text), words))
-
-
-def width_of(text: str, kind: str = "") -> float:
-    """Return the most that a text takes, whatever sans-serif letters there are."""
-    # Bold letters are a tenth broader.
-    weight = 1.1 if kind in _BOLD else 1.0
-    return sum(map(_letters, text)) * _SIZES.get(kind, _SMALL) * weight
-
-
-def _letters(letter: str) -> float:
-    """Return the most that a letter of size 1 takes in usual typefaces."""
-    if unicodedata.east_asian_width(letter) in "WF":
-        return 1.2
-    if letter in _NARROW:
-        return 0.4
-    if letter in _BROAD:
-        return 1.0
-    return 0.75 if letter.isupper() else 0.645
-
-
-def fit(text: str, width: float, kind: str = "") -> str:
-    text = _clean(text).replace("\n", " ")
-    if width_of(text, kind) <= width:
-        return text
-    fitting = ""
-    for letter in text:
-        if width_of(fitting + letter + _ELLIPSIS, kind) > width:
-            break
-        fitting += letter
-    return fitting + _ELLIPSIS
 
 
 def _clean(text: str) -> str:
@@ -216,7 +173,7 @@ def _clean(text: str) -> str:
 
 def _to_svg(shapes: list[str], width: float, height: float, title: str) -> str:
     body = "\n".join(shapes)
-    size = f'width="{width:g}" height="{height:g}"'
+    size = _size(width, height)
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" '
         f'viewBox="0 0 {width:g} {height:g}" {size} role="img">\n'
@@ -228,17 +185,19 @@ def _to_svg(shapes: list[str], width: float, height: float, title: str) -> str:
 def _box(width: float, height: float, kind: str, title: str = "") -> str:
     """Return a rectangle at the origin; the title shows when somebody points at it."""
     return (
-        f'<rect class="{kind}" width="{width:g}" height="{height:g}" rx="4">'
+        f'<rect class="{kind}" x=".5" y=".5" {_size(width - 1, height - 1)} rx="4">'
         f"<title>{escape(_clean(title))}</title></rect>"
     )
 
 
-def _words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+def _size(width: float, height: float) -> str:
+    return f'width="{width:g}" height="{height:g}"'
+
+
+def _words(x: float, y: float, text: str, kind: str) -> str:
     """Return a line of text; ``y`` is of the line that the letters stand on."""
-    return (
-        f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">'
-        f"{escape(text)}</text>"
-    )
+    text = escape(_clean(text).replace("\n", " "))
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}">{text}</text>'
 
 
 def _stroke(x: float, y: float, right: float, down: float) -> str:

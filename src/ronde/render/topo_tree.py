@@ -178,7 +178,7 @@ def _draw_host(host: HostTopology) -> str:
     known = {node.number for node in host.numa_nodes}
     if lost := tree.at(known, is_known=False):
         elements.append(TreeElement("numa", "NUMA node unknown", below=lost))
-    lines = [_summary(host), *_lines(elements), *fabric_lines(host)]
+    lines = [summary(host), *_lines(elements), *fabric_lines(host)]
     ways = find_ways(host)
     for each in host.interfaces:
         # What the ports of a bond carry together.
@@ -193,7 +193,8 @@ def _joined(*words: str) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _summary(host: HostTopology) -> str:
+def summary(host: HostTopology) -> str:
+    """Return how much there is on a host."""
     num_cores = sum(len(node.cores) for node in host.numa_nodes)
     num_cpus = sum(len(node.cpus) for node in host.numa_nodes)
     memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
