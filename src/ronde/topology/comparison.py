@@ -43,6 +43,7 @@ _GIB = 2**30
 _NEARLY = 0.02
 _GDR = {0: "off", 1: "on"}
 _NUMBERED = re.compile(r"([^0-9]*)([0-9]*)")
+_MAX_DIGITS = 18
 _ROLES = {"gpus": "GPUs", "ports": "network ports", "numa_nodes": "NUMA nodes"}
 
 Element = GpuDevice | NetPort | NumaNode
@@ -243,15 +244,15 @@ def _match(
     return pairs, left, rest
 
 
-def _order(element: Element) -> tuple[list[int], list[tuple[str, int, str]]]:
+def _order(element: Element) -> tuple[list[int], list[tuple[str, int]]]:
     """Return a key by number, of ports by title: ``mlx5_2`` before ``mlx5_10``."""
     if not isinstance(element, NetPort):
         return [element.number], []
     # A port without a known name goes by its adapter's address.
     if is_address(element.title):
         return bus_order(element.title), []
-    parts = [(text, n.lstrip("0")) for text, n in _NUMBERED.findall(element.title)]
-    return [], [(text, len(digits), digits) for text, digits in parts]
+    parts = _NUMBERED.findall(element.title)
+    return [], [(text, int(digits[:_MAX_DIGITS] or 0)) for text, digits in parts]
 
 
 def _differences(

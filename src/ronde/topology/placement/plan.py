@@ -158,29 +158,25 @@ def _linked_first(
         return gpus
     paths = find_paths(host)
 
-    def rate(a: int, b: int) -> float:
-        path = paths.between(gpus[a].name, gpus[b].name)
+    def rate(one: GpuDevice, other: GpuDevice) -> float:
+        path = paths.between(one.name, other.name)
         return path.gb_per_s if path and path.kind <= PathKind.NVB else 0.0
 
-    indexes = range(len(gpus))
-    rates = [[rate(a, b) for b in indexes] for a in indexes]
-    best, best_score = list(indexes[:num_ranks]), (-1.0, -1.0)
-    for first in indexes:
-        chosen = [first]
+    def grow(first: GpuDevice) -> list[GpuDevice]:
+        chosen, left = [first], [gpu for gpu in gpus if gpu is not first]
         while len(chosen) < num_ranks:
-            left = [each for each in indexes if each not in chosen]
-            chosen.append(max(left, key=lambda n: _fit(rates[n], chosen)))
-        pairs = [rates[a][b] for a, b in combinations(chosen, 2)] or [0.0]
-        score = min(pairs), sum(pairs)
-        if score > best_score:
-            best, best_score = sorted(chosen), score
-    rest = [each for each in indexes if each not in best]
-    return [gpus[each] for each in (*best, *rest)]
+            best = max(left, key=lambda gpu: _fit([rate(gpu, own) for own in chosen]))
+            left.remove(best)
+            chosen.append(best)
+        return chosen
+
+    sets = map(grow, gpus)
+    best = max(sets, key=lambda own: _fit([rate(*p) for p in combinations(own, 2)]))
+    return sorted(gpus, key=lambda gpu: gpu not in best)
 
 
-def _fit(rates: Sequence[float], chosen: Sequence[int]) -> tuple[float, float]:
-    own = [rates[each] for each in chosen]
-    return min(own), sum(own)
+def _fit(rates: Sequence[float]) -> tuple[float, float]:
+    return min(rates, default=0.0), sum(rates)
 
 
 def _plan_rank(
