@@ -97,6 +97,7 @@ OFF = {"gpu-without-links": "error"}
         # The fabric manager does not run.
         (status_of(*[(SXM, DOWN)] * 8), OFF),
         (status_of(*[(SXM, DOWN.replace("NVLink", "Nvlink"))] * 2), OFF),
+        (status_of(*[(SXM, DOWN)] * 2).replace("\nNVML", " NVML"), OFF),
         (status_of(*[("NVIDIA GB200", "\t Link 0: <inactive>")] * 4), OFF),
         (status_of(*[("Tesla V100-SXM2-16GB", DOWN)] * 8), OFF),
         (ALONE + NAMES, OFF),

@@ -169,11 +169,14 @@ class _Reader:
     def _take_gpu(self, number: int, match: re.Match[str]) -> None:
         gpu = self._below = self._gpus[int(match[1])]
         title, _, rest = match[2].partition(" (UUID: ")
-        uuid = rest.rstrip(") ") or gpu.uuid
+        uuid, _, more = rest.partition(")")
+        uuid = uuid or gpu.uuid
         if gpu.uuid not in ("", uuid):
             rule = f"GPU {match[1]} must have one UUID, of one host in a file"
             raise bad_value(self._origin, number, rule, uuid)
         gpu.title, gpu.uuid = title.strip(), uuid
+        # Some drivers break no line here.
+        gpu.is_listed |= _OF_ALL_LINKS.fullmatch(more) is not None
 
     def _take_link(self, number: int, line: str, match: re.Match[str]) -> None:
         rate = _link_rate(match[2])
