@@ -60,10 +60,10 @@ class Tree:
         """Let these CPUs be online, each a core of its own."""
         return self.write("sys/devices/system/cpu/online", online)
 
-    def node(self, number: int, mask: str, distance: str = "") -> "Tree":
+    def node(self, number: int, mask: str) -> "Tree":
         """Write a NUMA node."""
         own = f"sys/devices/system/node/node{number}"
-        return self.write(f"{own}/cpumap", mask).write(f"{own}/distance", distance)
+        return self.write(f"{own}/cpumap", mask)
 
     def device(self, place: str, **files: str) -> "Tree":
         """Write a device at its place on the bus: bridges and itself, by slashes."""

@@ -43,7 +43,7 @@ class Counted(NamedTuple):
 COUNTED = [
     Counted(
         "fakepcilocalities.xml",
-        *("", "", 4, 40, 40, 5, 0, 6, 0),
+        *("", "", 4, 40, 40, 5, 0, 5, 0),
         {0.0: 3, 0.25: 1, 3.938462: 1},
     ),
     Counted("nvidia-dgx-gb10.xml", *("cfarm107", "arm64", 1, 20, 20, 0, 0, 0, 0), {}),
@@ -110,8 +110,6 @@ def test_the_power_machine_is_what_its_file_says():
     assert second.cores == ((80, 81), (88, 89), (96, 97), (104, 105))
     assert (first.memory_bytes, second.memory_bytes) == (68556816384, 68450713600)
     assert (first.package, second.package) == (0, 1)
-    assert first.distances == ((0, 10), (1, 40))
-    assert second.distances == ((0, 40), (1, 10))
     gpus = [(gpu.number, gpu.bus_id, gpu.uuid[-12:]) for gpu in host.gpus]
     assert gpus == [
         (0, "0002:01:00.0", "b77d2c23d1d2"),
@@ -145,11 +143,10 @@ def test_devices_are_near_the_object_they_are_in():
     by_bus = Counter((each.bus_id[5:7], each.node) for each in host.devices)
     # Bus 43 hangs at a group of two cores within package 1.
     assert by_bus == {("02", 0): 2, ("03", 0): 2, ("43", 1): 1}
-    assert [row for _, row in host.numa_nodes[2].distances] == [20, 20, 10, 20]
     # The Matrox there only drives a screen.
     assert not host.gpus
     ports = {port.title: port for port in host.ports}
-    assert list(ports) == ["eth0", "eth1", "eth2", "eth3", "ib0", "qib0"]
+    assert list(ports) == ["eth0", "eth1", "eth2", "eth3", "qib0"]
     assert {
         title: port.kind for title, port in ports.items() if port.kind[0] == "i"
     } == {"qib0": "infiniband"}
@@ -198,7 +195,7 @@ VERSION_2 = """<?xml version="1.0" encoding="UTF-8"?>
    </object>
   </object>
  </object>
- <distances2 type="NUMANode" nbobjs="2" kind="5" name="NUMALatency" indexing="os">
+ <distances2 type="OSDev" nbobjs="2" kind="25" name="NVLinkBandwidth" indexing="os">
   <indexes length="4">0 8 </indexes>
   <u64values length="12">10 21
    21 10 </u64values>
@@ -213,16 +210,14 @@ def test_version_2_has_nodes_in_packages():
     first, second = host.numa_nodes
     assert (first.number, first.cpus, first.cores) == (0, (0, 1), ((0, 1),))
     assert (second.number, second.cpus, second.cores) == (8, (2, 3), ())
-    assert first.distances == ((0, 10), (8, 21))
     assert (first.package, second.package) == (4, 5)
     assert (first.arch, first.vendor) == ("x86_64", "AuthenticAMD")
     # 23 is 15 and 8 beyond it: 15 + 16 * 8.
     assert (first.family, first.model) == (143, 49)
     assert second.vendor == ""
     assert [(port.title, port.port, port.is_up) for port in host.ports] == [
-        ("ib0", UNKNOWN, True),
         ("mlx5_0", 1, False),
-        ("mlx5_0", 2, True),
+        ("mlx5_0:2", 2, True),
     ]
     assert [(device.node, device.class_code) for device in host.devices] == [
         (8, 0x020700),
@@ -356,6 +351,24 @@ def test_bandwidth_shows_how_many_nvlinks(title, mb_per_s, num_links):
     there, _ = read(machine(gpu + switch, matrix)).links
     ends = "0000:01:00.0", "0000:41:00.0"
     assert there == Link(LinkKind.NVLINK, *ends, num_links, mb_per_s / 1000)
+
+
+PORTS = """
+<object type="PCIDev" pci_busid="0000:17:00.{}" pci_type="{} [15b3:101d]">
+  <object type="OSDev" name="eth{}" osdev_type="{}"/>{}
+</object>"""
+
+
+@pytest.mark.parametrize(("version", "net", "rdma"), [("2.0", 2, 3), ("3.0", 16, 48)])
+def test_interfaces_of_an_rdma_adapter_are_its_ports(version, net, rdma):
+    more = f'<object type="OSDev" name="ib0" osdev_type="{net}"/>'
+    more += f'<object type="OSDev" name="mlx4_0" osdev_type="{rdma}"/>'
+    body = PORTS.format(0, "0c06", 0, net, more) + PORTS.format(1, "0200", 1, net, "")
+    host = read(
+        f'<topology version="{version}"><object type="Machine" cpuset="0x1">{body}'
+        "</object></topology>"
+    )
+    assert [port.title for port in host.ports] == ["mlx4_0", "eth1"]
 
 
 def test_an_interface_without_a_device_has_a_node():

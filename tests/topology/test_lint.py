@@ -29,6 +29,7 @@ from ronde.topology import (
     Saved,
     lint_fleet,
     lint_host,
+    unseen_facts,
     world_of,
 )
 
@@ -301,7 +302,7 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
     "no-peer-access": (
         lambda: sound()._replace(relations=(Relation(gpu(0), gpu(1), "NV18", "CNS"),)),
         Level.WARNING,
-        [gpu(0)],
+        [gpu(0), gpu(1)],
     ),
     "acs-redirects": (
         lambda: with_device(BRIDGE, is_redirecting=True),
@@ -406,10 +407,9 @@ def test_one_change_brings_its_finding_and_no_other(rule: str) -> None:
 
 def test_a_speed_that_is_low_at_rest_is_a_note_for_gpus_alone() -> None:
     slow = {"speed_now": "2.5 GT/s PCIe", "width_now": 16}
-    for bus_id in (gpu(0), BRIDGE):
-        found = one(lint_host(with_device(bus_id, **slow)), "trained-down")
-        assert found.severity is Level.NOTE
-        assert "under load" in found.remedy
+    found = one(lint_host(with_device(gpu(0), **slow)), "trained-down")
+    assert found.severity is Level.NOTE
+    assert "under load" in found.remedy
     found = one(lint_host(with_device(NIC, **slow)), "trained-down")
     assert found.severity is Level.ERROR
     assert found.has_gb_per_s == 2.5 / 8 * 0.8 * 16
@@ -472,22 +472,50 @@ def test_nobody_knows_how_many_nvlinks_a_later_chip_has(
     assert ("too-many-nvlinks" in rules) is is_too_many
 
 
-def test_a_gpu_that_the_driver_shows_without_nvlink() -> None:
-    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
-    relations = tuple(
-        Relation(f"gpu/{a}", f"gpu/{b}", "SYS" if 2 in (a, b) else "NV12")
-        for a, b in pairs
-    )
-    gpus = tuple(GpuDevice("", n) for n in range(3))
-    found = lint_host(HostTopology(gpus=gpus, relations=relations))
-    assert [(f.rule, f.element) for f in found] == [("gpu-without-links", "gpu/2")]
-
-
-def test_a_second_port_without_cable_is_a_note() -> None:
+@pytest.mark.parametrize("place", [{"port": 2}, {"bus_id": "0000:02:00.1"}])
+def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None:
     host = sound()
-    second = host.ports[0]._replace(title="mlx5_9", port=2, is_up=False)
+    second = host.ports[0]._replace(title="mlx5_9", is_up=False, **place)
     found = one(lint_host(host._replace(ports=(*host.ports, second))), "nic-down")
     assert found.severity is Level.NOTE
+
+
+def test_what_is_no_adapter_for_traffic_is_not_judged() -> None:
+    host = sound()
+    # A management processor's interface behind USB, and rates of the kernel's own.
+    usb = PciDevice("0000:99:00.0", "", 0, 0x0C0330, speed=SPEED, width=4, width_now=1)
+    port = NetPort("idrac", usb.bus_id, mbit_per_s=425, number=9)
+    cloud = NetPort("ens4", NIC, mbit_per_s=32_000, is_up=False)
+    more = host._replace(devices=(*host.devices, usb), ports=(*host.ports, port))
+    assert lint_host(more) == ()
+    found = lint_host(host._replace(ports=(*host.ports, cloud)))
+    assert {finding.rule for finding in found} == {"nic-down"}
+
+
+def test_a_family_after_15_is_one_of_the_future() -> None:
+    assert [n for n in (5, 6, 79) if lint_host(with_node(0, family=n))] == [5]
+
+
+def test_lint_names_what_a_host_does_not_show() -> None:
+    assert unseen_facts([]) == ()
+    full = sound()
+    facts = ("PCI links as they run now", "ACS", "access between GPUs")
+    assert unseen_facts([full]) == facts
+    rates = tuple(port._replace(mbit_per_s=0) for port in full.ports)
+    bare = full._replace(ports=rates, links=(), devices=())
+    assert unseen_facts([full, bare]) == (
+        "PCI links as they run now (1 of 2 hosts)",
+        *facts[1:],
+        "PCI links (1 of 2 hosts)",
+        "NVLinks (1 of 2 hosts)",
+        "rates of network ports (1 of 2 hosts)",
+    )
+    assert unseen_facts([full._replace(gpus=())]) == facts[:1]
+
+
+def all_ports_down() -> HostTopology:
+    ports = tuple(port._replace(is_up=False) for port in sound().ports)
+    return sound()._replace(ports=ports)
 
 
 def fleet(odd: HostTopology) -> list[HostTopology]:
@@ -516,6 +544,8 @@ def fleet(odd: HostTopology) -> list[HostTopology]:
             24.0,
             48.0,
         ),
+        (all_ports_down(), {"node-network-differs"}, 0, 200.0),
+        (with_device(gpu(0), width_now=4), {"node-gpu-links-differ"}, 12.0, 48.0),
         (with_node(0, cpus=(0, 1, 2)), {"node-cores-differ"}, 0, 0),
     ],
 )

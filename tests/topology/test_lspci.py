@@ -9,11 +9,13 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
+from ronde.render import draw_tree
 from ronde.topology import (
     UNKNOWN,
     HostTopology,
     LspciProbe,
     Saved,
+    Topology,
     compute_capability,
     lint_host,
     plain_address,
@@ -66,12 +68,9 @@ def test_a_hypervisor_s_eight_gpus():
 
 def test_a_virtual_machine_s_one_gpu():
     host = read(A10.read_bytes())
-    assert Counter(device.class_code for device in host.devices) == {
-        0x060400: 8,
-        0x020000: 1,
-        0x030200: 1,
-    }
-    # The display of the virtual machine is none, and disks are left out.
+    # The display of the virtual machine is none; disks, and bridges of which a short
+    # list does not show what is below them, are left out.
+    assert {device.class_code for device in host.devices} == {0x020000, 0x030200}
     assert [(gpu.bus_id, gpu.sm) for gpu in host.gpus] == [("0000:06:00.0", 86)]
     assert [port.bus_id for port in host.ports] == ["0000:05:00.0"]
     assert host.devices[-1].device == 0x2236
@@ -114,7 +113,8 @@ def test_other_lines_are_not_recognised():
     assert not PROBE.recognises(Saved("it", b"GPU0\tX\n12:30.5\n"))
 
 
-# What lspci -nnvvv prints for a root port, a switch, a GPU and an adapter below it.
+# What lspci -nnvvv prints for a root port, both sorts of ports of a switch, a GPU and
+# an adapter below them; and for what a healthy server has for its management.
 DETAILS = """\
 16:02.0 PCI bridge [0604]: Intel Corporation Device [8086:347a] (rev 06)
 \tNUMA node: 0
@@ -124,47 +124,127 @@ DETAILS = """\
 \t\tLnkSta:\tSpeed 16GT/s (ok), Width x16 (ok)
 \tCapabilities: [220 v1] Access Control Services
 \t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+
-\t\tACSCtl:\tSrcValid- TransBlk- ReqRedir- CmpltRedir- UpstreamFwd-
+\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+
 
 17:00.0 PCI bridge [0604]: Broadcom / LSI PEX890xx PCIe Gen 5 Switch [1000:c030]
 \tNUMA node: 0
 \tBus: primary=17, secondary=18, subordinate=1b, sec-latency=0
 \t\tLnkCap:\tPort #0, Speed 32GT/s, Width x16, ASPM L1, Exit Latency L1 <32us
 \t\tLnkSta:\tSpeed 16GT/s, Width x16
+18:00.0 PCI bridge [0604]: Broadcom / LSI PEX890xx PCIe Gen 5 Switch [1000:c030]
+\tBus: primary=18, secondary=19, subordinate=19, sec-latency=0
+\t\tLnkCap:\tPort #0, Speed 32GT/s, Width x16, ASPM L1, Exit Latency L1 <32us
+\t\tLnkSta:\tSpeed 16GT/s, Width x8
 \t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl-
-18:00.0 3D controller [0302]: NVIDIA Corporation GA100 [A100 SXM4 80GB] [10de:20b2]
+18:01.0 PCI bridge [0604]: Broadcom / LSI PEX890xx PCIe Gen 5 Switch [1000:c030]
+\tBus: primary=18, secondary=1a, subordinate=1a, sec-latency=0
+\t\tLnkCap:\tPort #1, Speed 32GT/s, Width x16, ASPM L1, Exit Latency L1 <32us
+\t\tLnkSta:\tSpeed 16GT/s, Width x16
+\t\tACSCtl:\tSrcValid- TransBlk- ReqRedir- CmpltRedir- UpstreamFwd- EgressCtrl-
+19:00.0 3D controller [0302]: NVIDIA Corporation GA100 [A100 SXM4 80GB] [10de:20b2]
 \tSubsystem: NVIDIA Corporation Device [10de:1463]
 \tNUMA node: 0
 \t\tLnkCap:\tPort #0, Speed 16GT/s, Width x16, ASPM not supported
 \t\tLnkCap2: Supported Link Speeds: 2.5-16GT/s, Crosslink- Retimer+
 \t\tLnkSta:\tSpeed 16GT/s, Width x8 (downgraded)
-18:01.0 Infiniband controller [0207]: Mellanox MT28908 [ConnectX-6] [15b3:101b]
+1a:00.0 Infiniband controller [0207]: Mellanox MT28908 [ConnectX-6] [15b3:101b]
 \tNUMA node: 0
 \t\tLnkCap:\tPort #0, Speed 16GT/s, Width x16, ASPM not supported
 \t\tLnkSta:\tSpeed 16GT/s (ok), Width x16 (ok)
+00:1c.0 PCI bridge [0604]: Intel Corporation Device [8086:a190] (rev f9)
+\tBus: primary=00, secondary=02, subordinate=02, sec-latency=0
+\t\tLnkCap:\tPort #1, Speed 8GT/s, Width x4, ASPM not supported
+\t\tLnkSta:\tSpeed 2.5GT/s (downgraded), Width x1 (downgraded)
+02:00.0 Ethernet controller [0200]: Intel Corporation I210 [8086:1533] (rev 03)
+\t\tLnkCap:\tPort #0, Speed 2.5GT/s, Width x1, ASPM L0s L1
+\t\tLnkSta:\tSpeed 2.5GT/s (ok), Width x1 (ok)
+00:14.0 USB controller [0c03]: Intel Corporation Device [8086:a1af] (rev 09)
+00:11.5 System peripheral [0880]: Intel Corporation Device [8086:a1ec] (rev 09)
+00:1d.0 PCI bridge [0604]: Intel Corporation Device [8086:a194] (rev f9)
+\tBus: primary=00, secondary=03, subordinate=03, sec-latency=0
+\t\tLnkCap:\tPort #5, Speed 8GT/s, Width x1, ASPM not supported
+\t\tLnkSta:\tSpeed 2.5GT/s (downgraded), Width x1 (ok)
+03:00.0 VGA compatible controller [0300]: ASPEED Technology [1a03:2000] (rev 41)
 """
+# The same with plain names, but for those that lspci lacks.
+PLAIN = re.sub(r" ?\[\w{4}(:\w{4})?\]", "", DETAILS)
+PLAIN = PLAIN.replace("System peripheral:", "System peripheral [0880]:")
+GPU, SWITCH = "0000:19:00.0", "0000:17:00.0"
 
 
 def test_details_give_the_tree_the_links_and_the_nodes():
-    port, switch, gpu, adapter = read(DETAILS).devices
-    assert (port.parent, switch.parent) == ("", "0000:16:02.0")
-    assert gpu.parent == adapter.parent == "0000:17:00.0"
-    assert [node.number for node in read(DETAILS).numa_nodes] == [0]
+    host = read(DETAILS)
+    devices = {each.bus_id[5:]: each for each in host.devices}
+    # Of each link the lower end: no ports of the switch, and no root ports.
+    assert list(devices) == ["17:00.0", "19:00.0", "1a:00.0", "02:00.0"]
+    switch, gpu, adapter, _ = devices.values()
+    assert (switch.parent, gpu.parent, adapter.parent) == ("", SWITCH, SWITCH)
+    assert [node.number for node in host.numa_nodes] == [0]
     # The switch could do more than the port above it.
     assert (switch.speed, switch.width) == ("16.0 GT/s PCIe", 16)
     assert (gpu.width, gpu.width_now, gpu.speed_now) == (16, 8, "16.0 GT/s PCIe")
-    assert [each.is_redirecting for each in (port, switch)] == [False, True]
+    # ACS of a root port is not between the devices below the switch.
+    assert [d.is_redirecting for d in devices.values()] == [True, False, False, False]
+    off = DETAILS.replace("ReqRedir+ CmpltRedir+ UpstreamFwd+ E", "ReqRedir- C- E")
+    assert not any(device.is_redirecting for device in read(off).devices)
+
+
+def found_in(text: str) -> dict[str, str]:
+    return {finding.rule: finding.element for finding in lint_host(read(text))}
+
+
+@pytest.mark.parametrize("details", [DETAILS, PLAIN], ids=["numbers", "names"])
+def test_planted_faults_are_found_and_no_others(details):
+    assert [gpu.sm for gpu in read(details).gpus] == [80]
+    assert found_in(details) == {"trained-down": GPU, "acs-redirects": SWITCH}
+    tree = draw_tree(Topology((read(details),)))
+    assert "PCI 16.0 GT/s x8, 12 GB/s (both ends can do 16.0 GT/s x16)" in tree
+
+
+GPU_STATUS = "\t\tLnkSta:\tSpeed 16GT/s, Width x8 (downgraded)\n1a"
 
 
 @pytest.mark.parametrize(
-    "details", [DETAILS, re.sub(r" ?\[\w{4}(:\w{4})?\]", "", DETAILS)]
+    ("status", "level"),
+    [
+        ("Speed 2.5GT/s (downgraded), Width x16", "note"),
+        ("Speed 8GT/s (downgraded), Width x16", "warning"),
+        ("Speed 2.5GT/s, Width x8 (downgraded)", "error"),
+        ("Speed 16GT/s, Width x16", ""),
+    ],
 )
-def test_planted_faults_are_found_with_and_without_numbers(details):
-    host = read(details)
-    assert [gpu.sm for gpu in host.gpus] == [80]
-    found = {finding.rule: finding.element for finding in lint_host(host)}
-    assert found["trained-down"] == "0000:18:00.0"
-    assert found["acs-redirects"] == "0000:17:00.0"
+def test_low_speed_is_rest_and_few_lanes_are_not(status, level):
+    text = DETAILS.replace(GPU_STATUS, f"\t\tLnkSta:\t{status}\n1a")
+    found = [f for f in lint_host(read(text)) if f.rule == "trained-down"]
+    assert [str(finding.severity) for finding in found] == [level] * bool(level)
+
+
+def test_no_link_is_judged_by_one_of_its_ends():
+    """A card may do more than its slot, and a list of it alone has no slot."""
+    alone = DETAILS[DETAILS.index("19:00.0") : DETAILS.index("1a:00.0")]
+    assert found_in(alone) == {}
+    (gpu,) = read(alone).devices
+    assert (gpu.speed, gpu.width) == ("16.0 GT/s PCIe", 8)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "00:11.0 Unassigned class [ff00]: Intel Corporation C610 SPSR (rev 05)",
+        "00:00.3 Generic system peripheral [0807]: Advanced Micro Devices 14a6",
+        "0000:00:1f.0 0c05: 8086:a1a3 (rev 09)",
+    ],
+)
+def test_classes_without_a_name_are_no_damage(line):
+    text = f"{line}\n{PLAIN}"
+    assert PROBE.recognises(Saved("it", text.encode()))
+    assert read(text).devices == read(PLAIN).devices
+
+
+def test_numbers_alone_are_read():
+    host = read("00:1c.0 0604: 8086:a190 (rev f9)\n19:00.0 0302: 10de:2330 (rev a1)\n")
+    assert [(d.bus_id, d.device) for d in host.devices] == [(GPU, 0x2330)]
+    assert len(host.gpus) == 1
 
 
 def test_a_bridge_below_itself_is_a_tree_all_the_same():
@@ -172,7 +252,7 @@ def test_a_bridge_below_itself_is_a_tree_all_the_same():
         f"0{n}:00.0 PCI bridge: x\n\tBus: primary=00, secondary=0{3 - n}, x\n"
         for n in (1, 2)
     )
-    assert read(text).devices
+    assert read(text + "02:01.0 Ethernet controller: x\n").devices
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ class Host:
 
     def __init__(self, root) -> None:
         self.tree = Tree(root).cpus("0-7")
-        self.tree.node(0, "0f", "10 21").node(1, "f0", "21 10")
+        self.tree.node(0, "0f").node(1, "f0")
         self._num_gpus = 0
 
     def device(self, place: str, kind: str, width: int, node: int) -> str:

@@ -421,6 +421,13 @@ def test_links_that_are_cut_are_refused(text):
         read(text)
 
 
+def test_two_hosts_in_one_file_are_not_one():
+    text = status(0, num_active=12)
+    assert len(read(text + text).gpus) == 1
+    with pytest.raises(UsageError, match=r"line 14: GPU 0 must have one UUID"):
+        read(text + text.replace("GPU-0", "GPU-9"))
+
+
 def test_links_alone_are_recognised():
     text = "GPU 0: NVIDIA H100\n\t Link 0: <inactive>\n"
     assert PROBE.recognises(Saved("it", text.encode()))

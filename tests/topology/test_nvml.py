@@ -113,7 +113,9 @@ def test_a_gpu_has_the_address_of_the_kernel():
     )
     host = graph_of([answers], {})
     assert host.gpus == (
-        GpuDevice("0000:1b:00.0", 0, sm=90, title="NVIDIA H100", uuid="GPU-1"),
+        GpuDevice(
+            "0000:1b:00.0", 0, sm=90, title="NVIDIA H100", uuid="GPU-1", nvlinks=0
+        ),
     )
     (device,) = host.devices
     assert (device.bus_id, device.node) == ("0000:1b:00.0", 1)
@@ -123,7 +125,9 @@ def test_nothing_reported_is_nothing_known():
     (device,) = graph_of([GpuAnswers("00000000:1B:00.0")], {}).devices
     assert device._replace(bus_id="") == type(device)("")
     nameless = graph_of([GpuAnswers("")], {})
-    assert (nameless.gpus, nameless.devices) == ((GpuDevice("", 0),), ())
+    assert (nameless.gpus, nameless.devices) == ((GpuDevice("", 0, nvlinks=0),), ())
+    divided = graph_of([GpuAnswers("", has_states=False)], {})
+    assert divided.gpus == (GpuDevice("", 0),)
 
 
 @pytest.mark.parametrize("address", ["", "FFFFFFFF:FF:FF.0", "0FFFFFFF:FF:FF.0"])

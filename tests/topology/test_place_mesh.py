@@ -55,7 +55,7 @@ def test_gpus_are_taken_along_their_links(capsys: pytest.CaptureFixture[str]) ->
         lines = place(capsys, f"dp_shard=-1,tp={tp}", ISLANDS).splitlines()
         row = next(line.split() for line in lines if line.startswith("tp"))
         assert row[-4:] == [rate, str(tp // 2), "xGMI", "links"]
-        assert lines[-1] == "  HIP_VISIBLE_DEVICES=0,3,2,6,1,4,5,7"
+        assert lines[-1] == "  HIP_VISIBLE_DEVICES=0,3,2,6,5,4,1,7"
 
 
 def test_fewer_ranks_than_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.commands import refusal
 
 from ronde.errors import UsageError
-from ronde.render import draw_svg
+from ronde.render import draw_svg, draw_tree
 from ronde.topology import (
     AlignmentRequest,
     GpuDevice,
@@ -21,6 +21,9 @@ from ronde.topology import (
     NumaNode,
     PciDevice,
     Saved,
+    Topology,
+    compare_hosts,
+    lint_fleet,
     lint_host,
     plan_host,
     read_file,
@@ -58,14 +61,113 @@ def with_fewer_links(number: int) -> str:
     return "\n".join(rows)
 
 
-def link_status(*num_active: int) -> str:
-    """Return what nvidia-smi nvlink -s prints of GPUs with 18 links each."""
-    lines: list[str] = []
-    for gpu, active in enumerate(num_active):
-        lines.append(f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-{gpu:08d})")
-        rates = ["26.562 GB/s"] * active + ["<inactive>"] * (18 - active)
-        lines += [f"\t Link {n}: {rate}" for n, rate in enumerate(rates)]
-    return "\n".join(lines) + "\n"
+SXM, PCIE = "NVIDIA H100 80GB HBM3", "NVIDIA A100-PCIE-40GB"
+DOWN = "NVML: Unable to retrieve NVLink information as all links are inActive"
+LEGEND = "Legend:\n\n  X    = Self\n"
+NV_LEGEND = LEGEND + "  NV#  = Connection traversing a bonded set of # NVLinks\n"
+MIG = "  MIG 1g.10gb     Device  0: (UUID: MIG-6f1d)"
+
+
+def status_of(*gpus: tuple[str, str | int]) -> str:
+    """Return what nvidia-smi nvlink -s prints of GPUs: model, and links or a line."""
+    text = ""
+    for number, (title, shown) in enumerate(gpus):
+        lines = [shown] if isinstance(shown, str) else []
+        if isinstance(shown, int):
+            lines = [f"\t Link {n}: 26.562 GB/s" for n in range(shown)]
+        head = f"GPU {number}: {title} (UUID: GPU-{number:08d})"
+        text += "\n".join([head, *lines]) + "\n"
+    return text
+
+
+def matrix(*rows: str) -> str:
+    names = [f"GPU{n}" for n in range(len(rows))]
+    lines = [[name, *row.split()] for name, row in zip(names, rows, strict=True)]
+    return "\n".join(map("\t".join, [["", *names], *lines])) + "\n"
+
+
+ALONE = matrix("X SYS", "SYS X")
+NAMES = status_of((SXM, ""), (SXM, ""))
+OFF = {"gpu-without-links": "error"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # The fabric manager does not run.
+        (status_of(*[(SXM, DOWN)] * 8), OFF),
+        (status_of(*[(SXM, DOWN.replace("NVLink", "Nvlink"))] * 2), OFF),
+        (status_of(*[(SXM, DOWN)] * 2).replace("\nNVML", " NVML"), OFF),
+        (status_of(*[("NVIDIA GB200", "\t Link 0: <inactive>")] * 4), OFF),
+        (status_of(*[("Tesla V100-SXM2-16GB", DOWN)] * 8), OFF),
+        (ALONE + NAMES, OFF),
+        (f"{ALONE}\n{NV_LEGEND}\n{NAMES}", OFF),
+        (status_of((SXM, 18), (SXM, DOWN)), OFF),
+        (matrix("X NV12 SYS", "NV12 X SYS", "SYS SYS X"), OFF),
+        # A matrix shows how it should be, and a list how it is.
+        (matrix("X NV18", "NV18 X") + status_of((SXM, 18), (SXM, DOWN)), OFF),
+        # Links of all GPUs are down, as of one switch.
+        (status_of(*[(SXM, 14)] * 8), {"uneven-nvlinks": "warning"}),
+        # No NVLinks, and sound: no board joins them, or nobody knows.
+        (status_of(*[(PCIE, DOWN)] * 4), {}),
+        (status_of(*[("NVIDIA H100 NVL", DOWN)] * 2), {}),
+        (status_of(*[("NVIDIA H100 PCIe", "\t Link 0: <inactive>")] * 2), {}),
+        (status_of(*[("NVIDIA L40S", "")] * 8), {}),
+        (status_of(("NVIDIA GH200 480GB", DOWN)), {}),
+        (status_of((SXM, DOWN)), {}),
+        (status_of(*[(SXM, f"{DOWN}\n{MIG}")] * 2), {}),
+        (f"{ALONE}\n{LEGEND}\n{NAMES}", {}),
+        (ALONE, {}),
+        (ALONE + status_of(*[(PCIE, "")] * 2), {}),
+        (status_of(*[("NVIDIA A800-SXM4-80GB", 8)] * 8), {}),
+        # Two of three have a bridge; one that drives a screen has no links.
+        (
+            status_of(*[("NVIDIA RTX A6000", 4)] * 2, ("NVIDIA RTX A6000", DOWN)),
+            {"gpu-without-links": "note"},
+        ),
+        (status_of(*[("NVIDIA A100-SXM4-40GB", 12)] * 4, ("NVIDIA T400", DOWN)), {}),
+        (ALONE + status_of(*[("Tesla V100-SXM2-16GB", "")] * 2), {}),
+        # A part of eight V100, which one or two links join to four others each.
+        (matrix("X NV1 NV2", "NV1 X SYS", "NV2 SYS X"), {}),
+    ],
+)
+def test_nvlinks_that_are_down_are_found_and_missing_ones_are_not(text, expected):
+    found = {f.rule: str(f.severity) for f in lint_host(host_of(text))}
+    assert {rule: level for rule, level in found.items() if "source" not in rule} == (
+        expected
+    )
+
+
+def test_gpus_without_any_link_are_all_named_and_drawn():
+    host = host_of(status_of(*[(SXM, DOWN)] * 8))
+    found = lint_host(host)
+    assert [finding.element for finding in found] == [f"gpu/{n}" for n in range(8)]
+    assert "its model has 18" in found[0].what
+    assert "NVLink: every GPU: none" in draw_tree(Topology((host,)))
+    both = matrix("X NV18", "NV18 X") + status_of((SXM, 18), (SXM, DOWN))
+    assert [link.source for link in host_of(both).links] == ["gpu/0"]
+    sound = host_of(status_of(*[(SXM, 18)] * 8))
+    assert not compare_hosts(sound, host).is_equal
+    (odd, *_) = lint_fleet([sound, sound, host._replace(name="odd")])
+    assert (odd.rule, odd.element) == ("node-nvlinks-differ", "odd")
+    # One that shows nothing of NVLinks has not lost them.
+    silent = host_of(f"{ALONE}\n{LEGEND}")
+    assert not [f for f in lint_fleet([sound, sound, silent]) if "nvlinks" in f.rule]
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "counts"),
+    [
+        (matrix("X CNS CNS", "CNS X CNS", "CNS CNS X"), "warning", ["CNS for 2"] * 3),
+        (matrix("X OK TNS", "OK X OK", "TNS OK X"), "warning", ["TNS for 1"] * 2),
+        (matrix("X NS", "NS X"), "note", ["NS for 1"] * 2),
+        (matrix("X U", "U X"), "", []),
+    ],
+)
+def test_each_of_a_pair_without_access_is_counted(text, level, counts):
+    found = [f for f in lint_host(host_of(text)) if f.rule == "no-peer-access"]
+    assert [f.what[f.what.index("(") + 1 : -2] for f in found] == counts
+    assert {str(finding.severity) for finding in found} <= {level}
 
 
 def test_a_gpu_with_fewer_links_is_found_in_a_matrix():
@@ -74,8 +176,11 @@ def test_a_gpu_with_fewer_links_is_found_in_a_matrix():
 
 
 def test_a_gpu_with_inactive_links_is_found_in_their_list():
-    assert found_in(link_status(18, 18, 18, 18)) == {}
-    (finding,) = lint_host(host_of(link_status(18, 18, 7, 18)))
+    good = status_of(*[(SXM, 18)] * 4)
+    assert found_in(good) == {}
+    bad = re.sub(r"(GPU 2:.*\n(?:.*\n){7})(?:.*\n){11}", r"\1", good)
+    lost = "\n".join(f"\t Link {n}: <inactive>" for n in range(7, 18))
+    (finding,) = lint_host(host_of(bad.replace("GPU 3", f"{lost}\nGPU 3")))
     assert (finding.rule, finding.element) == ("uneven-nvlinks", "gpu/2")
     assert finding.severity is Level.ERROR
     assert "7 NVLinks are up, and other GPUs of this host have 18" in finding.what

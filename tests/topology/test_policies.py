@@ -15,7 +15,6 @@ from ronde.topology import (
     ANY,
     NOWHERE,
     Hint,
-    NodeSet,
     Policy,
     best_count,
     compare,
@@ -26,7 +25,6 @@ from ronde.topology import (
 CASES: dict[str, Any] = json.loads(
     (Path(__file__).parent / "samples" / "topology_manager_cases.json").read_text()
 )
-FOUR = NodeSet(4)
 
 
 def mask_of(bits: list[int] | None) -> int | None:
@@ -35,11 +33,6 @@ def mask_of(bits: list[int] | None) -> int | None:
 
 def hint_of(plain: Any) -> Hint:
     return Hint(mask_of(plain[0]), plain[1])
-
-
-def nodes_of(suite: Any) -> NodeSet:
-    rows = CASES["numa_distances"][suite["numa"]]
-    return NodeSet(len(rows), tuple(map(tuple, rows)), suite["prefer_closest"])
 
 
 def providers_of(case: Any) -> list[dict[str, list[Hint] | None] | None]:
@@ -65,6 +58,8 @@ def resources_of(
 RUNS = [
     pytest.param(suite, case, id=f"{suite['policy']}-{suite['numa']}-{case['name']}")
     for suite in CASES["suites"]
+    # No distances are asked for.
+    if not suite["prefer_closest"]
     for group in suite["groups"]
     for case in CASES["merge"][group]
 ]
@@ -72,16 +67,16 @@ RUNS = [
 
 def test_no_case_was_lost():
     others = CASES["compare_narrowest"], CASES["max_of_min_affinity_counts"]
-    # Common 4, best-effort and restricted 8, by options 1 and 2, one node 6.
-    assert len(RUNS) == 2 * (4 + 8 + 1) + 2 * (4 + 8 + 2) + (4 + 6)
+    # Common 4, best-effort and restricted 8, by default options 1, one node 6.
+    assert len(RUNS) == 2 * (4 + 8 + 1) + (4 + 6)
     assert [len(each) for each in others] == [12, 3]
 
 
 @pytest.mark.parametrize(("suite", "case"), RUNS)
 def test_hints_are_merged_as_the_topology_manager_does_in_any_order(suite, case):
-    nodes = nodes_of(suite)
+    nodes = (1 << len(CASES["numa_distances"][suite["numa"]])) - 1
     bits, is_preferred = case["expected"]
-    mask = nodes.all_mask if bits == "ALL" else mask_of(bits)
+    mask = nodes if bits == "ALL" else mask_of(bits)
     resources = resources_of(providers_of(case))
     shuffler = random.Random(case["name"])
     for _ in range(6):
@@ -99,7 +94,7 @@ def test_results_are_compared_as_the_topology_manager_does(case):
     current = case["current"] and hint_of(case["current"])
     candidate = hint_of(case["candidate"])
     count = case["best_non_preferred_affinity_count"]
-    better = compare(current, candidate, count, FOUR)
+    better = compare(current, candidate, count)
     expected = {"current": current, "candidate": candidate}[case["expected"]]
     assert better is expected
 
@@ -110,29 +105,26 @@ def test_the_best_count_is_the_largest_of_the_narrowest(case):
     assert best_count(resources) == case["expected"]
 
 
-def all_combined(resources: list[list[Hint]], nodes: NodeSet) -> Hint:
+def all_combined(resources: list[list[Hint]], nodes: int) -> Hint:
     """Merge as the rules are told: every combination, one after the other."""
     combined: list[Hint] = []
     for combination in itertools.product(*resources):
         named = [hint.mask for hint in combination if hint.mask is not None]
-        common = reduce(lambda a, b: a & b, named, nodes.all_mask)
+        common = reduce(lambda a, b: a & b, named, nodes)
         is_preferred = all(h.is_preferred for h in combination) and len(set(named)) < 2
         combined.append(Hint(common, is_preferred))
     count = best_count(resources)
     best: Hint | None = None
     for each in combined:
-        best = compare(best, each, count, nodes)
-    return best or Hint(nodes.all_mask, False)
+        best = compare(best, each, count)
+    return best or Hint(nodes, False)
 
 
 @st.composite
 def situations(draw, *, num_nodes: int = 4):
     """Draw nodes and the hints of up to four resources."""
-    distance = st.integers(10, 40)
-    row = st.tuples(*[distance] * num_nodes)
-    rows = draw(st.tuples(*[row] * num_nodes))
-    nodes = NodeSet(num_nodes, rows, draw(st.booleans()))
-    mask = st.one_of(st.none(), st.integers(1, nodes.all_mask))
+    nodes = (1 << num_nodes) - 1
+    mask = st.one_of(st.none(), st.integers(1, nodes))
     hints = st.lists(st.builds(Hint, mask, st.booleans()), min_size=1, max_size=5)
     return nodes, draw(st.lists(hints, max_size=4))
 
@@ -179,8 +171,8 @@ def test_one_node_is_one_node_and_preferred_by_each_resource(situation):
 def test_a_preferred_mask_is_one_that_each_resource_prefers(situation):
     nodes, resources = situation
     mask, is_preferred = merge(resources, nodes)
-    assert 0 < (mask or 0) <= nodes.all_mask
-    if is_preferred and mask != nodes.all_mask:
+    assert 0 < (mask or 0) <= nodes
+    if is_preferred and mask != nodes:
         assert all({Hint(mask, True), Hint(None, True)} & set(r) for r in resources)
 
 
@@ -201,14 +193,5 @@ def test_one_more_resource_never_makes_a_request_preferred(situation, data):
 
 
 def test_on_one_node_a_single_node_is_no_limit():
-    nodes = NodeSet(1)
-    verdict = decide(Policy.SINGLE_NUMA_NODE, [[Hint(1, True)]], nodes)
+    verdict = decide(Policy.SINGLE_NUMA_NODE, [[Hint(1, True)]], 1)
     assert verdict == (None, True, True)
-
-
-def test_distances_decide_among_sets_of_one_size_only_when_asked():
-    rows = tuple(map(tuple, CASES["numa_distances"]["four"]))
-    # Both sets of two are not preferred; 1 and 2 are 12 apart, 2 and 3 only 11.
-    resources = [[Hint(0b0110, False), Hint(0b1100, False)]]
-    assert merge(resources, NodeSet(4, rows)).mask == 0b0110
-    assert merge(resources, NodeSet(4, rows, is_closest=True)).mask == 0b1100

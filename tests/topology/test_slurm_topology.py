@@ -4,8 +4,10 @@ import re
 
 import pytest
 from hypothesis import given, strategies as st
+from tests.commands import refusal
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
+from ronde.cli import main
 from ronde.errors import UsageError
 from ronde.render import draw_tree
 from ronde.topology import (
@@ -13,11 +15,17 @@ from ronde.topology import (
     Saved,
     SlurmTopologyProbe,
     Topology,
+    lint_switches,
     read_topology,
     write_topology,
 )
 
 PROBE = SlurmTopologyProbe()
+SHOWN = """\
+SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=node[01-03]
+SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=node[04-06]
+SwitchName=spine Level=1 LinkSpeed=1 Nodes=node[01-06] Switches=leaf[1-2]
+"""
 
 
 def read(data: bytes | str) -> Topology:
@@ -65,20 +73,35 @@ def test_a_host_may_be_at_two_switches_and_a_switch_below_two():
     assert [switch.switches for switch in topology.switches[2:]] == [("a", "b")] * 2
 
 
+def test_a_host_at_two_leaves_is_a_finding_and_switches_alone_are_judged(
+    tmp_path, capsys
+):
+    file = tmp_path / "topology.conf"
+    file.write_text("SwitchName=s1 Nodes=n[1-4]\nSwitchName=s2 Nodes=n[3-6]\n")
+    assert main(["topo", "lint", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("2 switches with 6 hosts: 1 warning.\n")
+    assert "WARNING host-at-two-switches: s1, s2\n  seen Both list n3, n4.\n" in out
+    file.write_text(TREE)
+    assert main(["topo", "lint", str(file)]) == 0
+    assert "3 switches with 7 hosts: nothing found." in capsys.readouterr().out
+    # Above leaves, scontrol repeats their hosts.
+    assert lint_switches(read(SHOWN).switches) == ()
+    nothing = write_topology(Topology())
+    (tmp_path / "nothing.json").write_text(nothing)
+    said = refusal(capsys, "topo", "lint", str(tmp_path / "nothing.json"))
+    assert "sources must have a host or a switch, got neither" in said
+
+
 def test_what_scontrol_shows():
     """There a switch of a higher level tells the hosts below all its switches."""
-    shown = (
-        "SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=node[01-03]\n"
-        "SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=node[04-06]\n"
-        "SwitchName=spine Level=1 LinkSpeed=1 Nodes=node[01-06] Switches=leaf[1-2]\n"
-    )
     conf = (
         "SwitchName=leaf1 Nodes=node[01-03] LinkSpeed=1\n"
         "SwitchName=leaf2 Nodes=node[04-06] LinkSpeed=1\n"
         "SwitchName=spine Switches=leaf[1-2] LinkSpeed=1\n"
     )
-    assert PROBE.recognises(Saved("it", shown.encode()))
-    assert read(shown) == read(conf)
+    assert PROBE.recognises(Saved("it", SHOWN.encode()))
+    assert read(SHOWN) == read(conf)
 
 
 def test_blocks_that_scontrol_shows():

@@ -52,7 +52,6 @@ def check_sane(host: HostTopology) -> None:
     assert len(cpus) == len(set(cpus))
     for node in host.numa_nodes:
         assert sorted(cpu for core in node.cores for cpu in core) == list(node.cpus)
-        assert {other for other, _ in node.distances} <= set(numbers)
     above = {""}
     for device in host.devices:
         assert device.parent in above
@@ -70,12 +69,7 @@ def test_all_saved_machines_are_here():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_machine_is_a_sane_graph(name, saved):
-    host = saved(name)
-    check_sane(host)
-    rows = by_node(host, "distances")
-    for node, row in rows.items():
-        for other, distance in row:
-            assert dict(rows[other])[node] == distance
+    check_sane(saved(name))
 
 
 # Numbers of nodes, CPUs and cores of each that has CPUs, and memory of the last in kB,
@@ -101,21 +95,12 @@ def test_nodes_have_cpus_cores_and_memory(name, numbers, cpus, cores, last_kb, s
     assert host.remarks == ()
 
 
-def test_distances_are_those_of_the_file(saved):
-    sparse = by_node(saved("48amd64-4pa2n6c-sparse"), "distances")
-    row = (22, 16, 16, 10, 16, 16, 22, 22)
-    assert sparse[33] == tuple(zip((0, 1, 2, 33, 34, 45, 72, 73), row, strict=True))
-    arm = by_node(saved("128arm-2pa2n8cluster4co"), "distances")
-    assert arm[2] == ((0, 32), (1, 25), (2, 10), (3, 16))
-
-
 def test_a_node_that_is_offline_leaves_its_cpus_without_one(saved):
     host = saved("offline-cpu0-node0")
     assert by_node(host, "cpus") == {
         UNKNOWN: (4, 6, 8, 10, 12, 14, 16, 18, 20),
         1: (5, 7, 9, 11, 13, 15, 17, 19),
     }
-    assert by_node(host, "distances") == {UNKNOWN: (), 1: ((1, 10),)}
     (remark,) = host.remarks
     assert remark.startswith("CPUs 4,6,8,10,12,14,16,18,20 are online")
 
@@ -212,23 +197,11 @@ def test_without_nodes_all_is_one(tree):
 
 def test_memory_that_no_node_lists_is_the_only_node_s(tree):
     """A virtual machine to which memory was added after its start."""
-    tree.cpus("0-1").node(0, "3", "10")
+    tree.cpus("0-1").node(0, "3")
     tree.write("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: 8 kB\n")
     tree.write("proc/meminfo", "MemTotal: 24 kB\n")
     (node,) = read_host(tree.root).numa_nodes
     assert node.memory_bytes == 24 * 1024
-
-
-def test_a_row_of_distances_may_have_columns_for_nodes_that_are_not_there(tree):
-    tree.cpus("0-1").write("sys/devices/system/node/online", "0,2\n")
-    tree.write("sys/devices/system/node/possible", "0-2\n")
-    tree.node(0, "1", "10 20 30").node(1, "0", "1 1 1").node(2, "2", "30 20 10")
-    host = read_host(tree.root)
-    assert by_node(host, "distances") == {0: ((0, 10), (2, 30)), 2: ((0, 30), (2, 10))}
-    tree.node(2, "2", "30 20 10 40")
-    host = read_host(tree.root)
-    assert by_node(host, "distances") == {0: ((0, 10), (2, 30)), 2: ()}
-    assert host.remarks == ("The kernel lists no distances of numa/2.",)
 
 
 def with_switch(tree: Tree) -> Tree:
@@ -237,7 +210,7 @@ def with_switch(tree: Tree) -> Tree:
     up = f"{root}/0000:16:00.0"
     gen5 = {"max_link_speed": "32.0 GT/s PCIe", "max_link_width": "16"}
     now = {"current_link_speed": "16.0 GT/s PCIe", "current_link_width": "8"}
-    tree.cpus("0-3").node(0, "3", "10 20").node(1, "c", "20 10")
+    tree.cpus("0-3").node(0, "3").node(1, "c")
     tree.device(root, _class=BRIDGE, vendor="0x8086", numa_node="1", **gen5)
     tree.device(up, _class=BRIDGE, vendor="0x1000", numa_node="-1", **gen5, **now)
     tree.device(f"{up}/0000:17:00.0", _class=BRIDGE, vendor="0x1000", **gen5)
@@ -438,7 +411,7 @@ def test_a_machine_is_seen_as_nccl_has_seen_it(name, tree):
     assert sorted(host.devices) == sorted(reported.devices)
     assert {gpu.bus_id for gpu in host.gpus} == {gpu.bus_id for gpu in reported.gpus}
     for node, other in zip(host.numa_nodes, reported.numa_nodes, strict=True):
-        assert node._replace(cores=(), package=other.package, distances=()) == other
+        assert node._replace(cores=(), package=other.package) == other
 
 
 FILES = (

@@ -49,7 +49,7 @@ def test_a_host_is_like_itself(path: Path) -> None:
     comparison = compare_hosts(host, host)
     assert comparison.is_equal
     names = {element.name for element in (*host.gpus, *host.ports, *host.numa_nodes)}
-    assert comparison.num_matched == comparison.num_by_address == len(names)
+    assert comparison.num_matched == len(names)
     num_gpus = len(host.gpus)
     assert comparison.paths[0].num_pairs == num_gpus * (num_gpus - 1) // 2
     assert draw_comparison("a", "a", comparison).count("\n") == 1
@@ -61,7 +61,6 @@ def test_files_for_two_shapes_of_a_cloud() -> None:
     # Both files have 8 GPUs, 8 adapters and 4 nodes; of 4 GPUs and of 4 adapters the
     # addresses differ (51 and 50, 54 and 53, 8d and 8c, 92 and 91; ...).
     assert comparison.num_matched == 20
-    assert comparison.num_by_address == 12
     moved = [(d.was, d.now) for d in comparison.differences if d.fact == "bus address"]
     assert moved[:4] == [
         (f"0000:{a}:00.0", f"0000:{b}:00.0")
@@ -234,3 +233,45 @@ def test_a_chip_that_is_not_reported_is_no_loss_and_one_that_is_reported_is() ->
     changes = compare_hosts(host, cut).paths[0].changes
     assert len(changes) == 7
     assert all(each.now.kind >= PathKind.PIX for each in changes)
+
+
+LSPCI = """\
+00:01.0 PCI bridge: Intel Corporation Device 352a (rev 04)
+\tBus: primary=00, secondary=01, subordinate=01, sec-latency=0
+\t\tLnkCap:\tPort #1, Speed 32GT/s, Width x16, ASPM not supported
+\t\tLnkSta:\tSpeed 32GT/s (ok), Width x16 (ok)
+01:00.0 3D controller: NVIDIA Corporation GH100 [H100 SXM5 80GB] (rev a1)
+\t\tLnkCap:\tPort #0, Speed 32GT/s, Width x16, ASPM not supported
+\t\tLnkSta:\tSpeed 32GT/s (ok), Width x16 (ok)
+"""
+
+
+@pytest.mark.parametrize(
+    ("now", "link"),
+    [
+        ("Speed 32GT/s (ok), Width x4 (downgraded)", "32.0 GT/s PCIe x4"),
+        ("Speed 8GT/s (downgraded), Width x16 (ok)", "8.0 GT/s PCIe x16"),
+        ("Speed 2.5GT/s (downgraded), Width x16 (ok)", ""),
+    ],
+)
+def test_links_are_compared_as_they_run_but_not_at_rest(now, link, tmp_path, capsys):
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    head, sign, tail = LSPCI.rpartition("Speed 32GT/s (ok), Width x16 (ok)")
+    files[0].write_text(LSPCI)
+    files[1].write_text(head + now + tail)
+    assert sign
+    assert run([str(file) for file in files]) == (1 if link else 0)
+    out = capsys.readouterr().out
+    assert f"PCI link: 32.0 GT/s PCIe x16 (48 GB/s) -> {link}" in out or not link
+
+
+def test_a_path_that_lost_links_in_one_direction_is_named() -> None:
+    host = sample_host(PERLMUTTER)
+    (lost, *rest) = host.links
+    fewer = lost._replace(num_links=1)
+    for links in (fewer, *rest), (*rest, fewer):
+        (change,) = compare_hosts(host, host._replace(links=links)).paths[0].changes
+        assert set(change.ends) == {lost.source, lost.target}
+        assert (change.was.gb_per_s, change.now.gb_per_s) == (80.0, 20.0)
+    changes = compare_hosts(host, host._replace(links=tuple(rest))).paths[0].changes
+    assert [each.now.kind for each in changes] == [PathKind.NVB]

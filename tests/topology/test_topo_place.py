@@ -22,7 +22,9 @@ from ronde.topology import (
     PciDevice,
     PlacementError,
     Policy,
+    Saved,
     plan_host,
+    read_file,
 )
 
 
@@ -59,12 +61,11 @@ def test_one_rank_a_gpu_has_what_nvidia_smi_calls_its_affinity():
     assert nics == [(f"cxi{n}", "PHB") for n in (3, 2, 1, 0)]
     assert {rank.num_cores for rank in plan.ranks} == {16}
     assert {rank.nics[0].gb_per_s for rank in plan.ranks} == {24.0}
-    # Slingshot is no InfiniBand: neither NCCL_IB_HCA nor UCX's names are for it.
+    # Slingshot is no InfiniBand: NCCL_IB_HCA is not for it.
     assert plan.env == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",
     }
-    assert plan.ranks[0].env == {}
     assert plan.ranks[0].command == "numactl --physcpubind=48-63,112-127 --preferred=3"
 
 
@@ -82,7 +83,6 @@ def test_equally_near_adapters_are_given_out_in_turn():
         [name] for name in names
     ]
     assert plan.env["NCCL_IB_HCA"] == "=" + ",".join(f"{name}:1" for name in names)
-    assert plan.ranks[7].env == {"UCX_NET_DEVICES": "mlx5_12:1"}
 
 
 def test_nccl_is_left_all_adapters_that_are_equally_near_to_a_gpu():
@@ -90,8 +90,6 @@ def test_nccl_is_left_all_adapters_that_are_equally_near_to_a_gpu():
     plan = plan_host(sample_host(OCI_H100), AlignmentRequest(8))
     numbers = [*range(2), *range(3, 11), *range(12, 18)]
     assert plan.env["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{n}:1" for n in numbers)
-    own = [f"mlx5_{n}:1" for n in (0, 3, 5, 7, 9, 12, 14, 16)]
-    assert [rank.env for rank in plan.ranks] == [{"UCX_NET_DEVICES": n} for n in own]
     half = plan_host(sample_host(OCI_H100), AlignmentRequest(4))
     assert half.env["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{n}:1" for n in numbers[:8])
 
@@ -166,27 +164,25 @@ def test_gpus_are_numbered_by_the_bus():
 
 
 @pytest.mark.parametrize(
-    ("port", "hca", "ucx"),
+    ("port", "hca"),
     [
-        (NetPort("mlx5_0", node=0, kind="infiniband", port=1), "=mlx5_0:1", "mlx5_0:1"),
+        (NetPort("mlx5_0", node=0, kind="infiniband", port=1), "=mlx5_0:1"),
         # The kernel writes the second port so.
-        (NetPort("mlx4_0:2", node=0, kind="ethernet", port=2), "=mlx4_0:2", "mlx4_0:2"),
+        (NetPort("mlx4_0:2", node=0, kind="ethernet", port=2), "=mlx4_0:2"),
         # In NCCL's files, which number adapters, a port above 1 may be a copy.
-        (NetPort("mlx4_0", node=0, number=0, port=2), "=mlx4_0", None),
-        (NetPort("mlx5_3", node=0, number=0, port=4), "=mlx5_3:1", "mlx5_3:1"),
+        (NetPort("mlx4_0", node=0, number=0, port=2), "=mlx4_0"),
+        (NetPort("mlx5_3", node=0, number=0, port=4), "=mlx5_3:1"),
         (
             NetPort("mlx5_0+mlx5_1", node=0, number=0, port=1),
             "=mlx5_0:1,mlx5_1:1",
-            "mlx5_0:1,mlx5_1:1",
         ),
-        (NetPort("rdmap1s0", node=0, kind="infiniband", port=1), None, None),
-        (NetPort("eth0", node=0, kind="ethernet"), None, None),
+        (NetPort("rdmap1s0", node=0, kind="infiniband", port=1), None),
+        (NetPort("eth0", node=0, kind="ethernet"), None),
     ],
 )
-def test_adapters_are_named_as_nccl_and_ucx_name_them(port, hca, ucx):
+def test_adapters_are_named_as_nccl_names_them(port, hca):
     plan = plan_host(small_host(port), AlignmentRequest(2))
     assert plan.env.get("NCCL_IB_HCA") == hca
-    assert [rank.env.get("UCX_NET_DEVICES") for rank in plan.ranks] == [ucx] * 2
 
 
 def test_a_gpu_near_memory_without_cpus_has_no_preference():
@@ -197,6 +193,35 @@ def test_a_gpu_near_memory_without_cpus_has_no_preference():
     )
     plan = plan_host(bare, AlignmentRequest(2, Policy.SINGLE_NUMA_NODE))
     assert [rank.nodes for rank in plan.ranks] == [(0,), (1,)]
+    # Nobody knows which cores are near.
+    assert not any(rank.is_preferred for rank in plan.ranks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "aligned"),
+    [
+        ("0-7 0,0-7 0, 1, 1", [True, True, False, False]),
+        ("0-7 0,0-7 0,8-15 1,8-15 1", [True] * 4),
+        ("0-7 0,0-7 0,8-15 1,N/A N/A", [True, True, True, False]),
+    ],
+)
+def test_a_rank_is_aligned_only_where_cores_near_its_gpu_are_known(rows, aligned):
+    """As in a container that shows the CPUs of one node, and GPUs of both."""
+    text = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+    for number, row in enumerate(rows.split(",")):
+        words = ["X" if n == number else "NV18" for n in range(4)]
+        cpus, _, node = row.partition(" ")
+        text += "\t".join([f"GPU{number}", *words, cpus, node, "", "N/A"]) + "\n"
+    (host,) = read_file(Saved("it", text.encode())).hosts
+    assert not plan_host(host, AlignmentRequest(4, Policy.NONE)).ranks[3].reasons
+    plan = plan_host(host, AlignmentRequest(4, Policy.SINGLE_NUMA_NODE))
+    assert [rank.is_preferred for rank in plan.ranks] == aligned
+    plan = plan_host(host, AlignmentRequest(4))
+    assert [rank.is_preferred for rank in plan.ranks] == aligned
+    reasons = ("gpu: no usable CPU is known to be near it",)
+    assert [r.reasons for r in plan.ranks] == [
+        () if fits else reasons for fits in aligned
+    ]
 
 
 def test_only_cores_that_are_allowed_are_used():
@@ -220,7 +245,7 @@ def test_the_table_shows_each_rank_and_why_it_is_not_aligned():
         "note: rank 1 not aligned: gpu: GPU 1 near no node with usable cores"
     )
     assert "  NCCL_IB_HCA==mlx5_0:1" in lines
-    assert lines[-1] == "  1: UCX_NET_DEVICES=mlx5_0:1 numactl --physcpubind=1,5"
+    assert lines[-1] == "  1: numactl --physcpubind=1,5"
 
 
 def test_a_refusal_names_rank_and_resource():

@@ -100,7 +100,7 @@ def test_a_chain_of_bridges_is_left_out_but_for_a_narrow_one():
     assert "PCI switch" not in text
     # 16 lanes where the width is not told: 16 * 15 / 80 and 16 * 120 / 80.
     assert (
-        "GPU 0  0000:02:00.0  PCI 16.0 GT/s, 24 GB/s, behind 0000:01:00.0 PCI 2.5 "
+        "GPU 0  0000:02:00.0  PCI 16.0 GT/s, 24 GB/s, behind 0000:01:00.0, PCI 2.5 "
         "GT/s, 3 GB/s" in text
     )
 
@@ -189,4 +189,4 @@ def test_nvswitches_are_called_so():
         *("NVSwitch", GPU, "PCI 16.0 GT/s x2, 3 GB/s"),
     ]
     assert lines[3].endswith("NVSwitch 0000:03:00.0")
-    assert "PCI switch 0000:04:00.0" in lines[4]
+    assert len(lines) == 4

@@ -302,7 +302,7 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
         return None
     # Imported where they are needed: a job that is not bound must start at once.
     from ronde.launch.placement import BindMode, GpuView, PlacementRequest
-    from ronde.topology.placement.policies import Policy
+    from ronde.topology.placement.placing import Policy
 
     policies = [policy for policy in Policy if policy is not Policy.NONE]
     policy = read_one_of("--bind-policy", options.bind_policy, policies)

@@ -101,7 +101,8 @@ options:
   --rules         list the rules and exit
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-Several hosts are also compared with each other.
+Several hosts are also compared with each other, and Slurm's switches are judged. A line
+names what the sources do not show.
 
 exit code: 0 notes at most, 1 a warning or an error, 64 a source that cannot be read
 
@@ -119,7 +120,8 @@ options:
 
 A and B are files of any form that ronde topo reads, or directories that hold sys and
 proc: / is this machine. They are two nodes of a job, or a virtual machine and its host.
-Elements are matched by bus address, those left over by number and name.
+Elements are matched by bus address, those left over by number and name. PCI links count
+as they run now.
 
 exit code: 0 they are equal, 1 they differ, 64 one cannot be read
 
@@ -246,7 +248,12 @@ def _load(sources: Sequence[Saved], root: str | None) -> Topology:
         parts.append(Topology((tree,)))
         for notice in notices:
             print(f"ronde: {notice}", file=sys.stderr)
-    return join_topologies(parts)
+    topology = join_topologies(parts)
+    if not topology.hosts and not topology.switches:
+        raise UsageError(
+            "sources must have a host or a switch, got neither. Was a file cut?"
+        )
+    return topology
 
 
 def load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
@@ -270,10 +277,6 @@ def _show(options: argparse.Namespace) -> int:
         files = (BytesIO(each.data) for each in sources)
         return _judge_log(files, sources[0].name, is_json=options.json)
     topology = _load(sources, options.root)
-    if not topology.hosts and not topology.switches:
-        raise UsageError(
-            "sources must have a host or a switch, got neither. Was a file cut?"
-        )
     if options.svg:
         _draw(topology.hosts, Path(options.svg))
     _print(topology, options)
@@ -299,7 +302,7 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
 
 
 def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
-    from ronde.topology.search_graph import read_search_graphs, recognises_search_graph
+    from ronde.topology.probes.nccl import read_search_graphs, recognises_search_graph
 
     graphs = [each for each in sources if recognises_search_graph(each)]
     if not graphs:
@@ -355,7 +358,13 @@ def _draw(hosts: Sequence[HostTopology], path: Path) -> None:
 def _lint(options: argparse.Namespace) -> int:
     from ronde.render.text import wrap
     from ronde.render.topo_log import count_findings, draw_log_findings
-    from ronde.topology.lint import CATALOGUE, lint_fleet, lint_host
+    from ronde.topology.lint import (
+        CATALOGUE,
+        lint_fleet,
+        lint_host,
+        lint_switches,
+        unseen_facts,
+    )
     from ronde.units import counted
 
     if options.rules:
@@ -368,23 +377,32 @@ def _lint(options: argparse.Namespace) -> int:
     wanted = _names("--rule", options.rule, known) or known
     wanted = wanted - _names("--ignore", options.ignore, known)
     sources = _read_sources(options)
-    hosts, found = _load(sources, options.root).hosts, list[Diagnostic]()
+    hosts, switches = _load(sources, options.root)
+    found = list(lint_switches(switches))
     for host in hosts:
         place = host.name if len(hosts) > 1 else ""
         found += [_at(place, finding) for finding in lint_host(host)]
     found += lint_fleet(hosts)
-    subject = f"{len(hosts)} hosts"
-    if len(hosts) == 1:
+    subject = counted(len(hosts), "host") if hosts else ""
+    if switches:
+        names = {name for switch in switches for name in switch.hosts}
+        below = f"{counted(len(switches), 'switch')} with {counted(len(names), 'host')}"
+        subject = f"{subject}, {below}" if hosts else below
+    if len(hosts) == 1 and not switches:
         gpus, ports, nodes = hosts[0].gpus, hosts[0].ports, hosts[0].numa_nodes
         parts = {"GPU": gpus, "network port": ports, "NUMA node": nodes}
         counts = (counted(len(some), noun) for noun, some in parts.items())
         name = hosts[0].name or ", ".join(saved.name for saved in sources)
         subject = f"{name} ({', '.join(counts)})"
+    unseen = unseen_facts(hosts)
     findings = [finding for finding in found if finding.rule in wanted]
     if options.json:
-        print_json("ronde-findings", {"findings": to_plain(tuple(findings))})
+        content = {"findings": to_plain(tuple(findings)), "not_shown": list(unseen)}
+        print_json("ronde-findings", content)
     else:
         print(f"{subject}: {count_findings(findings)}.")
+        if unseen:
+            print(wrap("", f"Not judged, as not shown: {', '.join(unseen)}."), end="")
         print("\n" + draw_log_findings(findings) if findings else "", end="")
     return _exit_code(findings)
 
@@ -441,9 +459,8 @@ def _diff(options: argparse.Namespace) -> int:
 def _place(options: argparse.Namespace) -> int:
     from ronde.render.topo_tables import tabulate_plan
     from ronde.topology.machine import read_cores
-    from ronde.topology.placement.placing import AlignmentRequest, Scope
+    from ronde.topology.placement.placing import AlignmentRequest, Policy, Scope
     from ronde.topology.placement.plan import plan_host
-    from ronde.topology.placement.policies import Policy
 
     if options.mesh is not None:
         return _place_mesh(options)

@@ -17,10 +17,10 @@ from ronde.topology.machine import (
 )
 from ronde.topology.placement.placing import (
     AlignmentRequest,
+    Policy,
     inventory_of_machine,
     place,
 )
-from ronde.topology.placement.policies import Policy
 from ronde.units import counted
 
 

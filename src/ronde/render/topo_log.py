@@ -7,7 +7,7 @@ from ronde.render.text import WIDTH, grouped, list_some, wrap
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log import NcclJob, NcclLog
 from ronde.topology.nccl_log.log import Reported
-from ronde.topology.search_graph import SearchGraph
+from ronde.topology.probes.nccl import SearchGraph
 from ronde.units import counted, format_size, list_first
 
 _ORDER = {severity: place for place, severity in enumerate(Level)}

@@ -1,22 +1,21 @@
 """A host's topology -> a drawing that stands alone, as SVG.
 
-NUMA nodes stand side by side, sockets around them; PCI switches below, and GPUs and
-network adapters below these. What is at one switch hangs below it in a column; switches
-below a switch stand side by side. So boxes never meet, and no lines cross. Rates are of
-one direction in GB/s, as NCCL counts.
+NUMA nodes stand side by side; PCI switches below, and GPUs and
+network adapters below these. What is at one switch hangs below it in a column. So boxes
+never meet, and no lines cross. Rates are of one direction in GB/s, as NCCL counts.
 """
 
 import unicodedata
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from ronde.render.topo_tree import (
     ElementTree,
     TreeElement,
     fabric_lines,
     numa_element,
+    summary,
 )
 from ronde.topology.graph import UNKNOWN, HostTopology
 from ronde.units import counted
@@ -27,65 +26,22 @@ _GAP = 12.0
 _LINE = 15.0
 _PAD = 8.0
 
-_SMALL = 11  # size of most letters
-_SIZES = {"title": 18, "subtitle": 12, "head": 13, "name": 12}
-_BOLD = frozenset({"title", "head", "name"})
-# Widths by those of DejaVu Sans, broader than Arial and its like.
-_NARROW = frozenset(" .,:;/\\|!'`()[]{}ijlItfr-")
-_BROAD = frozenset("mwMW@%\N{HORIZONTAL ELLIPSIS}")
 _MAX_LETTERS = 400
-_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 _MARGIN = 16.0
 _MIN_WIDTH = 560.0
 _MAX_ITEMS = 64  # at one place; the rest is counted only
 _MAX_PLACES = 64
 _SPINE = 14.0
-_HEAD_LINES = 18.0
-_SOCKET_HEAD = 20.0
 
 _STYLE = """\
 text{font-family:Helvetica,Arial,"Liberation Sans",sans-serif;font-size:11px;fill:#222}
-.title{font-size:18px;font-weight:bold}.subtitle{font-size:12px;fill:#555}
-.head{font-size:13px;font-weight:bold}.name{font-size:12px;font-weight:bold}
-.dim{fill:#555}.page{fill:#fff}.socket{fill:none;stroke:#9aa3ad;stroke-dasharray:5 4}
+.title{font-size:18px;font-weight:bold}
+.name{font-size:12px;font-weight:bold}
+.dim{fill:#555}.page{fill:#fff}
 .numa{fill:#f4f6f8;stroke:#9aa3ad}.switch{fill:#e3e0f3;stroke:#7b6fc0}
 .gpu{fill:#e2f2d5;stroke:#5a9a2c}.nic{fill:#d9ebfa;stroke:#2f7fc1}
 .other{fill:#eee;stroke:#999}.fabric{fill:#fdebc8;stroke:#d08a1d}
 .line{stroke:#7a828a;stroke-width:1.2}"""
-
-
-class SvgBox(NamedTuple):
-    """A rectangle; x and y are of its upper left corner."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    kind: str  # a class of the style
-    title: str = ""  # shown when somebody points at it
-
-
-class Words(NamedTuple):
-    """A line of text; y is of the line that the letters stand on."""
-
-    x: float
-    y: float
-    text: str
-    kind: str = ""  # ``title``, ``head``, ``name``, ``dim``, or empty
-    anchor: str = "start"  # what is at x: ``start``, ``middle`` or ``end``
-
-
-class Stroke(NamedTuple):
-    """A straight line from one place to another, so far right and down of it."""
-
-    x: float
-    y: float
-    right: float
-    down: float
-    kind: str = "line"
-
-
-Shape = SvgBox | Words | Stroke
 
 
 class SvgBlock(NamedTuple):
@@ -93,61 +49,56 @@ class SvgBlock(NamedTuple):
 
     width: float
     height: float
-    shapes: Sequence[Shape]
+    shapes: Sequence[str]  # Elements of SVG.
 
-    def moved(self, x: float, y: float) -> list[Shape]:
-        return [each._replace(x=each.x + x, y=each.y + y) for each in self.shapes]
-
-
-# A NUMA node, or an unknown one, with the number of its socket.
-_Place = tuple[int, TreeElement]
+    def moved(self, x: float, y: float) -> list[str]:
+        # What is too long for its place is cut there.
+        place = f'x="{x:g}" y="{y:g}" {_size(self.width, self.height)}'
+        return [f"<svg {place}>", *self.shapes, "</svg>"]
 
 
 def draw_svg(host: HostTopology) -> str:
     """Return a host as SVG."""
     # Devices that are no GPU, network adapter or NVSwitch are counted only.
     places, num_left_out = _find_places(host)
-    body = _lay_out_places(places)
+    body = _flow([_lay_out_place(place) for place in places])
     width = max(_MIN_WIDTH, body.width)
     title = host.name or next(iter(host.sources), "one host")
-    counts = [
-        counted(len(host.numa_nodes), "NUMA node"),
-        counted(len(host.gpus), "GPU"),
-        counted(len(host.ports), "network port"),
-    ]
+    counts = [summary(host)]
     if num_left_out:
         counts.append(f"{counted(num_left_out, 'other PCI device')} not drawn")
     counts.append("GB/s of one direction, as NCCL counts")
     heading = (
-        Words(0, 18, fit(title, width, "title"), "title"),
-        Words(0, 38, fit(", ".join(counts), width, "subtitle"), "subtitle"),
+        _words(0, 18, title, "title"),
+        _words(0, 38, ", ".join(counts), "dim"),
     )
-    fabrics = _flow([_bar(line, width) for line in _links(host)], width)
-    shapes: list[Shape] = []
+    fabrics = _flow([_bar(line, width) for line in _links(host)])
+    shapes: list[str] = []
     y = _MARGIN
     for block in (SvgBlock(width, 44, heading), body, fabrics):
         if block.shapes:
             shapes += block.moved(_MARGIN, y)
             y += block.height + _GAP
-    width = max(width, body.width, fabrics.width)
-    return _to_svg(shapes, width + 2 * _MARGIN, y - _GAP + _MARGIN, title)
+    width = max(width, fabrics.width) + 2 * _MARGIN
+    return _to_svg(shapes, width, y - _GAP + _MARGIN, title)
 
 
-def _find_places(host: HostTopology) -> tuple[list[_Place], int]:
+def _find_places(host: HostTopology) -> tuple[list[TreeElement], int]:
     """Return the NUMA nodes with their devices, and how many devices are not drawn."""
     # GPUs, network adapters and NVSwitches are drawn, and bridges where they part.
-    tree = ElementTree(host, is_drawn=True)
+    tree = ElementTree(host)
     nodes = sorted(host.numa_nodes, key=lambda n: (n.package, n.number))
     known = {node.number for node in nodes}
-    places: list[_Place] = []
+    places: list[TreeElement] = []
     for node in nodes:
-        below = tree.at({node.number}, is_known=True)
-        places.append((node.package, numa_element(host, node, below)))
+        place = numa_element(host, node, tree.at({node.number}, is_known=True))
+        socket = (f"socket {node.package}",) if node.package != UNKNOWN else ()
+        places.append(place._replace(details=(*socket, *place.details)))
     if lost := tree.at(known, is_known=False):
         title = "NUMA node unknown" if nodes else "This host"
-        places.append((UNKNOWN, TreeElement("numa", title, below=lost)))
+        places.append(TreeElement("numa", title, below=lost))
     if (left := len(places) - _MAX_PLACES) > 0:
-        places[_MAX_PLACES:] = [(UNKNOWN, TreeElement("numa", f"{left} more nodes"))]
+        places[_MAX_PLACES:] = [TreeElement("numa", f"{left} more nodes")]
     return places, sum(tree.is_left_out(device) for device in host.devices)
 
 
@@ -158,122 +109,51 @@ def _limited(items: Sequence[TreeElement]) -> tuple[TreeElement, ...]:
     return (*items[: _MAX_ITEMS - 1], more)
 
 
-def _lay_out_places(places: Sequence[_Place]) -> SvgBlock:
-    blocks: list[SvgBlock] = []
-    for package, group in groupby(places, key=lambda place: place[0]):
-        own = [_lay_out_place(place) for _, place in group]
-        blocks += own if package == UNKNOWN else [_socket(package, own)]
-    # The least width that needs no more rows than the most allowed.
-    num_rows = len(_rows_of(blocks, _MAX_WIDTH))
-    total = sum(block.width + _GAP for block in blocks)
-    width = max([total / max(1, num_rows), *(block.width for block in blocks)])
-    while width < _MAX_WIDTH and len(_rows_of(blocks, width)) > num_rows:
-        width += _ITEM_WIDTH / 4
-    width = min(width, _MAX_WIDTH)
-    even = [
-        _stretched(block, max(other.height for other in row))
-        for row in _rows_of(blocks, width)
-        for block in row
-    ]
-    return _flow(even, width)
-
-
-def _stretched(block: SvgBlock, height: float) -> SvgBlock:
-    """Return a block whose outermost box, its first shape, is higher."""
-    outer, *inside = block.shapes
-    if isinstance(outer, SvgBox):
-        outer = outer._replace(height=height)
-    return SvgBlock(block.width, height, [outer, *inside])
-
-
-def _socket(package: int, blocks: Sequence[SvgBlock]) -> SvgBlock:
-    inner = _flow(blocks, _MAX_WIDTH - 2 * _PAD)
-    width, height = inner.width + 2 * _PAD, inner.height + _SOCKET_HEAD + _PAD
-    shapes: list[Shape] = [
-        SvgBox(0, 0, width, height, "socket"),
-        Words(_PAD, _SOCKET_HEAD - 6, f"Socket {package}", "dim"),
-    ]
-    return SvgBlock(width, height, shapes + inner.moved(_PAD, _SOCKET_HEAD))
-
-
 def _lay_out_place(place: TreeElement) -> SvgBlock:
-    items = [_lay_out_item(item) for item in _limited(place.below)]
-    body = _flow(items, _MAX_WIDTH - 4 * _PAD)
+    """Return a NUMA node with what is at it side by side."""
+    body = _flow(list(map(_lay_out_item, _limited(place.below))), _MAX_WIDTH - 4 * _PAD)
     width = max(body.width, _ITEM_WIDTH) + 2 * _PAD
-    head = _PAD + _HEAD_LINES + _LINE * len(place.details)
-    height = head + (body.height + _GAP if items else 0) + _PAD
-    whole = _clean("\n".join((place.title, *place.details)))
-    title = fit(place.title, width - 2 * _PAD, "head")
-    shapes: list[Shape] = [
-        SvgBox(0, 0, width, height, "numa", whole),
-        Words(_PAD, _PAD + 12, title, "head"),
-    ]
-    for number, line in enumerate(place.details):
-        y = _PAD + _HEAD_LINES + _LINE * number + 10
-        shapes.append(Words(_PAD, y, fit(line, width - 2 * _PAD), "dim"))
-    return SvgBlock(width, height, shapes + body.moved(_PAD, head + _GAP))
+    head = _height_of(place) + _PAD
+    height = head + body.height + _PAD if place.below else head
+    shapes = _draw_box(place, width, height) + body.moved(_PAD, head)
+    return SvgBlock(width, height, shapes)
+
+
+def _lines_of(element: TreeElement) -> list[str]:
+    return [element.title, *filter(None, (element.bus_id, *element.details))]
+
+
+def _height_of(element: TreeElement) -> float:
+    return 2 * _PAD + _LINE * len(_lines_of(element)) - 4
 
 
 def _lay_out_item(item: TreeElement) -> SvgBlock:
-    columns = _columns(item.below)
-    row_width = sum(column.width + _GAP for column, _ in columns) - _GAP
-    width = max(_ITEM_WIDTH, row_width + _SPINE)
-    first = width_of(item.title, "name") + width_of(item.bus_id)
-    if item.bus_id and first + 3 * _PAD > width:
-        item = item._replace(bus_id="", details=(item.bus_id, *item.details))
-    height = 2 * _PAD + _LINE * (1 + len(item.details)) - 4
+    """Return a box, and below it in a column what hangs at it."""
+    below = [_lay_out_item(each) for each in _limited(item.below)]
+    width = max([_ITEM_WIDTH, *(block.width + _SPINE for block in below)])
+    height = y = _height_of(item)
     shapes = _draw_box(item, width, height)
-    x, total = _SPINE, height
-    for column, heads in columns:
-        # Lines from this box to those that hang in a column below it.
-        left, top = x - _SPINE / 2, height + _GAP
-        shapes.append(Stroke(left, height, 0, _GAP + heads[-1]))
-        shapes += [Stroke(left, top + y, x - left, 0) for y in heads]
-        shapes += column.moved(x, top)
-        x += column.width + _GAP
-        total = max(total, top + column.height)
-    return SvgBlock(width, total, shapes)
+    for block in below:
+        y += _GAP / 2
+        head = y + _PAD + _LINE / 2
+        shapes.append(_stroke(_SPINE / 2, height, 0, head - height))
+        shapes.append(_stroke(_SPINE / 2, head, _SPINE / 2, 0))
+        shapes += block.moved(_SPINE, y)
+        y += block.height
+    return SvgBlock(width, y, shapes)
 
 
-def _columns(items: Sequence[TreeElement]) -> list[tuple[SvgBlock, list[float]]]:
-    """Return columns, each with where its boxes begin: one of ends, one a switch."""
-    items = _limited(items)
-    y = 0.0
-    shapes: list[Shape] = []
-    heads: list[float] = []
-    for item in items:
-        if not item.below:
-            end = _lay_out_item(item)
-            shapes += end.moved(0, y)
-            heads.append(y + _PAD + _LINE / 2)
-            y += end.height + _GAP / 2
-    ends = [(SvgBlock(_ITEM_WIDTH, y - _GAP / 2, shapes), heads)] if heads else []
-    forks = [_lay_out_item(item) for item in items if item.below]
-    return [*ends, *((fork, [_PAD + _LINE / 2]) for fork in forks)]
-
-
-def _draw_box(item: TreeElement, width: float, height: float) -> list[Shape]:
-    whole = _clean("\n".join((f"{item.title} {item.bus_id}".strip(), *item.details)))
-    inner = width - 2 * _PAD
-    shapes: list[Shape] = [
-        SvgBox(0, 0, width, height, item.kind, whole),
-        Words(_PAD, _PAD + 10, fit(item.title, inner, "name"), "name"),
+def _draw_box(item: TreeElement, width: float, height: float) -> list[str]:
+    lines = _lines_of(item)
+    texts = [
+        _words(_PAD, _PAD + _LINE * number + 10, line, "" if number else "name")
+        for number, line in enumerate(lines)
     ]
-    if item.bus_id:
-        aside = fit(item.bus_id, inner)
-        shapes.append(Words(width - _PAD, _PAD + 10, aside, "dim", "end"))
-    for number, line in enumerate(item.details, 1):
-        shapes.append(Words(_PAD, _PAD + _LINE * number + 9, fit(line, inner)))
-    return shapes
+    return [_box(width, height, item.kind, "\n".join(lines)), *texts]
 
 
 def _links(host: HostTopology) -> list[str]:
     lines = list(fabric_lines(host))
-    # A source may know of pairs alone, and nothing of links.
-    words = {each.path for each in host.relations if each.path[:2] == "NV"}
-    if words and not lines:
-        kinds = ", ".join(sorted(words)[:8])
-        lines.append(f"NVLink: between GPUs by nvidia-smi: {kinds}")
     if (left := len(lines) - _MAX_ITEMS) > 0:
         lines[_MAX_ITEMS:] = [f"and {left} more"]
     return lines
@@ -281,30 +161,8 @@ def _links(host: HostTopology) -> list[str]:
 
 def _bar(text: str, width: float) -> SvgBlock:
     height = _LINE + _PAD
-    shapes = (
-        SvgBox(0, 0, width, height, "fabric", _clean(text)),
-        Words(_PAD, _PAD + 8, fit(text, width - 2 * _PAD, "name"), "name"),
-    )
-    return SvgBlock(width, height, shapes)
-
-
-def width_of(text: str, kind: str = "") -> float:
-    """Return the most that a text takes, whatever sans-serif letters there are."""
-    # Bold letters are a tenth broader.
-    weight = 1.1 if kind in _BOLD else 1.0
-    return sum(map(_letters, text)) * _SIZES.get(kind, _SMALL) * weight
-
-
-def fit(text: str, width: float, kind: str = "") -> str:
-    text = _clean(text).replace("\n", " ")
-    if width_of(text, kind) <= width:
-        return text
-    fitting = ""
-    for letter in text:
-        if width_of(fitting + letter + _ELLIPSIS, kind) > width:
-            break
-        fitting += letter
-    return fitting + _ELLIPSIS
+    words = _words(_PAD, _PAD + 8, text, "name")
+    return SvgBlock(width, height, (_box(width, height, "fabric", text), words))
 
 
 def _clean(text: str) -> str:
@@ -313,9 +171,9 @@ def _clean(text: str) -> str:
     return "".join(c for c in shown if unicodedata.category(c)[0] != "C" or c == "\n")
 
 
-def _to_svg(shapes: list[Shape], width: float, height: float, title: str) -> str:
-    body = "\n".join(map(_shape, shapes))
-    size = f'width="{width:g}" height="{height:g}"'
+def _to_svg(shapes: list[str], width: float, height: float, title: str) -> str:
+    body = "\n".join(shapes)
+    size = _size(width, height)
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" '
         f'viewBox="0 0 {width:g} {height:g}" {size} role="img">\n'
@@ -324,56 +182,41 @@ def _to_svg(shapes: list[Shape], width: float, height: float, title: str) -> str
     )
 
 
-def _shape(shape: Shape) -> str:
-    match shape:
-        case SvgBox(x, y, width, height, kind, title):
-            whole = f"<title>{escape(title)}</title>"
-            return (
-                f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" '
-                f'height="{height:g}" rx="4"{f">{whole}</rect>" if title else "/>"}'
-            )
-        case Words(x, y, text, kind, anchor):
-            named = f"class={quoteattr(kind)} " if kind else ""
-            at = "" if anchor == "start" else f' text-anchor="{anchor}"'
-            return f'<text {named}x="{x:g}" y="{y:g}"{at}>{escape(text)}</text>'
-        case Stroke(x, y, right, down):
-            return (
-                f'<line class="line" x1="{x:g}" y1="{y:g}" x2="{x + right:g}" '
-                f'y2="{y + down:g}"/>'
-            )
+def _box(width: float, height: float, kind: str, title: str = "") -> str:
+    """Return a rectangle at the origin; the title shows when somebody points at it."""
+    return (
+        f'<rect class="{kind}" x=".5" y=".5" {_size(width - 1, height - 1)} rx="4">'
+        f"<title>{escape(_clean(title))}</title></rect>"
+    )
 
 
-def _letters(letter: str) -> float:
-    """Return the most that a letter of size 1 takes in usual typefaces."""
-    if unicodedata.east_asian_width(letter) in "WF":
-        return 1.2
-    if letter in _NARROW:
-        return 0.4
-    if letter in _BROAD:
-        return 1.0
-    return 0.75 if letter.isupper() else 0.645
+def _size(width: float, height: float) -> str:
+    return f'width="{width:g}" height="{height:g}"'
 
 
-def _rows_of(blocks: Sequence[SvgBlock], max_width: float) -> list[list[SvgBlock]]:
-    rows: list[list[SvgBlock]] = []
-    x = 0.0
+def _words(x: float, y: float, text: str, kind: str) -> str:
+    """Return a line of text; ``y`` is of the line that the letters stand on."""
+    text = escape(_clean(text).replace("\n", " "))
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}">{text}</text>'
+
+
+def _stroke(x: float, y: float, right: float, down: float) -> str:
+    """Return a straight line from a place to another, so far right and down of it."""
+    return (
+        f'<line class="line" x1="{x:g}" y1="{y:g}" x2="{x + right:g}" '
+        f'y2="{y + down:g}"/>'
+    )
+
+
+def _flow(blocks: Sequence[SvgBlock], max_width: float = _MAX_WIDTH) -> SvgBlock:
+    """Return blocks side by side, in as many rows as they need."""
+    shapes: list[str] = []
+    x = y = width = row_height = 0.0
     for block in blocks:
-        if not rows or x + block.width > max_width:
-            rows.append([])
-            x = 0.0
-        rows[-1].append(block)
+        if x and x + block.width > max_width:
+            x, y, row_height = 0.0, y + row_height + _GAP, 0.0
+        shapes += block.moved(x, y)
         x += block.width + _GAP
-    return rows
-
-
-def _flow(blocks: Sequence[SvgBlock], max_width: float) -> SvgBlock:
-    y = width = 0.0
-    shapes: list[Shape] = []
-    for row in _rows_of(blocks, max_width):
-        x = 0.0
-        for block in row:
-            shapes += block.moved(x, y)
-            x += block.width + _GAP
         width = max(width, x - _GAP)
-        y += max(block.height for block in row) + _GAP
-    return SvgBlock(width, max(0.0, y - _GAP), shapes)
+        row_height = max(row_height, block.height)
+    return SvgBlock(width, y + row_height, shapes)

@@ -56,7 +56,11 @@ def tabulate_classes(table: ClassTable) -> str:
     # It ends with what its words mean, of those that occur.
     if not table.names:
         return _NOTHING
-    cpus = tuple(map(_shorten, table.cpus))
+    most = _MOST_LIST_CHARS
+    cpus = tuple(
+        text if len(text) <= most else text[: text.rfind(",", 0, most - 3) + 1] + "..."
+        for text in table.cpus
+    )
     lists = {"CPU Affinity": cpus, "NUMA Affinity": table.nodes}
     lists = {heading: texts for heading, texts in lists.items() if any(texts)}
     cells = zip(table.labels, table.words, *lists.values(), strict=True)
@@ -97,12 +101,6 @@ def tabulate_speeds(paths: Paths, table: ClassTable) -> str:
     return text + f"\nGB/s in one direction, as NCCL counts{note}\n"
 
 
-def _shorten(text: str) -> str:
-    if len(text) <= _MOST_LIST_CHARS:
-        return text
-    return text[: text.rfind(",", 0, _MOST_LIST_CHARS - 3) + 1] + "..."
-
-
 def tabulate_plan(plan: HostPlan) -> str:
     together = " together" if plan.scope == "job" else ""
     text = (
@@ -125,13 +123,8 @@ def tabulate_plan(plan: HostPlan) -> str:
     if plan.env:
         text += "\nvariables of all ranks:\n"
         text += "".join(f"  {name}={value}\n" for name, value in plan.env.items())
-    lines: list[str] = []
-    for rank in plan.ranks:
-        words = [f"{name}={value}" for name, value in rank.env.items()]
-        lines.append(" ".join([*words, rank.command] if rank.command else words))
-    if any(lines):
-        text += "\neach rank by hand, before the program:\n"
-        text += "".join(f"  {n}: {line}\n" for n, line in enumerate(lines) if line)
+    if lines := [f"  {r.rank}: {r.command}\n" for r in plan.ranks if r.command]:
+        text += "".join(["\neach rank by hand, before the program:\n", *lines])
     return text
 
 
@@ -278,7 +271,6 @@ def judge(limit: Limit, measured_gb_per_s: float, width: int = WIDTH) -> str:
 
 
 def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:
-    num, num_same = comparison.num_matched, comparison.num_by_address
     sides = ("A", comparison.missing_first), ("B", comparison.missing_second)
     left_out = "".join(
         wrap("", f"{side} has no {' and no '.join(roles)}: not compared.")
@@ -288,20 +280,12 @@ def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:
     if comparison.is_equal:
         num_pairs = sum(each.num_pairs for each in comparison.paths)
         return (
-            f"{first} and {second} are alike: {num} elements and {num_pairs} paths.\n"
-            f"{left_out}"
-        )
-    head = f"A: {first}\nB: {second}\n"
-    if num_same < num:
-        head += wrap(
-            "",
-            f"{num - num_same} of {num} elements have another bus address or name in "
-            "B, or none: they are matched by number and name.",
-            indent=0,
+            f"{first} and {second} are alike: {comparison.num_matched} elements and "
+            f"{num_pairs} paths.\n{left_out}"
         )
     only = {"A": comparison.only_first, "B": comparison.only_second}
     parts = [
-        head,
+        f"A: {first}\nB: {second}\n",
         _draw_paths(comparison.paths),
         _draw_differences(comparison.differences),
         *(
@@ -320,25 +304,18 @@ def _draw_paths(paths: Sequence[PathComparison]) -> str:
     for each in shown:
         text += f"  {each.kind}: {len(each.changes)} of {each.num_pairs} pairs differ\n"
         groups = grouped((_describe(change), change) for change in each.changes)
-        for words, changes in sorted(groups.items(), key=lambda g: _kept(g[1][0])):
+        for words, changes in sorted(groups.items(), key=lambda g: g[1][0].kept):
             names = ["-".join(change.ends) for change in changes]
             text += wrap("    ", f"{words}: {list_some(names, _MAX_PAIRS, 'pairs')}")
     return text
 
 
 def _describe(change: PathChange) -> str:
-    kept = _kept(change)
     words = " -> ".join(
         f"{path.kind} {path.gb_per_s:g} GB/s" if path.gb_per_s else path.kind
         for path in (change.was, change.now)
     )
-    return words if kept == 1 else f"{words} ({kept - 1:+.0%})"
-
-
-def _kept(change: PathChange) -> float:
-    """Return what share of the bandwidth the second has."""
-    was, now = change.was.gb_per_s, change.now.gb_per_s
-    return now / was if was and now else 1.0
+    return words if change.kept == 1 else f"{words} ({change.kept - 1:+.0%})"
 
 
 def _draw_differences(differences: Sequence[Difference]) -> str:

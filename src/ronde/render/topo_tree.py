@@ -19,9 +19,11 @@ from ronde.topology.graph import (
 )
 from ronde.topology.limits import find_ways, known_gb_per_s
 from ronde.topology.paths.speeds import (
+    as_running,
     is_link_known,
     is_pci_known,
     link_gb_per_s,
+    link_words,
     pci_gb_per_s,
     smp_gb_per_s,
 )
@@ -32,7 +34,7 @@ _LINK_TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI", LinkKind.C2C: 
 _NVSWITCH_CLASS = 0x0680
 _MAX_CPUS_CHARACTERS = 40
 _MAX_DRAWN_DEPTH = 24
-_WITHOUT_NAME = ("NIC", "NVSwitch", "PCI device", "PCI switch")
+_WITHOUT_NAME = ("NIC", "NVSwitch", "PCI switch")
 
 
 class TreeElement(NamedTuple):
@@ -48,13 +50,11 @@ class TreeElement(NamedTuple):
 class ElementTree:
     """Looks up what is below what on a host.
 
-    Args:
-        is_drawn: Whether it is for a drawing: PCI devices that are no GPU, adapter or
-            NVSwitch are left out, and ports have their kinds.
+    Other PCI devices than GPUs, adapters, NVSwitches and switches are left out.
     """
 
-    def __init__(self, host: HostTopology, *, is_drawn: bool) -> None:
-        self._host, self._is_drawn = host, is_drawn
+    def __init__(self, host: HostTopology) -> None:
+        self._host = host
         self._listed = {device.bus_id for device in host.devices}
         self._children = grouped(
             (each.parent if each.parent in self._listed else "", each)
@@ -91,26 +91,22 @@ class ElementTree:
         if ports := self._ports.get(bus_id):
             found.append(self._nic(ports, words))
         if is_nvswitch(device.class_code, device.vendor):
-            details = (words,) if _is_speed_known(device) else ()
+            details = () if "unknown" in words else (words,)
             found.append(TreeElement("other", "NVSwitch", bus_id, details))
         return found
 
     def _below(self, device: PciDevice, depth: int) -> list[TreeElement]:
         """Return a device with what is below; bridges to one thing are left out."""
         children = self._children.get(device.bus_id, [])
-        if self._is_drawn and depth >= _MAX_DRAWN_DEPTH:
-            children = []
+        children = children if depth < _MAX_DRAWN_DEPTH else []
         below = [each for child in children for each in self._below(child, depth + 1)]
         if own := self._own(device):
             return [*own[:-1], own[-1]._replace(below=(*own[-1].below, *below))]
         if len(below) == 1:
             return [self._behind(device, children, below[0])]
-        if not below and (children or self._is_drawn):
-            return []
-        is_bridge = below or device.class_code >> 16 == 0x06
-        kind, title = ("switch", "PCI switch") if is_bridge else ("other", "PCI device")
         details, bus_id = (_pci_words(device),), device.bus_id
-        return [TreeElement(kind, title, bus_id, details, tuple(below))]
+        switch = TreeElement("switch", "PCI switch", bus_id, details, tuple(below))
+        return [switch] if below else []
 
     def _behind(
         self, bridge: PciDevice, children: Sequence[PciDevice], element: TreeElement
@@ -118,9 +114,7 @@ class ElementTree:
         """Return the one thing behind a bridge; noted where the bridge is narrower."""
         if max(map(pci_gb_per_s, children)) <= pci_gb_per_s(bridge):
             return element
-        more = (f"behind {bridge.bus_id} {_pci_words(bridge)}",)
-        if self._is_drawn:
-            more = (f"behind {bridge.bus_id}:", _pci_words(bridge))
+        more = f"behind {bridge.bus_id}", _pci_words(bridge)
         return element._replace(details=(*element.details, *more))
 
     def _gpu(self, gpu: GpuDevice, pci_words: str) -> TreeElement:
@@ -133,11 +127,10 @@ class ElementTree:
     def _nic(self, ports: Sequence[NetPort], pci_words: str) -> TreeElement:
         bus_id = ports[0].bus_id
         title = format_runs([port.title for port in ports])
-        kinds = " ".join(sorted({port.kind for port in ports if port.kind}))
         rates = format_runs([_port_rate(port) for port in ports])
-        details = (rates, kinds if self._is_drawn else "", pci_words)
         title = "NIC" if title == bus_id else title
-        return TreeElement("nic", title, bus_id, tuple(filter(None, details)))
+        details = tuple(filter(None, (rates, pci_words)))
+        return TreeElement("nic", title, bus_id, details)
 
 
 def _port_rate(port: NetPort) -> str:
@@ -152,17 +145,13 @@ def _pci_words(device: PciDevice) -> str:
     rate = f"{gb_per_s:.2g} GB/s" if gb_per_s < 1 else f"{gb_per_s:.4g} GB/s"
     if device.gb_per_s > 0 and not device.speed:
         return f"PCI {rate}"
-    if not is_pci_known(device):
-        return "PCI link speed unknown"
-    if not _is_speed_known(device):
-        return f"PCI link speed unknown, counted as {rate}"
-    lanes = f" x{device.width}" if device.width > 0 else ""
-    speed = device.speed.removesuffix(" PCIe") or "speed unknown"
-    return f"PCI {speed}{lanes}, {rate}"
-
-
-def _is_speed_known(device: PciDevice) -> bool:
-    return bool(device.speed) or device.width > 0 or device.gb_per_s > 0
+    if not device.speed and device.width <= 0:
+        counted_as = f", counted as {rate}" if is_pci_known(device) else ""
+        return f"PCI link speed unknown{counted_as}"
+    now, able = (
+        link_words(each).replace(" PCIe", "") for each in (as_running(device), device)
+    )
+    return f"PCI {now}, {rate}" + (f" (both ends can do {able})" if now != able else "")
 
 
 def draw_tree(topology: Topology) -> str:
@@ -182,7 +171,7 @@ def draw_tree(topology: Topology) -> str:
 
 
 def _draw_host(host: HostTopology) -> str:
-    tree = ElementTree(host, is_drawn=False)
+    tree = ElementTree(host)
     elements = [
         numa_element(host, node, tree.at({node.number}, is_known=True))
         for node in host.numa_nodes
@@ -190,7 +179,7 @@ def _draw_host(host: HostTopology) -> str:
     known = {node.number for node in host.numa_nodes}
     if lost := tree.at(known, is_known=False):
         elements.append(TreeElement("numa", "NUMA node unknown", below=lost))
-    lines = [_summary(host), *_lines(elements), *fabric_lines(host)]
+    lines = [summary(host), *_lines(elements), *fabric_lines(host)]
     ways = find_ways(host)
     for each in host.interfaces:
         # What the ports of a bond carry together.
@@ -205,7 +194,8 @@ def _joined(*words: str) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _summary(host: HostTopology) -> str:
+def summary(host: HostTopology) -> str:
+    """Return how much there is on a host."""
     num_cores = sum(len(node.cores) for node in host.numa_nodes)
     num_cpus = sum(len(node.cpus) for node in host.numa_nodes)
     memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
@@ -249,23 +239,21 @@ def fabric_lines(host: HostTopology) -> Iterator[str]:
             (_links_words(gpu, links.get(gpu.name, ()), titles), titles[gpu.name])
             for gpu in host.gpus
         )
-        if list(by_words) == [""]:
+        is_counted = kind == LinkKind.NVLINK and any(g.nvlinks == 0 for g in host.gpus)
+        if list(by_words) == [""] and not is_counted:
             continue
         for words, own in by_words.items():
             is_all = len(own) == len(titles) > 1
             yield f"{title}: {'every GPU' if is_all else _gpus(own)}: {words or 'none'}"
 
 
-def _is_nvlink_switch(link: Link) -> bool:
-    return link.target == NVSWITCH or link.target_class >> 8 == _NVSWITCH_CLASS
-
-
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
     """Return to what a GPU's links lead, alike for GPUs in like places."""
-    by_target = grouped(
-        ("NVSwitch" if _is_nvlink_switch(link) else link.target or "unknown ends", link)
-        for link in links
-    )
+    by_target: dict[str, list[Link]] = {}
+    for link in links:
+        is_switch = link.target_class >> 8 == _NVSWITCH_CLASS or link.target == NVSWITCH
+        target = "NVSwitch" if is_switch else link.target or "unknown ends"
+        by_target.setdefault(target, []).append(link)
 
     def figures(own: Sequence[Link]) -> tuple[int, str]:
         rate = sum(round(link_gb_per_s(link, gpu), 3) for link in own)

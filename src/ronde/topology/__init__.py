@@ -17,8 +17,8 @@ __getattr__ = lazy_exports(
             "bound_of gpu_bound memory_bound network_bound nvls_bound with_gpus "
             "world_of"
         ),
-        "lint": "CATALOGUE lint_fleet lint_host",
-        "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit",
+        "lint": "CATALOGUE lint_fleet lint_host lint_switches unseen_facts",
+        "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit read_machine",
         "nccl_log": "NcclJob NcclLog is_nccl_log judge_nccl_log read_nccl_log",
         "nccl_log.rules": "VERDICTS",
         "nccl_log.log": "ChannelCounts GraphSeen",
@@ -33,19 +33,19 @@ __getattr__ = lazy_exports(
         ),
         "pci": "compute_capability plain_address",
         "placement.placing": (
-            "AlignmentRequest Inventory NearDevice Nearness PlacementError "
-            "RankPlace Scope place"
+            "ANY AlignmentRequest Hint Inventory NOWHERE NearDevice Nearness "
+            "PlacementError Policy RankPlace Scope best_count compare counted_hints "
+            "decide merge place"
         ),
         "placement.plan": "HostPlan plan_host",
-        "placement.policies": (
-            "ANY Hint NOWHERE NodeSet Policy best_count compare counted_hints "
-            "decide merge"
-        ),
         "probes.amd_smi": "AMD_SMI",
         "probes.base": "Probe Saved TextProbe untag",
         "probes.hwloc": "HwlocProbe",
         "probes.lspci": "LspciProbe",
-        "probes.nccl": "MAX_REMARKS NcclTopologyProbe",
+        "probes.nccl": (
+            "MAX_REMARKS NcclTopologyProbe SearchGraph read_search_graphs "
+            "recognises_search_graph"
+        ),
         "probes.nvidia_smi": "NvidiaSmiProbe",
         "probes.nvml": (
             "GpuAnswers NoNvmlError Remote graph_of open_nvml payload_gb_per_s "
@@ -56,8 +56,6 @@ __getattr__ = lazy_exports(
         "probes.slurm": "SlurmTopologyProbe",
         "probes.smi_query": "SMI_QUERY",
         "probes.sysfs": "read_host",
-        "search_graph": "SearchGraph read_search_graphs recognises_search_graph",
         "sources": "Detected detect_host find_probe read_file read_saved",
-        "sysfs": "read_machine",
     },
 )

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations, product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ronde.topology.cpu_sets import format_list
@@ -29,8 +30,10 @@ from ronde.topology.paths.network import (
     find_paths,
 )
 from ronde.topology.paths.speeds import (
+    as_running,
     is_link_known,
     link_gb_per_s,
+    link_words,
     pci_gb_per_s,
     port_gb_per_s,
 )
@@ -40,6 +43,7 @@ _GIB = 2**30
 _NEARLY = 0.02
 _GDR = {0: "off", 1: "on"}
 _NUMBERED = re.compile(r"([^0-9]*)([0-9]*)")
+_MAX_DIGITS = 18
 _ROLES = {"gpus": "GPUs", "ports": "network ports", "numa_nodes": "NUMA nodes"}
 
 Element = GpuDevice | NetPort | NumaNode
@@ -82,12 +86,10 @@ class ComparedHost:
     def _node(self, node: NumaNode) -> dict[str, Fact]:
         size, cpus = max(0, node.memory_bytes), node.cpus
         numbers = _number("family {}", node.family), _number("model {}", node.model)
-        distances = " ".join(f"{other}:{far}" for other, far in node.distances)
         return {
             "CPUs": Fact(f"{len(cpus)} ({format_list(cpus)})" if cpus else ""),
             "memory": Fact(f"{size / _GIB:.1f} GiB" if size else "", amount=size),
             "processor": Fact(" ".join(filter(None, (node.vendor, *numbers)))),
-            "distances": Fact(distances),
         }
 
     def _place(self, element: GpuDevice | NetPort) -> dict[str, Fact]:
@@ -114,15 +116,14 @@ class ComparedHost:
         value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
         # Where others have links, to have none is a fact as well.
         others_have = any(link.kind != LinkKind.PCI for link in self._host.links)
-        return Fact(value or ("none" if others_have else ""), rate)
+        is_shown = others_have or gpu.nvlinks == 0
+        return Fact(value or ("none" if is_shown else ""), rate)
 
 
 def _link(device: PciDevice) -> Fact:
-    value = f"{device.gb_per_s:g} GB/s" if device.gb_per_s else ""
-    if device.speed or device.width >= 0:
-        lanes = f" x{device.width}" if device.width >= 0 else ""
-        value = f"{device.speed or 'no speed'}{lanes}"
-    return Fact(value, pci_gb_per_s(device) if value else 0.0)
+    device = as_running(device)
+    is_known = device.speed or device.width >= 0 or device.gb_per_s
+    return Fact(link_words(device), pci_gb_per_s(device)) if is_known else Fact("")
 
 
 def _number(words: str, number: int) -> str:
@@ -145,8 +146,14 @@ class PathChange(NamedTuple):
     """A pair of elements with another path in the second host."""
 
     ends: tuple[str, str]  # Names in the first host.
-    was: Path  # In the first host; 0 GB/s if unknown.
+    was: Path  # In the first host, from one end to the other; 0 GB/s if unknown.
     now: Path  # Likewise in the second.
+
+    @property
+    def kept(self) -> float:
+        """What share of the bandwidth the second has."""
+        was, now = self.was.gb_per_s, self.now.gb_per_s
+        return now / was if was and now else 1.0
 
 
 class PathComparison(NamedTuple):
@@ -161,7 +168,6 @@ class HostComparison(NamedTuple):
     """What two hosts have in common and what not."""
 
     num_matched: int  # Elements that both have.
-    num_by_address: int  # Of them those with one bus address, or number, in both.
     only_first: tuple[str, ...]  # Names of what the second lacks.
     only_second: tuple[str, ...]  # Names of what the first lacks.
     missing_first: tuple[str, ...]  # What is left out as the first shows none.
@@ -182,19 +188,19 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     buses = [{p.bus_id for p in host.ports if p.bus_id} for host in (first, second)]
     pairs: dict[str, _Pairs] = {}
     only: tuple[list[str], list[str]] = [], []
-    num_matched = num_same = 0
+    num_matched = 0
     for role, name in _ROLES.items():
-        key = _title if role == "ports" and not buses[0] & buses[1] else _place
+        are_moved = role == "ports" and not buses[0] & buses[1]
+        key = attrgetter("title") if are_moved else _place
         elements = getattr(first, role), getattr(second, role)
-        pairs[role], same, *left = _match(*elements, key)
+        pairs[role], *left = _match(*elements, key)
         if name not in hidden[0] | hidden[1]:
-            num_matched, num_same = num_matched + len(pairs[role]), num_same + same
+            num_matched += len(pairs[role])
             only[0].extend(each.name for each in left[0])
             only[1].extend(each.name for each in left[1])
     everything = list(chain.from_iterable(pairs.values()))
     return HostComparison(
         num_matched,
-        num_same,
         tuple(only[0]),
         tuple(only[1]),
         missing_first=tuple(sorted(hidden[0] - hidden[1])),
@@ -222,36 +228,31 @@ def _place(element: Element) -> str:
     return element.bus_id if isinstance(element, GpuDevice) else element.name
 
 
-def _title(port: NetPort) -> str:
-    return port.title
-
-
 def _match(
     first: Sequence[Element], second: Sequence[Element], key: Callable[[Any], str]
-) -> tuple[_Pairs, int, list[Element], list[Element]]:
-    """Return pairs, how many of them have one key, and the rest of both."""
+) -> tuple[_Pairs, list[Element], list[Element]]:
+    """Return pairs, and the rest of both."""
     by_key = {key(each): each for each in second if key(each)}
     found = [(each, by_key.pop(key(each), None)) for each in first]
     pairs: _Pairs = [(each, other) for each, other in found if other]
     left = [each for each, other in found if not other]
     taken = {other.name for _, other in pairs}
     rest = [each for each in second if each.name not in taken]
-    num_same = len(pairs)
     if len(left) == len(rest):
         pairs += zip(sorted(left, key=_order), sorted(rest, key=_order), strict=True)
         left, rest = [], []
-    return pairs, num_same, left, rest
+    return pairs, left, rest
 
 
-def _order(element: Element) -> tuple[list[int], list[tuple[str, int, str]]]:
+def _order(element: Element) -> tuple[list[int], list[tuple[str, int]]]:
     """Return a key by number, of ports by title: ``mlx5_2`` before ``mlx5_10``."""
     if not isinstance(element, NetPort):
         return [element.number], []
     # A port without a known name goes by its adapter's address.
     if is_address(element.title):
         return bus_order(element.title), []
-    parts = [(text, n.lstrip("0")) for text, n in _NUMBERED.findall(element.title)]
-    return [], [(text, len(digits), digits) for text, digits in parts]
+    parts = _NUMBERED.findall(element.title)
+    return [], [(text, int(digits[:_MAX_DIGITS] or 0)) for text, digits in parts]
 
 
 def _differences(
@@ -278,14 +279,20 @@ def _compare_paths(
         ("GPU to GPU", combinations(gpus, 2)),
         ("GPU to network port", product(gpus, ports)),
     ):
-        found = [
-            PathChange((a.name, b.name), was, now)
-            for (a, other_a), (b, other_b) in ends
-            if (was := _known_path(before, a.name, b.name))
-            and (now := _known_path(after, other_a.name, other_b.name))
-        ]
-        changes = tuple(each for each in found if _is_other(each.was, each.now))
-        yield PathComparison(kind, len(found), changes)
+        num_pairs, changes = 0, list[PathChange]()
+        for pair in ends:
+            names = pair[0][0].name, pair[1][0].name
+            found = [
+                PathChange(names, was, now)
+                for (a, other_a), (b, other_b) in (pair, pair[::-1])
+                if (was := _known_path(before, a.name, b.name))
+                and (now := _known_path(after, other_a.name, other_b.name))
+            ]
+            num_pairs += bool(found)
+            others = [each for each in found if _is_other(each.was, each.now)]
+            # Of both directions, the one that has lost more.
+            changes += sorted(others, key=lambda each: each.kept)[:1]
+        yield PathComparison(kind, num_pairs, tuple(changes))
 
 
 def _known_path(paths: Paths, source: str, target: str) -> Path | None:

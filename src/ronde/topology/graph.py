@@ -40,8 +40,6 @@ class NumaNode(NamedTuple):
     cpus: tuple[int, ...] = ()  # Hardware threads, ascending; empty for memory alone.
     cores: tuple[tuple[int, ...], ...] = ()  # The same by physical core.
     memory_bytes: int = UNKNOWN
-    # To other nodes and itself: number, and distance by the firmware (10 is local).
-    distances: tuple[tuple[int, int], ...] = ()
     package: int = UNKNOWN  # Number of its socket.
     arch: str = ""  # ``x86_64``, ``arm64``, ``ppc64``.
     vendor: str = ""  # ``GenuineIntel``, ``AuthenticAMD``, ...
@@ -95,6 +93,7 @@ class GpuDevice(NamedTuple):
     title: str = ""  # The driver's name for it.
     uuid: str = ""  # ``GPU-...``.
     node: int = UNKNOWN  # NUMA node of one without PCI device.
+    nvlinks: int = UNKNOWN  # Its NVLinks that are up, where the source counts them.
 
     @property
     def name(self) -> str:

@@ -26,6 +26,7 @@ from ronde.topology.graph import (
     PciDevice,
 )
 from ronde.topology.paths.speeds import (
+    as_running,
     link_gb_per_s,
     max_nvlinks,
     pci_gb_per_s,
@@ -311,6 +312,7 @@ def pci_figures(device: PciDevice) -> PciFigures | None:
     A host bridge has no link above it, though NCCL counts one where a file says so, and
     of the least link that there is nobody knows the limit: virtual machines have it.
     """
+    device = as_running(device)
     theory = pci_theory_gb_per_s(device.speed, device.width)
     if not device.speed:
         theory = device.gb_per_s

@@ -10,17 +10,23 @@ from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
     UNKNOWN,
     Diagnostic,
+    GpuDevice,
     HostTopology,
     Level,
     Link,
     LinkKind,
     NetPort,
+    NetworkSwitch,
     PciDevice,
 )
 from ronde.topology.limits import pci_figures
 from ronde.topology.paths.network import Path, PathKind, bridges_above, find_paths
 from ronde.topology.paths.speeds import (
     LOCAL_GB_PER_S,
+    board_nvlinks,
+    gt_per_s,
+    is_at_rest,
+    link_words,
     max_nvlinks,
     nvlink_gb_per_s,
     pci_gb_per_s,
@@ -29,6 +35,7 @@ from ronde.topology.paths.speeds import (
     smp_gb_per_s,
     xgmi_gb_per_s,
 )
+from ronde.units import list_first
 
 # Each: the rule, its severity (loss: an error where most of the bandwidth is lost, else
 # a warning) and what it looks for; what is seen, what comes of it, what to do, with
@@ -37,8 +44,7 @@ from ronde.topology.paths.speeds import (
 _RULES = """
 slow-bridge loss a bridge whose own link is slower than that of a device below it
   seen The link above the bridge is slower ({link}) than the link of a device below it.
-  so What leaves the bridge upwards, to the processor and to other bridges, shares
-     {has:g} GB/s where one device has {should:g} (NCCL's figures).
+  so All below it share {has:g} GB/s upwards, and one has {should:g} (NCCL's figures).
   do Compare with lspci -vv: reseat the board where LnkSta is below LnkCap, correct the
      file where it has less than LnkSta; nothing, where slot or switch are older.
 slow-bridge.as-built note
@@ -49,8 +55,7 @@ tiny-link error a GPU's link below 1 GB/s, as virtual machines report it
      x-speed and x-width; on bare metal reseat the card.
 unknown-link-speed warning an empty link speed, which NCCL takes for PCIe 3
   seen The link speed is unknown ({link}).
-  so NCCL takes it for {has:g} GB/s, PCIe 3 where the speed is missing and 16 lanes
-     where the width is; PCIe 4 x16 would be 24, PCIe 5 x16 48.
+  so NCCL takes it for {has:g} GB/s: PCIe 3 x16 is 12, PCIe 4 x16 24, PCIe 5 x16 48.
   do Write what lspci -vv shows on the bare machine, such as link_speed="16.0 GT/s PCIe"
      link_width="16".
 trained-down loss a link that runs below what both of its ends can do
@@ -73,26 +78,29 @@ too-many-nvlinks error more NVLinks than the chip has
   seen {num} NVLinks are listed, and the chip (sm {sm}) has {most}.
   so NCCL chooses algorithms for {has:.1f} GB/s{cap}, where {should:.1f} exist.
   do Let the counts of one GPU add up to what nvidia-smi nvlink -s shows.
-gpu-without-links error a GPU without NVLink or xGMI on a host where others have it
-  seen The GPU has no links to other GPUs, and others of this host have.
+gpu-without-links error a GPU without NVLink or xGMI where others or its model have it
+  seen The GPU has no links to other GPUs, and {others} {most}.
   so Every ring through it falls back to the PCI bus{loss}.
-  do Look at nvidia-smi nvlink -s and, with switches, at the fabric manager's log; reset
-     or replace the GPU, or leave it out.
+  do Look at nvidia-smi nvlink -s and, with switches, at the fabric manager: systemctl
+     status nvidia-fabricmanager. Reset or replace the GPU, or leave it out.
+gpu-without-links.bridge note
+  do Put a bridge on, if these GPUs are to work together.
 uneven-nvlinks warning a GPU with fewer NVLinks than others of its kind
-  seen {num} NVLinks are up, and other GPUs of this host have {most}.
+  seen {num} NVLinks are up, and {others} {most}.
   so Collectives run at the slowest GPU's rate{loss}.
   do Find links that are down or count errors: nvidia-smi nvlink -s, -e; reset the GPU.
 uneven-nvlinks.badly error
 no-peer-access warning GPUs that may not reach each other's memory
   seen The driver does not let it reach the memory of other GPUs ({counts}).
   so NCCL copies through the host's shared memory instead.
-  do CNS: the processor's chipset does not; TNS: no bus between them does; GNS: this
-     kind of GPU does not. In a virtual machine look whether the host passes peer access
-     on; switch ACS off on the bridges.
-acs-redirects warning a bridge above a GPU that ACS makes send traffic to the processor
-  seen ACS is on: what devices below the bridge write to each other goes up first.
-  so GPUs reach each other and adapters through the processor: peer access and
-     GPUDirect RDMA are slow, or hang.
+  do CNS: the chipset does not; TNS: no bus between them does; GNS: this kind of GPU
+     does not. Let the virtual machine's host pass it on; switch ACS off on bridges.
+no-peer-access.unsure note
+  do Look at nvidia-smi topo -p2p r: NS is normal in the tables of -p2p a, and of -p2p n
+     where there is no NVLink.
+acs-redirects warning a switch above a GPU that ACS makes send traffic to the processor
+  seen ACS is on: what devices below the switch write to each other goes up first.
+  so Peer access and GPUDirect RDMA go through the processor: they are slow, or hang.
   do On bare metal switch ACS off in the firmware, or by setpci on each bridge (NCCL's
      troubleshooting guide has the line); a hypervisor needs it for its machines.
 nic-faster-than-link loss a network adapter that carries more than its PCI link
@@ -102,9 +110,8 @@ nic-faster-than-link loss a network adapter that carries more than its PCI link
   do Move the adapter to a wider or newer slot, or use fewer of its ports; correct the
      file where adapters with links of their own are listed as one.
 nic-faster-than-link.virtual warning
-  seen The adapter's {num} port(s) carry {should:.4g} GB/s, its PCI link ({link}) counts
-     for {has:g} with NCCL, and is none that limits them: the adapter is listed as a
-     host bridge, or with the slowest link there is.
+  seen The adapter's {num} port(s) carry {should:.4g} GB/s. Its PCI link ({link}) is
+     none: the adapter is listed as a host bridge, or with the slowest link there is.
   so NCCL plans with {has:g} GB/s through this adapter, whatever it carries.
   do Correct the file: a link of its own for each adapter, as the bare machine has it.
 odd-nic-speed warning a port's speed that no hardware has
@@ -132,14 +139,13 @@ far-nic loss a GPU for which NCCL prefers a far network adapter to a near one
      odd-nic-speed), or name the adapters in NCCL_IB_HCA.
 nic-behind-processor note a GPU without a network adapter on its own PCI switch
   seen Its nearest network adapter is behind {place} processor ({kind}).
-  so Up to {has:g} GB/s (NCCL's figure), and by default NCCL uses GPUDirect RDMA up to
-     PXB alone: the data goes through the host's memory.
+  so Up to {has:g} GB/s (NCCL's figure), through the host's memory: by default NCCL
+     uses GPUDirect RDMA up to PXB alone.
   do Write the switches in, where a virtual machine's file leaves them out; else place
      adapters at every socket, or try NCCL_NET_GDR_LEVEL=PHB for those at its own.
 no-numa-node warning a device or processor whose NUMA node is -1
   seen {what}
-  so NCCL takes all such devices as next to one processor, and nothing is bound near
-     them: traffic may cross the sockets' link unseen.
+  so NCCL takes all such devices as next to one processor, and nothing is bound near.
   do Switch NUMA on in the firmware, or give the virtual machine its host's nodes; in a
      file write the numaid.
 shared-cores warning cores that two NUMA nodes claim
@@ -163,10 +169,14 @@ odd-source note what was odd in a source
   seen {remark}
   so It was read all the same; what is shown here may not be what the source meant.
   do Correct the source, or make it anew.
+host-at-two-switches warning a host below two leaf switches of Slurm's tree
+  seen Both list {hosts}.
+  so Slurm takes the host as near to the hosts of either, and spreads jobs over both.
+  do Leave each host below the one switch that its cable leads to. A tree cannot show
+     rails: there, take one switch for all leaves of a group.
 node-gpus-differ loss a node with another number of GPUs than most
   seen It has {num:g} GPUs, and {others}.
-  so NCCL cannot pair GPUs of the nodes rank by rank: it falls back to fewer channels,
-     and rings wait for the smallest node.
+  so NCCL pairs no GPUs of the nodes rank by rank: fewer channels, and slower rings.
   do Look for the missing GPU in nvidia-smi -L and dmesg (Xid 79: it fell off the bus),
      or start the same number of ranks everywhere.
 node-nvlinks-differ loss a node whose GPUs have other NVLinks than most nodes'
@@ -188,7 +198,10 @@ node-cores-differ loss a node with another number of cores than most
 """
 _TINY_GB_PER_S = 1.0
 _SWITCH_CLASS = 0x068000
+_USB = 0x0C03
 _MAX_REMARKS = 8
+_MOST_GPUS = 8
+_OTHERS, _MODEL = "other GPUs of this host have", "its model has"
 # Compute capability of the last chip whose number of NVLinks is known.
 _LATEST_SM = 103
 _RATES = (1000, 2500, 5000, 10000, 25000, 40000, 50000, 56000, 100000, 200000, 400000)
@@ -216,11 +229,13 @@ def _read(table: str) -> dict[str, dict[str, str]]:
 
 _TEXTS = _read(_RULES)
 _MEANINGS = {rule: t["meaning"] for rule, t in _TEXTS.items() if "." not in rule}
-CATALOGUE = {
-    "a host": {n: m for n, m in _MEANINGS.items() if not n.startswith("node-")},
-    "several hosts": {n: m for n, m in _MEANINGS.items() if n.startswith("node-")},
-}
+_SWITCH_RULE = "host-at-two-switches"
+_SUBJECTS = {"node": "several hosts", "host": "switches"}
+CATALOGUE: dict[str, dict[str, str]] = {"a host": {}}
 """What each rule looks for, by what it looks at and by its name."""
+for _name, _meaning in _MEANINGS.items():
+    _subject = _SUBJECTS.get(_name.partition("-")[0], "a host")
+    CATALOGUE.setdefault(_subject, {})[_name] = _meaning
 
 
 class Hit(NamedTuple):
@@ -270,28 +285,66 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
     )
 
 
+def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
+    """Return which hosts are below two leaf switches, by pair of switches."""
+    leaves: defaultdict[str, list[str]] = defaultdict(list)
+    for switch in switches:
+        for host in switch.hosts if not switch.switches else ():
+            leaves[host].append(switch.name)
+    shared: defaultdict[str, list[str]] = defaultdict(list)
+    for host, names in leaves.items():
+        shared[", ".join(names)] += [host] * (len(names) > 1)
+    return tuple(
+        _hit(names, hosts=list_first(hosts)).describe(_SWITCH_RULE)
+        for names, hosts in shared.items()
+        if hosts
+    )
+
+
+def unseen_facts(hosts: Sequence[HostTopology]) -> tuple[str, ...]:
+    """Return what some hosts do not show, so that no rule can judge it there."""
+    unseen = Counter(fact for host in hosts for fact in _unseen(host))
+    return tuple(
+        fact if num == len(hosts) else f"{fact} ({num} of {len(hosts)} hosts)"
+        for fact, num in unseen.items()
+    )
+
+
+def _unseen(host: HostTopology) -> Iterator[str]:
+    devices, gpus = host.devices, host.gpus
+    has_links = any(each.speed or each.gb_per_s for each in devices)
+    if not has_links:
+        yield "PCI links"
+    if has_links and not any(each.speed_now or each.gb_per_s for each in devices):
+        yield "PCI links as they run now"
+    # Of lspci, root alone sees ACS and links.
+    is_lspci = any(source.startswith("lspci") for source in host.sources)
+    if gpus and not (is_lspci and has_links):
+        yield "ACS"
+    if len(gpus) > 1 and not host.links and all(g.nvlinks == UNKNOWN for g in gpus):
+        yield "NVLinks"
+    if len(gpus) > 1 and not any(each.peer for each in host.relations):
+        yield "access between GPUs"
+    if not any(port.mbit_per_s > 0 for port in host.ports):
+        yield "network ports" if not host.ports else "rates of network ports"
+    if not any(node.cpus for node in host.numa_nodes):
+        yield "CPUs of NUMA nodes"
+
+
 def _known_gb_per_s(device: PciDevice) -> float:
     """Return NCCL's figure for the link above a device; 0 if no source has one."""
     is_known = bool(device.speed and device.width > 0) or device.gb_per_s > 0
     return pci_gb_per_s(device) if is_known else 0.0
 
 
+def _is_alike(gpu: GpuDevice, other: GpuDevice) -> bool:
+    """Return whether two GPUs may be of one model, as far as it is known of both."""
+    is_one_title = not gpu.title or not other.title or gpu.title == other.title
+    return is_one_title and (gpu.sm == other.sm or UNKNOWN in (gpu.sm, other.sm))
+
+
 def _is_tiny(device: PciDevice) -> bool:
     return 0 < _known_gb_per_s(device) < _TINY_GB_PER_S
-
-
-def _gt_per_s(speed: str) -> float:
-    """Return the number in front of GT/s; 0 where there is none."""
-    match = re.match(r"(\d{1,3}(?:\.\d{1,3})?) ?GT/s", speed)
-    return float(match[1]) if match else 0.0
-
-
-def _link_words(device: PciDevice) -> str:
-    """Return the link above a device in words: ``16.0 GT/s PCIe x16``."""
-    if not device.speed and device.gb_per_s:
-        return f"{device.gb_per_s:g} GB/s"
-    speed = device.speed if _gt_per_s(device.speed) else f'"{device.speed}"'
-    return f"{speed} x{device.width}" if device.width >= 0 else speed
 
 
 def _has_likely_rate(port: NetPort) -> bool:
@@ -305,15 +358,20 @@ class HostView:
     """One host with what its elements are to each other; a method a rule."""
 
     def __init__(self, host: HostTopology) -> None:
-        self.host = host
+        # NCCL plans with what links can do; that they do less is one rule's subject.
+        able = [d._replace(speed_now="", width_now=UNKNOWN) for d in host.devices]
+        self.devices = {device.bus_id: device for device in able}
+        # The interface of a management processor is below a controller of USB.
+        usb = {device.bus_id for device in able if device.class_code >> 8 == _USB}
+        ports = tuple(port for port in host.ports if port.bus_id not in usb)
+        self.running = host.devices
+        self.host = host = host._replace(devices=tuple(able), ports=ports)
         self.paths = find_paths(host)
-        self.devices = {device.bus_id: device for device in host.devices}
         self.gpus = {gpu.name: gpu for gpu in host.gpus}
         # The ports of each adapter, by bus address.
         self.ports: defaultdict[str, list[NetPort]] = defaultdict(list)
-        for port in host.ports:
-            if port.bus_id:
-                self.ports[port.bus_id].append(port)
+        for port in (port for port in host.ports if port.bus_id):
+            self.ports[port.bus_id].append(port)
         # NVLink and xGMI, by the GPU they leave.
         self.links: defaultdict[str, list[Link]] = defaultdict(list)
         for link in host.links:
@@ -324,8 +382,7 @@ class HostView:
         for bus_id in dict.fromkeys([*self.gpus, *self.ports]):
             for bridge in bridges_above(self.devices, bus_id)[1:]:
                 self.ends[bridge.bus_id].append(self.devices[bus_id])
-        known = self.gpus.keys() | self.ports.keys() | self.ends.keys()
-        self.devices_that_matter = [d for d in host.devices if d.bus_id in known]
+        self.known = self.gpus.keys() | self.ports.keys() | self.ends.keys()
 
     def num_links(self, gpu: str) -> int:
         own = self.links.get(gpu, ())
@@ -339,10 +396,10 @@ class HostView:
         return nvlink_gb_per_s(gpu.sm) if gpu and gpu.sm > 0 else 0.0
 
     def bus_rate(self, name: str) -> float:
-        """Return the GB/s of the best way from one GPU to any other; 0 for none."""
+        """Return the GB/s of the best known way from a GPU to any other; 0 for none."""
         others = (gpu.name for gpu in self.host.gpus if gpu.name != name)
-        ways = (self.paths.between(name, other) for other in others)
-        return max((way.gb_per_s for way in ways if way), default=0.0)
+        ways = filter(None, (self.paths.between(name, other) for other in others))
+        return max((w.gb_per_s for w in ways if self.paths.is_known(w)), default=0.0)
 
     def ways(self) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
         """Yield GPUs with their ways to the ports that carry traffic between hosts."""
@@ -356,7 +413,7 @@ class HostView:
                 yield gpu, ways
 
     def slow_bridge(self) -> Iterator[Hit]:
-        roots = [_gt_per_s(each.speed) for each in self.host.devices if not each.parent]
+        roots = [gt_per_s(each.speed) for each in self.host.devices if not each.parent]
         for bus_id, ends in self.ends.items():
             bridge = self.devices[bus_id]
             has = _known_gb_per_s(bridge)
@@ -369,9 +426,9 @@ class HostView:
                 is_as_built = (
                     2 * has >= should
                     and all(end.width <= bridge.width for end in farther)
-                    and all(speed <= _gt_per_s(bridge.speed) for speed in roots)
+                    and all(speed <= gt_per_s(bridge.speed) for speed in roots)
                 )
-                words = {"link": _link_words(bridge)}
+                words = {"link": link_words(bridge)}
                 words["form"] = ".as-built" if is_as_built else ""
                 yield _hit(bus_id, has, should, **words)
 
@@ -383,38 +440,31 @@ class HostView:
         above = [b for b, e in self.ends.items() if any(d.bus_id in gpus for d in e)]
         for device in (self.devices[bus_id] for bus_id in [*gpus, *above]):
             if _is_tiny(device):
-                has, link = _known_gb_per_s(device), _link_words(device)
+                has, link = _known_gb_per_s(device), link_words(device)
                 yield _hit(device.name, has, link=link)
 
     def unknown_link_speed(self) -> Iterator[Hit]:
-        for device in self.devices_that_matter:
+        for device in (d for d in self.host.devices if d.bus_id in self.known):
             # A source without either leaves it to others. Clouds' files give no lanes
             # (x0) and mean the 16 that NCCL takes; an empty speed is a wrong answer.
             is_given = device.width >= 0 or device.speed
-            if is_given and not _gt_per_s(device.speed) and not device.gb_per_s:
-                has, link = pci_gb_per_s(device), _link_words(device)
+            if is_given and not gt_per_s(device.speed) and not device.gb_per_s:
+                has, link = pci_gb_per_s(device), link_words(device)
                 yield _hit(device.name, has, link=link)
 
     def trained_down(self) -> Iterator[Hit]:
-        for device in self.devices_that_matter:
+        for device in (d for d in self.running if d.bus_id in self.known):
             now = device._replace(
                 speed=device.speed_now or device.speed,
                 width=device.width_now if device.width_now > 0 else device.width,
             )
             has, should = (
-                pci_theory_gb_per_s(each.speed, each.width) or each.gb_per_s
-                for each in (now, device)
+                pci_theory_gb_per_s(each.speed, each.width) for each in (now, device)
             )
-            if not 0 < has < should:
-                continue
-            leads_to_gpu = device.bus_id in self.gpus or any(
-                end.parent == device.bus_id and end.bus_id in self.gpus
-                for end in self.ends.get(device.bus_id, ())
-            )
-            words = {"now": _link_words(now), "link": _link_words(device)}
-            if leads_to_gpu and now.width >= device.width:
-                words["form"] = ".at-rest"
-            yield _hit(device.name, has, should, **words)
+            if 0 < has < should:
+                words = {"now": link_words(now), "link": link_words(device)}
+                words["form"] = ".at-rest" if is_at_rest(device) else ""
+                yield _hit(device.name, has, should, **words)
 
     def link_to_itself(self) -> Iterator[Hit]:
         for name, links in self.links.items():
@@ -442,38 +492,64 @@ class HostView:
                 words = {"num": num, "sm": gpu.sm, "most": most, "cap": cap}
                 yield _hit(gpu.name, has, should, **words)
 
+    def num_up(self, gpu: GpuDevice) -> int:
+        """Return how many links of a GPU are up: as counted, else as listed."""
+        return gpu.nvlinks if gpu.nvlinks != UNKNOWN else self.num_links(gpu.name)
+
     def gpu_without_links(self) -> Iterator[Hit]:
-        linked = {gpu.name for gpu in self.host.gpus if self.num_links(gpu.name)}
-        # Some sources have them as ``NV4`` of a pair.
-        bonded = [each for each in self.host.relations if each.path.startswith("NV")]
-        linked |= {end for each in bonded for end in (each.source, each.target)}
-        rates = [self.num_links(name) * self.link_rate(name) for name in linked]
+        linked = [gpu for gpu in self.host.gpus if self.num_up(gpu)]
         for gpu in self.host.gpus:
-            if linked and gpu.name not in linked:
-                yield _hit(gpu.name, self.bus_rate(gpu.name), max(rates))
+            alike = [other for other in linked if _is_alike(gpu, other)]
+            of_board = board_nvlinks(gpu)
+            # Of a board one GPU may be alone in a virtual machine; before NVSwitch, so
+            # may two that no link joins.
+            is_enough = len(self.host.gpus) >= (2 if gpu.sm >= 80 else _MOST_GPUS)
+            has_lost_all = of_board and gpu.nvlinks == 0 and is_enough
+            if gpu in linked or not (alike or has_lost_all):
+                continue
+            most = max(map(self.num_up, alike), default=of_board)
+            # The links of an unknown chip are counted as those of one that has them.
+            rate = max(self.link_rate(each.name) for each in (gpu, *alike))
+            words = {"others": _OTHERS if alike else _MODEL, "most": most}
+            words["form"] = "" if of_board or not gpu.title else ".bridge"
+            yield _hit(gpu.name, self.bus_rate(gpu.name), most * rate, **words)
 
     def uneven_nvlinks(self) -> Iterator[Hit]:
-        totals = {
-            gpu.name: num
-            for gpu in self.gpus.values()
-            if not gpu.gcn and (num := self.num_links(gpu.name))
-        }
-        kinds = {self.gpus[name].sm for name in totals}
-        most = max(totals.values(), default=0)
-        for name, num in totals.items():
-            if num < most and len(kinds) == 1:
-                has, should = (n * self.link_rate(name) for n in (num, most))
-                form = ".badly" if 2 * num < most else ""
-                yield _hit(name, has, should, num=num, most=most, form=form)
+        up = [gpu for gpu in self.gpus.values() if self.num_up(gpu) and not gpu.gcn]
+        direct = [
+            k for own in self.links.values() for k in own if k.target in self.gpus
+        ]
+        # Eight GPUs of before NVSwitch are joined by one or two links to some others:
+        # of a part of them each sees another number.
+        is_part = max((link.num_links for link in direct), default=9) <= 2
+        is_part = is_part and len(self.gpus) < _MOST_GPUS
+        for gpu in up:
+            num = self.num_up(gpu)
+            others = max(self.num_up(each) for each in up if _is_alike(gpu, each))
+            # Before A100 a board need not use all of them.
+            is_whole = gpu.nvlinks != UNKNOWN and gpu.sm >= 80
+            most = max(others, board_nvlinks(gpu) if is_whole else 0)
+            if num < most and not (is_part and gpu.nvlinks == UNKNOWN):
+                has, should = (n * self.link_rate(gpu.name) for n in (num, most))
+                words = {"others": _OTHERS if most == others else _MODEL}
+                words["form"] = ".badly" if 2 * num < most else ""
+                yield _hit(gpu.name, has, should, num=num, most=most, **words)
 
     def no_peer_access(self) -> Iterator[Hit]:
+        peers = {(r.source, r.target): r.peer for r in self.host.relations}
+        # Where both directions are alike, a source may list one.
+        peers |= {e[::-1]: peer for e, peer in peers.items() if e[::-1] not in peers}
         bad: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for each in self.host.relations:
-            if each.peer not in ("", "OK", "X") and each.source != each.target:
-                bad[each.source][each.peer] += 1
-        for name, words in bad.items():
+        for (source, target), peer in peers.items():
+            if peer not in ("", "OK", "X", "U") and source != target:
+                bad[source][peer] += 1
+        is_asked = "NVML" in self.host.sources
+        for gpu in self.host.gpus:
+            words = bad[gpu.name]
             counts = ", ".join(f"{word} for {n}" for word, n in sorted(words.items()))
-            yield _hit(name, counts=counts)
+            form = ".unsure" if words.keys() == {"NS"} and not is_asked else ""
+            if words:
+                yield _hit(gpu.name, counts=counts, form=form)
 
     def acs_redirects(self) -> Iterator[Hit]:
         for bus_id, ends in self.ends.items():
@@ -500,7 +576,9 @@ class HostView:
     def odd_nic_speed(self) -> Iterator[Hit]:
         for port in self.host.ports:
             given = port.mbit_per_s
-            if port.bus_id and given > 0 and not _has_likely_rate(port):
+            # Only files of NCCL's have numbers of ports, and rates that people wrote.
+            is_written = port.bus_id and port.number != UNKNOWN
+            if is_written and given > 0 and not _has_likely_rate(port):
                 # What is beyond all hardware was written in kb/s.
                 is_huge = given > _HIGHEST
                 wanted = given / 1000 if is_huge else given
@@ -513,10 +591,11 @@ class HostView:
                 yield _hit(port.name, *rates, guess=guess, **words)
 
     def nic_down(self) -> Iterator[Hit]:
-        up_at = {port.bus_id for port in self.host.ports if port.is_up}
+        # The ports of a card may be functions of it.
+        up_at = {port.bus_id[:-2] for port in self.host.ports if port.is_up}
         for port in self.host.ports:
             # Of two ports often one has no cable, and Ethernet for management none.
-            is_loss = port.kind == "infiniband" and port.bus_id not in up_at
+            is_loss = port.kind == "infiniband" and port.bus_id[:-2] not in up_at
             rate = f"{port_gb_per_s(port):g} GB/s" if port.mbit_per_s > 0 else ""
             if port.bus_id and not port.is_up:
                 form = ".lost" if is_loss else ""
@@ -581,13 +660,13 @@ class HostView:
         yield _hit(node.name, 0.0, 0.0, **words)
 
     def implausible_processor(self) -> Iterator[Hit]:
-        roots = (_gt_per_s(each.speed) for each in self.host.devices if not each.parent)
+        roots = (gt_per_s(each.speed) for each in self.host.devices if not each.parent)
         speed = max(roots, default=0.0)
         nodes = self.host.numa_nodes
         for node in nodes if self.gpus else ():
             if node.vendor != "GenuineIntel" or node.model < 0:
                 continue
-            if node.family not in (6, UNKNOWN):
+            if node.family < 15 and node.family not in (6, UNKNOWN):
                 why = "which no host of such GPUs has"
             elif any(speed >= r and node.model < m for r, m in _FIRST_MODELS):
                 why = f"and links of {speed:g} GT/s below it, which it lacks"
@@ -636,21 +715,29 @@ def _fewest_nvlinks(host: HostTopology) -> tuple[float, float]:
         if link.kind is LinkKind.NVLINK and link.source != link.target:
             counts[link.source] += link.num_links
     # A source with more links than the chip has must not pass for the better one.
-    totals = (min(counts[gpu.name], max_nvlinks(gpu.sm)) for gpu in host.gpus)
+    totals = [
+        gpu.nvlinks if gpu.nvlinks >= 0 else min(counts[gpu.name], max_nvlinks(gpu.sm))
+        for gpu in host.gpus
+        if counts or gpu.nvlinks >= 0
+    ]
     sm = max((gpu.sm for gpu in host.gpus), default=0)
     return min(totals, default=-1), nvlink_gb_per_s(sm) if sm > 0 else 0.0
 
 
 def _network(host: HostTopology) -> tuple[float, float]:
-    ports = [port for port in host.ports if port.bus_id and port.is_up]
-    rates = [port_gb_per_s(port) for port in ports if port.mbit_per_s > 0]
+    ports = [port for port in host.ports if port.bus_id]
+    up = [port for port in ports if port.is_up]
+    rates = [port_gb_per_s(port) for port in up if port.mbit_per_s > 0]
     # The one for management is slower.
-    return sum(rate for rate in rates if 2 * rate >= max(rates)) or -1, 1.0
+    total = sum(rate for rate in rates if 2 * rate >= max(rates))
+    return total or (0.0 if ports and not up else -1), 1.0
 
 
 def _slowest_gpu_link(host: HostTopology) -> tuple[float, float]:
     gpus = {gpu.bus_id for gpu in host.gpus}
-    rates = [_known_gb_per_s(d) for d in host.devices if d.bus_id in gpus]
+    # Bare rates may be those of GPUs at rest.
+    found = [d for d in host.devices if d.bus_id in gpus and d.speed]
+    rates = [_known_gb_per_s(device) for device in found]
     return min((rate for rate in rates if rate), default=-1), 1.0
 
 

@@ -187,7 +187,7 @@ def _ask_nvml(host: HostTopology) -> Detected:
             own = gpus.get(gpu.name, gpu)
             title, uuid = own.title or gpu.title, own.uuid or gpu.uuid
             own = own._replace(sm=max(own.sm, gpu.sm), title=title, uuid=uuid)
-            gpus[gpu.name] = own
+            gpus[gpu.name] = own._replace(nvlinks=gpu.nvlinks)
         known = {device.bus_id for device in host.devices}
         hidden = (each for each in nvml.devices if each.bus_id not in known)
         host = host._replace(

@@ -22,6 +22,7 @@ from ronde.topology.graph import (
     PciDevice,
 )
 from ronde.topology.paths.speeds import (
+    GPU_CLASSES,
     LOCAL_GB_PER_S,
     is_link_known,
     is_pci_known,
@@ -37,8 +38,7 @@ POWER_BRIDGE_CLASS = 0x068001
 _BROADCOM = 0x1000
 _PCIE4_SWITCH, _PCIE5_SWITCH = 0xC010, 0xC030
 _NVLINK_CLASSES = (0x068000, POWER_BRIDGE_CLASS)
-_GPU_CLASSES = (0x03, 0x12)
-_END_CLASSES = (*_GPU_CLASSES, 0x02)
+_END_CLASSES = (*GPU_CLASSES, 0x02)
 
 
 class PathKind(StrEnum):
@@ -320,7 +320,7 @@ class PathNetwork:
         is_gpu = link.target in self._gpus
         is_processor = self.kinds.get(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
-            is_gpu = link.target_class >> 16 in _GPU_CLASSES
+            is_gpu = link.target_class >> 16 in GPU_CLASSES
             is_processor = link.target_class == POWER_BRIDGE_CLASS
         if link.kind == LinkKind.C2C or is_processor:
             return NumaNode(self._numbers[link.source]).name
@@ -383,16 +383,14 @@ class _Search:
 
     def __init__(self, network: PathNetwork) -> None:
         self._gpus = set(network.named(VertexKind.GPU))
-        steps = [(name, e) for name, edges in network.edges.items() for e in edges]
-        ends = {(name, edge.target, edge.kind) for name, edge in steps}
-        # Target, rank and GB/s of each step; whether it is NVLink to a GPU.
-        self._steps: dict[str, list[tuple[str, int, float, bool]]]
-        self._steps = {name: [] for name in network.edges}
-        for name, (end, kind, gb_per_s) in steps:
-            # NCCL gives up where a link is listed in one direction alone.
-            if (end, name, kind) in ends:
-                is_peer = kind == PathKind.NVL and end in self._gpus
-                self._steps[name].append((end, kind.rank, gb_per_s, is_peer))
+        # NCCL gives up where a link is listed in one direction alone.
+        ends = {
+            (n, e.target, e.kind) for n, edges in network.edges.items() for e in edges
+        }
+        self._steps = {
+            name: [edge for edge in edges if (edge.target, name, edge.kind) in ends]
+            for name, edges in network.edges.items()
+        }
 
     def run(self, target: str) -> dict[str, _Way]:
         found = {target: _Way(0, LOCAL_GB_PER_S, (target,))}
@@ -400,7 +398,7 @@ class _Search:
         while wave:
             after: dict[str, None] = {}
             for name in wave:
-                for way in self._extend(found[name]):
+                for way in self._extend(name, found[name]):
                     end = way.route[0]
                     if self._is_better(way, found.get(end)):
                         found[end] = way
@@ -408,19 +406,19 @@ class _Search:
             wave = list(after)
         return found
 
-    def _extend(self, way: _Way) -> Iterator[_Way]:
+    def _extend(self, name: str, way: _Way) -> Iterator[_Way]:
         """Yield the ways that are a step longer."""
-        name = way.route[0]
         # Through a GPU a path leads but by NVLink, and that GPU is next to the target.
         num_hops = len(way.route) - 1
         passes_gpu = name in self._gpus and num_hops > 0
-        for end, step_rank, step_gb_per_s, is_peer in self._steps[name]:
+        for end, kind, gb_per_s in self._steps[name]:
+            is_peer = kind == PathKind.NVL and end in self._gpus
             if passes_gpu and not (is_peer and num_hops == 1):
                 continue
-            rank = max(way.rank, step_rank)
-            if passes_gpu and way.rank == step_rank == PathKind.NVL.rank:
+            rank = max(way.rank, kind.rank)
+            if passes_gpu and way.rank == kind.rank == PathKind.NVL.rank:
                 rank = PathKind.NVB.rank
-            yield _Way(rank, min(way.gb_per_s, step_gb_per_s), (end, *way.route))
+            yield _Way(rank, min(way.gb_per_s, gb_per_s), (end, *way.route))
 
     def _is_better(self, new: _Way, old: _Way | None) -> bool:
         if old is None:

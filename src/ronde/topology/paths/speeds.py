@@ -18,6 +18,11 @@ from ronde.topology.graph import (
 LOCAL_GB_PER_S = 5000.0
 """Within an element; NCCL's word for no limit."""
 
+GPU_CLASSES = (0x03, 0x12)
+"""Of display controllers, and of AMD's accelerators."""
+
+_AMD = 0x1002
+_MOST_AT_REST = 5.0  # GT/s.
 _UNKNOWN_LANES = 16
 _UNKNOWN_GT_PER_S = 8.0
 # The beginnings that NCCL knows: "16 GT/s" is PCIe 4, and "16.0 GT/s" alone is none.
@@ -26,13 +31,44 @@ _NCCL_SHARE_OF_THEORY = (60 / 80) / (8.0 * 128 / 130 / 8)
 # By least compute capability, GB/s of one NVLink; the most links of a GPU.
 _NVLINK_RATES = {100: 40.1, 90: 20.6, 87: 20.0, 86: 12.0, 70: 20.0, 60: 18.0}
 _NVLINK_COUNTS = ((90, 18), (80, 12), (70, 6), (60, 4))
+# Models on boards that join them by NVLink; those that may do without, in a slot or a
+# package of their own; and those that were cut for export.
+_BOARDS = re.compile(r"\b(SXM\d?|HBM3E?|H20|H[28]00|G?B[23]00)\b")
+_ALONE = re.compile(r"\b(PCIE|NVL|GH200)\b")
+_CUT, _CUT_NVLINKS = re.compile(r"\b[AH]800\b"), 8
 # By least model of family 6: Sapphire Rapids counts for more, Emerald Rapids for most.
 _INTEL_RATES = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 _SMP_BY_ARCH = {"ppc64": 32.0, "arm64": 6.0}
 
 
+def as_running(device: PciDevice) -> PciDevice:
+    """Return a device whose link is taken as it runs now, not as both ends could.
+
+    GPUs lower the speed at rest, to 2.5 or 5 GT/s, and never the number of lanes: such
+    a speed is left aside.
+    """
+    width = device.width_now if device.width_now > 0 else device.width
+    speed = "" if is_at_rest(device) else device.speed_now
+    return device._replace(
+        speed=speed or device.speed, width=width, speed_now="", width_now=UNKNOWN
+    )
+
+
+def is_at_rest(device: PciDevice) -> bool:
+    """Return whether a link has the low speed that GPUs have when they are idle."""
+    # AMD's GPUs are behind a switch of their own, and rest at higher speeds, too.
+    is_amd = device.vendor == _AMD and device.class_code >> 16 in (*GPU_CLASSES, 0x06)
+    is_low = gt_per_s(device.speed_now) <= _MOST_AT_REST
+    is_gpu = is_amd or (device.class_code >> 16 in GPU_CLASSES and is_low)
+    return is_gpu and 0 <= device.width <= device.width_now
+
+
 def pci_gb_per_s(device: PciDevice) -> float:
-    """Return what NCCL takes the link above a device to carry (src/graph/topo.cc)."""
+    """Return NCCL's figure for the link above a device, as the link runs now.
+
+    Source: src/graph/topo.cc. NCCL itself plans with what both ends could do.
+    """
+    device = as_running(device)
     # hwloc has only what the link carries; of that, NCCL's part from PCIe 3 on.
     if device.gb_per_s > 0 and not device.speed:
         return round(device.gb_per_s * _NCCL_SHARE_OF_THEORY, 3)
@@ -43,16 +79,29 @@ def pci_gb_per_s(device: PciDevice) -> float:
     return width * rate * (6 if rate <= 5 else 7.5) / 80
 
 
+def link_words(device: PciDevice) -> str:
+    """Return the link above a device in words: ``16.0 GT/s PCIe x16``."""
+    if not device.speed and device.gb_per_s:
+        return f"{device.gb_per_s:g} GB/s"
+    lanes = f" x{device.width}" if device.width >= 0 else ""
+    return f"{device.speed or 'no speed'}{lanes}"
+
+
 def is_pci_known(device: PciDevice) -> bool:
     """Return whether a source has more of a device than its address."""
     is_seen = device.class_code != UNKNOWN or device.width != UNKNOWN
     return is_seen or bool(device.speed) or device.gb_per_s > 0
 
 
+def gt_per_s(speed: str) -> float:
+    """Return the number in front of GT/s; 0 where there is none."""
+    match = re.match(r"(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", speed)
+    return float(match[1]) if match else 0.0
+
+
 def pci_theory_gb_per_s(speed: str, width: int) -> float:
     """Return what a PCI link carries at most; 0 if unknown."""
-    match = re.match(r"(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", speed)
-    rate = float(match[1]) if match else 0.0
+    rate = gt_per_s(speed)
     if width <= 0 or rate not in (2.5, 5, 8, 16, 32, 64):
         return 0.0
     # What its encoding leaves: eight bits of ten, 128 of 130, 242 bytes of 256.
@@ -68,6 +117,14 @@ def nvlink_gb_per_s(sm: int) -> float:
 def max_nvlinks(sm: int) -> int:
     """Return how many NVLinks a GPU has at most; 0 if unknown."""
     return next((count for least, count in _NVLINK_COUNTS if sm >= least), 0)
+
+
+def board_nvlinks(gpu: GpuDevice) -> int:
+    """Return how many NVLinks a GPU has by its board; 0 for models that need none."""
+    name = gpu.title.upper()
+    if not _BOARDS.search(name) or _ALONE.search(name):
+        return 0
+    return _CUT_NVLINKS if _CUT.search(name) else max_nvlinks(gpu.sm)
 
 
 def xgmi_gb_per_s(gcn: str) -> float:

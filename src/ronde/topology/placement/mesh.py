@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
+from operator import itemgetter
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -17,11 +18,10 @@ from ronde.topology.limits import (
     KnownRates,
     LimitWorld,
     RankLayout,
-    direct_links,
-    find_islands,
     with_gpus,
     with_network,
 )
+from ronde.topology.paths.network import find_paths
 from ronde.topology.placement.plan import choose_gpus, order_gpus, show_gpus
 
 _MAX_RANKS = 1 << 20
@@ -58,12 +58,6 @@ class MeshPlan(NamedTuple):
     gpus: tuple[HostGpus, ...]
 
 
-class _Link(NamedTuple):
-    name: str
-    gb_per_s: float
-    num_sharing: int = 1
-
-
 def plan_mesh(
     hosts: Sequence[HostTopology],
     layout: Layout,
@@ -84,7 +78,12 @@ def plan_mesh(
         _keep_tp_on_hosts(layout, num)
     chosen = [choose_gpus(host, num)[0][:num] for host in hosts]
     linked = [_in_a_row(*pair) for pair in zip(hosts, chosen, strict=True)]
-    orders = [(gpus, _plan_axes(layout, hosts, gpus, num)) for gpus in (chosen, linked)]
+    names = [axis for axis in AXES if layout.sizes[axis] > 1]
+    orders = [
+        (gpus, tuple(_plan_axis(layout, axis, links) for axis in names))
+        for gpus in (chosen, linked)
+        for links in [_Links(hosts, gpus, num)]
+    ]
     # The bus's order unless the other one is faster, tp counting most.
     gpus, axes = max(orders, key=lambda each: [a.gb_per_s or 0 for a in each[1][::-1]])
     return MeshPlan(
@@ -100,17 +99,6 @@ def plan_mesh(
             if own != usual
         ),
     )
-
-
-def _plan_axes(
-    layout: Layout,
-    hosts: Sequence[HostTopology],
-    gpus: Sequence[Sequence[GpuDevice]],
-    ranks_per_host: int,
-) -> tuple[AxisPlan, ...]:
-    links = _Links(hosts, gpus, ranks_per_host)
-    axes = (axis for axis in AXES if layout.sizes[axis] > 1)
-    return tuple(_plan_axis(layout, axis, links) for axis in axes)
 
 
 def _count_ranks(hosts: Sequence[HostTopology], given: int | None) -> int:
@@ -163,19 +151,12 @@ def _keep_tp_on_hosts(layout: Layout, ranks_per_host: int) -> None:
 
 
 def _in_a_row(host: HostTopology, gpus: Sequence[GpuDevice]) -> list[GpuDevice]:
-    """Return GPUs island by island, each behind one that it has direct links with."""
-    links = direct_links(host, gpus)
-    numbers = {
-        name: number
-        for number, island in enumerate(find_islands(gpus, links))
-        for name in island
-    }
-    joined = {frozenset((link.source, link.target)) for link in links}
+    """Return GPUs each behind the one that is nearest to it of those left."""
+    paths = find_paths(host)
 
-    def distance(one: GpuDevice, other: GpuDevice) -> int:
-        if frozenset((one.name, other.name)) in joined:
-            return 0
-        return 1 if numbers[one.name] == numbers[other.name] else 2
+    def distance(one: GpuDevice, other: GpuDevice) -> float:
+        path = paths.between(one.name, other.name)
+        return path.kind.rank if path else math.inf
 
     row, left = list(gpus[:1]), list(gpus[1:])
     while left:
@@ -233,21 +214,16 @@ class _Links:
 def _plan_axis(layout: Layout, axis: str, links: _Links) -> AxisPlan:
     groups = layout.groups(axis)
     parts = [links.split(group) for group in groups]
-    slowest = _Link("", math.inf)
-    unknown: dict[str, None] = {}
-    for world, num_sharing in _find_links(parts, links):
-        unknown |= dict.fromkeys(world.unknown)
-        rate = world.islands.way_out if world.islands else world.gpu or world.network
-        if rate is not None and rate.gb_per_s / num_sharing < slowest.gb_per_s:
-            slowest = _Link(rate.link, rate.gb_per_s / num_sharing, num_sharing)
+    found = list(_find_links(parts, links))
+    rates = [
+        (rate.gb_per_s / num_sharing, rate.link, num_sharing)
+        for own, num_sharing in found
+        if (rate := own.islands.way_out if own.islands else own.gpu or own.network)
+    ]
+    rate, link, num_sharing = min(rates, key=itemgetter(0), default=(None, "", 1))
+    unknown = dict.fromkeys(why for world, _ in found for why in world.unknown)
     return AxisPlan(
-        axis,
-        groups,
-        max(map(len, parts)),
-        slowest.name,
-        slowest.gb_per_s if slowest.name else None,
-        slowest.num_sharing,
-        tuple(unknown),
+        axis, groups, max(map(len, parts)), link, rate, num_sharing, tuple(unknown)
     )
 
 

@@ -16,6 +16,7 @@ from ronde.topology.placement.placing import (
     Inventory,
     NearDevice,
     Nearness,
+    Policy,
     RankPlace,
     place,
 )
@@ -48,7 +49,6 @@ class PlannedRank(NamedTuple):
     nics: tuple[NicChoice, ...]
     is_preferred: bool  # Whether all comes from the same, fewest memory nodes.
     reasons: tuple[str, ...]  # Why not, a sentence for each resource at fault.
-    env: dict[str, str]  # Variables for this rank alone.
     command: str  # What binds it by hand, before the program; empty for nothing.
 
 
@@ -76,7 +76,7 @@ def plan_host(
         notices = (*notices, "CPUs are unknown: ranks get none.")
     gpus, gpu_variables = choose_gpus(host, request.num_ranks)
     ports = _training_ports(host)
-    # Near a node without CPUs there is no place for a rank.
+    # Near a node without CPUs there is no place for a rank, and no policy refuses one.
     bare = {node.number for node in host.numa_nodes if not node.cpus}
     near = find_numa_numbers(host)
     near |= {name: UNKNOWN_NODE for name, node in near.items() if node in bare}
@@ -94,13 +94,17 @@ def plan_host(
     for each in [each.share for each in places if not each.share.has_enough][:1]:
         pool = f"{len(each.pool)} core{'s' * (len(each.pool) > 1)}"
         notices = (*notices, f"{len(each.ranks)} ranks share {pool}.")
+    is_judged = request.policy is not Policy.NONE
     used = [gpu for each in places for gpu in each.gpus]
     env = show_gpus([gpus[gpu] for gpu in used], gpu_variables)
     return HostPlan(
         host.name,
         str(request.policy),
         str(request.scope),
-        tuple(_plan_rank(each, inventory, gpus, ports) for each in places),
+        tuple(
+            _plan_rank(each, inventory, gpus, ports, is_judged=is_judged)
+            for each in places
+        ),
         env | _nic_env(inventory, used, ports),
         notices,
     )
@@ -154,29 +158,25 @@ def _linked_first(
         return gpus
     paths = find_paths(host)
 
-    def rate(a: int, b: int) -> float:
-        path = paths.between(gpus[a].name, gpus[b].name)
+    def rate(one: GpuDevice, other: GpuDevice) -> float:
+        path = paths.between(one.name, other.name)
         return path.gb_per_s if path and path.kind <= PathKind.NVB else 0.0
 
-    indexes = range(len(gpus))
-    rates = [[rate(a, b) for b in indexes] for a in indexes]
-    best, best_score = list(indexes[:num_ranks]), (-1.0, -1.0)
-    for first in indexes:
-        chosen = [first]
+    def grow(first: GpuDevice) -> list[GpuDevice]:
+        chosen, left = [first], [gpu for gpu in gpus if gpu is not first]
         while len(chosen) < num_ranks:
-            left = [each for each in indexes if each not in chosen]
-            chosen.append(max(left, key=lambda n: _fit(rates[n], chosen)))
-        pairs = [rates[a][b] for a, b in combinations(chosen, 2)] or [0.0]
-        score = min(pairs), sum(pairs)
-        if score > best_score:
-            best, best_score = sorted(chosen), score
-    rest = [each for each in indexes if each not in best]
-    return [gpus[each] for each in (*best, *rest)]
+            best = max(left, key=lambda gpu: _fit([rate(gpu, own) for own in chosen]))
+            left.remove(best)
+            chosen.append(best)
+        return chosen
+
+    sets = map(grow, gpus)
+    best = max(sets, key=lambda own: _fit([rate(*p) for p in combinations(own, 2)]))
+    return sorted(gpus, key=lambda gpu: gpu not in best)
 
 
-def _fit(rates: Sequence[float], chosen: Sequence[int]) -> tuple[float, float]:
-    own = [rates[each] for each in chosen]
-    return min(own), sum(own)
+def _fit(rates: Sequence[float]) -> tuple[float, float]:
+    return min(rates, default=0.0), sum(rates)
 
 
 def _plan_rank(
@@ -184,14 +184,19 @@ def _plan_rank(
     inventory: Inventory,
     gpus: Sequence[GpuDevice],
     ports: Sequence[NetPort],
+    *,
+    is_judged: bool,
 ) -> PlannedRank:
     every, own = ({core.node for core in c} for c in (inventory.cores, rank.cores))
     is_near_one = len(own) == 1 < len(every) and rank.home != UNKNOWN_NODE
     memory_nodes = (rank.home,) if is_near_one else ()
     words = [f"--physcpubind={format_list(rank.cpus)}"] if rank.cpus else []
     words += [f"--preferred={node}" for node in memory_nodes]
-    devices = [_verbs_name(ports[nic], is_port_needed=True) for nic in rank.nics]
     near = [(nic, inventory.nearness[rank.gpus[0], nic]) for nic in rank.nics]
+    reasons = rank.reasons
+    is_lost = any(inventory.gpus[gpu].node == UNKNOWN_NODE for gpu in rank.gpus)
+    if is_lost and rank.cpus and is_judged:
+        reasons = (*reasons, "gpu: no usable CPU is known to be near it")
     return PlannedRank(
         rank=rank.rank,
         gpus=tuple(gpus[gpu].number for gpu in rank.gpus),
@@ -203,9 +208,8 @@ def _plan_rank(
         nics=tuple(
             NicChoice(ports[nic].title, each.word, each.gb_per_s) for nic, each in near
         ),
-        is_preferred=rank.is_preferred,
-        reasons=rank.reasons,
-        env={"UCX_NET_DEVICES": ",".join(devices)} if any(devices) else {},
+        is_preferred=rank.is_preferred and not reasons,
+        reasons=reasons,
         command=" ".join(["numactl", *words]) if words else "",
     )
 
@@ -220,7 +224,7 @@ def _nic_env(
     Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
     """
     used = sorted({nic for gpu in gpus for nic in inventory.nearest_nics(gpu)})
-    names = [_verbs_name(ports[nic], is_port_needed=False) for nic in used]
+    names = [_verbs_name(ports[nic]) for nic in used]
     if not names or not all(names):
         return {}
     # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
@@ -326,7 +330,7 @@ def _find_nearness(
     return found
 
 
-def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:
+def _verbs_name(port: NetPort) -> str:
     """Return ``mlx5_0:1``; empty for what NCCL's own InfiniBand code does not drive.
 
     Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
@@ -343,4 +347,4 @@ def _verbs_name(port: NetPort, *, is_port_needed: bool) -> str:
         number = 1
     if number >= 1:
         return ",".join(f"{adapter}:{number}" for adapter in adapters)
-    return "" if is_port_needed else ",".join(adapters)
+    return ",".join(adapters)

@@ -2,14 +2,15 @@
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from xml.parsers import expat
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
-from ronde.topology.graph import Topology
+from ronde.topology.graph import UNKNOWN, PciDevice, Topology
+from ronde.topology.paths.speeds import as_running, gt_per_s
 
 MAX_BYTES = 64 << 20
 """Of a file; the largest real ones are a hundredth of that."""
@@ -125,6 +126,51 @@ def lines_of_one(lines: Sequence[str], origin: str) -> list[str]:
             f"{shorten(places[0])} {origin}"
         )
     return plain
+
+
+def keep_lower_ends(
+    devices: Mapping[str, PciDevice], ends: Iterable[str]
+) -> tuple[PciDevice, ...]:
+    """Return the devices at ``ends`` and those above, without the upper ends of links.
+
+    A link joins a device to a port above it, and a PCI switch is a port above others.
+    Of both ends the lower is kept, as NCCL does, with what both can do: then a switch
+    is one device, and each device has the link above it.
+    """
+    kept: dict[str, PciDevice] = {}
+    redirecting: set[str] = set()
+    for end in ends:
+        chain: dict[str, PciDevice] = {}
+        place = end
+        while place in devices and place not in kept and place not in chain:
+            device = devices[place]
+            port = devices.get(device.parent)
+            chain[place] = _with_both_ends(device, port)
+            place = port.parent if port else ""
+            chain[device.bus_id] = chain[device.bus_id]._replace(parent=place)
+            if port and port.is_redirecting:
+                redirecting.add(place)
+        kept |= dict(reversed(chain.items()))
+    return tuple(
+        device._replace(is_redirecting=device.bus_id in redirecting)
+        for device in kept.values()
+    )
+
+
+def _with_both_ends(device: PciDevice, port: PciDevice | None) -> PciDevice:
+    """Return a device with the link that both it and the port above can do."""
+    if port is None or not (port.speed or port.width > 0 or port.gb_per_s):
+        # Nobody knows what the slot can do: that the link could do more is a guess.
+        return as_running(device)
+    ends = device, port
+    rates = [each.gb_per_s for each in ends if each.gb_per_s > 0]
+    widths = [each.width for each in ends if each.width >= 0]
+    speeds = [each.speed for each in ends if gt_per_s(each.speed)]
+    return device._replace(
+        speed=min(speeds, key=gt_per_s, default=""),
+        width=min([width for width in widths if width] or widths, default=UNKNOWN),
+        gb_per_s=min(rates, default=0.0),
+    )
 
 
 class Element(NamedTuple):

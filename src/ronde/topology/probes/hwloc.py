@@ -24,11 +24,16 @@ from ronde.topology.graph import (
     nccl_family,
 )
 from ronde.topology.pci import compute_capability, is_gpu, plain_address
-from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
+from ronde.topology.probes.base import (
+    Element,
+    Saved,
+    keep_lower_ends,
+    outermost_tag,
+    parse_xml,
+)
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LINK_KINDS = {"NVLinkBandwidth": LinkKind.NVLINK, "XGMIBandwidth": LinkKind.XGMI}
-_LATENCY = "NUMALatency"
 _ARCHS = {"aarch64": "arm64", "ppc64le": "ppc64"}
 _GPU_BACKENDS = ("CUDA", "NVML", "RSMI", "LevelZero")
 _UUIDS = ("NVIDIAUUID", "AMDUUID", "LevelZeroUUID")
@@ -66,16 +71,16 @@ class HwlocProbe:
         # What holds for the whole machine stands in it before version 3, then beside.
         infos = {**_infos(root), **_infos(machines[0])}
         objects = list(_walk(machines[0]))
-        nodes = _Nodes(objects, infos, _read_distances(root))
+        nodes = _Nodes(objects, infos)
         devices = _read_devices(objects, nodes)
         gpus = _read_gpus(objects, devices)
-        ports = tuple(_read_ports(objects, nodes, version))
-        ends = [each.bus_id for each in (*gpus, *ports) if each.bus_id]
+        ports = _read_ports(objects, nodes, version)
+        ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
         host = HostTopology(
             name=infos.get("HostName", ""),
             sources=(f"{self.format} {saved.name}",),
             numa_nodes=nodes.nodes,
-            devices=_keep_lower_ends(devices, ends),
+            devices=keep_lower_ends(devices, filter(ends.__contains__, devices)),
             gpus=gpus,
             ports=ports,
             links=tuple(_read_links(root, _names(objects, nodes), gpus)),
@@ -153,12 +158,7 @@ class _Nodes:
     CPUs that several have belong to ordinary memory, and there to the lowest number.
     """
 
-    def __init__(
-        self,
-        objects: Sequence[_Object],
-        infos: Mapping[str, str],
-        distances: Mapping[str, list[tuple[int, int]]],
-    ) -> None:
+    def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:
         numbered: dict[int, _Object] = {}
         special: set[int] = set()
         for each in (each for each in objects if each.kind == "NUMANode"):
@@ -187,7 +187,6 @@ class _Nodes:
             _node(number, each, infos)._replace(
                 cpus=tuple(members(self._own[number])),
                 cores=tuple(sorted(cores[number])),
-                distances=tuple(distances.get(str(number), ())),
             )
             for number, each in sorted(numbered.items())
         )
@@ -248,27 +247,6 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
     return found
 
 
-def _keep_lower_ends(
-    devices: Mapping[str, PciDevice], ends: Iterable[str]
-) -> tuple[PciDevice, ...]:
-    """Return the devices at ``ends`` and those above, without the upper ends of links.
-
-    NCCL and the graph have only the lower ends, with the lower of the rates of both.
-    """
-    kept: dict[str, PciDevice] = {}
-    for end in ends:
-        place = end
-        while place in devices and place not in kept:
-            device = devices[place]
-            above = devices.get(device.parent)
-            place = above.parent if above else ""
-            rates = [device.gb_per_s]
-            rates += [above.gb_per_s] if above and above.gb_per_s > 0 else []
-            device = device._replace(parent=place, gb_per_s=min(rates))
-            kept[device.bus_id] = device
-    return tuple(kept[bus_id] for bus_id in devices if bus_id in kept)
-
-
 def _read_gpus(
     objects: Iterable[_Object], devices: Mapping[str, PciDevice]
 ) -> tuple[GpuDevice, ...]:
@@ -293,9 +271,10 @@ def _read_gpus(
 
 def _read_ports(
     objects: Iterable[_Object], nodes: _Nodes, version: float
-) -> Iterator[NetPort]:
+) -> tuple[NetPort, ...]:
     # Version 3 changed the numbers for sorts of devices to bits.
     net, rdma = (16, 32) if version >= 3 else (2, 3)
+    found: list[NetPort] = []
     for each in objects:
         sort = _number(each.element, "osdev_type") if each.kind == "OSDev" else UNKNOWN
         sort = sort & (net | rdma) if version >= 3 and sort != UNKNOWN else sort
@@ -313,10 +292,17 @@ def _read_ports(
             for name, state in (_infos(each.element) if is_rdma else {}).items()
             if (match := _PORT_STATE.fullmatch(name))
         }
-        yield from [
-            port._replace(port=number, is_up=state.startswith("4"))
-            for number, state in sorted(states.items())
+        # The second and later bear their number.
+        titles = [port.title, *(f"{port.title}:{n}" for n in sorted(states)[1:])]
+        found += [
+            port._replace(
+                title=title, port=number, is_up=states[number].startswith("4")
+            )
+            for title, number in zip(titles, sorted(states), strict=False)
         ] or [port]
+    # The interfaces of an RDMA adapter are its ports once more.
+    adapters = {port.bus_id for port in found if port.kind == "infiniband"} - {""}
+    return tuple(p for p in found if p.kind != "ethernet" or p.bus_id not in adapters)
 
 
 def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:
@@ -349,17 +335,6 @@ def _read_links(
             count = max(1, round(mb_per_s / 1000 / each))
             count = count if kind is LinkKind.NVLINK else 1
             yield Link(kind, *ends, count, mb_per_s / 1000)
-
-
-def _read_distances(root: Element) -> dict[str, list[tuple[int, int]]]:
-    """Return, for each NUMA node, the pairs of number and distance."""
-    rows: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for matrix in root.named("distances2"):
-        is_latency = matrix.attributes.get("name", _LATENCY) == _LATENCY
-        if not rows and matrix.get("type") == "NUMANode" and is_latency:
-            for source, target, value in _entries(matrix):
-                rows[source].append((_small_number(target), round(value)))
-    return rows
 
 
 def _entries(matrix: Element) -> Iterator[tuple[str, str, float]]:

@@ -1,8 +1,7 @@
 """The list of PCI devices that ``lspci`` prints, with or without ids and details."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from ronde.errors import UsageError
 from ronde.topology import pci
@@ -15,13 +14,21 @@ from ronde.topology.graph import (
     PciDevice,
     Topology,
 )
-from ronde.topology.probes.base import Saved, bad_value, first_lines, lines_of_one
+from ronde.topology.probes.base import (
+    Saved,
+    bad_value,
+    first_lines,
+    keep_lower_ends,
+    lines_of_one,
+)
 
 _ADDRESS = r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _LINE = re.compile(rf"({_ADDRESS})\s+(\S.*)")
-_CLASS = re.compile(r"\[([0-9a-f]{4})\]:\s*")
-_IDS = re.compile(r"\s*\[([0-9a-f]{4}):([0-9a-f]{4})\]")
 _START = re.compile(rf"{_ADDRESS} [^\n:]+:")
+# A class by its number (-n), by its name, or by both (-nn, and a name that lacks).
+_CLASS = re.compile(r"(?:([0-9a-f]{4})|(.*?)(?: \[([0-9a-f]{4})\])?): *(?=\S)(.*)")
+_IDS = re.compile(r"\s*\[([0-9a-f]{4}):([0-9a-f]{4})\]")
+_REVISION = re.compile(r" \((?:rev|prog-if) .*")
 _BRIDGE = 0x0604
 # What lspci calls classes and vendors without -nn.
 _CLASS_NAMES = {
@@ -42,9 +49,7 @@ _BUSES = re.compile(r"\s+Bus: primary=[0-9a-f]{2}, secondary=([0-9a-f]{2}),.*")
 _LINK = re.compile(
     r"\s+Lnk(Cap|Sta):.*?\bSpeed ([0-9.]{1,5})GT/s[^,]*, Width x([0-9]{1,2})\b.*"
 )
-_REDIRECTS = re.compile(
-    r"\s+ACSCtl:.*\b(?:SrcValid|ReqRedir|CmpltRedir|UpstreamFwd)\+.*"
-)
+_REDIRECTS = re.compile(r"\s+ACSCtl:.*\b(?:ReqRedir|CmpltRedir)\+.*")
 
 
 class LspciProbe:
@@ -59,117 +64,96 @@ class LspciProbe:
         return any(map(_START.match, first_lines(saved.text)))
 
     def read(self, saved: Saved) -> Topology:
-        listed: dict[str, _Listed] = {}
-        own = None
+        devices: dict[str, PciDevice] = {}
+        titles: dict[str, str] = {}
+        bridges: dict[str, str] = {}  # By the bus below, with its domain: ``0000:17``.
         lines = lines_of_one(saved.text.splitlines(), saved.name)
+        own = None
         for number, line in enumerate(lines, 1):
             if match := _LINE.fullmatch(line.rstrip()):
-                own = _read_device(saved.name, number, line, match)
-                address = own.device.bus_id
-                if listed.setdefault(address, own) is not own:
+                own, title = _read_device(saved.name, number, match)
+                if own.bus_id in devices:
                     rule = "a device must be listed once"
-                    raise bad_value(saved.name, number, rule, address)
+                    raise bad_value(saved.name, number, rule, own.bus_id)
+                titles[own.bus_id] = title
+            elif own and (match := _BUSES.fullmatch(line)):
+                bridges[f"{own.bus_id[:-7]}{match[1]}"] = own.bus_id
             elif own:
-                own.take(line)
-        if not listed:
+                own = _with_detail(own, line)
+            if own:
+                devices[own.bus_id] = own
+        if not devices:
             raise UsageError(
                 f"{saved.name} must be a list of lspci, got no line of a device. "
                 "Write it with: lspci -nnvvv -D"
             )
-        bridges = {e.bus_below: name for name, e in listed.items() if e.bus_below}
-        parents = {name: bridges.get(name[:-5], "") for name in listed}
-        for name in _parents_first(parents):
-            listed[name] = listed.pop(name)
-            listed[name].join(listed.get(parents[name]))
-        return Topology((_host(saved, listed.values()),))
+        for name, device in devices.items():
+            devices[name] = device._replace(parent=bridges.get(name[:-5], ""))
+        return Topology((_host(saved, devices, titles),))
 
 
-@dataclass(slots=True)
-class _Listed:
-    """What is listed of a device."""
-
-    device: PciDevice
-    title: str
-    most: tuple[float, int] | None = None  # GT/s and lanes that its own port can do
-    bus_below: str = ""  # of a bridge, with its domain: ``0000:17``
-
-    def take(self, line: str) -> None:
-        """Read a line of details."""
-        if match := _LINK.fullmatch(line):
-            rate, width = float(match[2]), int(match[3])
-            if match[1] == "Cap":
-                self.most = rate, width
-            else:
-                speed = _speed(rate)
-                self.device = self.device._replace(speed_now=speed, width_now=width)
-        elif match := _NUMA.fullmatch(line):
-            self.device = self.device._replace(node=int(match[1]))
-        elif match := _BUSES.fullmatch(line):
-            self.bus_below = f"{self.device.bus_id[:-7]}{match[1]}"
-        elif _REDIRECTS.fullmatch(line):
-            self.device = self.device._replace(is_redirecting=True)
-
-    def join(self, above: "_Listed | None") -> None:
-        """Put the device below a bridge; its link is what both of its ends can do."""
-        if above:
-            self.device = self.device._replace(parent=above.device.bus_id)
-        if self.most:
-            rate, width = map(min, self.most, (above and above.most) or self.most)
-            speed = _speed(rate)
-            self.device = self.device._replace(speed=speed, width=int(width))
-
-
-def _read_device(origin: str, number: int, line: str, match: re.Match[str]) -> _Listed:
-    address, rest = pci.plain_address(match[1]), match[2]
-    kind = _CLASS.search(rest)
-    name, is_named, title = rest.partition(": ")
-    if kind is None and is_named:
-        vendor = next((v for n, v in _VENDOR_NAMES.items() if n in title), UNKNOWN)
-        code = _CLASS_NAMES.get(name, 0) << 8
-        return _Listed(PciDevice(address, class_code=code, vendor=vendor), title)
-    ids = list(_IDS.finditer(rest, kind.end())) if kind else []
-    if kind is None or not ids:
+def _read_device(
+    origin: str, number: int, match: re.Match[str]
+) -> tuple[PciDevice, str]:
+    """Return a device and its title from the first line of it."""
+    address, line = pci.plain_address(match[1]), match[2]
+    kind = _CLASS.fullmatch(line)
+    if kind is None:
+        rule = "a device must have its class and a name or ids, as lspci writes them"
+        raise bad_value(origin, number, rule, line)
+    bare, name, code, rest = kind.groups()
+    rest = re.sub(r"^(\w{4}:\w{4})\b", r"[\1]", rest) if bare else rest
+    ids = list(_IDS.finditer(rest))
+    # Of a listing with ids, a line that lacks them was cut.
+    if name in _CLASS_NAMES and code and not ids:
         rule = "a device must have its class and its ids in brackets, as lspci"
         raise bad_value(origin, number, f"{rule} -nn writes them", line)
-    code, vendor, device = (int(t, 16) for t in (kind[1], *ids[-1].groups()))
-    return _Listed(
-        PciDevice(address, class_code=code << 8, vendor=vendor, device=device),
-        rest[kind.end() : ids[-1].start()],
+    vendor = next((v for n, v in _VENDOR_NAMES.items() if n in rest), UNKNOWN)
+    device = UNKNOWN
+    if ids and (bare or code):
+        vendor, device = (int(text, 16) for text in ids[-1].groups())
+        rest = rest[: ids[-1].start()]
+    number_of_class = int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)
+    found = PciDevice(
+        address, class_code=number_of_class << 8, vendor=vendor, device=device
+    )
+    return found, _REVISION.sub("", rest)
+
+
+def _with_detail(device: PciDevice, line: str) -> PciDevice:
+    """Return a device with what a line below it shows."""
+    if match := _LINK.fullmatch(line):
+        speed, width = f"{float(match[2]):.1f} GT/s PCIe", int(match[3])
+        if match[1] == "Cap":
+            return device._replace(speed=speed, width=width)
+        return device._replace(speed_now=speed, width_now=width)
+    if match := _NUMA.fullmatch(line):
+        return device._replace(node=int(match[1]))
+    return (
+        device._replace(is_redirecting=True) if _REDIRECTS.fullmatch(line) else device
     )
 
 
-def _speed(rate: float) -> str:
-    return f"{rate:.1f} GT/s PCIe"
-
-
-def _parents_first(parents: Mapping[str, str]) -> list[str]:
-    """Return addresses, each after that of the bridge above it."""
-    ordered: dict[str, None] = {}
-    for name in parents:
-        chain = [name]
-        while (above := parents.get(chain[-1], "")) and above not in chain:
-            chain.append(above)
-        ordered |= dict.fromkeys(reversed(chain))
-    return list(ordered)
-
-
-def _host(saved: Saved, listed: Iterable[_Listed]) -> HostTopology:
+def _host(
+    saved: Saved, devices: Mapping[str, PciDevice], titles: Mapping[str, str]
+) -> HostTopology:
     gpus: list[GpuDevice] = []
     ports: list[NetPort] = []
-    kept: list[PciDevice] = []
-    for each in listed:
-        device, address = each.device, each.device.bus_id
+    ends: list[str] = []
+    for address, device in devices.items():
         code = device.class_code
         if pci.is_gpu(code, device.vendor):
-            sm = pci.compute_capability(each.title)
-            gpus.append(GpuDevice(address, len(gpus), sm=sm, title=each.title))
+            title = titles[address]
+            sm = pci.compute_capability(title)
+            gpus.append(GpuDevice(address, len(gpus), sm=sm, title=title))
         elif pci.is_network(code):
             # Ports have no names: the address stands for it.
             ports.append(NetPort(address, address, kind=pci.port_kind(code)))
-        elif not pci.is_nvswitch(code, device.vendor) and code >> 8 != _BRIDGE:
+        elif not pci.is_nvswitch(code, device.vendor):
             continue
-        kept.append(device)
+        ends.append(address)
+    kept = keep_lower_ends(devices, ends)
     numbers = sorted({device.node for device in kept} - {UNKNOWN})
     nodes = tuple(NumaNode(number) for number in numbers)
     sources = (f"{LspciProbe.format} {saved.name}",)
-    return HostTopology("", sources, nodes, tuple(kept), tuple(gpus), tuple(ports))
+    return HostTopology("", sources, nodes, kept, tuple(gpus), tuple(ports))

@@ -1,13 +1,17 @@
-"""NCCL's topology file, and AMD's of the same form.
+"""NCCL's topology file, and AMD's of the same form; and the file of NCCL's search.
 
 NCCL writes one for ``NCCL_TOPO_DUMP_FILE`` and reads one for ``NCCL_TOPO_FILE``. Files
 of clouds hold processors and PCI devices alone: the PCI class tells GPUs and network
 adapters.
+
+For ``NCCL_GRAPH_DUMP_FILE`` NCCL writes the rings and trees that it found, and it
+follows a file that ``NCCL_GRAPH_FILE`` names, without a look at whether it can be.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
@@ -24,6 +28,7 @@ from ronde.topology.graph import (
     PciDevice,
     Topology,
 )
+from ronde.topology.paths.speeds import GPU_CLASSES
 from ronde.topology.pci import bus_order, is_network, plain_address, port_kind
 from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
 
@@ -36,8 +41,18 @@ _CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
 _UNSEEN = "fffffff:"
 _GPU_NUMBERS = ("dev", "rank", "sm", "gdr")
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
-# Display controllers, and AMD's accelerators.
-_GPU_CLASSES = (0x03, 0x12)
+_PATTERNS = {
+    1: "balanced tree",
+    2: "split tree",
+    3: "tree",
+    4: "ring",
+    5: "NVLS",
+    6: "direct to the network's switches",
+}
+_HOST_SHIFT = 56
+_SHORT = re.compile(r"[+-]?[0-9]{1,9}"), "a whole number"
+_DEVICE = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})"), "a hexadecimal number"
+_SPEED = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?"), "a number of GB/s"
 
 
 class NcclTopologyProbe:
@@ -197,7 +212,7 @@ class _HostReader:
     def _take_bare(self, device: PciDevice) -> None:
         """Add the GPU or port of a device that has nothing but its class."""
         bus_id, code = device.bus_id, device.class_code
-        if code >> 16 in _GPU_CLASSES:
+        if code >> 16 in GPU_CLASSES:
             self._gpus.setdefault(bus_id, GpuDevice(bus_id, UNKNOWN))
         elif is_network(code):
             self._add_port(NetPort(bus_id, bus_id, kind=port_kind(code)))
@@ -269,3 +284,66 @@ def _number_gpus(gpus: Iterable[GpuDevice]) -> tuple[GpuDevice, ...]:
     free = (n for n in range(len(taken) + len(bare)) if n not in taken)
     numbers = dict(zip(bare, free, strict=False))
     return tuple(g._replace(number=numbers.get(g.bus_id, g.number)) for g in gpus)
+
+
+class SearchGraph(NamedTuple):
+    """One shape with its channels."""
+
+    id: int  # 0 ring, 1 tree, 2 CollNet chain, 3 NVLS, 4 CollNet direct.
+    pattern: str  # The shape: ``ring``.
+    num_channels: int  # As declared; NCCL may use twice as many.
+    intra_gb_per_s: float  # Of a channel, inside the host.
+    inter_gb_per_s: float  # Of a channel, to other hosts.
+    intra_type: str  # The farthest path type between its GPUs.
+    inter_type: str  # The farthest path type between a GPU and its adapter.
+    channels: tuple[tuple[str, ...], ...]  # Of each, in order: ``net/0``, ``gpu/7``.
+
+
+def recognises_search_graph(saved: Saved) -> bool:
+    """Return whether a file is NCCL's graph file; quick, and true for damaged ones."""
+    return outermost_tag(saved.data) == "graphs"
+
+
+def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
+    """Return the graphs of a file, in its order.
+
+    Raises:
+        UsageError: It is no such file, or a value is missing or cannot be read.
+    """
+    root = parse_xml(saved.data, saved.name)
+    if root.tag != "graphs":
+        raise UsageError(
+            f"{saved.name} must begin with the element graphs, got {root.tag} at line "
+            f"{root.line}. Is it what NCCL wrote for NCCL_GRAPH_DUMP_FILE?"
+        )
+    return tuple(map(_read_graph, root.named("graph")))
+
+
+def _read_graph(graph: Element) -> SearchGraph:
+    pattern = int(_read(graph, "pattern", _SHORT))
+    return SearchGraph(
+        id=int(_read(graph, "id", _SHORT)),
+        pattern=_PATTERNS.get(pattern, f"pattern {pattern}"),
+        num_channels=int(_read(graph, "nchannels", _SHORT)),
+        intra_gb_per_s=float(_read(graph, "speedintra", _SPEED)),
+        inter_gb_per_s=float(_read(graph, "speedinter", _SPEED)),
+        intra_type=graph.get("typeintra"),
+        inter_type=graph.get("typeinter"),
+        channels=tuple(
+            tuple(map(_device, channel.named("gpu", "net")))
+            for channel in graph.named("channel")
+        ),
+    )
+
+
+def _read(element: Element, name: str, form: tuple[re.Pattern[str], str]) -> str:
+    text = element.attributes.get(name, "none")
+    if form[0].fullmatch(text.strip()) is None:
+        raise element.bad(f"{name} of {element.tag} must be {form[1]}", text)
+    return text.strip()
+
+
+def _device(element: Element) -> str:
+    """Return ``gpu/7``; of another host than the file's first, ``gpu/1-7``."""
+    host, number = divmod(int(_read(element, "dev", _DEVICE), 16), 1 << _HOST_SHIFT)
+    return f"{element.tag}/{host}-{number}" if host else f"{element.tag}/{number}"

@@ -48,10 +48,17 @@ _GROWN = re.compile(r"(?<=[0-9])(?=(?:GPU|NIC|mlx)[0-9])")
 _HEADING = re.compile(r"CPU\s+Affinity|NUMA\s+Affinity|GPU\s+NUMA\s+ID")
 _LEGEND = re.compile(r"\s*(NIC[0-9]{1,4})\s*:\s*(\S{1,64})\s*")
 
+# Without ``NV#`` it is that of ``topo -mp``, which leaves NVLinks out.
+_LEGEND_OF_MATRIX = re.compile(r"\s*(Legend:|NV#).*")
+
 _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
 _LINK = re.compile(r"\s*Link ([0-9]{1,3}):\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,6})?) GB/s")
 _INACTIVE = "<inactive>"
+# All are down, as in MIG mode.
+_OF_ALL_LINKS = re.compile(
+    r"\s*(?:.*(?i:NVLink information as all links are inactive)|(MIG) .*\(UUID: MIG-.*)"
+)
 
 
 class NvidiaSmiProbe:
@@ -112,6 +119,10 @@ class _Gpu:
     uuid: str = ""
     # GB/s at which each active link signals, by its number.
     rates: dict[str, float] = field(default_factory=dict[str, float])
+    # What shows its links: of those that are down, or of one in MIG mode, nobody sees
+    # where they would lead.
+    is_listed: bool = False
+    has_mig: bool = False
 
 
 class _Reader:
@@ -123,6 +134,7 @@ class _Reader:
         self._gpus: defaultdict[int, _Gpu] = defaultdict(_Gpu)
         self._below: _Gpu | None = None  # The one whose links follow.
         self._legend: dict[str, str] = {}
+        self._explained: set[str] = set()
         self._ports: dict[str, None] = {}  # Names of columns that are no GPUs.
         # Path and access by the names of both, each pair once; empty if unknown.
         self._pairs: dict[tuple[str, str], list[str]] = {}
@@ -143,18 +155,38 @@ class _Reader:
         elif columns := _columns(line):
             self._begin_matrix(number, line, columns)
         elif match := _GPU.fullmatch(line):
-            gpu = self._below = self._gpus[int(match[1])]
-            title, _, rest = match[2].partition(" (UUID: ")
-            gpu.title, gpu.uuid = title.strip(), rest.rstrip(") ") or gpu.uuid
+            self._take_gpu(number, match)
         elif match := _LINK.fullmatch(line):
-            rate = _link_rate(match[2])
-            if self._below is None or (rate is None and match[2][0] in "<0123456789"):
-                rule = "a link must stand below its GPU, with its rate"
-                raise bad_value(self._origin, number, rule, line.strip())
-            if rate:
-                self._below.rates[match[1]] = rate
+            self._take_link(number, line, match)
+        elif self._below and (match := _OF_ALL_LINKS.fullmatch(line)):
+            self._below.is_listed = True
+            self._below.has_mig |= bool(match[1])
+        elif match := _LEGEND_OF_MATRIX.fullmatch(line):
+            self._explained.add(match[1])
         elif match := _LEGEND.fullmatch(line):
             self._legend[match[1]] = match[2]
+
+    def _take_gpu(self, number: int, match: re.Match[str]) -> None:
+        gpu = self._below = self._gpus[int(match[1])]
+        title, _, rest = match[2].partition(" (UUID: ")
+        uuid, _, more = rest.partition(")")
+        uuid = uuid or gpu.uuid
+        if gpu.uuid not in ("", uuid):
+            rule = f"GPU {match[1]} must have one UUID, of one host in a file"
+            raise bad_value(self._origin, number, rule, uuid)
+        gpu.title, gpu.uuid = title.strip(), uuid
+        # Some drivers break no line here.
+        gpu.is_listed |= _OF_ALL_LINKS.fullmatch(more) is not None
+
+    def _take_link(self, number: int, line: str, match: re.Match[str]) -> None:
+        rate = _link_rate(match[2])
+        if self._below is None or (rate is None and match[2][0] in "<0123456789"):
+            rule = "a link must stand below its GPU, with its rate"
+            raise bad_value(self._origin, number, rule, line.strip())
+        # Other facts on a link are let pass, and show nothing of its state.
+        self._below.is_listed |= rate is not None
+        if rate:
+            self._below.rates[match[1]] = rate
 
     def _begin_matrix(self, number: int, line: str, columns: list[str]) -> None:
         self._end_matrix()
@@ -252,6 +284,7 @@ class _Reader:
                 title=gpu.title,
                 uuid=gpu.uuid,
                 node=homes.get(f"GPU{number}", UNKNOWN),
+                nvlinks=self._num_nvlinks(f"GPU{number}", gpu),
             )
             for number, gpu in sorted(self._gpus.items())
         }
@@ -271,6 +304,18 @@ class _Reader:
             ),
             remarks=tuple(dict.fromkeys(self._remarks))[:_MAX_REMARKS],
         )
+
+    def _num_nvlinks(self, name: str, gpu: _Gpu) -> int:
+        """Return how many NVLinks of a GPU are up; ``UNKNOWN`` if nothing shows it."""
+        if gpu.is_listed or gpu.has_mig:
+            return UNKNOWN if gpu.has_mig else len(gpu.rates)
+        words = [
+            path
+            for pair, (path, _) in self._pairs.items()
+            if path and name in pair and all(map(_GPU_NAME.fullmatch, pair))
+        ]
+        has_none = words and not any(map(_BONDED.fullmatch, words))
+        return 0 if has_none and self._explained != {"Legend:"} else UNKNOWN
 
     def _place(self) -> tuple[dict[int, int], dict[str, int]]:
         """Return the CPUs of NUMA nodes as bits, and the node of each GPU by its name.
@@ -328,6 +373,8 @@ class _Reader:
                     bonds[one][names[other]] = int(bonded[1])
         for name, gpu in gpus.items():
             targets, rates = bonds[name], self._gpus[gpu.number].rates
+            # A matrix shows how it should be, a list of links how it is.
+            targets = targets if gpu.nvlinks else {}
             most = max(targets.values(), default=0)
             # To several others by all its links, or by more than any GPU has, a GPU
             # gets through a switch.

@@ -50,6 +50,7 @@ class GpuAnswers(NamedTuple):
     sm: int = UNKNOWN  # Compute capability, such as 90.
     node: int = UNKNOWN  # NUMA node of the processor near it.
     nvlinks: tuple[Remote, ...] = ()  # Those that are active.
+    has_states: bool = True  # Whether NVML has states of NVLinks; not in MIG mode.
     nvlink_mb_per_s: int = UNKNOWN  # At which each of them signals.
     c2c_mb_per_s: tuple[int, ...] = ()  # Of each active link to its processor.
 
@@ -76,7 +77,7 @@ def graph_of(
     for number, gpu in enumerate(gpus):
         address = plain_address(gpu.address)
         own = GpuDevice(address, number, sm=gpu.sm, title=gpu.title, uuid=gpu.uuid)
-        named.append(own)
+        named.append(own._replace(nvlinks=len(gpu.nvlinks)) if gpu.has_states else own)
         each = payload_gb_per_s(gpu.nvlink_mb_per_s)
         ends = [
             (_target(link), _CLASSES.get(link.kind, UNKNOWN)) for link in gpu.nvlinks
@@ -172,6 +173,11 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
     def address(pci: Any) -> str:  # noqa: ANN401
         return pci.busId if pci else ""
 
+    states = [
+        ask(UNKNOWN, "nvmlDeviceGetNvLinkState", link)
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+    ]
+    has_mig = ask((0, 0), "nvmlDeviceGetMigMode")[0] == 1
     major, minor = ask((0, UNKNOWN), "nvmlDeviceGetCudaComputeCapability")
     scope = nvml.NVML_AFFINITY_SCOPE_NODE
     words = ask((), "nvmlDeviceGetMemoryAffinity", _NODE_WORDS, scope)
@@ -187,10 +193,11 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
         node=nodes.bit_length() - 1 if nodes.bit_count() == 1 else UNKNOWN,
         nvlinks=tuple(
             Remote(ask(_UNKNOWN_REMOTE, kind, link), address(ask(None, remote, link)))
-            for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-            if ask(0, "nvmlDeviceGetNvLinkState", link)
+            for link, state in enumerate(states)
+            if state == 1
         ),
         nvlink_mb_per_s=_ask_fields(nvml, handle, [speed])[0],
+        has_states=not has_mig and set(states) != {UNKNOWN},
         c2c_mb_per_s=_read_c2c(nvml, handle),
     )
 

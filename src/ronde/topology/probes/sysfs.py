@@ -1,10 +1,6 @@
 """A host as its kernel shows it in /proc and /sys: this machine, or a saved tree.
 
 Functions take ``root``: the directory that holds proc and sys; empty for this machine.
-
-A PCI switch is several bridges in sysfs: one above, and one for each port below. Of the
-two devices that a link joins, the lower is kept, as NCCL does: then a switch is one
-device, and each device has the link above it.
 """
 
 import re
@@ -43,14 +39,15 @@ from ronde.topology.machine import (
     read_online,
     split_cores,
 )
+from ronde.topology.paths.speeds import gt_per_s
 from ronde.topology.pci import bus_order, compute_capability, is_address, is_network
+from ronde.topology.probes.base import keep_lower_ends
 
 SOURCE = "sysfs"
 """How sources of this kind begin."""
 
 _BUS = "sys/bus/pci/devices"
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
-_SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s.*")
 # The kernel's value for a device that is not on PCI Express.
 _NO_WIDTH = 255
 _NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
@@ -80,16 +77,16 @@ def read_host(root: Path = Path("/")) -> HostTopology:
         if is_adapter or pci.is_nvswitch(each.class_code, each.vendor):
             ends.add(address)
     devices: dict[str, PciDevice] = {}
-    for address in sorted(ends, key=bus_order):
+    for address in ends:
         chain = functions[address].chain if address in functions else (address,)
-        for place in range((len(chain) - 1) // 2 * 2, -1, -2):
-            if chain[place] not in devices:
-                devices[chain[place]] = _read_device(top, chain[place:], nodes)
+        for place, name in enumerate(chain):
+            if name not in devices:
+                devices[name] = _read_device(top, chain[place:], nodes)
     return HostTopology(
         name=read_text(f"{top}/proc/sys/kernel/hostname"),
         sources=(f"{SOURCE} of {root if top else 'this machine'}",),
         numa_nodes=nodes,
-        devices=tuple(devices.values()),
+        devices=keep_lower_ends(devices, sorted(ends, key=bus_order)),
         gpus=gpus,
         ports=ports,
         interfaces=_read_interfaces(top, ports),
@@ -123,14 +120,13 @@ def read_functions(root: str) -> dict[str, Function]:
 def _read_device(
     root: str, chain: Sequence[str], nodes: Sequence[NumaNode]
 ) -> PciDevice:
-    """Return the first of a chain, with the link to the second."""
-    # Both ends can do more than their link: it is what the weaker one can.
-    own, *_ = ends = [f"{root}/{_BUS}/{address}" for address in chain[:2]]
-    speed, width = _weakest(ends, "max")
-    speed_now, width_now = _weakest([own], "current")
+    """Return the first of a chain; its link is what this end of it can do."""
+    own = f"{root}/{_BUS}/{chain[0]}"
+    links = [f"{own}/{which}_link" for which in ("max", "current")]
+    (speed, width), (speed_now, width_now) = map(_read_link, links)
     return PciDevice(
         chain[0],
-        chain[2] if len(chain) > 2 else "",
+        chain[1] if len(chain) > 1 else "",
         _read_node(root, chain, nodes),
         *(_code(own, name) for name in _CODES),
         speed=speed,
@@ -138,6 +134,13 @@ def _read_device(
         speed_now=speed_now,
         width_now=width_now,
     )
+
+
+def _read_link(path: str) -> tuple[str, int]:
+    speed = read_text(f"{path}_speed")
+    width = read_number(f"{path}_width", UNKNOWN)
+    is_width = 0 <= width < _NO_WIDTH
+    return speed if gt_per_s(speed) else "", width if is_width else UNKNOWN
 
 
 def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
@@ -152,18 +155,6 @@ def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> in
     cpus = set(members(near))
     around = (node.number for node in nodes if cpus and cpus <= set(node.cpus))
     return next(around, UNKNOWN)
-
-
-def _weakest(ends: Sequence[str], which: str) -> tuple[str, int]:
-    """Return the speed of a lane and the number of lanes, each of the weaker end."""
-    texts = [read_text(f"{end}/{which}_link_speed") for end in ends]
-    speeds = [(float(m[1]), m[0]) for m in map(_SPEED.fullmatch, texts) if m]
-    widths = [read_number(f"{end}/{which}_link_width", UNKNOWN) for end in ends]
-    known = [width for width in widths if 0 <= width < _NO_WIDTH]
-    return (
-        min(speeds, key=lambda speed: speed[0], default=(0.0, ""))[1],
-        min([width for width in known if width] or known, default=UNKNOWN),
-    )
 
 
 def _code(directory: str, name: str) -> int:
@@ -246,26 +237,12 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
         for number, cpus in read_node_cpus(root).items()
         if not online or online >> number & 1
     }
-    plain, numbers = _read_processor(root), list(cpus_of)
-    possible = members(read_list(f"{root}/{_NODES}/possible"))
+    plain = _read_processor(root)
     remarks: list[str] = []
     nodes: list[NumaNode] = []
     for number, listed in cpus_of.items():
-        own = f"{root}/{_NODES}/node{number}"
-        row = [_number(part) for part in read_text(f"{own}/distance").split()]
-        # A column for each node that is online, from some kernels for each that may
-        # ever be; else nobody knows whose they are.
-        columns = [c for c in (numbers, possible) if len(c) == len(row)][:1]
-        pairs = (pair for c in columns for pair in zip(c, row, strict=True))
-        known = tuple((n, distance) for n, distance in pairs if n in numbers)
-        known = known if all(distance > 0 for _, distance in known) else ()
-        if not known and len(numbers) > 1:
-            remarks.append(f"The kernel lists no distances of numa/{number}.")
-        node = plain._replace(
-            number=number,
-            memory_bytes=_read_memory(f"{own}/meminfo"),
-            distances=known,
-        )
+        memory = _read_memory(f"{root}/{_NODES}/node{number}/meminfo")
+        node = plain._replace(number=number, memory_bytes=memory)
         nodes.append(_with_cpus(root, node, listed & left))
         left &= ~listed
     if left and nodes:
