@@ -11,15 +11,12 @@ import pytest
 from tests.commands import refusal
 
 from ronde.errors import UsageError
-from ronde.render import draw_svg, draw_tree
+from ronde.render import draw_tree
 from ronde.topology import (
     AlignmentRequest,
-    GpuDevice,
     HostPlan,
     HostTopology,
     Level,
-    NumaNode,
-    PciDevice,
     Saved,
     Topology,
     compare_hosts,
@@ -233,22 +230,6 @@ def test_what_is_odd_in_a_file_is_one_note():
     notes = [f for f in lint_host(host_of(text)) if f.rule == "odd-source"]
     assert len(notes) == 1
     assert notes[0].what.count("gdr='x'") == 4
-
-
-def test_sixteen_gpus_of_one_machine_have_all_their_switches_drawn():
-    """A DGX-2 as a virtual machine shows it: everything at one place."""
-    gpus = [PciDevice(f"0000:{n:02x}:00.0", "", 0, 0x030200) for n in range(16)]
-    switches = [
-        PciDevice(f"0000:{n:02x}:00.0", "", 0, 0x068000, 0x10DE) for n in range(32, 44)
-    ]
-    host = HostTopology(
-        "dgx2",
-        numa_nodes=(NumaNode(0),),
-        devices=(*gpus, *switches),
-        gpus=tuple(GpuDevice(each.bus_id, n) for n, each in enumerate(gpus)),
-    )
-    drawing = draw_svg(host)
-    assert all(each.bus_id in drawing for each in switches)
 
 
 def device_lines(num_devices: int) -> str:

@@ -68,7 +68,6 @@ options:
   --json          the graph as JSON
   --matrix        a table like that of nvidia-smi topo -m
   --paths         kind and bandwidth of the paths of GPUs
-  --svg FILE      draw one host into FILE
 {_ROOT_OPTION}
 {_SOURCES_HELP}\
 Graphs that NCCL wrote (NCCL_GRAPH_DUMP_FILE) are shown as rings and trees, alone.
@@ -273,12 +272,10 @@ def _show(options: argparse.Namespace) -> int:
     if sources and _shows_rings(sources, options):
         return 0
     if sources and all(map(is_log, sources)):
-        require_alone(options, "--json", "--matrix", "--paths", "--svg", "--root")
+        require_alone(options, "--json", "--matrix", "--paths", "--root")
         files = (BytesIO(each.data) for each in sources)
         return _judge_log(files, sources[0].name, is_json=options.json)
     topology = _load(sources, options.root)
-    if options.svg:
-        _draw(topology.hosts, Path(options.svg))
     _print(topology, options)
     return 0
 
@@ -291,7 +288,7 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
     elif options.matrix or options.paths:
         for host in topology.hosts:
             print(_table(host, is_matrix=options.matrix), end="")
-    elif not options.svg:
+    else:
         from ronde.render.topo_tree import draw_tree
 
         print(draw_tree(topology), end="")
@@ -313,7 +310,7 @@ def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
             f"sources must be graphs of NCCL's search alone or none of them, got the "
             f"graph {name} and {others[0]}. Give them one after the other."
         )
-    for option in ("--root", *_FORMS, "--svg"):
+    for option in ("--root", *_FORMS):
         if getattr(options, attribute_of(option)):
             raise UsageError(
                 f"{option} must stand with the description of a machine, got it with a "
@@ -337,22 +334,6 @@ def _table(host: HostTopology, *, is_matrix: bool) -> str:
     if is_matrix:
         return tabulate_classes(table)
     return tabulate_speeds(find_paths(host), table)
-
-
-def _draw(hosts: Sequence[HostTopology], path: Path) -> None:
-    from ronde.render.topo_svg import draw_svg
-
-    if len(hosts) != 1:
-        raise UsageError(
-            f"--svg must have one host to draw, got {len(hosts)}. Give one host's "
-            "sources."
-        )
-    try:
-        path.write_text(draw_svg(hosts[0]), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"--svg must name a file that can be written, got {path}: {error.strerror}."
-        ) from None
 
 
 def _lint(options: argparse.Namespace) -> int:

@@ -20,7 +20,6 @@ __getattr__ = lazy_exports(
         "plot": "Point check_path draw",
         "text": "format_ranks format_runs parse_ranks",
         "topo_log": "count_findings draw_log draw_log_findings draw_search",
-        "topo_svg": "draw_svg",
         "topo_tables": (
             "draw_comparison judge tabulate_classes tabulate_plan tabulate_speeds"
         ),
