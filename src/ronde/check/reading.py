@@ -4,6 +4,7 @@ The checks of live hosts judge them, and ``printed-errors`` what only a file sho
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from xml.etree.ElementTree import Element
 from ronde.check.check import FAIL, Problem, Problems, Severity, each_host
 from ronde.check.fleet import Fleet, HostFacts, Value, Values
 from ronde.check.gpu.nvml import LOST, keep_report
-from ronde.check.gpu.smi import SmiReport, read_answers
+from ronde.check.gpu.smi import SmiReport, find_error, read_answers
 from ronde.check.gpu.xids import find_xids
 from ronde.check.probing import FactReader
 from ronde.errors import UsageError
@@ -39,6 +40,14 @@ _FIXES = {
     "memory": "give the job more memory, or let it use less",
     "link": "look at its cable and transceiver, and at the switch's port",
     "choose": "name the ports for jobs: NCCL_IB_HCA",
+    "again": "sudo reboot; if it happens again, have the GPU replaced",
+    "cool": "check fans, dust and airflow",
+    "alike": "train on GPUs that are alike; nvidia-smi -q -i {at}",
+    "inforom": "have the GPU replaced, or its InfoROM rewritten by the vendor",
+    "host": "drain the host; sudo ras-mc-ctl --errors; have the part replaced",
+    "server": "look at the file server and the network to it",
+    "look": "look at the lines around it; it may be what ended or held up the job",
+    "cut": "nvidia-smi -q, without -i; a GPU that is missing there does not answer",
 }
 _AT = r"(?P<at>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])"
 _AER = rf"{_AT}: (?:AER: )?PCIe Bus Error: severity="
@@ -52,7 +61,15 @@ fail reset the driver asks for a reset
 fail reset the driver advises: {{}}
   /gpu_recovery_action: (?!None|N/A|\[|Reset$|Reboot$|Drain)(.+)
 fail replace its memory cannot be repaired
-  /unrepairable_memory: Yes|/sram_threshold_exceeded: Yes
+  /unrepairable_memory: Yes
+fail replace its caches (SRAM) had more errors than the threshold
+  /sram_threshold_exceeded: Yes
+warn cool it is above its temperature limit
+  /gpu_temp_tlimit: -[1-9]
+inform alike {{}}
+  ^gpu differs: (its model .*)
+warn alike {{}}
+  ^gpu differs: (.*)
 fail replace 60 or more pages of its memory are retired
   retired_pages/\w+(?:/retired_count)?: (?:[6-9]\d|\d{{3,}})$
 fail mode no program may compute on it (compute mode Prohibited)
@@ -65,12 +82,20 @@ inform persist persistence mode is off
   /persistence_mode: Disabled
 fail reboot nvidia-smi cannot ask the GPU
   Unable to determine the device handle for (?:[Gg][Pp][Uu]\w*:? *)?(?P<at>[\w:.]+):
+fail inforom a GPU's InfoROM is damaged
+  WARNING: info[Rr][Oo][Mm] is corrupted at gpu (?P<at>[\w:.]+)
+inform cut {{}}
+  ^(only 1 of \d+ GPUs .*)
+warn cut {{}}
+  ^(only \d+ of \d+ GPUs .*|GPU \d+ lacks .*)
 fail driver nvidia-smi cannot ask the driver
   No devices were found|NVIDIA-SMI has failed|Failed to initialize NVML
 fail reboot NVIDIA's driver could not start
   NVRM: (?:GPU {_AT}: )?(?:RmInitAdapter failed|API mismatch)
 fail reboot {_OFF_THE_BUS}
-  NVRM: GPU (?:at PCI:)?{_AT}.* fallen off the bus
+  NVRM: (?:The NVIDIA )?GPU (?:at PCI:)?{_AT}.* fallen off the bus
+warn driver NVIDIA's driver could not start a GPU
+  NVRM: The NVIDIA probe|nvidia(?:: probe of)? {_AT}(?:: probe.*)? failed with error
 fail reseat fatal PCI errors (AER)
   {_AER}Uncorrect\w+ \(Fatal
 warn reseat uncorrected PCI errors (AER)
@@ -79,10 +104,28 @@ inform reseat corrected PCI errors (AER)
   {_AER}Correct
 fail firmware the adapter's firmware has failed
   mlx5_core {_AT}: .*(?:health compromised|Fatal error|flow aborted|severity\([0-3])
+fail again the driver could not reset a GPU
+  amdgpu {_AT}: .*GPU reset\(\d+\) failed
 fail reboot the driver has reset a GPU
-  amdgpu {_AT}: .*(?:GPU reset begin|uncorrectable hardware errors)
+  amdgpu {_AT}: .*GPU reset begin
+fail again uncorrectable errors in a GPU's memory or caches
+  amdgpu {_AT}: .*\b[1-9]\d* (?:new )?uncorrectable hardware errors
+warn link an adapter reports of its cable or transceiver: {{1}}
+  mlx5_core {_AT}: .*Port module event\[error\]: module \d+, (?:Cable error, )?(.+)
+warn cool an adapter is too hot
+  mlx5_core {_AT}: .*High temperature on sensors
 warn memory the kernel has killed programs for lack of memory
   ut of memory: Kill(?:ed)? process \d+ \((?P<at>[^)]*)\)
+warn host errors of the host's memory or processor
+  Machine Check Exception|event severity: (?:fatal|recover)|EDAC \S+ [1-9]\d* UE\b
+warn look a processor was stuck
+  soft lockup - CPU|hard LOCKUP on|self-detected stall
+warn look a program was blocked for minutes
+  task (?P<at>\S+):\d+ blocked for more than
+warn server a file server does not answer
+  nfs: server (?P<at>\S+) (?:not responding|timed out)
+warn look a program crashed in {{}}
+  (?:segfault|general protection) .* in (lib(?:[nr]ccl|cuda|torch|ibv|fabric)[^\[ ]*)
 warn link {{}}
   ^(\S+ .*lost its link (?:.* is down|(?:\d\d+|[3-9]) times))
 inform link {{}}
@@ -92,13 +135,20 @@ warn link {{}}
 inform choose {{}}
   ^(ports are of .*|\S+ has [\d.]+ of [\d.]+ Gb/s.*)
 """
-"""Severity, fix and meaning; and the pattern of a line, the first group for ``{}``."""
+"""Severity, fix and meaning; and the pattern of a line, its groups for ``{}``."""
 _LINK = re.compile(
     r"(?:mlx[45]_\w+|bnxt_en|ice|i40e|ionic) (?P<at>\S+(?: [\w-]+)?): .*?"
-    r"[Ll]ink (?:is )?(?P<word>[Uu]p|UP|[Dd]own|DOWN)\b"
+    r"(?:[Ll]ink (?:is )?|module \d+, Cable )"
+    r"(?P<word>[Uu]p|UP|ACTIVE|plugged|[Dd]own|DOWN|unplugged)\b"
 )
+_OF_NVIDIA_SMI = "Unable to|No devices|NVIDIA-SMI|Failed to|WARNING: info"
 _GONE = re.compile("GPU (?:is lost|requires reset)")
 _PASSED_ON = ("Pass-Through", "VGPU", "")
+_ALIKE = {
+    "power limit": "gpu_power_readings/current_power_limit power_readings/power_limit",
+    "ECC": "ecc_mode/current ecc_mode/current_ecc",
+}
+_SOUGHT = "errors of GPUs, adapters, links, PCI, memory, processors and file servers"
 _MAX_LINE_CHARS = 1000
 
 
@@ -129,22 +179,24 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
 
     Raises ``UsageError`` for one of another form.
     """
-    other, probe = recognise_other(saved)[0], find_probe(saved)
+    (other, cure), probe = recognise_other(saved), find_probe(saved)
     is_log = other == KERNEL_LOG
     values: dict[str, Value] = {}
-    lines = list(_log_lines(saved))
+    lines = _join_messages(_log_lines(saved))
     if probe is SMI_QUERY:
         what, more = _read_query(values, saved)
     elif probe is RDMA_PORTS:
         what, more = _read_ports(values, saved)
     else:
         what = counted(len(lines), "kernel line" if is_log else "line")
+        what += f" (sought: {_SOUGHT})" * is_log
         more = _lost_links(lines)
         values["gpu.xids"] = _read_xids(lines)
     errors = _find_errors([*lines, *more])
     if not (errors or is_log or probe in (SMI_QUERY, RDMA_PORTS)):
         name = probe.format if probe else other or "none of them"
-        cure = f" Type: ronde topo lint {saved.name}" * (probe is not None)
+        cure = f"Type: ronde topo lint {saved.name}" if probe else cure
+        cure = f" {cure}" * cure.startswith("Type: ")
         raise UsageError(
             f"{saved.name} must be what nvidia-smi -q, dmesg or ibstat prints, got "
             f"{name}.{cure}"
@@ -160,8 +212,21 @@ def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
         if match := KERNEL_LINE.match(line[:_MAX_LINE_CHARS]):
             stamp = (match["at"] or match["date"] or "").strip("[] ")
             yield f" in line {number}" + f" ({stamp})" * bool(stamp), match["text"]
-        elif line.startswith(("Unable to", "No devices", "NVIDIA-SMI", "Failed to")):
+        elif re.match(_OF_NVIDIA_SMI, line):
             yield f" in line {number}", line[:_MAX_LINE_CHARS]
+
+
+def _join_messages(lines: _Lines) -> list[tuple[str, str]]:
+    """Return lines with the driver's messages of three lines about a GPU as one."""
+    joined: list[tuple[str, str]] = []
+    for place, text in lines:
+        before = joined[-1] if joined else ("", "")
+        rest = re.match(r"NVRM:( [(a-z].*)", text)
+        if rest and before[1].startswith("NVRM: The NVIDIA GPU "):
+            joined[-1] = before[0], before[1] + rest[1]
+        else:
+            joined.append((place, text))
+    return joined
 
 
 def _find_errors(lines: _Lines) -> list[_Error]:
@@ -198,7 +263,9 @@ def _lost_links(lines: _Lines) -> Iterator[tuple[str, str]]:
     states: dict[str, list[bool]] = {}
     for _, line in lines:
         if match := _LINK.search(line):
-            states.setdefault(match["at"], []).append(match["word"].lower() == "up")
+            states.setdefault(match["at"], []).append(
+                match["word"].lower() in ("up", "active", "plugged")
+            )
     for at, own in states.items():
         if lost := sum(was and not is_up for was, is_up in pairwise(own)):
             end = "" if own[-1] else " and is down"
@@ -232,7 +299,30 @@ def _read_query(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
     lines = (
         (str(n), line) for n, gpu in enumerate(gpus) for line in _flatten(gpu, "gpu")
     )
+    lines = [*lines, *_compare_gpus(gpus, top.findtext("attached_gpus", "").strip())]
     return f"nvidia-smi -q of {counted(len(gpus), 'GPU')}", lines
+
+
+def _compare_gpus(gpus: list[Element], attached: str) -> _Lines:
+    """Yield a sentence for each GPU that is cut off, missing or unlike most others."""
+    if attached.isdecimal() and len(gpus) < int(attached):
+        yield "", f"only {len(gpus)} of {attached} GPUs are shown"
+    sections = [[each.tag for each in gpu] for gpu in gpus]
+    if gpus and sections[0][: len(sections[-1])] == sections[-1] != sections[0]:
+        yield "", f"GPU {len(gpus) - 1} lacks its last sections: the file was cut"
+    titles = {gpu.findtext("product_name", "").strip() for gpu in gpus}
+    alike = _ALIKE if len(titles) == 1 else {"model": "product_name"} if titles else {}
+    for name, paths in alike.items():
+        found = [
+            next((t.strip() for p in paths.split() if (t := gpu.findtext(p))), "")
+            for gpu in gpus
+        ]
+        usual, num = max(Counter(found).items(), key=lambda item: item[1])
+        for n, value in enumerate(found):
+            is_known = value not in ("", "N/A") and not find_error(value)
+            if is_known and value != usual and 2 * num > len(gpus):
+                what = f"its {name} is {value}, but {usual} on most GPUs"
+                yield str(n), f"gpu differs: {what}"
 
 
 def _flatten(section: Element, path: str) -> Iterator[str]:

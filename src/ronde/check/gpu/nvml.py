@@ -357,7 +357,8 @@ def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
             alike[problem].append(number)
     for problem, numbers in alike.items():
         gpus = f"GPU{'s' * (len(numbers) > 1)} {format_list(numbers)}"
-        yield problem._replace(what=f"{gpus}: {problem.what}", host=host)
+        fix = problem.fix.replace("-i N", f"-i {','.join(map(str, numbers))}")
+        yield problem._replace(what=f"{gpus}: {problem.what}", fix=fix, host=host)
 
 
 def each_gpu(

@@ -293,6 +293,7 @@ def gpu_mig(fleet: Fleet) -> Problems:
     """
     count = fleet.hosts[0].values.get(COUNT) if len(fleet.hosts) == 1 else 0
     is_alone = count and (fleet.settings.get("num_ranks") or count) == 1
-    split = Problem("split into instances (MIG)", INFORM if is_alone else FAIL)
+    severity = INFORM if is_alone else FAIL
+    split = Problem("split into instances (MIG)", severity, fix=gpu_mig.fix)
     for host, gpus in fleet.known("gpu.mig").items():
         yield from fold_gpus(host, (split if is_on else None for is_on in gpus))

@@ -25,6 +25,9 @@ _ACTIVE = {  # by NVML's bit
     0x08: "hw_slowdown",
 }
 _STATES = {"not started": 1, "in progress": 2, "completed": 3}
+# First bit of each part of NVML's health.
+_HEALTH = {"bandwidth": 0, "route_recovery_in_progress": 2, "route_unhealthy": 4}
+_HEALTH |= {"access_timeout_recovery": 6}
 _SUMMARIES = {"healthy": 1, "unhealthy": 2, "limited capacity": 3}
 _MEMORY = {"total": "total", "used": "used"}
 _PCIE = {
@@ -211,10 +214,16 @@ def _fabric(gpu: Element) -> Value:
         raise NotShownError
     # Older drivers have no summary.
     summary = gpu.findtext("fabric//summary", "").strip().lower()
+    status = _text(gpu, "fabric/status")
+    health = {n: gpu.findtext(f"fabric/health/{n}", "").strip() for n in _HEALTH}
     return {
         "state": _STATES[state.lower()],
-        "status": 0 if _text(gpu, "fabric/status") in ("Success", "N/A") else 999,
-        "health": 0,
+        "status": 0 if status in ("Success", "N/A") else status,
+        "health": sum(
+            1 << _HEALTH[name]
+            for name, value in health.items()
+            if value in ("Degraded", "True", "Yes")
+        ),
         "summary": _SUMMARIES.get(summary, 0),
     }
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, Severity, each_host
 from ronde.check.fleet import Fleet, Value, Values
+from ronde.check.gpu.health import ADVICE
 from ronde.check.kernel_log import read_log
 from ronde.topology.cpu_sets import members, parse_list
 from ronde.topology.pci import plain_address
@@ -37,13 +38,16 @@ warn 78
 inform 94
   start the program again; when it suits, stop what uses the GPU, then: sudo nvidia-smi
   --gpu-reset -i N
-inform 8,11,13,25,31-32,39-41,45,60,68-72,75-77,80,82-86,88-89,96-105,126-135,139
+inform 8,11,13,25,31-32,39-41,43,45,60,68-72,75-77,80,82-86,88-89,96-105,126-135,139
   start the program again; if it happens again, look at the program
-inform 14,37-38,43-44,63,66-67,92-93,106-108,121,137,141,152-154,157,160-161
+inform 63,92,121
+  nvidia-smi -q -i N shows its memory and links: after the job, reset the GPU if a row
+  or a page is pending; if the number grows, have the GPU replaced
+inform 14,37-38,44,66-67,93,106-108,137,141,152-154,157,160-161
 """
 """Severity, numbers, and what NVIDIA says to do about them.
 
-154 repeats the driver's advice, which is a check of its own.
+154 has the driver's advice, which is a check of its own where the driver answers.
 """
 
 
@@ -63,20 +67,24 @@ _NAMES = {
     13: "error in a kernel",
     31: "access to memory that is not mapped",
     45: "a program ended and was cleaned up",
+    43: "a program's work was stopped",
     46: "the GPU stood still",
     48: "two bits wrong in memory",
     54: "no auxiliary power",
     62: "its micro-controller halted",
+    63: "a row or page of memory is to be replaced",
     64: "a row of memory could not be replaced",
     69: "error in a kernel",
     74: "error of an NVLink",
     79: "it has fallen off the bus",
+    92: "many corrected memory errors",
     94: "memory error, contained",
     95: "memory error, not contained",
     109: "a context could not be switched",
     110: "security fault",
     119: "its system processor does not answer",
     120: "error of its system processor",
+    121: "corrected error of the link to the CPU",
     136: "an NVLink could not be trained",
     140: "uncorrected memory errors",
     143: "it could not be initialized",
@@ -93,6 +101,8 @@ _XID = re.compile(
     r"(?P<kind>S?Xid) \((?:PCI:)?(?P<address>[0-9a-fA-F:.]+)"
     r"(?: GPU-I:[0-9a-fA-F]+)?\): (?P<code>\d+)(?P<rest>.*)"
 )
+_CAUSE = re.compile(r"caused by previous Xid (\d+)")
+_ADVISED = re.compile(r"recovery action changed from .* to 0x([0-9a-f]+)")
 _ADVICE, _ADDRESSES = "gpu.recovery_action", "gpu.bus_ids"
 
 
@@ -122,6 +132,10 @@ def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
                 "age_s": max(0.0, round(age_s, 1)),
                 "is_fatal": re.search(r"\bFatal\b", xid["rest"]) is not None,
             }
+            if cause := _CAUSE.search(xid["rest"]):
+                found[kind, address, code]["cause"] = int(cause[1])
+            if advised := _ADVISED.search(xid["rest"]):
+                found[kind, address, code]["advice"] = int(advised[1], 16)
     return list(found.values())
 
 
@@ -141,13 +155,23 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
     """
     numbers = zip(values.get(_ADDRESSES) or (), values.get(_ADVICE) or (), strict=False)
     advice = {address: action for address, action in numbers if action is not None}
+    causes: dict[str, int] = {}  # by GPU its last one that asks for something
     for each in values["gpu.xids"]:
         severity, fix = _resolve(each)
-        if not fix:
+        is_asked = "advice" in each and each["address"] in advice
+        if not fix or is_asked:
             continue
         is_xid, code = each["kind"] == "Xid", each["code"]
         what = f"{each['kind']} {code}"
-        what += f" ({_NAMES[code]})" if is_xid and code in _NAMES else ""
+        name = _NAMES.get(code, "") if is_xid else ""
+        before = causes.get(each["address"]) if is_xid and code == 45 else None
+        if cause := each.get("cause", before):
+            name, fix = f"it follows from Xid {cause}", f"see Xid {cause}"
+        elif "advice" in each:
+            name = f"the driver advises {_advice(each)[0]}"
+        if is_xid and severity is FAIL:
+            causes[each["address"]] = code
+        what += f" ({name})" if name else ""
         what += f" at {each['address']}"
         what += f", {each['times']} times, last" if each["times"] > 1 else ""
         what += f" {each.get('where') or format_duration(each['age_s']) + ' ago'}"
@@ -156,12 +180,19 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
         own = [advice.get(each["address"])] if is_xid else own
         if severity is FAIL and own and not any(a != 0 for a in own):
             severity, what = WARN, f"{what}; by now the driver asks for nothing"
+        fix = fix.replace("-i N", f"-i {each['address']}")
         yield Problem(what, severity, fix=fix)
+
+
+def _advice(entry: Value) -> tuple[str, str]:
+    return ADVICE.get(entry["advice"], ADVICE[1])
 
 
 def _resolve(entry: Value) -> _Resolution:
     if entry["kind"] != "Xid":
         return _FATAL_SWITCH if entry["is_fatal"] else _OTHER
+    if entry.get("advice"):
+        return FAIL, _advice(entry)[1]
     severity, fix = _RESOLUTIONS.get(entry["code"], _OTHER)
     # In the catalogue's table of these, most that are not fatal ask for nothing.
     is_harmless = entry["code"] in _NVLINK and not entry["is_fatal"]

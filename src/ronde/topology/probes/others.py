@@ -7,10 +7,13 @@ from ronde.topology.probes.base import Saved, first_lines
 
 _STAMP = r"\[ *\d+\.\d{6}\]|\[\w{3} \w{3} +\d+ [\d:]{8} \d{4}\]|\[\w{3}\d+ [\d:]{5}\]"
 KERNEL_LINE = re.compile(
-    r"(?:[\w.-]+: )?(?:[a-z]+ *:[a-z]+ *: )?"  # the tag of a launcher; dmesg -x
+    # The tag of a launcher; dmesg -x or -r.
+    r"(?:[\w.-]+: )?(?:[a-z]+ *:[a-z]+ *: |<\d+>)?"
     rf"(?:(?P<at>{_STAMP}|\d{{4}}-\d\d-\d\dT[\d:]{{8}},\d{{6}}[+-]\d\d:?\d\d) "
     r"|(?P<date>\w{3} +\d+ [\d:]{8}|\d{4}-\d\d-\d\d[T ]\S+) \S+ kernel: "
-    r"|\d+,\d+,\d+,[^; ]*;)"
+    r"|\d+,\d+,\d+,[^; ]*;"
+    # Without a stamp: journalctl -o cat, and further lines of one message.
+    r"|\s*kernel: |\s*(?=NVRM: |(?:mlx5_core|amdgpu|nvidia) [\da-f:.]{12}[ :]))"
     r"(?P<text>.*)"
 )
 """A line of the kernel's log as dmesg, the journal or syslog has it."""
