@@ -41,7 +41,7 @@ __getattr__ = lazy_exports(
             "FRAME LARGE_BYTES NUM_STREAMS REACH better blame listen lost_pairs "
             "measure_mtu own_mtu_towards plan_partners reach receive_exactly stream"
         ),
-        "path_tasks": "NUM_SAMPLES SAMPLE_BYTES run_tasks sample",
+        "path_tasks": "NUM_SAMPLES SAMPLE_BYTES WHOLE_BYTES digest run_tasks",
         "probing": (
             "FAILED FactReader ProbeEntry UnreadableError read_facts run_probes"
         ),
@@ -49,6 +49,6 @@ __getattr__ = lazy_exports(
             "ABSENT digest_code find_nccl read_driver read_packages read_torch "
             "select_environment"
         ),
-        "storage": "find_mount find_shared read_mounts try_path",
+        "storage": "digest_files find_mount find_shared read_mounts try_path",
     },
 )

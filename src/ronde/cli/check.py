@@ -34,6 +34,7 @@ from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller import Controller, Preflight
 from ronde.launch.environments import own_environment, select_forwarded
 from ronde.launch.hosts.host import MAX_SLOTS, Host
+from ronde.launch.limits import USUAL, Timeouts
 from ronde.launch.node import AgentNode
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals
@@ -61,8 +62,9 @@ what to check:
                         else this one
   --path DIR ...        folder that all hosts must share
   --file FILE ...       file that must be equal on all hosts
-  --expect WORDS        what each host must have, as 8xH100,8x400G,2TiB (GPUs,
-                        ports, memory), or a file with such words
+  --expect WORDS        what each host must have, as 8xH100,8x400G,2TiB,10GB/s
+                        (GPUs, ports, memory, and what --bandwidth measures
+                        between hosts), or a file with such words
   --only NAME[,NAME] ...
                         make these checks alone: families or ids of ronde
                         check list
@@ -130,7 +132,7 @@ def _make_parser() -> CommandParser:
     return parser
 
 
-def run(words: Sequence[str]) -> int:
+def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
     parser = _make_parser()
     if "-h" in words or "--help" in words:
         parser.read(["--help"])
@@ -150,13 +152,13 @@ def run(words: Sequence[str]) -> int:
             )
         case _:
             try:
-                return _check(words)
+                return _check(words, timeouts)
             except InterruptedStartError as error:
                 return 128 + error.number
     return EXIT_READY
 
 
-def _check(words: Sequence[str]) -> int:
+def _check(words: Sequence[str], timeouts: Timeouts) -> int:
     environ = own_environment()
     request = read_check_request(words, environ)
     options = request.options
@@ -164,7 +166,7 @@ def _check(words: Sequence[str]) -> int:
     since = load_last(Path(options.since)) if options.since else None
     with caught_signals() as signal_fd, start_local_agent() as agent:
         starter = AgentStarter(
-            agent, lambda: make_spawner(options, environ), options.python
+            agent, lambda: make_spawner(options, environ), options.python, timeouts
         )
         with _progress() as report:
             collected = collect(
@@ -207,7 +209,8 @@ def read_check_request(
     }
     if options.expect is not None:
         settings[EXPECTED] = read_expected(options.expect)
-    if way is not None:
+    # An expected rate is measured.
+    if way is not None or "gb_per_s" in settings.get(EXPECTED, {}):
         settings["bandwidth"] = read_one_of("--bandwidth", way or "auto", _WAYS)
     if options.ranks is not None:
         settings["num_ranks"] = read_number(

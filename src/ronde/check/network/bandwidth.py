@@ -20,12 +20,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import combinations
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ronde.bench.results import Run, from_record
-from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host, name_pair
+from ronde.check.check import (
+    FAIL,
+    INFORM,
+    WARN,
+    Problem,
+    Problems,
+    check,
+    each_host,
+    name_pair,
+)
+from ronde.check.expected import EXPECTED
 from ronde.check.fleet import ENVIRONMENT, Fleet, HostPair, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
+from ronde.check.network.interfaces import (
+    ADDRESS,
+    INTERFACES,
+    VIRTUAL,
+    HostLink,
+    find_link,
+)
 from ronde.errors import UsageError
 from ronde.launch.environments import (
     JobFacts,
@@ -56,6 +73,9 @@ _PORTS = "network.rdma_ports"
 _SOCKETS = "sockets-between-nodes"
 # Below these shares of the median a host or a link is slow, and crawls.
 _SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
+# Of a faster link so much counts, as the processor or a short test may be the limit.
+_MOST_COUNTED_GB_PER_S = 1.25
+_UNKNOWN_GB_PER_S = 0.0125  # a link of unknown rate counts as 100 Mbit/s
 _STREAM_S, _LISTEN_S, _TIMEOUT_S, _SLACK_S = 0.3, 5.0, 10.0, 5.0
 _RANKS_S = 90.0  # for ranks to start, which import torch, to meet and to measure
 
@@ -386,11 +406,7 @@ def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...
     link does not make it that, as long as it has three partners. The links of slow
     hosts are not listed again; each other link is compared with what is usual then.
     """
-    pairs = {
-        (a, b): min(rates[a][b], rates[b][a])
-        for a, b in combinations(rates, 2)
-        if b in rates[a] and a in rates[b]
-    }
+    pairs = _rates_of_pairs(rates)
     met: dict[str, dict[str, float]] = {}
     for (a, b), rate in pairs.items():
         met.setdefault(a, {})[b] = rate
@@ -415,6 +431,73 @@ def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...
     return tuple(described), tuple(links)
 
 
+def _rates_of_pairs(rates: Rates) -> dict[HostPair, float]:
+    """Return the lower direction of each pair that was measured both ways."""
+    return {
+        (a, b): min(rates[a][b], rates[b][a])
+        for a, b in combinations(rates, 2)
+        if b in rates[a] and a in rates[b]
+    }
+
+
+class LackingPair(NamedTuple):
+    """Two hosts that exchange less than they must, whatever other hosts do."""
+
+    rate: float  # GB/s
+    must: str  # what they must reach, or the link that should carry more
+
+
+def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
+    """Return the pairs below the rate of ``--expect``, or far below that of a link."""
+    expected = fleet.settings.get(EXPECTED, {}).get("gb_per_s")
+    links = {f.host: _link_of(f.values) for f in fleet.having(RATES, WAY)}
+    ways = {*fleet.known(WAY).values()}
+    lacking: dict[HostPair, LackingPair] = {}
+    for pair, rate in _rates_of_pairs(fleet.known(RATES)).items():
+        if expected is not None:
+            if rate < expected:
+                lacking[pair] = LackingPair(rate, f"{_show(expected)} expected")
+        # Many ranks of Gloo's wait for each other, whatever the link carries.
+        elif ways != {"gloo"} and links.keys() >= {*pair}:
+            slower = min((links[host] for host in pair), key=_least_rate)
+            known = "" if slower.gb_per_s else "any link carries 0.1 Gbit/s, and "
+            if rate < _least_rate(slower):
+                lacking[pair] = LackingPair(rate, f"{known}{slower.text}")
+    return lacking
+
+
+def _find_lacking(
+    rates: Rates, lacking: Mapping[HostPair, LackingPair]
+) -> dict[str, LackingPair]:
+    """Return hosts that lack with all others, with the best of that; then pairs."""
+    own: dict[str, list[HostPair]] = {}
+    for pair in _rates_of_pairs(rates):
+        for host in pair:
+            own.setdefault(host, []).append(pair)
+    found = {
+        host: max(lacking[pair] for pair in pairs)
+        for host, pairs in own.items()
+        if lacking.keys() >= {*pairs}
+    }
+    alone = [pair for pair in lacking if found.keys().isdisjoint(pair)]
+    return found | {name_pair(*pair): lacking[pair] for pair in alone}
+
+
+def _least_rate(link: HostLink) -> float:
+    known = _UNKNOWN_GB_PER_S if link.gb_per_s is None else link.gb_per_s
+    return _CRAWL_SHARE * min(known, _MOST_COUNTED_GB_PER_S)
+
+
+def _link_of(values: Values) -> HostLink:
+    """Return what a host measured by: for NCCL its RDMA ports, if there are any."""
+    ports: Mapping[str, Any] = values.get(_PORTS, {}) if values[WAY] == "nccl" else {}
+    up = [p["mbit_per_s"] / 8000 for p in ports.values() if p["state"] == "ACTIVE"]
+    if not up:
+        return find_link(values)
+    text = f"{len(up)} RDMA ports carry {min(up) * 8:g} Gbit/s each"
+    return HostLink(text, min(up))
+
+
 def run(hosts: HostSet) -> None:
     """Have the hosts meet in pairs, where there are several.
 
@@ -425,8 +508,9 @@ def run(hosts: HostSet) -> None:
         return
     engine = _choose_engine(hosts)
     way = Streams() if engine == "tcp" else Benches(engine, _num_ranks(hosts, engine))
-    for facts in hosts.facts.values():
+    for name, facts in hosts.facts.items():
         facts.values.update({RATES: {}, FAILURES: {}, WAY: engine})
+        facts.values[ADDRESS] = hosts.addresses[name]
         facts.values.update({REMARKS: {}} if engine == "nccl" else {})
     left_out = way.open(hosts)
     for name, address in hosts.addresses.items():
@@ -439,9 +523,11 @@ def run(hosts: HostSet) -> None:
     played = schedule[:: max(1, -(-len(schedule) // way.max_rounds))]
     for pairs in played:
         _play(hosts, way, pairs)
-    slow, links = judge_pairs({n: f.values[RATES] for n, f in hosts.facts.items()})
+    fleet = Fleet(tuple(hosts.facts.values()), hosts.settings)
+    slow, links = judge_pairs(fleet.known(RATES))
     suspected = [{each.host, other} for each in slow for other in each.partners]
     suspected += ({each.host, each.other} for each in links)
+    suspected += map(set, judge_links(fleet))
     for pairs in played:
         _play(hosts, way, [pair for pair in pairs if {*pair} in suspected])
     for facts in hosts.facts.values():
@@ -488,13 +574,55 @@ def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> 
                 known[RATES][other] = max(rate, known[RATES].get(other, 0.0))
 
 
-STEP = ProbeStep(
-    "bandwidth", run, (RATES, FAILURES, WAY, REMARKS), _GPUS, setting="bandwidth"
-)
+_OWN = (RATES, FAILURES, WAY, REMARKS)
+STEP = ProbeStep("bandwidth", run, _OWN, (*_GPUS, INTERFACES), setting="bandwidth")
 
 
 def _show(gb_per_s: float) -> str:
     return f"{gb_per_s:.3g} GB/s"
+
+
+def _show_gbit(gb_per_s: float) -> str:
+    return f"{_show(gb_per_s)} ({8 * gb_per_s:.3g} Gbit/s)"
+
+
+@check(FAIL, RATES, WAY, besides=(ADDRESS, INTERFACES, VIRTUAL, _PORTS))
+def link_rate(fleet: Fleet) -> Problems:
+    """Hosts exchange what their links carry; what was measured is shown.
+
+    reads: what comes through between each two hosts, as for slow-host-link; the rate of
+        the interface or RDMA ports between them, which is unknown for virtual ones
+    threshold: the rate of --expect, as 10GB/s; else 30 % of the link's rate, of which
+        10 Gbit/s count at most; an unknown rate counts as 100 Mbit/s. Gloo: --expect
+    source: ronde's own: four streams fill a sound link of up to 10 Gbit/s by more than
+        half while others use it too; beyond, one processor may be the limit
+    fix: ethtool and ip -s link show the link's rate and its errors; look at cables,
+        switches and tc qdisc show. A link that is meant to be slow: --expect RATE.
+    needs: several hosts, and --bandwidth
+    why: Where all hosts are slow none differs, and every step waits for the network.
+    """
+    rates = fleet.known(RATES)
+    slow, links = judge_pairs(rates)
+    crawling = {each.host for each in slow if _crawls(each)}
+    crawling |= {name_pair(each.host, each.other) for each in links if _crawls(each)}
+    lacking = _find_lacking(rates, judge_links(fleet))
+    for where, (rate, must) in lacking.items():
+        if where not in crawling:
+            yield Problem(f"only {_show_gbit(rate)}", usual=must, host=where)
+    pairs = _rates_of_pairs(rates).values()
+    least, most = min(pairs, default=0.0), max(pairs, default=0.0)
+    shown = _show_gbit(most)
+    if _show(least) != _show(most):
+        shown = f"{_show(least)} to {shown}"
+    for facts in fleet.having(RATES, WAY) if pairs else ():
+        if facts.host not in lacking:
+            what = f"{shown} between hosts by {facts.values[WAY]}"
+            text = f"{what}; {_link_of(facts.values).text}"
+            yield Problem(text, INFORM, host=facts.host)
+
+
+def _crawls(found: SlowHost | SlowLink) -> bool:
+    return found.rate < _CRAWL_SHARE * found.usual
 
 
 @check(FAIL, RATES)
@@ -521,7 +649,7 @@ def slow_host_link(fleet: Fleet) -> Problems:
             what = f"only {_show(slow.rate)} with"
         yield Problem(
             f"{what} {list_first([*slow.partners], 4)}",
-            FAIL if slow.rate < _CRAWL_SHARE * slow.usual else WARN,
+            FAIL if _crawls(slow) else WARN,
             f"{_show(slow.usual)} between other hosts",
             host=slow.host,
         )
@@ -546,7 +674,7 @@ def slow_pair(fleet: Fleet) -> Problems:
         )
         yield Problem(
             f"only {_show(link.rate)} go through",
-            FAIL if link.rate < _CRAWL_SHARE * link.usual else WARN,
+            FAIL if _crawls(link) else WARN,
             f"{_show(link.usual)} between other hosts",
             fix,
             name_pair(link.host, link.other),

@@ -301,13 +301,16 @@ def _echo(connection: socket.socket, size_bytes: int) -> None:
     receive_exactly(connection, 1)
 
 
+def interface_towards(address: str) -> str:
+    """Return the interface that leads to an address, empty if none does."""
+    source = source_towards(address)
+    named = (each.interface for each in read_interfaces() if each.address == source)
+    return "lo" if is_loopback(source) else next(named, "")
+
+
 def own_mtu_towards(address: str) -> int:
     """Return the MTU of the interface that leads to an address, 0 if none does."""
-    source = source_towards(address)
-    name = "lo" if is_loopback(source) else ""
-    for each in read_interfaces():
-        if each.address == source:
-            name = each.interface
+    name = interface_towards(address)
     if not name:
         return 0
     # Not a file of sysfs, which may be another network namespace's.

@@ -29,6 +29,7 @@ from ronde.launch.node import AgentNode, HostLoss, ProcessTransport
 from ronde.launch.process_tree import end_with
 from ronde.launch.spawners.base import (
     BOOTSTRAP,
+    NO_ANSWER,
     UNKNOWN_NAME,
     HelloReader,
     Spawner,
@@ -309,7 +310,7 @@ class AgentConnector(Handler):
         limit_s = self._loop.timeouts.connect_s
         last = last_line(_complaints(node))
         if not last:
-            return Failure(f"no answer from it within {limit_s:g} s", cure)
+            return Failure(f"{NO_ANSWER} within {limit_s:g} s", cure)
         return Failure(
             f"no agent began within {limit_s:g} s; it wrote: {last}",
             "see that its login scripts read nothing and end",

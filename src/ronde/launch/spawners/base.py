@@ -21,6 +21,7 @@ that nothing behind it is. The first entry of the path is the directory that a l
 happens to begin in.
 """
 UNKNOWN_NAME = Failure("unknown name", "check the spelling")
+NOT_REACHED, NO_ANSWER = "not reached", "no answer from it"  # how reasons begin
 MAX_NOISE_BYTES = 64 << 10  # what is kept of the noise before a hello: the latest
 MAX_HELLO_BYTES = 8 << 10
 _NOT_FOUND = 127

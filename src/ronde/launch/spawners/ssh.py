@@ -9,6 +9,7 @@ from pathlib import Path
 from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
 from ronde.launch.spawners.base import (
+    NOT_REACHED,
     UNKNOWN_NAME,
     Spawner,
     explain_program,
@@ -78,7 +79,7 @@ _COMPLAINTS = (
     (_CROWDED_WORDS, _CROWDED, "raise MaxStartups there, or see what it logs"),
     (
         "[Tt]imed out|No route to host|Network is unreachable|Host is down",
-        "not reached",
+        NOT_REACHED,
         "see whether it is up: {ssh}",
     ),
     (

@@ -1,0 +1,148 @@
+"""Why ssh to a host stands still: large packets are lost on the way.
+
+TCP connects and the server's first line comes, in small packets. The exchange of keys
+has packets of full size, and never ends.
+"""
+
+import fcntl
+import socket
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+
+from ronde.check.network.reach import interface_towards, own_mtu_towards
+from ronde.errors import Failure, HostFailure
+from ronde.launch.hosts.host import Host
+from ronde.launch.spawners.base import NO_ANSWER, NOT_REACHED
+from ronde.launch.spawners.ssh import SshSpawner
+
+_CONNECT_S, _BANNER_S, _ACKNOWLEDGED_S, _POLL_S = 2.0, 3.0, 0.8, 0.002
+_MAX_AT_ONCE = 64
+_LEAST_BYTES = 576  # of a packet that every path carries
+_STEPS_BYTES = (64, 8, 1)
+_HAS_TIMESTAMPS, _OPTIONS_AT = 1, 5  # of TCP_INFO
+# SSH_MSG_IGNORE with 1,000 bytes (RFC 4253, 6 and 11.2): a server reads on.
+_IGNORED = struct.pack("!IBBI", 1012, 6, 2, 1000) + bytes(1006)
+_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
+
+
+def explain_silence(
+    failures: Iterable[HostFailure], hosts: Sequence[Host], spawner: SshSpawner
+) -> tuple[HostFailure, ...]:
+    """Return failures, with the reason of those whose ssh server did not go on."""
+    by_name = {host.name: host for host in hosts}
+
+    def explain(each: HostFailure) -> HostFailure:
+        if not each.failure.reason.startswith((NOT_REACHED, NO_ANSWER)):
+            return each
+        with suppress(OSError, subprocess.CalledProcessError):
+            if (place := _find_server(by_name[each.host], spawner)) is not None:
+                return HostFailure(each.host, _explain(place) or each.failure)
+        return each
+
+    with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
+        return tuple(pool.map(explain, failures))
+
+
+class _Place(NamedTuple):
+    address: str
+    port: int
+
+
+def _find_server(host: Host, spawner: SshSpawner) -> _Place | None:
+    """Return where ssh would connect to; None behind a proxy, or if nothing listens."""
+    words = [*spawner.client(host)[:-1], "-G", "--", host.name]
+    asked = subprocess.run(words, capture_output=True, text=True, check=True)
+    lines = [line.partition(" ") for line in asked.stdout.splitlines()]
+    settings = {name: value for name, _, value in lines}
+    if any(
+        settings.get(f"proxy{way}", "none") != "none" for way in ("command", "jump")
+    ):
+        return None
+    name, port = settings["hostname"], int(settings["port"])
+    family = _FAMILIES.get(settings.get("addressfamily", ""), socket.AF_UNSPEC)
+    found = socket.getaddrinfo(name, port, family, socket.SOCK_STREAM)
+    for *_, address in found:
+        place = _Place(str(address[0]), port)
+        with suppress(OSError), socket.create_connection(place, _CONNECT_S):
+            return place
+    return None
+
+
+def _explain(place: _Place) -> Failure | None:
+    """Return what stops ssh; None where the server has not even begun to speak."""
+    sizes = measure_path(*place)
+    if sizes is None:
+        return None
+    name, mtu = interface_towards(place.address), own_mtu_towards(place.address)
+    stands = "ssh connects, and stands still at the exchange of keys"
+    if sizes.lost == 0:
+        cause = f"packets of {sizes.arrived} bytes arrive there, those back may be lost"
+        most = _LEAST_BYTES
+    else:
+        cause = f"packets above {sizes.arrived} bytes to it are lost"
+        most = sizes.arrived
+    return Failure(
+        f"{stands}: {cause}, and the MTU of {name} is {mtu}",
+        f"As root on this machine: ip link set dev {name} mtu {max(1280, most)}. Or "
+        f"give switches and tunnels between them {mtu}, and let ICMP 'too big' through",
+    )
+
+
+class PathSizes(NamedTuple):
+    """IP packets to a host, in bytes."""
+
+    arrived: int  # the largest one that arrived
+    lost: int  # the smallest one that was lost; 0 for none
+
+
+def measure_path(address: str, port: int) -> PathSizes | None:
+    """Find the largest packet that an ssh server's kernel acknowledges, to the byte."""
+    arrived, lost = _LEAST_BYTES, 0
+    for step in _STEPS_BYTES:
+        with socket.create_connection((address, port), _CONNECT_S) as line:
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.settimeout(_BANNER_S)
+            if not line.recv(4).startswith(b"SSH-"):
+                return None
+            line.sendall(b"SSH-2.0-ronde\r\n")
+            arrived, lost = _send_sizes(line, arrived, lost, step)
+        if not lost:
+            break
+    return PathSizes(arrived, lost)
+
+
+def _send_sizes(
+    line: socket.socket, arrived: int, lost: int, step: int
+) -> tuple[int, int]:
+    """Send larger and larger packets; return the last that arrives and the next one."""
+    tcp_info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
+    headers = 40 if line.family == socket.AF_INET else 60
+    headers += 12 if tcp_info[_OPTIONS_AT] & _HAS_TIMESTAMPS else 0
+    full = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) + headers
+    num_sent = 0
+    for size in (*range(arrived + step, lost or full, step), lost or full):
+        num_bytes = size - headers
+        begin = num_sent % len(_IGNORED)
+        stream = _IGNORED * (num_bytes // len(_IGNORED) + 2)
+        line.sendall(stream[begin : begin + num_bytes])
+        num_sent += num_bytes
+        if not _is_acknowledged(line):
+            return arrived, size
+        arrived = size
+    return arrived, lost
+
+
+def _is_acknowledged(line: socket.socket) -> bool:
+    """Wait until the other end's kernel has all; TCP sends again after 0.2 s."""
+    due_s = time.monotonic() + _ACKNOWLEDGED_S
+    while any(fcntl.ioctl(line, termios.TIOCOUTQ, bytes(4))):
+        if time.monotonic() > due_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
