@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from tests.check.programs import run_step, start_hosts, start_without_b
 from tests.limits import HANG_S
 
+from ronde.addresses import own_mtu_towards
 from ronde.check import (
     FRAME,
     LARGE_BYTES,
@@ -19,7 +20,6 @@ from ronde.check import (
     choose_addresses,
     listen,
     measure_mtu,
-    own_mtu_towards,
     plan_partners,
     reach,
     receive_exactly,

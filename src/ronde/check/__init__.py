@@ -39,7 +39,7 @@ __getattr__ = lazy_exports(
         "network.rdma": "RDMA_ERRORS read_errors",
         "network.reach": (
             "FRAME LARGE_BYTES NUM_STREAMS REACH better blame listen lost_pairs "
-            "measure_mtu own_mtu_towards plan_partners reach receive_exactly stream"
+            "measure_mtu plan_partners reach receive_exactly stream"
         ),
         "path_tasks": "NUM_SAMPLES SAMPLE_BYTES WHOLE_BYTES digest run_tasks",
         "probing": (
@@ -50,5 +50,6 @@ __getattr__ = lazy_exports(
             "select_environment"
         ),
         "storage": "digest_files find_mount find_shared read_mounts try_path",
+        "torch_import": "find_error",
     },
 )

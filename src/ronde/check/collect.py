@@ -7,7 +7,6 @@ from ronde.addresses import is_loopback
 from ronde.check.catalogue import PROBES, CollectPlan
 from ronde.check.fleet import HostFacts, Value
 from ronde.check.hosts import HostSet
-from ronde.check.network.ssh_path import explain_silence
 from ronde.check.probing import FAILED, MOST_DEADLINES
 from ronde.errors import HostError, HostFailure
 from ronde.launch.agent_start.starter import AgentStarter
@@ -16,7 +15,6 @@ from ronde.launch.hosts.host import Host
 from ronde.launch.node import AgentNode
 from ronde.launch.output import NoOutput
 from ronde.launch.process_tree import adopting_orphans
-from ronde.launch.spawners.ssh import SshSpawner
 
 _SLACK_S = 5.0
 
@@ -42,8 +40,6 @@ def collect(
     try:
         report("connecting")
         nodes, failures = controller.connect_ready(hosts)
-        if failures and isinstance(starter.spawner, SshSpawner):
-            failures = explain_silence(failures, hosts, starter.spawner)
         order = [host.name for host in hosts]
         nodes = sorted(nodes, key=lambda node: order.index(node.name))
         found = collect_from(controller, nodes, settings, plan, report)

@@ -24,7 +24,7 @@ from ronde.check.majority import (
     usual_value,
 )
 from ronde.check.probing import FactReader, UnreadableError
-from ronde.check.torch_import import IMPORT_ERROR
+from ronde.check.torch_import import IMPORT_ERROR, SHADOWING
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.units import list_first
@@ -187,7 +187,7 @@ def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
     return problem._replace(fix=fix)
 
 
-@each_host(FAIL, _PYTHON_PATH, IMPORT_ERROR, besides=(_TORCH, _PACKAGES))
+@each_host(FAIL, _PYTHON_PATH, IMPORT_ERROR, besides=(_TORCH, _PACKAGES, SHADOWING))
 def torch_installed(values: Values, fleet: Fleet) -> Problems:
     """Torch can be imported, and is new enough.
 
@@ -211,8 +211,11 @@ def torch_installed(values: Values, fleet: Fleet) -> Problems:
     what = f"torch {version} is older than ronde can use"
     if error:
         what = f"{values[_PYTHON_PATH]} cannot import torch: {error}"
-    fix = f"{_pip_install(values, *words)}; if ranks need no torch: --skip "
-    yield Problem(what, fix=f"{fix}torch-installed")
+    fix = _pip_install(values, *words)
+    if folder := values.get(SHADOWING):
+        moving = shlex.join(["mv", folder, f"{folder}.old"])
+        fix = f"{moving}, as PYTHONPATH puts it before any other torch"
+    yield Problem(what, fix=f"{fix}; if ranks need no torch: --skip torch-installed")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -112,10 +112,11 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
         elif not wrong and not each["is_enterable"]:
             wrong = "may not be entered"
         if wrong and each["roles"] != [_TEMPORARY]:
-            fix = "" if _SHARED in each["roles"] else _ELSEWHERE
+            fix = f"mount it there, or mkdir -p {shlex.quote(path)} if it may be empty"
+            fix = fix if _SHARED in each["roles"] else _ELSEWHERE
             yield Problem(f"{path}: {wrong}", fix=fix)
         elif _TEMPORARY in each["roles"] and (wrong or not each["is_writable"]):
-            fix = "export TMPDIR=, to a folder that can be written to"
+            fix = "export TMPDIR=/var/tmp, or another folder that can be written to"
             yield Problem(f"{path}: {wrong or 'read-only'}", WARN, fix=fix)
 
 
@@ -211,7 +212,9 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
     for path in hung:
         # What lies below hangs with it.
         if not any(path.startswith(f"{other}/") for other in hung):
-            yield Problem(f"{path} does not answer")
+            fix = f"look at its file server: grep {shlex.quote(path)} /proc/mounts; "
+            fix += f"then umount -f -l {shlex.quote(path)}, and mount it again"
+            yield Problem(f"{path} does not answer", fix=fix)
 
 
 @each_host(FAIL, _PATHS)
@@ -231,16 +234,19 @@ def disk_space(values: Values, _: Fleet) -> Problems:
         if not each.get("is_writable") or each["size_bytes"] == 0 or mount in seen:
             continue
         seen.add(mount)
+        folder = shlex.quote(path)
+        fix = f"make room there: du -xh {folder} | sort -h | tail"
         free, size = each["free_bytes"], each["size_bytes"]
         is_little = free < _LOW_SHARE * size and free < _PLENTY_BYTES
         if is_little or free < _LOW_BYTES:
             what = f"{path} has {format_size(free)} free of {format_size(size)}"
-            yield Problem(what, FAIL if free < _FULL_BYTES else WARN)
+            yield Problem(what, FAIL if free < _FULL_BYTES else WARN, fix=fix)
         free, num = each["free_inodes"], each["num_inodes"]
         # File systems without such a limit have none at all.
         if num > 0 and free < _LOW_SHARE * num:
             what = f"{path} has room for {free} more files, of {num}"
-            yield Problem(what, FAIL if free == 0 else WARN)
+            fix = f"remove files there: du --inodes -x {folder} | sort -n | tail"
+            yield Problem(what, FAIL if free == 0 else WARN, fix=fix)
 
 
 def try_path(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
@@ -327,4 +333,6 @@ def shared_folder(fleet: Fleet) -> Problems:
             names = [other for other in left if other == host or seen.get(other)]
             shown[host] = f"files of {', '.join(names) or 'no host'}"
         for host, value, usual in find_odd(shown):
-            yield Problem(f"{path} shows {value}", usual=usual, host=host)
+            fix = f"findmnt -T {shlex.quote(path)} shows there what is mounted; mount "
+            fix += "the same file system on all"
+            yield Problem(f"{path} shows {value}", usual=usual, fix=fix, host=host)

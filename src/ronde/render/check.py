@@ -123,9 +123,11 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
     for each in same:
         usual = f", but {each.usual}" if each.usual else ""
         causes.setdefault(f"{each.what}{usual}", []).append(each.host)
+    # Where all have it, the line above names them.
+    is_split = len({frozenset(names) for names in causes.values()}) > 1
     text = ""
     for cause, names in list(causes.items())[:_MAX_CAUSES]:
-        label = "" if len(causes) == 1 else f"{fold_hosts(names, _MAX_NAMES)}: "
+        label = f"{fold_hosts(names, _MAX_NAMES)}: " if is_split else ""
         shown = label + shorten(cause, _MAX_CHARS)
         text += wrap(" " * _INDENT, shown, width, indent=_INDENT + 2)
     if left := sum(len(names) for names in list(causes.values())[_MAX_CAUSES:]):

@@ -42,6 +42,7 @@ from ronde.check.network.interfaces import (
     VIRTUAL,
     HostLink,
     find_link,
+    find_name,
 )
 from ronde.errors import UsageError
 from ronde.launch.environments import (
@@ -575,7 +576,7 @@ def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> 
 
 
 _OWN = (RATES, FAILURES, WAY, REMARKS)
-STEP = ProbeStep("bandwidth", run, _OWN, (*_GPUS, INTERFACES), setting="bandwidth")
+STEP = ProbeStep("bandwidth", run, _OWN, _GPUS, setting="bandwidth")
 
 
 def _show(gb_per_s: float) -> str:
@@ -596,8 +597,8 @@ def link_rate(fleet: Fleet) -> Problems:
         10 Gbit/s count at most; an unknown rate counts as 100 Mbit/s. Gloo: --expect
     source: ronde's own: four streams fill a sound link of up to 10 Gbit/s by more than
         half while others use it too; beyond, one processor may be the limit
-    fix: ethtool and ip -s link show the link's rate and its errors; look at cables,
-        switches and tc qdisc show. A link that is meant to be slow: --expect RATE.
+    fix: ethtool, ip -s link and tc qdisc show the link's rate, errors and limits; then
+        look at cables and switches. A link that is meant to be slow: --expect RATE.
     needs: several hosts, and --bandwidth
     why: Where all hosts are slow none differs, and every step waits for the network.
     """
@@ -608,7 +609,10 @@ def link_rate(fleet: Fleet) -> Problems:
     lacking = _find_lacking(rates, judge_links(fleet))
     for where, (rate, must) in lacking.items():
         if where not in crawling:
-            yield Problem(f"only {_show_gbit(rate)}", usual=must, host=where)
+            what, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
+            fix = _look_at_link(fleet, first)
+            fix += f" A link that is meant to be so slow: --expect {900 * rate:.2g}MB/s"
+            yield Problem(what, usual=must, fix=fix, host=where)
     pairs = _rates_of_pairs(rates).values()
     least, most = min(pairs, default=0.0), max(pairs, default=0.0)
     shown = _show_gbit(most)
@@ -621,11 +625,20 @@ def link_rate(fleet: Fleet) -> Problems:
             yield Problem(text, INFORM, host=facts.host)
 
 
+def _look_at_link(fleet: Fleet, host: str) -> str:
+    name = next((find_name(f.values) for f in fleet.hosts if f.host == host), "")
+    link = name or "INTERFACE"
+    return (
+        f"On {host}: ethtool {link}; ip -s link show {link}; tc qdisc show dev {link}. "
+        "Then look at cable and switch, and at what a cloud grants such a machine."
+    )
+
+
 def _crawls(found: SlowHost | SlowLink) -> bool:
     return found.rate < _CRAWL_SHARE * found.usual
 
 
-@check(FAIL, RATES)
+@check(FAIL, RATES, besides=(ADDRESS, INTERFACES))
 def slow_host_link(fleet: Fleet) -> Problems:
     """A host exchanges as much with the others as they do.
 
@@ -633,9 +646,8 @@ def slow_host_link(fleet: Fleet) -> Problems:
     threshold: 70 % of the median of all hosts; below 30 % it fails; three or more hosts
     source: ronde's own: a link at half its rate lies below 70 %, one short measurement
         of a sound link above; below 30 % it is slower than at half its rate
-    fix: ethtool and ip -s link show rate and errors there: look at its cable, its port
-        of the switch, and what the cloud grants its kind of machine. ronde run -H
-        HOST,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
+    fix: ethtool, ip -s link and tc qdisc show its link's rate, errors and limits; then
+        look at its cable, its port of the switch, and what the cloud grants it.
     needs: several hosts, and --bandwidth
     why: Gradients go through all hosts: the slowest sets the pace of every step.
     """
@@ -651,7 +663,8 @@ def slow_host_link(fleet: Fleet) -> Problems:
             f"{what} {list_first([*slow.partners], 4)}",
             FAIL if _crawls(slow) else WARN,
             f"{_show(slow.usual)} between other hosts",
-            host=slow.host,
+            _look_at_link(fleet, slow.host),
+            slow.host,
         )
 
 
@@ -697,19 +710,23 @@ def pair_job(fleet: Fleet) -> Problems:
     failures: dict[str, Mapping[str, str]] = {f.host: f.values[FAILURES] for f in known}
     able = {facts.host for facts in known if facts.values.get(RATES)}
 
-    def failed(where: str, among: str, reason: str) -> Problem:
-        what = f"no all_reduce by {known[0].values[WAY]} {among}"
-        return Problem(f"{what}: {reason.rstrip('.')}", host=where)
+    def failed(where: str, names: str, among: str, reason: str) -> Problem:
+        way = known[0].values[WAY]
+        what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
+        fix = f"ronde run -H {names} -x NCCL_DEBUG=INFO ronde bench all_reduce "
+        return Problem(what, fix=f"{fix}--engine {way} shows more", host=where)
 
     for host, reasons in failures.items():
         if reasons and host not in able:
             reason = next(iter(reasons.values()))
-            yield failed(host, f"with {list_first([*reasons], 4)}", reason)
+            names = f"{host},{next(iter(reasons))}"
+            yield failed(host, names, f"with {list_first([*reasons], 4)}", reason)
     order = list(failures)
     for host, reasons in failures.items():
         for other, reason in reasons.items():
             if {host, other} <= able and order.index(host) < order.index(other):
-                yield failed(name_pair(host, other), "between the two", reason)
+                where, names = name_pair(host, other), f"{host},{other}"
+                yield failed(where, names, "between the two", reason)
 
 
 @each_host(FAIL, REMARKS, besides=(_PORTS,))

@@ -136,6 +136,14 @@ def list_carriers(directory: str, name: str) -> list[str]:
     return sorted({each for n in names for each in list_carriers(directory, n)})
 
 
+def find_name(values: Values) -> str:
+    """Return the interface that has ``ADDRESS``, empty if that is unknown."""
+    interfaces: Interfaces = values.get(INTERFACES, {})
+    address = values.get(ADDRESS)
+    found = (name for name, each in interfaces.items() if address in each["addresses"])
+    return next(found, "")
+
+
 class HostLink(NamedTuple):
     """What leads from a host to the others."""
 
@@ -145,13 +153,13 @@ class HostLink(NamedTuple):
 
 def find_link(values: Values) -> HostLink:
     """Return the link of ``ADDRESS``; the kernel makes up the rate of a virtual one."""
-    interfaces: Interfaces = values.get(INTERFACES, {})
-    address = values.get(ADDRESS)
-    own = [name for name, each in interfaces.items() if address in each["addresses"]]
-    if not own:
+    if not (name := find_name(values)):
         return HostLink("the rate of its link is unknown", None)
-    name, link = own[0], interfaces[own[0]]
-    carriers = [interfaces[each] for each in link["carriers"] if each in interfaces]
+    interfaces: Interfaces = values[INTERFACES]
+    link = interfaces[name]
+    carriers = [
+        interfaces[each] for each in link.get("carriers", ()) if each in interfaces
+    ]
     rates = [each["mbit_per_s"] for each in carriers if each["mbit_per_s"]]
     if values.get(VIRTUAL) or not rates:
         kind = "of a virtual machine" if rates else link["kind"]
@@ -246,13 +254,12 @@ def host_name(values: Values, fleet: Fleet) -> Problems:
     interfaces: Interfaces = values[INTERFACES]
     own = values[_OWN_NAME]
     if what := _unreached_name(own, interfaces):
-        name, address = own["name"], values.get(ADDRESS) or "ITS_ADDRESS"
-        own_one = (i for i, e in interfaces.items() if address in e["addresses"])
+        name, address, interface = own["name"], values.get(ADDRESS), find_name(values)
         fix = (
             f"In /etc/hosts there, let the only line with {name} be: {address} {name}. "
-            f"Or export {_GLOO}={next(own_one, 'eth0')} (ronde run does)."
+            f"Or export {_GLOO}={interface} (ronde run does)."
         )
-        yield Problem(what, fix=fix)
+        yield Problem(what, fix=fix if interface else "")
 
 
 def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
@@ -303,7 +310,8 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
             what = f" takes {', '.join(chosen)} alone, which {why}"
         else:
             continue
-        yield Problem(f"{variable}={setting}{what}")
+        fix = f"unset {variable}, or name an interface of this host: ip -br address"
+        yield Problem(f"{variable}={setting}{what}", fix=fix)
 
 
 def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:

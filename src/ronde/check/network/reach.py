@@ -9,7 +9,6 @@ may not be cut on its way, is answered by its size. All is over when the program
 host ends, or a few seconds pass.
 """
 
-import fcntl
 import hmac
 import os
 import random
@@ -26,12 +25,12 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
+from ronde.addresses import family_of, own_mtu_towards
 from ronde.check.check import FAIL, WARN, Problem, Problems, check
 from ronde.check.fleet import Fleet, HostPair, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
-from ronde.check.majority import same_everywhere, spell
-from ronde.check.network.interfaces import ADDRESS
+from ronde.check.majority import differing, usual_value
+from ronde.check.network.interfaces import ADDRESS, INTERFACES, find_name
 from ronde.units import format_size, list_first
 
 # By the host's and the other's name: the fact ``REACH``; a pair is in this order.
@@ -60,7 +59,6 @@ NUM_STREAMS = 4  # clouds let one stream alone have only a part of a link
 # How long a stream runs before it counts; frames that are quicker are made longer.
 _WARM_S, _QUICK_S = 0.1, 0.02
 
-_SIOCGIFMTU = 0x8921
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23
 # ``IP_PMTUDISC_PROBE``: as large as the interface allows, whatever was learnt.
 _DO_NOT_CUT = 3
@@ -299,25 +297,6 @@ def _echo(connection: socket.socket, size_bytes: int) -> None:
     connection.settimeout(_ANSWER_S)
     connection.sendall(FRAME.pack(size_bytes) + bytes(size_bytes))
     receive_exactly(connection, 1)
-
-
-def interface_towards(address: str) -> str:
-    """Return the interface that leads to an address, empty if none does."""
-    source = source_towards(address)
-    named = (each.interface for each in read_interfaces() if each.address == source)
-    return "lo" if is_loopback(source) else next(named, "")
-
-
-def own_mtu_towards(address: str) -> int:
-    """Return the MTU of the interface that leads to an address, 0 if none does."""
-    name = interface_towards(address)
-    if not name:
-        return 0
-    # Not a file of sysfs, which may be another network namespace's.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        request = struct.pack("16s24x", name.encode()[:15])
-        answer = fcntl.ioctl(asking, _SIOCGIFMTU, request)
-    return struct.unpack_from("i", answer, 16)[0]
 
 
 def measure_mtu(
@@ -563,8 +542,8 @@ def reachable(fleet: Fleet) -> Problems:
         yield Problem(what, fix=fix, host=host)
 
 
-@same_everywhere(WARN, MTU, "MTU")
-def mtu(size_bytes: int) -> str:
+@check(WARN, MTU, besides=(ADDRESS, INTERFACES))
+def mtu(fleet: Fleet) -> Problems:
     """The interfaces between hosts have the same MTU.
 
     reads: the MTU of the interface that leads to the other hosts
@@ -575,10 +554,24 @@ def mtu(size_bytes: int) -> str:
     needs: several hosts
     why: Small packets take more CPU; RDMA over Ethernet may lose large ones.
     """
-    return spell(size_bytes)
+    sizes = fleet.known(MTU)
+    for problem in differing(fleet, MTU, "MTU"):
+        host, wanted = problem.host, usual_value(problem.usual)
+        if not wanted:
+            # The smaller one passes wherever the larger one does.
+            host, wanted = max(sizes, key=sizes.__getitem__), min(sizes.values())
+        yield problem._replace(fix=_set_mtu(fleet, host, wanted))
 
 
-@check(FAIL, REACH)
+def _set_mtu(fleet: Fleet, host: str, size_bytes: Value) -> str:
+    name = next(find_name(f.values) for f in fleet.hosts if f.host == host)
+    if not name:
+        return ""
+    command = f"ip link set dev {name} mtu {size_bytes}"
+    return f"As root on {host}: {command}; and in the network's configuration"
+
+
+@check(FAIL, REACH, besides=(ADDRESS, INTERFACES))
 def path_mtu(fleet: Fleet) -> Problems:
     """Packets as large as both ends allow arrive.
 
@@ -595,9 +588,12 @@ def path_mtu(fleet: Fleet) -> Problems:
         ways = _name_ways(host, own, "to {}", "from {}")
         least = min(int(reached[a][b].get("mtu") or 0) for a, b in own)
         here = own_mtu(reached[host]) if host in reached else 0
+        fix = ""
         if least and least < here:
             what = f"{ways}: no packets above {least} bytes arrive, its MTU is {here}"
+            fix = f"{_set_mtu(fleet, host, least)}. Better: give switches and tunnels "
+            fix += f"between them {here}, and let ICMP 'too big' through."
         else:
             size = format_size(max(reached[a][b]["lost_bytes"] for a, b in own))
             what = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"
-        yield Problem(what, host=host)
+        yield Problem(what, fix=fix, host=host)

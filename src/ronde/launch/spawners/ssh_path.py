@@ -10,19 +10,15 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ronde.check.network.reach import interface_towards, own_mtu_towards
-from ronde.errors import Failure, HostFailure
+from ronde.addresses import interface_towards, own_mtu_towards
+from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.base import NO_ANSWER, NOT_REACHED
-from ronde.launch.spawners.ssh import SshSpawner
 
 _CONNECT_S, _BANNER_S, _ACKNOWLEDGED_S, _POLL_S = 2.0, 3.0, 0.8, 0.002
-_MAX_AT_ONCE = 64
 _LEAST_BYTES = 576  # of a packet that every path carries
 _STEPS_BYTES = (64, 8, 1)
 _HAS_TIMESTAMPS, _OPTIONS_AT = 1, 5  # of TCP_INFO
@@ -31,22 +27,15 @@ _IGNORED = struct.pack("!IBBI", 1012, 6, 2, 1000) + bytes(1006)
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
-def explain_silence(
-    failures: Iterable[HostFailure], hosts: Sequence[Host], spawner: SshSpawner
-) -> tuple[HostFailure, ...]:
-    """Return failures, with the reason of those whose ssh server did not go on."""
-    by_name = {host.name: host for host in hosts}
+def explain_silence(host: Host, client: Sequence[str]) -> Failure | None:
+    """Return why ssh connects to a host and goes no further, if that is found.
 
-    def explain(each: HostFailure) -> HostFailure:
-        if not each.failure.reason.startswith((NOT_REACHED, NO_ANSWER)):
-            return each
-        with suppress(OSError, subprocess.CalledProcessError):
-            if (place := _find_server(by_name[each.host], spawner)) is not None:
-                return HostFailure(each.host, _explain(place) or each.failure)
-        return each
-
-    with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
-        return tuple(pool.map(explain, failures))
+    ``client`` is ssh with its options.
+    """
+    with suppress(OSError, subprocess.CalledProcessError):
+        if (place := _find_server(host, client)) is not None:
+            return _explain(place)
+    return None
 
 
 class _Place(NamedTuple):
@@ -54,9 +43,9 @@ class _Place(NamedTuple):
     port: int
 
 
-def _find_server(host: Host, spawner: SshSpawner) -> _Place | None:
+def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
     """Return where ssh would connect to; None behind a proxy, or if nothing listens."""
-    words = [*spawner.client(host)[:-1], "-G", "--", host.name]
+    words = [*client, "-G", "--", host.name]
     asked = subprocess.run(words, capture_output=True, text=True, check=True)
     lines = [line.partition(" ") for line in asked.stdout.splitlines()]
     settings = {name: value for name, _, value in lines}
