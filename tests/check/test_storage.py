@@ -300,7 +300,7 @@ def test_room_is_judged(
 def test_room_is_reported_in_words() -> None:
     (finding,) = found(one_folder(free_bytes=512 << 20, size_bytes=100 * GIB))
     assert finding.what == "/job has 512MiB free of 100GiB"
-    assert finding.fix == "make room there: du -xh /job | sort -h | tail"
+    assert finding.fix == "du -xh /job | sort -h | tail  # there, and make room"
 
 
 def test_room_of_one_file_system_is_reported_once() -> None:
@@ -348,7 +348,7 @@ def test_a_mount_that_hangs_is_one_finding() -> None:
     assert [(f.check, f.host, f.what) for f in findings] == [
         ("hung-mount", "node2", "/data does not answer")
     ]
-    assert "umount -f -l /data," in findings[0].fix
+    assert "umount -f -l /data  #" in findings[0].fix
 
 
 def test_a_wrong_file_is_found_on_the_host_that_has_it() -> None:

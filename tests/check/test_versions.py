@@ -134,7 +134,11 @@ PIP = "/usr/bin/python3 -m pip install "
             {"packages": {"torch": "2.13.0"}},
             f"{PIP}torch==2.13.0",
         ),
-        ("OSError: x", {"torch.shadowing": "/my/torch"}, "mv /my/torch /my/torch.old,"),
+        (
+            "OSError: x",
+            {"torch.shadowing": "/my/torch"},
+            "mv /my/torch /my/torch.old  #",
+        ),
     ],
 )
 def test_torch_that_cannot_be_imported_is_a_fault_with_its_cure(
@@ -145,7 +149,6 @@ def test_torch_that_cannot_be_imported_is_a_fault_with_its_cure(
     findings = [f for f in found(fleet(odd, usual, usual)) if "installed" in f.check]
     assert [(f.host, f.severity) for f in findings] == [("node1", Severity.FAIL)]
     assert findings[0].fix.startswith(fix)
-    assert findings[0].fix.endswith("; if ranks need no torch: --skip torch-installed")
 
 
 def test_what_an_import_ends_in_is_the_answer(
@@ -256,7 +259,7 @@ def test_variables_of_one_host_are_reported_with_their_values(
 ) -> None:
     (finding,) = found(fleet({}, {}, {"environment": environment}))
     assert (finding.what, finding.usual) == (what, usual)
-    assert finding.fix.startswith("look for leftovers there: grep -sE ")
+    assert finding.fix.startswith("grep -sE ")
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
     values = next(f.values for f in fleet.hosts if f.host == problem.host)
     fix = _pip_install(values, f"{package}=={number}")
     if number != version:
-        fix += f" (for {version}: pytorch.org/get-started/locally names its index)"
+        fix += f"  # for {version}: pytorch.org/get-started/locally names its index"
     return problem._replace(fix=fix)
 
 
@@ -214,8 +214,8 @@ def torch_installed(values: Values, fleet: Fleet) -> Problems:
     fix = _pip_install(values, *words)
     if folder := values.get(SHADOWING):
         moving = shlex.join(["mv", folder, f"{folder}.old"])
-        fix = f"{moving}, as PYTHONPATH puts it before any other torch"
-    yield Problem(what, fix=f"{fix}; if ranks need no torch: --skip torch-installed")
+        fix = f"{moving}  # PYTHONPATH puts it before any other torch"
+    yield Problem(what, fix=fix)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -312,7 +312,7 @@ def environment(fleet: Fleet) -> Problems:
 def _look_for(_: Values, differences: Sequence[_Difference]) -> str:
     names = "|".join(d.name for d in differences)
     files = "~/.bashrc ~/.profile /etc/environment /etc/profile.d/*"
-    return f"look for leftovers there: grep -sE {shlex.quote(names)} {files}"
+    return f"grep -sE {shlex.quote(names)} {files}  # there, for leftovers"
 
 
 @same_everywhere(WARN, _DRIVER, "GPU driver")

@@ -112,11 +112,11 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
         elif not wrong and not each["is_enterable"]:
             wrong = "may not be entered"
         if wrong and each["roles"] != [_TEMPORARY]:
-            fix = f"mount it there, or mkdir -p {shlex.quote(path)} if it may be empty"
+            fix = f"mkdir -p {shlex.quote(path)}  # if it may be empty; else mount it"
             fix = fix if _SHARED in each["roles"] else _ELSEWHERE
             yield Problem(f"{path}: {wrong}", fix=fix)
         elif _TEMPORARY in each["roles"] and (wrong or not each["is_writable"]):
-            fix = "export TMPDIR=/var/tmp, or another folder that can be written to"
+            fix = "export TMPDIR=/var/tmp  # or another folder that can be written to"
             yield Problem(f"{path}: {wrong or 'read-only'}", WARN, fix=fix)
 
 
@@ -212,8 +212,10 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
     for path in hung:
         # What lies below hangs with it.
         if not any(path.startswith(f"{other}/") for other in hung):
-            fix = f"look at its file server: grep {shlex.quote(path)} /proc/mounts; "
-            fix += f"then umount -f -l {shlex.quote(path)}, and mount it again"
+            fix = (
+                f"umount -f -l {shlex.quote(path)}  # there, after a look at its file "
+            )
+            fix += "server; then mount it again"
             yield Problem(f"{path} does not answer", fix=fix)
 
 
@@ -235,7 +237,7 @@ def disk_space(values: Values, _: Fleet) -> Problems:
             continue
         seen.add(mount)
         folder = shlex.quote(path)
-        fix = f"make room there: du -xh {folder} | sort -h | tail"
+        fix = f"du -xh {folder} | sort -h | tail  # there, and make room"
         free, size = each["free_bytes"], each["size_bytes"]
         is_little = free < _LOW_SHARE * size and free < _PLENTY_BYTES
         if is_little or free < _LOW_BYTES:
@@ -245,7 +247,7 @@ def disk_space(values: Values, _: Fleet) -> Problems:
         # File systems without such a limit have none at all.
         if num > 0 and free < _LOW_SHARE * num:
             what = f"{path} has room for {free} more files, of {num}"
-            fix = f"remove files there: du --inodes -x {folder} | sort -n | tail"
+            fix = f"du --inodes -x {folder} | sort -n | tail  # there; remove files"
             yield Problem(what, FAIL if free == 0 else WARN, fix=fix)
 
 
@@ -333,6 +335,8 @@ def shared_folder(fleet: Fleet) -> Problems:
             names = [other for other in left if other == host or seen.get(other)]
             shown[host] = f"files of {', '.join(names) or 'no host'}"
         for host, value, usual in find_odd(shown):
-            fix = f"findmnt -T {shlex.quote(path)} shows there what is mounted; mount "
-            fix += "the same file system on all"
+            fix = (
+                f"findmnt -T {shlex.quote(path)}  # there; mount the same file system "
+            )
+            fix += "on all hosts"
             yield Problem(f"{path} shows {value}", usual=usual, fix=fix, host=host)

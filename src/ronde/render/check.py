@@ -114,7 +114,8 @@ def draw_findings(
         where = fold_hosts((each.host for each in same), _MAX_NAMES)
         text += f"{_paint(mark, is_coloured=is_coloured)} {check}: {where}\n"
         text += _draw_causes(same, width)
-        text += wrap("    fix: ", fix, width, indent=9) if fix else ""
+        # In one line, so that it can be pasted.
+        text += f"    fix: {fix}\n" if fix else ""
     return text
 
 

@@ -152,10 +152,9 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     bad = [f"{name} ({why})" for name, why in needed.items() if why]
     if bad:
         is_broken = _BROKEN in needed.values()
-        fix = (
-            f"docker run --gpus all; srun --gres=gpu:{len(cards)}; or: sudo chmod 666 "
-        )
-        fix += " ".join(name for name, why in needed.items() if why)
+        names = " ".join(name for name, why in needed.items() if why)
+        fix = f"sudo chmod 666 {names}  # or docker run --gpus all, or srun "
+        fix += f"--gres=gpu:{len(cards)}"
         what = f"cannot open {', '.join(bad)}"
         yield Problem(what, fix=gpu_lost.fix if is_broken else fix)
 

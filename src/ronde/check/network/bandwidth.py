@@ -611,7 +611,7 @@ def link_rate(fleet: Fleet) -> Problems:
         if where not in crawling:
             what, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
             fix = _look_at_link(fleet, first)
-            fix += f" A link that is meant to be so slow: --expect {900 * rate:.2g}MB/s"
+            fix += f"; or, if it is meant to be so slow: --expect {900 * rate:.2g}MB/s"
             yield Problem(what, usual=must, fix=fix, host=where)
     pairs = _rates_of_pairs(rates).values()
     least, most = min(pairs, default=0.0), max(pairs, default=0.0)
@@ -629,8 +629,8 @@ def _look_at_link(fleet: Fleet, host: str) -> str:
     name = next((find_name(f.values) for f in fleet.hosts if f.host == host), "")
     link = name or "INTERFACE"
     return (
-        f"On {host}: ethtool {link}; ip -s link show {link}; tc qdisc show dev {link}. "
-        "Then look at cable and switch, and at what a cloud grants such a machine."
+        f"ethtool {link}; ip -s link show {link}; tc qdisc show dev {link}  # there; "
+        "then look at cable and switch, and at what a cloud grants such a machine"
     )
 
 
@@ -682,8 +682,8 @@ def slow_pair(fleet: Fleet) -> Problems:
     """
     for link in judge_pairs(fleet.known(RATES))[1]:
         fix = (
-            f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M "
-            "shows what an engine reaches; look at cables and switches between them."
+            f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M"
+            "  # shows what an engine reaches; look at cables and switches between them"
         )
         yield Problem(
             f"only {_show(link.rate)} go through",
@@ -714,7 +714,7 @@ def pair_job(fleet: Fleet) -> Problems:
         way = known[0].values[WAY]
         what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
         fix = f"ronde run -H {names} -x NCCL_DEBUG=INFO ronde bench all_reduce "
-        return Problem(what, fix=f"{fix}--engine {way} shows more", host=where)
+        return Problem(what, fix=f"{fix}--engine {way}  # shows more", host=where)
 
     for host, reasons in failures.items():
         if reasons and host not in able:

@@ -310,7 +310,7 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
             what = f" takes {', '.join(chosen)} alone, which {why}"
         else:
             continue
-        fix = f"unset {variable}, or name an interface of this host: ip -br address"
+        fix = f"unset {variable}  # or name an interface of this host: ip -br address"
         yield Problem(f"{variable}={setting}{what}", fix=fix)
 
 

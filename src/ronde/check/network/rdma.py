@@ -244,7 +244,7 @@ def roce_gid(fleet: Fleet) -> Problems:
                 f"NCCL_IB_HCA=^{adapter}; or, if it is the only one, NCCL_IB_DISABLE=1"
             )
             if index and _is_usable(port):
-                fix = f"unset {_INDEX}: NCCL finds it"
+                fix = f"unset {_INDEX}  # NCCL finds it"
             if what:
                 yield Problem(what, severity, fix=fix, host=facts.host)
 

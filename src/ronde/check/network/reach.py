@@ -560,15 +560,16 @@ def mtu(fleet: Fleet) -> Problems:
         if not wanted:
             # The smaller one passes wherever the larger one does.
             host, wanted = max(sizes, key=sizes.__getitem__), min(sizes.values())
-        yield problem._replace(fix=_set_mtu(fleet, host, wanted))
+        fix = _set_mtu(fleet, host, wanted)
+        fix = fix if host == problem.host else fix.replace("there", f"on {host}")
+        yield problem._replace(fix=fix)
 
 
 def _set_mtu(fleet: Fleet, host: str, size_bytes: Value) -> str:
     name = next(find_name(f.values) for f in fleet.hosts if f.host == host)
     if not name:
         return ""
-    command = f"ip link set dev {name} mtu {size_bytes}"
-    return f"As root on {host}: {command}; and in the network's configuration"
+    return f"ip link set dev {name} mtu {size_bytes}  # as root there, and for good"
 
 
 @check(FAIL, REACH, besides=(ADDRESS, INTERFACES))
@@ -591,8 +592,8 @@ def path_mtu(fleet: Fleet) -> Problems:
         fix = ""
         if least and least < here:
             what = f"{ways}: no packets above {least} bytes arrive, its MTU is {here}"
-            fix = f"{_set_mtu(fleet, host, least)}. Better: give switches and tunnels "
-            fix += f"between them {here}, and let ICMP 'too big' through."
+            fix = f"{_set_mtu(fleet, host, least)}; or give switches and tunnels "
+            fix += f"between them {here}, and let ICMP 'too big' through"
         else:
             size = format_size(max(reached[a][b]["lost_bytes"] for a, b in own))
             what = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"

@@ -78,7 +78,7 @@ def _explain(place: _Place) -> Failure | None:
         most = sizes.arrived
     return Failure(
         f"{stands}: {cause}, and the MTU of {name} is {mtu}",
-        f"As root on this machine: ip link set dev {name} mtu {max(1280, most)}. Or "
+        f"ip link set dev {name} mtu {max(1280, most)}  # as root on this machine; or "
         f"give switches and tunnels between them {mtu}, and let ICMP 'too big' through",
     )
 
