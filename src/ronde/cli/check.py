@@ -265,8 +265,11 @@ def _unwritable(option: str, got: str) -> UsageError:
 
 
 def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
-    """Return what ``ronde run --preflight`` does: all checks that cost no option."""
-    checks = all_checks()
+    """Return what ``ronde run --preflight`` does: all checks that cost no option.
+
+    Ranks import torch themselves in a moment, if they need it.
+    """
+    checks = [each for each in all_checks() if each.id != "torch-installed"]
 
     def check(controller: Controller, nodes: Sequence[AgentNode]) -> tuple[str, ...]:
         settings = {"directory": directory, ENVIRONMENT: env}
