@@ -19,11 +19,11 @@ from ronde.check import (
     better,
     choose_addresses,
     listen,
-    measure_mtu,
     plan_partners,
     reach,
     receive_exactly,
 )
+from ronde.launch.path_mtu import measure_mtu
 
 ADDRESS, MTU, REACH = "network.address", "network.peer_mtu", "network.reach"
 TOKEN = "0123456789abcdef"  # noqa: S105

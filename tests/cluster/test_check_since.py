@@ -14,7 +14,7 @@ pytestmark = pytest.mark.waits
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        # Each import of torch takes seconds: one host does it, and all else is left out.
+        # Each import of torch takes seconds: one host does it, and nothing else.
         ("node1,node2", ["--bandwidth", "tcp", "--skip", "torch-installed"]),
         ("node1", ["--burn", "10ms", "--only", "product-checksum"]),
     ],

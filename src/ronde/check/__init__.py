@@ -39,7 +39,7 @@ __getattr__ = lazy_exports(
         "network.rdma": "RDMA_ERRORS read_errors",
         "network.reach": (
             "FRAME LARGE_BYTES NUM_STREAMS REACH better blame listen lost_pairs "
-            "measure_mtu plan_partners reach receive_exactly stream"
+            "plan_partners reach receive_exactly stream"
         ),
         "path_tasks": "NUM_SAMPLES SAMPLE_BYTES WHOLE_BYTES digest run_tasks",
         "probing": (

@@ -34,6 +34,7 @@ from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller import Controller, Preflight
 from ronde.launch.environments import own_environment, select_forwarded
 from ronde.launch.hosts.host import MAX_SLOTS, Host
+from ronde.launch.hosts.writing import write_hostfile
 from ronde.launch.limits import USUAL, Timeouts
 from ronde.launch.node import AgentNode
 from ronde.launch.program import absolute_path
@@ -353,7 +354,7 @@ def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
         names = [host.name for host in request.hosts]
         good = fit_together(names, checked.verdict, is_strict=options.strict)
         fit = [host for host in request.hosts if host.name in good]
-        text = render.draw_hostfile(fit)
+        text = write_hostfile(fit)
         with _writing("--write-hostfile", options.write_hostfile):
             Path(options.write_hostfile).write_text(text, encoding="utf-8")
 

@@ -2,22 +2,15 @@
 
 Hosts meet in pairs, as in a tournament; the pairs of a round are disjoint, so that all
 of them can be measured at the same time: by plain streams, or by a job of all ranks of
-two hosts. Such ranks are started as ``ronde run`` starts them, with the same
-environment, but by the program that is on the host already. Nothing is written to a
-disk: their output goes into memory, through descriptors that they inherit.
+two hosts.
 """
 
 import base64
 import io
-import os
 import secrets
-import signal
-import subprocess
-import sys
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import combinations
 from statistics import median
 from typing import Any, NamedTuple
@@ -45,14 +38,7 @@ from ronde.check.network.interfaces import (
     find_name,
 )
 from ronde.errors import UsageError
-from ronde.launch.environments import (
-    JobFacts,
-    NodeFacts,
-    base_environment,
-    default_environment,
-    own_environment,
-    rank_environment,
-)
+from ronde.launch.direct_ranks import HalfJob, run_half
 from ronde.launch.network import hold_port
 from ronde.records import Record
 from ronde.store.authentication import SharedKey
@@ -60,7 +46,6 @@ from ronde.store.server import serve_network
 from ronde.topology.graph import Level
 from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
 from ronde.units import list_first
-from ronde.world import World
 
 # Fact: by the name of each other host, what comes from it, in GB/s (1e9).
 RATES = "network.bandwidth"
@@ -83,23 +68,8 @@ _RANKS_S = 90.0  # for ranks to start, which import torch, to meet and to measur
 _HELD = "benching.rendezvous"
 _KEY_BYTES = 32
 _MAX_CLIENTS = 4096
-_POLL_S = 0.02
 # Once a rank has failed, the others have so long to report what they saw.
 _GRACE_S = 3.0
-_MAX_LOG_BYTES = 4 << 20
-_MAX_REASON_CHARS = 300
-_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
-_BOOT = """\
-import os, signal, sys
-package, parent = sys.argv.pop(1), int(sys.argv.pop(1))
-sys.path.append(package)
-from ronde.launch.process_tree import die_with_parent
-if not die_with_parent(parent, signal.SIGKILL):
-    os._exit(1)
-from ronde.cli import main
-sys.exit(main())
-"""
-
 # By receiver, then by sender: what came through, in gigabytes (1e9) per second.
 Rates = Mapping[str, Mapping[str, float]]
 
@@ -262,109 +232,21 @@ def bench(
 ) -> dict[str, Value]:
     """Run this host's half of the ranks of a job of two hosts, to their end.
 
-    The question has ``words``: what stands after ``ronde bench``; ``half``: 0 on the
-    host of rank 0, else 1; ``num_ranks``: on each host; where their store is, and
-    ``token``: the job's name. The answer has ``record``: what rank 0 has written with
-    ``--json``; ``log``: NCCL's, packed; ``failure``: why it did not go well, or empty.
+    The question has the fields of ``HalfJob``, the answer those of ``HalfResult``, the
+    log packed, and the record that of rank 0 alone.
     """
-    half = int(question["half"])
-    held = context.memory.pop(_HELD, None) if half == 0 else None
+    given: dict[str, Any] = {name: question[name] for name in HalfJob._fields}
+    job = HalfJob(**given)._replace(key=bytes.fromhex(question["key"]))
+    held = context.memory.pop(_HELD, None) if job.half == 0 else None
     with ExitStack() as closing:
         if held is not None:
             closing.callback(held)
-        places = range(int(question["num_ranks"]))
-        ranks = [_start(question, place, closing) for place in places]
-        failure = _follow(ranks, float(question["limit_s"]), grace_s)
-        logs = b"".join(_read(rank.log_fd) for rank in ranks)
-        record = _read(ranks[0].record_fd).decode(errors="replace")
+        record, log, failure = run_half(job, float(question["limit_s"]), grace_s)
     return {
-        "record": record if half == 0 else "",
-        "log": base64.b64encode(zlib.compress(logs)).decode() if logs else "",
+        "record": record.decode(errors="replace") if job.half == 0 else "",
+        "log": base64.b64encode(zlib.compress(log)).decode() if log else "",
         "failure": failure,
     }
-
-
-class _Rank(NamedTuple):
-    process: "subprocess.Popen[bytes]"
-    output_fd: int
-    record_fd: int
-    log_fd: int
-
-
-def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -> _Rank:
-    """Start one rank; when ``closing`` ends it has ended and nothing is left of it."""
-    fds = [os.memfd_create("ronde") for _ in range(4)]
-    output_fd, record_fd, log_fd, key_fd = fds
-    os.write(key_fd, bytes.fromhex(question["key"]))
-    for fd in fds:
-        closing.callback(os.close, fd)
-    env = _environment(question, local_rank)
-    if question["has_log"]:
-        env["NCCL_DEBUG"] = "INFO"
-        env["NCCL_DEBUG_SUBSYS"] = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
-        env["NCCL_DEBUG_FILE"] = f"/dev/fd/{log_fd}"
-    env["RONDE_STORE"] = f"{question['address']}:{question['port']} /dev/fd/{key_fd}"
-    boot = [sys.executable, "-c", _BOOT, _PACKAGE_DIR, str(os.getpid())]
-    process = subprocess.Popen(
-        [*boot, "bench", *question["words"], "--json", f"/dev/fd/{record_fd}"],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=output_fd,
-        stderr=output_fd,
-        start_new_session=True,
-        pass_fds=(record_fd, log_fd, key_fd),
-    )
-    closing.callback(_end, process)
-    return _Rank(process, output_fd, record_fd, log_fd)
-
-
-def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, str]:
-    half, num_ranks = int(question["half"]), int(question["num_ranks"])
-    rank = half * num_ranks + local_rank
-    world = World(rank, 2 * num_ranks, local_rank, num_ranks, half, 2)
-    job = JobFacts(f"check-{question['token']}", 0, question["token"])
-    node = NodeFacts(os.uname().nodename, half, 2)
-    return (
-        base_environment(own_environment())
-        | default_environment(1)
-        | question["environment"]
-        | rank_environment(world, job, node)
-        | {"MASTER_ADDR": question["address"], "MASTER_PORT": str(question["port"])}
-    )
-
-
-def _follow(ranks: Sequence[_Rank], limit_s: float, grace_s: float) -> str:
-    """Return why ranks did not end well; after a failure they have little time."""
-    due_s, failure = time.monotonic() + limit_s, ""
-    while time.monotonic() < due_s:
-        is_over = all(rank.process.poll() is not None for rank in ranks)
-        if not failure and (failure := _first_failure(ranks)):
-            due_s = min(due_s, time.monotonic() + grace_s)
-        if is_over:
-            return failure
-        time.sleep(_POLL_S)
-    return failure or f"the ranks did not end within {limit_s:g} s"
-
-
-def _first_failure(ranks: Sequence[_Rank]) -> str:
-    for rank in ranks:
-        code = rank.process.poll()
-        if code:
-            lines = _read(rank.output_fd).decode(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else "it wrote nothing"
-            how = f"code {code}" if code > 0 else signal.Signals(-code).name
-            return f"ronde bench ended with {how}: {last}"[:_MAX_REASON_CHARS]
-    return ""
-
-
-def _read(fd: int) -> bytes:
-    return os.pread(fd, _MAX_LOG_BYTES, 0)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
