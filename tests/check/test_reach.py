@@ -17,12 +17,12 @@ from ronde.check import (
     LARGE_BYTES,
     NodeContext,
     better,
-    choose_addresses,
     listen,
     plan_partners,
     reach,
     receive_exactly,
 )
+from ronde.launch.network import choose_addresses
 from ronde.launch.path_mtu import measure_mtu
 
 ADDRESS, MTU, REACH = "network.address", "network.peer_mtu", "network.reach"

@@ -19,7 +19,7 @@ from ronde.check.check import (
     each_host,
 )
 from ronde.check.fleet import Fleet, Value, Values
-from ronde.check.kernel_log import read_log
+from ronde.launch.kernel_log import read_log
 from ronde.topology.pci import plain_address
 from ronde.units import format_duration
 

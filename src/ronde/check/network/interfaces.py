@@ -14,8 +14,8 @@ from ronde import addresses
 from ronde.addresses import is_loopback
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value, Values
-from ronde.check.kernel_log import read_log
-from ronde.check.probing import FactReader, UnreadableError
+from ronde.check.probing import FactReader
+from ronde.launch.kernel_log import read_log
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.pci import read_link
 
@@ -102,7 +102,7 @@ def read_link_downs(root: str, values: Values) -> dict[str, int]:
         downs = {name: i["carrier_changes"] // 2 for name, i in own.items()}
     try:
         log = read_log(root)
-    except (OSError, UnreadableError):
+    except OSError:
         if is_first_day:
             return downs
         raise
