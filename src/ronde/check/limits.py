@@ -126,7 +126,7 @@ def _raise_limit(option: str, item: str, wanted: int, hard: int | None) -> str:
     """Return what lifts a limit: nobody but root may go above the hard one."""
     if hard is not None and _limit(hard) >= wanted:
         return f"ulimit -{option} {wanted}  # there, also in ~/.bashrc"
-    lines = shlex.quote(f"* - {item} {wanted}\nroot - {item} {wanted}\n")
+    lines = shlex.quote(f"* - {item} {wanted}\\nroot - {item} {wanted}\\n")
     return (
         f"printf {lines} >>/etc/security/limits.conf  # as root there; then log in "
         f"again. In a container: docker run --ulimit {item}={wanted}"
