@@ -174,7 +174,7 @@ def test_nothing_of_it_stays(cluster, usual, disk):
 def test_a_firewall_before_a_host(cluster, find):
     closed = "tcp dport != 22 tcp flags & (syn | ack) == syn"
     with firewall(cluster, cluster.hosts[1], closed):
-        checked = find()
+        checked = find("--only", "network")
     assert_found(checked, "reachable", "node2")
     said = checked.said["reachable", "node2"]
     assert "node1, node3 cannot connect to it; the other way it works" in said
@@ -185,7 +185,7 @@ def test_a_firewall_before_a_host(cluster, find):
 def test_what_one_host_sends_to_one_other_is_lost(cluster, find):
     """It is told once, of the one that sends; of the other way, that packets arrive."""
     with firewall(cluster, cluster.hosts[1], f"ip saddr {cluster.hosts[2].address}"):
-        checked = find()
+        checked = find("--only", "network")
     assert_found(checked, "reachable", "node3")
     said = checked.said["reachable", "node3"]
     assert "cannot connect to node2; the other way packets arrive" in said
@@ -195,7 +195,7 @@ def test_what_one_host_sends_to_one_other_is_lost(cluster, find):
 def test_large_packets_to_a_host_are_lost(cluster, find):
     # Those of ssh are not: without it nothing could be asked.
     with firewall(cluster, cluster.hosts[2], "ip length > 1400 th dport != 22"):
-        checked = find()
+        checked = find("--only", "network")
     assert_found(checked, "path-mtu", "node3")
     assert checked.said["path-mtu", "node3"] == (
         "from node1, node2: no packets above 1400 bytes arrive, its MTU is 1500"
@@ -249,7 +249,7 @@ def test_a_black_hole_on_the_only_way_to_a_host(cluster):
 
 def test_a_link_with_a_tenth_of_the_others(cluster, find):
     with limited(cluster, cluster.hosts[1], "100mbit"):
-        checked = find("--bandwidth")
+        checked = find("--only", "network", "--bandwidth")
     assert_found(checked, "slow-host-link", "node2")
 
 
@@ -351,12 +351,13 @@ def test_folders_that_one_host_lacks(cluster, find, disk, tmp_path):
     job, empty = tmp_path / "tree" / "job", tmp_path / "empty"
     job.mkdir(parents=True)
     empty.mkdir()
+    only = ("--only", "storage")
     with (
         replaced(cluster, cluster.hosts[1], job.parent, empty),
         replaced(cluster, cluster.hosts[2], disk.parent, empty),
     ):
-        checked = find("--path", str(disk), cwd=job)
-        elsewhere = find("--chdir", str(tmp_path), cwd=job)
+        checked = find(*only, "--path", str(disk), cwd=job)
+        elsewhere = find(*only, "--chdir", str(tmp_path), cwd=job)
         words = [sys.executable, "-m", "ronde", "run", "-H", NAMES, "true"]
         words[4:4] = ["--ssh-args", f"-F {cluster.ssh_config}"]
         ran = cluster.run(cluster.hosts[0], words, cwd=job, env=ENVIRONMENT)

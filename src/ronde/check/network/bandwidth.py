@@ -493,7 +493,7 @@ def link_rate(fleet: Fleet) -> Problems:
         if where not in crawling:
             what, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
             fix = _look_at_link(fleet, first)
-            fix += f"; or, if it is meant to be so slow: --expect {900 * rate:.2g}MB/s"
+            fix += f"; or, if it is meant to be so slow: --expect {500 * rate:.2g}MB/s"
             yield Problem(what, usual=must, fix=fix, host=where)
     pairs = _rates_of_pairs(rates).values()
     least, most = min(pairs, default=0.0), max(pairs, default=0.0)
