@@ -489,11 +489,13 @@ def link_rate(fleet: Fleet) -> Problems:
     crawling = {each.host for each in slow if _crawls(each)}
     crawling |= {name_pair(each.host, each.other) for each in links if _crawls(each)}
     lacking = _find_lacking(rates, judge_links(fleet))
+    # The same for all, so that they share a finding's lines.
+    meant = f"{round(500 * min((e.rate for e in lacking.values()), default=0), 2):g}"
     for where, (rate, must) in lacking.items():
         if where not in crawling:
             what, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
             fix = _look_at_link(fleet, first)
-            fix += f"; or, if it is meant to be so slow: --expect {500 * rate:.2g}MB/s"
+            fix += f"; or, if it is meant to be so slow: --expect {meant}MB/s"
             yield Problem(what, usual=must, fix=fix, host=where)
     pairs = _rates_of_pairs(rates).values()
     least, most = min(pairs, default=0.0), max(pairs, default=0.0)
