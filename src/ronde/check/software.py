@@ -161,6 +161,9 @@ def torch(fleet: Fleet) -> Problems:
     needs: several hosts
     why: Ranks compute different things, disagree on what they send, or hang.
     """
+    # Where there is none, torch-installed reports it.
+    having = [f for f in fleet.having(_TORCH, _BUILD) if f.values[_TORCH] != ABSENT]
+    fleet = Fleet(tuple(having), fleet.settings)
     found = once_a_host(
         differing(fleet, _TORCH, "torch"), differing(fleet, _BUILD, "torch built for")
     )
@@ -206,7 +209,7 @@ def torch_installed(values: Values, fleet: Fleet) -> Problems:
     words = [f"torch=={max(fit, key=_numbers)}" if fit else "torch>=2.11"]
     # What is installed already but for other packages needs only those.
     lacks_others = re.match(r"ModuleNotFoundError: No module named '(?!torch\b)", error)
-    if "torch" in values.get(_PACKAGES, {}) and not lacks_others:
+    if error and "torch" in values.get(_PACKAGES, {}) and not lacks_others:
         words.insert(0, "--force-reinstall")
     what = f"torch {version} is older than ronde can use"
     if error:
@@ -243,7 +246,7 @@ def nccl(fleet: Fleet) -> Problems:
 class _Difference(NamedTuple):
     name: str
     value: str
-    usual: str
+    usual: str  # of ``find_odd``
 
 
 def _differing_names(

@@ -62,7 +62,8 @@ what to check:
   --chdir DIR           folder in which ranks are to start, as for ronde run;
                         else this one
   --path DIR ...        folder that all hosts must share
-  --file FILE ...       file that must be equal on all hosts
+  --file FILE ...       file that must be equal on all hosts; read whole up to
+                        1GiB, of a larger one 64 pieces of 1MiB
   --expect WORDS        what each host must have, as 8xH100,8x400G,2TiB,10GB/s
                         (GPUs, ports, memory, and what --bandwidth measures
                         between hosts), or a file with such words
