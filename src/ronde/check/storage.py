@@ -50,7 +50,13 @@ def read(reader: FactReader) -> None:
     tasks = [[{"do": "look", "path": f"{root}{path}"}] for path in paths]
     outcomes = (outcome for [outcome] in run_tasks(tasks, _HANG_S))
     found = dict(zip(paths, outcomes, strict=True))
-    reader.values[_HUNG] = sorted(p for p, each in found.items() if "has_hung" in each)
+    hung = [path for path, each in found.items() if "has_hung" in each]
+    above = {path: find_mount(path, mounts) for path in hung}
+    # Of a network's file system the mount is named, which can be taken away.
+    named = {
+        m if _NETWORK.fullmatch(mounts.get(m, "")) else p for p, m in above.items()
+    }
+    reader.values[_HUNG] = sorted(named)
     reader.values[_PATHS] = {
         path: {"roles": each} | _locate(found[path], root, mounts)
         for path, each in roles.items()
@@ -212,10 +218,8 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
     for path in hung:
         # What lies below hangs with it.
         if not any(path.startswith(f"{other}/") for other in hung):
-            fix = (
-                f"umount -f -l {shlex.quote(path)}  # there, after a look at its file "
-            )
-            fix += "server; then mount it again"
+            fix = f"umount -f -l {shlex.quote(path)}  # there, or the mount above it, "
+            fix += "after a look at its file server; then mount it again"
             yield Problem(f"{path} does not answer", fix=fix)
 
 
