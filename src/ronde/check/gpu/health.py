@@ -45,7 +45,7 @@ def gpu_advice(action: Value) -> Problems:
     why: The GPU has met an error that it cannot recover from by itself.
     """
     if action:
-        what, fix = _ADVICE.get(action, (f"action {action}", ""))
+        what, fix = _ADVICE.get(action, (f"action {action}", _RESET))
         yield Problem(f"the driver advises {what}", fix=fix)
 
 

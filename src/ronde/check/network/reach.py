@@ -527,11 +527,13 @@ def path_mtu(fleet: Fleet) -> Problems:
         ways = _name_ways(host, own, "to {}", "from {}")
         least = min(int(reached[a][b].get("mtu") or 0) for a, b in own)
         here = own_mtu(reached[host]) if host in reached else 0
-        fix = ""
+        fix = (
+            f"give switches and tunnels between them {here or 'the MTU of both'}, and "
+        )
+        fix += "let ICMP 'too big' through"
         if least and least < here:
             what = f"{ways}: no packets above {least} bytes arrive, its MTU is {here}"
-            fix = f"{_set_mtu(fleet, host, least)}; or give switches and tunnels "
-            fix += f"between them {here}, and let ICMP 'too big' through"
+            fix = f"{_set_mtu(fleet, host, least) or 'lower its MTU'}; or {fix}"
         else:
             size = format_size(max(reached[a][b]["lost_bytes"] for a, b in own))
             what = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"
