@@ -45,7 +45,7 @@ def gpu_advice(action: Value) -> Problems:
     why: The GPU has met an error that it cannot recover from by itself.
     """
     if action:
-        what, fix = _ADVICE.get(action, (f"action {action}", ""))
+        what, fix = _ADVICE.get(action, (f"action {action}", _RESET))
         yield Problem(f"the driver advises {what}", fix=fix)
 
 
@@ -95,7 +95,7 @@ def gpu_ecc_errors(counts: Value) -> Problems:
         ("dram_corrected", _MAX_DRAM_CORRECTED, "corrected errors in its memory"),
     ):
         if counts[name] > limit:
-            yield Problem(f"{counts[name]} {what} since the last start")
+            yield Problem(f"{counts[name]} {what} since the last start", fix=_RESET)
 
 
 @each_gpu(FAIL, "gpu.clock_events")

@@ -321,7 +321,7 @@ def keep_report(reader: FactReader, report: SmiReport) -> None:
     """Store the facts ``ALL_ANSWERS`` as nvidia-smi printed them."""
     cuda_version, gpus = report
     reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
-    why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install 'ronde[gpu]'"
+    why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install nvidia-ml-py"
     found: list[GpuReport] = []
     for gpu in gpus:
         title = str(gpu.get(_NAME, ""))
@@ -367,7 +367,8 @@ def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
             alike[problem].append(number)
     for problem, numbers in alike.items():
         gpus = f"GPU{'s' * (len(numbers) > 1)} {format_list(numbers)}"
-        yield problem._replace(what=f"{gpus}: {problem.what}", host=host)
+        fix = problem.fix.replace("-i N", f"-i {','.join(map(str, numbers))}")
+        yield problem._replace(what=f"{gpus}: {problem.what}", fix=fix, host=host)
 
 
 def each_gpu(

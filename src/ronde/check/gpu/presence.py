@@ -152,7 +152,11 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     bad = [f"{name} ({why})" for name, why in needed.items() if why]
     if bad:
         is_broken = _BROKEN in needed.values()
-        yield Problem(f"cannot open {', '.join(bad)}", fix=gpu_lost.fix * is_broken)
+        names = " ".join(name for name, why in needed.items() if why)
+        fix = f"sudo chmod 666 {names}  # or docker run --gpus all, or srun "
+        fix += f"--gres=gpu:{len(cards)}"
+        what = f"cannot open {', '.join(bad)}"
+        yield Problem(what, fix=gpu_lost.fix if is_broken else fix)
 
 
 @check(FAIL, LOST, _FILES, COUNT)
@@ -225,8 +229,8 @@ def gpu_torch(values: Values, _: Fleet) -> Problems:
     reads: what torch was built for, in its version.py, and the number of GPUs
     threshold: for CUDA where there are NVIDIA GPUs
     source: torch's own version.py: cuda is None in builds for CPUs
-    fix: pip uninstall torch; pip install torch: for Linux the package index has builds
-        for CUDA. pytorch.org/get-started/locally names the index of each CUDA
+    fix: python -m pip install --force-reinstall torch: for Linux the package index has
+        builds for CUDA. pytorch.org/get-started/locally names the index of each CUDA
     needs: an NVIDIA GPU
     why: Training runs on the CPU, many times slower.
     """
@@ -293,6 +297,7 @@ def gpu_mig(fleet: Fleet) -> Problems:
     """
     count = fleet.hosts[0].values.get(COUNT) if len(fleet.hosts) == 1 else 0
     is_alone = count and (fleet.settings.get("num_ranks") or count) == 1
-    split = Problem("split into instances (MIG)", INFORM if is_alone else FAIL)
+    severity = INFORM if is_alone else FAIL
+    split = Problem("split into instances (MIG)", severity, fix=gpu_mig.fix)
     for host, gpus in fleet.known("gpu.mig").items():
         yield from fold_gpus(host, (split if is_on else None for is_on in gpus))

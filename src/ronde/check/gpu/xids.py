@@ -20,7 +20,7 @@ from ronde.check.check import (
     each_host,
 )
 from ronde.check.fleet import Fleet, Value, Values
-from ronde.check.kernel_log import read_log
+from ronde.launch.kernel_log import read_log
 from ronde.topology.pci import plain_address
 from ronde.units import format_duration
 
@@ -188,7 +188,8 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
         own = [advice.get(each["address"])] if is_xid else own
         if severity is FAIL and own and not any(a != 0 for a in own):
             severity, what = WARN, f"{what}; by now the driver asks for nothing"
-        yield Problem(what, severity, fix=resolution.fix)
+        fix = resolution.fix.replace("-i N", f"-i {each['address']}")
+        yield Problem(what, severity, fix=fix)
 
 
 def _resolve(entry: Value) -> _Resolution:
