@@ -4,12 +4,15 @@ Every agent imports this at its start: it takes the standard library's light par
 """
 
 import ctypes
+import fcntl
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 _WANTED = _IFF_UP | _IFF_RUNNING
+_SIOCGIFMTU = 0x8921
 _ANY_PORT = 9  # nothing is sent there, but a route is asked for with a port
 
 
@@ -127,3 +130,22 @@ def source_towards(address: str) -> str:
             return asking.getsockname()[0].partition("%")[0]
     except OSError:
         return ""
+
+
+def interface_towards(address: str) -> str:
+    """Return the interface that leads to an address, empty if none does."""
+    source = source_towards(address)
+    named = (each.interface for each in read_interfaces() if each.address == source)
+    return "lo" if is_loopback(source) else next(named, "")
+
+
+def own_mtu_towards(address: str) -> int:
+    """Return the MTU of the interface that leads to an address, 0 if none does."""
+    name = interface_towards(address)
+    if not name:
+        return 0
+    # Not a file of sysfs, which may be another network namespace's.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("16s24x", name.encode()[:15])
+        answer = fcntl.ioctl(asking, _SIOCGIFMTU, request)
+    return struct.unpack_from("i", answer, 16)[0]

@@ -10,6 +10,8 @@ HEALTHY: dict[str, Any] = {
     "host.memlock_bytes": -1,
     "host.open_files": 1 << 20,
     "host.max_processes": 1 << 20,
+    "host.hard_open_files": 1 << 20,
+    "host.hard_max_processes": 1 << 20,
     "host.capabilities": [],
     "host.rdma_devices": [],
     "host.shm_size_bytes": 128 * GIB,

@@ -33,6 +33,7 @@ from ronde.check import (
 from ronde.launch import Answer
 
 RATES, FAILURES = "network.bandwidth", "network.bandwidth_failures"
+WAY = "network.bandwidth_way"
 LOOPBACK = "127.0.0.1"
 
 
@@ -49,13 +50,113 @@ def slow_down(rates, sender, receiver, rate):
     rates[receiver][sender] = rate
 
 
-def fleet_of(rates):
-    reported = (HostFacts(h, {RATES: r}, {}, {}) for h, r in rates.items())
-    return Fleet(tuple(reported), {})
+def fleet_of(rates, link=None, way="tcp", **settings):
+    """Return hosts with rates; with a link, the interface that it names in all."""
+    facts = {WAY: way, "network.address": "10.0.0.1"} if link else {}
+    facts |= {"network.interfaces": INTERFACES | (link or {})} if link else {}
+    reported = (HostFacts(h, {RATES: r} | facts, {}, {}) for h, r in rates.items())
+    return Fleet(tuple(reported), settings)
 
 
-def findings_of(rates):
-    return judge(fleet_of(rates), of_family(Family.NETWORK)).findings
+def findings_of(rates, *given, **settings):
+    fleet = fleet_of(rates, *given, **settings)
+    return judge(fleet, of_family(Family.NETWORK)).findings
+
+
+OWN = {"state": "up", "mtu": 1500, "carrier_changes": 2, "addresses": []}
+INTERFACES = {
+    name: OWN | {"kind": "physical", "mbit_per_s": rate, "carriers": [name]}
+    for name, rate in (("eth0", 25_000), ("eth1", 25_000), ("eth2", 0))
+}
+
+
+def link_of(kind, mbit_per_s, *carriers):
+    """Return the interface ``up0``, by which the hosts reach each other."""
+    own = {"kind": kind, "mbit_per_s": mbit_per_s, "addresses": ["10.0.0.1"]}
+    return {"up0": OWN | own | {"carriers": list(carriers)}}
+
+
+UNKNOWN = "any link carries 0.1 Gbit/s, and the rate of up0 ({}) is unknown"
+ETHERNET = link_of("physical", 1000, "up0")
+BOND = link_of("virtual", 50_000, "eth0", "eth1", "eth2")
+VETH, WIFI = link_of("virtual", 10_000), link_of("wireless", 0)
+
+
+@pytest.mark.parametrize(
+    ("link", "rate", "but"),
+    [
+        (ETHERNET, 0.117, ""),
+        (ETHERNET, 0.038, ""),  # 30 % of the link are enough
+        (ETHERNET, 0.037, "up0 carries 1 Gbit/s"),
+        # Of a fast link 10 Gbit/s count: four streams may not fill more.
+        (BOND, 0.38, ""),
+        (BOND, 0.37, "up0 carries 2 times 25 Gbit/s"),
+        # What the kernel says of the rate of a virtual link means nothing.
+        (VETH, 0.004, ""),
+        (VETH, 0.0037, UNKNOWN.format("virtual")),
+        (WIFI, 0.004, ""),
+        (WIFI, 0.002, UNKNOWN.format("wireless")),
+    ],
+)
+@pytest.mark.parametrize("num", [2, 3])
+def test_hosts_that_are_all_slow_are_found_by_their_links(num, link, rate, but):
+    found = findings_of(even_rates(num, rate), link)
+    severity = Severity.FAIL if but else Severity.INFORM
+    assert {(f.check, f.severity, f.usual) for f in found} == {
+        ("link-rate", severity, but)
+    }
+    assert [f.host for f in found] == hosts_of(num)
+    shown = f"{rate:.3g} GB/s ({8 * rate:.3g} Gbit/s)"
+    assert all(shown in f.what for f in found)
+    if but:
+        assert "ethtool up0; ip -s link show up0" in found[0].fix
+    else:
+        assert "between hosts by tcp; " in found[0].what
+        assert found[0].fix == ""
+
+
+def test_an_expected_rate_counts_instead_of_the_links():
+    rates = even_rates(3, 0.02)
+    assert {f.severity for f in findings_of(rates, ETHERNET)} == {Severity.FAIL}
+    slow = {"expected": {"gb_per_s": 0.015}}
+    assert {f.severity for f in findings_of(rates, ETHERNET, **slow)} == {
+        Severity.INFORM
+    }
+    # One pair alone is below it, and no host is.
+    slow_down(rates, "h0", "h1", 0.0149)
+    (found,) = (
+        f for f in findings_of(rates, ETHERNET, **slow) if f.severity is Severity.FAIL
+    )
+    assert (found.host, found.usual) == ("h0 - h1", "0.015 GB/s expected")
+    # Ranks of Gloo's wait for each other: without such a rate they are not judged.
+    found_by_gloo = findings_of(rates, ETHERNET, "gloo")
+    assert {f.severity for f in found_by_gloo} == {Severity.INFORM}
+
+
+def test_a_host_that_is_slower_than_others_is_reported_once():
+    rates = even_rates(4, 0.1)
+    for other in ("h0", "h2", "h3"):
+        slow_down(rates, "h1", other, 0.001)
+    failed = [f for f in findings_of(rates, ETHERNET) if f.severity is Severity.FAIL]
+    assert [(f.check, f.host) for f in failed] == [("slow-host-link", "h1")]
+    # Two of four hosts draw down the medians of all: their links tell.
+    for other in ("h0", "h2"):
+        slow_down(rates, "h3", other, 0.001)
+    failed = [f for f in findings_of(rates, ETHERNET) if f.severity is Severity.FAIL]
+    assert [(f.check, f.host) for f in failed] == [
+        ("link-rate", "h1"),
+        ("link-rate", "h3"),
+    ]
+
+
+def test_nccl_is_judged_by_its_ports():
+    port = {"state": "ACTIVE", "mbit_per_s": 400_000}
+    fleet = fleet_of(even_rates(2, 0.2), ETHERNET, "nccl")
+    for facts in fleet.hosts:
+        facts.values["network.rdma_ports"] = {"mlx5_0:1": port, "mlx5_1:1": port}
+    checks = [c for c in of_family(Family.NETWORK) if c.id == "link-rate"]
+    found = judge(fleet, checks).findings
+    assert {f.usual for f in found} == {"2 RDMA ports carry 400 Gbit/s each"}
 
 
 @given(st.integers(0, 40))

@@ -19,7 +19,7 @@ from ronde.cli import read_check_request
 
 ronde = Ronde()
 
-ALL = {"burn_s": 1.0, "bandwidth": "tcp"}
+ALL = {"burn_s": 1.0, "bandwidth": "tcp", "files": ["/f"]}
 """Settings with which every step is asked for."""
 
 
@@ -52,13 +52,15 @@ def test_all_run_for_all_checks():
 @pytest.mark.parametrize(
     ("words", "probes", "steps"),
     [
-        ("--only versions", {"versions"}, set()),
-        ("--only versions --path /d --burn 1s", {"versions"}, set()),
+        ("--only versions", {"versions", "torch"}, set()),
+        ("--only torch,nccl --path /d --burn 1s", {"versions"}, set()),
+        ("--only dataset-files --file /f", set(), {"files"}),
         ("--only locked-memory", {"host"}, set()),
         ("--only storage --path /d", {"storage"}, {"sharing"}),
         ("--only shared-folder --path /d", set(), {"sharing"}),
         ("--only network", {"network", "host"}, {"reaching"}),
-        ("--only slow-host-link --bandwidth", {"gpu", "versions"}, {"bandwidth"}),
+        ("--only slow-pair --bandwidth", {"gpu", "versions"}, {"bandwidth"}),
+        ("--only slow-pair --expect 10GB/s", {"gpu", "versions"}, {"bandwidth"}),
         ("--only slow-host --burn 1s", set(), {"pace"}),
         ("--only clock-offset", set(), {"clock"}),
         ("--only gpu-torch", {"gpu", "versions"}, set()),

@@ -16,8 +16,7 @@ from tests.limits import HANG_S
 from ronde.check import Collected, Fleet, HostFacts, all_checks, judge, load_last
 from ronde.cli import judge_request, read_check_request
 from ronde.errors import UsageError
-from ronde.launch import parse_hostfile, parse_hosts
-from ronde.render import draw_hostfile
+from ronde.launch import parse_hostfile, parse_hosts, write_hostfile
 
 ABSENT = "nosuchhost.invalid"
 HERE = os.uname().nodename
@@ -207,9 +206,9 @@ def test_only_and_skip_choose_checks():
 def test_hosts_come_back_from_a_hostfile():
     text = "a slots=4\n[fd00::2]:2 port=22\nb user=me addr=10.0.0.2\n"
     hosts = parse_hostfile(text, "hosts")
-    again = parse_hostfile(draw_hostfile(hosts), "hosts")
+    again = parse_hostfile(write_hostfile(hosts), "hosts")
     assert [str(h) for h in again] == [str(h) for h in hosts]
-    assert draw_hostfile(parse_hosts("c,d:3")) == "c\nd slots=3\n"
+    assert write_hostfile(parse_hosts("c,d:3")) == "c\nd slots=3\n"
 
 
 def test_help_and_lists():

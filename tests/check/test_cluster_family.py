@@ -86,6 +86,12 @@ def test_a_host_that_did_not_answer_has_hung():
     assert (finding.check, finding.severity) == ("probe-hung", FAIL)
 
 
+def test_a_torch_whose_import_kills_python_is_a_failure():
+    crash = "it ended with code -4: Illegal instruction"
+    (finding,) = find(hosts_with("probe.failed", a={"torch": crash}))
+    assert (finding.check, finding.severity) == ("probe-hung", FAIL)
+
+
 @pytest.mark.parametrize(
     ("offsets", "reported"),
     [

@@ -4,6 +4,7 @@ import pytest
 from tests.check.test_network_family import ETH0
 
 from ronde.check import Check, Fleet, HostFacts, expected, judge, read_expected
+from ronde.cli import read_check_request
 from ronde.errors import UsageError
 
 CHECKS = [each for each in vars(expected).values() if isinstance(each, Check)]
@@ -70,7 +71,26 @@ def test_the_words_may_be_a_file(tmp_path):
     assert read_expected(str(file)) == read_expected("8xH100,8x400G,2TiB")
 
 
-@pytest.mark.parametrize("words", ["", "8", "H100", "8xH100,4xA100", "8x", "x400G,"])
+@pytest.mark.parametrize(
+    ("word", "gb_per_s"),
+    [
+        ("10GB/s", 10),
+        ("100Gbit/s", 12.5),
+        ("100Gbps", 12.5),
+        ("2.5 MB/s", 0.0025),
+        ("800kbit/s", 0.0001),
+        ("1TB/s", 1000),
+    ],
+)
+def test_a_rate_between_hosts_is_measured(word, gb_per_s):
+    settings = read_check_request(["--expect", f"8xH100,{word}"], {}).settings
+    assert settings["expected"]["gb_per_s"] == pytest.approx(gb_per_s)
+    assert settings["bandwidth"] == "auto"
+
+
+@pytest.mark.parametrize(
+    "words", ["", "8", "H100", "10G/s", "4GB/s,1GB/s", "8xH100,4xA100", "8x", "x400G,"]
+)
 def test_other_words_are_an_error(words):
     with pytest.raises(UsageError, match=r"--expect must name .* Type, for example"):
         read_expected(words)

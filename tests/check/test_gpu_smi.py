@@ -118,7 +118,7 @@ def test_without_the_binding_nvidia_smi_is_asked(smi):
     assert reader.values["gpu.nvlinks"] == [[True, False], [True, True]]
     assert reader.values["gpu.processes"][0][0]["command"]
     assert reader.unreadable.keys() == {"gpu.has_valid_inforom"}
-    assert "pip install 'ronde[gpu]'" in reader.unreadable["gpu.has_valid_inforom"]
+    assert "pip install nvidia-ml-py" in reader.unreadable["gpu.has_valid_inforom"]
 
 
 def test_a_gpu_without_a_name_is_lost(smi):
@@ -139,7 +139,7 @@ def test_without_either_all_is_unreadable(smi, tmp_path):
     reader = FactReader({})
     ask_driver(reader)
     assert not reader.values
-    assert "neither is here: pip install 'ronde[gpu]'" in reader.unreadable["gpu.count"]
+    assert "neither is here: pip install nvidia-ml-py" in reader.unreadable["gpu.count"]
 
 
 def test_a_host_without_a_driver_has_no_gpus(tmp_path):

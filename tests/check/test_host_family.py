@@ -90,6 +90,24 @@ def test_what_is_usual_somewhere_is_no_fault(changes):
     assert find(make_fleet("a", "b", "c", a=changes, b=changes, c=changes)) == ()
 
 
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"open_files": 1024}, "ulimit -n 65536  #"),
+        # Nobody but root may go above the hard limit.
+        (
+            {"open_files": 1024, "hard_open_files": 4096},
+            "printf '* - nofile 65536\\nroot - nofile 65536\\n' >>/etc/security/",
+        ),
+        ({"max_processes": 100}, "ulimit -u 65536  #"),
+        ({"max_processes": 100, "hard_max_processes": 100}, "printf '* - nproc 65536"),
+    ],
+)
+def test_a_limit_is_lifted_as_far_as_it_may_be(changes, fix):
+    (finding,) = find(make_fleet("a", a=changes))
+    assert finding.fix.startswith(fix)
+
+
 def test_a_host_alone_is_not_asked_about_the_others():
     assert find(make_fleet("a", a={"memlock_bytes": 8 << 20})) == ()
 

@@ -104,6 +104,8 @@ def test_a_machine_that_was_written(tmp_path):
     expected = {
         "memlock_bytes": UNLIMITED,
         "open_files": 1024,
+        "hard_open_files": 1048576,
+        "hard_max_processes": 8192,
         "max_processes": 4096,
         # Bit 14 of 0x84000.
         "capabilities": ["ipc_lock"],

@@ -57,13 +57,35 @@ def test_interfaces_are_read(tmp_path):
     assert not facts.unreadable
     assert facts.values["network.interfaces"] == {
         "docker0": {"kind": "bridge", "state": "down", "mtu": 0, "mbit_per_s": 0,
-                    "carrier_changes": -1, "addresses": []},
+                    "carrier_changes": -1, "carriers": [], "addresses": []},
         "eth0": {"kind": "physical", "state": "up", "mtu": 9000, "mbit_per_s": 100000,
-                 "carrier_changes": 2, "addresses": []},
+                 "carrier_changes": 2, "carriers": ["eth0"], "addresses": []},
         "lo": {"kind": "loopback", "state": "", "mtu": 65536, "mbit_per_s": 0,
-               "carrier_changes": -1, "addresses": []},
+               "carrier_changes": -1, "carriers": [], "addresses": []},
     }  # fmt: skip
     assert facts.values["network.uptime_s"] == 7200.5
+
+
+def test_what_carries_an_interface_is_known(tmp_path):
+    """A bridge over a VLAN of a bond; beside it what carries nothing of its own."""
+    net = "sys/class/net"
+    tree = {f"{net}/eth1/device/vendor": "0x15b3\n", f"{net}/wg0/lower_eth0": ""}
+    for name, kind, lower in (
+        ("bond0", "bond", ("eth0", "eth1")),
+        ("bond0.7", "vlan", ("bond0",)),
+        ("br0", "bridge", ("bond0.7", "veth1")),
+        ("vxlan1", "vxlan", ("eth0",)),
+    ):
+        tree[f"{net}/{name}/uevent"] = f"DEVTYPE={kind}\nINTERFACE={name}\n"
+        tree |= {f"{net}/{name}/lower_{each}": "" for each in lower}
+    tree[f"{net}/veth1/speed"] = "10000\n"
+    write(tmp_path, BASE | tree)
+    links = facts_of(tmp_path).values["network.interfaces"]
+    carriers = {name: each["carriers"] for name, each in links.items()}
+    both = ["eth0", "eth1"]
+    assert {name: c for name, c in carriers.items() if c} == {
+        "bond0": both, "bond0.7": both, "br0": both, "eth0": ["eth0"], "eth1": ["eth1"],
+    }  # fmt: skip
 
 
 LOG = """\

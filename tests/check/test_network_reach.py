@@ -138,6 +138,7 @@ def test_lost_large_messages_are_distinguished_from_a_closed_port():
     reported = found(fleet_of(3, changed))
     assert set(reported) == {("path-mtu", "n1")}
     assert "to n2: messages of 64KiB are lost" in reported["path-mtu", "n1"].what
+    assert "INTERFACE" not in reported["path-mtu", "n1"].fix
 
 
 def test_an_unknown_path_mtu_is_no_fault():

@@ -41,7 +41,11 @@ WORDS = ["all_reduce", "-b", "1K", "-e", "1K", "-n", "1", "--engine", "gloo"]
 def findings_of(facts):
     reported = tuple(HostFacts(name, values, {}, {}) for name, values in facts.items())
     findings = judge(Fleet(reported, {}), of_family(Family.NETWORK)).findings
-    return [(each.check, each.host, each.severity, each.what) for each in findings]
+    return [
+        (each.check, each.host, each.severity, each.what)
+        for each in findings
+        if each.check != "link-rate"
+    ]
 
 
 def test_two_hosts_reduce_together():

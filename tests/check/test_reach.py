@@ -4,26 +4,25 @@ import socket
 import struct
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from hypothesis import given, strategies as st
 from tests.check.programs import run_step, start_hosts, start_without_b
 from tests.limits import HANG_S
 
+from ronde.addresses import own_mtu_towards
 from ronde.check import (
     FRAME,
     LARGE_BYTES,
     NodeContext,
     better,
-    choose_addresses,
     listen,
-    measure_mtu,
-    own_mtu_towards,
     plan_partners,
     reach,
     receive_exactly,
 )
+from ronde.launch import choose_addresses, measure_mtu, measure_ssh_path
 
 ADDRESS, MTU, REACH = "network.address", "network.peer_mtu", "network.reach"
 TOKEN = "0123456789abcdef"  # noqa: S105
@@ -190,6 +189,27 @@ def test_where_no_datagram_is_answered_the_mtu_is_unknown():
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         assert measure_mtu("127.0.0.1", port, TOKEN.encode(), "a", 1500) is None
+
+
+@pytest.mark.parametrize(
+    ("greeting", "lost"), [(b"SSH-2.0-any\r\n", 0), (b"220 mail\r\n", None)]
+)
+def test_a_way_that_loses_nothing_and_a_server_of_another_kind(greeting, lost):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            # Who has read only a part of the greeting goes with a reset.
+            with connection, suppress(ConnectionResetError):
+                connection.sendall(greeting)
+                while connection.recv(1 << 16):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = measure_ssh_path(*listener.getsockname())
+        thread.join()
+    assert (found and found.lost) == lost
 
 
 def test_no_route_no_interface():

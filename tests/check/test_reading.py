@@ -354,7 +354,7 @@ UP = ("Active", "LinkUp", "400", "InfiniBand")
         ([UP, ("Down", "Polling", "40", "InfiniBand")], 0,
          "i rdma-port: a\n    mlx5_1:1 is DOWN/Polling"),
         ([("Down", "Polling", "40", "InfiniBand")] * 2, 0,
-         "! rdma-port: a\n    a: mlx5_0:1 is DOWN/Polling"),
+         "! rdma-port: a\n    mlx5_0:1 is DOWN/Polling"),
         ([UP, ("Initializing", "LinkUp", "400", "InfiniBand")], 0,
          "! rdma-port: a\n    mlx5_1:1 is INIT/LinkUp"),
         ([("Initializing", "LinkUp", "400", "InfiniBand")], 2,

@@ -16,6 +16,7 @@ from tests.limits import HANG_S
 from ronde.check import (
     NUM_SAMPLES,
     SAMPLE_BYTES,
+    WHOLE_BYTES,
     Check,
     Finding,
     Fleet,
@@ -25,9 +26,9 @@ from ronde.check import (
     Severity,
     Value,
     all_checks,
+    digest,
     find_shared,
     run_tasks,
-    sample,
     try_path,
 )
 from ronde.launch import Answer
@@ -205,9 +206,9 @@ def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
     pipe, file = tmp_path / "pipe", tmp_path / "file"
     os.mkfifo(pipe)
     file.write_text("data")
-    hanging = [{"do": "sample", "path": str(each)} for each in (file, pipe, file)]
+    hanging = [{"do": "digest", "path": str(each)} for each in (file, pipe, file)]
     first, second = run_tasks(
-        [hanging, [{"do": "sample", "path": str(file)}]], deadline_s=4.0
+        [hanging, [{"do": "digest", "path": str(file)}]], deadline_s=4.0
     )
     lost = {"error": "no answer within 4 s", "has_hung": True}
     assert first == [lost] * 3
@@ -215,7 +216,7 @@ def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_says_so() -> None:
-    tasks = [{"do": do, "path": "/nowhere"} for do in ("look", "sample")]
+    tasks = [{"do": do, "path": "/nowhere"} for do in ("look", "digest")]
     assert run_tasks([tasks], HANG_S) == [
         [{"error": "No such file or directory"}, {"error": "No such file or directory"}]
     ]
@@ -230,21 +231,20 @@ def test_a_folder_that_cannot_be_written_to_is_not_left_a_file(tmp_path: Path) -
     assert try_path(context, question) == {"error": "Not a directory"}
 
 
-@pytest.mark.parametrize("place", [0, 1 << 20, (8 << 20) - 1])
+@pytest.mark.parametrize("place", [0, 15, NUM_SAMPLES - 1])
 def test_a_large_file_is_distinguished_from_another_by_its_samples(
     tmp_path: Path, place: int
 ) -> None:
-    size = 8 << 20
-    assert size > NUM_SAMPLES * SAMPLE_BYTES
+    size = 2 * WHOLE_BYTES
     one, other = tmp_path / "one", tmp_path / "other"
     for path in (one, other):
         with path.open("wb") as file:
             file.truncate(size)
-    assert sample(str(one)) == sample(str(other))
+    assert digest(str(one)) == digest(str(other))
     with other.open("r+b") as file:
-        file.seek(place if place != 1 << 20 else (size - SAMPLE_BYTES) // 15)
+        file.seek(place * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
         file.write(b"x")
-    assert sample(str(one)) != sample(str(other))
+    assert digest(str(one)) != digest(str(other))
 
 
 def host(name: str, path: str, seen: Mapping[str, bool]) -> Any:

@@ -1,27 +1,33 @@
 """Folders and files: read from a tree of files, and judged among hosts."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
+from tests.check.programs import run_step, start_hosts
 
 from ronde.check import (
     PROBES,
+    WHOLE_BYTES,
     Family,
     Finding,
     Fleet,
     HostFacts,
+    NodeContext,
     Severity,
     Value,
+    digest_files,
     find_mount,
     read_mounts,
     run_probes,
 )
 
 GIB = 1 << 30
+NO_CONTEXT = NodeContext({}, ExitStack())
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -56,10 +62,7 @@ def read(**settings: Value) -> dict[str, Any]:
 def test_a_tree_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/scratch")
     values = read(
-        root=str(tree),
-        directory="/job",
-        paths=["/data", "/link/sub", "/none"],
-        files=["/data/train.bin", "/data/none.bin", "/data/sub"],
+        root=str(tree), directory="/job", paths=["/data", "/link/sub", "/none"]
     )
     paths = values["storage.paths"]
     assert list(paths) == ["/data", "/link/sub", "/none", "/job", "/scratch"]
@@ -76,39 +79,52 @@ def test_a_tree_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths["/job"]["size_bytes"] == room.f_blocks * room.f_frsize
     assert paths["/none"]["error"] == "No such file or directory"
     assert values["storage.hung"] == []
-    # echo -n abc | sha256sum
-    assert values["storage.files"] == {
-        "/data/train.bin": {"size_bytes": 3, "digest": "ba7816bf8f01cfea"},
-        "/data/none.bin": {"error": "No such file or directory"},
-        "/data/sub": {"error": "Is a directory"},
-    }
 
 
 def test_this_host_is_read_and_has_nothing_to_fail_for(tmp_path: Path) -> None:
-    values = read(paths=[str(tmp_path)], files=[__file__])
-    assert set(values) == {"storage.hung", "storage.files", "storage.paths"}
+    values = read(paths=[str(tmp_path)])
+    assert set(values) == {"storage.hung", "storage.paths"}
     reported = values["storage.paths"][str(tmp_path)]
     assert reported["is_directory"]
     assert reported["kind"] != ""
-    assert (
-        values["storage.files"][__file__]["size_bytes"] == Path(__file__).stat().st_size
-    )
 
 
-def test_a_file_that_hangs_loses_nothing_else(tree: Path) -> None:
+def sparse(path: Path, size: int, last: bytes = b"") -> str:
+    """Make a file with holes: what is in the middle, and at its end, may differ."""
+    with path.open("wb") as file:
+        file.seek(size // 2)
+        file.write(last)
+        file.truncate(size)
+    return str(path)
+
+
+def test_files_are_read_whole_up_to_a_size_and_one_that_hangs_loses_no_other(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Whoever opens a pipe that nobody writes to waits for ever, as on a dead mount.
     os.mkfifo(tree / "job/pipe")
-    values = read(
-        root=str(tree),
-        directory="/job",
-        files=["/job/pipe", "/data/train.bin"],
-    )
-    assert values["storage.hung"] == ["/job/pipe"]
-    assert values["storage.files"]["/data/train.bin"]["size_bytes"] == 3
-    assert values["storage.paths"]["/job"]["is_directory"]
-    facts = HostFacts("node1", values, {}, {})
-    findings = found(Fleet((facts,), {}))
-    assert [f.check for f in findings if "pipe" in f.what] == ["hung-mount"]
+    data, most = tree / "data", WHOLE_BYTES
+    # A change in the middle of what was once read in pieces of 64KiB.
+    alike = [sparse(data / f"middle{n}", 40 << 20, bytes([n])) for n in range(2)]
+    paths = [str(data / "train.bin"), str(data / "none.bin"), str(data / "sub"), *alike]
+    large = sparse(data / "large", most + 1)
+    with start_hosts({"a": ""}, {"files": [*paths, large]}) as hosts:
+        run_step("files", hosts)
+    files = hosts.facts["a"].values["storage.files"]
+    # echo -n abc | sha256sum
+    whole = {"size_bytes": 3, "digest": "ba7816bf8f01cfea", "read_bytes": 3}
+    assert [files[path] for path in paths[:3]] == [
+        whole,
+        {"error": "No such file or directory"},
+        {"error": "Is a directory"},
+    ]
+    assert files[alike[0]]["digest"] != files[alike[1]]["digest"]
+    assert files[large]["read_bytes"] == 64 << 20
+    monkeypatch.setattr("ronde.check.storage._HANG_S", 0.5)
+    pipe = str(tree / "job/pipe")
+    answer = digest_files(NO_CONTEXT, {"paths": [pipe, paths[0]]})
+    assert answer[pipe]["has_hung"]
+    assert answer[paths[0]] == whole
 
 
 def test_all_mounts_of_this_host_are_read() -> None:
@@ -175,6 +191,11 @@ def missing(roles: list[str]) -> dict[str, Any]:
     return {"roles": roles, "error": "No such file or directory"}
 
 
+def file(digest: str, size_bytes: int = 3, read_bytes: int = 0) -> dict[str, Any]:
+    num_read = read_bytes or size_bytes
+    return {"size_bytes": size_bytes, "digest": digest, "read_bytes": num_read}
+
+
 def facts(**changes: Value) -> dict[str, Any]:
     healthy: dict[str, Any] = {
         "paths": {
@@ -182,7 +203,7 @@ def facts(**changes: Value) -> dict[str, Any]:
             "/job": folder(["directory"]),
             "/scratch": folder(["temporary"]),
         },
-        "files": {"/data/a": {"size_bytes": 3, "digest": "ba78"}},
+        "files": {"/data/a": file("ba78")},
         "hung": [],
     }
     return {f"storage.{name}": value for name, value in (healthy | changes).items()}
@@ -197,7 +218,8 @@ CHECKS = of_family(Family.STORAGE)
 
 
 def found(of: Fleet) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check.find(of)]
+    findings = (finding for check in CHECKS for finding in check.find(of))
+    return [each for each in findings if each.severity is not Severity.INFORM]
 
 
 def one_folder(**changes: Value) -> Fleet:
@@ -249,6 +271,7 @@ def test_a_temporary_folder_that_cannot_be_used_is_found(
 ) -> None:
     (finding,) = found(fleet(facts(paths={"/scratch": scratch})))
     assert (finding.check, finding.severity) == ("folder-missing", Severity.WARN)
+    assert finding.fix.startswith("export TMPDIR=/var/tmp")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +300,7 @@ def test_room_is_judged(
 def test_room_is_reported_in_words() -> None:
     (finding,) = found(one_folder(free_bytes=512 << 20, size_bytes=100 * GIB))
     assert finding.what == "/job has 512MiB free of 100GiB"
+    assert finding.fix == "du -xh /job | sort -h | tail  # there, and make room"
 
 
 def test_room_of_one_file_system_is_reported_once() -> None:
@@ -324,15 +348,17 @@ def test_a_mount_that_hangs_is_one_finding() -> None:
     assert [(f.check, f.host, f.what) for f in findings] == [
         ("hung-mount", "node2", "/data does not answer")
     ]
+    assert "umount -f -l /data  #" in findings[0].fix
 
 
 def test_a_wrong_file_is_found_on_the_host_that_has_it() -> None:
-    wrong = facts(files={"/data/a": {"size_bytes": 3, "digest": "0000"}})
+    wrong = facts(files={"/data/a": file("0000")})
     (finding,) = found(fleet(facts(), wrong, facts()))
     assert (finding.check, finding.host) == ("dataset-files", "node2")
     assert finding.severity is Severity.FAIL
-    assert finding.what == "/data/a has 3 bytes, sha256 0000"
-    assert finding.usual == "3 bytes, sha256 ba78 on 2 hosts"
+    assert finding.what == "/data/a has 3 bytes, sha256 0000, read whole"
+    assert finding.usual == "3 bytes, sha256 ba78, read whole on 2 hosts"
+    assert finding.fix == "rsync -ac node1:/data/a /data/a"
 
 
 def test_a_missing_file_is_found() -> None:
@@ -340,10 +366,21 @@ def test_a_missing_file_is_found() -> None:
     (finding,) = found(fleet(facts(), facts(), gone))
     assert (finding.host, finding.severity) == ("node3", Severity.FAIL)
     assert finding.what == "/data/a: No such file or directory"
+    assert finding.fix == "rsync -ac node1:/data/a /data/a"
+
+
+def test_of_equal_files_it_is_shown_how_much_was_read() -> None:
+    large = facts(files={"/data/a": file("ba78", 40 * GIB, 64 << 20)})
+    (first, second) = (f for c in CHECKS for f in c.find(fleet(large, large)))
+    assert first.what == (
+        "/data/a has 42949672960 bytes, sha256 ba78, read 64MiB of 40GiB"
+    )
+    assert (first.severity, first.fix) == (Severity.INFORM, "")
+    assert first.what == second.what
 
 
 def test_of_two_hosts_with_other_files_none_is_blamed_alone() -> None:
-    wrong = facts(files={"/data/a": {"size_bytes": 4, "digest": "0000"}})
+    wrong = facts(files={"/data/a": file("0000", 4)})
     assert [f.host for f in found(fleet(facts(), wrong))] == ["node1", "node2"]
 
 

@@ -22,6 +22,7 @@ from ronde.check import (
     Severity,
     UnreadableError,
     digest_code,
+    find_error,
     find_nccl,
     read_driver,
     read_packages,
@@ -39,6 +40,7 @@ HEALTHY: dict[str, Any] = {
     "versions.nccl": "2.28.9",
     "versions.driver": "NVIDIA 570.86.15",
     "versions.environment": {"NCCL_DEBUG": "WARN"},
+    "torch.import_error": "",
 }
 
 
@@ -50,7 +52,7 @@ def fleet(*changes: dict[str, Any], **settings: object) -> Fleet:
     hosts = tuple(
         HostFacts(
             f"node{n}",
-            HEALTHY | {f"versions.{name}": value for name, value in each.items()},
+            HEALTHY | {n if "." in n else f"versions.{n}": v for n, v in each.items()},
             {},
             {},
         )
@@ -68,13 +70,13 @@ def found(of: Fleet) -> list[Finding]:
 def test_this_host_reports_all_its_facts() -> None:
     outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
     assert outcome.failure == ""
-    assert set(outcome.values) == set(HEALTHY)
+    assert set(outcome.values) == set(HEALTHY) - {"torch.import_error"}
     assert outcome.unreadable == {}
     assert outcome.values["versions.packages"]["ronde"].startswith(ronde.__version__)
     assert outcome.values["versions.torch"] == version("torch")
 
 
-def test_torch_is_not_imported() -> None:
+def test_torch_is_imported_by_its_own_probe_alone() -> None:
     program = """
 import sys
 from ronde.check import PROBES, FactReader, read_facts
@@ -97,11 +99,89 @@ def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch() -> Non
         "driver": ABSENT,
         "packages": {},
         "environment": {},
+        "torch.import_error": "ModuleNotFoundError: No module named 'torch'",
     }
     findings = found(fleet(bare, bare, bare))
-    assert {f.check for f in findings} == {"torch-installed"}
-    assert {f.severity for f in findings} == {Severity.WARN}
-    assert findings[0].what == "torch is not installed for /usr/bin/python3"
+    assert {(f.check, f.severity) for f in findings} == {
+        ("torch-installed", Severity.FAIL)
+    }
+    assert findings[0].what == (
+        "/usr/bin/python3 cannot import torch: ModuleNotFoundError: No module named "
+        "'torch'"
+    )
+
+
+PIP = "/usr/bin/python3 -m pip install "
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "fix"),
+    [
+        ("ModuleNotFoundError: No module named 'torch'", {}, f"{PIP}torch==2.13.0"),
+        ("OSError: libcudnn.so.9", {}, f"{PIP}torch==2.13.0"),
+        (
+            "/lib/torch has no __init__.py",
+            {"packages": {"torch": "2.13.0"}},
+            f"{PIP}--force-reinstall torch==2.13.0",
+        ),
+        (
+            "ModuleNotFoundError: No module named 'torch._C'",
+            {"packages": {"torch": "2.13.0"}},
+            f"{PIP}--force-reinstall torch==2.13.0",
+        ),
+        (
+            "ModuleNotFoundError: No module named 'sympy'",
+            {"packages": {"torch": "2.13.0"}},
+            f"{PIP}torch==2.13.0",
+        ),
+        (
+            "OSError: x",
+            {"torch.shadowing": "/my/torch"},
+            "mv /my/torch /my/torch.old  #",
+        ),
+    ],
+)
+def test_torch_that_cannot_be_imported_is_a_fault_with_its_cure(
+    error: str, changes: dict[str, Any], fix: str
+) -> None:
+    odd = {"torch": ABSENT, "torch.import_error": error} | changes
+    usual = {"torch": "2.13.0+cu128"}
+    findings = [f for f in found(fleet(odd, usual, usual)) if "torch" in f.check]
+    assert [(f.check, f.host, f.severity) for f in findings] == [
+        ("torch-installed", "node1", Severity.FAIL)
+    ]
+    assert findings[0].fix.startswith(fix)
+
+
+def test_what_an_import_ends_in_is_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of each, by the probe itself: with torch's name, before the real one."""
+    (tmp_path / "left_over_a").mkdir()
+    texts = {
+        "raising_a": "raise OSError('libc10.so: no\\nmore')",
+        "leaving_a": "exit(3)",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [
+        find_error(name) for name in ("json", "absent_a", *texts, "left_over_a")
+    ] == [
+        "",
+        "ModuleNotFoundError: No module named 'absent_a'",
+        "OSError: libc10.so: no",
+        "SystemExit: 3",
+        f"{tmp_path}/left_over_a has no __init__.py",
+    ]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('no such symbol')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome = run_probes({"torch": PROBES["torch"]}, {})["torch"]
+    assert outcome.values == {
+        "torch.import_error": "ImportError: no such symbol",
+        "torch.shadowing": f"{tmp_path}/torch",
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,6 +202,7 @@ def test_the_one_of_three_that_differs_is_named(
     assert (finding.check, finding.host) == (check, "node2")
     assert finding.severity == severity
     assert finding.usual.endswith("on 2 hosts")
+    assert not {"VERSION", "FOLDER", "INTERFACE"}.intersection(finding.fix.split())
 
 
 def test_of_two_that_differ_both_are_reported() -> None:
@@ -144,7 +225,8 @@ def test_packages_that_differ_are_reported_together_and_not_without_end() -> Non
         fleet({"packages": usual}, {"packages": usual}, {"packages": other})
     )
     assert finding.what == "p0 2.0, p1 2.0, p2 2.0 and 2 more"
-    assert finding.usual == "1.0 on 2 hosts; 1.0 on 2 hosts; 1.0 on 2 hosts"
+    assert finding.usual == "1.0 on 2 hosts"
+    assert finding.fix == f"{PIP}p0==1.0 p1==1.0 p2==1.0 p3==1.0 p4==1.0"
 
 
 def test_a_package_that_is_missing_is_reported() -> None:
@@ -158,12 +240,28 @@ def test_packages_that_are_judged_apart_are_not_reported_twice() -> None:
     assert found(fleet({}, {}, {"packages": more})) == []
 
 
-def test_a_variable_of_one_host_is_reported_with_its_value() -> None:
-    (finding,) = found(
-        fleet({}, {}, {"environment": {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring"}})
-    )
-    assert finding.what == "NCCL_ALGO=Ring"
-    assert finding.usual == "(not set) on 2 hosts"
+@pytest.mark.parametrize(
+    ("environment", "what", "usual"),
+    [
+        ({"NCCL_DEBUG": "WARN", "A": ""}, "A=", "(not set) on 2 hosts"),
+        (
+            {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring", "NCCL_IB_HCA": "x"},
+            "NCCL_ALGO=Ring, NCCL_IB_HCA=x",
+            "(not set) on 2 hosts",
+        ),
+        (
+            {"NCCL_ALGO": "Ring"},
+            "NCCL_ALGO=Ring, NCCL_DEBUG=(not set)",
+            "NCCL_ALGO=(not set) on 2 hosts; NCCL_DEBUG=WARN on 2 hosts",
+        ),
+    ],
+)
+def test_variables_of_one_host_are_reported_with_their_values(
+    environment: dict[str, str], what: str, usual: str
+) -> None:
+    (finding,) = found(fleet({}, {}, {"environment": environment}))
+    assert (finding.what, finding.usual) == (what, usual)
+    assert finding.fix.startswith("grep -sE ")
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,16 @@ def limited(cluster, host, rate):
 
 
 @contextmanager
+def narrowed(cluster, host, mtu):
+    """Have the way to and from a host lose packets above a size, without a word."""
+    cluster.narrow(host, mtu)
+    try:
+        yield
+    finally:
+        cluster.narrow(host, 1500)
+
+
+@contextmanager
 def grouped(cluster, host, limits) -> Iterator[Path]:
     """Have all that is started on a host through ssh run in a control group; give it.
 

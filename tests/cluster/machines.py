@@ -222,6 +222,10 @@ class Cluster:
         if done.returncode != 0:
             raise ClusterError(f"a link must become slower, got: {done.stderr}")
 
+    def narrow(self, host: Machine, mtu: int) -> None:
+        """Let the bridge take no larger packets of a host's, and tell nobody."""
+        self._on_bridge("ip", "link", "set", host.name, "mtu", str(mtu))
+
     def kill_sshd(self, host: Machine) -> None:
         """Kill a host's sshd and its sessions, but not what they started."""
         # OpenSSH 9.8 and later serve a session in a program of its own, sshd-session.

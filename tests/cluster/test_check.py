@@ -1,12 +1,16 @@
 """``ronde check`` on three hosts: each fault is found where it is, and nothing else."""
 
+import contextlib
+import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +25,12 @@ from tests.cluster.faults import (
     grouped,
     in_shell,
     limited,
+    narrowed,
     replaced,
 )
 from tests.cluster.machines import ROOT
 from tests.cluster.training import assert_nothing_left
+from tests.timed import ronde
 
 from ronde.check import REACH
 
@@ -41,12 +47,14 @@ class Checked(NamedTuple):
     Attributes:
         found: Failures and warnings: the check's id and the host.
         said: What each of these says; a line each where one says several things.
+        fixes: What to do, of the last one.
         values: What is known of each host, in the order of their numbers.
         took_s: How long it ran.
     """
 
     found: frozenset[tuple[str, str]]
     said: dict[tuple[str, str], str]
+    fixes: dict[tuple[str, str], str]
     values: tuple[dict[str, Any], ...]
     took_s: float
 
@@ -54,8 +62,20 @@ class Checked(NamedTuple):
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
 
 
-def run_check(cluster, *words, config=None, cwd=ROOT):
-    program = [sys.executable, "-m", "ronde", "check", "-H", NAMES, "--json"]
+def run_check(
+    cluster,
+    *words,
+    config=None,
+    cwd=ROOT,
+    names=NAMES,
+    skipped="torch-installed",
+    connect_s=0.0,
+):
+    python = [sys.executable, "-m", "ronde"]
+    python = ronde(connect_s=connect_s) if connect_s else python
+    program = [*python, "check", "-H", names, "--json"]
+    # To import torch takes seconds: only a test of that does it.
+    program += ["--skip", skipped] if skipped else []
     ssh_args = ["--ssh-args", f"-F {config or cluster.ssh_config}"]
     begun_s = time.monotonic()
     done = cluster.run(
@@ -80,6 +100,7 @@ def run_check(cluster, *words, config=None, cwd=ROOT):
     return Checked(
         frozenset(said),
         said,
+        {(each["check"], each["host"]): each["fix"] for each in findings},
         tuple(each["values"] for each in told["hosts"]),
         took_s,
     )
@@ -109,6 +130,12 @@ def find(cluster, usual):
         return checked._replace(found=checked.found - usual.found)
 
     return find
+
+
+def paste(cluster, host, fix, **env):
+    """Type a fix on a host, all of it."""
+    done = cluster.run(host, ["sh", "-ec", fix], env=ENVIRONMENT | env)
+    assert done.returncode == 0, (fix, done.stdout, done.stderr)
 
 
 def assert_found(checked, check, host, *more):
@@ -143,31 +170,11 @@ def test_nothing_of_it_stays(cluster, usual, disk):
     assert [path.name for path in disk.iterdir()] == ["train.bin"]
 
 
-def test_a_host_name_that_is_loopback(cluster, find):
-    host = cluster.hosts[1]
-    names = host.folder / "hosts"
-    text = names.read_text()
-    names.write_text(f"127.0.1.1 {host.name}\n" + text.replace(f" {host.name}\n", "\n"))
-    try:
-        checked = find()
-    finally:
-        names.write_text(text)
-    assert_found(checked, "host-name", "node2")
-
-
-def test_a_smaller_mtu(cluster, find):
-    set_mtu = ["ip", "link", "set", "eth0", "mtu"]
-    with done_on(cluster, cluster.hosts[1], [*set_mtu, "1400"], [*set_mtu, "1500"]):
-        checked = find()
-    assert_found(checked, "mtu", "node2")
-    assert checked.said["mtu", "node2"] == "MTU 1400"
-
-
 @needs_nft
 def test_a_firewall_before_a_host(cluster, find):
     closed = "tcp dport != 22 tcp flags & (syn | ack) == syn"
     with firewall(cluster, cluster.hosts[1], closed):
-        checked = find()
+        checked = find("--only", "network")
     assert_found(checked, "reachable", "node2")
     said = checked.said["reachable", "node2"]
     assert "node1, node3 cannot connect to it; the other way it works" in said
@@ -178,7 +185,7 @@ def test_a_firewall_before_a_host(cluster, find):
 def test_what_one_host_sends_to_one_other_is_lost(cluster, find):
     """It is told once, of the one that sends; of the other way, that packets arrive."""
     with firewall(cluster, cluster.hosts[1], f"ip saddr {cluster.hosts[2].address}"):
-        checked = find()
+        checked = find("--only", "network")
     assert_found(checked, "reachable", "node3")
     said = checked.said["reachable", "node3"]
     assert "cannot connect to node2; the other way packets arrive" in said
@@ -188,16 +195,61 @@ def test_what_one_host_sends_to_one_other_is_lost(cluster, find):
 def test_large_packets_to_a_host_are_lost(cluster, find):
     # Those of ssh are not: without it nothing could be asked.
     with firewall(cluster, cluster.hosts[2], "ip length > 1400 th dport != 22"):
-        checked = find()
+        checked = find("--only", "network")
     assert_found(checked, "path-mtu", "node3")
     assert checked.said["path-mtu", "node3"] == (
         "from node1, node2: no packets above 1400 bytes arrive, its MTU is 1500"
     )
 
 
+def test_hosts_that_are_all_slow(cluster):
+    """Their links' rate is the kernel's invention: it is shown what was measured."""
+    words = ("--only", "link-rate,slow-host-link,slow-pair", "--bandwidth")
+    with contextlib.ExitStack() as slowing:
+        for host in cluster.hosts:
+            slowing.enter_context(limited(cluster, host, "20mbit"))
+        for names in (NAMES, "node1,node2"):
+            checked = run_check(cluster, *words, names=names)
+            assert checked.found == {("link-rate", n) for n in names.split(",")}
+            said = checked.said["link-rate", "node1"]
+            assert re.fullmatch(r"only 0\.00\d+ GB/s \(0\.0\d+ Gbit/s\)", said)
+        meant = re.search("--expect .*", checked.fixes["link-rate", "node1"])[0]
+        checked = run_check(cluster, *words[:2], *meant.split(), names="node1,node2")
+    assert checked.found == frozenset(), checked.said
+
+
+def test_a_black_hole_on_the_only_way_to_a_host(cluster):
+    """What is larger than the way takes is lost without a word, in either direction."""
+    near, far = cluster.hosts[:2]
+    # Else the kernel hands on whole messages, and only the wire would cut them.
+    whole, cut = (
+        ["ip", "link", "set", "eth0", "gso_max_segs", n] for n in ("65535", "1")
+    )
+    with contextlib.ExitStack() as undoing:
+        for host in (near, far):
+            undoing.enter_context(done_on(cluster, host, cut, whole))
+        undoing.enter_context(narrowed(cluster, far, 1400))
+        only = {"names": "node1,node2", "connect_s": 2.0}
+        checked = run_check(cluster, "--only", "network", **only)
+        assert checked.found == {("taking-part", "node2")}
+        said = checked.said["taking-part", "node2"]
+        assert said.endswith(
+            "packets above 1400 bytes to it are lost, and the MTU of eth0 is 1500"
+        )
+        usual = ["ip", "link", "set", "eth0", "mtu", "1500"]
+        undoing.callback(cluster.run, near, usual)
+        paste(cluster, near, checked.fixes["taking-part", "node2"])
+        checked = run_check(cluster, "--only", "network", names="node1,node2")
+        assert checked.found == {("mtu", "node1"), ("mtu", "node2")}
+        undoing.callback(cluster.run, far, usual)
+        paste(cluster, far, checked.fixes["mtu", "node2"])
+        checked = run_check(cluster, "--only", "network", names="node1,node2")
+        assert checked.found == frozenset(), checked.said
+
+
 def test_a_link_with_a_tenth_of_the_others(cluster, find):
     with limited(cluster, cluster.hosts[1], "100mbit"):
-        checked = find("--bandwidth")
+        checked = find("--only", "network", "--bandwidth")
     assert_found(checked, "slow-host-link", "node2")
 
 
@@ -237,29 +289,6 @@ def ranks_of_pairs(cluster):
     return [process for process in everyone if mark in process.environment]
 
 
-def test_little_memory_may_be_locked(cluster, find):
-    # The soft limit only: to raise the other again takes more than root has everywhere.
-    change = "prlimit --memlock={}: --pid $(cat /run/sshd.pid)"
-    tell = (
-        "prlimit --memlock --raw --noheadings --output SOFT --pid $(cat /run/sshd.pid)"
-    )
-    told = cluster.run(cluster.hosts[1], ["sh", "-c", tell])
-    before = told.stdout.strip()
-    with in_shell(
-        cluster, cluster.hosts[1], change.format(65536), change.format(before)
-    ):
-        checked = find()
-    assert_found(checked, "locked-memory", "node2")
-
-
-def test_a_tiny_shared_memory(cluster, find):
-    small = ["mount", "-n", "-t", "tmpfs", "-o", "size=16m", "tmpfs", "/dev/shm"]  # noqa: S108
-    undo = ["umount", "-n", "-l", "/dev/shm"]  # noqa: S108
-    with done_on(cluster, cluster.hosts[1], small, undo):
-        checked = find()
-    assert_found(checked, "shared-memory", "node2")
-
-
 needs_cgroups = pytest.mark.skipif(
     find_cpu_groups() is None,
     reason="limits of CPU time need control groups with the controller cpu. Of version "
@@ -267,72 +296,138 @@ needs_cgroups = pytest.mark.skipif(
 )
 
 
-@needs_cgroups
-def test_a_quota_of_cpu_time(cluster, find):
-    with grouped(cluster, cluster.hosts[1], HALF_A_CPU):
-        checked = find()
-    assert_found(checked, "cpu-quota", "node2", "slow-host")
-
-
-def test_another_ronde(cluster, find, tmp_path):
-    package = ROOT / "src" / "ronde" / "__init__.py"
-    other = altered(package, tmp_path, '__version__ = "', '__version__ = "9.')
-    with replaced(cluster, cluster.hosts[1], package, other):
-        checked = find()
-    assert_found(checked, "taking-part", "node2")
-    assert "its ronde is 9." in checked.said["taking-part", "node2"]
-
-
-def test_another_torch(cluster, find, tmp_path):
+def test_three_hosts_with_a_fault_each_or_two(cluster, find, disk, tmp_path):
+    """All in one run: each is found where it is, and nothing else."""
+    second, third = cluster.hosts[1:]
+    small = ["mount", "-n", "-t", "tmpfs", "-o", "size=16m", "tmpfs", "/dev/shm"]  # noqa: S108
+    # The soft limit only: to raise the other again takes more than root has everywhere.
+    limit = "prlimit --memlock{} --pid $(cat /run/sshd.pid)"
+    told = cluster.run(
+        second, ["sh", "-c", limit.format(" --raw --noheadings --output SOFT")]
+    )
+    locking = (limit.format(f"={n}:") for n in (65536, told.stdout.strip()))
     # Not imported: that takes seconds.
-    package = Path(sys.prefix, "lib", f"python3.{sys.version_info[1]}", "site-packages")
-    version = package / "torch" / "version.py"
+    version = Path(importlib.util.find_spec("torch").origin).with_name("version.py")
     other = altered(version, tmp_path, "__version__ = '", "__version__ = '9.")
-    with replaced(cluster, cluster.hosts[1], version, other):
-        checked = find()
-    assert_found(checked, "torch", "node2")
+    right, wrong, own = (tmp_path / name for name in ("right.bin", "wrong.bin", "own"))
+    right.write_bytes(bytes(2 << 20))
+    wrong.write_bytes(bytes(1 << 20) + b"\1" + bytes((1 << 20) - 1))
+    own.mkdir()
+    with (
+        renamed(third),
+        replaced(cluster, second, version, other),
+        replaced(cluster, second, disk, own),
+        replaced(cluster, third, right, wrong),
+        in_shell(cluster, second, *locking),
+        done_on(cluster, third, small, ["umount", "-n", "-l", "/dev/shm"]),  # noqa: S108
+    ):
+        checked = find("--path", str(disk), "--file", str(right))
+    assert checked.found == {
+        ("host-name", "node3"),
+        ("torch", "node2"),
+        ("shared-folder", "node2"),
+        ("dataset-files", "node3"),
+        ("locked-memory", "node2"),
+        ("shared-memory", "node3"),
+    }, checked.said
+    assert [path.name for path in disk.iterdir()] == ["train.bin"]
+    assert list(own.iterdir()) == []
 
 
-def test_a_missing_shared_folder(cluster, find, disk, tmp_path):
-    with replaced(cluster, cluster.hosts[1], disk.parent, tmp_path):
-        checked = find("--path", str(disk))
-    assert_found(checked, "folder-missing", "node2")
+@contextlib.contextmanager
+def renamed(host):
+    """Let a host's own name be loopback."""
+    names = host.folder / "hosts"
+    text = names.read_text()
+    names.write_text(f"127.0.1.1 {host.name}\n" + text.replace(f" {host.name}\n", "\n"))
+    try:
+        yield
+    finally:
+        names.write_text(text)
 
 
-def test_a_folder_to_start_in_that_one_host_lacks(cluster, find, tmp_path):
-    """``ronde run`` refuses that host, and not one whose folder is named."""
+def test_folders_that_one_host_lacks(cluster, find, disk, tmp_path):
+    """``ronde run`` refuses the one that lacks the folder to start in."""
     job, empty = tmp_path / "tree" / "job", tmp_path / "empty"
     job.mkdir(parents=True)
     empty.mkdir()
-    with replaced(cluster, cluster.hosts[1], job.parent, empty):
-        checked = find(cwd=job)
-        elsewhere = find("--chdir", str(tmp_path), cwd=job)
+    only = ("--only", "storage")
+    with (
+        replaced(cluster, cluster.hosts[1], job.parent, empty),
+        replaced(cluster, cluster.hosts[2], disk.parent, empty),
+    ):
+        checked = find(*only, "--path", str(disk), cwd=job)
+        elsewhere = find(*only, "--chdir", str(tmp_path), cwd=job)
         words = [sys.executable, "-m", "ronde", "run", "-H", NAMES, "true"]
-        ssh_args = ["--ssh-args", f"-F {cluster.ssh_config}"]
-        words[4:4] = ssh_args
+        words[4:4] = ["--ssh-args", f"-F {cluster.ssh_config}"]
         ran = cluster.run(cluster.hosts[0], words, cwd=job, env=ENVIRONMENT)
-    assert_found(checked, "folder-missing", "node2")
-    said = checked.said["folder-missing", "node2"]
-    assert said == f"{job}: No such file or directory"
+    assert checked.said == {
+        ("folder-missing", "node2"): f"{job}: No such file or directory",
+        ("folder-missing", "node3"): f"{disk}: No such file or directory",
+    }
     assert elsewhere.found == frozenset(), elsewhere.said
     assert ran.returncode == 64
     assert "node2: --chdir must be" in ran.stderr
 
 
-def test_a_folder_that_one_host_has_for_itself(cluster, find, disk, tmp_path):
-    with replaced(cluster, cluster.hosts[1], disk, tmp_path):
-        checked = find("--path", str(disk))
-    assert_found(checked, "shared-folder", "node2")
-    assert [path.name for path in disk.iterdir()] == ["train.bin"]
-    assert list(tmp_path.iterdir()) == []
+def test_torch_that_is_not_there_or_an_empty_folder(cluster, tmp_path):
+    """Two hosts with a Python of their own; pip brings torch, as the fix says."""
+    bare, left = (make_python(tmp_path / name) for name in ("python", "left"))
+    (left / "torch").mkdir()
+    make_wheel(tmp_path / "torch-99.0-py3-none-any.whl")
+    python = str(tmp_path / "python" / "bin" / "python")
+    words = {"names": "node2,node3", "skipped": ""}
+    only = ("--only", "torch-installed", "--python", python)
+    with replaced(cluster, cluster.hosts[2], bare, left):
+        checked = run_check(cluster, *only, **words)
+        assert checked.said == {
+            ("torch-installed", "node2"): f"{python} cannot import torch: "
+            "ModuleNotFoundError: No module named 'torch'",
+            ("torch-installed", "node3"): f"{python} cannot import torch: "
+            f"{bare}/torch has no __init__.py",
+        }
+        offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+        offline["PIP_FIND_LINKS"] = str(tmp_path)
+        for host in cluster.hosts[1:]:
+            fix = checked.fixes["torch-installed", host.name]
+            paste(cluster, host, fix, **offline)
+        checked = run_check(cluster, *only, **words)
+    assert checked.found == frozenset(), checked.said
 
 
-def test_a_wrong_dataset_file(cluster, find, disk, tmp_path):
-    right, wrong = disk / "train.bin", tmp_path / "train.bin"
-    wrong.write_bytes(right.read_bytes()[:-1] + b"\1")
-    with replaced(cluster, cluster.hosts[1], right, wrong):
-        checked = find("--file", str(right))
-    assert_found(checked, "dataset-files", "node2")
+def make_python(folder):
+    """Make an environment that has pip alone; return where its packages are."""
+    words = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
+    subprocess.run(words, check=True, timeout=LIMIT_S)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    pip = Path(importlib.util.find_spec("pip").origin).parent
+    (packages / "pip").symlink_to(pip)
+    return packages
+
+
+def make_wheel(path):
+    """Make a package torch that can be imported, and no more."""
+    info = "torch-99.0.dist-info"
+    files = {
+        "torch/__init__.py": "",
+        "torch/version.py": "__version__ = '99.0'\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
+        "Tag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(
+        f"{name},,\n" for name in (*files, f"{info}/RECORD")
+    )
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+
+
+@needs_cgroups
+def test_a_quota_of_cpu_time(cluster, find):
+    with grouped(cluster, cluster.hosts[1], HALF_A_CPU):
+        checked = find()
+    assert_found(checked, "cpu-quota", "node2", "slow-host")
 
 
 # Limits a control group and wants its processor for itself, both once the probes have
@@ -394,32 +489,35 @@ def test_a_slow_host(cluster, find, tmp_path):
     assert {each[1] for each in checked.found} == {"node2"}, checked.said
 
 
-def test_a_host_that_is_gone(cluster, find):
-    cluster.cut(cluster.hosts[1])
-    # It has two addresses, and one is enough to wait for.
-    checked = find("--ssh-args", "-4 -o ConnectTimeout=3")
-    assert_found(checked, "taking-part", "node2")
-
-
-def test_a_key_that_is_refused(cluster, find, tmp_path):
+def test_hosts_that_cannot_be_asked(cluster, find, tmp_path):
+    """One is gone, and one refuses the key."""
     key = tmp_path / "key"
     words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
     subprocess.run(words, check=True, timeout=LIMIT_S)
     text = cluster.ssh_config.read_text()
     config = tmp_path / "config"
-    own = text.replace("Host *", "Host node2").replace(
+    own = text.replace("Host *", "Host node3").replace(
         f"{cluster.folder}/user_key", str(key)
     )
-    config.write_text(own + text.replace("Host *", "Host * !node2"))
-    checked = find(config=config)
-    assert_found(checked, "taking-part", "node2")
-    assert "key refused" in checked.said["taking-part", "node2"]
+    config.write_text(own + text.replace("Host *", "Host * !node3"))
+    cluster.cut(cluster.hosts[1])
+    # It has two addresses, and one is enough to wait for.
+    checked = find("--ssh-args", "-4 -o ConnectTimeout=3", config=config)
+    assert checked.found == {("taking-part", "node2"), ("taking-part", "node3")}
+    assert "not reached" in checked.said["taking-part", "node2"]
+    assert "key refused" in checked.said["taking-part", "node3"]
 
 
-def test_a_probe_that_hangs(cluster, find, tmp_path):
+def test_another_ronde_and_a_probe_that_hangs(cluster, find, tmp_path):
     """A file that is a pipe into which nobody writes is read for ever."""
+    package = ROOT / "src" / "ronde" / "__init__.py"
+    other = altered(package, tmp_path, '__version__ = "', '__version__ = "9.')
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with replaced(cluster, cluster.hosts[1], Path("/proc/meminfo"), pipe):
+    with (
+        replaced(cluster, cluster.hosts[1], package, other),
+        replaced(cluster, cluster.hosts[2], Path("/proc/meminfo"), pipe),
+    ):
         checked = find()
-    assert_found(checked, "probe-hung", "node2")
+    assert checked.found == {("taking-part", "node2"), ("probe-hung", "node3")}
+    assert "its ronde is 9." in checked.said["taking-part", "node2"]

@@ -12,7 +12,7 @@ __getattr__ = lazy_exports(
         "catalogue": "PROBES all_checks all_steps plan_for",
         "check": "Check FAIL Family Finding Problem Severity WARN name_pair",
         "cluster": "PACE estimate_offset spin",
-        "collect": "Collected choose_addresses",
+        "collect": "Collected",
         "expected": "read_expected",
         "fleet": "Fleet HostFacts Value",
         "gpu.links": "read_acs read_direct_rdma read_is_virtual",
@@ -27,7 +27,6 @@ __getattr__ = lazy_exports(
         "history": "Change Changes Kept compare load_last save",
         "hosts": "HostSet NodeContext Reply",
         "judging": "Judgement Unread decide fit_together judge",
-        "kernel_log": "read_clock_s",
         "limits": "UNLIMITED parse_limit parse_meminfo",
         "majority": "differing find_few",
         "node": "main",
@@ -39,9 +38,9 @@ __getattr__ = lazy_exports(
         "network.rdma": "RDMA_ERRORS read_errors",
         "network.reach": (
             "FRAME LARGE_BYTES NUM_STREAMS REACH better blame listen lost_pairs "
-            "measure_mtu own_mtu_towards plan_partners reach receive_exactly stream"
+            "plan_partners reach receive_exactly stream"
         ),
-        "path_tasks": "NUM_SAMPLES SAMPLE_BYTES run_tasks sample",
+        "path_tasks": "NUM_SAMPLES SAMPLE_BYTES WHOLE_BYTES digest run_tasks",
         "probing": (
             "FAILED FactReader ProbeEntry UnreadableError read_facts run_probes"
         ),
@@ -50,6 +49,7 @@ __getattr__ = lazy_exports(
             "ABSENT digest_code find_nccl read_driver read_packages read_torch "
             "select_environment"
         ),
-        "storage": "find_mount find_shared read_mounts try_path",
+        "storage": "digest_files find_mount find_shared read_mounts try_path",
+        "torch_import": "find_error",
     },
 )

@@ -13,6 +13,7 @@ from ronde.check.probing import FAILED, ProbeEntry
 _NETWORK = tuple(f"ronde.check.network.{n}" for n in ("interfaces", "rdma", "pci"))
 PROBES = {
     "versions": ProbeEntry(("ronde.check.software",), 30.0, "versions."),
+    "torch": ProbeEntry(("ronde.check.torch_import",), 60.0, "torch."),
     "gpu": ProbeEntry(("ronde.check.gpu.presence",), 45.0, "gpu."),
     "host": ProbeEntry(("ronde.check.limits",), 5.0, "host."),
     "network": ProbeEntry(_NETWORK, 5.0, "network."),
@@ -29,7 +30,7 @@ _SUBJECTS = (
 """Modules with checks."""
 
 _STEPS = (
-    *("cluster.STEP", "network.reach.STEP", "storage.STEP"),
+    *("cluster.STEP", "network.reach.STEP", "storage.STEP", "storage.FILES_STEP"),
     *("cluster.PACE_STEP", "burn.BURN_STEP"),
     *("gpu.pairs.STEP", "network.bandwidth.STEP"),
 )
@@ -41,7 +42,7 @@ OPERATIONS = {
     "gpu.pairs": ("copy_pairs",),
     "network.bandwidth": ("bench", "hold_rendezvous"),
     "network.reach": ("listen", "reach", "stream"),
-    "storage": ("try_path",),
+    "storage": ("digest_files", "try_path"),
 }
 """By module: functions that answer a question on a host."""
 

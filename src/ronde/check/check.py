@@ -87,7 +87,9 @@ class Check(NamedTuple):
     def find(self, fleet: Fleet) -> Iterator[Finding]:
         for what, severity, usual, fix, host in self.judge(fleet):
             how_bad = severity or self.severity
-            yield Finding(self.id, how_bad, host, what, usual, fix or self.fix)
+            # What is only worth knowing needs no cure.
+            cure = fix or (self.fix if how_bad is not INFORM else "")
+            yield Finding(self.id, how_bad, host, what, usual, cure)
 
 
 _FIELDS = ("reads", "threshold", "source", "fix", "needs", "why")

@@ -1,6 +1,6 @@
 """From hosts to facts: an agent on each, ``ronde.check.node`` there, step by step."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.addresses import is_loopback
@@ -12,6 +12,7 @@ from ronde.errors import HostError, HostFailure
 from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller import Controller
 from ronde.launch.hosts.host import Host
+from ronde.launch.network import choose_addresses
 from ronde.launch.node import AgentNode
 from ronde.launch.output import NoOutput
 from ronde.launch.process_tree import adopting_orphans
@@ -116,24 +117,6 @@ def _find_addresses(
         for node, sources in zip(nodes, routes, strict=True)
     }
     return choose_addresses(own, routed)
-
-
-def choose_addresses(
-    own: Mapping[str, Sequence[str]], routed: Mapping[str, Collection[str]]
-) -> dict[str, str]:
-    """Return by name the address of each host to which most others have a route.
-
-    Where another host has the same address, as of a bridge that containers use, its
-    route leads to itself. ``own`` has the best address of a host first.
-    """
-
-    def count_routes(address: str) -> int:
-        return sum(
-            address in routed[other] and address not in theirs
-            for other, theirs in own.items()
-        )
-
-    return {name: max(own[name], key=count_routes, default="") for name in own}
 
 
 def _own_addresses(node: AgentNode) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the user says that each host has: ``--expect 8xH100,8x400G,2TiB``."""
+"""What each host must have by the user: ``--expect 8xH100,8x400G,2TiB,10GB/s``."""
 
 import re
 from pathlib import Path
@@ -13,13 +13,16 @@ EXPECTED = "expected"  # setting; see ``read_expected``
 _SHARE_OF_MEMORY = 0.9
 _PORTS = re.compile(r"(\d{1,4})x(\d{1,5})G(?:b(?:it)?(?:/s|ps)?)?", re.IGNORECASE)
 _GPUS = re.compile(r"(\d{1,4})x([A-Za-z][\w .-]*)")
+_RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT])(B|bit|b)(?:/s|ps)")
+_RATE_UNITS = {"k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 
 
 def read_expected(text: str) -> dict[str, Value]:
     """Return what ``--expect`` names, or a file of such words, a line or comma each.
 
     ``gpus`` is a number and a part of the model's name, ``ports`` a number and Mbit/s,
-    and ``memory_bytes`` a size; what is not named is left out.
+    ``memory_bytes`` a size, and ``gb_per_s`` what goes through between hosts; what is
+    not named is left out.
     """
     expected: dict[str, Value] = {}
     path = Path(text)
@@ -31,6 +34,9 @@ def read_expected(text: str) -> dict[str, Value]:
             part = {"ports": [int(found[1]), int(found[2]) * 1000]}
         elif found := _GPUS.fullmatch(word):
             part = {"gpus": [int(found[1]), found[2]]}
+        elif found := _RATE.fullmatch(word):
+            rate = float(found[1]) * _RATE_UNITS[found[2].replace("K", "k")]
+            part = {"gb_per_s": rate if found[3] == "B" else rate / 8}
         else:
             try:
                 # Without a unit it is no size.
@@ -46,10 +52,10 @@ def read_expected(text: str) -> dict[str, Value]:
     return expected
 
 
-def _bad(word: str, rule: str = "GPUs, ports or memory") -> UsageError:
+def _bad(word: str, rule: str = "GPUs, ports, memory or a rate") -> UsageError:
     return UsageError(
         f"--expect must name {rule}, got {word!r}. Type, for example: "
-        "--expect 8xH100,8x400G,2TiB, or a file with such words."
+        "--expect 8xH100,8x400G,2TiB,10GB/s, or a file with such words."
     )
 
 

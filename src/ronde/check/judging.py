@@ -9,6 +9,8 @@ from ronde.check.fleet import Fleet, HostFacts, HostPair
 
 # The check without which nobody knows what GPUs a host has.
 GPU_COUNT = "gpu-count"
+# Facts of which one at least is not empty where a host has a GPU, or signs of one.
+_SIGNS_OF_GPU = ("gpu.count", "gpu.cards", "gpu.kernel_module", "gpu.files")
 
 
 class Unread(NamedTuple):
@@ -44,6 +46,10 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
             unread += [Unread(check.id, host, reason) for host in able]
             continue
         made.update((host, check.family) for host in able)
+    for facts in fleet.hosts:
+        # Of a host without a GPU no check of GPUs has learned anything.
+        if not any(facts.values.get(name) for name in _SIGNS_OF_GPU):
+            del made[facts.host, Family.GPU]
     order = list(Severity)
     places = {facts.host: n for n, facts in enumerate(fleet.hosts)}
 

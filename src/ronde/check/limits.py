@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shlex
 from pathlib import Path
 
 from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
@@ -19,7 +20,7 @@ NO_PID_LIMIT = 1 << 40  # more processes than any kernel has
 _SHARED = "/dev/shm"  # noqa: S108 - it is looked at only
 _MIN_LOCKED_BYTES = 32 << 30
 _MIN_OPEN_FILES, _FEW_OPEN_FILES, _GOOD_OPEN_FILES = 256, 4096, 65536
-_MIN_PROCESSES, _MIN_PIDS_LEFT = 4096, 64
+_MIN_PROCESSES, _GOOD_PROCESSES, _MIN_PIDS_LEFT = 4096, 65536, 64
 # systemd lets an eighth of the memory be locked, which is never quite the same.
 _ALIKE_SHARE = 0.9
 _MIN_SHARED_BYTES, _GOOD_SHARED_BYTES = 64 << 20, 8 << 30
@@ -34,10 +35,13 @@ _QUOTA, _CPUS = "host.cpu_quota", "host.num_cpus"
 _SIZE, _FREE = "host.shm_size_bytes", "host.shm_free_bytes"
 _WRITABLE = "host.is_shm_writable"
 _TOTAL, _LEFT = "host.memory_bytes", "host.memory_available_bytes"
+_MOST_FILES, _MOST_USER_PIDS = "host.hard_open_files", "host.hard_max_processes"
 _LIMITS = {
-    _LOCKED: "Max locked memory",
-    _FILES: "Max open files",
-    _USER_PIDS: "Max processes",
+    _LOCKED: ("Max locked memory", 0),
+    _FILES: ("Max open files", 0),
+    _USER_PIDS: ("Max processes", 0),
+    _MOST_FILES: ("Max open files", 1),
+    _MOST_USER_PIDS: ("Max processes", 1),
 }
 _BITS = {"ipc_lock": 14, "sys_resource": 24}
 
@@ -50,7 +54,7 @@ def read(reader: FactReader) -> None:
     own, shared = Path(f"{root}/proc/self"), Path(f"{root}{_SHARED}")
     with reader.reading(*_LIMITS):
         text = (own / "limits").read_text()
-        reader.values |= {name: parse_limit(text, r) for name, r in _LIMITS.items()}
+        reader.values |= {n: parse_limit(text, *at) for n, at in _LIMITS.items()}
     reader.keep(_CAPABILITIES, lambda: _read_capabilities(own))
     reader.keep(_QUOTA, lambda: read_cpu_limit(root))
     reader.keep(_CPUS, lambda: sum(len(core.cpus) for core in read_cores(root)))
@@ -65,15 +69,15 @@ def read(reader: FactReader) -> None:
         reader.values[_LEFT] = available_memory(Path(f"{root}/")).num_bytes
 
 
-def parse_limit(text: str, row: str) -> int:
-    """Return a soft limit of ``/proc/PID/limits``, ``UNLIMITED`` for none."""
+def parse_limit(text: str, row: str, column: int = 0) -> int:
+    """Return a limit of ``/proc/PID/limits``, soft or hard; ``UNLIMITED`` for none."""
     for line in text.splitlines():
         if line.startswith(row):
-            soft = line[len(row) :].split()[:1]
-            if soft == ["unlimited"]:
+            limit = line[len(row) :].split()[column : column + 1]
+            if limit == ["unlimited"]:
                 return UNLIMITED
-            if soft and soft[0].isdecimal():
-                return int(soft[0])
+            if limit and limit[0].isdecimal():
+                return int(limit[0])
     raise UnreadableError(f"/proc/self/limits has no {row!r}")
 
 
@@ -118,6 +122,17 @@ def _limit(value: int) -> float:
     return math.inf if value < 0 else value
 
 
+def _raise_limit(option: str, item: str, wanted: int, hard: int | None) -> str:
+    """Return what lifts a limit: nobody but root may go above the hard one."""
+    if hard is not None and _limit(hard) >= wanted:
+        return f"ulimit -{option} {wanted}  # there, also in ~/.bashrc"
+    lines = shlex.quote(f"* - {item} {wanted}\\nroot - {item} {wanted}\\n")
+    return (
+        f"printf {lines} >>/etc/security/limits.conf  # as root there; then log in "
+        f"again. In a container: docker run --ulimit {item}={wanted}"
+    )
+
+
 def _show_locked(amount: float) -> str:
     size = "any amount" if math.isinf(amount) else format_size(int(amount))
     return f"{size} of memory may be locked"
@@ -156,7 +171,7 @@ def _lacking_memory(fleet: Fleet) -> Problems:
             yield Problem(what, FAIL if is_used else WARN, host=facts.host)
 
 
-@check(FAIL, _FILES)
+@check(FAIL, _FILES, besides=(_MOST_FILES,))
 def open_files(fleet: Fleet) -> Problems:
     """A rank may open enough files.
 
@@ -179,7 +194,13 @@ def open_files(fleet: Fleet) -> Problems:
         for host, limit in limits.items()
         if limit < _GOOD_OPEN_FILES
     )
-    yield from once_a_host(few, having_less(limits, _show_files))
+    hard = fleet.known(_MOST_FILES)
+    for problem in once_a_host(few, having_less(limits, _show_files)):
+        # Or as many as most hosts have.
+        usual = [n for n in limits.values() if math.isfinite(n)]
+        wanted = int(max(_GOOD_OPEN_FILES, *usual))
+        fix = _raise_limit("n", "nofile", wanted, hard.get(problem.host))
+        yield problem._replace(fix=fix)
 
 
 @each_host(FAIL, _USER_PIDS, _CAPABILITIES, _PIDS, _PIDS_LEFT)
@@ -194,14 +215,18 @@ def process_limit(values: Values, _: Fleet) -> Problems:
     why: Threads count as well: a library ends with 'Resource temporarily unavailable'.
     """
     limit, left = _limit(values[_USER_PIDS]), values[_PIDS_LEFT]
+    fix = "docker run --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of "
+    fix += "the kubelet"
     if left < _MIN_PIDS_LEFT:
         what = f"the control group allows {max(0, left)} more processes and threads"
-        yield Problem(what)
+        yield Problem(what, fix=fix)
     elif values[_PIDS] < _MIN_PROCESSES:
         what = f"the control group allows {values[_PIDS]} processes and threads"
-        yield Problem(what, WARN)
+        yield Problem(what, WARN, fix=fix)
     elif limit < _MIN_PROCESSES and "sys_resource" not in values[_CAPABILITIES]:
-        yield Problem(f"a user may have {int(limit)} processes and threads", WARN)
+        what = f"a user may have {int(limit)} processes and threads"
+        hard = values.get(_MOST_USER_PIDS)
+        yield Problem(what, WARN, fix=_raise_limit("u", "nproc", _GOOD_PROCESSES, hard))
 
 
 @each_host(WARN, _QUOTA, _CPUS)

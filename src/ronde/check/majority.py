@@ -52,6 +52,11 @@ def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str
             yield host, value, f"{usual} on {most} {of}"
 
 
+def usual_value(usual: str) -> str:
+    """Return the value in what ``find_odd`` says of most; empty in a draw."""
+    return usual.rpartition(" on ")[0]
+
+
 def differing(
     fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
 ) -> Problems:

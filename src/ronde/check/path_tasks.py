@@ -13,9 +13,10 @@ from typing import Any
 
 from ronde.check.probing import ENDED, FactReader, ProbeEntry, run_probes
 
-SAMPLE_BYTES = 64 << 10
-# So many pieces of a large file are read, from its first byte to its last.
-NUM_SAMPLES = 16
+WHOLE_BYTES = 1 << 30  # a file is read whole up to this size
+SAMPLE_BYTES = 1 << 20
+# So many pieces of a larger file are read, from its first byte to its last.
+NUM_SAMPLES = 64
 # ``do`` names a function below; the rest are its arguments.
 Task = Mapping[str, object]
 # What came of it. ``error`` is why nothing did, ``has_hung``: time was up.
@@ -69,20 +70,21 @@ def look(path: str) -> TaskOutcome:
     }
 
 
-def sample(path: str) -> TaskOutcome:
-    """Return a file's size and the beginning of a hash of it, or of samples of it."""
+def digest(path: str) -> TaskOutcome:
+    """Return a file's size, the beginning of a hash, and of how many bytes that is."""
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return {"error": "it is no file"}
-        digest = hashlib.sha256()
-        if size <= NUM_SAMPLES * SAMPLE_BYTES:
-            digest.update(file.read())
+        if size <= WHOLE_BYTES:
+            found, num_read = hashlib.file_digest(file, "sha256"), size
         else:
+            found, num_read = hashlib.sha256(), NUM_SAMPLES * SAMPLE_BYTES
             for number in range(NUM_SAMPLES):
                 file.seek(number * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return {"size_bytes": size, "digest": digest.hexdigest()[:16]}
+                found.update(file.read(SAMPLE_BYTES))
+    first = found.hexdigest()[:16]
+    return {"size_bytes": size, "digest": first, "read_bytes": num_read}
 
 
 def leave(path: str, name: str) -> TaskOutcome:
@@ -117,5 +119,5 @@ def clear(path: str, names: Sequence[str]) -> TaskOutcome:
 
 
 _TASKS: dict[str, Callable[..., TaskOutcome]] = {
-    each.__name__: each for each in (look, sample, leave, find, clear)
+    each.__name__: each for each in (look, digest, leave, find, clear)
 }

@@ -22,7 +22,8 @@ FAILED = "probe.failed"  # fact: by the name of each probe that gave none, why
 # How the failure begins of a probe that ended by itself; any other one hung.
 ENDED = "it ended with code"
 _BOOT = (
-    "import sys; sys.path.append(sys.argv[1]); "
+    # Ranks have the folder of their script there, not the current one.
+    "import sys; sys.path[:] = filter(None, [*sys.path, sys.argv[1]]); "
     "from ronde.check.probing import main; main(sys.argv[2:])"
 )
 _WORDS = ("-c", _BOOT, __file__.rpartition("/ronde/check/")[0])

@@ -1,22 +1,30 @@
 """What is installed, and which settings ranks would find: the same on every host.
 
-All is read from files. torch is never imported: that takes seconds, and may hang in a
-driver.
+All is read from files; ``torch_import`` imports torch.
 """
 
 import ast
 import hashlib
 import importlib.util
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import ronde
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
 from ronde.check.fleet import ENVIRONMENT, Fleet, Values
-from ronde.check.majority import differing, find_odd, once_a_host, same_everywhere
+from ronde.check.majority import (
+    differing,
+    find_odd,
+    once_a_host,
+    same_everywhere,
+    usual_value,
+)
 from ronde.check.probing import FactReader, UnreadableError
+from ronde.check.torch_import import IMPORT_ERROR, SHADOWING
 from ronde.launch.environments import base_environment, own_environment, redacted
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.units import list_first
@@ -35,6 +43,7 @@ _MAX_VALUE_CHARS = 200
 _MAX_NAMED = 3
 _INFO = re.compile(r"(?P<name>[^-]+)-(?P<version>\d[^-]*)(-.*)?\.(dist|egg)-info")
 _NVIDIA_MODULE = re.compile(r"Module\s.*?(\d+\.\d+(\.\d+)*)")
+_NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+")
 _HAS_ITS_CHECK = re.compile(r"torch|nvidia-nccl-.*|pip|setuptools|wheel")
 
 
@@ -65,8 +74,6 @@ def digest_code(package: Path) -> str:
 
 def _find_torch() -> Path | None:
     spec = importlib.util.find_spec("torch")
-    if spec and not spec.origin:
-        raise UnreadableError("torch has no file of its own")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
@@ -106,7 +113,7 @@ def read_packages(directories: Iterable[str]) -> dict[str, str]:
 
 
 def find_nccl(packages: Mapping[str, str]) -> str:
-    versions = {v for name, v in packages.items() if name.startswith("nvidia-nccl-cu")}
+    versions = {v for name, v in packages.items() if _NCCL_WHEEL.fullmatch(name)}
     return ", ".join(sorted(versions)) or ABSENT
 
 
@@ -149,30 +156,69 @@ def torch(fleet: Fleet) -> Problems:
     reads: torch/version.py, without importing torch
     threshold: the same version, built for the same CUDA or HIP, everywhere
     source: ronde's own; what most hosts have, of three or more
-    fix: pip install torch==VERSION there, with the version of the other hosts
+    fix: python -m pip install there the version of the other hosts, with their build:
+        pytorch.org/get-started/locally names the index of each
     needs: several hosts
     why: Ranks compute different things, disagree on what they send, or hang.
     """
-    yield from once_a_host(
+    # Where there is none, torch-installed reports it.
+    having = [f for f in fleet.having(_TORCH, _BUILD) if f.values[_TORCH] != ABSENT]
+    fleet = Fleet(tuple(having), fleet.settings)
+    found = once_a_host(
         differing(fleet, _TORCH, "torch"), differing(fleet, _BUILD, "torch built for")
     )
+    for problem in found:
+        yield _with_pip(problem, fleet, "torch")
 
 
-@each_host(FAIL, _TORCH, _PYTHON_PATH)
-def torch_installed(values: Values, _: Fleet) -> Problems:
-    """Torch is installed, and new enough.
+def _pip_install(values: Values, *words: str) -> str:
+    python = values.get(_PYTHON_PATH, "python")
+    return f"{python} -m pip install {shlex.join(words)}"
 
-    reads: torch/version.py, where the Python that ronde runs with finds it
-    threshold: at least 2.11
+
+def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
+    """Add the command that installs the version of most hosts, if there is one."""
+    version = usual_value(problem.usual)
+    # The name of a build behind it is no part of a version that every index has.
+    number = version.partition("+")[0]
+    if not number[:1].isdecimal():
+        return problem
+    values = next(f.values for f in fleet.hosts if f.host == problem.host)
+    fix = _pip_install(values, f"{package}=={number}")
+    if number != version:
+        fix += f"  # for {version}: pytorch.org/get-started/locally names its index"
+    return problem._replace(fix=fix)
+
+
+@each_host(FAIL, _PYTHON_PATH, IMPORT_ERROR, besides=(_TORCH, _PACKAGES, SHADOWING))
+def torch_installed(values: Values, fleet: Fleet) -> Problems:
+    """Torch can be imported, and is new enough.
+
+    reads: import torch, by the Python that ronde runs with; torch/version.py
+    threshold: it is imported, and at least 2.11
     source: ronde's own requirements
-    fix: pip install 'torch>=2.11', or name the ranks' Python with --python
+    fix: python -m pip install 'torch>=2.11', or name the ranks' Python with --python.
+        Ranks that need no torch: --skip torch-installed
     why: No rank can start training.
     """
-    version = values[_TORCH]
-    if version == ABSENT:
-        yield Problem(f"torch is not installed for {values[_PYTHON_PATH]}", WARN)
-    elif () < _numbers(version) < _OLDEST_TORCH:
-        yield Problem(f"torch {version} is older than ronde can use")
+    version, error = values.get(_TORCH, ABSENT), values[IMPORT_ERROR]
+    if not error and not () < _numbers(version) < _OLDEST_TORCH:
+        return
+    others = (v.partition("+")[0] for v in fleet.known(_TORCH).values() if v != version)
+    fit = [v for v in others if _numbers(v) >= _OLDEST_TORCH]
+    words = [f"torch=={max(fit, key=_numbers)}" if fit else "torch>=2.11"]
+    # What is installed already but for other packages needs only those.
+    lacks_others = re.match(r"ModuleNotFoundError: No module named '(?!torch\b)", error)
+    if error and "torch" in values.get(_PACKAGES, {}) and not lacks_others:
+        words.insert(0, "--force-reinstall")
+    what = f"torch {version} is older than ronde can use"
+    if error:
+        what = f"{values[_PYTHON_PATH]} cannot import torch: {error}"
+    fix = _pip_install(values, *words)
+    if folder := values.get(SHADOWING):
+        moving = shlex.join(["mv", folder, f"{folder}.old"])
+        fix = f"{moving}  # PYTHONPATH puts it before any other torch"
+    yield Problem(what, fix=fix)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -180,33 +226,53 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-@same_everywhere(FAIL, _NCCL, "NCCL")
-def nccl(version: str) -> str:
+@check(FAIL, _NCCL, besides=(_PACKAGES, _PYTHON_PATH))
+def nccl(fleet: Fleet) -> Problems:
     """All hosts have the same NCCL.
 
     reads: which nvidia-nccl wheel is installed
     threshold: the same version everywhere
     source: NCCL 2.30.7 refuses (src/init.cc): Mismatched NCCL version detected
-    fix: pip install --force-reinstall torch==VERSION there
+    fix: python -m pip install there the nvidia-nccl wheel of the other hosts
     needs: several hosts
     why: NCCL does not form a communicator, so training does not start.
     """
-    return version
+    wheels = [n for each in fleet.known(_PACKAGES).values() for n in each]
+    wheel = next(filter(_NCCL_WHEEL.fullmatch, wheels), "nvidia-nccl-cu12")
+    for problem in differing(fleet, _NCCL, "NCCL"):
+        yield _with_pip(problem, fleet, wheel)
 
 
-def _differing_names(fleet: Fleet, fact: str, join: str, absent: str) -> Problems:
+class _Difference(NamedTuple):
+    name: str
+    value: str
+    usual: str  # of ``find_odd``
+
+
+def _differing_names(
+    fleet: Fleet,
+    fact: str,
+    join: str,
+    absent: str,
+    find_fix: Callable[[Values, Sequence[_Difference]], str],
+) -> Problems:
     """Yield each host once, with the names whose values differ there."""
     known: dict[str, dict[str, str]] = fleet.known(fact)
-    found: dict[str, list[tuple[str, str]]] = {}
+    found: dict[str, list[_Difference]] = {}
     for name in sorted({name for each in known.values() for name in each}):
         if not _HAS_ITS_CHECK.fullmatch(name):
             shown = {host: each.get(name, absent) for host, each in known.items()}
             for host, value, usual in find_odd(shown):
-                found.setdefault(host, []).append((f"{name}{join}{value}", usual))
-    for host, differences in found.items():
-        what = list_first([*dict(differences)], _MAX_NAMED)
-        usual = "; ".join(usual for _, usual in differences[:_MAX_NAMED])
-        yield Problem(what, usual=usual, host=host)
+                found.setdefault(host, []).append(_Difference(name, value, usual))
+    for facts in fleet.hosts:
+        if each := found.get(facts.host, ()):
+            what = list_first([f"{d.name}{join}{d.value}" for d in each], _MAX_NAMED)
+            usual = each[0].usual
+            if len({d.usual for d in each}) > 1:
+                named = (f"{d.name}{join}{d.usual}" for d in each[:_MAX_NAMED])
+                usual = "; ".join(named)
+            fix = find_fix(facts.values, each)
+            yield Problem(what, usual=usual, fix=fix, host=facts.host)
 
 
 @check(WARN, _PACKAGES)
@@ -216,11 +282,20 @@ def packages(fleet: Fleet) -> Problems:
     reads: names of *.dist-info and *.egg-info in Python's path; a hash of ronde's code
     threshold: the same names and versions; torch and NCCL have their own checks
     source: ronde's own; what most hosts have, of three or more
-    fix: pip install -r with the lock file of the other hosts
+    fix: python -m pip freeze >lock.txt on a host that is right, and python -m pip
+        install -r lock.txt on the others
     needs: several hosts
     why: Ranks run different code: one fails to import, or computes otherwise.
     """
-    return _differing_names(fleet, _PACKAGES, " ", ABSENT)
+    return _differing_names(fleet, _PACKAGES, " ", ABSENT, _install_usual)
+
+
+def _install_usual(values: Values, differences: Sequence[_Difference]) -> str:
+    """Return what installs the versions of most hosts; empty in a draw."""
+    # ronde is on no index: it is compared by its code, and copied.
+    usual = {d.name: usual_value(d.usual) for d in differences if d.name != "ronde"}
+    wanted = [f"{name}=={v}" for name, v in usual.items() if v and v != ABSENT]
+    return _pip_install(values, *wanted) if wanted else ""
 
 
 @check(WARN, _SETTINGS)
@@ -230,11 +305,17 @@ def environment(fleet: Fleet) -> Problems:
     reads: NCCL_*, TORCH_*, CUDA_*, GLOO_*, OMP_*, UCX_*, RONDE_*, LD_* of ranks
     threshold: the same values everywhere
     source: ronde's own; what most hosts have, of three or more
-    fix: look for leftovers in ~/.bashrc and /etc/environment there
+    fix: look for leftovers there: grep -s NAME ~/.bashrc ~/.profile /etc/environment
     needs: several hosts
     why: Ranks choose different networks, algorithms or libraries, or hang.
     """
-    return _differing_names(fleet, _SETTINGS, "=", "(not set)")
+    return _differing_names(fleet, _SETTINGS, "=", "(not set)", _look_for)
+
+
+def _look_for(_: Values, differences: Sequence[_Difference]) -> str:
+    names = "|".join(d.name for d in differences)
+    files = "~/.bashrc ~/.profile /etc/environment /etc/profile.d/*"
+    return f"grep -sE {shlex.quote(names)} {files}  # there, for leftovers"
 
 
 @same_everywhere(WARN, _DRIVER, "GPU driver")

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,23 +44,21 @@ def read(reader: FactReader) -> None:
         roles.setdefault(directory, []).append(_DIRECTORY)
     temporary = own_environment().get("TMPDIR") or "/tmp"  # noqa: S108 - looked at only
     roles.setdefault(temporary, []).append(_TEMPORARY)
-    files: Sequence[str] = settings.get("files", ())
     network = [point for point, kind in mounts.items() if _NETWORK.fullmatch(kind)]
     others = [point for point in network if point not in roles]
-    by_folder: dict[str, list[tuple[str, str]]] = {}
-    for file in files:
-        by_folder.setdefault(file.rpartition("/")[0], []).append(("sample", file))
-    looks = ([("look", path)] for path in (*roles, *others[:_MAX_NETWORK_MOUNTS]))
-    groups = [*looks, *by_folder.values()]
-    tasks = [[{"do": do, "path": f"{root}{path}"} for do, path in g] for g in groups]
-    found: dict[tuple[str, str], Any] = {}
-    for group_of, outcomes in zip(groups, run_tasks(tasks, _HANG_S), strict=True):
-        found |= zip(group_of, outcomes, strict=True)
-    hung = {path for (_, path), each in found.items() if each.get("has_hung")}
-    reader.values[_HUNG] = sorted(hung)
-    reader.values[_FILES] = {file: found["sample", file] for file in files}
+    paths = [*roles, *others[:_MAX_NETWORK_MOUNTS]]
+    tasks = [[{"do": "look", "path": f"{root}{path}"}] for path in paths]
+    outcomes = (outcome for [outcome] in run_tasks(tasks, _HANG_S))
+    found = dict(zip(paths, outcomes, strict=True))
+    hung = [path for path, each in found.items() if "has_hung" in each]
+    above = {path: find_mount(path, mounts) for path in hung}
+    # Of a network's file system the mount is named, which can be taken away.
+    named = {
+        m if _NETWORK.fullmatch(mounts.get(m, "")) else p for p, m in above.items()
+    }
+    reader.values[_HUNG] = sorted(named)
     reader.values[_PATHS] = {
-        path: {"roles": each} | _locate(found["look", path], root, mounts)
+        path: {"roles": each} | _locate(found[path], root, mounts)
         for path, each in roles.items()
     }
 
@@ -119,35 +118,90 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
         elif not wrong and not each["is_enterable"]:
             wrong = "may not be entered"
         if wrong and each["roles"] != [_TEMPORARY]:
-            fix = "" if _SHARED in each["roles"] else _ELSEWHERE
+            fix = f"mkdir -p {shlex.quote(path)}  # if it may be empty; else mount it"
+            fix = fix if _SHARED in each["roles"] else _ELSEWHERE
             yield Problem(f"{path}: {wrong}", fix=fix)
         elif _TEMPORARY in each["roles"] and (wrong or not each["is_writable"]):
-            fix = "export TMPDIR=, to a folder that can be written to"
+            fix = "export TMPDIR=/var/tmp  # or another folder that can be written to"
             yield Problem(f"{path}: {wrong or 'read-only'}", WARN, fix=fix)
+
+
+def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Return by path what ``path_tasks.digest`` finds of ``paths``."""
+    groups: dict[str, list[str]] = {}
+    for path in question["paths"]:
+        groups.setdefault(path.rpartition("/")[0], []).append(path)
+    tasks = [[{"do": "digest", "path": p} for p in group] for group in groups.values()]
+    found = run_tasks(tasks, _HANG_S * len(question["paths"]))
+    pairs = zip(groups.values(), found, strict=True)
+    return {p: o for group, each in pairs for p, o in zip(group, each, strict=True)}
+
+
+def compare_files(hosts: HostSet) -> None:
+    """Have all hosts read the files of ``--file``, at the same time."""
+    paths: Sequence[str] = hosts.settings["files"]
+    limit_s = MOST_DEADLINES * _HANG_S * len(paths) + _SLACK_S
+    question = {"do": "digest_files", "paths": paths}
+    for host, reply in hosts.ask_all(question, limit_s).items():
+        if reply.failure:
+            hosts.note_unread(host, _FILES, reply.failure)
+            continue
+        hosts.note(host, _FILES, reply.values)
+        hung = [path for path, each in reply.values.items() if "has_hung" in each]
+        hosts.facts[host].values.setdefault(_HUNG, []).extend(hung)
+
+
+FILES_STEP = ProbeStep("files", compare_files, (_FILES,), setting="files")
 
 
 @check(FAIL, _FILES)
 def dataset_files(fleet: Fleet) -> Problems:
     """Files are the same on all hosts.
 
-    reads: size and hash of the files of --file; above 1MiB, of 16 pieces of 64KiB
+    reads: size and SHA-256 of the files of --file, whole up to 1GiB; of larger ones 64
+        pieces of 1MiB from the first byte to the last
     threshold: each exists, with the same size and hash everywhere
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; what most hosts have, of three or more; 1GiB takes seconds: a
+        disk reads 150 MB/s or more, a processor hashes 400 MB/s or more
     fix: copy it again: rsync -ac HOST:FILE FILE
     needs: --file
     why: Ranks train on different data, or take fewer steps than the others and hang.
     """
-    shown: dict[str, dict[str, str]] = {}
+    known: dict[str, dict[str, Mapping[str, Any]]] = {}
     for host, files in fleet.known(_FILES).items():
         for path, each in files.items():
-            if "digest" in each:
-                content = f"{each['size_bytes']} bytes, sha256 {each['digest']}"
-                shown.setdefault(path, {})[host] = content
-            elif not each.get("has_hung"):
-                yield Problem(f"{path}: {each['error']}", host=host)
-    for path, contents in shown.items():
-        for host, value, usual in find_odd(contents):
-            yield Problem(f"{path} has {value}", usual=usual, host=host)
+            known.setdefault(path, {})[host] = each
+    for path, files in known.items():
+        yield from _compare_file(path, files)
+
+
+def _compare_file(path: str, files: Mapping[str, Mapping[str, Any]]) -> Problems:
+    shown = {h: _show_file(each) for h, each in files.items() if "digest" in each}
+    odd = {host: (value, usual) for host, value, usual in find_odd(shown)}
+    sound = [host for host in shown if host not in odd]
+
+    def copy_to(host: str) -> str:
+        sources = sound or [other for other in shown if other != host]
+        words = ("rsync", "-ac", f"{sources[0]}:{path}", path) if sources else ()
+        return shlex.join(words)
+
+    for host, each in files.items():
+        if host in odd:
+            value, usual = odd[host]
+            what = f"{path} has {value}"
+            yield Problem(what, usual=usual, fix=copy_to(host), host=host)
+        elif host in shown:
+            yield Problem(f"{path} has {shown[host]}", INFORM, host=host)
+        elif not each.get("has_hung"):
+            yield Problem(f"{path}: {each['error']}", fix=copy_to(host), host=host)
+
+
+def _show_file(file: Mapping[str, Any]) -> str:
+    size, num_read = file["size_bytes"], file["read_bytes"]
+    content = f"{size} bytes, sha256 {file['digest']}"
+    if size == num_read:
+        return f"{content}, read whole"
+    return f"{content}, read {format_size(num_read)} of {format_size(size)}"
 
 
 @each_host(FAIL, _HUNG)
@@ -164,7 +218,9 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
     for path in hung:
         # What lies below hangs with it.
         if not any(path.startswith(f"{other}/") for other in hung):
-            yield Problem(f"{path} does not answer")
+            fix = f"umount -f -l {shlex.quote(path)}  # there, or the mount above it, "
+            fix += "after a look at its file server; then mount it again"
+            yield Problem(f"{path} does not answer", fix=fix)
 
 
 @each_host(FAIL, _PATHS)
@@ -184,16 +240,19 @@ def disk_space(values: Values, _: Fleet) -> Problems:
         if not each.get("is_writable") or each["size_bytes"] == 0 or mount in seen:
             continue
         seen.add(mount)
+        folder = shlex.quote(path)
+        fix = f"du -xh {folder} | sort -h | tail  # there, and make room"
         free, size = each["free_bytes"], each["size_bytes"]
         is_little = free < _LOW_SHARE * size and free < _PLENTY_BYTES
         if is_little or free < _LOW_BYTES:
             what = f"{path} has {format_size(free)} free of {format_size(size)}"
-            yield Problem(what, FAIL if free < _FULL_BYTES else WARN)
+            yield Problem(what, FAIL if free < _FULL_BYTES else WARN, fix=fix)
         free, num = each["free_inodes"], each["num_inodes"]
         # File systems without such a limit have none at all.
         if num > 0 and free < _LOW_SHARE * num:
             what = f"{path} has room for {free} more files, of {num}"
-            yield Problem(what, FAIL if free == 0 else WARN)
+            fix = f"du --inodes -x {folder} | sort -n | tail  # there; remove files"
+            yield Problem(what, FAIL if free == 0 else WARN, fix=fix)
 
 
 def try_path(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
@@ -280,4 +339,8 @@ def shared_folder(fleet: Fleet) -> Problems:
             names = [other for other in left if other == host or seen.get(other)]
             shown[host] = f"files of {', '.join(names) or 'no host'}"
         for host, value, usual in find_odd(shown):
-            yield Problem(f"{path} shows {value}", usual=usual, host=host)
+            fix = (
+                f"findmnt -T {shlex.quote(path)}  # there; mount the same file system "
+            )
+            fix += "on all hosts"
+            yield Problem(f"{path} shows {value}", usual=usual, fix=fix, host=host)

@@ -35,6 +35,8 @@ from ronde.launch.agent_start.starter import AgentStarter
 from ronde.launch.controller import Controller, Preflight
 from ronde.launch.environments import own_environment, select_forwarded
 from ronde.launch.hosts.host import MAX_SLOTS, Host
+from ronde.launch.hosts.writing import write_hostfile
+from ronde.launch.limits import USUAL, Timeouts
 from ronde.launch.node import AgentNode
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals
@@ -64,9 +66,11 @@ what to check:
   --chdir DIR           folder in which ranks are to start, as for ronde run;
                         else this one
   --path DIR ...        folder that all hosts must share
-  --file FILE ...       file that must be equal on all hosts
-  --expect WORDS        what each host must have, as 8xH100,8x400G,2TiB (GPUs,
-                        ports, memory), or a file with such words
+  --file FILE ...       file that must be equal on all hosts; read whole up to
+                        1GiB, of a larger one 64 pieces of 1MiB
+  --expect WORDS        what each host must have, as 8xH100,8x400G,2TiB,10GB/s
+                        (GPUs, ports, memory, and what --bandwidth measures
+                        between hosts), or a file with such words
   --only NAME[,NAME] ...
                         make these checks alone: families or ids of ronde
                         check list
@@ -156,7 +160,7 @@ def _make_parser() -> CommandParser:
     return parser
 
 
-def run(words: Sequence[str]) -> int:
+def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
     parser = _make_parser()
     if words[:1] != ["read"] and ("-h" in words or "--help" in words):
         parser.read(["--help"])
@@ -178,7 +182,7 @@ def run(words: Sequence[str]) -> int:
             )
         case _:
             try:
-                return _check(words)
+                return _check(words, timeouts)
             except InterruptedStartError as error:
                 return 128 + error.number
     return EXIT_READY
@@ -222,7 +226,7 @@ def _print_json(checked: _Checked, changes: Changes | None = None) -> None:
     )
 
 
-def _check(words: Sequence[str]) -> int:
+def _check(words: Sequence[str], timeouts: Timeouts) -> int:
     environ = own_environment()
     request = read_check_request(words, environ)
     options = request.options
@@ -230,7 +234,7 @@ def _check(words: Sequence[str]) -> int:
     since = load_last(Path(options.since)) if options.since else None
     with caught_signals() as signal_fd, start_local_agent() as agent:
         starter = AgentStarter(
-            agent, lambda: make_spawner(options, environ), options.python
+            agent, lambda: make_spawner(options, environ), options.python, timeouts
         )
         with _progress() as report:
             collected = collect(
@@ -273,7 +277,8 @@ def read_check_request(
     }
     if options.expect is not None:
         settings[EXPECTED] = read_expected(options.expect)
-    if way is not None:
+    # An expected rate is measured.
+    if way is not None or "gb_per_s" in settings.get(EXPECTED, {}):
         settings["bandwidth"] = read_one_of("--bandwidth", way or "auto", _WAYS)
     if options.ranks is not None:
         settings["num_ranks"] = read_number(
@@ -328,8 +333,11 @@ def _unwritable(option: str, got: str) -> UsageError:
 
 
 def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
-    """Return what ``ronde run --preflight`` does: all checks that cost no option."""
-    checks = all_checks()
+    """Return what ``ronde run --preflight`` does: all checks that cost no option.
+
+    Ranks import torch themselves in a moment, if they need it.
+    """
+    checks = [each for each in all_checks() if each.id != "torch-installed"]
 
     def check(controller: Controller, nodes: Sequence[AgentNode]) -> tuple[str, ...]:
         settings = {"directory": directory, ENVIRONMENT: env}
@@ -407,7 +415,7 @@ def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
         names = [host.name for host in request.hosts]
         good = fit_together(names, checked.verdict, is_strict=options.strict)
         fit = [host for host in request.hosts if host.name in good]
-        text = render.draw_hostfile(fit)
+        text = write_hostfile(fit)
         with _writing("--write-hostfile", options.write_hostfile):
             Path(options.write_hostfile).write_text(text, encoding="utf-8")
 

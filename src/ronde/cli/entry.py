@@ -87,9 +87,8 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
         case [("bench" | "trace" | "check" | "topo" | "plan" | "alias") as verb, *rest]:
             from importlib import import_module
 
-            run_verb: Callable[[list[str]], int]
-            run_verb = import_module(f"ronde.cli.{verb}").run
-            return run_verb(rest)
+            run_verb: Callable[..., int] = import_module(f"ronde.cli.{verb}").run
+            return run_verb(rest, timeouts) if verb == "check" else run_verb(rest)
         case _:
             from ronde.arguments import refuse_verb
 

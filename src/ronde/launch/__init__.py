@@ -32,6 +32,7 @@ __getattr__ = lazy_exports(
             "count_slots hosts_to_ask is_here take_each usable_cores"
         ),
         "hosts.sources": "discover parse_hostfile parse_hosts read_allocation",
+        "hosts.writing": "fold_hosts write_hostfile",
         "job": "JobPlan JobSpec make_facts",
         "joining.channel": (
             "MAGIC MIN_CHARACTERS NodeInfo authenticate_head decode_node_info "
@@ -49,11 +50,12 @@ __getattr__ = lazy_exports(
             "TO_AGENT decode_message encode encode_message"
         ),
         "network": (
-            "HostNetwork MeetingPoint choose_meeting_point find_candidates "
-            "hold_port locate require_answers"
+            "HostNetwork MeetingPoint choose_addresses choose_meeting_point "
+            "find_candidates hold_port locate require_answers"
         ),
         "node": "AgentNode EXIT_INTERNAL HostLoss ProcessTransport",
         "output": "ErrorFile Generation NoOutput RankLogs attempt_dir",
+        "path_mtu": "measure_mtu measure_ssh_path",
         "placement": (
             "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
             "nearest_ports place_ranks"

@@ -8,8 +8,8 @@ __getattr__ = lazy_exports(
         "bench": "compared_line ending_lines heading_lines number row_line",
         "bench_tables": "draw_models draw_training",
         "check": (
-            "checked_as_json draw_changes draw_findings draw_hostfile draw_unread "
-            "draw_verdict explain_check fold_hosts list_checks tabulate_hosts"
+            "checked_as_json draw_changes draw_findings draw_unread "
+            "draw_verdict explain_check list_checks tabulate_hosts"
         ),
         "console": (
             "Console FILE_PROGRESS_S HELD_BYTES HELD_S LineAssembler RankLines "

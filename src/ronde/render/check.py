@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -11,7 +11,7 @@ from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.fleet import HostFacts
 from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Readiness, Unread
-from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.hosts.writing import fold_hosts
 from ronde.plain_values import to_plain
 from ronde.render.text import WIDTH, grouped, shorten, wrap
 
@@ -31,8 +31,6 @@ _MAX_FINDING = 120
 _MAX_VALUE = 60
 _CONTEXT_CHARS = 12
 _INDENT = 4
-_NUMBERS = re.compile(r"([0-9]+)")
-_MAX_DIGITS = 9
 
 SHOWN_FIELDS = ("reads", "threshold", "source", "severity", "needs", "why", "fix")
 _FIELD_WIDTH = 14
@@ -114,7 +112,8 @@ def draw_findings(
         where = fold_hosts((each.host for each in same), _MAX_NAMES)
         text += f"{_paint(mark, is_coloured=is_coloured)} {check}: {where}\n"
         text += _draw_causes(same, width)
-        text += wrap("    fix: ", fix, width, indent=9) if fix else ""
+        # In one line, so that it can be pasted.
+        text += f"    fix: {fix}\n" if fix else ""
     return text
 
 
@@ -123,9 +122,11 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
     for each in same:
         usual = f", but {each.usual}" if each.usual else ""
         causes.setdefault(f"{each.what}{usual}", []).append(each.host)
+    # Where all have it, the line above names them.
+    is_split = len({frozenset(names) for names in causes.values()}) > 1
     text = ""
     for cause, names in list(causes.items())[:_MAX_CAUSES]:
-        label = "" if len(causes) == 1 else f"{fold_hosts(names, _MAX_NAMES)}: "
+        label = f"{fold_hosts(names, _MAX_NAMES)}: " if is_split else ""
         shown = label + shorten(cause, _MAX_CHARS)
         text += wrap(" " * _INDENT, shown, width, indent=_INDENT + 2)
     if left := sum(len(names) for names in list(causes.values())[_MAX_CAUSES:]):
@@ -223,82 +224,6 @@ def _difference(before: str, after: str) -> tuple[str, str]:
     dots = "..." if skipped else ""
     was, is_now = (dots + shorten(v[skipped:], _MAX_VALUE) for v in (before, after))
     return was, is_now
-
-
-def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
-    """Return names in few words, in their order: ``node[1-2,4-64], login``.
-
-    Those that differ in one number alone stand in brackets. What comes out is what
-    ``-H`` takes, unless there are more than ``most``: the others are only counted.
-    """
-    parts = [_NUMBERS.split(name) for name in dict.fromkeys(names)]
-    varying = _varying_places(parts)
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for part in parts:
-        place = varying[tuple(part[::2])]
-        is_literal = any(mark in text for text in part[::2] for mark in "[]:, \t")
-        # An address is no number that counts up, and no list has brackets of its own.
-        if not place or len(part[place]) > _MAX_DIGITS or is_literal:
-            groups["".join(part), "", ""] = []
-            continue
-        before, behind = "".join(part[:place]), "".join(part[place + 1 :])
-        groups.setdefault((before, "[]", behind), []).append(part[place])
-    words: list[str] = []
-    num_left = 0
-    for (before, brackets, behind), numbers in groups.items():
-        runs = list(_runs(numbers)) if brackets else [("", 1)]
-        shown = runs[: max(0, most)]
-        most -= len(shown)
-        num_left += sum(num_hosts for _, num_hosts in runs[len(shown) :])
-        inner = ",".join(text for text, _ in shown)
-        if shown:
-            is_one = len(numbers) <= 1
-            words.append(f"{before}{inner if is_one else f'[{inner}]'}{behind}")
-    return ", ".join(words) + (f" and {num_left} more" if num_left else "")
-
-
-def _varying_places(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
-    """Return where names that are alike but for numbers last vary; 0 for nowhere."""
-    alike = grouped((tuple(part[::2]), part) for part in parts)
-    return {
-        words: max(
-            (n for n in range(1, len(same[0]), 2) if len({p[n] for p in same}) > 1),
-            default=0,
-        )
-        for words, same in alike.items()
-    }
-
-
-def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield ``1``, ``04-64``, each with how many numbers it stands for."""
-    ordered = sorted(numbers, key=lambda text: (int(text), len(text)))
-    first, count = ordered[0], 1
-    for text in [*ordered[1:], ""]:
-        if text and text == f"{int(first) + count:0{len(first)}d}":
-            count += 1
-            continue
-        last = f"{int(first) + count - 1:0{len(first)}d}"
-        yield first if count == 1 else f"{first}-{last}", count
-        first, count = text, 1
-
-
-def draw_hostfile(hosts: Sequence[Host]) -> str:
-    """Return a host file; without hosts a comment, so that nothing is started by it."""
-    if not hosts:
-        return "# no host is ready\n"
-    text = ""
-    for host in hosts:
-        facts = {
-            "slots": "" if host.slots == SLOTS_OPEN else host.slots,
-            "user": host.user,
-            "port": host.port or "",
-            "addr": host.address,
-            "gpus": ",".join(host.gpus),
-        }
-        words = [f"[{host.name}]" if ":" in host.name else host.name]
-        words += [f"{name}={value}" for name, value in facts.items() if value != ""]
-        text += f"{' '.join(words)}\n"
-    return text
 
 
 def checked_as_json(

@@ -312,7 +312,7 @@ def keep_report(reader: FactReader, report: SmiReport) -> None:
     """Store the facts ``ALL_ANSWERS`` as nvidia-smi printed them."""
     cuda_version, gpus = report
     reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
-    why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install 'ronde[gpu]'"
+    why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install nvidia-ml-py"
     found: list[GpuReport] = []
     for gpu in gpus:
         lost = find_error(str(gpu.get(_NAME, "")))

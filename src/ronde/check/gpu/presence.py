@@ -150,7 +150,11 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     bad = [f"{name} ({why})" for name, why in needed.items() if why]
     if bad:
         is_broken = _BROKEN in needed.values()
-        yield Problem(f"cannot open {', '.join(bad)}", fix=gpu_lost.fix * is_broken)
+        names = " ".join(name for name, why in needed.items() if why)
+        fix = f"sudo chmod 666 {names}  # or docker run --gpus all, or srun "
+        fix += f"--gres=gpu:{len(cards)}"
+        what = f"cannot open {', '.join(bad)}"
+        yield Problem(what, fix=gpu_lost.fix if is_broken else fix)
 
 
 @check(FAIL, LOST, _FILES, COUNT)
@@ -223,8 +227,8 @@ def gpu_torch(values: Values, _: Fleet) -> Problems:
     reads: what torch was built for, in its version.py, and the number of GPUs
     threshold: for CUDA where there are NVIDIA GPUs
     source: torch's own version.py: cuda is None in builds for CPUs
-    fix: pip uninstall torch; pip install torch: for Linux the package index has builds
-        for CUDA. pytorch.org/get-started/locally names the index of each CUDA
+    fix: python -m pip install --force-reinstall torch: for Linux the package index has
+        builds for CUDA. pytorch.org/get-started/locally names the index of each CUDA
     needs: an NVIDIA GPU
     why: Training runs on the CPU, many times slower.
     """

@@ -15,7 +15,7 @@ from ronde.topology.pci import plain_address
 _DEADLINE_S = 20.0
 _MISSING = (
     "NVML can only be asked with nvidia-ml-py or nvidia-smi, and neither is here: "
-    "pip install 'ronde[gpu]'"
+    "pip install nvidia-ml-py"
 )
 _ACTIONS = ("none", "reset", "reboot", "drain p2p", "drain and reset")
 _ACTIVE = {  # by NVML's bit

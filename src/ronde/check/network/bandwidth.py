@@ -2,39 +2,43 @@
 
 Hosts meet in pairs, as in a tournament; the pairs of a round are disjoint, so that all
 of them can be measured at the same time: by plain streams, or by a job of all ranks of
-two hosts. Such ranks are started as ``ronde run`` starts them, with the same
-environment, but by the program that is on the host already. Nothing is written to a
-disk: their output goes into memory, through descriptors that they inherit.
+two hosts.
 """
 
 import base64
 import io
-import os
 import secrets
-import signal
-import subprocess
-import sys
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import combinations
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ronde.bench.results import Run, from_record
-from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host, name_pair
+from ronde.check.check import (
+    FAIL,
+    INFORM,
+    WARN,
+    Problem,
+    Problems,
+    check,
+    each_host,
+    name_pair,
+)
+from ronde.check.expected import EXPECTED
 from ronde.check.fleet import ENVIRONMENT, Fleet, HostPair, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
-from ronde.errors import UsageError
-from ronde.launch.environments import (
-    JobFacts,
-    NodeFacts,
-    base_environment,
-    default_environment,
-    own_environment,
-    rank_environment,
+from ronde.check.network.interfaces import (
+    ADDRESS,
+    INTERFACES,
+    VIRTUAL,
+    HostLink,
+    find_link,
+    find_name,
 )
+from ronde.errors import UsageError
+from ronde.launch.direct_ranks import HalfJob, run_half
 from ronde.launch.network import hold_port
 from ronde.records import Record
 from ronde.store.authentication import SharedKey
@@ -42,7 +46,6 @@ from ronde.store.server import serve_network
 from ronde.topology.graph import Level
 from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
 from ronde.units import list_first
-from ronde.world import World
 
 # Fact: by the name of each other host, what comes from it, in GB/s (1e9).
 RATES = "network.bandwidth"
@@ -56,29 +59,17 @@ _PORTS = "network.rdma_ports"
 _SOCKETS = "sockets-between-nodes"
 # Below these shares of the median a host or a link is slow, and crawls.
 _SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
+# Of a faster link so much counts, as the processor or a short test may be the limit.
+_MOST_COUNTED_GB_PER_S = 1.25
+_UNKNOWN_GB_PER_S = 0.0125  # a link of unknown rate counts as 100 Mbit/s
 _STREAM_S, _LISTEN_S, _TIMEOUT_S, _SLACK_S = 0.3, 5.0, 10.0, 5.0
 _RANKS_S = 90.0  # for ranks to start, which import torch, to meet and to measure
 
 _HELD = "benching.rendezvous"
 _KEY_BYTES = 32
 _MAX_CLIENTS = 4096
-_POLL_S = 0.02
 # Once a rank has failed, the others have so long to report what they saw.
 _GRACE_S = 3.0
-_MAX_LOG_BYTES = 4 << 20
-_MAX_REASON_CHARS = 300
-_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
-_BOOT = """\
-import os, signal, sys
-package, parent = sys.argv.pop(1), int(sys.argv.pop(1))
-sys.path.append(package)
-from ronde.launch.process_tree import die_with_parent
-if not die_with_parent(parent, signal.SIGKILL):
-    os._exit(1)
-from ronde.cli import main
-sys.exit(main())
-"""
-
 # By receiver, then by sender: what came through, in gigabytes (1e9) per second.
 Rates = Mapping[str, Mapping[str, float]]
 
@@ -241,109 +232,21 @@ def bench(
 ) -> dict[str, Value]:
     """Run this host's half of the ranks of a job of two hosts, to their end.
 
-    The question has ``words``: what stands after ``ronde bench``; ``half``: 0 on the
-    host of rank 0, else 1; ``num_ranks``: on each host; where their store is, and
-    ``token``: the job's name. The answer has ``record``: what rank 0 has written with
-    ``--json``; ``log``: NCCL's, packed; ``failure``: why it did not go well, or empty.
+    The question has the fields of ``HalfJob``, the answer those of ``HalfResult``, the
+    log packed, and the record that of rank 0 alone.
     """
-    half = int(question["half"])
-    held = context.memory.pop(_HELD, None) if half == 0 else None
+    given: dict[str, Any] = {name: question[name] for name in HalfJob._fields}
+    job = HalfJob(**given)._replace(key=bytes.fromhex(question["key"]))
+    held = context.memory.pop(_HELD, None) if job.half == 0 else None
     with ExitStack() as closing:
         if held is not None:
             closing.callback(held)
-        places = range(int(question["num_ranks"]))
-        ranks = [_start(question, place, closing) for place in places]
-        failure = _follow(ranks, float(question["limit_s"]), grace_s)
-        logs = b"".join(_read(rank.log_fd) for rank in ranks)
-        record = _read(ranks[0].record_fd).decode(errors="replace")
+        record, log, failure = run_half(job, float(question["limit_s"]), grace_s)
     return {
-        "record": record if half == 0 else "",
-        "log": base64.b64encode(zlib.compress(logs)).decode() if logs else "",
+        "record": record.decode(errors="replace") if job.half == 0 else "",
+        "log": base64.b64encode(zlib.compress(log)).decode() if log else "",
         "failure": failure,
     }
-
-
-class _Rank(NamedTuple):
-    process: "subprocess.Popen[bytes]"
-    output_fd: int
-    record_fd: int
-    log_fd: int
-
-
-def _start(question: Mapping[str, Value], local_rank: int, closing: ExitStack) -> _Rank:
-    """Start one rank; when ``closing`` ends it has ended and nothing is left of it."""
-    fds = [os.memfd_create("ronde") for _ in range(4)]
-    output_fd, record_fd, log_fd, key_fd = fds
-    os.write(key_fd, bytes.fromhex(question["key"]))
-    for fd in fds:
-        closing.callback(os.close, fd)
-    env = _environment(question, local_rank)
-    if question["has_log"]:
-        env["NCCL_DEBUG"] = "INFO"
-        env["NCCL_DEBUG_SUBSYS"] = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
-        env["NCCL_DEBUG_FILE"] = f"/dev/fd/{log_fd}"
-    env["RONDE_STORE"] = f"{question['address']}:{question['port']} /dev/fd/{key_fd}"
-    boot = [sys.executable, "-c", _BOOT, _PACKAGE_DIR, str(os.getpid())]
-    process = subprocess.Popen(
-        [*boot, "bench", *question["words"], "--json", f"/dev/fd/{record_fd}"],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=output_fd,
-        stderr=output_fd,
-        start_new_session=True,
-        pass_fds=(record_fd, log_fd, key_fd),
-    )
-    closing.callback(_end, process)
-    return _Rank(process, output_fd, record_fd, log_fd)
-
-
-def _environment(question: Mapping[str, Value], local_rank: int) -> dict[str, str]:
-    half, num_ranks = int(question["half"]), int(question["num_ranks"])
-    rank = half * num_ranks + local_rank
-    world = World(rank, 2 * num_ranks, local_rank, num_ranks, half, 2)
-    job = JobFacts(f"check-{question['token']}", 0, question["token"])
-    node = NodeFacts(os.uname().nodename, half, 2)
-    return (
-        base_environment(own_environment())
-        | default_environment(1)
-        | question["environment"]
-        | rank_environment(world, job, node)
-        | {"MASTER_ADDR": question["address"], "MASTER_PORT": str(question["port"])}
-    )
-
-
-def _follow(ranks: Sequence[_Rank], limit_s: float, grace_s: float) -> str:
-    """Return why ranks did not end well; after a failure they have little time."""
-    due_s, failure = time.monotonic() + limit_s, ""
-    while time.monotonic() < due_s:
-        is_over = all(rank.process.poll() is not None for rank in ranks)
-        if not failure and (failure := _first_failure(ranks)):
-            due_s = min(due_s, time.monotonic() + grace_s)
-        if is_over:
-            return failure
-        time.sleep(_POLL_S)
-    return failure or f"the ranks did not end within {limit_s:g} s"
-
-
-def _first_failure(ranks: Sequence[_Rank]) -> str:
-    for rank in ranks:
-        code = rank.process.poll()
-        if code:
-            lines = _read(rank.output_fd).decode(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else "it wrote nothing"
-            how = f"code {code}" if code > 0 else signal.Signals(-code).name
-            return f"ronde bench ended with {how}: {last}"[:_MAX_REASON_CHARS]
-    return ""
-
-
-def _read(fd: int) -> bytes:
-    return os.pread(fd, _MAX_LOG_BYTES, 0)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
@@ -386,11 +289,7 @@ def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...
     link does not make it that, as long as it has three partners. The links of slow
     hosts are not listed again; each other link is compared with what is usual then.
     """
-    pairs = {
-        (a, b): min(rates[a][b], rates[b][a])
-        for a, b in combinations(rates, 2)
-        if b in rates[a] and a in rates[b]
-    }
+    pairs = _rates_of_pairs(rates)
     met: dict[str, dict[str, float]] = {}
     for (a, b), rate in pairs.items():
         met.setdefault(a, {})[b] = rate
@@ -415,6 +314,73 @@ def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...
     return tuple(described), tuple(links)
 
 
+def _rates_of_pairs(rates: Rates) -> dict[HostPair, float]:
+    """Return the lower direction of each pair that was measured both ways."""
+    return {
+        (a, b): min(rates[a][b], rates[b][a])
+        for a, b in combinations(rates, 2)
+        if b in rates[a] and a in rates[b]
+    }
+
+
+class LackingPair(NamedTuple):
+    """Two hosts that exchange less than they must, whatever other hosts do."""
+
+    rate: float  # GB/s
+    must: str  # what they must reach, or the link that should carry more
+
+
+def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
+    """Return the pairs below the rate of ``--expect``, or far below that of a link."""
+    expected = fleet.settings.get(EXPECTED, {}).get("gb_per_s")
+    links = {f.host: _link_of(f.values) for f in fleet.having(RATES, WAY)}
+    ways = {*fleet.known(WAY).values()}
+    lacking: dict[HostPair, LackingPair] = {}
+    for pair, rate in _rates_of_pairs(fleet.known(RATES)).items():
+        if expected is not None:
+            if rate < expected:
+                lacking[pair] = LackingPair(rate, f"{_show(expected)} expected")
+        # Many ranks of Gloo's wait for each other, whatever the link carries.
+        elif ways != {"gloo"} and links.keys() >= {*pair}:
+            slower = min((links[host] for host in pair), key=_least_rate)
+            known = "" if slower.gb_per_s else "any link carries 0.1 Gbit/s, and "
+            if rate < _least_rate(slower):
+                lacking[pair] = LackingPair(rate, f"{known}{slower.text}")
+    return lacking
+
+
+def _find_lacking(
+    rates: Rates, lacking: Mapping[HostPair, LackingPair]
+) -> dict[str, LackingPair]:
+    """Return hosts that lack with all others, with the best of that; then pairs."""
+    own: dict[str, list[HostPair]] = {}
+    for pair in _rates_of_pairs(rates):
+        for host in pair:
+            own.setdefault(host, []).append(pair)
+    found = {
+        host: max(lacking[pair] for pair in pairs)
+        for host, pairs in own.items()
+        if lacking.keys() >= {*pairs}
+    }
+    alone = [pair for pair in lacking if found.keys().isdisjoint(pair)]
+    return found | {name_pair(*pair): lacking[pair] for pair in alone}
+
+
+def _least_rate(link: HostLink) -> float:
+    known = _UNKNOWN_GB_PER_S if link.gb_per_s is None else link.gb_per_s
+    return _CRAWL_SHARE * min(known, _MOST_COUNTED_GB_PER_S)
+
+
+def _link_of(values: Values) -> HostLink:
+    """Return what a host measured by: for NCCL its RDMA ports, if there are any."""
+    ports: Mapping[str, Any] = values.get(_PORTS, {}) if values[WAY] == "nccl" else {}
+    up = [p["mbit_per_s"] / 8000 for p in ports.values() if p["state"] == "ACTIVE"]
+    if not up:
+        return find_link(values)
+    text = f"{len(up)} RDMA ports carry {min(up) * 8:g} Gbit/s each"
+    return HostLink(text, min(up))
+
+
 def run(hosts: HostSet) -> None:
     """Have the hosts meet in pairs, where there are several.
 
@@ -425,8 +391,9 @@ def run(hosts: HostSet) -> None:
         return
     engine = _choose_engine(hosts)
     way = Streams() if engine == "tcp" else Benches(engine, _num_ranks(hosts, engine))
-    for facts in hosts.facts.values():
+    for name, facts in hosts.facts.items():
         facts.values.update({RATES: {}, FAILURES: {}, WAY: engine})
+        facts.values[ADDRESS] = hosts.addresses[name]
         facts.values.update({REMARKS: {}} if engine == "nccl" else {})
     left_out = way.open(hosts)
     for name, address in hosts.addresses.items():
@@ -439,9 +406,11 @@ def run(hosts: HostSet) -> None:
     played = schedule[:: max(1, -(-len(schedule) // way.max_rounds))]
     for pairs in played:
         _play(hosts, way, pairs)
-    slow, links = judge_pairs({n: f.values[RATES] for n, f in hosts.facts.items()})
+    fleet = Fleet(tuple(hosts.facts.values()), hosts.settings)
+    slow, links = judge_pairs(fleet.known(RATES))
     suspected = [{each.host, other} for each in slow for other in each.partners]
     suspected += ({each.host, each.other} for each in links)
+    suspected += map(set, judge_links(fleet))
     for pairs in played:
         _play(hosts, way, [pair for pair in pairs if {*pair} in suspected])
     for facts in hosts.facts.values():
@@ -488,16 +457,72 @@ def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> 
                 known[RATES][other] = max(rate, known[RATES].get(other, 0.0))
 
 
-STEP = ProbeStep(
-    "bandwidth", run, (RATES, FAILURES, WAY, REMARKS), _GPUS, setting="bandwidth"
-)
+_OWN = (RATES, FAILURES, WAY, REMARKS)
+STEP = ProbeStep("bandwidth", run, _OWN, _GPUS, setting="bandwidth")
 
 
 def _show(gb_per_s: float) -> str:
     return f"{gb_per_s:.3g} GB/s"
 
 
-@check(FAIL, RATES)
+def _show_gbit(gb_per_s: float) -> str:
+    return f"{_show(gb_per_s)} ({8 * gb_per_s:.3g} Gbit/s)"
+
+
+@check(FAIL, RATES, WAY, besides=(ADDRESS, INTERFACES, VIRTUAL, _PORTS))
+def link_rate(fleet: Fleet) -> Problems:
+    """Hosts exchange what their links carry; what was measured is shown.
+
+    reads: what comes through between each two hosts, as for slow-host-link; the rate of
+        the interface or RDMA ports between them, which is unknown for virtual ones
+    threshold: the rate of --expect, as 10GB/s; else 30 % of the link's rate, of which
+        10 Gbit/s count at most; an unknown rate counts as 100 Mbit/s. Gloo: --expect
+    source: ronde's own: four streams fill a sound link of up to 10 Gbit/s by more than
+        half while others use it too; beyond, one processor may be the limit
+    fix: ethtool, ip -s link and tc qdisc show the link's rate, errors and limits; then
+        look at cables and switches. A link that is meant to be slow: --expect RATE.
+    needs: several hosts, and --bandwidth
+    why: Where all hosts are slow none differs, and every step waits for the network.
+    """
+    rates = fleet.known(RATES)
+    slow, links = judge_pairs(rates)
+    crawling = {each.host for each in slow if _crawls(each)}
+    crawling |= {name_pair(each.host, each.other) for each in links if _crawls(each)}
+    lacking = _find_lacking(rates, judge_links(fleet))
+    # The same for all, so that they share a finding's lines.
+    meant = f"{round(500 * min((e.rate for e in lacking.values()), default=0), 2):g}"
+    for where, (rate, must) in lacking.items():
+        if where not in crawling:
+            what, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
+            fix = _look_at_link(fleet, first)
+            fix += f"; or, if it is meant to be so slow: --expect {meant}MB/s"
+            yield Problem(what, usual=must, fix=fix, host=where)
+    pairs = _rates_of_pairs(rates).values()
+    least, most = min(pairs, default=0.0), max(pairs, default=0.0)
+    shown = _show_gbit(most)
+    if _show(least) != _show(most):
+        shown = f"{_show(least)} to {shown}"
+    for facts in fleet.having(RATES, WAY) if pairs else ():
+        if facts.host not in lacking:
+            what = f"{shown} between hosts by {facts.values[WAY]}"
+            text = f"{what}; {_link_of(facts.values).text}"
+            yield Problem(text, INFORM, host=facts.host)
+
+
+def _look_at_link(fleet: Fleet, host: str) -> str:
+    name = next((find_name(f.values) for f in fleet.hosts if f.host == host), "")
+    link = name or "INTERFACE"
+    return (
+        f"ethtool {link}; ip -s link show {link}; tc qdisc show dev {link}  # there; "
+        "then look at cable and switch, and at what a cloud grants such a machine"
+    )
+
+
+def _crawls(found: SlowHost | SlowLink) -> bool:
+    return found.rate < _CRAWL_SHARE * found.usual
+
+
+@check(FAIL, RATES, besides=(ADDRESS, INTERFACES))
 def slow_host_link(fleet: Fleet) -> Problems:
     """A host exchanges as much with the others as they do.
 
@@ -505,9 +530,8 @@ def slow_host_link(fleet: Fleet) -> Problems:
     threshold: 70 % of the median of all hosts; below 30 % it fails; three or more hosts
     source: ronde's own: a link at half its rate lies below 70 %, one short measurement
         of a sound link above; below 30 % it is slower than at half its rate
-    fix: ethtool and ip -s link show rate and errors there: look at its cable, its port
-        of the switch, and what the cloud grants its kind of machine. ronde run -H
-        HOST,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
+    fix: ethtool, ip -s link and tc qdisc show its link's rate, errors and limits; then
+        look at its cable, its port of the switch, and what the cloud grants it.
     needs: several hosts, and --bandwidth
     why: Gradients go through all hosts: the slowest sets the pace of every step.
     """
@@ -521,9 +545,10 @@ def slow_host_link(fleet: Fleet) -> Problems:
             what = f"only {_show(slow.rate)} with"
         yield Problem(
             f"{what} {list_first([*slow.partners], 4)}",
-            FAIL if slow.rate < _CRAWL_SHARE * slow.usual else WARN,
+            FAIL if _crawls(slow) else WARN,
             f"{_show(slow.usual)} between other hosts",
-            host=slow.host,
+            _look_at_link(fleet, slow.host),
+            slow.host,
         )
 
 
@@ -541,12 +566,12 @@ def slow_pair(fleet: Fleet) -> Problems:
     """
     for link in judge_pairs(fleet.known(RATES))[1]:
         fix = (
-            f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M "
-            "shows what an engine reaches; look at cables and switches between them."
+            f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M"
+            "  # shows what an engine reaches; look at cables and switches between them"
         )
         yield Problem(
             f"only {_show(link.rate)} go through",
-            FAIL if link.rate < _CRAWL_SHARE * link.usual else WARN,
+            FAIL if _crawls(link) else WARN,
             f"{_show(link.usual)} between other hosts",
             fix,
             name_pair(link.host, link.other),
@@ -569,19 +594,23 @@ def pair_job(fleet: Fleet) -> Problems:
     failures: dict[str, Mapping[str, str]] = {f.host: f.values[FAILURES] for f in known}
     able = {facts.host for facts in known if facts.values.get(RATES)}
 
-    def failed(where: str, among: str, reason: str) -> Problem:
-        what = f"no all_reduce by {known[0].values[WAY]} {among}"
-        return Problem(f"{what}: {reason.rstrip('.')}", host=where)
+    def failed(where: str, names: str, among: str, reason: str) -> Problem:
+        way = known[0].values[WAY]
+        what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
+        fix = f"ronde run -H {names} -x NCCL_DEBUG=INFO ronde bench all_reduce "
+        return Problem(what, fix=f"{fix}--engine {way}  # shows more", host=where)
 
     for host, reasons in failures.items():
         if reasons and host not in able:
             reason = next(iter(reasons.values()))
-            yield failed(host, f"with {list_first([*reasons], 4)}", reason)
+            names = f"{host},{next(iter(reasons))}"
+            yield failed(host, names, f"with {list_first([*reasons], 4)}", reason)
     order = list(failures)
     for host, reasons in failures.items():
         for other, reason in reasons.items():
             if {host, other} <= able and order.index(host) < order.index(other):
-                yield failed(name_pair(host, other), "between the two", reason)
+                where, names = name_pair(host, other), f"{host},{other}"
+                yield failed(where, names, "between the two", reason)
 
 
 @each_host(FAIL, REMARKS, besides=(_PORTS,))

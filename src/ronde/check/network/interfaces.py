@@ -8,28 +8,32 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ronde import addresses
 from ronde.addresses import is_loopback
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value, Values
-from ronde.check.kernel_log import read_log
-from ronde.check.probing import FactReader, UnreadableError
+from ronde.check.probing import FactReader
+from ronde.launch.kernel_log import read_log
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.pci import read_link
 
 # Fact: the address by which others reach this host; empty if they have no route.
 ADDRESS = "network.address"
+VIRTUAL = "network.is_virtual"  # fact: whether the host is a virtual machine
 _LOOKUP_S = 2.0
 _MIN_FLAPS = 5
 _DAY_S = 86400
 
-_INTERFACES, _UPTIME = "network.interfaces", "network.uptime_s"
+INTERFACES, _UPTIME = "network.interfaces", "network.uptime_s"
 _DOWNS = "network.link_downs"
 _VARIABLES, _OWN_NAME = "network.variables", "network.own_name"
 
 _LOOPBACK, _INFINIBAND = "772", "32"
+_MBIT_PER_GB = 8000  # Mbit/s in a GB/s
+# Interfaces that pass on all that they get to others, and add little to a packet.
+_PASSING_ON = re.compile(r"^DEVTYPE=(vlan|bond|bridge|macvlan|ipvlan)$", re.MULTILINE)
 # Drivers whose links a hypervisor makes up: speed and carrier are what it likes.
 _PARAVIRTUAL = frozenset({"virtio_net", "hv_netvsc", "vmxnet3", "vif", "gve", "ena"})
 _GLOO = "GLOO_SOCKET_IFNAME"
@@ -49,7 +53,7 @@ Interfaces = Mapping[str, Mapping[str, Any]]
 def read(reader: FactReader) -> None:
     root = reader.root
     wait_for_name = look_up_own_name(socket.gethostname(), _resolve)
-    reader.keep(_INTERFACES, lambda: read_interfaces(root))
+    reader.keep(INTERFACES, lambda: read_interfaces(root))
     forwarded = reader.settings.get(ENVIRONMENT, {})
     reader.keep(_VARIABLES, lambda: read_variables(root, forwarded))
     uptime = Path(f"{root}/proc/uptime")
@@ -76,6 +80,7 @@ def read_interfaces(root: str) -> dict[str, Value]:
             "mtu": read_number(f"{own}/mtu", 0),
             "mbit_per_s": max(0, read_number(f"{own}/speed", 0)),
             "carrier_changes": read_number(f"{own}/carrier_changes", -1),
+            "carriers": list_carriers(directory, name),
             "addresses": [],
         }
     for each in addresses.read_interfaces() if not root else ():
@@ -89,7 +94,7 @@ def read_link_downs(root: str, values: Values) -> dict[str, int]:
 
     On the first day the kernel counts it; later its log has it.
     """
-    links = values.get(_INTERFACES, {})
+    links = values.get(INTERFACES, {})
     own = {name: i for name, i in links.items() if i["kind"] == "physical"}
     downs = dict.fromkeys(own, 0)
     # Each time a link goes down it comes up again.
@@ -97,7 +102,7 @@ def read_link_downs(root: str, values: Values) -> dict[str, int]:
         downs = {name: i["carrier_changes"] // 2 for name, i in own.items()}
     try:
         log = read_log(root)
-    except (OSError, UnreadableError):
+    except OSError:
         if is_first_day:
             return downs
         raise
@@ -118,6 +123,50 @@ def _kind(own: str) -> str:
         driver = read_link(f"{own}/device/driver").rpartition("/")[2]
         return "paravirtual" if driver in _PARAVIRTUAL else "physical"
     return "bridge-port" if list_names(f"{own}/brport") else "virtual"
+
+
+def list_carriers(directory: str, name: str) -> list[str]:
+    """Return the adapters that carry an interface's traffic, as those of a bond."""
+    own = f"{directory}/{name}"
+    if _kind(own) in ("physical", "infiniband"):
+        return [name]
+    if not _PASSING_ON.search(read_text(f"{own}/uevent")):
+        return []
+    names = [n.removeprefix("lower_") for n in list_names(own) if n[:6] == "lower_"]
+    return sorted({each for n in names for each in list_carriers(directory, n)})
+
+
+def find_name(values: Values) -> str:
+    """Return the interface that has ``ADDRESS``, empty if that is unknown."""
+    interfaces: Interfaces = values.get(INTERFACES, {})
+    address = values.get(ADDRESS)
+    found = (name for name, each in interfaces.items() if address in each["addresses"])
+    return next(found, "")
+
+
+class HostLink(NamedTuple):
+    """What leads from a host to the others."""
+
+    text: str  # with a verb: ``eth0 carries 25 Gbit/s``
+    gb_per_s: float | None  # of one adapter; None where it is unknown
+
+
+def find_link(values: Values) -> HostLink:
+    """Return the link of ``ADDRESS``; the kernel makes up the rate of a virtual one."""
+    if not (name := find_name(values)):
+        return HostLink("the rate of its link is unknown", None)
+    interfaces: Interfaces = values[INTERFACES]
+    link = interfaces[name]
+    carriers = [
+        interfaces[each] for each in link.get("carriers", ()) if each in interfaces
+    ]
+    rates = [each["mbit_per_s"] for each in carriers if each["mbit_per_s"]]
+    if values.get(VIRTUAL) or not rates:
+        kind = "of a virtual machine" if rates else link["kind"]
+        return HostLink(f"the rate of {name} ({kind}) is unknown", None)
+    each_of = f"{len(rates)} times " if len(rates) > 1 else ""
+    text = f"{name} carries {each_of}{min(rates) / 1000:g} Gbit/s"
+    return HostLink(text, min(rates) / _MBIT_PER_GB)
 
 
 def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
@@ -187,7 +236,7 @@ def chooses(setting: str, name: str) -> bool:
     return is_listed != is_excluding
 
 
-@each_host(WARN, _OWN_NAME, _INTERFACES, _VARIABLES, besides=(ADDRESS,))
+@each_host(WARN, _OWN_NAME, INTERFACES, _VARIABLES, besides=(ADDRESS,))
 def host_name(values: Values, fleet: Fleet) -> Problems:
     """The host's own name leads to an address that others reach.
 
@@ -202,16 +251,15 @@ def host_name(values: Values, fleet: Fleet) -> Problems:
     # With the variable nobody asks for the name.
     if len(fleet.hosts) < 2 or values[_VARIABLES].get(_GLOO):
         return
-    interfaces: Interfaces = values[_INTERFACES]
+    interfaces: Interfaces = values[INTERFACES]
     own = values[_OWN_NAME]
     if what := _unreached_name(own, interfaces):
-        name, address = own["name"], values.get(ADDRESS) or "ITS_ADDRESS"
-        own_one = (i for i, e in interfaces.items() if address in e["addresses"])
+        name, address, interface = own["name"], values.get(ADDRESS), find_name(values)
         fix = (
             f"In /etc/hosts there, let the only line with {name} be: {address} {name}. "
-            f"Or export {_GLOO}={next(own_one, 'eth0')} (ronde run does)."
+            f"Or export {_GLOO}={interface} (ronde run does)."
         )
-        yield Problem(what, fix=fix)
+        yield Problem(what, fix=fix if interface else "")
 
 
 def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
@@ -232,7 +280,7 @@ def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
     return ""
 
 
-@each_host(FAIL, _INTERFACES, _VARIABLES)
+@each_host(FAIL, INTERFACES, _VARIABLES)
 def chosen_interface(values: Values, fleet: Fleet) -> Problems:
     """The interface that variables choose is there.
 
@@ -243,7 +291,7 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
     fix: Unset the variable, or name an interface of this host: ip -br address.
     why: Ranks find no interface and end, or listen where no other host can connect.
     """
-    interfaces: Interfaces = values[_INTERFACES]
+    interfaces: Interfaces = values[INTERFACES]
     known = ", ".join(interfaces)
     for variable, setting in values[_VARIABLES].items():
         if not setting or variable not in (*_BY_PREFIX, *_BY_NAME):
@@ -262,7 +310,8 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
             what = f" takes {', '.join(chosen)} alone, which {why}"
         else:
             continue
-        yield Problem(f"{variable}={setting}{what}")
+        fix = f"unset {variable}  # or name an interface of this host: ip -br address"
+        yield Problem(f"{variable}={setting}{what}", fix=fix)
 
 
 def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:
@@ -299,7 +348,7 @@ def find_slower(
                 yield name, Problem(what, usual=others, host=host)
 
 
-@check(WARN, _INTERFACES)
+@check(WARN, INTERFACES)
 def link_speed(fleet: Fleet) -> Problems:
     """Links run as fast as on the other hosts.
 
@@ -316,7 +365,7 @@ def link_speed(fleet: Fleet) -> Problems:
         is_link = interface["kind"] == "physical" and interface["state"] == "up"
         return interface["mbit_per_s"] if is_link else 0
 
-    for name, problem in find_slower(fleet, _INTERFACES, pick):
+    for name, problem in find_slower(fleet, INTERFACES, pick):
         fix = f"ethtool {name}: look at speed and errors; then cable and switch port."
         yield problem._replace(fix=fix)
 

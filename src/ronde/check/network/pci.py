@@ -7,11 +7,11 @@ from pathlib import Path
 from ronde.check.check import FAIL, WARN, Problem, Problems, each_host
 from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.gpu.links import read_is_virtual
+from ronde.check.network.interfaces import INTERFACES, VIRTUAL
 from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_number, read_text
 
-_LINKS, _VIRTUAL = "network.pci_links", "network.is_virtual"
-_PORTS, _INTERFACES = "network.rdma_ports", "network.interfaces"
+_LINKS, _PORTS = "network.pci_links", "network.rdma_ports"
 _SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s")
 # What is left of a lane's GT/s for data, by the speed: 8b/10b, 128b/130b, FLIT.
 _CODED = {2.5: 0.8, 5.0: 0.8, 64.0: 0.945}
@@ -24,7 +24,7 @@ _NO_WIDTH = 255  # of what is on no link, as in a virtual machine
 def read(reader: FactReader) -> None:
     """Read the links of the ports that ``interfaces`` and ``rdma`` have read."""
     reader.keep(_LINKS, lambda: read_links(reader.root, reader.values))
-    reader.keep(_VIRTUAL, lambda: read_is_virtual(reader.root))
+    reader.keep(VIRTUAL, lambda: read_is_virtual(reader.root))
 
 
 def read_links(root: str, values: Values) -> dict[str, Value]:
@@ -67,7 +67,7 @@ def _list_ports(root: str, values: Values) -> Iterator[tuple[str, str, int]]:
         adapter = name.partition(":")[0]
         rate = port["mbit_per_s"] if port["state"] == "ACTIVE" else 0
         yield name, f"{root}/sys/class/infiniband/{adapter}/device", rate
-    interfaces: Values = values.get(_INTERFACES, {})
+    interfaces: Values = values.get(INTERFACES, {})
     for name, interface in interfaces.items():
         device = f"{root}/sys/class/net/{name}/device"
         # A port that RDMA uses as well is above already.
@@ -75,7 +75,7 @@ def _list_ports(root: str, values: Values) -> Iterator[tuple[str, str, int]]:
             yield name, device, interface["mbit_per_s"]
 
 
-@each_host(FAIL, _LINKS, _VIRTUAL, _PORTS, _INTERFACES)
+@each_host(FAIL, _LINKS, VIRTUAL, _PORTS, INTERFACES)
 def adapter_pcie(values: Values, _: Fleet) -> Problems:
     """The PCI links of network adapters carry what their ports do.
 
@@ -98,6 +98,6 @@ def adapter_pcie(values: Values, _: Fleet) -> Problems:
             what += f", {carried:.0f} Gbit/s, and its port {port:g} Gbit/s"
             # What both ends do not have is how the host was built.
             is_best = width >= link["max_width"] and speed >= link["max_speed"]
-            yield Problem(what, WARN if is_best or values[_VIRTUAL] else FAIL)
+            yield Problem(what, WARN if is_best or values[VIRTUAL] else FAIL)
         elif width < link["max_width"]:
             yield Problem(f"{what}, where {link['max_width']} lanes are possible", WARN)

@@ -241,8 +241,15 @@ def roce_gid(fleet: Fleet) -> Problems:
             if not _is_usable(port):
                 severity = _weigh_gids(facts, name, hosts)
                 what = f"{name} has no GID of RoCE v2 that is routable"
+            adapter = name.partition(":")[0]
+            fix = f"give the interface of {name} an IP address; or export "
+            fix += (
+                f"NCCL_IB_HCA=^{adapter}; or, if it is the only one, NCCL_IB_DISABLE=1"
+            )
+            if index and _is_usable(port):
+                fix = f"unset {_INDEX}  # NCCL finds it"
             if what:
-                yield Problem(what, severity, host=facts.host)
+                yield Problem(what, severity, fix=fix, host=facts.host)
 
 
 def _is_usable(port: Port) -> bool:

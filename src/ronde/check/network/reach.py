@@ -9,7 +9,6 @@ may not be cut on its way, is answered by its size. All is over when the program
 host ends, or a few seconds pass.
 """
 
-import fcntl
 import hmac
 import os
 import random
@@ -26,12 +25,19 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from ronde.addresses import family_of, is_loopback, read_interfaces, source_towards
+from ronde.addresses import own_mtu_towards
 from ronde.check.check import FAIL, WARN, Problem, Problems, check
 from ronde.check.fleet import Fleet, HostPair, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
-from ronde.check.majority import same_everywhere, spell
-from ronde.check.network.interfaces import ADDRESS
+from ronde.check.majority import differing, usual_value
+from ronde.check.network.interfaces import ADDRESS, INTERFACES, find_name
+from ronde.launch.path_mtu import (
+    ACK,
+    ANSWER_S,
+    MAX_DATAGRAM_BYTES,
+    TOKEN_BYTES,
+    measure_mtu,
+)
 from ronde.units import format_size, list_first
 
 # By the host's and the other's name: the fact ``REACH``; a pair is in this order.
@@ -46,27 +52,17 @@ _MAX_ALL_PAIRS = 32
 _NUM_SHIFTS = 4
 _LISTEN_S, _REACH_S = 4.0, 12.0
 
-TOKEN_BYTES = 16
 LARGE_BYTES = 64 << 10  # a message of many packets: what loses large packets loses it
-FRAME, ACK = struct.Struct("!I"), struct.Struct("!H")
+FRAME = struct.Struct("!I")
 _SMALL_BYTES = 8
 _MAX_FRAME_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
-_MAX_DATAGRAM_BYTES = 65535
 _NUM_PORTS = 2
 _MAX_CONNECTIONS = 512
 _IDLE_S, _CONNECT_S, _ANSWER_S = 5.0, 1.0, 0.8
 NUM_STREAMS = 4  # clouds let one stream alone have only a part of a link
 # How long a stream runs before it counts; frames that are quicker are made longer.
 _WARM_S, _QUICK_S = 0.1, 0.02
-
-_SIOCGIFMTU = 0x8921
-_IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23
-# ``IP_PMTUDISC_PROBE``: as large as the interface allows, whatever was learnt.
-_DO_NOT_CUT = 3
-_SIZES_A_ROUND = 24
-_TRIES = 3
-_WAIT_S = 0.06  # for the answers to some datagrams
 
 
 class Reception:
@@ -111,7 +107,7 @@ class Reception:
             given = connection, self.token.encode()
             threading.Thread(target=_answer, args=given, daemon=True).start()
             return
-        datagram, sender = ready.recvfrom(_MAX_DATAGRAM_BYTES)
+        datagram, sender = ready.recvfrom(MAX_DATAGRAM_BYTES)
         token = self.token.encode()
         if hmac.compare_digest(datagram[:TOKEN_BYTES], token):
             name = datagram[TOKEN_BYTES:].partition(b"\0")[0].decode(errors="replace")
@@ -235,7 +231,7 @@ def _pump(line: socket.socket, seconds: float) -> float:
 
 
 def reach(
-    _: NodeContext, question: dict[str, Value], wait_s: float = _WAIT_S
+    _: NodeContext, question: dict[str, Value], wait_s: float = ANSWER_S
 ) -> dict[str, Value]:
     """Reach other hosts, all at once; at most about 3 s.
 
@@ -299,82 +295,6 @@ def _echo(connection: socket.socket, size_bytes: int) -> None:
     connection.settimeout(_ANSWER_S)
     connection.sendall(FRAME.pack(size_bytes) + bytes(size_bytes))
     receive_exactly(connection, 1)
-
-
-def own_mtu_towards(address: str) -> int:
-    """Return the MTU of the interface that leads to an address, 0 if none does."""
-    source = source_towards(address)
-    name = "lo" if is_loopback(source) else ""
-    for each in read_interfaces():
-        if each.address == source:
-            name = each.interface
-    if not name:
-        return 0
-    # Not a file of sysfs, which may be another network namespace's.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        request = struct.pack("16s24x", name.encode()[:15])
-        answer = fcntl.ioctl(asking, _SIOCGIFMTU, request)
-    return struct.unpack_from("i", answer, 16)[0]
-
-
-def measure_mtu(
-    address: str,
-    port: int,
-    token: bytes,
-    name: str,
-    own_mtu: int,
-    wait_s: float = _WAIT_S,
-) -> int | None:
-    """Return the largest packet in bytes, up to ``own_mtu``, that arrives."""
-    family = family_of(address)
-    headers, least = (28, 576) if family == socket.AF_INET else (48, 1280)
-    with socket.socket(family, socket.SOCK_DGRAM) as sending:
-        if family == socket.AF_INET:
-            sending.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _DO_NOT_CUT)
-        else:
-            sending.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _DO_NOT_CUT)
-        to, head = (address, port), token + name.encode() + b"\0"
-        most = min(own_mtu, _MAX_DATAGRAM_BYTES)
-        passed, lost, sizes = 0, most + 1, [most]
-        while sizes:
-            wanted = {size - headers for size in sizes}
-            answered = _send_sizes(sending, to, head, wanted, wait_s)
-            arrived = {size + headers for size in answered}
-            passed = max([passed, *arrived])
-            lost = min([lost, *(size for size in sizes if size > passed)])
-            # Sizes that part what lies between the two into equal steps.
-            begin = max(passed, least - 1) + 1
-            num = min(lost - begin, _SIZES_A_ROUND)
-            sizes = [begin + (lost - begin) * i // num for i in range(num)]
-            if not arrived and lost <= least:
-                return None
-    # The largest packet of IP is a little less than the loopback interface allows.
-    return own_mtu if passed == most else passed or None
-
-
-def _send_sizes(
-    sending: socket.socket,
-    to: tuple[str, int],
-    begin: bytes,
-    wanted: set[int],
-    wait_s: float,
-) -> set[int]:
-    """Send datagrams of some sizes; return which are answered."""
-    arrived, token = set[int](), begin[:TOKEN_BYTES]
-    for _ in range(_TRIES):
-        for size in sorted(wanted - arrived, reverse=True):
-            # One that is too large for this host itself is lost like another.
-            with suppress(OSError):
-                sending.sendto(begin.ljust(size, b"\0"), to)
-        due_s = time.monotonic() + wait_s
-        while arrived < wanted and (left_s := due_s - time.monotonic()) > 0:
-            sending.settimeout(left_s)
-            # A host of several addresses may answer by another: the token counts.
-            with suppress(OSError):
-                answer = sending.recv(TOKEN_BYTES + ACK.size)
-                if answer.startswith(token) and len(answer) > TOKEN_BYTES + 1:
-                    arrived |= wanted & {*ACK.unpack_from(answer, TOKEN_BYTES)}
-    return arrived
 
 
 def run(hosts: HostSet) -> None:
@@ -560,8 +480,8 @@ def reachable(fleet: Fleet) -> Problems:
         yield Problem(what, fix=fix, host=host)
 
 
-@same_everywhere(WARN, MTU, "MTU")
-def mtu(size_bytes: int) -> str:
+@check(WARN, MTU, besides=(ADDRESS, INTERFACES))
+def mtu(fleet: Fleet) -> Problems:
     """The interfaces between hosts have the same MTU.
 
     reads: the MTU of the interface that leads to the other hosts
@@ -572,10 +492,25 @@ def mtu(size_bytes: int) -> str:
     needs: several hosts
     why: Small packets take more CPU; RDMA over Ethernet may lose large ones.
     """
-    return spell(size_bytes)
+    sizes = fleet.known(MTU)
+    for problem in differing(fleet, MTU, "MTU"):
+        host, wanted = problem.host, usual_value(problem.usual)
+        if not wanted:
+            # The smaller one passes wherever the larger one does.
+            host, wanted = max(sizes, key=sizes.__getitem__), min(sizes.values())
+        fix = _set_mtu(fleet, host, wanted)
+        fix = fix if host == problem.host else fix.replace("there", f"on {host}")
+        yield problem._replace(fix=fix)
 
 
-@check(FAIL, REACH)
+def _set_mtu(fleet: Fleet, host: str, size_bytes: Value) -> str:
+    name = next(find_name(f.values) for f in fleet.hosts if f.host == host)
+    if not name:
+        return ""
+    return f"ip link set dev {name} mtu {size_bytes}  # as root there, and for good"
+
+
+@check(FAIL, REACH, besides=(ADDRESS, INTERFACES))
 def path_mtu(fleet: Fleet) -> Problems:
     """Packets as large as both ends allow arrive.
 
@@ -592,9 +527,14 @@ def path_mtu(fleet: Fleet) -> Problems:
         ways = _name_ways(host, own, "to {}", "from {}")
         least = min(int(reached[a][b].get("mtu") or 0) for a, b in own)
         here = own_mtu(reached[host]) if host in reached else 0
+        fix = (
+            f"give switches and tunnels between them {here or 'the MTU of both'}, and "
+        )
+        fix += "let ICMP 'too big' through"
         if least and least < here:
             what = f"{ways}: no packets above {least} bytes arrive, its MTU is {here}"
+            fix = f"{_set_mtu(fleet, host, least) or 'lower its MTU'}; or {fix}"
         else:
             size = format_size(max(reached[a][b]["lost_bytes"] for a, b in own))
             what = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"
-        yield Problem(what, host=host)
+        yield Problem(what, fix=fix, host=host)

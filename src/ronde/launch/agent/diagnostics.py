@@ -15,6 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ronde.launch.kernel_log import read_records
 from ronde.launch.messages import ProcessStack, Stacks
 from ronde.launch.process_tree import (
     ProcessStat,
@@ -37,7 +38,6 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _MEMORY_DIR = "/dev/shm"  # noqa: S108 - it is asked about, nothing is put there
 _MAX_KERNEL_TEXT = 160
 _MAX_KEPT_LINES = 256
-_KMSG_BYTES = 8192
 ANSWER_S = 5.0  # what the agents of a job have to answer in
 _SIGNAL = signal.SIGURG  # ignored by default: harmless to a process that calls exec
 _DIRECTORY = Path(__file__).parents[1] / "startup"
@@ -103,7 +103,10 @@ class KernelDiagnostics:
 
     def _kernel_line(self, pid: int) -> str:
         if self._kernel_fd >= 0:
-            self._kernel_lines += _read_kernel_log(self._kernel_fd)
+            with suppress(OSError):
+                for record in read_records(self._kernel_fd):
+                    text = record.decode("utf-8", "backslashreplace").partition(";")[2]
+                    self._kernel_lines.append(text.partition("\n")[0])
             del self._kernel_lines[:-_MAX_KEPT_LINES]
         named = re.compile(rf"(\[|[Pp]rocess |pid[=:] ?){pid}\b")
         lines = [line for line in self._kernel_lines if named.search(line)]
@@ -148,20 +151,6 @@ def _open_kernel_log() -> int:
             os.lseek(fd, 0, os.SEEK_END)
             return fd
     return -1
-
-
-def _read_kernel_log(fd: int) -> list[str]:
-    lines: list[str] = []
-    while True:
-        try:
-            record = os.read(fd, _KMSG_BYTES)
-        except BrokenPipeError:
-            # Lines were overwritten before they were read.
-            continue
-        except OSError:
-            return lines
-        text = record.decode("utf-8", "backslashreplace").partition(";")[2]
-        lines.append(text.partition("\n")[0])
 
 
 class StackTaker:

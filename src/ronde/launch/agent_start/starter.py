@@ -29,6 +29,7 @@ from ronde.launch.node import AgentNode, HostLoss, ProcessTransport
 from ronde.launch.process_tree import end_with
 from ronde.launch.spawners.base import (
     BOOTSTRAP,
+    NO_ANSWER,
     UNKNOWN_NAME,
     HelloReader,
     Spawner,
@@ -156,6 +157,24 @@ class AgentStarter:
             raise LaunchError(complaints.strip())
         return Failure(f"its agent ended with exit code {exit_code}: {complaints}", "")
 
+    def explain_silence(
+        self, failures: Sequence[HostFailure], hosts: Sequence[Host]
+    ) -> list[HostFailure]:
+        """Return failures; of hosts that did not answer, with the reason if found."""
+        # Imported where it is needed: most hosts answer.
+        from concurrent.futures import ThreadPoolExecutor
+
+        by_name = {host.name: host for host in hosts}
+
+        def look_into(each: HostFailure) -> HostFailure:
+            if not each.failure.reason.startswith(NO_ANSWER):
+                return each
+            found = self.spawner.explain_silence(by_name[each.host])
+            return HostFailure(each.host, found or each.failure)
+
+        with ThreadPoolExecutor(MAX_STARTING) as pool:
+            return list(pool.map(look_into, failures))
+
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
@@ -201,6 +220,7 @@ class AgentConnector(Handler):
         results = self.collect()
         failed = [HostFailure(h.name, r) for h, r in results if isinstance(r, Failure)]
         if failed:
+            failed = self._starter.explain_silence(failed, hosts)
             ready = [h.name for h, r in results if isinstance(r, AgentNode)]
             progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
             message = f"{len(failed)} of {len(hosts)} hosts cannot take part."
@@ -309,7 +329,7 @@ class AgentConnector(Handler):
         limit_s = self._loop.timeouts.connect_s
         last = last_line(_complaints(node))
         if not last:
-            return Failure(f"no answer from it within {limit_s:g} s", cure)
+            return Failure(f"{NO_ANSWER} within {limit_s:g} s", cure)
         return Failure(
             f"no agent began within {limit_s:g} s; it wrote: {last}",
             "see that its login scripts read nothing and end",

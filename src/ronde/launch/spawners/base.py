@@ -5,6 +5,7 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import ronde
@@ -21,6 +22,7 @@ that nothing behind it is. The first entry of the path is the directory that a l
 happens to begin in.
 """
 UNKNOWN_NAME = Failure("unknown name", "check the spelling")
+NO_ANSWER = "no answer from it"  # how the reason begins
 MAX_NOISE_BYTES = 64 << 10  # what is kept of the noise before a hello: the latest
 MAX_HELLO_BYTES = 8 << 10
 _NOT_FOUND = 127
@@ -41,6 +43,10 @@ class Spawner(ABC):
     @abstractmethod
     def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
         """Return why the command ended before the program's hello."""
+
+    def explain_silence(self, host: Host) -> Failure | None:  # noqa: ARG002
+        """Return why a host that was connected to did not answer, if it is found."""
+        return None
 
     def leads_by_name(self, name: str) -> bool:  # noqa: ARG002 - others have their own
         return False
@@ -99,8 +105,7 @@ class RemotePython(NamedTuple):
             )
         if self.ronde == ronde.__version__:
             return None
-        words = [self.executable, "-m", "pip", "install", f"ronde=={ronde.__version__}"]
-        cure = f"{shell_command(program, host)} {shlex.join(words)}"
+        cure = _copy_ronde(shell_command(program, host), self.executable)
         if self.ronde:
             return Failure(
                 f"its ronde is {self.ronde}, here it is {ronde.__version__}", cure
@@ -108,6 +113,15 @@ class RemotePython(NamedTuple):
         if self.import_error.startswith("ModuleNotFoundError: No module named 'ronde'"):
             return Failure(f"ronde is missing for {self.executable}", cure)
         return Failure(f"its ronde cannot be imported: {self.import_error}", cure)
+
+
+def _copy_ronde(shell: str, python: str) -> str:
+    """Return what copies this ronde to a host's Python: no index need have it."""
+    package = Path(ronde.__file__).parent
+    where = '-c "import site; print(*site.getsitepackages()[:1])"'
+    there = f'tar -xz -C "$({shlex.quote(python)} {where})"'
+    here = shlex.join(["tar", "-C", str(package.parent), "-cz", package.name])
+    return f"{here} | {shell} {shlex.quote(there)}"
 
 
 class HelloReader:

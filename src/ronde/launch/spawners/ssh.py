@@ -9,6 +9,7 @@ from pathlib import Path
 from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
 from ronde.launch.spawners.base import (
+    NO_ANSWER,
     UNKNOWN_NAME,
     Spawner,
     explain_program,
@@ -77,10 +78,11 @@ _COMPLAINTS = (
     ("Connection refused", "nothing answers on its ssh port", "{ssh}, or port=N"),
     (_CROWDED_WORDS, _CROWDED, "raise MaxStartups there, or see what it logs"),
     (
-        "[Tt]imed out|No route to host|Network is unreachable|Host is down",
+        "connect to host .*timed out|No route to host|Network is unreachable|is down",
         "not reached",
         "see whether it is up: {ssh}",
     ),
+    ("[Tt]imed out", NO_ANSWER, "see whether it is up: {ssh}"),
     (
         "no matching .* found|Unable to negotiate",
         "its ssh server and this ssh have no method in common",
@@ -117,6 +119,12 @@ class SshSpawner(Spawner):
         is_same = f"hostname {name}\n" in asked.stdout
         is_direct = not _PROXIES.search(asked.stdout)
         return is_same and is_direct and not any(map(_NAMES.search, texts))
+
+    def explain_silence(self, host: Host) -> Failure | None:
+        # Imported where it is needed: most hosts answer.
+        from ronde.launch.spawners.ssh_path import explain_silence
+
+        return explain_silence(host, self.client(host)[:-1])
 
     def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
         if exit_code != _FAILED:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ronde.check.probing import UnreadableError
-
 _RECORD_BYTES = 8192
 _MAX_BYTES = 16 << 20
 _RECORD = re.compile(r"\d+,\d+,(?P<us>\d+),[^;]*;(?P<text>.*)")
@@ -38,12 +36,12 @@ def _journal(why: OSError) -> list[tuple[float, str]]:
     try:
         done = subprocess.run(_JOURNAL, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        raise UnreadableError(reason) from why
+        raise OSError(reason) from why
     text = done.stdout[-_MAX_BYTES:].decode(errors="replace")
     lines = [at for line in text.splitlines() if (at := _JOURNAL_LINE.match(line))]
     # A kernel logs its start at least: nothing at all is a journal of others.
     if not lines:
-        raise UnreadableError(reason) from why
+        raise OSError(reason) from why
     now_s = time.time()
     return [(now_s - float(at["at_s"]), at["text"]) for at in lines]
 
@@ -57,22 +55,30 @@ def read_clock_s(root: str) -> float:
 
 
 def _records(path: str) -> Iterator[str]:
-    """Yield the kernel's log, the oldest first; one read gives one record."""
+    """Yield the kernel's log, the oldest first."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         rest, num_bytes = b"", 0
-        while num_bytes < _MAX_BYTES:
-            try:
-                chunk = os.read(fd, _RECORD_BYTES)
-            except BrokenPipeError:
-                # Records were overwritten meanwhile; the next one is there.
-                continue
-            except BlockingIOError:
-                break
-            if not chunk:
-                break
-            num_bytes += len(chunk)
+        for chunk in read_records(fd):
             *lines, rest = (rest + chunk).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
+            num_bytes += len(chunk)
+            if num_bytes >= _MAX_BYTES:
+                break
     finally:
         os.close(fd)
+
+
+def read_records(fd: int) -> Iterator[bytes]:
+    """Yield what is there: of the log itself a read gives one record."""
+    while True:
+        try:
+            record = os.read(fd, _RECORD_BYTES)
+        except BrokenPipeError:
+            # Records were overwritten meanwhile; the next one is there.
+            continue
+        except BlockingIOError:
+            return
+        if not record:
+            return
+        yield record
