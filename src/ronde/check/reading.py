@@ -131,9 +131,9 @@ warn link {{}}
 inform link {{}}
   ^(\S+ .*lost its link .*)
 warn link {{}}
-  ^(\S+ has a quarter of the rate .*)
+  ^(\S+ is slow: .*)
 inform choose {{}}
-  ^(ports are of .*|\S+ has [\d.]+ of [\d.]+ Gb/s.*)
+  ^(ports are of .*|\S+ differs: .*)
 """
 """Severity, fix and meaning; and the pattern of a line, its groups for ``{}``."""
 _LINK = re.compile(
@@ -351,7 +351,8 @@ def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
         alike = [each for each in up.values() if each["model"] == own["model"]]
         alike = [each["mbit_per_s"] for each in alike if each["layer"] == own["layer"]]
         rate, most = own["mbit_per_s"] / 1000, max(alike) / 1000
-        if 0 < 4 * rate <= most:  # as with one lane of four
-            yield "", f"{name} has a quarter of the rate of others: {rate:g} Gb/s"
-        elif 0 < rate < most:
-            yield "", f"{name} has {rate:g} of {most:g} Gb/s, which others have"
+        # One lane of four, or the only one of several: others may be for storage.
+        is_odd = len(alike) > 3 and sorted(alike)[1] == max(alike)
+        if 0 < rate < most:
+            kind = "is slow" if is_odd or 4 * rate <= most else "differs"
+            yield "", f"{name} {kind}: {rate:g} of {most:g} Gb/s, which others have"

@@ -21,6 +21,7 @@ from ronde.check.network.interfaces import chooses, find_slower
 from ronde.check.probing import FactReader
 from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import parse_rate
+from ronde.units import list_first
 
 RDMA_ERRORS = "network.rdma_errors"  # fact: by RDMA port the errors that it has counted
 _PORTS, _VARIABLES = "network.rdma_ports", "network.variables"
@@ -157,19 +158,22 @@ def rdma_port(fleet: Fleet) -> Problems:
     """RDMA ports are up.
 
     reads: state and phys_state in /sys/class/infiniband, of ports of NCCL_IB_HCA
-    threshold: ACTIVE and LinkUp; Disabled and Sleep are intended
+    threshold: ACTIVE and LinkUp; Disabled and Sleep are intended, but for the only
+        one of four or more of a model
     source: NCCL 2.30.7's manual, NIC-level diagnostics; Disabled and Sleep: AMD's
         Primus fd1eeab (preflight/node_smoke/cli.py); a failure if it is up on most
         hosts or is named: ronde's own
-    fix: ibstat; then cable and transceiver. INIT: no subnet manager answers. If nothing
-        is plugged in, leave it out: NCCL_IB_HCA.
+    fix: look at its cable and transceiver, and at the switch's port; if nothing is
+        plugged in, leave it out: NCCL_IB_HCA. INIT: start a subnet manager
     needs: an RDMA adapter
     why: NCCL silently leaves the port out: half the bandwidth, or sockets.
     """
     hosts = list(fleet.having(_PORTS, _VARIABLES))
     for facts in hosts:
+        found: dict[Problem, list[str]] = {}  # ports by what is said of one
         for name, port in _chosen(facts.values).items():
-            if _is_up(port) or port["physical_state"] in _MEANT_DOWN:
+            is_meant = port["physical_state"] in _MEANT_DOWN
+            if _is_up(port) or (is_meant and not _is_odd(facts.values, port)):
                 continue
             others = [
                 each.values[_PORTS][name]
@@ -178,12 +182,43 @@ def rdma_port(fleet: Fleet) -> Problems:
             ]
             num_up = sum(map(_is_up, others))
             usual = f"ACTIVE/LinkUp on {num_up} host{'s' * (num_up > 1)}"
-            yield Problem(
-                f"{name} is {port['state']}/{port['physical_state']}",
+            problem = Problem(
+                f"{port['state']}/{port['physical_state']}",
                 _weigh_port(facts.values, port, num_up, len(others)),
                 usual if num_up else "",
                 host=facts.host,
             )
+            found.setdefault(problem, []).append(name)
+        for problem, names in found.items():
+            what = f"{list_first(names, 4)} {'is' if len(names) == 1 else 'are'}"
+            fix = _cure(problem.what, names)
+            yield problem._replace(what=f"{what} {problem.what}", fix=fix)
+
+
+def _cure(state: str, names: list[str]) -> str:
+    adapters = [name.partition(":")[0] for name in names]
+    if state.endswith("Disabled"):
+        number = names[0].partition(":")[2]
+        return f"sudo ibportstate -C {adapters[0]} -D 0 {number} enable"
+    if state.endswith("LinkUp"):
+        return "sminfo; start the fabric's subnet manager, on a switch or with opensm"
+    return (
+        "look at its cable and transceiver, and at the switch's port; if nothing is to "
+        f"be plugged in: export NCCL_IB_HCA=^{','.join(adapters)}"
+    )
+
+
+def _alike(values: Values, port: Port) -> list[bool]:
+    """Return whether each port of its model is up; nothing if the model is unknown."""
+    kind = port.get("model"), port["layer"]
+    ports = values[_PORTS].values() if kind[0] else ()
+    return [_is_up(p) for p in ports if (p["model"], p["layer"]) == kind]
+
+
+def _is_odd(values: Values, port: Port) -> bool:
+    """Return whether a port alone of four or more of its model is not up."""
+    alike = _alike(values, port)
+    return len(alike) > 3 and sum(alike) == len(alike) - 1
 
 
 def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Severity:
@@ -195,6 +230,10 @@ def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Sev
     if port["physical_state"] == _UP[1] and port["layer"] == "InfiniBand":
         # A cable is there, and nobody has made the port active.
         return WARN if has_another else FAIL
+    if _is_odd(values, port):
+        return WARN
+    if not has_another and len(_alike(values, port)) > 3:
+        return FAIL
     return INFORM if has_another or port["layer"] != "InfiniBand" else WARN
 
 
