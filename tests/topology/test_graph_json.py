@@ -74,8 +74,8 @@ def changed(**fields):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"[]", "form 'ronde-topology' and version 2, got None"),
-        (b'{"form": "ronde-topology", "version": 1}', "version 2, got"),
+        (b"[]", "version 2 of a ronde topology, got a JSON of something"),
+        (b'{"form": "ronde-topology", "version": 1}', "topology, got version 1"),
         (b'{"form": "ronde-topology", "version": 2}', "the fields"),
         (b"[" * 100_000, "must be JSON"),
         (changed(name=5), r"hosts\[0\]\.name must be str, got 5"),

@@ -48,6 +48,8 @@ def test_gpus_with_their_pci_links():
     assert (device.speed, device.width) == ("32.0 GT/s PCIe", 16)
     assert (device.speed_now, device.width_now) == ("2.5 GT/s PCIe", 16)
     assert (host.name, host.remarks) == ("gn1", ())
+    words = "gn1: 2 GPUs; the rest is not in this file\n"
+    assert draw_tree(Topology((host,))).startswith(words)
 
 
 def test_xml_and_text_are_read_alike():
@@ -117,6 +119,7 @@ def test_ports_of_rdma_adapters(tag):
     )
     tree = draw_tree(Topology((host,)))
     assert "NIC mlx5_0      400 Gb/s, PCI device unknown\n" in tree
+    assert "gn1: 3 network ports; the rest is not in this file\n" in tree
 
 
 def matrix(names: list[str], word: str, own: str) -> str:
@@ -148,6 +151,7 @@ def test_gpus_of_amd_and_their_links():
     host = read(ROCM)
     assert host.gpus == tuple(GpuDevice("", n, node=n // 2) for n in range(4))
     assert [node.number for node in host.numa_nodes] == [0, 1]
+    assert "no CPUs" not in draw_tree(Topology((host,)))
     assert len(host.links) == 12
     assert host.links[0] == Link(LinkKind.XGMI, "gpu/0", "gpu/1", 1)
     assert {word for row in classify(host).words for word in row} == {"X", "XGMI"}
@@ -227,6 +231,8 @@ def test_other_files_are_named(name, data):
     message = str(raised.value)
     assert message.startswith(f"it must have a topology, got {name}. ")
     assert "cut" not in message
+    if name == "a Python traceback":
+        assert message.endswith("has failed: run it again.")
     if name == "a kernel log":
         assert message.endswith("Type: ronde check read it")
 

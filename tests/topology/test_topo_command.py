@@ -142,6 +142,8 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
         (["."], "can be read, got .: Is a directory"),
         (["SOURCES.md"], "SOURCES.md must be one of these: ronde topology, NCCL top"),
         (["SOURCES.md"], "NCCL graph (alone); got none of them"),
+        (["SOURCES.md"], "rocm-smi --showtopo"),
+        (["SOURCES.md"], "topology.yaml"),
         (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
         ([PERLMUTTER, "--matrix", "--json"], "--json must stand alone, got --matrix"),
         (["--bogus"], "unknown option --bogus. Type: ronde topo --help"),
@@ -158,7 +160,7 @@ def test_an_empty_source_is_refused():
 
 def test_json_of_something_else_is_refused():
     said = refused("-", stdin=json.dumps({"form": "other"}).encode())
-    assert "standard input must have form 'ronde-topology'" in said
+    assert "ronde topology, got a JSON of something else" in said
 
 
 @pytest.mark.parametrize(

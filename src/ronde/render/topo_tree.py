@@ -200,6 +200,10 @@ def summary(host: HostTopology) -> str:
     num_cpus = sum(len(node.cpus) for node in host.numa_nodes)
     memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
     cores = counted(num_cpus, "hardware thread") if num_cpus else ""
+    if host.sources and host.sources[0].startswith(("nvidia-smi -q ", "ibstat ")):
+        gpus, ports = len(host.gpus), len(host.ports)
+        shown = counted(gpus, "GPU") if gpus else counted(ports, "network port")
+        return f"{shown}; the rest is not in this file"
     return _joined(
         counted(len(host.numa_nodes), "NUMA node"),
         counted(num_cores, "core") if num_cores else cores,
@@ -213,7 +217,9 @@ def numa_element(
     host: HostTopology, node: NumaNode, below: tuple[TreeElement, ...]
 ) -> TreeElement:
     """Return a NUMA node of a host with what is at it."""
-    cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else "no CPUs"
+    # Of rocm-smi's nodes no CPUs are known.
+    none = "no CPUs" if any(each.cpus for each in host.numa_nodes) else ""
+    cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else none
     if len(cpus) > _MAX_CPUS_CHARACTERS:
         cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"
     others = [other for other in host.numa_nodes if other != node and other.cpus]

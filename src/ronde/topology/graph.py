@@ -232,10 +232,12 @@ def read_topology(data: bytes, origin: str) -> Topology:
     values = cast("dict[str, object]", read) if isinstance(read, dict) else {}
     found = {name: values.pop(name, None) for name in _SCHEMA}
     if found != _SCHEMA:
-        form, version = map(shorten, found.values())
+        is_ours = found["form"] == _SCHEMA["form"]
+        version = f"version {shorten(found['version'])}"
         raise UsageError(
-            f"{origin} must have form 'ronde-topology' and version 2, got {form} and "
-            f"{version}. Write it with this version of ronde: ronde topo --json"
+            f"{origin} must be version 2 of a ronde topology, got "
+            f"{version if is_ours else 'a JSON of something else'}. Write it with this "
+            "version of ronde: ronde topo --json"
         )
     try:
         topology = from_plain(Topology, values, "topology")

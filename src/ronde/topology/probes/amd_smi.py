@@ -90,4 +90,4 @@ def _read(saved: Saved) -> Topology:
     return Topology((host,))
 
 
-AMD_SMI = TextProbe("amd-smi topology", _FORM, _read)
+AMD_SMI = TextProbe("amd-smi topology or rocm-smi --showtopo", _FORM, _read)

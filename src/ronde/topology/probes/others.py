@@ -29,6 +29,7 @@ _CURES = {
     "lstopo's drawing": "Write it as XML: lstopo topo.xml",
     "a table of AMD's without links": f"{_GIVE}amd-smi topology",
     "JSON of AMD's": f"{_GIVE}amd-smi topology",
+    "a Python traceback": "The program that wrote it has failed: run it again.",
     "packed": "Unpack it first.",
     "an archive": "Unpack it first.",
 }

@@ -38,7 +38,7 @@ class SlurmTopologyProbe:
     A block is a switch with its hosts.
     """
 
-    format = "Slurm topology.conf"
+    format = "Slurm topology.conf or topology.yaml"
 
     def recognises(self, saved: Saved) -> bool:
         head = saved.text[:_LOOKED_AT]
