@@ -277,12 +277,8 @@ class _Collector:
             name = device.partition(":")[0] if network == "Socket" else device
             self._note(process, "candidates", f"{network} {name}")
 
-    def take_system(self, process: _Process, thread: int, _: _Match) -> None:
-        process.branches[thread] = []
-
     def take_tree_root(self, process: _Process, thread: int, match: _Match) -> None:
-        if thread in process.branches:
-            process.branches[thread] = [(0, match[1])]
+        process.branches[thread] = [(0, match[1])]
 
     def take_tree_link(self, process: _Process, thread: int, match: _Match) -> None:
         blanks, kind, gb_per_s, target, port = match.groups()
