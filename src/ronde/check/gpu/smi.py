@@ -220,10 +220,7 @@ def _mig(gpu: Element) -> Value:
 def _processes(gpu: Element) -> Value:
     """Return those that compute on it and draw nothing."""
     return [
-        {
-            "pid": _count(each, "pid"),
-            "memory_bytes": _count(each, "used_memory", 2**20),
-        }
+        {"pid": _count(each, "pid"), "memory_bytes": _count(each, "used_memory", 2**20)}
         for each in gpu.findall("processes/process_info")
         if _text(each, "type") == "C"
     ]

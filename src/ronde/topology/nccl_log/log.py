@@ -7,7 +7,7 @@ communicators join, and all others of their hosts, if no other job is there.
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
@@ -229,11 +229,6 @@ class _Collector:
         self.num_messages = 0
         self.num_left_out = 0
         self._num_values: Counter[str] = Counter()
-        self._takers: dict[str, Callable[[_Process, int, _Match], None]] = {
-            name.removeprefix("take_"): getattr(self, name)
-            for name in dir(self)
-            if name.startswith("take_")
-        }
 
     def take(self, message: NcclMessage) -> None:
         self.num_messages += 1
@@ -249,7 +244,7 @@ class _Collector:
             kept = text[:_MAX_KEPT_TEXT]
             self._note(process, "warnings", _NUMBER.sub("#", kept), kept, place)
         topic, words, match = recognise(text) or ("", "", None)
-        if match and (taker := self._takers.get(topic)):
+        if match and (taker := getattr(self, f"take_{topic}", None)):
             taker(process, thread, match)
         elif match and match.lastindex:
             value = words.format(*match.groups()) if words else match[1]
