@@ -143,14 +143,9 @@ def _verdict(
 ) -> Diagnostic:
     """Return a verdict; words are put into its texts."""
     severity, consequence, remedy = VERDICTS[key]
-    return Diagnostic(
-        key.partition(".")[0],
-        Level(level or severity),
-        _named(places),
-        what,
-        consequence.format(**words),
-        do or remedy.format(**words),
-    )
+    rule, severity = key.partition(".")[0], Level(level or severity)
+    texts = what, consequence.format(**words), do or remedy.format(**words)
+    return Diagnostic(rule, severity, _named(places), *texts)
 
 
 def _spans_nodes(job: NcclJob) -> bool:

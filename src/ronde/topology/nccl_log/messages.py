@@ -222,8 +222,8 @@ NET/ gdr NET/(.+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA \d+ '(.+)'
 NET/ candidates NET/OFI Selected [Pp]rovider is ([\w;.-]+)(?:, fabric is \S+)?
     [ ]\(found (\d+) nics\) => Libfabric {} ({} adapters)
 NET/ plugins (NET/Plugin ?: .+|NET/OFI .+)
-=== system === System : maxBw [\d.]+ totalBw [\d.]+ ===
-=== system ={30,}
+=== tree_root === System : maxBw [\d.]+ totalBw [\d.]+ ===()
+=== tree_root ={30,}()
 + tree_link ( *)\+ ([A-Z0-9]{3,4})\[([\d.]+)\] - (@ELEMENT)
     (?: \((?:(?:[0-9a-f-]*/)*([\d.]+)|[0-9a-f./-]*)\))?(?: \[MLOPart \d+\])?
 / paths (@ELEMENT) :((?:@ELEMENT \(.*)?)
