@@ -245,7 +245,7 @@ LOGGED = """
   NVRM: GPU 0000:3a:00.0: RmInitAdapter failed! (0x62:0x40:2192)
 2 x printed-errors: a GPU has fallen off the bus: 0000:3a:00.0 in line 7
   NVRM: GPU at PCI:0000:3a:00.0 has fallen off the bus.
-2 x printed-errors: a GPU has fallen off the bus: 0000:3a:00.0 in line 7
+2 x printed-errors: a GPU has fallen off the bus: 0000:3a:00.0 in line 9
   NVRM: The NVIDIA GPU 0000:3a:00.0|NVRM: (PCI ID: 10de:2330)|NVRM: fallen off the bus
 0 ! printed-errors: NVIDIA's driver could not start a GPU: 0000:3a:00.0, 2 times
   nvidia: probe of 0000:3a:00.0 failed with error -1|NVRM: The NVIDIA probe routine fail
@@ -368,13 +368,13 @@ UP = ("Active", "LinkUp", "400", "InfiniBand")
         ([("Initializing", "LinkUp", "400", "InfiniBand")], 2,
          "x rdma-port: a\n    mlx5_0:1 is INIT/LinkUp"),
         ([UP, UP, ("Active", "LinkUp", "100", "InfiniBand")], 0,
-         "! printed-errors: a\n    mlx5_2:1 is slow: 100 of 400 Gb/s, which"),
+         "! printed-errors: a\n    mlx5_2:1 has 100 of 400 Gb/s, which"),
         ([UP, UP, ("Active", "LinkUp", "200", "InfiniBand")], 0,
-         "i printed-errors: a\n    mlx5_2:1 differs: 200 of 400 Gb/s, which others"),
+         "i printed-errors: a\n    mlx5_2:1 has 200 of 400 Gb/s, which others"),
         ([UP] * 7 + [("Active", "LinkUp", "200", "InfiniBand")], 0,
-         "! printed-errors: a\n    mlx5_7:1 is slow: 200 of 400 Gb/s, which others"),
+         "! printed-errors: a\n    mlx5_7:1 has 200 of 400 Gb/s, which others"),
         ([UP] * 8 + [("Active", "LinkUp", "200", "InfiniBand")] * 2, 0,
-         "i printed-errors: a\n    mlx5_8:1 differs: 200 of 400 Gb/s, which others"),
+         "i printed-errors: a\n    mlx5_8:1 has 200 of 400 Gb/s, which others"),
         ([UP, ("Active", "LinkUp", "100", "Ethernet")], 0,
          "i printed-errors: a\n    ports are of Ethernet and InfiniBand"),
     ],

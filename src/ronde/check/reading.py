@@ -4,7 +4,6 @@ The checks of live hosts judge them, and ``printed-errors`` what only a file sho
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -40,12 +39,9 @@ _FIXES = {
     "memory": "give the job more memory, or let it use less",
     "link": "look at its cable and transceiver, and at the switch's port",
     "choose": "name the ports for jobs: NCCL_IB_HCA",
-    "again": "sudo reboot; if it happens again, have the GPU replaced",
     "cool": "check fans, dust and airflow",
     "alike": "train on GPUs that are alike; nvidia-smi -q -i {at}",
-    "inforom": "have the GPU replaced, or its InfoROM rewritten by the vendor",
     "host": "drain the host; sudo ras-mc-ctl --errors; have the part replaced",
-    "server": "look at the file server and the network to it",
     "look": "look at the lines around it; it may be what ended or held up the job",
     "cut": "nvidia-smi -q, without -i; a GPU that is missing there does not answer",
 }
@@ -66,10 +62,6 @@ fail replace its caches (SRAM) had more errors than the threshold
   /sram_threshold_exceeded: Yes
 warn cool it is above its temperature limit
   /gpu_temp_tlimit: -[1-9]
-inform alike {{}}
-  ^gpu differs: (its model .*)
-warn alike {{}}
-  ^gpu differs: (.*)
 fail replace 60 or more pages of its memory are retired
   retired_pages/\w+(?:/retired_count)?: (?:[6-9]\d|\d{{3,}})$
 fail mode no program may compute on it (compute mode Prohibited)
@@ -82,12 +74,8 @@ inform persist persistence mode is off
   /persistence_mode: Disabled
 fail reboot nvidia-smi cannot ask the GPU
   Unable to determine the device handle for (?:[Gg][Pp][Uu]\w*:? *)?(?P<at>[\w:.]+):
-fail inforom a GPU's InfoROM is damaged
+fail replace a GPU's InfoROM is damaged
   WARNING: info[Rr][Oo][Mm] is corrupted at gpu (?P<at>[\w:.]+)
-inform cut {{}}
-  ^(only 1 of \d+ GPUs .*)
-warn cut {{}}
-  ^(only \d+ of \d+ GPUs .*|GPU \d+ lacks .*)
 fail driver nvidia-smi cannot ask the driver
   No devices were found|NVIDIA-SMI has failed|Failed to initialize NVML
 fail reboot NVIDIA's driver could not start
@@ -104,11 +92,11 @@ inform reseat corrected PCI errors (AER)
   {_AER}Correct
 fail firmware the adapter's firmware has failed
   mlx5_core {_AT}: .*(?:health compromised|Fatal error|flow aborted|severity\([0-3])
-fail again the driver could not reset a GPU
+fail reboot the driver could not reset a GPU
   amdgpu {_AT}: .*GPU reset\(\d+\) failed
 fail reboot the driver has reset a GPU
   amdgpu {_AT}: .*GPU reset begin
-fail again uncorrectable errors in a GPU's memory or caches
+fail reboot uncorrectable errors in a GPU's memory or caches
   amdgpu {_AT}: .*\b[1-9]\d* (?:new )?uncorrectable hardware errors
 warn link an adapter reports of its cable or transceiver: {{1}}
   mlx5_core {_AT}: .*Port module event\[error\]: module \d+, (?:Cable error, )?(.+)
@@ -122,18 +110,10 @@ warn look a processor was stuck
   soft lockup - CPU|hard LOCKUP on|self-detected stall
 warn look a program was blocked for minutes
   task (?P<at>\S+):\d+ blocked for more than
-warn server a file server does not answer
+warn look a file server does not answer
   nfs: server (?P<at>\S+) (?:not responding|timed out)
 warn look a program crashed in {{}}
   (?:segfault|general protection) .* in (lib(?:[nr]ccl|cuda|torch|ibv|fabric)[^\[ ]*)
-warn link {{}}
-  ^(\S+ .*lost its link (?:.* is down|(?:\d\d+|[3-9]) times))
-inform link {{}}
-  ^(\S+ .*lost its link .*)
-warn link {{}}
-  ^(\S+ is slow: .*)
-inform choose {{}}
-  ^(ports are of .*|\S+ differs: .*)
 """
 """Severity, fix and meaning; and the pattern of a line, its groups for ``{}``."""
 _LINK = re.compile(
@@ -145,6 +125,7 @@ _OF_NVIDIA_SMI = "Unable to|No devices|NVIDIA-SMI|Failed to|WARNING: info"
 _GONE = re.compile("GPU (?:is lost|requires reset)")
 _PASSED_ON = ("Pass-Through", "VGPU", "")
 _ALIKE = {
+    "model": "product_name",
     "power limit": "gpu_power_readings/current_power_limit power_readings/power_limit",
     "ECC": "ecc_mode/current ecc_mode/current_ecc",
 }
@@ -182,21 +163,21 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
     (other, cure), probe = recognise_other(saved), find_probe(saved)
     is_log = other == KERNEL_LOG
     values: dict[str, Value] = {}
-    lines = _join_messages(_log_lines(saved))
+    lines = list(_log_lines(saved))
     if probe is SMI_QUERY:
-        what, more = _read_query(values, saved)
+        what, own = _read_query(values, saved, lines)
     elif probe is RDMA_PORTS:
-        what, more = _read_ports(values, saved)
+        what, own = _read_ports(values, saved)
     else:
         what = counted(len(lines), "kernel line" if is_log else "line")
         what += f" (sought: {_SOUGHT})" * is_log
-        more = _lost_links(lines)
+        own = _lost_links(lines)
         # The index of the line stands for the age.
         xids = find_xids((number, line) for number, (_, line) in enumerate(lines))
         for each in xids:
             each["where"] = lines[int(each["age_s"])][0].strip()
         values["gpu.xids"] = xids
-    errors = _find_errors([*lines, *more])
+    errors = [*_find_errors(lines), *own]
     if not (errors or is_log or probe in (SMI_QUERY, RDMA_PORTS)):
         name = probe.format if probe else other or "none of them"
         cure = f"Type: ronde topo lint {saved.name}" if probe else cure
@@ -212,25 +193,18 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
 
 def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
     """Yield lines of a kernel or of nvidia-smi itself, each with its place."""
+    card = ""
     for number, line in enumerate(saved.text.splitlines(), 1):
         if match := KERNEL_LINE.match(line[:_MAX_LINE_CHARS]):
             stamp = (match["at"] or match["date"] or "").strip("[] ")
-            yield f" in line {number}" + f" ({stamp})" * bool(stamp), match["text"]
+            # The driver's message of three lines has the GPU in the first.
+            card = match["text"] if "NVRM: The NVIDIA GPU" in line else card
+            text = re.sub(
+                r"^NVRM: (?=(?:system )?(?:has )?fallen off)", f"{card} ", match["text"]
+            )
+            yield f" in line {number}" + f" ({stamp})" * bool(stamp), text
         elif re.match(_OF_NVIDIA_SMI, line):
             yield f" in line {number}", line[:_MAX_LINE_CHARS]
-
-
-def _join_messages(lines: _Lines) -> list[tuple[str, str]]:
-    """Return lines with the driver's messages of three lines about a GPU as one."""
-    joined: list[tuple[str, str]] = []
-    for place, text in lines:
-        before = joined[-1] if joined else ("", "")
-        rest = re.match(r"NVRM:( [(a-z].*)", text)
-        if rest and before[1].startswith("NVRM: The NVIDIA GPU "):
-            joined[-1] = before[0], before[1] + rest[1]
-        else:
-            joined.append((place, text))
-    return joined
 
 
 def _find_errors(lines: _Lines) -> list[_Error]:
@@ -261,8 +235,8 @@ def _sum_up(what: str, severity: str, fix: str, seen: list[tuple[str, str]]) -> 
     return text, severity, fix.format(at=",".join(ends))
 
 
-def _lost_links(lines: _Lines) -> Iterator[tuple[str, str]]:
-    """Yield a sentence for each link that went down after it was up."""
+def _lost_links(lines: _Lines) -> Iterator[_Error]:
+    """Yield an error for each link that went down after it was up."""
     states: dict[str, list[bool]] = {}
     for _, line in lines:
         if match := _LINK.search(line):
@@ -271,11 +245,14 @@ def _lost_links(lines: _Lines) -> Iterator[tuple[str, str]]:
             )
     for at, own in states.items():
         if lost := sum(was and not is_up for was, is_up in pairwise(own)):
-            end = "" if own[-1] else " and is down"
-            yield "", f"{at} lost its link {counted(lost, 'time')}{end}"
+            what = f"{at} lost its link {counted(lost, 'time')}"
+            what += "" if own[-1] else " and is down"
+            yield what, "warn" if lost > 2 or not own[-1] else "inform", _FIXES["link"]
 
 
-def _read_query(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
+def _read_query(
+    values: dict[str, Value], saved: Saved, lines: list[tuple[str, str]]
+) -> tuple[str, Iterable[_Error]]:
     top = read_query(saved)
     gpus = top.findall("gpu")
     answers, reader = [read_answers(gpu) for gpu in gpus], FactReader({})
@@ -293,33 +270,36 @@ def _read_query(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
     values["gpu.is_virtual"] = not modes.isdisjoint(_PASSED_ON)
     if version := top.findtext("driver_version"):
         values["versions.driver"] = f"NVIDIA {version.strip()}"
-    lines = (
-        (str(n), line) for n, gpu in enumerate(gpus) for line in _flatten(gpu, "gpu")
-    )
-    lines = [*lines, *_compare_gpus(gpus, top.findtext("attached_gpus", "").strip())]
-    return f"nvidia-smi -q of {counted(len(gpus), 'GPU')}", lines
+    for n, gpu in enumerate(gpus):
+        lines += [(str(n), line) for line in _flatten(gpu, "gpu")]
+    errors = _compare_gpus(gpus, top.findtext("attached_gpus", "").strip())
+    return f"nvidia-smi -q of {counted(len(gpus), 'GPU')}", errors
 
 
-def _compare_gpus(gpus: list[Element], attached: str) -> _Lines:
-    """Yield a sentence for each GPU that is cut off, missing or unlike most others."""
-    if attached.isdecimal() and len(gpus) < int(attached):
-        yield "", f"only {len(gpus)} of {attached} GPUs are shown"
-    sections = [[each.tag for each in gpu] for gpu in gpus]
-    if gpus and sections[0][: len(sections[-1])] == sections[-1] != sections[0]:
-        yield "", f"GPU {len(gpus) - 1} lacks its last sections: the file was cut"
-    titles = {gpu.findtext("product_name", "").strip() for gpu in gpus}
-    alike = _ALIKE if len(titles) == 1 else {"model": "product_name"} if titles else {}
-    for name, paths in alike.items():
-        found = [
-            next((t.strip() for p in paths.split() if (t := gpu.findtext(p))), "")
-            for gpu in gpus
-        ]
-        usual, num = max(Counter(found).items(), key=lambda item: item[1])
-        for n, value in enumerate(found):
-            is_known = value not in ("", "N/A") and not find_error(value)
-            if is_known and value != usual and 2 * num > len(gpus):
-                what = f"its {name} is {value}, but {usual} on most GPUs"
-                yield str(n), f"gpu differs: {what}"
+def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
+    """Yield GPUs that are cut off, missing or unlike most others."""
+    num = len(gpus)
+    if attached.isdecimal() and num < int(attached):
+        how_bad = "inform" if num == 1 else "warn"  # one alone may be meant
+        yield f"only {num} of {attached} GPUs are shown", how_bad, _FIXES["cut"]
+    tags = [[each.tag for each in gpu] for gpu in gpus]
+    if gpus and tags[0][: len(tags[-1])] == tags[-1] != tags[0]:
+        yield f"GPU {num - 1} lacks its last sections", "warn", _FIXES["cut"]
+    found = [[_find_text(gpu, paths) for gpu in gpus] for paths in _ALIKE.values()]
+    for name, values in zip(_ALIKE, found, strict=True):
+        usual = max(values, key=values.count, default="")
+        for n, value in enumerate(values):
+            is_odd = value not in ("", usual) and 2 * values.count(usual) > num
+            if is_odd and not find_error(value):
+                what = f"GPU {n}: its {name} is {value}, but {usual} on most GPUs"
+                how_bad = "inform" if name == "model" else "warn"
+                yield what, how_bad, _FIXES["alike"].format(at=n)
+
+
+def _find_text(gpu: Element, paths: str) -> str:
+    """Return the text at the first path that has one; empty for none."""
+    texts = (gpu.findtext(path, "").strip() for path in paths.split())
+    return next((text for text in texts if text not in ("", "N/A")), "")
 
 
 def _flatten(section: Element, path: str) -> Iterator[str]:
@@ -335,24 +315,26 @@ def _flatten(section: Element, path: str) -> Iterator[str]:
         yield f"{path} changes from {now} to {then}"
 
 
-def _read_ports(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
+def _read_ports(values: dict[str, Value], saved: Saved) -> tuple[str, Iterable[_Error]]:
     ports = read_rdma_ports(saved)
     values |= {"network.rdma_ports": ports, "network.variables": {}}
     up = {name: own for name, own in ports.items() if own["state"] == "ACTIVE"}
     return f"ibstat of {counted(len(ports), 'port')}", _compare_ports(up)
 
 
-def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield a sentence for what differs among ports of a host, and of one model."""
+def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[_Error]:
+    """Yield what differs among ports of a host, and of one model."""
     layers = sorted({own["layer"] for own in up.values()})
     if len(layers) > 1:
-        yield "", f"ports are of {' and '.join(layers)}"
+        yield f"ports are of {' and '.join(layers)}", "inform", _FIXES["choose"]
     for name, own in up.items():
         alike = [each for each in up.values() if each["model"] == own["model"]]
         alike = [each["mbit_per_s"] for each in alike if each["layer"] == own["layer"]]
         rate, most = own["mbit_per_s"] / 1000, max(alike) / 1000
         # One lane of four, or the only one of several: others may be for storage.
         is_odd = len(alike) > 3 and sorted(alike)[1] == max(alike)
+        is_slow = is_odd or 4 * rate <= most
+        how_bad, fix = ("warn", "link") if is_slow else ("inform", "choose")
         if 0 < rate < most:
-            kind = "is slow" if is_odd or 4 * rate <= most else "differs"
-            yield "", f"{name} {kind}: {rate:g} of {most:g} Gb/s, which others have"
+            what = f"{name} has {rate:g} of {most:g} Gb/s, which others have"
+            yield what, how_bad, _FIXES[fix]

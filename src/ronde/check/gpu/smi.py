@@ -208,14 +208,13 @@ def _fabric(gpu: Element) -> Value:
     # Older drivers have no summary.
     summary = gpu.findtext("fabric//summary", "").strip().lower()
     status = _text(gpu, "fabric/status")
-    health = {n: gpu.findtext(f"fabric/health/{n}", "").strip() for n in _HEALTH}
     return {
         "state": _STATES[state.lower()],
         "status": 0 if status in ("Success", "N/A") else status,
         "health": sum(
-            1 << _HEALTH[name]
-            for name, value in health.items()
-            if value in ("Degraded", "True", "Yes")
+            1 << bit
+            for name, bit in _HEALTH.items()
+            if gpu.findtext(f"fabric/health/{name}") in ("Degraded", "True", "Yes")
         ),
         "summary": _SUMMARIES.get(summary, 0),
     }

@@ -101,8 +101,9 @@ _XID = re.compile(
     r"(?P<kind>S?Xid) \((?:PCI:)?(?P<address>[0-9a-fA-F:.]+)"
     r"(?: GPU-I:[0-9a-fA-F]+)?\): (?P<code>\d+)(?P<rest>.*)"
 )
-_CAUSE = re.compile(r"caused by previous Xid (\d+)")
-_ADVISED = re.compile(r"recovery action changed from .* to 0x([0-9a-f]+)")
+_MORE = re.compile(
+    r"caused by previous Xid (?P<cause>\d+)|action changed from .* to 0x(?P<advice>\d+)"
+)
 _ADVICE, _ADDRESSES = "gpu.recovery_action", "gpu.bus_ids"
 
 
@@ -132,10 +133,9 @@ def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
                 "age_s": max(0.0, round(age_s, 1)),
                 "is_fatal": re.search(r"\bFatal\b", xid["rest"]) is not None,
             }
-            if cause := _CAUSE.search(xid["rest"]):
-                found[kind, address, code]["cause"] = int(cause[1])
-            if advised := _ADVISED.search(xid["rest"]):
-                found[kind, address, code]["advice"] = int(advised[1], 16)
+            if more := _MORE.search(xid["rest"]):
+                numbers = {name: int(n) for name, n in more.groupdict().items() if n}
+                found[kind, address, code] |= numbers
     return list(found.values())
 
 
@@ -158,8 +158,7 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
     causes: dict[str, int] = {}  # by GPU its last one that asks for something
     for each in values["gpu.xids"]:
         severity, fix = _resolve(each)
-        is_asked = "advice" in each and each["address"] in advice
-        if not fix or is_asked:
+        if not fix or ("advice" in each and each["address"] in advice):
             continue
         is_xid, code = each["kind"] == "Xid", each["code"]
         what = f"{each['kind']} {code}"
@@ -168,7 +167,7 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
         if cause := each.get("cause", before):
             name, fix = f"it follows from Xid {cause}", f"see Xid {cause}"
         elif "advice" in each:
-            name = f"the driver advises {_advice(each)[0]}"
+            name = f"the driver advises {ADVICE.get(each['advice'], ADVICE[1])[0]}"
         if is_xid and severity is FAIL:
             causes[each["address"]] = code
         what += f" ({name})" if name else ""
@@ -184,15 +183,11 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
         yield Problem(what, severity, fix=fix)
 
 
-def _advice(entry: Value) -> tuple[str, str]:
-    return ADVICE.get(entry["advice"], ADVICE[1])
-
-
 def _resolve(entry: Value) -> _Resolution:
     if entry["kind"] != "Xid":
         return _FATAL_SWITCH if entry["is_fatal"] else _OTHER
     if entry.get("advice"):
-        return FAIL, _advice(entry)[1]
+        return FAIL, ADVICE.get(entry["advice"], ADVICE[1])[1]
     severity, fix = _RESOLUTIONS.get(entry["code"], _OTHER)
     # In the catalogue's table of these, most that are not fatal ask for nothing.
     is_harmless = entry["code"] in _NVLINK and not entry["is_fatal"]

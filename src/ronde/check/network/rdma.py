@@ -29,6 +29,7 @@ _FILES, _LIBRARY = "network.rdma_device_files", "network.has_rdma_library"
 _NUM_GPUS = "host.num_gpus"
 _CHOICE, _INDEX = "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
 _UP = ("ACTIVE", "LinkUp")
+_CABLE = "look at its cable and transceiver, and at the switch's port"
 _MEANT_DOWN = ("Disabled", "Sleep")
 _ROCE_2 = "RoCE v2"
 _LINK_LOCAL, _IPV4_LOCAL = "fe80:", ":ffff:a9fe:"
@@ -172,8 +173,10 @@ def rdma_port(fleet: Fleet) -> Problems:
     for facts in hosts:
         found: dict[Problem, list[str]] = {}  # ports by what is said of one
         for name, port in _chosen(facts.values).items():
-            is_meant = port["physical_state"] in _MEANT_DOWN
-            if _is_up(port) or (is_meant and not _is_odd(facts.values, port)):
+            num_alike_up, num_alike = _count_alike(facts.values, port)
+            is_odd = num_alike_up == num_alike - 1 > 2
+            is_meant = port["physical_state"] in _MEANT_DOWN and not is_odd
+            if _is_up(port) or is_meant:
                 continue
             others = [
                 each.values[_PORTS][name]
@@ -196,29 +199,21 @@ def rdma_port(fleet: Fleet) -> Problems:
 
 
 def _cure(state: str, names: list[str]) -> str:
-    adapters = [name.partition(":")[0] for name in names]
+    adapter, _, number = names[0].partition(":")
     if state.endswith("Disabled"):
-        number = names[0].partition(":")[2]
-        return f"sudo ibportstate -C {adapters[0]} -D 0 {number} enable"
+        return f"sudo ibportstate -C {adapter} -D 0 {number} enable"
     if state.endswith("LinkUp"):
         return "sminfo; start the fabric's subnet manager, on a switch or with opensm"
-    return (
-        "look at its cable and transceiver, and at the switch's port; if nothing is to "
-        f"be plugged in: export NCCL_IB_HCA=^{','.join(adapters)}"
-    )
+    hidden = ",".join(name.partition(":")[0] for name in names)
+    return f"{_CABLE}; if nothing is to be plugged in: export NCCL_IB_HCA=^{hidden}"
 
 
-def _alike(values: Values, port: Port) -> list[bool]:
-    """Return whether each port of its model is up; nothing if the model is unknown."""
+def _count_alike(values: Values, port: Port) -> tuple[int, int]:
+    """Return how many ports of its model are up and there; 0 if that is unknown."""
     kind = port.get("model"), port["layer"]
     ports = values[_PORTS].values() if kind[0] else ()
-    return [_is_up(p) for p in ports if (p["model"], p["layer"]) == kind]
-
-
-def _is_odd(values: Values, port: Port) -> bool:
-    """Return whether a port alone of four or more of its model is not up."""
-    alike = _alike(values, port)
-    return len(alike) > 3 and sum(alike) == len(alike) - 1
+    alike = [_is_up(p) for p in ports if (p["model"], p["layer"]) == kind]
+    return sum(alike), len(alike)
 
 
 def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Severity:
@@ -230,9 +225,10 @@ def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Sev
     if port["physical_state"] == _UP[1] and port["layer"] == "InfiniBand":
         # A cable is there, and nobody has made the port active.
         return WARN if has_another else FAIL
-    if _is_odd(values, port):
+    num_alike_up, num_alike = _count_alike(values, port)
+    if num_alike > 3 and num_alike_up == num_alike - 1:
         return WARN
-    if not has_another and len(_alike(values, port)) > 3:
+    if num_alike > 3 and not has_another:
         return FAIL
     return INFORM if has_another or port["layer"] != "InfiniBand" else WARN
 
