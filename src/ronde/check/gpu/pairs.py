@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import defaultdict
+from functools import partial
 from importlib import import_module
 from itertools import combinations
 from statistics import median
@@ -24,9 +25,7 @@ _NUM_BYTES = 256 << 20
 _LIMIT_S, _SLACK_S = 120.0, 5.0  # for torch's import, and each pair for half a second
 _SLOW, _VERY_SLOW = 0.9, 0.7
 _MAX_CHARS = 200
-
 _ROUNDS = Rounds()
-
 Torch = Any
 Tensor = Any
 
@@ -57,14 +56,11 @@ def measure_pairs(
 ) -> dict[str, float]:
     """Return by pair what goes through, one pair after the other."""
     found: dict[str, float] = {}
+    zeros = partial(torch.zeros, _NUM_BYTES, dtype=torch.uint8)
     for one, other in combinations(range(num_gpus), 2):
-        a, b = (
-            torch.zeros(_NUM_BYTES, dtype=torch.uint8, device=f"cuda:{number}")
-            for number in (one, other)
-        )
+        a, b = zeros(device=f"cuda:{one}"), zeros(device=f"cuda:{other}")
         there = _rate(torch, a.fill_(1), b, rounds)
-        rate = min(there, _rate(torch, b.fill_(2), a, rounds))
-        found[f"{one}-{other}"] = rate
+        found[f"{one}-{other}"] = min(there, _rate(torch, b.fill_(2), a, rounds))
         del a, b
         torch.cuda.empty_cache()
     return found
@@ -134,10 +130,7 @@ def gpu_pair_speed(fleet: Fleet) -> Problems:
             if 0 < rate < limit * usual:
                 is_bad = has_nvlinks and rate < _VERY_SLOW * usual
                 slow[is_bad].append(f"{pair} ({rate:.3g} GB/s)")
+        median_text = f"{usual:.3g} GB/s is the median of its pairs"
         for is_bad, names in slow.items():
-            yield Problem(
-                f"GPUs {list_first(names)}",
-                FAIL if is_bad else WARN,
-                f"{usual:.3g} GB/s is the median of its pairs",
-                host=facts.host,
-            )
+            severity, what = FAIL if is_bad else WARN, f"GPUs {list_first(names)}"
+            yield Problem(what, severity, median_text, host=facts.host)

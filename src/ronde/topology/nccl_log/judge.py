@@ -55,21 +55,20 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
     found += [*_timeouts(log), *_nvlink_fabric(log.jobs), *_warnings(log.jobs)]
-    if lost := log.num_lost:
+    lost = log.num_lost
+    lines = "1 line was" if lost == 1 else f"{lost} lines were"
+    for place, each in enumerate(found):
         # What is found by a missing line is in doubt.
-        lines = "1 line was" if lost == 1 else f"{lost} lines were"
-        for place, each in enumerate(found):
-            if each.rule == "init-incomplete":
-                what = f"{each.what} {lines} lost where the log broke."
-                found[place] = each._replace(severity=Level.WARNING, what=what)
+        if lost and each.rule == "init-incomplete":
+            what = f"{each.what} {lines} lost where the log broke."
+            found[place] = each._replace(severity=Level.WARNING, what=what)
     if lost or log.num_left_out:
         what = (
             f"{lost} lines were broken and could not be put together; "
             f"{log.num_left_out} things were too many to keep."
         )
         found.append(_verdict("log-incomplete", ["log"], what))
-    order = tuple(Level)
-    return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+    return tuple(sorted(found, key=lambda each: list(Level).index(each.severity)))
 
 
 def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
@@ -98,12 +97,12 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         key = "collective-timeout" + (".late" if suspects else _kind_of(timeout))
         finding = _verdict(key, [_ranks(waiting or suspects)], what, suspects=who)
         yield finding._replace(remedy=f"{finding.remedy} {trace}.")
-    if report.stuck:
-        what = "The watchdog itself made no progress."
-        yield _verdict("watchdog-stuck", [_ranks(report.stuck)], what)
-    if report.store_lost:
-        what = "The store of torch's job was closed."
-        yield _verdict("store-lost", [_ranks(report.store_lost)], what)
+    for key, ranks, what in (
+        ("watchdog-stuck", report.stuck, "The watchdog itself made no progress."),
+        ("store-lost", report.store_lost, "The store of torch's job was closed."),
+    ):
+        if ranks:
+            yield _verdict(key, [_ranks(ranks)], what)
 
 
 def _kind_of(timeout: CollectiveTimeout) -> str:
@@ -144,14 +143,9 @@ def _verdict(
 ) -> Diagnostic:
     """Return a verdict; words are put into its texts."""
     severity, consequence, remedy = VERDICTS[key]
-    return Diagnostic(
-        key.partition(".")[0],
-        Level(level or severity),
-        _named(places),
-        what,
-        consequence.format(**words),
-        do or remedy.format(**words),
-    )
+    rule, severity = key.partition(".")[0], Level(level or severity)
+    texts = what, consequence.format(**words), do or remedy.format(**words)
+    return Diagnostic(rule, severity, _named(places), *texts)
 
 
 def _spans_nodes(job: NcclJob) -> bool:
@@ -188,10 +182,9 @@ def _by_host(reported: Iterable[Reported]) -> str:
 
 def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     """Find data that goes over TCP where an adapter with RDMA is, or may be."""
-    hosts = _hosts(each for each in job.networks if each.value == "Socket")
-    hosts += _hosts(e for e in job.edges if e.transport.startswith("NET/Socket"))
-    hosts = sorted(set(hosts))
-    if not hosts or not _spans_nodes(job):
+    used = [each for each in job.networks if each.value == "Socket"]
+    used += [e for e in job.edges if e.transport.startswith("NET/Socket")]
+    if not used or not _spans_nodes(job):
         return
     searched = [value for value in _values(job.candidates) if value.startswith("IB")]
     adapters = [v.split(" ", 1)[1] for v in searched if not v.endswith(" none")]
@@ -213,7 +206,7 @@ def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     elif not adapters and any("libibverbs" in each for each in _values(job.plugins)):
         remedy = "Install libibverbs (package rdma-core) where the ranks run."
     what = f"Data between nodes goes over TCP sockets, {seen}."
-    yield _verdict(key, hosts, what, do=remedy)
+    yield _verdict(key, _hosts(used), what, do=remedy)
 
 
 def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
@@ -274,18 +267,19 @@ def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
     # Hosts that no communicator joins may all be of one job.
     lone = [each for job in jobs if not job.communicators for each in job.fabric]
     for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
-        cliques_of: defaultdict[str, set[str]] = defaultdict(set)
-        for _, uuid, clique, *_ in (gpu.value.split() for gpu in gpus):
-            cliques_of[uuid].add(clique)
+        # With a fabric and a clique in it.
+        uuids = {gpu.value.split()[1] for gpu in gpus}
+        cliques = {tuple(gpu.value.split()[1:3]) for gpu in gpus}
         facts: defaultdict[str, list[str]] = defaultdict(list)
         for gpu in gpus:
             bus_id, uuid, clique, state, mask = gpu.value.split()
+            num_cliques = sum(uuid == each[0] for each in cliques)
             # Two bits for each kind of fault: 1 is yes, 2 is no.
             is_degraded = any(int(mask, 16) >> bit & 3 == 1 for bit in (0, 2, 4, 6))
             for is_so, fact in (
-                (uuid == "0.0" and len(cliques_of) > 1, "have no fabric UUID"),
+                (uuid == "0.0" and len(uuids) > 1, "have no fabric UUID"),
                 (state != "3", "have not joined the fabric"),
-                (len(cliques_of[uuid]) > 1, f"are in clique {clique} of the fabric"),
+                (num_cliques > 1, f"are in clique {clique} of the fabric"),
                 (is_degraded, f"report a bad link or route (healthMask 0x{mask})"),
             ):
                 if is_so:
@@ -361,11 +355,9 @@ def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     if links and (has_nvswitch or not has_direct):
         severity = "error"
     num_edges = sum(edges.num_edges for edges in staged)
-    first, second = staged[0].example
-    what = (
-        f"{num_edges} connections inside nodes, such as rank {first} to rank {second}, "
-        f"go through the host's memory, though {reason}."
-    )
+    example = "rank {} to rank {}".format(*staged[0].example)
+    what = f"{num_edges} connections inside nodes, such as {example}, go through the "
+    what += f"host's memory, though {reason}."
     do = _unset(job, "forbids it", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
     key = "shm-where-p2p-was-possible"
     yield _verdict(key, _hosts(staged), what, level=severity, do=do)
@@ -407,14 +399,12 @@ def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
     """Find reductions in the NVLink switches that were there and are not used."""
     lost = [each for each in job.nvls if each.value.startswith("lost: ")]
     absent = [each for each in job.nvls if each.value.startswith("not available")]
+    what = "Reduction in the NVLink switches (NVLS) "
     if lost:
-        error = lost[0].value.removeprefix("lost: ")
-        what = f"Reduction in the NVLink switches (NVLS) was given up: {error}."
+        what += f"was given up: {lost[0].value.removeprefix('lost: ')}."
     elif absent and len(absent) < len(job.nvls):
         devices = [each.rpartition(" ")[2] for each in _values(absent)]
-        what = (
-            f"Reduction in the NVLink switches (NVLS) lacks device {_named(devices)}."
-        )
+        what += f"lacks device {_named(devices)}."
     elif absent and _has_nvlink(job, ("NVS/",), _MULTICAST_GB_PER_S):
         what = "The GPUs' NVLinks lead to switches, but these do not reduce (no NVLS)."
     else:
@@ -462,11 +452,8 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, flo
 
     # A GPU in one package with its processor leaves the bus aside.
     packaged = {link.source for link in links if link.kind == "C2C"}
-    gpus = {
-        name: narrowest(name)
-        for name in above
-        if name.startswith(_GPUS) and name not in packaged
-    }
+    names = [name for name in above if name.startswith(_GPUS) and name not in packaged]
+    gpus = {name: narrowest(name) for name in names}
     best = max((link.gb_per_s for link in gpus.values()), default=0.0)
     for name, link in gpus.items():
         if link.gb_per_s < best or link.gb_per_s <= _TINY_PCI_GB_PER_S:
