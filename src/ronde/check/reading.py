@@ -139,14 +139,14 @@ _Error = tuple[str, str, str]  # meaning, severity and fix
 
 @each_host(FAIL, _ERRORS)
 def printed_errors(values: Values, _: Fleet) -> Problems:
-    """A file shows no error of a GPU, adapter or link, and no lack of memory.
+    """A file shows no error of a GPU, adapter, link or host, and is whole.
 
     reads: for ronde check read: nvidia-smi -q, a saved kernel log, ibstat
     threshold: no uncorrectable or pending error, no GPU or adapter that was lost, no
-        link lost three times or for good; settings, corrected errors and different
-        ports are warnings or only shown
+        link lost three times or for good; settings, corrected errors, and GPUs or
+        ports unlike the others are warnings or only shown
     source: nvidia-smi's manual; NVIDIA's Dynamic Page Retirement guide (60 pages);
-        Linux' drivers/pci/pcie/aer.c, mlx5/core/health.c and mm/oom_kill.c
+        Linux' drivers/pci/pcie/aer.c, mlx5/core/health.c and events.c, mm/oom_kill.c
     fix: look at the line, and at those around it
     needs: a file
     why: What has failed ends the next job as well.

@@ -143,7 +143,8 @@ def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
 def gpu_xid(values: Values, _: Fleet) -> Problems:
     """The driver has logged no GPU error since the host was started.
 
-    reads: Xid and SXid in /dev/kmsg, else journalctl -k; NVML's recovery action
+    reads: Xid and SXid in /dev/kmsg, else journalctl -k; NVML's recovery action, in
+        saved logs that of Xid 154
     threshold: none that asks for a reset, a reboot or a repair, no fatal SXid; a
         warning where the driver asks for nothing by now; those of programs, and of
         NVLinks if not fatal, are shown
