@@ -126,8 +126,8 @@ _GONE = re.compile("GPU (?:is lost|requires reset)")
 _PASSED_ON = ("Pass-Through", "VGPU", "")
 _ALIKE = {
     "model": "product_name",
-    "power limit": "gpu_power_readings/current_power_limit power_readings/power_limit",
-    "ECC": "ecc_mode/current ecc_mode/current_ecc",
+    "power limit": ".//current_power_limit",
+    "ECC": "ecc_mode/current_ecc",
 }
 _SOUGHT = "errors of GPUs, adapters, links, PCI, memory, processors and file servers"
 _MAX_LINE_CHARS = 1000
@@ -165,7 +165,8 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
     values: dict[str, Value] = {}
     lines = list(_log_lines(saved))
     if probe is SMI_QUERY:
-        what, own = _read_query(values, saved, lines)
+        what, own, more = _read_query(values, saved)
+        lines += more
     elif probe is RDMA_PORTS:
         what, own = _read_ports(values, saved)
     else:
@@ -251,8 +252,8 @@ def _lost_links(lines: _Lines) -> Iterator[_Error]:
 
 
 def _read_query(
-    values: dict[str, Value], saved: Saved, lines: list[tuple[str, str]]
-) -> tuple[str, Iterable[_Error]]:
+    values: dict[str, Value], saved: Saved
+) -> tuple[str, Iterable[_Error], _Lines]:
     top = read_query(saved)
     gpus = top.findall("gpu")
     answers, reader = [read_answers(gpu) for gpu in gpus], FactReader({})
@@ -270,10 +271,11 @@ def _read_query(
     values["gpu.is_virtual"] = not modes.isdisjoint(_PASSED_ON)
     if version := top.findtext("driver_version"):
         values["versions.driver"] = f"NVIDIA {version.strip()}"
-    for n, gpu in enumerate(gpus):
-        lines += [(str(n), line) for line in _flatten(gpu, "gpu")]
+    lines = (
+        (str(n), line) for n, gpu in enumerate(gpus) for line in _flatten(gpu, "gpu")
+    )
     errors = _compare_gpus(gpus, top.findtext("attached_gpus", "").strip())
-    return f"nvidia-smi -q of {counted(len(gpus), 'GPU')}", errors
+    return f"nvidia-smi -q of {counted(len(gpus), 'GPU')}", errors, lines
 
 
 def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
@@ -285,21 +287,15 @@ def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
     tags = [[each.tag for each in gpu] for gpu in gpus]
     if gpus and tags[0][: len(tags[-1])] == tags[-1] != tags[0]:
         yield f"GPU {num - 1} lacks its last sections", "warn", _FIXES["cut"]
-    found = [[_find_text(gpu, paths) for gpu in gpus] for paths in _ALIKE.values()]
-    for name, values in zip(_ALIKE, found, strict=True):
+    for name, path in _ALIKE.items():
+        values = [gpu.findtext(path, "").strip() for gpu in gpus]
         usual = max(values, key=values.count, default="")
         for n, value in enumerate(values):
-            is_odd = value not in ("", usual) and 2 * values.count(usual) > num
+            is_odd = value not in ("", "N/A", usual) and 2 * values.count(usual) > num
             if is_odd and not find_error(value):
                 what = f"GPU {n}: its {name} is {value}, but {usual} on most GPUs"
                 how_bad = "inform" if name == "model" else "warn"
                 yield what, how_bad, _FIXES["alike"].format(at=n)
-
-
-def _find_text(gpu: Element, paths: str) -> str:
-    """Return the text at the first path that has one; empty for none."""
-    texts = (gpu.findtext(path, "").strip() for path in paths.split())
-    return next((text for text in texts if text not in ("", "N/A")), "")
 
 
 def _flatten(section: Element, path: str) -> Iterator[str]:

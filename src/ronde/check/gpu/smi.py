@@ -24,9 +24,8 @@ _ACTIVE = {  # by NVML's bit
     0x08: "hw_slowdown",
 }
 _STATES = {"not started": 1, "in progress": 2, "completed": 3}
-# First bit of each part of NVML's health.
-_HEALTH = {"bandwidth": 0, "route_recovery_in_progress": 2, "route_unhealthy": 4}
-_HEALTH |= {"access_timeout_recovery": 6}
+# NVML's health has two bits of each.
+_HEALTH = "bandwidth route_recovery_in_progress route_unhealthy access_timeout_recovery"
 _SUMMARIES = {"healthy": 1, "unhealthy": 2, "limited capacity": 3}
 _MEMORY = {"total": "total", "used": "used"}
 _PCIE = {
@@ -212,8 +211,8 @@ def _fabric(gpu: Element) -> Value:
         "state": _STATES[state.lower()],
         "status": 0 if status in ("Success", "N/A") else status,
         "health": sum(
-            1 << bit
-            for name, bit in _HEALTH.items()
+            1 << 2 * n
+            for n, name in enumerate(_HEALTH.split())
             if gpu.findtext(f"fabric/health/{name}") in ("Degraded", "True", "Yes")
         ),
         "summary": _SUMMARIES.get(summary, 0),

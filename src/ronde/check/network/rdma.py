@@ -173,10 +173,8 @@ def rdma_port(fleet: Fleet) -> Problems:
     for facts in hosts:
         found: dict[Problem, list[str]] = {}  # ports by what is said of one
         for name, port in _chosen(facts.values).items():
-            num_alike_up, num_alike = _count_alike(facts.values, port)
-            is_odd = num_alike_up == num_alike - 1 > 2
-            is_meant = port["physical_state"] in _MEANT_DOWN and not is_odd
-            if _is_up(port) or is_meant:
+            is_meant = port["physical_state"] in _MEANT_DOWN
+            if _is_up(port) or (is_meant and not _is_odd(facts.values, port)):
                 continue
             others = [
                 each.values[_PORTS][name]
@@ -208,12 +206,12 @@ def _cure(state: str, names: list[str]) -> str:
     return f"{_CABLE}; if nothing is to be plugged in: export NCCL_IB_HCA=^{hidden}"
 
 
-def _count_alike(values: Values, port: Port) -> tuple[int, int]:
-    """Return how many ports of its model are up and there; 0 if that is unknown."""
+def _is_odd(values: Values, port: Port) -> bool:
+    """Return whether a port alone of four or more of its model is not up."""
     kind = port.get("model"), port["layer"]
     ports = values[_PORTS].values() if kind[0] else ()
-    alike = [_is_up(p) for p in ports if (p["model"], p["layer"]) == kind]
-    return sum(alike), len(alike)
+    alike = [_is_up(each) for each in ports if (each["model"], each["layer"]) == kind]
+    return sum(alike) == len(alike) - 1 > 2
 
 
 def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Severity:
@@ -225,12 +223,12 @@ def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Sev
     if port["physical_state"] == _UP[1] and port["layer"] == "InfiniBand":
         # A cable is there, and nobody has made the port active.
         return WARN if has_another else FAIL
-    num_alike_up, num_alike = _count_alike(values, port)
-    if num_alike > 3 and num_alike_up == num_alike - 1:
+    if _is_odd(values, port):
         return WARN
-    if num_alike > 3 and not has_another:
-        return FAIL
-    return INFORM if has_another or port["layer"] != "InfiniBand" else WARN
+    if has_another or port["layer"] != "InfiniBand":
+        return INFORM
+    # One or two may be of no use; a file's ports are of a host for jobs.
+    return FAIL if port.get("model") and len(values[_PORTS]) > 3 else WARN
 
 
 @check(FAIL, _PORTS)

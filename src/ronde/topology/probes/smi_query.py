@@ -17,7 +17,8 @@ _GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 _MAX_DEPTH = 16
 _LINK = "pci/pci_gpu_link_info"
 _PAIRS = """
-    gpu/gpu_uuid=uuid mig_mode/current=current_mig pci/gpu_link_info=pci_gpu_link_info
+    gpu/gpu_uuid=uuid mig_mode/current=current_mig ecc_mode/current=current_ecc
+    power_readings/power_limit=current_power_limit pci/gpu_link_info=pci_gpu_link_info
     pci_gpu_link_info/pcie_generation=pcie_gen pci_gpu_link_info/link_width=link_widths
     pcie_gen/max=max_link_gen pcie_gen/current=current_link_gen
     link_widths/max=max_link_width link_widths/current=current_link_width
