@@ -100,6 +100,8 @@ def test_one_gpu_of_eight(judged, row):
 def test_a_fix_names_the_gpu(judged):
     shown = judged(query("Compute Mode: Default > Prohibited"))[1]
     assert "    fix: sudo nvidia-smi -i 3 -c DEFAULT\n" in shown
+    shown = judged(query("Limit: 700.00 W > 350.00 W"))[1]
+    assert "    fix: sudo nvidia-smi -i 3 -pl 700.00\n" in shown
 
 
 def test_gpus_with_the_same_fault_share_a_finding_and_its_fix(judged):
@@ -143,8 +145,8 @@ def test_xml_is_judged_like_text(judged):
 @pytest.mark.parametrize(
     ("end", "found"),
     [
-        ("GPU 00000000:DB", "! printed-errors: a\n    only 7 of 8 GPUs are shown\n"),
-        ("GPU 00000000:2A", "i printed-errors: a\n    only 1 of 8 GPUs are shown\n"),
+        ("GPU 00000000:DB", "! printed-errors: a\n    the file shows 7 of 8 GPUs\n"),
+        ("GPU 00000000:2A", "i printed-errors: a\n    the file shows 1 of 8 GPUs\n"),
         ("    Remapped Rows", "! printed-errors: a\n    GPU 7 lacks its last sections"),
     ],
 )
@@ -364,7 +366,7 @@ UP = ("Active", "LinkUp", "400", "InfiniBand")
         ([UP] * 6 + [("Down", "Polling", "40", "InfiniBand")] * 2, 0,
          "i rdma-port: a\n    mlx5_6:1, mlx5_7:1 are DOWN/Polling"),
         ([UP, ("Initializing", "LinkUp", "400", "InfiniBand")], 0,
-         "! rdma-port: a\n    mlx5_1:1 is INIT/LinkUp"),
+         "mlx5_1:1 is INIT/LinkUp\n    fix: sminfo -C mlx5_1 -P 1; if none answers"),
         ([("Initializing", "LinkUp", "400", "InfiniBand")], 2,
          "x rdma-port: a\n    mlx5_0:1 is INIT/LinkUp"),
         ([UP, UP, ("Active", "LinkUp", "100", "InfiniBand")], 0,

@@ -40,10 +40,9 @@ _FIXES = {
     "link": "look at its cable and transceiver, and at the switch's port",
     "choose": "name the ports for jobs: NCCL_IB_HCA",
     "cool": "check fans, dust and airflow",
-    "alike": "train on GPUs that are alike; nvidia-smi -q -i {at}",
     "host": "drain the host; sudo ras-mc-ctl --errors; have the part replaced",
     "look": "look at the lines around it; it may be what ended or held up the job",
-    "cut": "nvidia-smi -q, without -i; a GPU that is missing there does not answer",
+    "cut": "write it again: nvidia-smi -q; a GPU that is still missing has failed",
 }
 _AT = r"(?P<at>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])"
 _AER = rf"{_AT}: (?:AER: )?PCIe Bus Error: severity="
@@ -125,9 +124,9 @@ _OF_NVIDIA_SMI = "Unable to|No devices|NVIDIA-SMI|Failed to|WARNING: info"
 _GONE = re.compile("GPU (?:is lost|requires reset)")
 _PASSED_ON = ("Pass-Through", "VGPU", "")
 _ALIKE = {
-    "model": "product_name",
-    "power limit": ".//current_power_limit",
-    "ECC": "ecc_mode/current_ecc",
+    "model": ("product_name", "train on GPUs that are alike"),
+    "power limit": (".//current_power_limit", "sudo nvidia-smi -i {} -pl {}"),
+    "ECC": ("ecc_mode/current_ecc", "sudo nvidia-smi -i {} -e {}; sudo reboot"),
 }
 _SOUGHT = "errors of GPUs, adapters, links, PCI, memory, processors and file servers"
 _MAX_LINE_CHARS = 1000
@@ -283,11 +282,11 @@ def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
     num = len(gpus)
     if attached.isdecimal() and num < int(attached):
         how_bad = "inform" if num == 1 else "warn"  # one alone may be meant
-        yield f"only {num} of {attached} GPUs are shown", how_bad, _FIXES["cut"]
+        yield f"the file shows {num} of {attached} GPUs", how_bad, _FIXES["cut"]
     tags = [[each.tag for each in gpu] for gpu in gpus]
     if gpus and tags[0][: len(tags[-1])] == tags[-1] != tags[0]:
         yield f"GPU {num - 1} lacks its last sections", "warn", _FIXES["cut"]
-    for name, path in _ALIKE.items():
+    for name, (path, fix) in _ALIKE.items():
         values = [gpu.findtext(path, "").strip() for gpu in gpus]
         usual = max(values, key=values.count, default="")
         for n, value in enumerate(values):
@@ -295,7 +294,7 @@ def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
             if is_odd and not find_error(value):
                 what = f"GPU {n}: its {name} is {value}, but {usual} on most GPUs"
                 how_bad = "inform" if name == "model" else "warn"
-                yield what, how_bad, _FIXES["alike"].format(at=n)
+                yield what, how_bad, fix.format(n, usual.partition(" ")[0].upper())
 
 
 def _flatten(section: Element, path: str) -> Iterator[str]:

@@ -201,7 +201,10 @@ def _cure(state: str, names: list[str]) -> str:
     if state.endswith("Disabled"):
         return f"sudo ibportstate -C {adapter} -D 0 {number} enable"
     if state.endswith("LinkUp"):
-        return "sminfo; start the fabric's subnet manager, on a switch or with opensm"
+        # Up, and INIT or ARMED.
+        return (
+            f"sminfo -C {adapter} -P {number}; if none answers, start a subnet manager"
+        )
     hidden = ",".join(name.partition(":")[0] for name in names)
     return f"{_CABLE}; if nothing is to be plugged in: export NCCL_IB_HCA=^{hidden}"
 
