@@ -11,7 +11,6 @@ from tests.topology.nccl_job import BUS_IDS, JobLog, interleave, text_of
 
 from ronde.topology import (
     ChannelCounts,
-    GraphSeen,
     MessageReader,
     NcclJob,
     NcclLog,
@@ -91,8 +90,6 @@ def test_a_whole_job_is_read() -> None:
         ("P2P/CUMEM", 14, (0, 1)),
         ("NET/IB/GDRDMA", 2, (7, 8)),
     ]
-    graph = GraphSeen(4, 16, 40.0, 25.0, "NVL", "PIX", ("node0", "node1"))
-    assert job.graphs == (graph,)
 
 
 def test_the_topology_is_read_with_its_levels() -> None:

@@ -355,8 +355,6 @@ def test_choices_of_two_jobs_are_not_mixed() -> None:
         "Init timings: rank 0 nranks 1 total 1.2 (kernels 0..1)",
         "comm 0x1 rank {long} nranks 8 cudaDev 0 busId 1 - Init START",
         "AllReduce: {long} Bytes -> Algo RING proto LL channel{{Lo..Hi}}={{0..1}}",
-        "Pattern {long}, crossNic 0, nChannels 1, bw 1/1, type NVL/PIX, sameChannels 1",
-        "Pattern 4, crossNic 0, nChannels 1, bw 1..0/1, type NVL/PIX, sameChannels 1",
         "              + NET[25.0] - NET/0-0",
         "              + NET[25.0] - NET/0-0 (0/1/1/)",
         "              + NET[25.0] - NET/0-0 (0/1/1/1.2.3)",

@@ -758,7 +758,6 @@ def test_the_words_name_what_was_chosen() -> None:
     assert "ranks meet on eno1" in text
     assert "IB over mlx5_0:1/IB, mlx5_1:1/IB; GPUDirect RDMA enabled" in text
     assert "14 connections by P2P/CUMEM; NVLink up to 370.8 GB/s from a GPU" in text
-    assert "rings: 16 x 40.0 GB/s inside (NVL), 25.0 between (PIX)" in text
     assert "16 of 16 ranks completed it" in text
     assert "nothing that looks wrong" in text
     assert "missing  " not in text

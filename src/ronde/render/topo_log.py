@@ -15,7 +15,6 @@ _LABEL = 16
 _MAX_NAMES = 4
 _MAX_TUNINGS = 6
 _MAX_JOBS = 8
-_PATTERNS = {1: "trees", 2: "trees", 3: "trees", 4: "rings", 5: "NVLS"}
 _SUBSYSTEMS = "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
@@ -101,7 +100,6 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
         "ranks meet on": _names(job.bootstrap),
         "between nodes": _between(job),
         "inside nodes": _inside(job),
-        "graphs": _graphs(job),
         "NVLS": lost or " on some GPUs, ".join(sorted(states, reverse=True)),
         "channels": "; ".join(
             f"{each.coll} for collectives, {each.nvls} for NVLS, {each.p2p} for sends"
@@ -177,17 +175,6 @@ def _edges(job: NcclJob, *, is_between: bool) -> list[str]:
     ]
 
 
-def _graphs(job: NcclJob) -> str:
-    shapes = [
-        f"{_PATTERNS.get(graph.pattern, f'pattern {graph.pattern}')}: "
-        f"{graph.num_channels} x {graph.intra_gb_per_s:.1f} GB/s inside "
-        f"({graph.intra_type}), {graph.inter_gb_per_s:.1f} between ({graph.inter_type})"
-        for graph in job.graphs
-        if graph.num_channels
-    ]
-    return list_first(list(dict.fromkeys(shapes)), _MAX_NAMES, "; ")
-
-
 def _tunings(job: NcclJob) -> str:
     tunings: list[str] = []
     for each in job.tunings:
@@ -218,7 +205,6 @@ def _missing(job: NcclJob) -> str:
         "network": job.networks,
         "connections": job.edges,
         "topology": job.trees,
-        "graphs": job.graphs,
         "start of ranks": [rank for comm in job.communicators for rank in comm.ranks],
     }
     absent = [name for name, values in parts.items() if not values]

@@ -21,7 +21,7 @@ __getattr__ = lazy_exports(
         "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit read_machine",
         "nccl_log": "NcclJob NcclLog is_nccl_log judge_nccl_log read_nccl_log",
         "nccl_log.rules": "VERDICTS",
-        "nccl_log.log": "ChannelCounts GraphSeen",
+        "nccl_log.log": "ChannelCounts",
         "nccl_log.messages": "MessageReader NcclMessage",
         "paths.classes": "classify",
         "paths.network": (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ronde.check.check import Check, Problem, Problems, Severity, make_check
 from ronde.check.fleet import Fleet, Value
-from ronde.check.gpu.smi import FailedError, SmiReport, ask_smi, is_error
+from ronde.check.gpu.smi import FailedError, SmiReport, ask_smi, find_error
 from ronde.check.probing import (
     ENDED,
     FactReader,
@@ -59,9 +59,6 @@ _GONE = _REPORTED_LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
 The first sign that one has fallen off the bus is often nothing but ``UNKNOWN``.
 """
 
-_CORRECTED, _UNCORRECTED = 0, 1
-_SINCE_LOADED, _EVER = 0, 1
-_DRAM, _SRAM = 2, 7
 _RECOVERY_FIELD = 230
 _MAX_LINKS = 36
 
@@ -131,9 +128,9 @@ def _fabric(ask: _AskedGpu) -> Value:
         try:
             ask("GetGpuFabricInfoV", byref(info))
         except RefusedError as error:
-            refusal = error
             if error.code not in {ARGUMENT_VERSION_MISMATCH, INVALID_ARGUMENT}:
-                break
+                raise
+            refusal = error
             continue
         return {
             "state": int(info.state),
@@ -170,11 +167,12 @@ def _remapped_rows(ask: _AskedGpu) -> Value:
     return {**counts, "is_pending": bool(is_pending), "has_failed": bool(has_failed)}
 
 
+# Corrected 0 or not 1; since the driver was loaded 0 or ever 1; DRAM 2 or SRAM 7.
 _ECC_ERRORS = {
-    "sram_uncorrected": (_UNCORRECTED, _SINCE_LOADED, _SRAM),
-    "sram_uncorrected_ever": (_UNCORRECTED, _EVER, _SRAM),
-    "sram_corrected": (_CORRECTED, _SINCE_LOADED, _SRAM),
-    "dram_corrected": (_CORRECTED, _SINCE_LOADED, _DRAM),
+    "sram_uncorrected": (1, 0, 7),
+    "sram_uncorrected_ever": (1, 1, 7),
+    "sram_corrected": (0, 0, 7),
+    "dram_corrected": (0, 0, 2),
 }
 # The generation now is that of the moment; the highest are of this GPU here.
 _PCIE = {
@@ -276,13 +274,12 @@ def ask_apart(count: int, deadline_s: float) -> list[GpuReport]:
         str(number): ProbeEntry((__name__,), deadline_s, "", {"gpu": number})
         for number in range(count)
     }
-    found: list[GpuReport] = []
-    for values, _, failure, _ in run_probes(entries, {}).values():
-        if failure.startswith(ENDED):
-            found.append(GpuReport({}, dict.fromkeys(GPU_QUESTIONS, failure)))
-        else:
-            found.append(GpuReport(**values) if values else GpuReport({}, {}, failure))
-    return found
+    return [
+        GpuReport({}, dict.fromkeys(GPU_QUESTIONS, failure))
+        if failure.startswith(ENDED)
+        else GpuReport(**values or {"answers": {}, "unread": {}, "lost": failure})
+        for values, _, failure, _ in run_probes(entries, {}).values()
+    ]
 
 
 def read(reader: FactReader) -> None:
@@ -300,21 +297,15 @@ def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
                 ask = partial(ask_apart, deadline_s=deadline_s)
                 keep_answers(reader, NvmlDriver(nvml), ask)
         except NoNvmlError as error:
-            if error.__cause__ is None:
-                _keep_printed(reader)
-                return
-            # It is there, and something is wrong with it.
-            reader.values["gpu.nvml_error"] = str(error.__cause__)
-            raise UnreadableError(str(error)) from error
-
-
-def _keep_printed(reader: FactReader) -> None:
-    try:
-        report = ask_smi()
-    except FailedError as error:
-        reader.values["gpu.nvml_error"] = str(error)
-        raise UnreadableError(f"nvidia-smi: {error}") from error
-    keep_report(reader, report)
+            if error.__cause__ is not None:
+                # It is there, and something is wrong with it.
+                reader.values["gpu.nvml_error"] = str(error.__cause__)
+                raise UnreadableError(str(error)) from error
+            try:
+                keep_report(reader, ask_smi())
+            except FailedError as failure:
+                reader.values["gpu.nvml_error"] = str(failure)
+                raise UnreadableError(f"nvidia-smi: {failure}") from failure
 
 
 def keep_report(reader: FactReader, report: SmiReport) -> None:
@@ -324,8 +315,7 @@ def keep_report(reader: FactReader, report: SmiReport) -> None:
     why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install 'ronde[gpu]'"
     found: list[GpuReport] = []
     for gpu in gpus:
-        title = str(gpu.get(_NAME, ""))
-        lost = title if is_error(title) else ""
+        lost = find_error(str(gpu.get(_NAME, "")))
         missing = () if lost else GPU_QUESTIONS.keys() - gpu.keys()
         found.append(GpuReport(gpu, dict.fromkeys(missing, why), lost))
     _keep_gpus(reader, found)
@@ -379,10 +369,12 @@ def each_gpu(
         def judge_all(fleet: Fleet) -> Problems:
             for host in fleet.having(*facts):
                 answers = zip(*(host.values[f] or () for f in facts), strict=True)
-                known = (
-                    each if each.count(None) < len(each) else () for each in answers
+                found = (
+                    next(judge(*each), None)
+                    if any(a is not None for a in each)
+                    else None
+                    for each in answers
                 )
-                found = (next(judge(*each), None) if each else None for each in known)
                 yield from fold_gpus(host.host, found)
 
         return make_check(judge, judge_all, severity, facts)

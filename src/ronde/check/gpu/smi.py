@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
@@ -25,6 +26,13 @@ _ACTIVE = {  # by NVML's bit
 }
 _STATES = {"not started": 1, "in progress": 2, "completed": 3}
 _SUMMARIES = {"healthy": 1, "unhealthy": 2, "limited capacity": 3}
+_MEMORY = {"total": "total", "used": "used"}
+_PCIE = {
+    "width": "link_widths/current_link_width",
+    "max_width": "link_widths/max_link_width",
+    "generation": "pcie_gen/current_link_gen",
+    "max_generation": "pcie_gen/max_link_gen",
+}
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _NVLINK = re.compile(r"GPU (?P<gpu>\d+):|\s+Link \d+: (?P<state>.*)")
 
@@ -100,19 +108,15 @@ def read_answers(gpu: Element) -> dict[str, Value]:
     """Return the answers of one GPU, from its element of the XML."""
     answers: dict[str, Value] = {}
     for question, read in _QUESTIONS.items():
-        try:
+        with suppress(NotShownError):
             answers[question] = read(gpu)
-        except NotShownError:
-            continue
     return answers
 
 
-def is_error(title: str) -> bool:
-    """Say whether an error stands in the place of a GPU's name."""
-    return (
-        re.search(r"unknown error|is lost|requires reset|err!", title, re.IGNORECASE)
-        is not None
-    )
+def find_error(title: str) -> str:
+    """Return the error that stands in the place of a GPU's name; empty for none."""
+    words = r"unknown error|is lost|requires reset|err!"
+    return title if re.search(words, title, re.IGNORECASE) else ""
 
 
 def _text(element: Element, *paths: str) -> str:
@@ -128,26 +132,23 @@ def _known(text: str) -> str | None:
     return None if text.strip("[]").upper() in ("N/A", "NOT SUPPORTED") else text
 
 
-def _number(element: Element, *paths: str) -> float | None:
-    text = _known(_text(element, *paths))
-    found = _NUMBER.match(text or "")
-    if text is not None and found is None:
+def _count(element: Element, path: str, factor: int = 1) -> int | None:
+    """Return a number times a factor; the unit behind it does not count."""
+    text = _known(_text(element, path))
+    if text is None:
+        return None
+    found = _NUMBER.match(text)
+    if found is None:
         raise NotShownError
-    return None if found is None else float(found[0])
+    return int(float(found[0]) * factor)
 
 
-def _count(element: Element, *paths: str) -> int | None:
-    number = _number(element, *paths)
-    return None if number is None else int(number)
-
-
-def _all_or_none(values: dict[str, Value]) -> Value:
-    return None if None in values.values() else values
-
-
-def _memory(gpu: Element) -> Value:
-    mib = {n: _number(gpu, f"fb_memory_usage/{n}") for n in ("total", "used")}
-    return _all_or_none({n: v and int(v * 2**20) for n, v in mib.items()})
+def _counts(
+    gpu: Element, section: str, paths: dict[str, str], factor: int = 1
+) -> Value:
+    """Return numbers of a section by name; None where one of them does not apply."""
+    counts = {n: _count(gpu, f"{section}/{path}", factor) for n, path in paths.items()}
+    return None if None in counts.values() else counts
 
 
 def _recovery(gpu: Element) -> Value:
@@ -181,14 +182,13 @@ def _ecc(gpu: Element) -> Value:
             kinds = [_count(gpu, f"{own}_{kind}") for kind in ("parity", "secded")]
             return None if None in kinds else sum(filter(None, kinds))
 
-    return _all_or_none(
-        {
-            "sram_uncorrected": uncorrected("volatile"),
-            "sram_uncorrected_ever": uncorrected("aggregate"),
-            "sram_corrected": _count(gpu, "ecc_errors/volatile/sram_correctable"),
-            "dram_corrected": _count(gpu, "ecc_errors/volatile/dram_correctable"),
-        }
-    )
+    counts = {
+        "sram_uncorrected": uncorrected("volatile"),
+        "sram_uncorrected_ever": uncorrected("aggregate"),
+        "sram_corrected": _count(gpu, "ecc_errors/volatile/sram_correctable"),
+        "dram_corrected": _count(gpu, "ecc_errors/volatile/dram_correctable"),
+    }
+    return None if None in counts.values() else counts
 
 
 def _clock_events(gpu: Element) -> Value:
@@ -201,18 +201,6 @@ def _clock_events(gpu: Element) -> Value:
             return None
         bits |= bit * (state == "Active")
     return bits
-
-
-def _pcie(gpu: Element) -> Value:
-    info = "pci/pci_gpu_link_info"
-    return _all_or_none(
-        {
-            "width": _count(gpu, f"{info}/link_widths/current_link_width"),
-            "max_width": _count(gpu, f"{info}/link_widths/max_link_width"),
-            "generation": _count(gpu, f"{info}/pcie_gen/current_link_gen"),
-            "max_generation": _count(gpu, f"{info}/pcie_gen/max_link_gen"),
-        }
-    )
 
 
 def _fabric(gpu: Element) -> Value:
@@ -238,26 +226,27 @@ def _mig(gpu: Element) -> Value:
 
 def _processes(gpu: Element) -> Value:
     """Return those that compute on it and draw nothing."""
-    found: list[Value] = []
-    for each in gpu.findall("processes/process_info"):
-        if _text(each, "type") == "C":
-            mib = _number(each, "used_memory")
-            size_bytes = None if mib is None else int(mib * 2**20)
-            found.append({"pid": _count(each, "pid"), "memory_bytes": size_bytes})
-    return found
+    return [
+        {
+            "pid": _count(each, "pid"),
+            "memory_bytes": _count(each, "used_memory", 2**20),
+        }
+        for each in gpu.findall("processes/process_info")
+        if _text(each, "type") == "C"
+    ]
 
 
 _QUESTIONS: dict[str, Callable[[Element], Value]] = {
     "titles": lambda gpu: _text(gpu, "product_name"),
     "bus_ids": lambda gpu: plain_address(gpu.get("id", "")),
-    "memory_bytes": _memory,
+    "memory_bytes": lambda gpu: _counts(gpu, "fb_memory_usage", _MEMORY, 2**20),
     "vbios": lambda gpu: _known(_text(gpu, "vbios_version")),
     "recovery_action": _recovery,
     "remapped_rows": _rows,
     "ecc_errors": _ecc,
     "clock_events": _clock_events,
     "margin_celsius": lambda gpu: _count(gpu, "temperature/gpu_temp_tlimit"),
-    "pcie": _pcie,
+    "pcie": lambda gpu: _counts(gpu, "pci/pci_gpu_link_info", _PCIE),
     "fabric": _fabric,
     "mig": _mig,
     "processes": _processes,

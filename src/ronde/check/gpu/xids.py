@@ -7,87 +7,57 @@ no action: 171 and 172 come with a 48 and count like one; that 167 does is ronde
 """
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
-from ronde.check.check import (
-    FAIL,
-    INFORM,
-    WARN,
-    Problem,
-    Problems,
-    Severity,
-    each_host,
-)
+from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, Severity, each_host
 from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.kernel_log import read_log
+from ronde.topology.cpu_sets import members, parse_list
 from ronde.topology.pci import plain_address
 from ronde.units import format_duration
 
+_Resolution = tuple[Severity, str]  # With what to do; empty for nothing.
+_TABLE = """
+fail 46,62,64,95,109-110,119-120,136,140,143,155-156,158
+  stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+fail 48,167,171-172
+  reset the GPU (sudo nvidia-smi --gpu-reset -i N), then dcgmi diag -r 3; if it happens
+  again, have the GPU replaced
+fail 79
+  reboot the host; if it happens again, the GPU or its slot is broken
+fail 151
+  restart the virtual machine
+fail 54
+  connect the GPU's power cable
+fail 74,144-150
+  nvidia-smi nvlink -e shows the link; reset its GPUs, or look at its bridge, cable or
+  switch
+warn 78
+  update the vGPU software
+inform 94
+  start the program again; when it suits, stop what uses the GPU, then: sudo nvidia-smi
+  --gpu-reset -i N
+inform 8,11,13,25,31-32,39-41,45,60,68-72,75-77,80,82-86,88-89,96-105,126-135,139
+  start the program again; if it happens again, look at the program
+inform 14,37-38,43-44,63,66-67,92-93,106-108,121,137,141,152-154,157,160-161
+"""
+"""Severity, numbers, and what NVIDIA says to do about them.
 
-class _Resolution(NamedTuple):
-    """What NVIDIA says to do about some numbers."""
-
-    severity: Severity
-    fix: str
-    codes: frozenset[int]
+154 repeats the driver's advice, which is a check of its own.
+"""
 
 
-_RESET = _Resolution(
-    FAIL,
-    "stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N",
-    frozenset({46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158}),
-)
-_RESTART = _Resolution(
-    INFORM,
-    "start the program again; if it happens again, look at the program",
-    frozenset({8, 11, 13, 25, 31, 32, 39, 40, 41, 45, 60, 68, 69, 70, 71, 72, 75, 76})
-    | frozenset({77, 80, 82, 83, 84, 85, 86, 88, 89, *range(96, 106)})
-    | frozenset({*range(126, 136), 139}),
-)
-_RESOLUTIONS = (
-    _RESET,
-    _Resolution(
-        FAIL,
-        "reset the GPU (sudo nvidia-smi --gpu-reset -i N), then dcgmi diag -r 3; if it "
-        "happens again, have the GPU replaced",
-        frozenset({48, 167, 171, 172}),
-    ),
-    _Resolution(
-        FAIL,
-        "reboot the host; if it happens again, the GPU or its slot is broken",
-        frozenset({79}),
-    ),
-    _Resolution(FAIL, "restart the virtual machine", frozenset({151})),
-    _Resolution(FAIL, "connect the GPU's power cable", frozenset({54})),
-    _Resolution(
-        FAIL,
-        "nvidia-smi nvlink -e shows the link; reset its GPUs, or look at its bridge, "
-        "cable or switch",
-        frozenset({74, *range(144, 151)}),
-    ),
-    _Resolution(WARN, "update the vGPU software", frozenset({78})),
-    _Resolution(
-        INFORM,
-        "start the program again; when it suits, stop what uses the GPU, then: sudo "
-        "nvidia-smi --gpu-reset -i N",
-        frozenset({94}),
-    ),
-    _RESTART,
-    # Nothing to do. 154 repeats the driver's advice, which is a check of its own.
-    _Resolution(
-        INFORM,
-        "",
-        frozenset({14, 37, 38, 43, 44, 63, 66, 67, 92, 93, *range(106, 109), 121, 137})
-        | frozenset({141, 152, 153, 154, 157, 160, 161}),
-    ),
-)
-_OTHER = _Resolution(
-    INFORM, "look the number up in NVIDIA's catalogue of Xid errors", frozenset()
-)
-_FATAL_SWITCH = _Resolution(
-    FAIL, "reset all GPUs of the host, or reboot it", frozenset()
-)
+def _read_table() -> Iterator[tuple[int, _Resolution]]:
+    for entry in _TABLE.replace("\n  ", " ").strip().splitlines():
+        severity, codes, *fix = entry.split()
+        for code in members(parse_list(codes)):
+            yield code, (Severity(severity), " ".join(fix))
+
+
+_RESOLUTIONS = dict(_read_table())
+_OTHER = INFORM, "look the number up in NVIDIA's catalogue of Xid errors"
+_FATAL_SWITCH = FAIL, "reset all GPUs of the host, or reboot it"
+_NVLINK = range(144, 151)
 _NAMES = {
     8: "a channel stood still",
     13: "error in a kernel",
@@ -116,7 +86,7 @@ _NAMES = {
     167: "fatal timeout on the PCI bus",
     171: "two bits wrong in memory (DRAM)",
     172: "two bits wrong in a cache (SRAM)",
-} | dict.fromkeys(range(144, 151), "error of an NVLink")
+} | dict.fromkeys(_NVLINK, "error of an NVLink")
 
 # With MIG the instance stands behind the address.
 _XID = re.compile(
@@ -138,21 +108,20 @@ def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
     """
     found: dict[tuple[str, str, int], Value] = {}
     for age_s, line in lines:
-        xid = _XID.search(line)
-        if xid is None:
-            continue
-        # The driver leaves out the function, which is 0.
-        text = xid["address"]
-        address = plain_address(text) or plain_address(f"{text}.0") or text
-        key = xid["kind"], address, int(xid["code"])
-        found[key] = {
-            "kind": key[0],
-            "address": key[1],
-            "code": key[2],
-            "times": found[key]["times"] + 1 if key in found else 1,
-            "age_s": max(0.0, round(age_s, 1)),
-            "is_fatal": re.search(r"\bFatal\b", xid["rest"]) is not None,
-        }
+        if xid := _XID.search(line):
+            # The driver leaves out the function, which is 0.
+            text = xid["address"]
+            address = plain_address(text) or plain_address(f"{text}.0") or text
+            kind, code = xid["kind"], int(xid["code"])
+            before = found.get((kind, address, code), {"times": 0})
+            found[kind, address, code] = {
+                "kind": kind,
+                "address": address,
+                "code": code,
+                "times": before["times"] + 1,
+                "age_s": max(0.0, round(age_s, 1)),
+                "is_fatal": re.search(r"\bFatal\b", xid["rest"]) is not None,
+            }
     return list(found.values())
 
 
@@ -173,8 +142,8 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
     numbers = zip(values.get(_ADDRESSES) or (), values.get(_ADVICE) or (), strict=False)
     advice = {address: action for address, action in numbers if action is not None}
     for each in values["gpu.xids"]:
-        resolution = _resolve(each)
-        if not resolution.fix:
+        severity, fix = _resolve(each)
+        if not fix:
             continue
         is_xid, code = each["kind"] == "Xid", each["code"]
         what = f"{each['kind']} {code}"
@@ -182,21 +151,18 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
         what += f" at {each['address']}"
         what += f", {each['times']} times, last" if each["times"] > 1 else ""
         what += f" {each.get('where') or format_duration(each['age_s']) + ' ago'}"
-        severity = resolution.severity
         # A switch is reset with all GPUs.
         own: list[Value] = [*advice.values()]
         own = [advice.get(each["address"])] if is_xid else own
         if severity is FAIL and own and not any(a != 0 for a in own):
             severity, what = WARN, f"{what}; by now the driver asks for nothing"
-        yield Problem(what, severity, fix=resolution.fix)
+        yield Problem(what, severity, fix=fix)
 
 
 def _resolve(entry: Value) -> _Resolution:
     if entry["kind"] != "Xid":
         return _FATAL_SWITCH if entry["is_fatal"] else _OTHER
-    code = entry["code"]
-    found = next((each for each in _RESOLUTIONS if code in each.codes), _OTHER)
+    severity, fix = _RESOLUTIONS.get(entry["code"], _OTHER)
     # In the catalogue's table of these, most that are not fatal ask for nothing.
-    if code in range(144, 151) and not entry["is_fatal"]:
-        return found._replace(severity=INFORM)
-    return found
+    is_harmless = entry["code"] in _NVLINK and not entry["is_fatal"]
+    return (INFORM if is_harmless else severity), fix

@@ -8,6 +8,7 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,12 +23,12 @@ from ronde.topology.nccl_log.watchdog import WatchdogReport
 
 _MAX_VALUES = 1 << 12  # Of each topic.
 _MAX_KEPT_TEXT = 400
-# NCCL before 2.23 names no more of a ring, and does not say so.
-_MAX_RANKS_OF_OLD_RING = 20
 # What a level of a tree may be off by: people paste, and lose a blank.
 _SLACK = 2
 # A host that is named in so few messages may be a word that was cut.
 _MAX_MISREAD = 3
+# NCCL before 2.23 names no more of a ring, and does not say so.
+_MAX_RANKS_OF_OLD_RING = 20
 _DEVICE = re.compile(r"\[\d+\] ?([^\s\[={},]+)")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _NIC = re.compile(r"/-?\d+(?:\(\d+\))?")
@@ -87,18 +88,6 @@ class TreeLink(NamedTuple):
     hosts: tuple[str, ...]
 
 
-class GraphSeen(NamedTuple):
-    """The result of NCCL's search for channels."""
-
-    pattern: int  # 1 to 3 are trees, 4 is the ring, 5 NVLS.
-    num_channels: int
-    intra_gb_per_s: float  # Of a channel inside a node.
-    inter_gb_per_s: float  # Of a channel between nodes.
-    intra_type: str  # Worst kind of path inside a node.
-    inter_type: str  # Worst kind of path between a GPU and its network adapter.
-    hosts: tuple[str, ...]
-
-
 class EdgesSeen(NamedTuple):
     """Connections between ranks that use one transport."""
 
@@ -155,7 +144,6 @@ class NcclJob(NamedTuple):
     retries: tuple[Reported, ...] = ()
     gpu_paths: tuple[Reported, ...] = ()  # Kinds of those between GPUs: ``NVL``.
     trees: tuple[TreeLink, ...] = ()  # In the order of the log, as what follows.
-    graphs: tuple[GraphSeen, ...] = ()
     warnings: tuple[WarningSeen, ...] = ()
     edges: tuple[EdgesSeen, ...] = ()  # Most first.
     tunings: tuple[Tuning, ...] = ()  # By collective and size.
@@ -175,15 +163,14 @@ class NcclLog(NamedTuple):
 
 
 _Match = re.Match[str]
+_Topic = tuple[str, Any]  # With one of the values that are reported.
 
 
 class _Process:
     def __init__(self, host: str, pid: int) -> None:
-        self.host = host
-        self.pid = pid
-        self.num_messages = 0
-        # What it reports, by topic and value: a count, and details of the topic.
-        self.notes: dict[tuple[str, Any], list[Any]] = {}
+        self.host, self.pid, self.num_messages = host, pid, 0
+        # What it reports: a count, and details of the topic.
+        self.notes: dict[_Topic, list[Any]] = {}
         # Its ranks, by the thread that starts one and by NCCL's pointer.
         self.parts: dict[int | str, _Part] = {}
         # Of each thread that prints a topology: indent and name of what is open.
@@ -194,28 +181,31 @@ class _Process:
         return self.host, self.pid
 
 
+_Notes = dict[_Process, list[Any]]
+
+
+@dataclass(eq=False)
 class _Part:
     """One rank of a communicator, as far as its process has reported it."""
 
-    def __init__(self, process: _Process) -> None:
-        self.process = process
-        self.name: str | None = None
-        self.num_ranks: int | None = None
-        self.rank: int | None = None
-        self.num_nodes = UNKNOWN
-        self.is_mnnvl = False
-        self.channels: set[ChannelCounts] = set()
-        self.seen: dict[str, Any] = {}  # Fields of ``RankSeen``.
+    process: _Process
+    name: str | None = None
+    num_ranks: int | None = None
+    rank: int | None = None
+    num_nodes: int = UNKNOWN
+    is_mnnvl: bool = False
+    channels: set[ChannelCounts] = field(default_factory=set[ChannelCounts])
+    seen: dict[str, Any] = field(default_factory=dict[str, Any])  # Of ``RankSeen``.
 
 
+@dataclass(eq=False)
 class _Comm:
     """A communicator: its parts, and by rank the first one that has it."""
 
-    def __init__(self, name: str, num_ranks: int | None) -> None:
-        self.name = name
-        self.num_ranks = num_ranks
-        self.parts: list[_Part] = []
-        self.ranks: dict[int, _Part] = {}
+    name: str
+    num_ranks: int | None
+    parts: list[_Part] = field(default_factory=list[_Part])
+    ranks: dict[int, _Part] = field(default_factory=dict[int, _Part])
 
     def add(self, part: _Part) -> None:
         self.parts.append(part)
@@ -233,14 +223,12 @@ class _Collector:
 
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], _Process] = {}
-        self.values: dict[tuple[str, Any], int] = {}  # Topics and values, in order.
+        self.values: dict[_Topic, int] = {}  # In order.
         self.parts: list[_Part] = []
         self.loose_versions: dict[str, None] = {}
         self.num_messages = 0
         self.num_left_out = 0
         self._num_values: Counter[str] = Counter()
-        # One process stands for its host where all see the same.
-        self._first_of_host: dict[str, _Process] = {}
         self._takers: dict[str, Callable[[_Process, int, _Match], None]] = {
             name.removeprefix("take_"): getattr(self, name)
             for name in dir(self)
@@ -256,33 +244,29 @@ class _Collector:
         process = self.processes.get((host, pid))
         if process is None:
             process = self.processes[host, pid] = _Process(host, pid)
-            self._first_of_host.setdefault(host, process)
         process.num_messages += 1
         if is_warning:
             kept = text[:_MAX_KEPT_TEXT]
             self._note(process, "warnings", _NUMBER.sub("#", kept), kept, place)
-        if found := recognise(text):
-            topic, words, match = found
-            if taker := self._takers.get(topic):
-                taker(process, thread, match)
-            elif match.lastindex:
-                value = words.format(*match.groups()) if words else match[1]
-                self._note(process, topic, value)
+        topic, words, match = recognise(text) or ("", "", None)
+        if match and (taker := self._takers.get(topic)):
+            taker(process, thread, match)
+        elif match and match.lastindex:
+            value = words.format(*match.groups()) if words else match[1]
+            self._note(process, topic, value)
 
     def _note(
         self, process: _Process, topic: str, value: object, *details: object
     ) -> list[Any] | None:
         """Count a value of a process; return its note, none for too many values."""
         key = topic, value
-        note = process.notes.get(key)
-        if note is None:
-            if key not in self.values:
-                if self._num_values[topic] >= _MAX_VALUES:
-                    self.num_left_out += 1
-                    return None
-                self._num_values[topic] += 1
-                self.values[key] = len(self.values)
-            note = process.notes[key] = [0, *details]
+        if key not in self.values:
+            if self._num_values[topic] >= _MAX_VALUES:
+                self.num_left_out += 1
+                return None
+            self._num_values[topic] += 1
+            self.values[key] = len(self.values)
+        note = process.notes.setdefault(key, [0, *details])
         note[0] += 1
         return note
 
@@ -311,17 +295,12 @@ class _Collector:
         branches.append((match.start(4), target))
         port_gb_per_s = float(port or 0) if target.startswith("NET/") else 0.0
         value = (kind, float(gb_per_s), source, target, port_gb_per_s)
-        self._note(self._first_of_host[process.host], "trees", value)
+        self._note(process, "trees", value)
 
     def take_paths(self, process: _Process, _: int, match: _Match) -> None:
         source, targets = match.groups()
         for kind in _GPU_PATH.findall(targets) if source.startswith("GPU/") else ():
-            self._note(self._first_of_host[process.host], "gpu_paths", kind)
-
-    def take_graph(self, process: _Process, _: int, match: _Match) -> None:
-        pattern, num_channels, intra, inter, *types = match.groups()
-        value = (int(pattern), int(num_channels), float(intra), float(inter), *types)
-        self._note(process, "graphs", value)
+            self._note(process, "gpu_paths", kind)
 
     def take_edge(self, process: _Process, _: int, match: _Match) -> None:
         source, target, way, transport = match.groups()
@@ -407,14 +386,13 @@ class _Collector:
         of_host: defaultdict[str, dict[_Comm, None]] = defaultdict(dict)
         for part in sorted(self.parts, key=lambda part: part.name is None):
             host, size = part.process.host, part.num_ranks
+            new = _Comm(part.name or f"#{len(comms)}", size)
             if part.name is None:
                 fitting = (comm for comm in of_host[host] if comm.may_have(part))
                 found = list(islice(fitting, 2))
                 key = host, size, part.num_nodes
-                new = _Comm(f"#{len(comms)}", size)
                 comm = found[0] if len(found) == 1 else comms.setdefault(key, new)
             else:
-                new = _Comm(part.name, size)
                 comm = comms.setdefault((part.name, size), new)
                 of_host[host][comm] = None
             comm.add(part)
@@ -445,7 +423,6 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         jobs[job_of[process]].append(process)
     for comm in comms:
         comms_of[job_of[comm.parts[0].process]].append(comm)
-    ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
     # Of several jobs it is unknown whose torch's lines are.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
     ranks = largest.ranks if largest and len(comms_of) == 1 else {}
@@ -453,6 +430,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     for rank in ranks.keys() & report.busy:
         # A collective is called after the start.
         ranks[rank].seen["is_complete"] = True
+    ordered = sorted(jobs, key=lambda job: -len(jobs[job]))
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
@@ -548,12 +526,9 @@ def _hosts(processes: Iterable[_Process]) -> tuple[str, ...]:
 
 
 def _job(
-    processes: Sequence[_Process],
-    comms: Iterable[_Comm],
-    order: dict[tuple[str, Any], int],
+    processes: Sequence[_Process], comms: Iterable[_Comm], order: dict[_Topic, int]
 ) -> NcclJob:
-    reports: defaultdict[tuple[str, Any], dict[_Process, list[Any]]]
-    reports = defaultdict(dict)
+    reports: defaultdict[_Topic, _Notes] = defaultdict(dict)
     for process in processes:
         for key, note in process.notes.items():
             reports[key][process] = note
@@ -563,43 +538,34 @@ def _job(
     for topic, values in fields.items():
         if topic == "edges":
             values.sort(key=lambda edges: -edges.num_edges)
-        elif topic not in ("trees", "graphs", "warnings"):
+        elif topic not in ("trees", "warnings"):
             values.sort()
-    found = map(_communicator, comms)
-    fields["communicators"] = sorted(found, key=lambda comm: -comm.num_ranks)
+    found = sorted(map(_communicator, comms), key=lambda comm: -comm.num_ranks)
     return NcclJob(
         hosts=_hosts(processes),
         num_processes=len({process.name for process in processes}),
+        communicators=tuple(found),
         **{name: tuple(values) for name, values in fields.items()},
     )
 
 
-_KINDS: dict[str, Callable[..., object]] = {
-    "trees": TreeLink,
-    "graphs": GraphSeen,
-    "edges": EdgesSeen,
-    "tunings": Tuning,
-    "warnings": WarningSeen,
-}
-
-
-def _reported(topic: str, value: Any, notes: dict[_Process, list[Any]]) -> object:  # noqa: ANN401 - values of any kind
+def _reported(topic: str, value: Any, notes: _Notes) -> object:  # noqa: ANN401 - values of any kind
     """Return what the notes of a value make; most are only reported."""
     hosts = _hosts(notes)
     nums, *details = zip(*notes.values(), strict=True)
-    fields: tuple[object, ...] = value, hosts
-    if topic in ("trees", "graphs"):
-        fields = *value, hosts
-    elif topic == "edges":
+    if topic == "trees":
+        return TreeLink(*value, hosts=hosts)
+    if topic == "edges":
         # Of one to another host there are two ends, and some logs have one alone.
         num_received = sum(details[2])
         num_edges = max(sum(nums) - num_received, num_received)
-        fields = value, num_edges, (int(details[0][0]), int(details[1][0])), hosts
-    elif topic == "tunings":
-        fields = *value, min(details[0]), max(details[1])
-    elif topic == "warnings":
-        fields = details[0][0], details[1][0], sum(nums), hosts
-    return _KINDS.get(topic, Reported)(*fields)
+        ends = int(details[0][0]), int(details[1][0])
+        return EdgesSeen(value, num_edges, ends, hosts)
+    if topic == "tunings":
+        return Tuning(*value, min_bytes=min(details[0]), max_bytes=max(details[1]))
+    if topic == "warnings":
+        return WarningSeen(details[0][0], details[1][0], sum(nums), hosts)
+    return Reported(value, hosts)
 
 
 def _communicator(comm: _Comm) -> NcclCommunicator:

@@ -240,8 +240,7 @@ NET/ plugins (NET/Plugin ?: .+|NET/OFI .+)
     (?: \((?:(?:[0-9a-f-]*/)*([\d.]+)|[0-9a-f./-]*)\))?(?: \[MLOPart \d+\])?
 / paths (@ELEMENT) :((?:@ELEMENT \(.*)?)
 / tree_root (@ELEMENT)(?: \([0-9a-f./-]*\))?
-Pattern graph Pattern (\d+), crossNic \d+, nChannels (\d+), bw ([\d.]+)/([\d.]+),
-    [ ]type (\w+)/(\w+), sameChannels \d+
+Pattern nothing Pattern \d+, crossNic \d+, nChannels \d+, bw .+, sameChannels \d+
 Channel edge Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\]
     [ ](?:\[(send|receive)\] )?via (@TRANSPORT)(?: comm \S+ nRanks \d+)?
 Channel ring Channel \d+/\d+ :((?: +\d+)+)
