@@ -140,7 +140,11 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
     else:
         what = counted(len(lines), "kernel line" if is_log else "line")
         more = _lost_links(lines)
-        values["gpu.xids"] = _read_xids(lines)
+        # The index of the line stands for the age.
+        xids = find_xids((number, line) for number, (_, line) in enumerate(lines))
+        for each in xids:
+            each["where"] = lines[int(each["age_s"])][0].strip()
+        values["gpu.xids"] = xids
     errors = _find_errors([*lines, *more])
     if not (errors or is_log or probe in (SMI_QUERY, RDMA_PORTS)):
         name = probe.format if probe else other or "none of them"
@@ -174,7 +178,8 @@ def _find_errors(lines: _Lines) -> list[_Error]:
             if match := pattern.search(line):
                 severity, fix, what = row.split(maxsplit=2)
                 error = what.format(*match.groups()), severity, _FIXES[fix]
-                at = match.groupdict().get("at") or ""
+                # A GPU is its own place.
+                at = place if place.isdecimal() else match.groupdict().get("at") or ""
                 found.setdefault(error, []).append((at, place))
                 break
     return [_sum_up(*error, seen) for error, seen in found.items()]
@@ -183,10 +188,8 @@ def _find_errors(lines: _Lines) -> list[_Error]:
 def _sum_up(what: str, severity: str, fix: str, seen: list[tuple[str, str]]) -> _Error:
     ends = list(dict.fromkeys(at for at, _ in seen if at))
     place = seen[-1][1]
-    if place.isdecimal():  # of a GPU
-        ends = list(dict.fromkeys(number for _, number in seen))
-        text = f"GPU{'s' * (len(ends) > 1)} {', '.join(ends)}: {what}"
-    else:
+    text = f"GPU{'s' * (len(ends) > 1)} {', '.join(ends)}: {what}"
+    if not place.isdecimal():
         named = f": {list_first(ends, 4)}" if ends else ""
         times = f", {len(seen)} times, last" if len(seen) > 1 else ""
         text = f"{what}{named}{times}{place}"
@@ -203,12 +206,6 @@ def _lost_links(lines: _Lines) -> Iterator[tuple[str, str]]:
         if lost := sum(was and not is_up for was, is_up in pairwise(own)):
             end = "" if own[-1] else " and is down"
             yield "", f"{at} lost its link {counted(lost, 'time')}{end}"
-
-
-def _read_xids(lines: list[tuple[str, str]]) -> list[Value]:
-    # The index of the line stands for the age.
-    found = find_xids((number, line) for number, (_, line) in enumerate(lines))
-    return [each | {"where": lines[int(each["age_s"])][0].strip()} for each in found]
 
 
 def _read_query(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:

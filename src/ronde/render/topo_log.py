@@ -10,7 +10,6 @@ from ronde.topology.nccl_log.log import Reported
 from ronde.topology.probes.nccl import SearchGraph
 from ronde.units import counted, format_size, list_first
 
-_ORDER = {severity: place for place, severity in enumerate(Level)}
 _LABEL = 16
 _MAX_NAMES = 4
 _MAX_TUNINGS = 6
@@ -27,9 +26,8 @@ def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str
 
     def order(finding: Diagnostic) -> tuple[int, float]:
         """Return a key that has the greatest loss of bandwidth first, none last."""
-        should = finding.should_gb_per_s
-        left = finding.has_gb_per_s / should if should else 1.0
-        return _ORDER[finding.severity], left
+        has, should = finding.has_gb_per_s, finding.should_gb_per_s
+        return list(Level).index(finding.severity), has / should if should else 1.0
 
     return "\n".join(
         wrap(f"{each.severity.upper()} {each.rule}: ", list_some(groups[each]), width)
@@ -57,32 +55,29 @@ def _draw_graph(graph: SearchGraph) -> str:
     total = graph.num_channels * graph.intra_gb_per_s
     each = f"{graph.intra_gb_per_s:g} GB/s, {total:g} GB/s together"
     outside = f"{graph.inter_type} with {graph.inter_gb_per_s:g} GB/s a channel"
-    lines = [
-        f"{title}: {counted(graph.num_channels, 'channel')} of {each}",
-        f"  between GPUs {graph.intra_type}, to an adapter {outside}",
-    ]
+    text = f"{title}: {counted(graph.num_channels, 'channel')} of {each}\n"
+    text += f"  between GPUs {graph.intra_type}, to an adapter {outside}\n"
     for order, times in Counter(map(" ".join, graph.channels)).items():
-        lines.append(f"  {order}" + (f"   {times} times" if times > 1 else ""))
-    return "\n".join(lines) + "\n"
+        text += f"  {order}{f'   {times} times' if times > 1 else ''}\n"
+    return text
 
 
 def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
     # Of hosts that report warnings alone nothing is known that sets them apart.
-    bare = NcclJob()
-    rest = [j._replace(hosts=(), num_processes=0, warnings=()) for j in log.jobs]
-    hosts = [
-        job.hosts[0] for job, own in zip(log.jobs, rest, strict=True) if own == bare
-    ]
-    jobs = [job for job, own in zip(log.jobs, rest, strict=True) if own != bare]
+    bare, jobs, hosts = NcclJob(), list[NcclJob](), list[str]()
+    for job in log.jobs:
+        if job._replace(hosts=(), num_processes=0, warnings=()) == bare:
+            hosts += job.hosts
+        else:
+            jobs.append(job)
     jobs += [NcclJob(tuple(hosts))] if hosts else []
     parts = [_job(job, log, width) for job in jobs[:_MAX_JOBS]]
     left = len(jobs) - _MAX_JOBS
     parts += [f"and {left} smaller jobs\n"] if left > 0 else []
-    read = f"Read {counted(log.num_messages, 'message')} of NCCL in "
+    read = f"Read {counted(log.num_messages, 'message')} of NCCL"
     if log.watchdog.num_lines:
-        read = f"Read {counted(log.num_messages, 'message')} of NCCL and "
-        read += f"{counted(log.watchdog.num_lines, 'line')} of torch's watchdog in "
-    read += counted(log.num_lines, "line")
+        read += f" and {counted(log.watchdog.num_lines, 'line')} of torch's watchdog"
+    read += f" in {counted(log.num_lines, 'line')}"
     if log.loose_versions and not log.jobs:
         read += f": NCCL {' and '.join(log.loose_versions)}"
     if log.num_mended:
@@ -124,28 +119,24 @@ def _head(job: NcclJob, log: NcclLog) -> str:
     if not versions and len(log.jobs) == 1:
         versions = list(log.loose_versions)
     hosts = list_first(job.hosts, _MAX_NAMES)
-    parts = [
-        f"{ranks} on {counted(len(job.hosts), 'host')} ({hosts})",
-        f"NCCL {' and '.join(versions) or 'of unknown version'}",
-    ]
+    text = f"{ranks} on {counted(len(job.hosts), 'host')} ({hosts})"
+    text += f", NCCL {' and '.join(versions) or 'of unknown version'}"
     for each in job.drivers[:2]:
         # CUDA counts 12.9 as 12090.
         major, minor = divmod(int(each.value), 1000)
-        parts.append(f"CUDA driver {major}.{minor // 10}")
+        text += f", CUDA driver {major}.{minor // 10}"
     if len(job.communicators) > 1:
-        parts.append(f"{len(job.communicators)} communicators")
-    return ", ".join(parts)
+        text += f", {len(job.communicators)} communicators"
+    return text
 
 
 def _between(job: NcclJob) -> str:
-    networks = _names(job.networks)
-    found = [each.value.split(" ", 1) for each in job.candidates]
-    devices = [
-        device
-        for kind, device in found
-        if device != "none"
-        and (not job.networks or any(n.value.endswith(kind) for n in job.networks))
-    ]
+    networks, devices = _names(job.networks), list[str]()
+    for each in job.candidates:
+        kind, device = each.value.split(" ", 1)
+        is_used = any(n.value.endswith(kind) for n in job.networks)
+        if device != "none" and (is_used or not job.networks):
+            devices.append(device)
     parts = [networks] if networks else []
     if devices:
         parts = [f"{networks or 'found'} over {list_first(devices, _MAX_NAMES)}"]
@@ -177,10 +168,9 @@ def _edges(job: NcclJob, *, is_between: bool) -> list[str]:
 
 def _tunings(job: NcclJob) -> str:
     tunings: list[str] = []
-    for each in job.tunings:
-        ends = dict.fromkeys(map(format_size, (each.min_bytes, each.max_bytes)))
-        how = f"{each.algorithm} {each.protocol}"
-        tunings.append(f"{each.collective} {' to '.join(ends)} {how}")
+    for collective, *how, least, most in job.tunings:
+        ends = dict.fromkeys(map(format_size, (least, most)))
+        tunings.append(" ".join([collective, " to ".join(ends), *how]))
     return list_first(tunings, _MAX_TUNINGS, "; ")
 
 

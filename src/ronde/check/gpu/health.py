@@ -143,10 +143,8 @@ def gpu_firmware(fleet: Fleet) -> Problems:
     needs: an NVIDIA GPU; to compare, three of one model
     why: Firmware controls clocks, power and errors; the InfoROM keeps counts of errors.
     """
-    damaged = Problem(
-        "its InfoROM is damaged",
-        fix="have the GPU replaced, or its InfoROM rewritten by the vendor",
-    )
+    fix = "have the GPU replaced, or its InfoROM rewritten by the vendor"
+    damaged = Problem("its InfoROM is damaged", fix=fix)
     for host, valid in fleet.known("gpu.has_valid_inforom").items():
         found = (damaged if is_valid is False else None for is_valid in valid)
         yield from fold_gpus(host, found)

@@ -27,22 +27,20 @@ _SUMMARIES = {
     3: (WARN, "the fabric has limited capacity"),
 }
 _HEALTH = (
-    (4, 3, 1, FAIL, "a route of the fabric is unhealthy"),
-    (2, 3, 1, WARN, "a route of the fabric is being recovered"),
-    (6, 3, 1, WARN, "the fabric recovers from a time-out"),
-    (0, 3, 1, WARN, "the fabric has less bandwidth than it should"),
+    (4, FAIL, "a route of the fabric is unhealthy"),
+    (2, WARN, "a route of the fabric is being recovered"),
+    (6, WARN, "the fabric recovers from a time-out"),
+    (0, WARN, "the fabric has less bandwidth than it should"),
 )
-"""First bit, mask and bad value of each part of the health, the worst first."""
-_CONFIGURATION_BIT, _CONFIGURATION_MASK, _CONFIGURATION_FINE = 8, 0xF, (0, 1)
+"""First of the two bits of each part of the health, the worst first; 1 is bad."""
+_CONFIGURATION_BIT, _CONFIGURATION_FINE = 8, (0, 1)
 
 # Of the first CPU; some kernels take milliseconds for each further one.
 _CPUINFO_BYTES = 8192
 _HYPERVISORS = re.compile(
     r"QEMU|KVM|VMware|Virtual Machine|Google Compute Engine|Amazon EC2|OpenStack|Xen"
 )
-_BARE = ".metal"  # how the products of Amazon EC2 end that are whole machines
 _MELLANOX = "0x15b3"
-_FIRST_DMA_BUF = (5, 12)
 _EXTENDED, _SPACE_BYTES = 0x100, 4096
 _ACS, _ACS_CONTROL = 0x0D, 6
 _REDIRECTING = 0b11101
@@ -61,12 +59,10 @@ def read_is_virtual(root: str) -> bool:
         return "hypervisor" in flags[1].split()
     # Other processors than x86 do not show it: the firmware's maker counts.
     firmware = f"{root}/sys/class/dmi/id"
-    maker, product = (
-        read_text(f"{firmware}/sys_vendor"),
-        read_text(f"{firmware}/product_name"),
-    )
-    is_known = _HYPERVISORS.search(f"{maker} {product}") is not None
-    return is_known and not product.endswith(_BARE)
+    product = read_text(f"{firmware}/product_name")
+    name = f"{read_text(f'{firmware}/sys_vendor')} {product}"
+    # Products of Amazon EC2 that end so are whole machines.
+    return bool(_HYPERVISORS.search(name)) and not product.endswith(".metal")
 
 
 def read_direct_rdma(root: str, module: str) -> Value:
@@ -78,7 +74,7 @@ def read_direct_rdma(root: str, module: str) -> Value:
     elif "(open)" in module:
         release = read_text(f"{root}/proc/sys/kernel/osrelease")
         version = tuple(int(n) for n in release.split(".", 2)[:2])
-        way = "DMA-BUF" if version >= _FIRST_DMA_BUF else ""
+        way = "DMA-BUF" if version >= (5, 12) else ""
     return {"adapters": vendors.count(_MELLANOX), "way": way}
 
 
@@ -124,10 +120,10 @@ def gpu_pcie(fleet: Fleet) -> Problems:
     needs: an NVIDIA GPU
     why: Copies to the host and to network adapters take a multiple of the time.
     """
-    odd = odd_gpus(fleet, _PCIE, lambda link: f"PCI link x{link['width']}", FAIL)
+    odd = odd_gpus(fleet, _PCIE, "PCI link x{width}".format_map, FAIL)
     yield from once_a_host(_narrow_links(fleet), odd)
     highest = "PCI link of generation {max_generation} at most"
-    yield from odd_gpus(fleet, _PCIE, lambda link: highest.format(**link), WARN)
+    yield from odd_gpus(fleet, _PCIE, highest.format_map, WARN)
 
 
 def _narrow_links(fleet: Fleet) -> Problems:
@@ -136,7 +132,7 @@ def _narrow_links(fleet: Fleet) -> Problems:
         # Virtual machines do not see the slot, whose lanes may be fewer.
         severity = WARN if facts.values[_VIRTUAL] else FAIL
         found = (
-            Problem(what.format(**link), severity)
+            Problem(what.format_map(link), severity)
             if link and 0 < link["width"] < link["max_width"]
             else None
             for link in facts.values[_PCIE]
@@ -177,13 +173,11 @@ def _inactive_links(fleet: Fleet) -> Problems:
 
 
 def _lacking_links(links: Value, title: str) -> Problem | None:
-    num_active = sum(links)
     wanted = next((num for name, num in _EXPECTED_LINKS if name.search(title)), 0)
-    if num_active >= wanted:
-        return None
     inactive = format_list([n for n, is_active in enumerate(links) if not is_active])
-    which = f", not {inactive}" if inactive else ""
-    return Problem(f"{num_active} of {wanted} NVLinks are active{which}")
+    what = f"{sum(links)} of {wanted} NVLinks are active"
+    what += f", not {inactive}" * bool(inactive)
+    return Problem(what) if sum(links) < wanted else None
 
 
 @each_gpu(FAIL, "gpu.fabric")
@@ -207,12 +201,12 @@ def gpu_fabric(fabric: Value) -> Problems:
         return
     if status:
         yield Problem(f"its registration with the fabric ended in error {status}")
-    configuration = health >> _CONFIGURATION_BIT & _CONFIGURATION_MASK
+    configuration = health >> _CONFIGURATION_BIT & 0xF
     if configuration not in _CONFIGURATION_FINE:
         what = f"the fabric is configured wrongly (NVML's number {configuration})"
         yield Problem(what)
-    for first_bit, mask, bad, severity, what in _HEALTH:
-        if health >> first_bit & mask == bad:
+    for first_bit, severity, what in _HEALTH:
+        if health >> first_bit & 3 == 1:
             yield Problem(what, severity)
     if fabric["summary"] in _SUMMARIES:
         severity, what = _SUMMARIES[fabric["summary"]]

@@ -370,9 +370,7 @@ def each_gpu(
             for host in fleet.having(*facts):
                 answers = zip(*(host.values[f] or () for f in facts), strict=True)
                 found = (
-                    next(judge(*each), None)
-                    if any(a is not None for a in each)
-                    else None
+                    None if each.count(None) == len(each) else next(judge(*each), None)
                     for each in answers
                 )
                 yield from fold_gpus(host.host, found)

@@ -24,9 +24,7 @@ _NUM_BYTES = 256 << 20
 _LIMIT_S, _SLACK_S = 120.0, 5.0  # for torch's import, and each pair for half a second
 _SLOW, _VERY_SLOW = 0.9, 0.7
 _MAX_CHARS = 200
-
 _ROUNDS = Rounds()
-
 Torch = Any
 Tensor = Any
 
@@ -63,8 +61,7 @@ def measure_pairs(
             for number in (one, other)
         )
         there = _rate(torch, a.fill_(1), b, rounds)
-        rate = min(there, _rate(torch, b.fill_(2), a, rounds))
-        found[f"{one}-{other}"] = rate
+        found[f"{one}-{other}"] = min(there, _rate(torch, b.fill_(2), a, rounds))
         del a, b
         torch.cuda.empty_cache()
     return found
@@ -134,10 +131,7 @@ def gpu_pair_speed(fleet: Fleet) -> Problems:
             if 0 < rate < limit * usual:
                 is_bad = has_nvlinks and rate < _VERY_SLOW * usual
                 slow[is_bad].append(f"{pair} ({rate:.3g} GB/s)")
+        median_text = f"{usual:.3g} GB/s is the median of its pairs"
         for is_bad, names in slow.items():
-            yield Problem(
-                f"GPUs {list_first(names)}",
-                FAIL if is_bad else WARN,
-                f"{usual:.3g} GB/s is the median of its pairs",
-                host=facts.host,
-            )
+            severity, what = FAIL if is_bad else WARN, f"GPUs {list_first(names)}"
+            yield Problem(what, severity, median_text, host=facts.host)

@@ -33,8 +33,7 @@ _NVML_CURES = {
 _MAX_USED_BYTES = 2 << 30
 _MAX_BUSY_PERCENT = 20
 _BUILD = "versions.torch_build"
-# How the names of programs begin that stand on a GPU for others.
-_SERVERS = ("nvidia-cuda-mps",)
+_SERVER = "nvidia-cuda-mps"  # stands on a GPU for other programs
 
 
 def read(reader: FactReader) -> None:
@@ -72,9 +71,8 @@ def read_cards(root: str) -> list[Value]:
 def read_module(root: str) -> str:
     text = read_text(f"{root}/proc/driver/nvidia/version")
     match = _VERSION.search(text)
-    if match is None:
-        return ""
-    return f"{match[1]} (open)" if "Open Kernel Module" in text else match[1]
+    is_open = "Open Kernel Module" in text
+    return match[1] + " (open)" * is_open if match else ""
 
 
 @contextmanager
@@ -205,16 +203,16 @@ def gpu_model(fleet: Fleet) -> Problems:
     needs: several hosts with GPUs
     why: The faster GPUs wait for the slower; a model may fit on the others only.
     """
-    titles = "gpu.titles"
+    titles, memory = "gpu.titles", "gpu.memory_bytes"
     # A host without GPUs differs in their number already.
     having = tuple(facts for facts in fleet.having(titles) if facts.values[titles])
+    equipped = fleet._replace(hosts=having)
     yield from differing(
-        Fleet(having, fleet.settings),
+        equipped,
         titles,
         "GPUs are",
-        lambda titles: ", ".join(sorted({title for title in titles if title})),
+        lambda own: ", ".join(sorted({*filter(None, own)})),
     )
-    memory = "gpu.memory_bytes"
     yield from odd_gpus(fleet, memory, lambda m: f"{m['total'] / 2**30:.0f} GiB", WARN)
 
 
@@ -230,8 +228,7 @@ def gpu_torch(values: Values, _: Fleet) -> Problems:
     needs: an NVIDIA GPU
     why: Training runs on the CPU, many times slower.
     """
-    if values[COUNT] and values[_BUILD] == "CPU":
-        count = values[COUNT]
+    if (count := values[COUNT]) and values[_BUILD] == "CPU":
         yield Problem(f"torch was built without CUDA, and there are {count} GPUs")
 
 
@@ -249,11 +246,9 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
     match = re.fullmatch(r"CUDA (\d+)\.(\d+).*", values[_BUILD])
     driver = values["gpu.cuda_version"]
     if match and driver and tuple(driver) < (int(match[1]), int(match[2])):
-        yield Problem(
-            f"the driver supports CUDA {driver[0]}.{driver[1]}, torch was built for "
-            f"{match[1]}.{match[2]}",
-            FAIL if driver[0] < int(match[1]) else WARN,
-        )
+        has = f"the driver supports CUDA {driver[0]}.{driver[1]}"
+        what = f"{has}, torch was built for {match[1]}.{match[2]}"
+        yield Problem(what, FAIL if driver[0] < int(match[1]) else WARN)
 
 
 @each_gpu(FAIL, "gpu.memory_bytes", "gpu.processes", "gpu.busy_percent")
@@ -267,11 +262,11 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
     needs: an NVIDIA GPU
     why: Memory runs out, or all ranks wait for the one that shares its GPU.
     """
-    foreign = [p for p in processes or () if not p["command"].startswith(_SERVERS)]
+    foreign = [p for p in processes or () if not p["command"].startswith(_SERVER)]
     if foreign:
         names = ", ".join(f"{p['command'] or 'process'} {p['pid']}" for p in foreign)
-        pids = " ".join(str(each["pid"]) for each in foreign)
-        fix = f"ps -fp {pids.replace(' ', ',')}; end it if it is yours: kill {pids}"
+        pids = [str(each["pid"]) for each in foreign]
+        fix = f"ps -fp {','.join(pids)}; end it if it is yours: kill {' '.join(pids)}"
         yield Problem(f"used by {names}", fix=fix)
     if memory and memory["used"] >= _MAX_USED_BYTES:
         yield Problem(f"{memory['used'] / 2**30:.1f} GiB of its memory are used")

@@ -16,18 +16,18 @@ KERNEL_LINE = re.compile(
 """A line of the kernel's log as dmesg, the journal or syslog has it."""
 
 LOG, KERNEL_LOG = "a log of NCCL or torch", "a kernel log"
-_GIVE, _UNPACK = "Give it what this prints: {}", "Unpack it first."
+_GIVE = "Give it what this prints: "
 _CURES = {
     LOG: "Type: ronde topo log {file}",
     KERNEL_LOG: "Type: ronde check read {file}",
     "output of nccl-tests": "Type: ronde bench read {file}",
-    "output of ibnetdiscover": _GIVE.format("ibstat"),
-    "output of ibv_devices": _GIVE.format("ibstat"),
+    "output of ibnetdiscover": f"{_GIVE}ibstat",
+    "output of ibv_devices": f"{_GIVE}ibstat",
     "lstopo's drawing": "Write it as XML: lstopo topo.xml",
-    "a table of AMD's without links": _GIVE.format("amd-smi topology"),
-    "JSON of AMD's": _GIVE.format("amd-smi topology"),
-    "packed": _UNPACK,
-    "an archive": _UNPACK,
+    "a table of AMD's without links": f"{_GIVE}amd-smi topology",
+    "JSON of AMD's": f"{_GIVE}amd-smi topology",
+    "packed": "Unpack it first.",
+    "an archive": "Unpack it first.",
 }
 _FORMS = rf"""
 output of nccl-tests: # +size +count|# nThread \d|# Out of bounds values
@@ -39,23 +39,14 @@ output of ifconfig: \S+: flags=\d+<[A-Z,]+> +mtu
 nvidia-smi's table: \| NVIDIA-SMI \d
 a table of AMD's without links: \| AMD-SMI \d|=+ ROCm System Management
 JSON of AMD's: \s*"link_type": |.*"\(Topology\)
-output of nvcc --version: nvcc: NVIDIA \(R\) Cuda compiler
-output of lsmod: Module +Size +Used by
-output of free: \s+total +used +free +shared
-output of df: Filesystem +\S+ +Used +Avail
 output of ibnetdiscover: vendid=0x|# Topology file: generated
 output of ibv_devices: \s+device\s+node GUID
 output of dcgmi discovery: \d+ GPUs? found\.
 lstopo's drawing: Machine \(\d+\S+ total
 a Python traceback: Traceback \(most recent call last\)
-a Dockerfile: FROM \S+( (AS|as) \S+)?$
-a manifest of Kubernetes: apiVersion: \S
 a page of HTML: \s*<(!(?i:doctype) html|html)\b
-a PDF: %PDF-
-an image: \x89PNG|\xff\xd8\xff|GIF8
 an archive: PK\x03\x04|.{{257}}ustar
 packed: BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd
-a program: \x7fELF
 """
 """What a file is, and how one of its lines begins."""
 
@@ -71,6 +62,6 @@ def recognise_other(saved: Saved) -> tuple[str, str]:
     for row in _FORMS.strip().splitlines():
         name, _, pattern = row.partition(": ")
         if any(map(re.compile(pattern, re.DOTALL).match, lines)):
-            cure = _CURES.get(name, _GIVE.format("nvidia-smi topo -m"))
+            cure = _CURES.get(name, f"{_GIVE}nvidia-smi topo -m")
             return name, cure.format(file=saved.name)
     return "", ""

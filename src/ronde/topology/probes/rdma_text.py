@@ -29,9 +29,8 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
     ``layer`` (``InfiniBand``) and ``model`` (``MT4129``); empty or 0 if not printed.
     """
     adapter = ""
-    device: dict[str, str] = {}
+    own = device = dict[str, str]()
     fields: dict[str, dict[str, str]] = {}
-    own = device
     for line in lines_of_one(saved.text.splitlines(), saved.name):
         number = ""
         if match := _DEVICE.match(line):
