@@ -320,8 +320,9 @@ def test_ranks_that_never_got_through() -> None:
     finding = find(hanging, "init-incomplete")
 
     assert finding.severity is ERROR
-    assert finding.element == "rank 2 on node0, rank 3 on node0"
-    assert finding.what.startswith("2 of 8 ranks began")
+    assert finding.element == "ranks 2-3 on node0"
+    assert finding.what.startswith("The start of 2 of 8 ranks began and is not")
+    assert "not in the log" in finding.remedy
     assert "; 1, such as rank 5, are not in the log" in finding.what
     assert found(hanging)["ranks-not-in-log"] is NOTE
 
@@ -824,8 +825,10 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "must be what NCCL or torch's watchdog wrote, got 0 lines"),
-        (b"loss 3\nloss 2\n", "got 2 lines without a message from them"),
+        (b"", "must be what NCCL or torch's watchdog wrote, got no lines"),
+        (b"loss 3\n", "got 1 line and no message of theirs. Set NCCL_DEBUG=INFO"),
+        (b"[    1.234567] NVRM: x\n", "got a kernel log. Type: ronde check read "),
+        (b"\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n", "got a topology. Type: "),
     ],
 )
 def test_what_is_no_log_is_refused(

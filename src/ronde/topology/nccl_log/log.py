@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
 from ronde.topology.graph import UNKNOWN
+from ronde.topology.nccl_log.failures import Failure
 from ronde.topology.nccl_log.messages import (
     MessageReader,
     NcclMessage,
@@ -160,6 +161,7 @@ class NcclLog(NamedTuple):
     num_lost: int = 0  # Pieces of NCCL's lines that nothing fitted to.
     num_left_out: int = 0  # Things that were too many to keep.
     watchdog: WatchdogReport = WatchdogReport()  # torch's lines.
+    failures: tuple[Failure, ...] = ()  # Ranks that ended, the first one first.
 
 
 _Match = re.Match[str]
@@ -426,7 +428,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     # Of several jobs it is unknown whose torch's lines are.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
     ranks = largest.ranks if largest and len(comms_of) == 1 else {}
-    report = reader.watchdog.report(ranks)
+    report = reader.watchdog.report(ranks, is_one_job=len(comms_of) <= 1)
     for rank in ranks.keys() & report.busy:
         # A collective is called after the start.
         ranks[rank].seen["is_complete"] = True
@@ -434,6 +436,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
+        failures=_placed(reader.failures.report(), processes, ranks),
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
@@ -441,6 +444,32 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         num_mended=reader.num_mended,
         num_lost=reader.num_lost,
     )
+
+
+def _placed(
+    found: Iterable[Failure], processes: Iterable[_Process], ranks: dict[int, _Part]
+) -> tuple[Failure, ...]:
+    """Return failures with rank and host, as far as NCCL's lines show them."""
+    hosts = {rank: part.process.host for rank, part in ranks.items()}
+    rank_of = {part.process.name: rank for rank, part in ranks.items()}
+    of_pid: defaultdict[int, list[str]] = defaultdict(list)
+    for process in processes:
+        of_pid[process.pid].append(process.host)
+    placed: dict[object, Failure] = {}
+    # An exception shows more than the exit code behind it.
+    for each in sorted(found, key=lambda each: bool(each.pid or each.host)):
+        task = each.name.removeprefix("task ")
+        rank = int(task) if task.isdecimal() else -1
+        # A task of Slurm's is a rank, or starts some.
+        if hosts.get(rank, "-").partition(".")[0] != each.host.partition(".")[0]:
+            rank = each.rank
+        host = each.host or hosts.get(rank, "")
+        if rank < 0 and len(of_pid[each.pid]) == 1:
+            host = of_pid[each.pid][0]
+            rank = rank_of.get((host, each.pid), -1)
+        key = rank if rank >= 0 else (each.name, host, each.pid)
+        placed.setdefault(key, each._replace(rank=rank, host=host))
+    return tuple(placed.values())
 
 
 def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import BinaryIO, NamedTuple, cast
 
 from ronde.errors import UsageError
+from ronde.topology.nccl_log.failures import FailureReader
 from ronde.topology.nccl_log.watchdog import WatchdogReader
 
 MAX_LINE_CHARS = 1 << 16
@@ -68,7 +69,7 @@ class MessageReader:
     """Takes the lines of a log one by one and returns the messages in them."""
 
     def __init__(self) -> None:
-        self.watchdog = WatchdogReader()
+        self.watchdog, self.failures = WatchdogReader(), FailureReader()
         self.num_lines = 0
         self.num_mended = 0  # Messages that were put together from pieces.
         self.num_lost = 0  # Pieces of messages that nothing fitted to.
@@ -89,6 +90,13 @@ class MessageReader:
                 or "monit" in line
             ):
                 self.watchdog.feed_report(line)
+            if (
+                "rror" in line
+                or "xit" in line
+                or "local_rank" in line
+                or self.failures.waiting
+            ):
+                self.failures.feed(line)
             return []
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, _, text = line.partition(_INFO)
@@ -98,6 +106,8 @@ class MessageReader:
             return [NcclMessage(*known, text.rstrip(" "))]
         if "Group" in line or "Work" in line:
             self.watchdog.feed(line)
+        if "rror: " in line:
+            self.failures.feed(line)
         if "\x1b" in line:
             line = _ANSI.sub("", line)
         # Progress bars write over their own line.
@@ -350,11 +360,16 @@ def _group_of(word: str, text: str) -> str:
 
 
 def is_nccl_log(text: str) -> bool:
-    """Return whether a text has lines of NCCL's log or of torch's watchdog."""
-    watchdog = WatchdogReader()
+    """Return whether a text has lines of NCCL's log, or of torch on a time-out or end.
+
+    Programs of any kind may be ended by signals and by Slurm.
+    """
+    watchdog, failures = WatchdogReader(), FailureReader()
     for line in text.splitlines():
         watchdog.feed(line)
-    return watchdog.num_lines > 0 or _ANYWHERE.search(text) is not None
+        failures.feed(line)
+    has_raised = not all(each.pid or each.host for each in failures.report())
+    return watchdog.num_lines > 0 or has_raised or bool(_ANYWHERE.search(text))
 
 
 def read_lines(file: BinaryIO) -> Iterator[str]:
