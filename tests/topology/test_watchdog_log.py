@@ -357,11 +357,11 @@ def test_torch_s_lines_of_two_jobs_are_two_findings() -> None:
 @pytest.mark.parametrize(
     ("extra", "remedy"),
     [
-        ({}, "Run once with NCCL_P2P_DISABLE=1 and once with NCCL_IB_DISABLE=1:"),
-        ({"num_hosts": 1}, "Run once with NCCL_P2P_DISABLE=1:"),
+        ({}, "run once with NCCL_P2P_DISABLE=1 and once with NCCL_IB_DISABLE=1."),
+        ({"num_hosts": 1}, "run once with NCCL_P2P_DISABLE=1."),
         (
             {"network": "AWS Libfabric"},
-            "NCCL_P2P_DISABLE=1 and once with NCCL_NET=Socket:",
+            "NCCL_P2P_DISABLE=1 and once with NCCL_NET=Socket.",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 from ronde.check.check import FAIL, Problem, Problems, Severity, each_host
 from ronde.check.fleet import Fleet, HostFacts, Value, Values
 from ronde.check.gpu.nvml import LOST, keep_report
-from ronde.check.gpu.smi import SmiReport, read_answers
+from ronde.check.gpu.smi import read_answers
 from ronde.check.gpu.xids import find_xids
 from ronde.check.probing import FactReader
 from ronde.errors import UsageError
@@ -216,7 +216,7 @@ def _read_query(values: dict[str, Value], saved: Saved) -> tuple[str, _Lines]:
         # Jobs may run while the file is written.
         for name in ("processes", "busy_percent", "memory_bytes"):
             own.pop(name, None)
-    keep_report(reader, SmiReport(None, answers))
+    keep_report(reader, (None, answers))
     for number, gpu in enumerate(gpus):
         if match := _GONE.search(" ".join(gpu.itertext())):
             reader.values[LOST][number] = match[0]

@@ -92,9 +92,8 @@ def _redirects(root: str, bridge: str) -> bool:
     path = Path(f"{root}/sys/bus/pci/devices/{bridge}/config")
     config = path.read_bytes()[:_SPACE_BYTES]
     if len(config) <= _EXTENDED:
-        raise UnreadableError(
-            f"only {len(config)} bytes of {path} can be read; root would help"
-        )
+        why = f"only {len(config)} bytes of {path} can be read; root would help"
+        raise UnreadableError(why)
     # Source: PCI Express Base Specification, "Extended Capabilities List": a word with
     # the number in bits 0-15 and the place of the next in bits 20-31.
     place, seen = _EXTENDED, set[int]()

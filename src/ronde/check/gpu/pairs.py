@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import defaultdict
+from functools import partial
 from importlib import import_module
 from itertools import combinations
 from statistics import median
@@ -55,11 +56,9 @@ def measure_pairs(
 ) -> dict[str, float]:
     """Return by pair what goes through, one pair after the other."""
     found: dict[str, float] = {}
+    zeros = partial(torch.zeros, _NUM_BYTES, dtype=torch.uint8)
     for one, other in combinations(range(num_gpus), 2):
-        a, b = (
-            torch.zeros(_NUM_BYTES, dtype=torch.uint8, device=f"cuda:{number}")
-            for number in (one, other)
-        )
+        a, b = zeros(device=f"cuda:{one}"), zeros(device=f"cuda:{other}")
         there = _rate(torch, a.fill_(1), b, rounds)
         found[f"{one}-{other}"] = min(there, _rate(torch, b.fill_(2), a, rounds))
         del a, b

@@ -57,15 +57,12 @@ def read(reader: FactReader) -> None:
 
 def read_cards(root: str) -> list[Value]:
     """Return ``address`` and ``driver``, empty for none, of each card on the bus."""
-    devices = f"{root}/sys/bus/pci/devices"
-    return [
-        {
-            "address": address,
-            "driver": read_link(f"{devices}/{address}/driver").rpartition("/")[2],
-        }
-        for address, each in read_functions(root).items()
-        if each.vendor == _NVIDIA and is_gpu(each.class_code, each.vendor)
-    ]
+    found: list[Value] = []
+    for address, each in read_functions(root).items():
+        if each.vendor == _NVIDIA and is_gpu(each.class_code, each.vendor):
+            driver = read_link(f"{root}/sys/bus/pci/devices/{address}/driver")
+            found.append({"address": address, "driver": driver.rpartition("/")[2]})
+    return found
 
 
 def read_module(root: str) -> str:

@@ -4,7 +4,6 @@ import re
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
@@ -45,12 +44,9 @@ class FailedError(Exception):
     """nvidia-smi cannot ask the driver; the text is its own."""
 
 
-class SmiReport(NamedTuple):
-    """What it prints: of the host and of each GPU, by NVML's questions."""
-
-    cuda_version: list[int] | None
-    # None where the question does not apply to the GPU; missing where it is not shown.
-    gpus: list[dict[str, Value]]
+# CUDA's version, and the answers of each GPU by NVML's questions: None where one does
+# not apply to it; missing where it is not shown.
+SmiReport = tuple[list[int] | None, list[dict[str, Value]]]
 
 
 def ask_smi() -> SmiReport:
@@ -64,19 +60,16 @@ def ask_smi() -> SmiReport:
 
 
 def _run(*words: str) -> bytes:
+    command = ["nvidia-smi", *words]  # wherever the driver has put it
     try:
         done = subprocess.run(
-            ["nvidia-smi", *words],  # noqa: S607  wherever the driver has put it
-            capture_output=True,
-            check=False,
-            timeout=_DEADLINE_S,
+            command, capture_output=True, check=False, timeout=_DEADLINE_S
         )
     except OSError:
         raise UnreadableError(_MISSING) from None
     except subprocess.TimeoutExpired:
-        raise UnreadableError(
-            f"nvidia-smi does not answer within {_DEADLINE_S:g} s"
-        ) from None
+        why = f"nvidia-smi does not answer within {_DEADLINE_S:g} s"
+        raise UnreadableError(why) from None
     if done.returncode and words[0] == "-q" and b"<gpu " not in done.stdout:
         lines = (done.stdout + done.stderr).decode(errors="replace").split("\n")
         raise FailedError(next((each for each in lines if each.strip()), "no reason"))
@@ -101,7 +94,7 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
     for number, own in links.items():
         if 0 <= number < len(gpus):
             gpus[number]["nvlinks"] = own
-    return SmiReport([int(found[1]), int(found[2])] if found else None, gpus)
+    return [int(found[1]), int(found[2])] if found else None, gpus
 
 
 def read_answers(gpu: Element) -> dict[str, Value]:
@@ -227,10 +220,7 @@ def _mig(gpu: Element) -> Value:
 def _processes(gpu: Element) -> Value:
     """Return those that compute on it and draw nothing."""
     return [
-        {
-            "pid": _count(each, "pid"),
-            "memory_bytes": _count(each, "used_memory", 2**20),
-        }
+        {"pid": _count(each, "pid"), "memory_bytes": _count(each, "used_memory", 2**20)}
         for each in gpu.findall("processes/process_info")
         if _text(each, "type") == "C"
     ]

@@ -60,36 +60,29 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     What is not in the log is never taken for a fault.
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
-    found += [
-        *_failures(log),
-        *_timeouts(log),
-        *_nvlink_fabric(log.jobs),
-        *_warnings(log.jobs),
-    ]
-    if lost := log.num_lost:
+    found += [*_failures(log), *_timeouts(log)]
+    found += [*_nvlink_fabric(log.jobs), *_warnings(log.jobs)]
+    lost = log.num_lost
+    lines = "1 line was" if lost == 1 else f"{lost} lines were"
+    for place, each in enumerate(found):
         # What is found by a missing line is in doubt.
-        lines = "1 line was" if lost == 1 else f"{lost} lines were"
-        for place, each in enumerate(found):
-            if each.rule == "init-incomplete":
-                what = f"{each.what} {lines} lost where the log broke."
-                found[place] = each._replace(severity=Level.WARNING, what=what)
+        if lost and each.rule == "init-incomplete":
+            what = f"{each.what} {lines} lost where the log broke."
+            found[place] = each._replace(severity=Level.WARNING, what=what)
     if lost or log.num_left_out:
         what = (
             f"{lost} lines were broken and could not be put together; "
             f"{log.num_left_out} things were too many to keep."
         )
         found.append(_verdict("log-incomplete", ["log"], what))
-    order = tuple(Level)
-    return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+    return tuple(sorted(found, key=lambda each: list(Level).index(each.severity)))
 
 
 def _failures(log: NcclLog) -> Iterator[Diagnostic]:
     """Find ranks that failed, those of one kind together, without what follows."""
+    waited = " Others waited in vain." if log.watchdog.timeouts else ""
     for rule, failures in _causes(log).items():
-        causes = list_first(
-            list(dict.fromkeys(each.cause for each in failures)), 2, "; "
-        )
-        waited = " Others waited in vain." if log.watchdog.timeouts else ""
+        causes = list_first(list(dict.fromkeys(f.cause for f in failures)), 2, "; ")
         name = _failed(failures)
         what = f"{name[0].upper()}{name[1:]} failed: {causes}.{waited}"
         yield _verdict(rule, [name], what)
@@ -107,19 +100,17 @@ def _causes(log: NcclLog) -> dict[str, list[Failure]]:
     return found
 
 
-def _failed(failures: Sequence[Failure]) -> str:
-    """Return ``rank 3 on node1, local rank 5``."""
-    known = [each for each in failures if each.rank >= 0]
+def _failed(failures: Iterable[Failure]) -> str:
+    """Return ``rank 3 on node1``, or ``local rank 5`` if no rank is known."""
+    hosts = {each.rank: each.host for each in failures if each.rank >= 0}
     names = [each.name + f" on {each.host}" * bool(each.host) for each in failures]
-    if not known:
-        return _named(names)
-    return _on([each.rank for each in known], {e.rank: e.host for e in known if e.host})
+    return _on([*hosts], hosts) if hosts else _named(names)
 
 
 def _on(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Return ``ranks 2-3 on node1``."""
-    where = _named(sorted({hosts[rank] for rank in ranks if rank in hosts}))
-    return _ranks(ranks) + (f" on {where}" if where else "")
+    """Return ``ranks 2-3 on node1``, empty for none."""
+    where = _named(sorted({hosts.get(rank, "") for rank in ranks} - {""}))
+    return (_ranks(ranks) if ranks else "") + f" on {where}" * bool(where)
 
 
 def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
@@ -128,85 +119,71 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
     # Of several jobs it is unknown whose torch's lines are.
     comms = [job.communicators[0] for job in log.jobs if job.communicators]
     hosts = {r.rank: r.host for r in comms[0].ranks} if len(comms) == 1 else {}
-    trace = f" Compare all calls: torchfrtrace {report.trace_folder}."
-    failed = [each for found in _causes(log).values() for each in found]
+    failed = [each for failures in _causes(log).values() for each in failures]
+    trace = "" if failed else f" {_RECORD}"
+    if report.trace_folder:
+        trace = f" Compare all calls: torchfrtrace {report.trace_folder}."
     for timeout in report.timeouts:
         of_group = f" of group {_named(timeout.groups)}" if timeout.groups else ""
         works = "; ".join(map(_describe_work, timeout.works))
         what = f"Collectives{of_group} did not end in time: {works}."
-        ended = {each.rank for each in failed}
-        silent = [rank for rank in timeout.silent if rank not in ended]
-        kind, unlike, odd = _kind_of(timeout)
+        silent = sorted({*timeout.silent} - {each.rank for each in failed})
+        kind, odd = _kind_of(timeout)
         for words, ranks in (
             ("Not joined by", timeout.late),
             ("Not completed by", timeout.behind),
             ("No line from", silent),
             ("Completed by", timeout.ahead),
-            (unlike, odd),
+            ("Behind the others:" if kind == "behind" else "Unlike the others:", odd),
         ):
             what += f" {words} {_ranks(ranks)}." if ranks else ""
         what += " There are several jobs in the log." if len(comms) > 1 else ""
         waiting = [rank for work in timeout.works for rank in work.ranks]
         late = [*timeout.late, *timeout.behind] or waiting * bool(timeout.ahead)
-        suspects = _on(late or odd or silent, hosts) if late or odd or silent else ""
-        key = "late" if late else kind or ("silent" if silent else "")
-        if failed:
-            key, suspects = "ended", _failed(failed)
-        if not key and timeout.works[-1].seq == 1:
-            key = "first"
-        finding = _verdict(
-            f"collective-timeout.{key}".rstrip("."),
-            [_ranks(waiting or late)],
-            what,
-            suspects=suspects,
-            tries=_tries(log),
-        )
-        if not report.trace_folder:
-            trace = "" if failed else f" {_RECORD}"
+        suspects = _failed(failed) or _on(late or odd or silent, hosts)
+        is_first = timeout.works[-1].seq == 1
+        kind = kind or ("silent" if silent else "first" if is_first else "")
+        kind = "ended" if failed else "late" if late else kind
+        key, places = f"collective-timeout.{kind}".rstrip("."), waiting or late
+        words = {"suspects": suspects, "tries": _tries(log)}
+        finding = _verdict(key, [_ranks(places)], what, **words)
         yield finding._replace(remedy=finding.remedy + trace)
-    if report.stuck:
-        what = "The watchdog itself made no progress."
-        yield _verdict("watchdog-stuck", [_ranks(report.stuck)], what)
-    if report.store_lost:
-        what = "The store of torch's job was closed."
-        yield _verdict("store-lost", [_ranks(report.store_lost)], what)
+    for key, ranks, what in (
+        ("watchdog-stuck", report.stuck, "The watchdog itself made no progress."),
+        ("store-lost", report.store_lost, "The store of torch's job was closed."),
+    ):
+        if ranks:
+            yield _verdict(key, [_ranks(ranks)], what)
 
 
-def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
-    """Return the word for calls that differ, and how ranks are unlike most others."""
+def _kind_of(timeout: CollectiveTimeout) -> tuple[str, list[int]]:
+    """Return the word for calls that differ, and the ranks unlike most others."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
     # Groups that are unknown may be several, each with its own numbers.
-    is_one = len(timeout.groups) == 1 or len({work.seq for work in compared}) == 1
+    num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})
+    is_one = num_groups == 1 or num_seqs == 1 or (num_groups and not timeout.silent)
     if len(compared) < 2 or not is_one:
-        return "", "", []
+        return "", []
     most = max(compared, key=lambda work: len(work.ranks))
     others = [work for work in compared if work is not most]
     odd = [rank for work in others for rank in work.ranks]
     if len(odd) >= len(most.ranks):
-        return "differ", "", []
-    by = {most.seq - work.seq for work in others}
-    words = "Behind the others:" if min(by) > 0 else "Unlike the others:"
-    return "odd", words, odd
+        return "differ", []
+    return "behind" if all(w.seq < most.seq for w in others) else "odd", odd
 
 
 def _tries(log: NcclLog) -> str:
-    """Return runs that show which way of the data fails."""
-    networks = {each.value for job in log.jobs for each in job.networks}
+    """Return runs that show which way of the data fails, of those that it takes."""
     comms = [comm for job in log.jobs for comm in job.communicators[:1]]
-    tries = ["NCCL_P2P_DISABLE=1", "NCCL_IB_DISABLE=1"]
-    if "AWS Libfabric" in networks:
-        tries[1] = "NCCL_NET=Socket"
+    inside = ["NCCL_P2P_DISABLE=1"]
     if comms and all(len(comm.hosts) == len(comm.ranks) for comm in comms):
-        del tries[0]
+        inside = []
+    between, more = ["NCCL_IB_DISABLE=1"], ""
+    if any("Libfabric" in each.value for job in log.jobs for each in job.networks):
+        between, more = ["NCCL_NET=Socket"], " See EFA's security group."
     if comms and not any(map(_spans_nodes, log.jobs)):
-        del tries[1:]
-    text = (
-        f"Run once with {' and once with '.join(tries)}: where it runs, the way fails "
-    )
-    text += "that this avoids."
-    if "AWS Libfabric" in networks:
-        text += " EFA's security group must allow all traffic to and from itself."
-    return text
+        between = []
+    return f"run once with {' and once with '.join(inside + between)}.{more}"
 
 
 def _describe_work(work: TimedOutWork) -> str:
@@ -237,14 +214,9 @@ def _verdict(
 ) -> Diagnostic:
     """Return a verdict; words are put into its texts."""
     severity, consequence, remedy = VERDICTS[key]
-    return Diagnostic(
-        key.partition(".")[0],
-        Level(level or severity),
-        _named(places),
-        what,
-        consequence.format(**words),
-        do or remedy.format(**words),
-    )
+    rule, severity = key.partition(".")[0], Level(level or severity)
+    texts = what, consequence.format(**words), do or remedy.format(**words)
+    return Diagnostic(rule, severity, _named(places), *texts)
 
 
 def _spans_nodes(job: NcclJob) -> bool:
@@ -281,10 +253,9 @@ def _by_host(reported: Iterable[Reported]) -> str:
 
 def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     """Find data that goes over TCP where an adapter with RDMA is, or may be."""
-    hosts = _hosts(each for each in job.networks if each.value == "Socket")
-    hosts += _hosts(e for e in job.edges if e.transport.startswith("NET/Socket"))
-    hosts = sorted(set(hosts))
-    if not hosts or not _spans_nodes(job):
+    used = [each for each in job.networks if each.value == "Socket"]
+    used += [e for e in job.edges if e.transport.startswith("NET/Socket")]
+    if not used or not _spans_nodes(job):
         return
     searched = [value for value in _values(job.candidates) if value.startswith("IB")]
     adapters = [v.split(" ", 1)[1] for v in searched if not v.endswith(" none")]
@@ -306,7 +277,7 @@ def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     elif not adapters and any("libibverbs" in each for each in _values(job.plugins)):
         remedy = "Install libibverbs (package rdma-core) where the ranks run."
     what = f"Data between nodes goes over TCP sockets, {seen}."
-    yield _verdict(key, hosts, what, do=remedy)
+    yield _verdict(key, _hosts(used), what, do=remedy)
 
 
 def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
@@ -367,18 +338,19 @@ def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
     # Hosts that no communicator joins may all be of one job.
     lone = [each for job in jobs if not job.communicators for each in job.fabric]
     for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
-        cliques_of: defaultdict[str, set[str]] = defaultdict(set)
-        for _, uuid, clique, *_ in (gpu.value.split() for gpu in gpus):
-            cliques_of[uuid].add(clique)
+        # With a fabric and a clique in it.
+        uuids = {gpu.value.split()[1] for gpu in gpus}
+        cliques = {tuple(gpu.value.split()[1:3]) for gpu in gpus}
         facts: defaultdict[str, list[str]] = defaultdict(list)
         for gpu in gpus:
             bus_id, uuid, clique, state, mask = gpu.value.split()
+            num_cliques = sum(uuid == each[0] for each in cliques)
             # Two bits for each kind of fault: 1 is yes, 2 is no.
             is_degraded = any(int(mask, 16) >> bit & 3 == 1 for bit in (0, 2, 4, 6))
             for is_so, fact in (
-                (uuid == "0.0" and len(cliques_of) > 1, "have no fabric UUID"),
+                (uuid == "0.0" and len(uuids) > 1, "have no fabric UUID"),
                 (state != "3", "have not joined the fabric"),
-                (len(cliques_of[uuid]) > 1, f"are in clique {clique} of the fabric"),
+                (num_cliques > 1, f"are in clique {clique} of the fabric"),
                 (is_degraded, f"report a bad link or route (healthMask 0x{mask})"),
             ):
                 if is_so:
@@ -454,11 +426,9 @@ def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     if links and (has_nvswitch or not has_direct):
         severity = "error"
     num_edges = sum(edges.num_edges for edges in staged)
-    first, second = staged[0].example
-    what = (
-        f"{num_edges} connections inside nodes, such as rank {first} to rank {second}, "
-        f"go through the host's memory, though {reason}."
-    )
+    example = "rank {} to rank {}".format(*staged[0].example)
+    what = f"{num_edges} connections inside nodes, such as {example}, go through the "
+    what += f"host's memory, though {reason}."
     do = _unset(job, "forbids it", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
     key = "shm-where-p2p-was-possible"
     yield _verdict(key, _hosts(staged), what, level=severity, do=do)
@@ -500,14 +470,12 @@ def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
     """Find reductions in the NVLink switches that were there and are not used."""
     lost = [each for each in job.nvls if each.value.startswith("lost: ")]
     absent = [each for each in job.nvls if each.value.startswith("not available")]
+    what = "Reduction in the NVLink switches (NVLS) "
     if lost:
-        error = lost[0].value.removeprefix("lost: ")
-        what = f"Reduction in the NVLink switches (NVLS) was given up: {error}."
+        what += f"was given up: {lost[0].value.removeprefix('lost: ')}."
     elif absent and len(absent) < len(job.nvls):
         devices = [each.rpartition(" ")[2] for each in _values(absent)]
-        what = (
-            f"Reduction in the NVLink switches (NVLS) lacks device {_named(devices)}."
-        )
+        what += f"lacks device {_named(devices)}."
     elif absent and _has_nvlink(job, ("NVS/",), _MULTICAST_GB_PER_S):
         what = "The GPUs' NVLinks lead to switches, but these do not reduce (no NVLS)."
     else:
@@ -555,11 +523,8 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, flo
 
     # A GPU in one package with its processor leaves the bus aside.
     packaged = {link.source for link in links if link.kind == "C2C"}
-    gpus = {
-        name: narrowest(name)
-        for name in above
-        if name.startswith(_GPUS) and name not in packaged
-    }
+    names = [name for name in above if name.startswith(_GPUS) and name not in packaged]
+    gpus = {name: narrowest(name) for name in names}
     best = max((link.gb_per_s for link in gpus.values()), default=0.0)
     for name, link in gpus.items():
         if link.gb_per_s < best or link.gb_per_s <= _TINY_PCI_GB_PER_S:

@@ -7,7 +7,7 @@ communicators join, and all others of their hosts, if no other job is there.
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
@@ -231,11 +231,6 @@ class _Collector:
         self.num_messages = 0
         self.num_left_out = 0
         self._num_values: Counter[str] = Counter()
-        self._takers: dict[str, Callable[[_Process, int, _Match], None]] = {
-            name.removeprefix("take_"): getattr(self, name)
-            for name in dir(self)
-            if name.startswith("take_")
-        }
 
     def take(self, message: NcclMessage) -> None:
         self.num_messages += 1
@@ -251,7 +246,7 @@ class _Collector:
             kept = text[:_MAX_KEPT_TEXT]
             self._note(process, "warnings", _NUMBER.sub("#", kept), kept, place)
         topic, words, match = recognise(text) or ("", "", None)
-        if match and (taker := self._takers.get(topic)):
+        if match and (taker := getattr(self, f"take_{topic}", None)):
             taker(process, thread, match)
         elif match and match.lastindex:
             value = words.format(*match.groups()) if words else match[1]
@@ -279,12 +274,8 @@ class _Collector:
             name = device.partition(":")[0] if network == "Socket" else device
             self._note(process, "candidates", f"{network} {name}")
 
-    def take_system(self, process: _Process, thread: int, _: _Match) -> None:
-        process.branches[thread] = []
-
     def take_tree_root(self, process: _Process, thread: int, match: _Match) -> None:
-        if thread in process.branches:
-            process.branches[thread] = [(0, match[1])]
+        process.branches[thread] = [(0, match[1])]
 
     def take_tree_link(self, process: _Process, thread: int, match: _Match) -> None:
         blanks, kind, gb_per_s, target, port = match.groups()

@@ -49,6 +49,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Ray's words on lines of other processes that it does not show.
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
+# All sentences of torch's reports hold one of these.
+_OF_REPORTS = ("ollective", "anks", "Culprit", "monit")
 _PIECE_BYTES = 1 << 20
 _MAX_PREFIXES = 1 << 16
 _HEAD_LASTS = 200  # Lines.
@@ -82,13 +84,7 @@ class MessageReader:
     def feed(self, line: str) -> list[NcclMessage]:
         self.num_lines += 1
         if "CCL" not in line and not self._head:
-            # All words of such reports hold one of these.
-            if (
-                "ollective" in line
-                or "anks" in line
-                or "Culprit" in line
-                or "monit" in line
-            ):
+            if any(word in line for word in _OF_REPORTS):
                 self.watchdog.feed_report(line)
             if (
                 "rror" in line
@@ -146,26 +142,22 @@ class MessageReader:
     def _split(self, line: str) -> Iterator[NcclMessage]:
         """Yield the messages of a line that broke, or that another broke into."""
         marks = list(_ANYWHERE.finditer(line))
-        starts: list[int] = []
-        is_sure: list[bool] = []
+        hosts: list[str] = []
         for mark in marks:
             at = mark.start()
             found = _HOST_END.search(line, max(0, at - 255), at)
             token = found[0] if found else ""
             own = self._hosts_of_pid.get(int(mark["pid"]), ())
             host = _longest_end(token, own) or _longest_end(token, self._hosts) or token
-            starts.append(at - len(host))
-            is_sure.append(host in self._hosts)
+            hosts.append(host)
+        starts = [m.start() - len(host) for m, host in zip(marks, hosts, strict=True)]
         yield from self._lead(line[: starts[0]] if marks else line, is_cut=bool(marks))
-        for index, mark in enumerate(marks):
-            host = line[starts[index] : mark.start()]
-            if not host:
-                continue
-            if mark is marks[-1]:
-                yield _message(host, mark, line[mark.end() :])
-            elif is_sure[index + 1]:
+        for index, host in enumerate(hosts):
+            if host and index == len(hosts) - 1:
+                yield _message(host, marks[-1], line[marks[-1].end() :])
+            elif host and hosts[index + 1] in self._hosts:
                 self._hold(line[starts[index] : starts[index + 1]])
-            else:
+            elif host:
                 # Nobody knows where this one ends and the next host begins.
                 self.num_lost += 1
 
@@ -218,18 +210,14 @@ def _message(host: str, mark: re.Match[str], text: str) -> NcclMessage:
 def _read_whole(text: str) -> NcclMessage | None:
     """Return the one message that a line is, as far as its prefix goes."""
     match = _CLEAN.match(text)
-    if match is None:
+    if match is None or _INFO in (rest := text[match.end() :]) or _WARN in rest:
         return None
-    end = match.end()
-    if text.find(_INFO, end) >= 0 or text.find(_WARN, end) >= 0:
-        return None
-    return _message(match[1], match, text[end:])
+    return _message(match[1], match, rest)
 
 
 # Each line: the first word or group of a message, its topic, and the whole message;
 # behind => what it reports, if not its first group. Indented lines go on with the one
-# above. Without a form: there are many, and nothing is read from them. @ stands for a
-# fragment below.
+# above. @ stands for a fragment below.
 _FORMS = r"""
 NCCL versions NCCL version (@VERSION)(?: .*)?
 RCCL versions RCCL version (?:: )?(@VERSION)(?: .*)?
@@ -244,8 +232,8 @@ NET/ gdr NET/(.+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA \d+ '(.+)'
 NET/ candidates NET/OFI Selected [Pp]rovider is ([\w;.-]+)(?:, fabric is \S+)?
     [ ]\(found (\d+) nics\) => Libfabric {} ({} adapters)
 NET/ plugins (NET/Plugin ?: .+|NET/OFI .+)
-=== system === System : maxBw [\d.]+ totalBw [\d.]+ ===
-=== system ={30,}
+=== tree_root === System : maxBw [\d.]+ totalBw [\d.]+ ===()
+=== tree_root ={30,}()
 + tree_link ( *)\+ ([A-Z0-9]{3,4})\[([\d.]+)\] - (@ELEMENT)
     (?: \((?:(?:[0-9a-f-]*/)*([\d.]+)|[0-9a-f./-]*)\))?(?: \[MLOPart \d+\])?
 / paths (@ELEMENT) :((?:@ELEMENT \(.*)?)
@@ -280,8 +268,6 @@ init init (?:\[Rank \d+\] )?(?:\w+ )?comm (0x[0-9a-f]+) rank (\d+) nranks (\d+)
 Init timings Init timings(?: - \w+)?: rank (\d+) nranks (\d+) total ([\d.]+)
     [ ]\(([a-z]+ -?[\d.]+(?:, [a-z]+ -?[\d.]+)*)\)
 Connected nothing Connected all rings, use ring PXN \d+ GDR \d+
-Ring
-Trees
 digit channels (\d+) coll channels, (?:\d+ collnet channels, )?(\d+) nvls channels,
     [ ](\d+) p2p channels, \d+ p2p channels per peer
 comm: channels comm:0x[0-9a-f]+, nRanks:\d+, nNodes:\d+, coll channels:(\d+)
@@ -308,24 +294,20 @@ _FRAGMENTS = {
 }
 
 
-def _compile(form: str) -> re.Pattern[str]:
+_Form = tuple[str, str, Callable[[str], re.Match[str] | None]]
+
+
+def _compile_forms() -> dict[str, list[_Form]]:
+    text = _FORMS.strip().replace("\n    ", "")
     for name, fragment in _FRAGMENTS.items():
-        form = form.replace(name, fragment)
-    return re.compile(form)
-
-
-_Match = Callable[[str], re.Match[str] | None]
-
-
-def _compile_forms() -> dict[str, list[tuple[str, str, _Match]]]:
-    found: dict[str, list[tuple[str, str, _Match]]] = {}
-    for line in _FORMS.strip().replace("\n    ", "").split("\n"):
-        word, topic, form = [*line.split(" ", 2), "", ""][:3]
+        text = text.replace(name, fragment)
+    # Of these there are many, and nothing is read from them.
+    found: dict[str, list[_Form]] = {"Ring": [], "Trees": []}
+    for line in text.split("\n"):
+        word, topic, form = line.split(" ", 2)
         form, _, words = form.partition("=>")
-        forms = found.setdefault(word, [])
-        if form:
-            match = _compile(form.rstrip(" ")).fullmatch
-            forms.append((topic, words.strip(), match))
+        match = re.compile(form.rstrip(" ")).fullmatch
+        found.setdefault(word, []).append((topic, words.strip(), match))
     found["comm"] += found["init"]
     return found
 

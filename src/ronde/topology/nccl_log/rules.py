@@ -88,7 +88,7 @@ collective-timeout error
   The job hangs, and the watchdog ends it. -> No rank is known to be late: look at
   NCCL's warnings, at Xid in dmesg, and at the network with ronde check --bandwidth.
 collective-timeout.first error
-  No collective of the group ever ended. {tries}
+  No collective of the group ever ended: to see which way of the data fails, {tries}
 collective-timeout.late error
   Look at {suspects} first, for an exception in the output; else py-spy dump shows what
   is waited for: data, a checkpoint, another collective.
@@ -98,7 +98,10 @@ collective-timeout.silent error
 collective-timeout.ended error
   Look at {suspects} first: see rank-failed.
 collective-timeout.odd error
-  Look at {suspects} first: a call was left out or made twice, or another branch taken.
+  Look at {suspects} first, for another branch of the program, or a call left out or
+  made twice: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each.
+collective-timeout.behind error
+  Look at {suspects} first, for a call left out or a hang (py-spy dump):
   TORCH_DISTRIBUTED_DEBUG=DETAIL checks each call.
 collective-timeout.differ error
   Compare the ranks' calls and sizes: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each.

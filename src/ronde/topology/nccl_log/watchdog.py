@@ -31,13 +31,9 @@ _STATUS = re.compile(
     r"(?:, last started (?:NCCL )?work: -?\d+)?"
     r", last completed (?:NCCL )?work: (-?\d{1,20})"
 )
-_STUCK = re.compile(
-    "no heartbeat of its|Heartbeat monitor timed out|watchdog got stuck"
-)
+_STUCK = re.compile("no heartbeat of|Heartbeat monitor timed out|watchdog got stuck")
 _STORE_LOST = re.compile('Failed to check the "should dump" flag')
-_ALIVE = re.compile(
-    "dump signal|signal dumping|dump debug info|have failed or timed out"
-)
+_ALIVE = re.compile("dump signal|signal dumping|dump debug info|failed or timed out")
 _SOURCE = re.compile(r"due to a collective timeout from +rank (\d{1,6})")
 _TRACE = re.compile(r"dumping nccl trace to (/\S*)/")
 _BEHIND = re.compile(r"\[([\d, ]+)\] joined but didn't finish collective #(\d{1,18})")
@@ -120,10 +116,9 @@ class WatchdogReader:
     def _feed_rank(self, rank: int, members: list[tuple[str, ...]], part: str) -> None:
         """Read what the watchdog of one rank reports."""
         group = next((id_ + name for id_, name, _ in members if id_), "")
-        kinds = [
-            k for k in (_STUCK, _STORE_LOST, _ALIVE, _WORK, _STATUS) if k.search(part)
-        ]
-        for kind in kinds:
+        kinds = (_STUCK, _STORE_LOST, _ALIVE, _WORK, _STATUS)
+        found = [kind for kind in kinds if kind.search(part)]
+        for kind in found:
             self._ranks[kind].add(rank)
         for seq, operation, numel, timeout_ms in _WORK.findall(part):
             key = rank, int(seq or -1)
@@ -134,14 +129,14 @@ class WatchdogReader:
         for seq, enqueued, completed in _STATUS.findall(part):
             self._statuses.setdefault((group, rank), (int(enqueued), int(completed)))
             if seq:
-                unnamed = _UNKNOWN._replace(seq=int(seq))
-                self._works.setdefault((rank, int(seq)), unnamed)
-                self._group_of |= {(rank, int(seq)): group} if group else {}
+                key = rank, int(seq)
+                self._works.setdefault(key, _UNKNOWN._replace(seq=int(seq)))
+                self._group_of |= {key: group} if group else {}
         if source := _SOURCE.search(part):
             self._sources.add(int(source[1]))
         if trace := _TRACE.search(part):
             self._trace_folder = trace[1]
-        self.num_lines += bool(kinds)
+        self.num_lines += bool(found)
 
     def feed_report(self, part: str) -> None:
         """Read what a report on all ranks names; of several the first counts."""
