@@ -162,6 +162,13 @@ def test_each_fault_is_found_and_no_other(
     assert found(text_of(JobLog(), **changes)) == rules
 
 
+def test_the_cause_of_no_gpudirect_depends_on_how_many_have_none() -> None:
+    text = text_of(JobLog(inter="NET/IB/0"))
+    assert "lsmod | grep nvidia_peermem" in find(text, "no-gpudirect-rdma").remedy
+    some = text_of(JobLog()).replace(b"NET/IB/1/GDRDMA", b"NET/IB/1", 1)
+    assert "ronde topo --matrix" in find(some, "no-gpudirect-rdma").remedy
+
+
 def test_one_node_needs_no_network() -> None:
     """Sockets and adapters without GPUDirect cost nothing where all is on one node."""
     job = JobLog(num_hosts=1, network="Socket", gdr="Disabled")
@@ -730,7 +737,7 @@ def test_infiniband_and_roce_in_one_job(
         finding = find(text + failed.encode(), "adapters-mixed")
         assert finding.severity is ERROR
         assert "InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in finding.what
-        assert finding.remedy.startswith("Set NCCL_IB_HCA==a:1,c:2 for all ranks")
+        assert "NCCL_IB_HCA==a:1,c:2 for all ranks (the second =" in finding.remedy
 
 
 def test_the_sample_lost_its_nvls() -> None:

@@ -416,11 +416,6 @@ GONE = "torch.distributed.DistBackendError: NCCL error: remote process exited"
             "traceback",
         ),
         (
-            "srun: error: Node failure on node1\n",
-            "A rank on node1 failed: Node failure.",
-            "host went down",
-        ),
-        (
             (
                 "mpirun noticed that process rank 3 with PID 71 on node node0 exited "
                 "on signal 7 (Bus error).\n"

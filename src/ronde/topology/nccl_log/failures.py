@@ -17,7 +17,7 @@ _RAISED = re.compile(
 )
 # Without a rank any program may have printed an exception, and gone on.
 _OF_TORCH = re.compile(
-    r"Dist\w+Error|torch\.\S*(?:OutOfMemory|Accelerator)Error"
+    r"\bDist(?:Backend|Store|Network)Error|torch\.\S*(?:OutOfMemory|Accelerator)Error"
     r"|RuntimeError: (?:(?:CUDA|HIP|NCCL) error|\[\S*gloo)"
 )
 _IN_WATCHDOG = re.compile("terminated with exception: ((?:CUDA|HIP) error: .+)")
@@ -26,7 +26,7 @@ _EXIT = re.compile(
 )
 _TABLE_RANK = re.compile(r"rank +: (\d{1,6}) \(local_rank: \d+\)")
 _TASK = re.compile(
-    r"srun: error: ([\w.-]+): (tasks? [\d,-]+): (.+)|srun: error: Node failure on (\S+)"
+    r"srun: error: ([\w.-]+): (tasks? [\d,-]+): (.+)"
     r"|process rank (\d{1,6}) with PID \d+ on node (\S+) exited on (.+)"
 )
 _NOISE = re.compile(
@@ -55,6 +55,7 @@ class FailureReader:
         self._table_rank = -1  # In torchrun's table.
 
     def feed(self, line: str) -> None:
+        line = line.rstrip()
         for tag in [tag for tag in self.waiting if line.startswith(tag)]:
             key = self.waiting.pop(tag)
             cause = f"{self._found[key].cause}: {line.removeprefix(tag).strip()}"
@@ -74,9 +75,8 @@ class FailureReader:
         elif match := _EXIT.search(line):
             self._exited(int(match[1]), match[2], int(match[3]))
         elif match := _TASK.search(line):
-            host, task, state, node, rank, place, end = match.groups()
-            host, cause = host or node or place, state or end or "Node failure"
-            failure = Failure(cause, int(rank or -1), task or "a rank", host)
+            host, task, state, rank, place, end = match.groups()
+            failure = Failure(state or end, int(rank or -1), task or "", host or place)
             self._add(int(rank) if rank else (host, task), failure)
 
     def report(self) -> tuple[Failure, ...]:

@@ -128,13 +128,13 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         works = "; ".join(map(_describe_work, timeout.works))
         what = f"Collectives{of_group} did not end in time: {works}."
         silent = sorted({*timeout.silent} - {each.rank for each in failed})
-        kind, odd = _kind_of(timeout)
+        kind, unlike, odd = _kind_of(timeout)
         for words, ranks in (
             ("Not joined by", timeout.late),
             ("Not completed by", timeout.behind),
             ("No line from", silent),
             ("Completed by", timeout.ahead),
-            ("Behind the others:" if kind == "behind" else "Unlike the others:", odd),
+            (f"{unlike} the others:", odd),
         ):
             what += f" {words} {_ranks(ranks)}." if ranks else ""
         what += " There are several jobs in the log." if len(comms) > 1 else ""
@@ -156,34 +156,34 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
             yield _verdict(key, [_ranks(ranks)], what)
 
 
-def _kind_of(timeout: CollectiveTimeout) -> tuple[str, list[int]]:
-    """Return the word for calls that differ, and the ranks unlike most others."""
+def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
+    """Return the word for calls that differ, and how which ranks are unlike most."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
     # Groups that are unknown may be several, each with its own numbers.
     num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})
     is_one = num_groups == 1 or num_seqs == 1 or (num_groups and not timeout.silent)
     if len(compared) < 2 or not is_one:
-        return "", []
+        return "", "", []
     most = max(compared, key=lambda work: len(work.ranks))
     others = [work for work in compared if work is not most]
     odd = [rank for work in others for rank in work.ranks]
     if len(odd) >= len(most.ranks):
-        return "differ", []
-    return "behind" if all(w.seq < most.seq for w in others) else "odd", odd
+        return "differ", "", []
+    is_behind = all(work.seq < most.seq for work in others)
+    return "odd", "Behind" if is_behind else "Unlike", odd
 
 
 def _tries(log: NcclLog) -> str:
-    """Return runs that show which way of the data fails, of those that it takes."""
+    """Return settings that each avoid a way of the data that a job takes."""
     comms = [comm for job in log.jobs for comm in job.communicators[:1]]
-    inside = ["NCCL_P2P_DISABLE=1"]
+    is_efa = any("Libfabric" in n.value for job in log.jobs for n in job.networks)
+    tries = ["NCCL_P2P_DISABLE=1", "NCCL_NET=Socket" if is_efa else "NCCL_IB_DISABLE=1"]
     if comms and all(len(comm.hosts) == len(comm.ranks) for comm in comms):
-        inside = []
-    between, more = ["NCCL_IB_DISABLE=1"], ""
-    if any("Libfabric" in each.value for job in log.jobs for each in job.networks):
-        between, more = ["NCCL_NET=Socket"], " See EFA's security group."
-    if comms and not any(map(_spans_nodes, log.jobs)):
-        between = []
-    return f"run once with {' and once with '.join(inside + between)}.{more}"
+        del tries[0]
+    elif comms and not any(map(_spans_nodes, log.jobs)):
+        del tries[1]
+    more = " See EFA's security group." * is_efa
+    return f"run once with {' and once with '.join(tries)}.{more}"
 
 
 def _describe_work(work: TimedOutWork) -> str:

@@ -427,7 +427,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
-        failures=_placed(reader.failures.report(), processes, ranks),
+        failures=_placed(reader.failures.report(), ranks),
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
@@ -437,28 +437,23 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     )
 
 
-def _placed(
-    found: Iterable[Failure], processes: Iterable[_Process], ranks: dict[int, _Part]
-) -> tuple[Failure, ...]:
+def _placed(found: Iterable[Failure], ranks: dict[int, _Part]) -> tuple[Failure, ...]:
     """Return failures with rank and host, as far as NCCL's lines show them."""
     hosts = {rank: part.process.host for rank, part in ranks.items()}
-    rank_of = {part.process.name: rank for rank, part in ranks.items()}
-    of_pid: defaultdict[int, list[str]] = defaultdict(list)
-    for process in processes:
-        of_pid[process.pid].append(process.host)
+    of_pid = {part.process.pid: rank for rank, part in ranks.items()}
+    is_one = len(of_pid) == len(ranks)  # Containers may have the same.
     placed: dict[object, Failure] = {}
     # An exception shows more than the exit code behind it.
     for each in sorted(found, key=lambda each: bool(each.pid or each.host)):
+        rank = each.rank
+        if rank < 0 and is_one:
+            rank = of_pid.get(each.pid, -1)
         task = each.name.removeprefix("task ")
-        rank = int(task) if task.isdecimal() else -1
         # A task of Slurm's is a rank, or starts some.
-        if hosts.get(rank, "-").partition(".")[0] != each.host.partition(".")[0]:
-            rank = each.rank
+        if task.isdecimal() and hosts.get(int(task)) == each.host:
+            rank = int(task)
+        key = rank if rank >= 0 else (each.name, each.host, each.pid)
         host = each.host or hosts.get(rank, "")
-        if rank < 0 and len(of_pid[each.pid]) == 1:
-            host = of_pid[each.pid][0]
-            rank = rank_of.get((host, each.pid), -1)
-        key = rank if rank >= 0 else (each.name, host, each.pid)
         placed.setdefault(key, each._replace(rank=rank, host=host))
     return tuple(placed.values())
 

@@ -98,10 +98,7 @@ collective-timeout.silent error
 collective-timeout.ended error
   Look at {suspects} first: see rank-failed.
 collective-timeout.odd error
-  Look at {suspects} first, for another branch of the program, or a call left out or
-  made twice: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each.
-collective-timeout.behind error
-  Look at {suspects} first, for a call left out or a hang (py-spy dump):
+  Look at {suspects} first, for a call left out or made twice, or another branch:
   TORCH_DISTRIBUTED_DEBUG=DETAIL checks each call.
 collective-timeout.differ error
   Compare the ranks' calls and sizes: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each.
@@ -138,8 +135,6 @@ rank-failed.waited error timed out waiting \d+ms
 rank-failed.store error clients joined|for clients
   Compare the number of ranks that started with the size of the job; all must reach the
   store at MASTER_ADDR and MASTER_PORT.
-rank-failed.host error node failure
-  The host went down: look at its console, and take it out of use.
 rank-failed.code error exit(ed with exit)? code
   Its output before that shows why: look for a traceback.
 rank-failed error .?

@@ -194,9 +194,11 @@ class WatchdogReader:
             if is_one_job and (len(silent) <= most or (known and is_all)):
                 found = found._replace(silent=_sorted(silent))
             bare = tuple(work._replace(ranks=()) for work in found.works)
-            key = found._replace(groups=(), works=bare)
+            # Groups that wait for the same silent ranks alone wait alike.
+            is_clear = found.silent and not (found.late or found.ahead)
+            key = found._replace(groups=(), works=() if is_clear else bare)
             folded[key] = _join(folded[key], found) if key in folded else found
-        found = _join_silent([*folded.values()])
+        found = [*folded.values()]
         found.sort(key=lambda each: -sum(len(work.ranks) for work in each.works))
         if self._absent or self._behind:
             behind = () if self._absent else _sorted(self._behind)
@@ -245,27 +247,17 @@ class WatchdogReader:
         return CollectiveTimeout(groups, tuple(works), _sorted(late), _sorted(ahead))
 
 
-def _join_silent(found: list[CollectiveTimeout]) -> list[CollectiveTimeout]:
-    """Join what waits for the same ranks, which are known to be silent alone."""
-    blamed = {(each.late, each.ahead, each.silent) for each in found}
-    if len(blamed) != 1 or not found[0].silent or found[0].late or found[0].ahead:
-        return found
-    groups = dict.fromkeys(group for each in found for group in each.groups)
-    works = sorted(work for each in found for work in each.works)
-    return [CollectiveTimeout(tuple(groups), tuple(works), silent=found[0].silent)]
-
-
 def _only(found: Collection[_Value]) -> _Value | None:
     return next(iter(found)) if len(found) == 1 else None
 
 
 def _join(first: CollectiveTimeout, second: CollectiveTimeout) -> CollectiveTimeout:
-    works = (
-        one._replace(ranks=_sorted((*one.ranks, *other.ranks)))
-        for one, other in zip(first.works, second.works, strict=True)
-    )
-    groups = (*first.groups, *second.groups)
-    return first._replace(groups=groups, works=tuple(works))
+    ranks_of: defaultdict[TimedOutWork, set[int]] = defaultdict(set)
+    for work in (*first.works, *second.works):
+        ranks_of[work._replace(ranks=())].update(work.ranks)
+    works = (w._replace(ranks=_sorted(ranks)) for w, ranks in sorted(ranks_of.items()))
+    groups = dict.fromkeys((*first.groups, *second.groups))
+    return first._replace(groups=tuple(groups), works=tuple(works))
 
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
