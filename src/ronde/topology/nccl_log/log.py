@@ -227,6 +227,8 @@ class _Collector:
         self.processes: dict[tuple[str, int], _Process] = {}
         self.values: dict[_Topic, int] = {}  # In order.
         self.parts: list[_Part] = []
+        # One process stands for its host where all see the same.
+        self._first_of_host: dict[str, _Process] = {}
         self.loose_versions: dict[str, None] = {}
         self.num_messages = 0
         self.num_left_out = 0
@@ -241,6 +243,7 @@ class _Collector:
         process = self.processes.get((host, pid))
         if process is None:
             process = self.processes[host, pid] = _Process(host, pid)
+            self._first_of_host.setdefault(host, process)
         process.num_messages += 1
         if is_warning:
             kept = text[:_MAX_KEPT_TEXT]
@@ -288,12 +291,12 @@ class _Collector:
         branches.append((match.start(4), target))
         port_gb_per_s = float(port or 0) if target.startswith("NET/") else 0.0
         value = (kind, float(gb_per_s), source, target, port_gb_per_s)
-        self._note(process, "trees", value)
+        self._note(self._first_of_host[process.host], "trees", value)
 
     def take_paths(self, process: _Process, _: int, match: _Match) -> None:
         source, targets = match.groups()
         for kind in _GPU_PATH.findall(targets) if source.startswith("GPU/") else ():
-            self._note(process, "gpu_paths", kind)
+            self._note(self._first_of_host[process.host], "gpu_paths", kind)
 
     def take_edge(self, process: _Process, _: int, match: _Match) -> None:
         source, target, way, transport = match.groups()
