@@ -192,7 +192,8 @@ _LOG_HELP = """\
 usage: ronde topo log FILE... [--json]
 
 Show what NCCL chose and what looks wrong, from what it wrote with NCCL_DEBUG=INFO, and
-which collectives timed out and why, from what torch's watchdog wrote.
+which collectives timed out and which ranks failed, from the lines of torch, torchrun,
+srun and mpirun.
 
 options:
   --json      print one object of JSON

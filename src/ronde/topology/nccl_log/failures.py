@@ -35,7 +35,7 @@ _NOISE = re.compile(
 )
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """A process of a job that failed."""
 
     cause: str  # ``CUDA error: an illegal memory access was encountered``.
@@ -49,7 +49,7 @@ class FailureReader:
     """Takes lines one by one; those of other programs do no harm."""
 
     def __init__(self) -> None:
-        self._found: dict[object, Failure] = {}
+        self._found: dict[object, RankFailure] = {}
         # By tag, failures whose last error stands in the next line.
         self.waiting: dict[str, object] = {}
         self._table_rank = -1  # In torchrun's table.
@@ -63,11 +63,10 @@ class FailureReader:
         tag = line.removesuffix("Last error:")
         if match := _RAISED.match(line):
             tag, name, text = match.groups()
-            is_of_torch = _OF_TORCH.search(f"{name}: {text}")
-            if is_of_torch or "[rank" in tag:
-                self._raised(tag, f"{name.rpartition('.')[2]}: {text}")
+            if "[rank" in tag or _OF_TORCH.search(f"{name}: {text}"):
+                self._add(_key(tag), f"{name.rpartition('.')[2]}: {text}")
         elif match := _IN_WATCHDOG.search(line):
-            self._raised(line, match[1])
+            self._add(_key(line), match[1])
         elif tag != line and _key(tag) in self._found:
             self.waiting[tag] = _key(tag)
         elif match := _TABLE_RANK.search(line):
@@ -76,30 +75,32 @@ class FailureReader:
             self._exited(int(match[1]), match[2], int(match[3]))
         elif match := _TASK.search(line):
             host, task, state, rank, place, end = match.groups()
-            failure = Failure(state or end, int(rank or -1), task or "", host or place)
-            self._add(int(rank) if rank else (host, task), failure)
+            key = int(rank) if rank else (host, task)
+            self._add(key, state or end, task or "", host or place)
 
-    def report(self) -> tuple[Failure, ...]:
+    def report(self) -> tuple[RankFailure, ...]:
         return tuple(self._found.values())
 
-    def _raised(self, tag: str, text: str) -> None:
-        key, cause = _key(tag), _NOISE.sub("", text).strip(" .")
-        self._add(key, Failure(cause, key if isinstance(key, int) else -1))
-
     def _exited(self, code: int, local: str | None, pid: int) -> None:
-        cause = f"exit code {code}"
+        key, cause = ("pid", pid), f"exit code {code}"
         if -signal.NSIG < code < 0:
             cause = f"signal {-code} ({signal.strsignal(-code)})"
-        name = f"local rank {local}" if local else "a rank"
-        self._add(("pid", pid), Failure(cause, name=name, pid=pid))
-        if ("pid", pid) in self._found and not local:
-            known = self._found["pid", pid]
-            self._found["pid", pid] = known._replace(rank=self._table_rank)
+        self._add(key, cause, f"local rank {local}" if local else "a rank", pid=pid)
+        if key in self._found and not local:
+            self._found[key] = self._found[key]._replace(rank=self._table_rank)
 
-    def _add(self, key: object, failure: Failure) -> None:
+    def _add(
+        self,
+        key: object,
+        cause: str,
+        name: str = "a rank",
+        host: str = "",
+        pid: int = 0,
+    ) -> None:
         if len(self._found) < _MAX_KEPT:
-            cause = failure.cause[:_MAX_CAUSE]
-            self._found.setdefault(key, failure._replace(cause=cause))
+            cause = _NOISE.sub("", cause).strip(" .")[:_MAX_CAUSE]
+            rank = key if isinstance(key, int) else -1
+            self._found.setdefault(key, RankFailure(cause, rank, name, host, pid))
 
 
 def _key(tag: str) -> int | str:

@@ -7,7 +7,7 @@ from functools import partial
 
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
-from ronde.topology.nccl_log.failures import Failure
+from ronde.topology.nccl_log.failures import RankFailure
 from ronde.topology.nccl_log.log import (
     EdgesSeen,
     NcclJob,
@@ -88,9 +88,9 @@ def _failures(log: NcclLog) -> Iterator[Diagnostic]:
         yield _verdict(rule, [name], what)
 
 
-def _causes(log: NcclLog) -> dict[str, list[Failure]]:
+def _causes(log: NcclLog) -> dict[str, list[RankFailure]]:
     """Return failures by rule; those that only follow if there are no others."""
-    found: defaultdict[str, list[Failure]] = defaultdict(list)
+    found: defaultdict[str, list[RankFailure]] = defaultdict(list)
     for each in log.failures:
         found[rule_of_failure(each.cause)].append(each)
     if log.watchdog.timeouts or len(found) > 1:
@@ -100,7 +100,7 @@ def _causes(log: NcclLog) -> dict[str, list[Failure]]:
     return found
 
 
-def _failed(failures: Iterable[Failure]) -> str:
+def _failed(failures: Iterable[RankFailure]) -> str:
     """Return ``rank 3 on node1``, or ``local rank 5`` if no rank is known."""
     hosts = {each.rank: each.host for each in failures if each.rank >= 0}
     names = [each.name + f" on {each.host}" * bool(each.host) for each in failures]
@@ -157,7 +157,7 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
 
 
 def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
-    """Return the word for calls that differ, and how which ranks are unlike most."""
+    """Return the remedy's word where calls differ, and ranks unlike most, with how."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
     # Groups that are unknown may be several, each with its own numbers.
     num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})

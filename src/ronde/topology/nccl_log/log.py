@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
 from ronde.topology.graph import UNKNOWN
-from ronde.topology.nccl_log.failures import Failure
+from ronde.topology.nccl_log.failures import RankFailure
 from ronde.topology.nccl_log.messages import (
     MessageReader,
     NcclMessage,
@@ -161,7 +161,7 @@ class NcclLog(NamedTuple):
     num_lost: int = 0  # Pieces of NCCL's lines that nothing fitted to.
     num_left_out: int = 0  # Things that were too many to keep.
     watchdog: WatchdogReport = WatchdogReport()  # torch's lines.
-    failures: tuple[Failure, ...] = ()  # Ranks that ended, the first one first.
+    failures: tuple[RankFailure, ...] = ()  # Ranks that ended, the first one first.
 
 
 _Match = re.Match[str]
@@ -440,12 +440,14 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     )
 
 
-def _placed(found: Iterable[Failure], ranks: dict[int, _Part]) -> tuple[Failure, ...]:
+def _placed(
+    found: Iterable[RankFailure], ranks: dict[int, _Part]
+) -> tuple[RankFailure, ...]:
     """Return failures with rank and host, as far as NCCL's lines show them."""
     hosts = {rank: part.process.host for rank, part in ranks.items()}
     of_pid = {part.process.pid: rank for rank, part in ranks.items()}
     is_one = len(of_pid) == len(ranks)  # Containers may have the same.
-    placed: dict[object, Failure] = {}
+    placed: dict[object, RankFailure] = {}
     # An exception shows more than the exit code behind it.
     for each in sorted(found, key=lambda each: bool(each.pid or each.host)):
         rank = each.rank

@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeVar
 
 _Value = TypeVar("_Value")
 _MAX_KEPT = 1 << 16  # Works and states of groups.
-# Ranks without a line are blamed if so many times as many have one: lines of a log's
-# first ranks, or of one group, are not all there are.
+# Ranks without a line are blamed where at least so many times as many have one.
 _FEW_SILENT, _FEW_OF_GROUPS = 2, 4
 _NUMBER = re.compile(r"\d{1,6}")
 _RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
@@ -161,10 +160,7 @@ class WatchdogReader:
     def report(
         self, known: Collection[int] = (), *, is_one_job: bool = True
     ) -> WatchdogReport:
-        """Return what was read; ``known`` are ranks whose output is in the log.
-
-        Of several jobs, those ranks are together that wait for the same.
-        """
+        """Return what was read; ``known`` are ranks whose output is in the log."""
         # A rank whose group or call is unknown waits with those that name it.
         groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
         calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
@@ -181,6 +177,7 @@ class WatchdogReader:
             group = _only(groups[work]) or _only(groups[key[1]]) or ""
             call = work if work.operation else _only(calls[key[1]]) or work
             group = self._group_of.get(key, group)
+            # Ranks of several jobs that wait for the same are one job's.
             waiting[group, _UNKNOWN if is_one_job else call][key[0]] = call
         reporting = self._reporting()
         silent = {*(known or range(max(reporting, default=0)))} - reporting
