@@ -462,7 +462,10 @@ GONE = "torch.distributed.DistBackendError: NCCL error: remote process exited"
             "MASTER_ADDR",
         ),
         (
-            raised(11, "torch.OutOfMemoryError: CUDA out of memory. Tried to get"),
+            (
+                "2026-11-29T10:00:00.1Z [default3]:[rank11]: torch.OutOfMemoryError: "
+                "CUDA out of memory. Tried to get\r\n"
+            ),
             ("Rank 11 on node1 failed: OutOfMemoryError: CUDA out of memory. Tried"),
             "batches smaller",
         ),

@@ -12,8 +12,9 @@ _RANK = re.compile(
 )
 # Behind tags of ranks, pods and loggers: an exception, at the margin.
 _RAISED = re.compile(
-    r"((?:\[[^\]]{1,80}\](?:<std\w{3}>)?:? ?| {0,6}[\w.-]{0,253}\d: |\([^()]{1,80}\) )"
-    r"{0,4})((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (\S.*)"
+    r"((?:\[[^\]]{1,80}\](?:<std\w{3}>)?:? ?| {0,6}[\w.-]{0,253}\d: |\([^()]{1,80}\) |"
+    r"\d{4}-\d\d-\d\d[T ]\S{8,20} |[\w.-]{1,128} +\| ){0,4})"
+    r"((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (\S.*)"
 )
 # Without a rank any program may have printed an exception, and gone on.
 _OF_TORCH = re.compile(
