@@ -162,6 +162,13 @@ def test_each_fault_is_found_and_no_other(
     assert found(text_of(JobLog(), **changes)) == rules
 
 
+def test_the_cause_of_no_gpudirect_depends_on_how_many_have_none() -> None:
+    text = text_of(JobLog(inter="NET/IB/0"))
+    assert "lsmod | grep nvidia_peermem" in find(text, "no-gpudirect-rdma").remedy
+    some = text_of(JobLog()).replace(b"NET/IB/1/GDRDMA", b"NET/IB/1", 1)
+    assert "ronde topo --matrix" in find(some, "no-gpudirect-rdma").remedy
+
+
 def test_one_node_needs_no_network() -> None:
     """Sockets and adapters without GPUDirect cost nothing where all is on one node."""
     job = JobLog(num_hosts=1, network="Socket", gdr="Disabled")
@@ -320,8 +327,9 @@ def test_ranks_that_never_got_through() -> None:
     finding = find(hanging, "init-incomplete")
 
     assert finding.severity is ERROR
-    assert finding.element == "rank 2 on node0, rank 3 on node0"
-    assert finding.what.startswith("2 of 8 ranks began")
+    assert finding.element == "ranks 2-3 on node0"
+    assert finding.what.startswith("The start of 2 of 8 ranks began and is not")
+    assert "not in the log" in finding.remedy
     assert "; 1, such as rank 5, are not in the log" in finding.what
     assert found(hanging)["ranks-not-in-log"] is NOTE
 
@@ -729,7 +737,7 @@ def test_infiniband_and_roce_in_one_job(
         finding = find(text + failed.encode(), "adapters-mixed")
         assert finding.severity is ERROR
         assert "InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in finding.what
-        assert finding.remedy.startswith("Set NCCL_IB_HCA==a:1,c:2 for all ranks")
+        assert "NCCL_IB_HCA==a:1,c:2 for all ranks (the second =" in finding.remedy
 
 
 def test_the_sample_lost_its_nvls() -> None:
@@ -824,8 +832,10 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "must be what NCCL or torch's watchdog wrote, got 0 lines"),
-        (b"loss 3\nloss 2\n", "got 2 lines without a message from them"),
+        (b"", "must be what NCCL or torch's watchdog wrote, got no lines"),
+        (b"loss 3\n", "got 1 line and no message of theirs. Set NCCL_DEBUG=INFO"),
+        (b"[    1.234567] NVRM: x\n", "got a kernel log. Type: ronde check read "),
+        (b"\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n", "got a topology. Type: "),
     ],
 )
 def test_what_is_no_log_is_refused(

@@ -29,6 +29,14 @@ def status(rank: int, seq: int, last: tuple[int, int], group: str, member: int) 
     )
 
 
+def waiting(group: str, seq: int, *ranks: int, call: str = "") -> str:
+    """Return the lines of ranks that time out at one number of a group."""
+    call = (call or REDUCE).replace("41", str(seq))
+    return "".join(
+        caught(r, call) + status(r, seq, (seq, seq - 1), group, r) for r in ranks
+    )
+
+
 def signalled(rank: int, last: tuple[int, int]) -> str:
     """Return the lines of a rank that did not time out itself."""
     start = (
@@ -46,6 +54,7 @@ def signalled(rank: int, last: tuple[int, int]) -> str:
 
 GATHER = "SeqNum=41, OpType=ALLGATHER, NumelIn=2048, NumelOut=16384"
 REDUCE = "SeqNum=41, OpType=ALLREDUCE, NumelIn=77, NumelOut=77"
+SEND_ALL = REDUCE.replace("ALLREDUCE", "BROADCAST")
 STUCK = "watchdog-stuck", Level.ERROR
 CAUGHT = "Watchdog caught collective operation timeout"
 DEFAULT = "0(default_pg)"
@@ -96,10 +105,35 @@ REPORT = (
             "ranks 0-2",
             (
                 "ALLGATHER (work 41, 2,048 elements) in 300 s on ranks 0, 2; ALLRED",
-                "UCE (work 41, 77 elements) in 300 s on rank 1.",
-                "Compare the ranks' calls",
+                "UCE (work 41, 77 elements) in 300 s on rank 1. Unlike the others: ra",
+                "Look at rank 1 first",
             ),
+            id="odd",
+        ),
+        pytest.param(
+            [waiting("0", 42, 0, 1, 3), waiting("0", 41, 2)],
+            "ranks 0-3",
+            ("on ranks 0-1, 3. Behind the others: rank 2.", "Look at rank 2 first"),
+            id="behind",
+        ),
+        # The line with the group of a rank may be lost; guessed ranks are no suspects.
+        pytest.param(
+            [waiting(DEFAULT, 41, 7, call=SEND_ALL), caught(3, REDUCE)],
+            "ranks 3, 7",
+            ("elements) in 300 s on rank 7.", "Compare the ranks' calls"),
             id="differ",
+        ),
+        # One rank is in several groups, and silent in each.
+        pytest.param(
+            [
+                waiting("5(tp_0)", 912, 0, 1, 3),
+                waiting("9(dp_2)", 377, 6),
+                waiting("7(dp_0)", 376, 4),
+                waiting("8(dp_1)", 376, 5, 7),
+            ],
+            "ranks 0-1, 3-7",
+            ("No line from rank 2.", "Look at rank 2 first"),
+            id="silent-in-groups",
         ),
         pytest.param(
             [
@@ -203,6 +237,22 @@ REPORT = (
         ),
         pytest.param(
             [
+                "\t   - [4] joined but didn't finish collective #77 (count from 1)\n",
+                "\t     [0, 1] finished collective #77, but didn't join collective #78",
+                "\n",
+            ],
+            "rank 4",
+            ("(work 77) on rank 4. Not completed by rank 4.", "Look at rank 4 first"),
+            id="desync-behind",
+        ),
+        pytest.param(
+            ["\t   - [0, 1, 2] joined but didn't finish collective #77 (count from 1)"],
+            "ranks 0-2",
+            ("a collective (work 77) on ranks 0-2.",),
+            id="desync-all",
+        ),
+        pytest.param(
+            [
                 "Not all ranks joining collective, sequence number: 12\n",
                 "internal record id: 30\ngroup info: 0:default_pg\n",
                 "collective: nccl:_all_gather_base\nmissing ranks: {5}\n",
@@ -292,6 +342,170 @@ def test_the_folder_of_the_flight_recorder_is_named() -> None:
     assert remedy.endswith("Compare all calls: torchfrtrace /data/run7/traces.")
 
 
+def test_torch_s_lines_of_two_jobs_are_two_findings() -> None:
+    other = text_of(JobLog(num_hosts=1, host="b{}")).replace(b"0x4f6a", b"0x1111")
+    lines = waiting(DEFAULT, 33, *range(8)) + waiting(
+        DEFAULT, 5011, *range(8), call=GATHER
+    )
+    found = judge_nccl_log(read(text_of(JobLog()) + other + lines.encode()))
+
+    assert [each.rule for each in found] == ["collective-timeout"] * 2
+    assert "ALLGATHER (work 5011," in found[0].what
+    assert "ALLREDUCE (work 33," in found[1].what
+
+
+@pytest.mark.parametrize(
+    ("extra", "remedy"),
+    [
+        ({}, "run once with NCCL_P2P_DISABLE=1 and once with NCCL_IB_DISABLE=1."),
+        ({"num_hosts": 1}, "run once with NCCL_P2P_DISABLE=1."),
+        (
+            {"network": "AWS Libfabric"},
+            "NCCL_P2P_DISABLE=1 and once with NCCL_NET=Socket.",
+        ),
+    ],
+)
+def test_the_ways_to_try_are_those_of_the_job(
+    extra: dict[str, object], remedy: str
+) -> None:
+    text = text_of(JobLog(), **extra) + waiting(DEFAULT, 1, *range(16)).encode()
+    assert remedy in find(text, "collective-timeout").remedy
+
+
+def raised(rank: int, *lines: str) -> str:
+    return "".join(f"[rank{rank}]: {line}\n" for line in (TRACEBACK, *lines))
+
+
+TRACEBACK = "Traceback (most recent call last):"
+NCCL_ERROR = (
+    "torch.distributed.DistBackendError: NCCL error in: ../c10d/ProcessGroupNCCL.cpp:19"
+    "70, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.9"
+)
+TIMED_OUT = "[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+GONE = "torch.distributed.DistBackendError: NCCL error: remote process exited"
+
+
+@pytest.mark.parametrize(
+    ("lines", "what", "remedy"),
+    [
+        (
+            "E1129 api.py:869] failed (exitcode: -9) local_rank: 5 (pid: 1005) of x\n",
+            "Rank 5 on node0 failed: signal 9 (Killed).",
+            "no memory left",
+        ),
+        (
+            (
+                "  rank      : 9 (local_rank: 1)\n  exitcode  : -15 (pid: 4712)\n"
+                "  rank      : 13 (local_rank: 5)\n  exitcode  : -11 (pid: 4711)\n"
+            ),
+            "Rank 13 on node1 failed: signal 11 (Segmentation fault).",
+            "PYTHONFAULTHANDLER=1",
+        ),
+        (
+            (
+                "srun: error: node1: task 13: Out Of Memory\n"
+                "srun: error: node0: tasks 0-7: Terminated\n"
+            ),
+            "Rank 13 on node1 failed: Out Of Memory.",
+            "no memory left",
+        ),
+        (
+            "srun: error: node7: task 1: Exited with exit code 3\n",
+            "Task 1 on node7 failed: Exited with exit code 3.",
+            "traceback",
+        ),
+        (
+            (
+                "mpirun noticed that process rank 3 with PID 71 on node node0 exited "
+                "on signal 7 (Bus error).\n"
+            ),
+            "Rank 3 on node0 failed: signal 7 (Bus error).",
+            "a bus error is mostly",
+        ),
+        (
+            raised(3, "RuntimeError: CUDA error: uncorrectable ECC error encountered")
+            + raised(4, GONE),
+            "Rank 3 on node0 failed: CUDA error: uncorrectable ECC error encountered.",
+            "take the host out of use",
+        ),
+        (
+            raised(3, NCCL_ERROR, "Last error:", "Cuda failure 999 'unknown error'"),
+            (
+                "Rank 3 on node0 failed: DistBackendError: NCCL error, unhandled cuda "
+                "error: Cuda failure 999 'unknown error'."
+            ),
+            "Xid",
+        ),
+        (
+            f"{NCCL_ERROR}\nLast error:\nCuda failure 999 'unknown error'\n",
+            (
+                "A rank failed: DistBackendError: NCCL error, unhandled cuda error: "
+                "Cuda failure 999 'unknown error'."
+            ),
+            "Xid",
+        ),
+        (
+            f"[1,2]<stderr>:RuntimeError: {TIMED_OUT}\n9: RuntimeError: {TIMED_OUT}\n",
+            "Ranks 2, 9 on node0, node1 failed: Timed out waiting 1800000ms.",
+            "waited for another rank",
+        ),
+        (
+            (
+                "pod-1: torch.distributed.DistStoreError: Timed out after 901 seconds "
+                "waiting for clients. 15/16 clients joined.\n"
+            ),
+            (
+                "A rank failed: DistStoreError: Timed out after 901 seconds waiting "
+                "for clients. 15/16 clients joined."
+            ),
+            "MASTER_ADDR",
+        ),
+        (
+            (
+                "2026-11-29T10:00:00.1Z [default3]:[rank11]: torch.OutOfMemoryError: "
+                "CUDA out of memory. Tried to get\r\n"
+            ),
+            ("Rank 11 on node1 failed: OutOfMemoryError: CUDA out of memory. Tried"),
+            "batches smaller",
+        ),
+        (raised(5, GONE), "Rank 5 on node0 failed: DistB", "end of another rank"),
+    ],
+)
+def test_a_rank_that_failed_is_named(lines: str, what: str, remedy: str) -> None:
+    finding = find(text_of(JobLog()) + lines.encode(), "rank-failed")
+
+    assert finding.what.startswith(what)
+    assert remedy in finding.remedy
+    assert found(text_of(JobLog()) + lines.encode()).keys() == {"rank-failed"}
+    # Alone it is a log too; Slurm and torchrun end programs of any kind.
+    assert is_nccl_log(lines) is ("Error: " in lines)
+    for end in range(0, len(lines), 7):
+        judge_nccl_log(read(lines[:end].encode()))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        raised(3, f"RuntimeError: {ILLEGAL}"),
+        (
+            "[rank3]:[E511 07:14:02.1 ProcessGroupNCCL.cpp:1414] [PG 0 Rank 3] Process "
+            f"group watchdog thread terminated with exception: {ILLEGAL}\n"
+        ),
+    ],
+)
+def test_others_wait_for_a_rank_that_failed(failure: str) -> None:
+    text = text_of(JobLog(num_hosts=1)).decode() + failure
+    text += waiting(DEFAULT, 41, 0, 1, 2, 4, 5, 6, 7)
+    text += "srun: error: node0: tasks 0-2,4-7: Aborted (core dumped)\n"
+    failed, waited = judge_nccl_log(read(text.encode()))
+
+    assert failed.what == f"Rank 3 on node0 failed: {ILLEGAL}. Others waited in vain."
+    assert "CUDA_LAUNCH_BLOCKING=1" in failed.remedy
+    assert "No line" not in waited.what
+    assert waited.remedy == "Look at rank 3 on node0 first: see rank-failed."
+
+
 @pytest.mark.parametrize(
     ("line", "rule", "severity"),
     [
@@ -317,6 +531,11 @@ def test_other_lines_of_the_watchdog(line: str, rule: str, severity: Level) -> N
         f"{REPORT} Warning: WARNING: destroy_process_group() was not called before",
         "[rank0]: step 3 of 5: collective loss 2.5, all ranks are well",
         "ranks: [0, 1, 2]",
+        "ValueError: no such file, next one",
+        "[rank0]:   raise ValueError: x",
+        "WARNING CUDA out of memory, retrying with batch size 8",
+        "eval: RMSError: 0.25, exit code 0",
+        "local_rank: 3 (pid: 77) started",
     ],
 )
 def test_lines_of_healthy_programs_are_no_story(line: str) -> None:

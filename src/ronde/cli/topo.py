@@ -21,6 +21,7 @@ from ronde.plain_values import to_plain
 from ronde.topology.graph import Diagnostic, HostTopology, Level, Topology
 from ronde.topology.probes.base import Saved
 from ronde.topology.sources import (
+    find_probe,
     is_log,
     join_topologies,
     read_file,
@@ -191,7 +192,8 @@ _LOG_HELP = """\
 usage: ronde topo log FILE... [--json]
 
 Show what NCCL chose and what looks wrong, from what it wrote with NCCL_DEBUG=INFO, and
-which collectives timed out and why, from what torch's watchdog wrote.
+which collectives timed out and which ranks failed, from the lines of torch, torchrun,
+srun and mpirun.
 
 options:
   --json      print one object of JSON
@@ -597,12 +599,8 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
             f"{error.filename or name} must be a file that can be read, got: "
             f"{error.strerror}. Check the name."
         ) from None
-    if not log.num_messages and not log.watchdog.num_lines:
-        raise UsageError(
-            f"{name} must be what NCCL or torch's watchdog wrote, got {log.num_lines} "
-            "lines without a message from them. Set NCCL_DEBUG=INFO for the job, and "
-            "give its output."
-        )
+    if not log.num_messages and not log.watchdog.num_lines and not log.failures:
+        raise _no_log(name, log.num_lines)
     findings = judge_nccl_log(log)
     if is_json:
         content = {"log": to_plain(log), "findings": to_plain(tuple(findings))}
@@ -610,6 +608,23 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
     else:
         print(draw_log(log, findings), end="")
     return _exit_code(findings)
+
+
+def _no_log(name: str, num_lines: int) -> UsageError:
+    """Return the error for a file without a line of NCCL's or torch's."""
+    from ronde.topology.probes.others import LOG, recognise_other
+    from ronde.units import counted
+
+    saved = read_saved(name) if num_lines and name != "-" else Saved(name, b"")
+    what, cure = recognise_other(saved)
+    if find_probe(saved):
+        what, cure = "a topology", f"Type: ronde topo {name}"
+    if not what or what == LOG:
+        what = f"{counted(num_lines, 'line')} and no message of theirs"
+        cure = "Set NCCL_DEBUG=INFO for the job, and give its output."
+    return UsageError(
+        f"{name} must be what NCCL or torch's watchdog wrote, got {what}. {cure}"
+    )
 
 
 def _open(names: Sequence[str]) -> Iterator[BinaryIO]:

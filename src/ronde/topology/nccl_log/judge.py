@@ -2,11 +2,12 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
+from ronde.topology.nccl_log.failures import RankFailure
 from ronde.topology.nccl_log.log import (
     EdgesSeen,
     NcclJob,
@@ -15,7 +16,7 @@ from ronde.topology.nccl_log.log import (
     TreeLink,
     WarningSeen,
 )
-from ronde.topology.nccl_log.rules import VERDICTS, rule_of_warning
+from ronde.topology.nccl_log.rules import VERDICTS, rule_of_failure, rule_of_warning
 from ronde.topology.nccl_log.watchdog import CollectiveTimeout, TimedOutWork
 from ronde.units import counted, list_first
 
@@ -40,6 +41,11 @@ _LEAST_REAL_GB_PER_S = 1.0
 _PCI_LIMIT_OF_NCCL_COUNT = 15.75 / 12
 _SLOW_INIT_S = 30.0
 _MAX_WARNING = 160
+_RECORD = (
+    "To compare all calls, run again with TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and "
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE=fr_: at a time-out rank 0 writes fr_0, and so on; "
+    "then: torchfrtrace . -p fr_"
+)
 # Of these, sizes or calls differ among the ranks of a correct program.
 _UNEQUAL = re.compile("SEND|RECV|COALESCED|ALLTOALL|GATHER$|SCATTER$")
 # Where these differ, it is often meant: hosts name their interfaces differently.
@@ -54,7 +60,8 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     What is not in the log is never taken for a fault.
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
-    found += [*_timeouts(log), *_nvlink_fabric(log.jobs), *_warnings(log.jobs)]
+    found += [*_failures(log), *_timeouts(log)]
+    found += [*_nvlink_fabric(log.jobs), *_warnings(log.jobs)]
     lost = log.num_lost
     lines = "1 line was" if lost == 1 else f"{lost} lines were"
     for place, each in enumerate(found):
@@ -71,32 +78,76 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     return tuple(sorted(found, key=lambda each: list(Level).index(each.severity)))
 
 
+def _failures(log: NcclLog) -> Iterator[Diagnostic]:
+    """Find ranks that failed, those of one kind together, without what follows."""
+    waited = " Others waited in vain." if log.watchdog.timeouts else ""
+    for rule, failures in _causes(log).items():
+        causes = list_first(list(dict.fromkeys(f.cause for f in failures)), 2, "; ")
+        name = _failed(failures)
+        what = f"{name[0].upper()}{name[1:]} failed: {causes}.{waited}"
+        yield _verdict(rule, [name], what)
+
+
+def _causes(log: NcclLog) -> dict[str, list[RankFailure]]:
+    """Return failures by rule; those that only follow if there are no others."""
+    found: defaultdict[str, list[RankFailure]] = defaultdict(list)
+    for each in log.failures:
+        found[rule_of_failure(each.cause)].append(each)
+    if log.watchdog.timeouts or len(found) > 1:
+        found.pop("rank-failed.follows", None)
+    if len(found) > 1:
+        found.pop("rank-failed.code", None)
+    return found
+
+
+def _failed(failures: Iterable[RankFailure]) -> str:
+    """Return ``rank 3 on node1``, or ``local rank 5`` if no rank is known."""
+    hosts = {each.rank: each.host for each in failures if each.rank >= 0}
+    names = [each.name + f" on {each.host}" * bool(each.host) for each in failures]
+    return _on([*hosts], hosts) if hosts else _named(names)
+
+
+def _on(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    """Return ``ranks 2-3 on node1``, empty for none."""
+    where = _named(sorted({hosts.get(rank, "") for rank in ranks} - {""}))
+    return (_ranks(ranks) if ranks else "") + f" on {where}" * bool(where)
+
+
 def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
     """Find collectives that did not end in time, and the ranks that are to blame."""
     report = log.watchdog
     # Of several jobs it is unknown whose torch's lines are.
     comms = [job.communicators[0] for job in log.jobs if job.communicators]
     hosts = {r.rank: r.host for r in comms[0].ranks} if len(comms) == 1 else {}
-    trace = "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 records calls for torchfrtrace"
+    failed = [each for failures in _causes(log).values() for each in failures]
+    trace = "" if failed else f" {_RECORD}"
     if report.trace_folder:
-        trace = f"Compare all calls: torchfrtrace {report.trace_folder}"
+        trace = f" Compare all calls: torchfrtrace {report.trace_folder}."
     for timeout in report.timeouts:
         of_group = f" of group {_named(timeout.groups)}" if timeout.groups else ""
         works = "; ".join(map(_describe_work, timeout.works))
         what = f"Collectives{of_group} did not end in time: {works}."
+        silent = sorted({*timeout.silent} - {each.rank for each in failed})
+        kind, unlike, odd = _kind_of(timeout)
         for words, ranks in (
             ("Not joined by", timeout.late),
-            ("No line from", timeout.silent),
+            ("Not completed by", timeout.behind),
+            ("No line from", silent),
             ("Completed by", timeout.ahead),
+            (f"{unlike} the others:", odd),
         ):
             what += f" {words} {_ranks(ranks)}." if ranks else ""
+        what += " There are several jobs in the log." if len(comms) > 1 else ""
         waiting = [rank for work in timeout.works for rank in work.ranks]
-        suspects = [*timeout.late, *timeout.silent] or waiting * bool(timeout.ahead)
-        where = _named(sorted({hosts[r] for r in suspects if r in hosts}))
-        who = _ranks(suspects) + (f" on {where}" if where else "")
-        key = "collective-timeout" + (".late" if suspects else _kind_of(timeout))
-        finding = _verdict(key, [_ranks(waiting or suspects)], what, suspects=who)
-        yield finding._replace(remedy=f"{finding.remedy} {trace}.")
+        late = [*timeout.late, *timeout.behind] or waiting * bool(timeout.ahead)
+        suspects = _failed(failed) or _on(late or odd or silent, hosts)
+        is_first = timeout.works[-1].seq == 1
+        kind = kind or ("silent" if silent else "first" if is_first else "")
+        kind = "ended" if failed else "late" if late else kind
+        key, places = f"collective-timeout.{kind}".rstrip("."), waiting or late
+        words = {"suspects": suspects, "tries": _tries(log)}
+        finding = _verdict(key, [_ranks(places)], what, **words)
+        yield finding._replace(remedy=finding.remedy + trace)
     for key, ranks, what in (
         ("watchdog-stuck", report.stuck, "The watchdog itself made no progress."),
         ("store-lost", report.store_lost, "The store of torch's job was closed."),
@@ -105,14 +156,34 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
             yield _verdict(key, [_ranks(ranks)], what)
 
 
-def _kind_of(timeout: CollectiveTimeout) -> str:
-    """Return the word for the remedy where no rank is known to be late."""
+def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
+    """Return the remedy's word where calls differ, and ranks unlike most, with how."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
     # Groups that are unknown may be several, each with its own numbers.
-    is_one = timeout.groups or len({work.seq for work in compared}) == 1
-    if len(compared) > 1 and is_one:
-        return ".differ"
-    return ".first" if timeout.works[-1].seq == 1 else ""
+    num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})
+    is_one = num_groups == 1 or num_seqs == 1 or (num_groups and not timeout.silent)
+    if len(compared) < 2 or not is_one:
+        return "", "", []
+    most = max(compared, key=lambda work: len(work.ranks))
+    others = [work for work in compared if work is not most]
+    odd = [rank for work in others for rank in work.ranks]
+    if len(odd) >= len(most.ranks):
+        return "differ", "", []
+    is_behind = all(work.seq < most.seq for work in others)
+    return "odd", "Behind" if is_behind else "Unlike", odd
+
+
+def _tries(log: NcclLog) -> str:
+    """Return settings that each avoid a way of the data that a job takes."""
+    comms = [comm for job in log.jobs for comm in job.communicators[:1]]
+    is_efa = any("Libfabric" in n.value for job in log.jobs for n in job.networks)
+    tries = ["NCCL_P2P_DISABLE=1", "NCCL_NET=Socket" if is_efa else "NCCL_IB_DISABLE=1"]
+    if comms and all(len(comm.hosts) == len(comm.ranks) for comm in comms):
+        del tries[0]
+    elif comms and not any(map(_spans_nodes, log.jobs)):
+        del tries[1]
+    more = " See EFA's security group." * is_efa
+    return f"run once with {' and once with '.join(tries)}.{more}"
 
 
 def _describe_work(work: TimedOutWork) -> str:
@@ -306,11 +377,11 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
     nums = [str(sum(e.num_edges for e in edges)) for edges in (staged, fast)]
     which = " of ".join(nums) if staged else "NCCL's"
     what = f"{which} connections between nodes do without GPUDirect RDMA"
-    key = "no-gpudirect-rdma"
+    key = "no-gpudirect-rdma" + ".some" * (0 < len(staged) < len(fast))
     remedy = _unset(job, "may forbid it", "NCCL_NET_GDR_LEVEL", "NCCL_DMABUF_ENABLE")
     if disabled:
         what += f"; it is disabled for {_named(disabled)}"
-        key = "no-gpudirect-rdma.disabled"
+        key = "no-gpudirect-rdma"
     # Instances with small GPUs have none, and their plugin knows it.
     known = [v for v in _values(job.plugins) if "disabling GDR" in v]
     if known:
@@ -490,23 +561,24 @@ def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
     """Find ranks whose start began and is not reported as complete."""
     for comm in job.communicators:
         # How long the start took is reported at its end.
-        waiting = [
-            f"rank {rank.rank} on {rank.host}"
+        waiting = {
+            rank.rank: rank.host
             for rank in comm.ranks
             if rank.has_started and not rank.is_complete and not rank.init_s
-        ]
+        }
         if not waiting:
             continue
         here = {rank.rank for rank in comm.ranks}
         silent = [r for r in range(min(comm.num_ranks, 1 << 20)) if r not in here]
         num = f"{len(waiting)} of {comm.num_ranks}"
-        what = f"{num} ranks began their start and did not complete it"
+        what = f"The start of {num} ranks began and is not complete"
         if silent:
             what += f"; {len(silent)}, such as rank {silent[0]}, are not in the log"
         if job.retries:
             where, peers = _hosts(job.retries), _values(job.retries)
             what += f"; on {_named(where)} they try to connect: {_named(peers)}"
-        yield _verdict("init-incomplete", waiting, f"{what}.")
+        key = "init-incomplete" + ".absent" * bool(silent)
+        yield _verdict(key, [_on([*waiting], waiting)], f"{what}.")
         return
 
 

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
 from ronde.topology.graph import UNKNOWN
+from ronde.topology.nccl_log.failures import RankFailure
 from ronde.topology.nccl_log.messages import (
     MessageReader,
     NcclMessage,
@@ -160,6 +161,7 @@ class NcclLog(NamedTuple):
     num_lost: int = 0  # Pieces of NCCL's lines that nothing fitted to.
     num_left_out: int = 0  # Things that were too many to keep.
     watchdog: WatchdogReport = WatchdogReport()  # torch's lines.
+    failures: tuple[RankFailure, ...] = ()  # Ranks that ended, the first one first.
 
 
 _Match = re.Match[str]
@@ -420,7 +422,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     # Of several jobs it is unknown whose torch's lines are.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
     ranks = largest.ranks if largest and len(comms_of) == 1 else {}
-    report = reader.watchdog.report(ranks)
+    report = reader.watchdog.report(ranks, is_one_job=len(comms_of) <= 1)
     for rank in ranks.keys() & report.busy:
         # A collective is called after the start.
         ranks[rank].seen["is_complete"] = True
@@ -428,6 +430,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
+        failures=_placed(reader.failures.report(), ranks),
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
@@ -435,6 +438,29 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         num_mended=reader.num_mended,
         num_lost=reader.num_lost,
     )
+
+
+def _placed(
+    found: Iterable[RankFailure], ranks: dict[int, _Part]
+) -> tuple[RankFailure, ...]:
+    """Return failures with rank and host, as far as NCCL's lines show them."""
+    hosts = {rank: part.process.host for rank, part in ranks.items()}
+    of_pid = {part.process.pid: rank for rank, part in ranks.items()}
+    is_one = len(of_pid) == len(ranks)  # Containers may have the same.
+    placed: dict[object, RankFailure] = {}
+    # An exception shows more than the exit code behind it.
+    for each in sorted(found, key=lambda each: bool(each.pid or each.host)):
+        rank = each.rank
+        if rank < 0 and is_one:
+            rank = of_pid.get(each.pid, -1)
+        task = each.name.removeprefix("task ")
+        # A task of Slurm's is a rank, or starts some.
+        if task.isdecimal() and hosts.get(int(task)) == each.host:
+            rank = int(task)
+        key = rank if rank >= 0 else (each.name, each.host, each.pid)
+        host = each.host or hosts.get(rank, "")
+        placed.setdefault(key, each._replace(rank=rank, host=host))
+    return tuple(placed.values())
 
 
 def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:

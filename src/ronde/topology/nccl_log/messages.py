@@ -16,6 +16,7 @@ from functools import partial
 from typing import BinaryIO, NamedTuple, cast
 
 from ronde.errors import UsageError
+from ronde.topology.nccl_log.failures import FailureReader
 from ronde.topology.nccl_log.watchdog import WatchdogReader
 
 MAX_LINE_CHARS = 1 << 16
@@ -50,6 +51,7 @@ _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
 # All sentences of torch's reports hold one of these.
 _OF_REPORTS = ("ollective", "anks", "Culprit", "monit")
+_OF_FAILURES = "rror", "xit", "local_rank"
 _PIECE_BYTES = 1 << 20
 _MAX_PREFIXES = 1 << 16
 _HEAD_LASTS = 200  # Lines.
@@ -70,7 +72,7 @@ class MessageReader:
     """Takes the lines of a log one by one and returns the messages in them."""
 
     def __init__(self) -> None:
-        self.watchdog = WatchdogReader()
+        self.watchdog, self.failures = WatchdogReader(), FailureReader()
         self.num_lines = 0
         self.num_mended = 0  # Messages that were put together from pieces.
         self.num_lost = 0  # Pieces of messages that nothing fitted to.
@@ -85,6 +87,8 @@ class MessageReader:
         if "CCL" not in line and not self._head:
             if any(word in line for word in _OF_REPORTS):
                 self.watchdog.feed_report(line)
+            if self.failures.waiting or any(word in line for word in _OF_FAILURES):
+                self.failures.feed(line)
             return []
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, _, text = line.partition(_INFO)
@@ -94,6 +98,8 @@ class MessageReader:
             return [NcclMessage(*known, text.rstrip(" "))]
         if "Group" in line or "Work" in line:
             self.watchdog.feed(line)
+        if "rror: " in line:
+            self.failures.feed(line)
         if "\x1b" in line:
             line = _ANSI.sub("", line)
         # Progress bars write over their own line.
@@ -332,11 +338,16 @@ def _group_of(word: str, text: str) -> str:
 
 
 def is_nccl_log(text: str) -> bool:
-    """Return whether a text has lines of NCCL's log or of torch's watchdog."""
-    watchdog = WatchdogReader()
+    """Return whether a text has lines of NCCL's log, or of torch on a time-out or end.
+
+    Programs of any kind may be ended by signals and by Slurm.
+    """
+    watchdog, failures = WatchdogReader(), FailureReader()
     for line in text.splitlines():
         watchdog.feed(line)
-    return watchdog.num_lines > 0 or _ANYWHERE.search(text) is not None
+        failures.feed(line)
+    has_raised = not all(each.pid or each.host for each in failures.report())
+    return watchdog.num_lines > 0 or has_raised or bool(_ANYWHERE.search(text))
 
 
 def read_lines(file: BinaryIO) -> Iterator[str]:

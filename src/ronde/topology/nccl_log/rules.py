@@ -24,16 +24,18 @@ networks-differ error
   drivers and image everywhere, or set NCCL_NET for all ranks.
 adapters-mixed error
   A connection between the two kinds fails, mostly with error 12. -> Set
-  NCCL_IB_HCA=={ports} for all ranks, or name the RoCE adapters alone.
+  NCCL_IB_HCA=={ports} for all ranks (the second = belongs to the value), or name the
+  RoCE adapters alone.
 nvlink-fabric warning
   NVLink joins hosts only inside one clique of one fabric. -> nvidia-smi -q must show
   the state Completed and one ClusterUUID and CliqueId on all hosts: look at
   nvidia-imex-ctl -N and at the partition in the fabric manager.
 no-gpudirect-rdma warning
-  Data goes through the host's memory. -> In ronde topo --matrix see how far GPUs and
-  adapters are apart: farther than PXB it is off; NCCL_NET_GDR_LEVEL=SYS forces it.
-no-gpudirect-rdma.disabled warning
-  Run modprobe nvidia-peermem, or use a driver and a kernel that have DMA-BUF.
+  Data goes through the host's memory. -> Run lsmod | grep nvidia_peermem: if there is
+  none, run modprobe nvidia-peermem, or use a driver and a kernel that have DMA-BUF.
+no-gpudirect-rdma.some warning
+  In ronde topo --matrix see how far GPUs and adapters are apart: farther than PXB it is
+  off; NCCL_NET_GDR_LEVEL=SYS forces it.
 no-gpudirect-rdma.plugin note
   Nothing, if this kind of GPU does without; else update driver, CUDA and plugin.
 virtual-interface error
@@ -72,8 +74,11 @@ nodes-unlike-hosts.many warning
   It takes neighbours for strangers: data inside a host goes over the network. -> Give a
   host's containers one name and one boot id, or its name as NCCL_HOSTID.
 init-incomplete error
-  The job hangs or has ended in its start, unless the log was cut. -> Look at ranks that
-  are not in the log and at warnings; then whether hosts reach each other there.
+  The job hangs or has ended in its start, unless the log was cut. -> Look at warnings
+  of these ranks; then see with ronde check whether hosts reach each other.
+init-incomplete.absent error
+  Look at the ranks that are not in the log, and at warnings; then whether hosts reach
+  each other there.
 ranks-not-in-log note
   Findings hold for these. -> Set NCCL_DEBUG_FILE=nccl.%h.%p, and give all files.
 slow-init note
@@ -83,11 +88,18 @@ collective-timeout error
   The job hangs, and the watchdog ends it. -> No rank is known to be late: look at
   NCCL's warnings, at Xid in dmesg, and at the network with ronde check --bandwidth.
 collective-timeout.first error
-  No collective of the group ever ended: run once with NCCL_P2P_DISABLE=1 and once with
-  NCCL_IB_DISABLE=1, to see whether the way inside hosts or between them fails.
+  No collective of the group ever ended: to see which way of the data fails, {tries}
 collective-timeout.late error
-  Look at {suspects} first: log and stack (py-spy dump) show an exception, slow data, a
-  checkpoint, or a step more or less.
+  Look at {suspects} first, for an exception in the output; else py-spy dump shows what
+  is waited for: data, a checkpoint, another collective.
+collective-timeout.silent error
+  Look at {suspects} first: probably late or dead, if the output is in the log at all;
+  py-spy dump shows a hang.
+collective-timeout.ended error
+  Look at {suspects} first: see rank-failed.
+collective-timeout.odd error
+  Look at {suspects} first, for a call left out or made twice, or another branch:
+  TORCH_DISTRIBUTED_DEBUG=DETAIL checks each call.
 collective-timeout.differ error
   Compare the ranks' calls and sizes: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each.
 watchdog-stuck error
@@ -98,6 +110,35 @@ store-lost note
   that holds the store, mostly rank 0: it ended first.
 log-incomplete note
   They are missing here. -> Give each rank a file: NCCL_DEBUG_FILE=nccl.%h.%p.
+"""
+# The same of the causes of ranks that failed, with a pattern of them.
+_FAILURE_TEXTS = r"""
+rank-failed.gpu-memory error (cuda|hip) out of memory|OutOfMemoryError
+  The job ends. -> Make batches smaller, or shard the model more; nvidia-smi shows
+  left-over processes on the GPU.
+rank-failed.gpu-fault error uncorrectable|ecc error|nvlink error|GPU is lost
+  The GPU fails: look for Xid in dmesg and at nvidia-smi -q; take the host out of use.
+rank-failed.kernel error illegal (memory|instr|addr)|device-side assert|misaligned
+  A kernel is wrong: CUDA_LAUNCH_BLOCKING=1 shows the call, compute-sanitizer the line.
+rank-failed.follows warning remote (process|error)|connection (closed|reset|refused)
+    |broken pipe|terminated|abort|collective operation timeout
+  It mostly follows from the end of another rank: give the output of all ranks.
+rank-failed.gpu error (cuda|hip) (error|failure)
+  Look for Xid in dmesg on that host; CUDA_LAUNCH_BLOCKING=1 shows the call.
+rank-failed.memory error out of memory|kill
+  Mostly the host or the job's limit had no memory left: see dmesg and sacct -o MaxRSS;
+  ask for more memory, or use fewer workers that load data.
+rank-failed.crash error segmentation|bus error|floating|illegal
+  PYTHONFAULTHANDLER=1 shows where; a bus error is mostly a full /dev/shm.
+rank-failed.waited error timed out waiting \d+ms
+  In Gloo it waited for another rank, which ended or hangs: py-spy dump shows where.
+rank-failed.store error clients joined|for clients
+  Compare the number of ranks that started with the size of the job; all must reach the
+  store at MASTER_ADDR and MASTER_PORT.
+rank-failed.code error exit(ed with exit)? code
+  Its output before that shows why: look for a traceback.
+rank-failed error .?
+  Look at its traceback.
 """
 # The same of lines that NCCL itself marks as warnings. Behind the severity stands a
 # pattern of text and place; the first that fits counts.
@@ -211,12 +252,21 @@ def _read(table: str) -> Iterator[tuple[str, str, tuple[Level, str, str]]]:
         yield rule, pattern, (Level(severity), *texts)
 
 
-_KNOWN = list(_read(_WARNING_TEXTS))
-_WARNINGS = [(re.compile(pattern, re.IGNORECASE), rule) for rule, pattern, _ in _KNOWN]
-VERDICTS = {rule: verdict for rule, _, verdict in (*_read(_RULE_TEXTS), *_KNOWN)}
+_WARNINGS, _FAILURES = list(_read(_WARNING_TEXTS)), list(_read(_FAILURE_TEXTS))
+_TEXTS = (*_read(_RULE_TEXTS), *_WARNINGS, *_FAILURES)
+VERDICTS = {rule: verdict for rule, _, verdict in _TEXTS}
 """By rule, with the word for its text where it has several."""
 
 
 def rule_of_warning(text: str) -> str:
     """Return the rule that a warning of NCCL's falls under, its place included."""
-    return next(rule for pattern, rule in _WARNINGS if pattern.search(text))
+    return next(
+        r for r, pattern, _ in _WARNINGS if re.search(pattern, text, re.IGNORECASE)
+    )
+
+
+def rule_of_failure(cause: str) -> str:
+    """Return the rule, and the word for its text, that a failure falls under."""
+    return next(
+        r for r, pattern, _ in _FAILURES if re.search(pattern, cause, re.IGNORECASE)
+    )

@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeVar
 
 _Value = TypeVar("_Value")
 _MAX_KEPT = 1 << 16  # Works and states of groups.
+# Ranks without a line are blamed where at least so many times as many have one.
+_FEW_SILENT, _FEW_OF_GROUPS = 2, 4
 _NUMBER = re.compile(r"\d{1,6}")
 _RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
 # ``[PG ID 5 PG GUID 22(TP) Rank 1]``, ``[PG 0 (default_pg) Rank 1]``, ``[Rank 1]``.
@@ -33,6 +35,7 @@ _STORE_LOST = re.compile('Failed to check the "should dump" flag')
 _ALIVE = re.compile("dump signal|signal dumping|dump debug info|failed or timed out")
 _SOURCE = re.compile(r"due to a collective timeout from +rank (\d{1,6})")
 _TRACE = re.compile(r"dumping nccl trace to (/\S*)/")
+_BEHIND = re.compile(r"\[([\d, ]+)\] joined but didn't finish collective #(\d{1,18})")
 # Reports on several ranks: number and operation, and ranks that did not take part.
 _CALL = re.compile(
     r"collective, sequence number: (\d{1,18})|ollective sequence number: (\d{1,18})"
@@ -67,6 +70,7 @@ class CollectiveTimeout(NamedTuple):
     late: tuple[int, ...] = ()  # Ranks that had not called the first of them.
     ahead: tuple[int, ...] = ()  # Ranks that had completed it.
     silent: tuple[int, ...] = ()  # Ranks without a line of torch's.
+    behind: tuple[int, ...] = ()  # Ranks that have it still to complete, alone.
 
 
 class WatchdogReport(NamedTuple):
@@ -96,6 +100,8 @@ class WatchdogReader:
         self._sources: set[int] = set()  # Ranks that others name.
         self._reported = _UNKNOWN
         self._absent: set[int] = set()
+        self._behind: set[int] = set()
+        self._behind_seq = -1
 
     def feed(self, line: str) -> None:
         """Read a line; ``feed_report`` does for one without a name of a library."""
@@ -133,6 +139,13 @@ class WatchdogReader:
 
     def feed_report(self, part: str) -> None:
         """Read what a report on all ranks names; of several the first counts."""
+        if behind := _BEHIND.search(part):
+            self._behind.update(map(int, _NUMBER.findall(behind[1])))
+            self._behind_seq = int(behind[2])
+            self._reported = self._reported._replace(seq=self._behind_seq)
+            self.num_lines += 1
+        if self._behind and f"finished collective #{self._behind_seq}," in part:
+            return  # These ranks wait for those.
         if (call := _CALL.search(part)) and (not self._absent or call[3] or call[5]):
             if seq := call[1] or call[2] or call[3]:
                 self._reported = self._reported._replace(seq=int(seq))
@@ -144,33 +157,55 @@ class WatchdogReader:
             self._absent.update(map(int, _NUMBER.findall(ranks)))
             self.num_lines += 1
 
-    def report(self, known: Collection[int] = ()) -> WatchdogReport:
+    def report(
+        self, known: Collection[int] = (), *, is_one_job: bool = True
+    ) -> WatchdogReport:
         """Return what was read; ``known`` are ranks whose output is in the log."""
         # A rank whose group or call is unknown waits with those that name it.
-        groups: defaultdict[TimedOutWork | None, set[str]] = defaultdict(set)
+        groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
         calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
         works = self._works or {(rank, -1): _UNKNOWN for rank in self._sources}
+        is_one_job |= len({rank for rank, _ in works}) == len(works)
         for (rank, seq), work in works.items():
-            groups[work] |= {self._group_of.get((rank, seq), "")} - {""}
+            for key in (work, seq):
+                groups[key] |= {self._group_of.get((rank, seq), "")} - {""}
             calls[seq] |= {work} if work.operation else set()
-        waiting: defaultdict[str, dict[int, TimedOutWork]] = defaultdict(dict)
+        waiting: defaultdict[tuple[str, TimedOutWork], dict[int, TimedOutWork]]
+        waiting = defaultdict(dict)
         # Of several works of a rank the first counts.
         for key, work in sorted(works.items(), reverse=True):
-            group = _only(groups[work]) or ""
+            group = _only(groups[work]) or _only(groups[key[1]]) or ""
             call = work if work.operation else _only(calls[key[1]]) or work
-            waiting[self._group_of.get(key, group)][key[0]] = call
+            group = self._group_of.get(key, group)
+            # Ranks of several jobs that wait for the same are one job's.
+            waiting[group, _UNKNOWN if is_one_job else call][key[0]] = call
+        reporting = self._reporting()
+        silent = {*(known or range(max(reporting, default=0)))} - reporting
         folded: dict[CollectiveTimeout, CollectiveTimeout] = {}
-        for group in sorted(waiting):
-            found = self._timeout(group, waiting[group], known)
+        for group, job in sorted(waiting):
+            found = self._timeout(group, waiting[group, job], is_one_job=is_one_job)
+            # Ranks of other groups, and the number of ranks, are guesses.
+            is_all = group in ("0", "0(default_pg)")
+            is_all = is_all or (not group and len(found.works) == 1)
+            most = len(reporting) / (_FEW_SILENT if is_all else _FEW_OF_GROUPS)
+            if is_one_job and (len(silent) <= most or (known and is_all)):
+                found = found._replace(silent=_sorted(silent))
             bare = tuple(work._replace(ranks=()) for work in found.works)
-            key = found._replace(groups=(), works=bare)
+            # Groups that wait for the same silent ranks alone wait alike.
+            is_clear = found.silent and not (found.late or found.ahead)
+            key = found._replace(groups=(), works=() if is_clear else bare)
             folded[key] = _join(folded[key], found) if key in folded else found
-        found = list(folded.values())
+        found = [*folded.values()]
         found.sort(key=lambda each: -sum(len(work.ranks) for work in each.works))
-        if self._absent:
-            found = found or [CollectiveTimeout((), (self._reported,))]
+        if self._absent or self._behind:
+            behind = () if self._absent else _sorted(self._behind)
+            work = self._reported._replace(ranks=behind)
+            found = found or [CollectiveTimeout((), (work,))]
             late = _sorted(self._absent.union(found[0].late))
-            found[0] = found[0]._replace(late=late)
+            # Where all ranks are, nobody is behind.
+            if {*known, *range(max(behind, default=0)), *reporting} <= {*behind}:
+                behind = ()
+            found[0] = found[0]._replace(late=late, behind=behind)
         called = [rank for (_, rank), last in self._statuses.items() if last[0] > 0]
         return WatchdogReport(
             self.num_lines,
@@ -181,8 +216,13 @@ class WatchdogReader:
             self._trace_folder,
         )
 
+    def _reporting(self) -> set[int]:
+        named = self._sources if not self._works else ()
+        ranks = self._absent.union(named, (rank for rank, _ in self._works))
+        return ranks.union(self._behind, *self._ranks.values())
+
     def _timeout(
-        self, group: str, waiting: dict[int, TimedOutWork], known: Collection[int]
+        self, group: str, waiting: dict[int, TimedOutWork], *, is_one_job: bool
     ) -> CollectiveTimeout:
         """Return what ranks of a group waited for."""
         ranks_of: defaultdict[TimedOutWork, list[int]] = defaultdict(list)
@@ -190,25 +230,18 @@ class WatchdogReader:
             ranks_of[work].append(rank)
         ordered = sorted(ranks_of, key=lambda work: (work.seq, work))
         first = ordered[0].seq
-        late, ahead, silent = set[int](), set[int](), set[int]()
+        late, ahead = set[int](), set[int]()
         for (name, rank), (enqueued, completed) in self._statuses.items():
-            if name == group and rank not in waiting and enqueued < first:
+            if name != group or rank in waiting or not is_one_job:
+                continue
+            if enqueued < first:
                 late.add(rank)
             # Torch 2.3 prints any number where none was completed.
-            elif name == group and rank not in waiting and completed <= enqueued:
-                ahead |= {rank} if completed >= first >= 0 else set()
-        # The ranks of other groups are unknown.
-        if group in ("0", "0(default_pg)") or (not group and len(ordered) == 1):
-            reporting = self._absent.union(*self._ranks.values())
-            silent = {*(known or range(max(reporting)))} - reporting - {*waiting}
+            elif first >= 0 and first <= completed <= enqueued:
+                ahead.add(rank)
         works = (w._replace(ranks=_sorted(ranks_of[w])) for w in ordered)
-        return CollectiveTimeout(
-            (group,) * bool(group),
-            tuple(works),
-            _sorted(late),
-            _sorted(ahead),
-            _sorted(silent),
-        )
+        groups = (group,) * bool(group)
+        return CollectiveTimeout(groups, tuple(works), _sorted(late), _sorted(ahead))
 
 
 def _only(found: Collection[_Value]) -> _Value | None:
@@ -216,12 +249,12 @@ def _only(found: Collection[_Value]) -> _Value | None:
 
 
 def _join(first: CollectiveTimeout, second: CollectiveTimeout) -> CollectiveTimeout:
-    works = (
-        one._replace(ranks=_sorted((*one.ranks, *other.ranks)))
-        for one, other in zip(first.works, second.works, strict=True)
-    )
-    groups = (*first.groups, *second.groups)
-    return first._replace(groups=groups, works=tuple(works))
+    ranks_of: defaultdict[TimedOutWork, set[int]] = defaultdict(set)
+    for work in (*first.works, *second.works):
+        ranks_of[work._replace(ranks=())].update(work.ranks)
+    works = (w._replace(ranks=_sorted(ranks)) for w, ranks in sorted(ranks_of.items()))
+    groups = dict.fromkeys((*first.groups, *second.groups))
+    return first._replace(groups=tuple(groups), works=tuple(works))
 
 
 def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
