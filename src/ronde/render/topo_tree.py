@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ronde.render.text import format_runs, grouped
+from ronde.render.text import format_runs
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
     NVSWITCH,
@@ -28,7 +28,7 @@ from ronde.topology.paths.speeds import (
     smp_gb_per_s,
 )
 from ronde.topology.pci import is_nvswitch
-from ronde.units import counted, format_size
+from ronde.units import counted, format_size, grouped
 
 _LINK_TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI", LinkKind.C2C: "C2C"}
 _NVSWITCH_CLASS = 0x0680

@@ -13,7 +13,6 @@ from ronde.topology.graph import (
     GpuDevice,
     HostTopology,
     Level,
-    Link,
     LinkKind,
     NetPort,
     NetworkSwitch,
@@ -35,7 +34,7 @@ from ronde.topology.paths.speeds import (
     smp_gb_per_s,
     xgmi_gb_per_s,
 )
-from ronde.units import list_first
+from ronde.units import grouped, list_first
 
 # Each: the rule, its severity (loss: an error where most of the bandwidth is lost, else
 # a warning) and what it looks for; what is seen, what comes of it, what to do, with
@@ -228,14 +227,13 @@ def _read(table: str) -> dict[str, dict[str, str]]:
 
 
 _TEXTS = _read(_RULES)
-_MEANINGS = {rule: t["meaning"] for rule, t in _TEXTS.items() if "." not in rule}
-_SWITCH_RULE = "host-at-two-switches"
 _SUBJECTS = {"node": "several hosts", "host": "switches"}
 CATALOGUE: dict[str, dict[str, str]] = {"a host": {}}
 """What each rule looks for, by what it looks at and by its name."""
-for _name, _meaning in _MEANINGS.items():
-    _subject = _SUBJECTS.get(_name.partition("-")[0], "a host")
-    CATALOGUE.setdefault(_subject, {})[_name] = _meaning
+for _name, _rule in _TEXTS.items():
+    if "." not in _name:
+        _subject = _SUBJECTS.get(_name.partition("-")[0], "a host")
+        CATALOGUE.setdefault(_subject, {})[_name] = _rule["meaning"]
 
 
 class Hit(NamedTuple):
@@ -287,17 +285,13 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
 
 def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
     """Return which hosts are below two leaf switches, by pair of switches."""
-    leaves: defaultdict[str, list[str]] = defaultdict(list)
-    for switch in switches:
-        for host in switch.hosts if not switch.switches else ():
-            leaves[host].append(switch.name)
-    shared: defaultdict[str, list[str]] = defaultdict(list)
-    for host, names in leaves.items():
-        shared[", ".join(names)] += [host] * (len(names) > 1)
+    leaves = [switch for switch in switches if not switch.switches]
+    names_at = grouped((host, leaf.name) for leaf in leaves for host in leaf.hosts)
+    shared = {host: names for host, names in names_at.items() if len(names) > 1}
+    hosts_at = grouped((", ".join(names), host) for host, names in shared.items())
     return tuple(
-        _hit(names, hosts=list_first(hosts)).describe(_SWITCH_RULE)
-        for names, hosts in shared.items()
-        if hosts
+        _hit(names, hosts=list_first(hosts)).describe("host-at-two-switches")
+        for names, hosts in hosts_at.items()
     )
 
 
@@ -369,19 +363,16 @@ class HostView:
         self.paths = find_paths(host)
         self.gpus = {gpu.name: gpu for gpu in host.gpus}
         # The ports of each adapter, by bus address.
-        self.ports: defaultdict[str, list[NetPort]] = defaultdict(list)
-        for port in (port for port in host.ports if port.bus_id):
-            self.ports[port.bus_id].append(port)
+        self.ports = grouped((port.bus_id, port) for port in ports if port.bus_id)
         # NVLink and xGMI, by the GPU they leave.
-        self.links: defaultdict[str, list[Link]] = defaultdict(list)
-        for link in host.links:
-            if link.kind in (LinkKind.NVLINK, LinkKind.XGMI):
-                self.links[link.source].append(link)
+        kinds = LinkKind.NVLINK, LinkKind.XGMI
+        self.links = grouped((k.source, k) for k in host.links if k.kind in kinds)
         # GPUs and adapters below each bridge.
-        self.ends: defaultdict[str, list[PciDevice]] = defaultdict(list)
-        for bus_id in dict.fromkeys([*self.gpus, *self.ports]):
-            for bridge in bridges_above(self.devices, bus_id)[1:]:
-                self.ends[bridge.bus_id].append(self.devices[bus_id])
+        self.ends = grouped(
+            (bridge.bus_id, self.devices[bus_id])
+            for bus_id in dict.fromkeys([*self.gpus, *self.ports])
+            for bridge in bridges_above(self.devices, bus_id)[1:]
+        )
         self.known = self.gpus.keys() | self.ports.keys() | self.ends.keys()
 
     def num_links(self, gpu: str) -> int:
@@ -428,9 +419,8 @@ class HostView:
                     and all(end.width <= bridge.width for end in farther)
                     and all(speed <= gt_per_s(bridge.speed) for speed in roots)
                 )
-                words = {"link": link_words(bridge)}
-                words["form"] = ".as-built" if is_as_built else ""
-                yield _hit(bus_id, has, should, **words)
+                form = ".as-built" if is_as_built else ""
+                yield _hit(bus_id, has, should, link=link_words(bridge), form=form)
 
     def tiny_link(self) -> Iterator[Hit]:
         # One in a package with its processor needs no bus.
@@ -440,8 +430,8 @@ class HostView:
         above = [b for b, e in self.ends.items() if any(d.bus_id in gpus for d in e)]
         for device in (self.devices[bus_id] for bus_id in [*gpus, *above]):
             if _is_tiny(device):
-                has, link = _known_gb_per_s(device), link_words(device)
-                yield _hit(device.name, has, link=link)
+                has = _known_gb_per_s(device)
+                yield _hit(device.name, has, link=link_words(device))
 
     def unknown_link_speed(self) -> Iterator[Hit]:
         for device in (d for d in self.host.devices if d.bus_id in self.known):
@@ -565,13 +555,14 @@ class HostView:
                 continue
             likely = [port for port in ports if port.is_up and _has_likely_rate(port)]
             should = sum(map(port_gb_per_s, likely))
-            words = {"num": len(ports), "link": f"{device.speed} x{device.width}"}
-            has, planned = figures.theory, _known_gb_per_s(device)
+            has, form = figures.theory, ""
             if has == math.inf:
                 # A link that is none, as virtual machines report it.
-                has, words["form"] = figures.practical, ".virtual"
+                has, form = figures.practical, ".virtual"
             if has < should:
-                yield _hit(bus_id, has, should, planned=planned, **words)
+                words = {"link": f"{device.speed} x{device.width}", "form": form}
+                words["planned"] = _known_gb_per_s(device)
+                yield _hit(bus_id, has, should, num=len(ports), **words)
 
     def odd_nic_speed(self) -> Iterator[Hit]:
         for port in self.host.ports:
@@ -583,12 +574,11 @@ class HostView:
                 is_huge = given > _HIGHEST
                 wanted = given / 1000 if is_huge else given
                 nearest = min(_RATES, key=lambda rate: abs(rate - wanted))
-                has, should = port_gb_per_s(port), nearest / 8000
-                words = {"given": given, "planned": has, "meant": should}
-                words["nearest"] = nearest
+                planned, meant = port_gb_per_s(port), nearest / 8000
                 guess = ": it looks like kb/s" if is_huge else ""
-                rates = (0.0, 0.0) if is_huge else (has, should)
-                yield _hit(port.name, *rates, guess=guess, **words)
+                words = {"given": given, "planned": planned, "guess": guess}
+                rates = (0.0, 0.0) if is_huge else (planned, meant)
+                yield _hit(port.name, *rates, nearest=nearest, meant=meant, **words)
 
     def nic_down(self) -> Iterator[Hit]:
         # The ports of a card may be functions of it.
@@ -654,10 +644,10 @@ class HostView:
         counts = Counter(len(node.cpus) for node in nodes)
         if len(nodes) < 3 or len(counts) != 2 or 1 not in counts.values():
             return
-        usual = counts.most_common(1)[0][0]
+        (usual, _), _ = counts.most_common()
         (node,) = (node for node in nodes if len(node.cpus) != usual)
-        words = {"cpus": format_list(node.cpus), "usual": usual, "num": len(node.cpus)}
-        yield _hit(node.name, 0.0, 0.0, **words)
+        cpus, num = format_list(node.cpus), len(node.cpus)
+        yield _hit(node.name, cpus=cpus, usual=usual, num=num)
 
     def implausible_processor(self) -> Iterator[Hit]:
         roots = (gt_per_s(each.speed) for each in self.host.devices if not each.parent)
