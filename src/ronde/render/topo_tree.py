@@ -18,15 +18,7 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.limits import find_ways, known_gb_per_s
-from ronde.topology.paths.speeds import (
-    as_running,
-    is_link_known,
-    is_pci_known,
-    link_gb_per_s,
-    link_words,
-    pci_gb_per_s,
-    smp_gb_per_s,
-)
+from ronde.topology.paths import speeds
 from ronde.topology.pci import is_nvswitch
 from ronde.units import counted, format_size, grouped
 
@@ -100,7 +92,7 @@ class _ElementTree:
             switch = _Element(f"PCI switch {device.bus_id}", [words], below)
             return [switch] if below else []
         # Noted where the bridge is narrower.
-        if max(map(pci_gb_per_s, children)) > pci_gb_per_s(device):
+        if max(map(speeds.pci_gb_per_s, children)) > speeds.pci_gb_per_s(device):
             details = [*below[0].details, f"behind {device.bus_id}", words]
             below = [below[0]._replace(details=details)]
         return below
@@ -128,15 +120,16 @@ def _port_rate(port: NetPort) -> str:
 
 
 def _pci_words(device: PciDevice) -> str:
-    gb_per_s = pci_gb_per_s(device)
+    gb_per_s = speeds.pci_gb_per_s(device)
     rate = f"{gb_per_s:.2g} GB/s" if gb_per_s < 1 else f"{gb_per_s:.4g} GB/s"
     if device.gb_per_s > 0 and not device.speed:
         return f"PCI {rate}"
     if not device.speed and device.width <= 0:
-        counted_as = f", counted as {rate}" if is_pci_known(device) else ""
+        counted_as = f", counted as {rate}" if speeds.is_pci_known(device) else ""
         return f"PCI link speed unknown{counted_as}"
     now, able = (
-        link_words(each).replace(" PCIe", "") for each in (as_running(device), device)
+        speeds.link_words(each).replace(" PCIe", "")
+        for each in (speeds.as_running(device), device)
     )
     return f"PCI {now}, {rate}" + (f" (both ends can do {able})" if now != able else "")
 
@@ -204,7 +197,7 @@ def _numa_element(
     if len(cpus) > _MAX_CPUS_CHARACTERS:
         cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"
     others = [other for other in host.numa_nodes if other != node and other.cpus]
-    rates = {f"{smp_gb_per_s(node, other):g}" for other in others}
+    rates = {f"{speeds.smp_gb_per_s(node, other):g}" for other in others}
     # Without the processor's name there is no figure, but NCCL's word for no limit.
     is_known = node.vendor and node.cpus and len(rates) == 1
     details = [
@@ -242,8 +235,8 @@ def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) 
         by_target.setdefault(target, []).append(link)
 
     def figures(own: Sequence[Link]) -> tuple[int, str]:
-        rate = sum(round(link_gb_per_s(link, gpu), 3) for link in own)
-        is_known = all(is_link_known(link, gpu) for link in own)
+        rate = sum(round(speeds.link_gb_per_s(link, gpu), 3) for link in own)
+        is_known = all(speeds.is_link_known(link, gpu) for link in own)
         count = sum(link.num_links for link in own)
         return count, f", {rate:g} GB/s" if is_known else ""
 

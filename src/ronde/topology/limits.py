@@ -25,14 +25,7 @@ from ronde.topology.graph import (
     NetPort,
     PciDevice,
 )
-from ronde.topology.paths.speeds import (
-    as_running,
-    link_gb_per_s,
-    max_nvlinks,
-    pci_gb_per_s,
-    pci_theory_gb_per_s,
-    smp_gb_per_s,
-)
+from ronde.topology.paths import speeds
 from ronde.topology.probes.sysfs import SOURCE as SYSFS
 
 _TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
@@ -310,13 +303,13 @@ def pci_figures(device: PciDevice) -> PciFigures | None:
     A host bridge has no link above it, though NCCL counts one where a file says so, and
     of the least link that there is nobody knows the limit: virtual machines have it.
     """
-    device = as_running(device)
-    theory = pci_theory_gb_per_s(device.speed, device.width)
+    device = speeds.as_running(device)
+    theory = speeds.pci_theory_gb_per_s(device.speed, device.width)
     if not device.speed:
         theory = device.gb_per_s
     if theory <= 0:
         return None
-    practical = min(theory, pci_gb_per_s(device))
+    practical = min(theory, speeds.pci_gb_per_s(device))
     is_bridge = device.class_code >> 8 == _HOST_BRIDGE
     is_limit = theory > _NOTHING_GB_PER_S and not is_bridge
     return PciFigures(theory if is_limit else math.inf, practical)
@@ -447,12 +440,12 @@ def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
         each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
     else:
         # Virtual machines list more than the GPU can have.
-        count = min(count, max_nvlinks(gpu.sm) or count)
+        count = min(count, speeds.max_nvlinks(gpu.sm) or count)
         each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
     theory = reported or count * each
     together = own[0]._replace(num_links=count, gb_per_s=reported)
     link = f"{count} {_NAMES[own[0].kind]}, {theory:.4g} GB/s a GPU"
-    return Rate(link, theory, min(theory, link_gb_per_s(together, gpu)))
+    return Rate(link, theory, min(theory, speeds.link_gb_per_s(together, gpu)))
 
 
 class KnownRates(NamedTuple):
@@ -619,7 +612,7 @@ def _with_pcie(
         return world._replace(islands=Islands(size, way_out))
     near = {device.node for device in devices}
     pairs = permutations((n for n in host.numa_nodes if n.number in near), 2)
-    between = min((smp_gb_per_s(*pair) for pair in pairs), default=practical)
+    between = min((speeds.smp_gb_per_s(*pair) for pair in pairs), default=practical)
     name = f"PCIe, {theory:.4g} GB/s a GPU"
     if between < practical:
         name += f" (NCCL counts {between:g} between processors)"
