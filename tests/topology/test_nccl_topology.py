@@ -18,7 +18,7 @@ from ronde.topology import (
     NcclTopologyProbe,
     Saved,
     members,
-    parse_words,
+    parse_mask,
     read_topology,
     write_topology,
 )
@@ -496,11 +496,11 @@ def test_a_mask_says_its_cpus(cpus: frozenset[int]):
     for cpu in cpus:
         words[31 - cpu // 32] |= 1 << cpu % 32
 
-    assert members(parse_words(",".join(f"{word:08x}" for word in words))) == sorted(
+    assert members(parse_mask(",".join(f"{word:08x}" for word in words))) == sorted(
         cpus
     )
     # strtoul's words may be short.
-    assert members(parse_words(",".join(f"{word:x}" for word in words))) == sorted(cpus)
+    assert members(parse_mask(",".join(f"{word:x}" for word in words))) == sorted(cpus)
 
 
 NAMES = (

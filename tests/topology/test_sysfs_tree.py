@@ -371,7 +371,9 @@ def write_as_kernel(host: HostTopology, tree: Tree) -> None:
     every = sum(1 << cpu for node in host.numa_nodes for cpu in node.cpus)
     tree.cpus(format_list(members(every)))
     for node in host.numa_nodes:
-        tree.node(node.number, f"{sum(1 << cpu for cpu in node.cpus):x}")
+        bits = sum(1 << cpu for cpu in node.cpus)
+        words = (f"{bits >> at & 0xFFFFFFFF:08x}" for at in range(224, -1, -32))
+        tree.node(node.number, ",".join(words))
     (processor, *_) = host.numa_nodes
     family = processor.family
     family = 15 + (family - 15) // 16 if family > 15 else family

@@ -731,8 +731,5 @@ _MEASURES: dict[str, Callable[[HostTopology], tuple[float, float]]] = {
     "node-nvlinks-differ": _fewest_nvlinks,
     "node-network-differs": _network,
     "node-gpu-links-differ": _slowest_gpu_link,
-    "node-cores-differ": lambda host: (
-        sum(len(node.cpus) for node in host.numa_nodes) or -1,
-        0.0,
-    ),
+    "node-cores-differ": lambda h: (sum(len(n.cpus) for n in h.numa_nodes) or -1, 0.0),
 }

@@ -369,6 +369,10 @@ class _Way(NamedTuple):
     gb_per_s: float
     route: tuple[str, ...]  # From the vertex to the target.
 
+    @property
+    def order(self) -> tuple[int, float, int]:
+        return self.rank, -self.gb_per_s, len(self.route)
+
 
 class _Search:
     """Breadth-first, from a target to all that lead to it."""
@@ -392,7 +396,8 @@ class _Search:
             for name in wave:
                 for way in self._extend(name, found[name]):
                     end = way.route[0]
-                    if self._is_better(way, found.get(end)):
+                    # A nearer kind replaces what was found in fewer hops.
+                    if end not in found or way.order < found[end].order:
                         found[end] = way
                         after[end] = None
             wave = list(after)
@@ -411,10 +416,3 @@ class _Search:
             if passes_gpu and way.rank == kind.rank == PathKind.NVL.rank:
                 rank = PathKind.NVB.rank
             yield _Way(rank, min(way.gb_per_s, gb_per_s), (end, *way.route))
-
-    def _is_better(self, new: _Way, old: _Way | None) -> bool:
-        if old is None:
-            return new.gb_per_s > 0
-        # A nearer kind replaces what was found in fewer hops.
-        marks = [(way.rank, -way.gb_per_s, len(way.route)) for way in (new, old)]
-        return marks[0] < marks[1]

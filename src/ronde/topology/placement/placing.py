@@ -77,15 +77,15 @@ def decide(
     if policy is Policy.NONE:
         return Alignment(None, is_preferred=True, is_admitted=True)
     if policy is Policy.SINGLE_NUMA_NODE:
-        single = [
-            [h for h in hints if h.is_preferred and (h.mask or 1).bit_count() == 1]
-            for hints in resources
-        ]
-        mask, is_preferred = merge(single, all_mask)
+        mask, is_preferred = merge(list(map(_of_one_node, resources)), all_mask)
         limited = None if mask == all_mask else mask
         return Alignment(limited, is_preferred, is_preferred)
     mask, is_preferred = merge(resources, all_mask)
     return Alignment(mask, is_preferred, is_preferred or policy is Policy.BEST_EFFORT)
+
+
+def _of_one_node(hints: Iterable[Hint]) -> list[Hint]:
+    return [h for h in hints if h.is_preferred and (h.mask or 1).bit_count() == 1]
 
 
 def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
@@ -437,13 +437,10 @@ class _Placer:
     ) -> tuple[str, ...]:
         """Return why ranks are not aligned: a sentence for each resource at fault."""
         is_one = self._policy is Policy.SINGLE_NUMA_NODE
+        allowed = {n: _of_one_node(h) if is_one else h for n, h in hints.items()}
         good = {
-            name: [
-                mask
-                for mask, is_preferred in each
-                if is_preferred and (not is_one or not mask or mask.bit_count() == 1)
-            ]
-            for name, each in hints.items()
+            name: [hint.mask for hint in own if hint.is_preferred]
+            for name, own in allowed.items()
         }
         num_cores, free = self._wanted(ranks)
         names = [gpu.name for gpu in self._gpus(ranks)]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations, groupby, zip_longest
+from itertools import chain, combinations, groupby, product, zip_longest
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
@@ -313,13 +313,12 @@ def _find_nearness(
     if not gpus or not ports:
         return {}
     table, paths = classify(host), find_paths(host)
-    rows = {name: row for row, name in enumerate(table.names)}
+    pairs = product(table.names, repeat=2)
+    words = dict(zip(pairs, chain.from_iterable(table.words), strict=True))
     found: dict[tuple[int, int], Nearness] = {}
     for b, port in enumerate(ports):
         for a, gpu in enumerate(gpus):
-            word = UNKNOWN_WORD
-            if gpu.name in rows and port.name in rows:
-                word = table.words[rows[gpu.name]][rows[port.name]]
+            word = words.get((gpu.name, port.name), UNKNOWN_WORD)
             kind = _KINDS.get(word) or PathKind(word)
             rate = 0.0
             if path := paths.between(gpu.name, port.name):

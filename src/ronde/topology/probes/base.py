@@ -173,6 +173,10 @@ def _with_both_ends(device: PciDevice, port: PciDevice | None) -> PciDevice:
     )
 
 
+def small_number(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else UNKNOWN
+
+
 class Element(NamedTuple):
     """One element of XML."""
 
@@ -205,8 +209,8 @@ def outermost_tag(data: bytes) -> str:
     return found[1].decode() if found else ""
 
 
-def parse_xml(data: bytes, origin: str) -> Element:
-    """Return the outermost element; refuse entities and endless nesting."""
+def parse_xml(data: bytes, origin: str, tag: str) -> Element:
+    """Return the outermost element; refuse others, entities and endless nesting."""
     # Each open element is in the one before; the first is around the outermost.
     opened = [Element("", {}, 0, origin, [], [])]
     num_elements = 0
@@ -251,4 +255,10 @@ def parse_xml(data: bytes, origin: str) -> Element:
             "changed on its way?"
         ) from None
     # Without an outermost element there was an error.
-    return opened[0].children[0]
+    root = opened[0].children[0]
+    if root.tag != tag:
+        raise UsageError(
+            f"{origin} must begin with the element {tag}, got {root.tag} at line "
+            f"{root.line}. Is it the right file?"
+        )
+    return root

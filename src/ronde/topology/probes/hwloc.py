@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.cpu_sets import MAX_CPU, members, parse_words
+from ronde.topology.cpu_sets import MAX_CPU, members, parse_mask
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -30,6 +30,7 @@ from ronde.topology.probes.base import (
     keep_lower_ends,
     outermost_tag,
     parse_xml,
+    small_number,
 )
 from ronde.units import grouped
 
@@ -58,12 +59,12 @@ class HwlocProbe:
         return outermost_tag(saved.data) == "topology"
 
     def read(self, saved: Saved) -> Topology:
-        root = parse_xml(saved.data, saved.name)
+        root = parse_xml(saved.data, saved.name, "topology")
         machines = root.named("object")
-        if root.tag != "topology" or not machines:
+        if not machines:
             raise UsageError(
-                f"{saved.name} must be a machine as hwloc writes it, got {root.tag} "
-                f"with {len(machines)} objects. Write it with: lstopo file.xml"
+                f"{saved.name} must be a machine as hwloc writes it, got topology with "
+                "0 objects. Write it with: lstopo file.xml"
             )
         version = _decimal(root.attributes.get("version", "1"))
         if not version >= 2:
@@ -112,7 +113,7 @@ def _walk(machine: Element) -> Iterator[_Object]:
             raise element.bad(rule, text)
         if "cpuset" in element.attributes:
             try:
-                cpus = parse_words(element.get("cpuset"))
+                cpus = parse_mask(element.get("cpuset"))
             except ValueError:
                 rule = "cpuset must be words of hexadecimal digits for at most "
                 rule += f"{MAX_CPU + 1} CPUs"
@@ -138,10 +139,6 @@ def _number(element: Element, name: str) -> int:
     if text != str(UNKNOWN) and not _NUMBER.fullmatch(text):
         raise element.bad(f"{name} must be a whole number", text)
     return int(text)
-
-
-def _small_number(text: str) -> int:
-    return int(text) if text.isdecimal() and len(text) < 10 else UNKNOWN
 
 
 def _decimal(text: str) -> float:
@@ -210,8 +207,8 @@ def _node(number: int, each: _Object, machine: Mapping[str, str]) -> NumaNode:
         package=_number(package, "os_index") if package else UNKNOWN,
         arch=_ARCHS.get(arch, arch),
         vendor=infos.get("CPUVendor", ""),
-        family=nccl_family(_small_number(infos.get("CPUFamilyNumber", ""))),
-        model=_small_number(infos.get("CPUModelNumber", "")),
+        family=nccl_family(small_number(infos.get("CPUFamilyNumber", ""))),
+        model=small_number(infos.get("CPUModelNumber", "")),
     )
 
 

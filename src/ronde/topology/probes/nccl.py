@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
-from ronde.topology.cpu_sets import members, parse_words
+from ronde.topology.cpu_sets import members, parse_mask
 from ronde.topology.graph import (
     NVSWITCH,
     UNKNOWN,
@@ -65,12 +65,7 @@ class NcclTopologyProbe:
 
     def read(self, saved: Saved) -> Topology:
         """Return the hosts; a file may hold processors of several."""
-        root = parse_xml(saved.data, saved.name)
-        if root.tag != "system":
-            raise UsageError(
-                f"{saved.name} must begin with the element system, got {root.tag} at "
-                f"line {root.line}. Is it a {self.format}?"
-            )
+        root = parse_xml(saved.data, saved.name, "system")
         readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
         for cpu in root.named("cpu"):
             readers[cpu.get("host_hash").lower()].take_cpu(cpu)
@@ -149,7 +144,7 @@ class _HostReader:
     def take_cpu(self, cpu: Element) -> None:
         cpus = 0
         try:
-            cpus = parse_words(cpu.get("affinity"))
+            cpus = parse_mask(cpu.get("affinity"))
         except ValueError:
             self._unread(cpu, "affinity")
         if "numaid" not in cpu.attributes:
@@ -310,12 +305,7 @@ def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
     Raises:
         UsageError: It is no such file, or a value is missing or cannot be read.
     """
-    root = parse_xml(saved.data, saved.name)
-    if root.tag != "graphs":
-        raise UsageError(
-            f"{saved.name} must begin with the element graphs, got {root.tag} at line "
-            f"{root.line}. Is it what NCCL wrote for NCCL_GRAPH_DUMP_FILE?"
-        )
+    root = parse_xml(saved.data, saved.name, "graphs")
     return tuple(map(_read_graph, root.named("graph")))
 
 

@@ -33,7 +33,7 @@ from ronde.topology.kernel_files import (
 )
 from ronde.topology.paths.speeds import gt_per_s
 from ronde.topology.pci import bus_order, compute_capability, is_address, is_network
-from ronde.topology.probes.base import keep_lower_ends
+from ronde.topology.probes.base import keep_lower_ends, small_number
 
 SOURCE = "sysfs"
 """How sources of this kind begin."""
@@ -263,8 +263,8 @@ def _read_processor(root: str) -> NumaNode:
             UNKNOWN,
             arch="x86_64",
             vendor=values["vendor_id"],
-            family=nccl_family(_number(values["cpu family"])),
-            model=_number(values.get("model", "")),
+            family=nccl_family(small_number(values["cpu family"])),
+            model=small_number(values.get("model", "")),
         )
     is_power = values.get("cpu", "").startswith("POWER")
     arch = "arm64" if "CPU implementer" in values else "ppc64" if is_power else ""
@@ -284,13 +284,6 @@ def _read_memory(path: str) -> int:
     """Return the bytes of a line such as ``Node 0 MemTotal: 8 kB``."""
     found = re.search(r"\bMemTotal:\s*(\d{1,15}) kB", read_text(path))
     return int(found[1]) * 1024 if found else UNKNOWN
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        return UNKNOWN
 
 
 def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, ...]:
