@@ -296,12 +296,11 @@ def _share_cores(
     # With a GPU that is near no node with cores, all are divided among all.
     known = {core.node for core in cores} - {UNKNOWN_NODE}
     is_near_gpu = known.issuperset(homes)
+    homes = homes if is_near_gpu else [UNKNOWN_NODE] * len(homes)
     shares: dict[int, CoreShare] = {}
-    for near in set(homes) if is_near_gpu else {UNKNOWN_NODE}:
-        pool, ranks = cores, tuple(range(len(homes)))
-        if is_near_gpu:
-            pool = tuple(core for core in cores if core.node == near)
-            ranks = tuple(rank for rank in ranks if homes[rank] == near)
+    for near in set(homes):
+        pool = tuple(core for core in cores if core.node == near or not is_near_gpu)
+        ranks = tuple(rank for rank, home in enumerate(homes) if home == near)
         size, extra = divmod(len(pool), len(ranks))
         for place, rank in enumerate(ranks):
             start = place * size + min(place, extra)

@@ -172,9 +172,8 @@ def _read_gpus(
         if each.vendor not in listed and is_gpu:
             found.setdefault(address, GpuDevice(address, UNKNOWN))
     ordered = sorted(found, key=bus_order)
-    return tuple(
-        found[name]._replace(number=n) for n, name in enumerate(ordered)
-    ), links
+    gpus = (found[name]._replace(number=n) for n, name in enumerate(ordered))
+    return tuple(gpus), links
 
 
 def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
@@ -191,9 +190,8 @@ def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
         version = values.get("gfx_target_version", 0)
         # ``90a`` for 90010, of which each part becomes one hexadecimal digit.
         gcn = f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-        units = values.get("simd_count", UNKNOWN) // max(
-            1, values.get("simd_per_cu", 1)
-        )
+        per_unit = max(1, values.get("simd_per_cu", 1))
+        units = values.get("simd_count", UNKNOWN) // per_unit
         name = f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
         address_of[number] = name
         found[name] = GpuDevice(name, UNKNOWN, sm=units, gcn=gcn if version else "")
