@@ -8,12 +8,12 @@ from hypothesis import given, settings, strategies as st
 from tests.topology.saved_trees import NAMES, Tree, unpack
 
 from ronde.topology import (
+    NCCL_TOPOLOGY,
     UNKNOWN,
     GpuDevice,
     HostTopology,
     Link,
     LinkKind,
-    NcclTopologyProbe,
     NetPort,
     Saved,
     format_list,
@@ -407,7 +407,7 @@ def write_as_kernel(host: HostTopology, tree: Tree) -> None:
 )
 def test_a_machine_is_seen_as_nccl_has_seen_it(name, tree):
     path = Path(__file__).parent / "samples" / "nccl_topo" / name
-    (reported,) = NcclTopologyProbe().read(Saved(name, path.read_bytes())).hosts
+    (reported,) = NCCL_TOPOLOGY.read(Saved(name, path.read_bytes())).hosts
     write_as_kernel(reported, tree)
     host = read_host(tree.root)
     assert sorted(host.devices) == sorted(reported.devices)

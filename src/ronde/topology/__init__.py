@@ -39,18 +39,18 @@ __getattr__ = lazy_exports(
         ),
         "placement.plan": "HostPlan plan_host",
         "probes.base": "Probe Saved untag",
-        "probes.hwloc": "HwlocProbe",
-        "probes.lspci": "LspciProbe",
+        "probes.hwloc": "HWLOC",
+        "probes.lspci": "LSPCI",
         "probes.nccl": (
-            "MAX_REMARKS NcclTopologyProbe SearchGraph read_search_graphs "
+            "MAX_REMARKS NCCL_TOPOLOGY SearchGraph read_search_graphs "
             "recognises_search_graph"
         ),
-        "probes.nvidia_smi": "NvidiaSmiProbe",
+        "probes.nvidia_smi": "NVIDIA_SMI",
         "probes.nvml": (
             "GpuAnswers NoNvmlError Remote graph_of open_nvml payload_gb_per_s "
             "read_nvml"
         ),
-        "probes.slurm": "SlurmTopologyProbe",
+        "probes.slurm": "SLURM_TOPOLOGY",
         "probes.sysfs": "read_host",
         "sources": "Detected detect_host read_file read_saved",
     },

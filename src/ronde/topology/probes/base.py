@@ -4,7 +4,7 @@ import codecs
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from xml.parsers import expat
 
 from ronde.errors import UsageError
@@ -42,30 +42,28 @@ class Saved(NamedTuple):
         return self.data.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
 
 
-class Probe(Protocol):
-    """Reads one form of topology.
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A reader of one form of topology.
 
     ``recognises`` is quick, and true for damaged files, too. What is odd and can be
     read is a remark of the host; else ``read`` raises ``UsageError`` with the place in
     the file. Nothing is guessed.
     """
 
-    @property
-    def format(self) -> str: ...  # For people: ``NCCL topology file``.
-    def recognises(self, saved: Saved) -> bool: ...
-    def read(self, saved: Saved, /) -> Topology: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TextProbe:
-    """A reader of text that has a pattern in one of its first lines."""
-
-    format: str
-    pattern: re.Pattern[str]
+    format: str  # For people: ``NCCL topology file``.
+    recognises: Callable[[Saved], bool]
     read: Callable[[Saved], Topology]
 
-    def recognises(self, saved: Saved) -> bool:
-        return any(map(self.pattern.search, first_lines(saved.text)))
+
+def has_line(pattern: re.Pattern[str]) -> Callable[[Saved], bool]:
+    """Return a test for files that have a pattern in one of their first lines."""
+    return lambda saved: any(map(pattern.search, first_lines(saved.text)))
+
+
+def has_root(tag: str) -> Callable[[Saved], bool]:
+    """Return a test for XML by its outermost element."""
+    return lambda saved: outermost_tag(saved.data) == tag
 
 
 def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:

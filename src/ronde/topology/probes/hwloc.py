@@ -26,9 +26,10 @@ from ronde.topology.graph import (
 from ronde.topology.pci import compute_capability, is_gpu, plain_address
 from ronde.topology.probes.base import (
     Element,
+    Probe,
     Saved,
+    has_root,
     keep_lower_ends,
-    outermost_tag,
     parse_xml,
     small_number,
 )
@@ -50,44 +51,36 @@ _PORT_STATE = re.compile(r"Port([0-9]{1,3})State")
 _FIRST_NVLINK_SM, _FIRST_NVLINK_GB_PER_S, _NVLINK_GB_PER_S = 60, 20.0, 25.0
 
 
-class HwlocProbe:
-    """Reads hwloc's XML."""
-
-    format = "hwloc XML"
-
-    def recognises(self, saved: Saved) -> bool:
-        return outermost_tag(saved.data) == "topology"
-
-    def read(self, saved: Saved) -> Topology:
-        root = parse_xml(saved.data, saved.name, "topology")
-        machines = root.named("object")
-        if not machines:
-            raise UsageError(
-                f"{saved.name} must be a machine as hwloc writes it, got topology with "
-                "0 objects. Write it with: lstopo file.xml"
-            )
-        version = _decimal(root.attributes.get("version", "1"))
-        if not version >= 2:
-            rule = "version must be a number from 2 (lstopo of hwloc 2 writes it)"
-            raise root.bad(rule, root.attributes.get("version", "none"))
-        # What holds for the whole machine stands in it before version 3, then beside.
-        infos = {**_infos(root), **_infos(machines[0])}
-        objects = list(_walk(machines[0]))
-        nodes = _Nodes(objects, infos)
-        devices = _read_devices(objects, nodes)
-        gpus = _read_gpus(objects, devices)
-        ports = _read_ports(objects, nodes, version)
-        ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
-        host = HostTopology(
-            name=infos.get("HostName", ""),
-            sources=(f"{self.format} {saved.name}",),
-            numa_nodes=nodes.nodes,
-            devices=keep_lower_ends(devices, filter(ends.__contains__, devices)),
-            gpus=gpus,
-            ports=ports,
-            links=tuple(_read_links(root, _names(objects, nodes), gpus)),
+def _read(saved: Saved) -> Topology:
+    root = parse_xml(saved.data, saved.name, "topology")
+    machines = root.named("object")
+    if not machines:
+        raise UsageError(
+            f"{saved.name} must be a machine as hwloc writes it, got topology with "
+            "0 objects. Write it with: lstopo file.xml"
         )
-        return Topology((host,))
+    version = _decimal(root.attributes.get("version", "1"))
+    if not version >= 2:
+        rule = "version must be a number from 2 (lstopo of hwloc 2 writes it)"
+        raise root.bad(rule, root.attributes.get("version", "none"))
+    # What holds for the whole machine stands in it before version 3, then beside.
+    infos = {**_infos(root), **_infos(machines[0])}
+    objects = list(_walk(machines[0]))
+    nodes = _Nodes(objects, infos)
+    devices = _read_devices(objects, nodes)
+    gpus = _read_gpus(objects, devices)
+    ports = _read_ports(objects, nodes, version)
+    ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
+    host = HostTopology(
+        name=infos.get("HostName", ""),
+        sources=(f"hwloc XML {saved.name}",),
+        numa_nodes=nodes.nodes,
+        devices=keep_lower_ends(devices, filter(ends.__contains__, devices)),
+        gpus=gpus,
+        ports=ports,
+        links=tuple(_read_links(root, _names(objects, nodes), gpus)),
+    )
+    return Topology((host,))
 
 
 class _Object(NamedTuple):
@@ -349,3 +342,6 @@ def _entries(matrix: Element) -> Iterator[tuple[str, str, float]]:
         raise matrix.bad(rule, len(values))
     for place, value in enumerate(values):
         yield names[place // num], names[place % num], value
+
+
+HWLOC = Probe("hwloc XML", has_root("topology"), _read)

@@ -15,16 +15,17 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.probes.base import (
+    Probe,
     Saved,
     bad_value,
-    first_lines,
+    has_line,
     keep_lower_ends,
     lines_of_one,
 )
 
 _ADDRESS = r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _LINE = re.compile(rf"({_ADDRESS})\s+(\S.*)")
-_START = re.compile(rf"{_ADDRESS} [^\n:]+:")
+_START = re.compile(rf"^{_ADDRESS} [^\n:]+:")
 # A class by its number (-n), by its name, or by both (-nn, and a name that lacks).
 _CLASS = re.compile(r"(?:([0-9a-f]{4})|(.*?)(?: \[([0-9a-f]{4})\])?): *(?=\S)(.*)")
 _IDS = re.compile(r"\s*\[([0-9a-f]{4}):([0-9a-f]{4})\]")
@@ -52,44 +53,33 @@ _LINK = re.compile(
 _REDIRECTS = re.compile(r"\s+ACSCtl:.*\b(?:ReqRedir|CmpltRedir)\+.*")
 
 
-class LspciProbe:
-    """Reads ``lspci``, best with ``-nnvvv`` by root, else with fewer options.
-
-    ``-vv`` adds links, what lies above what, and NUMA nodes; ``-vvv`` ACS.
-    """
-
-    format = "lspci"
-
-    def recognises(self, saved: Saved) -> bool:
-        return any(map(_START.match, first_lines(saved.text)))
-
-    def read(self, saved: Saved) -> Topology:
-        devices: dict[str, PciDevice] = {}
-        titles: dict[str, str] = {}
-        bridges: dict[str, str] = {}  # By the bus below, with its domain: ``0000:17``.
-        lines = lines_of_one(saved.text.splitlines(), saved.name)
-        own = None
-        for number, line in enumerate(lines, 1):
-            if match := _LINE.fullmatch(line.rstrip()):
-                own, title = _read_device(saved.name, number, match)
-                if own.bus_id in devices:
-                    rule = "a device must be listed once"
-                    raise bad_value(saved.name, number, rule, own.bus_id)
-                titles[own.bus_id] = title
-            elif own and (match := _BUSES.fullmatch(line)):
-                bridges[f"{own.bus_id[:-7]}{match[1]}"] = own.bus_id
-            elif own:
-                own = _with_detail(own, line)
-            if own:
-                devices[own.bus_id] = own
-        if not devices:
-            raise UsageError(
-                f"{saved.name} must be a list of lspci, got no line of a device. "
-                "Write it with: lspci -nnvvv -D"
-            )
-        for name, device in devices.items():
-            devices[name] = device._replace(parent=bridges.get(name[:-5], ""))
-        return Topology((_host(saved, devices, titles),))
+def _read(saved: Saved) -> Topology:
+    devices: dict[str, PciDevice] = {}
+    titles: dict[str, str] = {}
+    bridges: dict[str, str] = {}  # By the bus below, with its domain: ``0000:17``.
+    lines = lines_of_one(saved.text.splitlines(), saved.name)
+    own = None
+    for number, line in enumerate(lines, 1):
+        if match := _LINE.fullmatch(line.rstrip()):
+            own, title = _read_device(saved.name, number, match)
+            if own.bus_id in devices:
+                rule = "a device must be listed once"
+                raise bad_value(saved.name, number, rule, own.bus_id)
+            titles[own.bus_id] = title
+        elif own and (match := _BUSES.fullmatch(line)):
+            bridges[f"{own.bus_id[:-7]}{match[1]}"] = own.bus_id
+        elif own:
+            own = _with_detail(own, line)
+        if own:
+            devices[own.bus_id] = own
+    if not devices:
+        raise UsageError(
+            f"{saved.name} must be a list of lspci, got no line of a device. "
+            "Write it with: lspci -nnvvv -D"
+        )
+    for name, device in devices.items():
+        devices[name] = device._replace(parent=bridges.get(name[:-5], ""))
+    return Topology((_host(saved, devices, titles),))
 
 
 def _read_device(
@@ -155,5 +145,10 @@ def _host(
     kept = keep_lower_ends(devices, ends)
     numbers = sorted({device.node for device in kept} - {UNKNOWN})
     nodes = tuple(NumaNode(number) for number in numbers)
-    sources = (f"{LspciProbe.format} {saved.name}",)
+    sources = (f"lspci {saved.name}",)
     return HostTopology("", sources, nodes, kept, tuple(gpus), tuple(ports))
+
+
+# Best with ``-nnvvv`` by root, else with fewer options: ``-vv`` adds links, what lies
+# above what, and NUMA nodes; ``-vvv`` ACS.
+LSPCI = Probe("lspci", has_line(_START), _read)

@@ -30,7 +30,7 @@ from ronde.topology.graph import (
 )
 from ronde.topology.paths.speeds import GPU_CLASSES
 from ronde.topology.pci import bus_order, is_network, plain_address, port_kind
-from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
+from ronde.topology.probes.base import Element, Probe, Saved, has_root, parse_xml
 
 MAX_REMARKS = 100
 """More about one file help nobody."""
@@ -55,30 +55,22 @@ _DEVICE = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})"), "a hexadecimal number"
 _SPEED = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?"), "a number of GB/s"
 
 
-class NcclTopologyProbe:
-    """Reads NCCL's topology files."""
-
-    format = "NCCL topology file"
-
-    def recognises(self, saved: Saved) -> bool:
-        return outermost_tag(saved.data) == "system"
-
-    def read(self, saved: Saved) -> Topology:
-        """Return the hosts; a file may hold processors of several."""
-        root = parse_xml(saved.data, saved.name, "system")
-        readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
-        for cpu in root.named("cpu"):
-            readers[cpu.get("host_hash").lower()].take_cpu(cpu)
-        if not readers:
-            raise UsageError(
-                f"{saved.name} must list at least one cpu, got none. Write it with "
-                "NCCL_TOPO_DUMP_FILE."
-            )
-        # Where there is one, the file does not name it.
-        names = list(readers) if len(readers) > 1 else [""]
-        source = f"{self.format} {saved.name}"
-        hosts = zip(names, readers.values(), strict=True)
-        return Topology(tuple(reader.host(name, source) for name, reader in hosts))
+def _read_hosts(saved: Saved) -> Topology:
+    """Return the hosts; a file may hold processors of several."""
+    root = parse_xml(saved.data, saved.name, "system")
+    readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
+    for cpu in root.named("cpu"):
+        readers[cpu.get("host_hash").lower()].take_cpu(cpu)
+    if not readers:
+        raise UsageError(
+            f"{saved.name} must list at least one cpu, got none. Write it with "
+            "NCCL_TOPO_DUMP_FILE."
+        )
+    # Where there is one, the file does not name it.
+    names = list(readers) if len(readers) > 1 else [""]
+    source = f"NCCL topology file {saved.name}"
+    hosts = zip(names, readers.values(), strict=True)
+    return Topology(tuple(reader.host(name, source) for name, reader in hosts))
 
 
 class _HostReader:
@@ -281,6 +273,9 @@ def _number_gpus(gpus: Iterable[GpuDevice]) -> tuple[GpuDevice, ...]:
     return tuple(g._replace(number=numbers.get(g.bus_id, g.number)) for g in gpus)
 
 
+NCCL_TOPOLOGY = Probe("NCCL topology file", has_root("system"), _read_hosts)
+
+
 class SearchGraph(NamedTuple):
     """One shape with its channels."""
 
@@ -294,9 +289,8 @@ class SearchGraph(NamedTuple):
     channels: tuple[tuple[str, ...], ...]  # Of each, in order: ``net/0``, ``gpu/7``.
 
 
-def recognises_search_graph(saved: Saved) -> bool:
-    """Return whether a file is NCCL's graph file; quick, and true for damaged ones."""
-    return outermost_tag(saved.data) == "graphs"
+recognises_search_graph = has_root("graphs")
+"""Returns whether a file is NCCL's graph file; quick, and true for damaged ones."""
 
 
 def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
