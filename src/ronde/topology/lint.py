@@ -499,12 +499,10 @@ class HostView:
 
     def uneven_nvlinks(self) -> Iterator[Hit]:
         up = [gpu for gpu in self.gpus.values() if self.num_up(gpu) and not gpu.gcn]
-        direct = [
-            k for own in self.links.values() for k in own if k.target in self.gpus
-        ]
+        pairs = [k for own in self.links.values() for k in own if k.target in self.gpus]
         # Eight GPUs of before NVSwitch are joined by one or two links to some others:
         # of a part of them each sees another number.
-        is_part = max((link.num_links for link in direct), default=9) <= 2
+        is_part = max((link.num_links for link in pairs), default=9) <= 2
         is_part = is_part and len(self.gpus) < _MOST_GPUS
         for gpu in up:
             num = self.num_up(gpu)
@@ -553,8 +551,11 @@ class HostView:
                 # A link that is none, as virtual machines report it.
                 has, form = figures.practical, ".virtual"
             if has < should:
-                words = {"link": f"{device.speed} x{device.width}", "form": form}
-                words["planned"] = _known_gb_per_s(device)
+                link, planned = (
+                    f"{device.speed} x{device.width}",
+                    _known_gb_per_s(device),
+                )
+                words = {"link": link, "planned": planned, "form": form}
                 yield _hit(bus_id, has, should, num=len(ports), **words)
 
     def odd_nic_speed(self) -> Iterator[Hit]:

@@ -149,7 +149,6 @@ def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
 
 
 def join_topologies(topologies: Sequence[Topology]) -> Topology:
-    """Return the hosts and switches of all."""
     return Topology(
         tuple(host for each in topologies for host in each.hosts),
         tuple(switch for each in topologies for switch in each.switches),

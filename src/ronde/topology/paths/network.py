@@ -380,12 +380,11 @@ class _Search:
     def __init__(self, network: PathNetwork) -> None:
         self._gpus = set(network.named(VertexKind.GPU))
         # NCCL gives up where a link is listed in one direction alone.
-        ends = {
-            (n, e.target, e.kind) for n, edges in network.edges.items() for e in edges
-        }
+        edges = network.edges.items()
+        ends = {(name, edge.target, edge.kind) for name, own in edges for edge in own}
         self._steps = {
-            name: [edge for edge in edges if (edge.target, name, edge.kind) in ends]
-            for name, edges in network.edges.items()
+            name: [edge for edge in own if (edge.target, name, edge.kind) in ends]
+            for name, own in edges
         }
 
     def run(self, target: str) -> dict[str, _Way]:

@@ -289,9 +289,7 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
     return tuple(each for group in groups for each in placer.place(group))
 
 
-def _share_cores(
-    cores: tuple[Core, ...], homes: Sequence[int]
-) -> tuple[CoreShare, ...]:
+def _share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> list[CoreShare]:
     """Divide cores among ranks in blocks, the low ranks' one core larger."""
     # With a GPU that is near no node with cores, all are divided among all.
     known = {core.node for core in cores} - {UNKNOWN_NODE}
@@ -312,7 +310,7 @@ def _share_cores(
                 home = pool[(2 * place + 1) * len(pool) // (2 * len(ranks))].node
             has_enough = size > 0 or not pool
             shares[rank] = CoreShare(pool, ranks, is_near_gpu, own, home, has_enough)
-    return tuple(shares[rank] for rank in range(len(homes)))
+    return [shares[rank] for rank in range(len(homes))]
 
 
 def _middle_node(cores: Sequence[Core]) -> int:

@@ -1,7 +1,7 @@
 """A placement on any host with names in it, and what to type to have it by hand."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, combinations, groupby, product, zip_longest
 from typing import NamedTuple
 
@@ -118,12 +118,10 @@ def choose_gpus(
     return _linked_first(host, gpus, num_ranks), variables
 
 
-def show_gpus(
-    gpus: Sequence[GpuDevice], variables: Mapping[str, str]
-) -> dict[str, str]:
+def show_gpus(gpus: Sequence[GpuDevice], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which programs see these GPUs, in this order."""
     numbers = ",".join(str(gpu.number) for gpu in gpus)
-    return {name: value or numbers for name, value in variables.items() if gpus}
+    return {name: value or numbers for name, value in env.items() if gpus}
 
 
 def order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
@@ -231,9 +229,7 @@ def _nic_env(
     return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
 
 
-def find_near_ports(
-    host: HostTopology, bus_ids: Collection[str]
-) -> tuple[NearPort, ...]:
+def find_near_ports(host: HostTopology, bus_ids: set[str]) -> tuple[NearPort, ...]:
     """Return how near the ports to train over are to some GPUs, port by port."""
     gpus = [gpu for gpu in host.gpus if gpu.bus_id in bus_ids]
     ports = _training_ports(host)

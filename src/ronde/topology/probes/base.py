@@ -81,10 +81,8 @@ def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     for _ in range(_MAX_NESTED):
         for form in _TAGS:
             if any(tags := _tags(plain, form)):
-                plain = [
-                    line.removeprefix(tag)
-                    for line, tag in zip(plain, tags, strict=True)
-                ]
+                pairs = zip(plain, tags, strict=True)
+                plain = [line.removeprefix(tag) for line, tag in pairs]
                 own = {tag.strip(" :") for tag in tags if tag}
                 if form != _TAGS[0] and len(own) > len(places):
                     places = tuple(sorted(own))

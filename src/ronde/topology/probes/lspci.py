@@ -61,7 +61,7 @@ def _read(saved: Saved) -> Topology:
     own = None
     for number, line in enumerate(lines, 1):
         if match := _LINE.fullmatch(line.rstrip()):
-            own, title = _read_device(saved.name, number, match)
+            own, title = _device(saved.name, number, match)
             if own.bus_id in devices:
                 rule = "a device must be listed once"
                 raise bad_value(saved.name, number, rule, own.bus_id)
@@ -82,9 +82,7 @@ def _read(saved: Saved) -> Topology:
     return Topology((_host(saved, devices, titles),))
 
 
-def _read_device(
-    origin: str, number: int, match: re.Match[str]
-) -> tuple[PciDevice, str]:
+def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, str]:
     """Return a device and its title from the first line of it."""
     address, line = pci.plain_address(match[1]), match[2]
     kind = _CLASS.fullmatch(line)
@@ -103,10 +101,8 @@ def _read_device(
     if ids and (bare or code):
         vendor, device = (int(text, 16) for text in ids[-1].groups())
         rest = rest[: ids[-1].start()]
-    number_of_class = int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)
-    found = PciDevice(
-        address, class_code=number_of_class << 8, vendor=vendor, device=device
-    )
+    class_code = (int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)) << 8
+    found = PciDevice(address, class_code=class_code, vendor=vendor, device=device)
     return found, _REVISION.sub("", rest)
 
 

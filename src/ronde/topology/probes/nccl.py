@@ -151,11 +151,9 @@ class _HostReader:
         )
         if self._nodes.setdefault(node.number, node) is not node:
             self._remark(cpu, f"has numaid {node.number} again: both are one node")
-        self._take_children(cpu, None, node.number)
+        self._descend(cpu, None, node.number)
 
-    def _take_children(
-        self, element: Element, device: PciDevice | None, node: int
-    ) -> None:
+    def _descend(self, element: Element, device: PciDevice | None, node: int) -> None:
         """Read what is below a PCI device, or below a processor itself."""
         for child in element.children:
             if child.tag == "pci":
@@ -178,7 +176,7 @@ class _HostReader:
         )
         if listed.bus_id:
             device = self._add_device(element, listed)
-            self._take_children(element, device, node)
+            self._descend(element, device, node)
             if not element.named("pci", "gpu", "nic"):
                 self._take_bare(device)
 

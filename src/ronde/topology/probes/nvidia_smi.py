@@ -391,10 +391,8 @@ class _Reader:
                     "known where they lead."
                 )
             if len(set(rates.values())) > 1:
-                listed = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values())))
-                self._remarks.append(
-                    f"{name} has NVLinks that signal at {listed} GB/s."
-                )
+                given = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values())))
+                self._remarks.append(f"{name} has NVLinks that signal at {given} GB/s.")
             # How fast a link signals counts where the model does not tell.
             least = min(rates.values(), default=0) if gpu.sm == UNKNOWN else 0
             rate = payload_gb_per_s(least * 1000)

@@ -73,7 +73,7 @@ def read_host(root: Path = Path("/")) -> HostTopology:
         chain = functions[address].chain if address in functions else (address,)
         for place, name in enumerate(chain):
             if name not in devices:
-                devices[name] = _read_device(top, chain[place:], nodes)
+                devices[name] = _device(top, chain[place:], nodes)
     return HostTopology(
         name=read_text(f"{top}/proc/sys/kernel/hostname"),
         sources=(f"{SOURCE} of {root if top else 'this machine'}",),
@@ -109,9 +109,7 @@ def read_functions(root: str) -> dict[str, Function]:
     return found
 
 
-def _read_device(
-    root: str, chain: Sequence[str], nodes: Sequence[NumaNode]
-) -> PciDevice:
+def _device(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> PciDevice:
     """Return the first of a chain; its link is what this end of it can do."""
     own = f"{root}/{_BUS}/{chain[0]}"
     links = [f"{own}/{which}_link" for which in ("max", "current")]
