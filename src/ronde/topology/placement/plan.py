@@ -66,11 +66,7 @@ class HostPlan(NamedTuple):
 def plan_host(
     host: HostTopology, request: AlignmentRequest, allowed: Sequence[Core] | None = None
 ) -> HostPlan:
-    """Place ranks on a host; ``allowed`` are the cores that may be used, else all.
-
-    Raises:
-        UsageError: As ``place``.
-    """
+    """Place ranks on a host; ``allowed`` are the cores that may be used, else all."""
     cores, notices = infer_cores(host) if allowed is None else (allowed, ())
     if not cores:
         notices = (*notices, "CPUs are unknown: ranks get none.")
@@ -113,9 +109,36 @@ def plan_host(
 def choose_gpus(
     host: HostTopology, num_ranks: int
 ) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs, those of ranks first, and the variables for ``show_gpus``."""
+    """Return the GPUs, those of ranks first, and the variables for ``show_gpus``.
+
+    First are those that NVLink or xGMI joins best. From each GPU on, the one with the
+    best links to those before is added; the set whose slowest pair is the fastest
+    counts.
+    """
     gpus, variables = order_gpus(host)
-    return _linked_first(host, gpus, num_ranks), variables
+    if num_ranks >= len(gpus):
+        return gpus, variables
+    paths = find_paths(host)
+
+    def rate(one: GpuDevice, other: GpuDevice) -> float:
+        path = paths.between(one.name, other.name)
+        return path.gb_per_s if path and path.kind <= PathKind.NVB else 0.0
+
+    def grow(first: GpuDevice) -> list[GpuDevice]:
+        chosen, left = [first], [gpu for gpu in gpus if gpu is not first]
+        while len(chosen) < num_ranks:
+            best = max(left, key=lambda gpu: _fit([rate(gpu, own) for own in chosen]))
+            left.remove(best)
+            chosen.append(best)
+        return chosen
+
+    sets = map(grow, gpus)
+    best = max(sets, key=lambda own: _fit([rate(*p) for p in combinations(own, 2)]))
+    return sorted(gpus, key=lambda gpu: gpu not in best), variables
+
+
+def _fit(rates: Sequence[float]) -> tuple[float, float]:
+    return min(rates, default=0.0), sum(rates)
 
 
 def show_gpus(gpus: Sequence[GpuDevice], env: Mapping[str, str]) -> dict[str, str]:
@@ -142,39 +165,6 @@ def order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
     if numbers != sorted({*numbers}):
         gpus = [gpu._replace(number=number) for number, gpu in enumerate(gpus)]
     return gpus, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def _linked_first(
-    host: HostTopology, gpus: list[GpuDevice], num_ranks: int
-) -> list[GpuDevice]:
-    """Return GPUs with those first that NVLink or xGMI joins best, one a rank.
-
-    From each GPU on, the one with the best links to those before is added; the set
-    whose slowest pair is the fastest counts.
-    """
-    if num_ranks >= len(gpus):
-        return gpus
-    paths = find_paths(host)
-
-    def rate(one: GpuDevice, other: GpuDevice) -> float:
-        path = paths.between(one.name, other.name)
-        return path.gb_per_s if path and path.kind <= PathKind.NVB else 0.0
-
-    def grow(first: GpuDevice) -> list[GpuDevice]:
-        chosen, left = [first], [gpu for gpu in gpus if gpu is not first]
-        while len(chosen) < num_ranks:
-            best = max(left, key=lambda gpu: _fit([rate(gpu, own) for own in chosen]))
-            left.remove(best)
-            chosen.append(best)
-        return chosen
-
-    sets = map(grow, gpus)
-    best = max(sets, key=lambda own: _fit([rate(*p) for p in combinations(own, 2)]))
-    return sorted(gpus, key=lambda gpu: gpu not in best)
-
-
-def _fit(rates: Sequence[float]) -> tuple[float, float]:
-    return min(rates, default=0.0), sum(rates)
 
 
 def _plan_rank(

@@ -292,11 +292,7 @@ recognises_search_graph = has_root("graphs")
 
 
 def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
-    """Return the graphs of a file, in its order.
-
-    Raises:
-        UsageError: It is no such file, or a value is missing or cannot be read.
-    """
+    """Return the graphs of a file, in its order."""
     root = parse_xml(saved.data, saved.name, "graphs")
     return tuple(map(_read_graph, root.named("graph")))
 

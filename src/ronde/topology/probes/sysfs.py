@@ -32,7 +32,6 @@ from ronde.topology.kernel_files import (
     read_text,
 )
 from ronde.topology.paths.speeds import gt_per_s
-from ronde.topology.pci import bus_order, compute_capability, is_address, is_network
 from ronde.topology.probes.base import keep_lower_ends, small_number
 
 SOURCE = "sysfs"
@@ -65,7 +64,7 @@ def read_host(root: Path = Path("/")) -> HostTopology:
     ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
     for address, each in functions.items():
         # Virtual functions are not among them: one that is in use has a port.
-        is_adapter = is_network(each.class_code) and not each.is_virtual
+        is_adapter = pci.is_network(each.class_code) and not each.is_virtual
         if is_adapter or pci.is_nvswitch(each.class_code, each.vendor):
             ends.add(address)
     devices: dict[str, PciDevice] = {}
@@ -78,7 +77,7 @@ def read_host(root: Path = Path("/")) -> HostTopology:
         name=read_text(f"{top}/proc/sys/kernel/hostname"),
         sources=(f"{SOURCE} of {root if top else 'this machine'}",),
         numa_nodes=nodes,
-        devices=keep_lower_ends(devices, sorted(ends, key=bus_order)),
+        devices=keep_lower_ends(devices, sorted(ends, key=pci.bus_order)),
         gpus=gpus,
         ports=ports,
         interfaces=_read_interfaces(top, ports),
@@ -99,12 +98,12 @@ class Function(NamedTuple):
 def read_functions(root: str) -> dict[str, Function]:
     """Return all that is on the bus by address, in the order of drivers."""
     found: dict[str, Function] = {}
-    names = filter(is_address, list_names(f"{root}/{_BUS}"))
-    for address in sorted(names, key=bus_order):
+    names = filter(pci.is_address, list_names(f"{root}/{_BUS}"))
+    for address in sorted(names, key=pci.bus_order):
         own = f"{root}/{_BUS}/{address}"
         parts = (pci.read_path(own) or address).split("/")[::-1]
-        chain, code = tuple(takewhile(is_address, parts)), _code(own, "class")
-        is_virtual = is_network(code) and bool(list_names(f"{own}/physfn"))
+        chain, code = tuple(takewhile(pci.is_address, parts)), _code(own, "class")
+        is_virtual = pci.is_network(code) and bool(list_names(f"{own}/physfn"))
         found[address] = Function(chain, code, _code(own, "vendor"), is_virtual)
     return found
 
@@ -158,7 +157,7 @@ def _read_gpus(
     # Of a maker whose driver lists GPUs, only those; containers show more on the bus.
     found: dict[str, GpuDevice] = {}
     for address, (model, uuid, _) in machine.read_driver_gpus(root).items():
-        sm = compute_capability(model)
+        sm = pci.compute_capability(model)
         found[address] = GpuDevice(address, UNKNOWN, sm=sm, title=model, uuid=uuid)
     kfd, links = _read_kfd(root)
     listed = {v for v, gpus in ((_NVIDIA, found), (_AMD, kfd)) if gpus}
@@ -169,7 +168,7 @@ def _read_gpus(
         is_gpu = pci.is_gpu(each.class_code, each.vendor) and not is_inside
         if each.vendor not in listed and is_gpu:
             found.setdefault(address, GpuDevice(address, UNKNOWN))
-    ordered = sorted(found, key=bus_order)
+    ordered = sorted(found, key=pci.bus_order)
     gpus = (found[name]._replace(number=n) for n, name in enumerate(ordered))
     return tuple(gpus), links
 
