@@ -188,28 +188,25 @@ class PathNetwork:
         self._parents = join_switches(host.devices)
         self._numbers = find_numa_numbers(host)
         self._gpus = {each.name: each for each in reversed(host.gpus)}
-        self._add_all()
+        nodes = list(self._order_nodes())
+        self.kinds |= {node.name: VertexKind.CPU for node in nodes}
+        self._add_devices()
+        for gpu in host.gpus:
+            if gpu.name not in self.kinds:
+                self._hang(gpu.name, VertexKind.GPU, PciDevice(gpu.name))
+        for port in host.ports:
+            if port.name not in self.kinds:
+                self._add_port(port)
+        for link in host.links:
+            self._add_link(link)
+        for node, other in permutations(nodes, 2):
+            speed = speeds.smp_gb_per_s(node, other)
+            self._connect(node.name, other.name, PathKind.SYS, speed)
         # Of each by falling bandwidth, the PCI link above it last.
         self.edges = {name: self._sorted(name) for name in self.kinds}
 
     def named(self, kind: VertexKind) -> tuple[str, ...]:
         return tuple(name for name, own in self.kinds.items() if own == kind)
-
-    def _add_all(self) -> None:
-        nodes = list(self._order_nodes())
-        self.kinds |= {node.name: VertexKind.CPU for node in nodes}
-        self._add_devices()
-        for gpu in self.host.gpus:
-            if gpu.name not in self.kinds:
-                self._hang(gpu.name, VertexKind.GPU, PciDevice(gpu.name))
-        for port in self.host.ports:
-            if port.name not in self.kinds:
-                self._add_port(port)
-        for link in self.host.links:
-            self._add_link(link)
-        for node, other in permutations(nodes, 2):
-            speed = speeds.smp_gb_per_s(node, other)
-            self._connect(node.name, other.name, PathKind.SYS, speed)
 
     def _add_devices(self) -> None:
         adapters = {each.bus_id for each in self.host.ports}

@@ -95,7 +95,10 @@ def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
     when all are and name the same nodes. Eight nodes and four resources have billions
     of combinations: only what some of them have in common is listed.
     """
-    preferred = _agreed_masks(resources, all_mask)
+    wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
+    named = {mask for masks in wanted for mask in masks if mask}
+    named |= {all_mask} if all(None in masks for masks in wanted) else set()
+    preferred = {m for m in named if all({m, None} & masks for masks in wanted)}
     count = best_count(resources)
     best: Hint | None = None
     for mask in preferred or _common_masks(resources, all_mask):
@@ -117,10 +120,9 @@ def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
             return (0, 0, size, mask)
         return (1 if size <= count else 2, max(0, count - size), size, mask)
 
-    if not candidate.mask:
+    if not candidate.mask or (current and rank(current) <= rank(candidate)):
         return current
-    is_better = current is None or rank(candidate) < rank(current)
-    return candidate if is_better else current
+    return candidate
 
 
 def best_count(resources: Iterable[Iterable[Hint]]) -> int:
@@ -128,13 +130,6 @@ def best_count(resources: Iterable[Iterable[Hint]]) -> int:
     masks = ([h.mask for h in hints if h.mask is not None] for hints in resources)
     sizes = (min((mask.bit_count() for mask in each), default=0) for each in masks)
     return max(sizes, default=0)
-
-
-def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
-    wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
-    named = {mask for masks in wanted for mask in masks if mask}
-    agreed = {mask for mask in named if all(mask in w or None in w for w in wanted)}
-    return agreed | {all_mask} if all(None in masks for masks in wanted) else agreed
 
 
 def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:

@@ -115,9 +115,8 @@ def _with_detail(device: PciDevice, line: str) -> PciDevice:
         return device._replace(speed_now=speed, width_now=width)
     if match := _NUMA.fullmatch(line):
         return device._replace(node=int(match[1]))
-    return (
-        device._replace(is_redirecting=True) if _REDIRECTS.fullmatch(line) else device
-    )
+    has_acs = _REDIRECTS.fullmatch(line) is not None
+    return device._replace(is_redirecting=has_acs or device.is_redirecting)
 
 
 def _host(
