@@ -330,6 +330,5 @@ def _verbs_name(port: NetPort) -> str:
         number = UNKNOWN
     if port.title.startswith("mlx5") and number == UNKNOWN:
         number = 1
-    if number >= 1:
-        return ",".join(f"{adapter}:{number}" for adapter in adapters)
-    return ",".join(adapters)
+    end = f":{number}" if number >= 1 else ""
+    return ",".join(adapter + end for adapter in adapters)

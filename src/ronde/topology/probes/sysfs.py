@@ -220,15 +220,12 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     node, as kernels without NUMA show it, all is one node 0.
     """
     left, online = machine.read_online(root), read_list(f"{root}/{_NODES}/online")
-    cpus_of = {
-        number: cpus
-        for number, cpus in machine.read_node_cpus(root).items()
-        if not online or online >> number & 1
-    }
     plain = _read_processor(root)
     remarks: list[str] = []
     nodes: list[NumaNode] = []
-    for number, listed in cpus_of.items():
+    for number, listed in machine.read_node_cpus(root).items():
+        if online and not online >> number & 1:
+            continue
         memory = _read_memory(f"{root}/{_NODES}/node{number}/meminfo")
         node = plain._replace(number=number, memory_bytes=memory)
         nodes.append(_with_cpus(root, node, listed & left))
