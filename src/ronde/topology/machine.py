@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from ronde.memory import list_groups
@@ -272,23 +271,3 @@ def parse_rate(rate: str) -> int:
         return int(float(rate.split(maxsplit=1)[0]) * 1000)
     except (ValueError, IndexError, OverflowError):
         return 0
-
-
-def read_machine(
-    root: Path = Path("/"), environ: Mapping[str, str] | None = None
-) -> Machine:
-    """Return what this process may use of the machine, as far as it can be read."""
-    # No driver is asked: one that hangs would take a start with it.
-    top = str(root).rstrip("/")
-    gpus, near = read_gpus(top, environ or {}), tuple[NearPort, ...]()
-    bus_ids = {gpu.bus_id for gpu in gpus if gpu.bus_id}
-    kinds = [f"{top}/sys/class/{kind}" for kind in ("net", "infiniband")]
-    ports = (f"{kind}/{name}" for kind in kinds for name in list_names(kind))
-    if bus_ids and any(map(read_path, ports)):
-        # Imported where there is something to judge: elsewhere a start must not wait.
-        from ronde.topology.placement.plan import find_near_ports
-        from ronde.topology.probes.sysfs import read_host
-
-        near = find_near_ports(read_host(root), bus_ids)
-    rates = read_interface_rates(top)
-    return Machine(read_cores(top), read_cpu_limit(top), gpus, rates, near)

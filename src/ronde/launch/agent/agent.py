@@ -36,7 +36,7 @@ from ronde.launch.process_tree import (
 )
 from ronde.launch.signals import is_kept_ignored, notice_signals, signal_pipe
 from ronde.store.local_socket import remove
-from ronde.topology.machine import read_machine
+from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity
 
 _NUMBERS_BYTES = 4096

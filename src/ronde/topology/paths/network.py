@@ -21,16 +21,7 @@ from ronde.topology.graph import (
     NumaNode,
     PciDevice,
 )
-from ronde.topology.paths.speeds import (
-    GPU_CLASSES,
-    LOCAL_GB_PER_S,
-    is_link_known,
-    is_pci_known,
-    link_gb_per_s,
-    pci_gb_per_s,
-    port_gb_per_s,
-    smp_gb_per_s,
-)
+from ronde.topology.paths import speeds
 
 POWER_BRIDGE_CLASS = 0x068001
 """Of what stands for the processor at the end of a GPU's NVLinks."""
@@ -38,7 +29,7 @@ POWER_BRIDGE_CLASS = 0x068001
 _BROADCOM = 0x1000
 _PCIE4_SWITCH, _PCIE5_SWITCH = 0xC010, 0xC030
 _NVLINK_CLASSES = (0x068000, POWER_BRIDGE_CLASS)
-_END_CLASSES = (*GPU_CLASSES, 0x02)
+_END_CLASSES = (*speeds.GPU_CLASSES, 0x02)
 
 
 class PathKind(StrEnum):
@@ -197,28 +188,25 @@ class PathNetwork:
         self._parents = join_switches(host.devices)
         self._numbers = find_numa_numbers(host)
         self._gpus = {each.name: each for each in reversed(host.gpus)}
-        self._add_all()
+        nodes = list(self._order_nodes())
+        self.kinds |= {node.name: VertexKind.CPU for node in nodes}
+        self._add_devices()
+        for gpu in host.gpus:
+            if gpu.name not in self.kinds:
+                self._hang(gpu.name, VertexKind.GPU, PciDevice(gpu.name))
+        for port in host.ports:
+            if port.name not in self.kinds:
+                self._add_port(port)
+        for link in host.links:
+            self._add_link(link)
+        for node, other in permutations(nodes, 2):
+            speed = speeds.smp_gb_per_s(node, other)
+            self._connect(node.name, other.name, PathKind.SYS, speed)
         # Of each by falling bandwidth, the PCI link above it last.
         self.edges = {name: self._sorted(name) for name in self.kinds}
 
     def named(self, kind: VertexKind) -> tuple[str, ...]:
         return tuple(name for name, own in self.kinds.items() if own == kind)
-
-    def _add_all(self) -> None:
-        nodes = list(self._order_nodes())
-        self.kinds |= {node.name: VertexKind.CPU for node in nodes}
-        self._add_devices()
-        for gpu in self.host.gpus:
-            if gpu.name not in self.kinds:
-                self._hang(gpu.name, VertexKind.GPU, PciDevice(gpu.name))
-        for port in self.host.ports:
-            if port.name not in self.kinds:
-                self._add_port(port)
-        for link in self.host.links:
-            self._add_link(link)
-        for node, other in permutations(nodes, 2):
-            speed = smp_gb_per_s(node, other)
-            self._connect(node.name, other.name, PathKind.SYS, speed)
 
     def _add_devices(self) -> None:
         adapters = {each.bus_id for each in self.host.ports}
@@ -271,23 +259,23 @@ class PathNetwork:
         above = self._parents.get(device.bus_id, "")
         if self.kinds.get(above) != VertexKind.PCI:
             above = NumaNode(self._numbers[device.bus_id]).name
-        if not speed and not is_pci_known(device):
+        if not speed and not speeds.is_pci_known(device):
             self.guessed.add(frozenset((vertex, above)))
         if above in self.kinds:
             ends = {kind, self.kinds[above]}
             step = PathKind.PHB if VertexKind.CPU in ends else PathKind.PIX
             step = PathKind.PXB if ends == {VertexKind.PCI} else step
             self._above[vertex] = above
-            self._join(vertex, above, step, speed or pci_gb_per_s(device))
+            self._join(vertex, above, step, speed or speeds.pci_gb_per_s(device))
 
     def _add_port(self, port: NetPort) -> None:
         adapter = adapter_name(port)
         if adapter not in self.kinds:
-            limit = 0.0 if port.bus_id else LOCAL_GB_PER_S
+            limit = 0.0 if port.bus_id else speeds.LOCAL_GB_PER_S
             self._hang(adapter, VertexKind.NIC, PciDevice(adapter), limit)
         # One that the source lists as a mere PCI device has a speed all the same.
         is_known = port.mbit_per_s != 0 or port.number != UNKNOWN
-        speed = port_gb_per_s(port) if is_known else LOCAL_GB_PER_S
+        speed = speeds.port_gb_per_s(port) if is_known else speeds.LOCAL_GB_PER_S
         self.kinds[port.name] = VertexKind.NET
         self._join(adapter, port.name, PathKind.LOC, speed)
         if not port.bus_id and port.name in self.host.paired:
@@ -297,10 +285,11 @@ class PathNetwork:
         if link.kind == LinkKind.PCI:
             ends = {self.kinds.get(link.source), self.kinds.get(link.target)}
             if ends == {VertexKind.PCI}:
-                self._connect(link.source, link.target, PathKind.PXB, LOCAL_GB_PER_S)
+                limit = speeds.LOCAL_GB_PER_S
+                self._connect(link.source, link.target, PathKind.PXB, limit)
             return
         gpu = self._gpus.get(link.source)
-        speed = link_gb_per_s(link, gpu) if gpu else 0.0
+        speed = speeds.link_gb_per_s(link, gpu) if gpu else 0.0
         if gpu is None or speed <= 0 or not link.target:
             return
         source, target = gpu.name, self._link_target(link)
@@ -312,7 +301,7 @@ class PathNetwork:
             # Between GPUs the other direction is a link of its own.
             if self.kinds[target] in (VertexKind.CPU, VertexKind.NVS):
                 self._connect(target, source, kind, speed)
-        if not is_link_known(link, gpu):
+        if not speeds.is_link_known(link, gpu):
             self.guessed.add(frozenset((source, target)))
 
     def _link_target(self, link: Link) -> str:
@@ -320,7 +309,7 @@ class PathNetwork:
         is_gpu = link.target in self._gpus
         is_processor = self.kinds.get(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
-            is_gpu = link.target_class >> 16 in GPU_CLASSES
+            is_gpu = link.target_class >> 16 in speeds.GPU_CLASSES
             is_processor = link.target_class == POWER_BRIDGE_CLASS
         if link.kind == LinkKind.C2C or is_processor:
             return NumaNode(self._numbers[link.source]).name
@@ -377,6 +366,10 @@ class _Way(NamedTuple):
     gb_per_s: float
     route: tuple[str, ...]  # From the vertex to the target.
 
+    @property
+    def order(self) -> tuple[int, float, int]:
+        return self.rank, -self.gb_per_s, len(self.route)
+
 
 class _Search:
     """Breadth-first, from a target to all that lead to it."""
@@ -384,23 +377,23 @@ class _Search:
     def __init__(self, network: PathNetwork) -> None:
         self._gpus = set(network.named(VertexKind.GPU))
         # NCCL gives up where a link is listed in one direction alone.
-        ends = {
-            (n, e.target, e.kind) for n, edges in network.edges.items() for e in edges
-        }
+        edges = network.edges.items()
+        ends = {(name, edge.target, edge.kind) for name, own in edges for edge in own}
         self._steps = {
-            name: [edge for edge in edges if (edge.target, name, edge.kind) in ends]
-            for name, edges in network.edges.items()
+            name: [edge for edge in own if (edge.target, name, edge.kind) in ends]
+            for name, own in edges
         }
 
     def run(self, target: str) -> dict[str, _Way]:
-        found = {target: _Way(0, LOCAL_GB_PER_S, (target,))}
+        found = {target: _Way(0, speeds.LOCAL_GB_PER_S, (target,))}
         wave = [target]
         while wave:
             after: dict[str, None] = {}
             for name in wave:
                 for way in self._extend(name, found[name]):
                     end = way.route[0]
-                    if self._is_better(way, found.get(end)):
+                    # A nearer kind replaces what was found in fewer hops.
+                    if end not in found or way.order < found[end].order:
                         found[end] = way
                         after[end] = None
             wave = list(after)
@@ -419,10 +412,3 @@ class _Search:
             if passes_gpu and way.rank == kind.rank == PathKind.NVL.rank:
                 rank = PathKind.NVB.rank
             yield _Way(rank, min(way.gb_per_s, gb_per_s), (end, *way.route))
-
-    def _is_better(self, new: _Way, old: _Way | None) -> bool:
-        if old is None:
-            return new.gb_per_s > 0
-        # A nearer kind replaces what was found in fewer hops.
-        marks = [(way.rank, -way.gb_per_s, len(way.route)) for way in (new, old)]
-        return marks[0] < marks[1]
