@@ -108,6 +108,11 @@ def test_an_old_error_is_no_number_of_elements() -> None:
     assert run.rows[0].in_place is not None
     assert run.rows[0].in_place.num_wrong is None
     assert run.extras[0]["in_place.error"] == 2e-07
+    assert run.num_wrong() == 0
+    # Without a number in its rows, 0 in the footer shows no check.
+    unchecked = re.sub(r" {7}0(?=\s)", "     N/A", text)
+    assert read_one(unchecked).num_wrong() is None
+    assert read_one(unchecked.replace("0 OK", "2 FAILED")).num_wrong() == 2
 
 
 def test_one_half_may_be_missing_altogether() -> None:
@@ -339,7 +344,7 @@ def test_damage_is_left_out_and_reported_with_its_line(text: str, damage: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a.log:1: log must have a table"),
+        ("", "a.log:1: log must have a table of nccl-tests, got an empty file."),
         ("hello\nworld\n", "a.log:2: log must have a table"),
         (damage("   size    count", "   seize    count"), "a.log:12: rows from here"),
         (damage(" #wrong     time", " #wrong  time  time"), "a.log:10: header of a"),

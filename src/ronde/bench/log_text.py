@@ -65,28 +65,43 @@ _BARE_COMMENT = re.compile(
     re.VERBOSE,
 )
 _UNITS_OR_FENCE = re.compile(r"\(B\)\s|`{3}|~{3}")
-# Every alternative begins with a sign that is rare, so that most lines take no time.
+# Each group is an ``End``. Every alternative begins with a sign that is rare, so that
+# most lines take no time.
 _ENDS = re.compile(
-    r"""Test[ ](?:[A-Za-z]{2,8}[ ]failure|failure|timeout)\b
-    | Primary[ ]job[ ]+terminated | MPI_ABORT[ ]was | BAD[ ]TERMINATION
-    | ChildFailedError | Signal[ ]\d+[ ][(]SIG | Segmentation[ ]fault | Bus[ ]error
-    | (?:Killed|Aborted)(?:$|[ ]{2}|[ ][(]) | :[ ]error[ ]while[ ]loading[ ]""",
+    r"""(?P<FAILURE>Test[ ](?:[A-Za-z]{2,8}[ ]failure|timeout)\b)
+    | (?P<ECHO>Test[ ]failure\b)
+    | (?P<CAUSE>Killed[ ]process[ ]\d | :[ ]error[ ]while[ ]loading[ ]
+        | _perf:[ ](?:No[ ]such[ ]file|command[ ]not[ ]found|Permission[ ]denied)
+        | There[ ]are[ ]not[ ]enough[ ]slots | execvp[ ]error[ ]on)
+    | (?P<PROCESS>MPI_ABORT[ ]was | Signal[ ]\d+[ ][(]SIG
+        | (?:ORTE|PRTE)[ ](?:has[ ]lost|was[ ]unable|daemon[ ]has[ ]unexpectedly))
+    | (?P<VAGUE>Primary[ ]job[ ]+terminated | BAD[ ]TERMINATION | ChildFailedError
+        | (?:Segmentation[ ]fault|Bus[ ]error)(?![)])
+        | (?:Killed|Aborted|Terminated)(?:$|[ ]{2}|[ ][(]))""",
     re.VERBOSE,
 )
 _LAUNCHERS = re.compile(
-    r"""srun:[ ](?:error:[ ]\S{1,64}:[ ]tasks?[ ]\d|Job[ ]step[ ]aborted)
-    | slurmstepd:[ ]error:[ ].{0,99}(?:CANCELLED|oom.kill)
-    | (?:mpirun|mpiexec|orterun|prterun)[ ](?:noticed|detected|has[ ]exited)
-    | command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9] | terminate[ ]called[ ]after
-    | ronde:[ ]rank[ ]\d+[ ]failed""",
+    r"""(?P<CAUSE>srun:[ ]error:[ ](?:Node[ ]failure|\S{1,64}:[ ]task.{1,99}Out[ ]Of)
+        | slurmstepd:[ ]error:[ ].{0,199}(?:execve\(\):|DUE[ ]TO[ ](?!TASK|NODE))
+        | (?:mpirun|mpiexec|orterun|prterun)[ ]was[ ]unable)
+    | (?P<PROCESS>srun:[ ]error:[ ]\S{1,64}:[ ]tasks?[ ]\d
+        | slurmstepd:[ ]error:[ ].{0,99}CANCELLED | ronde:[ ]rank[ ]\d+[ ]failed
+        | (?:mpirun|mpiexec|orterun|prterun)[ ](?:noticed|detected|has[ ]exited))
+    | (?P<VAGUE>srun:[ ]Job[ ]step[ ]aborted | slurmstepd:[ ]error:[ ].{0,99}oom.kill
+        | command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9]
+        | terminate[ ]called[ ]after)""",
     re.VERBOSE,
+)
+# Signs of Open MPI are sentences and go on in the lines below, unlike any other's.
+_SENTENCE = re.compile(
+    r"(?:mpi|orte|prte)[a-z]+ \w|Primary job|MPI_A|.*[OP]RTE |There "
 )
 # Remarks of RCCL and of old releases of NCCL on every start, also of good runs.
 _REMARK = re.compile(
     r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)"
 )
 _MAX_STRAYS = 1000
-_MAX_QUOTED = 200
+_MAX_QUOTED = 300
 _MAX_COLUMNS = 64
 
 _OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
@@ -126,11 +141,19 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
         raise UsageError(reader.damage[0])
     if not reader.runs:
         last = len(lines) + bool(rest.strip())
+        got = f"{last} lines without one" if text.strip() else "an empty file"
         raise UsageError(
-            f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got none "
-            "up to here. Its header begins with: # size count type."
+            f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got {got}. "
+            "Its header begins with: # size count type."
         )
     return Log(reader.runs, reader.damage, reader.cuts)
+
+
+class _Sentence(NamedTuple):
+    """A sign that may go on in further lines."""
+
+    kind: End
+    next_line: int
 
 
 class _Reader:
@@ -149,6 +172,7 @@ class _Reader:
         self._row_at = 0  # the line that it began in
         self._has_gap = False  # whether it has so many blanks as a half takes
         self._hosts: set[str] = set()
+        self._sentence: _Sentence | None = None
 
     def feed(self, number: int, raw: str) -> None:
         self._at = number
@@ -161,6 +185,7 @@ class _Reader:
         if not text:
             return
         first = text[0]
+        sentence, self._sentence = self._sentence, None
         if first == "#" or (first.isalpha() and _BARE_COMMENT.match(text)):
             try:
                 self._comment(text.removeprefix("#").strip())
@@ -168,7 +193,7 @@ class _Reader:
                 self._report(number, str(error))
         elif (not first.isdigit() or "Test " in text) and (end := _find_end(text)):
             self._end_run(text, end)
-        elif first in "(`~" and _UNITS_OR_FENCE.match(text):
+        elif self._goes_on(sentence, line, text) or _UNITS_OR_FENCE.match(text):
             pass
         elif self._columns is None or self._state.is_over:
             self._outside(text)
@@ -232,10 +257,8 @@ class _Reader:
 
     def _end_run(self, text: str, found: re.Match[str]) -> None:
         """Take a sign that something ended the run."""
-        kind = End.LAUNCHER
-        if found[0].startswith("Test"):
-            kind = End.ECHO if found[0] == "Test failure" else End.FAILURE
-        if kind is not End.LAUNCHER:
+        kind = End[found.lastgroup or ""]
+        if kind in (End.FAILURE, End.ECHO):
             if self._state.is_over:
                 self._close()  # the sign is of a program that printed nothing else
             if self._row or text[0].isdigit():
@@ -244,7 +267,23 @@ class _Reader:
                 host = word.removeprefix(self._glued_cell(word))
                 text = f"{host} {text[found.start() :]}"
             self._row = []
+        is_first = kind not in self._state.ends
         self._note(kind, text[:_MAX_QUOTED])
+        if is_first and _SENTENCE.match(text):
+            self._sentence = _Sentence(kind, self._at + 1)
+
+    def _goes_on(self, sentence: _Sentence | None, line: str, text: str) -> bool:
+        """Take a further line of a sign; return whether it was one."""
+        if sentence is None or not text[0].isalpha():
+            return False
+        # Below a blank line there follow indented facts, then advice.
+        if self._at > sentence.next_line and line[0] != " ":
+            return False
+        at, above = self._state.ends[sentence.kind]
+        whole = f"{above} {' '.join(text.split())}"
+        self._state.ends[sentence.kind] = at, whole[:_MAX_QUOTED]
+        self._sentence = _Sentence(sentence.kind, self._at + 1)
+        return True
 
     def _comment(self, comment: str) -> None:
         words = comment.split()
@@ -381,7 +420,7 @@ class _Reader:
 
 
 def _find_end(text: str) -> re.Match[str] | None:
-    return _ENDS.search(text) or _LAUNCHERS.match(text)
+    return _LAUNCHERS.match(text) or _ENDS.search(text)
 
 
 def _claims_to_be_row(words: list[str]) -> bool:
