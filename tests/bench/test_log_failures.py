@@ -221,9 +221,9 @@ QUOTED = {
         ],
         21,
         (
-            "mpirun detected that one or more processes exited with non-zero status, thus "
-            "causing the job to be terminated. The first process to do so was: Process "
-            "name: [[71,1],13] Exit code: 3"
+            f"mpirun {KILLED[5].partition(' ')[2]}, thus causing the job to be "
+            "terminated. The first process to do so was: Process name: [[71,1],13] "
+            "Exit code: 3"
         ),
     ),
     "the rank of Open MPI 5": (
@@ -246,8 +246,8 @@ QUOTED = {
         ],
         16,
         (
-            "ORTE has lost communication with a remote daemon. Remote daemon: [[71,0],3] "
-            "on node gpu-17"
+            "ORTE has lost communication with a remote daemon. Remote daemon: "
+            "[[71,0],3] on node gpu-17"
         ),
     ),
     "what the test reports of it": (

@@ -120,6 +120,7 @@ def _intervals(rows: Sequence[Row]) -> list[_Interval]:
 AVERAGE = "Avg bus bandwidth"
 OUT_OF_BOUNDS = "Out of bounds values"
 CONCLUDED = "Collective test concluded"
+WITHOUT_MPI = "if one job was started, its test was built without MPI: make MPI=1"
 
 _DEVICE = re.compile(
     r"Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+"
@@ -250,11 +251,8 @@ class ParserState:
     def finish(self, test: str = "", line_of: Callable[[int], int] = int) -> Run:
         ending = self._ending()
         # A warning that is quoted as the cause is not reported twice.
-        warnings = [
-            each
-            for each in self.warnings
-            if not any(each.split(": ", 1)[-1] in text for _, text in ending)
-        ]
+        quoted = "; ".join(text for _, text in ending)
+        warnings = [w for w in self.warnings if w.split(": ", 1)[-1] not in quoted]
         listed = self.listed
         name = test or self._find_test(listed.num_ranks, warnings)
         ranks = self._count_ranks(name, listed.num_ranks, warnings)
@@ -301,8 +299,8 @@ class ParserState:
         if End.FAILURE in ends:
             ends.pop(End.ECHO, None)
         # Of a launcher's the most telling alone: the others follow from it.
-        reports = [k for k in (End.CAUSE, End.PROCESS, End.VAGUE) if k in ends]
-        for kind in reports[1:]:
+        reports = ends.keys() & {End.CAUSE, End.PROCESS, End.VAGUE}
+        for kind in sorted(reports)[1:]:
             ends.pop(kind)
         signs = sorted(ends.values())
         if warning and signs and warning < signs[0]:
@@ -318,7 +316,11 @@ class ParserState:
         if self.given is not None:
             return self.given
         if listed is None:
-            warnings += ["its list of devices is cut"] if self.listed.devices else []
+            num_first = sum(device.rank == 0 for device in self.listed.devices)
+            if num_first > 1:
+                warnings.append(f"lists rank 0 {num_first} times: {WITHOUT_MPI}")
+            elif self.listed.devices:
+                warnings.append("its list of devices is cut")
             return infer_ranks(test, self.rows)
         if not agrees(test, listed, self.rows):
             warnings.append(

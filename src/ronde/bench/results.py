@@ -110,14 +110,14 @@ class Run:
     def num_wrong(self) -> float | None:
         """Return the wrong elements of all rows; None where nothing was checked.
 
-        Tables with the old column ``error`` have a number of failed checks instead.
+        Old tables have a column ``error`` and the number of failed checks instead.
         """
         counts = [side.num_wrong for row in self.rows for side in row.sides()]
         known = [count for count in counts if count is not None]
         has_errors = any(key.endswith(".error") for each in self.extras for key in each)
-        if not known and (has_errors or self.num_out_of_bounds):
-            return self.num_out_of_bounds
-        return sum(known) if known else None
+        if known:
+            return sum(known)
+        return self.num_out_of_bounds if has_errors or self.num_out_of_bounds else None
 
     def bad_values(self) -> list[tuple[int, str]]:
         """Return what no good run has, each with the index of the first such row."""

@@ -34,7 +34,8 @@ options:
 A LOG is the output of nccl-tests, rccl-tests or ronde bench, their JSON, or records; -
 is standard input. n is the number of ranks, from the list of devices or else from the
 ratio of busbw to algbw; a range means that rounding hides the exact number. A run is
-complete if it has its footer and all its rows; rows that ... stands for are no damage.
+complete if it has its footer and all its rows; rows replaced by ... are no damage.
+The peak and the average are busbw.
 
 What is damaged or cut is left out and reported with its line, and the rest is given.
 A run failed if it has wrong elements, a rate or average that is no number, or less
