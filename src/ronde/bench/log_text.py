@@ -89,9 +89,7 @@ _ENDS = re.compile(
     re.VERBOSE,
 )
 # Signs of Open MPI are sentences and go on in the lines below, unlike any other's.
-_SENTENCE = re.compile(
-    r"(?:mpi|orte|prte)[a-z]+ \w|Primary job|MPI_A|.*[OP]RTE |There "
-)
+_SENTENCE = re.compile(r"(?:mpi|orte|prte)\w+ |Primary |MPI_A|.*[OP]RTE |There ")
 # Remarks of RCCL and of old releases of NCCL on every start, also of good runs.
 _REMARK = re.compile(
     r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)"
