@@ -141,6 +141,8 @@ def test_a_run_that_failed_or_is_wrong_exits_with_7(
     assert read(tmp_path, text) == 7
     found = problems(capsys.readouterr().err)
     assert len(found) == len(reasons), found
+    assert read(tmp_path, text, str(tmp_path / "nowhere")) == 7
+    assert problems(capsys.readouterr().err) == found
     for problem, reason in zip(found, reasons, strict=True):
         assert problem.startswith(f"a.log:{reason}")
     # What is wrong stays wrong in a part, and beside a good one.
@@ -164,6 +166,12 @@ KILLED = [
     "command terminated with exit code 137",
     "run.sh: line 12:  4001 Killed                  ./all_reduce_perf -g 8",
     "Segmentation fault (core dumped)",
+    "run.sh: line 12:  4001 Terminated              ./all_reduce_perf -g 8",
+    "Terminated",
+    "kernel: Out of memory: Killed process 4001 (all_reduce_perf) total-vm:81kB",
+    "PRTE has lost communication with a remote daemon.",
+    "There are not enough slots available in the system to satisfy the 16",
+    "bash: all_reduce_perf: command not found",
 ]
 
 
@@ -177,10 +185,84 @@ def test_what_a_launcher_saw_killed_failed(line: str, prefix: str) -> None:
         assert (run.is_complete, log.damage, log.cuts) == (is_over, [], [])
 
 
-def test_the_first_cause_is_quoted_before_what_followed_from_it() -> None:
-    text = CUT + lines(KILLED[4], ECHO, HOST + NCCL, WARN, ECHO)
-    (failure,) = read_log(text, "a.log").runs[0].failures
-    assert failure == f"a.log:16: the run failed: {KILLED[4]}; line 18: {HOST}{NCCL}"
+DASHES = "-" * 74
+STEP_ENDED = (
+    "slurmstepd: error: *** STEP 7.0 ON gpu-16 CANCELLED AT 2026-11-21T18:30:00"
+)
+# Lines as a launcher prints them, what is quoted of them and the number of its line.
+QUOTED = {
+    "a node that failed": (
+        [
+            "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
+            f"{STEP_ENDED} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+            "srun: error: Node failure on gpu-17",
+        ],
+        *(18, "srun: error: Node failure on gpu-17"),
+    ),
+    "the first task": (
+        [KILLED[1], f"{STEP_ENDED} ***", "srun: error: gpu-18: task 9: Terminated"],
+        *(16, KILLED[1]),
+    ),
+    "no program": (
+        [KILLED[1], "slurmstepd: error: execve(): all_reduce_perf: No such file or d"],
+        *(17, "slurmstepd: error: execve(): all_reduce_perf: No such file or d"),
+    ),
+    "no memory": (
+        [KILLED[3], "srun: error: gpu-17: task 5: Out Of Memory"],
+        *(17, "srun: error: gpu-17: task 5: Out Of Memory"),
+    ),
+    "the process of Open MPI 4": (
+        [
+            *(DASHES, "Primary job  terminated normally, but 1 process returned"),
+            "a non-zero exit code. Per user-direction, the job has been aborted.",
+            *(DASHES, DASHES, f"mpirun {KILLED[5].partition(' ')[2]}, thus causing"),
+            *("the job to be terminated. The first process to do so was:", ""),
+            *("  Process name: [[71,1],13]", "  Exit code:    3", DASHES),
+        ],
+        21,
+        (
+            f"mpirun {KILLED[5].partition(' ')[2]}, thus causing the job to be "
+            "terminated. The first process to do so was: Process name: [[71,1],13] "
+            "Exit code: 3"
+        ),
+    ),
+    "the rank of Open MPI 5": (
+        [
+            *("[gpu-17:78] Signal: Segmentation fault (11)", DASHES),
+            "prterun noticed that process rank 13 with PID 78 on node gpu-17 exited on",
+            *("signal 11 (Segmentation fault).", DASHES),
+        ],
+        18,
+        (
+            "prterun noticed that process rank 13 with PID 78 on node gpu-17 exited on "
+            "signal 11 (Segmentation fault)."
+        ),
+    ),
+    "a node that was lost": (
+        [
+            *("ORTE has lost communication with a remote daemon.", ""),
+            *("  Remote daemon: [[71,0],3] on node gpu-17", ""),
+            "This is usually due to either a failure of the TCP network",
+        ],
+        16,
+        (
+            "ORTE has lost communication with a remote daemon. Remote daemon: "
+            "[[71,0],3] on node gpu-17"
+        ),
+    ),
+    "what the test reports of it": (
+        [KILLED[4], ECHO, HOST + NCCL, WARN, ECHO],
+        *(16, f"{KILLED[4]}; line 18: {HOST}{NCCL}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", QUOTED)
+def test_the_most_telling_line_is_quoted(case: str) -> None:
+    texts, at, quoted = QUOTED[case]
+    (run,) = read_log(CUT + lines(*texts), "a.log").runs
+    assert run.failures == (f"a.log:{at}: the run failed: {quoted}",)
+    assert run.rows == tuple(ROWS)
 
 
 CUTS = {
@@ -295,6 +377,7 @@ def test_compare_fails_for_what_read_fails_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = {"good": GOOD, "bad": with_row(num_wrong=7), "cut": CUT, "none": START}
+    texts["empty"] = ""
     texts["none"] += lines(HOST + NCCL)
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -309,6 +392,14 @@ def test_compare_fails_for_what_read_fails_for(
     assert compare("good", "cut") == 6
     assert compare("good", "cut", "--partial") == 0
     assert "9: the run failed: gpu-17: Test NCCL" in capsys.readouterr().err
+    # A file that cannot be read hides no other, and is no part of a log.
+    for lost, why in (("empty", "got an empty file"), ("nowhere", "No such file")):
+        for words in (("bad", lost), (lost, "bad")):
+            assert compare(*words) == 7
+            err = capsys.readouterr().err
+            assert "7 wrong elements" in err
+            assert why in err
+        assert compare("good", lost, "--partial") == 6
 
 
 def unmarked(text: str, sign: str = "") -> str:

@@ -108,6 +108,11 @@ def test_an_old_error_is_no_number_of_elements() -> None:
     assert run.rows[0].in_place is not None
     assert run.rows[0].in_place.num_wrong is None
     assert run.extras[0]["in_place.error"] == 2e-07
+    assert run.num_wrong() == 0
+    # Without a number in its rows, 0 in the footer shows no check.
+    unchecked = re.sub(r" {7}0(?=\s)", "     N/A", text)
+    assert read_one(unchecked).num_wrong() is None
+    assert read_one(unchecked.replace("0 OK", "2 FAILED")).num_wrong() == 2
 
 
 def test_one_half_may_be_missing_altogether() -> None:
@@ -167,9 +172,9 @@ def test_nccl_speaks_between_rows(noise: str) -> None:
     )
 
 
-@pytest.mark.parametrize("at", [52, 85])
+@pytest.mark.parametrize("at", [12, 26, 38, 52, 85])
 def test_nccl_speaks_within_a_row(at: int) -> None:
-    """After the root, and after the first half, without a blank between."""
+    """After size, count, type, root and the first half."""
     lines = log_lines("all_reduce", ROWS, Form())
     row = first_row(lines)
     whole = lines[row]
@@ -215,6 +220,16 @@ def test_a_second_header_opens_a_run_of_the_same_ranks() -> None:
     runs = read_text(text, "a.log").runs
     assert [len(run.rows) for run in runs] == [3, 3]
     assert [run.ranks.value for run in runs] == [4, 4]
+
+
+def test_a_build_without_mpi_is_named() -> None:
+    whole = log_lines("all_reduce", [all_reduce_row(1024, n=1)], Form(num_devices=1))
+    mixed = [line for line in whole for _ in range(4)]
+    for lines, start in ((whole * 4, "4 runs of 1 "), (mixed, "lists rank 0 4 times")):
+        run = read_text(join(lines), "a.log").runs[0]
+        assert run.warnings[0].startswith(start)
+        assert "built without MPI" in run.warnings[0]
+    assert read_one(join(whole)).warnings == ()
 
 
 def test_a_list_of_devices_that_is_cut_counts_nothing() -> None:
@@ -339,7 +354,7 @@ def test_damage_is_left_out_and_reported_with_its_line(text: str, damage: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a.log:1: log must have a table"),
+        ("", "a.log:1: log must have a table of nccl-tests, got an empty file."),
         ("hello\nworld\n", "a.log:2: log must have a table"),
         (damage("   size    count", "   seize    count"), "a.log:12: rows from here"),
         (damage(" #wrong     time", " #wrong  time  time"), "a.log:10: header of a"),

@@ -96,8 +96,7 @@ def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
             for place in PLACES:
                 side: Side | None = getattr(row, place)
                 if side is not None and side.busbw_gb_per_s is not None:
-                    entry = found.setdefault((key, place), [])
-                    entry.append((side, run.ranks.value))
+                    found.setdefault((key, place), []).append((side, run.ranks.value))
     return {key: _median(entry) for key, entry in found.items()}
 
 
@@ -132,18 +131,13 @@ def _ratio(a: _Figures, b: _Figures) -> float | None:
 def _warnings(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     found: list[str] = []
     for test in sorted({run.test for run in a} & {run.test for run in b}):
-        left, right = (
-            ", ".join(
-                str(number or "unknown")
-                for number in sorted(
-                    {r.ranks.value or 0 for r in runs if r.test == test}
-                )
-            )
-            for runs in (a, b)
-        )
+        ranks = [
+            {r.ranks.value or 0 for r in runs if r.test == test} for runs in (a, b)
+        ]
+        left, right = (", ".join(str(n or "unknown") for n in sorted(s)) for s in ranks)
         if left != right:
-            ranks = f"{left} ranks in the first, {right} in the second"
-            found.append(f"{test or 'the test'}: {ranks}")
+            text = f"{left} ranks in the first, {right} in the second"
+            found.append(f"{test or 'the test'}: {text}")
     for name, runs in (("first", a), ("second", b)):
         num_wrong = sum(run.num_wrong() or 0 for run in runs)
         if num_wrong:

@@ -120,6 +120,7 @@ def _intervals(rows: Sequence[Row]) -> list[_Interval]:
 AVERAGE = "Avg bus bandwidth"
 OUT_OF_BOUNDS = "Out of bounds values"
 CONCLUDED = "Collective test concluded"
+WITHOUT_MPI = "if one job was started, its test was built without MPI: make MPI=1"
 
 _DEVICE = re.compile(
     r"Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+"
@@ -133,9 +134,11 @@ class End(IntEnum):
     """A sign that a run has ended too early, the most telling kind first."""
 
     FAILURE = 0  # the benchmark names the call that failed
-    LAUNCHER = 1  # a launcher or shell reports that a process was killed
-    ECHO = 2  # the benchmark's callers of what failed
-    WARNING = 3  # of NCCL: a cause where it stands before one of the above
+    CAUSE = 1  # a launcher, shell or kernel reports why: no memory, a node that failed
+    PROCESS = 2  # a launcher names a process that died or was killed
+    VAGUE = 3  # it reports that some process did, or what followed
+    ECHO = 4  # the benchmark's callers of what failed
+    WARNING = 5  # of NCCL: a cause where it stands before one of the above
 
 
 class Log(NamedTuple):
@@ -246,7 +249,10 @@ class ParserState:
         return ["ended before its table began"]
 
     def finish(self, test: str = "", line_of: Callable[[int], int] = int) -> Run:
-        warnings = list(self.warnings)
+        ending = self._ending()
+        # A warning that is quoted as the cause is not reported twice.
+        quoted = "; ".join(text for _, text in ending)
+        warnings = [w for w in self.warnings if w.split(": ", 1)[-1] not in quoted]
         listed = self.listed
         name = test or self._find_test(listed.num_ranks, warnings)
         ranks = self._count_ranks(name, listed.num_ranks, warnings)
@@ -278,7 +284,7 @@ class ParserState:
         odd = _odd_average(run) if is_complete else ""
         warnings += [odd] if odd else []
         bad = [(line_of(self.lines[index]), text) for index, text in run.bad_values()]
-        found = sorted([*bad, *self.failures, *self._ending()])
+        found = sorted([*bad, *self.failures, *ending])
         failures = tuple(f"{self.source}:{line}: {text}" for line, text in found)
         return replace(run, warnings=tuple(warnings), failures=failures)
 
@@ -292,6 +298,10 @@ class ParserState:
         warning = ends.pop(End.WARNING, None)
         if End.FAILURE in ends:
             ends.pop(End.ECHO, None)
+        # Of a launcher's the most telling alone: the others follow from it.
+        reports = ends.keys() & {End.CAUSE, End.PROCESS, End.VAGUE}
+        for kind in sorted(reports)[1:]:
+            ends.pop(kind)
         signs = sorted(ends.values())
         if warning and signs and warning < signs[0]:
             signs.insert(0, warning)
@@ -306,7 +316,11 @@ class ParserState:
         if self.given is not None:
             return self.given
         if listed is None:
-            warnings += ["its list of devices is cut"] if self.listed.devices else []
+            num_first = sum(device.rank == 0 for device in self.listed.devices)
+            if num_first > 1:
+                warnings.append(f"lists rank 0 {num_first} times: {WITHOUT_MPI}")
+            elif self.listed.devices:
+                warnings.append("its list of devices is cut")
             return infer_ranks(test, self.rows)
         if not agrees(test, listed, self.rows):
             warnings.append(

@@ -13,12 +13,14 @@ in proportion to the text.
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ronde.bench.log_state import (
     AVERAGE,
     CONCLUDED,
     OUT_OF_BOUNDS,
+    WITHOUT_MPI,
     End,
     Log,
     ParserState,
@@ -65,28 +67,35 @@ _BARE_COMMENT = re.compile(
     re.VERBOSE,
 )
 _UNITS_OR_FENCE = re.compile(r"\(B\)\s|`{3}|~{3}")
-# Every alternative begins with a sign that is rare, so that most lines take no time.
+# Each group is an ``End``. Every alternative begins with a sign that is rare, so that
+# most lines take no time.
 _ENDS = re.compile(
-    r"""Test[ ](?:[A-Za-z]{2,8}[ ]failure|failure|timeout)\b
-    | Primary[ ]job[ ]+terminated | MPI_ABORT[ ]was | BAD[ ]TERMINATION
-    | ChildFailedError | Signal[ ]\d+[ ][(]SIG | Segmentation[ ]fault | Bus[ ]error
-    | (?:Killed|Aborted)(?:$|[ ]{2}|[ ][(]) | :[ ]error[ ]while[ ]loading[ ]""",
+    r"""(?P<FAILURE>Test[ ](?:[A-Za-z]{2,8}[ ]failure|timeout)\b)
+    | (?P<ECHO>Test[ ]failure\b)
+    | (?P<CAUSE>^srun:[ ]error:[ ](?:Node[ ]failure|\S{1,64}:[ ]task.{1,99}Out[ ]Of)
+        | ^slurmstepd:[ ]error:[ ].{0,199}(?:execve\(\):|DUE[ ]TO[ ](?!TASK|NODE))
+        | ^(?:mpi|orte|prte)(?:run|exec)[ ]was[ ]unable | There[ ]are[ ]not[ ]enough[ ]s
+        | _perf:[ ](?:No[ ]such[ ]file|command[ ]not[ ]found|Permission[ ]denied)
+        | Killed[ ]process[ ]\d | :[ ]error[ ]while[ ]loading[ ] | execvp[ ]error[ ]on)
+    | (?P<PROCESS>^srun:[ ]error:[ ]\S{1,64}:[ ]tasks?[ ]\d | Signal[ ]\d+[ ][(]SIG
+        | ^slurmstepd:[ ]error:[ ].{0,99}CANCELLED | ^ronde:[ ]rank[ ]\d+[ ]failed
+        | ^(?:mpi|orte|prte)(?:run|exec)[ ](?:noticed|detected|has[ ]exited)
+        | (?:ORTE|PRTE)[ ](?:has[ ]lost|was[ ]unable|daemon[ ]has) | MPI_ABORT[ ]was)
+    | (?P<VAGUE>^srun:[ ]Job[ ]step[ ]aborted | ^slurmstepd:[ ]error:[ ].{0,99}oom.kill
+        | ^command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9] | ^terminate[ ]called[ ]
+        | Primary[ ]job[ ]+terminated | BAD[ ]TERMINATION | ChildFailedError
+        | (?:Segmentation[ ]fault|Bus[ ]error)(?![)])
+        | (?:Killed|Aborted|Terminated)(?:$|[ ]{2}|[ ][(]))""",
     re.VERBOSE,
 )
-_LAUNCHERS = re.compile(
-    r"""srun:[ ](?:error:[ ]\S{1,64}:[ ]tasks?[ ]\d|Job[ ]step[ ]aborted)
-    | slurmstepd:[ ]error:[ ].{0,99}(?:CANCELLED|oom.kill)
-    | (?:mpirun|mpiexec|orterun|prterun)[ ](?:noticed|detected|has[ ]exited)
-    | command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9] | terminate[ ]called[ ]after
-    | ronde:[ ]rank[ ]\d+[ ]failed""",
-    re.VERBOSE,
-)
+# Signs of Open MPI are sentences and go on in the lines below, unlike any other's.
+_SENTENCE = re.compile(r"(?:mpi|orte|prte)\w+ |Primary |MPI_A|.*[OP]RTE |There ")
 # Remarks of RCCL and of old releases of NCCL on every start, also of good runs.
 _REMARK = re.compile(
     r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)"
 )
 _MAX_STRAYS = 1000
-_MAX_QUOTED = 200
+_MAX_QUOTED = 300
 _MAX_COLUMNS = 64
 
 _OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
@@ -126,11 +135,16 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
         raise UsageError(reader.damage[0])
     if not reader.runs:
         last = len(lines) + bool(rest.strip())
+        got = f"{last} lines without one" if text.strip() else "an empty file"
         raise UsageError(
-            f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got none "
-            "up to here. Its header begins with: # size count type."
+            f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got {got}. "
+            "Its header begins with: # size count type."
         )
-    return Log(reader.runs, reader.damage, reader.cuts)
+    first, *more = runs = reader.runs
+    if more and all((r.test, r.ranks.value) == (first.test, 1) for r in runs):
+        warning = f"{len(runs)} runs of 1 rank each: {WITHOUT_MPI}"
+        runs[0] = replace(first, warnings=(*first.warnings, warning))
+    return Log(runs, reader.damage, reader.cuts)
 
 
 class _Reader:
@@ -149,6 +163,7 @@ class _Reader:
         self._row_at = 0  # the line that it began in
         self._has_gap = False  # whether it has so many blanks as a half takes
         self._hosts: set[str] = set()
+        self._sentence: tuple[End, int] | None = None  # a sign, the line below it
 
     def feed(self, number: int, raw: str) -> None:
         self._at = number
@@ -156,19 +171,20 @@ class _Reader:
         if warning:
             self._state.warnings.append(f"line {number}: NCCL: {warning}")
             if not _REMARK.match(warning):
-                self._note(End.WARNING, f"NCCL: {warning}")
+                self._state.ends.setdefault(End.WARNING, (number, f"NCCL: {warning}"))
         text = line.strip()
         if not text:
             return
         first = text[0]
+        sentence, self._sentence = self._sentence, None
         if first == "#" or (first.isalpha() and _BARE_COMMENT.match(text)):
             try:
                 self._comment(text.removeprefix("#").strip())
             except UsageError as error:
                 self._report(number, str(error))
-        elif (not first.isdigit() or "Test " in text) and (end := _find_end(text)):
+        elif (not first.isdigit() or "Test " in text) and (end := _ENDS.search(text)):
             self._end_run(text, end)
-        elif first in "(`~" and _UNITS_OR_FENCE.match(text):
+        elif self._goes_on(sentence, line, text) or _UNITS_OR_FENCE.match(text):
             pass
         elif self._columns is None or self._state.is_over:
             self._outside(text)
@@ -181,7 +197,7 @@ class _Reader:
         """Take the last line, which no line break ends, and close the last run."""
         self._at = number
         text = self._clean(raw)[0].strip()
-        if end := _find_end(text):
+        if end := _ENDS.search(text):
             self._end_run(text, end)
         elif not _CONCLUDED.startswith(text[: len(_CONCLUDED)]):
             what = "ends without a line break and may be cut: it was left out"
@@ -227,15 +243,10 @@ class _Reader:
             return ""
         return cell[0]
 
-    def _note(self, kind: End, text: str) -> None:
-        self._state.ends.setdefault(kind, (self._at, text))
-
     def _end_run(self, text: str, found: re.Match[str]) -> None:
         """Take a sign that something ended the run."""
-        kind = End.LAUNCHER
-        if found[0].startswith("Test"):
-            kind = End.ECHO if found[0] == "Test failure" else End.FAILURE
-        if kind is not End.LAUNCHER:
+        kind = End[found.lastgroup or ""]
+        if kind in (End.FAILURE, End.ECHO):
             if self._state.is_over:
                 self._close()  # the sign is of a program that printed nothing else
             if self._row or text[0].isdigit():
@@ -244,7 +255,22 @@ class _Reader:
                 host = word.removeprefix(self._glued_cell(word))
                 text = f"{host} {text[found.start() :]}"
             self._row = []
-        self._note(kind, text[:_MAX_QUOTED])
+        sign = self._at, text[:_MAX_QUOTED]
+        if self._state.ends.setdefault(kind, sign) is sign and _SENTENCE.match(text):
+            self._sentence = kind, self._at + 1
+
+    def _goes_on(self, sentence: tuple[End, int] | None, line: str, text: str) -> bool:
+        """Take a further line of a sign; return whether it was one."""
+        if sentence is None or not text[0].isalpha():
+            return False
+        kind, next_line = sentence
+        # Below a blank line there follow indented facts, then advice.
+        if self._at > next_line and line[0] != " ":
+            return False
+        at, above = self._state.ends[kind]
+        self._state.ends[kind] = at, f"{above} {' '.join(text.split())}"[:_MAX_QUOTED]
+        self._sentence = kind, self._at + 1
+        return True
 
     def _comment(self, comment: str) -> None:
         words = comment.split()
@@ -345,7 +371,10 @@ class _Reader:
             self._state.has_gap = True
             self._state.warnings.append(f"line {self._at}: rows were left out here")
             return
-        if not (self._row and all(map(_REST.fullmatch, words))):
+        # A row that is torn behind its size, count or type goes on with words.
+        is_torn = 0 < len(self._row) < 5 and not _begins_row(words)
+        is_rest = self._row and all(map(_REST.fullmatch, words))
+        if not (is_rest or (is_torn and _claims_to_be_row(words))):
             if not _claims_to_be_row(words):
                 if len(self._state.strays) < _MAX_STRAYS:
                     self._state.strays.append(f"line {self._at}: {line.strip()[:50]!r}")
@@ -380,13 +409,13 @@ class _Reader:
         self._state.extras.append(extras)
 
 
-def _find_end(text: str) -> re.Match[str] | None:
-    return _ENDS.search(text) or _LAUNCHERS.match(text)
+def _begins_row(words: Sequence[str]) -> bool:
+    return len(words) > 1 and words[0].isdecimal() and words[1].isdecimal()
 
 
-def _claims_to_be_row(words: list[str]) -> bool:
+def _claims_to_be_row(words: Sequence[str]) -> bool:
     """Say whether a line of a table begins as a row, or is full of numbers as one."""
-    if len(words) > 1 and words[0].isdecimal() and words[1].isdecimal():
+    if _begins_row(words):
         return True
     num_numbers = sum(_CELLS.fullmatch(word) is not None for word in words)
     return 2 * num_numbers >= max(len(words), 1)
@@ -457,9 +486,10 @@ def _parse_row(
     # Old tables put a root where their header has no column for it.
     has_stray_root = not columns.has_root and len(words) == needed + 1
     if not (is_half or has_stray_root or len(words) == needed):
+        least = columns.num_words(())
         raise UsageError(
-            f"row must have {needed} cells, as its header has, got {len(words)}: "
-            f"{' '.join(words)[:90]!r}."
+            f"row must have {least + 1} cells, {least} if its operation is blank, got "
+            f"{len(words)}: {' '.join(words)[:90]!r}."
         )
     split = len(words) - columns.num_numbers + num_blank
     head, cells = words[:split], [*words[split:]]

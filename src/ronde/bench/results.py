@@ -108,10 +108,16 @@ class Run:
         return [value for value in values if value is not None]
 
     def num_wrong(self) -> float | None:
-        """Return the wrong elements of all rows; None where nothing was checked."""
+        """Return the wrong elements of all rows; None where nothing was checked.
+
+        Old tables have a column ``error`` and the number of failed checks instead.
+        """
         counts = [side.num_wrong for row in self.rows for side in row.sides()]
         known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+        has_errors = any(key.endswith(".error") for each in self.extras for key in each)
+        if known:
+            return sum(known)
+        return self.num_out_of_bounds if has_errors or self.num_out_of_bounds else None
 
     def bad_values(self) -> list[tuple[int, str]]:
         """Return what no good run has, each with the index of the first such row."""

@@ -34,7 +34,8 @@ options:
 A LOG is the output of nccl-tests, rccl-tests or ronde bench, their JSON, or records; -
 is standard input. n is the number of ranks, from the list of devices or else from the
 ratio of busbw to algbw; a range means that rounding hides the exact number. A run is
-complete if it has its footer and all its rows.
+complete if it has its footer and all its rows; rows replaced by ... are no damage.
+The peak and the average are busbw.
 
 What is damaged or cut is left out and reported with its line, and the rest is given.
 A run failed if it has wrong elements, a rate or average that is no number, or less
@@ -86,7 +87,8 @@ def run_read(words: Sequence[str]) -> int:
             f"--json must be a file that can be written, got {options.json!r}: "
             f"{error.strerror}."
         ) from error
-    print(draw_runs(runs), end="")
+    if runs:
+        print(draw_runs(runs), end="")
     if options.rows:
         for name, each in runs:
             print(f"\n{name}: {each.test or '?'}\n{draw_rows(each)}", end="")
@@ -108,6 +110,8 @@ def run_compare(words: Sequence[str]) -> int:
         return Exit.OK
     names = (options.a, options.b)
     first, second = logs = _read(options, names)
+    if not (first.runs and second.runs):
+        return _end(options, logs)
     comparison = compare(first.runs, second.runs)
     print(draw_comparison(comparison, names), end="")
     mean, status = comparison.mean_ratio(), _end(options, logs)
@@ -135,7 +139,8 @@ def _end(options: argparse.Namespace, logs: Sequence[Log]) -> int:
         print(f"ronde: and {more} more", file=sys.stderr)
     if failures:
         return Exit.FAILED
-    return Exit.USAGE if damage and not options.partial else Exit.OK
+    is_excused = options.partial and all(log.runs for log in logs)
+    return Exit.USAGE if damage and not is_excused else Exit.OK
 
 
 def _read(options: argparse.Namespace, names: Sequence[str]) -> list[Log]:
@@ -144,16 +149,18 @@ def _read(options: argparse.Namespace, names: Sequence[str]) -> list[Log]:
         read_one_of("--test", test, list(COLLECTIVES))
     if names.count("-") > 1:
         raise UsageError("standard input can be read but once. Name a file.")
-    found: list[Log] = []
-    for name in names:
-        is_input = name == "-"
-        try:
-            content = sys.stdin.buffer.read() if is_input else Path(name).read_bytes()
-        except OSError as error:
-            raise UsageError(
-                f"log must be a file that can be read, got {name!r}: {error.strerror}."
-            ) from error
+    return [_read_file(name, test) for name in names]
+
+
+def _read_file(name: str, test: str) -> Log:
+    """Read a log; one that cannot be read has no runs, for others may have failed."""
+    is_input = name == "-"
+    try:
+        content = sys.stdin.buffer.read() if is_input else Path(name).read_bytes()
         text = content.decode("utf-8", errors="replace")
-        source = "standard input" if is_input else name
-        found.append(read_log(text, source, test=test))
-    return found
+        return read_log(text, "standard input" if is_input else name, test=test)
+    except OSError as error:
+        rule = "log must be a file that can be read"
+        return Log([], [f"{rule}, got {name!r}: {error.strerror}."], [])
+    except UsageError as error:
+        return Log([], [str(error)], [])

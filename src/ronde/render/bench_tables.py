@@ -11,8 +11,8 @@ from ronde.render.text import align
 from ronde.units import counted, format_size, grouped
 
 _RUN_HEADINGS = (
-    *("log", "test", "n", "known by", "type", "op", "rows", "sizes", "peak busbw"),
-    *("average", "wrong", "complete"),
+    *("log", "test", "n", "known by", "type", "op", "rows", "sizes", "peak GB/s"),
+    *("average GB/s", "wrong", "complete"),
 )
 _ROW_HEADINGS = ("size", "count", "type", "op", "root")
 _SIDE_HEADINGS = ("time us", "algbw", "busbw", "wrong")
@@ -41,11 +41,17 @@ def draw_rows(run: Run) -> str:
 
 def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
     a, b = names
-    lines = [f"A: {a}\n", f"B: {b}\n", *(f"{w}.\n" for w in comparison.warnings), "\n"]
-    lines.append(_comparison_table(comparison))
+    lines = [f"A: {a}\n", f"B: {b}\n", *(f"{w}.\n" for w in comparison.warnings)]
+    lines += ["\nbusbw in GB/s\n", _comparison_table(comparison)]
     mean = comparison.mean_ratio()
     what = "no two rows can be compared"
     lines.append(f"\n{what if mean is None else f'B/A, geometric mean: {mean:.3f}'}\n")
+    tests = grouped((p.key.test or "?", p) for p in comparison.pairs if p.ratio)
+    for test, pairs in tests.items():
+        peak_a = max(pair.a_busbw_gb_per_s for pair in pairs)
+        peak_b = max(pair.b_busbw_gb_per_s for pair in pairs)
+        peaks = f"{_number(peak_a)} and {_number(peak_b)} GB/s"
+        lines.append(f"{test}, B/A of the peaks: {peak_b / peak_a:.3f} ({peaks})\n")
     for name, keys in (("A", comparison.only_a), ("B", comparison.only_b)):
         if keys:
             lines.append(f"only in {name}: {_name_keys(keys)}\n")
