@@ -6,11 +6,14 @@ ones powers of 1000 (``kB``, ``GB/s``). Case does not matter.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import TypeVar
 
 from ronde.errors import UsageError
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _PREFIXES = "kmgtpe"
 _POWERS = dict(enumerate(_PREFIXES, 1))
 _SIZE_UNITS = {"": 1, "b": 1}
@@ -108,6 +111,14 @@ def _digits(value: float, count: int) -> str:
 def counted(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("ch") else "s"
     return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else plural}"
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key, both in the order of the pairs."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def list_first(names: Sequence[str], most: int = 8, sign: str = ", ") -> str:

@@ -7,8 +7,8 @@ from ronde.bench.comparison import PEAK, Comparison, RowKey
 from ronde.bench.results import PLACES, Run, Side
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.outcome import Phase, TrainingOutcome, Variant
-from ronde.render.text import align, grouped
-from ronde.units import counted, format_size
+from ronde.render.text import align
+from ronde.units import counted, format_size, grouped
 
 _RUN_HEADINGS = (
     *("log", "test", "n", "known by", "type", "op", "rows", "sizes", "peak busbw"),

@@ -13,7 +13,8 @@ from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Readiness, Unread
 from ronde.launch.hosts.writing import fold_hosts
 from ronde.plain_values import to_plain
-from ronde.render.text import WIDTH, grouped, shorten, wrap
+from ronde.render.text import WIDTH, shorten, wrap
+from ronde.units import grouped
 
 FORM = "ronde-check"
 SCHEMA = 1

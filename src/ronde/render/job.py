@@ -15,10 +15,10 @@ from ronde.launch.job import JobPlan
 from ronde.launch.messages import ProcessStack, Stacks
 from ronde.launch.output import NO_GENERATION, Generation, attempt_dir
 from ronde.launch.signals import OUTPUT_FULL, TIMED_OUT, interruption_code
-from ronde.render.text import align, format_places, format_runs, grouped, name_ranks
+from ronde.render.text import align, format_places, format_runs, name_ranks
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE
-from ronde.units import counted, list_first
+from ronde.units import counted, grouped, list_first
 
 _TITLES = ("host", "rank", "local", "device", "cores", "CPUs", "memory", "NIC", "why")
 _UNSET = "(unset)"

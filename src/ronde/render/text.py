@@ -4,7 +4,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.topology.cpu_sets import format_list
@@ -12,8 +12,6 @@ from ronde.units import list_first
 
 WIDTH = 80
 _MAX_RUNS = 8
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
@@ -60,13 +58,6 @@ def align(
         ]
         text += gap.join(cells).rstrip() + "\n"
     return text
-
-
-def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    groups: dict[_Key, list[_Value]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 def format_runs(values: Sequence[str]) -> str:

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ronde.render.text import WIDTH, grouped, list_some, wrap
+from ronde.render.text import WIDTH, list_some, wrap
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log import NcclJob, NcclLog
 from ronde.topology.nccl_log.log import Reported
 from ronde.topology.probes.nccl import SearchGraph
-from ronde.units import counted, format_size, list_first
+from ronde.units import counted, format_size, grouped, list_first
 
 _ORDER = {severity: place for place, severity in enumerate(Level)}
 _LABEL = 16

@@ -6,7 +6,6 @@ from ronde.render.text import (
     WIDTH,
     align,
     format_ranks,
-    grouped,
     list_some,
     wrap,
 )
@@ -22,7 +21,7 @@ from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
 from ronde.topology.paths.network import Paths
 from ronde.topology.placement.mesh import AxisPlan, MeshPlan
 from ronde.topology.placement.plan import HostPlan, PlannedRank
-from ronde.units import counted, format_duration, format_size, list_first
+from ronde.units import counted, format_duration, format_size, grouped, list_first
 
 # A list of CPUs in many pieces is as long as it likes; a table is not.
 _MOST_LIST_CHARS = 23

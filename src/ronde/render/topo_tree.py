@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ronde.render.text import format_runs, grouped
+from ronde.render.text import format_runs
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import (
     NVSWITCH,
@@ -18,36 +18,25 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.limits import find_ways, known_gb_per_s
-from ronde.topology.paths.speeds import (
-    as_running,
-    is_link_known,
-    is_pci_known,
-    link_gb_per_s,
-    link_words,
-    pci_gb_per_s,
-    smp_gb_per_s,
-)
+from ronde.topology.paths import speeds
 from ronde.topology.pci import is_nvswitch
-from ronde.units import counted, format_size
+from ronde.units import counted, format_size, grouped
 
 _LINK_TITLES = {LinkKind.NVLINK: "NVLink", LinkKind.XGMI: "xGMI", LinkKind.C2C: "C2C"}
 _NVSWITCH_CLASS = 0x0680
 _MAX_CPUS_CHARACTERS = 40
 _MAX_DRAWN_DEPTH = 24
-_WITHOUT_NAME = ("NIC", "NVSwitch", "PCI switch")
 
 
-class TreeElement(NamedTuple):
+class _Element(NamedTuple):
     """Something on a host, and what is below it."""
 
-    kind: str  # ``numa``, ``gpu``, ``nic``, ``switch`` or ``other``
-    title: str
-    bus_id: str = ""
-    details: tuple[str, ...] = ()
-    below: "tuple[TreeElement, ...]" = ()
+    title: str  # With its bus address.
+    details: Sequence[str]  # Empty ones are left out.
+    below: "Sequence[_Element]" = ()
 
 
-class ElementTree:
+class _ElementTree:
     """Looks up what is below what on a host.
 
     Other PCI devices than GPUs, adapters, NVSwitches and switches are left out.
@@ -63,12 +52,12 @@ class ElementTree:
         self._gpus = grouped((gpu.bus_id, gpu) for gpu in host.gpus)
         self._ports = grouped((port.bus_id, port) for port in host.ports)
 
-    def at(self, nodes: set[int], *, is_known: bool) -> tuple[TreeElement, ...]:
+    def at(self, nodes: set[int], *, is_known: bool) -> list[_Element]:
         """Return what is at some NUMA nodes, or at none of them."""
         tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
         found = [element for top in tops for element in self._below(top, 0)]
         found += [
-            self._gpu(gpu, "")
+            _gpu(gpu, "")
             for gpu in self._host.gpus
             if gpu.bus_id not in self._listed and (gpu.node in nodes) is is_known
         ]
@@ -78,59 +67,49 @@ class ElementTree:
                 is_paired = port.name in self._host.paired
                 is_hardware = port.bus_id or is_paired or not self._listed
                 words = "PCI device unknown" if is_hardware else "no PCI device"
-                found.append(self._nic([port], words))
-        return tuple(found)
-
-    def is_left_out(self, device: PciDevice) -> bool:
-        """Whether a device is at an end of the tree, and not drawn."""
-        return not self._children.get(device.bus_id) and not self._own(device)
-
-    def _own(self, device: PciDevice) -> list[TreeElement]:
-        words, bus_id = _pci_words(device), device.bus_id
-        found = [self._gpu(gpu, words) for gpu in self._gpus.get(bus_id, [])]
-        if ports := self._ports.get(bus_id):
-            found.append(self._nic(ports, words))
-        if is_nvswitch(device.class_code, device.vendor):
-            details = () if "unknown" in words else (words,)
-            found.append(TreeElement("other", "NVSwitch", bus_id, details))
+                found.append(_nic([port], words))
         return found
 
-    def _below(self, device: PciDevice, depth: int) -> list[TreeElement]:
+    def _own(self, device: PciDevice) -> list[_Element]:
+        words, bus_id = _pci_words(device), device.bus_id
+        found = [_gpu(gpu, words) for gpu in self._gpus.get(bus_id, [])]
+        if ports := self._ports.get(bus_id):
+            found.append(_nic(ports, words))
+        if is_nvswitch(device.class_code, device.vendor):
+            shown = "" if "unknown" in words else words
+            found.append(_Element(f"NVSwitch {bus_id}", [shown]))
+        return found
+
+    def _below(self, device: PciDevice, depth: int) -> list[_Element]:
         """Return a device with what is below; bridges to one thing are left out."""
         children = self._children.get(device.bus_id, [])
         children = children if depth < _MAX_DRAWN_DEPTH else []
         below = [each for child in children for each in self._below(child, depth + 1)]
         if own := self._own(device):
             return [*own[:-1], own[-1]._replace(below=(*own[-1].below, *below))]
-        if len(below) == 1:
-            return [self._behind(device, children, below[0])]
-        details, bus_id = (_pci_words(device),), device.bus_id
-        switch = TreeElement("switch", "PCI switch", bus_id, details, tuple(below))
-        return [switch] if below else []
+        words = _pci_words(device)
+        if len(below) != 1:
+            switch = _Element(f"PCI switch {device.bus_id}", [words], below)
+            return [switch] if below else []
+        # Noted where the bridge is narrower.
+        if max(map(speeds.pci_gb_per_s, children)) > speeds.pci_gb_per_s(device):
+            details = [*below[0].details, f"behind {device.bus_id}", words]
+            below = [below[0]._replace(details=details)]
+        return below
 
-    def _behind(
-        self, bridge: PciDevice, children: Sequence[PciDevice], element: TreeElement
-    ) -> TreeElement:
-        """Return the one thing behind a bridge; noted where the bridge is narrower."""
-        if max(map(pci_gb_per_s, children)) <= pci_gb_per_s(bridge):
-            return element
-        more = f"behind {bridge.bus_id}", _pci_words(bridge)
-        return element._replace(details=(*element.details, *more))
 
-    def _gpu(self, gpu: GpuDevice, pci_words: str) -> TreeElement:
-        kind = f"gfx{gpu.gcn.removeprefix('gfx')}" if gpu.gcn else ""
-        if not kind and gpu.sm > 0:
-            kind = f"sm {gpu.sm}"
-        shown = tuple(filter(None, (gpu.title, kind, pci_words)))
-        return TreeElement("gpu", f"GPU {gpu.number}", gpu.bus_id, shown)
+def _gpu(gpu: GpuDevice, pci_words: str) -> _Element:
+    kind = f"sm {gpu.sm}" if gpu.sm > 0 else ""
+    kind = f"gfx{gpu.gcn.removeprefix('gfx')}" if gpu.gcn else kind
+    title = f"GPU {gpu.number}  {gpu.bus_id}"
+    return _Element(title, [gpu.title, kind, pci_words])
 
-    def _nic(self, ports: Sequence[NetPort], pci_words: str) -> TreeElement:
-        bus_id = ports[0].bus_id
-        title = format_runs([port.title for port in ports])
-        rates = format_runs([_port_rate(port) for port in ports])
-        title = "NIC" if title == bus_id else title
-        details = tuple(filter(None, (rates, pci_words)))
-        return TreeElement("nic", title, bus_id, details)
+
+def _nic(ports: Sequence[NetPort], pci_words: str) -> _Element:
+    title, bus_id = format_runs([port.title for port in ports]), ports[0].bus_id
+    name = bus_id if title == bus_id else f"{title}  {bus_id}"
+    rates = format_runs([_port_rate(port) for port in ports])
+    return _Element(f"NIC {name}", [rates, pci_words])
 
 
 def _port_rate(port: NetPort) -> str:
@@ -141,15 +120,16 @@ def _port_rate(port: NetPort) -> str:
 
 
 def _pci_words(device: PciDevice) -> str:
-    gb_per_s = pci_gb_per_s(device)
+    gb_per_s = speeds.pci_gb_per_s(device)
     rate = f"{gb_per_s:.2g} GB/s" if gb_per_s < 1 else f"{gb_per_s:.4g} GB/s"
     if device.gb_per_s > 0 and not device.speed:
         return f"PCI {rate}"
     if not device.speed and device.width <= 0:
-        counted_as = f", counted as {rate}" if is_pci_known(device) else ""
+        counted_as = f", counted as {rate}" if speeds.is_pci_known(device) else ""
         return f"PCI link speed unknown{counted_as}"
     now, able = (
-        link_words(each).replace(" PCIe", "") for each in (as_running(device), device)
+        speeds.link_words(each).replace(" PCIe", "")
+        for each in (speeds.as_running(device), device)
     )
     return f"PCI {now}, {rate}" + (f" (both ends can do {able})" if now != able else "")
 
@@ -171,15 +151,15 @@ def draw_tree(topology: Topology) -> str:
 
 
 def _draw_host(host: HostTopology) -> str:
-    tree = ElementTree(host)
+    tree = _ElementTree(host)
     elements = [
-        numa_element(host, node, tree.at({node.number}, is_known=True))
+        _numa_element(host, node, tree.at({node.number}, is_known=True))
         for node in host.numa_nodes
     ]
     known = {node.number for node in host.numa_nodes}
     if lost := tree.at(known, is_known=False):
-        elements.append(TreeElement("numa", "NUMA node unknown", below=lost))
-    lines = [summary(host), *_lines(elements), *fabric_lines(host)]
+        elements.append(_Element("NUMA node unknown", [], lost))
+    lines = [_summary(host), *_lines(elements), *_fabric_lines(host)]
     ways = find_ways(host)
     for each in host.interfaces:
         # What the ports of a bond carry together.
@@ -194,7 +174,7 @@ def _joined(*words: str) -> str:
     return ", ".join(word for word in words if word)
 
 
-def summary(host: HostTopology) -> str:
+def _summary(host: HostTopology) -> str:
     """Return how much there is on a host."""
     num_cores = sum(len(node.cores) for node in host.numa_nodes)
     num_cpus = sum(len(node.cpus) for node in host.numa_nodes)
@@ -209,28 +189,27 @@ def summary(host: HostTopology) -> str:
     )
 
 
-def numa_element(
-    host: HostTopology, node: NumaNode, below: tuple[TreeElement, ...]
-) -> TreeElement:
+def _numa_element(
+    host: HostTopology, node: NumaNode, below: Sequence[_Element]
+) -> _Element:
     """Return a NUMA node of a host with what is at it."""
     cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else "no CPUs"
     if len(cpus) > _MAX_CPUS_CHARACTERS:
         cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"
     others = [other for other in host.numa_nodes if other != node and other.cpus]
-    rates = {f"{smp_gb_per_s(node, other):g}" for other in others}
+    rates = {f"{speeds.smp_gb_per_s(node, other):g}" for other in others}
     # Without the processor's name there is no figure, but NCCL's word for no limit.
     is_known = node.vendor and node.cpus and len(rates) == 1
-    details = (
+    details = [
         counted(len(node.cores), "core") if node.cores else "",
         cpus,
         format_size(node.memory_bytes) if node.memory_bytes > 0 else "",
         f"{rates.pop()} GB/s to other nodes" if is_known else "",
-    )
-    shown = tuple(filter(None, details))
-    return TreeElement("numa", f"NUMA node {node.number}", "", shown, below)
+    ]
+    return _Element(f"NUMA node {node.number}", details, below)
 
 
-def fabric_lines(host: HostTopology) -> Iterator[str]:
+def _fabric_lines(host: HostTopology) -> Iterator[str]:
     """Yield a line for each kind of direct links, or one a GPU where they differ."""
     titles = {gpu.name: str(gpu.number) for gpu in host.gpus}
     for kind, title in _LINK_TITLES.items():
@@ -256,8 +235,8 @@ def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) 
         by_target.setdefault(target, []).append(link)
 
     def figures(own: Sequence[Link]) -> tuple[int, str]:
-        rate = sum(round(link_gb_per_s(link, gpu), 3) for link in own)
-        is_known = all(is_link_known(link, gpu) for link in own)
+        rate = sum(round(speeds.link_gb_per_s(link, gpu), 3) for link in own)
+        is_known = all(speeds.is_link_known(link, gpu) for link in own)
         count = sum(link.num_links for link in own)
         return count, f", {rate:g} GB/s" if is_known else ""
 
@@ -288,32 +267,27 @@ def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:
     by_name = {switch.name: switch for switch in switches}
     below = {name for switch in switches for name in switch.switches}
 
-    def element(switch: NetworkSwitch) -> TreeElement:
+    def element(switch: NetworkSwitch) -> _Element:
         nodes = f"{counted(len(switch.hosts), 'host')}: {format_runs(switch.hosts)}"
-        details = (switch.speed, nodes if switch.hosts else "")
         children = [by_name[name] for name in switch.switches if name in by_name]
-        under = tuple(element(each) for each in children)
-        return TreeElement("other", switch.name, "", details, under)
+        details = [switch.speed, nodes if switch.hosts else ""]
+        return _Element(switch.name, details, [element(each) for each in children])
 
     tops = [element(switch) for switch in switches if switch.name not in below]
     lines = [f"{counted(len(switches), 'switch')} between hosts", *_lines(tops)]
     return "\n".join(lines) + "\n"
 
 
-def _lines(elements: Sequence[TreeElement]) -> list[str]:
+def _lines(elements: Sequence[_Element]) -> list[str]:
     """Return the lines of a tree, the details in one column."""
     rows = list(_rows(elements))
     width = max((len(text) for text, _ in rows), default=0)
     return [f"{text:{width}}  {details}".rstrip() for text, details in rows]
 
 
-def _rows(
-    elements: Sequence[TreeElement], indent: str = ""
-) -> Iterator[tuple[str, str]]:
+def _rows(elements: Sequence[_Element], indent: str = "") -> Iterator[tuple[str, str]]:
     for number, each in enumerate(elements, 1):
         is_last = number == len(elements)
-        title = f"{indent}{'└─ ' if is_last else '├─ '}"
-        title += "NIC " if each.kind == "nic" and each.title != "NIC" else ""
-        gap = " " if each.title in _WITHOUT_NAME else "  "
-        yield f"{title}{each.title}{gap}{each.bus_id}".rstrip(), _joined(*each.details)
+        title = f"{indent}{'└─ ' if is_last else '├─ '}{each.title}"
+        yield title.rstrip(), _joined(*each.details)
         yield from _rows(each.below, indent + ("   " if is_last else "│  "))

@@ -22,20 +22,13 @@ from ronde.topology.graph import (
     NumaNode,
     PciDevice,
 )
+from ronde.topology.paths import speeds
 from ronde.topology.paths.network import (
     Path,
     PathKind,
     Paths,
     bridges_above,
     find_paths,
-)
-from ronde.topology.paths.speeds import (
-    as_running,
-    is_link_known,
-    link_gb_per_s,
-    link_words,
-    pci_gb_per_s,
-    port_gb_per_s,
 )
 from ronde.topology.pci import bus_order, is_address
 
@@ -78,7 +71,7 @@ class ComparedHost:
         state = "" if element.is_up else "down"
         speed = Fact("")
         if element.mbit_per_s:
-            speed = Fact(f"{element.mbit_per_s} Mb/s", port_gb_per_s(element))
+            speed = Fact(f"{element.mbit_per_s} Mb/s", speeds.port_gb_per_s(element))
             state = state or "up"
         own = {"network speed": speed, "state": Fact(state)}
         return {"port": Fact(element.title), **self._place(element), **own, **gdr}
@@ -111,8 +104,8 @@ class ComparedHost:
         own = [link for link in self._host.links if link.source == gpu.name]
         for link in own:
             counts[link.kind] += link.num_links
-        is_known = all(is_link_known(link, gpu) for link in own)
-        rate = sum(link_gb_per_s(link, gpu) for link in own) if is_known else 0.0
+        is_known = all(speeds.is_link_known(link, gpu) for link in own)
+        rate = sum(speeds.link_gb_per_s(link, gpu) for link in own) if is_known else 0.0
         value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
         # Where others have links, to have none is a fact as well.
         others_have = any(link.kind != LinkKind.PCI for link in self._host.links)
@@ -121,9 +114,10 @@ class ComparedHost:
 
 
 def _link(device: PciDevice) -> Fact:
-    device = as_running(device)
-    is_known = device.speed or device.width >= 0 or device.gb_per_s
-    return Fact(link_words(device), pci_gb_per_s(device)) if is_known else Fact("")
+    device = speeds.as_running(device)
+    if not device.speed and device.width < 0 and not device.gb_per_s:
+        return Fact("")
+    return Fact(speeds.link_words(device), speeds.pci_gb_per_s(device))
 
 
 def _number(words: str, number: int) -> str:

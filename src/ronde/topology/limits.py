@@ -25,14 +25,7 @@ from ronde.topology.graph import (
     NetPort,
     PciDevice,
 )
-from ronde.topology.paths.speeds import (
-    as_running,
-    link_gb_per_s,
-    max_nvlinks,
-    pci_gb_per_s,
-    pci_theory_gb_per_s,
-    smp_gb_per_s,
-)
+from ronde.topology.paths import speeds
 from ronde.topology.probes.sysfs import SOURCE as SYSFS
 
 _TO_ALL = ("all_reduce", "all_gather", "reduce_scatter")
@@ -135,14 +128,12 @@ class Limit:
         """Return what a busbw says against the bound; empty up to 100 %."""
         if busbw_gb_per_s <= self.bus_bandwidth_gb_per_s:
             return ""
-        suspects = (
-            "that no switch reduces (NVLS, SHARP), or the number or rate of links"
-        )
+        cause = "that no switch reduces (NVLS, SHARP), or the number or rate of links"
         if self.link.startswith("memory"):
-            suspects = "that the data does not fit into the caches"
+            cause = "that the data does not fit into the caches"
         return (
             f"{self.percent(busbw_gb_per_s):.0f} % of the bound: something that it "
-            f"takes for granted is wrong, such as {suspects}"
+            f"takes for granted is wrong, such as {cause}"
         )
 
 
@@ -312,13 +303,13 @@ def pci_figures(device: PciDevice) -> PciFigures | None:
     A host bridge has no link above it, though NCCL counts one where a file says so, and
     of the least link that there is nobody knows the limit: virtual machines have it.
     """
-    device = as_running(device)
-    theory = pci_theory_gb_per_s(device.speed, device.width)
+    device = speeds.as_running(device)
+    theory = speeds.pci_theory_gb_per_s(device.speed, device.width)
     if not device.speed:
         theory = device.gb_per_s
     if theory <= 0:
         return None
-    practical = min(theory, pci_gb_per_s(device))
+    practical = min(theory, speeds.pci_gb_per_s(device))
     is_bridge = device.class_code >> 8 == _HOST_BRIDGE
     is_limit = theory > _NOTHING_GB_PER_S and not is_bridge
     return PciFigures(theory if is_limit else math.inf, practical)
@@ -409,14 +400,14 @@ def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigure
         arriving[first] = arriving[first].plus(figures)
     # GPUs and all bridges above them.
     ends = {gpu.bus_id for gpu in host.gpus}
-    for device in reversed(host.devices):
-        if device.bus_id in ends:
-            ends.add(device.parent)
     listed = {device.bus_id for device in host.devices}
     for device in reversed(host.devices):
-        own, is_end = arriving[device.bus_id], device.bus_id in ends
-        own = own if is_end else own.capped(pci_figures(device))
-        above = "" if is_end or device.parent not in listed else device.parent
+        own, above = arriving[device.bus_id], ""
+        if device.bus_id in ends:
+            ends.add(device.parent)
+        else:
+            own = own.capped(pci_figures(device))
+            above = device.parent if device.parent in listed else ""
         arriving[above] = arriving[above].plus(own)
     return arriving[""]
 
@@ -449,12 +440,12 @@ def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
         each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
     else:
         # Virtual machines list more than the GPU can have.
-        count = min(count, max_nvlinks(gpu.sm) or count)
+        count = min(count, speeds.max_nvlinks(gpu.sm) or count)
         each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
     theory = reported or count * each
     together = own[0]._replace(num_links=count, gb_per_s=reported)
     link = f"{count} {_NAMES[own[0].kind]}, {theory:.4g} GB/s a GPU"
-    return Rate(link, theory, min(theory, link_gb_per_s(together, gpu)))
+    return Rate(link, theory, min(theory, speeds.link_gb_per_s(together, gpu)))
 
 
 class KnownRates(NamedTuple):
@@ -551,20 +542,7 @@ def with_network(
     return world.lacking(why)
 
 
-def direct_links(host: HostTopology, used: Sequence[GpuDevice]) -> list[Link]:
-    """Return the links among GPUs, and to their switches."""
-    known, names = {gpu.name for gpu in host.gpus}, {gpu.name for gpu in used}
-    links = [
-        link._replace(target=link.target if link.target in known else _SWITCHES)
-        for link in host.links
-        if link.kind in _NAMES
-        and link.source in names
-        and link.target not in ("", link.source)
-    ]
-    return [link for link in links if link.target in {*names, _SWITCHES}]
-
-
-def find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[str]]:
+def _find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[str]]:
     """Return names of GPUs that links join, over any number of hops.
 
     The switches' name, which is empty, is with those that they join.
@@ -585,8 +563,15 @@ def with_gpus(
 
     Links to other GPUs of the host do not count; a GPU has direct links of one kind.
     """
-    links = direct_links(host, used)
-    islands = find_islands(used, links)
+    known, names = {gpu.name for gpu in host.gpus}, {gpu.name for gpu in used}
+    links = [
+        link if link.target in known else link._replace(target=_SWITCHES)
+        for link in host.links
+        if link.kind in _NAMES
+        and link.source in names
+        and link.target not in {"", link.source, *(known - names)}
+    ]
+    islands = _find_islands(used, links)
     if len(islands) > 1:
         sizes = sorted(len(island - {_SWITCHES}) for island in islands)
         return _with_pcie(world, host, used, sizes)
@@ -613,8 +598,8 @@ def _with_pcie(
         return world.lacking("the source does not show whether NVLink joins the GPUs")
     bus_ids = {gpu.bus_id for gpu in used}
     devices = [device for device in host.devices if device.bus_id in bus_ids]
-    links = [each for device in devices if (each := pci_figures(device))]
-    links = [each for each in links if each.theory < math.inf]
+    found = filter(None, map(pci_figures, devices))
+    links = [each for each in found if each.theory < math.inf]
     if len(links) < len(used):
         return world.lacking("the source does not show the PCIe link of a GPU")
     (theory, practical), size = min(links), sizes[0]
@@ -626,9 +611,8 @@ def _with_pcie(
         way_out = Rate(name, theory * size, practical * size)
         return world._replace(islands=Islands(size, way_out))
     near = {device.node for device in devices}
-    nodes = [node for node in host.numa_nodes if node.number in near]
-    rates = (smp_gb_per_s(a, b) for a, b in permutations(nodes, 2))
-    between = min(rates, default=practical)
+    pairs = permutations((n for n in host.numa_nodes if n.number in near), 2)
+    between = min((speeds.smp_gb_per_s(*pair) for pair in pairs), default=practical)
     name = f"PCIe, {theory:.4g} GB/s a GPU"
     if between < practical:
         name += f" (NCCL counts {between:g} between processors)"

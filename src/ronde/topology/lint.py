@@ -13,29 +13,15 @@ from ronde.topology.graph import (
     GpuDevice,
     HostTopology,
     Level,
-    Link,
     LinkKind,
     NetPort,
     NetworkSwitch,
     PciDevice,
 )
 from ronde.topology.limits import pci_figures
+from ronde.topology.paths import speeds
 from ronde.topology.paths.network import Path, PathKind, bridges_above, find_paths
-from ronde.topology.paths.speeds import (
-    LOCAL_GB_PER_S,
-    board_nvlinks,
-    gt_per_s,
-    is_at_rest,
-    link_words,
-    max_nvlinks,
-    nvlink_gb_per_s,
-    pci_gb_per_s,
-    pci_theory_gb_per_s,
-    port_gb_per_s,
-    smp_gb_per_s,
-    xgmi_gb_per_s,
-)
-from ronde.units import list_first
+from ronde.units import grouped, list_first
 
 # Each: the rule, its severity (loss: an error where most of the bandwidth is lost, else
 # a warning) and what it looks for; what is seen, what comes of it, what to do, with
@@ -228,14 +214,13 @@ def _read(table: str) -> dict[str, dict[str, str]]:
 
 
 _TEXTS = _read(_RULES)
-_MEANINGS = {rule: t["meaning"] for rule, t in _TEXTS.items() if "." not in rule}
-_SWITCH_RULE = "host-at-two-switches"
 _SUBJECTS = {"node": "several hosts", "host": "switches"}
 CATALOGUE: dict[str, dict[str, str]] = {"a host": {}}
 """What each rule looks for, by what it looks at and by its name."""
-for _name, _meaning in _MEANINGS.items():
-    _subject = _SUBJECTS.get(_name.partition("-")[0], "a host")
-    CATALOGUE.setdefault(_subject, {})[_name] = _meaning
+for _name, _rule in _TEXTS.items():
+    if "." not in _name:
+        _subject = _SUBJECTS.get(_name.partition("-")[0], "a host")
+        CATALOGUE.setdefault(_subject, {})[_name] = _rule["meaning"]
 
 
 class Hit(NamedTuple):
@@ -287,17 +272,13 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
 
 def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
     """Return which hosts are below two leaf switches, by pair of switches."""
-    leaves: defaultdict[str, list[str]] = defaultdict(list)
-    for switch in switches:
-        for host in switch.hosts if not switch.switches else ():
-            leaves[host].append(switch.name)
-    shared: defaultdict[str, list[str]] = defaultdict(list)
-    for host, names in leaves.items():
-        shared[", ".join(names)] += [host] * (len(names) > 1)
+    leaves = [switch for switch in switches if not switch.switches]
+    names_at = grouped((host, leaf.name) for leaf in leaves for host in leaf.hosts)
+    shared = {host: names for host, names in names_at.items() if len(names) > 1}
+    hosts_at = grouped((", ".join(names), host) for host, names in shared.items())
     return tuple(
-        _hit(names, hosts=list_first(hosts)).describe(_SWITCH_RULE)
-        for names, hosts in shared.items()
-        if hosts
+        _hit(names, hosts=list_first(hosts)).describe("host-at-two-switches")
+        for names, hosts in hosts_at.items()
     )
 
 
@@ -334,7 +315,7 @@ def _unseen(host: HostTopology) -> Iterator[str]:
 def _known_gb_per_s(device: PciDevice) -> float:
     """Return NCCL's figure for the link above a device; 0 if no source has one."""
     is_known = bool(device.speed and device.width > 0) or device.gb_per_s > 0
-    return pci_gb_per_s(device) if is_known else 0.0
+    return speeds.pci_gb_per_s(device) if is_known else 0.0
 
 
 def _is_alike(gpu: GpuDevice, other: GpuDevice) -> bool:
@@ -369,19 +350,16 @@ class HostView:
         self.paths = find_paths(host)
         self.gpus = {gpu.name: gpu for gpu in host.gpus}
         # The ports of each adapter, by bus address.
-        self.ports: defaultdict[str, list[NetPort]] = defaultdict(list)
-        for port in (port for port in host.ports if port.bus_id):
-            self.ports[port.bus_id].append(port)
+        self.ports = grouped((port.bus_id, port) for port in ports if port.bus_id)
         # NVLink and xGMI, by the GPU they leave.
-        self.links: defaultdict[str, list[Link]] = defaultdict(list)
-        for link in host.links:
-            if link.kind in (LinkKind.NVLINK, LinkKind.XGMI):
-                self.links[link.source].append(link)
+        kinds = LinkKind.NVLINK, LinkKind.XGMI
+        self.links = grouped((k.source, k) for k in host.links if k.kind in kinds)
         # GPUs and adapters below each bridge.
-        self.ends: defaultdict[str, list[PciDevice]] = defaultdict(list)
-        for bus_id in dict.fromkeys([*self.gpus, *self.ports]):
-            for bridge in bridges_above(self.devices, bus_id)[1:]:
-                self.ends[bridge.bus_id].append(self.devices[bus_id])
+        self.ends = grouped(
+            (bridge.bus_id, self.devices[bus_id])
+            for bus_id in dict.fromkeys([*self.gpus, *self.ports])
+            for bridge in bridges_above(self.devices, bus_id)[1:]
+        )
         self.known = self.gpus.keys() | self.ports.keys() | self.ends.keys()
 
     def num_links(self, gpu: str) -> int:
@@ -392,14 +370,19 @@ class HostView:
         """Return NCCL's GB/s for one link of a GPU; 0 where its chip is unknown."""
         gpu = self.gpus.get(name)
         if gpu and gpu.gcn:
-            return xgmi_gb_per_s(gpu.gcn)
-        return nvlink_gb_per_s(gpu.sm) if gpu and gpu.sm > 0 else 0.0
+            return speeds.xgmi_gb_per_s(gpu.gcn)
+        return speeds.nvlink_gb_per_s(gpu.sm) if gpu and gpu.sm > 0 else 0.0
 
     def bus_rate(self, name: str) -> float:
         """Return the GB/s of the best known way from a GPU to any other; 0 for none."""
         others = (gpu.name for gpu in self.host.gpus if gpu.name != name)
         ways = filter(None, (self.paths.between(name, other) for other in others))
         return max((w.gb_per_s for w in ways if self.paths.is_known(w)), default=0.0)
+
+    def root_speed(self) -> float:
+        """Return the GT/s of the fastest link right below a processor; 0 if unknown."""
+        roots = (device for device in self.host.devices if not device.parent)
+        return max((speeds.gt_per_s(each.speed) for each in roots), default=0.0)
 
     def ways(self) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
         """Yield GPUs with their ways to the ports that carry traffic between hosts."""
@@ -413,7 +396,6 @@ class HostView:
                 yield gpu, ways
 
     def slow_bridge(self) -> Iterator[Hit]:
-        roots = [gt_per_s(each.speed) for each in self.host.devices if not each.parent]
         for bus_id, ends in self.ends.items():
             bridge = self.devices[bus_id]
             has = _known_gb_per_s(bridge)
@@ -426,11 +408,11 @@ class HostView:
                 is_as_built = (
                     2 * has >= should
                     and all(end.width <= bridge.width for end in farther)
-                    and all(speed <= gt_per_s(bridge.speed) for speed in roots)
+                    and self.root_speed() <= speeds.gt_per_s(bridge.speed)
                 )
-                words = {"link": link_words(bridge)}
-                words["form"] = ".as-built" if is_as_built else ""
-                yield _hit(bus_id, has, should, **words)
+                form = ".as-built" if is_as_built else ""
+                link = speeds.link_words(bridge)
+                yield _hit(bus_id, has, should, link=link, form=form)
 
     def tiny_link(self) -> Iterator[Hit]:
         # One in a package with its processor needs no bus.
@@ -440,16 +422,16 @@ class HostView:
         above = [b for b, e in self.ends.items() if any(d.bus_id in gpus for d in e)]
         for device in (self.devices[bus_id] for bus_id in [*gpus, *above]):
             if _is_tiny(device):
-                has, link = _known_gb_per_s(device), link_words(device)
-                yield _hit(device.name, has, link=link)
+                has = _known_gb_per_s(device)
+                yield _hit(device.name, has, link=speeds.link_words(device))
 
     def unknown_link_speed(self) -> Iterator[Hit]:
         for device in (d for d in self.host.devices if d.bus_id in self.known):
             # A source without either leaves it to others. Clouds' files give no lanes
             # (x0) and mean the 16 that NCCL takes; an empty speed is a wrong answer.
             is_given = device.width >= 0 or device.speed
-            if is_given and not gt_per_s(device.speed) and not device.gb_per_s:
-                has, link = pci_gb_per_s(device), link_words(device)
+            if is_given and not speeds.gt_per_s(device.speed) and not device.gb_per_s:
+                has, link = speeds.pci_gb_per_s(device), speeds.link_words(device)
                 yield _hit(device.name, has, link=link)
 
     def trained_down(self) -> Iterator[Hit]:
@@ -459,11 +441,12 @@ class HostView:
                 width=device.width_now if device.width_now > 0 else device.width,
             )
             has, should = (
-                pci_theory_gb_per_s(each.speed, each.width) for each in (now, device)
+                speeds.pci_theory_gb_per_s(each.speed, each.width)
+                for each in (now, device)
             )
             if 0 < has < should:
-                words = {"now": link_words(now), "link": link_words(device)}
-                words["form"] = ".at-rest" if is_at_rest(device) else ""
+                words = {"form": ".at-rest" if speeds.is_at_rest(device) else ""}
+                words["now"], words["link"] = map(speeds.link_words, (now, device))
                 yield _hit(device.name, has, should, **words)
 
     def link_to_itself(self) -> Iterator[Hit]:
@@ -482,13 +465,13 @@ class HostView:
 
     def too_many_nvlinks(self) -> Iterator[Hit]:
         for gpu in self.gpus.values():
-            num, most = self.num_links(gpu.name), max_nvlinks(gpu.sm)
+            num, most = self.num_links(gpu.name), speeds.max_nvlinks(gpu.sm)
             # Of later chips nobody knows yet how many they have.
             is_known = 0 < gpu.sm <= _LATEST_SM and not gpu.gcn
             if is_known and 0 < most < num:
-                has, should = (n * nvlink_gb_per_s(gpu.sm) for n in (num, most))
-                is_capped = has > LOCAL_GB_PER_S
-                cap = f", over its cap of {LOCAL_GB_PER_S:g}" if is_capped else ""
+                has, should = (n * speeds.nvlink_gb_per_s(gpu.sm) for n in (num, most))
+                cap = f", over its cap of {speeds.LOCAL_GB_PER_S:g}"
+                cap = cap if has > speeds.LOCAL_GB_PER_S else ""
                 words = {"num": num, "sm": gpu.sm, "most": most, "cap": cap}
                 yield _hit(gpu.name, has, should, **words)
 
@@ -500,7 +483,7 @@ class HostView:
         linked = [gpu for gpu in self.host.gpus if self.num_up(gpu)]
         for gpu in self.host.gpus:
             alike = [other for other in linked if _is_alike(gpu, other)]
-            of_board = board_nvlinks(gpu)
+            of_board = speeds.board_nvlinks(gpu)
             # Of a board one GPU may be alone in a virtual machine; before NVSwitch, so
             # may two that no link joins.
             is_enough = len(self.host.gpus) >= (2 if gpu.sm >= 80 else _MOST_GPUS)
@@ -528,7 +511,7 @@ class HostView:
             others = max(self.num_up(each) for each in up if _is_alike(gpu, each))
             # Before A100 a board need not use all of them.
             is_whole = gpu.nvlinks != UNKNOWN and gpu.sm >= 80
-            most = max(others, board_nvlinks(gpu) if is_whole else 0)
+            most = max(others, speeds.board_nvlinks(gpu) if is_whole else 0)
             if num < most and not (is_part and gpu.nvlinks == UNKNOWN):
                 has, should = (n * self.link_rate(gpu.name) for n in (num, most))
                 words = {"others": _OTHERS if most == others else _MODEL}
@@ -564,14 +547,15 @@ class HostView:
             if device is None or figures is None:
                 continue
             likely = [port for port in ports if port.is_up and _has_likely_rate(port)]
-            should = sum(map(port_gb_per_s, likely))
-            words = {"num": len(ports), "link": f"{device.speed} x{device.width}"}
-            has, planned = figures.theory, _known_gb_per_s(device)
+            should = sum(map(speeds.port_gb_per_s, likely))
+            has, form = figures.theory, ""
             if has == math.inf:
                 # A link that is none, as virtual machines report it.
-                has, words["form"] = figures.practical, ".virtual"
+                has, form = figures.practical, ".virtual"
             if has < should:
-                yield _hit(bus_id, has, should, planned=planned, **words)
+                words = {"link": f"{device.speed} x{device.width}", "form": form}
+                words["planned"] = _known_gb_per_s(device)
+                yield _hit(bus_id, has, should, num=len(ports), **words)
 
     def odd_nic_speed(self) -> Iterator[Hit]:
         for port in self.host.ports:
@@ -583,12 +567,11 @@ class HostView:
                 is_huge = given > _HIGHEST
                 wanted = given / 1000 if is_huge else given
                 nearest = min(_RATES, key=lambda rate: abs(rate - wanted))
-                has, should = port_gb_per_s(port), nearest / 8000
-                words = {"given": given, "planned": has, "meant": should}
-                words["nearest"] = nearest
+                planned, meant = speeds.port_gb_per_s(port), nearest / 8000
                 guess = ": it looks like kb/s" if is_huge else ""
-                rates = (0.0, 0.0) if is_huge else (has, should)
-                yield _hit(port.name, *rates, guess=guess, **words)
+                words = {"given": given, "planned": planned, "guess": guess}
+                rates = (0.0, 0.0) if is_huge else (planned, meant)
+                yield _hit(port.name, *rates, nearest=nearest, meant=meant, **words)
 
     def nic_down(self) -> Iterator[Hit]:
         # The ports of a card may be functions of it.
@@ -596,7 +579,7 @@ class HostView:
         for port in self.host.ports:
             # Of two ports often one has no cable, and Ethernet for management none.
             is_loss = port.kind == "infiniband" and port.bus_id[:-2] not in up_at
-            rate = f"{port_gb_per_s(port):g} GB/s" if port.mbit_per_s > 0 else ""
+            rate = f"{speeds.port_gb_per_s(port):g} GB/s" if port.mbit_per_s > 0 else ""
             if port.bus_id and not port.is_up:
                 form = ".lost" if is_loss else ""
                 yield _hit(port.name, rate=rate or "its rate", form=form)
@@ -654,15 +637,13 @@ class HostView:
         counts = Counter(len(node.cpus) for node in nodes)
         if len(nodes) < 3 or len(counts) != 2 or 1 not in counts.values():
             return
-        usual = counts.most_common(1)[0][0]
+        (usual, _), _ = counts.most_common()
         (node,) = (node for node in nodes if len(node.cpus) != usual)
-        words = {"cpus": format_list(node.cpus), "usual": usual, "num": len(node.cpus)}
-        yield _hit(node.name, 0.0, 0.0, **words)
+        cpus, num = format_list(node.cpus), len(node.cpus)
+        yield _hit(node.name, cpus=cpus, usual=usual, num=num)
 
     def implausible_processor(self) -> Iterator[Hit]:
-        roots = (gt_per_s(each.speed) for each in self.host.devices if not each.parent)
-        speed = max(roots, default=0.0)
-        nodes = self.host.numa_nodes
+        speed, nodes = self.root_speed(), self.host.numa_nodes
         for node in nodes if self.gpus else ():
             if node.vendor != "GenuineIntel" or node.model < 0:
                 continue
@@ -673,7 +654,8 @@ class HostView:
             else:
                 continue
             others = [n for n in nodes if n.number != node.number and n.cpus]
-            rate = min((smp_gb_per_s(node, other) for other in others), default=0.0)
+            rates = (speeds.smp_gb_per_s(node, other) for other in others)
+            rate = min(rates, default=0.0)
             between = f" {rate:g} GB/s between sockets and" if rate else ""
             words = {"family": node.family, "model": node.model, "why": why}
             yield _hit(node.name, rate, 0.0, between=between, **words)
@@ -716,18 +698,20 @@ def _fewest_nvlinks(host: HostTopology) -> tuple[float, float]:
             counts[link.source] += link.num_links
     # A source with more links than the chip has must not pass for the better one.
     totals = [
-        gpu.nvlinks if gpu.nvlinks >= 0 else min(counts[gpu.name], max_nvlinks(gpu.sm))
+        gpu.nvlinks
+        if gpu.nvlinks >= 0
+        else min(counts[gpu.name], speeds.max_nvlinks(gpu.sm))
         for gpu in host.gpus
         if counts or gpu.nvlinks >= 0
     ]
     sm = max((gpu.sm for gpu in host.gpus), default=0)
-    return min(totals, default=-1), nvlink_gb_per_s(sm) if sm > 0 else 0.0
+    return min(totals, default=-1), speeds.nvlink_gb_per_s(sm) if sm > 0 else 0.0
 
 
 def _network(host: HostTopology) -> tuple[float, float]:
     ports = [port for port in host.ports if port.bus_id]
     up = [port for port in ports if port.is_up]
-    rates = [port_gb_per_s(port) for port in up if port.mbit_per_s > 0]
+    rates = [speeds.port_gb_per_s(port) for port in up if port.mbit_per_s > 0]
     # The one for management is slower.
     total = sum(rate for rate in rates if 2 * rate >= max(rates))
     return total or (0.0 if ports and not up else -1), 1.0

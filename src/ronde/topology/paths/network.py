@@ -21,16 +21,7 @@ from ronde.topology.graph import (
     NumaNode,
     PciDevice,
 )
-from ronde.topology.paths.speeds import (
-    GPU_CLASSES,
-    LOCAL_GB_PER_S,
-    is_link_known,
-    is_pci_known,
-    link_gb_per_s,
-    pci_gb_per_s,
-    port_gb_per_s,
-    smp_gb_per_s,
-)
+from ronde.topology.paths import speeds
 
 POWER_BRIDGE_CLASS = 0x068001
 """Of what stands for the processor at the end of a GPU's NVLinks."""
@@ -38,7 +29,7 @@ POWER_BRIDGE_CLASS = 0x068001
 _BROADCOM = 0x1000
 _PCIE4_SWITCH, _PCIE5_SWITCH = 0xC010, 0xC030
 _NVLINK_CLASSES = (0x068000, POWER_BRIDGE_CLASS)
-_END_CLASSES = (*GPU_CLASSES, 0x02)
+_END_CLASSES = (*speeds.GPU_CLASSES, 0x02)
 
 
 class PathKind(StrEnum):
@@ -217,7 +208,7 @@ class PathNetwork:
         for link in self.host.links:
             self._add_link(link)
         for node, other in permutations(nodes, 2):
-            speed = smp_gb_per_s(node, other)
+            speed = speeds.smp_gb_per_s(node, other)
             self._connect(node.name, other.name, PathKind.SYS, speed)
 
     def _add_devices(self) -> None:
@@ -271,23 +262,23 @@ class PathNetwork:
         above = self._parents.get(device.bus_id, "")
         if self.kinds.get(above) != VertexKind.PCI:
             above = NumaNode(self._numbers[device.bus_id]).name
-        if not speed and not is_pci_known(device):
+        if not speed and not speeds.is_pci_known(device):
             self.guessed.add(frozenset((vertex, above)))
         if above in self.kinds:
             ends = {kind, self.kinds[above]}
             step = PathKind.PHB if VertexKind.CPU in ends else PathKind.PIX
             step = PathKind.PXB if ends == {VertexKind.PCI} else step
             self._above[vertex] = above
-            self._join(vertex, above, step, speed or pci_gb_per_s(device))
+            self._join(vertex, above, step, speed or speeds.pci_gb_per_s(device))
 
     def _add_port(self, port: NetPort) -> None:
         adapter = adapter_name(port)
         if adapter not in self.kinds:
-            limit = 0.0 if port.bus_id else LOCAL_GB_PER_S
+            limit = 0.0 if port.bus_id else speeds.LOCAL_GB_PER_S
             self._hang(adapter, VertexKind.NIC, PciDevice(adapter), limit)
         # One that the source lists as a mere PCI device has a speed all the same.
         is_known = port.mbit_per_s != 0 or port.number != UNKNOWN
-        speed = port_gb_per_s(port) if is_known else LOCAL_GB_PER_S
+        speed = speeds.port_gb_per_s(port) if is_known else speeds.LOCAL_GB_PER_S
         self.kinds[port.name] = VertexKind.NET
         self._join(adapter, port.name, PathKind.LOC, speed)
         if not port.bus_id and port.name in self.host.paired:
@@ -297,10 +288,11 @@ class PathNetwork:
         if link.kind == LinkKind.PCI:
             ends = {self.kinds.get(link.source), self.kinds.get(link.target)}
             if ends == {VertexKind.PCI}:
-                self._connect(link.source, link.target, PathKind.PXB, LOCAL_GB_PER_S)
+                limit = speeds.LOCAL_GB_PER_S
+                self._connect(link.source, link.target, PathKind.PXB, limit)
             return
         gpu = self._gpus.get(link.source)
-        speed = link_gb_per_s(link, gpu) if gpu else 0.0
+        speed = speeds.link_gb_per_s(link, gpu) if gpu else 0.0
         if gpu is None or speed <= 0 or not link.target:
             return
         source, target = gpu.name, self._link_target(link)
@@ -312,7 +304,7 @@ class PathNetwork:
             # Between GPUs the other direction is a link of its own.
             if self.kinds[target] in (VertexKind.CPU, VertexKind.NVS):
                 self._connect(target, source, kind, speed)
-        if not is_link_known(link, gpu):
+        if not speeds.is_link_known(link, gpu):
             self.guessed.add(frozenset((source, target)))
 
     def _link_target(self, link: Link) -> str:
@@ -320,7 +312,7 @@ class PathNetwork:
         is_gpu = link.target in self._gpus
         is_processor = self.kinds.get(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
-            is_gpu = link.target_class >> 16 in GPU_CLASSES
+            is_gpu = link.target_class >> 16 in speeds.GPU_CLASSES
             is_processor = link.target_class == POWER_BRIDGE_CLASS
         if link.kind == LinkKind.C2C or is_processor:
             return NumaNode(self._numbers[link.source]).name
@@ -393,7 +385,7 @@ class _Search:
         }
 
     def run(self, target: str) -> dict[str, _Way]:
-        found = {target: _Way(0, LOCAL_GB_PER_S, (target,))}
+        found = {target: _Way(0, speeds.LOCAL_GB_PER_S, (target,))}
         wave = [target]
         while wave:
             after: dict[str, None] = {}

@@ -74,8 +74,13 @@ def plan_mesh(
     """
     num = _count_ranks(hosts, ranks_per_host)
     layout = _fit(layout, len(hosts), num)
-    if not is_tp_across_hosts:
-        _keep_tp_on_hosts(layout, num)
+    # Groups of tp are ranks in a row.
+    if num % layout.tp and not is_tp_across_hosts:
+        raise UsageError(
+            f"tp must divide the ranks of a host, {num}, to stay on it, got "
+            f"tp={layout.tp}. Take tp={math.gcd(num, layout.tp)}, or type: --allow "
+            "tp=host"
+        )
     chosen = [choose_gpus(host, num)[0][:num] for host in hosts]
     linked = [_in_a_row(*pair) for pair in zip(hosts, chosen, strict=True)]
     names = [axis for axis in AXES if layout.sizes[axis] > 1]
@@ -140,16 +145,6 @@ def _fit(layout: Layout, num_hosts: int, ranks_per_host: int) -> Layout:
     return layout
 
 
-def _keep_tp_on_hosts(layout: Layout, ranks_per_host: int) -> None:
-    # Groups of tp are ranks in a row.
-    if ranks_per_host % layout.tp:
-        raise UsageError(
-            f"tp must divide the ranks of a host, {ranks_per_host}, to stay on it, got "
-            f"tp={layout.tp}. Take tp={math.gcd(ranks_per_host, layout.tp)}, or type: "
-            "--allow tp=host"
-        )
-
-
 def _in_a_row(host: HostTopology, gpus: Sequence[GpuDevice]) -> list[GpuDevice]:
     """Return GPUs each behind the one that is nearest to it of those left."""
     paths = find_paths(host)
@@ -192,12 +187,12 @@ class _Links:
         if key not in self._found:
             gpus, num = self._gpus[key[0]], len(local_ranks)
             world = LimitWorld(RankLayout(num, 1, num), has_gpus=bool(gpus))
-            if gpus:
-                used = [gpus[rank] for rank in local_ranks]
-                world = with_gpus(world, self._hosts[key[0]], used)
-            else:
-                world = world.lacking("ronde bench --limit measures memory")
-            self._found[key] = world
+            used = [gpus[rank] for rank in local_ranks if gpus]
+            self._found[key] = (
+                with_gpus(world, self._hosts[key[0]], used)
+                if gpus
+                else world.lacking("ronde bench --limit measures memory")
+            )
         return self._found[key]
 
     def network(self, host: int) -> LimitWorld:

@@ -31,6 +31,7 @@ from ronde.topology.probes.base import (
     outermost_tag,
     parse_xml,
 )
+from ronde.units import grouped
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LINK_KINDS = {"NVLinkBandwidth": LinkKind.NVLINK, "XGMIBandwidth": LinkKind.XGMI}
@@ -179,14 +180,15 @@ class _Nodes:
             self._own[number] = numbered[number].cpus & ~taken
             taken |= numbered[number].cpus
         self._owner = {cpu: n for n, own in self._own.items() for cpu in members(own)}
-        cores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for each in objects:
-            if each.kind == "Core" and each.cpus:
-                cores[self.near(each.cpus)].append(tuple(members(each.cpus)))
+        cores = grouped(
+            (self.near(each.cpus), tuple(members(each.cpus)))
+            for each in objects
+            if each.kind == "Core" and each.cpus
+        )
         self.nodes = tuple(
             _node(number, each, infos)._replace(
                 cpus=tuple(members(self._own[number])),
-                cores=tuple(sorted(cores[number])),
+                cores=tuple(sorted(cores.get(number, ()))),
             )
             for number, each in sorted(numbered.items())
         )
@@ -287,18 +289,16 @@ def _read_ports(
             node=UNKNOWN if each.bus_id else nodes.near(each.cpus),
             kind="infiniband" if is_rdma else "ethernet",
         )
-        states = {
-            int(match[1]): state
+        states = sorted(
+            (int(match[1]), state.startswith("4"))
             for name, state in (_infos(each.element) if is_rdma else {}).items()
             if (match := _PORT_STATE.fullmatch(name))
-        }
+        )
         # The second and later bear their number.
-        titles = [port.title, *(f"{port.title}:{n}" for n in sorted(states)[1:])]
+        titles = [port.title, *(f"{port.title}:{number}" for number, _ in states[1:])]
         found += [
-            port._replace(
-                title=title, port=number, is_up=states[number].startswith("4")
-            )
-            for title, number in zip(titles, sorted(states), strict=False)
+            port._replace(title=title, port=number, is_up=is_up)
+            for title, (number, is_up) in zip(titles, states, strict=False)
         ] or [port]
     # The interfaces of an RDMA adapter are its ports once more.
     adapters = {port.bus_id for port in found if port.kind == "infiniband"} - {""}

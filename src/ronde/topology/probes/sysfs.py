@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from ronde.topology import pci
+from ronde.topology import machine, pci
 from ronde.topology.cpu_sets import format_list, members
 from ronde.topology.graph import (
     UNKNOWN,
@@ -30,14 +30,6 @@ from ronde.topology.kernel_files import (
     read_mask,
     read_number,
     read_text,
-)
-from ronde.topology.machine import (
-    FIRST_BUS,
-    parse_rate,
-    read_driver_gpus,
-    read_node_cpus,
-    read_online,
-    split_cores,
 )
 from ronde.topology.paths.speeds import gt_per_s
 from ronde.topology.pci import bus_order, compute_capability, is_address, is_network
@@ -167,14 +159,15 @@ def _read_gpus(
     """Return the GPUs by bus address, and AMD's links between them."""
     # Of a maker whose driver lists GPUs, only those; containers show more on the bus.
     found: dict[str, GpuDevice] = {}
-    for address, (model, uuid, _) in read_driver_gpus(root).items():
+    for address, (model, uuid, _) in machine.read_driver_gpus(root).items():
         sm = compute_capability(model)
         found[address] = GpuDevice(address, UNKNOWN, sm=sm, title=model, uuid=uuid)
     kfd, links = _read_kfd(root)
     listed = {v for v, gpus in ((_NVIDIA, found), (_AMD, kfd)) if gpus}
     found |= kfd
     for address, each in functions.items():
-        is_inside = each.vendor in (_AMD, _INTEL) and address.startswith(FIRST_BUS)
+        is_first = address.startswith(machine.FIRST_BUS)
+        is_inside = is_first and each.vendor in (_AMD, _INTEL)
         is_gpu = pci.is_gpu(each.class_code, each.vendor) and not is_inside
         if each.vendor not in listed and is_gpu:
             found.setdefault(address, GpuDevice(address, UNKNOWN))
@@ -231,10 +224,10 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     CPUs that are online and on none of them are a node of unknown number. Without any
     node, as kernels without NUMA show it, all is one node 0.
     """
-    left, online = read_online(root), read_list(f"{root}/{_NODES}/online")
+    left, online = machine.read_online(root), read_list(f"{root}/{_NODES}/online")
     cpus_of = {
         number: cpus
-        for number, cpus in read_node_cpus(root).items()
+        for number, cpus in machine.read_node_cpus(root).items()
         if not online or online >> number & 1
     }
     plain = _read_processor(root)
@@ -279,7 +272,7 @@ def _read_processor(root: str) -> NumaNode:
 
 
 def _with_cpus(root: str, node: NumaNode, cpus: int) -> NumaNode:
-    cores = split_cores(root, cpus)
+    cores = machine.split_cores(root, cpus)
     if not cores:
         return node._replace(arch="", vendor="", family=UNKNOWN, model=UNKNOWN)
     topology = f"{root}/sys/devices/system/cpu/cpu{cores[0][0]}/topology"
@@ -311,7 +304,7 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
                 title=f"{name}:{number}" if place else name,
                 bus_id=pci.bus_id(pci.read_path(own)),
                 kind=read_text(f"{files}/link_layer").lower(),
-                mbit_per_s=parse_rate(read_text(f"{files}/rate")),
+                mbit_per_s=machine.parse_rate(read_text(f"{files}/rate")),
                 port=number,
                 is_up=read_text(f"{files}/state").startswith("4:"),
             )
