@@ -249,6 +249,11 @@ BRIDGE, NIC = "0000:00:00.0", "0000:02:00.0"
 
 # One change to the sound host each, and what it must bring: rule, severity, elements.
 UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
+    "device-lost": (
+        lambda: with_device(gpu(1), is_lost=True),
+        Level.ERROR,
+        [gpu(1)],
+    ),
     "slow-bridge": (
         lambda: with_device(BRIDGE, width=8),
         Level.WARNING,
@@ -268,6 +273,11 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         lambda: with_device(gpu(2), speed_now=SPEED, width_now=4),
         Level.ERROR,
         [gpu(2)],
+    ),
+    "uneven-gpu-link": (
+        lambda: with_device(gpu(3), width=4),
+        Level.WARNING,
+        [gpu(3)],
     ),
     "link-to-itself": (
         lambda: with_links(nvlink(0, gpu(0), 2), nvlink(0, NVSWITCH)),
@@ -319,6 +329,11 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.WARNING,
         ["net/mlx5_1"],
     ),
+    "slow-nic": (
+        lambda: with_port(2, mbit_per_s=100_000),
+        Level.WARNING,
+        ["net/mlx5_2"],
+    ),
     "nic-down": (
         lambda: with_port(3, is_up=False),
         Level.WARNING,
@@ -337,7 +352,7 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
     "far-nic": (far, Level.WARNING, [gpu(0)]),
     "nic-behind-processor": (
         lambda: with_device(gpu(0), parent=""),
-        Level.NOTE,
+        Level.WARNING,
         [gpu(0)],
     ),
     "no-numa-node": (
@@ -377,6 +392,8 @@ BESIDE = {
     "tiny-link": {"slow-bridge"},
     "nic-faster-than-link": {"far-nic"},
     "odd-nic-speed": {"far-nic"},
+    "slow-nic": {"far-nic"},
+    "far-nic": {"slow-nic"},
     "nic-down": {"nic-behind-processor"},
 }
 
@@ -499,12 +516,12 @@ def test_a_family_after_15_is_one_of_the_future() -> None:
 def test_lint_names_what_a_host_does_not_show() -> None:
     assert unseen_facts([]) == ()
     full = sound()
-    facts = ("PCI links as they run now", "ACS", "access between GPUs")
+    facts = ("current speed of PCI links", "ACS", "access between GPUs")
     assert unseen_facts([full]) == facts
     rates = tuple(port._replace(mbit_per_s=0) for port in full.ports)
     bare = full._replace(ports=rates, links=(), devices=())
     assert unseen_facts([full, bare]) == (
-        "PCI links as they run now (1 of 2 hosts)",
+        "current speed of PCI links (1 of 2 hosts)",
         *facts[1:],
         "PCI links (1 of 2 hosts)",
         "NVLinks (1 of 2 hosts)",

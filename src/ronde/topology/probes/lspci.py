@@ -117,6 +117,8 @@ def _read_device(
     found = PciDevice(
         address, class_code=number_of_class << 8, vendor=vendor, device=device
     )
+    # What does not answer is read as ones.
+    found = found._replace(is_lost=" (rev ff)" in rest)
     return found, _REVISION.sub("", rest)
 
 

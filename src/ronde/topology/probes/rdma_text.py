@@ -18,6 +18,7 @@ _FIELDS = {
     "ca_type": "model",
     "vendor_part_id": "model",
     "physical_state": "phys_state",
+    "sys_image_guid": "system_image_guid",
 }
 _SPELLED = {"INITIALIZING": "INIT", "LINK_UP": "LinkUp"}
 
@@ -26,7 +27,8 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
     """Return ports by names such as ``mlx5_0:1``, in the kernel's words.
 
     Each has ``state`` (``ACTIVE``), ``physical_state`` (``LinkUp``), ``mbit_per_s``,
-    ``layer`` (``InfiniBand``) and ``model`` (``MT4129``); empty or 0 if not printed.
+    ``layer`` (``InfiniBand``), ``model`` (``MT4129``), ``card``, which its ports share,
+    and ``lanes`` (``4X``); empty or 0 if not printed.
     """
     adapter = ""
     device: dict[str, str] = {}
@@ -62,6 +64,8 @@ def _port(fields: Mapping[str, str]) -> dict[str, Any]:
         "mbit_per_s": rate or int(lanes[0] if lanes else 1) * of_lane,
         "layer": fields.get("link_layer", ""),
         "model": fields.get("model", ""),
+        "card": fields.get("system_image_guid", ""),
+        "lanes": fields.get("active_width", "").partition(" ")[0],
     }
 
 
@@ -81,6 +85,10 @@ def _read(saved: Saved) -> Topology:
             mbit_per_s=own["mbit_per_s"],
             port=int(name.rpartition(":")[2]),
             is_up=own["state"] == "ACTIVE",
+            state=own["lanes"]
+            if own["state"] == "ACTIVE"
+            else f"{own['state']}, {own['physical_state']}",
+            card=own["card"] or name.rpartition(":")[0],
         )
         for name, own in read_rdma_ports(saved).items()
     )
