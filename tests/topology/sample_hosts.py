@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ronde.topology import HostTopology, NcclTopologyProbe, NvidiaSmiProbe, Saved
+from ronde.topology import NCCL_TOPOLOGY, NVIDIA_SMI, HostTopology, Saved
 
 SAMPLES = Path(__file__).parent / "samples"
 FILES = sorted(
@@ -25,6 +25,6 @@ def sample_path(name: str) -> Path:
 def sample_host(name: str) -> HostTopology:
     """Return the one host of a sample."""
     path = sample_path(name)
-    probe = NcclTopologyProbe() if path.suffix == ".xml" else NvidiaSmiProbe()
+    probe = NCCL_TOPOLOGY if path.suffix == ".xml" else NVIDIA_SMI
     (host,) = probe.read(Saved(name, path.read_bytes())).hosts
     return host

@@ -10,9 +10,9 @@ from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
 from ronde.topology import (
+    HWLOC,
     UNKNOWN,
     HostTopology,
-    HwlocProbe,
     Link,
     LinkKind,
     Saved,
@@ -21,7 +21,7 @@ from ronde.topology import (
 )
 
 SAMPLES = Path(__file__).parent / "samples" / "hwloc_xml"
-PROBE = HwlocProbe()
+PROBE = HWLOC
 
 
 class Counted(NamedTuple):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ronde.topology import (
+    NCCL_TOPOLOGY,
     NVSWITCH,
     GpuDevice,
     HostTopology,
@@ -12,7 +13,6 @@ from ronde.topology import (
     LimitWorld,
     Link,
     LinkKind,
-    NcclTopologyProbe,
     NetPort,
     PciDevice,
     Saved,
@@ -28,7 +28,7 @@ GEN3_X16, GEN4_X16, GEN5_X16 = (rate * 2 * 128 / 130 for rate in (8, 16, 32))
 
 def host_of(name: str) -> HostTopology:
     (path,) = SAMPLES.glob(f"*_topo/{name}*.xml")
-    (host,) = NcclTopologyProbe().read(Saved(name, path.read_bytes())).hosts
+    (host,) = NCCL_TOPOLOGY.read(Saved(name, path.read_bytes())).hosts
     return host
 
 

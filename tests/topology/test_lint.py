@@ -14,6 +14,7 @@ from ronde.cli import main
 from ronde.render import count_findings, draw_log_findings
 from ronde.topology import (
     CATALOGUE,
+    NCCL_TOPOLOGY,
     NVSWITCH,
     Diagnostic,
     GpuDevice,
@@ -21,7 +22,6 @@ from ronde.topology import (
     Level,
     Link,
     LinkKind,
-    NcclTopologyProbe,
     NetPort,
     NumaNode,
     PciDevice,
@@ -101,7 +101,7 @@ HEALTHY = ("perlmutter", "hgx_h200", "hgx_b200", "azure_ndv5", "aws_p4de")
 
 def read(name: str) -> HostTopology:
     path = SAMPLES / name
-    topology = NcclTopologyProbe().read(Saved(path.name, path.read_bytes()))
+    topology = NCCL_TOPOLOGY.read(Saved(path.name, path.read_bytes()))
     assert len(topology.hosts) == 1
     return topology.hosts[0]
 

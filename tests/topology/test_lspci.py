@@ -11,9 +11,9 @@ from tests.topology.hostile import bad_inputs, check_harmless
 from ronde.errors import UsageError
 from ronde.render import draw_tree
 from ronde.topology import (
+    LSPCI,
     UNKNOWN,
     HostTopology,
-    LspciProbe,
     Saved,
     Topology,
     compute_capability,
@@ -25,7 +25,7 @@ from ronde.topology import (
 
 SAMPLES = Path(__file__).parent / "samples" / "sysfs_snapshots"
 A10, A100 = SAMPLES / "gpud_lspci.nn.a10", SAMPLES / "gpud_lspci.nn.a100"
-PROBE = LspciProbe()
+PROBE = LSPCI
 
 
 def read(data: bytes | str) -> HostTopology:

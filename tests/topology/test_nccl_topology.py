@@ -9,16 +9,16 @@ from tests.topology.hostile import bad_inputs, check_harmless
 from ronde.errors import UsageError
 from ronde.topology import (
     MAX_REMARKS,
+    NCCL_TOPOLOGY,
     NVSWITCH,
     UNKNOWN,
     GpuDevice,
     HostTopology,
     Link,
     LinkKind,
-    NcclTopologyProbe,
     Saved,
     members,
-    parse_words,
+    parse_mask,
     read_topology,
     write_topology,
 )
@@ -133,7 +133,7 @@ COUNTED = (
 
 def read(text: str | bytes) -> tuple[HostTopology, ...]:
     data = text.encode() if isinstance(text, str) else text
-    return NcclTopologyProbe().read(Saved("a.xml", data)).hosts
+    return NCCL_TOPOLOGY.read(Saved("a.xml", data)).hosts
 
 
 def sample(counted: Counted) -> HostTopology:
@@ -208,7 +208,7 @@ class TestSamples:
     @pytest.mark.parametrize("counted", COUNTED, ids=str)
     def test_a_trip_through_json_loses_nothing(self, counted: Counted):
         data = counted.path.read_bytes()
-        topology = NcclTopologyProbe().read(Saved("a.xml", data))
+        topology = NCCL_TOPOLOGY.read(Saved("a.xml", data))
 
         assert read_topology(write_topology(topology).encode(), "a.json") == topology
 
@@ -468,9 +468,9 @@ class TestHarm:
 
         for end in range(begin, len(data.rstrip()), 97):
             saved = Saved("a.xml", data[:end])
-            assert NcclTopologyProbe().recognises(saved)
+            assert NCCL_TOPOLOGY.recognises(saved)
             with pytest.raises(UsageError):
-                NcclTopologyProbe().read(saved)
+                NCCL_TOPOLOGY.read(saved)
 
     @pytest.mark.parametrize("counted", COUNTED[:1] + COUNTED[-1:])
     def test_hostile_files_are_refused_or_read(self, counted: Counted):
@@ -487,7 +487,7 @@ class TestHarm:
 
         assert len(others) > 10
         for path in others:
-            assert not NcclTopologyProbe().recognises(Saved("x", path.read_bytes()))
+            assert not NCCL_TOPOLOGY.recognises(Saved("x", path.read_bytes()))
 
 
 @given(st.frozensets(st.integers(0, 1023)))
@@ -496,11 +496,11 @@ def test_a_mask_says_its_cpus(cpus: frozenset[int]):
     for cpu in cpus:
         words[31 - cpu // 32] |= 1 << cpu % 32
 
-    assert members(parse_words(",".join(f"{word:08x}" for word in words))) == sorted(
+    assert members(parse_mask(",".join(f"{word:08x}" for word in words))) == sorted(
         cpus
     )
     # strtoul's words may be short.
-    assert members(parse_words(",".join(f"{word:x}" for word in words))) == sorted(cpus)
+    assert members(parse_mask(",".join(f"{word:x}" for word in words))) == sorted(cpus)
 
 
 NAMES = (

@@ -9,13 +9,13 @@ from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 from ronde.errors import UsageError
 from ronde.render import draw_tree, tabulate_speeds
 from ronde.topology import (
+    NVIDIA_SMI,
     NVSWITCH,
     UNKNOWN,
     AlignmentRequest,
     HostTopology,
     Link,
     LinkKind,
-    NvidiaSmiProbe,
     Policy,
     Saved,
     Topology,
@@ -33,7 +33,7 @@ MATRICES = SAMPLES / "nvsmi_topo_m"
 B200 = MATRICES / "hgx_b200_8x_drv595.91.txt"
 H200 = MATRICES / "hgx_h200_8x_topo_p2p_n.txt"
 PERLMUTTER = MATRICES / "perlmutter_a100_4x_drv580.159.txt"
-PROBE = NvidiaSmiProbe()
+PROBE = NVIDIA_SMI
 
 
 def read(data: bytes | str) -> HostTopology:

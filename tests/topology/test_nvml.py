@@ -11,6 +11,7 @@ import pytest
 
 from ronde.render import draw_tree
 from ronde.topology import (
+    NCCL_TOPOLOGY,
     NVSWITCH,
     UNKNOWN,
     ComparedHost,
@@ -20,7 +21,6 @@ from ronde.topology import (
     LimitWorld,
     Link,
     LinkKind,
-    NcclTopologyProbe,
     NoNvmlError,
     RankLayout,
     Rate,
@@ -81,7 +81,7 @@ def test_all_that_is_asked_exists():
 
 def test_links_are_those_of_the_file_that_nccl_wrote_there():
     path = SAMPLES / "nccl_topo" / "perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
-    (reported,) = NcclTopologyProbe().read(Saved(path.name, path.read_bytes())).hosts
+    (reported,) = NCCL_TOPOLOGY.read(Saved(path.name, path.read_bytes())).hosts
     addresses = [gpu.bus_id for gpu in reported.gpus]
     gpus = [
         GpuAnswers(

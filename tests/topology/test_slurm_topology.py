@@ -11,16 +11,16 @@ from ronde.cli import main
 from ronde.errors import UsageError
 from ronde.render import draw_tree
 from ronde.topology import (
+    SLURM_TOPOLOGY,
     NetworkSwitch,
     Saved,
-    SlurmTopologyProbe,
     Topology,
     lint_switches,
     read_topology,
     write_topology,
 )
 
-PROBE = SlurmTopologyProbe()
+PROBE = SLURM_TOPOLOGY
 SHOWN = """\
 SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=node[01-03]
 SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=node[04-06]

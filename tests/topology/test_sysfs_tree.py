@@ -8,12 +8,12 @@ from hypothesis import given, settings, strategies as st
 from tests.topology.saved_trees import NAMES, Tree, unpack
 
 from ronde.topology import (
+    NCCL_TOPOLOGY,
     UNKNOWN,
     GpuDevice,
     HostTopology,
     Link,
     LinkKind,
-    NcclTopologyProbe,
     NetPort,
     Saved,
     format_list,
@@ -373,7 +373,9 @@ def write_as_kernel(host: HostTopology, tree: Tree) -> None:
     every = sum(1 << cpu for node in host.numa_nodes for cpu in node.cpus)
     tree.cpus(format_list(members(every)))
     for node in host.numa_nodes:
-        tree.node(node.number, f"{sum(1 << cpu for cpu in node.cpus):x}")
+        bits = sum(1 << cpu for cpu in node.cpus)
+        words = (f"{bits >> at & 0xFFFFFFFF:08x}" for at in range(224, -1, -32))
+        tree.node(node.number, ",".join(words))
     (processor, *_) = host.numa_nodes
     family = processor.family
     family = 15 + (family - 15) // 16 if family > 15 else family
@@ -407,7 +409,7 @@ def write_as_kernel(host: HostTopology, tree: Tree) -> None:
 )
 def test_a_machine_is_seen_as_nccl_has_seen_it(name, tree):
     path = Path(__file__).parent / "samples" / "nccl_topo" / name
-    (reported,) = NcclTopologyProbe().read(Saved(name, path.read_bytes())).hosts
+    (reported,) = NCCL_TOPOLOGY.read(Saved(name, path.read_bytes())).hosts
     write_as_kernel(reported, tree)
     host = read_host(tree.root)
     assert sorted(host.devices) == sorted(reported.devices)

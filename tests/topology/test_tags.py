@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import UsageError
-from ronde.topology import HostTopology, LspciProbe, NvidiaSmiProbe, Probe, Saved, untag
+from ronde.topology import LSPCI, NVIDIA_SMI, HostTopology, Probe, Saved, untag
 
 SAMPLES = Path(__file__).parent / "samples"
 MATRIX = SAMPLES / "nvsmi_topo_m" / "perlmutter_a100_4x_drv580.159.txt"
 LIST = SAMPLES / "sysfs_snapshots" / "gpud_lspci.nn.a100"
-TEXTS = [(NvidiaSmiProbe(), MATRIX.read_text()), (LspciProbe(), LIST.read_text())]
+TEXTS = [(NVIDIA_SMI, MATRIX.read_text()), (LSPCI, LIST.read_text())]
 TAGS = [
     "0: ",
     "   3: ",
@@ -55,7 +55,7 @@ def test_texts_of_several_hosts_are_not_mixed(
 
 def test_a_long_list_is_recognised_by_its_beginning() -> None:
     text = tagged(LIST.read_text() + "\tCapabilities: [40] x\n" * 20_000, "node17: ")
-    assert LspciProbe().recognises(Saved("it.txt", text.encode()))
+    assert LSPCI.recognises(Saved("it.txt", text.encode()))
 
 
 @pytest.mark.parametrize("text", [text for _, text in TEXTS], ids=["matrix", "list"])

@@ -11,8 +11,8 @@ from tests.topology.sample_hosts import H200, PERLMUTTER, sample_host
 from ronde.cli import main
 from ronde.render import draw_comparison
 from ronde.topology import (
+    NCCL_TOPOLOGY,
     HostTopology,
-    NcclTopologyProbe,
     NetPort,
     NumaNode,
     PathKind,
@@ -36,7 +36,7 @@ BARE, VIRTUAL = "hgx_b200_8x_vastai_nccl2.27.3.xml", "modal_gvisor_b200_vm_topo.
 
 
 def load(path: Path) -> HostTopology:
-    return NcclTopologyProbe().read(Saved(path.name, path.read_bytes())).hosts[0]
+    return NCCL_TOPOLOGY.read(Saved(path.name, path.read_bytes())).hosts[0]
 
 
 def nccl(name: str) -> HostTopology:

@@ -6,11 +6,11 @@ import pytest
 
 from ronde.render import draw_tree
 from ronde.topology import (
+    NCCL_TOPOLOGY,
     GpuDevice,
     HostTopology,
     Link,
     LinkKind,
-    NcclTopologyProbe,
     NetPort,
     NetworkSwitch,
     NumaNode,
@@ -37,7 +37,7 @@ NVLink: every GPU: 4 each to the other GPUs, 80 GB/s
 
 def draw_sample(name):
     path = SAMPLES / name
-    return draw_tree(NcclTopologyProbe().read(Saved(str(path), path.read_bytes())))
+    return draw_tree(NCCL_TOPOLOGY.read(Saved(str(path), path.read_bytes())))
 
 
 def draw(**fields):

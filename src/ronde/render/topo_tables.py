@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from ronde.render.text import (
-    WIDTH,
     align,
     format_ranks,
     list_some,
@@ -82,10 +81,8 @@ def tabulate_speeds(paths: Paths, table: ClassTable) -> str:
 
     def speed(one: str, other: str, word: str) -> str:
         path = paths.between(one, other)
-        if path is None:
+        if path is None or one == other:
             return word
-        if path.num_hops == 0:
-            return "X"
         return f"{path.kind} {path.gb_per_s:.1f}" if paths.is_known(path) else path.kind
 
     cells = [
@@ -204,9 +201,7 @@ def _link_of(axis: AxisPlan) -> str:
     return share + axis.link.partition(", ")[0] or "unknown"
 
 
-def tabulate_limits(
-    world: LimitWorld, bounds: Sequence[Bound], width: int = WIDTH
-) -> str:
+def tabulate_limits(world: LimitWorld, bounds: Sequence[Bound]) -> str:
     layout = world.layout
     nodes, unit = layout.num_nodes, "GPU" if world.has_gpus else "rank"
     ranks = counted(layout.ranks_per_node, unit)
@@ -223,7 +218,7 @@ def tabulate_limits(
     for collective, bound, practical, link in rows:
         middle = f"{practical:>9}" if has_practical else ""
         text += f"{collective:<15}{bound:>9}{middle}  {link}\n"
-    return text + _limit_notes(world, bounds, width)
+    return text + _limit_notes(world, bounds)
 
 
 def _rate(rate: Rate, world: LimitWorld) -> str:
@@ -248,7 +243,7 @@ def _limit_row(bound: Bound) -> tuple[str, str, str, str]:
     return bound.collective, rates[0], rates[1], setter
 
 
-def _limit_notes(world: LimitWorld, bounds: Sequence[Bound], width: int) -> str:
+def _limit_notes(world: LimitWorld, bounds: Sequence[Bound]) -> str:
     by_note = grouped(
         (note, each.collective)
         for each in bounds
@@ -257,21 +252,21 @@ def _limit_notes(world: LimitWorld, bounds: Sequence[Bound], width: int) -> str:
     by_note.pop("", None)
     text = ""
     for note, collectives in by_note.items():
-        text += wrap(f"{', '.join(collectives)}: ", note, width, indent=2)
+        text += wrap(f"{', '.join(collectives)}: ", note, indent=2)
     if any(each.limit for each in bounds):
         for why in world.unknown:
-            text += wrap("bounds may be lower: ", why, width, indent=2)
+            text += wrap("bounds may be lower: ", why, indent=2)
     return f"\n{text}" if text else ""
 
 
-def judge(limit: Limit, measured_gb_per_s: float, width: int = WIDTH) -> str:
+def judge(limit: Limit, measured_gb_per_s: float) -> str:
     percent = limit.percent(measured_gb_per_s)
     text = f"measured {measured_gb_per_s:g} GB/s: {percent:.1f} % of the bound"
     practical = limit.practical_gb_per_s
     if practical is not None:
         text += f", {100 * measured_gb_per_s / practical:.1f} % of NCCL's"
     doubt = limit.doubt(measured_gb_per_s)
-    return wrap("", f"{text}.", width) + (wrap("", f"{doubt}.", width) if doubt else "")
+    return wrap("", f"{text}.") + (wrap("", f"{doubt}.") if doubt else "")
 
 
 def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:

@@ -155,7 +155,7 @@ def draw_tree(topology: Topology) -> str:
 def _draw_host(host: HostTopology) -> str:
     tree = _ElementTree(host)
     elements = [
-        _numa_element(host, node, tree.at({node.number}, is_known=True))
+        _numa(host, node, tree.at({node.number}, is_known=True))
         for node in host.numa_nodes
     ]
     known = {node.number for node in host.numa_nodes}
@@ -177,7 +177,6 @@ def _joined(*words: str) -> str:
 
 
 def _summary(host: HostTopology) -> str:
-    """Return how much there is on a host."""
     num_cores = sum(len(node.cores) for node in host.numa_nodes)
     num_cpus = sum(len(node.cpus) for node in host.numa_nodes)
     memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
@@ -191,10 +190,7 @@ def _summary(host: HostTopology) -> str:
     )
 
 
-def _numa_element(
-    host: HostTopology, node: NumaNode, below: Sequence[_Element]
-) -> _Element:
-    """Return a NUMA node of a host with what is at it."""
+def _numa(host: HostTopology, node: NumaNode, below: Sequence[_Element]) -> _Element:
     cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else "no CPUs"
     if len(cpus) > _MAX_CPUS_CHARACTERS:
         cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"

@@ -6,7 +6,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "comparison": "ComparedHost compare_hosts",
-        "cpu_sets": "format_list members parse_list parse_mask parse_words",
+        "cpu_sets": "format_list members parse_list parse_mask",
         "graph": (
             "Diagnostic GpuDevice HostTopology Interface Level Link LinkKind "
             "NVSWITCH NetPort NetworkSwitch NumaNode PciDevice Relation Topology "
@@ -39,24 +39,20 @@ __getattr__ = lazy_exports(
             "decide merge place"
         ),
         "placement.plan": "HostPlan plan_host",
-        "probes.amd_smi": "AMD_SMI",
-        "probes.base": "Probe Saved TextProbe untag",
-        "probes.hwloc": "HwlocProbe",
-        "probes.lspci": "LspciProbe",
+        "probes.base": "Probe Saved untag",
+        "probes.hwloc": "HWLOC",
+        "probes.lspci": "LSPCI",
         "probes.nccl": (
-            "MAX_REMARKS NcclTopologyProbe SearchGraph read_search_graphs "
+            "MAX_REMARKS NCCL_TOPOLOGY SearchGraph read_search_graphs "
             "recognises_search_graph"
         ),
-        "probes.nvidia_smi": "NvidiaSmiProbe",
+        "probes.nvidia_smi": "NVIDIA_SMI",
         "probes.nvml": (
             "GpuAnswers NoNvmlError Remote graph_of open_nvml payload_gb_per_s "
             "read_nvml"
         ),
-        "probes.others": "recognise_other",
-        "probes.rdma_text": "RDMA_PORTS read_rdma_ports",
-        "probes.slurm": "SlurmTopologyProbe",
-        "probes.smi_query": "SMI_QUERY",
+        "probes.slurm": "SLURM_TOPOLOGY",
         "probes.sysfs": "read_host",
-        "sources": "Detected detect_host find_probe read_file read_saved",
+        "sources": "Detected detect_host read_file read_saved",
     },
 )

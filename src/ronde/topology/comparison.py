@@ -7,7 +7,7 @@ if it is equally many. A kind of element that one host does not show is left out
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, combinations, product
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -175,9 +175,8 @@ class HostComparison(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        has_changes = any(each.changes for each in self.paths)
-        lists = self.only_first, self.only_second, self.differences
-        return not any(lists) and not has_changes
+        changes = [each.changes for each in self.paths]
+        return not any([self.only_first, self.only_second, self.differences, *changes])
 
 
 def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
@@ -196,14 +195,13 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
             num_matched += len(pairs[role])
             only[0].extend(each.name for each in left[0])
             only[1].extend(each.name for each in left[1])
-    everything = list(chain.from_iterable(pairs.values()))
     return HostComparison(
         num_matched,
         tuple(only[0]),
         tuple(only[1]),
         missing_first=tuple(sorted(hidden[0] - hidden[1])),
         missing_second=tuple(sorted(hidden[1] - hidden[0])),
-        differences=tuple(_differences(everything, first, second)),
+        differences=tuple(_differences(chain(*pairs.values()), first, second)),
         paths=tuple(_compare_paths(first, second, pairs["gpus"], pairs["ports"])),
     )
 
@@ -254,7 +252,7 @@ def _order(element: Element) -> tuple[list[int], list[tuple[str, int]]]:
 
 
 def _differences(
-    pairs: _Pairs, first: HostTopology, second: HostTopology
+    pairs: Iterable[tuple[Any, Any]], first: HostTopology, second: HostTopology
 ) -> Iterator[Difference]:
     before, after = ComparedHost(first), ComparedHost(second)
     for element, other in pairs:

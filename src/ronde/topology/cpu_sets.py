@@ -24,19 +24,11 @@ def parse_list(text: str) -> int:
 
 
 def parse_mask(text: str) -> int:
-    """Return the set of a mask such as ``ff,00000001``; empty text is the empty set."""
-    bits = int(text.replace(",", "") or "0", 16)
-    if bits < 0:
-        raise ValueError("a mask is not negative")
-    return bits
-
-
-def parse_words(text: str) -> int:
-    """Return the set of words of 32 bits, highest first, which may lack zeros."""
+    """Return the set of words of 32 bits, such as ``ff,1``; empty text is empty."""
     words = text.split(",", MAX_CPU // 32 + 1)
     if not all(map(_WORD.fullmatch, words)):
         raise ValueError(f"{text!r} is no mask")
-    return parse_mask("".join(word.removeprefix("0x").zfill(8) for word in words))
+    return int("".join(word.removeprefix("0x").zfill(8) for word in words), 16)
 
 
 def members(bits: int) -> list[int]:

@@ -226,13 +226,11 @@ _MAX_DEPTH = 256
 
 
 def write_topology(topology: Topology) -> str:
-    """Return the JSON of a topology."""
     plain = cast("dict[str, object]", to_plain(topology))
     return json.dumps({**_SCHEMA, **plain}, indent=1) + "\n"
 
 
 def read_topology(data: bytes, origin: str) -> Topology:
-    """Return the topology in JSON."""
     try:
         read: object = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -342,8 +342,7 @@ def find_ways(host: HostTopology) -> _Ways:
 def find_rdma_ports(host: HostTopology) -> list[NetPort]:
     """Return the ports of RDMA adapters that are up."""
     # Sources count their ports from 1, and interfaces' as 0 or not at all.
-    ports = _find_hardware(host)
-    return [port for port in ports if port.kind == "infiniband" or port.port > 0]
+    return [p for p in _find_hardware(host) if p.kind == "infiniband" or p.port > 0]
 
 
 def _find_hardware(host: HostTopology) -> list[NetPort]:

@@ -369,12 +369,10 @@ class HostRules(HostView):
             if len(own) < most:
                 words = {"num": len(own), "most": most, "kind": "xGMI link"}
                 yield hit(name, 0.0, 0.0, others=_OTHERS, form=".xgmi", **words)
-        direct = [
-            k for own in self.links.values() for k in own if k.target in self.gpus
-        ]
+        pairs = [k for own in self.links.values() for k in own if k.target in self.gpus]
         # Eight GPUs of before NVSwitch are joined by one or two links to some others:
         # of a part of them each sees another number.
-        is_part = max((link.num_links for link in direct), default=9) <= 2
+        is_part = max((link.num_links for link in pairs), default=9) <= 2
         is_part = is_part and len(self.gpus) < _MOST_GPUS
         for gpu in up:
             num = self.num_up(gpu)
@@ -642,8 +640,5 @@ _MEASURES: dict[str, Callable[[HostTopology], tuple[float, float]]] = {
     "node-nvlinks-differ": _fewest_nvlinks,
     "node-network-differs": _network,
     "node-gpu-links-differ": _slowest_gpu_link,
-    "node-cores-differ": lambda host: (
-        sum(len(node.cpus) for node in host.numa_nodes) or -1,
-        0.0,
-    ),
+    "node-cores-differ": lambda h: (sum(len(n.cpus) for n in h.numa_nodes) or -1, 0.0),
 }

@@ -21,34 +21,29 @@ _NVIDIA = 0x10DE
 _DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
-class JsonProbe:
-    """Reads what ``ronde topo --json`` wrote."""
-
-    format = "ronde topology"
-
-    def recognises(self, saved: Saved) -> bool:
-        return saved.data.lstrip()[:1] == b"{"
-
-    def read(self, saved: Saved) -> Topology:
-        return read_topology(saved.data, saved.name)
+_JSON = Probe(
+    "ronde topology",
+    lambda saved: saved.data.lstrip()[:1] == b"{",
+    lambda saved: read_topology(saved.data, saved.name),
+)
+"""Reads what ``ronde topo --json`` wrote."""
 
 
 def _find_probes() -> list[Probe]:
     """Return the readers of files; the first that recognises a file is to read it."""
     # Imported where a file is read: this machine alone needs none of them.
     from ronde.topology.probes.amd_smi import AMD_SMI
-    from ronde.topology.probes.hwloc import HwlocProbe
-    from ronde.topology.probes.lspci import LspciProbe
-    from ronde.topology.probes.nccl import NcclTopologyProbe
-    from ronde.topology.probes.nvidia_smi import NvidiaSmiProbe
+    from ronde.topology.probes.hwloc import HWLOC
+    from ronde.topology.probes.lspci import LSPCI
+    from ronde.topology.probes.nccl import NCCL_TOPOLOGY
+    from ronde.topology.probes.nvidia_smi import NVIDIA_SMI
     from ronde.topology.probes.rdma_text import RDMA_PORTS
-    from ronde.topology.probes.slurm import SlurmTopologyProbe
+    from ronde.topology.probes.slurm import SLURM_TOPOLOGY
     from ronde.topology.probes.smi_query import SMI_QUERY
 
-    xml = [NcclTopologyProbe(), HwlocProbe()]
     # AMD's tables look like NVIDIA's.
-    text = [AMD_SMI, NvidiaSmiProbe(), LspciProbe(), SMI_QUERY, RDMA_PORTS]
-    return [JsonProbe(), *xml, *text, SlurmTopologyProbe()]
+    text = [AMD_SMI, NVIDIA_SMI, LSPCI, SMI_QUERY, RDMA_PORTS, SLURM_TOPOLOGY]
+    return [_JSON, NCCL_TOPOLOGY, HWLOC, *text]
 
 
 def read_saved(name: str) -> Saved:
@@ -154,7 +149,6 @@ def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
 
 
 def join_topologies(topologies: Sequence[Topology]) -> Topology:
-    """Return the hosts and switches of all."""
     return Topology(
         tuple(host for each in topologies for host in each.hosts),
         tuple(switch for each in topologies for switch in each.switches),

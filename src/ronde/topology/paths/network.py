@@ -188,28 +188,25 @@ class PathNetwork:
         self._parents = join_switches(host.devices)
         self._numbers = find_numa_numbers(host)
         self._gpus = {each.name: each for each in reversed(host.gpus)}
-        self._add_all()
+        nodes = list(self._order_nodes())
+        self.kinds |= {node.name: VertexKind.CPU for node in nodes}
+        self._add_devices()
+        for gpu in host.gpus:
+            if gpu.name not in self.kinds:
+                self._hang(gpu.name, VertexKind.GPU, PciDevice(gpu.name))
+        for port in host.ports:
+            if port.name not in self.kinds:
+                self._add_port(port)
+        for link in host.links:
+            self._add_link(link)
+        for node, other in permutations(nodes, 2):
+            speed = speeds.smp_gb_per_s(node, other)
+            self._connect(node.name, other.name, PathKind.SYS, speed)
         # Of each by falling bandwidth, the PCI link above it last.
         self.edges = {name: self._sorted(name) for name in self.kinds}
 
     def named(self, kind: VertexKind) -> tuple[str, ...]:
         return tuple(name for name, own in self.kinds.items() if own == kind)
-
-    def _add_all(self) -> None:
-        nodes = list(self._order_nodes())
-        self.kinds |= {node.name: VertexKind.CPU for node in nodes}
-        self._add_devices()
-        for gpu in self.host.gpus:
-            if gpu.name not in self.kinds:
-                self._hang(gpu.name, VertexKind.GPU, PciDevice(gpu.name))
-        for port in self.host.ports:
-            if port.name not in self.kinds:
-                self._add_port(port)
-        for link in self.host.links:
-            self._add_link(link)
-        for node, other in permutations(nodes, 2):
-            speed = speeds.smp_gb_per_s(node, other)
-            self._connect(node.name, other.name, PathKind.SYS, speed)
 
     def _add_devices(self) -> None:
         adapters = {each.bus_id for each in self.host.ports}
@@ -369,6 +366,10 @@ class _Way(NamedTuple):
     gb_per_s: float
     route: tuple[str, ...]  # From the vertex to the target.
 
+    @property
+    def order(self) -> tuple[int, float, int]:
+        return self.rank, -self.gb_per_s, len(self.route)
+
 
 class _Search:
     """Breadth-first, from a target to all that lead to it."""
@@ -376,12 +377,11 @@ class _Search:
     def __init__(self, network: PathNetwork) -> None:
         self._gpus = set(network.named(VertexKind.GPU))
         # NCCL gives up where a link is listed in one direction alone.
-        ends = {
-            (n, e.target, e.kind) for n, edges in network.edges.items() for e in edges
-        }
+        edges = network.edges.items()
+        ends = {(name, edge.target, edge.kind) for name, own in edges for edge in own}
         self._steps = {
-            name: [edge for edge in edges if (edge.target, name, edge.kind) in ends]
-            for name, edges in network.edges.items()
+            name: [edge for edge in own if (edge.target, name, edge.kind) in ends]
+            for name, own in edges
         }
 
     def run(self, target: str) -> dict[str, _Way]:
@@ -392,7 +392,8 @@ class _Search:
             for name in wave:
                 for way in self._extend(name, found[name]):
                     end = way.route[0]
-                    if self._is_better(way, found.get(end)):
+                    # A nearer kind replaces what was found in fewer hops.
+                    if end not in found or way.order < found[end].order:
                         found[end] = way
                         after[end] = None
             wave = list(after)
@@ -411,10 +412,3 @@ class _Search:
             if passes_gpu and way.rank == kind.rank == PathKind.NVL.rank:
                 rank = PathKind.NVB.rank
             yield _Way(rank, min(way.gb_per_s, gb_per_s), (end, *way.route))
-
-    def _is_better(self, new: _Way, old: _Way | None) -> bool:
-        if old is None:
-            return new.gb_per_s > 0
-        # A nearer kind replaces what was found in fewer hops.
-        marks = [(way.rank, -way.gb_per_s, len(way.route)) for way in (new, old)]
-        return marks[0] < marks[1]

@@ -211,15 +211,14 @@ def _plan_axis(layout: Layout, axis: str, links: _Links) -> AxisPlan:
     parts = [links.split(group) for group in groups]
     found = list(_find_links(parts, links))
     rates = [
-        (rate.gb_per_s / num_sharing, rate.link, num_sharing)
-        for own, num_sharing in found
+        (rate.gb_per_s / num, rate.link, num)
+        for own, num in found
         if (rate := own.islands.way_out if own.islands else own.gpu or own.network)
     ]
     rate, link, num_sharing = min(rates, key=itemgetter(0), default=(None, "", 1))
-    unknown = dict.fromkeys(why for world, _ in found for why in world.unknown)
-    return AxisPlan(
-        axis, groups, max(map(len, parts)), link, rate, num_sharing, tuple(unknown)
-    )
+    unknown = tuple(dict.fromkeys(why for world, _ in found for why in world.unknown))
+    num_hosts = max(map(len, parts))
+    return AxisPlan(axis, groups, num_hosts, link, rate, num_sharing, unknown)
 
 
 def _find_links(

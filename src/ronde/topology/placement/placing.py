@@ -77,15 +77,15 @@ def decide(
     if policy is Policy.NONE:
         return Alignment(None, is_preferred=True, is_admitted=True)
     if policy is Policy.SINGLE_NUMA_NODE:
-        single = [
-            [h for h in hints if h.is_preferred and (h.mask or 1).bit_count() == 1]
-            for hints in resources
-        ]
-        mask, is_preferred = merge(single, all_mask)
+        mask, is_preferred = merge(list(map(_of_one_node, resources)), all_mask)
         limited = None if mask == all_mask else mask
         return Alignment(limited, is_preferred, is_preferred)
     mask, is_preferred = merge(resources, all_mask)
     return Alignment(mask, is_preferred, is_preferred or policy is Policy.BEST_EFFORT)
+
+
+def _of_one_node(hints: Iterable[Hint]) -> list[Hint]:
+    return [h for h in hints if h.is_preferred and (h.mask or 1).bit_count() == 1]
 
 
 def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
@@ -95,7 +95,10 @@ def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
     when all are and name the same nodes. Eight nodes and four resources have billions
     of combinations: only what some of them have in common is listed.
     """
-    preferred = _agreed_masks(resources, all_mask)
+    wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
+    named = {mask for masks in wanted for mask in masks if mask}
+    named |= {all_mask} if all(None in masks for masks in wanted) else set()
+    preferred = {m for m in named if all({m, None} & masks for masks in wanted)}
     count = best_count(resources)
     best: Hint | None = None
     for mask in preferred or _common_masks(resources, all_mask):
@@ -117,10 +120,9 @@ def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
             return (0, 0, size, mask)
         return (1 if size <= count else 2, max(0, count - size), size, mask)
 
-    if not candidate.mask:
+    if not candidate.mask or (current and rank(current) <= rank(candidate)):
         return current
-    is_better = current is None or rank(candidate) < rank(current)
-    return candidate if is_better else current
+    return candidate
 
 
 def best_count(resources: Iterable[Iterable[Hint]]) -> int:
@@ -128,13 +130,6 @@ def best_count(resources: Iterable[Iterable[Hint]]) -> int:
     masks = ([h.mask for h in hints if h.mask is not None] for hints in resources)
     sizes = (min((mask.bit_count() for mask in each), default=0) for each in masks)
     return max(sizes, default=0)
-
-
-def _agreed_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
-    wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
-    named = {mask for masks in wanted for mask in masks if mask}
-    agreed = {mask for mask in named if all(mask in w or None in w for w in wanted)}
-    return agreed | {all_mask} if all(None in masks for masks in wanted) else agreed
 
 
 def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
@@ -289,19 +284,16 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
     return tuple(each for group in groups for each in placer.place(group))
 
 
-def _share_cores(
-    cores: tuple[Core, ...], homes: Sequence[int]
-) -> tuple[CoreShare, ...]:
+def _share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> list[CoreShare]:
     """Divide cores among ranks in blocks, the low ranks' one core larger."""
     # With a GPU that is near no node with cores, all are divided among all.
     known = {core.node for core in cores} - {UNKNOWN_NODE}
     is_near_gpu = known.issuperset(homes)
+    homes = homes if is_near_gpu else [UNKNOWN_NODE] * len(homes)
     shares: dict[int, CoreShare] = {}
-    for near in set(homes) if is_near_gpu else {UNKNOWN_NODE}:
-        pool, ranks = cores, tuple(range(len(homes)))
-        if is_near_gpu:
-            pool = tuple(core for core in cores if core.node == near)
-            ranks = tuple(rank for rank in ranks if homes[rank] == near)
+    for near in set(homes):
+        pool = tuple(core for core in cores if core.node == near or not is_near_gpu)
+        ranks = tuple(rank for rank, home in enumerate(homes) if home == near)
         size, extra = divmod(len(pool), len(ranks))
         for place, rank in enumerate(ranks):
             start = place * size + min(place, extra)
@@ -313,7 +305,7 @@ def _share_cores(
                 home = pool[(2 * place + 1) * len(pool) // (2 * len(ranks))].node
             has_enough = size > 0 or not pool
             shares[rank] = CoreShare(pool, ranks, is_near_gpu, own, home, has_enough)
-    return tuple(shares[rank] for rank in range(len(homes)))
+    return [shares[rank] for rank in range(len(homes))]
 
 
 def _middle_node(cores: Sequence[Core]) -> int:
@@ -437,13 +429,10 @@ class _Placer:
     ) -> tuple[str, ...]:
         """Return why ranks are not aligned: a sentence for each resource at fault."""
         is_one = self._policy is Policy.SINGLE_NUMA_NODE
+        allowed = {n: _of_one_node(h) if is_one else h for n, h in hints.items()}
         good = {
-            name: [
-                mask
-                for mask, is_preferred in each
-                if is_preferred and (not is_one or not mask or mask.bit_count() == 1)
-            ]
-            for name, each in hints.items()
+            name: [hint.mask for hint in own if hint.is_preferred]
+            for name, own in allowed.items()
         }
         num_cores, free = self._wanted(ranks)
         names = [gpu.name for gpu in self._gpus(ranks)]

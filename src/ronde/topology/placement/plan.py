@@ -1,8 +1,8 @@
 """A placement on any host with names in it, and what to type to have it by hand."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations, groupby, zip_longest
+from collections.abc import Mapping, Sequence
+from itertools import chain, combinations, groupby, product, zip_longest
 from typing import NamedTuple
 
 from ronde.topology.cpu_sets import format_list
@@ -66,11 +66,7 @@ class HostPlan(NamedTuple):
 def plan_host(
     host: HostTopology, request: AlignmentRequest, allowed: Sequence[Core] | None = None
 ) -> HostPlan:
-    """Place ranks on a host; ``allowed`` are the cores that may be used, else all.
-
-    Raises:
-        UsageError: As ``place``.
-    """
+    """Place ranks on a host; ``allowed`` are the cores that may be used, else all."""
     cores, notices = infer_cores(host) if allowed is None else (allowed, ())
     if not cores:
         notices = (*notices, "CPUs are unknown: ranks get none.")
@@ -113,17 +109,42 @@ def plan_host(
 def choose_gpus(
     host: HostTopology, num_ranks: int
 ) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs, those of ranks first, and the variables for ``show_gpus``."""
+    """Return the GPUs, those of ranks first, and the variables for ``show_gpus``.
+
+    First are those that NVLink or xGMI joins best. From each GPU on, the one with the
+    best links to those before is added; the set whose slowest pair is the fastest
+    counts.
+    """
     gpus, variables = order_gpus(host)
-    return _linked_first(host, gpus, num_ranks), variables
+    if num_ranks >= len(gpus):
+        return gpus, variables
+    paths = find_paths(host)
+
+    def rate(one: GpuDevice, other: GpuDevice) -> float:
+        path = paths.between(one.name, other.name)
+        return path.gb_per_s if path and path.kind <= PathKind.NVB else 0.0
+
+    def grow(first: GpuDevice) -> list[GpuDevice]:
+        chosen, left = [first], [gpu for gpu in gpus if gpu is not first]
+        while len(chosen) < num_ranks:
+            best = max(left, key=lambda gpu: _fit([rate(gpu, own) for own in chosen]))
+            left.remove(best)
+            chosen.append(best)
+        return chosen
+
+    sets = map(grow, gpus)
+    best = max(sets, key=lambda own: _fit([rate(*p) for p in combinations(own, 2)]))
+    return sorted(gpus, key=lambda gpu: gpu not in best), variables
 
 
-def show_gpus(
-    gpus: Sequence[GpuDevice], variables: Mapping[str, str]
-) -> dict[str, str]:
+def _fit(rates: Sequence[float]) -> tuple[float, float]:
+    return min(rates, default=0.0), sum(rates)
+
+
+def show_gpus(gpus: Sequence[GpuDevice], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which programs see these GPUs, in this order."""
     numbers = ",".join(str(gpu.number) for gpu in gpus)
-    return {name: value or numbers for name, value in variables.items() if gpus}
+    return {name: value or numbers for name, value in env.items() if gpus}
 
 
 def order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
@@ -144,39 +165,6 @@ def order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
     if numbers != sorted({*numbers}):
         gpus = [gpu._replace(number=number) for number, gpu in enumerate(gpus)]
     return gpus, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def _linked_first(
-    host: HostTopology, gpus: list[GpuDevice], num_ranks: int
-) -> list[GpuDevice]:
-    """Return GPUs with those first that NVLink or xGMI joins best, one a rank.
-
-    From each GPU on, the one with the best links to those before is added; the set
-    whose slowest pair is the fastest counts.
-    """
-    if num_ranks >= len(gpus):
-        return gpus
-    paths = find_paths(host)
-
-    def rate(one: GpuDevice, other: GpuDevice) -> float:
-        path = paths.between(one.name, other.name)
-        return path.gb_per_s if path and path.kind <= PathKind.NVB else 0.0
-
-    def grow(first: GpuDevice) -> list[GpuDevice]:
-        chosen, left = [first], [gpu for gpu in gpus if gpu is not first]
-        while len(chosen) < num_ranks:
-            best = max(left, key=lambda gpu: _fit([rate(gpu, own) for own in chosen]))
-            left.remove(best)
-            chosen.append(best)
-        return chosen
-
-    sets = map(grow, gpus)
-    best = max(sets, key=lambda own: _fit([rate(*p) for p in combinations(own, 2)]))
-    return sorted(gpus, key=lambda gpu: gpu not in best)
-
-
-def _fit(rates: Sequence[float]) -> tuple[float, float]:
-    return min(rates, default=0.0), sum(rates)
 
 
 def _plan_rank(
@@ -231,9 +219,7 @@ def _nic_env(
     return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
 
 
-def find_near_ports(
-    host: HostTopology, bus_ids: Collection[str]
-) -> tuple[NearPort, ...]:
+def find_near_ports(host: HostTopology, bus_ids: set[str]) -> tuple[NearPort, ...]:
     """Return how near the ports to train over are to some GPUs, port by port."""
     gpus = [gpu for gpu in host.gpus if gpu.bus_id in bus_ids]
     ports = _training_ports(host)
@@ -313,13 +299,12 @@ def _find_nearness(
     if not gpus or not ports:
         return {}
     table, paths = classify(host), find_paths(host)
-    rows = {name: row for row, name in enumerate(table.names)}
+    pairs = product(table.names, repeat=2)
+    words = dict(zip(pairs, chain.from_iterable(table.words), strict=True))
     found: dict[tuple[int, int], Nearness] = {}
     for b, port in enumerate(ports):
         for a, gpu in enumerate(gpus):
-            word = UNKNOWN_WORD
-            if gpu.name in rows and port.name in rows:
-                word = table.words[rows[gpu.name]][rows[port.name]]
+            word = words.get((gpu.name, port.name), UNKNOWN_WORD)
             kind = _KINDS.get(word) or PathKind(word)
             rate = 0.0
             if path := paths.between(gpu.name, port.name):
@@ -346,6 +331,5 @@ def _verbs_name(port: NetPort) -> str:
         number = UNKNOWN
     if port.title.startswith("mlx5") and number == UNKNOWN:
         number = 1
-    if number >= 1:
-        return ",".join(f"{adapter}:{number}" for adapter in adapters)
-    return ",".join(adapters)
+    end = f":{number}" if number >= 1 else ""
+    return ",".join(adapter + end for adapter in adapters)

@@ -15,7 +15,7 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.pci import plain_address
-from ronde.topology.probes.base import Saved, TextProbe, lines_of_one
+from ronde.topology.probes.base import Probe, Saved, has_line, lines_of_one
 
 _END = r"GPU\d{1,3}|[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
 _LABEL = re.compile(_END)
@@ -90,4 +90,4 @@ def _read(saved: Saved) -> Topology:
     return Topology((host,))
 
 
-AMD_SMI = TextProbe("amd-smi topology", _FORM, _read)
+AMD_SMI = Probe("amd-smi topology", has_line(_FORM), _read)

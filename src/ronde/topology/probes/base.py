@@ -4,8 +4,7 @@ import codecs
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from xml.parsers import expat
 
 from ronde.errors import UsageError
@@ -43,30 +42,27 @@ class Saved(NamedTuple):
         return self.data.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
 
 
-class Probe(Protocol):
-    """Reads one form of topology.
+class Probe(NamedTuple):
+    """A reader of one form of topology.
 
     ``recognises`` is quick, and true for damaged files, too. What is odd and can be
     read is a remark of the host; else ``read`` raises ``UsageError`` with the place in
     the file. Nothing is guessed.
     """
 
-    @property
-    def format(self) -> str: ...  # For people: ``NCCL topology file``.
-    def recognises(self, saved: Saved) -> bool: ...
-    def read(self, saved: Saved, /) -> Topology: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TextProbe:
-    """A reader of text that has a pattern in one of its first lines."""
-
-    format: str
-    pattern: re.Pattern[str]
+    format: str  # For people: ``NCCL topology file``.
+    recognises: Callable[[Saved], bool]
     read: Callable[[Saved], Topology]
 
-    def recognises(self, saved: Saved) -> bool:
-        return any(map(self.pattern.search, first_lines(saved.text)))
+
+def has_line(pattern: re.Pattern[str]) -> Callable[[Saved], bool]:
+    """Return a test for files that have a pattern in one of their first lines."""
+    return lambda saved: any(map(pattern.search, first_lines(saved.text)))
+
+
+def has_root(tag: str) -> Callable[[Saved], bool]:
+    """Return a test for XML by its outermost element."""
+    return lambda saved: outermost_tag(saved.data) == tag
 
 
 def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:
@@ -84,10 +80,8 @@ def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     for _ in range(_MAX_NESTED):
         for form in _TAGS:
             if any(tags := _tags(plain, form)):
-                plain = [
-                    line.removeprefix(tag)
-                    for line, tag in zip(plain, tags, strict=True)
-                ]
+                pairs = zip(plain, tags, strict=True)
+                plain = [line.removeprefix(tag) for line, tag in pairs]
                 own = {tag.strip(" :") for tag in tags if tag}
                 if form != _TAGS[0] and len(own) > len(places):
                     places = tuple(sorted(own))
@@ -177,6 +171,10 @@ def _with_both_ends(device: PciDevice, port: PciDevice | None) -> PciDevice:
     )
 
 
+def small_number(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else UNKNOWN
+
+
 class Element(NamedTuple):
     """One element of XML."""
 
@@ -209,8 +207,8 @@ def outermost_tag(data: bytes) -> str:
     return found[1].decode() if found else ""
 
 
-def parse_xml(data: bytes, origin: str) -> Element:
-    """Return the outermost element; refuse entities and endless nesting."""
+def parse_xml(data: bytes, origin: str, tag: str) -> Element:
+    """Return the outermost element; refuse others, entities and endless nesting."""
     # Each open element is in the one before; the first is around the outermost.
     opened = [Element("", {}, 0, origin, [], [])]
     num_elements = 0
@@ -255,4 +253,10 @@ def parse_xml(data: bytes, origin: str) -> Element:
             "changed on its way?"
         ) from None
     # Without an outermost element there was an error.
-    return opened[0].children[0]
+    root = opened[0].children[0]
+    if root.tag != tag:
+        raise UsageError(
+            f"{origin} must begin with the element {tag}, got {root.tag} at line "
+            f"{root.line}. Is it the right file?"
+        )
+    return root

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.cpu_sets import MAX_CPU, members, parse_words
+from ronde.topology.cpu_sets import MAX_CPU, members, parse_mask
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -26,10 +26,12 @@ from ronde.topology.graph import (
 from ronde.topology.pci import compute_capability, is_gpu, plain_address
 from ronde.topology.probes.base import (
     Element,
+    Probe,
     Saved,
+    has_root,
     keep_lower_ends,
-    outermost_tag,
     parse_xml,
+    small_number,
 )
 from ronde.units import grouped
 
@@ -49,44 +51,36 @@ _PORT_STATE = re.compile(r"Port([0-9]{1,3})State")
 _FIRST_NVLINK_SM, _FIRST_NVLINK_GB_PER_S, _NVLINK_GB_PER_S = 60, 20.0, 25.0
 
 
-class HwlocProbe:
-    """Reads hwloc's XML."""
-
-    format = "hwloc XML"
-
-    def recognises(self, saved: Saved) -> bool:
-        return outermost_tag(saved.data) == "topology"
-
-    def read(self, saved: Saved) -> Topology:
-        root = parse_xml(saved.data, saved.name)
-        machines = root.named("object")
-        if root.tag != "topology" or not machines:
-            raise UsageError(
-                f"{saved.name} must be a machine as hwloc writes it, got {root.tag} "
-                f"with {len(machines)} objects. Write it with: lstopo file.xml"
-            )
-        version = _decimal(root.attributes.get("version", "1"))
-        if not version >= 2:
-            rule = "version must be a number from 2 (lstopo of hwloc 2 writes it)"
-            raise root.bad(rule, root.attributes.get("version", "none"))
-        # What holds for the whole machine stands in it before version 3, then beside.
-        infos = {**_infos(root), **_infos(machines[0])}
-        objects = list(_walk(machines[0]))
-        nodes = _Nodes(objects, infos)
-        devices = _read_devices(objects, nodes)
-        gpus = _read_gpus(objects, devices)
-        ports = _read_ports(objects, nodes, version)
-        ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
-        host = HostTopology(
-            name=infos.get("HostName", ""),
-            sources=(f"{self.format} {saved.name}",),
-            numa_nodes=nodes.nodes,
-            devices=keep_lower_ends(devices, filter(ends.__contains__, devices)),
-            gpus=gpus,
-            ports=ports,
-            links=tuple(_read_links(root, _names(objects, nodes), gpus)),
+def _read(saved: Saved) -> Topology:
+    root = parse_xml(saved.data, saved.name, "topology")
+    machines = root.named("object")
+    if not machines:
+        raise UsageError(
+            f"{saved.name} must be a machine as hwloc writes it, got topology with "
+            "0 objects. Write it with: lstopo file.xml"
         )
-        return Topology((host,))
+    version = _decimal(root.attributes.get("version", "1"))
+    if not version >= 2:
+        rule = "version must be a number from 2 (lstopo of hwloc 2 writes it)"
+        raise root.bad(rule, root.attributes.get("version", "none"))
+    # What holds for the whole machine stands in it before version 3, then beside.
+    infos = {**_infos(root), **_infos(machines[0])}
+    objects = list(_walk(machines[0]))
+    nodes = _Nodes(objects, infos)
+    devices = _read_devices(objects, nodes)
+    gpus = _read_gpus(objects, devices)
+    ports = _read_ports(objects, nodes, version)
+    ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
+    host = HostTopology(
+        name=infos.get("HostName", ""),
+        sources=(f"hwloc XML {saved.name}",),
+        numa_nodes=nodes.nodes,
+        devices=keep_lower_ends(devices, filter(ends.__contains__, devices)),
+        gpus=gpus,
+        ports=ports,
+        links=tuple(_read_links(root, _names(objects, nodes), gpus)),
+    )
+    return Topology((host,))
 
 
 class _Object(NamedTuple):
@@ -112,7 +106,7 @@ def _walk(machine: Element) -> Iterator[_Object]:
             raise element.bad(rule, text)
         if "cpuset" in element.attributes:
             try:
-                cpus = parse_words(element.get("cpuset"))
+                cpus = parse_mask(element.get("cpuset"))
             except ValueError:
                 rule = "cpuset must be words of hexadecimal digits for at most "
                 rule += f"{MAX_CPU + 1} CPUs"
@@ -138,10 +132,6 @@ def _number(element: Element, name: str) -> int:
     if text != str(UNKNOWN) and not _NUMBER.fullmatch(text):
         raise element.bad(f"{name} must be a whole number", text)
     return int(text)
-
-
-def _small_number(text: str) -> int:
-    return int(text) if text.isdecimal() and len(text) < 10 else UNKNOWN
 
 
 def _decimal(text: str) -> float:
@@ -210,8 +200,8 @@ def _node(number: int, each: _Object, machine: Mapping[str, str]) -> NumaNode:
         package=_number(package, "os_index") if package else UNKNOWN,
         arch=_ARCHS.get(arch, arch),
         vendor=infos.get("CPUVendor", ""),
-        family=nccl_family(_small_number(infos.get("CPUFamilyNumber", ""))),
-        model=_small_number(infos.get("CPUModelNumber", "")),
+        family=nccl_family(small_number(infos.get("CPUFamilyNumber", ""))),
+        model=small_number(infos.get("CPUModelNumber", "")),
     )
 
 
@@ -352,3 +342,6 @@ def _entries(matrix: Element) -> Iterator[tuple[str, str, float]]:
         raise matrix.bad(rule, len(values))
     for place, value in enumerate(values):
         yield names[place // num], names[place % num], value
+
+
+HWLOC = Probe("hwloc XML", has_root("topology"), _read)

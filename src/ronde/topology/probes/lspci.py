@@ -15,16 +15,17 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.probes.base import (
+    Probe,
     Saved,
     bad_value,
-    first_lines,
+    has_line,
     keep_lower_ends,
     lines_of_one,
 )
 
 _ADDRESS = r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _LINE = re.compile(rf"({_ADDRESS})\s+(\S.*)")
-_START = re.compile(rf"{_ADDRESS} [^\n:]+:")
+_START = re.compile(rf"^{_ADDRESS} [^\n:]+:")
 # A class by its number (-n), by its name, or by both (-nn, and a name that lacks).
 _CLASS = re.compile(r"(?:([0-9a-f]{4})|(.*?)(?: \[([0-9a-f]{4})\])?): *(?=\S)(.*)")
 _IDS = re.compile(r"\s*\[([0-9a-f]{4}):([0-9a-f]{4})\]")
@@ -52,49 +53,36 @@ _LINK = re.compile(
 _REDIRECTS = re.compile(r"\s+ACSCtl:.*\b(?:ReqRedir|CmpltRedir)\+.*")
 
 
-class LspciProbe:
-    """Reads ``lspci``, best with ``-nnvvv`` by root, else with fewer options.
-
-    ``-vv`` adds links, what lies above what, and NUMA nodes; ``-vvv`` ACS.
-    """
-
-    format = "lspci"
-
-    def recognises(self, saved: Saved) -> bool:
-        return any(map(_START.match, first_lines(saved.text)))
-
-    def read(self, saved: Saved) -> Topology:
-        devices: dict[str, PciDevice] = {}
-        titles: dict[str, str] = {}
-        bridges: dict[str, str] = {}  # By the bus below, with its domain: ``0000:17``.
-        lines = lines_of_one(saved.text.splitlines(), saved.name)
-        own = None
-        for number, line in enumerate(lines, 1):
-            if match := _LINE.fullmatch(line.rstrip()):
-                own, title = _read_device(saved.name, number, match)
-                if own.bus_id in devices:
-                    rule = "a device must be listed once"
-                    raise bad_value(saved.name, number, rule, own.bus_id)
-                titles[own.bus_id] = title
-            elif own and (match := _BUSES.fullmatch(line)):
-                bridges[f"{own.bus_id[:-7]}{match[1]}"] = own.bus_id
-            elif own:
-                own = _with_detail(own, line)
-            if own:
-                devices[own.bus_id] = own
-        if not devices:
-            raise UsageError(
-                f"{saved.name} must be a list of lspci, got no line of a device. "
-                "Write it with: lspci -nnvvv -D"
-            )
-        for name, device in devices.items():
-            devices[name] = device._replace(parent=bridges.get(name[:-5], ""))
-        return Topology((_host(saved, devices, titles),))
+def _read(saved: Saved) -> Topology:
+    devices: dict[str, PciDevice] = {}
+    titles: dict[str, str] = {}
+    bridges: dict[str, str] = {}  # By the bus below, with its domain: ``0000:17``.
+    lines = lines_of_one(saved.text.splitlines(), saved.name)
+    own = None
+    for number, line in enumerate(lines, 1):
+        if match := _LINE.fullmatch(line.rstrip()):
+            own, title = _device(saved.name, number, match)
+            if own.bus_id in devices:
+                rule = "a device must be listed once"
+                raise bad_value(saved.name, number, rule, own.bus_id)
+            titles[own.bus_id] = title
+        elif own and (match := _BUSES.fullmatch(line)):
+            bridges[f"{own.bus_id[:-7]}{match[1]}"] = own.bus_id
+        elif own:
+            own = _with_detail(own, line)
+        if own:
+            devices[own.bus_id] = own
+    if not devices:
+        raise UsageError(
+            f"{saved.name} must be a list of lspci, got no line of a device. "
+            "Write it with: lspci -nnvvv -D"
+        )
+    for name, device in devices.items():
+        devices[name] = device._replace(parent=bridges.get(name[:-5], ""))
+    return Topology((_host(saved, devices, titles),))
 
 
-def _read_device(
-    origin: str, number: int, match: re.Match[str]
-) -> tuple[PciDevice, str]:
+def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, str]:
     """Return a device and its title from the first line of it."""
     address, line = pci.plain_address(match[1]), match[2]
     kind = _CLASS.fullmatch(line)
@@ -113,12 +101,10 @@ def _read_device(
     if ids and (bare or code):
         vendor, device = (int(text, 16) for text in ids[-1].groups())
         rest = rest[: ids[-1].start()]
-    number_of_class = int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)
-    found = PciDevice(
-        address, class_code=number_of_class << 8, vendor=vendor, device=device
-    )
+    class_code = (int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)) << 8
+    found = PciDevice(address, class_code=class_code, vendor=vendor, device=device)
     # What does not answer is read as ones.
-    found = found._replace(is_lost=" (rev ff)" in rest)
+    found = found._replace(is_lost=" (rev ff)" in line)
     return found, _REVISION.sub("", rest)
 
 
@@ -131,9 +117,8 @@ def _with_detail(device: PciDevice, line: str) -> PciDevice:
         return device._replace(speed_now=speed, width_now=width)
     if match := _NUMA.fullmatch(line):
         return device._replace(node=int(match[1]))
-    return (
-        device._replace(is_redirecting=True) if _REDIRECTS.fullmatch(line) else device
-    )
+    has_acs = _REDIRECTS.fullmatch(line) is not None
+    return device._replace(is_redirecting=has_acs or device.is_redirecting)
 
 
 def _host(
@@ -157,5 +142,10 @@ def _host(
     kept = keep_lower_ends(devices, ends)
     numbers = sorted({device.node for device in kept} - {UNKNOWN})
     nodes = tuple(NumaNode(number) for number in numbers)
-    sources = (f"{LspciProbe.format} {saved.name}",)
+    sources = (f"lspci {saved.name}",)
     return HostTopology("", sources, nodes, kept, tuple(gpus), tuple(ports))
+
+
+# Best with ``-nnvvv`` by root, else with fewer options: ``-vv`` adds links, what lies
+# above what, and NUMA nodes; ``-vvv`` ACS.
+LSPCI = Probe("lspci", has_line(_START), _read)

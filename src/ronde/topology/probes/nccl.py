@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
-from ronde.topology.cpu_sets import members, parse_words
+from ronde.topology.cpu_sets import members, parse_mask
 from ronde.topology.graph import (
     NVSWITCH,
     UNKNOWN,
@@ -30,7 +30,7 @@ from ronde.topology.graph import (
 )
 from ronde.topology.paths.speeds import GPU_CLASSES
 from ronde.topology.pci import bus_order, is_network, plain_address, port_kind
-from ronde.topology.probes.base import Element, Saved, outermost_tag, parse_xml
+from ronde.topology.probes.base import Element, Probe, Saved, has_root, parse_xml
 
 MAX_REMARKS = 100
 """More about one file help nobody."""
@@ -55,35 +55,22 @@ _DEVICE = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})"), "a hexadecimal number"
 _SPEED = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?"), "a number of GB/s"
 
 
-class NcclTopologyProbe:
-    """Reads NCCL's topology files."""
-
-    format = "NCCL topology file"
-
-    def recognises(self, saved: Saved) -> bool:
-        return outermost_tag(saved.data) == "system"
-
-    def read(self, saved: Saved) -> Topology:
-        """Return the hosts; a file may hold processors of several."""
-        root = parse_xml(saved.data, saved.name)
-        if root.tag != "system":
-            raise UsageError(
-                f"{saved.name} must begin with the element system, got {root.tag} at "
-                f"line {root.line}. Is it a {self.format}?"
-            )
-        readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
-        for cpu in root.named("cpu"):
-            readers[cpu.get("host_hash").lower()].take_cpu(cpu)
-        if not readers:
-            raise UsageError(
-                f"{saved.name} must list at least one cpu, got none. Write it with "
-                "NCCL_TOPO_DUMP_FILE."
-            )
-        # Where there is one, the file does not name it.
-        names = list(readers) if len(readers) > 1 else [""]
-        source = f"{self.format} {saved.name}"
-        hosts = zip(names, readers.values(), strict=True)
-        return Topology(tuple(reader.host(name, source) for name, reader in hosts))
+def _read_hosts(saved: Saved) -> Topology:
+    """Return the hosts; a file may hold processors of several."""
+    root = parse_xml(saved.data, saved.name, "system")
+    readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
+    for cpu in root.named("cpu"):
+        readers[cpu.get("host_hash").lower()].take_cpu(cpu)
+    if not readers:
+        raise UsageError(
+            f"{saved.name} must list at least one cpu, got none. Write it with "
+            "NCCL_TOPO_DUMP_FILE."
+        )
+    # Where there is one, the file does not name it.
+    names = list(readers) if len(readers) > 1 else [""]
+    source = f"NCCL topology file {saved.name}"
+    hosts = zip(names, readers.values(), strict=True)
+    return Topology(tuple(reader.host(name, source) for name, reader in hosts))
 
 
 class _HostReader:
@@ -149,7 +136,7 @@ class _HostReader:
     def take_cpu(self, cpu: Element) -> None:
         cpus = 0
         try:
-            cpus = parse_words(cpu.get("affinity"))
+            cpus = parse_mask(cpu.get("affinity"))
         except ValueError:
             self._unread(cpu, "affinity")
         if "numaid" not in cpu.attributes:
@@ -164,11 +151,9 @@ class _HostReader:
         )
         if self._nodes.setdefault(node.number, node) is not node:
             self._remark(cpu, f"has numaid {node.number} again: both are one node")
-        self._take_children(cpu, None, node.number)
+        self._descend(cpu, None, node.number)
 
-    def _take_children(
-        self, element: Element, device: PciDevice | None, node: int
-    ) -> None:
+    def _descend(self, element: Element, device: PciDevice | None, node: int) -> None:
         """Read what is below a PCI device, or below a processor itself."""
         for child in element.children:
             if child.tag == "pci":
@@ -191,7 +176,7 @@ class _HostReader:
         )
         if listed.bus_id:
             device = self._add_device(element, listed)
-            self._take_children(element, device, node)
+            self._descend(element, device, node)
             if not element.named("pci", "gpu", "nic"):
                 self._take_bare(device)
 
@@ -286,6 +271,9 @@ def _number_gpus(gpus: Iterable[GpuDevice]) -> tuple[GpuDevice, ...]:
     return tuple(g._replace(number=numbers.get(g.bus_id, g.number)) for g in gpus)
 
 
+NCCL_TOPOLOGY = Probe("NCCL topology file", has_root("system"), _read_hosts)
+
+
 class SearchGraph(NamedTuple):
     """One shape with its channels."""
 
@@ -299,23 +287,13 @@ class SearchGraph(NamedTuple):
     channels: tuple[tuple[str, ...], ...]  # Of each, in order: ``net/0``, ``gpu/7``.
 
 
-def recognises_search_graph(saved: Saved) -> bool:
-    """Return whether a file is NCCL's graph file; quick, and true for damaged ones."""
-    return outermost_tag(saved.data) == "graphs"
+recognises_search_graph = has_root("graphs")
+"""Returns whether a file is NCCL's graph file; quick, and true for damaged ones."""
 
 
 def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
-    """Return the graphs of a file, in its order.
-
-    Raises:
-        UsageError: It is no such file, or a value is missing or cannot be read.
-    """
-    root = parse_xml(saved.data, saved.name)
-    if root.tag != "graphs":
-        raise UsageError(
-            f"{saved.name} must begin with the element graphs, got {root.tag} at line "
-            f"{root.line}. Is it what NCCL wrote for NCCL_GRAPH_DUMP_FILE?"
-        )
+    """Return the graphs of a file, in its order."""
+    root = parse_xml(saved.data, saved.name, "graphs")
     return tuple(map(_read_graph, root.named("graph")))
 
 

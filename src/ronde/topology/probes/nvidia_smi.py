@@ -25,7 +25,13 @@ from ronde.topology.graph import (
     Topology,
 )
 from ronde.topology.pci import compute_capability
-from ronde.topology.probes.base import Saved, bad_value, first_lines, lines_of_one
+from ronde.topology.probes.base import (
+    Probe,
+    Saved,
+    bad_value,
+    first_lines,
+    lines_of_one,
+)
 from ronde.topology.probes.nvml import payload_gb_per_s
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -61,21 +67,17 @@ _OF_ALL_LINKS = re.compile(
 )
 
 
-class NvidiaSmiProbe:
-    """Reads ``nvidia-smi topo -m``, ``-mp`` and ``-p2p``, ``nvlink -s`` and ``-L``."""
+def _recognises(saved: Saved) -> bool:
+    lines = first_lines(_plain(saved.text[:_LOOKED_AT]))
+    return any(_columns(line) or _is_of_gpu(line) for line in lines)
 
-    format = "nvidia-smi topo -m"
 
-    def recognises(self, saved: Saved) -> bool:
-        lines = first_lines(_plain(saved.text[:_LOOKED_AT]))
-        return any(_columns(line) or _is_of_gpu(line) for line in lines)
-
-    def read(self, saved: Saved) -> Topology:
-        reader = _Reader(saved.name)
-        lines = lines_of_one(_plain(saved.text).splitlines(), saved.name)
-        for number, line in enumerate(lines, 1):
-            reader.take(number, line)
-        return Topology((reader.host(f"{self.format} {saved.name}"),))
+def _read(saved: Saved) -> Topology:
+    reader = _Reader(saved.name)
+    lines = lines_of_one(_plain(saved.text).splitlines(), saved.name)
+    for number, line in enumerate(lines, 1):
+        reader.take(number, line)
+    return Topology((reader.host(f"nvidia-smi topo -m {saved.name}"),))
 
 
 def _plain(text: str) -> str:
@@ -389,12 +391,14 @@ class _Reader:
                     "known where they lead."
                 )
             if len(set(rates.values())) > 1:
-                listed = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values())))
-                self._remarks.append(
-                    f"{name} has NVLinks that signal at {listed} GB/s."
-                )
+                given = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values())))
+                self._remarks.append(f"{name} has NVLinks that signal at {given} GB/s.")
             # How fast a link signals counts where the model does not tell.
             least = min(rates.values(), default=0) if gpu.sm == UNKNOWN else 0
             rate = payload_gb_per_s(least * 1000)
             for target, count in targets.items():
                 yield Link(LinkKind.NVLINK, gpu.name, target, count, rate * count)
+
+
+# It reads ``topo -m``, ``-mp`` and ``-p2p``, ``nvlink -s`` and ``-L``.
+NVIDIA_SMI = Probe("nvidia-smi topo -m", _recognises, _read)

@@ -79,9 +79,7 @@ def graph_of(
         own = GpuDevice(address, number, sm=gpu.sm, title=gpu.title, uuid=gpu.uuid)
         named.append(own._replace(nvlinks=len(gpu.nvlinks)) if gpu.has_states else own)
         each = payload_gb_per_s(gpu.nvlink_mb_per_s)
-        ends = [
-            (_target(link), _CLASSES.get(link.kind, UNKNOWN)) for link in gpu.nvlinks
-        ]
+        ends = [(_target(end), _CLASSES.get(end.kind, UNKNOWN)) for end in gpu.nvlinks]
         for (target, code), num in Counter(ends).items():
             if target:
                 rate = round(num * each, 3)

@@ -7,7 +7,7 @@ from typing import Any
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, NetPort, Topology
 from ronde.topology.machine import parse_rate
-from ronde.topology.probes.base import Saved, TextProbe, lines_of_one
+from ronde.topology.probes.base import Probe, Saved, has_line, lines_of_one
 
 _DEVICE = re.compile(
     r"^\s*(?:(?:CA|iWARP RNIC):? '|hca_id:\s*|Infiniband device ')([\w.-]+)"
@@ -96,4 +96,4 @@ def _read(saved: Saved) -> Topology:
     return Topology((HostTopology(sources=sources, ports=ports),))
 
 
-RDMA_PORTS = TextProbe("ibstat", _DEVICE, _read)
+RDMA_PORTS = Probe("ibstat", has_line(_DEVICE), _read)

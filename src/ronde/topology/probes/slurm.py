@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
 from ronde.topology.graph import NetworkSwitch, Topology, require_tree
-from ronde.topology.probes.base import Saved
+from ronde.topology.probes.base import Probe, Saved
 from ronde.world.host_lists import expand_list
 
 _SWITCH, _BLOCK, _SIZES = "switchname", "blockname", "blocksizes"
@@ -32,50 +32,43 @@ _MAX_ENTRIES = 1 << 18
 _LOOKED_AT = 1 << 16
 
 
-class SlurmTopologyProbe:
-    """Reads ``topology.conf`` of topology/tree and topology/block.
+def _recognises(saved: Saved) -> bool:
+    head = saved.text[:_LOOKED_AT]
+    return bool(_NAMED.search(head) or _TOPOLOGY.search(head))
 
-    A block is a switch with its hosts.
-    """
 
-    format = "Slurm topology.conf"
-
-    def recognises(self, saved: Saved) -> bool:
-        head = saved.text[:_LOOKED_AT]
-        return bool(_NAMED.search(head) or _TOPOLOGY.search(head))
-
-    def read(self, saved: Saved) -> Topology:
-        found: dict[str, NetworkSwitch] = {}
-        places: dict[str, str] = {}
-        num_entries = 0
-        is_yaml = _TOPOLOGY.search(saved.text) is not None
-        for line, text in _yaml_lines(saved) if is_yaml else _lines(saved.text):
-            place = f"{saved.name}, line {line}"
-            switch = _read_switch(text, place)
-            if switch is None:
-                continue
-            name = switch.name
-            if name in found:
-                line_before = places[name].rpartition(", ")[2]
-                rule = f"{name} must be defined once, as it is in {line_before}"
-                raise _refusal(place, rule, "it again")
-            found[name], places[name] = switch, place
-            num_entries += len(switch.switches) + len(switch.hosts)
-            if num_entries > _MAX_ENTRIES:
-                rule = f"switches must have at most {_MAX_ENTRIES} names below them"
-                raise _refusal(place, f"{rule} in all", num_entries)
-        if not found:
-            raise UsageError(
-                f"{saved.name} must define switches or blocks as Slurm's topology.conf "
-                "does, got none. Is it the right file?"
-            )
-        switches = tuple(found.values())
-        for each in switches:
-            for child in (name for name in each.switches if name not in found):
-                rule = f"switches below {each.name} must be defined"
-                raise _refusal(places[each.name], rule, child)
-        require_tree(switches, saved.name)
-        return Topology(switches=switches)
+def _read(saved: Saved) -> Topology:
+    found: dict[str, NetworkSwitch] = {}
+    places: dict[str, str] = {}
+    num_entries = 0
+    is_yaml = _TOPOLOGY.search(saved.text) is not None
+    for line, text in _yaml_lines(saved) if is_yaml else _lines(saved.text):
+        place = f"{saved.name}, line {line}"
+        switch = _read_switch(text, place)
+        if switch is None:
+            continue
+        name = switch.name
+        if name in found:
+            line_before = places[name].rpartition(", ")[2]
+            rule = f"{name} must be defined once, as it is in {line_before}"
+            raise _refusal(place, rule, "it again")
+        found[name], places[name] = switch, place
+        num_entries += len(switch.switches) + len(switch.hosts)
+        if num_entries > _MAX_ENTRIES:
+            rule = f"switches must have at most {_MAX_ENTRIES} names below them"
+            raise _refusal(place, f"{rule} in all", num_entries)
+    if not found:
+        raise UsageError(
+            f"{saved.name} must define switches or blocks as Slurm's topology.conf "
+            "does, got none. Is it the right file?"
+        )
+    switches = tuple(found.values())
+    for each in switches:
+        for child in (name for name in each.switches if name not in found):
+            rule = f"switches below {each.name} must be defined"
+            raise _refusal(places[each.name], rule, child)
+    require_tree(switches, saved.name)
+    return Topology(switches=switches)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -148,3 +141,7 @@ def _refusal(place: str, rule: str, got: object) -> UsageError:
     return UsageError(
         f"{place}: {rule}, got {shorten(got)}. See Slurm's manual of topology.conf."
     )
+
+
+# Of topology/tree and topology/block; a block is a switch with its hosts.
+SLURM_TOPOLOGY = Probe("Slurm topology.conf", _recognises, _read)

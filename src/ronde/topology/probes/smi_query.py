@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element, SubElement
 from ronde.errors import UsageError
 from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, PciDevice, Topology
 from ronde.topology.pci import compute_capability, plain_address
-from ronde.topology.probes.base import Saved, TextProbe, lines_of_one, parse_xml
+from ronde.topology.probes.base import Probe, Saved, has_line, lines_of_one, parse_xml
 
 _GPU = re.compile(r"\s*GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*")
 _FORM = re.compile(rf"=NVSMI LOG=|<nvidia_smi_log\b|^{_GPU.pattern}$")
@@ -36,7 +36,7 @@ _NAMES = {text: name for text, _, name in (p.partition("=") for p in _PAIRS.spli
 def read_query(saved: Saved) -> Element:
     """Return what was printed under the XML's names, from the text as well."""
     if "<nvidia_smi_log" in saved.text:
-        parse_xml(saved.data, saved.name)
+        parse_xml(saved.data, saved.name, "nvidia_smi_log")
         return ET.fromstring(saved.data)  # noqa: S314  parse_xml refuses entities
     top = Element("nvidia_smi_log")
     gpus: dict[str, Element] = {}
@@ -107,4 +107,4 @@ def _count(gpu: Element, path: str) -> int:
     return int(match[0]) if match else UNKNOWN
 
 
-SMI_QUERY = TextProbe("nvidia-smi -q", _FORM, _read)
+SMI_QUERY = Probe("nvidia-smi -q", has_line(_FORM), _read)

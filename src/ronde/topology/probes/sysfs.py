@@ -32,8 +32,7 @@ from ronde.topology.kernel_files import (
     read_text,
 )
 from ronde.topology.paths.speeds import gt_per_s
-from ronde.topology.pci import bus_order, compute_capability, is_address, is_network
-from ronde.topology.probes.base import keep_lower_ends
+from ronde.topology.probes.base import keep_lower_ends, small_number
 
 SOURCE = "sysfs"
 """How sources of this kind begin."""
@@ -65,7 +64,7 @@ def read_host(root: Path = Path("/")) -> HostTopology:
     ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
     for address, each in functions.items():
         # Virtual functions are not among them: one that is in use has a port.
-        is_adapter = is_network(each.class_code) and not each.is_virtual
+        is_adapter = pci.is_network(each.class_code) and not each.is_virtual
         if is_adapter or pci.is_nvswitch(each.class_code, each.vendor):
             ends.add(address)
     devices: dict[str, PciDevice] = {}
@@ -73,12 +72,12 @@ def read_host(root: Path = Path("/")) -> HostTopology:
         chain = functions[address].chain if address in functions else (address,)
         for place, name in enumerate(chain):
             if name not in devices:
-                devices[name] = _read_device(top, chain[place:], nodes)
+                devices[name] = _device(top, chain[place:], nodes)
     return HostTopology(
         name=read_text(f"{top}/proc/sys/kernel/hostname"),
         sources=(f"{SOURCE} of {root if top else 'this machine'}",),
         numa_nodes=nodes,
-        devices=keep_lower_ends(devices, sorted(ends, key=bus_order)),
+        devices=keep_lower_ends(devices, sorted(ends, key=pci.bus_order)),
         gpus=gpus,
         ports=ports,
         interfaces=_read_interfaces(top, ports),
@@ -99,19 +98,17 @@ class Function(NamedTuple):
 def read_functions(root: str) -> dict[str, Function]:
     """Return all that is on the bus by address, in the order of drivers."""
     found: dict[str, Function] = {}
-    names = filter(is_address, list_names(f"{root}/{_BUS}"))
-    for address in sorted(names, key=bus_order):
+    names = filter(pci.is_address, list_names(f"{root}/{_BUS}"))
+    for address in sorted(names, key=pci.bus_order):
         own = f"{root}/{_BUS}/{address}"
         parts = (pci.read_path(own) or address).split("/")[::-1]
-        chain, code = tuple(takewhile(is_address, parts)), _code(own, "class")
-        is_virtual = is_network(code) and bool(list_names(f"{own}/physfn"))
+        chain, code = tuple(takewhile(pci.is_address, parts)), _code(own, "class")
+        is_virtual = pci.is_network(code) and bool(list_names(f"{own}/physfn"))
         found[address] = Function(chain, code, _code(own, "vendor"), is_virtual)
     return found
 
 
-def _read_device(
-    root: str, chain: Sequence[str], nodes: Sequence[NumaNode]
-) -> PciDevice:
+def _device(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> PciDevice:
     """Return the first of a chain; its link is what this end of it can do."""
     own = f"{root}/{_BUS}/{chain[0]}"
     links = [f"{own}/{which}_link" for which in ("max", "current")]
@@ -160,7 +157,7 @@ def _read_gpus(
     # Of a maker whose driver lists GPUs, only those; containers show more on the bus.
     found: dict[str, GpuDevice] = {}
     for address, (model, uuid, _) in machine.read_driver_gpus(root).items():
-        sm = compute_capability(model)
+        sm = pci.compute_capability(model)
         found[address] = GpuDevice(address, UNKNOWN, sm=sm, title=model, uuid=uuid)
     kfd, links = _read_kfd(root)
     listed = {v for v, gpus in ((_NVIDIA, found), (_AMD, kfd)) if gpus}
@@ -171,10 +168,9 @@ def _read_gpus(
         is_gpu = pci.is_gpu(each.class_code, each.vendor) and not is_inside
         if each.vendor not in listed and is_gpu:
             found.setdefault(address, GpuDevice(address, UNKNOWN))
-    ordered = sorted(found, key=bus_order)
-    return tuple(
-        found[name]._replace(number=n) for n, name in enumerate(ordered)
-    ), links
+    ordered = sorted(found, key=pci.bus_order)
+    gpus = (found[name]._replace(number=n) for n, name in enumerate(ordered))
+    return tuple(gpus), links
 
 
 def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
@@ -191,9 +187,8 @@ def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
         version = values.get("gfx_target_version", 0)
         # ``90a`` for 90010, of which each part becomes one hexadecimal digit.
         gcn = f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-        units = values.get("simd_count", UNKNOWN) // max(
-            1, values.get("simd_per_cu", 1)
-        )
+        per_unit = max(1, values.get("simd_per_cu", 1))
+        units = values.get("simd_count", UNKNOWN) // per_unit
         name = f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
         address_of[number] = name
         found[name] = GpuDevice(name, UNKNOWN, sm=units, gcn=gcn if version else "")
@@ -225,15 +220,12 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     node, as kernels without NUMA show it, all is one node 0.
     """
     left, online = machine.read_online(root), read_list(f"{root}/{_NODES}/online")
-    cpus_of = {
-        number: cpus
-        for number, cpus in machine.read_node_cpus(root).items()
-        if not online or online >> number & 1
-    }
     plain = _read_processor(root)
     remarks: list[str] = []
     nodes: list[NumaNode] = []
-    for number, listed in cpus_of.items():
+    for number, listed in machine.read_node_cpus(root).items():
+        if online and not online >> number & 1:
+            continue
         memory = _read_memory(f"{root}/{_NODES}/node{number}/meminfo")
         node = plain._replace(number=number, memory_bytes=memory)
         nodes.append(_with_cpus(root, node, listed & left))
@@ -263,8 +255,8 @@ def _read_processor(root: str) -> NumaNode:
             UNKNOWN,
             arch="x86_64",
             vendor=values["vendor_id"],
-            family=nccl_family(_number(values["cpu family"])),
-            model=_number(values.get("model", "")),
+            family=nccl_family(small_number(values["cpu family"])),
+            model=small_number(values.get("model", "")),
         )
     is_power = values.get("cpu", "").startswith("POWER")
     arch = "arm64" if "CPU implementer" in values else "ppc64" if is_power else ""
@@ -284,13 +276,6 @@ def _read_memory(path: str) -> int:
     """Return the bytes of a line such as ``Node 0 MemTotal: 8 kB``."""
     found = re.search(r"\bMemTotal:\s*(\d{1,15}) kB", read_text(path))
     return int(found[1]) * 1024 if found else UNKNOWN
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        return UNKNOWN
 
 
 def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, ...]:
