@@ -497,6 +497,21 @@ def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None
     assert found.severity is Level.NOTE
 
 
+def test_a_port_that_is_down_loses_the_rate_of_the_others() -> None:
+    found = one(lint_host(with_port(3, is_up=False, mbit_per_s=10_000)), "nic-down")
+    assert "the node has 50 GB/s less" in found.consequence
+
+
+@pytest.mark.parametrize("of_gpus", [0, 1])
+@pytest.mark.parametrize(("name", "num"), [("mlx5_", 4), ("eth", 0)])
+def test_gpudirect_that_is_off_for_all_ports(of_gpus: int, name: str, num: int) -> None:
+    host = sound()
+    ports = [p._replace(gdr=0, kind="", title=f"{name}{p.number}") for p in host.ports]
+    gpus = tuple(each._replace(gdr=of_gpus) for each in host.gpus)
+    found = lint_host(host._replace(ports=tuple(ports), gpus=gpus))
+    assert [f.rule for f in found] == ["no-gpudirect"] * num
+
+
 def test_what_is_no_adapter_for_traffic_is_not_judged() -> None:
     host = sound()
     # A management processor's interface behind USB, and rates of the kernel's own.
@@ -528,6 +543,8 @@ def test_lint_names_what_a_host_does_not_show() -> None:
         "rates of network ports (1 of 2 hosts)",
     )
     assert unseen_facts([full._replace(gpus=())]) == facts[:1]
+    query = HostTopology(sources=("nvidia-smi -q a b.txt",))
+    assert any("ronde check read 'a b.txt'" in fact for fact in unseen_facts([query]))
 
 
 def all_ports_down() -> HostTopology:
@@ -736,6 +753,12 @@ def test_rules_can_be_chosen_and_left_out(capsys: pytest.CaptureFixture[str]) ->
     counts = Counter(finding["rule"] for finding in reported["findings"])
     assert counts == {"too-many-nvlinks": 8, "nic-behind-processor": 8}
     assert run([MODAL, "--rule", chosen, "--ignore", "too-many-nvlinks"]) == 0
+    # A file that cannot be read hides no other.
+    assert run([str(DOCS), MODAL, "/none.xml"]) == 64
+    out, err = capsys.readouterr()
+    assert "16 errors" in out
+    assert DOCS.name in err
+    assert "none.xml: No such file" in err
     said = refusal(capsys, "topo", "lint", MODAL, "--ignore", "nvlink")
     assert "must name rules, got 'nvlink'" in said
     assert run(["--rules"]) == 0

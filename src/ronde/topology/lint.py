@@ -90,7 +90,7 @@ def _unseen(host: HostTopology) -> Iterator[str]:
     has_links = any(each.speed or each.gb_per_s for each in devices)
     is_lspci = any(source.startswith("lspci") for source in host.sources)
     if not has_links:
-        yield "PCI links" + " (sudo lspci -vvv shows them)" * is_lspci
+        yield "PCI links" + " (sudo lspci -nnvvv -D shows them)" * is_lspci
     if has_links and not any(each.speed_now or each.gb_per_s for each in devices):
         yield "current speed of PCI links"
     if gpus and not host.shows_acs:
@@ -407,14 +407,9 @@ class HostRules(HostView):
         for bus_id, ends in self.ends.items():
             has_gpu = any(end.bus_id in self.gpus for end in ends)
             if has_gpu and self.devices[bus_id].is_redirecting:
-                ports = self.devices[bus_id].redirecting_ports
-                lines = "; ".join(
-                    f"setpci -s {port.removeprefix('0000:')} ECAP_ACS+6.w=0000"
-                    for port in ports
-                )
-                lines = lines or "setpci -s BRIDGE ECAP_ACS+6.w=0000"
-                names = f" at {', '.join(ports)}" if ports else ""
-                yield hit(bus_id, ports=names, lines=lines)
+                ports = self.devices[bus_id].redirecting_ports or (bus_id,)
+                lines = [f"setpci -s {port} ECAP_ACS+6.w=0000" for port in ports]
+                yield hit(bus_id, ports=", ".join(ports), lines="; ".join(lines))
 
     def nic_faster_than_link(self) -> Iterator[Hit]:
         for bus_id, ports in self.ports.items():
@@ -510,14 +505,13 @@ class HostRules(HostView):
             for gpu, ways in found.items()
         }
         sound = [gpu for gpu, way in nearest.items() if way.kind <= PathKind.PXB]
-        near = {p.name for g in sound for p, w in found[g] if w.kind <= PathKind.PXB}
         for gpu, way in nearest.items():
             ports = [port for port, _ in found[gpu]]
             is_slow = 0 < max(port.mbit_per_s for port in ports) < _RDMA_MBIT_PER_S
             place = "another socket's" if way.kind > PathKind.PHB else "its own"
             words = {"place": place, "kind": way.kind, "form": ""}
-            # An adapter that is near no GPU is where it should not be.
-            if 2 * len(sound) > len(nearest) and any(p.name not in near for p in ports):
+            # With enough adapters for it, its own is where it should not be.
+            if 2 * len(sound) > len(nearest) and len(ports) > len(sound):
                 words |= {"form": ".odd", "most": len(sound), "all": len(nearest)}
             is_seen = words["form"] or any(port.bus_id for port in ports)
             if way.kind > PathKind.PXN and not is_slow and is_seen:

@@ -84,7 +84,7 @@ no-peer-access.unsure note
   do Look at nvidia-smi topo -p2p r: NS is normal in the tables of -p2p a, and of -p2p n
      where there is no NVLink.
 acs-redirects warning a switch above a GPU that ACS makes send traffic to the processor
-  seen ACS is on{ports}: what devices below write to each other goes up first.
+  seen ACS is on at {ports}: what devices below write to each other goes up first.
   so Peer access and GPUDirect RDMA go through the processor: they are slow, or hang.
   do On bare metal switch ACS off in the firmware, or until the next boot: {lines}. A
      hypervisor needs it for its machines.
@@ -144,6 +144,8 @@ nic-behind-processor note a GPU without a network adapter on its own PCI switch
      the bare machine's switches.
 nic-behind-processor.odd warning
   seen The GPU has no adapter on its PCI switch ({kind}), and {most} of {all} GPUs have.
+  so Its bytes of the network go through the host's memory: by default NCCL uses
+     GPUDirect RDMA up to PXB alone.
   do Compare lspci -t with a sound node: move the adapter back to the GPU's switch.
 no-numa-node warning a device or processor whose NUMA node is -1
   seen {what}
