@@ -4,6 +4,7 @@ import codecs
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from xml.parsers import expat
 
@@ -42,7 +43,8 @@ class Saved(NamedTuple):
         return self.data.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
 
 
-class Probe(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Probe:
     """A reader of one form of topology.
 
     ``recognises`` is quick, and true for damaged files, too. What is odd and can be
