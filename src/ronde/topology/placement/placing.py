@@ -340,9 +340,8 @@ class _Placer:
         reasons = () if alignment.is_preferred else self._explain(ranks, hints)
         if not alignment.is_admitted:
             where = f" on {self._inventory.host}" if self._inventory.host else ""
-            name = f"rank {ranks[0]}{where}"
-            if len(ranks) > 1:
-                name = f"ranks 0-{ranks[-1]}{where} together"
+            together = f"ranks 0-{ranks[-1]}{where} together"
+            name = together if len(ranks) > 1 else f"rank {ranks[0]}{where}"
             raise PlacementError(
                 f"policy must be one that every rank can keep, got {self._policy} and "
                 f"{name}: {'; '.join(reasons)}. Use fewer ranks, or take best-effort."

@@ -221,21 +221,12 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
                 "pci_link_speed a number of GB/s",
                 [element.get("pci_type"), element.get("pci_link_speed")],
             )
-        vendor, device, board_vendor, board = (
-            int(text or "0", 16) for text in kind.group(2, 3, 4, 5)
-        )
-        found[address] = PciDevice(
-            address,
-            each.parent,
-            nodes.near(each.cpus),
-            int(kind[1] + (kind[6] or "00"), 16),
-            vendor,
-            device,
-            # Bridges have no board, and zeros stand in its place.
-            board_vendor or UNKNOWN,
-            board if board_vendor else UNKNOWN,
-            gb_per_s=speed,
-        )
+        vendor, device, *board = (int(x or "0", 16) for x in kind.group(2, 3, 4, 5))
+        # Bridges have no board, and zeros stand in its place.
+        maker, card = board if board[0] else (UNKNOWN, UNKNOWN)
+        code, node = int(kind[1] + (kind[6] or "00"), 16), nodes.near(each.cpus)
+        codes = code, vendor, device, maker, card
+        found[address] = PciDevice(address, each.parent, node, *codes, gb_per_s=speed)
     return found
 
 
