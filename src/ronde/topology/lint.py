@@ -189,18 +189,12 @@ class HostView:
     def ways(self) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
         """Yield GPUs with their ways to the ports that carry traffic between hosts."""
         paired = self.host.paired
-        ports = [
-            port
-            for port in self.host.ports
-            if port.is_up and (port.bus_id or port.name in paired)
-        ]
+        up = [port for port in self.host.ports if port.is_up]
+        ports = [port for port in up if port.bus_id or port.name in paired]
         fastest = max((port.mbit_per_s for port in ports), default=0)
         # The one for management is slower.
-        fast = [
-            port
-            for port in ports
-            if 2 * port.mbit_per_s >= fastest or port.name in self.slow_ports
-        ]
+        slow = self.slow_ports
+        fast = [p for p in ports if 2 * p.mbit_per_s >= fastest or p.name in slow]
         for gpu in self.gpus:
             ways = [(p, way) for p in fast if (way := self.paths.between(gpu, p.name))]
             if ways:
