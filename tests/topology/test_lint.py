@@ -249,6 +249,11 @@ BRIDGE, NIC = "0000:00:00.0", "0000:02:00.0"
 
 # One change to the sound host each, and what it must bring: rule, severity, elements.
 UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
+    "device-lost": (
+        lambda: with_device(gpu(1), is_lost=True),
+        Level.ERROR,
+        [gpu(1)],
+    ),
     "slow-bridge": (
         lambda: with_device(BRIDGE, width=8),
         Level.WARNING,
@@ -268,6 +273,11 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         lambda: with_device(gpu(2), speed_now=SPEED, width_now=4),
         Level.ERROR,
         [gpu(2)],
+    ),
+    "uneven-gpu-link": (
+        lambda: with_device(gpu(3), width=4),
+        Level.WARNING,
+        [gpu(3)],
     ),
     "link-to-itself": (
         lambda: with_links(nvlink(0, gpu(0), 2), nvlink(0, NVSWITCH)),
@@ -319,6 +329,11 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.WARNING,
         ["net/mlx5_1"],
     ),
+    "slow-nic": (
+        lambda: with_port(2, mbit_per_s=100_000),
+        Level.WARNING,
+        ["net/mlx5_2"],
+    ),
     "nic-down": (
         lambda: with_port(3, is_up=False),
         Level.WARNING,
@@ -337,7 +352,7 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
     "far-nic": (far, Level.WARNING, [gpu(0)]),
     "nic-behind-processor": (
         lambda: with_device(gpu(0), parent=""),
-        Level.NOTE,
+        Level.WARNING,
         [gpu(0)],
     ),
     "no-numa-node": (
@@ -377,6 +392,8 @@ BESIDE = {
     "tiny-link": {"slow-bridge"},
     "nic-faster-than-link": {"far-nic"},
     "odd-nic-speed": {"far-nic"},
+    "slow-nic": {"far-nic"},
+    "far-nic": {"slow-nic"},
     "nic-down": {"nic-behind-processor"},
 }
 
@@ -480,6 +497,21 @@ def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None
     assert found.severity is Level.NOTE
 
 
+def test_a_port_that_is_down_loses_the_rate_of_the_others() -> None:
+    found = one(lint_host(with_port(3, is_up=False, mbit_per_s=10_000)), "nic-down")
+    assert "the node has 50 GB/s less" in found.consequence
+
+
+@pytest.mark.parametrize("of_gpus", [0, 1])
+@pytest.mark.parametrize(("name", "num"), [("mlx5_", 4), ("eth", 0)])
+def test_gpudirect_that_is_off_for_all_ports(of_gpus: int, name: str, num: int) -> None:
+    host = sound()
+    ports = [p._replace(gdr=0, kind="", title=f"{name}{p.number}") for p in host.ports]
+    gpus = tuple(each._replace(gdr=of_gpus) for each in host.gpus)
+    found = lint_host(host._replace(ports=tuple(ports), gpus=gpus))
+    assert [f.rule for f in found] == ["no-gpudirect"] * num
+
+
 def test_what_is_no_adapter_for_traffic_is_not_judged() -> None:
     host = sound()
     # A management processor's interface behind USB, and rates of the kernel's own.
@@ -499,18 +531,20 @@ def test_a_family_after_15_is_one_of_the_future() -> None:
 def test_lint_names_what_a_host_does_not_show() -> None:
     assert unseen_facts([]) == ()
     full = sound()
-    facts = ("PCI links as they run now", "ACS", "access between GPUs")
+    facts = ("current speed of PCI links", "ACS", "access between GPUs")
     assert unseen_facts([full]) == facts
     rates = tuple(port._replace(mbit_per_s=0) for port in full.ports)
     bare = full._replace(ports=rates, links=(), devices=())
     assert unseen_facts([full, bare]) == (
-        "PCI links as they run now (1 of 2 hosts)",
+        "current speed of PCI links (1 of 2 hosts)",
         *facts[1:],
         "PCI links (1 of 2 hosts)",
         "NVLinks (1 of 2 hosts)",
         "rates of network ports (1 of 2 hosts)",
     )
     assert unseen_facts([full._replace(gpus=())]) == facts[:1]
+    query = HostTopology(sources=("nvidia-smi -q a b.txt",))
+    assert any("ronde check read 'a b.txt'" in fact for fact in unseen_facts([query]))
 
 
 def all_ports_down() -> HostTopology:
@@ -719,6 +753,12 @@ def test_rules_can_be_chosen_and_left_out(capsys: pytest.CaptureFixture[str]) ->
     counts = Counter(finding["rule"] for finding in reported["findings"])
     assert counts == {"too-many-nvlinks": 8, "nic-behind-processor": 8}
     assert run([MODAL, "--rule", chosen, "--ignore", "too-many-nvlinks"]) == 0
+    # A file that cannot be read hides no other.
+    assert run([str(DOCS), MODAL, "/none.xml"]) == 64
+    out, err = capsys.readouterr()
+    assert "16 errors" in out
+    assert DOCS.name in err
+    assert "none.xml: No such file" in err
     said = refusal(capsys, "topo", "lint", MODAL, "--ignore", "nvlink")
     assert "must name rules, got 'nvlink'" in said
     assert run(["--rules"]) == 0

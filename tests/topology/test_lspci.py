@@ -16,6 +16,7 @@ from ronde.topology import (
     HostTopology,
     Saved,
     Topology,
+    compare_hosts,
     compute_capability,
     lint_host,
     plain_address,
@@ -185,8 +186,17 @@ def test_details_give_the_tree_the_links_and_the_nodes():
     assert (gpu.width, gpu.width_now, gpu.speed_now) == (16, 8, "16.0 GT/s PCIe")
     # ACS of a root port is not between the devices below the switch.
     assert [d.is_redirecting for d in devices.values()] == [True, False, False, False]
-    off = DETAILS.replace("ReqRedir+ CmpltRedir+ UpstreamFwd+ E", "ReqRedir- C- E")
-    assert not any(device.is_redirecting for device in read(off).devices)
+    off = read(
+        DETAILS.replace("ReqRedir+ CmpltRedir+ UpstreamFwd+ E", "ReqRedir- C- E")
+    )
+    assert not any(device.is_redirecting for device in off.devices)
+    # The bridge that has it on is named, and not the upper end of the switch.
+    (found,) = (f for f in lint_host(host) if f.rule == "acs-redirects")
+    assert "setpci -s 0000:18:00.0 ECAP_ACS+6.w=0000." in found.remedy
+    changes = compare_hosts(off, host).differences
+    assert {(c.fact, c.was, c.now) for c in changes} == {("ACS above", "off", "on")}
+    short = read("\n".join(x for x in DETAILS.split("\n") if x[:1] != "\t"))
+    assert "ACS above" not in {c.fact for c in compare_hosts(short, host).differences}
 
 
 def found_in(text: str) -> dict[str, str]:

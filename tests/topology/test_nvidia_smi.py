@@ -579,3 +579,5 @@ def test_adapters_known_from_text_have_a_device_that_is_not_reported():
 def test_ranks_are_aligned_with_adapters_known_from_text():
     plan = plan_host(read(SOCKETS), AlignmentRequest(3, Policy.RESTRICTED))
     assert [rank.is_preferred for rank in plan.ranks] == [True] * 3
+    four = plan_host(read(SOCKETS), AlignmentRequest(4))
+    assert four.ranks[3].nics[0].path == "NODE"

@@ -141,6 +141,11 @@ def test_gpus_without_any_link_are_all_named_and_drawn():
     assert [finding.element for finding in found] == [f"gpu/{n}" for n in range(8)]
     assert "its model has 18" in found[0].what
     assert "NVLink: every GPU: none" in draw_tree(Topology((host,)))
+    # A matrix shows as much of GPUs whose model is unknown.
+    rows = (" ".join("X" if n == one else "SYS" for n in range(8)) for one in range(8))
+    found = lint_host(host_of(matrix(*rows) + NAMES))
+    assert [finding.element for finding in found] == [f"gpu/{n}" for n in range(8)]
+    assert "fabric manager first" in found[7].remedy
     both = matrix("X NV18", "NV18 X") + status_of((SXM, 18), (SXM, DOWN))
     assert [link.source for link in host_of(both).links] == ["gpu/0"]
     sound = host_of(status_of(*[(SXM, 18)] * 8))
@@ -150,6 +155,94 @@ def test_gpus_without_any_link_are_all_named_and_drawn():
     # One that shows nothing of NVLinks has not lost them.
     silent = host_of(f"{ALONE}\n{LEGEND}")
     assert not [f for f in lint_fleet([sound, sound, silent]) if "nvlinks" in f.rule]
+
+
+def adapter(number: int, card: int, state: str, rate: int = 400) -> str:
+    """Return what ibstat prints of an adapter with one port."""
+    state, physical = state.split()
+    return (
+        f"CA 'mlx5_{number}'\n\tCA type: MT4129\n\tSystem image GUID: 0x{card}\n"
+        f"\tPort 1:\n\t\tState: {state}\n\t\tPhysical state: {physical}\n"
+        f"\t\tRate: {rate}\n\t\tLink layer: InfiniBand\n"
+    )
+
+
+PORTS = "".join(adapter(n, n, "Active LinkUp") for n in range(3))
+LOST = """\
+04:00.0 3D controller: NVIDIA Corporation GH100 [H100 SXM5 80GB] (rev ff) (prog-if ff)
+\t!!! Unknown header type 7f
+05:00.0 3D controller: NVIDIA Corporation GH100 [H100 SXM5 80GB] (rev a1)
+"""
+LOST_IDS = LOST.replace("controller:", "controller [0302]:").replace(
+    "] (", "] [10de:2330] ("
+)
+QUERY = """\
+==============NVSMI LOG==============
+GPU 00000000:04:00.0
+    Product Name                          : [GPU is lost]
+GPU 00000000:05:00.0
+    Product Name                          : NVIDIA H100 80GB HBM3
+"""
+
+
+def xgmi(lost: set[int]) -> str:
+    """Return rocm-smi's table of eight GPUs, of which a pair has no link."""
+    names = [f"GPU{n}" for n in range(8)]
+    lines = ["======= Link Type between two GPUs =======", "  ".join(["", *names])]
+    for one in range(8):
+        words = ["PCIE" if {one, n} == lost else "XGMI" for n in range(8)]
+        words[one] = "0"
+        lines.append("  ".join([names[one], *words]))
+    return "\n".join(lines) + "\n"
+
+
+def adapters(kinds: str) -> str:
+    """Return a matrix of four GPUs and adapters, and how near the first adapter is."""
+    columns = [f"{name}{n}" for name in ("GPU", "NIC") for n in range(4)]
+    rows = [["", *columns, "CPU Affinity", "NUMA Affinity"]]
+    for one, kind in enumerate(kinds.split()):
+        links = ["X" if n == one else "NV18" for n in range(4)]
+        near = ["PIX" if n == one else "SYS" for n in (1, 2, 3)]
+        node = one // 2
+        rows.append([f"GPU{one}", *links, kind, *near, f"{node}", f"{node}"])
+    return "\n".join(map("\t".join, rows)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (PORTS, {}),
+        (PORTS + adapter(3, 3, "Down Polling", 10), {"nic-down": "warning net/mlx5_3"}),
+        (PORTS + adapter(3, 3, "Down Disabled"), {"nic-down": "warning net/mlx5_3"}),
+        (
+            PORTS + adapter(3, 3, "Initializing LinkUp"),
+            {"nic-down": "warning net/mlx5_3"},
+        ),
+        (adapter(0, 0, "Down Polling", 10), {"nic-down": "warning net/mlx5_0"}),
+        # The second port of a card.
+        (PORTS + adapter(3, 2, "Down Polling", 10), {"nic-down": "note net/mlx5_3"}),
+        (
+            PORTS + adapter(3, 3, "Active LinkUp", 10),
+            {"slow-nic": "warning net/mlx5_3"},
+        ),
+        # Slower ones may be for storage.
+        (PORTS + adapter(3, 3, "Active LinkUp", 100), {}),
+        (LOST, {"device-lost": "error 0000:04:00.0"}),
+        (LOST_IDS, {"device-lost": "error 0000:04:00.0"}),
+        (QUERY, {"device-lost": "error 0000:04:00.0"}),
+        (xgmi(set()), {}),
+        (xgmi({2, 5}), {"uneven-nvlinks": "error gpu/5"}),
+        (adapters("PIX SYS SYS SYS"), {}),
+        (adapters("SYS PIX SYS SYS"), {"nic-behind-processor": "warning gpu/0"}),
+        (adapters("SYS SYS NODE NODE"), {"nic-behind-processor": "warning gpu/0"}),
+    ],
+)
+def test_one_that_is_unlike_the_others_is_found(text, expected):
+    host = host_of(text)
+    found = {f.rule: f"{f.severity} {f.element}" for f in lint_host(host)}
+    assert found == expected
+    if "device-lost" in found:
+        assert "does not answer" in draw_tree(Topology((host,)))
 
 
 @pytest.mark.parametrize(

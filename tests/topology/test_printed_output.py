@@ -112,10 +112,14 @@ CA 'mlx4_1'
 @pytest.mark.parametrize("tag", ["", "gn1: ", "0: "])
 def test_ports_of_rdma_adapters(tag):
     host = read("".join(f"{tag}{line}\n" for line in IBSTAT.splitlines()))
+    one = NetPort("mlx5_0", kind="infiniband", mbit_per_s=400_000, port=1)
+    one = one._replace(card="mlx5_0")
     assert host.ports == (
-        NetPort("mlx5_0", kind="infiniband", mbit_per_s=400_000, port=1),
-        NetPort("mlx4_1", kind="infiniband", mbit_per_s=56_000, port=1),
-        NetPort("mlx4_1:2", kind="ethernet", mbit_per_s=10_000, port=2, is_up=False),
+        one,
+        one._replace(title="mlx4_1", mbit_per_s=56_000, card="mlx4_1"),
+        NetPort(
+            "mlx4_1:2", kind="ethernet", mbit_per_s=10_000, port=2, is_up=False
+        )._replace(card="mlx4_1", state="DOWN, Disabled"),
     )
     tree = draw_tree(Topology((host,)))
     assert "NIC mlx5_0      400 Gb/s, PCI device unknown\n" in tree

@@ -144,6 +144,7 @@ def test_network_adapters_and_what_is_not_hardware(saved):
             kind="infiniband",
             mbit_per_s=56000,
             port=1,
+            state="4X FDR",
         ),
         NetPort("eth0", "0000:02:00.0", kind="ethernet", mbit_per_s=1000),
         NetPort("eth1", "0000:02:00.3", kind="ethernet", is_up=False),
@@ -297,8 +298,9 @@ def test_an_adapter_may_have_several_ports(tree):
         mbit_per_s=400_000,
         port=1,
         is_up=False,
+        state="DOWN",
     )
-    second = rdma._replace(title="mlx5_0:2", port=2, is_up=True)
+    second = rdma._replace(title="mlx5_0:2", port=2, is_up=True, state="4X NDR")
     assert read_host(with_adapter(tree).root).ports == (rdma, second)
 
 

@@ -244,6 +244,7 @@ def test_the_table_shows_each_rank_and_why_it_is_not_aligned():
     assert lines[5] == (
         "note: rank 1 not aligned: gpu: GPU 1 near no node with usable cores"
     )
+    assert "rank 1: adapter at another processor (SYS); aligned is" in lines[6]
     assert "  NCCL_IB_HCA==mlx5_0:1" in lines
     assert lines[-1] == "  1: numactl --physcpubind=1,5"
 

@@ -342,12 +342,12 @@ def _lint(options: argparse.Namespace) -> int:
     from ronde.render.text import wrap
     from ronde.render.topo_log import count_findings, draw_log_findings
     from ronde.topology.lint import (
-        CATALOGUE,
         lint_fleet,
         lint_host,
         lint_switches,
         unseen_facts,
     )
+    from ronde.topology.lint_rules import CATALOGUE
     from ronde.units import counted
 
     if options.rules:
@@ -359,7 +359,7 @@ def _lint(options: argparse.Namespace) -> int:
     known = {name for rules in CATALOGUE.values() for name in rules}
     wanted = _names("--rule", options.rule, known) or known
     wanted = wanted - _names("--ignore", options.ignore, known)
-    sources = _read_sources(options)
+    sources, errors = _read_good(options.sources)
     hosts, switches = _load(sources, options.root)
     found = list(lint_switches(switches))
     for host in hosts:
@@ -385,9 +385,28 @@ def _lint(options: argparse.Namespace) -> int:
     else:
         print(f"{subject}: {count_findings(findings)}.")
         if unseen:
-            print(wrap("", f"Not judged, as not shown: {', '.join(unseen)}."), end="")
+            print(wrap("", f"Not judged: {', '.join(unseen)}."), end="")
         print("\n" + draw_log_findings(findings) if findings else "", end="")
+    if errors:
+        raise UsageError("\n".join(map(str, errors)))
     return _exit_code(findings)
+
+
+def _read_good(names: Sequence[str]) -> tuple[list[Saved], list[UsageError]]:
+    """Return the files that can be read, and why others cannot; one is to be good."""
+    good: list[Saved] = []
+    errors: list[UsageError] = []
+    for name in names:
+        try:
+            saved = read_saved(name)
+            read_file(saved)
+        except UsageError as error:
+            errors.append(error)
+        else:
+            good.append(saved)
+    if errors and not good:
+        raise errors[0]
+    return good, errors
 
 
 def _names(option: str, given: Sequence[str], known: set[str]) -> set[str]:

@@ -116,6 +116,11 @@ def tabulate_plan(plan: HostPlan) -> str:
     for reasons, own in by_reasons.items():
         ranks = f"rank{'s' * (len(own) > 1)} {format_list(own)}"
         text += f"note: {ranks} not aligned: {'; '.join(reasons)}\n"
+    far = [r.rank for r in plan.ranks if any(nic.path == "SYS" for nic in r.nics)]
+    if far:
+        ranks = f"rank{'s' * (len(far) > 1)} {format_list(far)}"
+        text += f"note: {ranks}: adapter at another processor (SYS); aligned is about "
+        text += "cores, memory and GPU alone\n"
     if plan.env:
         text += "\nvariables of all ranks:\n"
         text += "".join(f"  {name}={value}\n" for name, value in plan.env.items())

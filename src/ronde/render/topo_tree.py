@@ -120,6 +120,8 @@ def _port_rate(port: NetPort) -> str:
 
 
 def _pci_words(device: PciDevice) -> str:
+    if device.is_lost:
+        return "does not answer: it has fallen off the PCI bus"
     gb_per_s = speeds.pci_gb_per_s(device)
     rate = f"{gb_per_s:.2g} GB/s" if gb_per_s < 1 else f"{gb_per_s:.4g} GB/s"
     if device.gb_per_s > 0 and not device.speed:

@@ -17,7 +17,8 @@ __getattr__ = lazy_exports(
             "bound_of gpu_bound memory_bound network_bound nvls_bound with_gpus "
             "world_of"
         ),
-        "lint": "CATALOGUE lint_fleet lint_host lint_switches unseen_facts",
+        "lint": "lint_fleet lint_host lint_switches unseen_facts",
+        "lint_rules": "CATALOGUE",
         "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit",
         "nccl_log": "NcclJob NcclLog is_nccl_log judge_nccl_log read_nccl_log",
         "nccl_log.rules": "VERDICTS",

@@ -96,6 +96,10 @@ class ComparedHost:
             words = ", ".join(each.value or "?" for each in above)
             rate = min((each.gb_per_s for each in above if each.gb_per_s), default=0.0)
             facts["PCI link"] = own
+            facts["device"] = Fact("lost" if links[0].is_lost else "answers")
+            is_on = any(each.is_redirecting for each in links)
+            acs = ("on" if is_on else "off") if self._host.shows_acs else ""
+            facts["ACS above"] = Fact(acs)
             facts["links above"] = Fact(words or (own.value and "none"), rate)
         return facts
 

@@ -75,6 +75,8 @@ class PciDevice(NamedTuple):
     width_now: int = UNKNOWN
     # Whether ACS sends what devices below write to each other up to the processor.
     is_redirecting: bool = False
+    redirecting_ports: tuple[str, ...] = ()  # The bridges right below that do.
+    is_lost: bool = False  # It has fallen off the bus.
 
     @property
     def name(self) -> str:
@@ -112,6 +114,8 @@ class NetPort(NamedTuple):
     port: int = UNKNOWN  # Number of the port on its adapter.
     gdr: int = UNKNOWN  # 1 where it reaches GPUs' memory, 0 where not.
     is_up: bool = True  # Whether it has a link; true if unknown.
+    state: str = ""  # Of its link, as written: ``INIT, LinkUp``, ``1X NDR``.
+    card: str = ""  # Shared by a card's ports where there is no ``bus_id``.
 
     @property
     def name(self) -> str:
@@ -166,6 +170,12 @@ class HostTopology(NamedTuple):
     interfaces: tuple[Interface, ...] = ()  # Each after those below it.
     remarks: tuple[str, ...] = ()  # What was odd about a source, a sentence each.
     refused: tuple[str, ...] = ()  # Why NCCL refuses its file, like that.
+
+    @property
+    def shows_acs(self) -> bool:
+        # Of lspci, root alone sees ACS and links.
+        is_lspci = any(source.startswith("lspci") for source in self.sources)
+        return is_lspci and any(device.speed for device in self.devices)
 
     @property
     def paired(self) -> frozenset[str]:

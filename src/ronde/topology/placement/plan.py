@@ -309,7 +309,8 @@ def _find_nearness(
             rate = 0.0
             if path := paths.between(gpu.name, port.name):
                 rate = path.gb_per_s
-                word = kind = path.kind if kind == PathKind.DIS else kind
+                if kind == PathKind.DIS:
+                    word = kind = path.kind
             if kind != PathKind.DIS:
                 found[a, b] = Nearness((kind.rank, -rate), str(word), rate)
     return found

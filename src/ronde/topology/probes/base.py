@@ -2,6 +2,7 @@
 
 import codecs
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -134,7 +135,7 @@ def keep_lower_ends(
     is one device, and each device has the link above it.
     """
     kept: dict[str, PciDevice] = {}
-    redirecting: set[str] = set()
+    redirecting: defaultdict[str, set[str]] = defaultdict(set)
     for end in ends:
         chain: dict[str, PciDevice] = {}
         place = end
@@ -145,10 +146,13 @@ def keep_lower_ends(
             place = port.parent if port else ""
             chain[device.bus_id] = chain[device.bus_id]._replace(parent=place)
             if port and port.is_redirecting:
-                redirecting.add(place)
+                redirecting[place].add(port.bus_id)
         kept |= dict(reversed(chain.items()))
     return tuple(
-        device._replace(is_redirecting=device.bus_id in redirecting)
+        device._replace(
+            is_redirecting=device.bus_id in redirecting,
+            redirecting_ports=tuple(sorted(redirecting[device.bus_id])),
+        )
         for device in kept.values()
     )
 

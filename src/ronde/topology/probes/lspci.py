@@ -103,6 +103,8 @@ def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, 
         rest = rest[: ids[-1].start()]
     class_code = (int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)) << 8
     found = PciDevice(address, class_code=class_code, vendor=vendor, device=device)
+    # What does not answer is read as ones.
+    found = found._replace(is_lost=" (rev ff)" in line)
     return found, _REVISION.sub("", rest)
 
 

@@ -18,6 +18,7 @@ _FIELDS = {
     "ca_type": "model",
     "vendor_part_id": "model",
     "physical_state": "phys_state",
+    "sys_image_guid": "system_image_guid",
 }
 _SPELLED = {"INITIALIZING": "INIT", "LINK_UP": "LinkUp"}
 
@@ -26,7 +27,8 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
     """Return ports by names such as ``mlx5_0:1``, in the kernel's words.
 
     Each has ``state`` (``ACTIVE``), ``physical_state`` (``LinkUp``), ``mbit_per_s``,
-    ``layer`` (``InfiniBand``) and ``model`` (``MT4129``); empty or 0 if not printed.
+    ``layer`` (``InfiniBand``), ``model`` (``MT4129``), ``card``, which its ports share,
+    and ``link`` (``4X``; ``DOWN, Polling``); empty or 0 if not printed.
     """
     adapter = ""
     own = device = dict[str, str]()
@@ -52,15 +54,20 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
 
 def _port(fields: Mapping[str, str]) -> dict[str, Any]:
     state, physical = (_word(fields.get(n, "")) for n in ("state", "phys_state"))
-    lanes = re.match(r"\d{1,2}", fields.get("active_width", ""))
+    lanes = fields.get("active_width", "").partition(" ")[0]
+    num_lanes = re.match(r"\d{1,2}", lanes)
     rate, of_lane = (parse_rate(fields.get(n, "")) for n in ("rate", "active_speed"))
     return {
         "state": state.upper(),
         # ibv_devinfo prints it with -v alone.
         "physical_state": physical or ("LinkUp" if state == "Active" else "unknown"),
-        "mbit_per_s": rate or int(lanes[0] if lanes else 1) * of_lane,
+        "mbit_per_s": rate or int(num_lanes[0] if num_lanes else 1) * of_lane,
         "layer": fields.get("link_layer", ""),
         "model": fields.get("model", ""),
+        "card": fields.get("system_image_guid", ""),
+        "link": lanes
+        if state == "Active"
+        else f"{state.upper()}, {physical}".rstrip(", "),
     }
 
 
@@ -80,6 +87,8 @@ def _read(saved: Saved) -> Topology:
             mbit_per_s=own["mbit_per_s"],
             port=int(name.rpartition(":")[2]),
             is_up=own["state"] == "ACTIVE",
+            state=own["link"],
+            card=own["card"] or name.rpartition(":")[0],
         )
         for name, own in read_rdma_ports(saved).items()
     )

@@ -83,8 +83,10 @@ def _read(saved: Saved) -> Topology:
         width, width_now = (_count(gpu, f"link_widths/{w}_link_width") for w in _WHEN)
         device = PciDevice(address, class_code=_CLASS, vendor=_NVIDIA, speed=speed)
         device = device._replace(width=width, width_now=width_now, speed_now=speed_now)
+        is_lost = any("GPU is lost" in (each.text or "") for each in gpu.iter())
         # With ``-d`` the section may be left out.
-        devices += [device] if speed or width > 0 else []
+        if speed or width > 0 or is_lost:
+            devices.append(device._replace(is_lost=is_lost))
     if not gpus:
         raise UsageError(
             f"{saved.name} must have a GPU, got none. Look for an error in it: ronde "

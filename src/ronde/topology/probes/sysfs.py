@@ -284,14 +284,20 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
         own = f"{root}/{_INFINIBAND}/{name}"
         for place, number in enumerate(list_numbers(f"{own}/ports")):
             files = f"{own}/ports/{number}"
+            names = "rate", "state", "phys_state"
+            rate, state, physical = (read_text(f"{files}/{name}") for name in names)
+            is_up, lanes = state.startswith("4:"), rate.partition("(")[2].rstrip(")")
+            words = (text.partition(": ")[2] for text in (state, physical))
+            down = ", ".join(filter(None, words))
             port = NetPort(
                 # The second and later bear their number.
                 title=f"{name}:{number}" if place else name,
                 bus_id=pci.bus_id(pci.read_path(own)),
                 kind=read_text(f"{files}/link_layer").lower(),
-                mbit_per_s=machine.parse_rate(read_text(f"{files}/rate")),
+                mbit_per_s=machine.parse_rate(rate),
                 port=number,
-                is_up=read_text(f"{files}/state").startswith("4:"),
+                is_up=is_up,
+                state=lanes if is_up else down,
             )
             ports.append(port)
     taken = {port.bus_id for port in ports if port.bus_id}
