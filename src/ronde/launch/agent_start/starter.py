@@ -40,6 +40,7 @@ from ronde.units import counted
 _SENTINEL_BYTES = 32
 _MANY = 8  # hosts whose names are looked up at once, and not one after the other
 _FDS_PER_HOST = 3
+_MAX_EXPLAINED = 8
 _OTHER_FDS = 64
 MAX_STARTING = 64
 """Connections that are being made at a time; sshd refuses more from one client."""
@@ -164,16 +165,16 @@ class AgentStarter:
         # Imported where it is needed: most hosts answer.
         from concurrent.futures import ThreadPoolExecutor
 
-        by_name = {host.name: host for host in hosts}
-
-        def look_into(each: HostFailure) -> HostFailure:
-            if not each.failure.reason.startswith(NO_ANSWER):
-                return each
-            found = self.spawner.explain_silence(by_name[each.host])
-            return HostFailure(each.host, found or each.failure)
-
-        with ThreadPoolExecutor(MAX_STARTING) as pool:
-            return list(pool.map(look_into, failures))
+        reasons = {each.host: each.failure.reason for each in failures}
+        silent = [h for h in hosts if reasons.get(h.name, "").startswith(NO_ANSWER)]
+        # It takes seconds a host, and many hosts mostly have one reason.
+        silent = silent[:_MAX_EXPLAINED]
+        with ThreadPoolExecutor(_MAX_EXPLAINED) as pool:
+            found = zip(
+                silent, pool.map(self.spawner.explain_silence, silent), strict=True
+            )
+            by_name = {host.name: failure for host, failure in found}
+        return [HostFailure(e.host, by_name.get(e.host) or e.failure) for e in failures]
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,8 @@ TCP connects and the server's first line comes, in small packets. The exchange o
 has packets of full size, and never ends.
 """
 
+import os
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from ronde.errors import Failure
 from ronde.launch.hosts.host import Host
 from ronde.launch.path_mtu import LEAST_BYTES, measure_ssh_path
 
-_CONNECT_S = 2.0
+_ASK_S, _CONNECT_S = 2.0, 2.0
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
@@ -24,7 +26,7 @@ def explain_silence(host: Host, client: Sequence[str]) -> Failure | None:
 
     ``client`` is ssh with its options.
     """
-    with suppress(OSError, subprocess.CalledProcessError):
+    with suppress(OSError, subprocess.SubprocessError):
         if (place := _find_server(host, client)) is not None:
             return _explain(place)
     return None
@@ -37,13 +39,9 @@ class _Place(NamedTuple):
 
 def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
     """Return where ssh would connect to; None behind a proxy, or if nothing listens."""
-    words = [*client, "-G", "--", host.name]
-    asked = subprocess.run(words, capture_output=True, text=True, check=True)
-    lines = [line.partition(" ") for line in asked.stdout.splitlines()]
-    settings = {name: value for name, _, value in lines}
-    if any(
-        settings.get(f"proxy{way}", "none") != "none" for way in ("command", "jump")
-    ):
+    settings = _read_settings([*client, "-G", "--", host.name])
+    proxies = (settings.get(f"proxy{way}", "none") for way in ("command", "jump"))
+    if "hostname" not in settings or any(each != "none" for each in proxies):
         return None
     name, port = settings["hostname"], int(settings["port"])
     family = _FAMILIES.get(settings.get("addressfamily", ""), socket.AF_UNSPEC)
@@ -53,6 +51,25 @@ def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
         with suppress(OSError), socket.create_connection(place, _CONNECT_S):
             return place
     return None
+
+
+def _read_settings(words: Sequence[str]) -> dict[str, str]:
+    """Ask ssh for its settings. Its configuration may run commands, which may hang."""
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as asked:
+        try:
+            printed, _ = asked.communicate(timeout=_ASK_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(asked.pid, signal.SIGKILL)
+            raise
+    lines = (line.partition(" ") for line in printed.splitlines())
+    return {name: value for name, _, value in lines}
 
 
 def _explain(place: _Place) -> Failure | None:
