@@ -407,6 +407,8 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         for line in read_lines(file):
             for message in reader.feed(line):
                 collector.take(message)
+                if message.text.endswith((" Init COMPLETE", " Destroy COMPLETE")):
+                    reader.failures.feed_nccl(message.text)
         # Lines break inside each other within a file alone.
         reader.end()
     processes = collector.processes.values()
@@ -422,7 +424,10 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     # Of several jobs it is unknown whose torch's lines are.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
     ranks = largest.ranks if largest and len(comms_of) == 1 else {}
-    report = reader.watchdog.report(ranks, is_one_job=len(comms_of) <= 1)
+    is_one_job = len(comms_of) <= 1
+    report = reader.watchdog.report(ranks, is_one_job=is_one_job)
+    hosts = {process.host for process in processes}
+    failures = reader.failures.report(ranks, hosts, is_one_job=is_one_job)
     for rank in ranks.keys() & report.busy:
         # A collective is called after the start.
         ranks[rank].seen["is_complete"] = True
@@ -430,7 +435,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
-        failures=_placed(reader.failures.report(), ranks),
+        failures=_placed(failures, ranks),
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
@@ -459,7 +464,8 @@ def _placed(
             rank = int(task)
         key = rank if rank >= 0 else (each.name, each.host, each.pid)
         host = each.host or hosts.get(rank, "")
-        placed.setdefault(key, each._replace(rank=rank, host=host))
+        old = placed.setdefault(key, each._replace(rank=rank, host=host))
+        placed[key] = old._replace(outcome=min(old.outcome, each.outcome))
     return tuple(placed.values())
 
 
