@@ -573,7 +573,8 @@ def test_a_rank_that_failed_may_go_on_or_be_started_again(
 
 
 def test_a_task_of_another_host_may_be_of_an_earlier_try() -> None:
-    finding = find(OTHER_TASK.encode() + text_of(JobLog()), "rank-failed")
+    text = OTHER_TASK.encode() + text_of(JobLog()) + DESTROYED.encode()
+    finding = find(text, "rank-failed")
     assert finding.severity is Level.WARNING
     assert finding.what.startswith("Task 9 on gpu-a09 failed, and the job was started")
 

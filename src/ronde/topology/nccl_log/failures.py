@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 _MAX_KEPT = 1 << 12
 _MAX_CAUSE = 160
-_MAX_TEXT = 20  # Lines of an exception's text.
 # ``[rank3]:``, ``[1,3]<stderr>:`` of mpirun, ``3: `` of srun, ``[PG 0 Rank 3]``.
 _RANK = re.compile(
     r"\[rank(\d{1,6})\]|\[\d+,(\d{1,6})\]<std|^ {0,6}(\d{1,6}): |\bRank (\d{1,6})\]"
@@ -25,15 +24,12 @@ _OF_TORCH = re.compile(
     r"\bDist(?:Backend|Store|Network)Error|torch\.\S*(?:OutOfMemory|Accelerator)Error"
     r"|RuntimeError: (?:(?:CUDA|HIP|NCCL) error|\[\S*gloo)"
 )
-_TRACEBACK = re.compile(
-    r"\[rank(\d{1,6})\]: (Traceback \(|  File \"|Exception ignored)"
-)
-# A line of a rank's own, and none of an exception's text, nor of C++.
+# How a rank's line begins: a traceback, or more of one, or neither.
 _OWN = re.compile(
-    r"\[rank(\d{1,6})\]: (?!During handling|The above exc|Traceback|CUDA kernel|For deb"
-    r"|Compile with|Search for|Device-side|Exception raised|frame #|Last error|nccl)\S"
+    r"\[rank(\d{1,6})\]:(?: (Traceback \(|  File|Exception ignored)"
+    r"|(\[|\s*$| \s| During handling| The above exc))?"
 )
-_COMPLETE = re.compile(r" rank (\d+) nranks (\d+) .*- (Init|Destroy) COMPLETE")
+_DESTROYED = re.compile(r" rank (\d+) nranks (\d+) .*- Destroy COMPLETE")
 _IN_WATCHDOG = re.compile("terminated with exception: ((?:CUDA|HIP) error: .+)")
 _EXIT = re.compile(
     r"exitcode *: (-?\d{1,3})(?:\) local_rank: (\d{1,6}))? \(pid: (\d{1,10})\)"
@@ -78,14 +74,11 @@ class FailureReader:
         self._table_rank = -1  # In torchrun's table.
         self._num_seen = 0  # Signs of failures.
         self._seen: dict[object, int] = {}  # The last one's number, by failure.
-        # Their number so far where a rank reports this, by size.
-        self._complete: defaultdict[tuple[str, int], dict[int, int]] = defaultdict(dict)
-        # Ranks that write a traceback, and whether Python ignores its exception.
-        self._in_traceback: dict[object, bool] = {}
-        self._ignored: set[int] = set()  # Ranks whose next exception Python ignores.
+        # Their number at the end of each rank, by the size of its communicator.
+        self._destroyed: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._in_traceback: dict[int | str, str] = {}  # How it began, by rank.
         self.may_go_on: set[object] = set()  # Ranks that may have caught theirs.
-        # The rank of the last line, and how many an exception's text may have.
-        self._rank, self._num_more = -1, 0
+        self._rank = -1  # Of the last line.
 
     def feed(self, line: str) -> None:
         line = line.rstrip()
@@ -98,11 +91,10 @@ class FailureReader:
         if match := _RAISED.match(line):
             tag, name, text = match.groups()
             key, of_torch = _key(tag), _OF_TORCH.search(f"{name}: {text}")
-            is_ignored = self._in_traceback.pop(key, None)
-            if not is_ignored and (is_ignored is False or of_torch):
+            start = self._in_traceback.pop(key, "")
+            if start != "Exception ignored" and (start or of_torch):
                 self._add(key, f"{name.rpartition('.')[2]}: {text}")
-                self._num_more = _MAX_TEXT
-                if not of_torch or "OutOfMemory" in name:
+                if key in self._found and (not of_torch or "OutOfMemory" in name):
                     self.may_go_on.add(key)
         elif match := _IN_WATCHDOG.search(line):
             self._add(_key(line), match[1])
@@ -112,57 +104,38 @@ class FailureReader:
             self._feed_end(line)
 
     def feed_nccl(self, text: str) -> None:
-        """Read a message of NCCL's on the start or the end of a communicator."""
-        if match := _COMPLETE.search(text):
-            rank, size, word = match.groups()
-            self._complete[word, int(size)][int(rank)] = self._num_seen
+        """Read a message of NCCL's on the end of a communicator."""
+        if match := _DESTROYED.search(text):
+            self._destroyed[int(match[2])][int(match[1])] = self._num_seen
 
-    def report(
-        self,
-        ranks: Collection[int] = (),
-        hosts: Collection[str] = (),
-        *,
-        is_one_job: bool = True,
-    ) -> tuple[RankFailure, ...]:
-        """Return failures; those before all ``ranks`` ended as they should ended none.
+    def report(self, ranks: Collection[int] = ()) -> tuple[RankFailure, ...]:
+        """Return failures, with what became of those before all ranks ended as usual.
 
-        Neither did those of other hosts than the log's before all ranks started.
+        Give the ranks of the log if it has one job.
         """
-        started, ended = (self._num_before(w, ranks) for w in ("Init", "Destroy"))
+        size = max(self._destroyed, default=0)
+        nums = self._destroyed[size]
+        is_whole = len(nums) == size > 0 or nums.keys() >= {*ranks} > set()
+        num_before = min(nums.values()) if is_whole else 0
         for key, each in self._found.items():
-            is_other = each.host and each.host not in hosts
-            is_over = self._seen[key] <= (max(started, ended) if is_other else ended)
-            if is_over and each.outcome is Outcome.FAILED:
-                has_ended = each.pid or each.host or not is_one_job
+            if self._seen[key] <= num_before and each.outcome is Outcome.FAILED:
+                has_ended = each.pid or each.host or not ranks
                 outcome = Outcome.RESTARTED if has_ended else Outcome.WENT_ON
                 self._found[key] = each._replace(outcome=outcome)
         return tuple(self._found.values())
 
-    def _num_before(self, word: str, ranks: Collection[int]) -> int:
-        """Return how many signs of failures stand before this of each rank."""
-        size = max((size for kind, size in self._complete if kind == word), default=0)
-        nums = self._complete[word, size]
-        is_whole = len(nums) == size > 0 or nums.keys() >= {*ranks} > set()
-        return min(nums.values()) if is_whole else 0
-
     def _feed_own(self, line: str) -> None:
         """Find ranks that write more after an exception than its text."""
-        if match := _TRACEBACK.search(line):
-            rank, beginning = int(match[1]), match[2]
-            if beginning == "Exception ignored":
-                self._ignored.add(rank)
-            elif beginning == "Traceback (":
-                self._in_traceback[rank] = rank in self._ignored
-                self._ignored.discard(rank)
-            else:  # The log may begin within a traceback.
-                self._in_traceback.setdefault(rank, False)
         match = _OWN.search(line)
         rank = int(match[1]) if match else -1
-        self._num_more = self._num_more - 1 if rank == self._rank else 0
-        self._rank = rank
-        if rank in self.may_go_on and self._num_more <= 0 and not _RAISED.match(line):
+        if match and match[2]:
+            self._in_traceback.setdefault(rank, match[2])
+        # The text of an exception may have many lines, one behind the other.
+        is_new = rank != self._rank and rank in self.may_go_on
+        if is_new and match and match.lastindex == 1 and not _RAISED.match(line):
             self.may_go_on.discard(rank)
             self._found[rank] = self._found[rank]._replace(outcome=Outcome.WENT_ON)
+        self._rank = rank
 
     def _feed_end(self, line: str) -> None:
         """Read what launchers report on the end of processes."""

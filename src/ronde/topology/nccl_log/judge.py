@@ -154,9 +154,10 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         is_first = timeout.works[-1].seq == 1
         kind = kind or ("silent" if silent else "first" if is_first else "")
         kind = "ended" if failed else "late" if late else kind
-        more = f" Or {_tries(log)}" * (not kind and _has_libfabric(log)) + trace
+        tries = _tries(log)
+        more = f" Or {tries}" * (not kind and "EFA" in tries) + trace
         key, places = f"collective-timeout.{kind}".rstrip("."), waiting or late
-        words = {"suspects": suspects, "tries": _tries(log)}
+        words = {"suspects": suspects, "tries": tries}
         finding = _verdict(key, [_ranks(places)], what, **words)
         yield finding._replace(remedy=finding.remedy + more)
     for key, ranks, what in (
@@ -187,7 +188,7 @@ def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
 def _tries(log: NcclLog) -> str:
     """Return settings that each avoid a way of the data that a job takes."""
     comms = [comm for job in log.jobs for comm in job.communicators[:1]]
-    is_efa = _has_libfabric(log)
+    is_efa = any("Libfabric" in n.value for job in log.jobs for n in job.networks)
     tries = ["NCCL_P2P_DISABLE=1", "NCCL_NET=Socket" if is_efa else "NCCL_IB_DISABLE=1"]
     if comms and all(len(comm.hosts) == len(comm.ranks) for comm in comms):
         del tries[0]
@@ -195,10 +196,6 @@ def _tries(log: NcclLog) -> str:
         del tries[1]
     more = " See EFA's security group." * is_efa
     return f"run once with {' and once with '.join(tries)}.{more}"
-
-
-def _has_libfabric(log: NcclLog) -> bool:
-    return any("Libfabric" in n.value for job in log.jobs for n in job.networks)
 
 
 def _describe_work(work: TimedOutWork) -> str:

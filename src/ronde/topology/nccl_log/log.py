@@ -407,7 +407,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         for line in read_lines(file):
             for message in reader.feed(line):
                 collector.take(message)
-                if message.text.endswith((" Init COMPLETE", " Destroy COMPLETE")):
+                if message.text.endswith("Destroy COMPLETE"):
                     reader.failures.feed_nccl(message.text)
         # Lines break inside each other within a file alone.
         reader.end()
@@ -424,10 +424,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     # Of several jobs it is unknown whose torch's lines are.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
     ranks = largest.ranks if largest and len(comms_of) == 1 else {}
-    is_one_job = len(comms_of) <= 1
-    report = reader.watchdog.report(ranks, is_one_job=is_one_job)
-    hosts = {process.host for process in processes}
-    failures = reader.failures.report(ranks, hosts, is_one_job=is_one_job)
+    report = reader.watchdog.report(ranks, is_one_job=len(comms_of) <= 1)
     for rank in ranks.keys() & report.busy:
         # A collective is called after the start.
         ranks[rank].seen["is_complete"] = True
@@ -435,7 +432,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
-        failures=_placed(failures, ranks),
+        failures=_placed(reader.failures.report(ranks), ranks),
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,

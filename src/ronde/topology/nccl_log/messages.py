@@ -87,10 +87,9 @@ class MessageReader:
         if "CCL" not in line and not self._head:
             if any(word in line for word in _OF_REPORTS):
                 self.watchdog.feed_report(line)
-            failures = self.failures
-            is_open = failures.waiting or failures.may_go_on
+            is_open = self.failures.waiting or self.failures.may_go_on
             if is_open or any(word in line for word in _OF_FAILURES):
-                failures.feed(line)
+                self.failures.feed(line)
             return []
         # Most lines begin like one before them, and looking that up is far cheaper.
         prefix, _, text = line.partition(_INFO)
