@@ -659,6 +659,14 @@ def test_the_place_and_the_error_decide_on_the_remedy(
     assert found(line.encode()).keys() == {rule}
 
 
+def test_no_dma_buf_is_a_note_where_peermem_is_used() -> None:
+    line = f"node1:1008:1 [0] {IBV} NCCL WARN Call to ibv_reg_dmabuf_mr_iova2 failed "
+    line += "with error Operation not supported\n"
+    for inter, level in (("NET/IB/0/GDRDMA", NOTE), ("NET/IB/0", ERROR)):
+        text = text_of(JobLog(inter=inter)) + line.encode()
+        assert find(text, REGISTERED).severity is level
+
+
 def test_a_warning_of_all_ranks_is_reported_once() -> None:
     lines = "".join(
         f"node{n}:1:1 [0] misc/shm.cc:1 NCCL WARN Cuda failure 70{n} 'x'\n"

@@ -344,14 +344,26 @@ def test_the_folder_of_the_flight_recorder_is_named() -> None:
 
 def test_torch_s_lines_of_two_jobs_are_two_findings() -> None:
     other = text_of(JobLog(num_hosts=1, host="b{}")).replace(b"0x4f6a", b"0x1111")
-    lines = waiting(DEFAULT, 33, *range(8)) + waiting(
-        DEFAULT, 5011, *range(8), call=GATHER
-    )
-    found = judge_nccl_log(read(text_of(JobLog()) + other + lines.encode()))
+    first = waiting(DEFAULT, 33, *range(8))
+    second = waiting(DEFAULT, 5011, *range(8), call=GATHER)
+    # NCCL's lines show the jobs, or the hosts that the launcher names.
+    apart = first.replace("[rank", "a1: [rank") + second.replace("[rank", "b7: [rank")
+    for text in (text_of(JobLog()) + other + (first + second).encode(), apart.encode()):
+        found = judge_nccl_log(read(text))
 
-    assert [each.rule for each in found] == ["collective-timeout"] * 2
-    assert "ALLGATHER (work 5011," in found[0].what
-    assert "ALLREDUCE (work 33," in found[1].what
+        assert [each.rule for each in found] == ["collective-timeout"] * 2
+        assert "ALLGATHER (work 5011," in found[0].what
+        assert "ALLREDUCE (work 33," in found[1].what
+
+
+def test_one_answer_blames_no_rank_and_libfabric_has_its_own_way() -> None:
+    """The rest of the lines may be elsewhere."""
+    job = text_of(JobLog(network="AWS Libfabric"))
+    finding = find(job + signalled(7, (40, 40)).encode(), "collective-timeout")
+    assert "No line" not in finding.what
+    text = job + waiting(DEFAULT, 41, *range(16)).encode()
+    remedy = find(text, "collective-timeout").remedy
+    assert "NCCL_NET=Socket. See EFA's security group." in remedy
 
 
 @pytest.mark.parametrize(
@@ -506,6 +518,67 @@ def test_others_wait_for_a_rank_that_failed(failure: str) -> None:
     assert waited.remedy == "Look at rank 3 on node0 first: see rank-failed."
 
 
+DESTROYED = "".join(
+    f"node{r // 8}:{1000 + r}:1 [0] NCCL INFO comm 0x55{r:04x} rank {r} nranks 16 "
+    "cudaDev 0 busId 1b000 - Destroy COMPLETE\n"
+    for r in range(16)
+)
+OUTAGE = raised(0, "requests.exceptions.ConnectionError: no route", "retry 1 of 3")
+RESTART = (
+    "E1129 api.py:869] failed (exitcode: 1) local_rank: 3 (pid: 1003) of x\n"
+    "I1129 api.py:912] [default] Worker group FAILED. 3/3 attempts left; will restart "
+    "worker group\n"
+)
+OTHER_TASK = "srun: error: gpu-a09: task 9: Exited with exit code 1\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "severity", "what"),
+    [
+        (OUTAGE + DESTROYED, Level.NOTE, "Rank 0 on node0 printed an exception and"),
+        (OUTAGE + "\n[rank0]: step 5\n", Level.NOTE, "Rank 0 on node0 printed"),
+        (
+            "[rank5]: torch.OutOfMemoryError: CUDA out of memory\n16 no\n" + DESTROYED,
+            Level.NOTE,
+            "Rank 5 on node0 printed an exception and went on: OutOfMemoryError",
+        ),
+        (
+            f"RuntimeError: {TIMED_OUT}\nretrying\n{DESTROYED}",
+            Level.NOTE,
+            "A rank printed an exception",
+        ),
+        (
+            raised(3, f"RuntimeError: {ILLEGAL}") + RESTART,
+            Level.WARNING,
+            f"Rank 3 on node0 failed, and the job was started again: {ILLEGAL}.",
+        ),
+        (RESTART + RESTART[:71], Level.ERROR, "Rank 3 on node0 failed: exit code 1."),
+        # The text of an exception may be long, and the end may be another one's.
+        (OUTAGE + OUTAGE, Level.ERROR, "Rank 0 on node0 failed: ConnectionError: no"),
+        (
+            raised(2, f"RuntimeError: {ILLEGAL}") + "\n[rank2]: saving state\n",
+            Level.ERROR,
+            f"Rank 2 on node0 failed: {ILLEGAL}.",
+        ),
+        (DESTROYED + OUTAGE, Level.ERROR, "Rank 0 on node0 failed: Connection"),
+        (OUTAGE + DESTROYED + RESTART[:71], Level.ERROR, "Rank 3 on node0 failed: ex"),
+    ],
+)
+def test_a_rank_that_failed_may_go_on_or_be_started_again(
+    lines: str, severity: Level, what: str
+) -> None:
+    findings = judge_nccl_log(read(text_of(JobLog()) + lines.encode()))
+    assert (findings[0].rule, findings[0].severity) == ("rank-failed", severity)
+    assert findings[0].what.startswith(what)
+
+
+def test_a_task_of_another_host_may_be_of_an_earlier_try() -> None:
+    text = OTHER_TASK.encode() + text_of(JobLog()) + DESTROYED.encode()
+    finding = find(text, "rank-failed")
+    assert finding.severity is Level.WARNING
+    assert finding.what.startswith("Task 9 on gpu-a09 failed, and the job was started")
+
+
 @pytest.mark.parametrize(
     ("line", "rule", "severity"),
     [
@@ -532,6 +605,9 @@ def test_other_lines_of_the_watchdog(line: str, rule: str, severity: Level) -> N
         "[rank0]: step 3 of 5: collective loss 2.5, all ranks are well",
         "ranks: [0, 1, 2]",
         "ValueError: no such file, next one",
+        "[rank1]: ValueError: bad image, skipped",
+        "[rank0]: Exception ignored in atexit\n"
+        + raised(0, "BrokenPipeError: [Errno 32] Broken pipe").rstrip(),
         "[rank0]:   raise ValueError: x",
         "WARNING CUDA out of memory, retrying with batch size 8",
         "eval: RMSError: 0.25, exit code 0",

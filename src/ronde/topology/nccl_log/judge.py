@@ -7,7 +7,7 @@ from functools import partial
 
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
-from ronde.topology.nccl_log.failures import RankFailure
+from ronde.topology.nccl_log.failures import Outcome, RankFailure
 from ronde.topology.nccl_log.log import (
     EdgesSeen,
     NcclJob,
@@ -46,6 +46,7 @@ _RECORD = (
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE=fr_: at a time-out rank 0 writes fr_0, and so on; "
     "then: torchfrtrace . -p fr_"
 )
+_NO_DMABUF = re.compile("ibv_reg_dmabuf_mr.*not supported", re.IGNORECASE)
 # Of these, sizes or calls differ among the ranks of a correct program.
 _UNEQUAL = re.compile("SEND|RECV|COALESCED|ALLTOALL|GATHER$|SCATTER$")
 # Where these differ, it is often meant: hosts name their interfaces differently.
@@ -86,12 +87,21 @@ def _failures(log: NcclLog) -> Iterator[Diagnostic]:
         name = _failed(failures)
         what = f"{name[0].upper()}{name[1:]} failed: {causes}.{waited}"
         yield _verdict(rule, [name], what)
+    for outcome, key, words in (
+        (Outcome.RESTARTED, "restarted", "failed, and the job was started again"),
+        (Outcome.WENT_ON, "caught", "printed an exception and went on"),
+    ):
+        if failures := [each for each in log.failures if each.outcome is outcome]:
+            name, cause = _failed(failures), failures[0].cause
+            do = VERDICTS[rule_of_failure(cause)][2] if key == "restarted" else ""
+            what = f"{name[0].upper()}{name[1:]} {words}: {cause}."
+            yield _verdict(f"rank-failed.{key}", [name], what, do=do)
 
 
 def _causes(log: NcclLog) -> dict[str, list[RankFailure]]:
     """Return failures by rule; those that only follow if there are no others."""
     found: defaultdict[str, list[RankFailure]] = defaultdict(list)
-    for each in log.failures:
+    for each in (each for each in log.failures if each.outcome is Outcome.FAILED):
         found[rule_of_failure(each.cause)].append(each)
     if log.watchdog.timeouts or len(found) > 1:
         found.pop("rank-failed.follows", None)
@@ -144,10 +154,12 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         is_first = timeout.works[-1].seq == 1
         kind = kind or ("silent" if silent else "first" if is_first else "")
         kind = "ended" if failed else "late" if late else kind
+        tries = _tries(log)
+        more = f" Or {tries}" * (not kind and "EFA" in tries) + trace
         key, places = f"collective-timeout.{kind}".rstrip("."), waiting or late
-        words = {"suspects": suspects, "tries": _tries(log)}
+        words = {"suspects": suspects, "tries": tries}
         finding = _verdict(key, [_ranks(places)], what, **words)
-        yield finding._replace(remedy=finding.remedy + trace)
+        yield finding._replace(remedy=finding.remedy + more)
     for key, ranks, what in (
         ("watchdog-stuck", report.stuck, "The watchdog itself made no progress."),
         ("store-lost", report.store_lost, "The store of torch's job was closed."),
@@ -603,10 +615,13 @@ def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
 def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
     """Yield NCCL's own warnings, those of one cause together, and what to do."""
     seen: defaultdict[tuple[str, str], list[WarningSeen]] = defaultdict(list)
+    has_gdr = any("/GDRDMA" in e.transport for job in jobs for e in job.edges)
     for each in (warning for job in jobs for warning in job.warnings):
         # That is reported with what else shows it.
         if not each.text.startswith("Failed to bind NVLink SHARP"):
             rule = rule_of_warning(f"{each.text} ({each.place})")
+            if has_gdr and _NO_DMABUF.search(each.text):
+                rule = "warned-adapter-memory.peermem"
             # Of those without a known cause each is one.
             cause = each.text if rule == "warned" else ""
             seen[rule, cause].append(each)

@@ -407,6 +407,8 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         for line in read_lines(file):
             for message in reader.feed(line):
                 collector.take(message)
+                if message.text.endswith("Destroy COMPLETE"):
+                    reader.failures.feed_nccl(message.text)
         # Lines break inside each other within a file alone.
         reader.end()
     processes = collector.processes.values()
@@ -430,7 +432,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
-        failures=_placed(reader.failures.report(), ranks),
+        failures=_placed(reader.failures.report(ranks), ranks),
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
@@ -459,7 +461,8 @@ def _placed(
             rank = int(task)
         key = rank if rank >= 0 else (each.name, each.host, each.pid)
         host = each.host or hosts.get(rank, "")
-        placed.setdefault(key, each._replace(rank=rank, host=host))
+        old = placed.setdefault(key, each._replace(rank=rank, host=host))
+        placed[key] = old._replace(outcome=min(old.outcome, each.outcome))
     return tuple(placed.values())
 
 

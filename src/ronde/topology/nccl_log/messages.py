@@ -51,7 +51,7 @@ _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
 # All sentences of torch's reports hold one of these.
 _OF_REPORTS = ("ollective", "anks", "Culprit", "monit")
-_OF_FAILURES = "rror", "xit", "local_rank"
+_OF_FAILURES = "rror", "xit", "local_rank", "Traceback", "File", "ignored", "restart"
 _PIECE_BYTES = 1 << 20
 _MAX_PREFIXES = 1 << 16
 _HEAD_LASTS = 200  # Lines.
@@ -87,7 +87,8 @@ class MessageReader:
         if "CCL" not in line and not self._head:
             if any(word in line for word in _OF_REPORTS):
                 self.watchdog.feed_report(line)
-            if self.failures.waiting or any(word in line for word in _OF_FAILURES):
+            is_open = self.failures.waiting or self.failures.may_go_on
+            if is_open or any(word in line for word in _OF_FAILURES):
                 self.failures.feed(line)
             return []
         # Most lines begin like one before them, and looking that up is far cheaper.

@@ -102,6 +102,13 @@ collective-timeout.odd error
   TORCH_DISTRIBUTED_DEBUG=DETAIL checks each call.
 collective-timeout.differ error
   Compare the ranks' calls and sizes: TORCH_DISTRIBUTED_DEBUG=DETAIL checks each.
+rank-failed.restarted warning
+  The time since the last checkpoint is lost. ->
+rank-failed.caught note
+  The rank wrote more lines, or all ranks ended as they should. -> Nothing, if the
+  program means to catch it.
+warned-adapter-memory.peermem note
+  There is no DMA-BUF; GPUDirect RDMA used nvidia-peermem. -> Nothing.
 watchdog-stuck error
   The process is ended. -> A call of CUDA or NCCL hangs, or another thread holds
   Python's lock: py-spy dump --native shows the stacks.

@@ -16,6 +16,7 @@ _FEW_SILENT, _FEW_OF_GROUPS = 2, 4
 _NUMBER = re.compile(r"\d{1,6}")
 _RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
 # ``[PG ID 5 PG GUID 22(TP) Rank 1]``, ``[PG 0 (default_pg) Rank 1]``, ``[Rank 1]``.
+_HOST = re.compile(r"([A-Za-z][\w.-]{0,253}): ")
 _MEMBER = re.compile(
     r"\[(?:PG (?:ID \d+ PG GUID )?([^\]\s(]{1,80}) ?(\([^\]]{0,80}\))? )?"
     r"Rank (\d{1,6})\]"
@@ -96,6 +97,7 @@ class WatchdogReader:
         self._statuses: dict[tuple[str, int], tuple[int, int]] = {}
         # Ranks by the kind of line that they have.
         self._ranks: defaultdict[re.Pattern[str], set[int]] = defaultdict(set)
+        self._hosts: defaultdict[int, set[str]] = defaultdict(set)  # By rank.
         self._trace_folder = ""
         self._sources: set[int] = set()  # Ranks that others name.
         self._reported = _UNKNOWN
@@ -109,6 +111,8 @@ class WatchdogReader:
             members = _MEMBER.findall(part)
             if members and len(self._works) + len(self._statuses) < _MAX_KEPT:
                 rank = _RANK.match(part)
+                if rank and (host := _HOST.match(line)):
+                    self._hosts[int(rank[1])].add(host[1])
                 self._feed_rank(int(rank[1] if rank else members[-1][2]), members, part)
             self.feed_report(part)
 
@@ -165,6 +169,8 @@ class WatchdogReader:
         groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
         calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
         works = self._works or {(rank, -1): _UNKNOWN for rank in self._sources}
+        # One rank on two hosts is of two jobs.
+        is_one_job &= all(len(hosts) == 1 for hosts in self._hosts.values())
         is_one_job |= len({rank for rank, _ in works}) == len(works)
         for (rank, seq), work in works.items():
             for key in (work, seq):
@@ -188,7 +194,9 @@ class WatchdogReader:
             is_all = group in ("0", "0(default_pg)")
             is_all = is_all or (not group and len(found.works) == 1)
             most = len(reporting) / (_FEW_SILENT if is_all else _FEW_OF_GROUPS)
-            if is_one_job and (len(silent) <= most or (known and is_all)):
+            # Where others' answers alone are left, few lines show little.
+            is_sure = known and is_all and self._works
+            if is_one_job and (len(silent) <= most or is_sure):
                 found = found._replace(silent=_sorted(silent))
             bare = tuple(work._replace(ranks=()) for work in found.works)
             # Groups that wait for the same silent ranks alone wait alike.
