@@ -175,6 +175,11 @@ def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
             print(render.explain_check(checks[name]), end="")
         case ["read", *rest]:
             return _read(rest)
+        case [("--list" | "--explain") as option, *rest]:
+            likely = (
+                f"explain {' '.join(rest)}" if option[2:] != "list" and rest else "list"
+            )
+            raise UsageError(f"unknown option {option}. Type: ronde check {likely}")
         case [("list" | "explain") as verb, *_]:
             raise UsageError(
                 f"{verb} must stand with {'an id' if verb == 'explain' else 'nothing'} "
@@ -266,20 +271,14 @@ def read_check_request(
         raise UsageError(
             f"--burn must be at most a day, got {options.burn}. Give less."
         )
-    way = options.bandwidth
     settings: dict[str, Value] = {
         "directory": str(absolute_path(options.chdir or "")),
         "paths": [str(absolute_path(path)) for path in options.path],
         "files": [str(absolute_path(path)) for path in options.file],
         ENVIRONMENT: select_forwarded(environ),
         "burn_s": burn_s,
-        "bandwidth": "",
+        **_read_expectations(options, len(hosts)),
     }
-    if options.expect is not None:
-        settings[EXPECTED] = read_expected(options.expect)
-    # An expected rate is measured.
-    if way is not None or "gb_per_s" in settings.get(EXPECTED, {}):
-        settings["bandwidth"] = read_one_of("--bandwidth", way or "auto", _WAYS)
     if options.ranks is not None:
         settings["num_ranks"] = read_number(
             "--ranks", options.ranks, "Correct it.", least=1, most=MAX_SLOTS
@@ -293,6 +292,22 @@ def read_check_request(
         if file and (path.is_dir() or not os.access(place, os.W_OK)):
             raise _unwritable(option, file)
     return CheckRequest(options, hosts, settings, chosen)
+
+
+def _read_expectations(options: argparse.Namespace, num_hosts: int) -> dict[str, Value]:
+    """Return the settings of ``--expect`` and ``--bandwidth``; a rate is measured."""
+    way, expect = options.bandwidth, options.expect
+    expected = {} if expect is None else read_expected(expect)
+    if "gb_per_s" in expected:
+        if num_hosts < 2:
+            raise UsageError(
+                f"--expect {expect} has a rate, which must be measured between two "
+                "hosts or more, got 1. Name hosts with -H, or leave the rate out."
+            )
+        way = way or "auto"
+    if way is not None:
+        way = read_one_of("--bandwidth", way or "auto", _WAYS)
+    return {"bandwidth": way or "", **({EXPECTED: expected} if expected else {})}
 
 
 def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check, ...]:
@@ -373,7 +388,11 @@ def judge_request(request: CheckRequest, collected: Collected) -> _Checked:
     fleet = Fleet(collected.hosts, {**request.settings, ABSENT: absent})
     judgement = judge(fleet, request.checks)
     names = [host.name for host in request.hosts]
-    verdict = decide(names, judgement, len(collected.hosts))
+    # With --only it may be that nothing of what was asked for is there.
+    is_part = getattr(request.options, "only", ())
+    asked = (each for each in request.checks if is_part and each.id != TAKING_PART)
+    families = {each.family for each in asked}
+    verdict = decide(names, judgement, len(collected.hosts), families)
     code = EXIT_READY
     if not verdict.num_asked:
         code = EXIT_UNKNOWN
