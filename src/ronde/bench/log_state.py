@@ -137,8 +137,8 @@ class End(IntEnum):
     CAUSE = 1  # a launcher, shell or kernel reports why: no memory, a node that failed
     PROCESS = 2  # a launcher names a process that died or was killed
     VAGUE = 3  # it reports that some process did, or what followed
-    STRAY = 4  # some process was killed, perhaps of another program
-    ECHO = 5  # the benchmark's callers of what failed
+    ECHO = 4  # the benchmark's callers of what failed
+    STRAY = 5  # some process was killed, perhaps of another program
     WARNING = 6  # of NCCL: a cause where it stands before one of the above
 
 
@@ -241,11 +241,6 @@ class ParserState:
         """Whether there is a sign of why it ended too early."""
         return bool(self.ends.keys() - {End.WARNING})
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether such a sign is surely of this run."""
-        return bool(self.ends.keys() - {End.WARNING, End.STRAY})
-
     def missing(self) -> list[str]:
         """Return what a run lacks that was cut or aborted without a sign of why."""
         if self.is_over or self.has_ended:
@@ -302,7 +297,7 @@ class ParserState:
         """Return what ended the run too early, the first cause first."""
         ends = {kind: self.ends[kind] for kind in sorted(self.ends)}
         warning = ends.pop(End.WARNING, None)
-        if self.is_over and not self.has_failed and End.STRAY in ends:
+        if self.is_over and End.STRAY in ends:
             line, text = ends.pop(End.STRAY)
             self.warnings.append(f"line {line}: {text}")
         if End.FAILURE in ends:

@@ -192,6 +192,7 @@ class _Reader:
         if not text:
             return
         first = text[0]
+        self._mention(text)
         sentence, self._sentence = self._sentence, None
         if first == "#" or (first.isalpha() and _BARE_COMMENT.match(text)):
             try:
@@ -264,7 +265,6 @@ class _Reader:
         kind = End[found.lastgroup or ""]
         if kind is End.STRAY and ("_perf" in text or "ronde" in text):
             kind = End.VAGUE
-        self._mention(text)
         if kind in (End.FAILURE, End.ECHO):
             if self._state.is_over:
                 self._close()  # the sign is of a program that printed nothing else
@@ -288,7 +288,6 @@ class _Reader:
             return False
         at, above = self._state.ends[kind]
         self._state.ends[kind] = at, f"{above} {' '.join(text.split())}"[:_MAX_QUOTED]
-        self._mention(text)
         self._sentence = kind, self._at + 1
         return True
 
@@ -313,7 +312,8 @@ class _Reader:
     def _open_run(self, kind: str) -> None:
         state = self._state
         has_content = state.listed.devices or state.is_headless
-        is_new = state.has_failed or (has_content and kind in state.banners)
+        has_failed = min(state.ends, default=End.WARNING) < End.STRAY
+        is_new = has_failed or (has_content and kind in state.banners)
         if self._columns is not None or is_new:
             self._close()
         elif not state.banners:
@@ -371,20 +371,18 @@ class _Reader:
     def _outside(self, text: str) -> None:
         """Take a line outside a table, where a row is an error."""
         words = text.split() if text[0].isdigit() else []
-        if len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words):
-            if not self._state.is_headless:
-                self._state.is_headless = True
-                self._report(
-                    self._at,
-                    "rows from here on were left out: a row must stand below a header "
-                    f"(# size count type ...), got {text[:60]!r} without one",
-                )
-            return
-        self._mention(text)
+        is_row = len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words)
+        if is_row and not self._state.is_headless:
+            self._state.is_headless = True
+            self._report(
+                self._at,
+                "rows from here on were left out: a row must stand below a header "
+                f"(# size count type ...), got {text[:60]!r} without one",
+            )
 
     def _mention(self, text: str) -> None:
-        if not (self._state.mention or self._state.is_over) and "_perf" in text:
-            found = _PROGRAM.search(text)
+        if self._columns is None and text[0] != "#" and not self._state.mention:
+            found = _PROGRAM.search(text) if "_perf" in text else None
             self._state.mention = name_in(found[1] if found else "")
 
     def _inside(self, line: str, columns: "_Columns") -> None:

@@ -75,11 +75,9 @@ def expected_gpus(fleet: Fleet) -> Problems:
         titles = [str(title or "?") for title in facts.values.get("gpu.titles") or ()]
         fitting = [title for title in titles if model.lower() in title.lower()]
         if len(fitting) < number:
-            has = f"{len(fitting)} GPUs {model}"
+            has, num_others = f"{len(fitting)} GPUs {model}", len(titles) - len(fitting)
             if others := sorted({*titles} - {*fitting}):
-                has += (
-                    f", and {len(titles) - len(fitting)} others ({', '.join(others)})"
-                )
+                has += f", and {num_others} others ({', '.join(others)})"
             yield Problem(has, usual=f"{number} expected", host=facts.host)
 
 

@@ -81,7 +81,7 @@ class Readiness(NamedTuple):
     # Not ready together, whatever each is by itself.
     faulty_pairs: tuple[HostPair, ...] = ()
     warned_pairs: tuple[HostPair, ...] = ()  # ready together, unless warnings count
-    unmade: tuple[str, ...] = ()  # of the unknown, those where nothing was read
+    is_unread: bool = False  # nothing was read of any that is unknown
 
     @property
     def num_hosts(self) -> int:
@@ -114,9 +114,8 @@ def decide(
     faulty = [name for name in hosts if (name,) in failed]
     asked_in_vain = {each.host for each in judgement.unread if each.check == GPU_COUNT}
     made = {host for host, family in judgement.made if family in families}
-    unmade = {name for name in hosts if families and name not in {*made, *faulty}}
-    in_doubt = {*asked_in_vain, *unmade} - {*faulty}
-    unknown = [name for name in hosts if name in in_doubt]
+    unread = {*hosts} - made if families else set[str]()
+    unknown = [n for n in hosts if n in asked_in_vain | unread and n not in faulty]
     sorted_out = {*faulty, *unknown}
     return Readiness(
         tuple(n for n in hosts if n not in sorted_out and (n,) not in warned),
@@ -125,7 +124,7 @@ def decide(
         tuple(unknown),
         num_asked,
         *(tuple((w[0], w[1]) for w in ws if len(w) > 1) for ws in (failed, warned)),
-        unmade=tuple(name for name in unknown if name in unmade - asked_in_vain),
+        is_unread=bool(unknown) and unread >= {*unknown},
     )
 
 

@@ -1,7 +1,5 @@
 """Folders and files of a host: there, with room, answering, the same everywhere."""
 
-import errno
-import os
 import re
 import secrets
 import shlex
@@ -185,7 +183,7 @@ def _compare_file(path: str, files: Mapping[str, Mapping[str, Any]]) -> Problems
     sound = [host for host in shown if host not in odd]
 
     def copy_to(host: str) -> str:
-        if files[host].get("error") == os.strerror(errno.EISDIR):
+        if files[host].get("error") == "Is a directory":
             return f"ls {shlex.quote(path)}  # it is a folder: name a file"
         sources = sound or [other for other in shown if other != host]
         if not sources:
@@ -347,8 +345,5 @@ def shared_folder(fleet: Fleet) -> Problems:
             names = [other for other in left if other == host or seen.get(other)]
             shown[host] = f"files of {', '.join(names) or 'no host'}"
         for host, value, usual in find_odd(shown):
-            fix = (
-                f"findmnt -T {shlex.quote(path)}  # there; mount the same file system "
-            )
-            fix += "on all hosts"
+            fix = f"findmnt -T {shlex.quote(path)}  # there; mount the same one on all"
             yield Problem(f"{path} shows {value}", usual=usual, fix=fix, host=host)

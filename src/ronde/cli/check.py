@@ -175,11 +175,8 @@ def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
             print(render.explain_check(checks[name]), end="")
         case ["read", *rest]:
             return _read(rest)
-        case [("--list" | "--explain") as option, *rest]:
-            likely = (
-                f"explain {' '.join(rest)}" if option[2:] != "list" and rest else "list"
-            )
-            raise UsageError(f"unknown option {option}. Type: ronde check {likely}")
+        case [("--list" | "--explain") as option, *_]:
+            raise UsageError(f"unknown option {option}. Type: ronde check list")
         case [("list" | "explain") as verb, *_]:
             raise UsageError(
                 f"{verb} must stand with {'an id' if verb == 'explain' else 'nothing'} "
@@ -221,14 +218,11 @@ def _read(words: Sequence[str]) -> int:
 
 
 def _print_json(checked: _Checked, changes: Changes | None = None) -> None:
-    hosts, code = checked.collected.hosts, checked.exit_code
-    judgement, verdict = checked.judgement, checked.verdict
-    print(
-        render.checked_as_json(
-            hosts, judgement, verdict, exit_code=code, changes=changes
-        ),
-        end="",
+    collected, judgement, verdict, code = checked
+    text = render.checked_as_json(
+        collected.hosts, judgement, verdict, exit_code=code, changes=changes
     )
+    print(text, end="")
 
 
 def _check(words: Sequence[str], timeouts: Timeouts) -> int:
@@ -263,9 +257,8 @@ def read_check_request(
     options = _make_parser().parse_args(words)
     chosen = _choose(options, all_checks())
     hosts = find_hosts(options, environ)
-    for path in (*options.path, *options.file):
-        if not path:
-            raise UsageError("--path and --file must name something, got ''. Name it.")
+    if "" in (*options.path, *options.file):
+        raise UsageError("--path and --file must name something, got ''. Name it.")
     burn_s = parse_duration_s(options.burn, "--burn")
     if burn_s > _MAX_BURN_S:
         raise UsageError(
@@ -277,8 +270,18 @@ def read_check_request(
         "files": [str(absolute_path(path)) for path in options.file],
         ENVIRONMENT: select_forwarded(environ),
         "burn_s": burn_s,
-        **_read_expectations(options, len(hosts)),
+        "bandwidth": "",
     }
+    if options.expect is not None:
+        settings[EXPECTED] = read_expected(options.expect)
+    way, has_rate = options.bandwidth, "gb_per_s" in settings.get(EXPECTED, {})
+    if has_rate and len(hosts) < 2:
+        raise UsageError(
+            f"--expect {options.expect} must go with two hosts or more for its rate "
+            "between hosts, got 1. Name hosts with -H, or leave the rate out."
+        )
+    if way is not None or has_rate:
+        settings["bandwidth"] = read_one_of("--bandwidth", way or "auto", _WAYS)
     if options.ranks is not None:
         settings["num_ranks"] = read_number(
             "--ranks", options.ranks, "Correct it.", least=1, most=MAX_SLOTS
@@ -292,22 +295,6 @@ def read_check_request(
         if file and (path.is_dir() or not os.access(place, os.W_OK)):
             raise _unwritable(option, file)
     return CheckRequest(options, hosts, settings, chosen)
-
-
-def _read_expectations(options: argparse.Namespace, num_hosts: int) -> dict[str, Value]:
-    """Return the settings of ``--expect`` and ``--bandwidth``; a rate is measured."""
-    way, expect = options.bandwidth, options.expect
-    expected = {} if expect is None else read_expected(expect)
-    if "gb_per_s" in expected:
-        if num_hosts < 2:
-            raise UsageError(
-                f"--expect {expect} has a rate, which must be measured between two "
-                "hosts or more, got 1. Name hosts with -H, or leave the rate out."
-            )
-        way = way or "auto"
-    if way is not None:
-        way = read_one_of("--bandwidth", way or "auto", _WAYS)
-    return {"bandwidth": way or "", **({EXPECTED: expected} if expected else {})}
 
 
 def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check, ...]:
@@ -389,9 +376,8 @@ def judge_request(request: CheckRequest, collected: Collected) -> _Checked:
     judgement = judge(fleet, request.checks)
     names = [host.name for host in request.hosts]
     # With --only it may be that nothing of what was asked for is there.
-    is_part = getattr(request.options, "only", ())
-    asked = (each for each in request.checks if is_part and each.id != TAKING_PART)
-    families = {each.family for each in asked}
+    is_part = bool(getattr(request.options, "only", ()))
+    families = {e.family for e in request.checks if is_part and e.id != TAKING_PART}
     verdict = decide(names, judgement, len(collected.hosts), families)
     code = EXIT_READY
     if not verdict.num_asked:

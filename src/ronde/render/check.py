@@ -164,12 +164,12 @@ def draw_verdict(
         for (where, is_pair), ids in failed.items()
     )
     text = _draw_ready(verdict)
-    silent = [name for name in verdict.unknown if name not in verdict.unmade]
-    reasons = (silent, "the GPUs cannot be asked"), (verdict.unmade, "nothing was read")
-    for names, why in reasons:
-        are, who = "are" if len(names) > 1 else "is", fold_hosts(names, _MAX_NAMES)
+    if verdict.unknown:
+        are = "are" if len(verdict.unknown) > 1 else "is"
+        who = fold_hosts(verdict.unknown, _MAX_NAMES)
+        why = "nothing was read" if verdict.is_unread else "the GPUs cannot be asked"
         shown = f"could not tell whether {who} {are} ready: {why}"
-        text += wrap("", shown, width, indent=_INDENT) if names else ""
+        text += wrap("", shown, width, indent=_INDENT)
     for (ids, is_pair), names in same.items():
         are = "are" if is_pair or len(names) > 1 else "is"
         ready = "ready together" if is_pair else "ready"
