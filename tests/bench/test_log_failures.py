@@ -91,6 +91,10 @@ FAILED = {
     ),
     "without a banner": (GOOD + lines(HOST + NCCL), ["22: the run failed: "]),
     "by itself": (lines(HOST + NCCL), ["1: the run failed: "]),
+    "another test that did not start": (
+        lines("bash: alltoall_perf: command not found") + GOOD,
+        ["1: the run failed: bash: alltoall_perf: command not found"],
+    ),
     "wrong elements": (
         with_row(num_wrong=7),
         ["14: 7 wrong elements in 1 row, the first of 4096 bytes, float sum"],
@@ -170,9 +174,14 @@ KILLED = [
     "Terminated",
     "kernel: Out of memory: Killed process 4001 (all_reduce_perf) total-vm:81kB",
     "PRTE has lost communication with a remote daemon.",
+    "bash: line 1:  4001 Killed                  sleep 1000",
     "There are not enough slots available in the system to satisfy the 16",
     "bash: all_reduce_perf: command not found",
 ]
+
+
+# Perhaps of another program: a run that is whole has not failed for these.
+STRAY = [KILLED[3], KILLED[15], KILLED[18]]
 
 
 @pytest.mark.parametrize("line", KILLED)
@@ -181,7 +190,10 @@ def test_what_a_launcher_saw_killed_failed(line: str, prefix: str) -> None:
     for text, at, is_over in ((CUT, 16, False), (GOOD, 22, True)):
         log = read_log(f"{text}{prefix}{line}\n", "a.log")
         (run,) = log.runs
-        assert run.failures == (f"a.log:{at}: the run failed: {line.strip()}",)
+        is_passed_over = is_over and line in STRAY
+        failures = (f"a.log:{at}: the run failed: {line.strip()}",)
+        assert run.failures == (() if is_passed_over else failures)
+        assert run.warnings == ((f"line {at}: {line}",) if is_passed_over else ())
         assert (run.is_complete, log.damage, log.cuts) == (is_over, [], [])
 
 
@@ -293,7 +305,10 @@ def test_a_run_without_its_end_exits_with_6(
     assert read(tmp_path, text, "--partial") == 0
 
 
+NO_SLOTS = lines(KILLED[-2], "slots that were requested:", "", "  ./all_reduce_perf")
 GOOD_ONES = {
+    "another program killed before it": lines(*STRAY) + GOOD,
+    "a try that did not start": NO_SLOTS + KILLED[-1] + "\n" + GOOD,
     "warnings": GOOD.replace("#       ", lines(REMARK, WARN) + "#       ", 1),
     "unchecked": log(
         "all_reduce", [replace(r, in_place=side(9, 1, 1, None)) for r in ROWS]
@@ -308,6 +323,7 @@ GOOD_ONES = {
 @pytest.mark.parametrize("case", GOOD_ONES)
 def test_good_runs_have_not_failed(case: str, tmp_path: Path) -> None:
     assert read(tmp_path, GOOD_ONES[case]) == 0
+    assert len(read_log(GOOD_ONES[case], "a.log").runs) == 1
 
 
 JSONS = {

@@ -113,7 +113,12 @@ def test_a_host_whose_gpus_cannot_be_asked_ends_with_3():
     gpus = {"gpu.count": "neither nvidia-ml-py nor nvidia-smi is here"}
     asked = Collected((HostFacts(HERE, {}, gpus, {}),), ())
     assert judge_request(request("--only", "gpu"), asked).exit_code == 3
-    assert judge_request(request("--only", "host"), asked).exit_code == 0
+    # Nothing is known of it either; without a GPU that is so for --only gpu.
+    host = Collected((HostFacts(HERE, {"host.cgroup_pids": None}, gpus, {}),), ())
+    for words, known in (("host", asked), ("gpu-nvlink", host)):
+        checked = judge_request(request("--only", words), known)
+        assert checked.exit_code == 3
+        assert checked.verdict.is_unread
 
 
 def test_no_host_can_be_asked(tmp_path):
@@ -158,6 +163,8 @@ def test_what_cannot_be_is_refused(words, why):
         (["--since", "/none/facts"], b"--since must be a file that can be read"),
         (["explain", "lockd-memory"], b"explain must name a check's id, got"),
         (["explain"], b"explain must stand with an id behind it"),
+        (["--list"], b"unknown option --list. Type: ronde check list\n"),
+        (["--explain", "memlock"], b"unknown option --explain. Type: ronde check list"),
         (["list", "all"], b"list must stand with nothing behind it"),
     ],
 )

@@ -83,9 +83,12 @@ def test_the_words_may_be_a_file(tmp_path):
     ],
 )
 def test_a_rate_between_hosts_is_measured(word, gb_per_s):
-    settings = read_check_request(["--expect", f"8xH100,{word}"], {}).settings
+    words = ["--expect", f"8xH100,{word}"]
+    settings = read_check_request([*words, "-H", "a,b"], {}).settings
     assert settings["expected"]["gb_per_s"] == pytest.approx(gb_per_s)
     assert settings["bandwidth"] == "auto"
+    with pytest.raises(UsageError, match="must go with two hosts or more"):
+        read_check_request(words, {})
 
 
 @pytest.mark.parametrize(

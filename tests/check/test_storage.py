@@ -261,6 +261,8 @@ def test_a_missing_folder_is_found_though_it_is_for_temporary_files(role: str) -
 def test_what_cannot_be_entered_is_found(change: dict[str, Any], why: str) -> None:
     (finding,) = found(fleet(facts(paths={"/data": folder(["shared"], **change)})))
     assert finding.what.startswith(f"/data: {why}")
+    is_file = "it is a file: name a folder" in finding.fix
+    assert is_file == (why == "no folder")
 
 
 @pytest.mark.parametrize(
@@ -367,6 +369,18 @@ def test_a_missing_file_is_found() -> None:
     assert (finding.host, finding.severity) == ("node3", Severity.FAIL)
     assert finding.what == "/data/a: No such file or directory"
     assert finding.fix == "rsync -ac node1:/data/a /data/a"
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        ("No such file or directory", "ls -l /data  # no host could read it"),
+        ("Is a directory", "ls /data/a  # it is a folder: name a file"),
+    ],
+)
+def test_what_no_host_has_cannot_be_copied(error: str, fix: str) -> None:
+    gone = facts(files={"/data/a": {"error": error}})
+    assert found(fleet(gone, gone))[0].fix.startswith(fix)
 
 
 def test_of_equal_files_it_is_shown_how_much_was_read() -> None:

@@ -174,14 +174,23 @@ def test_what_an_import_ends_in_is_the_answer(
         "SystemExit: 3",
         f"{tmp_path}/left_over_a has no __init__.py",
     ]
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("raise ImportError('no such symbol')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    outcome = run_probes({"torch": PROBES["torch"]}, {})["torch"]
-    assert outcome.values == {
-        "torch.import_error": "ImportError: no such symbol",
-        "torch.shadowing": f"{tmp_path}/torch",
-    }
+    monkeypatch.setenv("PYTHONPATH", f"/none:{tmp_path}/")
+    for name, text, error in (
+        ("torch.py", "raise ImportError('too old')", "ImportError: too old"),
+        ("torch/__init__.py", "raise ImportError('x')", "ImportError: x"),
+        (
+            "torch/__init__.py",
+            "__version__ = '1.9.0'",
+            f"{tmp_path}/torch is another package: it has no version.py",
+        ),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        outcome = run_probes({"torch": PROBES["torch"]}, {})["torch"]
+        assert outcome.values == {
+            "torch.import_error": error,
+            "torch.shadowing": f"{tmp_path}/{name.removesuffix('/__init__.py')}",
+        }
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,8 @@ class End(IntEnum):
     PROCESS = 2  # a launcher names a process that died or was killed
     VAGUE = 3  # it reports that some process did, or what followed
     ECHO = 4  # the benchmark's callers of what failed
-    WARNING = 5  # of NCCL: a cause where it stands before one of the above
+    STRAY = 5  # some process was killed, perhaps of another program
+    WARNING = 6  # of NCCL: a cause where it stands before one of the above
 
 
 class Log(NamedTuple):
@@ -296,10 +297,13 @@ class ParserState:
         """Return what ended the run too early, the first cause first."""
         ends = {kind: self.ends[kind] for kind in sorted(self.ends)}
         warning = ends.pop(End.WARNING, None)
+        if self.is_over and End.STRAY in ends:
+            line, text = ends.pop(End.STRAY)
+            self.warnings.append(f"line {line}: {text}")
         if End.FAILURE in ends:
             ends.pop(End.ECHO, None)
         # Of a launcher's the most telling alone: the others follow from it.
-        reports = ends.keys() & {End.CAUSE, End.PROCESS, End.VAGUE}
+        reports = ends.keys() & {End.CAUSE, End.PROCESS, End.VAGUE, End.STRAY}
         for kind in sorted(reports)[1:]:
             ends.pop(kind)
         signs = sorted(ends.values())

@@ -81,10 +81,11 @@ _ENDS = re.compile(
         | ^slurmstepd:[ ]error:[ ].{0,99}CANCELLED | ^ronde:[ ]rank[ ]\d+[ ]failed
         | ^(?:mpi|orte|prte)(?:run|exec)[ ](?:noticed|detected|has[ ]exited)
         | (?:ORTE|PRTE)[ ](?:has[ ]lost|was[ ]unable|daemon[ ]has) | MPI_ABORT[ ]was)
-    | (?P<VAGUE>^srun:[ ]Job[ ]step[ ]aborted | ^slurmstepd:[ ]error:[ ].{0,99}oom.kill
+    | (?P<VAGUE>^srun:[ ]Job[ ]step[ ]aborted
         | ^command[ ]terminated[ ]with[ ]exit[ ]code[ ][1-9] | ^terminate[ ]called[ ]
         | Primary[ ]job[ ]+terminated | BAD[ ]TERMINATION | ChildFailedError
-        | (?:Segmentation[ ]fault|Bus[ ]error)(?![)])
+        | (?:Segmentation[ ]fault|Bus[ ]error)(?![)]))
+    | (?P<STRAY>^slurmstepd:[ ]error:[ ].{0,99}oom.kill
         | (?:Killed|Aborted|Terminated)(?:$|[ ]{2}|[ ][(]))""",
     re.VERBOSE,
 )
@@ -140,11 +141,25 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
             f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got {got}. "
             "Its header begins with: # size count type."
         )
-    first, *more = runs = reader.runs
+    first, *more = runs = _without_tries(reader)
     if more and all((r.test, r.ranks.value) == (first.test, 1) for r in runs):
         warning = f"{len(runs)} runs of 1 rank each: {WITHOUT_MPI}"
         runs[0] = replace(first, warnings=(*first.warnings, warning))
     return Log(runs, reader.damage, reader.cuts)
+
+
+def _without_tries(reader: "_Reader") -> list[Run]:
+    """Drop tries that did not start, where a later run of the same test is whole."""
+    runs: list[Run] = []
+    for run in reversed(reader.runs):
+        later = [r.test for r in runs if r.is_complete and not r.failures]
+        if run in reader.tries and run.test in later:
+            why = run.failures[0].removeprefix(f"{run.facts['source']}:")
+            warning = f"line {why.replace('the run failed', 'a try failed', 1)}"
+            runs[-1] = replace(runs[-1], warnings=(*runs[-1].warnings, warning))
+        else:
+            runs.append(run)
+    return runs[::-1]
 
 
 class _Reader:
@@ -152,6 +167,7 @@ class _Reader:
 
     def __init__(self, source: str, test: str) -> None:
         self.runs: list[Run] = []
+        self.tries: list[Run] = []  # those of them that printed nothing else
         self.damage: list[str] = []
         self.cuts: list[str] = []
         self._at = 1  # the line that is read
@@ -176,6 +192,7 @@ class _Reader:
         if not text:
             return
         first = text[0]
+        self._mention(text)
         sentence, self._sentence = self._sentence, None
         if first == "#" or (first.isalpha() and _BARE_COMMENT.match(text)):
             try:
@@ -246,6 +263,8 @@ class _Reader:
     def _end_run(self, text: str, found: re.Match[str]) -> None:
         """Take a sign that something ended the run."""
         kind = End[found.lastgroup or ""]
+        if kind is End.STRAY and ("_perf" in text or "ronde" in text):
+            kind = End.VAGUE
         if kind in (End.FAILURE, End.ECHO):
             if self._state.is_over:
                 self._close()  # the sign is of a program that printed nothing else
@@ -293,7 +312,8 @@ class _Reader:
     def _open_run(self, kind: str) -> None:
         state = self._state
         has_content = state.listed.devices or state.is_headless
-        is_new = state.has_ended or (has_content and kind in state.banners)
+        has_failed = min(state.ends, default=End.WARNING) < End.STRAY
+        is_new = has_failed or (has_content and kind in state.banners)
         if self._columns is not None or is_new:
             self._close()
         elif not state.banners:
@@ -321,6 +341,8 @@ class _Reader:
         has_begun = self._columns is not None or state.banners or state.is_headless
         if has_begun or state.has_ended:
             self.runs.append(state.finish(self._test))
+            if not has_begun and min(state.ends) is End.CAUSE:
+                self.tries.append(self.runs[-1])
             run = f"{self._source}:{self._at - 1}: run {len(self.runs)}"
             self.cuts += [f"{run} {each}" for each in state.missing()]
         self._state, self._columns = ParserState(self._source, self._at), None
@@ -349,17 +371,18 @@ class _Reader:
     def _outside(self, text: str) -> None:
         """Take a line outside a table, where a row is an error."""
         words = text.split() if text[0].isdigit() else []
-        if len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words):
-            if not self._state.is_headless:
-                self._state.is_headless = True
-                self._report(
-                    self._at,
-                    "rows from here on were left out: a row must stand below a header "
-                    f"(# size count type ...), got {text[:60]!r} without one",
-                )
-            return
-        if not self._state.mention and "_perf" in text:
-            found = _PROGRAM.search(text)
+        is_row = len(words) > 6 and words[0].isdecimal() and _claims_to_be_row(words)
+        if is_row and not self._state.is_headless:
+            self._state.is_headless = True
+            self._report(
+                self._at,
+                "rows from here on were left out: a row must stand below a header "
+                f"(# size count type ...), got {text[:60]!r} without one",
+            )
+
+    def _mention(self, text: str) -> None:
+        if self._columns is None and text[0] != "#" and not self._state.mention:
+            found = _PROGRAM.search(text) if "_perf" in text else None
             self._state.mention = name_in(found[1] if found else "")
 
     def _inside(self, line: str, columns: "_Columns") -> None:

@@ -66,7 +66,7 @@ def expected_gpus(fleet: Fleet) -> Problems:
     reads: NVML's number and names of the GPUs
     threshold: as many whose name contains the model's
     source: --expect
-    fix: nvidia-smi -L; lspci -d 10de: shows cards that the driver does not
+    fix: nvidia-smi -L; lspci -d 10de:  # shows cards that the driver does not
     needs: --expect with GPUs, as 8xH100
     why: Ranks find no GPU, or a slower one, and all others wait.
     """
@@ -75,11 +75,9 @@ def expected_gpus(fleet: Fleet) -> Problems:
         titles = [str(title or "?") for title in facts.values.get("gpu.titles") or ()]
         fitting = [title for title in titles if model.lower() in title.lower()]
         if len(fitting) < number:
-            has = f"{len(fitting)} GPUs {model}"
+            has, num_others = f"{len(fitting)} GPUs {model}", len(titles) - len(fitting)
             if others := sorted({*titles} - {*fitting}):
-                has += (
-                    f", and {len(titles) - len(fitting)} others ({', '.join(others)})"
-                )
+                has += f", and {num_others} others ({', '.join(others)})"
             yield Problem(has, usual=f"{number} expected", host=facts.host)
 
 
@@ -92,7 +90,7 @@ def expected_ports(fleet: Fleet) -> Problems:
     reads: /sys/class/net, /sys/class/infiniband: speed and state
     threshold: as many RDMA ports, or else physical interfaces, that are up and as fast
     source: --expect
-    fix: ip -br link; ibstat: look at cable, transceiver and switch port
+    fix: ip -br link; ibstat  # look at cable, transceiver and switch port
     needs: --expect with ports, as 8x400G
     why: The host with fewer or slower ports sets the pace of every reduction.
     """
@@ -119,7 +117,7 @@ def expected_memory(fleet: Fleet) -> Problems:
     reads: MemTotal of /proc/meminfo
     threshold: 90 % of it; the rest is the firmware's and the kernel's
     source: --expect; 90 %: ronde's own
-    fix: Look for memory that firmware has taken out: dmidecode -t memory, the BMC's log
+    fix: dmidecode -t memory  # and the BMC's log: has firmware taken memory out?
     needs: --expect with a size, as 2TiB
     why: A job that fits elsewhere does not fit there.
     """

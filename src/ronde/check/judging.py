@@ -1,7 +1,7 @@
 """All checks on all hosts: what is found, what is unread, and which hosts are ready."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ronde.check.check import Check, Family, Finding, Severity
@@ -76,11 +76,12 @@ class Readiness(NamedTuple):
     ready: tuple[str, ...]
     warned: tuple[str, ...]  # ready as well, unless warnings count
     faulty: tuple[str, ...]
-    unknown: tuple[str, ...]  # their GPUs could not be asked
+    unknown: tuple[str, ...]  # their GPUs could not be asked, or nothing was read
     num_asked: int  # hosts that gave any answer
     # Not ready together, whatever each is by itself.
     faulty_pairs: tuple[HostPair, ...] = ()
     warned_pairs: tuple[HostPair, ...] = ()  # ready together, unless warnings count
+    is_unread: bool = False  # nothing was read of any that is unknown
 
     @property
     def num_hosts(self) -> int:
@@ -95,8 +96,16 @@ class Readiness(NamedTuple):
         return bool(self.warned or self.warned_pairs)
 
 
-def decide(hosts: Sequence[str], judgement: Judgement, num_asked: int) -> Readiness:
-    """Sort all hosts, and pairs of them, by the worst that was found there."""
+def decide(
+    hosts: Sequence[str],
+    judgement: Judgement,
+    num_asked: int,
+    families: Collection[Family] = (),
+) -> Readiness:
+    """Sort all hosts, and pairs of them, by the worst that was found there.
+
+    Of ``families``, if any are named, each host must have a check that was made.
+    """
     found: dict[tuple[str, ...], set[Severity]] = defaultdict(set)
     for each in judgement.findings:
         found[each.hosts].add(each.severity)
@@ -104,7 +113,9 @@ def decide(hosts: Sequence[str], judgement: Judgement, num_asked: int) -> Readin
     warned = [w for w in found if Severity.WARN in found[w] and w not in failed]
     faulty = [name for name in hosts if (name,) in failed]
     asked_in_vain = {each.host for each in judgement.unread if each.check == GPU_COUNT}
-    unknown = [name for name in hosts if name in asked_in_vain and name not in faulty]
+    made = {host for host, family in judgement.made if family in families}
+    unread = {*hosts} - made if families else set[str]()
+    unknown = [n for n in hosts if n in asked_in_vain | unread and n not in faulty]
     sorted_out = {*faulty, *unknown}
     return Readiness(
         tuple(n for n in hosts if n not in sorted_out and (n,) not in warned),
@@ -113,6 +124,7 @@ def decide(hosts: Sequence[str], judgement: Judgement, num_asked: int) -> Readin
         tuple(unknown),
         num_asked,
         *(tuple((w[0], w[1]) for w in ws if len(w) > 1) for ws in (failed, warned)),
+        is_unread=bool(unknown) and unread >= {*unknown},
     )
 
 

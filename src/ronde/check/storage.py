@@ -119,6 +119,8 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
             wrong = "may not be entered"
         if wrong and each["roles"] != [_TEMPORARY]:
             fix = f"mkdir -p {shlex.quote(path)}  # if it may be empty; else mount it"
+            if wrong == "no folder":
+                fix = f"ls -l {shlex.quote(path)}  # it is a file: name a folder"
             fix = fix if _SHARED in each["roles"] else _ELSEWHERE
             yield Problem(f"{path}: {wrong}", fix=fix)
         elif _TEMPORARY in each["roles"] and (wrong or not each["is_writable"]):
@@ -181,9 +183,13 @@ def _compare_file(path: str, files: Mapping[str, Mapping[str, Any]]) -> Problems
     sound = [host for host in shown if host not in odd]
 
     def copy_to(host: str) -> str:
+        if files[host].get("error") == "Is a directory":
+            return f"ls {shlex.quote(path)}  # it is a folder: name a file"
         sources = sound or [other for other in shown if other != host]
-        words = ("rsync", "-ac", f"{sources[0]}:{path}", path) if sources else ()
-        return shlex.join(words)
+        if not sources:
+            folder = shlex.quote(str(Path(path).parent))
+            return f"ls -l {folder}  # no host could read it: name another, or copy it"
+        return shlex.join(("rsync", "-ac", f"{sources[0]}:{path}", path))
 
     for host, each in files.items():
         if host in odd:
@@ -339,8 +345,5 @@ def shared_folder(fleet: Fleet) -> Problems:
             names = [other for other in left if other == host or seen.get(other)]
             shown[host] = f"files of {', '.join(names) or 'no host'}"
         for host, value, usual in find_odd(shown):
-            fix = (
-                f"findmnt -T {shlex.quote(path)}  # there; mount the same file system "
-            )
-            fix += "on all hosts"
+            fix = f"findmnt -T {shlex.quote(path)}  # there; mount the same one on all"
             yield Problem(f"{path} shows {value}", usual=usual, fix=fix, host=host)

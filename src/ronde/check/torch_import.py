@@ -8,17 +8,21 @@ from ronde.check.probing import FactReader
 from ronde.launch.environments import own_environment
 
 IMPORT_ERROR = "torch.import_error"  # fact: why torch cannot be imported, or empty
-# Fact: the folder of a torch that PYTHONPATH puts before what pip installs, or empty.
+# Fact: the folder or file of a torch that PYTHONPATH puts before pip's, or empty.
 SHADOWING = "torch.shadowing"
 
 
 def read(reader: FactReader) -> None:
-    before = own_environment().get("PYTHONPATH", "").split(":")
+    before = filter(None, own_environment().get("PYTHONPATH", "").split(":"))
     spec = find_spec("torch")
-    folder = Path(spec.origin).parent if spec and spec.origin else None
-    is_before = folder is not None and str(folder.parent) in before
-    reader.values[SHADOWING] = str(folder) if is_before else ""
-    reader.values[IMPORT_ERROR] = find_error("torch")
+    place = Path((spec and spec.origin) or "")
+    place = place.parent if place.name == "__init__.py" else place
+    is_before = place.parent in [Path(each).absolute() for each in before]
+    reader.values[SHADOWING] = str(place) if is_before else ""
+    error = find_error("torch")
+    if not error and not (place / "version.py").exists():
+        error = f"{place} is another package: it has no version.py"
+    reader.values[IMPORT_ERROR] = error
 
 
 def find_error(name: str) -> str:

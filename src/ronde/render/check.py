@@ -167,7 +167,8 @@ def draw_verdict(
     if verdict.unknown:
         are = "are" if len(verdict.unknown) > 1 else "is"
         who = fold_hosts(verdict.unknown, _MAX_NAMES)
-        shown = f"could not tell whether {who} {are} ready: the GPUs cannot be asked"
+        why = "nothing was read" if verdict.is_unread else "the GPUs cannot be asked"
+        shown = f"could not tell whether {who} {are} ready: {why}"
         text += wrap("", shown, width, indent=_INDENT)
     for (ids, is_pair), names in same.items():
         are = "are" if is_pair or len(names) > 1 else "is"
