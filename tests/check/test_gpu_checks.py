@@ -312,9 +312,16 @@ def test_a_card_without_a_bridge_is_not_odd():
     assert find(host(num_gpus=3, record=record)) == ()
 
 
-def test_a_narrow_link_in_a_virtual_machine_is_a_warning():
-    narrow = host(num_gpus=1, facts={"gpu.is_virtual": True}, pcie=PCIE | {"width": 8})
-    assert only(find(narrow), "gpu-pcie").severity is WARN
+@pytest.mark.parametrize("is_virtual", [True, False])
+def test_narrow_links_that_are_alike_are_only_shown(is_virtual):
+    facts = {"gpu.is_virtual": is_virtual}
+    alone, odd = (
+        host(num_gpus=num, facts=facts, pcie=PCIE | {"width": 8}) for num in (1, 2)
+    )
+    assert only(find(alone), "gpu-pcie").severity is INFORM
+    found = only(find(odd), "gpu-pcie")
+    assert found.severity is (WARN if is_virtual else FAIL)
+    assert ("reseat" in found.fix) is not is_virtual
 
 
 def test_a_slot_that_is_narrower_than_the_others_is_odd():

@@ -84,6 +84,7 @@ FAULTS = """
 0 ! printed-errors: one program alone may use it | Mode: Default > Exclusive_Process
 0 ! printed-errors: ecc_mode changes from Enabled | Pending: Enabled > Disabled
 0 ! printed-errors: mig_mode changes from Disabled to | Pending: Disabled > Enabled
+0 i printed-errors: split into instances (MIG) | Current +: Disabled > Enabled
 0 i printed-errors: persistence mode is off | Persistence Mode: Enabled > Disabled
 """
 
@@ -138,7 +139,7 @@ def test_xml_is_judged_like_text(judged):
     assert code == 2
     assert shown.startswith("a: 4 findings in nvidia-smi -q of 1 GPU\n")
     # Whether it is a virtual machine is not in the file.
-    for check in ("x gpu-rows", "x gpu-ecc-errors", "x gpu-clocks", "! gpu-pcie"):
+    for check in ("x gpu-rows", "x gpu-ecc-errors", "x gpu-clocks", "i gpu-pcie"):
         assert f"{check}: a\n    GPU 0: " in shown
 
 
@@ -287,8 +288,14 @@ LOGGED = """
   NVRM: Xid (PCI:0000:3a:00): 45, pid=9, Ch 8 caused by previous Xid 149
 2 i gpu-xid: Xid 45 (it follows from Xid 48) at 0000:3a:00.0 in line 8 (8123.004711)
   NVRM: Xid (PCI:0000:3a:00): 48, DBE|NVRM: Xid (PCI:0000:3a:00): 45, Ch 8
+0 i printed-errors: a program has reached its cgroup's limit of memory: job_8812 in
+  oom-kill:oom_memcg=/uid_7/job_8812/x,task=py|Memory cgroup out of memory: Kill process
+0 i printed-errors: a program has reached its cgroup's limit of memory in line 7
+  Memory cgroup out of memory: Kill process 71 (python3) score 999 or sacrifice child
+0 ! printed-errors: a file server does not answer: nas2 in line 8
+  nfs: server nas1 not responding|nfs: server nas2 not responding|nfs: server nas1 OK
 0 ! printed-errors: the kernel has killed programs for lack of memory: python3 in line 7
-  Memory cgroup out of memory: Killed process 71 (python3) total-vm:9kB, anon-rss:8kB
+  Out of memory: Killed process 71 (python3) total-vm:9kB, anon-rss:8kB
 0 i gpu-xid: Xid 31 (access to memory that is not mapped) at 0000:3a:00.0 in line 7
   NVRM: Xid (PCI:0000:3a:00): 31, pid=9, name=python, Ch 0000000b, MMU Fault
 2 x gpu-xid: SXid 20034 at 0000:c1:00.0 in line 7 (8123.004711)
@@ -327,6 +334,16 @@ def test_a_link_that_flaps(judged, port, down, up, times, mark):
     assert code == 0
 
 
+def test_a_link_that_goes_down_with_the_host_is_not_lost(judged):
+    port = "mlx5_core 0000:29:00.0: mlx5_0: Port: 1 Link "
+    boots = log(f"{port}DOWN\n{port}ACTIVE\n{port}DOWN\n") * 7
+    assert judged(f"{boots}{log(f'{port}ACTIVE')}")[1].startswith("a: nothing found")
+    flaps = "".join(
+        f"{STAMPS['dmesg']}{port}{word}\n" for word in ["DOWN", "ACTIVE"] * 6
+    )
+    assert "lost its link 6 times\n" in judged(flaps)[1]
+
+
 def test_what_a_driver_only_informs_of_is_no_error(judged):
     line = (
         "mlx5_core 0000:29:00.0: print_health_info:431: Health issue, severity(6) INFO"
@@ -354,7 +371,7 @@ UP = ("Active", "LinkUp", "400", "InfiniBand")
         ([UP] * 4, 0, "a: nothing found in ibstat of 4 ports\n"),
         ([UP, ("Down", "Disabled", "10", "Ethernet")], 0, "a: nothing found"),
         ([UP, ("Down", "Polling", "40", "InfiniBand")], 0,
-         "i rdma-port: a\n    mlx5_1:1 is DOWN/Polling"),
+         "if nothing is to be plugged in: export NCCL_IB_HCA=^=mlx5_1:1\n"),
         ([("Down", "Polling", "40", "InfiniBand")] * 2, 0,
          "mlx5_1:1 are DOWN/Polling\n    fix: look at its cable and transceiver"),
         ([("Down", "Polling", "40", "InfiniBand")] * 8, 2,
@@ -384,6 +401,7 @@ UP = ("Active", "LinkUp", "400", "InfiniBand")
 def test_ports(judged, ports, code, found):
     has, shown = judged(ibstat(*ports))
     assert found in shown
+    assert UP in ports or "HCA" not in shown
     assert has == code
 
 

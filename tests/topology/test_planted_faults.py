@@ -226,7 +226,21 @@ def adapters(kinds: str) -> str:
             {"slow-nic": "warning net/mlx5_3"},
         ),
         # Slower ones may be for storage.
-        (PORTS + adapter(3, 3, "Active LinkUp", 100), {}),
+        (PORTS + "".join(adapter(n, n, "Active LinkUp", 100) for n in (3, 4)), {}),
+        (
+            PORTS + adapter(3, 3, "Active LinkUp", 200),
+            {"slow-nic": "warning net/mlx5_3"},
+        ),
+        (PORTS + adapter(3, 3, "Active LinkUp", 25).replace("Infini", "Ether"), {}),
+        (PORTS + adapter(3, 3, "Active LinkUp", 25).replace("4129", "4117"), {}),
+        # Ports of cards for storage without a cable, and one that is switched off.
+        (
+            PORTS
+            + "".join(adapter(n, n, "Active LinkUp", 200) for n in (3, 4))
+            + "".join(adapter(n, n, "Down Polling", 10) for n in (5, 6)),
+            {"nic-down": "note net/mlx5_6"},
+        ),
+        (adapter(0, 0, "Active LinkUp") + adapter(1, 1, "Down Disabled"), {}),
         (LOST, {"device-lost": "error 0000:04:00.0"}),
         (LOST_IDS, {"device-lost": "error 0000:04:00.0"}),
         (QUERY, {"device-lost": "error 0000:04:00.0"}),

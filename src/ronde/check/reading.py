@@ -4,6 +4,7 @@ The checks of live hosts judge them, and ``printed-errors`` what only a file sho
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -23,8 +24,8 @@ from ronde.topology.probes.smi_query import SMI_QUERY, read_query
 from ronde.topology.sources import find_probe
 from ronde.units import counted, list_first
 
-NOT_OF_FILES = ("roce-gid",)
-"""Checks whose facts a file has in part."""
+NOT_OF_FILES = ("roce-gid", "gpu-mig")
+"""Checks whose facts a file has in part, or that need the ranks of a job."""
 _ERRORS = "host.printed_errors"
 _OFF_THE_BUS = "a GPU has fallen off the bus"
 _FIXES = {
@@ -37,6 +38,7 @@ _FIXES = {
     "reseat": "sudo lspci -vv -s {at}; reseat the device or its cable",
     "firmware": "sudo mlxfwreset -d {at} -y reset, or power the host off and on",
     "memory": "give the job more memory, or let it use less",
+    "instances": "nvidia-smi -L  # lists them; NCCL needs whole GPUs",
     "link": "look at its cable and transceiver, and at the switch's port",
     "choose": "name the ports for jobs: NCCL_IB_HCA",
     "cool": "check fans, dust and airflow",
@@ -44,6 +46,7 @@ _FIXES = {
     "look": "look at the lines around it; it may be what ended or held up the job",
     "cut": "write it again: nvidia-smi -q; a GPU that is still missing has failed",
 }
+_SILENT = "a file server does not answer"
 _AT = r"(?P<at>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])"
 _AER = rf"{_AT}: (?:AER: )?PCIe Bus Error: severity="
 _RULES = rf"""
@@ -69,6 +72,8 @@ warn mode one program alone may use it (compute mode {{}})
   /compute_mode: (Exclusive\w*)
 warn reset {{}} with the next reset
   gpu/(\w+ changes from .*)
+inform instances split into instances (MIG)
+  /current_mig: Enabled
 inform persist persistence mode is off
   /persistence_mode: Disabled
 fail reboot nvidia-smi cannot ask the GPU
@@ -101,6 +106,8 @@ warn link an adapter reports of its cable or transceiver: {{1}}
   mlx5_core {_AT}: .*Port module event\[error\]: module \d+, (?:Cable error, )?(.+)
 warn cool an adapter is too hot
   mlx5_core {_AT}: .*High temperature on sensors
+inform memory a program has reached its cgroup's limit of memory
+  Memory cgroup (?P<at>.*?) ?out of memory: Kill(?:ed)? process
 warn memory the kernel has killed programs for lack of memory
   ut of memory: Kill(?:ed)? process \d+ \((?P<at>[^)]*)\)
 warn host errors of the host's memory or processor
@@ -109,7 +116,7 @@ warn look a processor was stuck
   soft lockup - CPU|hard LOCKUP on|self-detected stall
 warn look a program was blocked for minutes
   task (?P<at>\S+):\d+ blocked for more than
-warn look a file server does not answer
+warn look {_SILENT}
   nfs: server (?P<at>\S+) (?:not responding|timed out)
 warn look a program crashed in {{}}
   (?:segfault|general protection) .* in (lib(?:[nr]ccl|cuda|torch|ibv|fabric)[^\[ ]*)
@@ -130,6 +137,11 @@ _ALIKE = {
 }
 _SOUGHT = "errors of GPUs, adapters, links, PCI, memory, processors and file servers"
 _MAX_LINE_CHARS = 1000
+# The job's folder, or else the last one, of a limit that was reached.
+_CGROUP = re.compile(
+    r"(?:oom_memcg=|result of limit of )(?:\S*/(?=job_\d+\b)|[^\s,]*/)([^\s,/]+)"
+)
+_BOOT_OR_END = ("Linux version ", "reboot: ")
 
 
 _Lines = Iterable[tuple[str, str]]  # each with its place
@@ -193,7 +205,7 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
 
 def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
     """Yield lines of a kernel or of nvidia-smi itself, each with its place."""
-    card = ""
+    card = group = ""
     for number, line in enumerate(saved.text.splitlines(), 1):
         if match := KERNEL_LINE.match(line[:_MAX_LINE_CHARS]):
             stamp = (match["at"] or match["date"] or "").strip("[] ")
@@ -202,6 +214,10 @@ def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
             text = re.sub(
                 r"^NVRM: (?=(?:system )?(?:has )?fallen off)", f"{card} ", match["text"]
             )
+            # The line before that of the program names the limit.
+            limit = _CGROUP.search(text)
+            group = limit[1] if limit else group
+            text = text.replace("Memory cgroup out", f"Memory cgroup {group} out", 1)
             yield f" in line {number}" + f" ({stamp})" * bool(stamp), text
         elif re.match(_OF_NVIDIA_SMI, line):
             yield f" in line {number}", line[:_MAX_LINE_CHARS]
@@ -213,6 +229,9 @@ def _find_errors(lines: _Lines) -> list[_Error]:
     patterns = [re.compile(row.strip()) for row in rows[1::2]]
     found: dict[_Error, list[tuple[str, str]]] = {}
     for place, line in lines:
+        if match := re.search(r"nfs: server (\S+) OK", line):
+            silent = _SILENT, "warn", _FIXES["look"]
+            found[silent] = [e for e in found.get(silent, []) if e[0] != match[1]]
         for row, pattern in zip(rows[::2], patterns, strict=True):
             if match := pattern.search(line):
                 severity, fix, what = row.split(maxsplit=2)
@@ -221,7 +240,7 @@ def _find_errors(lines: _Lines) -> list[_Error]:
                 at = place if place.isdecimal() else match.groupdict().get("at") or ""
                 found.setdefault(error, []).append((at, place))
                 break
-    return [_sum_up(*error, seen) for error, seen in found.items()]
+    return [_sum_up(*error, seen) for error, seen in found.items() if seen]
 
 
 def _sum_up(what: str, severity: str, fix: str, seen: list[tuple[str, str]]) -> _Error:
@@ -237,17 +256,27 @@ def _sum_up(what: str, severity: str, fix: str, seen: list[tuple[str, str]]) -> 
 
 def _lost_links(lines: _Lines) -> Iterator[_Error]:
     """Yield an error for each link that went down after it was up."""
-    states: dict[str, list[bool]] = {}
+    boots: list[defaultdict[str, list[bool]]] = [defaultdict(list)]
     for _, line in lines:
-        if match := _LINK.search(line):
-            states.setdefault(match["at"], []).append(
-                match["word"].lower() in ("up", "active", "plugged")
-            )
-    for at, own in states.items():
-        if lost := sum(was and not is_up for was, is_up in pairwise(own)):
+        if line.startswith(_BOOT_OR_END):
+            boots.append(defaultdict(list))
+        elif match := _LINK.search(line):
+            is_up = match["word"].lower() in ("up", "active", "plugged")
+            boots[-1][match["at"]].append(is_up)
+    for at in dict.fromkeys(at for states in boots for at in states):
+        lost, is_down = 0, False
+        for number, states in enumerate(boots):
+            own = states[at]
+            flaps = sum(was and not is_up for was, is_up in pairwise(own))
+            is_down = flaps > 0 and not own[-1]
+            # The last loss before a reboot is the reboot's. In a log without its start
+            # the link was up before the first.
+            lost += flaps - (is_down and number < len(boots) - 1)
+            lost += flaps > 0 and number == 0 and not own[0]
+        if lost:
             what = f"{at} lost its link {counted(lost, 'time')}"
-            what += "" if own[-1] else " and is down"
-            yield what, "warn" if lost > 2 or not own[-1] else "inform", _FIXES["link"]
+            what += " and is down" * is_down
+            yield what, "warn" if lost > 2 or is_down else "inform", _FIXES["link"]
 
 
 def _read_query(

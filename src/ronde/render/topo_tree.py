@@ -133,7 +133,8 @@ def _pci_words(device: PciDevice) -> str:
         speeds.link_words(each).replace(" PCIe", "")
         for each in (speeds.as_running(device), device)
     )
-    return f"PCI {now}, {rate}" + (f" (both ends can do {able})" if now != able else "")
+    ends = "both ends can do" if device.parent else "its most is"
+    return f"PCI {now}, {rate}" + (f" ({ends} {able})" if now != able else "")
 
 
 def draw_tree(topology: Topology) -> str:

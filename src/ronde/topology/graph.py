@@ -116,6 +116,7 @@ class NetPort(NamedTuple):
     is_up: bool = True  # Whether it has a link; true if unknown.
     state: str = ""  # Of its link, as written: ``INIT, LinkUp``, ``1X NDR``.
     card: str = ""  # Shared by a card's ports where there is no ``bus_id``.
+    model: str = ""  # Of the adapter, such as ``MT4129``.
 
     @property
     def name(self) -> str:

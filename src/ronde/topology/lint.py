@@ -129,6 +129,10 @@ def _is_rdma(port: NetPort) -> bool:
     return port.kind == "infiniband" or port.title.startswith(_RDMA_NAMES)
 
 
+def _kind(port: NetPort) -> tuple[str, str]:
+    return port.kind, port.model
+
+
 def _has_likely_rate(port: NetPort) -> bool:
     """Whether hardware has the rate, alone or as some links that are bound together."""
     return 0 < port.mbit_per_s <= _HIGHEST and any(
@@ -181,6 +185,13 @@ class HostView:
         ways = filter(None, (self.paths.between(name, other) for other in others))
         return max((w.gb_per_s for w in ways if self.paths.is_known(w)), default=0.0)
 
+    def is_as_narrow(self, now: PciDevice) -> bool:
+        """Return whether a GPU lacks lanes, and no other like it has more of them."""
+        gpu, gpus = self.gpus[now.bus_id], self.gpus
+        own = [d for d in self.running if d.bus_id in gpus]
+        alike = (d.width_now for d in own if _is_alike(gpu, gpus[d.bus_id]))
+        return max(alike, default=0) <= now.width < self.devices[now.bus_id].width
+
     def root_speed(self) -> float:
         """Return the GT/s of the fastest link right below a processor; 0 if unknown."""
         roots = (device for device in self.host.devices if not device.parent)
@@ -210,15 +221,18 @@ class HostView:
             ways = ((p, self.paths.between(gpu, p.name)) for p in rdma if p.bus_id)
             near[gpu] = [p for p, way in ways if way and way.kind <= PathKind.PXB]
         alone = {own[0].name for own in near.values() if len(own) == 1}
-        rates = Counter(port.mbit_per_s for port in rdma)
-        usual, num = max(rates.items(), key=lambda item: item[::-1], default=(0, 0))
-        for port in rdma if 2 * num > len(rdma) else ():
-            # A slower adapter of its own may be for storage; a GPU's only one is not.
-            is_odd = port.name in alone and all(len(own) == 1 for own in near.values())
+        for port in rdma:
+            own = [p for p in rdma if _kind(p) == _kind(port)]
+            rates = Counter(each.mbit_per_s for each in own)
+            usual, num = max(rates.items(), key=lambda item: item[::-1])
+            # A slower adapter of its own may be for storage; a GPU's only one is not,
+            # nor one alone of a model.
+            is_odd = port.name in alone and all(len(o) == 1 for o in near.values())
+            is_odd |= bool(port.model) and num == len(own) - 1 > 2
             is_far = _FAR_SLOWER * port.mbit_per_s <= usual
             has_one_lane = port.state.startswith("1X")
             is_slow = port.mbit_per_s < usual and _has_likely_rate(port)
-            if is_slow and (is_odd or is_far or has_one_lane):
+            if 2 * num > len(own) and is_slow and (is_odd or is_far or has_one_lane):
                 yield port, usual
 
 
@@ -281,7 +295,10 @@ class HostRules(HostView):
             )
             if 0 < has < should:
                 words = {"form": ".at-rest" if speeds.is_at_rest(device) else ""}
+                if not (words["form"] or device.parent) and now.bus_id in self.gpus:
+                    words["form"] = ".alike" if self.is_as_narrow(now) else ".unlike"
                 words["now"], words["link"] = map(speeds.link_words, (now, device))
+                words["able"] = "both ends can do" if device.parent else "its most is"
                 yield hit(device.name, has, should, **words)
 
     def uneven_gpu_link(self) -> Iterator[Hit]:
@@ -454,16 +471,20 @@ class HostRules(HostView):
         for port in self.host.ports:
             is_infiniband = port.kind == "infiniband"
             # Without link the kernel reports the lowest rate.
-            alike = [each.mbit_per_s for each in up if each.kind == port.kind]
+            alike = [each.mbit_per_s for each in up if _kind(each) == _kind(port)]
+            num = sum(_kind(each) == _kind(port) for each in self.host.ports)
+            # Of one model, one alone is unlike the others; more may have no cable.
+            is_odd = not port.model or not up or len(alike) == num - 1 > 2
             mbit_per_s = max(alike, default=0) if is_infiniband else port.mbit_per_s
             rate = f"{mbit_per_s / 8000:g} GB/s" if mbit_per_s > 0 else "its rate"
             state = f" ({port.state})" if port.state else ""
             if (port.bus_id or port.card) and not port.is_up:
                 # Of two ports often one has no cable, and Ethernet for management none.
                 is_loss = is_infiniband and (port.bus_id[:-2] or port.card) not in up_at
-                form = ".lost" if is_loss else ""
+                form = ".lost" if is_loss and is_odd else ""
                 form = ".init" if port.state.startswith(("INIT", "ARMED")) else form
-                yield hit(port.name, rate=rate, state=state, form=form)
+                if form or not port.state.endswith(("Disabled", "Sleep")):
+                    yield hit(port.name, rate=rate, state=state, form=form)
 
     def virtual_nic(self) -> Iterator[Hit]:
         for port in self.host.ports:

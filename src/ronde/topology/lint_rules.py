@@ -32,10 +32,16 @@ unknown-link-speed warning an empty link speed, which NCCL takes for PCIe 3
   do Write what lspci -vv shows on the bare machine, such as link_speed="16.0 GT/s PCIe"
      link_width="16".
 trained-down loss a link that runs below what both of its ends can do
-  seen The link runs at {now} and both ends can do {link}.
+  seen The link runs at {now} and {able} {link}.
   so It carries {has:.4g} of {should:.4g} GB/s (PCIe's limit one way).
   do Reseat the card or its riser, look for errors in dmesg (AER), and look at the
      slot's setting in the firmware.
+trained-down.unlike loss
+  do On the bare machine compare LnkCap and LnkSta with another GPU's, also of the
+     bridge above: sudo lspci -vv. Look for errors in dmesg (AER).
+trained-down.alike note
+  do Nothing, if slot or card have no more lanes. On the bare machine compare LnkCap of
+     the GPU with that of the bridge above it: sudo lspci -vv.
 trained-down.at-rest note
   do Look again under load: GPUs lower the speed at rest.
 uneven-gpu-link warning a GPU with a slower PCI link than most others of its kind
@@ -111,9 +117,10 @@ slow-nic warning a port that is far slower than the other adapters' ports
      Reseat or replace the cable, then look at the switch's port.
 nic-down note a port of an adapter without link
   seen The port has no link{state}.
-  so NCCL does not use it: the node has {rate} less.
+  so NCCL does not use it. Many second ports are left without a cable.
   do Look at ibstat or ip link, at the cable and at the switch's port.
 nic-down.lost warning
+  so NCCL does not use it: the node has {rate} less.
 nic-down.init warning
   seen The cable has a link, and no subnet manager has configured the port{state}.
   do Start a subnet manager, on a switch or by systemctl start opensm on one host;

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
+from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, check, each_host
 from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.gpu.nvml import COUNT, each_gpu, fold_gpus, odd_gpus
 from ronde.check.majority import once_a_host
@@ -13,6 +13,7 @@ from ronde.check.probing import UnreadableError
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.sysfs import read_functions
+from ronde.units import grouped
 
 # By NVML's name of the model; those whose links the board joins, not a bridge.
 _EXPECTED_LINKS = (
@@ -49,6 +50,7 @@ and forwarding upstream."""
 
 _PCIE, _VIRTUAL, _NVLINKS = "gpu.pcie", "gpu.is_virtual", "gpu.nvlinks"
 _DIRECT = "gpu.direct_rdma"
+_COMPARE = "sudo lspci -vv  # on the bare machine: LnkCap of the GPU and its bridge"
 
 
 def read_is_virtual(root: str) -> bool:
@@ -112,31 +114,42 @@ def gpu_pcie(fleet: Fleet) -> Problems:
     """The GPUs' PCI links have all their lanes.
 
     reads: NVML's width of each link and the possible one; idle generations are low
-    threshold: the possible width (a warning in virtual machines); as most of the model
+    threshold: where a GPU of the model and host has more lanes, the possible width (a
+        warning in virtual machines); else it is only shown; as most of the model
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): nvmlDeviceGetMaxPcieLinkWidth is what
-        GPU and slot both have; the rest: ronde's own
+        GPU and slot both have, but also 16 for cards of 8 lanes; the rest: ronde's own
     fix: reseat the card or its cable; look at the slot's settings in the BIOS
     needs: an NVIDIA GPU
     why: Copies to the host and to network adapters take a multiple of the time.
     """
     odd = odd_gpus(fleet, _PCIE, "PCI link x{width}".format_map, FAIL)
-    yield from once_a_host(_narrow_links(fleet), odd)
+    narrow = list(_narrow_links(fleet))
+    bad = (each for each in narrow if each.severity is not INFORM)
+    yield from once_a_host(bad, odd, iter(narrow))
     highest = "PCI link of generation {max_generation} at most"
     yield from odd_gpus(fleet, _PCIE, highest.format_map, WARN)
 
 
 def _narrow_links(fleet: Fleet) -> Problems:
-    what = "its PCI link has {width} lanes of {max_width}"
-    for facts in fleet.having(_PCIE, _VIRTUAL):
-        # Virtual machines do not see the slot, whose lanes may be fewer.
-        severity = WARN if facts.values[_VIRTUAL] else FAIL
+    for facts in fleet.having(_PCIE, _VIRTUAL, "gpu.titles"):
+        pairs = list(zip(facts.values["gpu.titles"], facts.values[_PCIE], strict=True))
+        widths = grouped((title, link["width"]) for title, link in pairs if link)
         found = (
-            Problem(what.format_map(link), severity)
-            if link and 0 < link["width"] < link["max_width"]
-            else None
-            for link in facts.values[_PCIE]
+            _narrow_link(facts.values, link, max(widths[title])) if link else None
+            for title, link in pairs
         )
         yield from fold_gpus(facts.host, found)
+
+
+def _narrow_link(values: Values, link: dict[str, int], most: int) -> Problem | None:
+    what = f"its PCI link has {link['width']} lanes of {link['max_width']}"
+    if not 0 < link["width"] < link["max_width"]:
+        return None
+    if link["width"] == most:
+        what += "; the slot or card may have no more"
+        return Problem(what, INFORM, fix=_COMPARE)
+    # Virtual machines do not see the slot, whose lanes may be fewer.
+    return Problem(what, WARN, fix=_COMPARE) if values[_VIRTUAL] else Problem(what)
 
 
 @check(FAIL, _NVLINKS, "gpu.titles")

@@ -283,7 +283,8 @@ def gpu_mig(fleet: Fleet) -> Problems:
     threshold: off; with one rank in all, as with one GPU, it is only shown
     source: NVIDIA's MIG guide: no peer access between instances; NCCL 2.32's manual:
         from 2.31 on it joins instances, as an experiment and without NVLinks
-    fix: stop what uses the GPU, then: sudo nvidia-smi -i N -mig 0
+    fix: stop what uses the GPU, then: sudo nvidia-smi -i N -mig 0  # removes all its
+        instances
     needs: an NVIDIA GPU from Ampere on
     why: NCCL up to 2.30 cannot join instances; later ones copy through the host.
     """

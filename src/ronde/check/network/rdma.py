@@ -192,11 +192,11 @@ def rdma_port(fleet: Fleet) -> Problems:
             found.setdefault(problem, []).append(name)
         for problem, names in found.items():
             what = f"{list_first(names, 4)} {'is' if len(names) == 1 else 'are'}"
-            fix = _cure(problem.what, names)
+            fix = _cure(facts.values, problem.what, names)
             yield problem._replace(what=f"{what} {problem.what}", fix=fix)
 
 
-def _cure(state: str, names: list[str]) -> str:
+def _cure(values: Values, state: str, names: list[str]) -> str:
     adapter, _, number = names[0].partition(":")
     if state.endswith("Disabled"):
         return f"sudo ibportstate -C {adapter} -D 0 {number} enable"
@@ -205,8 +205,9 @@ def _cure(state: str, names: list[str]) -> str:
         return (
             f"sminfo -C {adapter} -P {number}; if none answers, start a subnet manager"
         )
-    hidden = ",".join(name.partition(":")[0] for name in names)
-    return f"{_CABLE}; if nothing is to be plugged in: export NCCL_IB_HCA=^{hidden}"
+    leave_out = f"export NCCL_IB_HCA=^={','.join(names)}"
+    has_another = any(map(_is_up, values[_PORTS].values()))
+    return _CABLE + f"; if nothing is to be plugged in: {leave_out}" * has_another
 
 
 def _is_odd(values: Values, port: Port) -> bool:

@@ -89,6 +89,7 @@ def _read(saved: Saved) -> Topology:
             is_up=own["state"] == "ACTIVE",
             state=own["link"],
             card=own["card"] or name.rpartition(":")[0],
+            model=own["model"],
         )
         for name, own in read_rdma_ports(saved).items()
     )
