@@ -60,7 +60,7 @@ def test_all_run_for_all_checks():
         ("--only shared-folder --path /d", set(), {"sharing"}),
         ("--only network", {"network", "host"}, {"reaching"}),
         ("--only slow-pair --bandwidth", {"gpu", "versions"}, {"bandwidth"}),
-        ("--only slow-pair --expect 10GB/s", {"gpu", "versions"}, {"bandwidth"}),
+        ("--only slow-pair -H a,b --expect 10GB/s", {"gpu", "versions"}, {"bandwidth"}),
         ("--only slow-host --burn 1s", set(), {"pace"}),
         ("--only clock-offset", set(), {"clock"}),
         ("--only gpu-torch", {"gpu", "versions"}, set()),
