@@ -88,7 +88,7 @@ def is_log(saved: Saved) -> bool:
     """Return whether a file is what ``ronde topo log`` reads, and no topology."""
     from ronde.topology.probes.others import LOG, recognise_other
 
-    return recognise_other(saved)[0] == LOG and find_probe(saved) is None
+    return find_probe(saved) is None and recognise_other(saved)[0] == LOG
 
 
 def read_file(saved: Saved) -> Topology:

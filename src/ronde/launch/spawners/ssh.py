@@ -109,15 +109,17 @@ class SshSpawner(Spawner):
         return [*self.client(host), host.name, shlex.join(words)]
 
     def leads_by_name(self, name: str) -> bool:
-        words = [*self.client(Host(name))[:-1], "-v", "-G", "--", name]
+        # Imported where it is needed: few starts ask.
+        from ronde.launch.spawners.ssh_path import ask_settings
+
         try:
-            asked = subprocess.run(words, capture_output=True, text=True, check=True)
-            files = _CONFIGURATION.findall(asked.stderr)
+            settings, notes = ask_settings(self.client(Host(name))[:-1], name)
+            files = _CONFIGURATION.findall(notes)
             texts = [Path(file).read_text(errors="replace") for file in files]
-        except (OSError, subprocess.CalledProcessError):
+        except (OSError, subprocess.SubprocessError):
             return False
-        is_same = f"hostname {name}\n" in asked.stdout
-        is_direct = not _PROXIES.search(asked.stdout)
+        is_same = f"hostname {name}\n" in settings
+        is_direct = not _PROXIES.search(settings)
         return is_same and is_direct and not any(map(_NAMES.search, texts))
 
     def explain_silence(self, host: Host) -> Failure | None:

@@ -37,11 +37,41 @@ class _Place(NamedTuple):
     port: int
 
 
+def ask_settings(client: Sequence[str], name: str) -> tuple[str, str]:
+    """Return ssh's settings for a host, a line each, and the names of their files.
+
+    Its configuration may run commands. Those that hang are killed.
+
+    Raises:
+        OSError: There is no ssh.
+        subprocess.SubprocessError: It failed, or took too long.
+    """
+    words = [*client, "-v", "-G", "--", name]
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as asked:
+        try:
+            settings, notes = asked.communicate(timeout=_ASK_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(asked.pid, signal.SIGKILL)
+            raise
+    if asked.returncode:
+        raise subprocess.CalledProcessError(asked.returncode, words)
+    return settings, notes
+
+
 def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
     """Return where ssh would connect to; None behind a proxy, or if nothing listens."""
-    settings = _read_settings([*client, "-G", "--", host.name])
+    printed, _ = ask_settings(client, host.name)
+    lines = (line.partition(" ") for line in printed.splitlines())
+    settings = {name: value for name, _, value in lines}
     proxies = (settings.get(f"proxy{way}", "none") for way in ("command", "jump"))
-    if "hostname" not in settings or any(each != "none" for each in proxies):
+    if not settings.keys() >= {"hostname", "port"} or {*proxies} != {"none"}:
         return None
     name, port = settings["hostname"], int(settings["port"])
     family = _FAMILIES.get(settings.get("addressfamily", ""), socket.AF_UNSPEC)
@@ -51,25 +81,6 @@ def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
         with suppress(OSError), socket.create_connection(place, _CONNECT_S):
             return place
     return None
-
-
-def _read_settings(words: Sequence[str]) -> dict[str, str]:
-    """Ask ssh for its settings. Its configuration may run commands, which may hang."""
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as asked:
-        try:
-            printed, _ = asked.communicate(timeout=_ASK_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(asked.pid, signal.SIGKILL)
-            raise
-    lines = (line.partition(" ") for line in printed.splitlines())
-    return {name: value for name, _, value in lines}
 
 
 def _explain(place: _Place) -> Failure | None:

@@ -6,7 +6,7 @@ of torchfrtrace, and Gloo's monitored barrier.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 _Value = TypeVar("_Value")
@@ -206,14 +206,7 @@ class WatchdogReader:
         found = [*folded.values()]
         found.sort(key=lambda each: -sum(len(work.ranks) for work in each.works))
         if self._absent or self._behind:
-            behind = () if self._absent else _sorted(self._behind)
-            work = self._reported._replace(ranks=behind)
-            found = found or [CollectiveTimeout((), (work,))]
-            late = _sorted(self._absent.union(found[0].late))
-            # Where all ranks are, nobody is behind.
-            if {*known, *range(max(behind, default=0)), *reporting} <= {*behind}:
-                behind = ()
-            found[0] = found[0]._replace(late=late, behind=behind)
+            found[:1] = [self._with_reported(found[:1], known, reporting)]
         called = [rank for (_, rank), last in self._statuses.items() if last[0] > 0]
         return WatchdogReport(
             self.num_lines,
@@ -223,6 +216,22 @@ class WatchdogReader:
             _sorted(self._ranks[_STORE_LOST]),
             self._trace_folder,
         )
+
+    def _with_reported(
+        self,
+        found: Sequence[CollectiveTimeout],
+        known: Collection[int],
+        reporting: set[int],
+    ) -> CollectiveTimeout:
+        """Return the first time-out with the ranks that a report names."""
+        behind = () if self._absent else _sorted(self._behind)
+        work = self._reported._replace(ranks=behind)
+        first = found[0] if found else CollectiveTimeout((), (work,))
+        late = _sorted(self._absent.union(first.late))
+        # Where all ranks are, nobody is behind.
+        if {*known, *range(max(behind, default=0)), *reporting} <= {*behind}:
+            behind = ()
+        return first._replace(late=late, behind=behind)
 
     def _reporting(self) -> set[int]:
         named = self._sources if not self._works else ()
