@@ -62,7 +62,7 @@ _SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
 # Of a faster link so much counts, as the processor or a short test may be the limit.
 _MOST_COUNTED_GB_PER_S = 1.25
 _UNKNOWN_GB_PER_S = 0.0125  # a link of unknown rate counts as 100 Mbit/s
-_STREAM_S, _LISTEN_S, _TIMEOUT_S, _SLACK_S = 0.3, 5.0, 10.0, 5.0
+_STREAM_S, _LISTEN_S, _TIMEOUT_S, _SLACK_S = 0.4, 5.0, 10.0, 5.0
 _RANKS_S = 90.0  # for ranks to start, which import torch, to meet and to measure
 
 _HELD = "benching.rendezvous"
