@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
-from ronde.launch.messages import (
+from ronde.launch.wire.messages import (
     FROM_AGENT,
     Exited,
     FromAgent,

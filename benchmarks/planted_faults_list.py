@@ -54,13 +54,13 @@ FAULTS = (
         "PowerSGD never sends what its approximation missed, and converges worse",
     ),
     Fault(
-        "launch/hosts/host.py",
+        "launch/host.py",
         "replace(host, slots=num_each) if host.slots else host for host in hosts",
         "replace(host, slots=num_each) for host in hosts",
         "--nproc-per-node starts ranks on a host that 0 slots keep out",
     ),
     Fault(
-        "launch/running.py",
+        "launch/job/running.py",
         "loss.reason, loss.exit_code, at_s))\n        if not self._is_stopping:\n"
         "            self._stop(signal.SIGTERM)\n",
         "loss.reason, loss.exit_code, at_s))\n",

@@ -9,12 +9,12 @@ from ronde.check.fleet import HostFacts, Value
 from ronde.check.hosts import HostSet
 from ronde.check.probing import FAILED, MOST_DEADLINES
 from ronde.errors import HostError, HostFailure
-from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.controller import Controller
-from ronde.launch.hosts.host import Host
+from ronde.launch.host import Host
+from ronde.launch.hosts.node import AgentNode
+from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.job.controller import Controller
+from ronde.launch.job.output import NoOutput
 from ronde.launch.network import choose_addresses
-from ronde.launch.node import AgentNode
-from ronde.launch.output import NoOutput
 from ronde.launch.process_tree import adopting_orphans
 
 _SLACK_S = 5.0

@@ -18,12 +18,12 @@ from ronde.bench.training.outcome import (
 from ronde.bench.variables import read_variables
 from ronde.cli.exits import give_up_output, is_unwritten
 from ronde.errors import CollectiveError, RondeError, UsageError
-from ronde.launch.agent_start.bootstrap import start_local_agent
-from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.controller import launch
 from ronde.launch.environments import own_environment
-from ronde.launch.hosts.host import count_cores, count_slots
-from ronde.launch.job import JobSpec
+from ronde.launch.host import count_cores, count_slots
+from ronde.launch.hosts.bootstrap import start_local_agent
+from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.job.controller import launch
+from ronde.launch.job.plan import JobSpec
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import STOPPING, caught_signals
 from ronde.memory import available_memory, import_torch

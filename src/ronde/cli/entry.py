@@ -97,7 +97,7 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
 
 
 def _run(words: list[str], timeouts: Timeouts) -> int:
-    from ronde.launch.agent_start.bootstrap import start_local_agent
+    from ronde.launch.hosts.bootstrap import start_local_agent
     from ronde.launch.signals import caught_signals
 
     # First of all: the agent's start and the imports here take about equally long.

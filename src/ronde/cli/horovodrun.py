@@ -16,8 +16,8 @@ import ronde
 from ronde.arguments import attribute_of, read_number
 from ronde.cli.hosts import find_run_hosts, read_text
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import Host, is_here
-from ronde.launch.output import Generation, JobFile, NewRank, attempt_dir
+from ronde.launch.host import Host, is_here
+from ronde.launch.job.output import Generation, JobFile, NewRank, attempt_dir
 from ronde.launch.program import absolute_path
 
 _HELP = """\

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ronde.arguments import attribute_of, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import MAX_SLOTS, SLOTS_OPEN, Host, is_here
-from ronde.launch.spawners.base import Spawner
+from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host, is_here
+from ronde.launch.hosts.spawner import Spawner
 
 LAUNCHERS = ("auto", "ssh", "slurm")
 DISCOVERIES = ("--host-discovery", "--host-discovery-script")
@@ -136,7 +136,7 @@ def make_spawner(
                 "--launcher slurm must be inside an allocation, got none. "
                 "Type: salloc -N 2 ronde run ..."
             )
-        from ronde.launch.spawners.slurm import SlurmSpawner
+        from ronde.launch.hosts.slurm import SlurmSpawner
 
         return SlurmSpawner()
     try:
@@ -147,6 +147,6 @@ def make_spawner(
             f"{options.ssh_args[-1]!r} ({error}). Close the quote."
         ) from None
     ssh_args += more_ssh_args
-    from ronde.launch.spawners.ssh import SshSpawner
+    from ronde.launch.hosts.ssh import SshSpawner
 
     return SshSpawner(ssh_args)

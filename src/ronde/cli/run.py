@@ -23,26 +23,27 @@ from ronde.cli.exits import exit_code_of
 from ronde.cli.help import RUN_HELP
 from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
 from ronde.errors import RondeError, UsageError, WorldError
-from ronde.launch import controller, environments
-from ronde.launch.agent_start.starter import AgentStarter
+from ronde.launch import environments
 from ronde.launch.elastic_options import NO_LIMIT, FailureDomain
-from ronde.launch.hosts.host import (
+from ronde.launch.host import (
     MAX_SLOTS,
     SLOTS_CORES,
     SLOTS_GPUS,
     Host,
     take_each,
 )
-from ronde.launch.job import JobSpec
-from ronde.launch.limits import ELASTIC, USUAL, Timeouts
-from ronde.launch.node import EXIT_INTERNAL
-from ronde.launch.output import (
+from ronde.launch.hosts.node import EXIT_INTERNAL
+from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.job import controller
+from ronde.launch.job.output import (
     ErrorFile,
     JobFile,
     OutputSink,
     RankLogs,
     write_report,
 )
+from ronde.launch.job.plan import JobSpec
+from ronde.launch.limits import ELASTIC, USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.render.console import Console, Tag, TagPlace, parse_tag
@@ -465,7 +466,7 @@ def _launch(
 def _sync(
     folder: str, hosts: Sequence[Host], starter: AgentStarter, signal_fd: int
 ) -> None:
-    from ronde.launch.spawners.sync import sync_folder
+    from ronde.launch.hosts.sync import sync_folder
 
     starter.look_up(hosts, signal_fd)
     others = [host for host in hosts if not starter.is_here(host)]
@@ -497,16 +498,17 @@ def _limited(text: str) -> Generator[None]:
 
 def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
     """Wait until all nodes have joined; at the end send them the exit code."""
-    from ronde.launch.joining import channel, join_server
+    from ronde.launch.hosts import join_server
+    from ronde.launch.wire import tls
 
     options = start.options
     cure = "With --listen, type: ronde run --nodes 3 --listen 29400 ..."
     num_nodes = read_number("--nodes", options.nodes or "none", cure, least=2)
-    host, port = channel.parse_endpoint(options.listen, "--listen")
+    host, port = tls.parse_endpoint(options.listen, "--listen")
     config = join_server.JoinConfig(
-        address=channel.choose_address(host),
+        address=tls.choose_address(host),
         port=port,
-        token=channel.read_token(token_file(options, start.environ)),
+        token=tls.read_token(token_file(options, start.environ)),
         head=os.uname().nodename,
         num_nodes=num_nodes - 1,
         timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
@@ -525,12 +527,13 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
         code = exit_code_of(error)
         raise
     finally:
-        channel.release([transport for _, transport in nodes], code)
+        tls.release([transport for _, transport in nodes], code)
     return code
 
 
 def _run_node(start: _Start) -> int:
-    from ronde.launch.joining import channel, join_client
+    from ronde.launch.hosts import join_client
+    from ronde.launch.wire import tls
 
     options = start.options
     if options.program:
@@ -538,7 +541,7 @@ def _run_node(start: _Start) -> int:
             f"program must be given to the head alone, got {options.program[0]!r} with "
             "--agent. Drop it."
         )
-    host, port = channel.parse_endpoint(options.agent, "--agent")
+    host, port = tls.parse_endpoint(options.agent, "--agent")
     if not host or not port:
         raise UsageError(
             f"--agent must be the HEAD:PORT to join, got {options.agent!r}. "
@@ -547,15 +550,13 @@ def _run_node(start: _Start) -> int:
     request = join_client.JoinRequest(
         host=host,
         port=port,
-        token=channel.read_token(token_file(options, start.environ)),
-        node_info=channel.NodeInfo(
-            channel.host_name(os.uname().nodename), own_slots(options)
-        ),
+        token=tls.read_token(token_file(options, start.environ)),
+        node_info=tls.NodeInfo(tls.host_name(os.uname().nodename), own_slots(options)),
         timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
     )
     try:
         joined = join_client.join_head(request, start.signal_fd, _report)
-        where = channel.with_port(host, port)
+        where = tls.with_port(host, port)
         _report(f"{request.node_info.host} has joined {where}, and ends when that does")
         lost = f"the head at {where} is gone; all its ranks here were ended"
         ended = partial(_report, lost)

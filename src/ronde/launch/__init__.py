@@ -15,46 +15,40 @@ __getattr__ = lazy_exports(
         "agent.diagnostics": "KernelDiagnostics core_file",
         "agent.ranks": "inherited_binding",
         "agent.relay": "MAX_LINE_BYTES",
-        "agent_start.bootstrap": "start_local_agent",
-        "agent_start.starter": "AgentConnector AgentStarter start_remote_agent",
-        "controller": "Controller",
-        "elastic.discovery": "HostChanges open_discovery",
         "elastic_options": "DiscoverySpec ElasticOptions NO_LIMIT",
         "environments": (
             "JobFacts NodeFacts base_environment names_place names_secret "
             "own_environment rank_environment read_assignments redacted "
             "select_forwarded"
         ),
-        "event_loop": "EventLoop Handler StartProgress StoreService",
-        "failure": "JobResult LostHost RankEnd Tail find_awaited judge",
-        "hosts.host": (
+        "host": (
             "Host HostShare RankResources SLOTS_OPEN allocate count_cores "
             "count_slots hosts_to_ask is_here take_each usable_cores"
         ),
+        "hosts.bootstrap": "start_local_agent",
+        "hosts.discovery": "HostChanges open_discovery",
+        "hosts.join_client": "JoinRequest join_head",
+        "hosts.join_server": "JoinConfig wait_for_nodes",
+        "hosts.node": "AgentNode EXIT_INTERNAL HostLoss ProcessTransport",
+        "hosts.slurm": "SlurmSpawner",
         "hosts.sources": "discover parse_hostfile parse_hosts read_allocation",
+        "hosts.spawner": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
+        "hosts.ssh": "SshSpawner",
+        "hosts.starter": "AgentStarter start_remote_agent",
+        "hosts.sync": "sync_folder",
         "hosts.writing": "fold_hosts write_hostfile",
-        "job": "JobPlan JobSpec make_facts",
-        "joining.channel": (
-            "MAGIC MIN_CHARACTERS NodeInfo authenticate_head decode_node_info "
-            "host_name make_head_tls make_node_context parse_endpoint read_token "
-            "release with_port"
-        ),
-        "joining.join_client": "JoinRequest join_head",
-        "joining.join_server": "JoinConfig wait_for_nodes",
+        "job.connector": "AgentConnector",
+        "job.controller": "Controller",
+        "job.event_loop": "EventLoop Handler StartProgress StoreService",
+        "job.failure": "JobResult LostHost RankEnd Tail find_awaited judge",
+        "job.output": "ErrorFile Generation NoOutput RankLogs attempt_dir",
+        "job.plan": "JobPlan JobSpec make_facts",
+        "job.running": "Answer",
         "limits": "ELASTIC Timeouts",
-        "messages": (
-            "Credit EndRank Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
-            "MessageDecoder MessageWriter NodeJob Notice Output Ping PipeTransport "
-            "Pong ProcessStack RankEnding RankSpec RankStopped RankText RankTexts "
-            "Ready Relayed SendToRanks Start StartRanks Started StopRanks Stream "
-            "TO_AGENT decode_message encode encode_message"
-        ),
         "network": (
             "HostNetwork MeetingPoint choose_addresses choose_meeting_point "
             "find_candidates hold_port locate require_answers"
         ),
-        "node": "AgentNode EXIT_INTERNAL HostLoss ProcessTransport",
-        "output": "ErrorFile Generation NoOutput RankLogs attempt_dir",
         "path_mtu": "measure_mtu measure_ssh_path",
         "placement": (
             "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
@@ -65,11 +59,18 @@ __getattr__ = lazy_exports(
             "read_processes"
         ),
         "program": "resolve_program",
-        "running": "Answer",
         "signals": "InterruptedStartError caught_signals wait_for",
-        "spawners.base": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
-        "spawners.slurm": "SlurmSpawner",
-        "spawners.ssh": "SshSpawner",
-        "spawners.sync": "sync_folder",
+        "wire.messages": (
+            "Credit EndRank Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
+            "MessageDecoder MessageWriter NodeJob Notice Output Ping PipeTransport "
+            "Pong ProcessStack RankEnding RankSpec RankStopped RankText RankTexts "
+            "Ready Relayed SendToRanks Start StartRanks Started StopRanks Stream "
+            "TO_AGENT decode_message encode encode_message"
+        ),
+        "wire.tls": (
+            "MAGIC MIN_CHARACTERS NodeInfo authenticate_head decode_node_info "
+            "host_name make_head_tls make_node_context parse_endpoint read_token "
+            "release with_port"
+        ),
     },
 )

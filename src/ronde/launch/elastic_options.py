@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import NamedTuple
 
-from ronde.launch.hosts.host import SLOTS_OPEN
+from ronde.launch.host import SLOTS_OPEN
 
 NO_LIMIT = 1 << 20
 """``max_ranks`` of a job that takes all slots that there are."""

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.launch.hosts.host import Host, RankResources, usable_cores
+from ronde.launch.host import Host, RankResources, usable_cores
 from ronde.topology.machine import (
     UNKNOWN_NODE,
     VISIBLE_DEVICES,

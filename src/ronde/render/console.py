@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.launch.failure import JobResult, RankEnd
-from ronde.launch.messages import Output, Stacks, Stream
-from ronde.launch.output import NO_GENERATION, Generation, NewRank
+from ronde.launch.job.failure import JobResult, RankEnd
+from ronde.launch.job.output import NO_GENERATION, Generation, NewRank
+from ronde.launch.wire.messages import Output, Stacks, Stream
 from ronde.render.text import RankChoice
 
 HELD_BYTES = 64 << 10  # a line longer than this is shown in pieces

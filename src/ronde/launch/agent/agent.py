@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from ronde.addresses import read_interfaces
-from ronde.launch import messages
 from ronde.launch.agent.ranks import JobPhase, LocalJob
 from ronde.launch.agent.relay import (
     OutputSender,
@@ -35,6 +34,7 @@ from ronde.launch.process_tree import (
     sweep,
 )
 from ronde.launch.signals import is_kept_ignored, notice_signals, signal_pipe
+from ronde.launch.wire import messages
 from ronde.store.local_socket import remove
 from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from ronde.launch.kernel_log import read_records
-from ronde.launch.messages import ProcessStack, Stacks
 from ronde.launch.process_tree import (
     ProcessStat,
     descendants,
@@ -26,6 +25,7 @@ from ronde.launch.process_tree import (
     signal_process,
     waits_in,
 )
+from ronde.launch.wire.messages import ProcessStack, Stacks
 from ronde.memory import list_groups
 
 _CRASH_SIGNALS = frozenset(

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from typing import IO, cast
 
-from ronde.launch import messages
 from ronde.launch.agent.relay import OutputSender, Watched
 from ronde.launch.process_tree import end_with
+from ronde.launch.wire import messages
 
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "

@@ -19,8 +19,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from ronde.launch import messages
 from ronde.launch.environments import own_environment
+from ronde.launch.wire import messages
 
 _LINK_LOCAL = "169.254.169.254"  # of EC2's and Azure's metadata service
 _GOOGLE = "metadata.google.internal"

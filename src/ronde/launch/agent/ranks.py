@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 from ronde.errors import LaunchError, UsageError
-from ronde.launch import messages
 from ronde.launch.agent.diagnostics import KernelDiagnostics, StackTaker
 from ronde.launch.agent.relay import (
     OutputPipe,
@@ -49,6 +48,7 @@ from ronde.launch.process_tree import (
     sweep,
 )
 from ronde.launch.program import enter_directory, require_processes, resolve_program
+from ronde.launch.wire import messages
 from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
 

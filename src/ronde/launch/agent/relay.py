@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-from ronde.launch import messages
+from ronde.launch.wire import messages
 from ronde.membership.robust_mutex import await_owner_death
 from ronde.store.local_socket import (
     is_own,

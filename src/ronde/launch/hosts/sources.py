@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ronde.addresses import family_of
 from ronde.arguments import read_number
 from ronde.errors import UsageError, WorldError
-from ronde.launch.hosts.host import MAX_SLOTS, SLOTS_OPEN, Host
+from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host
 from ronde.launch.process_tree import adopting_orphans, children, sweep
 from ronde.launch.signals import (
     InterruptedStartError,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ronde.launch.hosts.host import SLOTS_OPEN, Host
+from ronde.launch.host import SLOTS_OPEN, Host
 
 _NUMBERS = re.compile(r"([0-9]+)")
 _MAX_DIGITS = 9

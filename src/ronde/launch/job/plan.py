@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import UsageError
-from ronde.launch import messages
 from ronde.launch.elastic_options import ElasticOptions
 from ronde.launch.environments import (
     JobFacts,
@@ -15,7 +14,7 @@ from ronde.launch.environments import (
     default_environment,
     rank_environment,
 )
-from ronde.launch.hosts.host import (
+from ronde.launch.host import (
     SLOTS_CORES,
     SLOTS_GPUS,
     Host,
@@ -23,7 +22,8 @@ from ronde.launch.hosts.host import (
     RankResources,
     usable_cores,
 )
-from ronde.launch.node import AgentNode
+from ronde.launch.hosts.node import AgentNode
+from ronde.launch.wire import messages
 from ronde.world import World
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ from typing import NamedTuple, NoReturn
 from ronde.errors import HostError, LaunchError, StoreError
 from ronde.launch.agent.agent import run_agent, run_reaped
 from ronde.launch.agent.relay import name_directory
-from ronde.launch.joining.channel import (
+from ronde.launch.hosts.node import EXIT_UNREACHABLE
+from ronde.launch.signals import STOPPING, raise_if_stopped, wait_for
+from ronde.launch.wire.tls import (
     NodeInfo,
     Steps,
     TlsChannel,
@@ -24,8 +26,6 @@ from ronde.launch.joining.channel import (
     make_node_context,
     with_port,
 )
-from ronde.launch.node import EXIT_UNREACHABLE
-from ronde.launch.signals import STOPPING, raise_if_stopped, wait_for
 from ronde.store.authentication import SharedKey
 
 _ATTEMPT_S = 10.0

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ronde.errors import Failure
-from ronde.launch import messages
-from ronde.launch.agent_start.starter import AgentConnector
 from ronde.launch.environments import NodeFacts
-from ronde.launch.hosts.host import Host, HostShare
-from ronde.launch.job import JobPlan, count_slots_of, network_of, place_on
+from ronde.launch.host import Host, HostShare
+from ronde.launch.hosts.node import AgentNode, HostLoss
+from ronde.launch.job.connector import AgentConnector
+from ronde.launch.job.plan import JobPlan, count_slots_of, network_of, place_on
 from ronde.launch.network import choose_interface, interface_environment
-from ronde.launch.node import AgentNode, HostLoss
+from ronde.launch.wire import messages
 from ronde.membership.view import NO_VIEW, Place, View
 from ronde.world import World
 

@@ -19,10 +19,10 @@ from typing import IO
 
 from ronde.errors import UsageError
 from ronde.launch.elastic_options import DiscoverySpec, ElasticOptions
-from ronde.launch.hosts.host import SLOTS_OPEN, Host, is_here, take_each
+from ronde.launch.host import SLOTS_OPEN, Host, is_here, take_each
 from ronde.launch.hosts.sources import merge_repeated, parse_lines
+from ronde.launch.hosts.spawner import last_line
 from ronde.launch.process_tree import descendants, end_with, signal_process
-from ronde.launch.spawners.base import last_line
 
 _COMMAND_LIMIT_S = 10.0
 _POLL_S = 0.05

@@ -18,9 +18,17 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol, get_args
 
 from ronde.errors import LaunchError, UsageError
-from ronde.launch.failure import JobResult, LostHost, RankEnd, signal_name
+from ronde.launch.job.failure import JobResult, LostHost, RankEnd, signal_name
 from ronde.launch.limits import NO_ROOM
-from ronde.launch.messages import (
+from ronde.launch.process_tree import die_with_parent
+from ronde.launch.program import absolute_path
+from ronde.launch.signals import (
+    OUTPUT_FULL,
+    interrupter,
+    is_kept_ignored,
+    wait_for,
+)
+from ronde.launch.wire.messages import (
     MessageDecoder,
     MessageWriter,
     Notice,
@@ -29,14 +37,6 @@ from ronde.launch.messages import (
     Stacks,
     Stream,
     encode,
-)
-from ronde.launch.process_tree import die_with_parent
-from ronde.launch.program import absolute_path
-from ronde.launch.signals import (
-    OUTPUT_FULL,
-    interrupter,
-    is_kept_ignored,
-    wait_for,
 )
 
 

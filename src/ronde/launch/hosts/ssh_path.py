@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ronde.addresses import interface_towards, own_mtu_towards
 from ronde.errors import Failure
-from ronde.launch.hosts.host import Host
+from ronde.launch.host import Host
 from ronde.launch.path_mtu import LEAST_BYTES, measure_ssh_path
 
 _ASK_S, _CONNECT_S = 2.0, 2.0

@@ -7,12 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
-from ronde.launch import messages
-from ronde.launch.agent_start.starter import AgentConnector, AgentStarter
 from ronde.launch.elastic_options import ElasticOptions
-from ronde.launch.event_loop import EventLoop, Handler, StartProgress
-from ronde.launch.failure import JobResult, LostHost
-from ronde.launch.hosts.host import (
+from ronde.launch.host import (
     SLOTS_OPEN,
     Host,
     HostShare,
@@ -20,13 +16,24 @@ from ronde.launch.hosts.host import (
     hosts_to_ask,
     kept_out,
 )
-from ronde.launch.job import JobPlan, JobSpec, count_slots_of, make_facts, place_on
-from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
-from ronde.launch.output import Generation, JobFile, NoOutput, OutputProcess, OutputSink
+from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, HostLoss
+from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.job.connector import AgentConnector
+from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
+from ronde.launch.job.failure import JobResult, LostHost
+from ronde.launch.job.output import (
+    Generation,
+    JobFile,
+    NoOutput,
+    OutputProcess,
+    OutputSink,
+)
+from ronde.launch.job.plan import JobPlan, JobSpec, count_slots_of, make_facts, place_on
+from ronde.launch.job.running import RemotePrograms, Running, require_accepted
 from ronde.launch.process_tree import adopting_orphans, children, sweep
 from ronde.launch.program import absolute_path
-from ronde.launch.running import RemotePrograms, Running, require_accepted
 from ronde.launch.signals import InterruptedStartError, interruption_code
+from ronde.launch.wire import messages
 from ronde.units import counted
 
 if TYPE_CHECKING:
@@ -141,8 +148,8 @@ class Controller(Handler):
         if plan.spec.elastic is None:
             return Running(loop, nodes, jobs).run(plan.address, port)
         # Imported where it is needed: other jobs start without.
-        from ronde.launch.elastic.hosts import JobHosts
-        from ronde.launch.elastic.running import ElasticRunning
+        from ronde.launch.job.elastic_hosts import JobHosts
+        from ronde.launch.job.elastic_running import ElasticRunning
 
         plan = plan._replace(nodes=tuple(nodes))
         hosts = JobHosts(
@@ -326,7 +333,7 @@ def _meet(
 ) -> tuple[str, list[dict[str, str]], Callable[[int, Sequence[AgentNode]], None]]:
     # Imported where it is needed: a job on one host has nobody to meet.
     from ronde.launch import network
-    from ronde.launch.job import network_of
+    from ronde.launch.job.plan import network_of
 
     networks = [network_of(node) for node in nodes]
     candidates = network.find_candidates(networks, spec.interfaces)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ronde.errors import LaunchError, UsageError
-from ronde.launch import messages
 from ronde.launch.agent.diagnostics import ANSWER_S
-from ronde.launch.event_loop import EventLoop, Handler, StoreService
-from ronde.launch.failure import (
+from ronde.launch.hosts.node import EXIT_INTERNAL, AgentNode, HostLoss
+from ronde.launch.job.event_loop import EventLoop, Handler, StoreService
+from ronde.launch.job.failure import (
     JobResult,
     LostHost,
     RankEnd,
@@ -20,7 +20,6 @@ from ronde.launch.failure import (
     judge,
     signal_name,
 )
-from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.signals import (
     ASKING,
     FORWARDED,
@@ -29,6 +28,7 @@ from ronde.launch.signals import (
     InterruptedStartError,
     interrupter,
 )
+from ronde.launch.wire import messages
 from ronde.units import counted
 
 

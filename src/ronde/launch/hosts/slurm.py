@@ -8,8 +8,8 @@ must then end by itself. Another signal makes ``srun`` kill all of the step.
 from collections.abc import Sequence
 
 from ronde.errors import Failure
-from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.base import Spawner, explain_program, last_line
+from ronde.launch.host import Host
+from ronde.launch.hosts.spawner import Spawner, explain_program, last_line
 
 # Nothing else is handed over: the whole environment would show secrets to Slurm.
 _EXPORTED = "HOME,USER,LOGNAME,SHELL,PATH,LD_LIBRARY_PATH"

@@ -26,9 +26,9 @@ from typing import NamedTuple, TypeVar
 
 from ronde.addresses import is_loopback, read_interfaces
 from ronde.errors import LaunchError, StoreError, UsageError
-from ronde.launch.hosts.host import SLOTS_CORES, resolve
-from ronde.launch.messages import PROTOCOL, decode_message, encode_message
+from ronde.launch.host import SLOTS_CORES, resolve
 from ronde.launch.signals import wait_for
+from ronde.launch.wire.messages import PROTOCOL, decode_message, encode_message
 from ronde.store.authentication import (
     GREETING_BYTES,
     NONCE_BYTES,

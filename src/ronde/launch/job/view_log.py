@@ -2,7 +2,7 @@
 
 import time
 
-from ronde.launch.failure import ViewRecord
+from ronde.launch.job.failure import ViewRecord
 from ronde.membership import policy
 from ronde.membership.view import NEW
 from ronde.units import counted, format_duration

@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 from ronde.addresses import family_of
 from ronde.errors import Failure, HostError, LaunchError, StoreError, UsageError
-from ronde.launch.agent_start.starter import AgentStarter
-from ronde.launch.hosts.host import Host
-from ronde.launch.joining.channel import (
+from ronde.launch.host import Host
+from ronde.launch.hosts.node import AgentNode
+from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.limits import Timeouts
+from ronde.launch.signals import raise_if_stopped
+from ronde.launch.wire.tls import (
     NodeInfo,
     Steps,
     TlsChannel,
@@ -25,9 +28,6 @@ from ronde.launch.joining.channel import (
     make_head_tls,
     with_port,
 )
-from ronde.launch.limits import Timeouts
-from ronde.launch.node import AgentNode
-from ronde.launch.signals import raise_if_stopped
 from ronde.store.authentication import SharedKey
 from ronde.units import counted
 

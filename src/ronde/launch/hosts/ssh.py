@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ronde.errors import Failure
-from ronde.launch.hosts.host import Host
-from ronde.launch.spawners.base import (
+from ronde.launch.host import Host
+from ronde.launch.hosts.spawner import (
     NO_ANSWER,
     UNKNOWN_NAME,
     Spawner,
@@ -110,7 +110,7 @@ class SshSpawner(Spawner):
 
     def leads_by_name(self, name: str) -> bool:
         # Imported where it is needed: few starts ask.
-        from ronde.launch.spawners.ssh_path import ask_settings
+        from ronde.launch.hosts.ssh_path import ask_settings
 
         try:
             settings, notes = ask_settings(self.client(Host(name))[:-1], name)
@@ -124,7 +124,7 @@ class SshSpawner(Spawner):
 
     def explain_silence(self, host: Host) -> Failure | None:
         # Imported where it is needed: most hosts answer.
-        from ronde.launch.spawners.ssh_path import explain_silence
+        from ronde.launch.hosts.ssh_path import explain_silence
 
         return explain_silence(host, self.client(host)[:-1])
 

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ronde.errors import HostError, LaunchError
-from ronde.launch import messages
-from ronde.launch.elastic.discovery import open_discovery
-from ronde.launch.elastic.hosts import JobHosts
-from ronde.launch.elastic.notices import HostNotices
-from ronde.launch.elastic.view_log import ViewLog
 from ronde.launch.elastic_options import ElasticOptions
-from ronde.launch.event_loop import EventLoop
-from ronde.launch.failure import JobResult, LostHost, signal_name
-from ronde.launch.hosts.host import Host
-from ronde.launch.job import JobPlan
-from ronde.launch.node import EXIT_INTERNAL, AgentNode, HostLoss
-from ronde.launch.running import Running, RunningRank
+from ronde.launch.host import Host
+from ronde.launch.hosts.discovery import open_discovery
+from ronde.launch.hosts.node import EXIT_INTERNAL, AgentNode, HostLoss
+from ronde.launch.job.elastic_hosts import JobHosts
+from ronde.launch.job.event_loop import EventLoop
+from ronde.launch.job.failure import JobResult, LostHost, signal_name
+from ronde.launch.job.host_notices import HostNotices
+from ronde.launch.job.plan import JobPlan
+from ronde.launch.job.running import Running, RunningRank
+from ronde.launch.job.view_log import ViewLog
+from ronde.launch.wire import messages
 from ronde.membership import policy, view
 from ronde.membership.events import ProcessOrder
 from ronde.membership.policy import Membership, Rules, ViewPhase

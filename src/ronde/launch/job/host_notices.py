@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import inf
 
-from ronde.launch.node import AgentNode
+from ronde.launch.hosts.node import AgentNode
 from ronde.membership.policy import HostLeaves
 from ronde.membership.view import View
 from ronde.units import list_first

@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ronde.errors import Failure, LaunchError
-from ronde.launch import messages
-from ronde.launch.hosts.host import Host
+from ronde.launch.host import Host
 from ronde.launch.limits import USUAL, Timeouts
 from ronde.launch.signals import wait_for
+from ronde.launch.wire import messages
 
 if TYPE_CHECKING:
-    from ronde.launch.spawners.base import HelloReader
+    from ronde.launch.hosts.spawner import HelloReader
 
 _READ_BYTES = 256 << 10
 _PIPE_BYTES = 256 << 10

@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ronde.errors import LaunchError, StoreError
+from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, HostLoss
+from ronde.launch.job.output import NoOutput, OutputProcess
 from ronde.launch.limits import Timeouts
-from ronde.launch.messages import Forward, FromAgent, Notice, Output, Pong, Relayed
-from ronde.launch.node import EXIT_UNREACHABLE, AgentNode, HostLoss
-from ronde.launch.output import NoOutput, OutputProcess
 from ronde.launch.signals import (
     ASKING,
     STOPPING,
@@ -22,6 +21,7 @@ from ronde.launch.signals import (
     suspend_self,
     wait_for,
 )
+from ronde.launch.wire.messages import Forward, FromAgent, Notice, Output, Pong, Relayed
 from ronde.store.protocol import Splitter, StoreState
 from ronde.units import format_duration, list_first
 

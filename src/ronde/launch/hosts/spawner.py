@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import ronde
 from ronde.errors import Failure, LaunchError
-from ronde.launch.hosts.host import Host
+from ronde.launch.host import Host
 from ronde.plain_values import PlainValueError, from_plain
 
 BOOTSTRAP = "import sys; del sys.path[0]; exec(sys.stdin.buffer.raw.readline(65536))"

@@ -1,1 +1,0 @@
-"""Agents on all hosts: started, met, refused with a reason."""

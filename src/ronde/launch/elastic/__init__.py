@@ -1,1 +1,0 @@
-"""Jobs whose ranks and hosts come and go."""

@@ -1,0 +1,1 @@
+"""The controller: one job from its plan to its result."""

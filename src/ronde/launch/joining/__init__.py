@@ -1,1 +1,0 @@
-"""Nodes that join a job by themselves, where nothing can start an agent for them."""

@@ -1,1 +1,0 @@
-"""How a process is started on another host: ssh, srun or mpirun."""

@@ -1,0 +1,1 @@
+"""Messages, frames and connections between controller and agents."""
