@@ -26,9 +26,9 @@ from ronde.launch.wire.messages import (
     Exited,
     FromAgent,
     MessageDecoder,
-    RankText,
-    RankTexts,
-    SendToRanks,
+    SendToWorkers,
+    WorkerText,
+    WorkerTexts,
     encode,
 )
 from ronde.membership import policy
@@ -114,7 +114,7 @@ class Controller:
 
     def _take(self, message: FromAgent) -> list[Order]:
         orders: list[Order] = []
-        if isinstance(message, RankTexts):
+        if isinstance(message, WorkerTexts):
             with self.cost.count("texts"):
                 texts = [(n, decode_text(t, FROM_RANK)) for n, t in message.texts]
             with self.cost.count("policy"):
@@ -124,8 +124,8 @@ class Controller:
                         orders += self._apply(event)
         elif isinstance(message, Exited):
             with self.cost.count("decide"):
-                reason = f"rank {message.rank} was killed by SIGKILL"
-                event = policy.MemberLost(message.rank, message.status, reason)
+                reason = f"rank {message.worker} was killed by SIGKILL"
+                event = policy.MemberLost(message.worker, message.status, reason)
                 orders = self._apply(event)
         return orders
 
@@ -163,7 +163,7 @@ class Controller:
         for number in numbers:
             by_host[self.places[number].host].append(number)
         for ranks in by_host.values():
-            frame = encode(SendToRanks(tuple(ranks), text))
+            frame = encode(SendToWorkers(tuple(ranks), text))
             self.cost.num_frames += 1
             self.cost.bytes_sent += len(frame)
 
@@ -174,11 +174,11 @@ def lose_one(num_ranks: int, num_spares: int, slots: int) -> tuple[Cost, list[Pl
     lost = controller.places[num_ranks // 2]
     exited = encode(Exited(lost.number, -9, 1.0, 0.0, 0.0, ""))
     settled = encode_text(Settled(controller.view.view, _STEP, _STEP, ""))
-    by_host = defaultdict[str, list[RankText]](list)
+    by_host = defaultdict[str, list[WorkerText]](list)
     for place in controller.view.members:
         if place != lost:
-            by_host[place.host].append(RankText(place.number, settled))
-    answers = [(h, encode(RankTexts(tuple(texts)))) for h, texts in by_host.items()]
+            by_host[place.host].append(WorkerText(place.number, settled))
+    answers = [(h, encode(WorkerTexts(tuple(texts)))) for h, texts in by_host.items()]
     gc.collect()
     begun_s = time.perf_counter()
     controller.end_view(_only(controller.receive(lost.host, exited), policy.EndView))

@@ -17,7 +17,6 @@ from tests.limits import HANG_S
 from ronde.launch import (
     AgentNode,
     Credit,
-    EndRank,
     Exited,
     Finished,
     Forward,
@@ -28,18 +27,19 @@ from ronde.launch import (
     Ping,
     Pong,
     ProcessTransport,
-    RankEnding,
-    RankSpec,
-    RankStopped,
-    RankTexts,
     Ready,
     Relayed,
-    SendToRanks,
+    SendToWorkers,
+    SignalWorker,
     Start,
     Started,
-    StartRanks,
-    StopRanks,
+    StartWorkers,
+    StopWorkers,
     StoreService,
+    WorkerEnding,
+    WorkerSpec,
+    WorkerStopped,
+    WorkerTexts,
     own_environment,
     read_process,
     start_local_agent,
@@ -90,8 +90,8 @@ say("alone")
 """
 
 
-def rank(number: int) -> RankSpec:
-    return RankSpec(number, {})
+def rank(number: int) -> WorkerSpec:
+    return WorkerSpec(number, {})
 
 
 class Controller:
@@ -133,17 +133,17 @@ class Controller:
     def hear_any(self):
         """Return what any rank says next."""
         while not self._texts:
-            self._texts += self.expect(RankTexts).texts
+            self._texts += self.expect(WorkerTexts).texts
         return self._texts.popleft()
 
     def hear(self, number):
         """Return what this rank says next, before all others."""
         text = self.hear_any()
-        assert text.rank == number
+        assert text.worker == number
         return json.loads(text.text)
 
     def ask(self, number, line):
-        self.send(SendToRanks((number,), line))
+        self.send(SendToWorkers((number,), line))
         return self.hear(number)
 
     def settle(self):
@@ -157,7 +157,7 @@ class Controller:
         env = {"PYTHONPATH": os.pathsep.join(sys.path)}
         specs = tuple(map(rank, ranks))
         self.send(
-            NodeJob(argv=argv, env=env, ranks=specs, max_ranks=max_ranks, **values)
+            NodeJob(argv=argv, env=env, workers=specs, max_ranks=max_ranks, **values)
         )
 
     def begin(self, *argv, ranks=(), **others):
@@ -168,14 +168,14 @@ class Controller:
 
     def start(self, number):
         """Start a rank of ``RANK`` and return its process."""
-        self.send(StartRanks((rank(number),)))
+        self.send(StartWorkers((rank(number),)))
         started = self.expect(Started)
-        assert started.rank == number
+        assert started.worker == number
         assert self.hear(number) == ["begins", number]
         return started.pid
 
     def stop(self, number=signal.SIGTERM):
-        self.send(StopRanks(number))
+        self.send(StopWorkers(number))
 
 
 @contextmanager
@@ -218,19 +218,19 @@ def test_ranks_come_and_go_until_the_job_is_stopped(controller):
     controller.start(2)
     assert controller.ask(5, "6 * 7") == 42
     assert controller.ask(2, "os.environ['MASTER_ADDR']") == "127.0.0.1"
-    controller.send(SendToRanks((5,), "sys.exit(3)"))
+    controller.send(SendToWorkers((5,), "sys.exit(3)"))
     exited = controller.expect(Exited)
-    assert (exited.rank, exited.status, exited.stopped_s) == (5, 3, 0.0)
-    controller.send(SendToRanks((5, 2), "'to those that are there'"))
+    assert (exited.worker, exited.status, exited.stopped_s) == (5, 3, 0.0)
+    controller.send(SendToWorkers((5, 2), "'to those that are there'"))
     assert controller.hear(2) == "to those that are there"
-    controller.send(SendToRanks((), "'all'"))
+    controller.send(SendToWorkers((), "'all'"))
     assert controller.hear(2) == "all"
-    controller.send(SendToRanks((2,), "sys.exit()"))
+    controller.send(SendToWorkers((2,), "sys.exit()"))
     assert controller.expect(Exited).status == 0
     controller.start(7)  # it goes on without any
     controller.stop()
     exited = controller.expect(Exited)
-    assert (exited.rank, exited.status) == (7, -signal.SIGTERM)
+    assert (exited.worker, exited.status) == (7, -signal.SIGTERM)
     assert exited.stopped_s
     assert controller.expect(Finished) == Finished(0, ())
 
@@ -244,7 +244,7 @@ def test_a_job_without_any_rank_ends_when_it_is_stopped(controller):
 def test_what_a_rank_said_comes_before_its_end(controller):
     controller.start(0)
     line = "[say(n) for n in range(500)] and os._exit(4)"
-    controller.send(SendToRanks((0,), line))
+    controller.send(SendToWorkers((0,), line))
     assert [controller.hear(0) for _ in range(500)] == list(range(500))
     assert controller.expect(Exited).status == 4
 
@@ -259,10 +259,10 @@ def test_a_line_without_end_harms_nobody_else(controller):
     first = controller.start(0)
     controller.start(1)
     line = f"answers.write('\\1' * {5 * MIB})"
-    controller.send(SendToRanks((0,), line))
+    controller.send(SendToWorkers((0,), line))
     assert controller.ask(1, "1") == 1
     os.kill(first, signal.SIGKILL)
-    assert controller.expect(Exited).rank == 0
+    assert controller.expect(Exited).worker == 0
 
 
 def test_much_that_many_say_at_once_arrives(controller):
@@ -270,10 +270,10 @@ def test_much_that_many_say_at_once_arrives(controller):
         controller.start(number)
     # As JSON each of these bytes is six.
     line = f"answers.write('\\1' * {2 * MIB - 1} + chr(10))"
-    controller.send(SendToRanks((), line))
+    controller.send(SendToWorkers((), line))
     expected = {json.dumps(2 * MIB), "\1" * (2 * MIB - 1)}
     texts = [controller.hear_any() for _ in range(8)]
-    assert sorted(text.rank for text in texts) == [n for n in range(4) for _ in "12"]
+    assert sorted(text.worker for text in texts) == [n for n in range(4) for _ in "12"]
     assert {text.text for text in texts} == expected
 
 
@@ -289,39 +289,39 @@ def test_a_rank_is_ended_with_its_children_while_others_stay(controller):
     controller.start(0)
     controller.start(1)
     child_fd = os.pidfd_open(controller.ask(0, "child()"))
-    controller.send(EndRank(0, signal.SIGTERM))
+    controller.send(SignalWorker(0, signal.SIGTERM))
     exited = controller.expect(Exited)
-    assert (exited.rank, exited.status) == (0, -signal.SIGTERM)
+    assert (exited.worker, exited.status) == (0, -signal.SIGTERM)
     wait_for_end(child_fd)
-    controller.send(EndRank(0, signal.SIGKILL))  # it is gone
+    controller.send(SignalWorker(0, signal.SIGKILL))  # it is gone
     assert controller.ask(1, "1") == 1
 
 
 def test_a_rank_that_ends_is_reported_before_it_has_ended(controller):
     for number, status in enumerate((7, 0)):
         pid = controller.start(number)
-        order = SendToRanks((number,), f"exit_first_thread({status})")
+        order = SendToWorkers((number,), f"exit_first_thread({status})")
         controller.send(order)
         assert controller.hear(number) == "locked"
         if status:
-            expected = RankEnding(number, status, "")
-            assert controller.expect(RankEnding) == expected
+            expected = WorkerEnding(number, status, "")
+            assert controller.expect(WorkerEnding) == expected
         await_state(pid, "Z")
         controller.settle()
-        controller.send(SendToRanks((number,), "end"))
+        controller.send(SendToWorkers((number,), "end"))
         exited = controller.expect(Exited)
-        assert (exited.rank, exited.status) == (number, status)
+        assert (exited.worker, exited.status) == (number, status)
 
 
 def test_a_stopped_rank_is_reported_and_can_be_ended(controller):
     pid = controller.start(3)
     for is_stopped in (True, False, True):
         os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
-        expected = RankStopped(3, is_stopped)
-        assert controller.expect(RankStopped) == expected
-    controller.send(EndRank(3, signal.SIGTERM))
-    message = controller.expect((RankStopped, Exited))
-    if isinstance(message, RankStopped):
+        expected = WorkerStopped(3, is_stopped)
+        assert controller.expect(WorkerStopped) == expected
+    controller.send(SignalWorker(3, signal.SIGTERM))
+    message = controller.expect((WorkerStopped, Exited))
+    if isinstance(message, WorkerStopped):
         message = controller.expect(Exited)
     assert message.status == -signal.SIGTERM
 
@@ -336,29 +336,29 @@ def test_ranks_that_stop_with_their_controller_are_not_reported(controller):
     controller.settle()
     assert controller.ask(0, "1") == 1
     os.kill(pid, signal.SIGSTOP)
-    assert controller.expect(RankStopped) == RankStopped(0, True)
+    assert controller.expect(WorkerStopped) == WorkerStopped(0, True)
 
 
 def test_what_a_stopped_rank_does_not_read_is_kept_but_not_for_ever(controller):
     pids = [controller.start(number) for number in range(2)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-        assert controller.expect(RankStopped).is_stopped
+        assert controller.expect(WorkerStopped).is_stopped
     line = f"len({'x' * 10 * MIB!r})"
 
     def fill(number, num_lines):
         for _ in range(num_lines):
-            controller.send(SendToRanks((number,), line))
+            controller.send(SendToWorkers((number,), line))
             controller.settle()
-        controller.send(EndRank(number, signal.SIGCONT))
-        assert not controller.expect(RankStopped).is_stopped
+        controller.send(SignalWorker(number, signal.SIGCONT))
+        assert not controller.expect(WorkerStopped).is_stopped
 
     fill(0, 2)
     assert [controller.hear(0) for _ in range(2)] == [10 * MIB] * 2
     fill(1, 4)
     # It reads what its socket held: a line cut short.
     exited = controller.expect(Exited)
-    assert (exited.rank, exited.status) == (1, 1)
+    assert (exited.worker, exited.status) == (1, 1)
     assert controller.ask(0, "1") == 1
 
 
@@ -369,16 +369,16 @@ def test_a_rank_that_does_not_start_is_reported_and_the_others_go_on(tmp_path):
     with running(str(program)) as controller:
         controller.start(0)
         program.unlink()
-        controller.send(StartRanks((rank(1), rank(2))))
+        controller.send(StartWorkers((rank(1), rank(2))))
         for number in (1, 2):
             exited = controller.expect(Exited)
-            assert (exited.rank, exited.status) == (number, 127)
+            assert (exited.worker, exited.status) == (number, 127)
             assert f"{program}: No such file" in exited.evidence
         assert controller.ask(0, "1") == 1
         counts = []
         for number in range(3, 13):
-            controller.send(StartRanks((rank(number),)))
-            assert controller.expect(Exited).rank == number
+            controller.send(StartWorkers((rank(number),)))
+            assert controller.expect(Exited).worker == number
             counts.append(num_descriptors(controller))
         assert_flat(counts)
 
@@ -402,8 +402,8 @@ def test_ranks_one_after_the_other_leave_no_descriptor_behind():
     with running("true") as controller:
         counts = []
         for number in range(100):
-            controller.send(StartRanks((rank(number),)))
-            assert controller.expect(Started).rank == number
+            controller.send(StartWorkers((rank(number),)))
+            assert controller.expect(Started).worker == number
             assert controller.expect(Exited).status == 0
             counts.append(num_descriptors(controller))
         assert_flat(counts)
@@ -421,7 +421,7 @@ def test_ranks_may_be_there_from_the_start():
 
 def test_a_rank_that_is_no_elastic_program_is_none_the_worse():
     with running("sh", "-c", "exit 5", ranks=(0,)) as controller:
-        controller.send(SendToRanks((0,), "text"))
+        controller.send(SendToWorkers((0,), "text"))
         assert controller.expect(Exited).status == 5
 
 

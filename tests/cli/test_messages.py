@@ -15,9 +15,9 @@ from ronde.launch import (
     NodeJob,
     ProcessStack,
     RankEnd,
-    RankSpec,
-    RankText,
     Ready,
+    WorkerSpec,
+    WorkerText,
     decode_message,
     encode_message,
 )
@@ -32,9 +32,9 @@ jobs = st.builds(
     job_marker=text,
     argv=st.lists(text, max_size=4).map(tuple),
     env=env,
-    ranks=st.lists(
+    workers=st.lists(
         st.builds(
-            RankSpec,
+            WorkerSpec,
             st.integers(0, 99),
             env,
             st.lists(st.integers(0, 999)).map(tuple),
@@ -67,7 +67,7 @@ SAMPLES = {
     bool: True,
     str: "x",
     tuple[str, ...]: ("a", "b"),
-    tuple[RankText, ...]: (RankText(7, "x"),),
+    tuple[WorkerText, ...]: (WorkerText(7, "x"),),
     tuple[ProcessStack, ...]: (ProcessStack(7, "sh", "sleeps", ""),),
     Machine: MACHINE,
     tuple[InterfaceAddress, ...]: (InterfaceAddress("eth0", "10.0.0.1", 24),),
@@ -97,8 +97,8 @@ def said(**changes) -> bytes:
         (b"\xff", "must be JSON"),
         (b"[]", "must be an object"),
         (b"{}", "message must be one of Hello"),
-        (said(rank="1"), "Exited.rank must be int, got '1'"),
-        (said(rank=True), "Exited.rank must be int, got True"),
+        (said(worker="1"), "Exited.worker must be int, got '1'"),
+        (said(worker=True), "Exited.worker must be int, got True"),
         (
             json.dumps({"is": "Refused", "reason": "no", "is_usage": 0}).encode(),
             "Refused.is_usage must be bool, got 0",

@@ -25,11 +25,11 @@ from ronde.launch import (
     NodeJob,
     NoOutput,
     Output,
-    RankSpec,
     Ready,
     SshSpawner,
     Start,
-    StopRanks,
+    StopWorkers,
+    WorkerSpec,
     adopt_orphans,
     caught_signals,
     start_local_agent,
@@ -67,7 +67,7 @@ class Embedding(Handler):
     def start_rank(self) -> None:
         argv = (sys.executable, "-I", "-S", "-c", RANK)
         job = NodeJob(
-            0, "c" * 32, argv, {}, (RankSpec(0, {}),), "", 5.0, "127.0.0.1", 0
+            0, "c" * 32, argv, {}, (WorkerSpec(0, {}),), "", 5.0, "127.0.0.1", 0
         )
         self._node.ranks = frozenset({0})
         self._node.send(job)
@@ -76,7 +76,7 @@ class Embedding(Handler):
         self._loop.serve(self, lambda: self._num_heard > 0, lambda: float("inf"))
 
     def stop_rank(self) -> None:
-        self._node.send(StopRanks(signal.SIGTERM))
+        self._node.send(StopWorkers(signal.SIGTERM))
         self._await("_is_finished")
 
     def connect(self, hosts: list[Host]) -> None:

@@ -61,11 +61,11 @@ __getattr__ = lazy_exports(
         "program": "resolve_program",
         "signals": "InterruptedStartError caught_signals wait_for",
         "wire.messages": (
-            "Credit EndRank Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
+            "Credit Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
             "MessageDecoder MessageWriter NodeJob Notice Output Ping PipeTransport "
-            "Pong ProcessStack RankEnding RankSpec RankStopped RankText RankTexts "
-            "Ready Relayed SendToRanks Start StartRanks Started StopRanks Stream "
-            "TO_AGENT decode_message encode encode_message"
+            "Pong ProcessStack Ready Relayed SendToWorkers SignalWorker Start "
+            "StartWorkers Started StopWorkers Stream TO_AGENT WorkerEnding WorkerSpec "
+            "WorkerStopped WorkerText WorkerTexts decode_message encode encode_message"
         ),
         "wire.tls": (
             "MAGIC MIN_CHARACTERS NodeInfo authenticate_head decode_node_info "

@@ -366,9 +366,9 @@ class Console:
         self._tagger.begin(hosts)
 
     def output(self, output: Output, now_s: float) -> None:
-        if self._is_discarding or output.rank not in self._shown:
+        if self._is_discarding or output.worker not in self._shown:
             return
-        key = (output.rank, int(output.stream))
+        key = (output.worker, int(output.stream))
         assembler = self._assemblers.get(key)
         if assembler is None:
             assembler = self._assemblers[key] = LineAssembler()
@@ -492,7 +492,7 @@ class SelfLaunchConsole(Console):
         data = output.data
         is_message = data.startswith(b"ronde: ") and data.endswith(b"\n")
         is_shown = output.stream is not Stream.STDERR or not is_message
-        if is_shown or self._printed.setdefault(data, output.rank) == output.rank:
+        if is_shown or self._printed.setdefault(data, output.worker) == output.worker:
             super().output(output, now_s)
 
     def finished(self, result: JobResult) -> None:

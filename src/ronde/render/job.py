@@ -83,7 +83,7 @@ def _span(numbers: range) -> str:
 
 def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables that are equal on all ranks, and the others in words."""
-    ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.ranks]
+    ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.workers]
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
     for name in sorted({name for env in ranks for name in env}):

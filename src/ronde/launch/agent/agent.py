@@ -328,15 +328,15 @@ class Agent:
         match order:
             case messages.Start():
                 self._job.start(order)
-            case messages.StartRanks():
-                self._job.start_more(order.ranks)
-            case messages.EndRank():
-                self._job.end_rank(order.rank, order.signal)
-            case messages.SendToRanks():
-                self._job.channels.send(order.ranks, order.text)
-            case messages.StopRanks():
+            case messages.StartWorkers():
+                self._job.start_more(order.workers)
+            case messages.SignalWorker():
+                self._job.end_rank(order.worker, order.signal)
+            case messages.SendToWorkers():
+                self._job.channels.send(order.workers, order.text)
+            case messages.StopWorkers():
                 self._job.stop(order.signal)
             case messages.Forward():
                 self._job.send(order.signal)
             case messages.TakeStacks():
-                self._job.ask_for_stacks(order.ranks)
+                self._job.ask_for_stacks(order.workers)

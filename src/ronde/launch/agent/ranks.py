@@ -91,7 +91,7 @@ def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
 
 
 @dataclass(slots=True)
-class RankProcess:
+class WorkerProcess:
     """A rank that was started; ``is_running`` until it was reaped."""
 
     rank: int
@@ -115,7 +115,7 @@ def start_rank(
     env: dict[str, str],
     sender: OutputSender,
     passed_fds: Sequence[int],
-) -> RankProcess:
+) -> WorkerProcess:
     end_with_agent = end_with(os.getpid(), signal.SIGKILL)
 
     def before_exec() -> None:
@@ -139,7 +139,7 @@ def start_rank(
     files = cast("tuple[IO[bytes], IO[bytes]]", (process.stdout, process.stderr))
     streams = zip(messages.Stream, files, strict=True)
     pipes = [OutputPipe(rank, stream, file, sender) for stream, file in streams]
-    return RankProcess(rank, process, pipes)
+    return WorkerProcess(rank, process, pipes)
 
 
 def _name_descriptor(fd: int, rank: int) -> str:
@@ -177,10 +177,10 @@ class LocalJob:
         self.phase = JobPhase.PREPARING
         self._job = job
         self._is_elastic = job.max_ranks > 0
-        self._max_ranks = max(len(job.ranks), job.max_ranks)
+        self._max_ranks = max(len(job.workers), job.max_ranks)
         self._sender = sender
         self.channels = RankChannels(sender, self._note_death)
-        self._by_pid: dict[int, RankProcess] = {}
+        self._by_pid: dict[int, WorkerProcess] = {}
         self._stacks = StackTaker()
         self._kernel = KernelDiagnostics()
         self._command: list[str] = []
@@ -200,7 +200,7 @@ class LocalJob:
         self._is_suspended = False  # the controller has stopped all, and itself
 
     @property
-    def _running(self) -> list[RankProcess]:
+    def _running(self) -> list[WorkerProcess]:
         return [rank for rank in self._by_pid.values() if rank.is_running]
 
     @property
@@ -259,7 +259,7 @@ class LocalJob:
         }
         self._notices, self._notices_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            for spec in self._job.ranks:
+            for spec in self._job.workers:
                 self._start_rank(spec)
         except OSError as error:
             sweep()
@@ -291,19 +291,19 @@ class LocalJob:
             self._poller.close()
             self._poller = None
 
-    def start_more(self, specs: Sequence[messages.RankSpec]) -> None:
+    def start_more(self, specs: Sequence[messages.WorkerSpec]) -> None:
         """Start more ranks; one that does not start is reported as ended."""
         if self.phase is not JobPhase.RUNNING or not self._is_elastic:
-            raise LaunchError("StartRanks must come to an elastic job, after Start.")
+            raise LaunchError("StartWorkers must come to an elastic job, after Start.")
         for spec in specs:
             try:
                 rank = self._start_rank(spec)
                 answer = messages.Started(rank.rank, rank.pid)
             except OSError as error:
-                self._forget(spec.rank)
+                self._forget(spec.worker)
                 why = explain_shortage(error) or f"{self._command[0]}: {error.strerror}"
                 answer = messages.Exited(
-                    spec.rank,
+                    spec.worker,
                     _NOT_STARTED,
                     time.monotonic(),
                     traceback_s=0.0,
@@ -312,22 +312,22 @@ class LocalJob:
                 )
             self._sender.send(answer)
 
-    def _start_rank(self, spec: messages.RankSpec) -> RankProcess:
+    def _start_rank(self, spec: messages.WorkerSpec) -> WorkerProcess:
         env = self._env | spec.env
         env |= malloc_environment(env, self._max_ranks)
-        env |= self._stacks.environment(spec.rank, env)
-        env["RONDE_EXIT_PIPE"] = _name_descriptor(self._notices_in, spec.rank)
+        env |= self._stacks.environment(spec.worker, env)
+        env["RONDE_EXIT_PIPE"] = _name_descriptor(self._notices_in, spec.worker)
         passed_fds = [self._notices_in]
         with ExitStack() as opened:
             if self._is_elastic:
-                channel = opened.enter_context(self.channels.open(spec.rank))
-                env["RONDE_MEMBER"] = _name_descriptor(channel.fileno(), spec.rank)
+                channel = opened.enter_context(self.channels.open(spec.worker))
+                env["RONDE_MEMBER"] = _name_descriptor(channel.fileno(), spec.worker)
                 passed_fds.append(channel.fileno())
             refused = opened.enter_context(inherited_binding(spec.cpus))
-            rank = start_rank(spec.rank, self._command, env, self._sender, passed_fds)
+            rank = start_rank(spec.worker, self._command, env, self._sender, passed_fds)
         self._by_pid[rank.pid] = rank
         if refused:
-            text = f"rank {spec.rank} is not bound: {refused}"
+            text = f"rank {spec.worker} is not bound: {refused}"
             self._sender.send(messages.Notice(text))
         return rank
 
@@ -411,16 +411,16 @@ class LocalJob:
             self._sender.send_last(messages.Finished(swept.num_killed, swept.stuck))
 
     def note_stop(self, pid: int, *, is_stopped: bool) -> None:
-        """Send RankStopped for a child that was stopped or continued, if it is news."""
+        """Send WorkerStopped for a child that was stopped or continued, if new."""
         rank = self._by_pid.get(pid)
         if rank is None or not self._is_elastic or self._is_suspended:
             return
         if rank.is_stopped != is_stopped:
             rank.is_stopped = is_stopped
-            self._sender.send(messages.RankStopped(rank.rank, is_stopped))
+            self._sender.send(messages.WorkerStopped(rank.rank, is_stopped))
 
     def _note_death(self, number: int) -> None:
-        """Send RankEnding for a rank that the kernel has begun to take apart."""
+        """Send WorkerEnding for a rank that the kernel has begun to take apart."""
         rank = next((rank for rank in self._running if rank.rank == number), None)
         wait_status = ending_status(rank.pid) if rank else 0
         # What ends with 0 may have finished; what is below another program is reaped.
@@ -432,7 +432,7 @@ class LocalJob:
         rank.evidence = self._kernel.explain(
             status, wait_status, rank.pid, self._directory
         )
-        self._sender.send(messages.RankEnding(number, status, rank.evidence))
+        self._sender.send(messages.WorkerEnding(number, status, rank.evidence))
 
     def note_end(self, pid: int, wait_status: int) -> None:
         """Send Exited for a child that was reaped, if it is a rank."""

@@ -265,7 +265,7 @@ class RankChannels:
     def __init__(self, sender: OutputSender, on_death: Callable[[int], object]) -> None:
         self._sender = sender
         self._by_rank: dict[int, _Channel] = {}
-        self._texts: list[messages.RankText] = []
+        self._texts: list[messages.WorkerText] = []
         self._num_bytes = 0
         self._on_death = on_death
         self._deaths, self._deaths_in = socket.socketpair()
@@ -301,7 +301,7 @@ class RankChannels:
 
     def flush(self) -> None:
         if self._texts:
-            self._sender.send(messages.RankTexts(tuple(self._texts)))
+            self._sender.send(messages.WorkerTexts(tuple(self._texts)))
             self._texts.clear()
             self._num_bytes = 0
 
@@ -359,7 +359,7 @@ class RankChannels:
             ).start()
         *lines, channel.unread = (channel.unread + data).split(b"\n")
         texts = [line.decode(errors="backslashreplace") for line in lines]
-        self._texts += [messages.RankText(rank, text) for text in texts]
+        self._texts += [messages.WorkerText(rank, text) for text in texts]
         self._num_bytes += len(data)
         if self._num_bytes >= _FULL_BYTES:
             self.flush()

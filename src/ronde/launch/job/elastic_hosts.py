@@ -60,7 +60,7 @@ class JobHosts:
             for place, world in zip(planned, worlds, strict=True)
         }
 
-    def rank(self, place: Place, members: tuple[Place, ...]) -> messages.RankSpec:
+    def rank(self, place: Place, members: tuple[Place, ...]) -> messages.WorkerSpec:
         """Return a process at a place, with variables as if it joined ``members``."""
         if place in self._planned:
             node, world = self._planned[place]
@@ -73,7 +73,7 @@ class JobHosts:
             world = view.worlds()[-1]
         share = self.shares[place.host]
         spec = self._plan.rank(self._epoch, node, share, place.slot, world)
-        return spec._replace(rank=place.number)
+        return spec._replace(worker=place.number)
 
     def due_s(self) -> float:
         return 0.0 if self._connector.has_results() else self._connector.due_s()

@@ -20,7 +20,7 @@ from ronde.launch.job.event_loop import EventLoop
 from ronde.launch.job.failure import JobResult, LostHost, signal_name
 from ronde.launch.job.host_notices import HostNotices
 from ronde.launch.job.plan import JobPlan
-from ronde.launch.job.running import Running, RunningRank
+from ronde.launch.job.running import Running, RunningWorker
 from ronde.launch.job.view_log import ViewLog
 from ronde.launch.wire import messages
 from ronde.membership import policy, view
@@ -109,19 +109,19 @@ class ElasticRunning(Running):
             self._take_new(node, self._hosts.take(node, message))
             return
         match message:
-            case messages.RankTexts():
+            case messages.WorkerTexts():
                 for rank, text in message.texts:
                     node.require_own(rank)
                     self._take_text(rank, view.decode_text(text, view.FROM_RANK))
-            case messages.RankStopped():
-                node.require_own(message.rank)
-                due_s = time.monotonic() + _STOPPED_S
-                self._stopped_s[message.rank] = due_s if message.is_stopped else _NEVER
-            case messages.RankEnding():
-                node.require_own(message.rank)
-                if message.rank in self._rank_of:  # else nobody waits for it
+            case messages.WorkerStopped():
+                node.require_own(message.worker)
+                due_s = time.monotonic() + _STOPPED_S if message.is_stopped else _NEVER
+                self._stopped_s[message.worker] = due_s
+            case messages.WorkerEnding():
+                node.require_own(message.worker)
+                if message.worker in self._rank_of:  # else nobody waits for it
                     how = describe_end(message.status, message.evidence)
-                    self._lose_early(message.rank, message.status, how)
+                    self._lose_early(message.worker, message.status, how)
             case messages.HostEnding() | messages.HostLeaving():
                 self._take_end(node, message)
             case messages.Finished() if node.name in self._releasing:
@@ -180,7 +180,7 @@ class ElasticRunning(Running):
         self._apply(policy.MemberLost(number, status, reason, has_ended=False))
 
     def _stop_if_caused(self, exited: messages.Exited) -> None:
-        number, status = exited.rank, exited.status
+        number, status = exited.worker, exited.status
         self._stopped_s.pop(number, None)
         reason = f"{self._name(number)} {describe_end(status, exited.evidence)}"
         is_member = number in self._rank_of
@@ -293,7 +293,7 @@ class ElasticRunning(Running):
                 self._hosts.connect(order.host)
             case policy.Release():
                 self._releasing.add(order.host)
-                self._node(order.host).send(messages.StopRanks(signal.SIGTERM))
+                self._node(order.host).send(messages.StopWorkers(signal.SIGTERM))
             case policy.StartProcess():
                 self._start(order.place)
             case policy.Kill():
@@ -317,9 +317,9 @@ class ElasticRunning(Running):
             # It prepares alone, so that nobody waits for that when it joins.
             spec.env["RONDE_JOINS"] = "1"
         node.ranks |= {number}
-        self._ranks[number] = RunningRank(node)
+        self._ranks[number] = RunningWorker(node)
         self._loop.output.add_rank(number, name)
-        node.send(messages.StartRanks((spec,)))
+        node.send(messages.StartWorkers((spec,)))
 
     def _begin_view(self, order: policy.BeginView) -> None:
         before = self._view
@@ -360,7 +360,7 @@ class ElasticRunning(Running):
         self._survived.add(number)
         node = self._ranks[number].node
         if not node.is_over:
-            node.send(messages.EndRank(number, signal.SIGKILL))
+            node.send(messages.SignalWorker(number, signal.SIGKILL))
 
     def _show_stacks(self) -> None:
         super()._show_stacks()
@@ -378,7 +378,7 @@ class ElasticRunning(Running):
                 by_node.setdefault(rank.node, []).append(number)
         text = view.encode_text(message)
         for node, ranks in by_node.items():
-            node.send(messages.SendToRanks(tuple(ranks), text))
+            node.send(messages.SendToWorkers(tuple(ranks), text))
 
     def _name(self, number: int) -> str:
         host = self._ranks[number].node.name

@@ -142,7 +142,7 @@ class Handler:
         raise LaunchError(f"agent of {node.name} must not send {kind} now.")
 
     def take_output(self, output: Output) -> None:
-        raise LaunchError(f"rank {output.rank} must not run now, but it writes.")
+        raise LaunchError(f"rank {output.worker} must not run now, but it writes.")
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
         raise NotImplementedError
@@ -246,7 +246,7 @@ class EventLoop:
         node.heard()
         for message in received:
             if isinstance(message, Output):
-                node.require_own(message.rank)
+                node.require_own(message.worker)
                 node.owed_bytes += len(message.data)
                 if self.is_hurried and self.is_held_back:
                     self.output.discard()

@@ -276,17 +276,17 @@ class RankLogs(JobFile):
             os.close(os.open(name, _CREATE, 0o600))
 
     def output(self, output: Output) -> None:
-        key = (output.rank, output.stream)
+        key = (output.worker, output.stream)
         try:
             rest = memoryview(b"" if key in self._given_up else output.data)
             while rest:
                 rest = rest[os.write(self._fd(key), rest) :]
         except OSError as error:
-            is_first = all(rank != output.rank for rank, _ in self._given_up)
+            is_first = all(rank != output.worker for rank, _ in self._given_up)
             self._given_up.add(key)
             if is_first:
                 self._notice(
-                    f"{output.stream.name.lower()}.log of rank {output.rank} takes "
+                    f"{output.stream.name.lower()}.log of rank {output.worker} takes "
                     f"nothing more ({error.strerror}); it is shown here only"
                 )
 

@@ -83,7 +83,7 @@ class JobPlan(NamedTuple):
             )
             job = self._job(epoch, share)
             address = self.address if index == 0 else ""
-            jobs.append(job._replace(ranks=ranks, address=address))
+            jobs.append(job._replace(workers=ranks, address=address))
         return jobs
 
     def elastic_job(self, epoch: int, share: HostShare) -> messages.NodeJob:
@@ -99,13 +99,13 @@ class JobPlan(NamedTuple):
 
     def rank(
         self, epoch: int, node: NodeFacts, share: HostShare, local: int, world: World
-    ) -> messages.RankSpec:
+    ) -> messages.WorkerSpec:
         facts, place = self.facts._replace(epoch=epoch), share.places[local]
         env = rank_environment(world, facts, node) | place.env
         if "OMP_NUM_THREADS" not in self.spec.env:
             env["OMP_NUM_THREADS"] = str(place.num_cores)
         env |= self.spec.rank_env.get(world.rank, {})
-        return messages.RankSpec(world.rank, env, place.cpus)
+        return messages.WorkerSpec(world.rank, env, place.cpus)
 
     def _job(self, epoch: int, share: HostShare) -> messages.NodeJob:
         spec = self.spec
@@ -117,7 +117,7 @@ class JobPlan(NamedTuple):
             job_marker=self.facts.job_marker,
             argv=spec.argv,
             env={**defaults, **spec.env, **share.env},
-            ranks=(),
+            workers=(),
             cwd=spec.cwd,
             grace_s=spec.grace_s,
             address="",

@@ -134,7 +134,7 @@ _NEVER = float("inf")
 
 
 @dataclass(slots=True)
-class RunningRank:
+class RunningWorker:
     """A rank as it runs and ends."""
 
     node: AgentNode
@@ -156,10 +156,10 @@ class Running(Handler):
         self._nodes = list(nodes)
         self._grace_s = jobs[0].grace_s
         self._epoch = jobs[0].epoch
-        self._ranks: dict[int, RunningRank] = {}
+        self._ranks: dict[int, RunningWorker] = {}
         for node, job in zip(nodes, jobs, strict=True):
-            node.ranks = frozenset(spec.rank for spec in job.ranks)
-            self._ranks |= {spec.rank: RunningRank(node) for spec in job.ranks}
+            node.ranks = frozenset(spec.worker for spec in job.workers)
+            self._ranks |= {spec.worker: RunningWorker(node) for spec in job.workers}
         self._finished: dict[str, messages.Finished] = {}
         self._lost: list[LostHost] = []
         self._is_stopping = False
@@ -230,8 +230,8 @@ class Running(Handler):
     def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         match message:
             case messages.Started() | messages.Exited() | messages.Stacks():
-                node.require_own(message.rank)
-                self._take_rank(self._ranks[message.rank], message)
+                node.require_own(message.worker)
+                self._take_rank(self._ranks[message.worker], message)
             case messages.HostEnding():
                 if not self._is_stopping:
                     name = signal_name(message.signal)
@@ -248,7 +248,7 @@ class Running(Handler):
 
     def _take_rank(
         self,
-        rank: RunningRank,
+        rank: RunningWorker,
         message: messages.Started | messages.Exited | messages.Stacks,
     ) -> None:
         match message:
@@ -261,7 +261,7 @@ class Running(Handler):
                 if not self._is_stopping:
                     self._stop_if_caused(message)
             case messages.Stacks():
-                self._stacks[message.rank] = message
+                self._stacks[message.worker] = message
         if self._stacks_by_s < _NEVER and not self._unheard():
             self._show_stacks()
 
@@ -274,7 +274,7 @@ class Running(Handler):
         if self._is_stopping and not self._is_killing:
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
         if output.stream is messages.Stream.STDERR:
-            self._ranks[output.rank].tail.add(output.data)
+            self._ranks[output.worker].tail.add(output.data)
 
     def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
         ranks = tuple(n for n, rank in self._ranks.items() if rank.node is node)
@@ -299,7 +299,7 @@ class Running(Handler):
             # A terminal that closes may send several of those. No output holds the end
             # back: who asks twice does not read any more.
             self._is_killing = True
-            self._send(messages.StopRanks(signal.SIGKILL))
+            self._send(messages.StopWorkers(signal.SIGKILL))
             self._loop.output.discard()
             self._answer_by_s = time.monotonic() + _SWEEP_S
 
@@ -341,7 +341,7 @@ class Running(Handler):
             self._stop(number if number == signal.SIGHUP else signal.SIGTERM)
 
     def _stop_if_caused(self, exited: messages.Exited) -> None:
-        number = exited.rank
+        number = exited.worker
         was_awaited = number in self._awaited
         self._awaited.discard(number)
         if exited.status:
@@ -372,7 +372,7 @@ class Running(Handler):
 
     def _stop(self, number: int) -> None:
         self._is_stopping = True
-        self._send(messages.StopRanks(number))
+        self._send(messages.StopWorkers(number))
         self._answer_by_s = time.monotonic() + self._grace_s + _SWEEP_S
 
     def _report_leftovers(self) -> None:

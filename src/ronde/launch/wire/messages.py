@@ -30,10 +30,10 @@ _HEAD = Struct(">II")
 _JSON = 1  # the kind of a frame whose body is a message as JSON
 
 
-class RankSpec(NamedTuple):
+class WorkerSpec(NamedTuple):
     """What one rank has of its own."""
 
-    rank: int
+    worker: int
     env: dict[str, str]  # its own environment variables; they win over the job's
     cpus: tuple[int, ...] = ()  # those that it may use; empty for all of the agent's
 
@@ -45,13 +45,13 @@ class NodeJob(NamedTuple):
     job_marker: str  # random, each process has it as RONDE_COOKIE; no secret
     argv: tuple[str, ...]
     env: dict[str, str]  # environment of all ranks, on top of what the agent itself has
-    ranks: tuple[RankSpec, ...]  # the ranks of this agent, ascending
+    workers: tuple[WorkerSpec, ...]  # those of this agent, ascending
     cwd: str  # directory the ranks start in; empty for the agent's own
     grace_s: float  # seconds between the stop signal and the sweep
     address: str  # numeric address that the ranks meet at, where rank 0 is here
     master_port: int  # port to bind for the ranks to meet at, or 0 for any
-    # elastic: so many ranks it may come to have, by ``StartRanks``, and it lasts until
-    # ``StopRanks``, whoever has ended; 0 for not elastic
+    # elastic: the most workers that it may have, by ``StartWorkers``; it lasts until
+    # ``StopWorkers``, even when all have ended. 0 for not elastic
     max_ranks: int = 0
     # where to look for notice of this host's end, as ``--notice`` has it
     notice: tuple[str, ...] = ()
@@ -64,23 +64,23 @@ class Start(NamedTuple):
     master_port: int
 
 
-class StartRanks(NamedTuple):
+class StartWorkers(NamedTuple):
     """To the agent of an elastic job: start these as well, while others run."""
 
-    ranks: tuple[RankSpec, ...]
+    workers: tuple[WorkerSpec, ...]
 
 
-class EndRank(NamedTuple):
+class SignalWorker(NamedTuple):
     """To the agent of an elastic job: signal a rank's processes."""
 
-    rank: int
+    worker: int
     signal: int
 
 
-class SendToRanks(NamedTuple):
+class SendToWorkers(NamedTuple):
     """To the agent of an elastic job: pass a text on to ranks, by their channels."""
 
-    ranks: tuple[int, ...]  # empty for all that run there
+    workers: tuple[int, ...]  # empty for all that run there
     text: str
 
 
@@ -103,7 +103,7 @@ class Forward(NamedTuple):
     signal: int
 
 
-class StopRanks(NamedTuple):
+class StopWorkers(NamedTuple):
     """To the agent: signal the ranks, give them the grace, then sweep.
 
     SIGKILL has no grace, and the output that waits is dropped.
@@ -115,7 +115,7 @@ class StopRanks(NamedTuple):
 class TakeStacks(NamedTuple):
     """To the agent: report the stacks of ranks that run."""
 
-    ranks: tuple[int, ...]  # empty for all
+    workers: tuple[int, ...]  # empty for all
 
 
 class Credit(NamedTuple):
@@ -179,7 +179,7 @@ class Refused(NamedTuple):
 class Started(NamedTuple):
     """From the agent: a rank runs."""
 
-    rank: int
+    worker: int
     pid: int
 
 
@@ -198,7 +198,7 @@ class HostLeaving(NamedTuple):
 class Exited(NamedTuple):
     """From the agent: a rank is gone. Times are on the agent's monotonic clock."""
 
-    rank: int
+    worker: int
     status: int  # its exit code, or minus the number of the signal that ended it
     began_s: float  # when it reported its exit, dumped core, or was reaped
     traceback_s: float  # when its last Python traceback was read; 0 for none
@@ -215,30 +215,30 @@ class ProcessStack(NamedTuple):
     text: str  # the stacks of its threads as ``faulthandler`` writes them, or empty
 
 
-class RankText(NamedTuple):
+class WorkerText(NamedTuple):
     """What one rank of an elastic job said by its channel."""
 
-    rank: int
+    worker: int
     text: str
 
 
-class RankTexts(NamedTuple):
+class WorkerTexts(NamedTuple):
     """From the agent of an elastic job: what ranks said since the last of these."""
 
-    texts: tuple[RankText, ...]
+    texts: tuple[WorkerText, ...]
 
 
-class RankStopped(NamedTuple):
+class WorkerStopped(NamedTuple):
     """From the agent of an elastic job: a rank was stopped, or goes on again."""
 
-    rank: int
+    worker: int
     is_stopped: bool
 
 
-class RankEnding(NamedTuple):
+class WorkerEnding(NamedTuple):
     """From the agent of an elastic job: the kernel ends a rank; Exited follows."""
 
-    rank: int
+    worker: int
     status: int  # as ``subprocess`` has it, not 0
     evidence: str
 
@@ -246,7 +246,7 @@ class RankEnding(NamedTuple):
 class Stacks(NamedTuple):
     """From the agent: where a rank is, its own process first."""
 
-    rank: int
+    worker: int
     processes: tuple[ProcessStack, ...]
 
 
@@ -270,11 +270,19 @@ class Finished(NamedTuple):
     stuck: tuple[str, ...]  # processes that the kernel does not let die, each named
 
 
-JobOrder = Start | StartRanks | EndRank | SendToRanks | Forward | StopRanks | TakeStacks
+JobOrder = (
+    Start
+    | StartWorkers
+    | SignalWorker
+    | SendToWorkers
+    | Forward
+    | StopWorkers
+    | TakeStacks
+)
 ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Ping
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
-FromRanks = Started | Exited | RankTexts | RankStopped | RankEnding | Stacks
-FromJob = FromRanks | HostEnding | HostLeaving | Notice | Pong | Finished
+FromWorkers = Started | Exited | WorkerTexts | WorkerStopped | WorkerEnding | Stacks
+FromJob = FromWorkers | HostEnding | HostLeaving | Notice | Pong | Finished
 FromAgent = FromStart | FromJob
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
@@ -321,7 +329,7 @@ class Stream(IntEnum):
 class Output(NamedTuple):
     """Bytes that one rank wrote to one stream, as it wrote them."""
 
-    rank: int
+    worker: int
     stream: Stream
     data: bytes
 
