@@ -1,8 +1,6 @@
-"""Process sets: some of the ranks, which run collectives of their own."""
+"""Register process sets, remove them, and carry them over views of an elastic job."""
 
-import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
 
@@ -12,61 +10,7 @@ from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import NotInitializedError, UsageError
 from ronde.membership.view import View
-from ronde.torch.session import (
-    ProcessSetState,
-    Session,
-    current_session,
-    current_world,
-)
-
-_RULE = "ProcessSet should be initialized with a list of process ranks or an mpi4py"
-
-
-class ProcessSet:
-    """Some of the ranks, once ``init()`` or ``add_process_set()`` has been given it."""
-
-    process_set_id: int | None = None  # equal on all ranks; None until it is registered
-    ranks: list[int]  # among all, ascending
-    mpi_comm: Any = None  # the communicator that it was made from
-    lost: tuple[int, ...] = ()  # its ranks when the last of them left an elastic job
-
-    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
-        """Name the ranks, in any order, or give an mpi4py communicator of them."""
-        ranks: Any = ranks_or_comm
-        if not isinstance(ranks_or_comm, Iterable):
-            ranks = _ranks_of(ranks_or_comm)
-            self.mpi_comm = ranks_or_comm
-        self.ranks = sorted(cast("Iterable[int]", ranks))
-        if not all(isinstance(rank, int) for rank in cast("list[Any]", self.ranks)):
-            raise UsageError(f"{_RULE} Comm object")
-
-    def size(self) -> int | None:
-        """Return its number of ranks; None while it is not registered."""
-        return None if self.process_set_id is None else len(_registered(self))
-
-    def rank(self) -> int | None:
-        """Return this rank's index in it, None while it is not registered; or raise."""
-        if self.process_set_id is None:
-            return None
-        own, ranks = current_world().rank, _registered(self)
-        if own not in ranks:
-            raise UsageError("Process is not part of provided process set.")
-        return ranks.index(own)
-
-    def included(self) -> bool:
-        """Return whether this rank is part of it."""
-        return current_world().rank in self.ranks
-
-    def __str__(self) -> str:
-        return (
-            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
-            f"mpi_comm={self.mpi_comm})"
-        )
-
-
-global_process_set = ProcessSet([])
-"""All ranks; ``ranks`` are there after ``init()``."""
-global_process_set.process_set_id = 0
+from ronde.session.session import ProcessSet, Session, current_session
 
 
 @outside_compiler
@@ -184,25 +128,6 @@ class SetTable:
                 session.process_sets.append(each)
 
 
-def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
-    """Return this rank's part in a process set; ``kind`` is of the operation."""
-    session = current_session()
-    set_id = process_set.process_set_id
-    state = session.states.get(set_id) if set_id is not None else None
-    # One that an earlier session registered may bear the number of another now.
-    if state is not None and (not set_id or [*state.ranks] == process_set.ranks):
-        return state
-    if process_set.lost:
-        raise UsageError(
-            f"{kind.name.capitalize()}: a process set must have ranks, but those of "
-            f"this one, {process_set.lost}, are gone. Make another one."
-        )
-    problem = f"Rank {session.world.rank} is not a member of the provided process set."
-    if session.sets.get(set_id or -1) != tuple(process_set.ranks):
-        problem = "Process set provided does not exist, or has not been registered."
-    raise UsageError(f"{kind.name.capitalize()}: {problem}")
-
-
 def _agree(session: Session, what: str, number: int) -> int:
     """Wait until every rank wants the same, and take rank 0's number."""
     tensor = torch.tensor([number], device="cpu")
@@ -219,22 +144,3 @@ def _require_dynamic(session: Session, doing: str) -> None:
             f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {doing} process sets after "
             "Horovod initialization."
         )
-
-
-def _registered(process_set: ProcessSet) -> tuple[int, ...]:
-    ranks = current_session(NotInitializedError).sets.get(
-        process_set.process_set_id or 0
-    )
-    # One that an earlier session registered may bear the number of another now.
-    if ranks is None or list(ranks) != process_set.ranks:
-        raise UsageError("Process set does not exist or has not been registered.")
-    return ranks
-
-
-def _ranks_of(comm: Any) -> list[int]:  # noqa: ANN401  mpi4py's
-    # Whoever has a communicator has loaded mpi4py; loading it here would start MPI.
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not isinstance(comm, mpi.Comm):
-        raise UsageError(f"{_RULE} Comm object, got {comm!r}. Give the ranks.")
-    group = comm.Get_group()
-    return list(group.Translate_ranks(None, mpi.COMM_WORLD.Get_group()))

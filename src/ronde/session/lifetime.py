@@ -24,16 +24,13 @@ from ronde.errors import CollectiveError, NotInitializedError, UsageError
 from ronde.membership.member import Member, membership_error, own_member
 from ronde.membership.view import NO_VIEW, View, ViewBegins
 from ronde.memory import malloc_thresholds
-from ronde.torch.process_sets import (
+from ronde.session.process_sets import SetTable, register_all
+from ronde.session.recordings import Recordings
+from ronde.session.session import (
     ProcessSet,
-    SetTable,
-    global_process_set,
-    register_all,
-)
-from ronde.torch.recordings import Recordings
-from ronde.torch.session import (
     Session,
     current_session,
+    global_process_set,
     parents,
     sessions,
 )

@@ -27,8 +27,7 @@ from ronde.data_parallel import JoinParticipant, ReducerGroup, ReducerKey
 from ronde.data_parallel.group import Steps
 from ronde.data_parallel.rounds import describe, refuse_differences
 from ronde.errors import UnpairedError
-from ronde.torch.process_sets import ProcessSet, state_of
-from ronde.torch.session import ProcessSetState
+from ronde.session.session import ProcessSet, ProcessSetState, state_of
 
 
 class Connector:

@@ -1,0 +1,378 @@
+"""Named collectives, their handles and objects: what every front end starts.
+
+A front end hands over dense torch tensors, on CPU or CUDA, and gets torch tensors back.
+Others than ``ronde.torch`` share memory with their own arrays by DLPack.
+"""
+
+import sys
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from ronde.collectives import ReduceOp, Work
+from ronde.collectives.arithmetic import COMPLEX, FLOATS, INTEGERS
+from ronde.collectives.objects import (
+    all_gather_object,
+    broadcast_object as broadcast_object_by,
+)
+from ronde.collectives.torch_modes import new_like, outside_compiler
+from ronde.coordination.requests import (
+    REDUCE_OPS,
+    NamedOperation as Operation,
+    OpKind,
+)
+from ronde.data_parallel import participate_until_all_joined
+from ronde.errors import CollectiveError, UsageError
+from ronde.session.session import (
+    ProcessSet,
+    ProcessSetState,
+    current_session,
+    global_process_set,
+    state_of,
+)
+
+Tensors = Sequence[Tensor]
+Splits = Sequence[int] | Tensor
+Dtypes = Collection[torch.dtype]
+
+# Horovod's numbers.
+Average = 0
+Sum = 1
+Adasum = 2
+Min = 3
+Max = 4
+Product = 5
+
+_WITH_OUTPUTS = (OpKind.ALLREDUCE, OpKind.BROADCAST)
+_NUMBERS = FLOATS | INTEGERS
+_REDUCIBLE: dict[int, Dtypes] = {
+    Average: _NUMBERS | COMPLEX,
+    Sum: _NUMBERS | COMPLEX,
+    Adasum: FLOATS,
+    Min: _NUMBERS | {torch.bool},
+    Max: _NUMBERS | {torch.bool},
+    Product: _NUMBERS | COMPLEX | {torch.bool},
+}
+
+
+def choose_op(op: int | None, average: bool | None) -> int:
+    """Return the reduction that ``op``, or its deprecated form ``average``, means."""
+    if average is None:
+        op = Average if op is None else op
+        if op not in _REDUCIBLE:
+            raise UsageError(
+                f"op must be Average, Sum, Adasum, Min, Max or Product, got {op}."
+            )
+        return op
+    if op is not None:
+        raise UsageError(
+            "The op parameter supersedes average. Please provide only one of them."
+        )
+    warnings.warn(
+        "average is deprecated; use op=hvd.Average or op=hvd.Sum.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return Average if average else Sum
+
+
+def require_adasum(process_set: ProcessSet, size: int) -> None:
+    if process_set.process_set_id != 0:
+        raise NotImplementedError(
+            "Adasum does not support non-global process sets yet."
+        )
+    if size & (size - 1):
+        raise NotImplementedError(
+            "Running Adasum with non-power of 2 ranks is not supported yet."
+        )
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether this rank has only a part of it: FSDP2, tensor parallel."""
+    # A program with DTensors has imported them, which takes a while.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def require_whole(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        if is_sharded(tensor):
+            raise UsageError(
+                "a tensor of a collective must not be sharded, got a DTensor of shape "
+                f"{list(tensor.shape)}. Give it to_local() or full_tensor()."
+            )
+
+
+# Not frozen: one is made for each call, and that would take three times as long.
+@dataclass(slots=True)
+class NamedCollective:
+    """A collective on tensors of one process set; it gives as many results.
+
+    ``run`` waits for the results; ``start`` and ``start_handle`` do not. With
+    ``in_place`` an all-reduce or a broadcast writes its results into the tensors.
+    """
+
+    kind: ClassVar[OpKind]
+
+    process_set: ProcessSet
+    name: str | None = None  # on the wire; None matches ranks by the order of calls
+    is_group: bool = False
+    op: int = Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def run(self, tensors: Tensors, *, in_place: bool = False) -> tuple[Tensor, ...]:
+        state, operation = self._prepare(tensors, in_place=in_place)
+        return self._finish(state.coordinator.run(operation))
+
+    def start(self, tensors: Tensors, *, in_place: bool = False) -> Work[Any]:
+        state, operation = self._prepare(tensors, in_place=in_place)
+        return state.coordinator.submit(operation)
+
+    def start_handle(self, tensors: Tensors, *, in_place: bool = False) -> int:
+        """Start it; ``synchronize`` of the handle returns ``result``."""
+        given = tuple(tensors)
+        work = self.start(given, in_place=in_place) if given else Work[Any](())
+
+        def finish(results: Any) -> Any:  # noqa: ANN401  a tensor or a tuple
+            return self.result(given if in_place else self._finish(results))
+
+        session = current_session()
+        handle = next(session.handle_numbers)
+        session.handles[handle] = work, finish
+        return handle
+
+    def result(self, results: tuple[Tensor, ...]) -> Any:  # noqa: ANN401  a tensor or a tuple
+        """Return a tensor for one that was given alone, a tuple for a group."""
+        return results if self.is_group else results[0]
+
+    def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
+        return results
+
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
+        """Check the operation and add the parts that only this kind has."""
+        del state
+        return operation
+
+    def _prepare(
+        self, tensors: Tensors, *, in_place: bool
+    ) -> tuple[ProcessSetState, Operation]:
+        kind, dtypes = self.kind, None
+        if kind is OpKind.ALLREDUCE:
+            dtypes = _REDUCIBLE[self.op]
+        elif kind is OpKind.REDUCESCATTER:
+            dtypes = _REDUCIBLE[Average]
+        for tensor in tensors:
+            if type(tensor) is not Tensor:
+                require_whole(tensors)
+            if tensor.layout is not torch.strided or (
+                dtypes is not None and tensor.dtype not in dtypes
+            ):
+                raise UsageError(f"Tensor type {tensor.type()} is not supported.")
+        state = state_of(self.process_set, kind)
+        own = tuple([t.detach() if t.requires_grad else t for t in tensors])
+        outputs: tuple[Tensor, ...] = ()
+        if kind in _WITH_OUTPUTS:
+            outputs = own if in_place else tuple([new_like(tensor) for tensor in own])
+        name, op = self.name or "", REDUCE_OPS.get(self.op, ReduceOp.SUM)
+        operation = Operation(
+            kind, own, name, outputs, self.is_group, op, self.prescale, self.postscale
+        )
+        return state, self._complete(state, operation)
+
+
+@dataclass(slots=True)
+class Allreduce(NamedCollective):
+    """The reduction of all ranks' tensors, on every rank."""
+
+    kind = OpKind.ALLREDUCE
+
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
+        if self.op != Adasum:
+            return operation
+        require_adasum(self.process_set, len(state.ranks))
+        return operation._replace(kind=OpKind.ADASUM)
+
+
+@dataclass(slots=True)
+class Allgather(NamedCollective):
+    """All ranks' tensors along dimension 0, where they may differ, by rank."""
+
+    kind = OpKind.ALLGATHER
+
+
+@dataclass(slots=True)
+class Broadcast(NamedCollective):
+    """The tensors of one rank, on every rank."""
+
+    kind = OpKind.BROADCAST
+    root_rank: int = 0  # among all ranks, also in a process set
+
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
+        if self.root_rank not in state.ranks:
+            raise UsageError(
+                f"broadcast received invalid root rank {self.root_rank} for provided "
+                "process set"
+            )
+        return operation._replace(root=state.ranks.index(self.root_rank))
+
+
+@dataclass(slots=True)
+class Reducescatter(NamedCollective):
+    """This rank's rows of the sum or the average."""
+
+    kind = OpKind.REDUCESCATTER
+
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
+        del state
+        if self.op not in (Average, Sum):
+            raise CollectiveError(
+                "Reducescatter currently only supports AVERAGE and SUM."
+            )
+        return operation
+
+
+@dataclass(slots=True)
+class Alltoall(NamedCollective):
+    """The rows received from all ranks, and how many from each, int32."""
+
+    kind = OpKind.ALLTOALL
+    splits: Splits | None = None
+
+    def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
+        splits = self.splits
+        if isinstance(splits, Tensor):
+            if splits.dim() != 1:
+                raise UsageError("alltoall expects a 1D splits tensor")
+            if splits.dtype is not torch.int32:
+                raise UsageError(
+                    "alltoall expects splits to contain 32-bit integer elements."
+                )
+            # An empty one is Horovod's placeholder for none.
+            splits = cast("list[int]", splits.tolist()) or None
+        elif splits is not None:
+            splits = list(splits)
+        tensor = operation.tensors[0]
+        if tensor.dim():
+            _require_rows(splits, tensor.shape[0], len(state.ranks))
+        return operation._replace(splits=splits)
+
+    def result(self, results: tuple[Tensor, ...]) -> Any:  # noqa: ANN401  a pair
+        return results
+
+    def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
+        received, counts = results[0]
+        device = self.splits.device if isinstance(self.splits, Tensor) else None
+        return received, torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+def _require_rows(splits: Sequence[int] | None, num_rows: int, size: int) -> None:
+    if splits is None:
+        if num_rows % size:
+            raise UsageError(
+                "splits not provided, but first dimension of tensor is not an even "
+                "multiple of the number of workers."
+            )
+        return
+    if len(splits) != size:
+        raise UsageError(
+            "Number of entries in splits does not equal number of workers."
+        )
+    if sum(splits) > num_rows:
+        raise UsageError(
+            "Sum of splits entries is greater than the first dimension of tensor."
+        )
+    if min(splits) < 0:
+        raise UsageError(f"splits must be at least 0, got {list(splits)}.")
+
+
+@outside_compiler
+def poll(handle: int) -> bool:
+    """Return whether ``synchronize(handle)`` would return at once, once before it."""
+    handles = current_session().handles
+    if handle not in handles:
+        raise UsageError(f"Handle {handle} was not created or has been cleared.")
+    return handles[handle][0].is_done()
+
+
+@outside_compiler
+def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own result
+    """Wait for an operation; return its result, None for an unknown handle."""
+    handles = current_session().handles
+    if handle not in handles:
+        return None
+    work, finish = handles.pop(handle)
+    return finish(work.wait())
+
+
+@outside_compiler
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called this; one at a time for each set."""
+    coordinator = state_of(process_set, OpKind.BARRIER).coordinator
+    coordinator.run(Operation(OpKind.BARRIER))
+
+
+@outside_compiler
+def join(device: int = -1) -> int:
+    """Take part in what the others still reduce, with zeros, until all have joined.
+
+    For ranks whose data end earlier. Averages still divide by the number of all ranks;
+    other collectives fail on the others. ``device`` is ignored. Returns the rank that
+    joined last, equal on all ranks; with optimizers one that took the last step.
+    """
+    del device
+    states = current_session().states
+    participants = [each for state in states.values() for each in state.participants]
+    return participate_until_all_joined(participants, states[0].coordinator)
+
+
+@outside_compiler
+def broadcast_object(
+    obj: Any,  # noqa: ANN401  anything
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # noqa: ANN401  anything
+    """Return ``root_rank``'s object on every rank of the set; collective.
+
+    The object is anything cloudpickle takes, ignored on the other ranks; the root is
+    one among all ranks. ``name`` matches the ranks' calls; without one, their order.
+    """
+    return broadcast_object_by(NamedCarrier(name, process_set), obj, root_rank)
+
+
+@outside_compiler
+def allgather_object(
+    obj: Any,  # noqa: ANN401  anything
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return every rank's object, by rank; collective: see ``broadcast_object``."""
+    return all_gather_object(NamedCarrier(name, process_set), obj)
+
+
+class NamedCarrier:
+    """Carries the bytes of one object by named collectives, ranks among all."""
+
+    def __init__(self, name: str | None, process_set: ProcessSet) -> None:
+        state = state_of(process_set, OpKind.BROADCAST)
+        self.rank = state.ranks[state.rank]
+        self.size = len(state.ranks)
+        self._process_set = process_set
+        # First the length, then the bytes; of a gathering both in one.
+        named = [f"{name}.sz", f"{name}.t"]
+        self._names = iter(named) if name else repeat(name)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
+        name = next(self._names)
+        collective = Broadcast(self._process_set, name, root_rank=root)
+        return Work(collective.run((tensor,), in_place=True)[0])
+
+    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
+        collective = Allgather(self._process_set, next(self._names))
+        return Work(collective.run((tensor,))[0])
