@@ -15,8 +15,8 @@ __getattr__ = lazy_exports(
         "connecting": "Connector",
         "lifetime": "init reform shutdown start_timeline stop_timeline",
         "operations": "Adasum Allgather Allreduce Alltoall Average Broadcast Max Min "
-        "Product Reducescatter Sum allgather_object barrier broadcast_object choose_op "
-        "join poll synchronize",
+        "NamedCollective Product Reducescatter Splits Sum allgather_object barrier "
+        "broadcast_object choose_op join poll synchronize",
         "process_sets": "add_process_set remove_process_set",
         "session": "ProcessSet ccl_built cross_rank cross_size cuda_built "
         "current_session ddl_built global_process_set gloo_built gloo_enabled "

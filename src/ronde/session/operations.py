@@ -6,7 +6,7 @@ Others than ``ronde.torch`` share memory with their own arrays by DLPack.
 
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, ClassVar, cast
@@ -134,13 +134,19 @@ class NamedCollective:
         state, operation = self._prepare(tensors, in_place=in_place)
         return state.coordinator.submit(operation)
 
-    def start_handle(self, tensors: Tensors, *, in_place: bool = False) -> int:
-        """Start it; ``synchronize`` of the handle returns ``result``."""
+    def start_handle(
+        self,
+        tensors: Tensors,
+        *,
+        in_place: bool = False,
+        convert: Callable[[Any], Any] = lambda result: result,
+    ) -> int:
+        """Start it; ``synchronize`` of the handle returns the converted ``result``."""
         given = tuple(tensors)
         work = self.start(given, in_place=in_place) if given else Work[Any](())
 
         def finish(results: Any) -> Any:  # noqa: ANN401  a tensor or a tuple
-            return self.result(given if in_place else self._finish(results))
+            return convert(self.result(given if in_place else self._finish(results)))
 
         session = current_session()
         handle = next(session.handle_numbers)
