@@ -15,7 +15,7 @@ ask        kind: a rank wants all ranks to be asked this: see ``waits``
 answer     kind, number, rank, values: an answer to the question of that number
 =========  =======================================================================
 
-Downwards go the root's commands, passed on as they are: see ``Command``.
+Downwards go the root's commands, passed on as they are: see ``RootCommand``.
 
 Note [Cached requests are bits]
     The root gives each request that may come again a number, which everyone remembers.
@@ -70,7 +70,7 @@ class Tree:
 
 
 class Loss(NamedTuple):
-    """A neighbour that will not answer any more."""
+    """A rank that will not answer any more."""
 
     rank: int
     reason: str  # as the end of a sentence: ``rank 3, process 4711, ended``

@@ -7,10 +7,15 @@ import torch
 from ronde.collectives import Communicator
 from ronde.collectives.objects import broadcast_json
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.requests import NamedOperation, OpKind
 from ronde.errors import NotInitializedError, UsageError
 from ronde.membership.view import View
-from ronde.session.session import ProcessSet, Session, current_session
+from ronde.session.operations import Broadcast
+from ronde.session.session import (
+    ProcessSet,
+    Session,
+    current_session,
+    global_process_set,
+)
 
 
 @outside_compiler
@@ -42,7 +47,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     process_set.process_set_id = None
     if list(session.sets.get(set_id, ())) != process_set.ranks:
         return False
-    _agree(session, f"remove.{set_id}", set_id)
+    _agree(f"remove.{set_id}", set_id)
     del session.sets[set_id]
     held = session.process_sets
     held[:] = [s for s in held if s is not process_set and s.process_set_id != set_id]
@@ -70,12 +75,12 @@ def register(
     if ranks in session.sets.values() and not can_equal:
         return False
     word = ".".join(map(str, ranks))
-    set_id = _agree(session, f"add.{word}", next(session.set_ids))
+    set_id = _agree(f"add.{word}", next(session.set_ids))
     if session.world.rank in ranks:
         state = session.connect(set_id, ranks)
         state.coordinator.execution.recorder = session.recordings.recorder
     # A rank that went on and ended would take the store along, where others still meet.
-    _agree(session, f"added.{word}", set_id)
+    _agree(f"added.{word}", set_id)
     session.sets[set_id] = ranks
     session.process_sets.append(process_set)
     process_set.process_set_id = set_id
@@ -128,14 +133,11 @@ class SetTable:
                 session.process_sets.append(each)
 
 
-def _agree(session: Session, what: str, number: int) -> int:
+def _agree(what: str, number: int) -> int:
     """Wait until every rank wants the same, and take rank 0's number."""
-    tensor = torch.tensor([number], device="cpu")
-    operation = NamedOperation(
-        OpKind.BROADCAST, (tensor,), f"process_set.{what}", (tensor,), root=0
-    )
-    session.states[0].coordinator.run(operation)
-    return int(tensor.item())
+    wanted = torch.tensor([number], device="cpu")
+    collective = Broadcast(global_process_set, f"process_set.{what}")
+    return int(collective.run((wanted,))[0].item())
 
 
 def _require_dynamic(session: Session, doing: str) -> None:
