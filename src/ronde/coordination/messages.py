@@ -15,7 +15,7 @@ ask        kind: a rank wants all ranks to be asked this: see ``waits``
 answer     kind, number, rank, values: an answer to the question of that number
 =========  =======================================================================
 
-Downwards go the root's commands, passed on as they are: see ``RootCommand``.
+Downwards go the root's commands, passed on as they are: see ``Command``.
 
 Note [Cached requests are bits]
     The root gives each request that may come again a number, which everyone remembers.

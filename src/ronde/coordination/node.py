@@ -91,8 +91,9 @@ class TuneCommand(NamedTuple):
     num_bytes: int
 
 
-RootCommand = (
-    ConnectCommand
+Command = (
+    RunCommand
+    | ConnectCommand
     | FailCommand
     | JoinedCommand
     | Loss
@@ -101,13 +102,12 @@ RootCommand = (
     | StopCommand
     | TuneCommand
 )
-Command = RunCommand | RootCommand
-_COMMANDS: dict[str, type[RootCommand]] = {
-    kind.__name__: kind for kind in get_args(RootCommand)
+_COMMANDS: dict[str, type[Command]] = {
+    kind.__name__: kind for kind in get_args(Command)
 }
 
 
-def _words_of(command: RootCommand) -> _Words:
+def _words_of(command: Command) -> _Words:
     """Return a command as it travels, beside ``run``, ``drop`` and ``reset``."""
     return type(command).__name__, *command
 
@@ -271,7 +271,7 @@ class Node:
         out, self._out = self._out, []
         return out
 
-    def order(self, command: RootCommand) -> None:
+    def order(self, command: Command) -> None:
         self._obey(encode([_words_of(command)]))
 
     def _advance(self) -> None:

@@ -77,8 +77,7 @@ def register(
     word = ".".join(map(str, ranks))
     set_id = _agree(f"add.{word}", next(session.set_ids))
     if session.world.rank in ranks:
-        state = session.connect(set_id, ranks)
-        state.coordinator.execution.recorder = session.recordings.recorder
+        session.connect(set_id, ranks)
     # A rank that went on and ended would take the store along, where others still meet.
     _agree(f"added.{word}", set_id)
     session.sets[set_id] = ranks

@@ -37,22 +37,6 @@ _requested = count()
 _logger = logging.getLogger("ronde")
 
 
-@dataclass(frozen=True, slots=True)
-class _Both:
-    """Has two timelines record the same."""
-
-    one: Recorder
-    other: Recorder
-
-    def operation(self, recorded: Recorded) -> None:
-        self.one.operation(recorded)
-        self.other.operation(recorded)
-
-    def cycle(self, at_ns: int) -> None:
-        self.one.cycle(at_ns)
-        self.other.cycle(at_ns)
-
-
 @dataclass(slots=True)
 class Recordings:
     """What one rank records between ``init()`` and ``shutdown()``."""
@@ -70,11 +54,19 @@ class Recordings:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Records what coordinators do; None for nothing."""
+        """The recorder of coordinators: this one for two timelines, None for none."""
         if self._launcher and self._own:
-            return _Both(self._launcher.recorder, self._own.recorder)
+            return self
         recording = self._launcher or self._own
         return recording and recording.recorder
+
+    def operation(self, recorded: Recorded) -> None:
+        for recording in filter(None, (self._launcher, self._own)):
+            recording.recorder.operation(recorded)
+
+    def cycle(self, at_ns: int) -> None:
+        for recording in filter(None, (self._launcher, self._own)):
+            recording.recorder.cycle(at_ns)
 
     def open(self) -> None:
         """Begin what ``ronde run --timeline`` asks for, if it does."""
@@ -155,10 +147,8 @@ class Recordings:
 
     def mark(self, name: str) -> None:
         """Record that something happened now."""
-        if recorder := self.recorder:
-            now = time.monotonic_ns()
-            at = Recorded(0, 0, name, "VIEW", now, now, now, now, "", (), 1)
-            recorder.operation(at)
+        now = time.monotonic_ns()
+        self.operation(Recorded(0, 0, name, "VIEW", now, now, now, now, "", (), 1))
 
     def _begin(
         self, kind: str, numbers: "count[int]"

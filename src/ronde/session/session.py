@@ -204,6 +204,7 @@ class Session:
             own.close()
             raise
         coordinator.call_on_stop(self._abort_duplicates)
+        coordinator.execution.recorder = self.recordings.recorder
         self.states[set_id] = ProcessSetState(tuple(ranks), rank, own, coordinator)
         return self.states[set_id]
 

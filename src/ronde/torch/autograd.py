@@ -3,7 +3,6 @@
 The gradient of one is made of others, so that gradients of gradients are there as well.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,10 +19,9 @@ from ronde.session.operations import (
     NamedCollective,
     Reducescatter,
     Sum,
+    Tensors,
 )
 from ronde.session.session import state_of
-
-Tensors = Sequence[Tensor]
 
 
 def run(collective: NamedCollective, tensors: Tensors) -> tuple[Tensor, ...]:

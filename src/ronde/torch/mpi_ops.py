@@ -135,8 +135,7 @@ def allreduce_(
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    collective = Allreduce(process_set, name, False, *factors)
-    collective.run((tensor,), in_place=True)
+    Allreduce(process_set, name, False, *factors).run((tensor,), in_place=True)
     return tensor
 
 
@@ -151,8 +150,7 @@ def allreduce_async(
 ) -> int:
     """Start ``allreduce``; the handle's result is a new tensor."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    collective = Allreduce(process_set, name, False, *factors)
-    return collective.start_handle((tensor,))
+    return Allreduce(process_set, name, False, *factors).start_handle((tensor,))
 
 
 def allreduce_async_(
@@ -215,8 +213,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start ``grouped_allreduce``; the handle's result is a tuple of new tensors."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    collective = Allreduce(process_set, name, True, *factors)
-    return collective.start_handle(tensors)
+    return Allreduce(process_set, name, True, *factors).start_handle(tensors)
 
 
 def grouped_allreduce_async_(
@@ -302,16 +299,14 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Return the tensor of ``root_rank``, which counts among all ranks."""
-    collective = Broadcast(process_set, name, root_rank=root_rank)
-    return run(collective, (tensor,))[0]
+    return run(Broadcast(process_set, name, root_rank=root_rank), (tensor,))[0]
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Copy ``root_rank``'s values into ``tensor`` and return it."""
-    collective = Broadcast(process_set, name, root_rank=root_rank)
-    collective.run((tensor,), in_place=True)
+    Broadcast(process_set, name, root_rank=root_rank).run((tensor,), in_place=True)
     return tensor
 
 
@@ -319,8 +314,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``broadcast``; the handle's result is a new tensor."""
-    collective = Broadcast(process_set, name, root_rank=root_rank)
-    return collective.start_handle((tensor,))
+    return Broadcast(process_set, name, root_rank=root_rank).start_handle((tensor,))
 
 
 def broadcast_async_(
@@ -359,8 +353,7 @@ def reducescatter_async(
 ) -> int:
     """Start ``reducescatter``."""
     factors = (op, prescale_factor, postscale_factor)
-    collective = Reducescatter(process_set, name, False, *factors)
-    return collective.start_handle((tensor,))
+    return Reducescatter(process_set, name, False, *factors).start_handle((tensor,))
 
 
 def grouped_reducescatter(
@@ -388,8 +381,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start ``grouped_reducescatter``; the handle's result is a tuple."""
     factors = (op, prescale_factor, postscale_factor)
-    collective = Reducescatter(process_set, name, True, *factors)
-    return collective.start_handle(tensors)
+    return Reducescatter(process_set, name, True, *factors).start_handle(tensors)
 
 
 def alltoall(
@@ -405,8 +397,7 @@ def alltoall(
     result is a pair: the received rows in rank order, and how many came from each rank,
     int32, on the device of ``splits``.
     """
-    collective = Alltoall(process_set, name, splits=splits)
-    received, counts = run(collective, (tensor,))
+    received, counts = run(Alltoall(process_set, name, splits=splits), (tensor,))
     return received if splits is None else (received, counts)
 
 
@@ -417,8 +408,7 @@ def alltoall_async(
     process_set: ProcessSet = _ALL,
 ) -> int:
     """Start ``alltoall``; the handle's result is always the pair."""
-    collective = Alltoall(process_set, name, splits=splits)
-    return collective.start_handle((tensor,))
+    return Alltoall(process_set, name, splits=splits).start_handle((tensor,))
 
 
 def _run_compressed(

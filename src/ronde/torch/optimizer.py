@@ -25,14 +25,7 @@ from ronde.data_parallel import (
 )
 from ronde.errors import UsageError
 from ronde.session.connecting import Connector
-from ronde.session.operations import (
-    Adasum,
-    Average,
-    Sum,
-    is_sharded,
-    require_adasum,
-    synchronize,
-)
+from ronde.session.operations import is_sharded, require_adasum
 from ronde.session.session import (
     ProcessSet,
     current_session,
@@ -41,7 +34,13 @@ from ronde.session.session import (
     state_of,
 )
 from ronde.torch.delta_step import DeltaStep
-from ronde.torch.mpi_ops import allreduce_async_
+from ronde.torch.mpi_ops import (
+    Adasum,
+    Average,
+    Sum,
+    allreduce_async_,
+    synchronize,
+)
 from ronde.torch.sharded_step import ShardedStep, require_elementwise
 from ronde.world.environment import read_drift
 
