@@ -1,4 +1,4 @@
-"""How an optimizer finds its like on the other ranks.
+"""Connect an optimizer with the same one of the other ranks.
 
 Note [Connecting at first use]
     When an optimizer is first used, it asks the coordinator for a communicator, by a

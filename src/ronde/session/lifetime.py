@@ -110,7 +110,7 @@ def shutdown() -> None:
 
 @outside_compiler
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record what all ranks do; every rank should call this.
+    """Begin a timeline of all ranks; every rank should call this.
 
     Rank 0 writes its own operations to ``file_path`` while they happen, in Horovod's
     form, and at the end those of all ranks, on one clock, packed with gzip for ``.gz``.
@@ -175,7 +175,7 @@ def _start(
 
 
 def _identity(info: RankInfo) -> str:
-    """Return what a launcher gives one rank alone."""
+    """Return a digest of the values that only this rank has from its launcher."""
     facts = (info.launcher, info.rank, info.size, info.job_id, info.store, info.meeting)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -218,7 +218,7 @@ def reform(reason: str = "") -> ViewBegins:
 
 
 class _Entry(NamedTuple):
-    """What there is to a session of an elastic job."""
+    """The parts of a session that only an elastic job has."""
 
     scope: AbortScope
     view: View

@@ -1,4 +1,4 @@
-"""Named collectives, their handles and objects: what every front end starts.
+"""Named collectives, handles and objects for every front end.
 
 A front end hands over dense torch tensors, on CPU or CUDA, and gets torch tensors back.
 Others than ``ronde.torch`` share memory with their own arrays by DLPack.
@@ -154,8 +154,9 @@ class NamedCollective:
         return handle
 
     def result(self, results: tuple[Tensor, ...]) -> Any:  # noqa: ANN401  a tensor or a tuple
-        """Return a tensor for one that was given alone, a tuple for a group."""
-        return results if self.is_group else results[0]
+        """Return a tensor for one that was given alone; a tuple for a group, a pair."""
+        is_tuple = self.is_group or self.kind is OpKind.ALLTOALL
+        return results if is_tuple else results[0]
 
     def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
         return results
@@ -268,9 +269,6 @@ class Alltoall(NamedCollective):
             _require_rows(splits, tensor.shape[0], len(state.ranks))
         return operation._replace(splits=splits)
 
-    def result(self, results: tuple[Tensor, ...]) -> Any:  # noqa: ANN401  a pair
-        return results
-
     def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
         received, counts = results[0]
         device = self.splits.device if isinstance(self.splits, Tensor) else None
@@ -325,7 +323,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 @outside_compiler
 def join(device: int = -1) -> int:
-    """Take part in what the others still reduce, with zeros, until all have joined.
+    """Take part with zeros in the others' reductions until all have joined.
 
     For ranks whose data end earlier. Averages still divide by the number of all ranks;
     other collectives fail on the others. ``device`` is ignored. Returns the rank that

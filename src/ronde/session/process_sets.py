@@ -35,7 +35,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 @outside_compiler
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set back; collective over all ranks. What it still does fails.
+    """Take a process set back; collective over all ranks. Pending operations fail.
 
     Returns False at once for the set of all ranks and for one that is not registered.
     """
@@ -87,7 +87,7 @@ def register(
 
 
 def register_all(session: Session, sets: list[ProcessSet]) -> None:
-    """Register what ``init`` was given; collective. No set may be there twice."""
+    """Register the sets of ``init``; collective. No set may be there twice."""
     before = {ranks: set_id for set_id, ranks in session.sets.items() if set_id}
     for number, process_set in enumerate(sets):
         process_set.process_set_id = before.pop(tuple(process_set.ranks), None)
@@ -110,7 +110,7 @@ class SetTable:
             self._numbers = [[members[r].number for r in s.ranks] for s in sets]
 
     def share(self, communicator: Communicator, source: int) -> None:
-        """Have new processes take over what ``source`` has; collective."""
+        """Give new processes the sets of ``source``; collective."""
         own = self._numbers
         self._numbers = broadcast_json(communicator, lambda: own, source)
         more = len(self._numbers or ()) - len(self._sets)

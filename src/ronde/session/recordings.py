@@ -39,7 +39,7 @@ _logger = logging.getLogger("ronde")
 
 @dataclass(slots=True)
 class Recordings:
-    """What one rank records between ``init()`` and ``shutdown()``."""
+    """The timelines of one rank between ``init()`` and ``shutdown()``."""
 
     rank: int
     size: int
@@ -69,7 +69,7 @@ class Recordings:
             recording.recorder.cycle(at_ns)
 
     def open(self) -> None:
-        """Begin what ``ronde run --timeline`` asks for, if it does."""
+        """Begin the timeline of ``ronde run --timeline``, if that was given."""
         variables = select_variables([_DIRECTORY, _LIMIT])
         if variables.get(_LIMIT):
             self._limit_bytes = parse_size_bytes(variables[_LIMIT])
@@ -100,7 +100,7 @@ class Recordings:
         )
 
     def _is_writable(self, path: Path, shared: SharedStore | None) -> bool:
-        """Whether rank 0 can write its file, without which no rank records."""
+        """Return whether rank 0 can write its file, without which no rank records."""
         is_writable = True
         if self.rank == 0:
             try:

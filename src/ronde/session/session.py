@@ -135,7 +135,7 @@ class ProcessSetState:
         return number
 
     def close(self) -> None:
-        """Notify the others, fail what is under way and give everything back."""
+        """Notify the others, fail pending operations and give everything back."""
         self.coordinator.close()
         for participant in list(self.participants):
             participant.unbind()
@@ -210,7 +210,7 @@ class Session:
 
     @property
     def is_of_views(self) -> bool:
-        """Whether this rank is, or waits to be, in a view of an elastic job."""
+        """Report whether this rank is, or waits to be, in a view of an elastic job."""
         return self.view is not None or self.expected is not None
 
     @property

@@ -16,12 +16,15 @@ function's text differs:
 * ``CollectiveError`` (``HorovodInternalError``) means that the operation failed, and
   why: shapes, dtypes or operations that do not fit, a lost rank, no session.
 
-The functions without ``async`` and without underscore work under autograd. Those with
-``async`` return a handle for ``poll`` and ``synchronize``.
+The functions without ``async`` and without underscore work under autograd; the gradient
+of one is made of others, so there are gradients of gradients. Those with ``async``
+return a handle for ``poll`` and ``synchronize``.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +49,7 @@ from ronde.session.operations import (
     Reducescatter,
     Splits,
     Sum,
+    Tensors,
     barrier,
     choose_op,
     join,
@@ -55,7 +59,6 @@ from ronde.session.operations import (
 from ronde.session.process_sets import add_process_set, remove_process_set
 from ronde.session.session import *  # noqa: F403
 from ronde.session.session import ProcessSet, global_process_set, state_of
-from ronde.torch.autograd import run
 
 __all__: list[str] = [
     "Adasum",
@@ -269,7 +272,7 @@ def allgather(
     tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Return the ranks' tensors along dimension 0, which may differ between ranks."""
-    return run(Allgather(process_set, name), (tensor,))[0]
+    return _run(Allgather(process_set, name), (tensor,))[0]
 
 
 def allgather_async(
@@ -285,7 +288,7 @@ def grouped_allgather(
     """Return ``allgather`` of several tensors, which are ready together."""
     if not tensors:
         return ()
-    return run(Allgather(process_set, name, is_group=True), tensors)
+    return _run(Allgather(process_set, name, is_group=True), tensors)
 
 
 def grouped_allgather_async(
@@ -299,7 +302,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Return the tensor of ``root_rank``, which counts among all ranks."""
-    return run(Broadcast(process_set, name, root_rank=root_rank), (tensor,))[0]
+    return _run(Broadcast(process_set, name, root_rank=root_rank), (tensor,))[0]
 
 
 def broadcast_(
@@ -397,7 +400,7 @@ def alltoall(
     result is a pair: the received rows in rank order, and how many came from each rank,
     int32, on the device of ``splits``.
     """
-    received, counts = run(Alltoall(process_set, name, splits=splits), (tensor,))
+    received, counts = _run(Alltoall(process_set, name, splits=splits), (tensor,))
     return received if splits is None else (received, counts)
 
 
@@ -411,6 +414,69 @@ def alltoall_async(
     return Alltoall(process_set, name, splits=splits).start_handle((tensor,))
 
 
+def _run(collective: NamedCollective, tensors: Tensors) -> tuple[Tensor, ...]:
+    """Run a collective, under autograd where a tensor needs that."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return cast("Any", _Differentiable.apply(collective, *tensors))
+    return collective.run(tensors)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, collective: NamedCollective, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
+        results = collective.run(tensors)
+        ctx.collective = collective
+        if isinstance(collective, Alltoall):
+            # The way back takes what came from each rank.
+            ctx.collective = replace(collective, splits=results[1])
+        ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
+        return results
+
+    @staticmethod
+    @outside_compiler
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
+        return None, *_differentiate(ctx.collective, gradients, ctx.num_rows)
+
+
+def _differentiate(
+    collective: NamedCollective, gradients: Tensors, num_rows: list[int]
+) -> Tensors:
+    """Turn gradients of the results into those of inputs of so many rows each."""
+    process_set, is_group = collective.process_set, collective.is_group
+    name = collective.name and f"{collective.name}.gradient"
+    state = state_of(process_set, collective.kind)
+    match collective:
+        case Allgather():  # this rank's rows of the averaged gradients
+            averaged = _run(Allreduce(process_set, name, is_group, Average), gradients)
+            own_rows = torch.tensor([num_rows], device="cpu")
+            (rows,) = Allgather(process_set, name).run((own_rows,))
+            starts = cast("list[int]", rows[: state.rank].sum(0).tolist())
+            return [
+                each.narrow(0, start, length)
+                for each, start, length in zip(averaged, starts, num_rows, strict=True)
+            ]
+        case Broadcast():  # the average at the root, zero elsewhere
+            averaged = _run(Allreduce(process_set, name, op=Average), gradients)
+            is_root = state.ranks[state.rank] == collective.root_rank
+            return averaged if is_root else [torch.zeros_like(t) for t in averaged]
+        case Reducescatter():  # gathered
+            factor = collective.prescale * collective.postscale
+            factor *= len(state.ranks) if collective.op == Sum else 1
+            gathered = Allgather(process_set, name, is_group)
+            return _run(gathered, [gradient * factor for gradient in gradients])
+        case Alltoall():  # each row goes back to where it came from
+            gradient = _run(replace(collective, name=name), gradients[:1])[0]
+            num_dropped = num_rows[0] - gradient.shape[0]
+            if num_dropped:  # past the splits' sum: they went nowhere
+                rest = gradient.new_zeros(num_dropped, *gradient.shape[1:])
+                gradient = torch.cat([gradient, rest])
+            return (gradient,)
+        case _:  # the same reduction
+            return _run(replace(collective, name=name), gradients)
+
+
 def _run_compressed(
     collective: NamedCollective,
     compression: type[Compressor],
@@ -419,7 +485,7 @@ def _run_compressed(
     if not tensors:
         return []
     compressed = [compression.compress(tensor) for tensor in tensors]
-    results = run(collective, [wire for wire, _ in compressed])
+    results = _run(collective, [wire for wire, _ in compressed])
     return [
         compression.decompress(result, context)
         for result, (_, context) in zip(results, compressed, strict=True)
