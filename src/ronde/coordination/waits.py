@@ -35,12 +35,7 @@ from typing import Any, NamedTuple, Self
 
 from ronde.collectives.scope import AbortScope
 from ronde.coordination.messages import format_ranks
-from ronde.coordination.node import (
-    GiveWayCommand,
-    ReportCommand,
-    RootNode,
-    StopCommand,
-)
+from ronde.coordination.node import GiveWayCommand, ReportCommand, RootNode, StopCommand
 from ronde.coordination.requests import CONNECT_PREFIX, Entry, NamedOperation, OpKind
 from ronde.errors import CollectiveError, UnpairedError, UsageError, fresh
 

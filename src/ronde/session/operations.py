@@ -21,11 +21,7 @@ from ronde.collectives.objects import (
     broadcast_object as broadcast_object_by,
 )
 from ronde.collectives.torch_modes import new_like, outside_compiler
-from ronde.coordination.requests import (
-    REDUCE_OPS,
-    NamedOperation as Operation,
-    OpKind,
-)
+from ronde.coordination.requests import REDUCE_OPS, NamedOperation as Operation, OpKind
 from ronde.data_parallel import participate_until_all_joined
 from ronde.errors import CollectiveError, UsageError
 from ronde.session.session import (
@@ -38,7 +34,6 @@ from ronde.session.session import (
 
 Tensors = Sequence[Tensor]
 Splits = Sequence[int] | Tensor
-Dtypes = Collection[torch.dtype]
 
 # Horovod's numbers.
 Average = 0
@@ -50,7 +45,7 @@ Product = 5
 
 _WITH_OUTPUTS = (OpKind.ALLREDUCE, OpKind.BROADCAST)
 _NUMBERS = FLOATS | INTEGERS
-_REDUCIBLE: dict[int, Dtypes] = {
+_REDUCIBLE: dict[int, Collection[torch.dtype]] = {
     Average: _NUMBERS | COMPLEX,
     Sum: _NUMBERS | COMPLEX,
     Adasum: FLOATS,
@@ -153,10 +148,9 @@ class NamedCollective:
         session.handles[handle] = work, finish
         return handle
 
-    def result(self, results: tuple[Tensor, ...]) -> Any:  # noqa: ANN401  a tensor or a tuple
-        """Return a tensor for one that was given alone; a tuple for a group, a pair."""
-        is_tuple = self.is_group or self.kind is OpKind.ALLTOALL
-        return results if is_tuple else results[0]
+    def result(self, results: Tensors) -> Any:  # noqa: ANN401  a tensor or a tuple
+        """Return the only result; a tuple of a group's, or of several."""
+        return results if self.is_group or len(results) > 1 else results[0]
 
     def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
         return results

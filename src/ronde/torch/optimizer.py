@@ -34,13 +34,7 @@ from ronde.session.session import (
     state_of,
 )
 from ronde.torch.delta_step import DeltaStep
-from ronde.torch.mpi_ops import (
-    Adasum,
-    Average,
-    Sum,
-    allreduce_async_,
-    synchronize,
-)
+from ronde.torch.mpi_ops import Adasum, Average, Sum, allreduce_async_, synchronize
 from ronde.torch.sharded_step import ShardedStep, require_elementwise
 from ronde.world.environment import read_drift
 

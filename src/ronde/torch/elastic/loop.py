@@ -32,12 +32,7 @@ from ronde.session.lifetime import reform, shorten
 from ronde.session.session import current_session, rank, size
 from ronde.torch.elastic.checkpoint import Checkpoints
 from ronde.torch.elastic.copies import ShareCopies
-from ronde.torch.elastic.data import (
-    DataSource,
-    ElasticLoader,
-    Share,
-    refuse_unplaced,
-)
+from ronde.torch.elastic.data import DataSource, ElasticLoader, Share, refuse_unplaced
 from ronde.torch.elastic.training import Training, require_same
 from ronde.torch.elastic.weights import GradientWeights
 from ronde.torch.functions import broadcast_object
