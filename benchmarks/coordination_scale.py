@@ -58,7 +58,7 @@ class Simulator:
             RootNode(tree, capacity) if tree.parent is None else Node(tree)
             for tree in trees
         ]
-        self.taken: list[list[RunCommand | Command]] = [[] for _ in self.nodes]
+        self.taken: list[list[Command]] = [[] for _ in self.nodes]
         self.num_messages: Counter[int] = Counter()
         self.num_bytes: Counter[int] = Counter()
         self._edges = defaultdict[tuple[int, int], deque[bytes]](deque)

@@ -109,7 +109,7 @@ def train_elastic(notes: Notes, state_mb: int, size: int) -> None:
     """Train by ``hvd.elastic.Loop``, without end."""
     import ronde.torch as hvd
     from ronde.membership.member import Member, own_member
-    from ronde.torch import lifetime
+    from ronde.session import lifetime
     from ronde.torch.elastic.loop import Loop
     from ronde.torch.elastic.training import Training
 

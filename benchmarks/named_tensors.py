@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import ronde.torch as hvd
-from ronde.torch.session import current_session
+from ronde.session import current_session
 
 _MANY = 160
 

@@ -20,10 +20,10 @@ from training_step import MODELS, make_step
 
 import ronde.torch as hvd
 from ronde.records import Record, append_record
+from ronde.session import current_session
 from ronde.timeline.events import Recorded
 from ronde.timeline.part import PartFiles, PartHeader
 from ronde.timeline.recording import ThreadedRecorder
-from ronde.torch.session import current_session
 
 NAMED = "named"
 VARIANTS = ("plain", "recorded")

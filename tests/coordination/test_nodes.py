@@ -2,13 +2,23 @@
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from benchmarks.coordination_scale import Simulator
 from hypothesis import given, strategies as st
 
-from ronde.coordination import OpKind, Request, RunCommand, Tree
+from ronde.coordination import (
+    FailCommand,
+    JoinedCommand,
+    Loss,
+    OpKind,
+    Request,
+    RunCommand,
+    Tree,
+)
+
+C = TypeVar("C")
 
 HOSTS = ["a", "aa", "aaa", "ab", "aab", "abab", "aabbccdd", "abcdefg"]
 
@@ -44,9 +54,8 @@ def names_run(net: Simulator, rank: int) -> list[str]:
     ]
 
 
-def values_of(verb: str, taken: list[Any]) -> list[list[Any]]:
-    """Return the values of all commands of a verb."""
-    return [command[1] for command in taken if command[0] == verb]
+def commands_of(kind: type[C], taken: list[Any]) -> list[C]:
+    return [command for command in taken if isinstance(command, kind)]
 
 
 @given(
@@ -161,7 +170,7 @@ def test_a_mismatch_fails_everywhere_and_the_next_runs(hosts, seed, is_cached) -
         net.deliver_any(choose)
     net.settle(choose)
     for rank in range(size):
-        ((name, text),) = values_of("fail", net.taken[rank])
+        ((name, text),) = commands_of(FailCommand, net.taken[rank])
         assert name == "x"
         assert "Mismatched ALLREDUCE tensor shapes" in text
         assert f"rank {odd}: ALLREDUCE x float32 [3]" in text
@@ -194,11 +203,13 @@ def test_joined_ranks_are_ready_for_everything(hosts, seed) -> None:
                 net.flush(rank)
                 net.deliver_any(choose)
             net.settle(choose)
-        lasts = {last for taken in net.taken for (last,) in values_of("joined", taken)}
+        lasts = {
+            last for taken in net.taken for (last,) in commands_of(JoinedCommand, taken)
+        }
         assert len(lasts) == 1, cycle
         assert num_steps[lasts.pop()] == most
         for rank in range(size):
-            assert net.taken[rank][-1][0] == "joined"
+            assert isinstance(net.taken[rank][-1], JoinedCommand)
             assert names_run(net, rank).count("n0") == most
         assert all(taken == net.taken[0] for taken in net.taken)
 
@@ -213,7 +224,7 @@ def test_what_was_submitted_before_all_joined_runs() -> None:
         net.settle(choose)
     for rank in range(4):
         assert names_run(net, rank) == ["x", "x"]
-        assert net.taken[rank][-1][0] == "joined"
+        assert isinstance(net.taken[rank][-1], JoinedCommand)
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.BROADCAST])
@@ -224,7 +235,7 @@ def test_only_reductions_go_with_join(kind) -> None:
         ask(net, rank, request("x", kind=kind))
     net.settle(random.Random(0))
     for taken in net.taken:
-        ((_, text),) = values_of("fail", taken)
+        ((_, text),) = commands_of(FailCommand, taken)
         assert "is not supported with Join at this time." in text
 
 
@@ -233,11 +244,11 @@ def test_losses_reach_everyone() -> None:
         net = network("aabbccdd")
         tree = net.nodes[lost].tree
         assert tree.parent is not None
-        net.nodes[tree.parent].lose(lost, "it ended", is_orderly=False)
+        net.nodes[tree.parent].lose(Loss(lost, "it ended", is_orderly=False))
         net.settle(random.Random(lost))
         below = set(tree.children)
         for rank in {*range(8)} - below - {lost}:
-            assert [each[0] for each in values_of("lost", net.taken[rank])] == [lost]
+            assert [each.rank for each in commands_of(Loss, net.taken[rank])] == [lost]
 
 
 def test_a_bit_of_the_epoch_before_counts_for_nothing() -> None:
@@ -285,7 +296,7 @@ def test_a_late_bit_of_a_forgotten_name_counts_for_nothing() -> None:
     net.settle(choose)
     for taken in net.taken:
         assert isinstance(taken[0], RunCommand)
-        assert [command.verb for command in taken[1:]] == ["fail", "joined"]
+        assert [type(each) for each in taken[1:]] == [FailCommand, JoinedCommand]
 
 
 def test_numbers_begin_again() -> None:

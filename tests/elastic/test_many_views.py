@@ -19,7 +19,7 @@ from tests.resources import least_resources
 import ronde.torch as hvd
 from ronde.collectives import ABORTING
 from ronde.errors import CollectiveError
-from ronde.torch.lifetime import reform
+from ronde.session import reform
 
 ENGINES = ("shared_memory", "gloo", "hierarchical")
 _M_ARENA_MAX = -8

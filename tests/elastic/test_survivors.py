@@ -18,7 +18,7 @@ from tests.ranks import run_ranks_bare
 import ronde.torch as hvd
 from ronde.errors import CollectiveError
 from ronde.membership import own_member
-from ronde.torch.lifetime import reform
+from ronde.session import reform
 
 ENGINES = ("shared_memory", "gloo", "hierarchical")
 STEPS = 100

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks_bare
 import ronde.torch as hvd
 from ronde.errors import CollectiveError, UsageError
 from ronde.membership import Rules, own_member
-from ronde.torch.lifetime import reform
+from ronde.session import reform
 
 
 def sums_of(sets: list[hvd.ProcessSet]) -> list[Any]:

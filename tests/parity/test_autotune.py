@@ -22,7 +22,7 @@ from ronde.data_parallel import (
     plan_buckets,
 )
 from ronde.errors import UsageError
-from ronde.torch.session import current_session
+from ronde.session import current_session
 from ronde.tuning import TuningLog, TuningOptions
 
 AMOUNT = TuningOptions(

@@ -17,9 +17,9 @@ from torch import nn
 
 import ronde.torch as hvd
 from ronde.errors import UsageError
+from ronde.session import current_session
 from ronde.timeline import Recorded
 from ronde.torch.optimizer import group_indices
-from ronde.torch.session import current_session
 
 
 def sgd(model, lr=0.1):

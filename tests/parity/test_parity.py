@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import ronde.torch as hvd
 from ronde.collectives import Communicator
 from ronde.data_parallel import BucketLimits, Reducer, ReducerGroup, ReducerOptions
-from ronde.torch.session import current_session
+from ronde.session import current_session
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

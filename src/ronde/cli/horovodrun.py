@@ -137,8 +137,8 @@ def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
         case ["-v" | "--version", *_]:
             print(f"ronde {ronde.__version__}, as horovodrun")
         case ["-cb" | "--check-build", *_]:
+            from ronde import session
             from ronde.horovod import __version__ as horovod
-            from ronde.torch import session
 
             built = {
                 n: getattr(session, f"{n}_built")() for n in ("mpi", "gloo", "nccl")

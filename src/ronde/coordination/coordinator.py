@@ -26,7 +26,20 @@ from ronde.collectives import Communicator, Look, ReduceOp, Work
 from ronde.coordination.control.channel import ControlChannel
 from ronde.coordination.execution import CoordinationOptions, Execution, FusionTuning
 from ronde.coordination.fast_path import FastPath
-from ronde.coordination.node import Node, RootNode, RunCommand
+from ronde.coordination.messages import Loss
+from ronde.coordination.node import (
+    Command,
+    ConnectCommand,
+    FailCommand,
+    GiveWayCommand,
+    JoinedCommand,
+    Node,
+    ReportCommand,
+    RootNode,
+    RunCommand,
+    StopCommand,
+    TuneCommand,
+)
 from ronde.coordination.requests import Entry, NamedOperation, OpKind, Request
 from ronde.coordination.waits import (
     STALLS,
@@ -92,8 +105,9 @@ class CoordinatorState:
             self._inspector = Inspector(root, *limits)
             if options.tuning is not None:
                 default = options.fusion_threshold_bytes
-                change = partial(root.order, "tune")
-                self._tuning = FusionTuning(default, options.tuning, change)
+                self._tuning = FusionTuning(
+                    default, options.tuning, lambda size: root.order(TuneCommand(size))
+                )
         self.fast_path: FastPath | None = None
         is_fast = communicator.engine in _FAST_ENGINES and options.tuning is None
         if channel.shared is not None and is_fast:
@@ -109,12 +123,30 @@ class CoordinatorState:
         while self._exchange():
             has_changed = True
             while commands:
-                command = commands.popleft()
-                if isinstance(command, RunCommand):
-                    self._run(command)
-                else:
-                    getattr(self, f"take_{command.verb}")(*command.values)
+                self._carry_out(commands.popleft())
         return has_changed
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case RunCommand():
+                self._run(command)
+            case ConnectCommand(name):
+                self._connect(name)
+            case FailCommand():
+                self._refuse(command)
+            case JoinedCommand(last):
+                self._end_join(last)
+            case Loss():
+                self._lose(command)
+            case ReportCommand():
+                self._report(command)
+            case GiveWayCommand():
+                self._give_way(command)
+            case StopCommand(text):
+                self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{text}"))
+                self.on_stop()
+            case TuneCommand(num_bytes):
+                self.execution.threshold_bytes = num_bytes
 
     def start_fast(self, entry: Entry) -> FastPath | None:
         """Return the fast path, if it can take an operation, which it begins then."""
@@ -211,7 +243,7 @@ class CoordinatorState:
             num_bytes = sum(t.nbytes for each in own for t in each.operation.tensors)
             self._tuning.ran([each.name for each in own], num_bytes, time.monotonic())
 
-    def take_connect(self, name: str) -> None:
+    def _connect(self, name: str) -> None:
         """Make a communicator, if every rank still asks for it."""
         if self._table.failure is not None:
             return
@@ -244,40 +276,32 @@ class CoordinatorState:
         except Exception as error:  # noqa: BLE001 - fails the entry
             self._fail([entry], error)
 
-    def take_fail(self, name: str, text: str) -> None:
-        if entry := self._table.take(name):
-            entry.fail(CollectiveError(text))
+    def _refuse(self, refused: FailCommand) -> None:
+        if entry := self._table.take(refused.name):
+            entry.fail(CollectiveError(refused.text))
 
-    def take_joined(self, last: int) -> None:
+    def _end_join(self, last: int) -> None:
         self._table.all_joined()
         if entry := self._table.take("join.noname"):
             entry.succeed(last)
 
-    def take_lost(self, rank: int, reason: str, is_orderly: bool) -> None:  # noqa: FBT001
-        how = "has shut down" if is_orderly else "is gone"
-        text = f"{SHUT_DOWN}\nRank {self._ranks[rank]} {how}: {reason}."
+    def _lose(self, lost: Loss) -> None:
+        how = "has shut down" if lost.is_orderly else "is gone"
+        text = f"{SHUT_DOWN}\nRank {self._ranks[lost.rank]} {how}: {lost.reason}."
         self._table.fail(PeerLostError(text))
 
-    def take_report(self, kind: str, number: int, points: list[list[Any]]) -> None:
-        if kind == STALLS:
+    def _report(self, asked: ReportCommand) -> None:
+        if asked.kind == STALLS:
             answer = StallReport.of(self._table)
         else:
-            answer = self._waits.answer([SyncPoint(*point) for point in points])
-        self._node.report("answer", kind, number, self._node.tree.rank, answer)
-
-    def take_give_way(
-        self, chosen: list[tuple[int, list[int]]], where: list[tuple[int, str]]
-    ) -> None:
+            answer = self._waits.answer([SyncPoint(*point) for point in asked.points])
         own = self._node.tree.rank
-        others = [f"rank {rank} waits in {name}" for rank, name in where if rank != own]
-        self._waits.give_way(dict(chosen).get(own, []), ", ".join(others))
+        self._node.report("answer", asked.kind, asked.number, own, answer)
 
-    def take_stop(self, text: str) -> None:
-        self._table.fail(CollectiveError(f"{SHUT_DOWN}\n{text}"))
-        self.on_stop()
-
-    def take_tune(self, num_bytes: int) -> None:
-        self.execution.threshold_bytes = num_bytes
+    def _give_way(self, command: GiveWayCommand) -> None:
+        own = self._node.tree.rank
+        others = [f"rank {r} waits in {name}" for r, name in command.where if r != own]
+        self._waits.give_way(dict(command.chosen).get(own, []), ", ".join(others))
 
     def _fail(self, entries: Sequence[Entry | None], error: Exception) -> None:
         """End all after tensors could not be moved, or an error of this rank alone."""
@@ -302,20 +326,19 @@ class CoordinatorState:
             self._report_losses()
             self._exchange()
             for command in self._node.commands:
-                is_run = isinstance(command, RunCommand)
-                if not is_run and command.verb == "lost" and not self._table.failure:
-                    self.take_lost(*command.values)
+                if isinstance(command, Loss) and not self._table.failure:
+                    self._lose(command)
             self._channel.wait(_FIND_LOSS_WITHIN_S / 10, is_eager=True)
 
     def _leave(self, reason: str, failure: CollectiveError) -> None:
         """Announce that this rank takes part no more; fail all of its own."""
-        self._node.lose(self._node.tree.rank, reason, is_orderly=False)
+        self._node.lose(Loss(self._node.tree.rank, reason, is_orderly=False))
         self._exchange()
         self._table.fail(failure)
 
     def _report_losses(self) -> None:
-        for rank, reason, is_orderly in self._channel.find_losses():
-            self._node.lose(rank, reason, is_orderly=is_orderly)
+        for loss in self._channel.find_losses():
+            self._node.lose(loss)
 
 
 class Coordinator:

@@ -70,7 +70,7 @@ class Tree:
 
 
 class Loss(NamedTuple):
-    """A neighbour that will not answer any more."""
+    """A rank that will not answer any more."""
 
     rank: int
     reason: str  # as the end of a sentence: ``rank 3, process 4711, ended``

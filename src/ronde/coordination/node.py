@@ -19,9 +19,10 @@ import json
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ronde.coordination.messages import (
+    Loss,
     Tree,
     bits_of,
     decode_bits,
@@ -44,26 +45,71 @@ class RunCommand(NamedTuple):
     key: tuple[int, int] | None
 
 
-class Command(NamedTuple):
-    """Anything else that the root has all ranks do.
+class ConnectCommand(NamedTuple):
+    """Make the communicator that all ranks, but those that have joined, ask for."""
 
-    ========  ======================================================================
-    connect   name: make the communicator that all (but those who have joined) ask for
-    fail      name, text: the ranks' requests for it do not fit together
-    joined    last: all ranks have joined, this one last
-    lost      rank, reason, is_orderly: it takes part in nothing any more
-    report    kind, number, points: answer that question: see ``waits``
-    give_way  chosen, where: have waits give way, or fail where they cannot. Pairs of a
-              rank and its waits, then of a rank of the circle and what it waits for
-    stop      text: end the job, for this reason
-    tune      num_bytes: fuse up to this many from now on
-    ========  ======================================================================
+    name: str
 
-    Nodes themselves take ``run`` (text, number or -1), ``drop`` (number) and ``reset``.
-    """
 
-    verb: str
-    values: list[Any]
+class FailCommand(NamedTuple):
+    """Fail a name: the ranks' requests for it do not fit together."""
+
+    name: str
+    text: str
+
+
+class JoinedCommand(NamedTuple):
+    """All ranks have joined, ``last`` as the last one."""
+
+    last: int
+
+
+class ReportCommand(NamedTuple):
+    """Answer question ``number``: see ``waits``."""
+
+    kind: str
+    number: int
+    points: Sequence[Sequence[Any]]
+
+
+class GiveWayCommand(NamedTuple):
+    """Have waits give way, or fail where they cannot."""
+
+    chosen: Sequence[tuple[int, list[int]]]  # ranks and their waits
+    where: Sequence[tuple[int, str]]  # ranks of the circle and the names they wait for
+
+
+class StopCommand(NamedTuple):
+    """End the job, for this reason."""
+
+    text: str
+
+
+class TuneCommand(NamedTuple):
+    """Fuse up to this many bytes from now on."""
+
+    num_bytes: int
+
+
+Command = (
+    RunCommand
+    | ConnectCommand
+    | FailCommand
+    | JoinedCommand
+    | Loss
+    | ReportCommand
+    | GiveWayCommand
+    | StopCommand
+    | TuneCommand
+)
+_COMMANDS: dict[str, type[Command]] = {
+    kind.__name__: kind for kind in get_args(Command)
+}
+
+
+def _words_of(command: Command) -> _Words:
+    """Return a command as it travels, beside ``run``, ``drop`` and ``reset``."""
+    return type(command).__name__, *command
 
 
 class RequestCache:
@@ -172,7 +218,7 @@ class Node:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self.commands: deque[RunCommand | Command] = deque()
+        self.commands: deque[Command] = deque()
         self.cache = RequestCache()
         self._counter = ReadyCounter((tree.rank, *tree.children))
         self._is_absence_sent = False
@@ -200,12 +246,12 @@ class Node:
     def report(self, *event: Any) -> None:  # noqa: ANN401 - what JSON takes
         self._events.append(event)
 
-    def lose(self, rank: int, reason: str, *, is_orderly: bool) -> None:
-        if rank == self.tree.parent:
+    def lose(self, loss: Loss) -> None:
+        if loss.rank == self.tree.parent:
             # Nobody above can reach those below any more.
-            self.order("lost", rank, reason, is_orderly)
+            self.order(loss)
         else:
-            self.report("lost", rank, reason, is_orderly)
+            self.report("lost", *loss)
 
     def receive(self, sender: int, message: bytes) -> None:
         if sender == self.tree.parent:
@@ -225,8 +271,8 @@ class Node:
         out, self._out = self._out, []
         return out
 
-    def order(self, *command: Any) -> None:  # noqa: ANN401 - what JSON takes
-        self._obey(encode([command]))
+    def order(self, command: Command) -> None:
+        self._obey(encode([_words_of(command)]))
 
     def _advance(self) -> None:
         """Pass on what this rank and all below are ready for, and what they report."""
@@ -292,10 +338,11 @@ class Node:
             cache.reset()
             self._counter.drop(-1)
         else:
-            if verb == "joined":
+            command = _COMMANDS[verb](*values)
+            if isinstance(command, JoinedCommand):
                 self._counter.absent.clear()
                 self._is_absence_sent = False
-            self.commands.append(Command(verb, values))
+            self.commands.append(command)
         for number in dropped:
             if request := self._own.pop(number, None):
                 self.submit(request)  # asked for anew, by text
@@ -324,7 +371,7 @@ class RootNode(Node):
             self._obey(encode_numbers(self.cache.epoch, ready))
         commands = self._judge(counter.take_complete())
         if counter.is_all_absent:
-            commands.append(("joined", self._joined[-1]))
+            commands.append(_words_of(JoinedCommand(self._joined[-1])))
             self._joined = []
         if commands:
             self._obey(encode(commands))
@@ -338,7 +385,7 @@ class RootNode(Node):
             elif verb == "changed":
                 changed.update(values)
             elif verb == "lost":
-                commands.append((verb, *values))
+                commands.append(_words_of(Loss(*values)))
             else:
                 self.inquiries.append(values)
         live = self.cache.live
@@ -356,9 +403,9 @@ class RootNode(Node):
             request = asked[0].request
             text = find_mismatch(asked, has_joined=bool(self._joined))
             if text:
-                commands.append(("fail", request.name, text))
+                commands.append(_words_of(FailCommand(request.name, text)))
             elif request.kind is OpKind.CONNECT:
-                commands.append(("connect", request.name))
+                commands.append(_words_of(ConnectCommand(request.name)))
             else:
                 runs.append(request)
         to_cache = [r for r in runs if r.is_cached][: self._capacity]

@@ -39,7 +39,7 @@ class OpKind(IntEnum):
 
 # An enum's ``name`` is looked up in Python on each access.
 _WORDS = {kind: kind.name.lower() for kind in OpKind} | {OpKind.ADASUM: "allreduce"}
-_OPS = {
+REDUCE_OPS = {
     0: ReduceOp.AVERAGE,
     1: ReduceOp.SUM,
     3: ReduceOp.MIN,
@@ -47,7 +47,7 @@ _OPS = {
     5: ReduceOp.PRODUCT,
 }
 """By Horovod's numbers, which its messages show; Adasum is a kind of its own."""
-_NUMBERS = {op: number for number, op in _OPS.items()}
+_NUMBERS = {op: number for number, op in REDUCE_OPS.items()}
 _FREE_FIRST = (OpKind.ALLGATHER, OpKind.ALLTOALL)
 """Their tensors may differ in dimension 0 from rank to rank."""
 FREE = -1  # stands for a dimension that may differ
@@ -102,7 +102,7 @@ class Request:
     scaling: tuple[Any, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        reduce_op = _OPS[self.number]
+        reduce_op = REDUCE_OPS[self.number]
         made = {
             "text": json.dumps(_SENT_FIELDS(self), separators=(",", ":")),
             "torch_dtypes": tuple([getattr(torch, dtype) for dtype in self.dtypes]),

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Self
 
 from ronde.collectives.scope import AbortScope
 from ronde.coordination.messages import format_ranks
-from ronde.coordination.node import RootNode
+from ronde.coordination.node import GiveWayCommand, ReportCommand, RootNode, StopCommand
 from ronde.coordination.requests import CONNECT_PREFIX, Entry, NamedOperation, OpKind
 from ronde.errors import CollectiveError, UnpairedError, UsageError, fresh
 
@@ -346,7 +346,7 @@ class Inspector:
         self._number += 1
         self._answers.clear()
         self._deadline_s = time.monotonic() + _ANSWER_WITHIN_S[kind]
-        self._root.order("report", kind, self._number, self._points)
+        self._root.order(ReportCommand(kind, self._number, self._points))
 
     def _judge_stalls(self) -> None:
         text, is_fatal = describe_stall(
@@ -358,7 +358,7 @@ class Inspector:
         if text:
             _logger.warning("%s", text)
         if is_fatal:
-            self._root.order("stop", text)
+            self._root.order(StopCommand(text))
 
     def _judge_waits(self) -> None:
         size, answers = self._root.tree.size, self._answers
@@ -392,7 +392,7 @@ class Inspector:
         chosen = chosen or find_unpaired(circles, size)
         if chosen:
             where = [(rank, w[0].point.name) for rank, w in sorted(circles.items())]
-            self._root.order("give_way", list(chosen.items()), where)
+            self._root.order(GiveWayCommand(list(chosen.items()), where))
 
 
 def describe_stall(

@@ -14,7 +14,7 @@ _MODULES = {
     "torch.compression": "data_parallel.compression",
     "common.elastic": "torch.elastic.state",
     "common.exceptions": "horovod.compatibility",
-    "common.process_sets": "torch.process_sets",
+    "common.process_sets": "session",
     "common.util": "horovod.compatibility",
     "data.data_loader_base": "horovod.compatibility",
     "runner.common.util.config_parser": "cli.horovod_launch",

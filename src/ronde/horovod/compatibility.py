@@ -9,8 +9,8 @@ from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
 
+from ronde import session
 from ronde.errors import CollectiveError as HorovodInternalError
-from ronde.torch import session
 from ronde.torch.elastic.state import HostsUpdatedInterrupt
 
 __all__ = [

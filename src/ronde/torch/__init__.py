@@ -3,10 +3,7 @@
 ``import ronde.torch as hvd`` takes the place of ``import horovod.torch as hvd``.
 """
 
-from ronde.memory import import_torch
-
-import_torch()  # before anything else does
-
+from ronde import session as session  # first: it imports torch
 from ronde.data_parallel import compression as compression
 from ronde.torch import elastic, mpi_ops
 from ronde.torch.functions import (

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -10,19 +9,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ronde.collectives import Work
-from ronde.collectives.objects import (
-    all_gather_object,
-    broadcast_json,
-    broadcast_object as broadcast_object_by,
-)
+from ronde.collectives.objects import broadcast_json
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import OpKind
 from ronde.drift import Background, Drift, compare
 from ronde.errors import UsageError
-from ronde.torch.autograd import AllgatherFunction, BroadcastFunction, require_whole
+from ronde.session.operations import (
+    Broadcast,
+    NamedCarrier,
+    allgather_object as allgather_object,  # noqa: PLC0414
+    broadcast_object as broadcast_object,  # noqa: PLC0414
+    require_whole,
+)
+from ronde.session.session import ProcessSet, global_process_set, rank, state_of
 from ronde.torch.optimizer import DistributedOptimizer, plain_name
-from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
-from ronde.torch.session import rank
 from ronde.torch.state_trees import rebuild, take_apart
 
 
@@ -39,7 +39,7 @@ def broadcast_parameters(
     require_whole(tensor for _, tensor in named)
     works: list[Work[Any]] = []
     for name, tensor in named:
-        function = BroadcastFunction(global_process_set, name, root_rank=root_rank)
+        function = Broadcast(global_process_set, name, root_rank=root_rank)
         works.append(function.start((tensor,), in_place=True))
     for work in works:
         work.wait()
@@ -57,7 +57,7 @@ def broadcast_optimizer_state(
     ``UsageError`` for LBFGS, and for state besides tensors, numbers and text.
     """
     state = OptimizerState(optimizer, model)
-    carrier = _Carrier("", global_process_set)
+    carrier = NamedCarrier("", global_process_set)
     plain = broadcast_json(carrier, lambda: state.plain, root_rank)
     if rank() != root_rank:
         state.expect(plain)
@@ -101,31 +101,6 @@ class OptimizerState:
 
 
 @outside_compiler
-def broadcast_object(
-    obj: Any,  # noqa: ANN401  anything
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:  # noqa: ANN401  anything
-    """Return ``root_rank``'s object on every rank of the set; collective.
-
-    The object is anything cloudpickle takes, ignored on the other ranks; the root is
-    one among all ranks. ``name`` matches the ranks' calls; without one, their order.
-    """
-    return broadcast_object_by(_Carrier(name, process_set), obj, root_rank)
-
-
-@outside_compiler
-def allgather_object(
-    obj: Any,  # noqa: ANN401  anything
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    """Return every rank's object, by rank; collective: see ``broadcast_object``."""
-    return all_gather_object(_Carrier(name, process_set), obj)
-
-
-@outside_compiler
 def check_parity(
     model: torch.nn.Module,
     optimizer: Optimizer | None = None,
@@ -140,7 +115,7 @@ def check_parity(
     named = [(plain_name(name), p) for name, p in model.named_parameters()]
     require_whole(parameter for _, parameter in named)
     ranks = state_of(process_set, OpKind.ALLGATHER).ranks
-    return compare(_Carrier(None, process_set), named, optimizer, Background(ranks))
+    return compare(NamedCarrier(None, process_set), named, optimizer, Background(ranks))
 
 
 def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
@@ -153,28 +128,6 @@ def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None
         is_bare = parameter.requires_grad and parameter.grad is None
         if is_bare and id(parameter) not in sparse:
             parameter.grad = torch.zeros_like(parameter)
-
-
-class _Carrier:
-    """Carries the bytes of one object by named collectives, ranks among all."""
-
-    def __init__(self, name: str | None, process_set: ProcessSet) -> None:
-        state = state_of(process_set, OpKind.BROADCAST)
-        self.rank = state.ranks[state.rank]
-        self.size = len(state.ranks)
-        self._process_set = process_set
-        # First the length, then the bytes; of a gathering both in one.
-        named = [f"{name}.sz", f"{name}.t"]
-        self._names = iter(named) if name else repeat(name)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        name = next(self._names)
-        function = BroadcastFunction(self._process_set, name, root_rank=root)
-        return Work(function.run_detached((tensor,), in_place=True)[0])
-
-    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
-        function = AllgatherFunction(self._process_set, next(self._names))
-        return Work(function.run_detached((tensor,))[0])
 
 
 def _named_tensors(

@@ -16,53 +16,49 @@ function's text differs:
 * ``CollectiveError`` (``HorovodInternalError``) means that the operation failed, and
   why: shapes, dtypes or operations that do not fit, a lost rank, no session.
 
-The functions without ``async`` and without underscore work under autograd. Those with
-``async`` return a handle for ``poll`` and ``synchronize``.
+The functions without ``async`` and without underscore work under autograd; the gradient
+of one is made of others, so there are gradients of gradients. Those with ``async``
+return a handle for ``poll`` and ``synchronize``.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ronde.collectives import Work
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.requests import NamedOperation, OpKind
-from ronde.data_parallel import (
-    Compression,
-    Compressor,
-    participate_until_all_joined,
-)
-from ronde.errors import CollectiveError as HorovodInternalError, UsageError
-from ronde.torch import session
-from ronde.torch.autograd import (
+from ronde.coordination.requests import OpKind
+from ronde.data_parallel import Compression, Compressor
+from ronde.errors import CollectiveError as HorovodInternalError
+from ronde.session import session
+from ronde.session.lifetime import init, shutdown, start_timeline, stop_timeline
+from ronde.session.operations import (
     Adasum,
-    AllgatherFunction,
-    AllreduceFunction,
-    AlltoallFunction,
+    Allgather,
+    Allreduce,
+    Alltoall,
     Average,
-    BroadcastFunction,
-    CollectiveFunction,
+    Broadcast,
     Max,
     Min,
+    NamedCollective,
     Product,
-    ReducescatterFunction,
+    Reducescatter,
     Splits,
     Sum,
+    Tensors,
+    barrier,
     choose_op,
+    join,
+    poll,
+    synchronize,
 )
-from ronde.torch.lifetime import init, shutdown, start_timeline, stop_timeline
-from ronde.torch.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-    state_of,
-)
-from ronde.torch.session import *  # noqa: F403
-from ronde.torch.session import current_session
+from ronde.session.process_sets import add_process_set, remove_process_set
+from ronde.session.session import *  # noqa: F403
+from ronde.session.session import ProcessSet, global_process_set, state_of
 
 __all__: list[str] = [
     "Adasum",
@@ -127,8 +123,8 @@ def allreduce(
 ) -> Tensor:
     """Return the reduction of ``tensor`` over all ranks; the input stays as it is."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, False, *factors)
-    return _run_compressed(function, compression, (tensor,))[0]
+    collective = Allreduce(process_set, name, False, *factors)
+    return _run_compressed(collective, compression, (tensor,))[0]
 
 
 def allreduce_(
@@ -142,8 +138,7 @@ def allreduce_(
 ) -> Tensor:
     """Reduce ``tensor`` over all ranks in place and return it."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, False, *factors)
-    function.run_detached((tensor,), in_place=True)
+    Allreduce(process_set, name, False, *factors).run((tensor,), in_place=True)
     return tensor
 
 
@@ -158,8 +153,7 @@ def allreduce_async(
 ) -> int:
     """Start ``allreduce``; the handle's result is a new tensor."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, False, *factors)
-    return _start(function, (tensor,))
+    return Allreduce(process_set, name, False, *factors).start_handle((tensor,))
 
 
 def allreduce_async_(
@@ -173,8 +167,8 @@ def allreduce_async_(
 ) -> int:
     """Start ``allreduce_``; the handle's result is ``tensor``."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, False, *factors)
-    return _start(function, (tensor,), in_place=True)
+    collective = Allreduce(process_set, name, False, *factors)
+    return collective.start_handle((tensor,), in_place=True)
 
 
 def grouped_allreduce(
@@ -189,8 +183,8 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Return the reductions of several tensors; the inputs stay as they are."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, True, *factors)
-    return _run_compressed(function, compression, tensors)
+    collective = Allreduce(process_set, name, True, *factors)
+    return _run_compressed(collective, compression, tensors)
 
 
 def grouped_allreduce_(
@@ -204,10 +198,10 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """Reduce several tensors in place and return them."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, True, *factors)
+    collective = Allreduce(process_set, name, True, *factors)
     given = tuple(tensors)
     if given:
-        function.run_detached(given, in_place=True)
+        collective.run(given, in_place=True)
     return given
 
 
@@ -222,8 +216,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start ``grouped_allreduce``; the handle's result is a tuple of new tensors."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, True, *factors)
-    return _start(function, tensors)
+    return Allreduce(process_set, name, True, *factors).start_handle(tensors)
 
 
 def grouped_allreduce_async_(
@@ -237,8 +230,8 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start ``grouped_allreduce_``; the handle's result is the tuple of ``tensors``."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
-    function = AllreduceFunction(process_set, name, True, *factors)
-    return _start(function, tensors, in_place=True)
+    collective = Allreduce(process_set, name, True, *factors)
+    return collective.start_handle(tensors, in_place=True)
 
 
 def sparse_allreduce_async(
@@ -255,7 +248,7 @@ def sparse_allreduce_async(
         "values": tensor._values(),  # noqa: SLF001  torch's
     }
     gathered = [
-        AllgatherFunction(process_set, name and f"{name}.{part}").start((given,))
+        Allgather(process_set, name and f"{name}.{part}").start((given,))
         for part, given in parts.items()
     ]
 
@@ -279,14 +272,14 @@ def allgather(
     tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Return the ranks' tensors along dimension 0, which may differ between ranks."""
-    return AllgatherFunction(process_set, name).run((tensor,))[0]
+    return _run(Allgather(process_set, name), (tensor,))[0]
 
 
 def allgather_async(
     tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``allgather``."""
-    return _start(AllgatherFunction(process_set, name), (tensor,))
+    return Allgather(process_set, name).start_handle((tensor,))
 
 
 def grouped_allgather(
@@ -295,30 +288,28 @@ def grouped_allgather(
     """Return ``allgather`` of several tensors, which are ready together."""
     if not tensors:
         return ()
-    return AllgatherFunction(process_set, name, is_group=True).run(tensors)
+    return _run(Allgather(process_set, name, is_group=True), tensors)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``grouped_allgather``."""
-    return _start(AllgatherFunction(process_set, name, is_group=True), tensors)
+    return Allgather(process_set, name, is_group=True).start_handle(tensors)
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Return the tensor of ``root_rank``, which counts among all ranks."""
-    function = BroadcastFunction(process_set, name, root_rank=root_rank)
-    return function.run((tensor,))[0]
+    return _run(Broadcast(process_set, name, root_rank=root_rank), (tensor,))[0]
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Copy ``root_rank``'s values into ``tensor`` and return it."""
-    function = BroadcastFunction(process_set, name, root_rank=root_rank)
-    function.run_detached((tensor,), in_place=True)
+    Broadcast(process_set, name, root_rank=root_rank).run((tensor,), in_place=True)
     return tensor
 
 
@@ -326,16 +317,15 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``broadcast``; the handle's result is a new tensor."""
-    function = BroadcastFunction(process_set, name, root_rank=root_rank)
-    return _start(function, (tensor,))
+    return Broadcast(process_set, name, root_rank=root_rank).start_handle((tensor,))
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
     """Start ``broadcast_``; the handle's result is ``tensor``."""
-    function = BroadcastFunction(process_set, name, root_rank=root_rank)
-    return _start(function, (tensor,), in_place=True)
+    collective = Broadcast(process_set, name, root_rank=root_rank)
+    return collective.start_handle((tensor,), in_place=True)
 
 
 def reducescatter(
@@ -352,8 +342,8 @@ def reducescatter(
     ``op`` is Average or Sum. The first ranks take one row more where rows are left.
     """
     factors = (op, prescale_factor, postscale_factor)
-    function = ReducescatterFunction(process_set, name, False, *factors)
-    return _run_compressed(function, compression, (tensor,))[0]
+    collective = Reducescatter(process_set, name, False, *factors)
+    return _run_compressed(collective, compression, (tensor,))[0]
 
 
 def reducescatter_async(
@@ -366,8 +356,7 @@ def reducescatter_async(
 ) -> int:
     """Start ``reducescatter``."""
     factors = (op, prescale_factor, postscale_factor)
-    function = ReducescatterFunction(process_set, name, False, *factors)
-    return _start(function, (tensor,))
+    return Reducescatter(process_set, name, False, *factors).start_handle((tensor,))
 
 
 def grouped_reducescatter(
@@ -381,8 +370,8 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """Reduce several tensors and return this rank's rows of each."""
     factors = (op, prescale_factor, postscale_factor)
-    function = ReducescatterFunction(process_set, name, True, *factors)
-    return _run_compressed(function, compression, tensors)
+    collective = Reducescatter(process_set, name, True, *factors)
+    return _run_compressed(collective, compression, tensors)
 
 
 def grouped_reducescatter_async(
@@ -395,8 +384,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start ``grouped_reducescatter``; the handle's result is a tuple."""
     factors = (op, prescale_factor, postscale_factor)
-    function = ReducescatterFunction(process_set, name, True, *factors)
-    return _start(function, tensors)
+    return Reducescatter(process_set, name, True, *factors).start_handle(tensors)
 
 
 def alltoall(
@@ -412,8 +400,7 @@ def alltoall(
     result is a pair: the received rows in rank order, and how many came from each rank,
     int32, on the device of ``splits``.
     """
-    function = AlltoallFunction(process_set, name, splits=splits)
-    received, counts = function.run((tensor,))
+    received, counts = _run(Alltoall(process_set, name, splits=splits), (tensor,))
     return received if splits is None else (received, counts)
 
 
@@ -424,79 +411,85 @@ def alltoall_async(
     process_set: ProcessSet = _ALL,
 ) -> int:
     """Start ``alltoall``; the handle's result is always the pair."""
-    function = AlltoallFunction(process_set, name, splits=splits)
-    return _add_handle(function.start((tensor,)), function.finish)
+    return Alltoall(process_set, name, splits=splits).start_handle((tensor,))
 
 
-def poll(handle: int) -> bool:
-    """Return whether ``synchronize(handle)`` would return at once, once before it."""
-    handles = current_session().handles
-    if handle not in handles:
-        raise UsageError(f"Handle {handle} was not created or has been cleared.")
-    return handles[handle][0].is_done()
+def _run(collective: NamedCollective, tensors: Tensors) -> tuple[Tensor, ...]:
+    """Run a collective, under autograd where a tensor needs that."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return cast("Any", _Differentiable.apply(collective, *tensors))
+    return collective.run(tensors)
 
 
-def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own result
-    """Wait for an operation; return its result, None for an unknown handle."""
-    handles = current_session().handles
-    if handle not in handles:
-        return None
-    work, finish = handles.pop(handle)
-    return finish(work.wait())
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, collective: NamedCollective, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
+        results = collective.run(tensors)
+        ctx.collective = collective
+        if isinstance(collective, Alltoall):
+            # The way back takes what came from each rank.
+            ctx.collective = replace(collective, splits=results[1])
+        ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
+        return results
+
+    @staticmethod
+    @outside_compiler
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
+        return None, *_differentiate(ctx.collective, gradients, ctx.num_rows)
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the set has called this; one at a time for each set."""
-    coordinator = state_of(process_set, OpKind.BARRIER).coordinator
-    coordinator.run(NamedOperation(OpKind.BARRIER))
-
-
-def join(device: int = -1) -> int:
-    """Take part in what the others still reduce, with zeros, until all have joined.
-
-    For ranks whose data end earlier. Averages still divide by the number of all ranks;
-    other collectives fail on the others. ``device`` is ignored. Returns the rank that
-    joined last, equal on all ranks; with optimizers one that took the last step.
-    """
-    del device
-    states = current_session().states
-    participants = [each for state in states.values() for each in state.participants]
-    return participate_until_all_joined(participants, states[0].coordinator)
+def _differentiate(
+    collective: NamedCollective, gradients: Tensors, num_rows: list[int]
+) -> Tensors:
+    """Turn gradients of the results into those of inputs of so many rows each."""
+    process_set, is_group = collective.process_set, collective.is_group
+    name = collective.name and f"{collective.name}.gradient"
+    state = state_of(process_set, collective.kind)
+    match collective:
+        case Allgather():  # this rank's rows of the averaged gradients
+            averaged = _run(Allreduce(process_set, name, is_group, Average), gradients)
+            own_rows = torch.tensor([num_rows], device="cpu")
+            (rows,) = Allgather(process_set, name).run((own_rows,))
+            starts = cast("list[int]", rows[: state.rank].sum(0).tolist())
+            return [
+                each.narrow(0, start, length)
+                for each, start, length in zip(averaged, starts, num_rows, strict=True)
+            ]
+        case Broadcast():  # the average at the root, zero elsewhere
+            averaged = _run(Allreduce(process_set, name, op=Average), gradients)
+            is_root = state.ranks[state.rank] == collective.root_rank
+            return averaged if is_root else [torch.zeros_like(t) for t in averaged]
+        case Reducescatter():  # gathered
+            factor = collective.prescale * collective.postscale
+            factor *= len(state.ranks) if collective.op == Sum else 1
+            gathered = Allgather(process_set, name, is_group)
+            return _run(gathered, [gradient * factor for gradient in gradients])
+        case Alltoall():  # each row goes back to where it came from
+            gradient = _run(replace(collective, name=name), gradients[:1])[0]
+            num_dropped = num_rows[0] - gradient.shape[0]
+            if num_dropped:  # past the splits' sum: they went nowhere
+                rest = gradient.new_zeros(num_dropped, *gradient.shape[1:])
+                gradient = torch.cat([gradient, rest])
+            return (gradient,)
+        case _:  # the same reduction
+            return _run(replace(collective, name=name), gradients)
 
 
 def _run_compressed(
-    function: CollectiveFunction,
+    collective: NamedCollective,
     compression: type[Compressor],
     tensors: Sequence[Tensor],
 ) -> list[Tensor]:
     if not tensors:
         return []
     compressed = [compression.compress(tensor) for tensor in tensors]
-    results = function.run([wire for wire, _ in compressed])
+    results = _run(collective, [wire for wire, _ in compressed])
     return [
         compression.decompress(result, context)
         for result, (_, context) in zip(results, compressed, strict=True)
     ]
-
-
-def _start(
-    function: CollectiveFunction, tensors: Sequence[Tensor], *, in_place: bool = False
-) -> int:
-    given = tuple(tensors)
-    work = function.start(given, in_place=in_place) if given else Work[Any](())
-
-    def finish(results: Any) -> Any:  # noqa: ANN401  a tensor or a tuple
-        found = given if in_place else results
-        return found if function.is_group else found[0]
-
-    return _add_handle(work, finish)
-
-
-def _add_handle(work: Work[Any], finish: Callable[[Any], Any]) -> int:
-    session = current_session()
-    handle = next(session.handle_numbers)
-    session.handles[handle] = work, finish
-    return handle
 
 
 for _name in __all__:

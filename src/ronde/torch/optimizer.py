@@ -24,18 +24,17 @@ from ronde.data_parallel import (
     ReducerOptions,
 )
 from ronde.errors import UsageError
-from ronde.torch.autograd import is_sharded, require_adasum
-from ronde.torch.connecting import Connector
-from ronde.torch.delta_step import DeltaStep
-from ronde.torch.mpi_ops import (
-    Adasum,
-    Average,
-    Sum,
-    allreduce_async_,
-    synchronize,
+from ronde.session.connecting import Connector
+from ronde.session.operations import is_sharded, require_adasum
+from ronde.session.session import (
+    ProcessSet,
+    current_session,
+    global_process_set,
+    is_initialized,
+    state_of,
 )
-from ronde.torch.process_sets import ProcessSet, global_process_set, state_of
-from ronde.torch.session import current_session, is_initialized
+from ronde.torch.delta_step import DeltaStep
+from ronde.torch.mpi_ops import Adasum, Average, Sum, allreduce_async_, synchronize
 from ronde.torch.sharded_step import ShardedStep, require_elementwise
 from ronde.world.environment import read_drift
 

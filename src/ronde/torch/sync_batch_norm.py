@@ -11,9 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ronde.collectives.arithmetic import HALVES
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.errors import UsageError
+from ronde.session.session import ProcessSet, global_process_set, size
 from ronde.torch.mpi_ops import Sum, allreduce, allreduce_
-from ronde.torch.process_sets import ProcessSet, global_process_set
-from ronde.torch.session import size
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -35,7 +35,7 @@ from ronde.bench.training.outcome import (
 from ronde.errors import UsageError
 from ronde.memory import available_memory
 from ronde.records import MachineRecord
-from ronde.torch.session import current_session
+from ronde.session.session import current_session
 from ronde.units import format_size
 
 

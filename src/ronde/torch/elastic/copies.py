@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ronde.errors import UsageError
 from ronde.membership.view import NEW
+from ronde.session.session import current_session, rank, size
 from ronde.torch.elastic.training import Training
 from ronde.torch.functions import (
     allgather_object,
@@ -27,7 +28,6 @@ from ronde.torch.functions import (
     broadcast_parameters,
 )
 from ronde.torch.mpi_ops import alltoall, broadcast_
-from ronde.torch.session import current_session, rank, size
 from ronde.torch.sharded_step import ShardedStep, SharePiece
 from ronde.torch.state_trees import rebuild, take_apart
 

@@ -20,8 +20,8 @@ from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from ronde.errors import UsageError
+from ronde.session.session import rank, size
 from ronde.torch.elastic.position import Dealer, Dealt, Position, derive_seed
-from ronde.torch.session import rank, size
 
 
 class Share:

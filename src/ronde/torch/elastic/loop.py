@@ -28,21 +28,16 @@ from torch.optim import Optimizer
 from ronde.errors import CollectiveError, UsageError
 from ronde.membership.member import Member, own_member
 from ronde.membership.view import NEW, ViewBegins
+from ronde.session.lifetime import reform, shorten
+from ronde.session.session import current_session, rank, size
 from ronde.torch.elastic.checkpoint import Checkpoints
 from ronde.torch.elastic.copies import ShareCopies
-from ronde.torch.elastic.data import (
-    DataSource,
-    ElasticLoader,
-    Share,
-    refuse_unplaced,
-)
+from ronde.torch.elastic.data import DataSource, ElasticLoader, Share, refuse_unplaced
 from ronde.torch.elastic.training import Training, require_same
 from ronde.torch.elastic.weights import GradientWeights
 from ronde.torch.functions import broadcast_object
-from ronde.torch.lifetime import reform, shorten
 from ronde.torch.mpi_ops import Max, allreduce
 from ronde.torch.optimizer import DistributedOptimizer
-from ronde.torch.session import current_session, rank, size
 
 _logger = logging.getLogger("ronde")
 _SAVE = "elastic.save"

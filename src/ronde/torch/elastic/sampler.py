@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from ronde.torch.session import rank, size
+from ronde.session.session import rank, size
 
 
 class ElasticSampler(Sampler[int]):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ronde.errors import UsageError
+from ronde.session.session import rank, size
 from ronde.torch.elastic.data import Share
 from ronde.torch.elastic.position import Dealt, Position, derive_seed
 from ronde.torch.mpi_ops import Sum, allreduce
-from ronde.torch.session import rank, size
 
 
 @runtime_checkable

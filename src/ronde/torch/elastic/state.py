@@ -19,15 +19,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from ronde.errors import CollectiveError, MembershipError, UsageError
 from ronde.membership.member import Member, own_member
 from ronde.membership.view import NEW, ViewBegins
+from ronde.session.lifetime import init, reform, shutdown
+from ronde.session.session import current_session, is_initialized, rank
 from ronde.torch.elastic.sampler import ElasticSampler
 from ronde.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from ronde.torch.lifetime import init, reform, shutdown
 from ronde.torch.optimizer import DistributedOptimizer
-from ronde.torch.session import current_session, is_initialized, rank
 from ronde.world.horovod_config import read_horovod_config
 
 _FIRST_PAUSE_S = 0.1

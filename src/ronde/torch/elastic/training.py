@@ -11,13 +11,9 @@ from torch.optim import Optimizer
 from ronde.errors import CollectiveError, UsageError
 from ronde.membership.member import Member
 from ronde.membership.view import NEW
+from ronde.session.session import rank
 from ronde.torch.elastic.data import DataSource
-from ronde.torch.functions import (
-    OptimizerState,
-    broadcast_object,
-    broadcast_parameters,
-)
-from ronde.torch.session import rank
+from ronde.torch.functions import OptimizerState, broadcast_object, broadcast_parameters
 
 
 class Training:

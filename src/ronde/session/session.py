@@ -1,12 +1,13 @@
-"""What lives between ``init()`` and ``shutdown()``, and what scripts ask about it.
+"""The session of this process: all state between ``init()`` and ``shutdown()``.
 
-The current session is a deliberate global: Horovod's API is module level.
+The current session is a deliberate global: Horovod's API is module level. No front end
+keeps any state of a session beside it.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from torch.cuda import nccl
 from ronde.collectives import Communicator, Connections, Work
 from ronde.coordination.control.channel import connect_channel
 from ronde.coordination.coordinator import CoordinationOptions, Coordinator
+from ronde.coordination.requests import OpKind
 from ronde.coordination.waits import Waits
 from ronde.data_parallel import JoinParticipant
 from ronde.errors import (
@@ -31,7 +33,7 @@ from ronde.errors import (
     UsageError,
 )
 from ronde.membership.view import View, ViewBegins
-from ronde.torch.recordings import Recordings
+from ronde.session.recordings import Recordings
 from ronde.tuning import TuningOptions
 from ronde.world import Launcher, RankInfo, World
 from ronde.world.horovod_config import HorovodConfig
@@ -65,12 +67,55 @@ mpi4py.rc(initialize=False, finalize=False)
 import mpi4py.MPI
 """
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+_RULE = "ProcessSet should be initialized with a list of process ranks or an mpi4py"
 _Pending = tuple[Work[Any], Callable[[Any], Any]]
+
+
+class ProcessSet:
+    """Some of the ranks, once ``init()`` or ``add_process_set()`` has been given it."""
+
+    process_set_id: int | None = None  # equal on all ranks; None until it is registered
+    ranks: list[int]  # among all, ascending
+    mpi_comm: Any = None  # the communicator that it was made from
+    lost: tuple[int, ...] = ()  # its ranks when the last of them left an elastic job
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
+        """Name the ranks, in any order, or give an mpi4py communicator of them."""
+        ranks: Any = ranks_or_comm
+        if not isinstance(ranks_or_comm, Iterable):
+            ranks = _ranks_of(ranks_or_comm)
+            self.mpi_comm = ranks_or_comm
+        self.ranks = sorted(cast("Iterable[int]", ranks))
+        if not all(isinstance(rank, int) for rank in cast("list[Any]", self.ranks)):
+            raise UsageError(f"{_RULE} Comm object")
+
+    def size(self) -> int | None:
+        """Return its number of ranks; None while it is not registered."""
+        return None if self.process_set_id is None else len(_registered(self))
+
+    def rank(self) -> int | None:
+        """Return this rank's index in it, None while it is not registered; or raise."""
+        if self.process_set_id is None:
+            return None
+        own, ranks = current_world().rank, _registered(self)
+        if own not in ranks:
+            raise UsageError("Process is not part of provided process set.")
+        return ranks.index(own)
+
+    def included(self) -> bool:
+        """Return whether this rank is part of it."""
+        return current_world().rank in self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetState:
-    """What a rank holds of a process set that it belongs to."""
+    """The part of one process set that a rank which belongs to it holds."""
 
     ranks: tuple[int, ...]  # among all, ascending
     rank: int  # this one's index in them
@@ -90,7 +135,7 @@ class ProcessSetState:
         return number
 
     def close(self) -> None:
-        """Notify the others, fail what is under way and give everything back."""
+        """Notify the others, fail pending operations and give everything back."""
         self.coordinator.close()
         for participant in list(self.participants):
             participant.unbind()
@@ -100,7 +145,7 @@ class ProcessSetState:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What lives between ``init()`` and ``shutdown()``."""
+    """All that ``init()`` makes and ``shutdown()`` ends."""
 
     world: World
     rank_info: RankInfo
@@ -119,9 +164,8 @@ class Session:
     handle_numbers: "count[int]" = field(default_factory=count)
     waits: Waits = field(default_factory=Waits)
     set_ids: "count[int]" = field(default_factory=lambda: count(1))
-    process_sets: list[Any] = field(
-        default_factory=list[Any]
-    )  # as they were registered
+    # As they were registered.
+    process_sets: list[ProcessSet] = field(default_factory=list[ProcessSet])
     engine: str = ""  # as ``init`` was given it
     view: View | None = None  # of an elastic job
     begins: ViewBegins | None = None  # what this rank was told of it
@@ -160,12 +204,13 @@ class Session:
             own.close()
             raise
         coordinator.call_on_stop(self._abort_duplicates)
+        coordinator.execution.recorder = self.recordings.recorder
         self.states[set_id] = ProcessSetState(tuple(ranks), rank, own, coordinator)
         return self.states[set_id]
 
     @property
     def is_of_views(self) -> bool:
-        """Whether this rank is, or waits to be, in a view of an elastic job."""
+        """Report whether this rank is, or waits to be, in a view of an elastic job."""
         return self.view is not None or self.expected is not None
 
     @property
@@ -199,6 +244,9 @@ class Session:
         self.connections.scope.end()
 
 
+global_process_set = ProcessSet([])
+"""All ranks; ``ranks`` are there after ``init()``."""
+global_process_set.process_set_id = 0
 sessions: list[Session] = []
 """The current one, or none."""
 parents: list[World] = []
@@ -227,6 +275,44 @@ def current_world() -> World:
         return parents[0]
     session = current_session(NotInitializedError)
     return session.expected or session.world
+
+
+def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
+    """Return this rank's part in a process set; ``kind`` is of the operation."""
+    session = current_session()
+    set_id = process_set.process_set_id
+    state = session.states.get(set_id) if set_id is not None else None
+    # One that an earlier session registered may bear the number of another now.
+    if state is not None and (not set_id or [*state.ranks] == process_set.ranks):
+        return state
+    if process_set.lost:
+        raise UsageError(
+            f"{kind.name.capitalize()}: a process set must have ranks, but those of "
+            f"this one, {process_set.lost}, are gone. Make another one."
+        )
+    problem = f"Rank {session.world.rank} is not a member of the provided process set."
+    if session.sets.get(set_id or -1) != tuple(process_set.ranks):
+        problem = "Process set provided does not exist, or has not been registered."
+    raise UsageError(f"{kind.name.capitalize()}: {problem}")
+
+
+def _registered(process_set: ProcessSet) -> tuple[int, ...]:
+    ranks = current_session(NotInitializedError).sets.get(
+        process_set.process_set_id or 0
+    )
+    # One that an earlier session registered may bear the number of another now.
+    if ranks is None or list(ranks) != process_set.ranks:
+        raise UsageError("Process set does not exist or has not been registered.")
+    return ranks
+
+
+def _ranks_of(comm: Any) -> list[int]:  # noqa: ANN401  mpi4py's
+    # Whoever has a communicator has loaded mpi4py; loading it here would start MPI.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Comm):
+        raise UsageError(f"{_RULE} Comm object, got {comm!r}. Give the ranks.")
+    group = comm.Get_group()
+    return list(group.Translate_ranks(None, mpi.COMM_WORLD.Get_group()))
 
 
 def _leave_to_parent() -> None:

@@ -37,25 +37,9 @@ _requested = count()
 _logger = logging.getLogger("ronde")
 
 
-@dataclass(frozen=True, slots=True)
-class _Both:
-    """Has two timelines record the same."""
-
-    one: Recorder
-    other: Recorder
-
-    def operation(self, recorded: Recorded) -> None:
-        self.one.operation(recorded)
-        self.other.operation(recorded)
-
-    def cycle(self, at_ns: int) -> None:
-        self.one.cycle(at_ns)
-        self.other.cycle(at_ns)
-
-
 @dataclass(slots=True)
 class Recordings:
-    """What one rank records between ``init()`` and ``shutdown()``."""
+    """The timelines of one rank between ``init()`` and ``shutdown()``."""
 
     rank: int
     size: int
@@ -70,14 +54,22 @@ class Recordings:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Records what coordinators do; None for nothing."""
+        """The recorder of coordinators: this one for two timelines, None for none."""
         if self._launcher and self._own:
-            return _Both(self._launcher.recorder, self._own.recorder)
+            return self
         recording = self._launcher or self._own
         return recording and recording.recorder
 
+    def operation(self, recorded: Recorded) -> None:
+        for recording in filter(None, (self._launcher, self._own)):
+            recording.recorder.operation(recorded)
+
+    def cycle(self, at_ns: int) -> None:
+        for recording in filter(None, (self._launcher, self._own)):
+            recording.recorder.cycle(at_ns)
+
     def open(self) -> None:
-        """Begin what ``ronde run --timeline`` asks for, if it does."""
+        """Begin the timeline of ``ronde run --timeline``, if that was given."""
         variables = select_variables([_DIRECTORY, _LIMIT])
         if variables.get(_LIMIT):
             self._limit_bytes = parse_size_bytes(variables[_LIMIT])
@@ -108,7 +100,7 @@ class Recordings:
         )
 
     def _is_writable(self, path: Path, shared: SharedStore | None) -> bool:
-        """Whether rank 0 can write its file, without which no rank records."""
+        """Return whether rank 0 can write its file, without which no rank records."""
         is_writable = True
         if self.rank == 0:
             try:
@@ -155,10 +147,8 @@ class Recordings:
 
     def mark(self, name: str) -> None:
         """Record that something happened now."""
-        if recorder := self.recorder:
-            now = time.monotonic_ns()
-            at = Recorded(0, 0, name, "VIEW", now, now, now, now, "", (), 1)
-            recorder.operation(at)
+        now = time.monotonic_ns()
+        self.operation(Recorded(0, 0, name, "VIEW", now, now, now, now, "", (), 1))
 
     def _begin(
         self, kind: str, numbers: "count[int]"

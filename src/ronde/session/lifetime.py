@@ -24,16 +24,13 @@ from ronde.errors import CollectiveError, NotInitializedError, UsageError
 from ronde.membership.member import Member, membership_error, own_member
 from ronde.membership.view import NO_VIEW, View, ViewBegins
 from ronde.memory import malloc_thresholds
-from ronde.torch.process_sets import (
+from ronde.session.process_sets import SetTable, register_all
+from ronde.session.recordings import Recordings
+from ronde.session.session import (
     ProcessSet,
-    SetTable,
-    global_process_set,
-    register_all,
-)
-from ronde.torch.recordings import Recordings
-from ronde.torch.session import (
     Session,
     current_session,
+    global_process_set,
     parents,
     sessions,
 )
@@ -113,7 +110,7 @@ def shutdown() -> None:
 
 @outside_compiler
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record what all ranks do; every rank should call this.
+    """Begin a timeline of all ranks; every rank should call this.
 
     Rank 0 writes its own operations to ``file_path`` while they happen, in Horovod's
     form, and at the end those of all ranks, on one clock, packed with gzip for ``.gz``.
@@ -178,7 +175,7 @@ def _start(
 
 
 def _identity(info: RankInfo) -> str:
-    """Return what a launcher gives one rank alone."""
+    """Return a digest of the values that only this rank has from its launcher."""
     facts = (info.launcher, info.rank, info.size, info.job_id, info.store, info.meeting)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -221,7 +218,7 @@ def reform(reason: str = "") -> ViewBegins:
 
 
 class _Entry(NamedTuple):
-    """What there is to a session of an elastic job."""
+    """The parts of a session that only an elastic job has."""
 
     scope: AbortScope
     view: View

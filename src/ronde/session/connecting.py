@@ -1,4 +1,4 @@
-"""How an optimizer finds its like on the other ranks.
+"""Connect an optimizer with the same one of the other ranks.
 
 Note [Connecting at first use]
     When an optimizer is first used, it asks the coordinator for a communicator, by a
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ronde.coordination.coordinator import Coordinator
-from ronde.coordination.requests import Entry, NamedOperation, OpKind
+from ronde.coordination.requests import Entry, OpKind
 from ronde.coordination.waits import SyncPoint, Waits
 from ronde.data_parallel import JoinParticipant, ReducerGroup, ReducerKey
 from ronde.data_parallel.group import Steps
 from ronde.data_parallel.rounds import describe, refuse_differences
 from ronde.errors import UnpairedError
-from ronde.torch.process_sets import ProcessSet, state_of
-from ronde.torch.session import ProcessSetState
+from ronde.session.operations import Allgather
+from ronde.session.session import ProcessSet, ProcessSetState, state_of
 
 
 class Connector:
@@ -123,15 +123,13 @@ class Connector:
         """Find out why the ranks wait for different names, and agree on one."""
         line = json.dumps([self._name, self._parameters]) + "\n"
         sent = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
-        state = self._state()
-        operation = NamedOperation(OpKind.ALLGATHER, (sent,), "optimizer.parameters")
-        work = state.coordinator.submit(operation)
+        work = Allgather(self._process_set, "optimizer.parameters").start((sent,))
         yield work
         (gathered,) = work.wait()
         lines = bytes(gathered.tolist()).decode().splitlines()
         names, parameters = zip(*map(json.loads, lines), strict=True)
         refuse_differences(parameters)
-        self._set_name(state, _digest(" ".join(names)))
+        self._set_name(self._state(), _digest(" ".join(names)))
 
 
 def _digest(text: str) -> str:

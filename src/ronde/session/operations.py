@@ -1,12 +1,14 @@
-"""The collectives as functions of tensors, with their gradients.
+"""Named collectives, handles and objects for every front end.
 
-The gradient of one is made of others, so that gradients of gradients are there as well.
+A front end hands over dense torch tensors, on CPU or CUDA, and gets torch tensors back.
+Others than ``ronde.torch`` share memory with their own arrays by DLPack.
 """
 
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, ClassVar, cast
 
 import torch
@@ -14,15 +16,24 @@ from torch import Tensor
 
 from ronde.collectives import ReduceOp, Work
 from ronde.collectives.arithmetic import COMPLEX, FLOATS, INTEGERS
+from ronde.collectives.objects import (
+    all_gather_object,
+    broadcast_object as broadcast_object_by,
+)
 from ronde.collectives.torch_modes import new_like, outside_compiler
-from ronde.coordination.requests import NamedOperation as Operation, OpKind
+from ronde.coordination.requests import REDUCE_OPS, NamedOperation as Operation, OpKind
+from ronde.data_parallel import participate_until_all_joined
 from ronde.errors import CollectiveError, UsageError
-from ronde.torch.process_sets import ProcessSet, state_of
-from ronde.torch.session import ProcessSetState
+from ronde.session.session import (
+    ProcessSet,
+    ProcessSetState,
+    current_session,
+    global_process_set,
+    state_of,
+)
 
 Tensors = Sequence[Tensor]
 Splits = Sequence[int] | Tensor
-Dtypes = Collection[torch.dtype]
 
 # Horovod's numbers.
 Average = 0
@@ -32,16 +43,9 @@ Min = 3
 Max = 4
 Product = 5
 
-_REDUCE_OPS = {
-    Average: ReduceOp.AVERAGE,
-    Sum: ReduceOp.SUM,
-    Min: ReduceOp.MIN,
-    Max: ReduceOp.MAX,
-    Product: ReduceOp.PRODUCT,
-}
 _WITH_OUTPUTS = (OpKind.ALLREDUCE, OpKind.BROADCAST)
 _NUMBERS = FLOATS | INTEGERS
-_REDUCIBLE: dict[int, Dtypes] = {
+_REDUCIBLE: dict[int, Collection[torch.dtype]] = {
     Average: _NUMBERS | COMPLEX,
     Sum: _NUMBERS | COMPLEX,
     Adasum: FLOATS,
@@ -101,8 +105,12 @@ def require_whole(tensors: Iterable[Tensor]) -> None:
 
 # Not frozen: one is made for each call, and that would take three times as long.
 @dataclass(slots=True)
-class CollectiveFunction:
-    """A collective on some tensors; its results are as many."""
+class NamedCollective:
+    """A collective on tensors of one process set; it gives as many results.
+
+    ``run`` waits for the results; ``start`` and ``start_handle`` do not. With
+    ``in_place`` an all-reduce or a broadcast writes its results into the tensors.
+    """
 
     kind: ClassVar[OpKind]
 
@@ -113,41 +121,42 @@ class CollectiveFunction:
     prescale: float = 1.0
     postscale: float = 1.0
 
-    def finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
-        return results
-
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        """Turn gradients of the results into those of inputs of so many rows each."""
-        raise NotImplementedError
+    def run(self, tensors: Tensors, *, in_place: bool = False) -> tuple[Tensor, ...]:
+        state, operation = self._prepare(tensors, in_place=in_place)
+        return self._finish(state.coordinator.run(operation))
 
     def start(self, tensors: Tensors, *, in_place: bool = False) -> Work[Any]:
         state, operation = self._prepare(tensors, in_place=in_place)
         return state.coordinator.submit(operation)
 
-    def run(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        """Carry it out, under autograd where a tensor needs that."""
-        if torch.is_grad_enabled():
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    return cast("Any", _Differentiable.apply(self, *tensors))
-        return self.run_detached(tensors)
+    def start_handle(
+        self,
+        tensors: Tensors,
+        *,
+        in_place: bool = False,
+        convert: Callable[[Any], Any] = lambda result: result,
+    ) -> int:
+        """Start it; ``synchronize`` of the handle returns the converted ``result``."""
+        given = tuple(tensors)
+        work = self.start(given, in_place=in_place) if given else Work[Any](())
 
-    def run_detached(
-        self, tensors: Tensors, *, in_place: bool = False
-    ) -> tuple[Tensor, ...]:
-        state, operation = self._prepare(tensors, in_place=in_place)
-        return self.finish(state.coordinator.run(operation))
+        def finish(results: Any) -> Any:  # noqa: ANN401  a tensor or a tuple
+            return convert(self.result(given if in_place else self._finish(results)))
 
-    @property
-    def _state(self) -> ProcessSetState:
-        return state_of(self.process_set, self.kind)
+        session = current_session()
+        handle = next(session.handle_numbers)
+        session.handles[handle] = work, finish
+        return handle
 
-    @property
-    def _gradient_name(self) -> str | None:
-        return self.name and f"{self.name}.gradient"
+    def result(self, results: Tensors) -> Any:  # noqa: ANN401  a tensor or a tuple
+        """Return the only result; a tuple of a group's, or of several."""
+        return results if self.is_group or len(results) > 1 else results[0]
+
+    def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
+        return results
 
     def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
-        """Check the operation and add what only this function has."""
+        """Check the operation and add the parts that only this kind has."""
         del state
         return operation
 
@@ -166,38 +175,21 @@ class CollectiveFunction:
                 dtypes is not None and tensor.dtype not in dtypes
             ):
                 raise UsageError(f"Tensor type {tensor.type()} is not supported.")
-        state = self._state
+        state = state_of(self.process_set, kind)
         own = tuple([t.detach() if t.requires_grad else t for t in tensors])
         outputs: tuple[Tensor, ...] = ()
         if kind in _WITH_OUTPUTS:
             outputs = own if in_place else tuple([new_like(tensor) for tensor in own])
-        name, op = self.name or "", _REDUCE_OPS.get(self.op, ReduceOp.SUM)
+        name, op = self.name or "", REDUCE_OPS.get(self.op, ReduceOp.SUM)
         operation = Operation(
             kind, own, name, outputs, self.is_group, op, self.prescale, self.postscale
         )
         return state, self._complete(state, operation)
 
 
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, function: CollectiveFunction, *tensors: Tensor) -> Any:  # noqa: ANN401  autograd's
-        results = function.run_detached(tensors)
-        ctx.function = function
-        if isinstance(function, AlltoallFunction):
-            # The way back takes what came from each rank.
-            ctx.function = replace(function, splits=results[1])
-        ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
-        return results
-
-    @staticmethod
-    @outside_compiler
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  autograd's
-        return None, *ctx.function.gradients(gradients, ctx.num_rows)
-
-
 @dataclass(slots=True)
-class AllreduceFunction(CollectiveFunction):
-    """All-reduce; its gradient is the same reduction of gradients."""
+class Allreduce(NamedCollective):
+    """The reduction of all ranks' tensors, on every rank."""
 
     kind = OpKind.ALLREDUCE
 
@@ -207,33 +199,17 @@ class AllreduceFunction(CollectiveFunction):
         require_adasum(self.process_set, len(state.ranks))
         return operation._replace(kind=OpKind.ADASUM)
 
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        del num_rows
-        return replace(self, name=self._gradient_name).run(gradients)
-
 
 @dataclass(slots=True)
-class AllgatherFunction(CollectiveFunction):
-    """All-gather; its gradient is this rank's rows of the averaged gradients."""
+class Allgather(NamedCollective):
+    """All ranks' tensors along dimension 0, where they may differ, by rank."""
 
     kind = OpKind.ALLGATHER
 
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        name = self._gradient_name
-        averaged = AllreduceFunction(self.process_set, name, self.is_group, Average)
-        gathered = AllgatherFunction(self.process_set, name)
-        results = averaged.run(gradients)
-        (rows,) = gathered.run((torch.tensor([num_rows], device="cpu"),))
-        starts = cast("list[int]", rows[: self._state.rank].sum(0).tolist())
-        return [
-            result.narrow(0, start, length)
-            for result, start, length in zip(results, starts, num_rows, strict=True)
-        ]
-
 
 @dataclass(slots=True)
-class BroadcastFunction(CollectiveFunction):
-    """Copy from one rank; its gradient is the average there and zero elsewhere."""
+class Broadcast(NamedCollective):
+    """The tensors of one rank, on every rank."""
 
     kind = OpKind.BROADCAST
     root_rank: int = 0  # among all ranks, also in a process set
@@ -246,18 +222,10 @@ class BroadcastFunction(CollectiveFunction):
             )
         return operation._replace(root=state.ranks.index(self.root_rank))
 
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        del num_rows
-        averaged = AllreduceFunction(self.process_set, self._gradient_name, op=Average)
-        results = averaged.run(gradients)
-        if self._state.ranks[self._state.rank] == self.root_rank:
-            return results
-        return [torch.zeros_like(result) for result in results]
-
 
 @dataclass(slots=True)
-class ReducescatterFunction(CollectiveFunction):
-    """Reduce-scatter by sum or average; its gradient is gathered."""
+class Reducescatter(NamedCollective):
+    """This rank's rows of the sum or the average."""
 
     kind = OpKind.REDUCESCATTER
 
@@ -269,18 +237,10 @@ class ReducescatterFunction(CollectiveFunction):
             )
         return operation
 
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        del num_rows
-        factor = self.prescale * self.postscale
-        factor *= len(self._state.ranks) if self.op == Sum else 1
-        name = self._gradient_name
-        gathered = AllgatherFunction(self.process_set, name, self.is_group)
-        return gathered.run([gradient * factor for gradient in gradients])
-
 
 @dataclass(slots=True)
-class AlltoallFunction(CollectiveFunction):
-    """All-to-all; each row's gradient goes back to where it came from."""
+class Alltoall(NamedCollective):
+    """The rows received from all ranks, and how many from each, int32."""
 
     kind = OpKind.ALLTOALL
     splits: Splits | None = None
@@ -303,19 +263,10 @@ class AlltoallFunction(CollectiveFunction):
             _require_rows(splits, tensor.shape[0], len(state.ranks))
         return operation._replace(splits=splits)
 
-    def finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
+    def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
         received, counts = results[0]
         device = self.splits.device if isinstance(self.splits, Tensor) else None
         return received, torch.tensor(counts, dtype=torch.int32, device=device)
-
-    def gradients(self, gradients: Tensors, num_rows: list[int]) -> Tensors:
-        sent_back = replace(self, name=self._gradient_name)
-        gradient = sent_back.run(gradients[:1])[0]
-        num_dropped = num_rows[0] - gradient.shape[0]
-        if num_dropped:  # past the splits' sum: they went nowhere
-            rest = gradient.new_zeros(num_dropped, *gradient.shape[1:])
-            gradient = torch.cat([gradient, rest])
-        return (gradient,)
 
 
 def _require_rows(splits: Sequence[int] | None, num_rows: int, size: int) -> None:
@@ -336,3 +287,90 @@ def _require_rows(splits: Sequence[int] | None, num_rows: int, size: int) -> Non
         )
     if min(splits) < 0:
         raise UsageError(f"splits must be at least 0, got {list(splits)}.")
+
+
+@outside_compiler
+def poll(handle: int) -> bool:
+    """Return whether ``synchronize(handle)`` would return at once, once before it."""
+    handles = current_session().handles
+    if handle not in handles:
+        raise UsageError(f"Handle {handle} was not created or has been cleared.")
+    return handles[handle][0].is_done()
+
+
+@outside_compiler
+def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own result
+    """Wait for an operation; return its result, None for an unknown handle."""
+    handles = current_session().handles
+    if handle not in handles:
+        return None
+    work, finish = handles.pop(handle)
+    return finish(work.wait())
+
+
+@outside_compiler
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called this; one at a time for each set."""
+    coordinator = state_of(process_set, OpKind.BARRIER).coordinator
+    coordinator.run(Operation(OpKind.BARRIER))
+
+
+@outside_compiler
+def join(device: int = -1) -> int:
+    """Take part with zeros in the others' reductions until all have joined.
+
+    For ranks whose data end earlier. Averages still divide by the number of all ranks;
+    other collectives fail on the others. ``device`` is ignored. Returns the rank that
+    joined last, equal on all ranks; with optimizers one that took the last step.
+    """
+    del device
+    states = current_session().states
+    participants = [each for state in states.values() for each in state.participants]
+    return participate_until_all_joined(participants, states[0].coordinator)
+
+
+@outside_compiler
+def broadcast_object(
+    obj: Any,  # noqa: ANN401  anything
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # noqa: ANN401  anything
+    """Return ``root_rank``'s object on every rank of the set; collective.
+
+    The object is anything cloudpickle takes, ignored on the other ranks; the root is
+    one among all ranks. ``name`` matches the ranks' calls; without one, their order.
+    """
+    return broadcast_object_by(NamedCarrier(name, process_set), obj, root_rank)
+
+
+@outside_compiler
+def allgather_object(
+    obj: Any,  # noqa: ANN401  anything
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return every rank's object, by rank; collective: see ``broadcast_object``."""
+    return all_gather_object(NamedCarrier(name, process_set), obj)
+
+
+class NamedCarrier:
+    """Carries the bytes of one object by named collectives, ranks among all."""
+
+    def __init__(self, name: str | None, process_set: ProcessSet) -> None:
+        state = state_of(process_set, OpKind.BROADCAST)
+        self.rank = state.ranks[state.rank]
+        self.size = len(state.ranks)
+        self._process_set = process_set
+        # First the length, then the bytes; of a gathering both in one.
+        named = [f"{name}.sz", f"{name}.t"]
+        self._names = iter(named) if name else repeat(name)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
+        name = next(self._names)
+        collective = Broadcast(self._process_set, name, root_rank=root)
+        return Work(collective.run((tensor,), in_place=True)[0])
+
+    def all_gather(self, tensor: Tensor) -> Work[Tensor]:
+        collective = Allgather(self._process_set, next(self._names))
+        return Work(collective.run((tensor,))[0])

@@ -1,0 +1,26 @@
+"""One rank of a job between ``init()`` and ``shutdown()``, for every front end.
+
+A front end turns its own arrays into torch tensors and back. It keeps no state: process
+sets, names, handles and objects are here.
+"""
+
+from ronde.lazy_exports import lazy_exports
+from ronde.memory import import_torch
+
+import_torch()  # before anything else does
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "connecting": "Connector",
+        "lifetime": "init reform shutdown start_timeline stop_timeline",
+        "operations": "Adasum Allgather Allreduce Alltoall Average Broadcast Max Min "
+        "NamedCollective Product Reducescatter Splits Sum allgather_object barrier "
+        "broadcast_object choose_op join poll synchronize",
+        "process_sets": "add_process_set remove_process_set",
+        "session": "ProcessSet ccl_built cross_rank cross_size cuda_built "
+        "current_session ddl_built global_process_set gloo_built gloo_enabled "
+        "is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled "
+        "mpi_threads_supported nccl_built rank rocm_built size",
+    },
+)
