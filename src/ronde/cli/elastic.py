@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Mapping
 
 from ronde.arguments import attribute_of, read_number, read_one_of
-from ronde.cli.horovodrun import HorovodOptions
-from ronde.cli.hosts import DISCOVERIES, read_nodes, read_slots
+from ronde.cli.hosts import DISCOVERIES, HorovodOptions, read_nodes, read_slots
 from ronde.errors import UsageError
 from ronde.launch.elastic_options import (
     NO_LIMIT,

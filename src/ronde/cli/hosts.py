@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ronde.arguments import attribute_of, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
@@ -19,11 +21,29 @@ _SOURCES = ("--hosts", "--hostfile", *DISCOVERIES)
 HOST_DEFAULTS = {"launcher": "auto", "python": sys.executable}
 
 
+class HorovodOptions(NamedTuple):
+    """Horovod's options, as they were given to ``ronde run``."""
+
+    env: Mapping[str, str] = MappingProxyType({})  # variables for all ranks
+    elastic: Mapping[str, Any] = MappingProxyType({})  # options of elastic jobs
+    ssh_port: int = 0  # 0 for ssh's own choice
+    ssh_args: tuple[str, ...] = ()
+    output_dir: str = ""  # directory for the ranks' output, or empty
+    ignored: tuple[str, ...] = ()  # options that have no effect
+
+
 def find_run_hosts(
-    options: argparse.Namespace, environ: Mapping[str, str]
+    options: argparse.Namespace, environ: Mapping[str, str], ssh_port: int
 ) -> tuple[Host, ...]:
-    """Return what ``find_hosts`` does, without those that an option leaves out."""
+    """Return the hosts of ``find_hosts`` that the other options leave."""
     hosts = find_hosts(options, {} if options.standalone else environ)
+    if ssh_port:
+        # It is for other hosts: with a port, this machine would count as another one.
+        own = next((host for host in hosts if is_here(host)), None)
+        hosts = tuple(
+            host if host is own else replace(host, port=host.port or ssh_port)
+            for host in hosts
+        )
     if options.standalone:
         for host in hosts:
             if not is_here(host):

@@ -10,21 +10,33 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Container, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ronde.arguments import CommandParser, read_number, read_one_of, require_alone
-from ronde.cli import horovodrun
-from ronde.cli.elastic import read_elastic
+from ronde.arguments import (
+    CommandParser,
+    attribute_of,
+    read_number,
+    read_one_of,
+    require_alone,
+)
 from ronde.cli.exits import exit_code_of
 from ronde.cli.help import RUN_HELP
-from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
+from ronde.cli.hosts import (
+    DISCOVERIES,
+    HOST_DEFAULTS,
+    LAUNCHERS,
+    HorovodOptions,
+    find_run_hosts,
+    make_spawner,
+    read_slots,
+)
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import environments
-from ronde.launch.elastic_options import NO_LIMIT, FailureDomain
 from ronde.launch.host import (
     MAX_SLOTS,
     SLOTS_CORES,
@@ -49,14 +61,7 @@ from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_
 from ronde.render.console import Console, Tag, TagPlace, parse_tag
 from ronde.render.text import parse_ranks
 from ronde.units import parse_duration_s, parse_size_bytes
-from ronde.world import Launcher, read_rank_info
-from ronde.world.environment import (
-    read_engine,
-    read_malloc_tuning,
-    require_algorithm,
-    require_engine,
-)
-from ronde.world.horovod_config import read_horovod_config
+from ronde.world.launcher_env import PLACE_VARIABLES
 
 if TYPE_CHECKING:
     from ronde.launch.placement import PlacementRequest
@@ -73,7 +78,6 @@ _DEFAULTS = {
     "num_proc": "auto",
     "nproc_per_node": "auto",
     "master_port": "0",
-    "grace": "15s",
     "max_restarts": "0",
     "no_restart_codes": "93,64",
     "bind": "none",
@@ -91,6 +95,11 @@ _OTHER_NAMES = {
     "--chdir": ["--wdir", "-wdir", "--wd", "-wd", "-D"],
     "--interface": ["-iface"],
 }
+# What makes a job elastic, besides Horovod's options, or is for elastic jobs alone.
+_OF_ELASTIC = (
+    *("--min-ranks", "--max-ranks", "--nodes", *DISCOVERIES, "--spares", "--notice"),
+    *("--discover-every", "--failure-domain", "--cooldown", "--reform-timeout"),
+)
 # Options by their attributes.
 _OF_JOINING = ("token_file", "join_timeout")
 _OF_A_NODE = ("agent", "token_file", "join_timeout", "slots", "nproc_per_node")
@@ -127,16 +136,29 @@ class RunParser(CommandParser):
             raise UsageError(advice)
 
 
-def make_run_parser() -> RunParser:
+def make_run_parser(words: Sequence[str] | None = None) -> RunParser:
+    """Return a parser of all options, or of those that some words may have."""
     parser = RunParser("ronde run", RUN_HELP)
     parser.declare(_HIDDEN)
-    horovodrun.add_horovod_options(parser)
-    parser.set_defaults(**_DEFAULTS)
-    parser.add_argument("program", nargs=argparse.REMAINDER)
     for option, names in _OTHER_NAMES.items():
         parser.alias(option, *names)
+    if words is None or not _are_own(words, parser.options):
+        # Imported where it is needed: most jobs have none of Horovod's options.
+        from ronde.cli.horovodrun import add_horovod_options
+
+        add_horovod_options(parser)
+    parser.set_defaults(**_DEFAULTS)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
     parser.add_underscore_twins()
     return parser
+
+
+def _are_own(words: Sequence[str], names: Container[str]) -> bool:
+    """Return whether all options among some words are ``ronde run``'s own."""
+    # Those of the program count as well: where it begins is not known yet.
+    before = (w.replace("_", "-") for w in takewhile("--".__ne__, words))
+    options = [w.partition("=")[0] for w in before if w.startswith("-")]
+    return all(w in names or (w[1:2] != "-" and w[:2] in names) for w in options)
 
 
 class _Start(NamedTuple):
@@ -153,14 +175,14 @@ class RunRequest(NamedTuple):
     """A job as it is asked for."""
 
     options: argparse.Namespace
-    horovod: horovodrun.HorovodOptions
+    horovod: HorovodOptions
     spec: JobSpec
     preflight: controller.Preflight | None
 
 
 def read_run_request(words: Sequence[str], environ: Mapping[str, str]) -> RunRequest:
     """Read and check the words after ``ronde run``, of a job that is not joined."""
-    parser = make_run_parser()
+    parser = make_run_parser(words)
     options = parser.parse_args(words)
     require_listen_or_agent(options, parser.given(options))
     return read_request(options, environ, {})
@@ -174,7 +196,8 @@ def read_request(
         raise UsageError(
             "program must be given, got none. Type: ronde run -n 2 python train.py"
         )
-    horovod = horovodrun.read_horovod_options(options, environ)
+    horovod = _read_horovod(options, environ)
+    hosts = find_run_hosts(options, environ, horovod.ssh_port)
     if horovod.output_dir and options.log_dir:
         raise UsageError("--output-filename must stand alone, got --log-dir too.")
     read_one_of("--launcher", options.launcher, LAUNCHERS)
@@ -183,8 +206,14 @@ def read_request(
         cure = "Type: ronde run -n 2 ..., or leave it out for one rank a slot"
         num_ranks = read_number("-n", options.num_proc, cure, least=1)
     num_each = read_num_each(options)
-    elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
-    if not options.nested:
+    elastic = None
+    given = [getattr(options, attribute_of(name)) for name in _OF_ELASTIC]
+    if horovod.elastic or any(each is not None for each in given):
+        # Imported where it is needed: most jobs are not elastic.
+        from ronde.cli.elastic import read_elastic
+
+        elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
+    if not options.nested and environ.keys() & PLACE_VARIABLES:
         refuse_nesting(num_ranks, environ)
     env = _rank_env(options, horovod, environ)
     if elastic is None:
@@ -192,7 +221,7 @@ def read_request(
         horovod = horovod._replace(ignored=(*horovod.ignored, *unused))
     else:
         env = {"HOROVOD_ELASTIC": "1", **env}
-        if num_ranks is None and elastic.max_ranks != NO_LIMIT:
+        if num_ranks is None and elastic.num_processes is not None:
             num_ranks = elastic.max_ranks
     preflight = None
     if options.preflight:
@@ -207,9 +236,9 @@ def read_request(
         argv=("-m", *program) if options.module else tuple(program),
         env={**env, **more_env},
         cwd=options.chdir or "",
-        grace_s=parse_duration_s(options.grace, "--grace"),
+        grace_s=parse_duration_s(options.grace or "15", "--grace"),
         master_port=port,
-        hosts=horovod.hosts,
+        hosts=hosts,
         num_ranks=num_ranks,
         min_ranks=elastic.min_ranks if elastic else None,
         interfaces=tuple(n for n in (options.interface or "").split(",") if n),
@@ -222,8 +251,25 @@ def read_request(
     return RunRequest(options, horovod, spec, preflight)
 
 
+def _read_horovod(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> HorovodOptions:
+    has_options = hasattr(options, "config-file") or not (
+        options.elastic_timeout is None and options.reset_limit is None
+    )
+    if not has_options and not any(name.startswith("HOROVOD_") for name in environ):
+        return HorovodOptions()
+    # Imported where it is needed: most jobs start without.
+    from ronde.cli.horovodrun import read_horovod_options
+
+    return read_horovod_options(options, environ)
+
+
 def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
     """Refuse to start ranks inside a rank of a world that has other ranks."""
+    # Imported where it is needed: most jobs are started outside of any launcher's.
+    from ronde.world import Launcher, read_rank_info
+
     try:
         info = read_rank_info(environ)
     except WorldError as error:
@@ -269,31 +315,45 @@ def _no_restart_codes(text: str) -> frozenset[int]:
 
 def _rank_env(
     options: argparse.Namespace,
-    horovod: horovodrun.HorovodOptions,
+    horovod: HorovodOptions,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the variables for all ranks; refuse meaningless ones."""
-    env = environments.select_forwarded(environ) | horovod.env
+    env = environments.select_forwarded(environ) | dict(horovod.env)
     env |= environments.read_assignments(options.env, environ)
     if options.engine:
-        env["RONDE_ENGINE"] = require_engine(options.engine, "--engine")
+        env["RONDE_ENGINE"] = options.engine
     if options.algorithm:
-        env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
+        env["RONDE_ALGORITHM"] = options.algorithm
     if options.replace_gloo:
         env["RONDE_REPLACE_GLOO"] = "1"
     if options.no_malloc_tuning:
         env["RONDE_MALLOC_TUNING"] = "0"
     known = {**environ, **env}
     env |= environments.alias_environment(known, is_wanted=options.horovod_alias)
-    if read_engine(known) == "mpi":
+    if any(name.startswith(("RONDE_", "HOROVOD_")) for name in known):
+        _require_valid(options, known)
+    return env
+
+
+def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> None:
+    """Refuse variables of ronde's and Horovod's that every rank would refuse."""
+    # Imported where they are needed: many jobs have no such variables.
+    from ronde.world import environment
+    from ronde.world.horovod_config import read_horovod_config
+
+    if options.engine:
+        environment.require_engine(options.engine, "--engine")
+    if options.algorithm:
+        environment.require_algorithm(options.algorithm, "--algorithm")
+    if environment.read_engine(known) == "mpi":
         raise UsageError(
             "ranks of the engine mpi must be started by mpirun or srun, got ronde run. "
             "Type: RONDE_ENGINE=mpi mpirun -n 4 python train.py, or --engine auto"
         )
-    require_algorithm(known.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
+    environment.read_algorithm(known)
     read_horovod_config(known)
-    read_malloc_tuning(known)
-    return env
+    environment.read_malloc_tuning(known)
 
 
 def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
@@ -374,12 +434,14 @@ def make_sink(
     elif options.only is not None:
         only = parse_ranks(options.only, "--only")
     sink = Console(1, 2, tag=tag, only=only, log_dir=log_dir)
-    kinds = (
-        (RankLogs, log_dir),
-        (ErrorFile, options.error_file),
-        (horovodrun.LinkedOutputs, output_dir),
-    )
-    return sink, [kind(sink, path) for kind, path in kinds if path]
+    files: list[JobFile] = [RankLogs(sink, log_dir)] if log_dir else []
+    if options.error_file:
+        files.append(ErrorFile(sink, options.error_file))
+    if output_dir:
+        from ronde.cli.horovodrun import LinkedOutputs
+
+        files.append(LinkedOutputs(sink, output_dir))
+    return sink, files
 
 
 def require_tee(options: argparse.Namespace) -> str:
@@ -396,7 +458,7 @@ def require_tee(options: argparse.Namespace) -> str:
 
 
 def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts) -> int:
-    parser = make_run_parser()
+    parser = make_run_parser(words)
     options = parser.parse_args(words)
     if options.help:
         parser.read(["--help"])
@@ -419,7 +481,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
             if elastic and timeouts == USUAL:
                 timeouts = ELASTIC
             # Horovod's users name one machine by several names, to try it out.
-            has_aliases = elastic and elastic.failure_domain is FailureDomain.HOST
+            has_aliases = elastic and elastic.failure_domain == "host"
             starter = AgentStarter(
                 agent, make, options.python, timeouts, has_aliases=bool(has_aliases)
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.memory import malloc_thresholds
+from ronde.memory import MallocThresholds, malloc_thresholds
 from ronde.topology.machine import read_gpus
 from ronde.world import World
 from ronde.world.environment import read_malloc_tuning
@@ -118,8 +118,14 @@ def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, 
     """Return what has glibc keep a CPU rank's memory; empty where the user tunes it."""
     if not read_malloc_tuning(environ) or read_gpus("", environ):
         return {}
-    thresholds = malloc_thresholds(num_ranks)
+    thresholds = _common_thresholds(num_ranks)
     return thresholds.environment() if thresholds else {}
+
+
+@functools.cache
+def _common_thresholds(num_ranks: int) -> MallocThresholds | None:
+    # The same for all ranks, however much memory the first have taken meanwhile.
+    return malloc_thresholds(num_ranks)
 
 
 def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, str]:
