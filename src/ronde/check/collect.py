@@ -10,8 +10,7 @@ from ronde.check.hosts import HostSet
 from ronde.check.probing import FAILED, MOST_DEADLINES
 from ronde.errors import HostError, HostFailure
 from ronde.launch.host import Host
-from ronde.launch.hosts.node import AgentNode
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import AgentNode, AgentStarter
 from ronde.launch.job.controller import Controller
 from ronde.launch.job.output import NoOutput
 from ronde.launch.network import choose_addresses

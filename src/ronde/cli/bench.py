@@ -21,7 +21,7 @@ from ronde.errors import CollectiveError, RondeError, UsageError
 from ronde.launch.environments import own_environment
 from ronde.launch.host import count_cores, count_slots
 from ronde.launch.hosts.bootstrap import start_local_agent
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import AgentStarter
 from ronde.launch.job.controller import launch
 from ronde.launch.job.plan import JobSpec
 from ronde.launch.program import absolute_path

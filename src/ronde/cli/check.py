@@ -33,8 +33,7 @@ from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.environments import own_environment, select_forwarded
 from ronde.launch.host import MAX_SLOTS, Host
 from ronde.launch.hosts.bootstrap import start_local_agent
-from ronde.launch.hosts.node import AgentNode
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import AgentNode, AgentStarter
 from ronde.launch.hosts.writing import write_hostfile
 from ronde.launch.job.controller import Controller, Preflight
 from ronde.launch.limits import USUAL, Timeouts

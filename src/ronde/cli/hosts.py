@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ronde.arguments import attribute_of, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
 from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host, is_here
-from ronde.launch.hosts.spawner import Spawner
+
+if TYPE_CHECKING:
+    from ronde.launch.hosts.spawner import Spawner
 
 LAUNCHERS = ("auto", "ssh", "slurm")
 DISCOVERIES = ("--host-discovery", "--host-discovery-script")
@@ -146,7 +148,7 @@ def make_spawner(
     options: argparse.Namespace,
     environ: Mapping[str, str],
     more_ssh_args: Sequence[str] = (),
-) -> Spawner:
+) -> "Spawner":
     name = read_one_of("--launcher", options.launcher, LAUNCHERS)
     is_named = any(getattr(options, attribute_of(each)) for each in _SOURCES)
     is_in_slurm = "SLURM_JOB_ID" in environ

@@ -44,8 +44,7 @@ from ronde.launch.host import (
     Host,
     take_each,
 )
-from ronde.launch.hosts.node import EXIT_INTERNAL
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import EXIT_INTERNAL, AgentStarter
 from ronde.launch.job import controller
 from ronde.launch.job.output import (
     ErrorFile,

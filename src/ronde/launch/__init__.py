@@ -29,12 +29,13 @@ __getattr__ = lazy_exports(
         "hosts.discovery": "HostChanges open_discovery",
         "hosts.join_client": "JoinRequest join_head",
         "hosts.join_server": "JoinConfig wait_for_nodes",
-        "hosts.node": "AgentNode EXIT_INTERNAL HostLoss ProcessTransport",
+        "hosts.node": (
+            "AgentNode AgentStarter HostLoss ProcessTransport start_remote_agent"
+        ),
         "hosts.slurm": "SlurmSpawner",
         "hosts.sources": "discover parse_hostfile parse_hosts read_allocation",
         "hosts.spawner": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
         "hosts.ssh": "SshSpawner",
-        "hosts.starter": "AgentStarter start_remote_agent",
         "hosts.sync": "sync_folder",
         "hosts.writing": "fold_hosts write_hostfile",
         "job.connector": "AgentConnector",
@@ -44,7 +45,7 @@ __getattr__ = lazy_exports(
         "job.output": "ErrorFile Generation NoOutput RankLogs attempt_dir",
         "job.plan": "JobPlan JobSpec make_facts",
         "job.running": "Answer",
-        "limits": "ELASTIC Timeouts",
+        "limits": "ELASTIC EXIT_INTERNAL Timeouts",
         "network": (
             "HostNetwork MeetingPoint choose_addresses choose_meeting_point "
             "find_candidates hold_port locate require_answers"

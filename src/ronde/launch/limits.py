@@ -7,7 +7,8 @@ from typing import NamedTuple
 from ronde.errors import UsageError
 
 LEAST_OPEN_FILES = 24  # what a launcher or an agent has open, without hosts and ranks
-EXIT_UNWRITTEN = 74  # likewise, EX_IOERR
+EXIT_UNREACHABLE, EXIT_INTERNAL = 69, 70  # of sysexits.h, as those that follow
+EXIT_UNWRITTEN = 74
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """What a write fails with where a file takes no more."""
 EXIT_NO_FORK = 71

@@ -9,9 +9,7 @@ from heapq import heappop, heappush
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
 from ronde.launch.host import LOOK_S, Host
-from ronde.launch.hosts.node import AgentNode, HostLoss
-from ronde.launch.hosts.spawner import NO_ANSWER, last_line
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import AgentNode, AgentStarter, HostLoss
 from ronde.launch.job.event_loop import EventLoop, Handler
 from ronde.launch.limits import explain_shortage, raise_open_files_limit
 from ronde.launch.wire.messages import PROTOCOL, FromAgent, Hello
@@ -175,6 +173,9 @@ class AgentConnector(Handler):
         self._loop.has_strays = True
 
     def _explain_silence(self, node: AgentNode) -> Failure:
+        # Imported where it is needed: most hosts answer.
+        from ronde.launch.hosts.spawner import NO_ANSWER, last_line
+
         cure = self._starter.explain(node, _UNKNOWN, "timed out").cure
         limit_s = self._loop.timeouts.connect_s
         last = last_line(_complaints(node))

@@ -16,8 +16,7 @@ from ronde.launch.host import (
     hosts_to_ask,
     kept_out,
 )
-from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, HostLoss
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, AgentStarter, HostLoss
 from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
