@@ -179,7 +179,8 @@ def run_self(
             grace_s=_GRACE_S,
             num_ranks=size,
         )
-        result = launch(spec, AgentStarter(agent), signal_fd, SelfLaunchConsole())
+        starter = AgentStarter(agent)
+        result = launch(spec, starter, signal_fd, lambda: (SelfLaunchConsole(), ()))
     statuses = [end.status for end in result.ended]
     is_stopped = result.interrupted_by in STOPPING and min(statuses, default=-1) >= 0
     return max(statuses) if is_stopped else result.exit_code

@@ -57,8 +57,6 @@ from ronde.launch.job.plan import JobSpec
 from ronde.launch.limits import ELASTIC, USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
-from ronde.render.console import Console, Tag, TagPlace, parse_tag
-from ronde.render.text import parse_ranks
 from ronde.units import parse_duration_s, parse_size_bytes
 from ronde.world.launcher_env import PLACE_VARIABLES
 
@@ -235,7 +233,7 @@ def read_request(
         argv=("-m", *program) if options.module else tuple(program),
         env={**env, **more_env},
         cwd=options.chdir or "",
-        grace_s=parse_duration_s(options.grace or "15", "--grace"),
+        grace_s=parse_duration_s(options.grace, "--grace") if options.grace else 15.0,
         master_port=port,
         hosts=hosts,
         num_ranks=num_ranks,
@@ -416,10 +414,14 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return path
 
 
-def make_sink(
+def make_sinks(
     options: argparse.Namespace, output_dir: str = ""
 ) -> tuple[OutputSink, list[JobFile]]:
     """Return what shows the job, and what writes files of it."""
+    # Imported by the process that shows the job, before its ranks start.
+    from ronde.render.console import Console, Tag, TagPlace, parse_tag
+    from ronde.render.text import parse_ranks
+
     log_dir = output_dir or options.log_dir or ""
     log_dir = str(absolute_path(log_dir)) if log_dir else ""
     require_alone(options, "--no-prefix", "--tag")
@@ -518,9 +520,9 @@ def _launch(
         return 0
     if options.sync:
         _sync(options.sync, hosts, starter, signal_fd)
-    sink, job_files = make_sink(options, request.horovod.output_dir)
+    make = partial(make_sinks, options, request.horovod.output_dir)
     return controller.launch(
-        spec, starter, signal_fd, sink, job_files, request.preflight
+        spec, starter, signal_fd, make, request.preflight
     ).exit_code
 
 

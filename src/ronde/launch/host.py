@@ -164,7 +164,8 @@ def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
 
 
 def kept_out(hosts: Sequence[Host]) -> str:
-    return list_first([_named(host) for host in hosts if not host.slots])
+    left = [_named(host) for host in hosts if not host.slots]
+    return list_first(left) if left else ""
 
 
 def _named(host: Host) -> str:

@@ -13,7 +13,6 @@ from ronde.launch.hosts.node import AgentNode, AgentStarter, HostLoss
 from ronde.launch.job.event_loop import EventLoop, Handler
 from ronde.launch.limits import explain_shortage, raise_open_files_limit
 from ronde.launch.wire.messages import PROTOCOL, FromAgent, Hello
-from ronde.units import counted
 
 _FDS_PER_HOST = 3
 _OTHER_FDS = 64
@@ -67,14 +66,13 @@ class AgentConnector(Handler):
             self._loop.serve(self, self._has_work, self.due_s)
         results = self.collect()
         failed = [HostFailure(h.name, r) for h, r in results if isinstance(r, Failure)]
+        ready = [node for _, node in results if isinstance(node, AgentNode)]
+        progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
         if failed:
             failed = self._starter.explain_silence(failed, hosts)
-            ready = [h.name for h, r in results if isinstance(r, AgentNode)]
-            progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
             message = f"{len(failed)} of {len(hosts)} hosts cannot take part."
-            raise HostError(message, failed, ready)
-        progress.end(f"{counted(len(hosts), 'host')} answered")
-        return [node for _, node in results if isinstance(node, AgentNode)]
+            raise HostError(message, failed, [node.name for node in ready])
+        return ready
 
     def add(
         self,

@@ -22,10 +22,9 @@ from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
 from ronde.launch.job.output import (
     Generation,
-    JobFile,
+    MakeSinks,
     NoOutput,
     OutputProcess,
-    OutputSink,
 )
 from ronde.launch.job.plan import JobPlan, JobSpec, count_slots_of, make_facts, place_on
 from ronde.launch.job.running import RemotePrograms, Running, require_accepted
@@ -353,8 +352,7 @@ def launch(
     spec: JobSpec,
     starter: AgentStarter,
     signal_fd: int,
-    sink: OutputSink,
-    files: Sequence[JobFile] = (),
+    make_sinks: MakeSinks,
     preflight: Preflight | None = None,
 ) -> JobResult:
     """Run a job on all its hosts to its end, whatever that is.
@@ -362,7 +360,7 @@ def launch(
     When it returns or raises, no process of the job is left on this host; on others
     none is left at the latest when their agents' lease is over.
     """
-    output = OutputProcess(sink, files)
+    output = OutputProcess(make_sinks)
     progress = StartProgress(output.notice, is_verbose=spec.is_verbose)
     controller = Controller(output, signal_fd, starter, progress)
     try:
