@@ -72,7 +72,7 @@ def test_verbose_says_how_long_each_step_took(ronde):
     done = ronde("run", "-v", "-n", "2", "/bin/true")
     said = done.stderr.decode()
     steps = ("1 of 1 hosts answered in ", "program and directory checked in ")
-    for step in (*steps, "2 ranks started in "):
+    for step in (*steps, "2 of 2 ranks started in "):
         assert said.count(f"ronde: {step}") == 1
     assert ronde("run", "-n", "2", "/bin/true").stderr == b""
 
