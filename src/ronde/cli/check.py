@@ -34,12 +34,12 @@ from ronde.launch.environments import own_environment, select_forwarded
 from ronde.launch.host import MAX_SLOTS, Host
 from ronde.launch.hosts.bootstrap import start_local_agent
 from ronde.launch.hosts.node import AgentNode, AgentStarter
-from ronde.launch.hosts.writing import write_hostfile
 from ronde.launch.job.controller import Controller, Preflight
 from ronde.launch.limits import USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals
 from ronde.render import check as render
+from ronde.render.hosts import write_hostfile
 from ronde.render.text import WIDTH
 from ronde.topology.sources import read_saved
 from ronde.units import counted, parse_duration_s

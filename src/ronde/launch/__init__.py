@@ -36,8 +36,8 @@ __getattr__ = lazy_exports(
         "hosts.sources": "discover parse_hostfile parse_hosts read_allocation",
         "hosts.spawner": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
         "hosts.ssh": "SshSpawner",
+        "hosts.ssh_path": "measure_ssh_path",
         "hosts.sync": "sync_folder",
-        "hosts.writing": "fold_hosts write_hostfile",
         "job.connector": "AgentConnector",
         "job.controller": "Controller",
         "job.event_loop": "EventLoop Handler StartProgress StoreService",
@@ -47,10 +47,9 @@ __getattr__ = lazy_exports(
         "job.running": "Answer",
         "limits": "ELASTIC EXIT_INTERNAL Timeouts",
         "network": (
-            "HostNetwork MeetingPoint choose_addresses choose_meeting_point "
+            "HostNetwork MeetingPoint choose_meeting_point "
             "find_candidates hold_port locate require_answers"
         ),
-        "path_mtu": "measure_mtu measure_ssh_path",
         "placement": (
             "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
             "nearest_ports place_ranks"

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -276,21 +276,3 @@ def _name_silent(hosts: Sequence[HostNetwork], sources: Sequence[str]) -> str:
 
 def _listed(interfaces: Sequence[InterfaceAddress]) -> str:
     return ", ".join(f"{i.address} ({i.interface})" for i in interfaces) or "none"
-
-
-def choose_addresses(
-    own: Mapping[str, Sequence[str]], routed: Mapping[str, Collection[str]]
-) -> dict[str, str]:
-    """Return by name the address of each host to which most others have a route.
-
-    Where another host has the same address, as of a bridge that containers use, its
-    route leads to itself. ``own`` has the best address of a host first.
-    """
-
-    def count_routes(address: str) -> int:
-        return sum(
-            address in routed[other] and address not in theirs
-            for other, theirs in own.items()
-        )
-
-    return {name: max(own[name], key=count_routes, default="") for name in own}

@@ -15,7 +15,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ronde.launch.kernel_log import read_records
 from ronde.launch.process_tree import (
     ProcessStat,
     descendants,
@@ -27,6 +26,7 @@ from ronde.launch.process_tree import (
 )
 from ronde.launch.wire.messages import ProcessStack, Stacks
 from ronde.memory import list_groups
+from ronde.topology.kernel_log import read_records
 
 _CRASH_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
