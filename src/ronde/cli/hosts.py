@@ -119,10 +119,10 @@ def find_hosts(
 
 
 def _discover(text: str, option: str) -> tuple[Host, ...]:
-    from ronde.launch.hosts import sources
+    from ronde.launch.hosts import discovery, sources
 
     if not sources.is_hostfile(text, option):
-        return sources.discover(text, option)
+        return discovery.discover(text, option)
     hosts = sources.parse_lines(read_text(text, option), text)
     return sources.merge_repeated(hosts, is_counted=True)[0]
 

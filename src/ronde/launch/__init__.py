@@ -26,14 +26,14 @@ __getattr__ = lazy_exports(
             "count_slots hosts_to_ask is_here take_each usable_cores"
         ),
         "hosts.bootstrap": "start_local_agent",
-        "hosts.discovery": "HostChanges open_discovery",
+        "hosts.discovery": "HostChanges discover open_discovery",
         "hosts.join_client": "JoinRequest join_head",
         "hosts.join_server": "JoinConfig wait_for_nodes",
         "hosts.node": (
             "AgentNode AgentStarter HostLoss ProcessTransport start_remote_agent"
         ),
         "hosts.slurm": "SlurmSpawner",
-        "hosts.sources": "discover parse_hostfile parse_hosts read_allocation",
+        "hosts.sources": "parse_hostfile parse_hosts read_allocation",
         "hosts.spawner": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
         "hosts.ssh": "SshSpawner",
         "hosts.ssh_path": "measure_ssh_path",

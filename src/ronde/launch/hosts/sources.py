@@ -1,4 +1,4 @@
-"""Hosts from ``-H``, host files, Slurm's allocation and discovery scripts.
+"""Hosts from ``-H``, host files and Slurm's allocation.
 
 Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one grammar::
 
@@ -10,27 +10,17 @@ Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one gramma
 import os
 import re
 import socket
-import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from ronde.addresses import family_of
 from ronde.arguments import read_number
 from ronde.errors import UsageError, WorldError
 from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host
-from ronde.launch.process_tree import adopting_orphans, children, sweep
-from ronde.launch.signals import (
-    InterruptedStartError,
-    caught_signals,
-    raise_if_stopped,
-    wait_for,
-)
 from ronde.world.host_lists import BLANKS, expand, expand_list, split_list
 from ronde.world.launcher_env import parse_tasks_per_node
 
@@ -52,7 +42,6 @@ _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 _CURE = "Name the hosts by -H or --hostfile."
 _CORRECT = "Correct it."
 _LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_POLL_S = 0.02
 
 
 def parse_hosts(text: str, option: str = "-H") -> tuple[Host, ...]:
@@ -346,46 +335,3 @@ def is_hostfile(text: str, option: str) -> bool:
                 f"{text!r}, which is a script that may not. Type: chmod +x {text}"
             )
     return True
-
-
-def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
-    """Run a discovery script once and return the hosts that it prints."""
-    others = children()
-    try:
-        # Signals that end a job do so here: the loop that waits for them comes later.
-        with (
-            adopting_orphans(),
-            caught_signals() as signal_fd,
-            TemporaryFile() as output,
-            subprocess.Popen(  # noqa: S602  horovodrun takes a command line, too
-                script, shell=True, stdin=subprocess.DEVNULL, stdout=output
-            ) as process,
-        ):
-            try:
-                _require_success(process, signal_fd, timeout_s)
-                output.seek(0)
-                printed = output.read().decode()
-            except (ValueError, InterruptedStartError):
-                sweep(spared=others)
-                raise
-    except ValueError as error:
-        raise UsageError(
-            f"{option} must print hosts and end with 0, got {script!r} ({error}). Run "
-            "it by hand."
-        ) from None
-    return merge_repeated(parse_lines(printed, f"{option} {script}"), is_counted=False)[
-        0
-    ]
-
-
-def _require_success(
-    process: "subprocess.Popen[bytes]", signal_fd: int, timeout_s: float
-) -> None:
-    due_s = time.monotonic() + timeout_s
-    while process.poll() is None:
-        if time.monotonic() >= due_s:
-            raise ValueError(f"it takes longer than {timeout_s:g} s")
-        if wait_for([signal_fd], [], _POLL_S):
-            raise_if_stopped(signal_fd)
-    if process.returncode:
-        raise ValueError(f"exit code {process.returncode}")
