@@ -55,7 +55,7 @@ def start(ronde, tmp_path):
 
 def find_pollers(pid):
     found = [process.pid for process in descendants(pid)]
-    return [n for n in found if b"notice_sources" in read_words(n)]
+    return [n for n in found if b"ronde.launch.agent.notices" in read_words(n)]
 
 
 def read_words(pid):

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from ronde.addresses import is_loopback, source_towards
 from ronde.errors import UsageError
-from ronde.launch.signals import raise_if_stopped
 from ronde.topology.machine import (
     UNKNOWN_NODE,
     Machine,
@@ -75,7 +74,8 @@ class LookUp:
     """Names that are looked up by threads, side by side."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.answers: dict[str, tuple[str, ...]] = {}  # without those not answered
+        # none for an unknown name; nothing for one that nobody answers
+        self.answers: dict[str, tuple[str, ...]] = {}
         self._asked = iter(names)
         self._ends_at_s = time.monotonic() + LOOK_UP_S
         num_threads = min(_MAX_LOOKING_UP, len(names))
@@ -99,14 +99,6 @@ class LookUp:
             alive[0].join(wait_s)
             return False
         return True
-
-
-def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
-    """Return addresses by name: none for an unknown one, without those not answered."""
-    asked = LookUp(names)
-    while not asked.is_over(LOOK_S):
-        raise_if_stopped(stop_fd)
-    return dict(asked.answers)
 
 
 def resolve(name: str) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
 
 if TYPE_CHECKING:
-    from ronde.launch.agent.notice_poller import NoticePoller
+    from ronde.launch.agent.notices import NoticePoller
 
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
@@ -277,7 +277,7 @@ class LocalJob:
 
     def _poll_for_notice(self) -> None:
         # Imported where it is needed: most jobs start without.
-        from ronde.launch.agent.notice_poller import NoticePoller
+        from ronde.launch.agent.notices import NoticePoller
 
         try:
             self._poller = NoticePoller(self._job.notice, self._sender)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ronde.errors import Failure, HostFailure, LaunchError
-from ronde.launch.host import LOOK_UP_S, Host, LookUp, is_here, look_up
+from ronde.launch.host import LOOK_S, LOOK_UP_S, Host, LookUp, is_here
 from ronde.launch.hosts.bootstrap import start_local_agent
 from ronde.launch.limits import (
     EXIT_INTERNAL,
@@ -23,7 +23,7 @@ from ronde.launch.limits import (
     Timeouts,
 )
 from ronde.launch.process_tree import end_with
-from ronde.launch.signals import wait_for
+from ronde.launch.signals import raise_if_stopped, wait_for
 from ronde.launch.wire import messages
 
 if TYPE_CHECKING:
@@ -346,7 +346,10 @@ class AgentStarter:
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
             return {}
-        answers = look_up(names, stop_fd)
+        asked = LookUp(names)
+        while not asked.is_over(LOOK_S):
+            raise_if_stopped(stop_fd)
+        answers = dict(asked.answers)
         self._found |= {name: answers.get(name, ()) for name in names}
         # Imported where it is needed: few jobs have so many hosts.
         from ronde.launch.hosts.spawner import UNKNOWN_NAME
