@@ -7,7 +7,8 @@ import pytest
 
 from ronde.cli import read_run_request
 from ronde.errors import UsageError
-from ronde.launch import SLOTS_OPEN, discover, read_process
+from ronde.launch import SLOTS_OPEN, discover
+from ronde.processes import read_process
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -121,7 +122,7 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> None
     script = f"setsid sleep 1000 & echo $$ $! > {left}; echo a; sleep 1000"
     said = r"must print hosts and end with 0, got .* \(it takes longer than 0.3 s\)"
     with pytest.raises(UsageError, match=said):
-        discover(script, "--host-discovery-script", limit_s=0.3)
+        discover(script, "--host-discovery-script", timeout_s=0.3)
     assert not any(read_process(int(pid)) for pid in left.read_text().split())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.limits import HANG_S
 
-from ronde.launch import descendants
+from ronde.processes import descendants
 
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 TRAIN = """

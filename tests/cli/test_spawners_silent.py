@@ -12,7 +12,7 @@ from tests import timed
 from tests.cli.conftest import Ronde, clean_environment
 from tests.limits import HANG_S
 
-from ronde.launch import read_processes
+from ronde.processes import read_processes
 
 HANG = "trap '' TERM; tail -f /dev/null"
 

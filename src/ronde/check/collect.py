@@ -13,7 +13,7 @@ from ronde.launch.host import Host
 from ronde.launch.hosts.node import AgentNode, AgentStarter
 from ronde.launch.job.controller import Controller
 from ronde.launch.job.output import NoOutput
-from ronde.launch.process_tree import adopting_orphans
+from ronde.processes import adopting_orphans
 
 _SLACK_S = 5.0
 

@@ -54,10 +54,6 @@ __getattr__ = lazy_exports(
             "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
             "nearest_ports place_ranks"
         ),
-        "process_tree": (
-            "adopt_orphans adopting_orphans children descendants read_process "
-            "read_processes"
-        ),
         "program": "resolve_program",
         "signals": "InterruptedStartError caught_signals wait_for",
         "wire.messages": (

@@ -31,7 +31,7 @@ _BOOT = """\
 import os, signal, sys
 package, parent = sys.argv.pop(1), int(sys.argv.pop(1))
 sys.path.append(package)
-from ronde.launch.process_tree import die_with_parent
+from ronde.processes import die_with_parent
 if not die_with_parent(parent, signal.SIGKILL):
     os._exit(1)
 from ronde.cli import main

@@ -24,8 +24,8 @@ from typing import IO, NamedTuple, cast
 
 from ronde.launch.agent.relay import OutputSender, Watched
 from ronde.launch.environments import own_environment
-from ronde.launch.process_tree import end_with
 from ronde.launch.wire import messages
+from ronde.processes import end_with
 
 _LINK_LOCAL = "169.254.169.254"  # of EC2's and Azure's metadata service
 _GOOGLE = "metadata.google.internal"

@@ -36,7 +36,9 @@ from ronde.launch.limits import (
     require_open_files,
 )
 from ronde.launch.network import hold_port
-from ronde.launch.process_tree import (
+from ronde.launch.program import enter_directory, require_processes, resolve_program
+from ronde.launch.wire import messages
+from ronde.processes import (
     descendants,
     end_with,
     ending_status,
@@ -47,8 +49,6 @@ from ronde.launch.process_tree import (
     signal_process,
     sweep,
 )
-from ronde.launch.program import enter_directory, require_processes, resolve_program
-from ronde.launch.wire import messages
 from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
 

@@ -23,19 +23,19 @@ from ronde.launch.elastic_options import DiscoverySpec, ElasticOptions
 from ronde.launch.host import SLOTS_OPEN, Host, is_here, take_each
 from ronde.launch.hosts.sources import merge_repeated, parse_lines
 from ronde.launch.hosts.spawner import last_line
-from ronde.launch.process_tree import (
+from ronde.launch.signals import (
+    InterruptedStartError,
+    caught_signals,
+    raise_if_stopped,
+    wait_for,
+)
+from ronde.processes import (
     adopting_orphans,
     children,
     descendants,
     end_with,
     signal_process,
     sweep,
-)
-from ronde.launch.signals import (
-    InterruptedStartError,
-    caught_signals,
-    raise_if_stopped,
-    wait_for,
 )
 
 _COMMAND_LIMIT_S = 10.0
@@ -350,10 +350,10 @@ def open_discovery(
     return kind(spec, hosts, every_s, now_s) if spec else Discovery(hosts)
 
 
-def discover(script: str, option: str, limit_s: float = 60.0) -> tuple[Host, ...]:
+def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
     """Run a discovery script once and return the hosts that it prints."""
     others, spec = children(), DiscoverySpec(option, script, is_file=False)
-    command = _Command(spec, (), 0.0, 0.0, limit_s=limit_s, errors=None)
+    command = _Command(spec, (), 0.0, 0.0, limit_s=timeout_s, errors=None)
     # Signals that end a job do so here: the loop that waits for them comes later.
     with adopting_orphans(), caught_signals() as signal_fd:
         try:

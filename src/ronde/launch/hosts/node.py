@@ -22,9 +22,9 @@ from ronde.launch.limits import (
     USUAL,
     Timeouts,
 )
-from ronde.launch.process_tree import end_with
 from ronde.launch.signals import raise_if_stopped, wait_for
 from ronde.launch.wire import messages
+from ronde.processes import end_with
 
 if TYPE_CHECKING:
     from ronde.launch.hosts.spawner import HelloReader, Spawner

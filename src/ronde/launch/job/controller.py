@@ -28,10 +28,10 @@ from ronde.launch.job.output import (
 )
 from ronde.launch.job.plan import JobPlan, JobSpec, count_slots_of, make_facts, place_on
 from ronde.launch.job.running import RemotePrograms, Running, require_accepted
-from ronde.launch.process_tree import adopting_orphans, children, sweep
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.launch.wire import messages
+from ronde.processes import adopting_orphans, children, sweep
 from ronde.units import counted
 
 if TYPE_CHECKING:

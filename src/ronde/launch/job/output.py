@@ -20,7 +20,6 @@ from typing import NamedTuple, NoReturn, Protocol, get_args
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.job.failure import JobResult, LostHost, RankEnd, signal_name
 from ronde.launch.limits import NO_ROOM
-from ronde.launch.process_tree import die_with_parent
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import (
     OUTPUT_FULL,
@@ -38,6 +37,7 @@ from ronde.launch.wire.messages import (
     Stream,
     encode,
 )
+from ronde.processes import die_with_parent
 
 
 class Generation(NamedTuple):
