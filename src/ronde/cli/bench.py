@@ -19,7 +19,6 @@ from ronde.bench.variables import read_variables
 from ronde.cli.exits import give_up_output, is_unwritten
 from ronde.errors import CollectiveError, RondeError, UsageError
 from ronde.launch.environments import own_environment
-from ronde.launch.host import count_cores, count_slots
 from ronde.launch.hosts.bootstrap import start_local_agent
 from ronde.launch.hosts.node import AgentStarter
 from ronde.launch.job.controller import launch
@@ -29,6 +28,7 @@ from ronde.launch.signals import STOPPING, caught_signals
 from ronde.memory import available_memory, import_torch
 from ronde.render.console import SelfLaunchConsole
 from ronde.render.plot import check_path
+from ronde.topology.machine import count_cores, count_slots
 from ronde.world import Launcher, RankInfo, read_rank_info
 from ronde.world.environment import require_algorithm, require_engine
 

@@ -61,7 +61,7 @@ from ronde.units import parse_duration_s, parse_size_bytes
 from ronde.world.launcher_env import PLACE_VARIABLES
 
 if TYPE_CHECKING:
-    from ronde.launch.placement import PlacementRequest
+    from ronde.topology.placement.binding import PlacementRequest
 
 _Agent = subprocess.Popen[bytes]
 _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
@@ -359,7 +359,7 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
     if asked == ("none", "all", relaxed, False):
         return None
     # Imported where they are needed: a job that is not bound must start at once.
-    from ronde.launch.placement import BindMode, GpuView, PlacementRequest
+    from ronde.topology.placement.binding import BindMode, GpuView, PlacementRequest
     from ronde.topology.placement.placing import Policy
 
     policies = [policy for policy in Policy if policy is not Policy.NONE]

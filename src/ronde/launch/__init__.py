@@ -21,10 +21,7 @@ __getattr__ = lazy_exports(
             "own_environment rank_environment read_assignments redacted "
             "select_forwarded"
         ),
-        "host": (
-            "Host HostShare RankResources SLOTS_OPEN allocate count_cores "
-            "count_slots hosts_to_ask is_here take_each usable_cores"
-        ),
+        "host": "Host HostShare SLOTS_OPEN allocate hosts_to_ask is_here take_each",
         "hosts.bootstrap": "start_local_agent",
         "hosts.discovery": "HostChanges discover open_discovery",
         "hosts.join_client": "JoinRequest join_head",
@@ -49,10 +46,6 @@ __getattr__ = lazy_exports(
         "network": (
             "HostNetwork MeetingPoint choose_meeting_point "
             "find_candidates hold_port locate require_answers"
-        ),
-        "placement": (
-            "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
-            "nearest_ports place_ranks"
         ),
         "program": "resolve_program",
         "signals": "InterruptedStartError caught_signals wait_for",

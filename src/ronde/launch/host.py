@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from threading import Thread
@@ -14,13 +14,7 @@ from typing import NamedTuple
 
 from ronde.addresses import is_loopback, source_towards
 from ronde.errors import UsageError
-from ronde.topology.machine import (
-    UNKNOWN_NODE,
-    Machine,
-    read_cores,
-    read_cpu_limit,
-    read_gpus,
-)
+from ronde.topology.machine import RankResources
 from ronde.units import list_first
 
 SLOTS_OPEN = -1
@@ -114,23 +108,6 @@ def resolve(name: str) -> tuple[str, ...]:
     return tuple(str(each[4][0]) for each in found)
 
 
-@dataclass(frozen=True, slots=True)
-class RankResources:
-    """Where one rank sits."""
-
-    num_cores: int  # physical cores that it may count on, for its threads
-    # hardware threads that it is bound to; empty for none in particular
-    cpus: tuple[int, ...] = ()
-    memory_node: int = UNKNOWN_NODE  # where its memory is to lie, or ``UNKNOWN_NODE``
-    # variables that name its devices
-    env: dict[str, str] = field(default_factory=dict[str, str])
-    device: str = ""  # its device, for people; empty for none
-    # the nearest network interface, for people; empty where that is not known
-    nic: str = ""
-    why: str = ""  # the reason for all that, for people
-    has_enough: bool = True  # false where ranks share the cores that each was to have
-
-
 class HostShare(NamedTuple):
     """The ranks of one host."""
 
@@ -211,17 +188,3 @@ def allocate(
             "ranks."
         )
     return tuple(shares)
-
-
-def count_slots(environ: Mapping[str, str]) -> int:
-    return len(read_gpus("", environ)) or count_cores()
-
-
-def count_cores() -> int:
-    return usable_cores(Machine(read_cores(""), read_cpu_limit(""), (), {}))
-
-
-def usable_cores(machine: Machine) -> int:
-    """Return the physical cores of a machine, cut to the CPU quota; least 1."""
-    limit = int(machine.cpu_limit) if machine.cpu_limit else len(machine.cores)
-    return max(1, min(len(machine.cores), limit))
