@@ -18,8 +18,8 @@ from ronde.bench.training.outcome import (
 from ronde.bench.variables import read_variables
 from ronde.cli.exits import give_up_output, is_unwritten
 from ronde.errors import CollectiveError, RondeError, UsageError
+from ronde.launch.bootstrap import start_local_agent
 from ronde.launch.environments import own_environment
-from ronde.launch.hosts.bootstrap import start_local_agent
 from ronde.launch.hosts.node import AgentStarter
 from ronde.launch.job.controller import launch
 from ronde.launch.job.plan import JobSpec

@@ -30,9 +30,9 @@ from ronde.check.reading import NOT_OF_FILES, read_saved_facts
 from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS
 from ronde.cli.hosts import HOST_DEFAULTS, find_hosts, make_spawner
 from ronde.errors import Failure, HostError, HostFailure, UsageError
+from ronde.launch.bootstrap import start_local_agent
 from ronde.launch.environments import own_environment, select_forwarded
 from ronde.launch.host import MAX_SLOTS, Host
-from ronde.launch.hosts.bootstrap import start_local_agent
 from ronde.launch.hosts.node import AgentNode, AgentStarter
 from ronde.launch.job.controller import Controller, Preflight
 from ronde.launch.limits import USUAL, Timeouts

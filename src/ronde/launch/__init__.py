@@ -22,7 +22,7 @@ __getattr__ = lazy_exports(
             "select_forwarded"
         ),
         "host": "Host HostShare SLOTS_OPEN allocate hosts_to_ask is_here take_each",
-        "hosts.bootstrap": "start_local_agent",
+        "bootstrap": "start_local_agent",
         "hosts.discovery": "HostChanges discover open_discovery",
         "hosts.join_client": "JoinRequest join_head",
         "hosts.join_server": "JoinConfig wait_for_nodes",

@@ -24,16 +24,16 @@ from ronde.launch.agent.relay import (
     StoreRelay,
     Watched,
 )
-from ronde.launch.environments import (
-    base_environment,
-    malloc_environment,
-    own_environment,
-)
-from ronde.launch.limits import (
+from ronde.launch.bootstrap import (
     LEAST_OPEN_FILES,
     explain_shortage,
     raise_open_files_limit,
     require_open_files,
+)
+from ronde.launch.environments import (
+    base_environment,
+    malloc_environment,
+    own_environment,
 )
 from ronde.launch.network import hold_port
 from ronde.launch.program import enter_directory, require_processes, resolve_program

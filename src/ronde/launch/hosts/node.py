@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ronde.errors import Failure, HostFailure, LaunchError
+from ronde.launch.bootstrap import start_local_agent
 from ronde.launch.host import LOOK_S, LOOK_UP_S, Host, LookUp, is_here
-from ronde.launch.hosts.bootstrap import start_local_agent
 from ronde.launch.limits import (
     EXIT_INTERNAL,
     EXIT_NO_FORK,

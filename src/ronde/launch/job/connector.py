@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
+from ronde.launch.bootstrap import explain_shortage, raise_open_files_limit
 from ronde.launch.host import LOOK_S, Host
 from ronde.launch.hosts.node import AgentNode, AgentStarter, HostLoss
 from ronde.launch.job.event_loop import EventLoop, Handler
-from ronde.launch.limits import explain_shortage, raise_open_files_limit
 from ronde.launch.wire.messages import PROTOCOL, FromAgent, Hello
 
 _FDS_PER_HOST = 3
