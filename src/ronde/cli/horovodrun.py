@@ -188,13 +188,6 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def read_variables(
-    options: argparse.Namespace, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the variables that horovodrun's options set."""
-    return _variables(_given(options), environ)
-
-
 def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     env = {
         f"HOROVOD_{variable}": given[name]

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 LAUNCHERS = ("auto", "ssh", "slurm")
 DISCOVERIES = ("--host-discovery", "--host-discovery-script")
+ELASTIC_OPTIONS = (
+    *("--spares", "--discover-every", "--failure-domain", "--cooldown"),
+    *("--reform-timeout", "--notice"),
+)
+"""Options of elastic jobs alone."""
 _SOURCES = ("--hosts", "--hostfile", *DISCOVERIES)
 HOST_DEFAULTS = {"launcher": "auto", "python": sys.executable}
 

@@ -1,7 +1,8 @@
 """``ronde run``: words -> the job that they ask for -> exit code.
 
-Also the head of nodes that join, and such a node. Every run loads this; what listens,
-connects or places ranks is loaded by those that do.
+Also the head of nodes that join, and such a node. Every run loads this module. A
+function imports by itself what only some jobs need: elastic ones, those with Horovod's
+options, that listen, bind ranks, or run inside another launcher's.
 """
 
 import argparse
@@ -11,10 +12,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Container, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.arguments import (
@@ -28,6 +28,7 @@ from ronde.cli.exits import exit_code_of
 from ronde.cli.help import RUN_HELP
 from ronde.cli.hosts import (
     DISCOVERIES,
+    ELASTIC_OPTIONS,
     HOST_DEFAULTS,
     LAUNCHERS,
     HorovodOptions,
@@ -57,7 +58,7 @@ from ronde.launch.job.plan import JobSpec
 from ronde.launch.limits import ELASTIC, USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
-from ronde.units import parse_duration_s, parse_size_bytes
+from ronde.units import parse_duration_s
 from ronde.world.launcher_env import PLACE_VARIABLES
 
 if TYPE_CHECKING:
@@ -92,11 +93,6 @@ _OTHER_NAMES = {
     "--chdir": ["--wdir", "-wdir", "--wd", "-wd", "-D"],
     "--interface": ["-iface"],
 }
-# What makes a job elastic, besides Horovod's options, or is for elastic jobs alone.
-_OF_ELASTIC = (
-    *("--min-ranks", "--max-ranks", "--nodes", *DISCOVERIES, "--spares", "--notice"),
-    *("--discover-every", "--failure-domain", "--cooldown", "--reform-timeout"),
-)
 # Options by their attributes.
 _OF_JOINING = ("token_file", "join_timeout")
 _OF_A_NODE = ("agent", "token_file", "join_timeout", "slots", "nproc_per_node")
@@ -126,7 +122,6 @@ class RunParser(CommandParser):
     """Reads the words after ``ronde run``, also as other launchers spell them."""
 
     def _refuse_foreign(self, word: str) -> None:
-        # Imported where it is needed: most words are right.
         from ronde.cli.other_launchers import advise
 
         if advice := advise(word):
@@ -140,7 +135,6 @@ def make_run_parser(words: Sequence[str] | None = None) -> RunParser:
     for option, names in _OTHER_NAMES.items():
         parser.alias(option, *names)
     if words is None or not _are_own(words, parser.options):
-        # Imported where it is needed: most jobs have none of Horovod's options.
         from ronde.cli.horovodrun import add_horovod_options
 
         add_horovod_options(parser)
@@ -204,9 +198,9 @@ def read_request(
         num_ranks = read_number("-n", options.num_proc, cure, least=1)
     num_each = read_num_each(options)
     elastic = None
-    given = [getattr(options, attribute_of(name)) for name in _OF_ELASTIC]
-    if horovod.elastic or any(each is not None for each in given):
-        # Imported where it is needed: most jobs are not elastic.
+    makes_elastic = ("--min-ranks", "--max-ranks", "--nodes", *DISCOVERIES)
+    names = map(attribute_of, (*makes_elastic, *ELASTIC_OPTIONS))
+    if horovod.elastic or any(getattr(options, n) is not None for n in names):
         from ronde.cli.elastic import read_elastic
 
         elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
@@ -222,7 +216,6 @@ def read_request(
             num_ranks = elastic.max_ranks
     preflight = None
     if options.preflight:
-        # Imported where it is needed: few jobs ask for it.
         from ronde.cli.check import make_preflight
 
         preflight = make_preflight(str(absolute_path(options.chdir or "")), env)
@@ -256,7 +249,6 @@ def _read_horovod(
     )
     if not has_options and not any(name.startswith("HOROVOD_") for name in environ):
         return HorovodOptions()
-    # Imported where it is needed: most jobs start without.
     from ronde.cli.horovodrun import read_horovod_options
 
     return read_horovod_options(options, environ)
@@ -264,7 +256,6 @@ def _read_horovod(
 
 def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
     """Refuse to start ranks inside a rank of a world that has other ranks."""
-    # Imported where it is needed: most jobs are started outside of any launcher's.
     from ronde.world import Launcher, read_rank_info
 
     try:
@@ -335,7 +326,6 @@ def _rank_env(
 
 def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> None:
     """Refuse variables of ronde's and Horovod's that every rank would refuse."""
-    # Imported where they are needed: many jobs have no such variables.
     from ronde.world import environment
     from ronde.world.horovod_config import read_horovod_config
 
@@ -358,7 +348,6 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
     asked = (options.bind, options.gpu_view, options.bind_policy, options.dry_run)
     if asked == ("none", "all", relaxed, False):
         return None
-    # Imported where they are needed: a job that is not bound must start at once.
     from ronde.topology.placement.binding import BindMode, GpuView, PlacementRequest
     from ronde.topology.placement.placing import Policy
 
@@ -468,7 +457,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
     require_listen_or_agent(options, parser.given(options))
     if options.agent:
         return _run_node(start)
-    recorded = _recorded(options.timeline or "", options.timeline_limit)
+    recorded = _recorded(options)
     try:
         with _limited(options.timeout or ""), recorded as timeline_env:
             request = read_request(options, start.environ, timeline_env)
@@ -495,6 +484,21 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
             with suppress(OSError):
                 write_report(options.error_file, exit_code_of(error), str(error))
         raise
+
+
+def _recorded(options: argparse.Namespace) -> AbstractContextManager[dict[str, str]]:
+    """Yield the variables that make ranks record; then write the trace of all."""
+    if options.timeline:
+        from ronde.timeline.recording import recorded_job
+
+        path = absolute_path(options.timeline)
+        return recorded_job(path, options.timeline_limit, _report)
+    if options.timeline_limit:
+        raise UsageError(
+            "--timeline-limit must come with --timeline, got it alone. Type: ronde "
+            "run --timeline trace.json.gz --timeline-limit 32MiB ..."
+        )
+    return nullcontext({})
 
 
 def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
@@ -626,63 +630,3 @@ def _run_node(start: _Start) -> int:
         return join_client.follow_head(joined, start.agent, start.signal_fd, ended)
     except InterruptedStartError as error:
         return 128 + error.number
-
-
-@contextmanager
-def _recorded(file: str, limit: str | None) -> Generator[dict[str, str]]:
-    """Yield the variables that make ranks record; then write the trace of all."""
-    # However the job ends: what each rank had recorded by then is in the trace.
-    if not file:
-        if limit:
-            raise UsageError(
-                "--timeline-limit must come with --timeline, got it alone. Type: ronde "
-                "run --timeline trace.json.gz --timeline-limit 32MiB ..."
-            )
-        yield {}
-        return
-    from ronde.timeline.recording import DEFAULT_LIMIT_BYTES
-
-    path = absolute_path(file)
-    limit_bytes = parse_size_bytes(limit) if limit else DEFAULT_LIMIT_BYTES
-    parts = path.with_name(f"{path.name}.parts")
-    if not path.parent.is_dir() or path.is_dir():
-        raise UsageError(
-            f"--timeline must be a file in a directory that exists, got {str(path)!r}. "
-            "Create the directory or name another."
-        )
-    if limit_bytes < 1 << 16:
-        raise UsageError(
-            f"--timeline-limit must be at least 64KiB, got {limit_bytes} bytes. "
-            "Leave it out for 32MiB."
-        )
-    if parts.exists():
-        raise UsageError(
-            f"--timeline must be a name without parts of an earlier job, got {path}: "
-            f"they are in {parts}. Type: ronde trace merge {path} {parts}, then "
-            "remove that directory."
-        )
-    has_run = False
-    try:
-        yield {"RONDE_TIMELINE": str(parts), "RONDE_TIMELINE_LIMIT": str(limit_bytes)}
-        has_run = True
-    finally:
-        if has_run or parts.exists():
-            _merge(path, parts, limit_bytes)
-
-
-def _merge(path: Path, parts: Path, limit_bytes: int) -> None:
-    """Write the trace; a failure here must not hide how the job ended."""
-    from ronde.timeline.part import SUFFIX
-    from ronde.timeline.recording import write_merged
-
-    files = sorted(parts.glob(f"*{SUFFIX}"))
-    if not files:
-        _report("the timeline is empty: no rank called init(), so there is no file")
-        return
-    try:
-        write_merged(path, [file.read_bytes() for file in files], limit_bytes)
-        for file in files:
-            file.unlink()
-        parts.rmdir()
-    except (UsageError, OSError) as error:
-        _report(f"{error} The ranks' records are in {parts}.")
