@@ -57,7 +57,7 @@ def require_open_files(num: int, limit: int, why: str) -> None:
     if limit != resource.RLIM_INFINITY and limit < num:
         raise UsageError(
             f"limit of open files must be at least {num} {why}, got {limit}. "
-            "Type: ulimit -n 4096, or ask who runs the machine for more"
+            "Type: ulimit -n 4096, or ask your administrator for more"
         )
 
 

@@ -177,19 +177,15 @@ class _Asking(Discovery):
 class _Command(_Asking):
     """Hosts that a command prints; it runs again some time after it has ended."""
 
+    limit_s = _COMMAND_LIMIT_S
+    errors: int | None = subprocess.PIPE  # what ``Popen`` does with them
+    _process: subprocess.Popen[bytes] | None = None
+    _ends_by_s = inf
+
     def __init__(
-        self,
-        spec: DiscoverySpec,
-        hosts: Sequence[Host],
-        every_s: float,
-        now_s: float,
-        *,
-        limit_s: float = _COMMAND_LIMIT_S,
-        errors: int | None = subprocess.PIPE,
+        self, spec: DiscoverySpec, hosts: Sequence[Host], every_s: float, now_s: float
     ) -> None:
         super().__init__(spec, hosts, every_s, now_s)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._limit_s, self._errors, self._ends_by_s = limit_s, errors, inf
         self._pipes: dict[IO[bytes], bytearray] = {}  # output, errors
         self._open: list[IO[bytes]] = []
         self._killed: list[subprocess.Popen[bytes]] = []
@@ -216,7 +212,7 @@ class _Command(_Asking):
         if is_long:
             raise self._fault(f"it prints more than {_MAX_BYTES >> 20} MiB")
         if code is None:
-            raise self._fault(f"it takes longer than {self._limit_s:g} s")
+            raise self._fault(f"it takes longer than {self.limit_s:g} s")
         if code:
             last = last_line(b"".join(errors).decode(errors="replace"))
             raise self._fault(f"exit code {code}{last and ': '}{last}")
@@ -242,7 +238,7 @@ class _Command(_Asking):
                 shell=True,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=self.errors,
                 process_group=0,
                 # It outlives nobody who could end it.
                 preexec_fn=end_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509
@@ -251,7 +247,7 @@ class _Command(_Asking):
             self.due_s = now_s + self._every_s
             raise self._fault(f"{error.strerror}") from None
         self._process = process
-        self._ends_by_s = now_s + self._limit_s
+        self._ends_by_s = now_s + self.limit_s
         self.due_s = now_s + _POLL_S
         self._open = [pipe for pipe in (process.stdout, process.stderr) if pipe]
         self._pipes = {pipe: bytearray() for pipe in self._open}
@@ -353,7 +349,8 @@ def open_discovery(
 def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
     """Run a discovery script once and return the hosts that it prints."""
     others, spec = children(), DiscoverySpec(option, script, is_file=False)
-    command = _Command(spec, (), 0.0, 0.0, limit_s=timeout_s, errors=None)
+    command = _Command(spec, (), 0.0, 0.0)
+    command.limit_s, command.errors = timeout_s, None
     # Signals that end a job do so here: the loop that waits for them comes later.
     with adopting_orphans(), caught_signals() as signal_fd:
         try:

@@ -10,7 +10,6 @@ Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one gramma
 import os
 import re
 import socket
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +20,7 @@ from ronde.addresses import family_of
 from ronde.arguments import read_number
 from ronde.errors import UsageError, WorldError
 from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host
+from ronde.units import grouped
 from ronde.world.host_lists import BLANKS, expand, expand_list, split_list
 from ronde.world.launcher_env import parse_tasks_per_node
 
@@ -90,22 +90,18 @@ def _split_slots(text: str, option: str) -> tuple[str, str | None]:
 
 def _count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     """Give a host that stands several times without slots that many."""
-    times: Counter[str] = Counter()
-    kept: dict[str, Host] = {}
-    for host in hosts:
-        first = kept.setdefault(host.name, host)
-        times[host.name] += 1
-        is_same = replace(host, named_at=first.named_at) == first
-        if first is not host and not (is_same and host.slots == SLOTS_OPEN):
-            places = dict.fromkeys((first.named_at, host.named_at))
-            raise UsageError(
-                f"{' and '.join(places)}: a host that has slots must be named once, "
-                f"got {host.name} twice. Name it once, with all of its slots."
-            )
-    return tuple(
-        host if times[name] == 1 else replace(host, slots=times[name])
-        for name, host in kept.items()
-    )
+    counted: list[Host] = []
+    for first, *others in grouped((host.name, host) for host in hosts).values():
+        for host in others:
+            is_same = replace(host, named_at=first.named_at) == first
+            if not is_same or host.slots != SLOTS_OPEN:
+                places = dict.fromkeys((first.named_at, host.named_at))
+                raise UsageError(
+                    f"{' and '.join(places)}: a host that has slots must be named "
+                    f"once, got {host.name} twice. Name it once, with all of its slots."
+                )
+        counted.append(replace(first, slots=1 + len(others)) if others else first)
+    return tuple(counted)
 
 
 def _check_name(name: str, option: str) -> None:
@@ -152,11 +148,9 @@ def merge_repeated(
     Of different slots the fewest count. One that stands several times without any has
     that many where ``is_counted``, as in a host file.
     """
-    by_name: dict[str, list[Host]] = {}
-    for host in hosts:
-        by_name.setdefault(host.name, []).append(host)
     merged: list[Host] = []
     doubles: list[str] = []
+    by_name = grouped((host.name, host) for host in hosts)
     for name, (first, *others) in by_name.items():
         slots = [h.slots for h in (first, *others) if h.slots != SLOTS_OPEN]
         count = min(slots, default=SLOTS_OPEN)

@@ -242,7 +242,9 @@ def authenticate_head(
     certificate = sock.getpeercert(binary_form=True) or b""
     greeting = yield from _receive_all(sock, GREETING_BYTES)
     if not greeting.startswith(_JOINING):
-        raise LaunchError("what answers there must be ronde run, but it is not.")
+        raise LaunchError(
+            "the program that listens there does not speak ronde's protocol."
+        )
     protocol = int.from_bytes(greeting[len(_JOINING) : -NONCE_BYTES], "big")
     if protocol != PROTOCOL:
         raise LaunchError(
@@ -255,8 +257,8 @@ def authenticate_head(
     reply = yield from _receive_all(sock, len(expected))
     if not hmac.compare_digest(reply, expected):
         raise StoreError(
-            "what answers there must know the token, but it does not: it is not the "
-            "head, or stands between here and the head."
+            "the program that answered does not know the token: it is not the head, or "
+            "stands between here and the head."
         )
 
 
