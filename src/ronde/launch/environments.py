@@ -1,4 +1,4 @@
-"""The environment of each rank: what is inherited, forwarded, removed and set.
+"""The environment of each rank: inherited, forwarded, removed and new variables.
 
 The only place below ``launch`` that reads ``os.environ``.
 """
@@ -83,7 +83,7 @@ def own_environment() -> dict[str, str]:
 
 
 class JobFacts(NamedTuple):
-    """What every rank knows of its job."""
+    """Facts of a job that all its ranks have."""
 
     job_id: str  # name of the job
     epoch: int  # generation of the world
@@ -92,7 +92,7 @@ class JobFacts(NamedTuple):
 
 
 class NodeFacts(NamedTuple):
-    """What every rank knows of its node."""
+    """Facts of a node that all its ranks have."""
 
     host: str
     node_rank: int  # its index among the nodes
@@ -115,7 +115,7 @@ def default_environment(
 
 
 def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Return what has glibc keep a CPU rank's memory; empty where the user tunes it."""
+    """Return the variables that make glibc keep a CPU rank's memory; none if set."""
     if not read_malloc_tuning(environ) or read_gpus("", environ):
         return {}
     thresholds = _common_thresholds(num_ranks)
@@ -164,7 +164,7 @@ def names_place(name: str) -> bool:
 
 @functools.cache
 def names_secret(name: str) -> bool:
-    """Whether a variable of this name is likely to hold what others must not see."""
+    """Return whether a variable of this name probably holds a secret."""
     if name in _DIRECTORIES:
         return False
     words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]", name.upper())]
@@ -186,7 +186,7 @@ def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 def read_assignments(
     words: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what the words after ``-x`` ask for; a later word wins.
+    """Return the variables of the words after ``-x``; a later word wins.
 
     ``NAME=VALUE`` sets, ``NAME`` passes on whatever it is, and a pattern such as
     ``WANDB_*`` passes on all that match it but what looks like a secret, belongs to

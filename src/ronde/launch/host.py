@@ -45,7 +45,7 @@ class Host:
 
 
 def is_here(host: Host, addresses: Sequence[str] | None = None) -> bool:
-    """Say whether this machine is meant, as its user is here."""
+    """Return whether a host is this machine, and its user the one here."""
     if host.port or (host.user and host.user != _own_name()):
         return False
     if host.name in ("localhost", "127.0.0.1", "::1", os.uname().nodename):
@@ -96,7 +96,7 @@ class LookUp:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return a name's addresses; ``OSError`` where nobody knows whether it has any."""
+    """Return a name's addresses; ``OSError`` if no name server answers."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except UnicodeError:

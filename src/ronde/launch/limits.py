@@ -11,7 +11,7 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class Timeouts(NamedTuple):
-    """How long a controller waits for its hosts, and they for it."""
+    """Limits on the waits between a controller and its hosts."""
 
     connect_s: float = 30.0  # what a host has to start an agent, once its turn has come
     answer_s: float = 60.0  # what an agent has for an order before ranks run

@@ -79,7 +79,7 @@ def _is_less(now: Host | None, before: Host) -> bool:
 
 
 class Discovery:
-    """Hosts that are fixed; and what the kinds that ask for them have in common.
+    """Fixed hosts, and the base of the kinds that ask for them.
 
     ``advance`` is to be called when one of ``fds`` can be read, and at ``due_s``
     (monotonic). It never waits. A host with 0 slots is to be left.
@@ -100,7 +100,7 @@ class Discovery:
         return None
 
     def close(self) -> None:
-        """End what is under way."""
+        """End a command that runs."""
 
     def _notice(self, kind: str, text: str, now_s: float) -> None:
         last, quiet_until_s = self._noticed.get(kind, ("", -inf))
@@ -307,7 +307,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 class _Hostfile(_Asking):
-    """Hosts of a file; what it holds counts when it was the same twice, so whole."""
+    """Hosts of a file; its text counts once two readings are the same."""
 
     _seen: tuple[bytes, str] = b"", "not read yet"
 
@@ -329,7 +329,7 @@ class _Hostfile(_Asking):
 
 
 def _read_file(path: Path) -> tuple[bytes, str]:
-    """Return what a file holds, and why that is unknown."""
+    """Return a file's bytes, or none and the reason."""
     try:
         # Of what is no file reading may never end.
         return (path.read_bytes(), "") if path.is_file() else (b"", "no such file")

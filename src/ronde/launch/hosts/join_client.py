@@ -46,7 +46,7 @@ _FAILURES = (OSError, EOFError, LaunchError, StoreError)
 
 
 class JoinRequest(NamedTuple):
-    """How a node looks for its head."""
+    """A node's options for joining its head."""
 
     host: str  # name or numeric address of the head
     port: int

@@ -38,7 +38,7 @@ _NOT_PROVEN = "did not prove that it knows the token"
 
 
 class JoinConfig(NamedTuple):
-    """Who may join, where, and how long is waited for it."""
+    """The head's options for nodes that join."""
 
     address: str  # numeric address to listen on
     port: int  # its port, 0 for any

@@ -198,7 +198,7 @@ class AgentNode(messages.MessageWriter):
             )
 
     def watch(self, *, is_watched: bool) -> None:
-        """Count silence from now on, or do not; what was counted before, counts."""
+        """Begin or stop to count its silence; counting that runs goes on."""
         if is_watched and self._is_watched:
             return
         self._is_watched = is_watched and not self.is_here

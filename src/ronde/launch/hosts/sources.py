@@ -120,7 +120,7 @@ def _check_user(user: str, option: str) -> None:
 
 
 def _is_address(text: str) -> bool:
-    """Say whether it is a numeric IPv4 or IPv6 address, with or without a zone."""
+    """Return whether it is a numeric IPv4 or IPv6 address, zone or not."""
     address, has_zone, zone = text.partition("%")
     with suppress(OSError, ValueError):
         socket.inet_pton(family_of(text), address)
@@ -318,7 +318,7 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
 
 
 def is_hostfile(text: str, option: str) -> bool:
-    """Whether what is to find the hosts is a file that holds them, or a command."""
+    """Return whether a text names a file of hosts, and not a command."""
     path = os.path.realpath(text)
     if not os.path.isfile(path) or os.access(path, os.X_OK):  # noqa: PTH113  no OSError
         return False

@@ -94,7 +94,7 @@ def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
 
 
 def _explain(place: _Place) -> Failure | None:
-    """Return what stops ssh; None where the server has not even begun to speak."""
+    """Return the reason that ssh stops; None if the server sends no first line."""
     sizes = measure_ssh_path(*place)
     if sizes is None:
         return None

@@ -44,7 +44,7 @@ class _Copy(NamedTuple):
 def sync_folder(
     folder: str, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> str:
-    """Return a sentence on what was copied."""
+    """Copy a folder to all hosts; return a summary."""
     began_s = time.monotonic()
     path = absolute_path(folder)
     if not path.is_dir():

@@ -138,7 +138,7 @@ def read_token(path: str) -> SharedKey:
 
 
 class NodeInfo(NamedTuple):
-    """What a node says of itself when it joins."""
+    """A node's description of itself when it joins."""
 
     host: str  # its name, for messages
     slots: int  # ranks that it takes, or one of the negative ones of ``Host``
@@ -159,7 +159,7 @@ def host_name(nodename: str) -> str:
 
 
 class HeadTls(NamedTuple):
-    """What the head listens with, made for this job; the key reaches no disk."""
+    """The head's TLS context, made for this job; the key reaches no disk."""
 
     context: ssl.SSLContext  # has the certificate and its private key
     certificate: bytes  # as it is sent, in DER
@@ -210,7 +210,7 @@ def make_head_tls() -> HeadTls:
 
 
 def make_node_context() -> ssl.SSLContext:
-    """Return what a node connects with; the proof takes the place of an authority."""
+    """Return a node's TLS context; the proof takes the place of an authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
