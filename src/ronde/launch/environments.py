@@ -7,17 +7,17 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import UsageError
 from ronde.memory import MallocThresholds, malloc_thresholds
 from ronde.topology.machine import read_gpus
-from ronde.world import World
 from ronde.world.environment import read_malloc_tuning
-from ronde.world.launcher_env import HOROVOD
+
+if TYPE_CHECKING:
+    from ronde.world import World
 
 _ALLOWED_NAMES = frozenset(
     {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "LANG", "TZ"}
@@ -64,7 +64,6 @@ _PLACE_NAMES = frozenset(
         *("SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS"),
     }
 )
-_HOROVOD_PLACES = frozenset({*HOROVOD.names.values(), "HOROVOD_HOSTNAME"})
 # Of the login that led to a host. A key agent's socket stays: where it is, it works.
 _LOGIN_PREFIXES = ("SUDO_",)
 _LOGIN_NAMES = frozenset(
@@ -115,7 +114,7 @@ def default_environment(
 
 
 def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Return the variables that make glibc keep a CPU rank's memory; none if set."""
+    """Return variables that make glibc keep memory; none where the user tunes it."""
     if not read_malloc_tuning(environ) or read_gpus("", environ):
         return {}
     thresholds = _common_thresholds(num_ranks)
@@ -128,7 +127,10 @@ def _common_thresholds(num_ranks: int) -> MallocThresholds | None:
     return malloc_thresholds(num_ranks)
 
 
-def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, str]:
+def rank_environment(world: "World", job: JobFacts, node: NodeFacts) -> dict[str, str]:
+    # Imported by the controller alone: an agent must start at once.
+    from dataclasses import asdict
+
     place = {name.upper(): str(number) for name, number in asdict(world).items()}
     size = place.pop("SIZE")
     return {
@@ -174,12 +176,16 @@ def names_secret(name: str) -> bool:
 
 
 def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    # Imported by the controller alone, as above.
+    from ronde.world.launcher_env import HOROVOD
+
+    of_one_rank = {*HOROVOD.names.values(), "HOROVOD_HOSTNAME"}
     return {
         name: value
         for name, value in environ.items()
         if (name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES))
         and _is_free(name)
-        and name not in _HOROVOD_PLACES
+        and name not in of_one_rank
     }
 
 
