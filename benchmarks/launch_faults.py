@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launch_fault_kinds import ANY, DEADLINE_S, FAULTS, Fault, Running, read_until
 
 from ronde.launch.environments import own_environment
-from ronde.launch.process_tree import ProcessStat, read_processes, signal_process
+from ronde.processes import ProcessStat, read_processes, signal_process
 
 _POLL_S = 0.002
 _START_S = 0.15

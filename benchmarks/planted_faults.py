@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from planted_faults_list import FAULTS, Fault
 
-from ronde.launch.process_tree import (
+from ronde.processes import (
     adopting_orphans,
     is_alive,
     read_processes,

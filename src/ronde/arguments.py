@@ -31,7 +31,15 @@ class CommandParser(argparse.ArgumentParser):
         types: Mapping[str, Callable[[str], Any]] | None = None,
         positionals: Mapping[str, str | None] | None = None,
     ) -> None:
-        super().__init__(prog=command, add_help=False, allow_abbrev=False)
+        # One for all options: argparse would make one for each, and each asks for the
+        # terminal's width.
+        formatter = argparse.HelpFormatter(command, width=80)
+        super().__init__(
+            prog=command,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=lambda prog: formatter,  # noqa: ARG005 - argparse names it
+        )
         self._help, self._types = help_text, types or {}
         self.declare(help_text)
         for name, nargs in (positionals or {}).items():

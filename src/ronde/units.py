@@ -7,10 +7,12 @@ ones powers of 1000 (``kB``, ``GB/s``). Case does not matter.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ronde.errors import UsageError
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -40,7 +42,7 @@ def parse_size_bytes(text: str, option: str = "") -> int:
             f"{of}size must be a number of bytes or one with a unit, got {text!r}. "
             f"Write it as 4096, 25MiB or 1.5GB."
         )
-    size = Fraction(match[1]) * _SIZE_UNITS[match[2]]
+    size = _exact(match[1]) * _SIZE_UNITS[match[2]]
     if size.denominator != 1:
         raise UsageError(
             f"{of}size must be a whole number of bytes, got {text!r} = {float(size)} "
@@ -79,7 +81,14 @@ def parse_duration_s(text: str, option: str = "") -> float:
             f"got {text!r}. Write it as 5s, 2m or 1h30m."
         )
     pairs = zip(match.groups(), _MICROSECONDS.values(), strict=True)
-    return float(sum(Fraction(n) * factor for n, factor in pairs if n) / 1_000_000)
+    return float(sum(_exact(n) * factor for n, factor in pairs if n) / 1_000_000)
+
+
+def _exact(text: str) -> "Fraction":
+    # Imported here: most commands read no such text, and it takes milliseconds.
+    from fractions import Fraction
+
+    return Fraction(text)
 
 
 def format_duration(duration_s: float) -> str:

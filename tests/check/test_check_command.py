@@ -16,7 +16,8 @@ from tests.limits import HANG_S
 from ronde.check import Collected, Fleet, HostFacts, all_checks, judge, load_last
 from ronde.cli import judge_request, read_check_request
 from ronde.errors import UsageError
-from ronde.launch import parse_hostfile, parse_hosts, write_hostfile
+from ronde.launch import parse_hostfile, parse_hosts
+from ronde.render import write_hostfile
 
 ABSENT = "nosuchhost.invalid"
 HERE = os.uname().nodename

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.launch import fold_hosts
+from ronde.render import fold_hosts
 from ronde.world import expand_list
 
 

@@ -398,7 +398,7 @@ def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
     reason="a clock of one's own needs root and unshare",
 )
 def test_the_log_has_a_clock_that_no_container_changes():
-    code = "from ronde.launch.kernel_log import read_clock_s; print(read_clock_s(''))"
+    code = "from ronde.topology.kernel_log import read_clock_s; print(read_clock_s(''))"
     # Here /proc/uptime says that the host has been up for years.
     command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
     begun_s = time.monotonic()

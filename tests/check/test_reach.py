@@ -17,12 +17,14 @@ from ronde.check import (
     LARGE_BYTES,
     NodeContext,
     better,
+    choose_addresses,
     listen,
+    measure_mtu,
     plan_partners,
     reach,
     receive_exactly,
 )
-from ronde.launch import choose_addresses, measure_mtu, measure_ssh_path
+from ronde.launch import measure_ssh_path
 
 ADDRESS, MTU, REACH = "network.address", "network.peer_mtu", "network.reach"
 TOKEN = "0123456789abcdef"  # noqa: S105

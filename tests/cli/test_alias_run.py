@@ -63,7 +63,7 @@ def test_hosts_and_a_discovery_script(tmp_path) -> None:
 def test_levels_of_verbosity_are_taken(capsys, verbose) -> None:
     results = horovod.run(place, num_proc=2, verbose=verbose)
     assert [result[0] for result in results] == [(0, 2), (1, 2)]
-    assert "ronde: 2 ranks started in" in capsys.readouterr().err
+    assert "ronde: 2 of 2 ranks started in" in capsys.readouterr().err
 
 
 def test_fewer_slots_suffice_where_that_is_said(capsys) -> None:

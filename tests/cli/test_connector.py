@@ -20,9 +20,9 @@ from ronde.launch import (
     SshSpawner,
     StartProgress,
     caught_signals,
-    children,
     start_local_agent,
 )
+from ronde.processes import children
 
 NEVER_S = float("inf")
 PROMPT = ELASTIC._replace(connect_s=HANG_S, ping_s=0.1, lease_s=HANG_S)

@@ -15,12 +15,10 @@ from ronde.launch import (
     ElasticOptions,
     Host,
     HostChanges,
-    adopting_orphans,
-    children,
     open_discovery,
-    read_process,
     wait_for,
 )
+from ronde.processes import adopting_orphans, children, read_process
 
 OPTION = "--host-discovery"
 EVERY_S = 0.02

@@ -41,10 +41,10 @@ from ronde.launch import (
     WorkerStopped,
     WorkerTexts,
     own_environment,
-    read_process,
     start_local_agent,
     wait_for,
 )
+from ronde.processes import read_process
 
 MIB = 1 << 20
 

@@ -7,7 +7,8 @@ import pytest
 
 from ronde.cli import read_run_request
 from ronde.errors import UsageError
-from ronde.launch import SLOTS_OPEN, discover, read_process
+from ronde.launch import SLOTS_OPEN, discover
+from ronde.processes import read_process
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -18,12 +19,12 @@ SLURM = {
 
 
 def asked(*words, environ=()):
-    return read_run_request([*words, "train.py"], dict(environ)).horovod
+    return read_run_request([*words, "train.py"], dict(environ))
 
 
 def slots(*words, environ=()):
     """Return the slots of the hosts that these words name."""
-    return {host.name: host.slots for host in asked(*words, environ=environ).hosts}
+    return {host.name: host.slots for host in asked(*words, environ=environ).spec.hosts}
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_file_in_another_encoding_is_refused(tmp_path) -> None:
 
 
 def test_a_script_that_prints_no_text_is_refused() -> None:
-    with pytest.raises(UsageError, match="must print hosts and end with 0"):
+    with pytest.raises(UsageError, match="must be text in UTF-8, but"):
         asked("--host-discovery-script", r"printf '\377'")
 
 
@@ -126,7 +127,7 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> None
 
 
 def test_whoever_asked_a_script_adopts_no_orphans_after_it() -> None:
-    assert asked("--host-discovery-script", "echo a").hosts
+    assert asked("--host-discovery-script", "echo a").spec.hosts
     words = ["sh", "-c", "sleep 1000 >/dev/null & echo $!"]
     orphan = read_process(int(subprocess.check_output(words)))
     assert orphan is not None
@@ -139,12 +140,12 @@ def test_horovods_ssh_options_are_for_ssh(tmp_path) -> None:
     path.write_text("a port=23\nb\n")
     words = ("-p", "22", "-i", "key file", "--hostfile", str(path))
     found = asked(*words)
-    assert [host.port for host in found.hosts] == [23, 22]
-    assert found.ssh_args == ("-i", "key file")
-    assert found.ignored == ()
-    assert asked().ssh_args == ()
+    assert [host.port for host in found.spec.hosts] == [23, 22]
+    assert found.horovod.ssh_args == ("-i", "key file")
+    assert found.horovod.ignored == ()
+    assert asked().horovod.ssh_args == ()
 
 
 def test_horovods_ssh_port_is_that_of_other_hosts() -> None:
-    hosts = asked("-p", "22", "-H", "192.0.2.1:1,localhost:1,192.0.2.2:1").hosts
+    hosts = asked("-p", "22", "-H", "192.0.2.1:1,localhost:1,192.0.2.2:1").spec.hosts
     assert [host.port for host in hosts] == [22, 0, 22]

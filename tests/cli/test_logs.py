@@ -94,7 +94,7 @@ def test_files_have_each_streams_bytes_in_order(tmp_path_factory, said):
     for rank in range(3):
         for stream in Stream:
             expected = b"".join(
-                o.data for o in said if (o.rank, o.stream) == (rank, stream)
+                o.data for o in said if (o.worker, o.stream) == (rank, stream)
             )
             name = stream.name.lower()
             assert read(directory / "job/attempt_0", rank, name) == expected

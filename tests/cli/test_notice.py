@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.limits import HANG_S
 
-from ronde.launch import descendants
+from ronde.processes import descendants
 
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 TRAIN = """
@@ -55,7 +55,7 @@ def start(ronde, tmp_path):
 
 def find_pollers(pid):
     found = [process.pid for process in descendants(pid)]
-    return [n for n in found if b"notice_sources" in read_words(n)]
+    return [n for n in found if b"ronde.launch.agent.notices" in read_words(n)]
 
 
 def read_words(pid):

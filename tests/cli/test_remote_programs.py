@@ -10,9 +10,9 @@ from ronde.launch import (
     Host,
     NoOutput,
     caught_signals,
-    children,
     start_local_agent,
 )
+from ronde.processes import children
 
 PROGRAM = """
 import os, sys, time

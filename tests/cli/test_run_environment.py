@@ -6,13 +6,8 @@ from pathlib import Path
 
 from tests.limits import HANG_S
 
-from ronde.launch import (
-    JobFacts,
-    NodeFacts,
-    base_environment,
-    count_cores,
-    rank_environment,
-)
+from ronde.launch import JobFacts, NodeFacts, base_environment, rank_environment
+from ronde.topology import count_cores
 from ronde.world import Launcher, World, read_rank_info
 
 DUMP = """

@@ -250,6 +250,29 @@ def test_neither_launcher_nor_agent_waits_for_torch():
     assert done.stdout == b"[]\n"
 
 
+FOR_FEW_JOBS = (
+    *("cli.check", "cli.elastic", "cli.horovodrun", "launch.hosts.sources"),
+    *("launch.hosts.spawner", "launch.network", "launch.wire.tls", "membership"),
+    *("render.job", "timeline", "topology.placement", "world.horovod_config"),
+)
+
+
+def test_a_small_job_imports_nothing_that_others_need(ronde):
+    python, *words = ronde.command("run", "-n", "3", "--", "/bin/true")
+    done = subprocess.run(
+        [python, "-X", "importtime", *words],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        timeout=HANG_S,
+        check=True,
+    )
+    lines = done.stderr.decode().splitlines()
+    loaded = {line.rpartition("|")[2].strip() for line in lines}
+    assert "ronde.launch.job.controller" in loaded
+    assert not loaded & {f"ronde.{name}" for name in FOR_FEW_JOBS}
+    assert not loaded & {"fractions", "shutil", "ssl", "tempfile", "torch"}
+
+
 def test_a_closed_standard_output_is_no_harm(ronde):
     command = ronde.command(
         "run", "-n", "2", "--nested", "/bin/sh", "-c", "echo x; exit 3"

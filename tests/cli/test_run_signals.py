@@ -12,7 +12,8 @@ from contextlib import suppress
 import pytest
 from tests.limits import HANG_S
 
-from ronde.launch import descendants, read_process, wait_for
+from ronde.launch import wait_for
+from ronde.processes import descendants, read_process
 
 
 def shell(code: str) -> list[str]:

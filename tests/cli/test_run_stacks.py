@@ -12,7 +12,7 @@ import textwrap
 import pytest
 from tests.limits import HANG_S
 
-from ronde.launch import read_process
+from ronde.processes import read_process
 
 HANGING = """
 import ctypes, os, sys, threading, time

@@ -1,7 +1,6 @@
 import os
 
-from ronde.launch import count_cores, count_slots, usable_cores
-from ronde.topology import Core, Machine
+from ronde.topology import Core, Machine, count_cores, count_slots, usable_cores
 
 
 def test_cores_are_no_more_than_may_be_used():

@@ -12,7 +12,7 @@ from tests import timed
 from tests.cli.conftest import Ronde, clean_environment
 from tests.limits import HANG_S
 
-from ronde.launch import read_processes
+from ronde.processes import read_processes
 
 HANG = "trap '' TERM; tail -f /dev/null"
 
@@ -71,8 +71,8 @@ def test_a_slow_start_says_what_it_waits_for(ronde, tmp_path):
 def test_verbose_says_how_long_each_step_took(ronde):
     done = ronde("run", "-v", "-n", "2", "/bin/true")
     said = done.stderr.decode()
-    steps = ("1 host answered in ", "program and directory checked in ")
-    for step in (*steps, "2 ranks started in "):
+    steps = ("1 of 1 hosts answered in ", "program and directory checked in ")
+    for step in (*steps, "2 of 2 ranks started in "):
         assert said.count(f"ronde: {step}") == 1
     assert ronde("run", "-n", "2", "/bin/true").stderr == b""
 

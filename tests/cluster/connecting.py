@@ -30,10 +30,10 @@ from ronde.launch import (
     Start,
     StopWorkers,
     WorkerSpec,
-    adopt_orphans,
     caught_signals,
     start_local_agent,
 )
+from ronde.processes import adopt_orphans
 
 CONNECT_S = 6.0
 # Writes a line every hundredth of a second.

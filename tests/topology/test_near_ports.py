@@ -3,8 +3,14 @@
 import pytest
 from tests.topology.saved_trees import Tree
 
-from ronde.launch import nearest_ports
-from ronde.topology import AlignmentRequest, Machine, plan_host, read_host, read_machine
+from ronde.topology import (
+    AlignmentRequest,
+    Machine,
+    nearest_ports,
+    plan_host,
+    read_host,
+    read_machine,
+)
 
 NDR, HDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)"
 BRIDGE, GPU, NIC = "0x060400", "0x030200", "0x020700"

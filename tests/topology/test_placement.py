@@ -8,16 +8,17 @@ from tests.topology.inventories import homes, inventory
 from tests.topology.saved_trees import NAMES, unpack
 
 from ronde.errors import UsageError
-from ronde.launch import BindMode, bind
 from ronde.topology import (
     UNKNOWN_NODE,
     AlignmentRequest,
+    BindMode,
     Core,
     Machine,
     Nearness,
     PlacementError,
     Policy,
     Scope,
+    bind,
     place,
     plan_host,
     read_host,

@@ -6,18 +6,22 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.launch import (
+from ronde.topology import (
+    UNKNOWN_NODE,
     BindMode,
+    Core,
+    Gpu,
     GpuView,
-    Host,
+    Machine,
+    PlacementError,
     PlacementRequest,
+    Policy,
     RankResources,
     assign_gpus,
     bind,
     choose_gpus,
     place_ranks,
 )
-from ronde.topology import UNKNOWN_NODE, Core, Gpu, Machine, PlacementError, Policy
 
 
 def gpu(index: int, node: int = 0) -> Gpu:
@@ -191,7 +195,7 @@ def test_a_gpu_that_the_kernel_does_not_place_binds_nobody_by_itself():
 def test_fewer_cores_than_ranks_are_shared_and_told_of():
     places, notices = place_ranks(
         machine({0: 2}),
-        Host("n1"),
+        "n1",
         3,
         PlacementRequest(BindMode.CORE, GpuView.ALL),
         {},
@@ -248,12 +252,12 @@ def test_a_refusal_names_host_rank_and_resource():
     whole = machine({0: 4, 1: 4}, gpus=[gpu(0, 0), gpu(1, 7)])
     request = PlacementRequest(BindMode.AUTO, GpuView.ALL, Policy.RESTRICTED)
     with pytest.raises(PlacementError) as refused:
-        place_ranks(whole, Host("n1"), 2, request, {})
+        place_ranks(whole, "n1", 2, request, {})
     assert "got restricted and rank 1 on n1: gpu: GPU 1 near no node" in str(
         refused.value
     )
     relaxed = PlacementRequest(BindMode.AUTO, GpuView.ALL)
-    assert len(place_ranks(whole, Host("n1"), 2, relaxed, {})[0]) == 2
+    assert len(place_ranks(whole, "n1", 2, relaxed, {})[0]) == 2
 
 
 def test_best_effort_does_not_mind_how_many_memory_nodes_there_are():
@@ -289,7 +293,7 @@ def test_one_gpu_each_needs_as_many_as_ranks(gpus):
 def test_more_ranks_than_gpus_share_or_use_none_and_are_told():
     whole = machine({0: 4, 1: 4}, gpus=[gpu(0, 1)])
     request = PlacementRequest(BindMode.AUTO, GpuView.ALL)
-    places, notices = place_ranks(whole, Host("n1"), 2, request, {})
+    places, notices = place_ranks(whole, "n1", 2, request, {})
     assert [place.device for place in places] == ["", ""]
     assert [place.cpus for place in places] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert notices[0].startswith("n1: 2 ranks and fewer GPUs, 1, so that")
@@ -309,11 +313,11 @@ def test_the_host_files_gpus_are_counted_among_those_the_host_lets_be_used():
 def test_a_choice_of_gpus_is_told_to_every_rank():
     whole = machine({0: 4}, gpus=[gpu(n) for n in range(4)])
     request = PlacementRequest(BindMode.NONE, GpuView.ALL)
-    host = Host("n1", gpus=("3", "1"))
-    places, _ = place_ranks(whole, host, 2, request, {})
+    chosen = request._replace(gpus=("3", "1"))
+    places, _ = place_ranks(whole, "n1", 2, chosen, {})
     assert [place.device for place in places] == ["GPU 3 H100", "GPU 1 H100"]
     assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places} == {"3,1"}
     environ = {"CUDA_VISIBLE_DEVICES": "2,0"}
-    hidden, _ = place_ranks(whole, Host("n1"), 2, request, environ)
+    hidden, _ = place_ranks(whole, "n1", 2, request, environ)
     assert [place.device for place in hidden] == ["GPU 2 H100", "GPU 0 H100"]
     assert hidden[0].env == {}, "who hid them told the ranks already"

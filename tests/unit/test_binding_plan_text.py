@@ -2,8 +2,9 @@
 
 from hypothesis import given, strategies as st
 
-from ronde.launch import Host, HostShare, JobPlan, JobSpec, RankResources, make_facts
+from ronde.launch import Host, HostShare, JobPlan, JobSpec, make_facts
 from ronde.render import format_runs, plan_text
+from ronde.topology import RankResources
 
 HALVES = (
     RankResources(

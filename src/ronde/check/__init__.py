@@ -12,7 +12,7 @@ __getattr__ = lazy_exports(
         "catalogue": "PROBES all_checks all_steps plan_for",
         "check": "Check FAIL Family Finding Problem Severity WARN name_pair",
         "cluster": "PACE estimate_offset spin",
-        "collect": "Collected",
+        "collect": "Collected choose_addresses",
         "expected": "read_expected",
         "fleet": "Fleet HostFacts Value",
         "gpu.links": "read_acs read_direct_rdma read_is_virtual",
@@ -34,6 +34,7 @@ __getattr__ = lazy_exports(
             "Streams bench busbw_of hold_rendezvous judge_logs judge_pairs rounds"
         ),
         "network.interfaces": "chooses look_up_own_name",
+        "network.path_mtu": "measure_mtu",
         "network.pci": "adapter_pcie",
         "network.rdma": "RDMA_ERRORS read_errors",
         "network.reach": (

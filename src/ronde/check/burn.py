@@ -30,7 +30,7 @@ from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.majority import find_few, find_odd
 from ronde.check.probing import FactReader, run_probe
-from ronde.launch.process_tree import die_with_parent
+from ronde.processes import die_with_parent
 from ronde.topology.cpu_sets import members
 from ronde.topology.kernel_files import read_list
 from ronde.topology.pci import plain_address

@@ -1,6 +1,6 @@
 """From hosts to facts: an agent on each, ``ronde.check.node`` there, step by step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.addresses import is_loopback
@@ -10,12 +10,10 @@ from ronde.check.hosts import HostSet
 from ronde.check.probing import FAILED, MOST_DEADLINES
 from ronde.errors import HostError, HostFailure
 from ronde.launch.host import Host
-from ronde.launch.hosts.node import AgentNode
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import AgentNode, AgentStarter
 from ronde.launch.job.controller import Controller
 from ronde.launch.job.output import NoOutput
-from ronde.launch.network import choose_addresses
-from ronde.launch.process_tree import adopting_orphans
+from ronde.processes import adopting_orphans
 
 _SLACK_S = 5.0
 
@@ -124,3 +122,21 @@ def _own_addresses(node: AgentNode) -> list[str]:
         return [node.host.address]
     interfaces = node.hello.interfaces if node.hello else ()
     return [i.address for i in interfaces if not is_loopback(i.address)]
+
+
+def choose_addresses(
+    own: Mapping[str, Sequence[str]], routed: Mapping[str, Collection[str]]
+) -> dict[str, str]:
+    """Return by name the address of each host to which most others have a route.
+
+    Where another host has the same address, as of a bridge that containers use, its
+    route leads to itself. ``own`` has the best address of a host first.
+    """
+
+    def count_routes(address: str) -> int:
+        return sum(
+            address in routed[other] and address not in theirs
+            for other, theirs in own.items()
+        )
+
+    return {name: max(own[name], key=count_routes, default="") for name in own}

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ronde.check.fleet import Value
+from ronde.processes import read_stat
 
 FAILED = "probe.failed"  # fact: by the name of each probe that gave none, why
 # How the failure begins of a probe that ended by itself; any other one hung.
@@ -166,12 +167,12 @@ def _output_of(
 def _processor_use(group: int) -> tuple[float, bool]:
     """Return the processor's seconds of a process group, and whether one is ready."""
     ticks, is_ready = 0, False
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                ticks += sum(map(int, fields[11:15]))
-                is_ready |= fields[0] == "R"
+            fields = read_stat(int(path.name))
+            if int(fields[3]) == group:
+                ticks += sum(map(int, fields[12:16]))
+                is_ready |= fields[1] == "R"
     return ticks / os.sysconf("SC_CLK_TCK"), is_ready
 
 

@@ -18,10 +18,9 @@ from ronde.bench.training.outcome import (
 from ronde.bench.variables import read_variables
 from ronde.cli.exits import give_up_output, is_unwritten
 from ronde.errors import CollectiveError, RondeError, UsageError
+from ronde.launch.bootstrap import start_local_agent
 from ronde.launch.environments import own_environment
-from ronde.launch.host import count_cores, count_slots
-from ronde.launch.hosts.bootstrap import start_local_agent
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import AgentStarter
 from ronde.launch.job.controller import launch
 from ronde.launch.job.plan import JobSpec
 from ronde.launch.program import absolute_path
@@ -29,6 +28,7 @@ from ronde.launch.signals import STOPPING, caught_signals
 from ronde.memory import available_memory, import_torch
 from ronde.render.console import SelfLaunchConsole
 from ronde.render.plot import check_path
+from ronde.topology.machine import count_cores, count_slots
 from ronde.world import Launcher, RankInfo, read_rank_info
 from ronde.world.environment import require_algorithm, require_engine
 
@@ -179,7 +179,8 @@ def run_self(
             grace_s=_GRACE_S,
             num_ranks=size,
         )
-        result = launch(spec, AgentStarter(agent), signal_fd, SelfLaunchConsole())
+        starter = AgentStarter(agent)
+        result = launch(spec, starter, signal_fd, lambda: (SelfLaunchConsole(), ()))
     statuses = [end.status for end in result.ended]
     is_stopped = result.interrupted_by in STOPPING and min(statuses, default=-1) >= 0
     return max(statuses) if is_stopped else result.exit_code

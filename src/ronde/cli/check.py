@@ -30,17 +30,16 @@ from ronde.check.reading import NOT_OF_FILES, read_saved_facts
 from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS
 from ronde.cli.hosts import HOST_DEFAULTS, find_hosts, make_spawner
 from ronde.errors import Failure, HostError, HostFailure, UsageError
+from ronde.launch.bootstrap import start_local_agent
 from ronde.launch.environments import own_environment, select_forwarded
 from ronde.launch.host import MAX_SLOTS, Host
-from ronde.launch.hosts.bootstrap import start_local_agent
-from ronde.launch.hosts.node import AgentNode
-from ronde.launch.hosts.starter import AgentStarter
-from ronde.launch.hosts.writing import write_hostfile
+from ronde.launch.hosts.node import AgentNode, AgentStarter
 from ronde.launch.job.controller import Controller, Preflight
 from ronde.launch.limits import USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, caught_signals
 from ronde.render import check as render
+from ronde.render.hosts import write_hostfile
 from ronde.render.text import WIDTH
 from ronde.topology.sources import read_saved
 from ronde.units import counted, parse_duration_s

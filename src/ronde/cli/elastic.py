@@ -4,8 +4,13 @@ import argparse
 from collections.abc import Mapping
 
 from ronde.arguments import attribute_of, read_number, read_one_of
-from ronde.cli.horovodrun import HorovodOptions
-from ronde.cli.hosts import DISCOVERIES, read_nodes, read_slots
+from ronde.cli.hosts import (
+    DISCOVERIES,
+    ELASTIC_OPTIONS,
+    HorovodOptions,
+    read_nodes,
+    read_slots,
+)
 from ronde.errors import UsageError
 from ronde.launch.elastic_options import (
     NO_LIMIT,
@@ -15,10 +20,6 @@ from ronde.launch.elastic_options import (
 )
 from ronde.units import parse_duration_s
 
-_OF_ELASTIC = (
-    *("--spares", "--discover-every", "--failure-domain", "--cooldown"),
-    *("--reform-timeout", "--notice"),
-)
 _OF_HOROVOD = frozenset(("min-num-proc", "max-num-proc", "blacklist-cooldown-range"))
 _NOTICES = ("signal", "aws", "gcp", "azure", "slurm")
 _TYPE = "Type for example: ronde run --min-ranks 2 --max-ranks 4 ..."
@@ -131,7 +132,7 @@ def _require_order(
 
 
 def _refuse_alone(options: argparse.Namespace) -> None:
-    for name in _OF_ELASTIC:
+    for name in ELASTIC_OPTIONS:
         if getattr(options, attribute_of(name)) is not None:
             raise UsageError(
                 f"{name} must come with --min-ranks, --max-ranks or --host-discovery, "

@@ -54,7 +54,7 @@ def _code_of(words: list[str], timeouts: Timeouts) -> int:
                 print(table, end="", file=sys.stderr)
         return exits.exit_code_of(error)
     except OSError as error:
-        from ronde.launch.limits import explain_shortage
+        from ronde.launch.bootstrap import explain_shortage
 
         if shortage := explain_shortage(error):
             print(f"ronde: {shortage}", file=sys.stderr)
@@ -97,7 +97,7 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
 
 
 def _run(words: list[str], timeouts: Timeouts) -> int:
-    from ronde.launch.hosts.bootstrap import start_local_agent
+    from ronde.launch.bootstrap import start_local_agent
     from ronde.launch.signals import caught_signals
 
     # First of all: the agent's start and the imports here take about equally long.

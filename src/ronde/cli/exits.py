@@ -8,11 +8,9 @@ import sys
 from contextlib import suppress
 
 from ronde.errors import HostError, RondeError, UsageError
-from ronde.launch.limits import EXIT_UNWRITTEN, NO_ROOM
+from ronde.launch.limits import EXIT_INTERNAL, EXIT_UNREACHABLE, EXIT_UNWRITTEN, NO_ROOM
 
 EXIT_USAGE = 64
-EXIT_UNREACHABLE = 69
-EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 

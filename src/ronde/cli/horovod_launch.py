@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import MutableMapping
 
-from ronde.cli.horovodrun import read_variables
+from ronde.cli.horovodrun import read_horovod_options
 from ronde.cli.run import make_run_parser
 from ronde.horovod import elastic
 from ronde.horovod.launcher import run_job
@@ -24,7 +24,7 @@ def set_env_from_args(
     env: MutableMapping[str, str], args: argparse.Namespace
 ) -> MutableMapping[str, str]:
     """Set the variables that horovodrun's options stand for."""
-    env.update(read_variables(args, env))
+    env.update(read_horovod_options(args, env).env)
     return env
 
 

@@ -8,15 +8,13 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import ronde
 from ronde.arguments import attribute_of, read_number
-from ronde.cli.hosts import find_run_hosts, read_text
+from ronde.cli.hosts import HorovodOptions, read_text
 from ronde.errors import UsageError
-from ronde.launch.host import Host, is_here
 from ronde.launch.job.output import Generation, JobFile, NewRank, attempt_dir
 from ronde.launch.program import absolute_path
 
@@ -118,18 +116,6 @@ _SECTIONS = {
 }
 
 
-class HorovodOptions(NamedTuple):
-    """What horovodrun's options ask for."""
-
-    env: dict[str, str]  # variables for all ranks
-    hosts: tuple[Host, ...]  # where ranks may run, at least one
-    elastic: Mapping[str, Any]  # options of elastic jobs, as they were given
-    ssh_port: int  # 0 for ssh's own choice
-    ssh_args: tuple[str, ...]
-    output_dir: str  # directory for the ranks' output, or empty
-    ignored: tuple[str, ...]  # options that have no effect
-
-
 def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
     match words:
         case [] | ["-h" | "--help", *_]:
@@ -184,7 +170,6 @@ def read_horovod_options(
     identity = given.get("ssh-identity-file")
     return HorovodOptions(
         env=_variables(given, environ),
-        hosts=_hosts(options, port, environ),
         elastic={name: given[name] for name in _ELASTIC if name in given},
         ssh_port=port,
         ssh_args=("-i", identity) if identity is not None else (),
@@ -201,13 +186,6 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     if "config-file" in given:
         given = _configured(given) | given
     return given
-
-
-def read_variables(
-    options: argparse.Namespace, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the variables that horovodrun's options set."""
-    return _variables(_given(options), environ)
 
 
 def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -228,19 +206,6 @@ def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env[name] = known.get(name, names)
     return env
-
-
-def _hosts(
-    options: argparse.Namespace, port: int, environ: Mapping[str, str]
-) -> tuple[Host, ...]:
-    hosts = find_run_hosts(options, environ)
-    if not port:
-        return hosts
-    # It is for other hosts: with a port, this machine would count as another one.
-    own = next((host for host in hosts if is_here(host)), None)
-    return tuple(
-        host if host is own else replace(host, port=host.port or port) for host in hosts
-    )
 
 
 def _configured(given: Mapping[str, str]) -> dict[str, str]:

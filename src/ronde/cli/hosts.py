@@ -7,23 +7,50 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ronde.arguments import attribute_of, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
 from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host, is_here
-from ronde.launch.hosts.spawner import Spawner
+
+if TYPE_CHECKING:
+    from ronde.launch.hosts.spawner import Spawner
 
 LAUNCHERS = ("auto", "ssh", "slurm")
 DISCOVERIES = ("--host-discovery", "--host-discovery-script")
+ELASTIC_OPTIONS = (
+    *("--spares", "--discover-every", "--failure-domain", "--cooldown"),
+    *("--reform-timeout", "--notice"),
+)
+"""Options of elastic jobs alone."""
 _SOURCES = ("--hosts", "--hostfile", *DISCOVERIES)
 HOST_DEFAULTS = {"launcher": "auto", "python": sys.executable}
 
 
+class HorovodOptions(NamedTuple):
+    """Horovod's options, as they were given to ``ronde run``."""
+
+    env: Mapping[str, str] = MappingProxyType({})  # variables for all ranks
+    elastic: Mapping[str, Any] = MappingProxyType({})  # options of elastic jobs
+    ssh_port: int = 0  # 0 for ssh's own choice
+    ssh_args: tuple[str, ...] = ()
+    output_dir: str = ""  # directory for the ranks' output, or empty
+    ignored: tuple[str, ...] = ()  # options that have no effect
+
+
 def find_run_hosts(
-    options: argparse.Namespace, environ: Mapping[str, str]
+    options: argparse.Namespace, environ: Mapping[str, str], ssh_port: int
 ) -> tuple[Host, ...]:
-    """Return what ``find_hosts`` does, without those that an option leaves out."""
+    """Return the hosts of ``find_hosts`` that the other options leave."""
     hosts = find_hosts(options, {} if options.standalone else environ)
+    if ssh_port:
+        # It is for other hosts: with a port, this machine would count as another one.
+        own = next((host for host in hosts if is_here(host)), None)
+        hosts = tuple(
+            host if host is own else replace(host, port=host.port or ssh_port)
+            for host in hosts
+        )
     if options.standalone:
         for host in hosts:
             if not is_here(host):
@@ -97,10 +124,10 @@ def find_hosts(
 
 
 def _discover(text: str, option: str) -> tuple[Host, ...]:
-    from ronde.launch.hosts import sources
+    from ronde.launch.hosts import discovery, sources
 
     if not sources.is_hostfile(text, option):
-        return sources.discover(text, option)
+        return discovery.discover(text, option)
     hosts = sources.parse_lines(read_text(text, option), text)
     return sources.merge_repeated(hosts, is_counted=True)[0]
 
@@ -126,7 +153,7 @@ def make_spawner(
     options: argparse.Namespace,
     environ: Mapping[str, str],
     more_ssh_args: Sequence[str] = (),
-) -> Spawner:
+) -> "Spawner":
     name = read_one_of("--launcher", options.launcher, LAUNCHERS)
     is_named = any(getattr(options, attribute_of(each)) for each in _SOURCES)
     is_in_slurm = "SLURM_JOB_ID" in environ

@@ -1,7 +1,8 @@
 """``ronde run``: words -> the job that they ask for -> exit code.
 
-Also the head of nodes that join, and such a node. Every run loads this; what listens,
-connects or places ranks is loaded by those that do.
+Also the head of nodes that join, and such a node. Every run loads this module. A
+function imports by itself what only some jobs need: elastic ones, those with Horovod's
+options, that listen, bind ranks, or run inside another launcher's.
 """
 
 import argparse
@@ -10,21 +11,33 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from pathlib import Path
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from ronde.arguments import CommandParser, read_number, read_one_of, require_alone
-from ronde.cli import horovodrun
-from ronde.cli.elastic import read_elastic
+from ronde.arguments import (
+    CommandParser,
+    attribute_of,
+    read_number,
+    read_one_of,
+    require_alone,
+)
 from ronde.cli.exits import exit_code_of
 from ronde.cli.help import RUN_HELP
-from ronde.cli.hosts import HOST_DEFAULTS, LAUNCHERS, make_spawner, read_slots
+from ronde.cli.hosts import (
+    DISCOVERIES,
+    ELASTIC_OPTIONS,
+    HOST_DEFAULTS,
+    LAUNCHERS,
+    HorovodOptions,
+    find_run_hosts,
+    make_spawner,
+    read_slots,
+)
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import environments
-from ronde.launch.elastic_options import NO_LIMIT, FailureDomain
 from ronde.launch.host import (
     MAX_SLOTS,
     SLOTS_CORES,
@@ -32,8 +45,7 @@ from ronde.launch.host import (
     Host,
     take_each,
 )
-from ronde.launch.hosts.node import EXIT_INTERNAL
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import EXIT_INTERNAL, AgentStarter
 from ronde.launch.job import controller
 from ronde.launch.job.output import (
     ErrorFile,
@@ -46,20 +58,11 @@ from ronde.launch.job.plan import JobSpec
 from ronde.launch.limits import ELASTIC, USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
-from ronde.render.console import Console, Tag, TagPlace, parse_tag
-from ronde.render.text import parse_ranks
-from ronde.units import parse_duration_s, parse_size_bytes
-from ronde.world import Launcher, read_rank_info
-from ronde.world.environment import (
-    read_engine,
-    read_malloc_tuning,
-    require_algorithm,
-    require_engine,
-)
-from ronde.world.horovod_config import read_horovod_config
+from ronde.units import parse_duration_s
+from ronde.world.launcher_env import PLACE_VARIABLES
 
 if TYPE_CHECKING:
-    from ronde.launch.placement import PlacementRequest
+    from ronde.topology.placement.binding import PlacementRequest
 
 _Agent = subprocess.Popen[bytes]
 _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
@@ -73,7 +76,6 @@ _DEFAULTS = {
     "num_proc": "auto",
     "nproc_per_node": "auto",
     "master_port": "0",
-    "grace": "15s",
     "max_restarts": "0",
     "no_restart_codes": "93,64",
     "bind": "none",
@@ -120,23 +122,34 @@ class RunParser(CommandParser):
     """Reads the words after ``ronde run``, also as other launchers spell them."""
 
     def _refuse_foreign(self, word: str) -> None:
-        # Imported where it is needed: most words are right.
         from ronde.cli.other_launchers import advise
 
         if advice := advise(word):
             raise UsageError(advice)
 
 
-def make_run_parser() -> RunParser:
+def make_run_parser(words: Sequence[str] | None = None) -> RunParser:
+    """Return a parser of all options, or of those that some words may have."""
     parser = RunParser("ronde run", RUN_HELP)
     parser.declare(_HIDDEN)
-    horovodrun.add_horovod_options(parser)
-    parser.set_defaults(**_DEFAULTS)
-    parser.add_argument("program", nargs=argparse.REMAINDER)
     for option, names in _OTHER_NAMES.items():
         parser.alias(option, *names)
+    if words is None or not _are_own(words, parser.options):
+        from ronde.cli.horovodrun import add_horovod_options
+
+        add_horovod_options(parser)
+    parser.set_defaults(**_DEFAULTS)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
     parser.add_underscore_twins()
     return parser
+
+
+def _are_own(words: Sequence[str], names: Container[str]) -> bool:
+    """Return whether all options among some words are ``ronde run``'s own."""
+    # Those of the program count as well: where it begins is not known yet.
+    before = (w.replace("_", "-") for w in takewhile("--".__ne__, words))
+    options = [w.partition("=")[0] for w in before if w.startswith("-")]
+    return all(w in names or (w[1:2] != "-" and w[:2] in names) for w in options)
 
 
 class _Start(NamedTuple):
@@ -153,14 +166,14 @@ class RunRequest(NamedTuple):
     """A job as it is asked for."""
 
     options: argparse.Namespace
-    horovod: horovodrun.HorovodOptions
+    horovod: HorovodOptions
     spec: JobSpec
     preflight: controller.Preflight | None
 
 
 def read_run_request(words: Sequence[str], environ: Mapping[str, str]) -> RunRequest:
     """Read and check the words after ``ronde run``, of a job that is not joined."""
-    parser = make_run_parser()
+    parser = make_run_parser(words)
     options = parser.parse_args(words)
     require_listen_or_agent(options, parser.given(options))
     return read_request(options, environ, {})
@@ -174,7 +187,8 @@ def read_request(
         raise UsageError(
             "program must be given, got none. Type: ronde run -n 2 python train.py"
         )
-    horovod = horovodrun.read_horovod_options(options, environ)
+    horovod = _read_horovod(options, environ)
+    hosts = find_run_hosts(options, environ, horovod.ssh_port)
     if horovod.output_dir and options.log_dir:
         raise UsageError("--output-filename must stand alone, got --log-dir too.")
     read_one_of("--launcher", options.launcher, LAUNCHERS)
@@ -183,8 +197,14 @@ def read_request(
         cure = "Type: ronde run -n 2 ..., or leave it out for one rank a slot"
         num_ranks = read_number("-n", options.num_proc, cure, least=1)
     num_each = read_num_each(options)
-    elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
-    if not options.nested:
+    elastic = None
+    makes_elastic = ("--min-ranks", "--max-ranks", "--nodes", *DISCOVERIES)
+    names = map(attribute_of, (*makes_elastic, *ELASTIC_OPTIONS))
+    if horovod.elastic or any(getattr(options, n) is not None for n in names):
+        from ronde.cli.elastic import read_elastic
+
+        elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
+    if not options.nested and environ.keys() & PLACE_VARIABLES:
         refuse_nesting(num_ranks, environ)
     env = _rank_env(options, horovod, environ)
     if elastic is None:
@@ -192,11 +212,10 @@ def read_request(
         horovod = horovod._replace(ignored=(*horovod.ignored, *unused))
     else:
         env = {"HOROVOD_ELASTIC": "1", **env}
-        if num_ranks is None and elastic.max_ranks != NO_LIMIT:
+        if num_ranks is None and elastic.num_processes is not None:
             num_ranks = elastic.max_ranks
     preflight = None
     if options.preflight:
-        # Imported where it is needed: few jobs ask for it.
         from ronde.cli.check import make_preflight
 
         preflight = make_preflight(str(absolute_path(options.chdir or "")), env)
@@ -207,9 +226,9 @@ def read_request(
         argv=("-m", *program) if options.module else tuple(program),
         env={**env, **more_env},
         cwd=options.chdir or "",
-        grace_s=parse_duration_s(options.grace, "--grace"),
+        grace_s=parse_duration_s(options.grace, "--grace") if options.grace else 15.0,
         master_port=port,
-        hosts=horovod.hosts,
+        hosts=hosts,
         num_ranks=num_ranks,
         min_ranks=elastic.min_ranks if elastic else None,
         interfaces=tuple(n for n in (options.interface or "").split(",") if n),
@@ -222,8 +241,23 @@ def read_request(
     return RunRequest(options, horovod, spec, preflight)
 
 
+def _read_horovod(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> HorovodOptions:
+    has_options = hasattr(options, "config-file") or not (
+        options.elastic_timeout is None and options.reset_limit is None
+    )
+    if not has_options and not any(name.startswith("HOROVOD_") for name in environ):
+        return HorovodOptions()
+    from ronde.cli.horovodrun import read_horovod_options
+
+    return read_horovod_options(options, environ)
+
+
 def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
     """Refuse to start ranks inside a rank of a world that has other ranks."""
+    from ronde.world import Launcher, read_rank_info
+
     try:
         info = read_rank_info(environ)
     except WorldError as error:
@@ -269,31 +303,44 @@ def _no_restart_codes(text: str) -> frozenset[int]:
 
 def _rank_env(
     options: argparse.Namespace,
-    horovod: horovodrun.HorovodOptions,
+    horovod: HorovodOptions,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the variables for all ranks; refuse meaningless ones."""
-    env = environments.select_forwarded(environ) | horovod.env
+    env = environments.select_forwarded(environ) | dict(horovod.env)
     env |= environments.read_assignments(options.env, environ)
     if options.engine:
-        env["RONDE_ENGINE"] = require_engine(options.engine, "--engine")
+        env["RONDE_ENGINE"] = options.engine
     if options.algorithm:
-        env["RONDE_ALGORITHM"] = require_algorithm(options.algorithm, "--algorithm")
+        env["RONDE_ALGORITHM"] = options.algorithm
     if options.replace_gloo:
         env["RONDE_REPLACE_GLOO"] = "1"
     if options.no_malloc_tuning:
         env["RONDE_MALLOC_TUNING"] = "0"
     known = {**environ, **env}
     env |= environments.alias_environment(known, is_wanted=options.horovod_alias)
-    if read_engine(known) == "mpi":
+    if any(name.startswith(("RONDE_", "HOROVOD_")) for name in known):
+        _require_valid(options, known)
+    return env
+
+
+def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> None:
+    """Refuse variables of ronde's and Horovod's that every rank would refuse."""
+    from ronde.world import environment
+    from ronde.world.horovod_config import read_horovod_config
+
+    if options.engine:
+        environment.require_engine(options.engine, "--engine")
+    if options.algorithm:
+        environment.require_algorithm(options.algorithm, "--algorithm")
+    if environment.read_engine(known) == "mpi":
         raise UsageError(
             "ranks of the engine mpi must be started by mpirun or srun, got ronde run. "
             "Type: RONDE_ENGINE=mpi mpirun -n 4 python train.py, or --engine auto"
         )
-    require_algorithm(known.get("RONDE_ALGORITHM", ""), "RONDE_ALGORITHM")
+    environment.read_algorithm(known)
     read_horovod_config(known)
-    read_malloc_tuning(known)
-    return env
+    environment.read_malloc_tuning(known)
 
 
 def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
@@ -301,8 +348,7 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
     asked = (options.bind, options.gpu_view, options.bind_policy, options.dry_run)
     if asked == ("none", "all", relaxed, False):
         return None
-    # Imported where they are needed: a job that is not bound must start at once.
-    from ronde.launch.placement import BindMode, GpuView, PlacementRequest
+    from ronde.topology.placement.binding import BindMode, GpuView, PlacementRequest
     from ronde.topology.placement.placing import Policy
 
     policies = [policy for policy in Policy if policy is not Policy.NONE]
@@ -357,10 +403,14 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return path
 
 
-def make_sink(
+def make_sinks(
     options: argparse.Namespace, output_dir: str = ""
 ) -> tuple[OutputSink, list[JobFile]]:
     """Return what shows the job, and what writes files of it."""
+    # Imported by the process that shows the job, before its ranks start.
+    from ronde.render.console import Console, Tag, TagPlace, parse_tag
+    from ronde.render.text import parse_ranks
+
     log_dir = output_dir or options.log_dir or ""
     log_dir = str(absolute_path(log_dir)) if log_dir else ""
     require_alone(options, "--no-prefix", "--tag")
@@ -374,12 +424,14 @@ def make_sink(
     elif options.only is not None:
         only = parse_ranks(options.only, "--only")
     sink = Console(1, 2, tag=tag, only=only, log_dir=log_dir)
-    kinds = (
-        (RankLogs, log_dir),
-        (ErrorFile, options.error_file),
-        (horovodrun.LinkedOutputs, output_dir),
-    )
-    return sink, [kind(sink, path) for kind, path in kinds if path]
+    files: list[JobFile] = [RankLogs(sink, log_dir)] if log_dir else []
+    if options.error_file:
+        files.append(ErrorFile(sink, options.error_file))
+    if output_dir:
+        from ronde.cli.horovodrun import LinkedOutputs
+
+        files.append(LinkedOutputs(sink, output_dir))
+    return sink, files
 
 
 def require_tee(options: argparse.Namespace) -> str:
@@ -396,7 +448,7 @@ def require_tee(options: argparse.Namespace) -> str:
 
 
 def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts) -> int:
-    parser = make_run_parser()
+    parser = make_run_parser(words)
     options = parser.parse_args(words)
     if options.help:
         parser.read(["--help"])
@@ -405,7 +457,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
     require_listen_or_agent(options, parser.given(options))
     if options.agent:
         return _run_node(start)
-    recorded = _recorded(options.timeline or "", options.timeline_limit)
+    recorded = _recorded(options)
     try:
         with _limited(options.timeout or ""), recorded as timeline_env:
             request = read_request(options, start.environ, timeline_env)
@@ -419,7 +471,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
             if elastic and timeouts == USUAL:
                 timeouts = ELASTIC
             # Horovod's users name one machine by several names, to try it out.
-            has_aliases = elastic and elastic.failure_domain is FailureDomain.HOST
+            has_aliases = elastic and elastic.failure_domain == "host"
             starter = AgentStarter(
                 agent, make, options.python, timeouts, has_aliases=bool(has_aliases)
             )
@@ -432,6 +484,21 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
             with suppress(OSError):
                 write_report(options.error_file, exit_code_of(error), str(error))
         raise
+
+
+def _recorded(options: argparse.Namespace) -> AbstractContextManager[dict[str, str]]:
+    """Yield the variables that make ranks record; then write the trace of all."""
+    if options.timeline:
+        from ronde.timeline.recording import recorded_job
+
+        path = absolute_path(options.timeline)
+        return recorded_job(path, options.timeline_limit, _report)
+    if options.timeline_limit:
+        raise UsageError(
+            "--timeline-limit must come with --timeline, got it alone. Type: ronde "
+            "run --timeline trace.json.gz --timeline-limit 32MiB ..."
+        )
+    return nullcontext({})
 
 
 def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
@@ -457,9 +524,9 @@ def _launch(
         return 0
     if options.sync:
         _sync(options.sync, hosts, starter, signal_fd)
-    sink, job_files = make_sink(options, request.horovod.output_dir)
+    make = partial(make_sinks, options, request.horovod.output_dir)
     return controller.launch(
-        spec, starter, signal_fd, sink, job_files, request.preflight
+        spec, starter, signal_fd, make, request.preflight
     ).exit_code
 
 
@@ -563,63 +630,3 @@ def _run_node(start: _Start) -> int:
         return join_client.follow_head(joined, start.agent, start.signal_fd, ended)
     except InterruptedStartError as error:
         return 128 + error.number
-
-
-@contextmanager
-def _recorded(file: str, limit: str | None) -> Generator[dict[str, str]]:
-    """Yield the variables that make ranks record; then write the trace of all."""
-    # However the job ends: what each rank had recorded by then is in the trace.
-    if not file:
-        if limit:
-            raise UsageError(
-                "--timeline-limit must come with --timeline, got it alone. Type: ronde "
-                "run --timeline trace.json.gz --timeline-limit 32MiB ..."
-            )
-        yield {}
-        return
-    from ronde.timeline.recording import DEFAULT_LIMIT_BYTES
-
-    path = absolute_path(file)
-    limit_bytes = parse_size_bytes(limit) if limit else DEFAULT_LIMIT_BYTES
-    parts = path.with_name(f"{path.name}.parts")
-    if not path.parent.is_dir() or path.is_dir():
-        raise UsageError(
-            f"--timeline must be a file in a directory that exists, got {str(path)!r}. "
-            "Create the directory or name another."
-        )
-    if limit_bytes < 1 << 16:
-        raise UsageError(
-            f"--timeline-limit must be at least 64KiB, got {limit_bytes} bytes. "
-            "Leave it out for 32MiB."
-        )
-    if parts.exists():
-        raise UsageError(
-            f"--timeline must be a name without parts of an earlier job, got {path}: "
-            f"they are in {parts}. Type: ronde trace merge {path} {parts}, then "
-            "remove that directory."
-        )
-    has_run = False
-    try:
-        yield {"RONDE_TIMELINE": str(parts), "RONDE_TIMELINE_LIMIT": str(limit_bytes)}
-        has_run = True
-    finally:
-        if has_run or parts.exists():
-            _merge(path, parts, limit_bytes)
-
-
-def _merge(path: Path, parts: Path, limit_bytes: int) -> None:
-    """Write the trace; a failure here must not hide how the job ended."""
-    from ronde.timeline.part import SUFFIX
-    from ronde.timeline.recording import write_merged
-
-    files = sorted(parts.glob(f"*{SUFFIX}"))
-    if not files:
-        _report("the timeline is empty: no rank called init(), so there is no file")
-        return
-    try:
-        write_merged(path, [file.read_bytes() for file in files], limit_bytes)
-        for file in files:
-            file.unlink()
-        parts.rmdir()
-    except (UsageError, OSError) as error:
-        _report(f"{error} The ranks' records are in {parts}.")

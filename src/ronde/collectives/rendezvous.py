@@ -45,6 +45,7 @@ from ronde.collectives.objects import all_gather_json, broadcast_json
 from ronde.collectives.scope import AbortScope
 from ronde.collectives.store import JobStore, await_all, join, store_at, store_beyond
 from ronde.errors import CollectiveError, StoreError, UsageError, WorldError
+from ronde.processes import read_stat
 from ronde.store import local_socket
 from ronde.store.authentication import SharedKey, dial_network, user_key
 from ronde.store.protocol import max_connections
@@ -184,10 +185,10 @@ def find_launcher(info: RankInfo) -> tuple[int, int]:
 def _find_launcher(info: RankInfo, *, is_late: bool) -> tuple[int, int]:
     pid = os.getppid()
     while pid > 1 and _is_of_rank(pid, info):
-        pid = int(_stat(pid)[1])
+        pid = int(read_stat(pid)[2])
     if pid == 0:
         return 0, 0
-    state, *fields = _stat(pid)
+    _, state, *fields = read_stat(pid)
     if (state in "ZX" or int(fields[5]) & _IS_EXITING) and not is_late:
         raise ProcessLookupError(pid)
     return pid, int(fields[18])
@@ -204,10 +205,6 @@ def _is_of_rank(pid: int, info: RankInfo) -> bool:
     return place in entries and (
         not info.job_id or any(entry.endswith(job) for entry in entries)
     )
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:

@@ -21,22 +21,20 @@ __getattr__ = lazy_exports(
             "own_environment rank_environment read_assignments redacted "
             "select_forwarded"
         ),
-        "host": (
-            "Host HostShare RankResources SLOTS_OPEN allocate count_cores "
-            "count_slots hosts_to_ask is_here take_each usable_cores"
-        ),
-        "hosts.bootstrap": "start_local_agent",
-        "hosts.discovery": "HostChanges open_discovery",
+        "host": "Host HostShare SLOTS_OPEN allocate hosts_to_ask is_here take_each",
+        "bootstrap": "start_local_agent",
+        "hosts.discovery": "HostChanges discover open_discovery",
         "hosts.join_client": "JoinRequest join_head",
         "hosts.join_server": "JoinConfig wait_for_nodes",
-        "hosts.node": "AgentNode EXIT_INTERNAL HostLoss ProcessTransport",
+        "hosts.node": (
+            "AgentNode AgentStarter HostLoss ProcessTransport start_remote_agent"
+        ),
         "hosts.slurm": "SlurmSpawner",
-        "hosts.sources": "discover parse_hostfile parse_hosts read_allocation",
+        "hosts.sources": "parse_hostfile parse_hosts read_allocation",
         "hosts.spawner": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
         "hosts.ssh": "SshSpawner",
-        "hosts.starter": "AgentStarter start_remote_agent",
+        "hosts.ssh_path": "measure_ssh_path",
         "hosts.sync": "sync_folder",
-        "hosts.writing": "fold_hosts write_hostfile",
         "job.connector": "AgentConnector",
         "job.controller": "Controller",
         "job.event_loop": "EventLoop Handler StartProgress StoreService",
@@ -44,19 +42,10 @@ __getattr__ = lazy_exports(
         "job.output": "ErrorFile Generation NoOutput RankLogs attempt_dir",
         "job.plan": "JobPlan JobSpec make_facts",
         "job.running": "Answer",
-        "limits": "ELASTIC Timeouts",
+        "limits": "ELASTIC EXIT_INTERNAL Timeouts",
         "network": (
-            "HostNetwork MeetingPoint choose_addresses choose_meeting_point "
+            "HostNetwork MeetingPoint choose_meeting_point "
             "find_candidates hold_port locate require_answers"
-        ),
-        "path_mtu": "measure_mtu measure_ssh_path",
-        "placement": (
-            "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
-            "nearest_ports place_ranks"
-        ),
-        "process_tree": (
-            "adopt_orphans adopting_orphans children descendants read_process "
-            "read_processes"
         ),
         "program": "resolve_program",
         "signals": "InterruptedStartError caught_signals wait_for",

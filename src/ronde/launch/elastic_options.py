@@ -1,4 +1,4 @@
-"""What the user asked of an elastic job."""
+"""The options of an elastic job."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -10,7 +10,7 @@ NO_LIMIT = 1 << 20
 
 
 class FailureDomain(StrEnum):
-    """What counts as failed where a rank has failed."""
+    """The part of a host that counts as failed with one of its ranks."""
 
     SLOT = "slot"  # its own slot
     HOST = "host"  # all of its host
@@ -29,7 +29,7 @@ class DiscoverySpec(NamedTuple):
 
 
 class ElasticOptions(NamedTuple):
-    """How ranks may come and go."""
+    """The limits within which ranks come and go."""
 
     min_ranks: int  # with fewer the job waits, for ``elastic_timeout_s``
     max_ranks: int  # or ``NO_LIMIT``
@@ -48,6 +48,6 @@ class ElasticOptions(NamedTuple):
 
     @property
     def num_processes(self) -> int | None:
-        """How many may run at a time; None for any number."""
+        """The most ranks and spares at a time; None for any number."""
         is_open = self.max_ranks == NO_LIMIT
         return None if is_open else self.max_ranks + self.spares

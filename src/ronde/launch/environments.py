@@ -1,4 +1,4 @@
-"""The environment of each rank: what is inherited, forwarded, removed and set.
+"""The environment of each rank: inherited, forwarded, removed and new variables.
 
 The only place below ``launch`` that reads ``os.environ``.
 """
@@ -7,17 +7,17 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import UsageError
-from ronde.memory import malloc_thresholds
+from ronde.memory import MallocThresholds, malloc_thresholds
 from ronde.topology.machine import read_gpus
-from ronde.world import World
 from ronde.world.environment import read_malloc_tuning
-from ronde.world.launcher_env import HOROVOD
+
+if TYPE_CHECKING:
+    from ronde.world import World
 
 _ALLOWED_NAMES = frozenset(
     {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HF_HOME", "LANG", "TZ"}
@@ -64,7 +64,6 @@ _PLACE_NAMES = frozenset(
         *("SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS"),
     }
 )
-_HOROVOD_PLACES = frozenset({*HOROVOD.names.values(), "HOROVOD_HOSTNAME"})
 # Of the login that led to a host. A key agent's socket stays: where it is, it works.
 _LOGIN_PREFIXES = ("SUDO_",)
 _LOGIN_NAMES = frozenset(
@@ -83,7 +82,7 @@ def own_environment() -> dict[str, str]:
 
 
 class JobFacts(NamedTuple):
-    """What every rank knows of its job."""
+    """Facts of a job that all its ranks have."""
 
     job_id: str  # name of the job
     epoch: int  # generation of the world
@@ -92,7 +91,7 @@ class JobFacts(NamedTuple):
 
 
 class NodeFacts(NamedTuple):
-    """What every rank knows of its node."""
+    """Facts of a node that all its ranks have."""
 
     host: str
     node_rank: int  # its index among the nodes
@@ -115,14 +114,23 @@ def default_environment(
 
 
 def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Return what has glibc keep a CPU rank's memory; empty where the user tunes it."""
+    """Return variables that make glibc keep memory; none where the user tunes it."""
     if not read_malloc_tuning(environ) or read_gpus("", environ):
         return {}
-    thresholds = malloc_thresholds(num_ranks)
+    thresholds = _common_thresholds(num_ranks)
     return thresholds.environment() if thresholds else {}
 
 
-def rank_environment(world: World, job: JobFacts, node: NodeFacts) -> dict[str, str]:
+@functools.cache
+def _common_thresholds(num_ranks: int) -> MallocThresholds | None:
+    # The same for all ranks, however much memory the first have taken meanwhile.
+    return malloc_thresholds(num_ranks)
+
+
+def rank_environment(world: "World", job: JobFacts, node: NodeFacts) -> dict[str, str]:
+    # Imported by the controller alone: an agent must start at once.
+    from dataclasses import asdict
+
     place = {name.upper(): str(number) for name, number in asdict(world).items()}
     size = place.pop("SIZE")
     return {
@@ -158,7 +166,7 @@ def names_place(name: str) -> bool:
 
 @functools.cache
 def names_secret(name: str) -> bool:
-    """Whether a variable of this name is likely to hold what others must not see."""
+    """Return whether a variable of this name probably holds a secret."""
     if name in _DIRECTORIES:
         return False
     words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]", name.upper())]
@@ -168,19 +176,23 @@ def names_secret(name: str) -> bool:
 
 
 def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    # Imported by the controller alone, as above.
+    from ronde.world.launcher_env import HOROVOD
+
+    of_one_rank = {*HOROVOD.names.values(), "HOROVOD_HOSTNAME"}
     return {
         name: value
         for name, value in environ.items()
         if (name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES))
         and _is_free(name)
-        and name not in _HOROVOD_PLACES
+        and name not in of_one_rank
     }
 
 
 def read_assignments(
     words: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what the words after ``-x`` ask for; a later word wins.
+    """Return the variables of the words after ``-x``; a later word wins.
 
     ``NAME=VALUE`` sets, ``NAME`` passes on whatever it is, and a pattern such as
     ``WANDB_*`` passes on all that match it but what looks like a secret, belongs to

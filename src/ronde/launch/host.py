@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from threading import Thread
@@ -14,14 +14,7 @@ from typing import NamedTuple
 
 from ronde.addresses import is_loopback, source_towards
 from ronde.errors import UsageError
-from ronde.launch.signals import raise_if_stopped
-from ronde.topology.machine import (
-    UNKNOWN_NODE,
-    Machine,
-    read_cores,
-    read_cpu_limit,
-    read_gpus,
-)
+from ronde.topology.machine import RankResources
 from ronde.units import list_first
 
 SLOTS_OPEN = -1
@@ -52,7 +45,7 @@ class Host:
 
 
 def is_here(host: Host, addresses: Sequence[str] | None = None) -> bool:
-    """Say whether this machine is meant, as its user is here."""
+    """Return whether a host is this machine, and its user the one here."""
     if host.port or (host.user and host.user != _own_name()):
         return False
     if host.name in ("localhost", "127.0.0.1", "::1", os.uname().nodename):
@@ -75,7 +68,8 @@ class LookUp:
     """Names that are looked up by threads, side by side."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.answers: dict[str, tuple[str, ...]] = {}  # without those not answered
+        # none for an unknown name; nothing for one that nobody answers
+        self.answers: dict[str, tuple[str, ...]] = {}
         self._asked = iter(names)
         self._ends_at_s = time.monotonic() + LOOK_UP_S
         num_threads = min(_MAX_LOOKING_UP, len(names))
@@ -101,16 +95,8 @@ class LookUp:
         return True
 
 
-def look_up(names: Sequence[str], stop_fd: int) -> dict[str, tuple[str, ...]]:
-    """Return addresses by name: none for an unknown one, without those not answered."""
-    asked = LookUp(names)
-    while not asked.is_over(LOOK_S):
-        raise_if_stopped(stop_fd)
-    return dict(asked.answers)
-
-
 def resolve(name: str) -> tuple[str, ...]:
-    """Return a name's addresses; ``OSError`` where nobody knows whether it has any."""
+    """Return a name's addresses; ``OSError`` if no name server answers."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except UnicodeError:
@@ -120,23 +106,6 @@ def resolve(name: str) -> tuple[str, ...]:
             raise
         return ()
     return tuple(str(each[4][0]) for each in found)
-
-
-@dataclass(frozen=True, slots=True)
-class RankResources:
-    """Where one rank sits."""
-
-    num_cores: int  # physical cores that it may count on, for its threads
-    # hardware threads that it is bound to; empty for none in particular
-    cpus: tuple[int, ...] = ()
-    memory_node: int = UNKNOWN_NODE  # where its memory is to lie, or ``UNKNOWN_NODE``
-    # variables that name its devices
-    env: dict[str, str] = field(default_factory=dict[str, str])
-    device: str = ""  # its device, for people; empty for none
-    # the nearest network interface, for people; empty where that is not known
-    nic: str = ""
-    why: str = ""  # the reason for all that, for people
-    has_enough: bool = True  # false where ranks share the cores that each was to have
 
 
 class HostShare(NamedTuple):
@@ -164,7 +133,8 @@ def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
 
 
 def kept_out(hosts: Sequence[Host]) -> str:
-    return list_first([_named(host) for host in hosts if not host.slots])
+    left = [_named(host) for host in hosts if not host.slots]
+    return list_first(left) if left else ""
 
 
 def _named(host: Host) -> str:
@@ -218,17 +188,3 @@ def allocate(
             "ranks."
         )
     return tuple(shares)
-
-
-def count_slots(environ: Mapping[str, str]) -> int:
-    return len(read_gpus("", environ)) or count_cores()
-
-
-def count_cores() -> int:
-    return usable_cores(Machine(read_cores(""), read_cpu_limit(""), (), {}))
-
-
-def usable_cores(machine: Machine) -> int:
-    """Return the physical cores of a machine, cut to the CPU quota; least 1."""
-    limit = int(machine.cpu_limit) if machine.cpu_limit else len(machine.cores)
-    return max(1, min(len(machine.cores), limit))

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,7 @@ _SSH_PORT = 22  # any port will do: where nothing listens, the kernel answers th
 
 
 def hold_port(address: str, port: int = 0) -> socket.socket:
-    """Bind a TCP port (0 for any), not listening, so that nobody else gets it.
+    """Bind a TCP port (0 for any) without listening, to reserve it.
 
     With ``SO_REUSEADDR`` rank 0 can still bind it. A port chosen here lies below the
     kernel's ephemeral range, out of the way of outgoing connections.
@@ -77,7 +77,7 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
 
 
 def _bind(address: str, port: int, *, is_shared: bool = False) -> socket.socket | None:
-    """Bind while nobody else has the port bound, then let rank 0 bind it too."""
+    """Bind a port that no other socket has, then let rank 0 bind it too."""
     with ExitStack() as undo:
         held = undo.enter_context(socket.socket(family_of(address)))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(is_shared))
@@ -177,7 +177,7 @@ class MeetingPoint(NamedTuple):
 
 
 def interface_environment(interface: str, user: Mapping[str, str]) -> dict[str, str]:
-    """Return what has ranks use an interface, where the user says nothing of it."""
+    """Return variables by which ranks use an interface, but for those that are set."""
     # NCCL takes a name for the beginning of one, unless "=" is put before it.
     names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: value for name, value in names.items() if name not in user}
@@ -276,21 +276,3 @@ def _name_silent(hosts: Sequence[HostNetwork], sources: Sequence[str]) -> str:
 
 def _listed(interfaces: Sequence[InterfaceAddress]) -> str:
     return ", ".join(f"{i.address} ({i.interface})" for i in interfaces) or "none"
-
-
-def choose_addresses(
-    own: Mapping[str, Sequence[str]], routed: Mapping[str, Collection[str]]
-) -> dict[str, str]:
-    """Return by name the address of each host to which most others have a route.
-
-    Where another host has the same address, as of a bridge that containers use, its
-    route leads to itself. ``own`` has the best address of a host first.
-    """
-
-    def count_routes(address: str) -> int:
-        return sum(
-            address in routed[other] and address not in theirs
-            for other, theirs in own.items()
-        )
-
-    return {name: max(own[name], key=count_routes, default="") for name in own}

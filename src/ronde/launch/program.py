@@ -1,4 +1,4 @@
-"""What an agent checks before anything starts: /proc, directory and program."""
+"""An agent's checks before anything starts: /proc, directory and program."""
 
 import errno
 import os

@@ -16,6 +16,7 @@ __getattr__ = lazy_exports(
             "SCREEN_PROGRESS_S Tag TagPlace newest_part parse_tag printable "
             "whole_length"
         ),
+        "hosts": "fold_hosts write_hostfile",
         "job": "plan_text summarize tabulate_failures",
         "plot": "Point check_path draw",
         "text": "format_ranks format_runs parse_ranks",

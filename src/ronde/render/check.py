@@ -11,8 +11,8 @@ from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.fleet import HostFacts
 from ronde.check.history import Changes
 from ronde.check.judging import Judgement, Readiness, Unread
-from ronde.launch.hosts.writing import fold_hosts
 from ronde.plain_values import to_plain
+from ronde.render.hosts import fold_hosts
 from ronde.render.text import WIDTH, shorten, wrap
 from ronde.units import grouped
 

@@ -9,7 +9,6 @@ from itertools import groupby
 
 from ronde.errors import HostFailure
 from ronde.launch.environments import redacted
-from ronde.launch.host import RankResources
 from ronde.launch.job.failure import JobResult, LostHost, RankEnd, signal_name
 from ronde.launch.job.output import NO_GENERATION, Generation, attempt_dir
 from ronde.launch.job.plan import JobPlan
@@ -17,7 +16,7 @@ from ronde.launch.signals import OUTPUT_FULL, TIMED_OUT, interruption_code
 from ronde.launch.wire.messages import ProcessStack, Stacks
 from ronde.render.text import align, format_places, format_runs, name_ranks
 from ronde.topology.cpu_sets import format_list
-from ronde.topology.machine import UNKNOWN_NODE
+from ronde.topology.machine import UNKNOWN_NODE, RankResources
 from ronde.units import counted, grouped, list_first
 
 _TITLES = ("host", "rank", "local", "device", "cores", "CPUs", "memory", "NIC", "why")

@@ -7,7 +7,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -16,7 +17,8 @@ from ronde.timeline.alignment import clock_identity
 from ronde.timeline.chrome import name_events, write_trace
 from ronde.timeline.events import Recorded
 from ronde.timeline.gathering import Gathering, SharedStore
-from ronde.timeline.part import PartFiles, PartHeader, read_parts
+from ronde.timeline.part import SUFFIX, PartFiles, PartHeader, read_parts
+from ronde.units import parse_size_bytes
 
 _logger = logging.getLogger("ronde")
 
@@ -323,3 +325,55 @@ def open_horovod_recording(
         live=live,
         has_cycles=has_cycles,
     )
+
+
+@contextmanager
+def recorded_job(
+    path: Path, limit: str | None, report: Callable[[str], None]
+) -> Generator[dict[str, str]]:
+    """Yield the variables that make a job's ranks record; then write the trace of all.
+
+    However the job ends: what each rank had recorded by then is in the trace.
+    """
+    limit_bytes = parse_size_bytes(limit) if limit else DEFAULT_LIMIT_BYTES
+    parts = path.with_name(f"{path.name}.parts")
+    if not path.parent.is_dir() or path.is_dir():
+        raise UsageError(
+            f"--timeline must be a file in a directory that exists, got {str(path)!r}. "
+            "Create the directory or name another."
+        )
+    if limit_bytes < 1 << 16:
+        raise UsageError(
+            f"--timeline-limit must be at least 64KiB, got {limit_bytes} bytes. "
+            "Leave it out for 32MiB."
+        )
+    if parts.exists():
+        raise UsageError(
+            f"--timeline must be a name without parts of an earlier job, got {path}: "
+            f"they are in {parts}. Type: ronde trace merge {path} {parts}, then "
+            "remove that directory."
+        )
+    has_run = False
+    try:
+        yield {"RONDE_TIMELINE": str(parts), "RONDE_TIMELINE_LIMIT": str(limit_bytes)}
+        has_run = True
+    finally:
+        if has_run or parts.exists():
+            _merge_parts(path, parts, limit_bytes, report)
+
+
+def _merge_parts(
+    path: Path, parts: Path, limit_bytes: int, report: Callable[[str], None]
+) -> None:
+    """Write the trace; a failure here must not hide how the job ended."""
+    files = sorted(parts.glob(f"*{SUFFIX}"))
+    if not files:
+        report("the timeline is empty: no rank called init(), so there is no file")
+        return
+    try:
+        write_merged(path, [file.read_bytes() for file in files], limit_bytes)
+        for file in files:
+            file.unlink()
+        parts.rmdir()
+    except (UsageError, OSError) as error:
+        report(f"{error} The ranks' records are in {parts}.")

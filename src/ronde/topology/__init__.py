@@ -19,7 +19,10 @@ __getattr__ = lazy_exports(
         ),
         "lint": "lint_fleet lint_host lint_switches unseen_facts",
         "lint_rules": "CATALOGUE",
-        "machine": "Core Gpu Machine UNKNOWN_NODE read_cpu_limit",
+        "machine": (
+            "Core Gpu Machine RankResources UNKNOWN_NODE count_cores count_slots "
+            "read_cpu_limit usable_cores"
+        ),
         "nccl_log": "NcclJob NcclLog is_nccl_log judge_nccl_log read_nccl_log",
         "nccl_log.rules": "VERDICTS",
         "nccl_log.log": "ChannelCounts",
@@ -33,6 +36,10 @@ __getattr__ = lazy_exports(
             "pci_theory_gb_per_s port_gb_per_s smp_gb_per_s xgmi_gb_per_s"
         ),
         "pci": "compute_capability plain_address",
+        "placement.binding": (
+            "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
+            "nearest_ports place_ranks"
+        ),
         "placement.placing": (
             "ANY AlignmentRequest Hint Inventory NOWHERE NearDevice Nearness "
             "PlacementError Policy RankPlace Scope best_count compare counted_hints "

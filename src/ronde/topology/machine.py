@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ronde.memory import list_groups
@@ -54,6 +55,34 @@ class Machine(NamedTuple):
     gpus: tuple[Gpu, ...]  # That its programs would see, in their order; of one maker.
     mbit_per_s: dict[str, int]  # Of each network interface that is up; 0 if unknown.
     near: tuple[NearPort, ...] = ()  # Of these GPUs and the ports to train over.
+
+
+class RankResources(NamedTuple):
+    """Where one rank sits."""
+
+    num_cores: int  # Physical cores that it may count on, for its threads.
+    # Hardware threads that it is bound to; empty for none in particular.
+    cpus: tuple[int, ...] = ()
+    memory_node: int = UNKNOWN_NODE  # Where its memory is to lie, or ``UNKNOWN_NODE``.
+    env: Mapping[str, str] = MappingProxyType({})  # Variables that name its devices.
+    device: str = ""  # Its device, for people; empty for none.
+    nic: str = ""  # The nearest network interface, for people; empty if not known.
+    why: str = ""  # The reason for all that, for people.
+    has_enough: bool = True  # False where ranks share the cores meant for each.
+
+
+def count_slots(environ: Mapping[str, str]) -> int:
+    return len(read_gpus("", environ)) or count_cores()
+
+
+def count_cores() -> int:
+    return usable_cores(Machine(read_cores(""), read_cpu_limit(""), (), {}))
+
+
+def usable_cores(machine: Machine) -> int:
+    """Return the physical cores of a machine, cut to the CPU quota; least 1."""
+    limit = int(machine.cpu_limit) if machine.cpu_limit else len(machine.cores)
+    return max(1, min(len(machine.cores), limit))
 
 
 def read_cpu_limit(root: str) -> float:

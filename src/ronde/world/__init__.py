@@ -1,7 +1,17 @@
 """Who am I, how many are we, where do we meet: read once from the environment."""
 
+from typing import TYPE_CHECKING
+
 from ronde.lazy_exports import lazy_exports
-from ronde.world.launcher_env import Launcher, Meeting, RankInfo, World, read_rank_info
+
+if TYPE_CHECKING:
+    from ronde.world.launcher_env import (
+        Launcher,
+        Meeting,
+        RankInfo,
+        World,
+        read_rank_info,
+    )
 
 __all__ = ["Launcher", "Meeting", "RankInfo", "World", "read_rank_info"]
 
@@ -15,7 +25,8 @@ __getattr__ = lazy_exports(
         "horovod_config": "HorovodConfig read_horovod_config report_ignored",
         "host_lists": "MAX_HOSTS expand expand_list split_list",
         "launcher_env": (
-            "HOROVOD LauncherEnv OPEN_MPI PLAIN PMI RONDE TORCHRUN parse_tasks_per_node"
+            "HOROVOD Launcher LauncherEnv Meeting OPEN_MPI PLAIN PMI RONDE RankInfo "
+            "TORCHRUN World parse_tasks_per_node read_rank_info"
         ),
     },
 )

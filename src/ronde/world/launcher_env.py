@@ -274,6 +274,12 @@ _SLURM = {
     "tasks": ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 }
 """The step's variable, else the job's; ``tasks`` are of every node."""
+PLACE_VARIABLES = frozenset(
+    {"SLURM_STEP_ID", RONDE.job_id, TORCHRUN.job_id}.union(
+        *(each.names.values() for each in (PLAIN, HOROVOD, OPEN_MPI, PMI))
+    )
+)
+"""Without any of these a process is no rank of any launcher's."""
 
 
 def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:

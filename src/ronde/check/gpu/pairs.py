@@ -14,7 +14,7 @@ from ronde.check.check import FAIL, WARN, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
 from ronde.check.probing import FactReader, run_probe
-from ronde.launch.process_tree import die_with_parent
+from ronde.processes import die_with_parent
 from ronde.units import list_first
 
 # Fact: by pair, such as ``0-1``: GB/s (1e9) of the slower direction; 0 where what

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from ronde.check.check import FAIL, INFORM, WARN, Problem, Problems, Severity, each_host
 from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.gpu.health import ADVICE
-from ronde.launch.kernel_log import read_log
 from ronde.topology.cpu_sets import members, parse_list
+from ronde.topology.kernel_log import read_log
 from ronde.topology.pci import plain_address
 from ronde.units import format_duration
 

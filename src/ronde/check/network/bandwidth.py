@@ -29,6 +29,7 @@ from ronde.check.check import (
 from ronde.check.expected import EXPECTED
 from ronde.check.fleet import ENVIRONMENT, Fleet, HostPair, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
+from ronde.check.network.direct_ranks import HalfJob, run_half
 from ronde.check.network.interfaces import (
     ADDRESS,
     INTERFACES,
@@ -38,7 +39,6 @@ from ronde.check.network.interfaces import (
     find_name,
 )
 from ronde.errors import UsageError
-from ronde.launch.direct_ranks import HalfJob, run_half
 from ronde.launch.network import hold_port
 from ronde.records import Record
 from ronde.store.authentication import SharedKey

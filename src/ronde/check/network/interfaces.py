@@ -15,8 +15,8 @@ from ronde.addresses import is_loopback
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value, Values
 from ronde.check.probing import FactReader
-from ronde.launch.kernel_log import read_log
 from ronde.topology.kernel_files import list_names, read_number, read_text
+from ronde.topology.kernel_log import read_log
 from ronde.topology.pci import read_link
 
 # Fact: the address by which others reach this host; empty if they have no route.

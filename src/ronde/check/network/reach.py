@@ -31,7 +31,7 @@ from ronde.check.fleet import Fleet, HostPair, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.majority import differing, usual_value
 from ronde.check.network.interfaces import ADDRESS, INTERFACES, find_name
-from ronde.launch.path_mtu import (
+from ronde.check.network.path_mtu import (
     ACK,
     ANSWER_S,
     MAX_DATAGRAM_BYTES,

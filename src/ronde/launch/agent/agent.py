@@ -23,18 +23,19 @@ from ronde.launch.agent.relay import (
     Watched,
     name_directory,
 )
+from ronde.launch.bootstrap import explain_shortage
 from ronde.launch.environments import own_environment
-from ronde.launch.limits import EXIT_NO_FORK, explain_shortage
+from ronde.launch.limits import EXIT_NO_FORK
 from ronde.launch.network import find_answering, locate
-from ronde.launch.process_tree import (
+from ronde.launch.signals import is_kept_ignored, notice_signals, signal_pipe
+from ronde.launch.wire import messages
+from ronde.processes import (
     adopt_orphans,
     children,
     die_with_parent,
     has_children,
     sweep,
 )
-from ronde.launch.signals import is_kept_ignored, notice_signals, signal_pipe
-from ronde.launch.wire import messages
 from ronde.store.local_socket import remove
 from ronde.topology.sysfs import read_machine
 from ronde.world.environment import network_identity

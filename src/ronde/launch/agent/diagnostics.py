@@ -15,8 +15,9 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ronde.launch.kernel_log import read_records
-from ronde.launch.process_tree import (
+from ronde.launch.wire.messages import ProcessStack, Stacks
+from ronde.memory import list_groups
+from ronde.processes import (
     ProcessStat,
     descendants,
     read_process,
@@ -25,8 +26,7 @@ from ronde.launch.process_tree import (
     signal_process,
     waits_in,
 )
-from ronde.launch.wire.messages import ProcessStack, Stacks
-from ronde.memory import list_groups
+from ronde.topology.kernel_log import read_records
 
 _CRASH_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}

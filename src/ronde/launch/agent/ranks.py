@@ -24,19 +24,21 @@ from ronde.launch.agent.relay import (
     StoreRelay,
     Watched,
 )
-from ronde.launch.environments import (
-    base_environment,
-    malloc_environment,
-    own_environment,
-)
-from ronde.launch.limits import (
+from ronde.launch.bootstrap import (
     LEAST_OPEN_FILES,
     explain_shortage,
     raise_open_files_limit,
     require_open_files,
 )
+from ronde.launch.environments import (
+    base_environment,
+    malloc_environment,
+    own_environment,
+)
 from ronde.launch.network import hold_port
-from ronde.launch.process_tree import (
+from ronde.launch.program import enter_directory, require_processes, resolve_program
+from ronde.launch.wire import messages
+from ronde.processes import (
     descendants,
     end_with,
     ending_status,
@@ -47,13 +49,11 @@ from ronde.launch.process_tree import (
     signal_process,
     sweep,
 )
-from ronde.launch.program import enter_directory, require_processes, resolve_program
-from ronde.launch.wire import messages
 from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
 
 if TYPE_CHECKING:
-    from ronde.launch.agent.notice_poller import NoticePoller
+    from ronde.launch.agent.notices import NoticePoller
 
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
@@ -277,7 +277,7 @@ class LocalJob:
 
     def _poll_for_notice(self) -> None:
         # Imported where it is needed: most jobs start without.
-        from ronde.launch.agent.notice_poller import NoticePoller
+        from ronde.launch.agent.notices import NoticePoller
 
         try:
             self._poller = NoticePoller(self._job.notice, self._sender)

@@ -1,4 +1,4 @@
-"""The hosts of a job while it runs: fixed, or found by a command or in a host file.
+"""Hosts that a command prints or a host file holds: once, and while a job runs.
 
 Note [Which answers count]
     New hosts and more slots count at once. A host that is missing, or has fewer slots,
@@ -10,6 +10,7 @@ Note [Which answers count]
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +23,20 @@ from ronde.launch.elastic_options import DiscoverySpec, ElasticOptions
 from ronde.launch.host import SLOTS_OPEN, Host, is_here, take_each
 from ronde.launch.hosts.sources import merge_repeated, parse_lines
 from ronde.launch.hosts.spawner import last_line
-from ronde.launch.process_tree import descendants, end_with, signal_process
+from ronde.launch.signals import (
+    InterruptedStartError,
+    caught_signals,
+    raise_if_stopped,
+    wait_for,
+)
+from ronde.processes import (
+    adopting_orphans,
+    children,
+    descendants,
+    end_with,
+    signal_process,
+    sweep,
+)
 
 _COMMAND_LIMIT_S = 10.0
 _POLL_S = 0.05
@@ -65,7 +79,7 @@ def _is_less(now: Host | None, before: Host) -> bool:
 
 
 class Discovery:
-    """Hosts that are fixed; and what the kinds that ask for them have in common.
+    """Fixed hosts, and the base of the kinds that ask for them.
 
     ``advance`` is to be called when one of ``fds`` can be read, and at ``due_s``
     (monotonic). It never waits. A host with 0 slots is to be left.
@@ -86,7 +100,7 @@ class Discovery:
         return None
 
     def close(self) -> None:
-        """End what is under way."""
+        """End a command that runs."""
 
     def _notice(self, kind: str, text: str, now_s: float) -> None:
         last, quiet_until_s = self._noticed.get(kind, ("", -inf))
@@ -96,7 +110,7 @@ class Discovery:
 
 
 class _Asking(Discovery):
-    """Asks again and again, by ``_ask``."""
+    """Asks again and again, by ``ask``."""
 
     def __init__(
         self, spec: DiscoverySpec, hosts: Sequence[Host], every_s: float, now_s: float
@@ -109,16 +123,16 @@ class _Asking(Discovery):
         self._answer: tuple[Host, ...] = ()
         self._doubles: tuple[str, ...] = ()
 
-    def _ask(self, now_s: float) -> bytes | None:
+    def ask(self, now_s: float) -> bytes | None:
         """Return an answer, None while there is none; ``UsageError`` for no answer."""
         raise NotImplementedError
 
     def advance(self, now_s: float) -> tuple[Host, ...] | None:
         try:
-            data = self._ask(now_s)
+            data = self.ask(now_s)
             if data is None:
                 return None
-            self._parse(data)
+            self.parse(data)
         except UsageError as error:
             text = str(error)[:_MAX_ERROR_CHARS].rstrip(".")
             self._notice("refused", f"{text}. Until then the hosts stay.", now_s)
@@ -129,7 +143,7 @@ class _Asking(Discovery):
             self._notice("doubles", " ".join(self._doubles), now_s)
         return self._changes.take(self._answer)
 
-    def _parse(self, data: bytes) -> None:
+    def parse(self, data: bytes) -> tuple[Host, ...]:
         spec = self._spec
         where = spec.source if spec.is_file else f"{spec.option} {spec.source}"
         try:
@@ -139,12 +153,13 @@ class _Asking(Discovery):
                 f"{where} must be text in UTF-8, but {error}. Correct it."
             ) from None
         if text == self._text:
-            return
+            return self._answer
         hosts, doubles = merge_repeated(
             parse_lines(text, where), is_counted=spec.is_file
         )
         self._answer = take_each([self._complete(h) for h in hosts], spec.num_each)
         self._text, self._doubles = text, doubles
+        return self._answer
 
     def _complete(self, host: Host) -> Host:
         # No name is looked up here: that may take seconds.
@@ -162,6 +177,8 @@ class _Asking(Discovery):
 class _Command(_Asking):
     """Hosts that a command prints; it runs again some time after it has ended."""
 
+    limit_s = _COMMAND_LIMIT_S
+    errors: int | None = subprocess.PIPE  # what ``Popen`` does with them
     _process: subprocess.Popen[bytes] | None = None
     _ends_by_s = inf
 
@@ -177,7 +194,7 @@ class _Command(_Asking):
     def fds(self) -> tuple[int, ...]:
         return tuple(pipe.fileno() for pipe in self._open)
 
-    def _ask(self, now_s: float) -> bytes | None:
+    def ask(self, now_s: float) -> bytes | None:
         self._reap()
         if self._process is None:
             if now_s >= self.due_s:
@@ -185,7 +202,7 @@ class _Command(_Asking):
             return None
         code = _exit_code(self._process.pid)
         self._read()
-        output, errors = map(bytes, self._pipes.values())
+        output, *errors = map(bytes, self._pipes.values())
         is_long = len(output) > _MAX_BYTES
         if code is None and now_s < self._ends_by_s and not is_long:
             self.due_s = min(now_s + _POLL_S, self._ends_by_s)
@@ -195,9 +212,9 @@ class _Command(_Asking):
         if is_long:
             raise self._fault(f"it prints more than {_MAX_BYTES >> 20} MiB")
         if code is None:
-            raise self._fault(f"it takes longer than {_COMMAND_LIMIT_S:g} s")
+            raise self._fault(f"it takes longer than {self.limit_s:g} s")
         if code:
-            last = last_line(errors.decode(errors="replace"))
+            last = last_line(b"".join(errors).decode(errors="replace"))
             raise self._fault(f"exit code {code}{last and ': '}{last}")
         return output
 
@@ -221,7 +238,7 @@ class _Command(_Asking):
                 shell=True,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=self.errors,
                 process_group=0,
                 # It outlives nobody who could end it.
                 preexec_fn=end_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509
@@ -230,7 +247,7 @@ class _Command(_Asking):
             self.due_s = now_s + self._every_s
             raise self._fault(f"{error.strerror}") from None
         self._process = process
-        self._ends_by_s = now_s + _COMMAND_LIMIT_S
+        self._ends_by_s = now_s + self.limit_s
         self.due_s = now_s + _POLL_S
         self._open = [pipe for pipe in (process.stdout, process.stderr) if pipe]
         self._pipes = {pipe: bytearray() for pipe in self._open}
@@ -290,11 +307,11 @@ def _exit_code(pid: int) -> int | None:
 
 
 class _Hostfile(_Asking):
-    """Hosts of a file; what it holds counts when it was the same twice, so whole."""
+    """Hosts of a file; its text counts once two readings are the same."""
 
     _seen: tuple[bytes, str] = b"", "not read yet"
 
-    def _ask(self, now_s: float) -> bytes | None:
+    def ask(self, now_s: float) -> bytes | None:
         if now_s < self.due_s:
             return None
         seen, self._seen = self._seen, _read_file(Path(self._spec.source))
@@ -312,7 +329,7 @@ class _Hostfile(_Asking):
 
 
 def _read_file(path: Path) -> tuple[bytes, str]:
-    """Return what a file holds, and why that is unknown."""
+    """Return a file's bytes, or none and the reason."""
     try:
         # Of what is no file reading may never end.
         return (path.read_bytes(), "") if path.is_file() else (b"", "no such file")
@@ -327,3 +344,21 @@ def open_discovery(
     spec, every_s = options.discovery, options.discover_every_s
     kind = _Hostfile if spec and spec.is_file else _Command
     return kind(spec, hosts, every_s, now_s) if spec else Discovery(hosts)
+
+
+def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
+    """Run a discovery script once and return the hosts that it prints."""
+    others, spec = children(), DiscoverySpec(option, script, is_file=False)
+    command = _Command(spec, (), 0.0, 0.0)
+    command.limit_s, command.errors = timeout_s, None
+    # Signals that end a job do so here: the loop that waits for them comes later.
+    with adopting_orphans(), caught_signals() as signal_fd:
+        try:
+            while (printed := command.ask(time.monotonic())) is None:
+                if wait_for([signal_fd, *command.fds], [], _POLL_S):
+                    raise_if_stopped(signal_fd)
+        except (UsageError, InterruptedStartError):
+            command.close()
+            sweep(spared=others)
+            raise
+    return command.parse(printed)

@@ -39,14 +39,14 @@ _REASONS = (
     ((socket.gaierror,), "its name is not known"),
     ((ConnectionRefusedError,), "nothing listens there"),
     ((TimeoutError,), "it does not answer"),
-    ((ssl.SSLError,), "what answers there does not speak TLS 1.3"),
+    ((ssl.SSLError,), "it does not speak TLS 1.3"),
 )
 _UNANSWERED_S = 10.0
 _FAILURES = (OSError, EOFError, LaunchError, StoreError)
 
 
 class JoinRequest(NamedTuple):
-    """How a node looks for its head."""
+    """A node's options for joining its head."""
 
     host: str  # name or numeric address of the head
     port: int

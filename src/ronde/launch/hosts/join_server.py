@@ -16,8 +16,7 @@ from typing import NamedTuple
 from ronde.addresses import family_of
 from ronde.errors import Failure, HostError, LaunchError, StoreError, UsageError
 from ronde.launch.host import Host
-from ronde.launch.hosts.node import AgentNode
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import AgentNode, AgentStarter
 from ronde.launch.limits import Timeouts
 from ronde.launch.signals import raise_if_stopped
 from ronde.launch.wire.tls import (
@@ -39,7 +38,7 @@ _NOT_PROVEN = "did not prove that it knows the token"
 
 
 class JoinConfig(NamedTuple):
-    """Who may join, where, and how long is waited for it."""
+    """The head's options for nodes that join."""
 
     address: str  # numeric address to listen on
     port: int  # its port, 0 for any

@@ -1,4 +1,4 @@
-"""What another host runs first, as text that it gets over standard input.
+"""The first program on another host, which it gets as text on standard input.
 
 It stands alone, for ronde may not be there, and any Python from 3.6 on can run it, so
 that one which is too old can report its version.
@@ -15,7 +15,7 @@ _FIRST_MESSAGE_S = 60.0
 
 
 def bootstrap(sentinel: str, directory: str) -> None:
-    """Write what is here, after the sentinel; then be an agent, where that can be."""
+    """Write the versions here, after the sentinel; then be an agent if possible."""
     if Path(directory, "ronde", "launch", "agent", "agent.py").is_file():
         sys.path.append(directory)
     else:

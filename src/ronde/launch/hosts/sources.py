@@ -1,4 +1,4 @@
-"""Hosts from ``-H``, host files, Slurm's allocation and discovery scripts.
+"""Hosts from ``-H``, host files and Slurm's allocation.
 
 Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one grammar::
 
@@ -10,27 +10,17 @@ Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one gramma
 import os
 import re
 import socket
-import subprocess
-import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from ronde.addresses import family_of
 from ronde.arguments import read_number
 from ronde.errors import UsageError, WorldError
 from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host
-from ronde.launch.process_tree import adopting_orphans, children, sweep
-from ronde.launch.signals import (
-    InterruptedStartError,
-    caught_signals,
-    raise_if_stopped,
-    wait_for,
-)
+from ronde.units import grouped
 from ronde.world.host_lists import BLANKS, expand, expand_list, split_list
 from ronde.world.launcher_env import parse_tasks_per_node
 
@@ -52,7 +42,6 @@ _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
 _CURE = "Name the hosts by -H or --hostfile."
 _CORRECT = "Correct it."
 _LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_POLL_S = 0.02
 
 
 def parse_hosts(text: str, option: str = "-H") -> tuple[Host, ...]:
@@ -101,22 +90,18 @@ def _split_slots(text: str, option: str) -> tuple[str, str | None]:
 
 def _count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     """Give a host that stands several times without slots that many."""
-    times: Counter[str] = Counter()
-    kept: dict[str, Host] = {}
-    for host in hosts:
-        first = kept.setdefault(host.name, host)
-        times[host.name] += 1
-        is_same = replace(host, named_at=first.named_at) == first
-        if first is not host and not (is_same and host.slots == SLOTS_OPEN):
-            places = dict.fromkeys((first.named_at, host.named_at))
-            raise UsageError(
-                f"{' and '.join(places)}: a host that has slots must be named once, "
-                f"got {host.name} twice. Name it once, with all of its slots."
-            )
-    return tuple(
-        host if times[name] == 1 else replace(host, slots=times[name])
-        for name, host in kept.items()
-    )
+    counted: list[Host] = []
+    for first, *others in grouped((host.name, host) for host in hosts).values():
+        for host in others:
+            is_same = replace(host, named_at=first.named_at) == first
+            if not is_same or host.slots != SLOTS_OPEN:
+                places = dict.fromkeys((first.named_at, host.named_at))
+                raise UsageError(
+                    f"{' and '.join(places)}: a host that has slots must be named "
+                    f"once, got {host.name} twice. Name it once, with all of its slots."
+                )
+        counted.append(replace(first, slots=1 + len(others)) if others else first)
+    return tuple(counted)
 
 
 def _check_name(name: str, option: str) -> None:
@@ -135,7 +120,7 @@ def _check_user(user: str, option: str) -> None:
 
 
 def _is_address(text: str) -> bool:
-    """Say whether it is a numeric IPv4 or IPv6 address, with or without a zone."""
+    """Return whether it is a numeric IPv4 or IPv6 address, zone or not."""
     address, has_zone, zone = text.partition("%")
     with suppress(OSError, ValueError):
         socket.inet_pton(family_of(text), address)
@@ -163,11 +148,9 @@ def merge_repeated(
     Of different slots the fewest count. One that stands several times without any has
     that many where ``is_counted``, as in a host file.
     """
-    by_name: dict[str, list[Host]] = {}
-    for host in hosts:
-        by_name.setdefault(host.name, []).append(host)
     merged: list[Host] = []
     doubles: list[str] = []
+    by_name = grouped((host.name, host) for host in hosts)
     for name, (first, *others) in by_name.items():
         slots = [h.slots for h in (first, *others) if h.slots != SLOTS_OPEN]
         count = min(slots, default=SLOTS_OPEN)
@@ -335,7 +318,7 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
 
 
 def is_hostfile(text: str, option: str) -> bool:
-    """Whether what is to find the hosts is a file that holds them, or a command."""
+    """Return whether a text names a file of hosts, and not a command."""
     path = os.path.realpath(text)
     if not os.path.isfile(path) or os.access(path, os.X_OK):  # noqa: PTH113  no OSError
         return False
@@ -346,46 +329,3 @@ def is_hostfile(text: str, option: str) -> bool:
                 f"{text!r}, which is a script that may not. Type: chmod +x {text}"
             )
     return True
-
-
-def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
-    """Run a discovery script once and return the hosts that it prints."""
-    others = children()
-    try:
-        # Signals that end a job do so here: the loop that waits for them comes later.
-        with (
-            adopting_orphans(),
-            caught_signals() as signal_fd,
-            TemporaryFile() as output,
-            subprocess.Popen(  # noqa: S602  horovodrun takes a command line, too
-                script, shell=True, stdin=subprocess.DEVNULL, stdout=output
-            ) as process,
-        ):
-            try:
-                _require_success(process, signal_fd, timeout_s)
-                output.seek(0)
-                printed = output.read().decode()
-            except (ValueError, InterruptedStartError):
-                sweep(spared=others)
-                raise
-    except ValueError as error:
-        raise UsageError(
-            f"{option} must print hosts and end with 0, got {script!r} ({error}). Run "
-            "it by hand."
-        ) from None
-    return merge_repeated(parse_lines(printed, f"{option} {script}"), is_counted=False)[
-        0
-    ]
-
-
-def _require_success(
-    process: "subprocess.Popen[bytes]", signal_fd: int, timeout_s: float
-) -> None:
-    due_s = time.monotonic() + timeout_s
-    while process.poll() is None:
-        if time.monotonic() >= due_s:
-            raise ValueError(f"it takes longer than {timeout_s:g} s")
-        if wait_for([signal_fd], [], _POLL_S):
-            raise_if_stopped(signal_fd)
-    if process.returncode:
-        raise ValueError(f"exit code {process.returncode}")

@@ -87,7 +87,7 @@ def explain_program(exit_code: int, complaints: str) -> Failure:
 
 
 class RemotePython(NamedTuple):
-    """What was found on a host; as ``remote_bootstrap`` sends it."""
+    """The Python and ronde of a host, as ``remote_bootstrap`` sends them."""
 
     python: str  # version of the Python there: ``3.11.2``
     executable: str
@@ -116,7 +116,7 @@ class RemotePython(NamedTuple):
 
 
 def _copy_ronde(shell: str, python: str) -> str:
-    """Return what copies this ronde to a host's Python: no index need have it."""
+    """Return a command that copies this ronde to a host's Python."""
     package = Path(ronde.__file__).parent
     where = '-c "import site; print(*site.getsitepackages()[:1])"'
     there = f'tar -xz -C "$({shlex.quote(python)} {where})"'

@@ -1,13 +1,18 @@
 """Why ssh to a host stands still: large packets are lost on the way.
 
 TCP connects and the server's first line comes, in small packets. The exchange of keys
-has packets of full size, and never ends.
+has packets of full size, and never ends. To find their limit, segments of TCP go to the
+server, which its kernel acknowledges.
 """
 
+import fcntl
 import os
 import signal
 import socket
+import struct
 import subprocess
+import termios
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -15,9 +20,14 @@ from typing import NamedTuple
 from ronde.addresses import interface_towards, own_mtu_towards
 from ronde.errors import Failure
 from ronde.launch.host import Host
-from ronde.launch.path_mtu import LEAST_BYTES, measure_ssh_path
 
+LEAST_BYTES = 576  # of a packet that every path carries
 _ASK_S, _CONNECT_S = 2.0, 2.0
+_BANNER_S, _ACKNOWLEDGED_S, _POLL_S = 3.0, 0.8, 0.002
+_STEPS_BYTES = (64, 8, 1)
+_HAS_TIMESTAMPS, _OPTIONS_AT = 1, 5  # of TCP_INFO
+# SSH_MSG_IGNORE with 1,000 bytes (RFC 4253, 6 and 11.2): a server reads on.
+_IGNORED = struct.pack("!IBBI", 1012, 6, 2, 1000) + bytes(1006)
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
@@ -84,7 +94,7 @@ def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
 
 
 def _explain(place: _Place) -> Failure | None:
-    """Return what stops ssh; None where the server has not even begun to speak."""
+    """Return the reason that ssh stops; None if the server sends no first line."""
     sizes = measure_ssh_path(*place)
     if sizes is None:
         return None
@@ -101,3 +111,57 @@ def _explain(place: _Place) -> Failure | None:
         f"ip link set dev {name} mtu {max(1280, most)}  # as root on this machine; or "
         f"give switches and tunnels between them {mtu}, and let ICMP 'too big' through",
     )
+
+
+class PathSizes(NamedTuple):
+    """IP packets to a host, in bytes."""
+
+    arrived: int  # the largest one that arrived
+    lost: int  # the smallest one that was lost; 0 for none
+
+
+def measure_ssh_path(address: str, port: int) -> PathSizes | None:
+    """Find the largest packet that an ssh server's kernel acknowledges, to the byte."""
+    arrived, lost = LEAST_BYTES, 0
+    for step in _STEPS_BYTES:
+        with socket.create_connection((address, port), _CONNECT_S) as line:
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.settimeout(_BANNER_S)
+            if not line.recv(4).startswith(b"SSH-"):
+                return None
+            line.sendall(b"SSH-2.0-ronde\r\n")
+            arrived, lost = _send_segments(line, arrived, lost, step)
+        if not lost:
+            break
+    return PathSizes(arrived, lost)
+
+
+def _send_segments(
+    line: socket.socket, arrived: int, lost: int, step: int
+) -> tuple[int, int]:
+    """Send larger and larger packets; return the last that arrives and the next one."""
+    tcp_info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
+    headers = 40 if line.family == socket.AF_INET else 60
+    headers += 12 if tcp_info[_OPTIONS_AT] & _HAS_TIMESTAMPS else 0
+    full = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) + headers
+    num_sent = 0
+    for size in (*range(arrived + step, lost or full, step), lost or full):
+        num_bytes = size - headers
+        begin = num_sent % len(_IGNORED)
+        stream = _IGNORED * (num_bytes // len(_IGNORED) + 2)
+        line.sendall(stream[begin : begin + num_bytes])
+        num_sent += num_bytes
+        if not _is_acknowledged(line):
+            return arrived, size
+        arrived = size
+    return arrived, lost
+
+
+def _is_acknowledged(line: socket.socket) -> bool:
+    """Wait until the other end's kernel has all; TCP sends again after 0.2 s."""
+    due_s = time.monotonic() + _ACKNOWLEDGED_S
+    while any(fcntl.ioctl(line, termios.TIOCOUTQ, bytes(4))):
+        if time.monotonic() > due_s:
+            return False
+        time.sleep(_POLL_S)
+    return True

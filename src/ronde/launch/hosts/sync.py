@@ -16,9 +16,9 @@ from typing import IO, NamedTuple
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.host import Host
 from ronde.launch.hosts.spawner import Spawner, last_line
-from ronde.launch.process_tree import end_with
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import raise_if_stopped, wait_for
+from ronde.processes import end_with
 from ronde.units import format_size
 
 EXCLUDED = frozenset({".git", "__pycache__", ".venv"})
@@ -44,7 +44,7 @@ class _Copy(NamedTuple):
 def sync_folder(
     folder: str, hosts: Sequence[Host], spawner: Spawner, signal_fd: int
 ) -> str:
-    """Return a sentence on what was copied."""
+    """Copy a folder to all hosts; return a summary."""
     began_s = time.monotonic()
     path = absolute_path(folder)
     if not path.is_dir():

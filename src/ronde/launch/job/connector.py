@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
+from ronde.launch.bootstrap import explain_shortage, raise_open_files_limit
 from ronde.launch.host import LOOK_S, Host
-from ronde.launch.hosts.node import AgentNode, HostLoss
-from ronde.launch.hosts.spawner import NO_ANSWER, last_line
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import AgentNode, AgentStarter, HostLoss
 from ronde.launch.job.event_loop import EventLoop, Handler
-from ronde.launch.limits import explain_shortage, raise_open_files_limit
 from ronde.launch.wire.messages import PROTOCOL, FromAgent, Hello
-from ronde.units import counted
 
 _FDS_PER_HOST = 3
 _OTHER_FDS = 64
@@ -69,14 +66,13 @@ class AgentConnector(Handler):
             self._loop.serve(self, self._has_work, self.due_s)
         results = self.collect()
         failed = [HostFailure(h.name, r) for h, r in results if isinstance(r, Failure)]
+        ready = [node for _, node in results if isinstance(node, AgentNode)]
+        progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
         if failed:
             failed = self._starter.explain_silence(failed, hosts)
-            ready = [h.name for h, r in results if isinstance(r, AgentNode)]
-            progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
             message = f"{len(failed)} of {len(hosts)} hosts cannot take part."
-            raise HostError(message, failed, ready)
-        progress.end(f"{counted(len(hosts), 'host')} answered")
-        return [node for _, node in results if isinstance(node, AgentNode)]
+            raise HostError(message, failed, [node.name for node in ready])
+        return ready
 
     def add(
         self,
@@ -175,6 +171,9 @@ class AgentConnector(Handler):
         self._loop.has_strays = True
 
     def _explain_silence(self, node: AgentNode) -> Failure:
+        # Imported where it is needed: most hosts answer.
+        from ronde.launch.hosts.spawner import NO_ANSWER, last_line
+
         cure = self._starter.explain(node, _UNKNOWN, "timed out").cure
         limit_s = self._loop.timeouts.connect_s
         last = last_line(_complaints(node))

@@ -16,24 +16,22 @@ from ronde.launch.host import (
     hosts_to_ask,
     kept_out,
 )
-from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, HostLoss
-from ronde.launch.hosts.starter import AgentStarter
+from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, AgentStarter, HostLoss
 from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
 from ronde.launch.job.output import (
     Generation,
-    JobFile,
+    MakeSinks,
     NoOutput,
     OutputProcess,
-    OutputSink,
 )
 from ronde.launch.job.plan import JobPlan, JobSpec, count_slots_of, make_facts, place_on
 from ronde.launch.job.running import RemotePrograms, Running, require_accepted
-from ronde.launch.process_tree import adopting_orphans, children, sweep
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.launch.wire import messages
+from ronde.processes import adopting_orphans, children, sweep
 from ronde.units import counted
 
 if TYPE_CHECKING:
@@ -354,8 +352,7 @@ def launch(
     spec: JobSpec,
     starter: AgentStarter,
     signal_fd: int,
-    sink: OutputSink,
-    files: Sequence[JobFile] = (),
+    make_sinks: MakeSinks,
     preflight: Preflight | None = None,
 ) -> JobResult:
     """Run a job on all its hosts to its end, whatever that is.
@@ -363,7 +360,7 @@ def launch(
     When it returns or raises, no process of the job is left on this host; on others
     none is left at the latest when their agents' lease is over.
     """
-    output = OutputProcess(sink, files)
+    output = OutputProcess(make_sinks)
     progress = StartProgress(output.notice, is_verbose=spec.is_verbose)
     controller = Controller(output, signal_fd, starter, progress)
     try:

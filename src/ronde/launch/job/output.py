@@ -11,7 +11,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import NamedTuple, NoReturn, Protocol, get_args
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.job.failure import JobResult, LostHost, RankEnd, signal_name
 from ronde.launch.limits import NO_ROOM
-from ronde.launch.process_tree import die_with_parent
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import (
     OUTPUT_FULL,
@@ -38,6 +37,7 @@ from ronde.launch.wire.messages import (
     Stream,
     encode,
 )
+from ronde.processes import die_with_parent
 
 
 class Generation(NamedTuple):
@@ -95,6 +95,10 @@ class OutputSink(Protocol):
     def write_to(self, fd: int) -> None: ...
 
     def discard(self) -> None: ...
+
+
+MakeSinks = Callable[[], tuple[OutputSink, Sequence["JobFile"]]]
+"""Makes what shows a job and what writes files of it; may raise UsageError."""
 
 
 class JobFile:
@@ -381,7 +385,7 @@ class OutputProcess(MessageWriter):
     is a fork of this one. It ends with this process, however that ends.
     """
 
-    def __init__(self, sink: OutputSink, files: Sequence[JobFile] = ()) -> None:
+    def __init__(self, make_sinks: MakeSinks) -> None:
         orders, self._orders_fd = os.pipe()
         self.read_fd, replies = os.pipe()
         discard, self._discard_fd = os.pipe()
@@ -390,7 +394,7 @@ class OutputProcess(MessageWriter):
         signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         self._pid = os.fork()
         if not self._pid:
-            _run_output(sink, files, (orders, discard, replies), parent)
+            _run_output(make_sinks, (orders, discard, replies), parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
         for fd in (orders, replies, discard):
             os.close(fd)
@@ -487,7 +491,7 @@ class OutputProcess(MessageWriter):
 
 
 def _run_output(
-    sink: OutputSink, files: Sequence[JobFile], fds: tuple[int, int, int], parent: int
+    make_sinks: MakeSinks, fds: tuple[int, int, int], parent: int
 ) -> NoReturn:
     """Be the process, which has just been forked; end it."""
     try:
@@ -501,7 +505,10 @@ def _run_output(
             first = fd + 1
         orders, discard, replies = fds
         if die_with_parent(parent, signal.SIGKILL):
-            _Writer(sink, files, replies).run(orders, discard)
+            _Writer(*make_sinks(), replies).run(orders, discard)
+        os._exit(0)
+    except UsageError as error:
+        os.write(fds[2], encode(OutputAnswer(str(error), 0)))
         os._exit(0)
     except BaseException:  # noqa: BLE001 - the outermost line of a process
         import traceback

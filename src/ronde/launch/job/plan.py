@@ -19,16 +19,15 @@ from ronde.launch.host import (
     SLOTS_GPUS,
     Host,
     HostShare,
-    RankResources,
-    usable_cores,
 )
 from ronde.launch.hosts.node import AgentNode
 from ronde.launch.wire import messages
+from ronde.topology.machine import RankResources, usable_cores
 from ronde.world import World
 
 if TYPE_CHECKING:
     from ronde.launch.network import HostNetwork
-    from ronde.launch.placement import PlacementRequest
+    from ronde.topology.placement.binding import PlacementRequest
 
 
 class JobSpec(NamedTuple):
@@ -101,7 +100,7 @@ class JobPlan(NamedTuple):
         self, epoch: int, node: NodeFacts, share: HostShare, local: int, world: World
     ) -> messages.WorkerSpec:
         facts, place = self.facts._replace(epoch=epoch), share.places[local]
-        env = rank_environment(world, facts, node) | place.env
+        env = rank_environment(world, facts, node) | dict(place.env)
         if "OMP_NUM_THREADS" not in self.spec.env:
             env["OMP_NUM_THREADS"] = str(place.num_cores)
         env |= self.spec.rank_env.get(world.rank, {})
@@ -160,10 +159,11 @@ def place_on(
         num_cores = max(1, usable_cores(machine) // num_ranks)
         return (RankResources(num_cores=num_cores),) * num_ranks, ()
     # Imported where they are needed: a job that is not bound must start at once.
-    from ronde.launch.placement import UNPLACED, place_ranks
+    from ronde.topology.placement.binding import UNPLACED, place_ranks
 
-    placement = spec.placement or UNPLACED
-    return place_ranks(machine, node.host, num_ranks, placement, spec.env)
+    host, request = node.host, spec.placement or UNPLACED
+    request = request._replace(gpus=host.gpus, named_at=host.named_at)
+    return place_ranks(machine, host.name, num_ranks, request, spec.env)
 
 
 def network_of(node: AgentNode) -> "HostNetwork":

@@ -29,7 +29,6 @@ from ronde.launch.signals import (
     interrupter,
 )
 from ronde.launch.wire import messages
-from ronde.units import counted
 
 
 def require_accepted(
@@ -268,7 +267,8 @@ class Running(Handler):
     def _take_start(self) -> None:
         for node in self._nodes:
             node.watch(is_watched=True)
-        self._loop.progress.end(f"{counted(len(self._ranks), 'rank')} started")
+        size = len(self._ranks)
+        self._loop.progress.end(f"{size} of {size} ranks started")
 
     def take_output(self, output: messages.Output) -> None:
         if self._is_stopping and not self._is_killing:

@@ -138,7 +138,7 @@ def read_token(path: str) -> SharedKey:
 
 
 class NodeInfo(NamedTuple):
-    """What a node says of itself when it joins."""
+    """A node's description of itself when it joins."""
 
     host: str  # its name, for messages
     slots: int  # ranks that it takes, or one of the negative ones of ``Host``
@@ -159,7 +159,7 @@ def host_name(nodename: str) -> str:
 
 
 class HeadTls(NamedTuple):
-    """What the head listens with, made for this job; the key reaches no disk."""
+    """The head's TLS context, made for this job; the key reaches no disk."""
 
     context: ssl.SSLContext  # has the certificate and its private key
     certificate: bytes  # as it is sent, in DER
@@ -210,7 +210,7 @@ def make_head_tls() -> HeadTls:
 
 
 def make_node_context() -> ssl.SSLContext:
-    """Return what a node connects with; the proof takes the place of an authority."""
+    """Return a node's TLS context; the proof takes the place of an authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -242,7 +242,9 @@ def authenticate_head(
     certificate = sock.getpeercert(binary_form=True) or b""
     greeting = yield from _receive_all(sock, GREETING_BYTES)
     if not greeting.startswith(_JOINING):
-        raise LaunchError("what answers there must be ronde run, but it is not.")
+        raise LaunchError(
+            "the program that listens there does not speak ronde's protocol."
+        )
     protocol = int.from_bytes(greeting[len(_JOINING) : -NONCE_BYTES], "big")
     if protocol != PROTOCOL:
         raise LaunchError(
@@ -255,8 +257,8 @@ def authenticate_head(
     reply = yield from _receive_all(sock, len(expected))
     if not hmac.compare_digest(reply, expected):
         raise StoreError(
-            "what answers there must know the token, but it does not: it is not the "
-            "head, or stands between here and the head."
+            "the program that answered does not know the token: it is not the head, or "
+            "stands between here and the head."
         )
 
 

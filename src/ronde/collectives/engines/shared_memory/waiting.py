@@ -36,8 +36,9 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import POINTER, c_int, c_long, c_uint32, c_void_p
-from pathlib import Path
 from typing import NamedTuple
+
+from ronde.processes import read_stat
 
 IS_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
 _lock = threading.local()
@@ -164,12 +165,12 @@ class PeerProcess(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> "PeerProcess":
         cores = sum(1 << core for core in os.sched_getaffinity(pid))
-        return cls(pid, int(_stat(pid)[19]), cores)
+        return cls(pid, int(read_stat(pid)[20]), cores)
 
     def state(self) -> str:
         """Return its state as ``/proc`` has it, a letter; nothing once it ended."""
         try:
-            state, *fields = _stat(self.pid)
+            _, state, *fields = read_stat(self.pid)
         except OSError:
             return ""
         is_gone = int(fields[18]) != self.started_at or state in _ENDED
@@ -214,7 +215,3 @@ class Peers:
             f"rank {rank}, process {process.pid}, which is stopped; kill -CONT "
             f"{process.pid} lets it go on"
         )
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -26,12 +26,12 @@ from ronde.world import World
 _POLL_S = 0.02
 _MAX_LOG_BYTES = 4 << 20
 _MAX_REASON_CHARS = 300
-_PACKAGE_DIR = __file__.rpartition("/ronde/launch/")[0]
+_PACKAGE_DIR = __file__.rpartition("/ronde/check/")[0]
 _BOOT = """\
 import os, signal, sys
 package, parent = sys.argv.pop(1), int(sys.argv.pop(1))
 sys.path.append(package)
-from ronde.launch.process_tree import die_with_parent
+from ronde.processes import die_with_parent
 if not die_with_parent(parent, signal.SIGKILL):
     os._exit(1)
 from ronde.cli import main

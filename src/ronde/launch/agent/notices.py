@@ -1,8 +1,8 @@
-"""Looks for notice that this host is about to be taken; a program of its own.
+"""Notice that this host is about to be taken, looked for by a process of its own.
 
 The agent starts it with the sources as its arguments, and reads frames of
-``HostLeaving`` and ``Notice`` from its standard output. Each source has a thread, so
-that one that does not answer holds up no other.
+``HostLeaving`` and ``Notice`` from its standard output. There each source has a thread,
+so that one that does not answer holds up no other.
 
 Source: "Spot Instance interruption notices" of EC2, "Preemptible VM instances" of
     Compute Engine, "Scheduled Events for Linux VMs" of Azure.
@@ -11,16 +11,21 @@ Source: "Spot Instance interruption notices" of EC2, "Preemptible VM instances" 
 import json
 import os
 import re
+import select
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import IO, NamedTuple, cast
 
+from ronde.launch.agent.relay import OutputSender, Watched
 from ronde.launch.environments import own_environment
 from ronde.launch.wire import messages
+from ronde.processes import end_with
 
 _LINK_LOCAL = "169.254.169.254"  # of EC2's and Azure's metadata service
 _GOOGLE = "metadata.google.internal"
@@ -32,13 +37,55 @@ _QUIET_S = 30.0  # between two tries of what has never answered
 _SLURM_LEAD_S = 60.0
 _OK, _NOT_FOUND = 200, 404
 _AZURE_EVENTS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-
-
 # The last ones where the answer is of another form.
 _FAILURES = (
     *(OSError, HTTPException, ValueError),
     *(LookupError, TypeError, AttributeError),
 )
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from ronde.launch.agent.notices import main; main()"
+)
+_READ_BYTES = 64 << 10
+
+
+class NoticePoller:
+    """The agent's end of the process: passes on its messages until ``close``."""
+
+    def __init__(self, sources: tuple[str, ...], sender: OutputSender) -> None:
+        self._sender = sender
+        self._reader = messages.MessageDecoder((messages.HostLeaving, messages.Notice))
+        package_dir = __file__.rpartition("/ronde/launch/")[0]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, package_dir, *sources],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+            # The agent has one thread, so that code between fork and exec is safe.
+            preexec_fn=end_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509
+        )
+        self._file = cast("IO[bytes]", self._process.stdout)
+
+    def watched(self) -> Watched:
+        if not self._file.closed:
+            yield self._file.fileno(), select.POLLIN, self._read
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._file.close()
+
+    def _read(self) -> None:
+        if self._file.closed:  # after the poll had seen it ready
+            return
+        data = os.read(self._file.fileno(), _READ_BYTES)
+        for message in self._reader.feed(data):
+            self._sender.send(message)
+        if not data:
+            self._file.close()
+            text = "--notice: the process that looks for it has ended"
+            self._sender.send(messages.Notice(text))
 
 
 class Source(NamedTuple):
@@ -120,20 +167,18 @@ def _clock(text: str) -> str:
     return f"at {found[0]} UTC" if found else "now"
 
 
+_SERVICES = {
+    "aws": Source("EC2 metadata service", 5.0, read_aws),
+    "gcp": Source("Google Cloud metadata service", 1.0, read_gcp),
+    "azure": Source("Azure metadata service", 1.0, read_azure),
+    "slurm": Source("SLURM_JOB_END_TIME", 1.0, read_slurm),
+}
+
+
 def find_source(option: str) -> Source:
     """Return a source by its name in ``--notice``."""
     kind, _, path = option.partition(":")
-    match kind:
-        case "aws":
-            return Source("EC2 metadata service", 5.0, read_aws)
-        case "gcp":
-            return Source("Google Cloud metadata service", 1.0, read_gcp)
-        case "azure":
-            return Source("Azure metadata service", 1.0, read_azure)
-        case "slurm":
-            return Source("SLURM_JOB_END_TIME", 1.0, read_slurm)
-        case _:
-            return Source("file", 0.5, lambda: read_file(path))
+    return _SERVICES.get(kind) or Source("file", 0.5, lambda: read_file(path))
 
 
 def watch(option: str) -> None:

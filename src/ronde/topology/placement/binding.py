@@ -1,18 +1,18 @@
 """GPU, cores, memory node and network port of each rank of a host."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.launch.host import Host, RankResources, usable_cores
 from ronde.topology.machine import (
     UNKNOWN_NODE,
     VISIBLE_DEVICES,
     Gpu,
     Machine,
+    RankResources,
     select_gpus,
+    usable_cores,
     visible_gpus,
 )
 from ronde.topology.placement.placing import (
@@ -182,13 +182,15 @@ def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ..
     return tuple(inventory.nics[each.nics[0]] if each.nics else "" for each in places)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """How ranks are to be placed."""
+class PlacementRequest(NamedTuple):
+    """How the ranks of a host are to be placed."""
 
     mode: BindMode
     view: GpuView
     policy: Policy = Policy.BEST_EFFORT
+    # GPUs that they may use, as ``CUDA_VISIBLE_DEVICES`` has them; empty for all
+    gpus: tuple[str, ...] = ()
+    named_at: str = ""  # where these are named, for messages
 
 
 UNPLACED = PlacementRequest(BindMode.NONE, GpuView.ALL)
@@ -197,24 +199,23 @@ UNPLACED = PlacementRequest(BindMode.NONE, GpuView.ALL)
 
 def place_ranks(
     machine: Machine,
-    host: Host,
+    host: str,
     num_ranks: int,
     request: PlacementRequest,
     environ: Mapping[str, str],
 ) -> tuple[tuple[RankResources, ...], tuple[str, ...]]:
     seen = visible_gpus(machine.gpus, environ)
-    gpus = choose_gpus(seen, host.gpus, host.named_at or host.name)
+    chosen = choose_gpus(seen, request.gpus, request.named_at or host)
     devices = assign_gpus(
-        gpus, num_ranks, request.view, is_choice=bool(host.gpus), host=host.name
+        chosen, num_ranks, request.view, is_choice=bool(request.gpus), host=host
     )
     own = [device.gpu for device in devices]
     bound = bind(
-        machine, num_ranks, request.mode, own, policy=request.policy, host=host.name
+        machine, num_ranks, request.mode, own, policy=request.policy, host=host
     )
     ports = nearest_ports(machine, own)
     places = tuple(
-        replace(
-            each,
+        each._replace(
             env=env,
             device=f"GPU {gpu.visible_as} {gpu.name}".strip() if gpu else "",
             nic=port,
@@ -222,9 +223,9 @@ def place_ranks(
         for each, (gpu, env), port in zip(bound, devices, ports, strict=True)
     )
     notices: tuple[str, ...] = ()
-    if 0 < len(gpus) < num_ranks:
-        gap = f"{num_ranks} ranks and fewer GPUs, {len(gpus)}"
-        notices += (f"{host.name}: {gap}, so that ranks share them or use none.",)
+    if 0 < len(chosen) < num_ranks:
+        gap = f"{num_ranks} ranks and fewer GPUs, {len(chosen)}"
+        notices += (f"{host}: {gap}, so that ranks share them or use none.",)
     if crowded := next((each for each in bound if not each.has_enough), None):
-        notices += (f"{host.name}: {crowded.why}.",)
+        notices += (f"{host}: {crowded.why}.",)
     return places, notices

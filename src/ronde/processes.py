@@ -24,7 +24,7 @@ _MAX_FREEZE_PASSES = 50
 # Loaded at import: a child between fork and exec must not load libraries.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _POLL_S = 0.05
-_EXIT_CODE_AT = 49  # of what follows the name in ``/proc/PID/stat``
+_EXIT_CODE_AT = 50  # of the fields that ``read_stat`` returns
 
 
 def _prctl(option: int, value: int) -> None:
@@ -90,13 +90,19 @@ def _pids() -> list[int]:
 
 
 def read_process(pid: int) -> ProcessStat | None:
-    # The name may hold anything, also spaces and parentheses: split at the last one.
-    head, _, tail = read_text(f"/proc/{pid}/stat").rpartition(")")
-    if not head:
+    try:
+        name, state, parent, group, *more = read_stat(pid)
+    except OSError:
         return None
-    state, parent, group, *more = tail.split()
-    name = head.partition("(")[2]
     return ProcessStat(pid, int(parent), int(group), state, int(more[16]), name)
+
+
+def read_stat(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the name on; OSError if it ended."""
+    # The name may hold anything, also spaces and parentheses: split at the last one.
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    head, _, tail = text.rpartition(")")
+    return [head.partition("(")[2], *tail.split()]
 
 
 def read_text(path: str) -> str:
@@ -125,8 +131,9 @@ def is_alive(pid: int) -> bool:
 
 def ending_status(pid: int) -> int:
     """Return the wait status that a process ends with; 0 if it is none, or unknown."""
-    fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int(fields[_EXIT_CODE_AT]) if len(fields) > _EXIT_CODE_AT else 0
+    with suppress(OSError, IndexError):
+        return int(read_stat(pid)[_EXIT_CODE_AT])
+    return 0
 
 
 def is_dumping_core(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Hosts as text, in the forms that ``sources`` reads."""
+"""Hosts as text, in the forms that ``ronde.launch`` reads."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

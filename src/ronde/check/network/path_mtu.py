@@ -1,16 +1,13 @@
 """The largest packet that arrives at another host.
 
 Datagrams that may not be cut go to a program of ronde's there, which answers each by
-its size; to any ssh server go segments of TCP, which its kernel acknowledges.
+its size.
 """
 
-import fcntl
 import socket
 import struct
-import termios
 import time
 from contextlib import suppress
-from typing import NamedTuple
 
 from ronde.addresses import family_of
 
@@ -23,13 +20,6 @@ _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23
 _DO_NOT_CUT = 3
 _SIZES_A_ROUND = 24
 _TRIES = 3
-
-LEAST_BYTES = 576  # of a packet that every path carries
-_CONNECT_S, _BANNER_S, _ACKNOWLEDGED_S, _POLL_S = 2.0, 3.0, 0.8, 0.002
-_STEPS_BYTES = (64, 8, 1)
-_HAS_TIMESTAMPS, _OPTIONS_AT = 1, 5  # of TCP_INFO
-# SSH_MSG_IGNORE with 1,000 bytes (RFC 4253, 6 and 11.2): a server reads on.
-_IGNORED = struct.pack("!IBBI", 1012, 6, 2, 1000) + bytes(1006)
 
 
 def measure_mtu(
@@ -90,57 +80,3 @@ def _send_datagrams(
                 if answer.startswith(token) and len(answer) > TOKEN_BYTES + 1:
                     arrived |= wanted & {*ACK.unpack_from(answer, TOKEN_BYTES)}
     return arrived
-
-
-class PathSizes(NamedTuple):
-    """IP packets to a host, in bytes."""
-
-    arrived: int  # the largest one that arrived
-    lost: int  # the smallest one that was lost; 0 for none
-
-
-def measure_ssh_path(address: str, port: int) -> PathSizes | None:
-    """Find the largest packet that an ssh server's kernel acknowledges, to the byte."""
-    arrived, lost = LEAST_BYTES, 0
-    for step in _STEPS_BYTES:
-        with socket.create_connection((address, port), _CONNECT_S) as line:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.settimeout(_BANNER_S)
-            if not line.recv(4).startswith(b"SSH-"):
-                return None
-            line.sendall(b"SSH-2.0-ronde\r\n")
-            arrived, lost = _send_segments(line, arrived, lost, step)
-        if not lost:
-            break
-    return PathSizes(arrived, lost)
-
-
-def _send_segments(
-    line: socket.socket, arrived: int, lost: int, step: int
-) -> tuple[int, int]:
-    """Send larger and larger packets; return the last that arrives and the next one."""
-    tcp_info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
-    headers = 40 if line.family == socket.AF_INET else 60
-    headers += 12 if tcp_info[_OPTIONS_AT] & _HAS_TIMESTAMPS else 0
-    full = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) + headers
-    num_sent = 0
-    for size in (*range(arrived + step, lost or full, step), lost or full):
-        num_bytes = size - headers
-        begin = num_sent % len(_IGNORED)
-        stream = _IGNORED * (num_bytes // len(_IGNORED) + 2)
-        line.sendall(stream[begin : begin + num_bytes])
-        num_sent += num_bytes
-        if not _is_acknowledged(line):
-            return arrived, size
-        arrived = size
-    return arrived, lost
-
-
-def _is_acknowledged(line: socket.socket) -> bool:
-    """Wait until the other end's kernel has all; TCP sends again after 0.2 s."""
-    due_s = time.monotonic() + _ACKNOWLEDGED_S
-    while any(fcntl.ioctl(line, termios.TIOCOUTQ, bytes(4))):
-        if time.monotonic() > due_s:
-            return False
-        time.sleep(_POLL_S)
-    return True

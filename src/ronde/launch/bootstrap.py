@@ -1,0 +1,90 @@
+"""Starts an agent here, within the kernel's limits on what a user may have.
+
+It imports next to nothing, so that it can be done first.
+"""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+
+from ronde.errors import UsageError
+
+LEAST_OPEN_FILES = 24  # what a launcher or an agent has open, without hosts and ranks
+
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from ronde.launch.agent.agent import main; "
+    "main(input_fd=int(sys.argv[2]))"
+)
+
+
+def start_local_agent(*, has_input: bool = False) -> "subprocess.Popen[bytes]":
+    """Start an agent on this machine, which waits for its controller's first frame.
+
+    With ``has_input`` rank 0, if it is to run there, reads this process's standard
+    input, unless that is a terminal with another program in its foreground.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    require_open_files(LEAST_OPEN_FILES, soft, "to run a job")
+    package_dir = __file__.rpartition("/ronde/launch/")[0]
+    inputs = [os.dup(0)] if has_input and _is_input_free() else []
+    input_fd = str(inputs[0] if inputs else -1)
+    agent = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _PROGRAM, package_dir or ".", input_fd],
+        pass_fds=inputs,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Out of the way of the terminal's Ctrl-C: the controller says what to do.
+        start_new_session=True,
+        bufsize=0,
+    )
+    for fd in inputs:
+        os.close(fd)
+    return agent
+
+
+def _is_input_free() -> bool:
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return True  # no terminal, or none of this session
+
+
+def require_open_files(num: int, limit: int, why: str) -> None:
+    if limit != resource.RLIM_INFINITY and limit < num:
+        raise UsageError(
+            f"limit of open files must be at least {num} {why}, got {limit}. "
+            "Type: ulimit -n 4096, or ask your administrator for more"
+        )
+
+
+def raise_open_files_limit(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        highest = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+
+
+def explain_shortage(error: OSError) -> str:
+    """Say which limit an error is about, its value and the cure; empty for none."""
+    match error.errno:
+        case errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return (
+                f"limit of open files must be enough for 3 a host and 3 a rank, got "
+                f"{limit}. Type: ulimit -n 4096"
+            )
+        # With this one a pipe was full that does not wait.
+        case errno.EAGAIN if not hasattr(error, "characters_written"):
+            limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+            number = "no limit" if limit == resource.RLIM_INFINITY else limit
+            return (
+                "limit of processes must be enough for all that this user runs, 3 "
+                f"more, and all ranks, got {number} (ulimit -u). Raise it, or pids.max "
+                "of the control group, or end other processes."
+            )
+        case _:
+            return ""
