@@ -60,7 +60,7 @@ FAULTS = (
         "--nproc-per-node starts ranks on a host that 0 slots keep out",
     ),
     Fault(
-        "launch/job/running.py",
+        "launch/job/generation.py",
         "loss.reason, loss.exit_code, at_s))\n        if not self._is_stopping:\n"
         "            self._stop(signal.SIGTERM)\n",
         "loss.reason, loss.exit_code, at_s))\n",

@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.launch import (
+    Attempt,
     ErrorFile,
-    Generation,
     LostHost,
     Output,
     RankEnd,
@@ -58,7 +58,7 @@ def heard():
 
 
 def generation(epoch=0, hosts=HOSTS):
-    return Generation("job", epoch, hosts)
+    return Attempt("job", epoch, hosts)
 
 
 def end(rank, status, *, was_stopped=False):
@@ -94,7 +94,7 @@ def test_files_have_each_streams_bytes_in_order(tmp_path_factory, said):
     for rank in range(3):
         for stream in Stream:
             expected = b"".join(
-                o.data for o in said if (o.rank, o.stream) == (rank, stream)
+                o.data for o in said if (o.worker, o.stream) == (rank, stream)
             )
             name = stream.name.lower()
             assert read(directory / "job/attempt_0", rank, name) == expected
