@@ -18,7 +18,6 @@ Note [From one view to the next]
 """
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar, cast, get_args
@@ -219,24 +218,8 @@ class View(NamedTuple):
         return next(r for r, w in enumerate(self.members) if w.id == worker)
 
     def worlds(self) -> list[World]:
-        """Return each member's world, by rank; local ranks go by slot, not by rank."""
-        by_host: dict[str, list[int]] = {}
-        for _, host, slot in self.members:
-            by_host.setdefault(host, []).append(slot)
-        local_ranks: dict[tuple[str, int], int] = {}
-        cross_ranks: dict[tuple[str, int], int] = {}
-        num_at: Counter[int] = Counter()  # hosts with a local rank
-        for host, slots in by_host.items():
-            for local_rank, slot in enumerate(sorted(slots)):
-                local_ranks[host, slot] = local_rank
-                cross_ranks[host, local_rank] = num_at[local_rank]
-                num_at[local_rank] += 1
-        worlds: list[World] = []
-        for rank, (_, host, slot) in enumerate(self.members):
-            local = local_ranks[host, slot]
-            around = local, len(by_host[host]), cross_ranks[host, local], num_at[local]
-            worlds.append(World(rank, len(self.members), *around))
-        return worlds
+        """Return each member's world, by rank."""
+        return World.of_slots([worker[1:] for worker in self.members])
 
     def world_of(self, worker: int) -> World:
         return self.worlds()[self.rank_of(worker)]

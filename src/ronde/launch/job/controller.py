@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
 from ronde.launch.elastic_options import ElasticOptions
@@ -38,9 +37,6 @@ from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.launch.wire import messages
 from ronde.units import counted
-
-if TYPE_CHECKING:
-    pass
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 10.0

@@ -210,9 +210,18 @@ class Generation(Handler):
         if self._view.on_message(node, message):
             return
         match message:
-            case messages.Started() | messages.Exited() | messages.Stacks():
+            case messages.Started():
+                self._worker(node, message.worker).pid = message.pid
+                self._on_started()
+            case messages.Exited():
+                self._worker(node, message.worker).exited = message
+                if not self.is_stopping:
+                    self._view.on_exit(message)
+                self._look_for_stacks()
+            case messages.Stacks():
                 node.require_own(message.worker)
-                self._on_worker(self.workers[message.worker], message)
+                self._stacks[message.worker] = message
+                self._look_for_stacks()
             case messages.HostEnding():
                 if not self.is_stopping:
                     name = signal_name(message.signal)
@@ -227,27 +236,15 @@ class Generation(Handler):
             case _:
                 super().on_message(node, message)
 
-    def _on_worker(
-        self,
-        worker: RunningWorker,
-        message: messages.Started | messages.Exited | messages.Stacks,
-    ) -> None:
-        match message:
-            case messages.Started():
-                worker.pid = message.pid
-                if all(each.pid for each in self.workers.values()):
-                    for node in self.nodes:
-                        node.watch(is_watched=True)
-                    count = counted(len(self.workers), "rank")
-                    self._loop.progress.end(f"{count} started")
-            case messages.Exited():
-                worker.exited = message
-                if not self.is_stopping:
-                    self._view.on_exit(message)
-            case messages.Stacks():
-                self._stacks[message.worker] = message
-        if self._stacks_by_s < inf and not self._unheard():
-            self._show_stacks()
+    def _worker(self, node: AgentNode, number: int) -> RunningWorker:
+        node.require_own(number)
+        return self.workers[number]
+
+    def _on_started(self) -> None:
+        if all(worker.pid for worker in self.workers.values()):
+            for node in self.nodes:
+                node.watch(is_watched=True)
+            self._loop.progress.end(f"{counted(len(self.workers), 'rank')} started")
 
     def on_output(self, output: messages.Output) -> None:
         if self.is_stopping and not self._is_killing:
@@ -334,6 +331,10 @@ class Generation(Handler):
             if not self._stacks_of or number in self._stacks_of
             if not (number in self._stacks or worker.exited or worker.node.is_over)
         ]
+
+    def _look_for_stacks(self) -> None:
+        if self._stacks_by_s < inf and not self._unheard():
+            self._show_stacks()
 
     def _show_stacks(self) -> None:
         self._stacks_by_s = inf

@@ -11,7 +11,7 @@ from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.plan import JobPlan, count_slots_of, network_of, place_on
 from ronde.launch.network import choose_interface, interface_environment
 from ronde.launch.wire import messages
-from ronde.membership.view import NO_VIEW, View, Worker
+from ronde.membership.view import Worker
 from ronde.world import World
 
 
@@ -51,13 +51,12 @@ class JobHosts:
             for host, share in self.shares.items()
             for slot in range(len(share.places))
         ]
-        planned = tuple(Worker(n, *slot) for n, slot in enumerate(slots[:most]))
-        hosts = list(dict.fromkeys(worker.host for worker in planned))
+        worlds = World.of_slots(slots[:most])
+        hosts = list(dict.fromkeys(host for host, _ in slots[:most]))
         nodes = {n: NodeFacts(n, i, len(hosts)) for i, n in enumerate(hosts)}
-        worlds = View(NO_VIEW, planned).worlds()
         self._planned = {
-            worker: (nodes[worker.host], world)
-            for worker, world in zip(planned, worlds, strict=True)
+            Worker(world.rank, *slot): (nodes[slot[0]], world)
+            for slot, world in zip(slots, worlds, strict=False)
         }
 
     def spec(self, worker: Worker, members: tuple[Worker, ...]) -> messages.WorkerSpec:
@@ -65,12 +64,11 @@ class JobHosts:
         if worker in self._planned:
             node, world = self._planned[worker]
         else:
-            members = members or tuple(self._planned)
-            others = [each for each in members if each[1:] != worker[1:]]
-            view = View(NO_VIEW, (*others, worker))
-            hosts = list(dict.fromkeys(each.host for each in view.members))
+            others = (each[1:] for each in members or self._planned)
+            slots = [*(each for each in others if each != worker[1:]), worker[1:]]
+            hosts = list(dict.fromkeys(host for host, _ in slots))
             node = NodeFacts(worker.host, hosts.index(worker.host), len(hosts))
-            world = view.worlds()[-1]
+            world = World.of_slots(slots)[-1]
         share = self.shares[worker.host]
         spec = self._plan.rank(self._epoch, node, share, worker.slot, world)
         return spec._replace(worker=worker.id)
