@@ -299,7 +299,6 @@ class Environment:
         kept = [p for p in living if self._is_used(p.worker)]
         if not self.is_over:
             assert len(kept) <= rules.max_ranks + rules.spares
-            assert self.membership.num_living == len(living)
             assert self.membership.living == [p.worker for p in living]
         for left_s in self.membership.blacklisted(self.now_s).values():
             assert 0 < left_s <= rules.cooldown_s[1]

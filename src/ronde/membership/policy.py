@@ -150,6 +150,7 @@ class _Roster:
         self._unwanted: set[int] = set()  # members of the view whose slots are left
         self._hosts: dict[str, _Host] = {}
         self._next_id = 0
+        self._now_s = 0.0  # of the event
         self._reasons = ["the job starts"]  # why the view ended, or is to
         self._is_symptom = False  # that is what another's loss has brought about
         self._best_step = NEW
@@ -170,10 +171,6 @@ class _Roster:
     def living(self) -> list[Worker]:
         return [record.worker for record in self._workers.values()]
 
-    @property
-    def num_living(self) -> int:
-        return len(self._workers)
-
     def blacklisted(self, now_s: float) -> dict[str, float]:
         """Return for how many seconds more each host is not used."""
         left = {n: h.blacklisted_until_s - now_s for n, h in self._hosts.items()}
@@ -182,7 +179,7 @@ class _Roster:
     def _host(self, name: str) -> _Host:
         return self._hosts.setdefault(name, _Host(-1, is_known=False))
 
-    def _on_hosts(self, slots: Mapping[str, int], now_s: float) -> None:
+    def _on_hosts(self, slots: Mapping[str, int]) -> None:
         kept = {name: host for name, host in self._hosts.items() if name in slots}
         gone = {n: host for n, host in self._hosts.items() if n not in slots}
         for host in gone.values():
@@ -194,15 +191,15 @@ class _Roster:
         # Known ones keep their order, new ones follow.
         self._hosts = kept | gone
         for name in self._hosts:
-            self._review(name, now_s)
+            self._review(name)
 
-    def _review(self, name: str, now_s: float) -> None:
+    def _review(self, name: str) -> None:
         """Note which of a host's slots are left, and kill newcomers there."""
         for worker in self._workers_on(name):
             reason = self._why_left(self._workers[worker])
             (self._unwanted.add if reason else self._unwanted.discard)(worker)
             if reason and not self._workers[worker].is_in_view:
-                self._remove([], reason, now_s, killed=[worker])
+                self._remove([], reason, killed=[worker])
 
     @property
     def _present(self) -> list[int]:
@@ -225,12 +222,10 @@ class _Roster:
             return host.leaves or f"{name} has {counted(host.slots, 'slot')} now"
         return host.leaves
 
-    def _enter(
-        self, record: _WorkerRecord, state: _State, step: int, now_s: float
-    ) -> None:
+    def _enter(self, record: _WorkerRecord, state: _State, step: int) -> None:
         self._num[record.state] -= 1
         self._num[state] += 1
-        record.state, record.step, record.since_s = state, step, now_s
+        record.state, record.step, record.since_s = state, step, self._now_s
 
     def _drop(self, worker: int) -> _WorkerRecord:
         record = self._workers.pop(worker)
@@ -245,7 +240,6 @@ class _Roster:
         self,
         lost: Collection[int],
         reason: str,
-        now_s: float,
         killed: Collection[int] = (),
         hung: Collection[int] = (),
     ) -> None:
@@ -259,7 +253,7 @@ class _Roster:
             self._stop_early(reason)
         elif self.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING):
             if any(w.state in (_State.ACTIVE, _State.DONE) for w in dropped):
-                self._end_view(reason, now_s)
+                self._end_view(reason)
         elif any(w.is_in_view for w in dropped):
             known = [] if self._is_symptom else self._reasons
             self._reasons, self._is_symptom = [*known, reason], False
@@ -280,9 +274,7 @@ class _Roster:
     def _stop_early(self, reason: str) -> None:
         self._stop(f"{reason} before any rank was ready.")
 
-    def _on_early_end(
-        self, event: events.WorkerLost, reason: str, now_s: float
-    ) -> None:
+    def _on_early_end(self, event: events.WorkerLost, reason: str) -> None:
         """Follow a worker that has ended by itself before the first view."""
         is_alone = self._is_early
         if event.exit_code == 0:
@@ -294,16 +286,17 @@ class _Roster:
         if is_alone:
             self._stop_early(reason)
             return
-        self._lose(event.worker, reason, now_s)
-        if not any(h.is_ready and h.is_usable(now_s) for h in self._hosts.values()):
+        self._lose(event.worker, reason)
+        ready = [host for host in self._hosts.values() if host.is_ready]
+        if not any(host.is_usable(self._now_s) for host in ready):
             self._stop(
                 "Workers failed on all hosts before they were ready, the last time as "
                 f"{reason}."
             )
 
-    def _lose(self, worker: int, reason: str, now_s: float) -> None:
-        others = self._count_failures([worker], now_s)
-        self._remove([worker], reason, now_s, killed=others)
+    def _lose(self, worker: int, reason: str) -> None:
+        others = self._count_failures([worker])
+        self._remove([worker], reason, killed=others)
 
     def _stop_unjoined(self) -> None:
         self._stop(
@@ -322,42 +315,42 @@ class _Roster:
         host = self._workers[worker].worker.host
         return name_worker(worker, self.ranks.get(worker), host)
 
-    def _count_failures(self, numbers: list[int], now_s: float) -> list[int]:
+    def _count_failures(self, numbers: list[int]) -> list[int]:
         """Blacklist hosts where workers have failed; return others to kill there."""
         others: list[int] = []
         names = Counter(self._workers[worker].worker.host for worker in numbers)
         # Of a job on one host nothing would be left.
         is_by_host = self.rules.is_host_domain and len(self._hosts) > 1
         for name, count in names.items():
-            host, since_s = self._hosts[name], now_s - _FAILURES_WITHIN_S
+            host, since_s = self._hosts[name], self._now_s - _FAILURES_WITHIN_S
             host.failures_s = [at_s for at_s in host.failures_s if at_s > since_s]
-            host.failures_s += [now_s] * count
+            host.failures_s += [self._now_s] * count
             if is_by_host:
                 others += self._workers_on(name)
             if is_by_host or len(host.failures_s) >= _FAILURES:
                 num_failures = len(host.failures_s)
-                self._blacklist(host, now_s)
+                self._blacklist(host)
                 if host.cooldown_s:
                     self._orders.append(
                         events.Blacklisted(name, num_failures, host.cooldown_s)
                     )
         return sorted(set(others).difference(numbers))
 
-    def _blacklist(self, host: _Host, now_s: float) -> None:
+    def _blacklist(self, host: _Host) -> None:
         low_s, high_s = self.rules.cooldown_s
         host.cooldown_s = min(max(low_s, 2 * host.cooldown_s), high_s)
-        host.blacklisted_until_s = now_s + host.cooldown_s
+        host.blacklisted_until_s = self._now_s + host.cooldown_s
         host.failures_s = []
 
-    def _end_view(self, reason: str, now_s: float) -> None:
+    def _end_view(self, reason: str) -> None:
         self.phase, self._is_symptom = ViewPhase.FORMING, False
         self._reasons = [reason]
-        self._forming_since_s, self._is_closing = now_s, False
+        self._forming_since_s, self._is_closing = self._now_s, False
         self._is_planned = self._is_asking = False
         workers = self._workers
         left = [n for n in self._present if workers[n].state is not _State.WAITING]
         for worker in left:
-            workers[worker].since_s = now_s
+            workers[worker].since_s = self._now_s
         if left and not self._is_finished():
             self._tell(left, ViewEnded(self.view.view, reason))
 
@@ -366,8 +359,9 @@ class _Roster:
         is_connecting = any(h.is_connecting for h in self._hosts.values())
         return is_connecting or self._num[_State.STARTING] > 0
 
-    def _count_waiting(self, now_s: float) -> None:
+    def _count_waiting(self) -> None:
         """Count the time without enough workers, but not that of the first start."""
+        now_s = self._now_s
         self._first_s = min(self._first_s, now_s)
         is_first = not self.ranks and now_s < self._first_s + _START_S
         is_counted = not (is_first and self._is_starting)
@@ -381,21 +375,21 @@ class _Roster:
         goes_on = self.phase is not ViewPhase.FORMING
         return (bool(present) or goes_on) and all(s is _State.DONE for s in present)
 
-    def _free_slots(self, now_s: float) -> Iterator[tuple[str, int]]:
+    def _free_slots(self) -> Iterator[tuple[str, int]]:
         for name, host in self._hosts.items():
             has_room = len(host.used) < host.slots or self._unwanted or self._ending
-            if host.is_ready and has_room and host.is_usable(now_s):
+            if host.is_ready and has_room and host.is_usable(self._now_s):
                 yield from ((name, n) for n in range(host.slots) if n not in host.used)
 
-    def _starting_hosts(self, now_s: float) -> list[str]:
+    def _starting_hosts(self) -> list[str]:
         """Return hosts with workers that start and are awaited."""
         if not (self.rules.awaits_joining and self._num[_State.STARTING]):
             return []
         starting = [w for w in self._workers.values() if w.state is _State.STARTING]
-        awaited = [w for w in starting if now_s < w.since_s + _JOIN_S]
+        awaited = [w for w in starting if self._now_s < w.since_s + _JOIN_S]
         return sorted({w.worker.host for w in awaited})
 
-    def _fill(self, now_s: float) -> None:
+    def _fill(self) -> None:
         """Start workers where there is room; connect to hosts that may have it."""
         workers = self._workers
         num_lacking = self.rules.max_ranks + self.rules.spares
@@ -403,18 +397,18 @@ class _Roster:
         if num_lacking < 0:
             others = [n for n, w in workers.items() if not w.is_in_view]
             surplus = others[num_lacking:]
-            self._remove([], "there are enough without it", now_s, killed=surplus)
+            self._remove([], "there are enough without it", killed=surplus)
         # Survivors that will do settle first.
         can_form = self.phase is ViewPhase.FORMING and len(self._present) >= self._least
         is_ending = self._is_closing or self._num[_State.DONE] > 0
         if num_lacking <= 0 or can_form or is_ending:
             return
-        for name, slot in self._free_slots(now_s):
+        for name, slot in self._free_slots():
             if num_lacking <= 0:
                 return
             worker = Worker(self._next_id, name, slot)
             self._next_id += 1
-            workers[worker.id] = _WorkerRecord(worker, now_s)
+            workers[worker.id] = _WorkerRecord(worker, self._now_s)
             self._num[_State.STARTING] += 1
             self._hosts[name].used[slot] = worker.id
             self._orders.append(events.StartWorker(worker))
@@ -424,16 +418,16 @@ class _Roster:
                 return
             if host.is_connecting:
                 num_lacking -= max(1, host.slots)
-            elif host.is_usable(now_s) and not host.is_ready:
+            elif host.is_usable(self._now_s) and not host.is_ready:
                 host.is_connecting = True
                 self._orders.append(events.Connect(name))
                 num_lacking -= max(1, host.slots)
 
-    def _release(self, now_s: float) -> None:
+    def _release(self) -> None:
         for name, host in self._hosts.items():
             if host.is_ready and host.is_left and not host.used:
                 if host.leaves:
-                    self._blacklist(host, now_s)
+                    self._blacklist(host)
                 host.is_ready, host.leaves = False, ""
                 self._orders.append(events.Release(name))
 
@@ -443,16 +437,16 @@ class Membership(_Roster):
 
     def apply(self, event: events.Event, now_s: float) -> list[events.Order]:
         """Return what follows from an event, in order."""
-        self._orders = []
+        self._orders, self._now_s = [], now_s
         if self.phase is not ViewPhase.STOPPED:
-            self._on_event(event, now_s)
+            self._on_event(event)
             self._stop_together()
         is_over = self.phase in (ViewPhase.FINISHED, ViewPhase.STOPPED)
-        if not is_over and (self._orders or not self._awaits_more(event, now_s)):
-            self._advance(now_s)
+        if not is_over and (self._orders or not self._awaits_more(event)):
+            self._advance()
         return self._orders
 
-    def _awaits_more(self, event: events.Event, now_s: float) -> bool:
+    def _awaits_more(self, event: events.Event) -> bool:
         """Return whether a report is one of many, and nothing follows before the last.
 
         This is what keeps a change linear in the worker of ranks.
@@ -463,7 +457,7 @@ class Membership(_Roster):
             return True
         if isinstance(message, Settled):
             if not self.ranks or self.phase is ViewPhase.RUNNING:
-                self.due_s = min(self.due_s, now_s + _GATHER_S)
+                self.due_s = min(self.due_s, self._now_s + _GATHER_S)
                 return self._num[_State.STARTING] > 0
             num_done = self._num[_State.DONE] if self.phase is ViewPhase.FORMING else 0
             return num_active + num_done > 0
@@ -472,43 +466,43 @@ class Membership(_Roster):
 
     # Events
 
-    def _on_event(self, event: events.Event, now_s: float) -> None:
+    def _on_event(self, event: events.Event) -> None:
         match event:
             case events.WorkerReport():
                 if record := self._workers.get(event.worker):
-                    self._on_report(event, record, now_s)
+                    self._on_report(event, record)
             case events.HostsFound():
-                self._on_hosts(event.slots, now_s)
+                self._on_hosts(event.slots)
             case events.HostReady():
                 host = self._hosts.setdefault(event.host, _Host(event.slots))
                 host.slots, host.is_ready, host.is_connecting = event.slots, True, False
-                self._review(event.host, now_s)
+                self._review(event.host)
             case events.HostGone():
-                self._on_host_gone(event, now_s)
+                self._on_host_gone(event)
             case events.HostLeaves():
                 host = self._host(event.host)
                 host.leaves = event.reason if host.is_ready else ""
-                self._review(event.host, now_s)
+                self._review(event.host)
             case events.WorkerLost():
-                self._on_lost(event, now_s)
+                self._on_lost(event)
             case events.Tick():
-                self._kill_late(now_s)
+                self._kill_late()
 
-    def _on_report(
-        self, report: events.WorkerReport, record: _WorkerRecord, now_s: float
-    ) -> None:
+    def _on_report(self, report: events.WorkerReport, record: _WorkerRecord) -> None:
         worker, message = report
         match message:
             case Settled():
-                self._on_settled(worker, message, now_s)
+                self._on_settled(worker, message)
             case Done() if record.state is _State.ACTIVE:
-                self._enter(record, _State.DONE, message.step, record.since_s)
+                since_s = record.since_s
+                self._enter(record, _State.DONE, message.step)
+                record.since_s = since_s
             case AtStep():
                 self._unanswered.discard(worker)
                 self._last_step = max(self._last_step, message.step)
             case Failed():
                 how = f"failed with {message.reason}"
-                self._on_lost(events.WorkerLost(worker, 1, how, has_ended=False), now_s)
+                self._on_lost(events.WorkerLost(worker, 1, how, has_ended=False))
             case Done() | Entered():
                 pass
 
@@ -519,30 +513,30 @@ class Membership(_Roster):
             step = self._last_step + 1
             self._tell(self._present, StopAfter(self.view.view, step, self.reason))
 
-    def _on_host_gone(self, event: events.HostGone, now_s: float) -> None:
+    def _on_host_gone(self, event: events.HostGone) -> None:
         host = self._host(event.host)
         host.is_ready, host.is_connecting, host.leaves = False, False, ""
-        self._blacklist(host, now_s)
+        self._blacklist(host)
         for worker in host.used.values():
             self._ending.pop(worker, None)
-        self._remove(self._workers_on(event.host), event.reason, now_s)
+        self._remove(self._workers_on(event.host), event.reason)
         host.used.clear()
 
-    def _on_settled(self, worker: int, message: Settled, now_s: float) -> None:
+    def _on_settled(self, worker: int, message: Settled) -> None:
         if self.phase is ViewPhase.FINISHED:
             return
         record, why = self._workers[worker], message.reason
         was_active = record.state in (_State.ACTIVE, _State.DONE)
-        self._enter(record, _State.WAITING, message.step, now_s)
+        self._enter(record, _State.WAITING, message.step)
         if self._leaver:
             self._stop_unjoined()
             return
         is_asked = self.phase is ViewPhase.PAUSING and not why
         if was_active and not is_asked and self.phase is not ViewPhase.FORMING:
-            self._end_view(f"{self._name(worker)} {why or 'left it'}", now_s)
+            self._end_view(f"{self._name(worker)} {why or 'left it'}")
             self._is_symptom = True
 
-    def _on_lost(self, event: events.WorkerLost, now_s: float) -> None:
+    def _on_lost(self, event: events.WorkerLost) -> None:
         worker = event.worker
         ended = self._ending.pop(worker, None) if event.has_ended else None
         if ended is not None:
@@ -552,30 +546,30 @@ class Membership(_Roster):
             return
         reason = f"{self._name(worker)} {event.how}"
         if not event.has_ended:
-            self._ending[worker] = replace(record, since_s=now_s)
+            self._ending[worker] = replace(record, since_s=self._now_s)
         if self.phase is ViewPhase.FINISHED:
-            self._remove([worker], reason, now_s)
+            self._remove([worker], reason)
             if event.exit_code:
                 self._stop(f"{reason} after the last step.")
         elif self._is_early or (not self.ranks and event.exit_code >= 0):
-            self._on_early_end(event, reason, now_s)
+            self._on_early_end(event, reason)
         elif event.exit_code == 0 and record.is_in_view:
             self._drop(worker)
             self._is_closing = self.phase is not ViewPhase.FORMING
         else:
             self._is_failure |= event.exit_code > 0 and record.is_in_view
-            self._lose(worker, reason, now_s)
+            self._lose(worker, reason)
 
-    def _kill_late(self, now_s: float) -> None:
-        late = [n for n, w in self._workers.items() if now_s >= self._due_of(w)]
+    def _kill_late(self) -> None:
+        late = [n for n, w in self._workers.items() if self._now_s >= self._due_of(w)]
         if late:
-            time_s = now_s - self._workers[late[0]].since_s
+            time_s = self._now_s - self._workers[late[0]].since_s
             more = f" and {len(late) - 1} more" if late[1:] else ""
             reason = f"{self._name(late[0])}{more} hung for {time_s:.0f} s"
-            killed = late + self._count_failures(late, now_s)
-            self._remove([], reason, now_s, killed=killed, hung=late)
+            killed = late + self._count_failures(late)
+            self._remove([], reason, killed=killed, hung=late)
         for worker, record in self._ending.items():
-            if now_s >= record.since_s + self.rules.settle_s:
+            if self._now_s >= record.since_s + self.rules.settle_s:
                 record.since_s = inf
                 name = name_worker(worker, None, record.worker.host)
                 reason = f"{name} did not end when it was left out"
@@ -591,25 +585,25 @@ class Membership(_Roster):
 
     # What follows
 
-    def _advance(self, now_s: float) -> None:
+    def _advance(self) -> None:
         if self._is_finished():
             self._finish()
             return
         is_start = not self.ranks
         if is_start:
-            self._fill(now_s)
-        self._count_waiting(now_s)
+            self._fill()
+        self._count_waiting()
         if self.phase in (ViewPhase.FORMING, ViewPhase.PAUSING):
-            self._form(now_s)
+            self._form()
         if self.phase is ViewPhase.RUNNING:
-            self._plan_change(now_s)
+            self._plan_change()
         if self.phase is not ViewPhase.STOPPED:
             if not is_start:
-                self._fill(now_s)
-            if self.phase is ViewPhase.RUNNING and self._starting_hosts(now_s):
-                self._plan_change(now_s)
-            self._release(now_s)
-            self.due_s = min(self._times(now_s), default=inf)
+                self._fill()
+            if self.phase is ViewPhase.RUNNING and self._starting_hosts():
+                self._plan_change()
+            self._release()
+            self.due_s = min(self._times(), default=inf)
 
     def _finish(self) -> None:
         """Let the view's members end, and kill the other workers."""
@@ -622,42 +616,42 @@ class Membership(_Roster):
         self._workers = {n: self._workers[n] for n in self._present}
         self._tell(self._present, Finish())
 
-    def _form(self, now_s: float) -> None:
+    def _form(self) -> None:
         if self._num[_State.ACTIVE]:
             return
         if self._num[_State.DONE]:
             # The others stopped after the last step.
             if self.phase is ViewPhase.PAUSING:
-                self._end_view(self.reason, now_s)
+                self._end_view(self.reason)
             return
         if self.phase is ViewPhase.PAUSING:
-            self.phase, self._forming_since_s = ViewPhase.FORMING, now_s
+            self.phase, self._forming_since_s = ViewPhase.FORMING, self._now_s
             self._is_planned = True
         if self.ranks and not self._present:
             self._stop(f"No rank has survived: {self.reason}.")
             return
-        is_late = now_s >= self._forming_since_s + self.rules.formation_s
-        if self._awaits_others(now_s, is_late=is_late):
+        is_late = self._now_s >= self._forming_since_s + self.rules.formation_s
+        if self._awaits_others(is_late=is_late):
             return
-        staying, joining = self._choose(now_s)
+        staying, joining = self._choose()
         if len(staying) + len(joining) >= self._least:
-            self._begin(staying, joining, now_s)
+            self._begin(staying, joining)
         elif is_late:
-            self._stop_short(len(staying) + len(joining), now_s)
+            self._stop_short(len(staying) + len(joining))
 
-    def _awaits_others(self, now_s: float, *, is_late: bool) -> bool:
+    def _awaits_others(self, *, is_late: bool) -> bool:
         if self.ranks:
-            return self._is_planned and bool(self._starting_hosts(now_s))
+            return self._is_planned and bool(self._starting_hosts())
         return not is_late and self._is_starting
 
-    def _choose(self, now_s: float) -> tuple[list[int], list[int]]:
+    def _choose(self) -> tuple[list[int], list[int]]:
         """Return who of the view goes on, and who joins, if all settle now."""
         workers, present = self._workers, self._present
         joining = [
             worker
             for worker, w in workers.items()
             if w.state is _State.WAITING and not w.is_in_view
-            if self._hosts[w.worker.host].blacklisted_until_s <= now_s
+            if self._hosts[w.worker.host].blacklisted_until_s <= self._now_s
         ]
         staying = [n for n in present if n not in self._unwanted]
         if len(staying) + len(joining) < self._least:
@@ -669,7 +663,7 @@ class Membership(_Roster):
             staying = [n for n in present if n in {source, *staying}]
         return staying, joining[: max(0, self.rules.max_ranks - len(staying))]
 
-    def _begin(self, staying: list[int], joining: list[int], now_s: float) -> None:
+    def _begin(self, staying: list[int], joining: list[int]) -> None:
         workers, kept = self._workers, set(staying)
         ranked = [(n, r) for r, n in enumerate(self.ranks) if n in kept]
         order = order_ranks(ranked, joining) if ranked else joining
@@ -695,10 +689,10 @@ class Membership(_Roster):
         for worker in [n for n in self._present if n not in kept]:
             record = self._ending[worker] = workers[worker]
             self._tell([worker], Leave(self._why_left(record)))
-            self._drop(worker).since_s = now_s
+            self._drop(worker).since_s = self._now_s
         self._start_view(View(view, tuple(workers[n].worker for n in order)), newest)
         for worker in order:
-            self._enter(workers[worker], _State.ACTIVE, newest, now_s)
+            self._enter(workers[worker], _State.ACTIVE, newest)
             workers[worker].is_in_view = True
         self.phase = ViewPhase.RUNNING
 
@@ -730,35 +724,35 @@ class Membership(_Roster):
         if joining:
             self._tell(joining, whole)
 
-    def _plan_change(self, now_s: float) -> None:
+    def _plan_change(self) -> None:
         if self._is_closing or self._num[_State.DONE]:
             return
         workers, present = self._workers, self._present
-        staying, joining = self._choose(now_s)
+        staying, joining = self._choose()
         leaving = set(present).difference(staying)
         reason = self._why_left(workers[min(leaving)]) if leaving else ""
         if joining and not reason:
             first_s = min(workers[n].since_s for n in joining)
-            if not self._num[_State.STARTING] or now_s >= first_s + _GATHER_S:
+            if not self._num[_State.STARTING] or self._now_s >= first_s + _GATHER_S:
                 hosts = sorted({workers[n].worker.host for n in joining})
                 count = "a rank joins" if len(joining) == 1 else "ranks join"
                 reason = f"{count} on {', '.join(hosts)}"
-        if not reason and self._starting_hosts(now_s):
-            reason = f"ranks start on {', '.join(self._starting_hosts(now_s))}"
+        if not reason and self._starting_hosts():
+            reason = f"ranks start on {', '.join(self._starting_hosts())}"
         if reason:
             self.phase, self._reasons = ViewPhase.PAUSING, [reason]
             self._is_asking, self._last_step = True, NEW
             self._unanswered = set(present)
             self._tell(present, AskStep(self.view.view))
 
-    def _times(self, now_s: float) -> Iterator[float]:
+    def _times(self) -> Iterator[float]:
         workers = self._workers.values()
         # Those that start are in the order of their times.
         starting = (w for w in workers if w.state is _State.STARTING)
         yield next((w.since_s + _START_S for w in starting), inf)
         yield from (w.since_s + self.rules.settle_s for w in self._ending.values())
         later = [h.blacklisted_until_s for h in self._hosts.values()]
-        if self._starting_hosts(now_s):
+        if self._starting_hosts():
             later += [
                 w.since_s + _JOIN_S for w in workers if w.state is _State.STARTING
             ]
@@ -769,11 +763,12 @@ class Membership(_Roster):
         if self.phase is ViewPhase.RUNNING and self._num[_State.WAITING]:
             others = (w for w in workers if not w.is_in_view)
             later += [w.since_s + _GATHER_S for w in others]
-        yield from (at_s for at_s in later if at_s > now_s)
+        yield from (at_s for at_s in later if at_s > self._now_s)
 
-    def _stop_short(self, size: int, now_s: float) -> None:
+    def _stop_short(self, size: int) -> None:
         slots = [f"{n}:{h.slots}" for n, h in self._hosts.items() if h.is_ready]
-        left = [f"{n} for {s:.0f} s more" for n, s in self.blacklisted(now_s).items()]
+        blacklisted = self.blacklisted(self._now_s)
+        left = [f"{name} for {s:.0f} s more" for name, s in blacklisted.items()]
         why = f" Blacklisted: {', '.join(left)}." if left else ""
         self._stop(
             f"size must be at least min-ranks, {self.rules.min_ranks}, got {size} for "

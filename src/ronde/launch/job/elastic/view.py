@@ -222,7 +222,7 @@ class ElasticView:
             self._loop.output.notice(f"{hung[0].reason}; stacks follow")
             generation.kill_hung([each.worker for each in hung])
         is_over = self._membership.phase is ViewPhase.FINISHED
-        if is_over and not self._membership.num_living and not generation.is_stopping:
+        if is_over and not self._membership.living and not generation.is_stopping:
             generation.stop(signal.SIGTERM)
 
     def _on_new_view(self, before: view.View) -> None:
