@@ -60,7 +60,7 @@ FAULTS = (
         "--nproc-per-node starts ranks on a host that 0 slots keep out",
     ),
     Fault(
-        "launch/job/fixed_view.py",
+        "launch/job/generation.py",
         "        if not self._generation.is_stopping:\n"
         "            self._generation.stop(signal.SIGTERM)\n",
         "        pass\n",

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
 from ronde.launch.elastic_options import ElasticOptions
@@ -21,8 +22,7 @@ from ronde.launch.hosts.starter import AgentStarter
 from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
-from ronde.launch.job.fixed_view import FixedView
-from ronde.launch.job.generation import Generation
+from ronde.launch.job.generation import FixedView, Generation, require_accepted
 from ronde.launch.job.output import (
     Attempt,
     JobFile,
@@ -31,12 +31,14 @@ from ronde.launch.job.output import (
     OutputSink,
 )
 from ronde.launch.job.plan import JobPlan, JobSpec, count_slots_of, make_facts, place_on
-from ronde.launch.job.programs import RemotePrograms, require_accepted
 from ronde.launch.process_tree import adopting_orphans, children, sweep
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.launch.wire import messages
 from ronde.units import counted
+
+if TYPE_CHECKING:
+    from ronde.launch.job.programs import RemotePrograms
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 10.0
@@ -84,7 +86,12 @@ class Controller(Handler):
             ready = [node for node in self._loop.live_nodes if node.hello]
             return ready, error.failures
 
-    def start_programs(self, nodes: Sequence[AgentNode], module: str) -> RemotePrograms:
+    def start_programs(
+        self, nodes: Sequence[AgentNode], module: str
+    ) -> "RemotePrograms":
+        # Imported where it is needed: a job starts without.
+        from ronde.launch.job.programs import RemotePrograms
+
         return RemotePrograms(self._loop, nodes, module)
 
     def locate(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from ronde.errors import LaunchError
+from ronde.errors import LaunchError, UsageError
 from ronde.launch.agent.diagnostics import ANSWER_S
 from ronde.launch.hosts.node import EXIT_INTERNAL, AgentNode, HostLoss
 from ronde.launch.job.event_loop import EventLoop, Handler, StoreService
@@ -16,15 +16,16 @@ from ronde.launch.job.failure import (
     LostHost,
     RankEnd,
     Tail,
+    find_awaited,
+    has_lost_peer,
     judge,
     signal_name,
 )
-from ronde.launch.job.programs import require_accepted
 from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interrupter
 from ronde.launch.wire import messages
 from ronde.units import counted
 
-CAUSE_WITHIN_S = 5.0
+_CAUSE_WITHIN_S = 5.0
 """A worker that lost its peer may have ended by so much earlier than that peer."""
 _SWEEP_S = 10.0
 _STOP_SIGNALS = STOPPING | {signal.SIGKILL}
@@ -34,28 +35,23 @@ _ALL_CREDIT_BYTES = 32 << 20
 class JobView(Protocol):
     """How a job follows the ends and losses of its workers and hosts.
 
-    All methods but ``finish`` are called while the workers run. Where the generation
-    is being stopped, only ``on_message`` and ``on_loss`` still are.
+    While the generation is being stopped only ``on_message`` and ``on_loss`` are
+    called; ``finish`` is the last call.
     """
 
     can_lose_hosts: bool  # the job may go on without one
 
     @property
-    def is_ending(self) -> bool:
-        """Whether a failure ends the job soon."""
-        ...
+    def is_ending(self) -> bool: ...  # a failure ends the job soon
 
     def begin(self, start: messages.Start) -> None: ...
 
-    def due_s(self) -> float:
-        """Return when ``on_due`` is to be called, monotonic."""
-        ...
+    def due_s(self) -> float: ...  # when ``on_due`` is to be called, monotonic
 
     def on_due(self) -> None: ...
 
-    def on_message(self, node: AgentNode, message: messages.FromAgent) -> bool:
-        """Follow a message, or return False to leave it to the generation."""
-        ...
+    # Whether the message is dealt with; others are the generation's.
+    def on_message(self, node: AgentNode, message: messages.FromAgent) -> bool: ...
 
     def on_exit(self, exited: messages.Exited) -> None: ...
 
@@ -356,7 +352,7 @@ class Generation(Handler):
         was_stopped = stopped_s > 0 and (is_ours or began_s >= stopped_s)
         if was_stopped:
             first_s = min(began_s, exited.traceback_s) if traceback else began_s
-            was_leaving = stopped_s - 2 * CAUSE_WITHIN_S < first_s < stopped_s
+            was_leaving = stopped_s - 2 * _CAUSE_WITHIN_S < first_s < stopped_s
             began_s = first_s if was_leaving else began_s
         return RankEnd(
             rank=exited.worker,
@@ -370,3 +366,93 @@ class Generation(Handler):
             evidence=exited.evidence,
             was_leaving=was_leaving,
         )
+
+
+class FixedView:
+    """Ends the job with the first failure, once its cause is known.
+
+    A worker that lost a peer may end before that peer does. Others are not stopped for
+    a moment then: a worker that is stopped cannot show its own exit code.
+    """
+
+    can_lose_hosts = False
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._cause_by_s = inf
+        self._awaited: set[int] = set()  # workers of which one may be the cause
+
+    @property
+    def is_ending(self) -> bool:
+        return self._cause_by_s < inf
+
+    def begin(self, start: messages.Start) -> None:
+        """Do nothing: the agents start the workers that are in their jobs."""
+
+    def due_s(self) -> float:
+        return self._cause_by_s
+
+    def on_due(self) -> None:
+        self._generation.stop(signal.SIGTERM)
+
+    def on_message(
+        self,
+        node: AgentNode,  # noqa: ARG002
+        message: messages.FromAgent,  # noqa: ARG002
+    ) -> bool:
+        return False
+
+    def on_exit(self, exited: messages.Exited) -> None:
+        was_awaited = exited.worker in self._awaited
+        self._awaited.discard(exited.worker)
+        if exited.status:
+            end = self._generation.end_of(exited)
+            if was_awaited and not end.is_secondary:
+                self._awaited.clear()
+            else:
+                self._awaited |= self._find_awaited(end)
+            wait_s = min(self._generation.grace_s, _CAUSE_WITHIN_S)
+            self._cause_by_s = min(self._cause_by_s, time.monotonic() + wait_s)
+        if self.is_ending and not self._awaited:
+            self._generation.stop(signal.SIGTERM)
+
+    def _find_awaited(self, end: RankEnd) -> set[int]:
+        workers = self._generation.workers
+        running = {n: worker for n, worker in workers.items() if worker.exited is None}
+        if end.is_secondary or end.status < 0 or end.traceback:
+            return find_awaited(end, running.keys())
+        # It does not show why. Another one's exception, of a moment ago, may be the
+        # cause; unless it was handled, that one ends, too.
+        after_s = time.monotonic() - _CAUSE_WITHIN_S
+        return {
+            number
+            for number, worker in running.items()
+            if worker.tail.written_at_s > after_s
+            and (traceback := worker.tail.traceback())
+            and not has_lost_peer(traceback)
+        }
+
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:  # noqa: ARG002
+        if not self._generation.is_stopping:
+            self._generation.stop(signal.SIGTERM)
+
+    def finish(self, result: JobResult) -> JobResult:
+        return result
+
+
+def require_accepted(
+    answers: Sequence[tuple[AgentNode, messages.FromAgent]], num_hosts: int
+) -> None:
+    """Raise with the reasons of all agents that refuse a job."""
+    by_reason: dict[str, list[str]] = {}
+    is_usage = True
+    for node, answer in answers:
+        if isinstance(answer, messages.Refused):
+            by_reason.setdefault(answer.reason, []).append(node.name)
+            is_usage = is_usage and answer.is_usage
+    lines = [
+        reason if num_hosts == 1 else f"{', '.join(hosts)}: {reason}"
+        for reason, hosts in by_reason.items()
+    ]
+    if lines:
+        raise (UsageError if is_usage else LaunchError)("\n".join(lines))

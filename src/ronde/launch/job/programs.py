@@ -1,32 +1,13 @@
-"""Programs of one line in, one line out, on each host; refusals of agents."""
+"""A program on each host that answers each line with one line."""
 
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ronde.errors import LaunchError, UsageError
 from ronde.launch.hosts.node import AgentNode, HostLoss
 from ronde.launch.job.event_loop import EventLoop, Handler
 from ronde.launch.signals import STOPPING, InterruptedStartError
 from ronde.launch.wire import messages
-
-
-def require_accepted(
-    answers: Sequence[tuple[AgentNode, messages.FromAgent]], num_hosts: int
-) -> None:
-    """Raise with the reasons of all agents that refuse a job."""
-    by_reason: dict[str, list[str]] = {}
-    is_usage = True
-    for node, answer in answers:
-        if isinstance(answer, messages.Refused):
-            by_reason.setdefault(answer.reason, []).append(node.name)
-            is_usage = is_usage and answer.is_usage
-    lines = [
-        reason if num_hosts == 1 else f"{', '.join(hosts)}: {reason}"
-        for reason, hosts in by_reason.items()
-    ]
-    if lines:
-        raise (UsageError if is_usage else LaunchError)("\n".join(lines))
 
 
 class Answer(NamedTuple):
@@ -39,7 +20,7 @@ class Answer(NamedTuple):
 
 
 class RemotePrograms(Handler):
-    """One program on each host, which answers each line with one line."""
+    """One program on each host, asked all at once."""
 
     def __init__(
         self, loop: EventLoop, nodes: Sequence[AgentNode], module: str
