@@ -699,7 +699,7 @@ class Membership(_Roster):
     def _start_view(self, view: View, newest: int) -> None:
         """Send the next view: whole to new members, and to others what is different."""
         before, self.view = self.view, view
-        gone, self.ranks = self.ranks, view.ranks
+        former, self.ranks = self.ranks, view.ranks
         steps = [self._workers[worker.id].step for worker in view.members]
         whole = ViewBegins(
             view=view.view,
@@ -712,17 +712,13 @@ class Membership(_Roster):
             is_equal=newest != NEW and set(steps) == {newest},
             reason=self.reason,
         )
-        new = tuple(w for w in view.members if w.id not in gone)
-        joining = [worker.id for worker in new]
+        new = tuple(worker for worker in view.members if worker.id not in former)
         if len(new) < len(view.members):
-            change = whole._replace(
-                base=before.view,
-                gone=tuple(n for n in gone if n not in self.ranks),
-                new=new,
-            )
-            self._tell([n for n in self.ranks if n in gone], change)
-        if joining:
-            self._tell(joining, whole)
+            gone = tuple(worker for worker in former if worker not in self.ranks)
+            change = whole._replace(base=before.view, gone=gone, new=new)
+            self._tell([worker for worker in self.ranks if worker in former], change)
+        if new:
+            self._tell([worker.id for worker in new], whole)
 
     def _plan_change(self) -> None:
         if self._is_closing or self._num[_State.DONE]:

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -40,6 +40,9 @@ class JobView(Protocol):
     """
 
     can_lose_hosts: bool  # the job may go on without one
+
+    @property
+    def ranks(self) -> Mapping[int, int]: ...  # of the members, by worker id
 
     @property
     def is_ending(self) -> bool: ...  # a failure ends the job soon
@@ -381,6 +384,10 @@ class FixedView:
         self._generation = generation
         self._cause_by_s = inf
         self._awaited: set[int] = set()  # workers of which one may be the cause
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        return {worker: worker for worker in self._generation.workers}
 
     @property
     def is_ending(self) -> bool:

@@ -69,6 +69,10 @@ class ElasticView:
         self._stop: events.Stop | None = None  # why the job cannot go on
         self._log = ViewLog(now_s)
 
+    @property
+    def ranks(self) -> dict[int, int]:
+        return self._membership.ranks
+
     def begin(self, start: messages.Start) -> None:
         self._hosts.start = start
         self._hosts.plan_workers(self._membership.rules.max_ranks)
