@@ -706,6 +706,23 @@ def test_who_was_dismissed_and_does_not_end_is_killed():
     assert env.orders[1:] == [Release("a")]
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_all_stop_after_the_step_that_follows_the_largest(has_ended):
+    env = running(Rules(1, 4), a=2, b=2)
+    train(env, 3)
+    env.leave_host("a")
+    env.orders.clear()
+    for number, step in ((2, 3), (0, 4), (1, 3)):
+        env.report(number, AtStep(0, step))
+        assert not env.orders
+    if has_ended:
+        env.end(3, 0)
+    else:
+        env.report(3, AtStep(0, 3))
+    members = (0, 1, 2) if has_ended else (0, 1, 2, 3)
+    assert env.orders == [Tell(members, StopAfter(0, 5, "a is to be left"))]
+
+
 def test_a_host_without_which_there_are_too_few_is_left_when_there_are_others():
     env = running(Rules(4, 4), a=2, b=2)
     env.orders.clear()

@@ -94,7 +94,7 @@ class Generation(Handler):
         self.survived: set[int] = set()  # workers whose end is no failure of the job
         self.lost: list[LostHost] = []
         self.is_stopping = False
-        self.interrupted_by: int | None = None
+        self._interrupted_by: int | None = None
         self._is_killing = False
         self._finished: dict[str, messages.Finished] = {}
         self._answer_by_s = self._stacks_by_s = inf
@@ -140,7 +140,7 @@ class Generation(Handler):
             if worker.exited and number not in self.survived
         ]
         lost = [host for host in self.lost if not self.survived >= {*host.ranks}]
-        return judge(ends, self.interrupted_by, lost)
+        return judge(ends, self._interrupted_by, lost)
 
     def _starting(self) -> list[str]:
         waiting = (each.node.name for each in self.workers.values() if not each.pid)
@@ -225,7 +225,7 @@ class Generation(Handler):
                 if not self.is_stopping:
                     name = signal_name(message.signal)
                     self._loop.notice(node, f"{name}: the job ends")
-                    self.interrupted_by = message.signal
+                    self._interrupted_by = message.signal
                     self.stop(message.signal)
             case messages.Finished():
                 self._finished[node.name] = message
@@ -289,7 +289,7 @@ class Generation(Handler):
             self._ask_for_stacks()
         elif number == TIMED_OUT:
             if not (self.is_stopping or self._view.is_ending):
-                self.interrupted_by = number
+                self._interrupted_by = number
                 self._ask_for_stacks()
         elif number in STOPPING and not self.is_stopping:
             self._interrupt(number, number)
@@ -303,12 +303,12 @@ class Generation(Handler):
 
     def on_broken_output(self, number: int) -> None:
         if not self.is_stopping:
-            self.interrupted_by = number
+            self._interrupted_by = number
             self._loop.is_hurried = True
             self.stop(number if number == signal.SIGHUP else signal.SIGTERM)
 
     def _interrupt(self, by: int, number: int) -> None:
-        self.interrupted_by = by
+        self._interrupted_by = by
         self._loop.is_hurried = True
         self.stop(number)
         self._loop.output.notice(
@@ -339,7 +339,7 @@ class Generation(Handler):
         self._stacks_by_s = inf
         unheard = {number: messages.Stacks(number, ()) for number in self._unheard()}
         self._loop.output.stacks(list((self._stacks | unheard).values()))
-        if self.interrupted_by == TIMED_OUT and not self.is_stopping:
+        if self._interrupted_by == TIMED_OUT and not self.is_stopping:
             self._interrupt(TIMED_OUT, signal.SIGTERM)
         while self._hung:
             self.kill(self._hung.pop())
