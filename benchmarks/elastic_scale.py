@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TypeVar
 
 from ronde.launch.wire.messages import (
     FROM_AGENT,
@@ -31,22 +30,19 @@ from ronde.launch.wire.messages import (
     WorkerTexts,
     encode,
 )
-from ronde.membership import policy
-from ronde.membership.policy import Membership, Order, Rules
+from ronde.membership import events
+from ronde.membership.events import Order
+from ronde.membership.policy import Membership, Rules
 from ronde.membership.view import (
     FROM_RANK,
     NEW,
     NO_VIEW,
-    Place,
     Settled,
-    ToRank,
-    ViewBegins,
-    ViewEnded,
+    Worker,
     decode_text,
     encode_text,
 )
 
-T = TypeVar("T")
 PARTS = ("start", "decide", "end", "frames", "texts", "policy", "begin")
 _STEP = 1000
 
@@ -84,24 +80,24 @@ class Controller:
         """Start all processes, and train in the first view."""
         self.cost = Cost()
         rules = Rules(1, num_ranks, num_spares)
-        self.membership = Membership(rules)
+        self.membership = Membership(rules, lambda: "0" * 32)
         num_hosts = -(-(num_ranks + num_spares) // slots)
         hosts = {f"node{number:04}": slots for number in range(num_hosts)}
         self._decoders = {name: MessageDecoder(FROM_AGENT) for name in hosts}
         with self.cost.count("start"):
-            self._apply(policy.HostsFound(hosts))
+            self._apply(events.HostsFound(hosts))
             started = [
-                order.place
+                order.worker
                 for name in hosts
-                for order in self._apply(policy.HostReady(name, slots))
-                if isinstance(order, policy.StartProcess)
+                for order in self._apply(events.HostReady(name, slots))
+                if isinstance(order, events.StartWorker)
             ]
-            for place in started:
-                orders = self._apply(policy.MemberSettled(place.number, NEW))
-        self.places = {place.number: place for place in started}
-        self.view = _only(orders, policy.BeginView)
+            settled = Settled(NO_VIEW, NEW, NEW, "")
+            for worker in started:
+                self._apply(events.WorkerReport(worker.id, settled))
+        self.workers = {worker.id: worker for worker in started}
 
-    def _apply(self, event: policy.Event) -> list[Order]:
+    def _apply(self, event: events.Event) -> list[Order]:
         return self.membership.apply(event, time.monotonic())
 
     def receive(self, host: str, frame: bytes) -> list[Order]:
@@ -119,83 +115,57 @@ class Controller:
                 texts = [(n, decode_text(t, FROM_RANK)) for n, t in message.texts]
             with self.cost.count("policy"):
                 for number, text in texts:
-                    if isinstance(text, Settled) and text.view == self.view.view:
-                        event = policy.MemberSettled(number, text.step, text.reason)
-                        orders += self._apply(event)
+                    if text.view == self.membership.view.view:
+                        orders += self._apply(events.WorkerReport(number, text))
         elif isinstance(message, Exited):
             with self.cost.count("decide"):
-                reason = f"rank {message.worker} was killed by SIGKILL"
-                event = policy.MemberLost(message.worker, message.status, reason)
+                how = "was killed by SIGKILL"
+                event = events.WorkerLost(message.worker, message.status, how)
                 orders = self._apply(event)
         return orders
 
-    def end_view(self, order: policy.EndView) -> None:
-        with self.cost.count("end"):
-            ended = ViewEnded(self.view.view, order.reason)
-            self._send(order.numbers, ended)
+    def send(self, part: str, orders: Iterable[Order]) -> None:
+        """Send each text to its workers, in one frame an agent."""
+        with self.cost.count(part):
+            for tell in orders:
+                if isinstance(tell, events.Tell):
+                    self._send(tell)
 
-    def begin_view(self, order: policy.BeginView) -> None:
-        with self.cost.count("begin"):
-            new = [place.number for place in order.new]
-            known = set(new)
-            whole = ViewBegins(
-                view=order.view,
-                key="0" * 32,
-                base=NO_VIEW,
-                gone=(),
-                new=order.members,
-                source=order.source,
-                step=order.step,
-                is_equal=order.is_equal,
-                reason=order.reason,
-            )
-            change = whole._replace(base=self.view.view, gone=order.gone, new=order.new)
-            numbers = [place.number for place in order.members]
-            self._send((n for n in numbers if n not in known), change)
-            if new:
-                self._send(new, whole)
-        self.view = order
-
-    def _send(self, numbers: Iterable[int], message: ToRank) -> None:
-        """Send one text to ranks, in one frame an agent."""
-        text = encode_text(message)
+    def _send(self, tell: events.Tell) -> None:
+        text = encode_text(tell.message)
         by_host = defaultdict[str, list[int]](list)
-        for number in numbers:
-            by_host[self.places[number].host].append(number)
-        for ranks in by_host.values():
-            frame = encode(SendToWorkers(tuple(ranks), text))
+        for number in tell.workers:
+            by_host[self.workers[number].host].append(number)
+        for numbers in by_host.values():
+            frame = encode(SendToWorkers(tuple(numbers), text))
             self.cost.num_frames += 1
             self.cost.bytes_sent += len(frame)
 
 
-def lose_one(num_ranks: int, num_spares: int, slots: int) -> tuple[Cost, list[Place]]:
+def lose_one(num_ranks: int, num_spares: int, slots: int) -> tuple[Cost, list[Worker]]:
     """Return the cost of a loss in the middle, and the members of the next view."""
     controller = Controller(num_ranks, num_spares, slots)
-    lost = controller.places[num_ranks // 2]
-    exited = encode(Exited(lost.number, -9, 1.0, 0.0, 0.0, ""))
-    settled = encode_text(Settled(controller.view.view, _STEP, _STEP, ""))
+    lost, view = controller.workers[num_ranks // 2], controller.membership.view
+    exited = encode(Exited(lost.id, -9, 1.0, 0.0, 0.0, ""))
+    settled = encode_text(Settled(view.view, _STEP, _STEP, ""))
     by_host = defaultdict[str, list[WorkerText]](list)
-    for place in controller.view.members:
-        if place != lost:
-            by_host[place.host].append(WorkerText(place.number, settled))
+    for worker in view.members:
+        if worker != lost:
+            by_host[worker.host].append(WorkerText(worker.id, settled))
     answers = [(h, encode(WorkerTexts(tuple(texts)))) for h, texts in by_host.items()]
     gc.collect()
     begun_s = time.perf_counter()
-    controller.end_view(_only(controller.receive(lost.host, exited), policy.EndView))
+    controller.send("end", controller.receive(lost.host, exited))
     orders: list[Order] = []
     for host, answer in answers:
         if orders:
             raise AssertionError("the view must not begin before all have settled")
         orders = controller.receive(host, answer)
-    begins = _only(orders, policy.BeginView)
-    controller.begin_view(begins)
+    controller.send("begin", orders)
     controller.cost.wall_s = time.perf_counter() - begun_s
-    return controller.cost, list(begins.members)
-
-
-def _only(orders: Iterable[Order], kind: type[T]) -> T:
-    (found,) = (order for order in orders if isinstance(order, kind))
-    return found
+    if controller.membership.view.view != view.view + 1:
+        raise AssertionError("the next view must have begun")
+    return controller.cost, list(controller.membership.view.members)
 
 
 def main() -> None:

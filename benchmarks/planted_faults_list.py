@@ -60,22 +60,22 @@ FAULTS = (
         "--nproc-per-node starts ranks on a host that 0 slots keep out",
     ),
     Fault(
-        "launch/job/running.py",
-        "loss.reason, loss.exit_code, at_s))\n        if not self._is_stopping:\n"
-        "            self._stop(signal.SIGTERM)\n",
-        "loss.reason, loss.exit_code, at_s))\n",
+        "launch/job/generation.py",
+        "        if not self._generation.is_stopping:\n"
+        "            self._generation.stop(signal.SIGTERM)\n",
+        "        pass\n",
         "after a host is lost the ranks on the others run on, for ever if they wait",
     ),
     Fault(
         "membership/policy.py",
-        "if 0 <= host.slots <= member.place.slot:",
-        "if 0 <= host.slots < member.place.slot:",
+        "if 0 <= host.slots <= record.worker.slot:",
+        "if 0 <= host.slots < record.worker.slot:",
         "an elastic job keeps one rank too many on a host that has fewer slots now",
     ),
     Fault(
-        "membership/view.py",
-        "enumerate(sorted(slots))",
-        "enumerate(slots)",
+        "world/launcher_env.py",
+        "enumerate(sorted(own))",
+        "enumerate(own)",
         "after a change, ranks of a host swap local ranks, and so GPUs",
     ),
     Fault(

@@ -16,42 +16,31 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ronde.membership import (
     FROM_RANK,
-    NO_VIEW,
-    AskStep,
-    AtStep,
-    BeginView,
-    Dismiss,
-    Done,
-    EndView,
     Entered,
     Event,
+    Failed,
     Finish,
-    FinishAll,
     HostReady,
     HostsFound,
     Kill,
     Leave,
-    MemberDone,
-    MemberLost,
-    MemberSettled,
     Membership,
     Order,
-    PauseView,
     Rules,
     Save,
-    Settled,
-    StartProcess,
+    StartWorker,
     Stop,
-    StopAfter,
+    Tell,
     Tick,
     ToRank,
     ViewBegins,
-    ViewEnded,
     ViewPhase,
+    WorkerLost,
+    WorkerReport,
     decode_text,
     encode_text,
 )
@@ -82,14 +71,12 @@ class Controller:
     def __init__(self, path: Path, size: int, rules: Rules) -> None:
         self.notes: list[Note] = []
         self.stopped = ""  # why the policy has ended the job
-        self._membership = Membership(rules)
+        self._membership = Membership(rules, lambda: secrets.token_hex(16))
         self._slots = size
         self._idle: dict[int, _Process] = {}  # by the number that they will have
         self._unmet: set[int] = set()  # numbers that no process is there for
         self._members: dict[int, _Process] = {}
         self._stopped_pids: list[int] = []
-        self._awaited: dict[int, int | None] = {}  # steps, after ``AskStep``
-        self._reason = ""
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -158,8 +145,7 @@ class Controller:
         self._note(f"lost {process.number}")
         if self._membership.phase is ViewPhase.FINISHED:
             code = 0
-        reason = f"process {process.number} on {HOST} {how}"
-        self._apply(MemberLost(process.number, code, reason))
+        self._apply(WorkerLost(process.number, code, how))
 
     def _take(self, process: _Process, line: str) -> None:
         number = process.number
@@ -173,35 +159,20 @@ class Controller:
             self._lose(process, "was stopped", -signal.SIGSTOP)
             return
         if line == "!save":
-            self._send((number,), Save(self._membership.view))
+            self._send((number,), Save(self._membership.view.view))
             return
         if line == "!grow":
             self._slots += 1
             self._apply(HostReady(HOST, self._slots))
             return
-        match decode_text(line, FROM_RANK):
-            case Settled(step=step, reason=reason):
-                self._note(f"settled {number} at {step}: {reason}")
-                self._apply(MemberSettled(number, step, reason))
-            case AtStep(step=step):
-                self._awaited[number] = step
-                self._answer()
-            case Entered():
-                self._note(f"running {number}")
-            case Done(step=step):
-                self._note(f"done {number}")
-                self._apply(MemberDone(number, step))
-
-    def _answer(self) -> None:
-        steps = [s for n, s in self._awaited.items() if n in self._members]
-        if steps and None not in steps:
-            last = max(s for s in steps if s is not None) + 1
-            stop = StopAfter(self._membership.view, last, self._reason)
-            self._send(tuple(self._awaited), stop)
-            self._awaited = {}
+        message = decode_text(line, FROM_RANK)
+        name, reason = type(message).__name__.lower(), getattr(message, "reason", "")
+        self._note(f"{name} {number} at {message.step}: {reason}")
+        if not isinstance(message, (Entered, Failed)):
+            self._apply(WorkerReport(number, message))
 
     def _note(self, what: str) -> None:
-        self.notes.append(Note(time.monotonic(), what, self._membership.view))
+        self.notes.append(Note(time.monotonic(), what, self._membership.view.view))
 
     def _send(self, numbers: tuple[int, ...], message: ToRank) -> None:
         for number in numbers:
@@ -214,49 +185,38 @@ class Controller:
             self._carry_out(order)
 
     def _carry_out(self, order: Order) -> None:
-        view = self._membership.view
         match order:
-            case StartProcess(place=place):
-                self._unmet.add(place.number)
+            case StartWorker(worker=worker):
+                self._unmet.add(worker.id)
                 self._pair()
-            case Kill(number=number):
-                os.kill(self._members.pop(number).pid, signal.SIGKILL)
-            case EndView(numbers=numbers, reason=reason):
-                self._awaited = {}
-                self._send(numbers, ViewEnded(view, reason))
-            case PauseView(numbers=numbers, reason=reason):
-                self._awaited, self._reason = dict.fromkeys(numbers), reason
-                self._send(numbers, AskStep(view))
-            case BeginView():
-                self._begin(order)
-            case Dismiss(number=number, reason=reason):
-                self._send((number,), Leave(reason))
-                self._members.pop(number, None)
-            case FinishAll():
-                self._note("finished")
-                self._send(tuple(self._members), Finish())
-                self._kill(self._stopped_pids)
+            case Kill(worker=number):
+                self._unmet.discard(number)
+                if process := self._members.pop(number, None):
+                    os.kill(process.pid, signal.SIGKILL)
+            case Tell(workers=numbers, message=message):
+                self._tell(numbers, message)
             case Stop(reason=reason):
                 self.stopped = reason
                 self._kill([process.pid for process in self._members.values()])
             case _:
                 pass
 
+    def _tell(self, numbers: tuple[int, ...], message: ToRank) -> None:
+        members = self._membership.view.members
+        if isinstance(message, ViewBegins) and members[0].id in numbers:
+            self._note(f"begins {len(members)}")
+        if isinstance(message, Finish):
+            self._note("finished")
+        self._send(numbers, message)
+        if isinstance(message, Leave):
+            for number in numbers:
+                self._members.pop(number, None)
+        if isinstance(message, Finish):
+            self._kill(self._stopped_pids)
+
     def _kill(self, pids: list[int]) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-
-    def _begin(self, order: BeginView) -> None:
-        self._note(f"begins {len(order.members)}")
-        new = {place.number for place in order.new}
-        key = secrets.token_hex(16)
-        rest: dict[str, Any] = order._asdict()
-        rest = {n: rest[n] for n in ("source", "step", "is_equal", "reason")}
-        whole = ViewBegins(order.view, key, NO_VIEW, (), order.members, **rest)
-        self._send(tuple(new), whole)
-        change = whole._replace(base=order.view - 1, gone=order.gone, new=order.new)
-        others = tuple(p.number for p in order.members if p.number not in new)
-        self._send(others, change)
 
 
 @contextmanager

@@ -55,13 +55,13 @@ class Watching(Handler):
         self.loop.serve(self, lambda: bool(self.lost), lambda: NEVER_S)
         return self.lost.pop()
 
-    def take(self, node, message):
+    def on_message(self, node, message):
         assert self.connector.owns(node)
-        self.connector.take(node, message)
+        self.connector.on_message(node, message)
 
-    def take_loss(self, node, loss):
+    def on_loss(self, node, loss):
         if self.connector.owns(node):
-            self.connector.take_loss(node, loss)
+            self.connector.on_loss(node, loss)
         else:
             self.lost.append((node, loss.reason, time.monotonic() - node.heard_at_s))
 

@@ -51,7 +51,7 @@ def test_ranks_that_are_killed_before_they_train_are_said(ronde):
     plan = {"1:joined": "SIGKILL", "4:start": "SIGKILL"}
     result = run(ronde, plan, last_view=2)
     assert result.returncode == 0, result.stderr
-    first, second = f"rank 1 on {HOST}", f"process 4 on {HOST}"
+    first, second = f"rank 1 on {HOST}", f"worker 4 on {HOST}"
     joined = f"ronde: {first} was killed by SIGKILL; 4 ranks became 3 and go "
     assert any(line.startswith(joined) for line in lines(result))
     start = f"ronde: {second} was killed by SIGKILL before it took part."
@@ -134,7 +134,7 @@ def test_a_rank_that_ends_before_it_joins_the_others_ends_the_job(ronde, least):
     result = ronde("run", *words, *program, env=env)
     assert result.returncode != 0
     assert lines(result)[0] == (
-        f"ronde: process 1 on {HOST} ended with exit code 0 without the others, which "
+        f"ronde: worker 1 on {HOST} ended with exit code 0 without the others, which "
         "wait in hvd.init(). Have all ranks call it."
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.launch import Generation, LostHost, RankEnd, Tail, find_awaited, judge
+from ronde.launch import Attempt, LostHost, RankEnd, Tail, find_awaited, judge
 from ronde.render import format_ranks, parse_ranks, summarize
 
 RESET = ("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:3",)
@@ -221,7 +221,7 @@ def test_the_summary_says_who_why_and_where():
             end(7, 1, 1.3, tail=("ValueError: no",)),
         ]
     )
-    said = summarize(result, Generation("job", 1, ("h",) * 8), "/logs").splitlines()
+    said = summarize(result, Attempt("job", 1, ("h",) * 8), "/logs").splitlines()
     assert said[0].startswith("+-- ronde: the job failed at start 2, exit code 1 -----")
     assert said[-1] == "+" + "-" * 77
     assert said[1:-1] == [
@@ -266,7 +266,7 @@ def test_256_ranks_of_8_hosts_fit_one_screen():
         )
         for r in range(256)
     ]
-    said = summarize(judge(ends), Generation("j", 0, ()), "/logs").splitlines()
+    said = summarize(judge(ends), Attempt("j", 0, ()), "/logs").splitlines()
     assert len(said) <= 50
     assert max(map(len, said)) < 500
     assert "|     [473 lines]" in said

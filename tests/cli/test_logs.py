@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
 from ronde.launch import (
+    Attempt,
     ErrorFile,
-    Generation,
     LostHost,
     Output,
     RankEnd,
@@ -58,7 +58,7 @@ def heard():
 
 
 def generation(epoch=0, hosts=HOSTS):
-    return Generation("job", epoch, hosts)
+    return Attempt("job", epoch, hosts)
 
 
 def end(rank, status, *, was_stopped=False):

@@ -239,10 +239,12 @@ def test_a_failure_says_where_the_files_are(ronde, tmp_path):
     assert f"| logs:            {job}/attempt_0\n" in said
 
 
-def test_neither_launcher_nor_agent_waits_for_torch():
+def test_neither_launcher_nor_agent_waits_for_torch_or_elastic_parts():
     code = (
-        "import sys, ronde.cli.run, ronde.launch.agent; "
-        "print([m for m in ('torch', 'numpy', 'asyncio') if m in sys.modules])"
+        "import sys, ronde.cli.run, ronde.launch.agent\n"
+        "others = {'torch', 'numpy', 'asyncio'}\n"
+        "elastic = ('ronde.membership', 'ronde.launch.job.elastic')\n"
+        "print([m for m in sys.modules if m in others or m.startswith(elastic)])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, timeout=HANG_S

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import clean_environment
 from tests.limits import HANG_S
 
-from ronde.launch import Generation, Output, Stream
+from ronde.launch import Attempt, Output, Stream
 from ronde.render import FILE_PROGRESS_S, SCREEN_PROGRESS_S, Console
 
 
@@ -133,7 +133,7 @@ def test_of_a_progress_bar_a_file_gets_the_final_state(ronde):
 def test_a_progress_bar_on_a_file_says_something_each_ten_seconds(tmp_path):
     with (tmp_path / "out").open("wb") as file:
         console = Console(file.fileno(), file.fileno())
-        console.begin(Generation("job", 0, ("here",) * 5))
+        console.begin(Attempt("job", 0, ("here",) * 5))
         for second in range(25):
             bar = Output(4, Stream.STDOUT, b"\r%d%%" % second)
             console.output(bar, float(second))
@@ -184,7 +184,7 @@ def test_bars_of_several_ranks_stand_below_the_lines():
     ours, theirs = pty.openpty()
     try:
         console = Console(theirs, theirs)
-        console.begin(Generation("job", 0, ("here",) * 3))
+        console.begin(Attempt("job", 0, ("here",) * 3))
         console.output(Output(1, Stream.STDERR, b"\rone"), 0.0)
         console.output(Output(0, Stream.STDERR, b"\rzero"), 0.0)
         console.output(Output(0, Stream.STDERR, b"\rtoo soon"), SCREEN_PROGRESS_S / 2)

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from ronde.errors import UsageError
-from ronde.launch import Generation, Output, Stream
+from ronde.launch import Attempt, Output, Stream
 from ronde.render import Console, Tag, TagPlace, parse_ranks, parse_tag
 
 HOSTS = ("node1", "node1", "node2", "node2")
@@ -18,7 +18,7 @@ def shown(path, outputs, **options):
     """Return what a console shows of a job on two hosts."""
     with path.open("wb") as file:
         console = Console(file.fileno(), file.fileno(), **options)
-        console.begin(Generation("job", 0, HOSTS))
+        console.begin(Attempt("job", 0, HOSTS))
         for output in outputs:
             console.output(output, 0.0)
         console.tick(100.0)
@@ -103,10 +103,10 @@ def test_another_generation_begins_with_nothing_of_the_one_before(tmp_path):
     with (tmp_path / "out").open("wb") as file:
         console = Console(file.fileno(), file.fileno(), tag=Tag(TagPlace.RANK))
         for epoch in range(2):
-            console.begin(Generation("job", epoch, HOSTS))
+            console.begin(Attempt("job", epoch, HOSTS))
             console.output(Output(0, Stream.STDOUT, b"cut "), 0.0)
             console.tick(100.0)
-            console.begin(Generation("job", epoch + 1, HOSTS))
+            console.begin(Attempt("job", epoch + 1, HOSTS))
             console.output(Output(0, Stream.STDOUT, b"new\n"), 100.0)
         while console.pending_fds:
             console.write_to(file.fileno())

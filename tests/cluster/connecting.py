@@ -92,22 +92,22 @@ class Embedding(Handler):
                 write_line([host.name, reason, self._num_heard - num_before])
                 num_before = self._num_heard
 
-    def take(self, node: AgentNode, message: object) -> None:
+    def on_message(self, node: AgentNode, message: object) -> None:
         if self.connector.owns(node):
-            self.connector.take(node, message)
+            self.connector.on_message(node, message)
             return
         self._is_ready = self._is_ready or isinstance(message, Ready)
         self._is_finished = isinstance(message, Finished)
 
-    def take_output(self, output: Output) -> None:
+    def on_output(self, output: Output) -> None:
         del output
         self._num_heard += 1
 
-    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
         assert self.connector.owns(node)
-        self.connector.take_loss(node, loss)
+        self.connector.on_loss(node, loss)
 
-    def take_fault(self, node: AgentNode, error: LaunchError) -> None:
+    def on_fault(self, node: AgentNode, error: LaunchError) -> None:
         self._loop.lose(self, node, HostLoss(str(error), EXIT_INTERNAL))
 
 

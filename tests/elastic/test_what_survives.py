@@ -131,5 +131,5 @@ def test_a_timeline_has_a_part_for_each_view(tmp_path: Path) -> None:
     second = json.loads((tmp_path / "timeline.view1.json").read_text())
     assert "before" in str(first)
     assert "after" not in str(first)
-    assert "view 1: process 2" in str(second)
+    assert "view 1: rank 2 on" in str(second)
     assert "after" in str(second)

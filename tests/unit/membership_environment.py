@@ -1,43 +1,51 @@
-"""Hosts and processes that do what a ``Membership`` orders, and check every order.
+"""Hosts and workers that do what a ``Membership`` orders, and check every order.
 
-Processes train as data-parallel ranks do: never more than one step apart, and not at
+Workers train as data-parallel ranks do: never more than one step apart, and not at
 all while one of them is gone or stalled.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 
 from ronde.membership import (
     NEW,
     NO_VIEW,
-    Barred,
-    BeginView,
+    AskStep,
+    AtStep,
+    Blacklisted,
     Connect,
-    Dismiss,
-    EndView,
+    Done,
+    Entered,
     Event,
-    FinishAll,
+    Failed,
+    Finish,
+    FromRank,
     HostGone,
     HostLeaves,
     HostReady,
     HostsFound,
     Kill,
-    MemberDone,
-    MemberLost,
-    MemberSettled,
+    Leave,
     Membership,
     Order,
-    PauseView,
-    Place,
     Release,
     Rules,
-    StartProcess,
+    Settled,
+    StartWorker,
     Stop,
+    StopAfter,
+    Tell,
     Tick,
+    ToRank,
     View,
     ViewBegins,
+    ViewEnded,
     ViewPhase,
+    Worker,
+    WorkerLost,
+    WorkerReport,
 )
 
 LAST_STEP = 40
@@ -63,12 +71,15 @@ ENDING = {Doing.LEAVING, Doing.FAILING, Doing.KILLED}
 
 @dataclass
 class Process:
-    """One process, from its start until it is reaped."""
+    """One worker, from its start until it is reaped."""
 
-    place: Place
+    worker: Worker
     doing: Doing = Doing.STARTING
     step: int = NEW
     is_stalled: bool = False
+    is_asked: bool = False  # for its step, and has not answered
+    limit: float = inf  # steps that it may apply until it hears when to stop
+    stop_after: float = inf
 
 
 @dataclass
@@ -90,7 +101,7 @@ class Environment:
     hosts: dict[str, Host] = field(default_factory=dict[str, Host])
     processes: dict[int, Process] = field(default_factory=dict[int, Process])
     view: View = View(NO_VIEW, ())  # noqa: RUF009 - immutable
-    stop_after: int | None = None
+    before: View = View(NO_VIEW, ())  # noqa: RUF009 - immutable
     now_s: float = 0.0
     orders: list[Order] = field(default_factory=list[Order])
     num_started: int = 0
@@ -98,7 +109,7 @@ class Environment:
     @classmethod
     def of(cls, rules: Rules, **slots: int) -> "Environment":
         """Return one whose hosts are found."""
-        self = cls(Membership(rules))
+        self = cls(Membership(rules, lambda: "key"))
         self.find(slots)
         return self
 
@@ -113,7 +124,7 @@ class Environment:
     @property
     def members(self) -> list[Process]:
         """Return the processes of the view that live, by rank."""
-        found = (self.processes.get(place.number) for place in self.view.members)
+        found = (self.processes.get(worker.id) for worker in self.view.members)
         return [each for each in found if each and each.doing not in ENDING]
 
     # What happens
@@ -135,7 +146,7 @@ class Environment:
         host = self.hosts[name]
         host.is_ready = host.is_connecting = host.is_leaving = False
         for number, process in list(self.processes.items()):
-            if process.place.host == name:
+            if process.worker.host == name:
                 del self.processes[number]
         self.tell(HostGone(name, f"{name} was lost"))
 
@@ -145,20 +156,23 @@ class Environment:
 
     def end(self, number: int, exit_code: int) -> None:
         del self.processes[number]
-        self.tell(MemberLost(number, exit_code, f"{number} has ended"))
+        self.tell(WorkerLost(number, exit_code, "has ended"))
 
     def fail(self, number: int) -> None:
         """Report that a process ends, which may be known already."""
         process = self.processes[number]
         if process.doing not in ENDING:
             process.doing = Doing.FAILING
-        reason = f"{number} failed"
-        self.tell(MemberLost(number, 1, reason, has_ended=False))
+        self.report(number, Failed(self.view.view, process.step, "an error"))
 
     def settle(self, number: int, reason: str = "") -> None:
         process = self.processes[number]
         process.doing = Doing.WAITING
-        self.tell(MemberSettled(number, process.step, reason))
+        step = process.step
+        self.report(number, Settled(self.view.view, step, step, reason))
+
+    def report(self, number: int, message: FromRank) -> None:
+        self.tell(WorkerReport(number, message))
 
     def _get_ready(self, name: str) -> None:
         host = self.hosts[name]
@@ -169,11 +183,17 @@ class Environment:
         newest = max(process.step for process in self.members)
         for process in self.members:
             process.doing, process.step = Doing.TRAINING, max(newest, 0)
+            self.report(process.worker.id, Entered(self.view.view, process.step))
+
+    def _answer(self, number: int) -> None:
+        process = self.processes[number]
+        process.is_asked, process.limit = False, process.step + 1
+        self.report(number, AtStep(self.view.view, process.step))
 
     def _train(self, number: int) -> None:
         process = self.processes[number]
         process.step = min(process.step + 1, LAST_STEP)
-        if self.stop_after is not None and process.step >= self.stop_after:
+        if process.step >= process.stop_after:
             self.settle(number)
         elif process.step == LAST_STEP:
             self.finish(number)
@@ -184,7 +204,7 @@ class Environment:
         process.step = LAST_STEP
         if process.doing is Doing.TRAINING:
             process.doing = Doing.DONE
-        self.tell(MemberDone(number, LAST_STEP))
+        self.report(number, Done(self.view.view, LAST_STEP))
 
     def answers(self) -> list[Callable[[], None]]:
         """Return what can happen next without any fault."""
@@ -198,6 +218,8 @@ class Environment:
                 can.append(lambda n=number: self.end(n, 0))
             elif process.doing is Doing.ASKED and not process.is_stalled:
                 can.append(lambda n=number: self.settle(n))
+            elif process.is_asked and not process.is_stalled:
+                can.append(lambda n=number: self._answer(n))
         return can + self._connections() + self._starts() + self._steps()
 
     def _starts(self) -> list[Callable[[], None]]:
@@ -218,11 +240,11 @@ class Environment:
         for p in self.members:
             if p.is_stalled and p.doing in IN_VIEW:
                 # Who sees that ends it.
-                return [lambda n=p.place.number: self.end(n, -9)]
+                return [lambda n=p.worker.id: self.end(n, -9)]
         if len(self.members) < len(self.view.members):
             # A peer has ended with 0: it is missed, unless all was done.
             return [
-                lambda n=p.place.number: self.settle(n, "it lost a peer")
+                lambda n=p.worker.id: self.settle(n, "lost a peer")
                 for p in self.members
                 if p.doing in (Doing.CONNECTING, Doing.TRAINING)
             ]
@@ -234,9 +256,9 @@ class Environment:
         if any(p.doing is Doing.CONNECTING or p.is_stalled for p in self.members):
             return []
         return [
-            lambda n=p.place.number: self._train(n)
+            lambda n=p.worker.id: self._train(n)
             for p in self.members
-            if p.doing is Doing.TRAINING and p.step == lowest
+            if p.doing is Doing.TRAINING and p.step == lowest < p.limit
         ]
 
     def run(self, until: Callable[[], bool] | None = None, limit: int = 3000) -> None:
@@ -274,36 +296,34 @@ class Environment:
     def _check(self) -> None:
         rules = self.membership.rules
         living = [p for p in self.processes.values() if p.doing not in ENDING]
-        kept = [p for p in living if self._is_used(p.place)]
+        kept = [p for p in living if self._is_used(p.worker)]
         if not self.is_over:
             assert len(kept) <= rules.max_ranks + rules.spares
-            assert self.membership.num_living == len(living)
-            for number, process in self.processes.items():
-                place = None if process.doing in ENDING else process.place
-                assert self.membership.place_of(number) == place
-        for left_s in self.membership.barred(self.now_s).values():
+            assert self.membership.living == [p.worker for p in living]
+        for left_s in self.membership.blacklisted(self.now_s).values():
             assert 0 < left_s <= rules.cooldown_s[1]
 
-    def _is_used(self, place: Place) -> bool:
-        host = self.hosts[place.host]
-        return host.is_found and not host.is_leaving and place.slot < host.slots
+    def _is_used(self, worker: Worker) -> bool:
+        host = self.hosts[worker.host]
+        return host.is_found and not host.is_leaving and worker.slot < host.slots
 
     def _obey(self, order: Order) -> None:
         match order:
             case Connect() | Release():
                 self._obey_for_host(order)
-            case EndView() | PauseView():
-                self._obey_for_view(order)
-            case BeginView():
-                self._begin_view(order)
-            case FinishAll():
-                assert all(p.step == LAST_STEP for p in self.members)
-            case Barred():
-                assert order.host in self._barred()
+            case Tell():
+                self._hear(order.workers, order.message)
+            case Blacklisted():
+                assert order.host in self._blacklisted()
             case Stop():
                 assert order.reason.endswith(".")
-            case _:
-                self._obey_for_process(order)
+            case StartWorker():
+                self._start(order.worker)
+            case Kill():
+                process = self.processes[order.worker]
+                assert order.reason
+                assert process.doing is not Doing.KILLED
+                process.doing = Doing.KILLED
 
     def _obey_for_host(self, order: Connect | Release) -> None:
         host = self.hosts[order.host]
@@ -312,81 +332,93 @@ class Environment:
             assert not host.is_connecting
             assert host.is_found
             assert not host.is_leaving
-            assert order.host not in self._barred()
+            assert order.host not in self._blacklisted()
             host.is_connecting = True
             return
         assert host.is_ready
         assert host.is_leaving or not host.is_found
-        assert order.host not in [p.place.host for p in self.processes.values()]
+        assert order.host not in [p.worker.host for p in self.processes.values()]
         host.is_ready = host.is_leaving = False
 
-    def _obey_for_view(self, order: EndView | PauseView) -> None:
-        told = [p.place.number for p in self.members if p.doing in IN_VIEW]
-        assert list(order.numbers) == told
-        if isinstance(order, EndView):
-            for number in order.numbers:
-                self.processes[number].doing = Doing.ASKED
-            return
-        assert len(told) == len(self.members)
-        assert not any(p.doing is Doing.DONE for p in self.members)
-        self.stop_after = max(p.step for p in self.members) + 2
+    def _hear(self, numbers: tuple[int, ...], message: ToRank) -> None:
+        processes = [self.processes[number] for number in numbers]
+        in_view = [p for p in self.members if p.doing in IN_VIEW]
+        match message:
+            case ViewEnded():
+                assert processes == in_view
+                for process in processes:
+                    process.doing = Doing.ASKED
+            case AskStep():
+                assert processes == in_view == self.members
+                assert not any(p.doing is Doing.DONE for p in self.members)
+                for process in processes:
+                    process.is_asked = True
+            case StopAfter():
+                assert processes == self.members
+                assert message.step > max(p.step for p in processes) - 1
+                for process in processes:
+                    process.limit, process.stop_after = inf, message.step
+            case ViewBegins():
+                self._begin_view(numbers, message)
+            case Leave():
+                assert [p.doing for p in processes] == [Doing.WAITING]
+                processes[0].doing = Doing.LEAVING
+            case Finish():
+                assert processes == self.members
+                assert all(p.step == LAST_STEP for p in processes)
+            case _:
+                raise AssertionError(message)
 
-    def _obey_for_process(self, order: StartProcess | Kill | Dismiss) -> None:
-        if isinstance(order, StartProcess):
-            self._start(order.place)
-            return
-        process = self.processes[order.number]
-        assert order.reason
-        if isinstance(order, Kill):
-            assert process.doing is not Doing.KILLED
-            process.doing = Doing.KILLED
-        else:
-            assert process.doing is Doing.WAITING
-            process.doing = Doing.LEAVING
+    def _blacklisted(self) -> dict[str, float]:
+        return self.membership.blacklisted(self.now_s)
 
-    def _barred(self) -> dict[str, float]:
-        return self.membership.barred(self.now_s)
-
-    def _start(self, place: Place) -> None:
-        assert place.number == self.num_started
+    def _start(self, worker: Worker) -> None:
+        assert worker.id == self.num_started
         self.num_started += 1
-        host = self.hosts[place.host]
-        assert host.is_ready
-        assert self._is_used(place)
-        assert place.host not in self._barred()
-        taken = [process.place[1:] for process in self.processes.values()]
-        assert place[1:] not in taken
-        self.processes[place.number] = Process(place)
+        assert self.hosts[worker.host].is_ready
+        assert self._is_used(worker)
+        assert worker.host not in self._blacklisted()
+        taken = [process.worker[1:] for process in self.processes.values()]
+        assert worker[1:] not in taken
+        self.processes[worker.id] = Process(worker)
 
-    def _begin_view(self, order: BeginView) -> None:
-        rules, old = self.membership.rules, self.view
-        assert order.view == old.view + 1
+    def _begin_view(self, hearing: tuple[int, ...], begins: ViewBegins) -> None:
+        """Check a view that begins; survivors hear of it first, then newcomers."""
+        view, old = self.membership.view, self.view
+        numbers, former = [w.id for w in view.members], [w.id for w in old.members]
+        if old.view != view.view:
+            self._check_view(begins, numbers, former)
+            self.view = view
+            for number in numbers:
+                process = self.processes[number]
+                assert process.doing is Doing.WAITING
+                process.doing = Doing.CONNECTING
+                process.limit = process.stop_after = inf
+                process.is_asked = False
+            self.before = old
+        known = [w.id for w in self.before.members]
+        is_change = begins.base != NO_VIEW
+        assert list(hearing) == [n for n in numbers if (n in known) == is_change]
+        assert self.before.next(begins) == view
+        assert begins.key == "key"
+
+    def _check_view(
+        self, begins: ViewBegins, numbers: list[int], former: list[int]
+    ) -> None:
+        rules = self.membership.rules
+        assert begins.view == self.view.view + 1
         # Never two views at a time.
         assert not any(p.doing in IN_VIEW | {Doing.ASKED} for p in self.members)
-        numbers = [place.number for place in order.members]
         assert len(set(numbers)) == len(numbers)
         assert max(1, rules.min_ranks) <= len(numbers) <= rules.max_ranks
-        former = [place.number for place in old.members]
         kept = [number for number in former if number in numbers]
         assert [number for number in numbers if number in former] == kept
         assert not kept or numbers[0] == kept[0]
-        assert {place.number for place in order.new} == set(numbers) - set(former)
-        assert list(order.gone) == [n for n in former if n not in numbers]
-        for place in order.new:
-            assert self._is_used(place)
-            assert place.host not in self._barred()
-        base = old.view if kept else NO_VIEW
-        new = order.new if kept else order.members
-        begins = ViewBegins(
-            order.view, "key", base, order.gone, new, order.source, 0, True, ""
-        )
-        assert old.next(begins).members == order.members
+        for worker in self.membership.view.members:
+            if worker.id not in former:
+                assert self._is_used(worker)
+                assert worker.host not in self._blacklisted()
         steps = {number: self.processes[number].step for number in numbers}
         living = [p.step for p in self.members]
-        assert order.step == steps[order.source] == max([*living, *steps.values()])
-        assert order.is_equal == (set(steps.values()) == {order.step} != {NEW})
-        self.view = View(order.view, order.members)
-        self.stop_after = None
-        for number in numbers:
-            assert self.processes[number].doing is Doing.WAITING
-            self.processes[number].doing = Doing.CONNECTING
+        assert begins.step == steps[begins.source] == max([*living, *steps.values()])
+        assert begins.is_equal == (set(steps.values()) == {begins.step} != {NEW})

@@ -10,7 +10,7 @@ HOSTS = 13
 @pytest.mark.parametrize("num_spares", [0, 1])
 def test_one_loss_is_three_frames_a_host(num_spares):
     cost, members = lose_one(RANKS, num_spares, SLOTS)
-    numbers = [place.number for place in members]
+    numbers = [worker.id for worker in members]
     if num_spares:
         expected = list(range(RANKS))
         expected[RANKS // 2] = RANKS  # the spare has the lost rank

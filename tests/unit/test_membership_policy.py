@@ -1,4 +1,4 @@
-"""Who takes part: the policy against hosts and processes that obey it."""
+"""The policy against hosts and workers that obey it."""
 
 from math import inf
 
@@ -15,24 +15,28 @@ from tests.unit.membership_environment import (
 from ronde.membership import (
     NEW,
     RESET_LIMIT_EXCEEDED_MESSAGE,
-    Barred,
-    BeginView,
+    AskStep,
+    AtStep,
+    Blacklisted,
     Connect,
-    Dismiss,
-    EndView,
-    FinishAll,
+    Done,
+    Finish,
     Kill,
-    MemberDone,
-    MemberLost,
-    MemberSettled,
+    Leave,
     Membership,
-    PauseView,
-    Place,
     Release,
     Rules,
-    StartProcess,
+    Settled,
+    StartWorker,
     Stop,
+    StopAfter,
+    Tell,
+    ViewBegins,
+    ViewEnded,
     ViewPhase,
+    Worker,
+    WorkerLost,
+    WorkerReport,
 )
 
 NAMES = ["a", "b", "c"]
@@ -87,8 +91,8 @@ class Faults(RuleBasedStateMachine):
 
     @rule(pick=PICKS)
     def fail(self, pick: int) -> None:
-        places = self.env.view.members
-        if able := [p.number for p in places if p.number in self.env.processes]:
+        members = self.env.view.members
+        if able := [w.id for w in members if w.id in self.env.processes]:
             self.env.fail(able[pick % len(able)])
 
     @rule(pick=PICKS)
@@ -100,7 +104,7 @@ class Faults(RuleBasedStateMachine):
     def lose_peer(self, pick: int) -> None:
         able = [p for p in self.env.members if p.doing in IN_VIEW and not p.is_stalled]
         if able:
-            self.env.settle(able[pick % len(able)].place.number, "it lost a peer")
+            self.env.settle(able[pick % len(able)].worker.id, "lost a peer")
 
     @rule(pick=PICKS)
     def finish(self, pick: int) -> None:
@@ -108,7 +112,7 @@ class Faults(RuleBasedStateMachine):
         able = [p for p in self.env.members if p.doing is Doing.ASKED]
         at_last = [p for p in able if p.step == LAST_STEP]
         if at_last:
-            self.env.finish(at_last[pick % len(at_last)].place.number)
+            self.env.finish(at_last[pick % len(at_last)].worker.id)
 
     @rule(name=st.sampled_from(NAMES))
     def fail_host(self, name: str) -> None:
@@ -149,8 +153,13 @@ def ordered(env, *kinds):
     return found
 
 
+def sent(env, *kinds):
+    """Return the messages of some kinds since the last call."""
+    return [t.message for t in ordered(env, Tell) if isinstance(t.message, kinds)]
+
+
 def ranks(env):
-    return [place.number for place in env.view.members]
+    return [worker.id for worker in env.view.members]
 
 
 def train(env, step):
@@ -166,8 +175,8 @@ def test_the_first_view_waits_for_all_hosts_and_processes():
     env.settle(1)
     assert ranks(env) == []
     env.begin()
-    (view,) = ordered(env, BeginView)
-    assert [place[1:] for place in view.members] == [
+    (view,) = sent(env, ViewBegins)
+    assert [worker[1:] for worker in view.new] == [
         ("a", 0),
         ("a", 1),
         ("b", 0),
@@ -191,28 +200,30 @@ def test_survivors_go_on_at_once_and_the_replacement_takes_the_lost_rank():
     train(env, 3)
     env.orders.clear()
     env.end(1, -9)
-    assert env.orders == [EndView((0, 2, 3), "1 has ended")]
+    assert env.orders == [Tell((0, 2, 3), ViewEnded(0, "rank 1 on a has ended"))]
     for number in (3, 0, 2):
         assert len(env.orders) == 1
         env.settle(number)
-    _, view, start = env.orders
-    assert isinstance(view, BeginView)
+    _, (told, view), start = env.orders
+    assert isinstance(view, ViewBegins)
+    assert told == (0, 2, 3)
     assert ranks(env) == [0, 2, 3]
     assert (view.gone, view.new, view.step, view.is_equal) == ((1,), (), 3, True)
-    assert view.reason == "1 has ended"
-    assert start == StartProcess(Place(4, "a", 1))
+    assert view.reason == "rank 1 on a has ended"
+    assert start == StartWorker(Worker(4, "a", 1))
     env.run(lambda: len(ranks(env)) == 4)
     assert ranks(env) == [0, 2, 3, 4]
-    pause, view = ordered(env, PauseView, BeginView)[-2:]
+    *_, pause, view, whole = sent(env, StopAfter, ViewBegins)
     assert pause.reason == view.reason == "a rank joins on a"
+    assert whole.new == env.view.members
 
 
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        (1, "0 has ended"),
-        (2, "0 has ended and 1 has ended"),
-        (4, "0 has ended, and 3 more were lost"),
+        (1, "rank 0 on a has ended"),
+        (2, "rank 0 on a has ended and rank 1 on a has ended"),
+        (4, "rank 0 on a has ended, and 3 more were lost"),
     ],
 )
 @pytest.mark.parametrize("has_settled", [False, True])
@@ -224,15 +235,15 @@ def test_all_who_are_lost_are_said(number: int, reason: str, *, has_settled: boo
             env.settle(other)
         env.end(other, -9)
     env.run(lambda: env.view.view == 1)
-    assert ordered(env, BeginView)[-1].reason == reason
+    assert sent(env, ViewBegins)[-1].reason == reason
 
 
-def test_a_host_that_is_barred_is_said():
+def test_a_host_that_is_blacklisted_is_said():
     env = running(Rules(1, 4), a=4)
     for number in range(3):
-        assert not ordered(env, Barred)
+        assert not ordered(env, Blacklisted)
         env.end(number, -9)
-    assert ordered(env, Barred) == [Barred("a", 3, 30.0)]
+    assert ordered(env, Blacklisted) == [Blacklisted("a", 3, 30.0)]
 
 
 def test_who_fails_is_not_waited_for_but_keeps_its_place():
@@ -243,10 +254,10 @@ def test_who_fails_is_not_waited_for_but_keeps_its_place():
     for number in (0, 2, 3):
         env.settle(number)
     assert ranks(env) == [0, 2, 3]
-    assert not ordered(env, StartProcess)
+    assert not ordered(env, StartWorker)
     env.end(1, 1)
-    (start,) = ordered(env, StartProcess)
-    assert start.place == Place(4, "a", 1)
+    (start,) = ordered(env, StartWorker)
+    assert start.worker == Worker(4, "a", 1)
 
 
 def test_who_fails_and_does_not_end_is_killed():
@@ -255,7 +266,7 @@ def test_who_fails_and_does_not_end_is_killed():
     env.fail(1)
     env.begin()
     env.wait(30.0)
-    assert [order.number for order in ordered(env, Kill)] == [1]
+    assert [order.worker for order in ordered(env, Kill)] == [1]
 
 
 def test_a_spare_takes_the_lost_rank():
@@ -264,7 +275,8 @@ def test_a_spare_takes_the_lost_rank():
     env.end(1, -9)
     env.begin()
     assert ranks(env) == [0, 3, 2]
-    (view,) = ordered(env, BeginView)[1:]
+    change, view = sent(env, ViewBegins)[1:]
+    assert change == view._replace(base=0, gone=(1,), new=(Worker(3, "b", 1),))
     assert (view.source, view.step, view.is_equal) == (0, 1, False)
 
 
@@ -273,7 +285,7 @@ def test_the_state_of_the_furthest_counts():
     env.processes[2].step += 1
     env.end(3, -9)
     env.begin()
-    view = ordered(env, BeginView)[-1]
+    view = sent(env, ViewBegins)[-1]
     assert (view.source, view.step, view.is_equal) == (2, 1, False)
 
 
@@ -283,7 +295,7 @@ def test_too_few_survivors_wait_for_others():
     for number in (1, 2, 3):
         env.settle(number)
     assert env.view.view == 0
-    assert ordered(env, StartProcess)[-1].place.slot == 0
+    assert ordered(env, StartWorker)[-1].worker.slot == 0
     env.begin()
     assert ranks(env) == [1, 4, 2, 3]
 
@@ -341,8 +353,8 @@ def test_who_ends_well_before_the_first_view_ends_the_job(is_first_to_wait):
         env.settle(0)
     assert ordered(env, Stop) == [
         Stop(
-            "1 has ended without the others, which wait in hvd.init(). Have all ranks "
-            "call it."
+            "worker 1 on a has ended without the others, which wait in hvd.init(). "
+            "Have all ranks call it."
         )
     ]
 
@@ -358,7 +370,9 @@ def test_processes_that_fail_before_they_are_ready_end_the_job_where_no_host_is_
     for number in (2, 5, 6):
         env.end(number, 3)
     (stop,) = ordered(env, Stop)
-    assert stop.reason.endswith("before they were ready, the last time as 6 has ended.")
+    assert stop.reason.endswith(
+        "before they were ready, the last time as worker 6 on b has ended."
+    )
 
 
 def test_time_is_counted_anew_for_a_view_that_was_paused():
@@ -380,23 +394,23 @@ def test_who_is_kept_as_too_few_would_be_left_leaves_later():
     env = running(Rules(2, 3), a=2, b=2)
     env.orders.clear()
     env.leave_host("a")
-    assert not ordered(env, PauseView)
+    assert not sent(env, AskStep)
     env.settle(3)
-    assert env.orders == [PauseView((0, 1, 2), "a is to be left")]
+    assert env.orders == [Tell((0, 1, 2), AskStep(0))]
     env.settle(0)
     env.settle(1)
     env.end(3, -9)
     env.settle(2)
     assert ranks(env) == [0, 1, 2]
     env.run(lambda: len(ranks(env)) == 2)
-    assert {place.host for place in env.view.members} == {"b"}
+    assert {worker.host for worker in env.view.members} == {"b"}
 
 
 def test_cooldowns_double_up_to_the_longest_and_end():
     env = running(Rules(1, 4, cooldown_s=(30.0, 100.0)), a=2, b=2)
     for left_s in (30.0, 60.0, 100.0, 100.0):
         env.fail_host("b")
-        assert env.membership.barred(env.now_s) == {"b": left_s}
+        assert env.membership.blacklisted(env.now_s) == {"b": left_s}
         env.begin()
         assert ranks(env) == [0, 1]
         env.orders.clear()
@@ -414,9 +428,9 @@ def test_three_failures_of_a_host_within_ten_minutes_bar_it():
     for _ in range(2):
         env.end(ranks(env)[3], -9)
         env.run(lambda: len(ranks(env)) == 4 and env.phase is ViewPhase.RUNNING)
-    assert not env.membership.barred(env.now_s)
+    assert not env.membership.blacklisted(env.now_s)
     env.end(ranks(env)[3], -9)
-    assert env.membership.barred(env.now_s) == {"b": 30.0}
+    assert env.membership.blacklisted(env.now_s) == {"b": 30.0}
     env.begin()
     assert len(ranks(env)) == 3
     env.wait(601.0)
@@ -429,7 +443,7 @@ def test_a_spare_on_a_barred_host_waits_until_that_ends():
         env.run(lambda: any(p.doing is Doing.WAITING for p in env.processes.values()))
         env.end(ranks(env)[2], -9)
         env.begin()
-    assert env.membership.barred(env.now_s) == {"b": 30.0}
+    assert env.membership.blacklisted(env.now_s) == {"b": 30.0}
     assert ranks(env) == [0, 1]
     (spare,) = (n for n, p in env.processes.items() if p.doing is Doing.WAITING)
     env.wait(30.0)
@@ -441,11 +455,11 @@ def test_with_one_rank_its_host_has_failed():
     env.orders.clear()
     env.end(2, 1)
     assert env.orders == [
-        Barred("b", 1, 30.0),
-        Kill(3, "2 has ended"),
-        EndView((0, 1), "2 has ended"),
+        Blacklisted("b", 1, 30.0),
+        Kill(3, "rank 2 on b has ended"),
+        Tell((0, 1), ViewEnded(0, "rank 2 on b has ended")),
     ]
-    assert env.membership.barred(env.now_s) == {"b": 30.0}
+    assert env.membership.blacklisted(env.now_s) == {"b": 30.0}
     env.begin()
     assert ranks(env) == [0, 1]
 
@@ -494,8 +508,8 @@ def test_newcomers_that_fail_do_not_stop_the_others():
         env.run(lambda: any(p.doing is Doing.STARTING for p in env.processes.values()))
         (number,) = (n for n in env.processes if n not in ranks(env))
         env.end(number, 1)
-        if env.membership.barred(env.now_s):
-            env.wait(max(env.membership.barred(env.now_s).values()))
+        if env.membership.blacklisted(env.now_s):
+            env.wait(max(env.membership.blacklisted(env.now_s).values()))
     assert env.view.view == 0
     assert env.phase is ViewPhase.RUNNING
 
@@ -503,19 +517,19 @@ def test_newcomers_that_fail_do_not_stop_the_others():
 def test_all_have_applied_the_last_step():
     env = running(Rules(1, 2, spares=1), a=3)
     env.run()
-    assert env.orders[-1] == FinishAll()
+    assert env.orders[-1] == Tell((0, 1), Finish())
     assert all(process.step == LAST_STEP for process in env.members)
     env.end(0, 0)
     assert env.phase is ViewPhase.FINISHED
     env.end(1, 1)
-    assert ordered(env, Stop) == [Stop("1 has ended after the last step.")]
+    assert ordered(env, Stop) == [Stop("rank 1 on a has ended after the last step.")]
 
 
 def test_a_report_after_the_end_changes_nothing():
     env = running(Rules(1, 2, spares=1), a=3)
     env.run()
     env.orders.clear()
-    env.settle(0, "it lost a peer")
+    env.settle(0, "lost a peer")
     env.fail_host("a")
     assert env.phase is ViewPhase.FINISHED
     assert not env.orders
@@ -526,14 +540,14 @@ def test_ranks_that_end_with_0_end_the_job():
     env.end(0, 0)
     assert env.phase is ViewPhase.RUNNING
     env.end(1, 0)
-    assert env.orders[-1] == FinishAll()
+    assert env.orders[-1] == Tell((), Finish())
 
 
 def test_the_last_rank_is_done_after_the_others_have_ended_with_0():
     env = running(Rules(2, 2), a=2)
     env.finish(0)
     env.end(1, 0)
-    assert env.orders[-1] == FinishAll()
+    assert env.orders[-1] == Tell((0,), Finish())
 
 
 def test_a_rank_that_ends_with_0_too_early_has_left():
@@ -543,7 +557,7 @@ def test_a_rank_that_ends_with_0_too_early_has_left():
     assert not env.orders
     env.run(lambda: env.view.view == 1)
     assert ranks(env) == [0, 1]
-    assert ordered(env, BeginView)[-1].reason == "it lost a peer"
+    assert sent(env, ViewBegins)[-1].reason == "rank 0 on a lost a peer"
     env.run(lambda: len(ranks(env)) == 3)
 
 
@@ -552,7 +566,7 @@ def test_a_loss_while_others_end_with_0_is_no_success():
     env.end(0, 0)
     env.end(1, 1)
     env.end(2, 0)
-    assert ordered(env, Stop) == [Stop("No rank has survived: 1 has ended.")]
+    assert ordered(env, Stop) == [Stop("No rank has survived: rank 1 on a has ended.")]
 
 
 def test_a_program_that_takes_no_part_may_end_with_0():
@@ -560,7 +574,7 @@ def test_a_program_that_takes_no_part_may_end_with_0():
     env.answers()[0]()
     env.end(0, 0)
     env.end(1, 0)
-    assert env.orders[-1] == FinishAll()
+    assert env.orders[-1] == Tell((), Finish())
     assert env.num_started == 2
 
 
@@ -568,7 +582,9 @@ def test_a_program_that_fails_at_once_stops_the_job():
     env = Environment.of(Rules(2, 2), a=2)
     env.answers()[0]()
     env.end(1, 1)
-    assert ordered(env, Stop) == [Stop("1 has ended before any rank was ready.")]
+    assert ordered(env, Stop) == [
+        Stop("worker 1 on a has ended before any rank was ready.")
+    ]
 
 
 @pytest.mark.parametrize("lose", ["kill", "fail_host", "leave_host"])
@@ -605,7 +621,7 @@ def test_a_loss_while_the_view_pauses():
     env.settle(0)
     env.orders.clear()
     env.end(1, -9)
-    assert env.orders == [EndView((2,), "1 has ended")]
+    assert env.orders == [Tell((2,), ViewEnded(0, "rank 1 on a has ended"))]
     env.settle(2)
     assert ranks(env) == [0]
 
@@ -617,7 +633,7 @@ def test_a_loss_while_a_rank_joins():
     env.end(2, -9)
     env.begin()
     assert ranks(env) == [0, 1]
-    assert ordered(env, BeginView)[-1].is_equal
+    assert sent(env, ViewBegins)[-1].is_equal
 
 
 def test_a_loss_while_the_others_are_done():
@@ -625,7 +641,7 @@ def test_a_loss_while_the_others_are_done():
     env.finish(0)
     env.orders.clear()
     env.end(2, -9)
-    assert env.orders == [EndView((0, 1), "2 has ended")]
+    assert env.orders == [Tell((0, 1), ViewEnded(0, "rank 2 on a has ended"))]
     env.settle(0)
     env.finish(1)
     env.settle(1)
@@ -640,7 +656,7 @@ def test_a_loss_once_all_others_are_done():
     env.finish(1)
     env.orders.clear()
     env.end(2, -9)
-    assert env.orders == [FinishAll()]
+    assert env.orders == [Tell((0, 1), Finish())]
 
 
 def test_some_settle_and_others_are_done_at_the_step_of_a_pause():
@@ -650,7 +666,7 @@ def test_some_settle_and_others_are_done_at_the_step_of_a_pause():
     env.settle(2)
     env.orders.clear()
     env.finish(1)
-    assert env.orders == [EndView((1,), "b is to be left")]
+    assert env.orders == [Tell((1,), ViewEnded(0, "b is to be left"))]
     env.settle(1)
     assert ranks(env) == [0, 1]
 
@@ -659,19 +675,19 @@ def test_a_host_is_left_at_a_common_step_and_released_when_all_there_have_ended(
     env = running(Rules(2, 4), a=2, b=2)
     env.orders.clear()
     env.leave_host("a")
-    assert env.orders == [PauseView((0, 1, 2, 3), "a is to be left")]
+    assert env.orders == [Tell((0, 1, 2, 3), AskStep(0))]
     for number in range(4):
         env.settle(number)
     assert ranks(env) == [2, 3]
     assert env.orders[1:3] == [
-        Dismiss(0, "a is to be left"),
-        Dismiss(1, "a is to be left"),
+        Tell((0,), Leave("a is to be left")),
+        Tell((1,), Leave("a is to be left")),
     ]
     env.end(0, 0)
     assert not ordered(env, Release)
     env.end(1, 0)
     assert ordered(env, Release) == [Release("a")]
-    assert env.membership.barred(env.now_s) == {"a": 30.0}
+    assert env.membership.blacklisted(env.now_s) == {"a": 30.0}
 
 
 def test_who_was_dismissed_and_does_not_end_is_killed():
@@ -684,10 +700,27 @@ def test_who_was_dismissed_and_does_not_end_is_killed():
     env.orders.clear()
     env.wait(30.0)
     assert env.orders == [
-        Kill(0, "process 0 on a did not end when it was left out", is_hung=True)
+        Kill(0, "worker 0 on a did not end when it was left out", is_hung=True)
     ]
     env.end(0, -9)
     assert env.orders[1:] == [Release("a")]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_all_stop_after_the_step_that_follows_the_largest(has_ended):
+    env = running(Rules(1, 4), a=2, b=2)
+    train(env, 3)
+    env.leave_host("a")
+    env.orders.clear()
+    for number, step in ((2, 3), (0, 4), (1, 3)):
+        env.report(number, AtStep(0, step))
+        assert not env.orders
+    if has_ended:
+        env.end(3, 0)
+    else:
+        env.report(3, AtStep(0, 3))
+    members = (0, 1, 2) if has_ended else (0, 1, 2, 3)
+    assert env.orders == [Tell(members, StopAfter(0, 5, "a is to be left"))]
 
 
 def test_a_host_without_which_there_are_too_few_is_left_when_there_are_others():
@@ -697,7 +730,7 @@ def test_a_host_without_which_there_are_too_few_is_left_when_there_are_others():
     assert not env.orders
     env.end(0, -9)
     env.find({"a": 2, "b": 2, "c": 3})
-    env.run(lambda: {place.host for place in env.view.members} == {"b", "c"})
+    env.run(lambda: {worker.host for worker in env.view.members} == {"b", "c"})
     assert len(ranks(env)) == 4
 
 
@@ -716,9 +749,9 @@ def test_the_only_one_with_the_newest_state_leaves_once_others_have_it():
     env.end(1, -9)
     env.run(lambda: env.view.view == 1)
     assert ranks(env) == [0, 2, 3]
-    begin, pause = ordered(env, BeginView, PauseView)[-2:]
-    assert begin.source == 0
-    assert pause == PauseView((0, 2, 3), "a is to be left")
+    begin, pause = ordered(env, Tell)[-2:]
+    assert begin.message.source == 0
+    assert pause == Tell((0, 2, 3), AskStep(1))
     env.begin()
     assert ranks(env) == [2, 3]
 
@@ -742,13 +775,13 @@ def test_slots_that_are_taken_away_are_left():
     env.find({"a": 1, "b": 2})
     env.begin()
     assert ranks(env) == [0, 2, 3]
-    assert ordered(env, Dismiss) == [Dismiss(1, "a has 1 slot now")]
+    assert Tell((1,), Leave("a has 1 slot now")) in env.orders
 
 
 def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
     env = running(Rules(1, 3, settle_s=30.0), a=3)
     env.now_s = 1000.0
-    env.settle(0, "it lost a peer")
+    env.settle(0, "lost a peer")
     env.settle(1)
     env.processes[2].is_stalled = True
     assert env.membership.due_s == 1030.0
@@ -759,7 +792,7 @@ def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
     assert ordered(env, Kill) == [Kill(2, reason, is_hung=True)]
     assert ranks(env) == [0, 1]
     env.end(2, -9)
-    assert ordered(env, StartProcess)[-1].place == Place(3, "a", 2)
+    assert ordered(env, StartWorker)[-1].worker == Worker(3, "a", 2)
 
 
 def test_who_does_not_get_ready_is_killed_and_another_started():
@@ -767,7 +800,7 @@ def test_who_does_not_get_ready_is_killed_and_another_started():
     env.find({"a": 2})
     env.processes[1].is_stalled = True
     env.wait(600.0)
-    assert ordered(env, Kill)[-1].number == 1
+    assert ordered(env, Kill)[-1].worker == 1
     env.run(lambda: ranks(env) == [0, 2])
 
 
@@ -781,13 +814,13 @@ def test_newcomers_wait_5_s_for_others_that_start():
     assert env.phase is ViewPhase.RUNNING
     env.wait(0.1)
     assert env.phase is ViewPhase.PAUSING
-    assert ordered(env, PauseView)[-1].reason == "a rank joins on a"
+    assert env.membership.reason == "a rank joins on a"
 
 
 def test_where_it_is_wanted_all_stop_for_those_that_start():
     env = running(Rules(1, 4, awaits_joining=True), a=2)
     env.find({"a": 4})
-    assert ordered(env, PauseView)[-1].reason == "ranks start on a"
+    assert env.membership.reason == "ranks start on a"
     env.run(lambda: env.view.view == 1)
     assert ranks(env) == [0, 1, 2, 3]
 
@@ -805,8 +838,8 @@ def test_who_starts_is_awaited_for_a_minute(waited_s):
 
 
 def test_what_comes_from_nobody_is_ignored():
-    membership = Membership(Rules(1, 2))
-    assert membership.apply(MemberDone(7, 3), 0.0) == []
-    assert membership.apply(MemberSettled(7, 3), 0.0) == []
-    assert membership.apply(MemberLost(7, 0, "7 has ended"), 0.0) == []
+    membership = Membership(Rules(1, 2), str)
+    for message in (Done(0, 3), Settled(0, 3, 3, ""), AtStep(0, 3)):
+        assert membership.apply(WorkerReport(7, message), 0.0) == []
+    assert membership.apply(WorkerLost(7, 0, "has ended"), 0.0) == []
     assert membership.phase is ViewPhase.FORMING

@@ -16,19 +16,19 @@ from ronde.membership import (
     Failed,
     Finish,
     Leave,
-    Place,
     Save,
     Settled,
     StopAfter,
     View,
     ViewBegins,
     ViewEnded,
+    Worker,
     decode_text,
     encode_text,
     order_ranks,
 )
 
-BEGINS = ViewBegins(3, "key", 2, (4,), (Place(9, "b", 1),), 1, 7, False, "why")
+BEGINS = ViewBegins(3, "key", 2, (4,), (Worker(9, "b", 1),), 1, 7, False, "why")
 A, B = "a", "b"
 
 
@@ -92,7 +92,7 @@ def test_newcomers_take_lost_ranks_but_never_rank_0(survivors, newcomers, order)
 
 
 def test_local_ranks_go_by_slot_and_cross_ranks_by_host():
-    members = (Place(5, A, 3), Place(1, B, 0), Place(2, A, 0), Place(7, A, 1))
+    members = (Worker(5, A, 3), Worker(1, B, 0), Worker(2, A, 0), Worker(7, A, 1))
     view = View(0, members)
     assert [view.world_of(n).local_rank for n in (5, 1, 2, 7)] == [2, 0, 0, 1]
     own = view.world_of(2)
@@ -103,27 +103,27 @@ def test_local_ranks_go_by_slot_and_cross_ranks_by_host():
 
 
 @st.composite
-def changes(draw: st.DrawFn) -> tuple[View, list[int], list[Place]]:
+def changes(draw: st.DrawFn) -> tuple[View, list[int], list[Worker]]:
     """Return a view, who of it is gone, and who is new."""
     numbers = draw(st.permutations(range(draw(st.integers(1, 12)))))
-    places = tuple(Place(number, f"h{number % 3}", number // 3) for number in numbers)
+    workers = tuple(Worker(n, f"h{n % 3}", n // 3) for n in numbers)
     gone = draw(st.lists(st.sampled_from(numbers), unique=True, max_size=len(numbers)))
     new = range(len(numbers), len(numbers) + draw(st.integers(0, 4)))
-    return View(4, places), gone, [Place(n, "new", n) for n in new]
+    return View(4, workers), gone, [Worker(n, "new", n) for n in new]
 
 
 @given(changes())
 def test_survivors_keep_their_order_and_rank_0_is_one(change):
     view, gone, new = change
     after = view.next(ViewBegins(5, "k", 4, tuple(gone), tuple(new), 0, 0, True, ""))
-    kept = [place for place in view.members if place.number not in gone]
-    assert [place for place in after.members if place not in new] == kept
-    assert [place for place in after.members if place in new] == new
+    kept = [worker for worker in view.members if worker.id not in gone]
+    assert [worker for worker in after.members if worker not in new] == kept
+    assert [worker for worker in after.members if worker in new] == new
     assert len(set(after.members)) == len(after.members) == len(kept) + len(new)
     if kept:
         assert after.members[0] == kept[0]
     if len(gone) == len(new) and kept:
-        same = [p for r, p in enumerate(view.members) if r and p.number not in gone]
+        same = [p for r, p in enumerate(view.members) if r and p.id not in gone]
         stay = [p for p in same if p != after.members[0]]
         assert all(after.members[view.members.index(p)] == p for p in stay)
 

@@ -15,7 +15,7 @@ from ronde.check.fleet import HostFacts, Value
 
 if TYPE_CHECKING:
     # It is long to import, and every probe imports this.
-    from ronde.launch.job.running import RemotePrograms
+    from ronde.launch.job.programs import RemotePrograms
 
 _END_S = 5.0
 

@@ -15,7 +15,7 @@ import ronde
 from ronde.arguments import attribute_of, read_number
 from ronde.cli.hosts import HorovodOptions, read_text
 from ronde.errors import UsageError
-from ronde.launch.job.output import Generation, JobFile, NewRank, attempt_dir
+from ronde.launch.job.output import Attempt, JobFile, NewWorker, attempt_dir
 from ronde.launch.program import absolute_path
 
 _HELP = """\
@@ -259,12 +259,12 @@ def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, 
 class LinkedOutputs(JobFile):
     """Links the ranks' files as horovodrun does: ``DIR/rank.<r>/stdout``."""
 
-    def begin(self, generation: Generation) -> None:
-        super().begin(generation)
+    def begin(self, attempt: Attempt) -> None:
+        super().begin(attempt)
         root = absolute_path(self._path)
-        width = len(str(len(generation.hosts) - 1))
+        width = len(str(len(attempt.hosts) - 1))
         try:
-            for rank in range(len(generation.hosts)):
+            for rank in range(len(attempt.hosts)):
                 self._link(rank, f"rank.{rank:0{width}}")
         except OSError as error:
             raise UsageError(
@@ -273,12 +273,12 @@ class LinkedOutputs(JobFile):
                 "another."
             ) from None
 
-    def add_rank(self, rank: NewRank) -> None:
-        super().add_rank(rank)
+    def add_worker(self, new: NewWorker) -> None:
+        super().add_worker(new)
         try:
-            self._link(rank.rank, f"rank.{rank.rank}")
+            self._link(new.worker, f"rank.{new.worker}")
         except OSError as error:
-            self._notice(f"rank {rank.rank} is not linked: {error.strerror}")
+            self._notice(f"rank {new.worker} is not linked: {error.strerror}")
 
     def _link(self, rank: int, name: str) -> None:
         root = absolute_path(self._path)
@@ -286,5 +286,5 @@ class LinkedOutputs(JobFile):
         directory.mkdir(parents=True, exist_ok=True)
         for stream in ("stdout", "stderr"):
             (directory / stream).unlink(missing_ok=True)
-            logs = Path(attempt_dir(str(root), self._generation))
+            logs = Path(attempt_dir(str(root), self._attempt))
             (directory / stream).symlink_to(logs / str(rank) / f"{stream}.log")

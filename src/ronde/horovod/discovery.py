@@ -8,7 +8,8 @@ from math import inf
 from typing import NamedTuple
 
 from ronde.launch.hosts.sources import merge_repeated, parse_lines
-from ronde.membership.policy import HostGone, Membership, Rules
+from ronde.membership.events import HostGone
+from ronde.membership.policy import Membership, Rules
 from ronde.torch.elastic.state import HostUpdateResult
 
 __all__ = [
@@ -83,7 +84,7 @@ class HostDiscoveryScript(HostDiscovery):
 class DiscoveredHosts(NamedTuple):
     """The hosts at one time."""
 
-    host_slots: Mapping[str, int]  # those that are barred, too
+    host_slots: Mapping[str, int]  # those that are blacklisted, too
     host_assignment_order: Sequence[str]
 
     @property
@@ -101,9 +102,9 @@ class DiscoveredHosts(NamedTuple):
 
 
 class HostManager:
-    """The hosts that are found, without those that are barred after a failure.
+    """The hosts that are found, without those that are blacklisted after a failure.
 
-    ``cooldown_range`` is how many seconds one is barred, the first time and at most;
+    ``cooldown_range`` is how many seconds one is left out, the first time and at most;
     for good without.
     """
 
@@ -114,16 +115,16 @@ class HostManager:
         membership: Membership | None = None,
     ) -> None:
         rules = Rules(1, sys.maxsize, cooldown_s=cooldown_of(cooldown_range))
-        self._membership = membership or Membership(rules)
+        self._membership = membership or Membership(rules, str)
         self._discovery = discovery
         self._found: dict[str, int] = {}
-        self._barred: Collection[str] = ()  # when they were last looked for
+        self._blacklisted: Collection[str] = ()  # when they were last looked for
 
     @property
     def current_hosts(self) -> DiscoveredHosts:
         """Hosts as they were found last."""
-        barred = self._membership.barred(time.monotonic())
-        order = [name for name in self._found if name not in barred]
+        left_out = self._membership.blacklisted(time.monotonic())
+        order = [name for name in self._found if name not in left_out]
         return DiscoveredHosts(self._found, order)
 
     def find_hosts(self) -> Mapping[str, int]:
@@ -131,18 +132,18 @@ class HostManager:
         return self._discovery.find_available_hosts_and_slots()
 
     def take(self, found: Mapping[str, int]) -> HostUpdateResult:
-        """Return what has changed by what was found; a bar that is over adds a host."""
-        before, barred = self._found, self._membership.barred(time.monotonic())
+        """Return what has changed; a host that is usable again counts as added."""
+        before, left_out = self._found, self._membership.blacklisted(time.monotonic())
         result = HostUpdateResult.no_update
         for name in {**before, **found}:
             slots = found.get(name, 0)
-            is_back = name in self._barred and name not in barred
+            is_back = name in self._blacklisted and name not in left_out
             if slots < before.get(name, 0):
                 result |= HostUpdateResult.removed
             elif slots > before.get(name, 0) or is_back:
                 result |= HostUpdateResult.added
         order = self.order_available_hosts(found, list(before))
-        self._found, self._barred = {name: found[name] for name in order}, barred
+        self._found, self._blacklisted = {name: found[name] for name in order}, left_out
         return result
 
     def update_available_hosts(self) -> HostUpdateResult:
@@ -150,12 +151,12 @@ class HostManager:
         return self.take(self.find_hosts())
 
     def blacklist(self, host: str) -> None:
-        """Bar a host, as after a failure."""
-        self._membership.apply(HostGone(host, "it is barred"), time.monotonic())
+        """Leave out a host, as after a failure."""
+        self._membership.apply(HostGone(host, "it is blacklisted"), time.monotonic())
 
     def is_blacklisted(self, host: str) -> bool:
         """Return whether a host is not used for now."""
-        return host in self._membership.barred(time.monotonic())
+        return host in self._membership.blacklisted(time.monotonic())
 
     @staticmethod
     def order_available_hosts(

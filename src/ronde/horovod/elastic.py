@@ -25,25 +25,18 @@ from ronde.horovod.discovery import (
     HostManager,
     cooldown_of,
 )
-from ronde.membership.policy import (
-    RESET_LIMIT_EXCEEDED_MESSAGE,
-    BeginView,
-    Connect,
-    Dismiss,
-    Event as PolicyEvent,
-    HostReady,
-    HostsFound,
-    Kill,
-    MemberLost,
-    MemberSettled,
-    Membership,
-    Order,
-    Rules,
-    StartProcess,
-    Stop,
-    Tick,
+from ronde.membership import events
+from ronde.membership.policy import RESET_LIMIT_EXCEEDED_MESSAGE, Membership, Rules
+from ronde.membership.view import (
+    NEW,
+    NO_VIEW,
+    Leave,
+    Settled,
+    View,
+    ViewBegins,
+    Worker,
+    order_ranks,
 )
-from ronde.membership.view import NEW, NO_VIEW, Place, View, order_ranks
 from ronde.store.authentication import dial_network, user_key
 from ronde.store.client import StoreClient
 from ronde.store.protocol import Op
@@ -103,7 +96,7 @@ class Results(NamedTuple):
 
 @dataclass(eq=False)
 class _Worker:
-    place: Place
+    place: Worker
     slot_info: SlotInfo
     killed: Event = field(default_factory=Event)
     is_new: bool = True  # it has given no word yet
@@ -146,14 +139,14 @@ class ElasticDriver:
             settle_s=2 * timeout_s,  # and so for as long as others start
             reset_limit=reset_limit,
         )
-        self._membership = Membership(rules)
+        self._membership = Membership(rules, str)  # no view has a key
         self._host_manager = HostManager(discovery, cooldown_range, self._membership)
         self._create_worker_fn: _CreateWorker | None = None
         self._changed = Condition()  # its lock is held while anything below is used
         self._view: View | None = None
         self._workers: dict[int, _Worker] = {}
         self._threads: list[Thread] = []
-        self._held: list[MemberLost | MemberSettled] = []
+        self._held: list[_Said] = []
         self._has_finished = False  # a worker has ended with 0
         self._error_message: str | None = None
         self._store: StoreClient | None = None
@@ -191,7 +184,7 @@ class ElasticDriver:
         for thread in self._threads:
             thread.join()
         view = self._view
-        last = self._workers if view is None else {p.number for p in view.members}
+        last = self._workers if view is None else view.ranks
         ended = {n: w for n, w in self._workers.items() if n in last}
         return Results(
             self._error_message,
@@ -234,8 +227,10 @@ class ElasticDriver:
                 return
             worker.is_new, worker.is_ready = False, True
             # All that were in one view have the same state.
-            step = self._membership.view + 1 if worker.has_state else NEW
-            self._hold(MemberSettled(worker.place.number, step))
+            view = self._membership.view.view
+            step = view + 1 if worker.has_state else NEW
+            settled = Settled(view, step, step, "")
+            self._hold(events.WorkerReport(worker.place.id, settled))
             self._changed.wait_for(
                 lambda: not worker.is_ready or self._shutdown.is_set()
             )
@@ -314,7 +309,7 @@ class ElasticDriver:
             for slot in range(hosts.get_slots(host))
         ]
         numbered = enumerate(slots[: rules.max_ranks])
-        view = View(0, tuple(Place(number, *each) for number, each in numbered))
+        view = View(0, tuple(Worker(number, *each) for number, each in numbered))
         is_enough = len(slots) >= rules.min_ranks
         wanted = _by_host(_infos(view).values()) if is_enough else {}
         if wanted == self.host_assignments:
@@ -332,37 +327,38 @@ class ElasticDriver:
             if change:
                 self._apply(self._hosts_found())
             if time.monotonic() >= self._membership.due_s:
-                self._apply(Tick())
+                self._apply(events.Tick())
             self._hold()
         self._changed.notify_all()
 
-    def _hosts_found(self) -> HostsFound:
-        return HostsFound(self._host_manager.current_hosts.host_slots)
+    def _hosts_found(self) -> events.HostsFound:
+        return events.HostsFound(self._host_manager.current_hosts.host_slots)
 
-    def _hold(self, *events: MemberLost | MemberSettled) -> None:
-        """Pass on what workers said, some of it once all have said something."""
-        self._held += events
+    def _hold(self, *said: "_Said") -> None:
+        """Pass on reports of workers, some of them once all have reported."""
+        self._held += said
         passed = self._held
         if any(w.is_new for w in self._workers.values() if self._is_living(w)):
             # At first, a failure may be the last word where nobody is ready yet. Later,
             # those who train wait for those who come.
-            kind = MemberSettled if self._view is None else MemberLost
+            is_first = self._view is None
+            kind = events.WorkerReport if is_first else events.WorkerLost
             passed = [each for each in self._held if type(each) is kind]
         self._held = [each for each in self._held if each not in passed]
         self._apply(*sorted(passed, key=_turn))
 
-    def _apply(self, *events: PolicyEvent) -> None:
+    def _apply(self, *happened: events.Event) -> None:
         """Do what follows from events."""
-        queue = deque(events)
-        started: list[Place] = []
+        queue = deque(happened)
+        started: list[Worker] = []
         while queue and not self._shutdown.is_set():
             for order in self._membership.apply(queue.popleft(), time.monotonic()):
                 match order:
-                    case Connect():
-                        hosts = self._host_manager.current_hosts
-                        queue.append(HostReady(order.host, hosts.get_slots(order.host)))
-                    case StartProcess():
-                        started.append(order.place)
+                    case events.Connect(host):
+                        slots = self._host_manager.current_hosts.get_slots(host)
+                        queue.append(events.HostReady(host, slots))
+                    case events.StartWorker():
+                        started.append(order.worker)
                     case _:
                         self._carry_out(order)
         if not self._shutdown.is_set():
@@ -371,44 +367,51 @@ class ElasticDriver:
             self._end()
         self._changed.notify_all()
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, order: events.Order) -> None:
         match order:
-            case Kill() | Dismiss():
-                worker = self._workers[order.number]
-                worker.is_ready = False
-                worker.killed.set()
-            case BeginView():
+            case events.Kill():
+                self._end_worker(order.worker)
+            case events.Tell(workers, Leave()):
+                for number in workers:
+                    self._end_worker(number)
+            case events.Tell(workers, ViewBegins()):
                 if self._has_finished:
                     self._end()
                     return
-                self._view = View(order.view, order.members)
-                for number, info in _infos(self._view).items():
+                self._view = self._membership.view
+                infos = _infos(self._view)
+                for number in workers:
                     worker = self._workers[number]
-                    worker.slot_info = info
+                    worker.slot_info = infos[number]
                     worker.is_ready, worker.has_state = False, True
-            case Stop():
+            case events.Stop(reason):
                 limit = self._membership.rules.reset_limit
-                reason = order.reason
-                if limit is not None and self._membership.view > limit:
-                    reason = RESET_LIMIT_EXCEEDED_MESSAGE.format(limit)
+                message = RESET_LIMIT_EXCEEDED_MESSAGE.format(limit)
+                is_limit = reason.startswith(message)
+                reason = message if is_limit else reason
                 _logger.error("The job ends: %s", reason)
-                is_told = order.is_too_few or reason != order.reason
+                is_told = order.is_too_few or is_limit
                 self._end(reason if is_told and not self._has_finished else None)
             case _:
                 pass  # workers see by themselves that a view has ended
 
-    def _start_workers(self, places: Sequence[Place]) -> None:
+    def _end_worker(self, number: int) -> None:
+        worker = self._workers[number]
+        worker.is_ready = False
+        worker.killed.set()
+
+    def _start_workers(self, places: Sequence[Worker]) -> None:
         living = {n: w.place for n, w in self._workers.items() if self._is_living(w)}
-        living |= {place.number: place for place in places}
-        members = self._view.members if self._view else ()
-        ranked = [(p.number, r) for r, p in enumerate(members) if p.number in living]
+        living |= {place.id: place for place in places}
+        ranks = self._view.ranks if self._view else {}
+        ranked = [(n, rank) for n, rank in ranks.items() if n in living]
         others = [n for n in living if n not in dict(ranked)]
         order = order_ranks(ranked, others) if ranked else others
         view = View(NO_VIEW, tuple(living[number] for number in order))
         infos = _infos(view)
         for place in places:
-            worker = _Worker(place, infos[place.number])
-            self._workers[place.number] = worker
+            worker = _Worker(place, infos[place.id])
+            self._workers[place.id] = worker
             thread = Thread(target=self._run_worker, args=(worker,), daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -419,8 +422,8 @@ class ElasticDriver:
         code, ended_s = 1, 0.0
         try:
             if create is not None:
-                events = [self._shutdown, worker.killed]
-                code, ended_s = create(worker.slot_info, events)
+                wanted = [self._shutdown, worker.killed]
+                code, ended_s = create(worker.slot_info, wanted)
         except Exception:
             _logger.exception("The worker %s[%d] failed.", place.host, place.slot)
         with self._changed:
@@ -429,8 +432,8 @@ class ElasticDriver:
             worker.is_new = worker.is_ready = False
             if not self._shutdown.is_set():
                 self._has_finished = self._has_finished or is_end
-                reason = f"{place.host}[{place.slot}] ended with exit code {code}"
-                self._hold(MemberLost(place.number, code, reason))
+                how = f"ended with exit code {code}"
+                self._hold(events.WorkerLost(place.id, code, how))
 
     def _worker_at(self, host: str, slot: int) -> _Worker | None:
         workers = (w for w in self._workers.values() if self._is_living(w))
@@ -442,9 +445,7 @@ class ElasticDriver:
 
     def _is_anybody_left(self) -> bool:
         """Whether one still trains that did so in the last view, or at all."""
-        numbers = (
-            [p.number for p in self._view.members] if self._view else self._workers
-        )
+        numbers = self._view.ranks if self._view else self._workers
         return any(self._is_living(self._workers[number]) for number in numbers)
 
     def _end(self, error_message: str | None = None) -> None:
@@ -454,16 +455,17 @@ class ElasticDriver:
 
 
 _CreateWorker = Callable[[SlotInfo, Sequence[Event]], tuple[int, float]]
+_Said = events.WorkerLost | events.WorkerReport
 
 
-def _turn(event: MemberLost | MemberSettled) -> float:
+def _turn(event: _Said) -> float:
     # New ones first: they are there when the last of the others is.
-    return event.step if isinstance(event, MemberSettled) else inf
+    return inf if isinstance(event, events.WorkerLost) else event.message.step
 
 
 def _infos(view: View) -> dict[int, SlotInfo]:
     return {
-        place.number: SlotInfo(place.host, **asdict(view.world_of(place.number)))
+        place.id: SlotInfo(place.host, **asdict(view.world_of(place.id)))
         for place in view.members
     }
 

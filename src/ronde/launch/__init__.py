@@ -39,9 +39,9 @@ __getattr__ = lazy_exports(
         "job.controller": "Controller",
         "job.event_loop": "EventLoop Handler StartProgress StoreService",
         "job.failure": "JobResult LostHost RankEnd Tail find_awaited judge",
-        "job.output": "ErrorFile Generation NoOutput RankLogs attempt_dir",
+        "job.output": "Attempt ErrorFile NoOutput RankLogs attempt_dir",
         "job.plan": "JobPlan JobSpec make_facts",
-        "job.running": "Answer",
+        "job.programs": "Answer",
         "limits": "ELASTIC EXIT_INTERNAL Timeouts",
         "network": (
             "HostNetwork MeetingPoint choose_meeting_point "

@@ -1,4 +1,4 @@
-"""Who takes part: numbered views of a job's processes, and what decides on them."""
+"""Numbered views of a job's workers, and the policy that decides on them."""
 
 from ronde.lazy_exports import lazy_exports
 
@@ -6,17 +6,16 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "events": (
-            "Barred BeginView Connect Dismiss EndView Event FinishAll HostGone "
-            "HostLeaves HostReady HostsFound Kill MemberDone MemberLost MemberSettled "
-            "Order PauseView Release StartProcess Stop Tick"
+            "Blacklisted Connect Event HostGone HostLeaves HostReady HostsFound Kill "
+            "Order Release StartWorker Stop Tell Tick WorkerLost WorkerReport"
         ),
         "member": "Member own_member",
-        "policy": "Membership RESET_LIMIT_EXCEEDED_MESSAGE Rules ViewPhase",
+        "policy": "Membership RESET_LIMIT_EXCEEDED_MESSAGE Rules ViewPhase name_worker",
         "robust_mutex": "lock_new_mutex",
         "view": (
-            "AskStep AtStep Done Entered FROM_RANK Failed Finish Leave NEW NO_VIEW "
-            "Place Save Settled StopAfter TO_RANK ToRank View ViewBegins ViewEnded "
-            "decode_text encode_text order_ranks"
+            "AskStep AtStep Done Entered FROM_RANK Failed Finish FromRank Leave NEW "
+            "NO_VIEW Save Settled StopAfter TO_RANK ToRank View ViewBegins ViewEnded "
+            "Worker decode_text encode_text order_ranks"
         ),
     },
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ronde.membership.view import Place
+from ronde.membership.view import FromRank, ToRank, Worker
 
 
 class HostsFound(NamedTuple):
@@ -13,7 +13,7 @@ class HostsFound(NamedTuple):
 
 
 class HostReady(NamedTuple):
-    """An agent is there, and ranks can be started."""
+    """An agent is there, and workers can be started."""
 
     host: str
     slots: int
@@ -33,28 +33,20 @@ class HostLeaves(NamedTuple):
     reason: str
 
 
-class MemberSettled(NamedTuple):
-    """See ``view.Settled``."""
+class WorkerReport(NamedTuple):
+    """A worker has sent a message about the current view, or its first one."""
 
-    number: int
-    step: int
-    reason: str = ""
-
-
-class MemberDone(NamedTuple):
-    """A member has applied the last step."""
-
-    number: int
-    step: int
+    worker: int
+    message: FromRank
 
 
-class MemberLost(NamedTuple):
-    """A process has ended, or is about to."""
+class WorkerLost(NamedTuple):
+    """A worker has ended, or is about to."""
 
-    number: int
+    worker: int
     exit_code: int  # as ``subprocess`` has it
-    reason: str  # in half a sentence: ``rank 2 on node1 was killed by SIGKILL``
-    has_ended: bool = True  # else it is lost, but its place is not free yet
+    how: str  # what follows its name in a sentence: ``was killed by SIGKILL``
+    has_ended: bool = True  # else it is lost, but its slot is not free yet
 
 
 class Tick(NamedTuple):
@@ -62,8 +54,7 @@ class Tick(NamedTuple):
 
 
 HostEvent = HostsFound | HostReady | HostGone | HostLeaves
-MemberEvent = MemberSettled | MemberDone | MemberLost
-Event = HostEvent | MemberEvent | Tick
+Event = HostEvent | WorkerReport | WorkerLost | Tick
 
 
 class Connect(NamedTuple):
@@ -73,61 +64,30 @@ class Connect(NamedTuple):
 
 
 class Release(NamedTuple):
-    """A host has no process any more and is not used for now."""
+    """A host has no worker any more and is not used for now."""
 
     host: str
 
 
-class StartProcess(NamedTuple):
-    """Start a process."""
+class StartWorker(NamedTuple):
+    """Start a worker."""
 
-    place: Place
+    worker: Worker
 
 
 class Kill(NamedTuple):
-    """End a process now; nothing but its place waits for its ``MemberLost``."""
+    """End a worker now; nothing but its slot waits for its ``WorkerLost``."""
 
-    number: int
+    worker: int
     reason: str
-    is_hung: bool = False  # where it is may be shown before
+    is_hung: bool = False  # its stacks may be shown before
 
 
-class EndView(NamedTuple):
-    """Have these members break off."""
+class Tell(NamedTuple):
+    """Send a message to workers."""
 
-    numbers: tuple[int, ...]
-    reason: str
-
-
-class PauseView(NamedTuple):
-    """Have these members settle after a common step."""
-
-    numbers: tuple[int, ...]
-    reason: str
-
-
-class BeginView(NamedTuple):
-    """Have the members of a view connect, in the order of their ranks."""
-
-    view: int
-    members: tuple[Place, ...]
-    gone: tuple[int, ...]  # members of the view before
-    new: tuple[Place, ...]  # not in the view before
-    source: int
-    step: int
-    is_equal: bool
-    reason: str
-
-
-class Dismiss(NamedTuple):
-    """Have a member that has settled end with 0."""
-
-    number: int
-    reason: str
-
-
-class FinishAll(NamedTuple):
-    """All have applied the last step; end who is not in the view."""
+    workers: tuple[int, ...]
+    message: ToRank
 
 
 class Stop(NamedTuple):
@@ -137,14 +97,12 @@ class Stop(NamedTuple):
     is_too_few: bool = False  # ranks, for too long
 
 
-class Barred(NamedTuple):
-    """Nothing new is started on a host for a while, as processes failed there."""
+class Blacklisted(NamedTuple):
+    """Nothing new is started on a host for a while, as workers failed there."""
 
     host: str
     num_failures: int
     seconds: float
 
 
-ProcessOrder = Connect | Release | StartProcess | Kill | Barred
-ViewOrder = EndView | PauseView | BeginView | Dismiss | FinishAll
-Order = ProcessOrder | ViewOrder | Stop
+Order = Connect | Release | StartWorker | Kill | Tell | Stop | Blacklisted

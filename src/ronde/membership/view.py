@@ -1,14 +1,14 @@
-"""A view, who its members are, and what a rank and its controller say about it.
+"""A view, its members, and the messages between a rank and its controller.
 
-A *member* is a process of a job, by a number that it keeps and no other ever gets. A
-*view* is the members that train together, in the order of their ranks. Views are
-numbered, and belong to one start of the job (``RONDE_EPOCH``).
+A *worker* is a process of a job, with an id that it keeps and no other ever gets. A
+*view* is the workers that train together, its *members*, in the order of their ranks.
+Views are numbered, and belong to one start of the job (``RONDE_EPOCH``).
 
 Note [From one view to the next]
-    A change begins with ``ViewEnded`` (somebody was lost: break off) or with
+    A change begins with ``ViewEnded`` (a member was lost: break off) or with
     ``AskStep`` and ``StopAfter`` (planned: all stop after the same step). Each member
-    then has nothing of the old view under way and says ``Settled``, as does a new
-    process. Once all that live have, ``ViewBegins`` goes to the members of the next
+    then has nothing of the old view under way and sends ``Settled``, as does a new
+    worker. Once all that live have, ``ViewBegins`` goes to the members of the next
     view. It alone holds the view's key, under which they meet, so that a process that
     was left out, stopped or cut off can reach nobody.
 
@@ -18,7 +18,6 @@ Note [From one view to the next]
 """
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar, cast, get_args
@@ -29,15 +28,15 @@ from ronde.world import World
 
 T = TypeVar("T")
 NO_VIEW = -1
-NEW = -1  # the step of a process that has no state yet
+NEW = -1  # the step of a worker that has no state yet
 
 _SHORT = 256  # letters
 
 
-class Place(NamedTuple):
-    """Where a member is."""
+class Worker(NamedTuple):
+    """A process of a job, and where it runs."""
 
-    number: int  # of the process: its own, for good
+    id: int  # its own, for good
     host: str
     slot: int  # which of its host's, from 0 on
 
@@ -45,10 +44,10 @@ class Place(NamedTuple):
 class Settled(NamedTuple):
     """From a rank: nothing of an earlier view is under way here.
 
-    Unasked, it says that this rank cannot go on in its view.
+    Unasked, it means that this rank cannot go on in its view.
     """
 
-    view: int  # the last that it took part in; NO_VIEW for a new process
+    view: int  # the last that it took part in; NO_VIEW for a new worker
     step: int  # of the state that it has: how many were applied; NEW without any
     applied: int  # how many it had applied, where that state is an older copy
     reason: str  # why it cannot go on, in half a sentence; empty if it was asked
@@ -120,7 +119,7 @@ class ViewBegins(NamedTuple):
     key: str  # secret, of this view alone
     base: int  # the view it differs from; NO_VIEW where it is whole
     gone: tuple[int, ...]  # members of ``base`` that are not in it
-    new: tuple[Place, ...]  # its other members, in the order of their ranks
+    new: tuple[Worker, ...]  # its other members, in the order of their ranks
     source: int  # the member whose state counts: one that has applied the most steps
     step: int  # how many it has applied; NEW where nobody has any state
     is_equal: bool  # all have that state already
@@ -175,70 +174,52 @@ _decode_again = lru_cache(maxsize=64)(_decode)
 def order_ranks(
     survivors: Sequence[tuple[int, int]], newcomers: Sequence[int]
 ) -> list[int]:
-    """Return member numbers in the order of their new ranks.
+    """Return worker ids in the order of their new ranks.
 
-    ``survivors`` are number and former rank, ascending by rank. They keep their order,
+    ``survivors`` are id and former rank, ascending by rank. They keep their order,
     and their rank where it exists and no lower one would be left without a survivor
     or newcomer for it; newcomers fill the gaps, rank 0 never.
     """
     size = len(survivors) + len(newcomers)
     ordered = [-1] * size
-    for index, (number, rank) in enumerate(survivors):
+    for index, (worker, rank) in enumerate(survivors):
         most = size - (len(survivors) - index)
-        ordered[min(rank, most) if index else 0] = number
+        ordered[min(rank, most) if index else 0] = worker
     rest = iter(newcomers)
-    return [next(rest) if number < 0 else number for number in ordered]
+    return [next(rest) if worker < 0 else worker for worker in ordered]
 
 
 class View(NamedTuple):
     """The members of one view, in the order of their ranks."""
 
     view: int
-    members: tuple[Place, ...]
+    members: tuple[Worker, ...]
 
     def next(self, begins: ViewBegins) -> "View":
         """Return the view that begins, which is whole or differs from this one."""
         if begins.base == NO_VIEW:
             return View(begins.view, begins.new)
         gone = set(begins.gone)
-        kept = [
-            (p, rank) for rank, p in enumerate(self.members) if p.number not in gone
-        ]
-        by_number = {place.number: place for place in begins.new}
-        by_number |= {place.number: place for place, _ in kept}
+        kept = [(w, rank) for rank, w in enumerate(self.members) if w.id not in gone]
+        by_id = {worker.id: worker for worker in begins.new}
+        by_id |= {worker.id: worker for worker, _ in kept}
         order = order_ranks(
-            [(place.number, rank) for place, rank in kept],
-            [place.number for place in begins.new],
+            [(worker.id, rank) for worker, rank in kept],
+            [worker.id for worker in begins.new],
         )
-        return View(begins.view, tuple(by_number[number] for number in order))
+        return View(begins.view, tuple(by_id[worker] for worker in order))
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Return each member's rank, by its number."""
-        return {place.number: rank for rank, place in enumerate(self.members)}
+        """Return each member's rank, by its id, in the order of the ranks."""
+        return {worker.id: rank for rank, worker in enumerate(self.members)}
 
-    def rank_of(self, number: int) -> int:
-        return next(r for r, p in enumerate(self.members) if p.number == number)
+    def rank_of(self, worker: int) -> int:
+        return next(r for r, w in enumerate(self.members) if w.id == worker)
 
     def worlds(self) -> list[World]:
-        """Return each member's world, by rank; local ranks go by slot, not by rank."""
-        by_host: dict[str, list[int]] = {}
-        for _, host, slot in self.members:
-            by_host.setdefault(host, []).append(slot)
-        local_ranks: dict[tuple[str, int], int] = {}
-        cross_ranks: dict[tuple[str, int], int] = {}
-        num_at: Counter[int] = Counter()  # hosts with a local rank
-        for host, slots in by_host.items():
-            for local_rank, slot in enumerate(sorted(slots)):
-                local_ranks[host, slot] = local_rank
-                cross_ranks[host, local_rank] = num_at[local_rank]
-                num_at[local_rank] += 1
-        worlds: list[World] = []
-        for rank, (_, host, slot) in enumerate(self.members):
-            local = local_ranks[host, slot]
-            around = local, len(by_host[host]), cross_ranks[host, local], num_at[local]
-            worlds.append(World(rank, len(self.members), *around))
-        return worlds
+        """Return each member's world, by rank."""
+        return World.of_slots([worker[1:] for worker in self.members])
 
-    def world_of(self, number: int) -> World:
-        return self.worlds()[self.rank_of(number)]
+    def world_of(self, worker: int) -> World:
+        return self.worlds()[self.rank_of(worker)]

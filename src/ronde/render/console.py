@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch.job.failure import JobResult, RankEnd
-from ronde.launch.job.output import NO_GENERATION, Generation, NewRank
+from ronde.launch.job.output import NO_ATTEMPT, Attempt, NewWorker
 from ronde.launch.wire.messages import Output, Stacks, Stream
 from ronde.render.text import RankChoice
 
@@ -339,7 +339,7 @@ class Console:
         self._tagger = Tagger(tag or Tag())
         self._only = only
         self._log_dir = log_dir
-        self._generation = NO_GENERATION
+        self._attempt = NO_ATTEMPT
         self._shown: frozenset[int] = frozenset()
         self._assemblers: dict[_Key, LineAssembler] = {}
         self._holding: set[_Key] = set()
@@ -347,22 +347,22 @@ class Console:
         self._progress_shown: dict[_Key, bytes] = {}
         self._is_discarding = False
 
-    def begin(self, generation: Generation) -> None:
-        hosts = generation.hosts
+    def begin(self, attempt: Attempt) -> None:
+        hosts = attempt.hosts
         self._shown = frozenset(range(len(hosts)))
         if self._only is not None:
             self._shown = self._only.among(hosts)
         self._tagger.begin(hosts)
-        self._generation = generation
+        self._attempt = attempt
         self._assemblers.clear()
         self._progress_due_s.clear()
         self._progress_shown.clear()
 
-    def add_rank(self, rank: NewRank) -> None:
-        self._generation = self._generation.add(rank)
-        hosts = self._generation.hosts
-        if self._only is None or rank.rank in self._only.among(hosts):
-            self._shown |= {rank.rank}
+    def add_worker(self, new: NewWorker) -> None:
+        self._attempt = self._attempt.add(new)
+        hosts = self._attempt.hosts
+        if self._only is None or new.worker in self._only.among(hosts):
+            self._shown |= {new.worker}
         self._tagger.begin(hosts)
 
     def output(self, output: Output, now_s: float) -> None:
@@ -387,7 +387,7 @@ class Console:
         # Hardly any job is asked.
         from ronde.render.job import draw_stacks
 
-        self._report(draw_stacks(taken, self._generation.hosts))
+        self._report(draw_stacks(taken, self._attempt.hosts))
 
     def finished(self, result: JobResult) -> None:
         for key in sorted(self._holding):
@@ -398,7 +398,7 @@ class Console:
         # Most jobs end well, and start without this.
         from ronde.render.job import summarize
 
-        self._report(summarize(result, self._generation, self._log_dir))
+        self._report(summarize(result, self._attempt, self._log_dir))
 
     def tick(self, now_s: float) -> float:
         """Show what has rested long enough; return when the next will have."""

@@ -10,7 +10,7 @@ from itertools import groupby
 from ronde.errors import HostFailure
 from ronde.launch.environments import redacted
 from ronde.launch.job.failure import JobResult, LostHost, RankEnd, signal_name
-from ronde.launch.job.output import NO_GENERATION, Generation, attempt_dir
+from ronde.launch.job.output import NO_ATTEMPT, Attempt, attempt_dir
 from ronde.launch.job.plan import JobPlan
 from ronde.launch.signals import OUTPUT_FULL, TIMED_OUT, interruption_code
 from ronde.launch.wire.messages import ProcessStack, Stacks
@@ -180,7 +180,7 @@ def _draw_place(
 
 
 def summarize(
-    result: JobResult, generation: Generation = NO_GENERATION, log_dir: str = ""
+    result: JobResult, attempt: Attempt = NO_ATTEMPT, log_dir: str = ""
 ) -> str:
     """Return how a job ended and why; empty where all went well."""
     cause = result.cause
@@ -188,15 +188,15 @@ def summarize(
         return _interrupted(result)
     body = _draw_cause(cause)
     facts = [*_failures(result, cause), *_consequences(result)]
-    if generation.job_id and log_dir:
-        facts.append(("logs", attempt_dir(log_dir, generation)))
+    if attempt.job_id and log_dir:
+        facts.append(("logs", attempt_dir(log_dir, attempt)))
     if facts:
         body.append("")
         body += [f"{f'{label}:':<{_LABEL_WIDTH}} {fact}" for label, fact in facts]
-    attempt = f" at start {generation.epoch + 1}" if generation.epoch else ""
-    title = f"the job failed{attempt}, exit code {result.exit_code}"
+    start = f" at start {attempt.epoch + 1}" if attempt.epoch else ""
+    title = f"the job failed{start}, exit code {result.exit_code}"
     if result.interrupted_by is not None:
-        title = f"{_interruption(result.interrupted_by)}{attempt}"
+        title = f"{_interruption(result.interrupted_by)}{start}"
     return _frame(title, body)
 
 

@@ -107,7 +107,7 @@ class SetTable:
         self._numbers: list[list[int]] | None = None
         if view is not None:
             members = view.members
-            self._numbers = [[members[r].number for r in s.ranks] for s in sets]
+            self._numbers = [[members[r].id for r in s.ranks] for s in sets]
 
     def share(self, communicator: Communicator, source: int) -> None:
         """Give new processes the sets of ``source``; collective."""

@@ -55,17 +55,26 @@ class World:
     @classmethod
     def from_hosts(cls, rank: int, hosts: Sequence[str]) -> "World":
         """Derive all numbers from the host of every rank; hosts may interleave."""
-        counts, own = Counter(hosts), hosts[rank]
-        local_rank = hosts[:rank].count(own)
-        peers = [name for name, count in counts.items() if count > local_rank]
-        return cls(
-            rank=rank,
-            size=len(hosts),
-            local_rank=local_rank,
-            local_size=counts[own],
-            cross_rank=peers.index(own),
-            cross_size=len(peers),
-        )
+        return cls.of_slots([(host, slot) for slot, host in enumerate(hosts)])[rank]
+
+    @classmethod
+    def of_slots(cls, slots: Sequence[tuple[str, int]]) -> "list[World]":
+        """Return each rank's world, by its host and slot; local ranks go by slot."""
+        by_host: dict[str, list[int]] = {}
+        for host, slot in slots:
+            by_host.setdefault(host, []).append(slot)
+        numbers: dict[tuple[str, int], tuple[int, int]] = {}  # local and cross rank
+        num_at = Counter[int]()  # hosts with a local rank
+        for host, own in by_host.items():
+            for local_rank, slot in enumerate(sorted(own)):
+                numbers[host, slot] = local_rank, num_at[local_rank]
+                num_at[local_rank] += 1
+        worlds: list[World] = []
+        for rank, (host, slot) in enumerate(slots):
+            local, cross = numbers[host, slot]
+            around = local, len(by_host[host]), cross, num_at[local]
+            worlds.append(cls(rank, len(slots), *around))
+        return worlds
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ class AgentConnector(Handler):
             "see that its login scripts read nothing and end",
         )
 
-    def take(self, node: AgentNode, message: FromAgent) -> None:
+    def on_message(self, node: AgentNode, message: FromAgent) -> None:
         if not isinstance(message, Hello) or node not in self._starting:
             raise LaunchError(f"agent of {node.name} must send Hello, once and first.")
         attempt = self._starting.pop(node)
@@ -202,7 +202,7 @@ class AgentConnector(Handler):
         self._loop.nodes.remove(node)
         self._failed.append((attempt, problem))
 
-    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
         attempt = self._starting.pop(node, None) or self._greeted.pop(node, None)
         if attempt is None:
             # It was there before: who connects the others sees that it is over.

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError, UsageError
@@ -20,14 +21,14 @@ from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, AgentStarter, H
 from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
+from ronde.launch.job.generation import FixedView, Generation, require_accepted
 from ronde.launch.job.output import (
-    Generation,
+    Attempt,
     MakeSinks,
     NoOutput,
     OutputProcess,
 )
 from ronde.launch.job.plan import JobPlan, JobSpec, count_slots_of, make_facts, place_on
-from ronde.launch.job.running import RemotePrograms, Running, require_accepted
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.launch.wire import messages
@@ -35,7 +36,7 @@ from ronde.processes import adopting_orphans, children, sweep
 from ronde.units import counted
 
 if TYPE_CHECKING:
-    pass
+    from ronde.launch.job.programs import RemotePrograms
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 10.0
@@ -83,7 +84,12 @@ class Controller(Handler):
             ready = [node for node in self._loop.live_nodes if node.hello]
             return ready, error.failures
 
-    def start_programs(self, nodes: Sequence[AgentNode], module: str) -> RemotePrograms:
+    def start_programs(
+        self, nodes: Sequence[AgentNode], module: str
+    ) -> "RemotePrograms":
+        # Imported where it is needed: a job starts without.
+        from ronde.launch.job.programs import RemotePrograms
+
         return RemotePrograms(self._loop, nodes, module)
 
     def locate(
@@ -137,23 +143,23 @@ class Controller(Handler):
         port: int,
     ) -> JobResult:
         hosts = plan.hosts if plan.spec.elastic is None else ()
-        self._output.begin(Generation(plan.facts.job_id, jobs[0].epoch, hosts))
+        self._output.begin(Attempt(plan.facts.job_id, jobs[0].epoch, hosts))
         loop = self._loop
         loop.progress.begin("to be ready", lambda: ["the output"])
         loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))
         loop.progress.end("output ready")
         self._require_all()
-        if plan.spec.elastic is None:
-            return Running(loop, nodes, jobs).run(plan.address, port)
-        # Imported where it is needed: other jobs start without.
-        from ronde.launch.job.elastic_hosts import JobHosts
-        from ronde.launch.job.elastic_running import ElasticRunning
+        make_view = FixedView
+        if plan.spec.elastic is not None:
+            # Imported where they are needed: other jobs start without.
+            from ronde.launch.job.elastic.hosts import JobHosts
+            from ronde.launch.job.elastic.view import ElasticView
 
-        plan = plan._replace(nodes=tuple(nodes))
-        hosts = JobHosts(
-            plan, jobs[0].epoch, AgentConnector(loop, self._starter), loop.output.notice
-        )
-        return ElasticRunning(loop, plan, jobs, hosts).run(plan.address, port)
+            connector = AgentConnector(loop, self._starter)
+            hosts = JobHosts(plan, jobs[0].epoch, connector, loop.output.notice)
+            make_view = partial(ElasticView, loop=loop, plan=plan, hosts=hosts)
+        generation = Generation(loop, nodes, jobs, make_view)
+        return generation.run(plan.address, port)
 
     def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
         return_s = self._loop.timeouts.return_s
@@ -203,16 +209,16 @@ class Controller(Handler):
         progress.end(done)
         return [self._answers[node.name] for node in nodes]
 
-    def take(self, node: AgentNode, message: messages.FromAgent) -> None:
+    def on_message(self, node: AgentNode, message: messages.FromAgent) -> None:
         match message:
             case messages.Ready() | messages.Refused() | messages.Located():
                 self._answers[node.name] = message
             case messages.HostEnding():
                 raise InterruptedStartError(message.signal)
             case _:
-                super().take(node, message)
+                super().on_message(node, message)
 
-    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
         self._lost.append((node, loss))
 
     def _require_all(self) -> None:

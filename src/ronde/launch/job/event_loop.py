@@ -136,28 +136,28 @@ class Handler:
     def __init__(self, loop: "EventLoop") -> None:
         self._loop = loop
 
-    def take(self, node: AgentNode, message: FromAgent) -> None:
+    def on_message(self, node: AgentNode, message: FromAgent) -> None:
         """Follow a message, or call this one for what must not come now."""
         kind = type(message).__name__
         raise LaunchError(f"agent of {node.name} must not send {kind} now.")
 
-    def take_output(self, output: Output) -> None:
+    def on_output(self, output: Output) -> None:
         raise LaunchError(f"rank {output.worker} must not run now, but it writes.")
 
-    def take_loss(self, node: AgentNode, loss: HostLoss) -> None:
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
         raise NotImplementedError
 
-    def take_fault(self, node: AgentNode, error: LaunchError) -> None:  # noqa: ARG002
+    def on_fault(self, node: AgentNode, error: LaunchError) -> None:  # noqa: ARG002
         """Follow an agent's message that breaks the protocol: the job ends."""
         raise error
 
-    def take_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         if number in (ASKING, TIMED_OUT):
             self._loop.progress.report()
         if number in STOPPING:
             raise InterruptedStartError(number)
 
-    def take_broken_output(self, number: int) -> None:
+    def on_broken_output(self, number: int) -> None:
         """Nobody reads the job's standard output any more, which counts as a signal."""
 
 
@@ -218,10 +218,10 @@ class EventLoop:
             by_fd |= dict.fromkeys((*fds, transport.write_fd), node)
         for fd in wait_for(readable, writable, timeout_s):
             if fd == self.signal_fd:
-                self._take_signals(handler)
+                self._on_signals(handler)
             elif fd == output.read_fd:
                 if number := output.read():
-                    handler.take_broken_output(number)
+                    handler.on_broken_output(number)
             elif fd not in by_fd:
                 output.flush()
             elif not by_fd[fd].is_over:
@@ -236,7 +236,7 @@ class EventLoop:
             try:
                 self._receive(handler, node)
             except LaunchError as error:
-                handler.take_fault(node, error)
+                handler.on_fault(node, error)
 
     def _receive(self, handler: Handler, node: AgentNode) -> None:
         received = node.receive()
@@ -251,7 +251,7 @@ class EventLoop:
                 if self.is_hurried and self.is_held_back:
                     self.output.discard()
                 self.output.output(message)
-                handler.take_output(message)
+                handler.on_output(message)
             elif isinstance(message, Relayed):
                 self.store.take(node, message)
             elif isinstance(message, Pong):
@@ -259,7 +259,7 @@ class EventLoop:
             elif isinstance(message, Notice):
                 self.notice(node, message.text)
             elif not node.is_over:
-                handler.take(node, message)
+                handler.on_message(node, message)
 
     def notice(self, node: AgentNode, text: str) -> None:
         where = f"{node.name}: " if len(self.nodes) > 1 else ""
@@ -268,7 +268,7 @@ class EventLoop:
     def lose(self, handler: Handler, node: AgentNode, loss: HostLoss) -> None:
         node.close()
         self.store.forget(node)
-        handler.take_loss(node, loss)
+        handler.on_loss(node, loss)
 
     def _look_for_silence(self, handler: Handler) -> None:
         now_s, nodes = time.monotonic(), self.live_nodes
@@ -292,11 +292,11 @@ class EventLoop:
                 reason = f"no message from it for {silence_s:.0f} s"
                 self.lose(handler, node, HostLoss(reason, EXIT_UNREACHABLE))
 
-    def _take_signals(self, handler: Handler) -> None:
+    def _on_signals(self, handler: Handler) -> None:
         numbers = read_signals(self.signal_fd)
         for index, number in enumerate(numbers):
             if number != SUSPENDING:
-                handler.take_signal(number)
+                handler.on_signal(number)
                 continue
             if signal.SIGCONT in numbers[index:]:
                 continue  # that has undone it, and no other may come

@@ -40,25 +40,25 @@ from ronde.launch.wire.messages import (
 from ronde.processes import die_with_parent
 
 
-class Generation(NamedTuple):
-    """One start of all ranks."""
+class Attempt(NamedTuple):
+    """One start of a job."""
 
     job_id: str
     epoch: int  # 0 for the first start, one more for each restart
-    hosts: tuple[str, ...]  # name of each rank's host, by rank
+    hosts: tuple[str, ...]  # name of each worker's host, by its id
 
-    def add(self, rank: "NewRank") -> "Generation":
-        return self._replace(hosts=(*self.hosts, rank.host))
+    def add(self, new: "NewWorker") -> "Attempt":
+        return self._replace(hosts=(*self.hosts, new.host))
 
 
-class NewRank(NamedTuple):
-    """One more rank of an elastic job, with the next number."""
+class NewWorker(NamedTuple):
+    """One more worker of an elastic job, with the next id."""
 
-    rank: int
+    worker: int
     host: str
 
 
-NO_GENERATION = Generation("", 0, ())
+NO_ATTEMPT = Attempt("", 0, ())
 
 
 class OutputSink(Protocol):
@@ -76,9 +76,9 @@ class OutputSink(Protocol):
     @property
     def backlog_bytes(self) -> int: ...
 
-    def begin(self, generation: Generation) -> None: ...
+    def begin(self, attempt: Attempt) -> None: ...
 
-    def add_rank(self, rank: NewRank) -> None: ...
+    def add_worker(self, new: NewWorker) -> None: ...
 
     def output(self, output: Output, now_s: float) -> None: ...
 
@@ -111,13 +111,13 @@ class JobFile:
     def __init__(self, sink: OutputSink, path: str) -> None:
         self._notice = sink.notice
         self._path = path
-        self._generation = NO_GENERATION
+        self._attempt = NO_ATTEMPT
 
-    def begin(self, generation: Generation) -> None:
-        self._generation = generation
+    def begin(self, attempt: Attempt) -> None:
+        self._attempt = attempt
 
-    def add_rank(self, rank: NewRank) -> None:
-        self._generation = self._generation.add(rank)
+    def add_worker(self, new: NewWorker) -> None:
+        self._attempt = self._attempt.add(new)
 
     def output(self, output: Output) -> None: ...
 
@@ -125,7 +125,7 @@ class JobFile:
 
     def _write_end(self, path: str, result: JobResult) -> None:
         try:
-            write_report(path, result.exit_code, "", result, self._generation)
+            write_report(path, result.exit_code, "", result, self._attempt)
         except OSError as error:
             self._notice(f"{path} was not written: {error.strerror}")
 
@@ -190,7 +190,7 @@ def replace_json(path: str, content: Mapping[str, object]) -> None:
 
 
 class ErrorFile(JobFile):
-    """Writes how the latest generation ended, whether well or not, to a file."""
+    """Writes how the latest attempt ended, whether well or not, to a file."""
 
     def __init__(self, sink: OutputSink, path: str) -> None:
         super().__init__(sink, path)
@@ -210,12 +210,12 @@ def write_report(
     exit_code: int,
     message: str,
     result: JobResult | None = None,
-    generation: Generation = NO_GENERATION,
+    attempt: Attempt = NO_ATTEMPT,
 ) -> None:
     content = {
         "schema": SCHEMA,
-        "job_id": generation.job_id or None,
-        "epoch": generation.epoch if generation.job_id else None,
+        "job_id": attempt.job_id or None,
+        "epoch": attempt.epoch if attempt.job_id else None,
         "exit_code": exit_code,
         "message": message,
         "verdict": describe_result(result) if result else None,
@@ -223,8 +223,8 @@ def write_report(
     replace_json(path, content)
 
 
-def attempt_dir(directory: str, generation: Generation) -> str:
-    return f"{directory}/{generation.job_id}/attempt_{generation.epoch}"
+def attempt_dir(directory: str, attempt: Attempt) -> str:
+    return f"{directory}/{attempt.job_id}/attempt_{attempt.epoch}"
 
 
 class RankLogs(JobFile):
@@ -241,12 +241,12 @@ class RankLogs(JobFile):
         self._open: dict[tuple[int, Stream], int] = {}
         self._given_up: set[tuple[int, Stream]] = set()
 
-    def begin(self, generation: Generation) -> None:
+    def begin(self, attempt: Attempt) -> None:
         self._close()
-        super().begin(generation)
+        super().begin(attempt)
         self._given_up.clear()
-        ranks = range(len(generation.hosts))
-        self._path = attempt_dir(self._directory, generation)
+        ranks = range(len(attempt.hosts))
+        self._path = attempt_dir(self._directory, attempt)
         try:
             Path(self._directory).mkdir(parents=True, exist_ok=True)
             Path(self._path).parent.mkdir(mode=0o700, exist_ok=True)
@@ -255,7 +255,7 @@ class RankLogs(JobFile):
                 self._make_files(rank)
             self._write_index()
         except OSError as error:
-            if generation.epoch == 0:
+            if attempt.epoch == 0:
                 raise UsageError(
                     "--log-dir must be a directory that can be written, got "
                     f"{self._directory!r} ({error.strerror}). "
@@ -264,14 +264,14 @@ class RankLogs(JobFile):
             self._given_up.update((rank, stream) for rank in ranks for stream in Stream)
             self._notice(f"no log files are written any more: {error.strerror}")
 
-    def add_rank(self, rank: NewRank) -> None:
-        super().add_rank(rank)
+    def add_worker(self, new: NewWorker) -> None:
+        super().add_worker(new)
         try:
-            self._make_files(rank.rank)
+            self._make_files(new.worker)
             self._write_index()
         except OSError as error:
-            self._given_up.update((rank.rank, stream) for stream in Stream)
-            self._notice(f"rank {rank.rank} has no log files: {error.strerror}")
+            self._given_up.update((new.worker, stream) for stream in Stream)
+            self._notice(f"rank {new.worker} has no log files: {error.strerror}")
 
     def _make_files(self, rank: int) -> None:
         Path(self._path, str(rank)).mkdir(mode=0o700)
@@ -300,19 +300,19 @@ class RankLogs(JobFile):
             self._write_end(f"{self._path}/end.json", result)
 
     def _write_index(self) -> None:
-        generation = self._generation
+        attempt = self._attempt
         ranks = [
             {
                 "rank": rank,
                 "host": host,
                 **{s.name.lower(): _file_name(rank, s) for s in Stream},
             }
-            for rank, host in enumerate(generation.hosts)
+            for rank, host in enumerate(attempt.hosts)
         ]
         content = {
             "schema": SCHEMA,
-            "job_id": generation.job_id,
-            "epoch": generation.epoch,
+            "job_id": attempt.job_id,
+            "epoch": attempt.epoch,
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "ranks": ranks,
         }
@@ -360,8 +360,8 @@ class OutputAnswer(NamedTuple):
     signal: int
 
 
-# A generation is to be prepared for, and answered; a result is how it ended.
-_Order = Generation | NewRank | Notice | Stacks | EndOfStacks | JobResult
+# An attempt is prepared for, and answered; a result is how it ended.
+_Order = Attempt | NewWorker | Notice | Stacks | EndOfStacks | JobResult
 _ORDERS: tuple[type[_Order | Output], ...] = (Output, *get_args(_Order))
 
 
@@ -374,7 +374,7 @@ class NoOutput:
 
     def _do_nothing(self, *_: object) -> None: ...
 
-    begin = add_rank = output = notice = stacks = finished = _do_nothing
+    begin = add_worker = output = notice = stacks = finished = _do_nothing
     discard = flush = read = close = kill = _do_nothing
 
 
@@ -407,12 +407,12 @@ class OutputProcess(MessageWriter):
         self.is_settled = True  # nothing is waited for that must precede the ranks
         self.has_ended = False  # whether all was written that will be
 
-    def begin(self, generation: Generation) -> None:
+    def begin(self, attempt: Attempt) -> None:
         self.is_settled = False
-        self.send(generation)
+        self.send(attempt)
 
-    def add_rank(self, rank: int, host: str) -> None:
-        self.send(NewRank(rank, host))
+    def add_worker(self, worker: int, host: str) -> None:
+        self.send(NewWorker(worker, host))
 
     def output(self, output: Output) -> None:
         # What is to be discarded comes without end, and files may take nothing.
@@ -568,11 +568,11 @@ class _Writer:
 
     def _obey(self, order: _Order) -> None:
         match order:
-            case Generation():
+            case Attempt():
                 self._begin(order)
-            case NewRank():
+            case NewWorker():
                 for each in (*self._files, self._sink):
-                    each.add_rank(order)
+                    each.add_worker(order)
             case Notice():
                 self._sink.notice(order.text)
             case Stacks():
@@ -584,11 +584,11 @@ class _Writer:
                 for each in (*self._files, self._sink):
                     each.finished(order)
 
-    def _begin(self, generation: Generation) -> None:
+    def _begin(self, attempt: Attempt) -> None:
         problem = ""
         try:
             for each in (*self._files, self._sink):
-                each.begin(generation)
+                each.begin(attempt)
         except UsageError as error:
             problem = str(error)
         self._answer(problem)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +72,8 @@ class JobPlan(NamedTuple):
         if self.spec.elastic is not None:
             first, *others = (self.elastic_job(epoch, share) for share in self.shares)
             return [first._replace(address=self.address), *others]
-        worlds = self._worlds()
+        slots = [(s.host.name, n) for s in self.shares for n in range(len(s.ranks))]
+        worlds = iter(World.of_slots(slots))
         jobs: list[messages.NodeJob] = []
         for index, share in enumerate(self.shares):
             node = NodeFacts(share.host.name, index, len(self.shares))
@@ -122,16 +123,6 @@ class JobPlan(NamedTuple):
             address="",
             master_port=spec.master_port,
         )
-
-    def _worlds(self) -> Iterator[World]:
-        sizes = [len(share.ranks) for share in self.shares]
-        num_at = [sum(size > local for size in sizes) for local in range(max(sizes))]
-        num_before = [0] * len(num_at)
-        for share, size in zip(self.shares, sizes, strict=True):
-            for local, rank in enumerate(share.ranks):
-                cross = num_before[local], num_at[local]
-                yield World(rank, sum(sizes), local, size, *cross)
-                num_before[local] += 1
 
 
 def make_facts(max_restarts: int = 0) -> JobFacts:

@@ -1,4 +1,4 @@
-"""Hosts that come into a job while it runs: connected, checked, ready for ranks."""
+"""Hosts that come into a job while it runs: connected, checked, ready for workers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.plan import JobPlan, count_slots_of, network_of, place_on
 from ronde.launch.network import choose_interface, interface_environment
 from ronde.launch.wire import messages
-from ronde.membership.view import NO_VIEW, Place, View
+from ronde.membership.view import Worker
 from ronde.world import World
 
 
@@ -38,48 +38,46 @@ class JobHosts:
         self.known: dict[str, Host] = {host.name: host for host in plan.spec.hosts}
         # of hosts that are or were ready, in the order in which they became it
         self.shares: dict[str, HostShare] = {s.host.name: s for s in plan.shares}
-        self._planned: dict[Place, tuple[NodeFacts, World]] = {}
+        self._planned: dict[Worker, tuple[NodeFacts, World]] = {}
         self.start = messages.Start(plan.address, 0)  # for the agents of new ones
 
     def connect(self, name: str) -> None:
         self._connector.add([self.known[name]])
 
-    def plan_ranks(self, most: int) -> None:
-        """Find where so many processes come at the beginning, for their variables."""
-        places = [
+    def plan_workers(self, most: int) -> None:
+        """Find where the first workers come, at most so many, for their variables."""
+        slots = [
             (host, slot)
             for host, share in self.shares.items()
             for slot in range(len(share.places))
         ]
-        planned = tuple(Place(n, *place) for n, place in enumerate(places[:most]))
-        hosts = list(dict.fromkeys(place.host for place in planned))
+        worlds = World.of_slots(slots[:most])
+        hosts = list(dict.fromkeys(host for host, _ in slots[:most]))
         nodes = {n: NodeFacts(n, i, len(hosts)) for i, n in enumerate(hosts)}
-        worlds = View(NO_VIEW, planned).worlds()
         self._planned = {
-            place: (nodes[place.host], world)
-            for place, world in zip(planned, worlds, strict=True)
+            Worker(world.rank, *slot): (nodes[slot[0]], world)
+            for slot, world in zip(slots, worlds, strict=False)
         }
 
-    def rank(self, place: Place, members: tuple[Place, ...]) -> messages.WorkerSpec:
-        """Return a process at a place, with variables as if it joined ``members``."""
-        if place in self._planned:
-            node, world = self._planned[place]
+    def spec(self, worker: Worker, members: tuple[Worker, ...]) -> messages.WorkerSpec:
+        """Return a worker with variables as if it joined ``members``."""
+        if worker in self._planned:
+            node, world = self._planned[worker]
         else:
-            members = members or tuple(self._planned)
-            others = [each for each in members if each[1:] != place[1:]]
-            view = View(NO_VIEW, (*others, place))
-            hosts = list(dict.fromkeys(each.host for each in view.members))
-            node = NodeFacts(place.host, hosts.index(place.host), len(hosts))
-            world = view.worlds()[-1]
-        share = self.shares[place.host]
-        spec = self._plan.rank(self._epoch, node, share, place.slot, world)
-        return spec._replace(worker=place.number)
+            others = (each[1:] for each in members or self._planned)
+            slots = [*(each for each in others if each != worker[1:]), worker[1:]]
+            hosts = list(dict.fromkeys(host for host, _ in slots))
+            node = NodeFacts(worker.host, hosts.index(worker.host), len(hosts))
+            world = World.of_slots(slots)[-1]
+        share = self.shares[worker.host]
+        spec = self._plan.rank(self._epoch, node, share, worker.slot, world)
+        return spec._replace(worker=worker.id)
 
     def due_s(self) -> float:
         return 0.0 if self._connector.has_results() else self._connector.due_s()
 
     def advance(self) -> list[tuple[str, str]]:
-        """Go on; return hosts that cannot take part, and why, in half a sentence."""
+        """Connect further; return hosts that cannot take part, each with the reason."""
         self._connector.advance()
         failed: list[tuple[str, str]] = []
         for host, result in self._connector.collect():
@@ -98,14 +96,14 @@ class JobHosts:
         pending = self._pending.get(node.name)
         return pending is not None and pending.node is node
 
-    def take(self, node: AgentNode, message: messages.FromAgent) -> str | None:
+    def on_message(self, node: AgentNode, message: messages.FromAgent) -> str | None:
         """Follow a message; return an empty text once the host is ready, else why not.
 
         None where it is on its way still.
         """
         pending, problem = self._pending.get(node.name), None
         if pending is None:
-            self._connector.take(node, message)
+            self._connector.on_message(node, message)
             return None
         match message:
             case messages.Located():
@@ -125,7 +123,7 @@ class JobHosts:
         return problem
 
     def widen(self, node: AgentNode) -> None:
-        """Find places for slots that a host has got since it became ready."""
+        """Find cores and GPUs for slots that a host got since it became ready."""
         known, share = self.known.get(node.name), self.shares.get(node.name)
         if known is None or share is None or known.slots <= len(share.places):
             return
@@ -135,12 +133,12 @@ class JobHosts:
         places = (*share.places, *places[len(share.places) :])
         self.shares[node.name] = share._replace(places=places)
 
-    def take_loss(self, node: AgentNode, loss: HostLoss) -> bool:
-        """Return whether a host is gone that was on its way, which says so later."""
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> bool:
+        """Return whether ``advance`` reports the loss of this host later."""
         if self._is_pending(node):
             del self._pending[node.name]
             return False
-        self._connector.take_loss(node, loss)
+        self._connector.on_loss(node, loss)
         return True
 
     def forget(self, node: AgentNode) -> None:

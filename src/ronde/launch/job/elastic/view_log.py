@@ -3,8 +3,7 @@
 import time
 
 from ronde.launch.job.failure import ViewRecord
-from ronde.membership import policy
-from ronde.membership.view import NEW
+from ronde.membership.view import NEW, NO_VIEW, View
 from ronde.units import counted, format_duration
 
 
@@ -16,7 +15,7 @@ class ViewLog:
         self._started_at_s = started_at_s
         self._change_s = started_at_s  # when the change under way began
         self._began_s = started_at_s  # when that to the view did
-        self._order: policy.BeginView | None = None  # that the view began by
+        self._view, self._reason = View(NO_VIEW, ()), ""
         self._size_before = 0  # of the view before
         self._running: dict[int, int] = {}  # members of the view that run: their step
         self._best_step = NEW  # the most that were applied, as far as known
@@ -25,10 +24,9 @@ class ViewLog:
         """Note that the view is over, or is to stop."""
         self._change_s = time.monotonic()
 
-    def begin_view(self, order: policy.BeginView) -> None:
-        if self._order is not None:
-            self._size_before = len(self._order.members)
-        self._order, self._running = order, {}
+    def begin_view(self, view: View, reason: str) -> None:
+        self._size_before = len(self._view.members)
+        self._view, self._reason, self._running = view, reason, {}
         self._began_s = self._change_s
 
     def note_step(self, step: int) -> None:
@@ -47,21 +45,20 @@ class ViewLog:
         times = counted(len(changes), "change")
         return f"{times} of membership, {ranks}: {took} at a standstill, {lost} lost"
 
-    def enter(self, number: int, step: int) -> str:
+    def enter(self, worker: int, step: int) -> str:
         """Note that a member runs; return how the job goes on once all do."""
-        order = self._order
-        self._running[number] = step
-        if order is None or len(self._running) < len(order.members):
+        self._running[worker] = step
+        if len(self._running) < len(self._view.members):
             return ""
         newest = max(self._running.values())
         record = ViewRecord(
-            order.view,
+            self._view.view,
             self._began_s - self._started_at_s,
             time.monotonic() - self._began_s,
             len(self._running),
             newest,
             max(0, self._best_step - newest),
-            order.reason,
+            self._reason,
         )
         self.records.append(record)
         self._best_step = newest

@@ -1,0 +1,320 @@
+"""The view of an elastic job: workers come and go until the last step is done."""
+
+import secrets
+import signal
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from math import inf
+
+from ronde.errors import HostError
+from ronde.launch.elastic_options import ElasticOptions
+from ronde.launch.host import Host
+from ronde.launch.hosts.discovery import open_discovery
+from ronde.launch.hosts.node import AgentNode, HostLoss
+from ronde.launch.job.elastic.hosts import JobHosts
+from ronde.launch.job.elastic.notices import HostNotices
+from ronde.launch.job.elastic.view_log import ViewLog
+from ronde.launch.job.event_loop import EventLoop
+from ronde.launch.job.failure import JobResult, signal_name
+from ronde.launch.job.generation import Generation
+from ronde.launch.job.plan import JobPlan
+from ronde.launch.wire import messages
+from ronde.membership import events, view
+from ronde.membership.policy import Membership, Rules, ViewPhase, name_worker
+from ronde.units import format_duration
+
+_STOPPED_S = 1.5  # a worker that stands still for so long is lost
+
+
+def rules_of(options: ElasticOptions) -> Rules:
+    return Rules(
+        min_ranks=options.min_ranks,
+        max_ranks=options.max_ranks,
+        spares=options.spares,
+        is_host_domain=options.failure_domain == "host",
+        awaits_joining=options.awaits_joining,
+        cooldown_s=options.cooldown_s,
+        formation_s=options.elastic_timeout_s,
+        settle_s=options.reform_timeout_s,
+        reset_limit=options.reset_limit,
+    )
+
+
+class ElasticView:
+    """Follows the orders of ``membership.policy``, and reports to it what happens."""
+
+    can_lose_hosts = True
+    is_ending = False
+
+    def __init__(
+        self, generation: Generation, loop: EventLoop, plan: JobPlan, hosts: JobHosts
+    ) -> None:
+        options = plan.spec.elastic
+        if options is None:
+            raise AssertionError("the job must be an elastic one")
+        self._generation, self._loop = generation, loop
+        self._plan, self._hosts = plan, hosts
+        now_s = time.monotonic()
+        self._discovery = open_discovery(options, plan.spec.hosts, now_s)
+        rules = rules_of(options)
+        self._membership = Membership(rules, lambda: secrets.token_hex(16))
+        self._stopped_s: dict[int, float] = {}  # when workers stand still too long
+        self._releasing: set[str] = set()
+        self._notices = HostNotices(
+            options.min_ranks,
+            loop.output.notice,
+            lambda of: self._tell((of.members[0].id,), view.Save(of.view)),
+        )
+        self._stop: events.Stop | None = None  # why the job cannot go on
+        self._log = ViewLog(now_s)
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        return self._membership.ranks
+
+    def begin(self, start: messages.Start) -> None:
+        self._hosts.start = start
+        self._hosts.plan_workers(self._membership.rules.max_ranks)
+        nodes = self._generation.nodes
+        # These first, as all others that are known are connected to.
+        for node in nodes:
+            node.watch(is_watched=True)
+            self._on_ready(node)
+        self._on_hosts(self._plan.spec.hosts or (nodes[0].host,))
+
+    def _on_hosts(self, hosts: Sequence[Host]) -> None:
+        self._hosts.known = {host.name: host for host in hosts}
+        for node in self._generation.nodes:
+            self._hosts.widen(node)
+        # Of a host of unknown size the agent knows better.
+        self._apply(events.HostsFound({host.name: host.slots for host in hosts}))
+
+    def _on_ready(self, node: AgentNode) -> None:
+        num_slots = len(self._hosts.shares[node.name].places)
+        self._apply(events.HostReady(node.name, num_slots))
+
+    # Agents
+
+    def on_message(self, node: AgentNode, message: messages.FromAgent) -> bool:
+        if self._hosts.owns(node):
+            self._on_new(node, self._hosts.on_message(node, message))
+            return True
+        match message:
+            case messages.WorkerTexts():
+                for worker, text in message.texts:
+                    node.require_own(worker)
+                    self._on_report(worker, view.decode_text(text, view.FROM_RANK))
+            case messages.WorkerStopped():
+                node.require_own(message.worker)
+                due_s = time.monotonic() + _STOPPED_S if message.is_stopped else inf
+                self._stopped_s[message.worker] = due_s
+            case messages.WorkerEnding():
+                node.require_own(message.worker)
+                if message.worker in self._membership.ranks:  # others are not awaited
+                    how = describe_end(message.status, message.evidence)
+                    lost = events.WorkerLost(message.worker, message.status, how)
+                    self._apply(lost._replace(has_ended=False))
+            case messages.HostLeaving():
+                self._notices.add(node, message.reason, time.monotonic())
+            case messages.HostEnding() if self._has_others(node):
+                reason = f"{node.name} ends by {signal_name(message.signal)}"
+                self._apply(events.HostLeaves(node.name, reason))
+            case messages.Finished() if node.name in self._releasing:
+                self._releasing.remove(node.name)
+                self._generation.nodes.remove(node)
+                node.close()
+            case _:
+                return False
+        return True
+
+    def _has_others(self, node: AgentNode) -> bool:
+        others = (n for n in self._generation.nodes if n is not node)
+        return not self._generation.is_stopping and any(not n.is_over for n in others)
+
+    def _on_new(self, node: AgentNode, problem: str | None) -> None:
+        if problem == "" and not self._generation.is_stopping:
+            self._generation.add_node(node)
+            self._on_ready(node)
+        elif problem:
+            self._hosts.forget(node)
+            self._loop.nodes.remove(node)
+            node.close()
+            self._give_up(node.name, problem)
+
+    def _on_report(self, worker: int, message: view.FromRank) -> None:
+        is_new = isinstance(message, view.Settled) and message.view == view.NO_VIEW
+        is_current = is_new or message.view == self._membership.view.view
+        if self._generation.is_stopping or not is_current:
+            return
+        if isinstance(message, view.Entered):
+            if line := self._log.enter(worker, message.step):
+                self._loop.output.notice(line)
+            return
+        is_settled = isinstance(message, view.Settled)
+        self._log.note_step(message.applied if is_settled else message.step)
+        self._apply(events.WorkerReport(worker, message))
+
+    def on_exit(self, exited: messages.Exited) -> None:
+        worker, status, membership = exited.worker, exited.status, self._membership
+        self._stopped_s.pop(worker, None)
+        rank, is_first = membership.ranks.get(worker), not membership.ranks
+        is_training = membership.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING)
+        before = ""
+        if status and (is_first or (is_training and rank is None)):
+            before = "it took part"
+        elif (
+            not status and is_training and rank is not None and membership.view.view > 0
+        ):
+            before = "the last step was done"
+        how = describe_end(status, exited.evidence)
+        is_counted = worker not in self._generation.survived
+        self._apply(events.WorkerLost(worker, status, how))
+        if before and is_counted and not self._generation.is_stopping:
+            host = self._generation.workers[worker].node.name
+            name = name_worker(worker, rank, host)
+            self._loop.output.notice(f"{name} {how} before {before}")
+
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        nodes = self._generation.nodes
+        if self._hosts.owns(node):
+            if not self._hosts.on_loss(node, loss):
+                self._give_up(node.name, loss.reason)
+        elif node in nodes and not self._generation.is_stopping:
+            nodes.remove(node)
+            reason = f"{node.name} was lost: {loss.reason}"
+            self._apply(events.HostGone(node.name, reason))
+
+    def _give_up(self, name: str, reason: str) -> None:
+        self._loop.output.notice(f"{name} cannot take part: {reason}")
+        self._apply(events.HostGone(name, f"{name} cannot take part: {reason}"))
+
+    def due_s(self) -> float:
+        others = self._membership.due_s, self._discovery.due_s, self._notices.due_s
+        return min(self._hosts.due_s(), *others, *self._stopped_s.values())
+
+    def on_due(self) -> None:
+        now_s = time.monotonic()
+        for worker in [n for n, at_s in self._stopped_s.items() if at_s <= now_s]:
+            del self._stopped_s[worker]
+            self._generation.kill(worker)
+            how = f"was stopped for {_STOPPED_S:g} s"
+            self._apply(events.WorkerLost(worker, -signal.SIGSTOP, how))
+        for name, reason in self._hosts.advance():
+            self._give_up(name, reason)
+        if (hosts := self._discovery.advance(now_s)) is not None:
+            self._on_hosts(hosts)
+        while self._discovery.notices:
+            self._loop.output.notice(self._discovery.notices.pop(0))
+        leaving = self._notices.on_due(self._membership.view, now_s)
+        for event in (*leaving, events.Tick()):
+            self._apply(event)
+
+    # Orders
+
+    def _apply(self, event: events.Event) -> None:
+        generation, before = self._generation, self._membership.view
+        if generation.is_stopping:
+            return
+        orders = self._membership.apply(event, time.monotonic())
+        if self._membership.view is not before:
+            self._on_new_view(before)
+        for order in orders:
+            self._carry_out(order)
+        hung = [o for o in orders if isinstance(o, events.Kill) and o.is_hung]
+        if hung:
+            self._loop.output.notice(f"{hung[0].reason}; stacks follow")
+            generation.kill_hung([each.worker for each in hung])
+        is_over = self._membership.phase is ViewPhase.FINISHED
+        if is_over and not self._membership.living and not generation.is_stopping:
+            generation.stop(signal.SIGTERM)
+
+    def _on_new_view(self, before: view.View) -> None:
+        generation, membership = self._generation, self._membership
+        self._log.begin_view(membership.view, membership.reason)
+        survived = generation.survived
+        survived |= {n for n, worker in generation.workers.items() if worker.exited}
+        survived |= before.ranks.keys() - membership.ranks.keys()
+        survived |= {n for lost in generation.lost for n in lost.ranks}
+        # A worker that still waits there is not of this view.
+        self._loop.store.clear()
+
+    def _carry_out(self, order: events.Order) -> None:
+        match order:
+            case events.Tell():
+                self._tell(order.workers, order.message)
+            case events.StartWorker():
+                self._start(order.worker)
+            case events.Kill():
+                if not order.is_hung:
+                    self._generation.kill(order.worker)
+            case events.Connect():
+                self._hosts.connect(order.host)
+            case events.Release():
+                self._releasing.add(order.host)
+                self._node(order.host).send(messages.StopWorkers(signal.SIGTERM))
+            case events.Blacklisted():
+                self._loop.output.notice(describe_blacklisted(order))
+            case events.Stop():
+                self._stop = order
+                if not order.is_too_few:  # which ends as an error
+                    self._loop.output.notice(order.reason)
+                self._generation.stop(signal.SIGTERM)
+
+    def _start(self, worker: view.Worker) -> None:
+        membership, started = self._membership, self._generation.workers
+        members = membership.view.members
+        if members:
+            living = (each for each in membership.living if each.id in started)
+            members += tuple(w for w in living if w.id not in membership.ranks)
+        spec = self._hosts.spec(worker, members)
+        if members or worker.id >= membership.rules.max_ranks:
+            # It prepares alone, so that no other waits for that when it joins.
+            spec.env["RONDE_JOINS"] = "1"
+        self._generation.start(self._node(worker.host), spec)
+
+    def _tell(self, workers: Collection[int], message: view.ToRank) -> None:
+        generation = self._generation
+        match message:
+            case view.ViewEnded() | view.StopAfter():
+                self._log.begin_change()
+            case view.Leave():
+                generation.survived.update(workers)
+            case view.Finish():
+                others = generation.workers.keys() - self._membership.ranks.keys()
+                generation.survived |= others
+            case _:
+                pass
+        generation.send_text(workers, view.encode_text(message))
+
+    def _node(self, name: str) -> AgentNode:
+        nodes = self._generation.nodes
+        return next(n for n in nodes if n.name == name and not n.is_over)
+
+    def finish(self, result: JobResult) -> JobResult:
+        """Add the views to a result, and the end of a job that could not go on."""
+        self._discovery.close()
+        if line := self._log.summary():
+            self._loop.output.notice(line)
+        stop = self._stop
+        if stop and stop.is_too_few and result.interrupted_by is None:
+            raise HostError(stop.reason)
+        code = result.exit_code or int(stop is not None)
+        return replace(result, exit_code=code, views=tuple(self._log.records))
+
+
+def describe_blacklisted(order: events.Blacklisted) -> str:
+    """Return in one line why a host gets no new ranks for a while."""
+    failed = (
+        "a process" if order.num_failures == 1 else f"{order.num_failures} processes"
+    )
+    rest = format_duration(order.seconds)
+    return f"{order.host} gets no new rank for {rest}, as {failed} failed there"
+
+
+def describe_end(status: int, evidence: str) -> str:
+    """Return how a worker ended, in half a sentence."""
+    how = f"ended with exit code {status}"
+    if status < 0:
+        how = f"was killed by {signal_name(-status)}"
+    return f"{how} ({evidence})" if evidence else how

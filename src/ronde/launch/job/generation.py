@@ -1,0 +1,465 @@
+"""The workers of one start of a job, from their start to the job's result."""
+
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from ronde.errors import LaunchError, UsageError
+from ronde.launch.agent.diagnostics import ANSWER_S
+from ronde.launch.hosts.node import EXIT_INTERNAL, AgentNode, HostLoss
+from ronde.launch.job.event_loop import EventLoop, Handler, StoreService
+from ronde.launch.job.failure import (
+    JobResult,
+    LostHost,
+    RankEnd,
+    Tail,
+    find_awaited,
+    has_lost_peer,
+    judge,
+    signal_name,
+)
+from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interrupter
+from ronde.launch.wire import messages
+from ronde.units import counted
+
+_CAUSE_WITHIN_S = 5.0
+"""A worker that lost its peer may have ended by so much earlier than that peer."""
+_SWEEP_S = 10.0
+_STOP_SIGNALS = STOPPING | {signal.SIGKILL}
+_ALL_CREDIT_BYTES = 32 << 20
+
+
+class JobView(Protocol):
+    """How a job follows the ends and losses of its workers and hosts.
+
+    While the generation is being stopped only ``on_message`` and ``on_loss`` are
+    called; ``finish`` is the last call.
+    """
+
+    can_lose_hosts: bool  # the job may go on without one
+
+    @property
+    def ranks(self) -> Mapping[int, int]: ...  # of the members, by worker id
+
+    @property
+    def is_ending(self) -> bool: ...  # a failure ends the job soon
+
+    def begin(self, start: messages.Start) -> None: ...
+
+    def due_s(self) -> float: ...  # when ``on_due`` is to be called, monotonic
+
+    def on_due(self) -> None: ...
+
+    # Whether the message is dealt with; others are the generation's.
+    def on_message(self, node: AgentNode, message: messages.FromAgent) -> bool: ...
+
+    def on_exit(self, exited: messages.Exited) -> None: ...
+
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None: ...
+
+    def finish(self, result: JobResult) -> JobResult: ...
+
+
+@dataclass(slots=True)
+class RunningWorker:
+    """A worker as it runs and ends."""
+
+    node: AgentNode
+    pid: int = 0
+    tail: Tail = field(default_factory=Tail)
+    exited: messages.Exited | None = None
+
+
+class Generation(Handler):
+    """The workers of one start of a job, by id; in a plain job that is the rank."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        nodes: Sequence[AgentNode],
+        jobs: Sequence[messages.NodeJob],
+        make_view: Callable[["Generation"], JobView],
+    ) -> None:
+        super().__init__(loop)
+        self.nodes = list(nodes)
+        self.grace_s = jobs[0].grace_s
+        self._epoch = jobs[0].epoch
+        self.workers: dict[int, RunningWorker] = {}
+        for node, job in zip(nodes, jobs, strict=True):
+            node.ranks = frozenset(spec.worker for spec in job.workers)
+            self.workers |= {spec.worker: RunningWorker(node) for spec in job.workers}
+        self.survived: set[int] = set()  # workers whose end is no failure of the job
+        self.lost: list[LostHost] = []
+        self.is_stopping = False
+        self._interrupted_by: int | None = None
+        self._is_killing = False
+        self._finished: dict[str, messages.Finished] = {}
+        self._answer_by_s = self._stacks_by_s = inf
+        self._stacks: dict[int, messages.Stacks] = {}
+        self._stacks_of: tuple[int, ...] = ()  # empty for all
+        self._hung: list[int] = []  # to kill once their stacks are shown
+        self._started_at_s = 0.0
+        self._view = make_view(self)
+
+    def run(self, address: str, port: int) -> JobResult:
+        """Start all workers; return when nothing is left of them on any host."""
+        self._started_at_s = time.monotonic()
+        self._loop.progress.begin("to start their ranks", self._starting)
+        self._loop.store = StoreService(self._epoch)
+        start = messages.Start(address, port)
+        for node in self.nodes:
+            node.watch(is_watched=False)
+            node.limit_credit(_ALL_CREDIT_BYTES // len(self.nodes))
+            node.send(start)
+        self._view.begin(start)
+        while not self._loop.serve(self, lambda: not self._unfinished(), self._due_s):
+            self._on_due()
+        for node in self.nodes:
+            node.watch(is_watched=False)
+        self._report_leftovers()
+        return self._view.finish(self._judge())
+
+    def _on_due(self) -> None:
+        if time.monotonic() > self._stacks_by_s:
+            self._show_stacks()
+        elif not self.is_stopping:
+            self._view.on_due()
+        else:
+            reason = HostLoss("it does not answer", EXIT_INTERNAL)
+            for node in self._unfinished():
+                node.transport.kill()
+                self._loop.lose(self, node, reason)
+
+    def _judge(self) -> JobResult:
+        ends = [
+            self.end_of(worker.exited)
+            for number, worker in self.workers.items()
+            if worker.exited and number not in self.survived
+        ]
+        lost = [host for host in self.lost if not self.survived >= {*host.ranks}]
+        return judge(ends, self._interrupted_by, lost)
+
+    def _starting(self) -> list[str]:
+        waiting = (each.node.name for each in self.workers.values() if not each.pid)
+        return list(dict.fromkeys(waiting))
+
+    def _unfinished(self) -> list[AgentNode]:
+        return [n for n in self.nodes if not n.is_over and n.name not in self._finished]
+
+    def _send(self, message: messages.ToAgent) -> None:
+        for node in self._unfinished():
+            node.send(message)
+
+    def _due_s(self) -> float:
+        if self._loop.is_held_back:
+            # The end of a job comes after its output, which nobody takes now.
+            self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
+        due_s = self._answer_by_s if self.is_stopping else self._view.due_s()
+        return min(due_s, self._stacks_by_s)
+
+    # Hosts and workers come and go
+
+    def add_node(self, node: AgentNode) -> None:
+        """Add a host that is ready for workers."""
+        self.nodes.append(node)
+        self._finished.pop(node.name, None)
+
+    def start(self, node: AgentNode, spec: messages.WorkerSpec) -> None:
+        """Start one more worker."""
+        node.ranks |= {spec.worker}
+        self.workers[spec.worker] = RunningWorker(node)
+        self._loop.output.add_worker(spec.worker, node.name)
+        node.send(messages.StartWorkers((spec,)))
+
+    def send_text(self, workers: Collection[int], text: str) -> None:
+        """Send a text to those of the workers that still run."""
+        by_node: dict[AgentNode, list[int]] = {}
+        for number in workers:
+            worker = self.workers[number]
+            if not worker.node.is_over and not worker.exited:
+                by_node.setdefault(worker.node, []).append(number)
+        for node, numbers in by_node.items():
+            node.send(messages.SendToWorkers(tuple(numbers), text))
+
+    def kill(self, worker: int) -> None:
+        """Kill a worker; its end is no failure of the job."""
+        self.survived.add(worker)
+        node = self.workers[worker].node
+        if not node.is_over:
+            node.send(messages.SignalWorker(worker, signal.SIGKILL))
+
+    def kill_hung(self, workers: Collection[int]) -> None:
+        """Kill workers once their stacks are shown."""
+        self.survived.update(workers)
+        self._hung += workers
+        self._ask_for_stacks(workers)
+
+    def stop(self, number: int) -> None:
+        """End all workers, first by this signal."""
+        self.is_stopping = True
+        self._send(messages.StopWorkers(number))
+        self._answer_by_s = time.monotonic() + self.grace_s + _SWEEP_S
+
+    # Agents
+
+    def on_message(self, node: AgentNode, message: messages.FromAgent) -> None:
+        if self._view.on_message(node, message):
+            return
+        match message:
+            case messages.Started():
+                self._worker(node, message.worker).pid = message.pid
+                self._on_started()
+            case messages.Exited():
+                self._worker(node, message.worker).exited = message
+                if not self.is_stopping:
+                    self._view.on_exit(message)
+                self._look_for_stacks()
+            case messages.Stacks():
+                node.require_own(message.worker)
+                self._stacks[message.worker] = message
+                self._look_for_stacks()
+            case messages.HostEnding():
+                if not self.is_stopping:
+                    name = signal_name(message.signal)
+                    self._loop.notice(node, f"{name}: the job ends")
+                    self._interrupted_by = message.signal
+                    self.stop(message.signal)
+            case messages.Finished():
+                self._finished[node.name] = message
+                node.watch(is_watched=False)
+            case messages.Refused():
+                require_accepted([(node, message)], len(self.nodes))
+            case _:
+                super().on_message(node, message)
+
+    def _worker(self, node: AgentNode, number: int) -> RunningWorker:
+        node.require_own(number)
+        return self.workers[number]
+
+    def _on_started(self) -> None:
+        if all(worker.pid for worker in self.workers.values()):
+            for node in self.nodes:
+                node.watch(is_watched=True)
+            self._loop.progress.end(f"{counted(len(self.workers), 'rank')} started")
+
+    def on_output(self, output: messages.Output) -> None:
+        if self.is_stopping and not self._is_killing:
+            self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
+        if output.stream is messages.Stream.STDERR:
+            self.workers[output.worker].tail.add(output.data)
+
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
+        if node in self.nodes:
+            ranks = tuple(
+                number
+                for number, worker in self.workers.items()
+                if worker.node is node and number not in self.survived
+            )
+            at_s = node.heard_at_s - self._started_at_s
+            lost = LostHost(node.name, ranks, loss.reason, loss.exit_code, at_s)
+            self.lost.append(lost)
+        self._view.on_loss(node, loss)
+
+    def on_fault(self, node: AgentNode, error: LaunchError) -> None:
+        if node.is_over or not self._view.can_lose_hosts:
+            raise error
+        self._loop.lose(self, node, HostLoss(str(error), EXIT_INTERNAL))
+
+    def _report_leftovers(self) -> None:
+        for node in self.nodes:
+            finished = self._finished.get(node.name, messages.Finished(0, ()))
+            if finished.num_swept and not self.is_stopping:
+                count = f"{finished.num_swept} processes"
+                self._loop.notice(
+                    node, f"{count} that outlived their ranks were killed"
+                )
+            for text in finished.stuck:
+                self._loop.notice(node, f"{text} survives SIGKILL and is left")
+
+    # The user
+
+    def on_signal(self, number: int) -> None:
+        """Pass it on, or end the job; a second one ends it now."""
+        if number in FORWARDED:
+            self._send(messages.Forward(number))
+        elif number == ASKING:
+            self._ask_for_stacks()
+        elif number == TIMED_OUT:
+            if not (self.is_stopping or self._view.is_ending):
+                self._interrupted_by = number
+                self._ask_for_stacks()
+        elif number in STOPPING and not self.is_stopping:
+            self._interrupt(number, number)
+        elif number in STOPPING and number != signal.SIGHUP:
+            # A terminal that closes may send several of those. No output holds the end
+            # back: a user who asks twice does not read any more.
+            self._is_killing = True
+            self._send(messages.StopWorkers(signal.SIGKILL))
+            self._loop.output.discard()
+            self._answer_by_s = time.monotonic() + _SWEEP_S
+
+    def on_broken_output(self, number: int) -> None:
+        if not self.is_stopping:
+            self._interrupted_by = number
+            self._loop.is_hurried = True
+            self.stop(number if number == signal.SIGHUP else signal.SIGTERM)
+
+    def _interrupt(self, by: int, number: int) -> None:
+        self._interrupted_by = by
+        self._loop.is_hurried = True
+        self.stop(number)
+        self._loop.output.notice(
+            f"{interrupter(by)}: the ranks have {self.grace_s:g} s to end; Ctrl-C "
+            "kills them now"
+        )
+
+    def _ask_for_stacks(self, workers: Collection[int] = ()) -> None:
+        if self._stacks_by_s == inf:
+            self._stacks.clear()
+            self._stacks_of = tuple(workers)
+            self._stacks_by_s = time.monotonic() + ANSWER_S
+            self._send(messages.TakeStacks(self._stacks_of))
+
+    def _unheard(self) -> list[int]:
+        return [
+            number
+            for number, worker in self.workers.items()
+            if not self._stacks_of or number in self._stacks_of
+            if not (number in self._stacks or worker.exited or worker.node.is_over)
+        ]
+
+    def _look_for_stacks(self) -> None:
+        if self._stacks_by_s < inf and not self._unheard():
+            self._show_stacks()
+
+    def _show_stacks(self) -> None:
+        self._stacks_by_s = inf
+        unheard = {number: messages.Stacks(number, ()) for number in self._unheard()}
+        self._loop.output.stacks(list((self._stacks | unheard).values()))
+        if self._interrupted_by == TIMED_OUT and not self.is_stopping:
+            self._interrupt(TIMED_OUT, signal.SIGTERM)
+        while self._hung:
+            self.kill(self._hung.pop())
+
+    def end_of(self, exited: messages.Exited) -> RankEnd:
+        """Return how a worker ended, by its agent and by its last words."""
+        worker = self.workers[exited.worker]
+        traceback, stopped_s = worker.tail.traceback(), exited.stopped_s
+        began_s, was_leaving = exited.began_s, False
+        if traceback and exited.status > 0 and not stopped_s:
+            began_s = min(began_s, exited.traceback_s)
+        is_ours = -exited.status in _STOP_SIGNALS
+        was_stopped = stopped_s > 0 and (is_ours or began_s >= stopped_s)
+        if was_stopped:
+            first_s = min(began_s, exited.traceback_s) if traceback else began_s
+            was_leaving = stopped_s - 2 * _CAUSE_WITHIN_S < first_s < stopped_s
+            began_s = first_s if was_leaving else began_s
+        return RankEnd(
+            rank=exited.worker,
+            host=worker.node.name,
+            pid=worker.pid,
+            status=exited.status,
+            at_s=max(0.0, began_s - worker.node.clock_offset_s - self._started_at_s),
+            was_stopped=was_stopped,
+            stderr_tail=worker.tail.lines(),
+            traceback=traceback,
+            evidence=exited.evidence,
+            was_leaving=was_leaving,
+        )
+
+
+class FixedView:
+    """Ends the job with the first failure, once its cause is known.
+
+    A worker that lost a peer may end before that peer does. Others are not stopped for
+    a moment then: a worker that is stopped cannot show its own exit code.
+    """
+
+    can_lose_hosts = False
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._cause_by_s = inf
+        self._awaited: set[int] = set()  # workers of which one may be the cause
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        return {worker: worker for worker in self._generation.workers}
+
+    @property
+    def is_ending(self) -> bool:
+        return self._cause_by_s < inf
+
+    def begin(self, start: messages.Start) -> None:
+        """Do nothing: the agents start the workers that are in their jobs."""
+
+    def due_s(self) -> float:
+        return self._cause_by_s
+
+    def on_due(self) -> None:
+        self._generation.stop(signal.SIGTERM)
+
+    def on_message(
+        self,
+        node: AgentNode,  # noqa: ARG002
+        message: messages.FromAgent,  # noqa: ARG002
+    ) -> bool:
+        return False
+
+    def on_exit(self, exited: messages.Exited) -> None:
+        was_awaited = exited.worker in self._awaited
+        self._awaited.discard(exited.worker)
+        if exited.status:
+            end = self._generation.end_of(exited)
+            if was_awaited and not end.is_secondary:
+                self._awaited.clear()
+            else:
+                self._awaited |= self._find_awaited(end)
+            wait_s = min(self._generation.grace_s, _CAUSE_WITHIN_S)
+            self._cause_by_s = min(self._cause_by_s, time.monotonic() + wait_s)
+        if self.is_ending and not self._awaited:
+            self._generation.stop(signal.SIGTERM)
+
+    def _find_awaited(self, end: RankEnd) -> set[int]:
+        workers = self._generation.workers
+        running = {n: worker for n, worker in workers.items() if worker.exited is None}
+        if end.is_secondary or end.status < 0 or end.traceback:
+            return find_awaited(end, running.keys())
+        # It does not show why. Another one's exception, of a moment ago, may be the
+        # cause; unless it was handled, that one ends, too.
+        after_s = time.monotonic() - _CAUSE_WITHIN_S
+        return {
+            number
+            for number, worker in running.items()
+            if worker.tail.written_at_s > after_s
+            and (traceback := worker.tail.traceback())
+            and not has_lost_peer(traceback)
+        }
+
+    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:  # noqa: ARG002
+        if not self._generation.is_stopping:
+            self._generation.stop(signal.SIGTERM)
+
+    def finish(self, result: JobResult) -> JobResult:
+        return result
+
+
+def require_accepted(
+    answers: Sequence[tuple[AgentNode, messages.FromAgent]], num_hosts: int
+) -> None:
+    """Raise with the reasons of all agents that refuse a job."""
+    by_reason: dict[str, list[str]] = {}
+    is_usage = True
+    for node, answer in answers:
+        if isinstance(answer, messages.Refused):
+            by_reason.setdefault(answer.reason, []).append(node.name)
+            is_usage = is_usage and answer.is_usage
+    lines = [
+        reason if num_hosts == 1 else f"{', '.join(hosts)}: {reason}"
+        for reason, hosts in by_reason.items()
+    ]
+    if lines:
+        raise (UsageError if is_usage else LaunchError)("\n".join(lines))
