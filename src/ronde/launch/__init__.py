@@ -64,8 +64,9 @@ __getattr__ = lazy_exports(
             "Credit Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
             "MessageDecoder MessageWriter NodeJob Notice Output Ping PipeTransport "
             "Pong ProcessStack Ready Relayed SendToWorkers SignalWorker Start "
-            "StartWorkers Started StopWorkers Stream TO_AGENT WorkerEnding WorkerSpec "
-            "WorkerStopped WorkerText WorkerTexts decode_message encode encode_message"
+            "StartWorkers Started StatusText Statuses StopWorkers Stream TO_AGENT "
+            "WorkerEnding WorkerSpec WorkerStopped WorkerText WorkerTexts "
+            "decode_message encode encode_message"
         ),
         "wire.tls": (
             "MAGIC MIN_CHARACTERS NodeInfo authenticate_head decode_node_info "
