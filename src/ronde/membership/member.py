@@ -35,6 +35,7 @@ from ronde.membership.view import (
     decode_text,
     encode_text,
 )
+from ronde.status.reporter import Part, add_source
 from ronde.world.environment import read_channel, send_exit_notice
 
 _READ_BYTES = 64 << 10
@@ -82,6 +83,10 @@ class Member:
     @property
     def is_over(self) -> bool:
         return bool(self.reason)
+
+    def report(self) -> Part:
+        """Return what this rank's status says of it."""
+        return Part(job_step=self.step)
 
     def join(self) -> tuple[View, ViewBegins]:
         """Wait for the first view; as ``settle``."""
@@ -267,6 +272,7 @@ def own_member() -> Member | None:
         )
     os.set_inheritable(channel.fd, False)  # noqa: FBT003  os's own
     member = Member(socket.socket(fileno=channel.fd), channel.worker)
+    add_source(member.report)
     sys.excepthook = functools.partial(
         _report_failure, member, sys.excepthook, os.getpid()
     )

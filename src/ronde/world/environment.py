@@ -141,7 +141,7 @@ def network_identity() -> str:
     return f"{boot_identity()}/{space}"
 
 
-class Channel(NamedTuple):
+class AgentChannel(NamedTuple):
     """A rank's end of the socket to its agent.
 
     Note [One channel a rank]
@@ -162,7 +162,7 @@ class Channel(NamedTuple):
     is_elastic: bool
 
 
-def read_channel() -> Channel | None:
+def read_channel() -> AgentChannel | None:
     """Return this process's channel; None if ``ronde run`` did not start it."""
     with suppress(ValueError):
         text, inode, worker, kind = own_or(None).get(_CHANNEL, "").split(":")
@@ -172,7 +172,7 @@ def read_channel() -> Channel | None:
             is_there = os.fstat(fd).st_ino == int(inode)
         except OSError:
             is_there = False
-        return Channel(fd if is_there else -1, int(worker), kind == "elastic")
+        return AgentChannel(fd if is_there else -1, int(worker), kind == "elastic")
     return None
 
 

@@ -218,6 +218,9 @@ class ElasticRunning(Running):
             raise error
         self._loop.lose(self, node, HostLoss(str(error), EXIT_INTERNAL))
 
+    def _rank_in_view(self, worker: int) -> int | None:
+        return self._rank_of.get(worker)
+
     def _give_up(self, name: str, reason: str) -> None:
         self._loop.output.notice(f"{name} cannot take part: {reason}")
         self._apply(policy.HostGone(name, f"{name} cannot take part: {reason}"))
@@ -231,7 +234,7 @@ class ElasticRunning(Running):
 
     def _take_due(self) -> None:
         now_s = time.monotonic()
-        if self._is_stopping or now_s > self._stacks_by_s:
+        if self._is_stopping or now_s > min(self._stacks_by_s, self._status_by_s):
             super()._take_due()
             return
         for number in [n for n, at_s in self._stopped_s.items() if at_s <= now_s]:

@@ -2,9 +2,10 @@
 
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.agent.diagnostics import ANSWER_S
@@ -30,6 +31,9 @@ from ronde.launch.signals import (
 )
 from ronde.launch.wire import messages
 from ronde.units import counted
+
+if TYPE_CHECKING:
+    from ronde.launch.job.status import WorkerRow
 
 
 def require_accepted(
@@ -131,6 +135,8 @@ not: stopped, it could not show with its exit code why."""
 _STOP_SIGNALS = STOPPING | {signal.SIGKILL}
 _ALL_CREDIT_BYTES = 32 << 20
 _NEVER = float("inf")
+_STATUS_AFTER_S = 0.5
+"""A job that is shorter needs no status, and starts and ends without importing it."""
 
 
 @dataclass(slots=True)
@@ -170,6 +176,8 @@ class Running(Handler):
         self._stacks: dict[int, messages.Stacks] = {}
         self._stacks_of: tuple[int, ...] = ()  # empty for all
         self._started_at_s = 0.0
+        self._argv = jobs[0].argv
+        self._has_status, self._status_by_s = False, _NEVER
 
     def run(self, address: str, port: int) -> JobResult:
         """Start all ranks; return when nothing is left of them on any host."""
@@ -192,7 +200,9 @@ class Running(Handler):
 
     def _take_due(self) -> None:
         """Do what the time has come for."""
-        if time.monotonic() > self._stacks_by_s:
+        if time.monotonic() > self._status_by_s:
+            self._serve_status()
+        elif time.monotonic() > self._stacks_by_s:
             self._show_stacks()
         elif not self._is_stopping:
             self._stop(signal.SIGTERM)
@@ -225,13 +235,45 @@ class Running(Handler):
             # The end of a job comes after its output, which nobody takes now.
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
         end_by_s = self._answer_by_s if self._is_stopping else self._cause_by_s
-        return min(end_by_s, self._stacks_by_s)
+        return min(end_by_s, self._stacks_by_s, self._status_by_s)
+
+    def _serve_status(self) -> None:
+        # Imported where it is needed: see ``_STATUS_AFTER_S``.
+        from ronde.launch.job.status import StatusService
+
+        self._has_status, self._status_by_s = True, _NEVER
+        loop = self._loop
+        with suppress(OSError):  # no room for a socket: the job goes on without
+            loop.status = loop.status or StatusService(loop.job_id, self._argv)
+            loop.status.begin(self._epoch, self._rows)
+
+    def _rows(self) -> "Iterator[WorkerRow]":
+        """Yield all workers, but those of an elastic job that have ended and left."""
+        from ronde.launch.job.status import WorkerRow
+
+        for worker, each in self._ranks.items():
+            state, code = "running" if each.pid else "starting", None
+            if each.exited is not None:
+                state, code = "ended", each.exited.status
+            elif each.node.is_over:
+                state = "lost"
+            rank = self._rank_in_view(worker)
+            if rank is not None or state != "ended":
+                yield WorkerRow(worker, rank, each.node.name, each.pid, state, code)
+
+    def _rank_in_view(self, worker: int) -> int | None:
+        return worker
 
     def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         match message:
             case messages.Started() | messages.Exited() | messages.Stacks():
                 node.require_own(message.worker)
                 self._take_rank(self._ranks[message.worker], message)
+            case messages.Statuses():
+                if not self._has_status:
+                    self._serve_status()
+                if self._loop.status is not None:
+                    self._loop.status.take(message)
             case messages.HostEnding():
                 if not self._is_stopping:
                     name = signal_name(message.signal)
@@ -269,6 +311,8 @@ class Running(Handler):
         for node in self._nodes:
             node.watch(is_watched=True)
         self._loop.progress.end(f"{counted(len(self._ranks), 'rank')} started")
+        if not self._has_status:
+            self._status_by_s = time.monotonic() + _STATUS_AFTER_S
 
     def take_output(self, output: messages.Output) -> None:
         if self._is_stopping and not self._is_killing:

@@ -232,7 +232,7 @@ class StatusText(NamedTuple):
     """The newest status of one rank."""
 
     worker: int
-    text: str  # as the rank wrote it: JSON of a ``ronde.status.Status``, unchecked
+    text: str  # as the rank wrote it: JSON of a ``ronde.status.RankStatus``, unchecked
     age_s: float  # for how long the agent has had it
 
 

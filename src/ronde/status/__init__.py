@@ -1,0 +1,11 @@
+"""What a rank is doing now, and the thread that reports it to the launcher."""
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "reporter": "Part add_source",
+        "values": "PendingCollective RankStatus UNKNOWN decode_status encode_status",
+    },
+)
