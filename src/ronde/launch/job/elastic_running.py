@@ -218,9 +218,6 @@ class ElasticRunning(Running):
             raise error
         self._loop.lose(self, node, HostLoss(str(error), EXIT_INTERNAL))
 
-    def _rank_in_view(self, worker: int) -> int | None:
-        return self._rank_of.get(worker)
-
     def _give_up(self, name: str, reason: str) -> None:
         self._loop.output.notice(f"{name} cannot take part: {reason}")
         self._apply(policy.HostGone(name, f"{name} cannot take part: {reason}"))

@@ -166,6 +166,7 @@ class Running(Handler):
         for node, job in zip(nodes, jobs, strict=True):
             node.ranks = frozenset(spec.worker for spec in job.workers)
             self._ranks |= {spec.worker: RunningWorker(node) for spec in job.workers}
+        self._rank_of = {worker: worker for worker in self._ranks}
         self._finished: dict[str, messages.Finished] = {}
         self._lost: list[LostHost] = []
         self._is_stopping = False
@@ -257,12 +258,9 @@ class Running(Handler):
                 state, code = "ended", each.exited.status
             elif each.node.is_over:
                 state = "lost"
-            rank = self._rank_in_view(worker)
+            rank = self._rank_of.get(worker)
             if rank is not None or state != "ended":
                 yield WorkerRow(worker, rank, each.node.name, each.pid, state, code)
-
-    def _rank_in_view(self, worker: int) -> int | None:
-        return worker
 
     def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         match message:

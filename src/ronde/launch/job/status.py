@@ -54,7 +54,9 @@ class _Reader:
 class StatusService:
     """Keeps the newest status of each worker, and serves the table of all."""
 
-    def __init__(self, job_id: str, argv: Sequence[str]) -> None:
+    def __init__(
+        self, job_id: str, argv: Sequence[str], stall_s: float = _STALL_S
+    ) -> None:
         self._job = {
             "job_id": job_id,
             "command": list(argv),
@@ -63,6 +65,7 @@ class StatusService:
             "head_pid": os.getpid(),
             "restarts": 0,
         }
+        self._stall_s = stall_s
         self._rows: Callable[[], Iterable[WorkerRow]] = tuple
         self._statuses: dict[int, tuple[str, float]] = {}  # with when it was true
         self._version, self._line, self._built_at_s = 0, b"", 0.0
@@ -70,12 +73,12 @@ class StatusService:
         for other in own_directories(PREFIX):
             if remove_stale(other):
                 remove(other)
-        self._directory = temporary_directory() / f"{PREFIX}{os.urandom(8).hex()}"
-        self._directory.mkdir(mode=0o700)
+        self.directory = temporary_directory() / f"{PREFIX}{os.urandom(8).hex()}"
+        self.directory.mkdir(mode=0o700)
         try:
-            self._listener = listen(self._directory / SOCKET)
+            self._listener = listen(self.directory / SOCKET)
         except OSError:
-            remove(self._directory)
+            remove(self.directory)
             raise
         self._listener.setblocking(False)  # noqa: FBT003  the socket's own method
 
@@ -107,7 +110,9 @@ class StatusService:
         now_s = time.monotonic()
         for reader in [each for each in self._readers if now_s >= self._due_of(each)]:
             if reader.unsent:
-                self._drop(reader)
+                self._write(reader)  # it may have read since the loop's last turn
+                if now_s >= self._due_of(reader):
+                    self._drop(reader)
                 continue
             if now_s >= self._built_at_s + _EVERY_S:
                 self._build(now_s)
@@ -119,11 +124,10 @@ class StatusService:
         for reader in list(self._readers):
             self._drop(reader)
         self._listener.close()
-        remove(self._directory)
+        remove(self.directory)
 
-    @staticmethod
-    def _due_of(reader: _Reader) -> float:
-        return reader.took_at_s + _STALL_S if reader.unsent else reader.next_at_s
+    def _due_of(self, reader: _Reader) -> float:
+        return reader.took_at_s + self._stall_s if reader.unsent else reader.next_at_s
 
     def _build(self, now_s: float) -> None:
         self._version, self._built_at_s = self._version + 1, now_s
