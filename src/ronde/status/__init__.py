@@ -5,7 +5,7 @@ from ronde.lazy_exports import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
-        "reporter": "Part add_source",
+        "reporter": "Part StatusReporter add_source",
         "values": "PendingCollective RankStatus UNKNOWN decode_status encode_status",
     },
 )
