@@ -26,7 +26,6 @@ from ronde.launch import (
     Statuses,
     StatusService,
     StatusText,
-    WorkerRow,
     encode,
     find_sockets,
     wait_for,
@@ -36,6 +35,7 @@ from ronde.status import (
     PendingCollective,
     RankStatus,
     StatusReporter,
+    WorkerInfo,
     encode_status,
 )
 from ronde.world import own_or
@@ -149,7 +149,7 @@ def measure_table() -> dict[str, float]:
     """Return the share of one core that the table of 1,000 ranks takes."""
     size = _NUM_AGENTS * _RANKS_EACH
     rows = [
-        WorkerRow(n, n, f"node{n // 8:03}", 1000 + n, "running", None)
+        WorkerInfo(n, n, f"node{n // 8:03}", 1000 + n, "running", None, 0.0, None)
         for n in range(size)
     ]
     decoders = [MessageDecoder(FROM_AGENT) for _ in range(_NUM_AGENTS)]

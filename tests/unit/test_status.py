@@ -13,13 +13,9 @@ from tests.limits import HANG_S
 
 from ronde.errors import LaunchError
 from ronde.launch import (
-    JobInfo,
-    JobStatus,
     Statuses,
     StatusService,
     StatusText,
-    WorkerInfo,
-    WorkerRow,
     find_sockets,
     wait_for,
     watch,
@@ -27,8 +23,11 @@ from ronde.launch import (
 from ronde.render import draw_jobs
 from ronde.status import (
     UNKNOWN,
+    JobInfo,
+    JobStatus,
     PendingCollective,
     RankStatus,
+    WorkerInfo,
     decode_status,
     encode_status,
 )
@@ -133,7 +132,7 @@ def test_of_many_ranks_hosts_and_outliers_are_drawn():
     assert len(draw_jobs([table(*own)], is_complete=True).splitlines()) == 1004
 
 
-ROWS = tuple(WorkerRow(n, n, "node0", 100 + n, "running", None) for n in range(2000))
+ROWS = tuple(worker(n, age_s=0.0) for n in range(2000))
 
 
 @pytest.fixture

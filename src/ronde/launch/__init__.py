@@ -44,7 +44,7 @@ __getattr__ = lazy_exports(
         "job.output": "ErrorFile Generation NoOutput RankLogs attempt_dir",
         "job.plan": "JobPlan JobSpec make_facts",
         "job.running": "Answer",
-        "job.status": "StatusService WorkerRow",
+        "job.status": "StatusService",
         "limits": "ELASTIC Timeouts",
         "network": (
             "HostNetwork MeetingPoint choose_addresses choose_meeting_point "
@@ -61,7 +61,7 @@ __getattr__ = lazy_exports(
         ),
         "program": "resolve_program",
         "signals": "InterruptedStartError caught_signals wait_for",
-        "status": "JobInfo JobStatus WorkerInfo find_sockets list_jobs watch",
+        "status": "find_sockets list_jobs watch",
         "wire.messages": (
             "Credit Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
             "MessageDecoder MessageWriter NodeJob Notice Output Ping PipeTransport "

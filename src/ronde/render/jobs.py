@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from ronde.launch.job.failure import signal_name
-from ronde.launch.status import JobStatus, WorkerInfo
 from ronde.render.text import WIDTH, align, format_ranks, shorten
+from ronde.status.table import JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN
 from ronde.units import counted, format_duration, grouped
 
@@ -87,13 +87,14 @@ def _format_age(age_s: float) -> str:
     return format_duration(age_s) if age_s else ""
 
 
+def _awaited_by(workers: Iterable[WorkerInfo], awaited: Awaited) -> set[int]:
+    """Return the ranks that some workers have waited for long."""
+    late = [each for each in workers if each.collective_age_s >= _LONG_S]
+    return {rank for each in late for rank in awaited.get(each.worker, ())}
+
+
 def _format_awaited(workers: Iterable[WorkerInfo], awaited: Awaited) -> str:
-    ranks = {
-        rank
-        for worker in workers
-        if worker.collective_age_s >= _LONG_S
-        for rank in awaited.get(worker.worker, ())
-    }
+    ranks = _awaited_by(workers, awaited)
     return shorten(format_ranks(ranks), _AWAITED_LETTERS) if ranks else ""
 
 
@@ -136,12 +137,7 @@ def _draw_hosts(workers: Sequence[WorkerInfo], awaited: Awaited) -> str:
 
 def _find_outliers(workers: Sequence[WorkerInfo], awaited: Awaited) -> list[WorkerInfo]:
     """Return ranks that others wait for, that ended, lag in steps or wait longest."""
-    late = {
-        rank
-        for worker in workers
-        if worker.collective_age_s >= _LONG_S
-        for rank in awaited.get(worker.worker, ())
-    }
+    late = _awaited_by(workers, awaited)
     steps = [_step_of(each) for each in workers if _step_of(each) != UNKNOWN]
     least, most = min(steps, default=0), max(steps, default=0)
     ordered = sorted(workers, key=lambda each: -each.collective_age_s)

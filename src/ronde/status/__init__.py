@@ -6,6 +6,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "reporter": "Part StatusReporter add_source",
+        "table": "JobInfo JobStatus WorkerInfo",
         "values": "PendingCollective RankStatus UNKNOWN decode_status encode_status",
     },
 )

@@ -33,7 +33,7 @@ from ronde.launch.wire import messages
 from ronde.units import counted
 
 if TYPE_CHECKING:
-    from ronde.launch.job.status import WorkerRow
+    from ronde.status.table import WorkerInfo
 
 
 def require_accepted(
@@ -248,9 +248,9 @@ class Running(Handler):
             loop.status = loop.status or StatusService(loop.job_id, self._argv)
             loop.status.begin(self._epoch, self._rows)
 
-    def _rows(self) -> "Iterator[WorkerRow]":
+    def _rows(self) -> "Iterator[WorkerInfo]":
         """Yield all workers, but those of an elastic job that have ended and left."""
-        from ronde.launch.job.status import WorkerRow
+        from ronde.status.table import WorkerInfo
 
         for worker, each in self._ranks.items():
             state, code = "running" if each.pid else "starting", None
@@ -260,7 +260,8 @@ class Running(Handler):
                 state = "lost"
             rank = self._rank_of.get(worker)
             if rank is not None or state != "ended":
-                yield WorkerRow(worker, rank, each.node.name, each.pid, state, code)
+                known = worker, rank, each.node.name, each.pid, state, code
+                yield WorkerInfo(*known, status_age_s=0.0, status=None)
 
     def take(self, node: AgentNode, message: messages.FromAgent) -> None:
         match message:

@@ -12,9 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from ronde.launch.wire import messages
+from ronde.status.table import JobInfo, WorkerInfo
 from ronde.store.local_socket import (
     is_own,
     listen,
@@ -32,17 +33,6 @@ _MAX_READERS = 64
 _READ_BYTES = 4096
 
 
-class WorkerRow(NamedTuple):
-    """What the controller itself knows of a worker."""
-
-    worker: int
-    rank: int | None  # None outside the view of an elastic job
-    host: str
-    pid: int  # 0 until it has started
-    state: str  # starting, running, ended or lost (with its host)
-    exit_code: int | None  # as ``subprocess`` has it; None until it has ended
-
-
 class _Reader:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -57,16 +47,10 @@ class StatusService:
     def __init__(
         self, job_id: str, argv: Sequence[str], stall_s: float = _STALL_S
     ) -> None:
-        self._job = {
-            "job_id": job_id,
-            "command": list(argv),
-            "started_at": time.time(),
-            "head": os.uname().nodename,
-            "head_pid": os.getpid(),
-            "restarts": 0,
-        }
+        head, pid = os.uname().nodename, os.getpid()
+        self._job = JobInfo(job_id, tuple(argv), time.time(), head, pid, restarts=0)
         self._stall_s = stall_s
-        self._rows: Callable[[], Iterable[WorkerRow]] = tuple
+        self._rows: Callable[[], Iterable[WorkerInfo]] = tuple
         self._statuses: dict[int, tuple[str, float]] = {}  # with when it was true
         self._version, self._line, self._built_at_s = 0, b"", 0.0
         self._readers: list[_Reader] = []
@@ -82,9 +66,9 @@ class StatusService:
             raise
         self._listener.setblocking(False)  # noqa: FBT003  the socket's own method
 
-    def begin(self, epoch: int, rows: Callable[[], Iterable[WorkerRow]]) -> None:
-        """Serve another start of the job; ``rows`` returns its workers."""
-        self._job["restarts"], self._rows = epoch, rows
+    def begin(self, epoch: int, rows: Callable[[], Iterable[WorkerInfo]]) -> None:
+        """Serve another start of the job; ``rows`` returns its workers, no statuses."""
+        self._job, self._rows = self._job._replace(restarts=epoch), rows
         self._statuses.clear()
 
     def take(self, statuses: messages.Statuses) -> None:
@@ -134,10 +118,11 @@ class StatusService:
         workers: list[str] = []
         for row in self._rows():
             text, at_s = self._statuses.get(row.worker, ("null", now_s))
-            known = json.dumps(row._asdict())[:-1]
-            age = f'"status_age_s": {now_s - at_s:.3f}'
-            workers.append(f'{known}, {age}, "status": {text}}}')
-        head = f'{{"version": {self._version}, "job": {json.dumps(self._job)}'
+            aged = row._replace(status_age_s=round(now_s - at_s, 3))
+            # The status, which is last, stays the text that it came as.
+            known = json.dumps(aged._asdict()).removesuffix("null}")
+            workers.append(known + text + "}")
+        head = f'{{"version": {self._version}, "job": {json.dumps(self._job._asdict())}'
         line = f'{head}, "workers": [{", ".join(workers)}]}}\n'
         self._line = line.encode(errors="replace")
 
