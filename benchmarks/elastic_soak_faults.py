@@ -118,7 +118,7 @@ class Job:
         found: dict[int, Process] = {}
         for process in self.cluster.processes(host):
             is_rank = len(process.words) > 1 and process.words[1].endswith("_rank.py")
-            _, _, mark = process.environment.partition(b"RONDE_MEMBER=")
+            _, _, mark = process.environment.partition(b"RONDE_CHANNEL=")
             if is_rank and mark:
                 found[int(mark.split(b"\0")[0].split(b":")[2])] = process
         return found

@@ -165,7 +165,10 @@ class Controller:
             self._slots += 1
             self._apply(HostReady(HOST, self._slots))
             return
-        message = decode_text(line, FROM_RANK)
+        kind, _, text = line.partition(" ")
+        if kind != "member":
+            return
+        message = decode_text(text, FROM_RANK)
         name, reason = type(message).__name__.lower(), getattr(message, "reason", "")
         self._note(f"{name} {number} at {message.step}: {reason}")
         if not isinstance(message, (Entered, Failed)):
@@ -178,7 +181,7 @@ class Controller:
         for number in numbers:
             if process := self._members.get(number):
                 with suppress(OSError):
-                    process.sock.sendall(encode_text(message).encode() + b"\n")
+                    process.sock.sendall(f"member {encode_text(message)}\n".encode())
 
     def _apply(self, event: Event) -> None:
         for order in self._membership.apply(event, time.monotonic()):
@@ -240,7 +243,7 @@ def become_member(path: str, number: int) -> "Channel":
     channel.sendall(f"{number}\n".encode())
     channel.recv(1)
     fd = channel.detach()
-    os.environ["RONDE_MEMBER"] = f"{fd}:{os.fstat(fd).st_ino}:{number}"  # noqa: TID251  as an agent does
+    os.environ["RONDE_CHANNEL"] = f"{fd}:{os.fstat(fd).st_ino}:{number}:elastic"  # noqa: TID251  as an agent does
     return Channel(fd, number)
 
 

@@ -34,6 +34,7 @@ from ronde.launch import (
     Start,
     Started,
     StartWorkers,
+    Statuses,
     StopWorkers,
     StoreService,
     WorkerEnding,
@@ -51,14 +52,14 @@ MIB = 1 << 20
 # Each line is Python to evaluate; the result goes back as a line of JSON.
 RANK = """
 import ctypes, json, os, socket, subprocess, sys, threading
-fd, inode, number = map(int, os.environ["RONDE_MEMBER"].split(":"))
+fd, inode, number = map(int, os.environ["RONDE_CHANNEL"].split(":")[:3])
 assert os.fstat(fd).st_ino == inode
 channel = socket.socket(fileno=fd)
 lines = channel.makefile("r", encoding="utf-8")
 answers = channel.makefile("w", encoding="utf-8")
 
 def say(value):
-    print(json.dumps(value), file=answers, flush=True)
+    print("member", json.dumps(value), file=answers, flush=True)
 
 def child():
     return subprocess.Popen(["sleep", "100"]).pid
@@ -75,7 +76,7 @@ def wait_in_store():
 def exit_first_thread(status):
     # What the kernel does first when it ends a process; the rest then waits.
     from ronde.membership import lock_new_mutex
-    socket.send_fds(channel, [b'"locked"\\n'], [lock_new_mutex()])
+    socket.send_fds(channel, [b'member "locked"\\n'], [lock_new_mutex()])
     def end():
         lines.readline()
         os._exit(status)
@@ -85,7 +86,7 @@ def exit_first_thread(status):
 
 say(["begins", number])
 for line in lines:
-    say(eval(line))
+    say(eval(line.removeprefix("member ")))
 say("alone")
 """
 
@@ -269,9 +270,9 @@ def test_much_that_many_say_at_once_arrives(controller):
     for number in range(4):
         controller.start(number)
     # As JSON each of these bytes is six.
-    line = f"answers.write('\\1' * {2 * MIB - 1} + chr(10))"
+    line = f"answers.write('member ' + '\\1' * {2 * MIB - 1} + chr(10))"
     controller.send(SendToWorkers((), line))
-    expected = {json.dumps(2 * MIB), "\1" * (2 * MIB - 1)}
+    expected = {json.dumps(2 * MIB + 7), "\1" * (2 * MIB - 1)}
     texts = [controller.hear_any() for _ in range(8)]
     assert sorted(text.worker for text in texts) == [n for n in range(4) for _ in "12"]
     assert {text.text for text in texts} == expected
@@ -444,8 +445,30 @@ def test_a_job_begins_once_no_process_of_its_host_is_left():
         controller.expect(Ready)
 
 
-def test_another_job_has_no_channel_and_ends_with_its_ranks():
-    words = ("sh", "-c", "test -z $RONDE_MEMBER")
-    with running(*words, ranks=(0,), max_ranks=0) as controller:
-        assert controller.expect(Exited).status == 0
+FLOOD = """
+import os, signal, socket
+fd, _, worker, _ = os.environ["RONDE_CHANNEL"].split(":")
+channel = socket.socket(fileno=int(fd))
+if worker == "0":
+    junk = b"\\xff\\xfe\\n\\nrubbish\\nmember {}\\nexit soon\\nexit 1 2 3\\n"
+    socket.send_fds(channel, [junk + b"status " + b"x" * 9000 + b"\\n"], [0])
+    for number in range(50_000):
+        channel.sendall(b"status %d\\n" % number)
+channel.close()
+signal.pause()
+"""
+
+
+def test_a_plain_job_sends_statuses_and_nothing_else_that_ranks_write():
+    words = (sys.executable, "-S", "-c", FLOOD)
+    with running(*words, ranks=(0, 1, 2), max_ranks=0) as controller:
+        seen = 0
+        while seen < 49_999:
+            (status,) = controller.expect(Statuses).statuses
+            assert status.worker == 0
+            assert int(status.text) > seen or not seen
+            seen = int(status.text)
+        controller.stop()
+        for _ in range(3):
+            assert controller.expect(Exited).status == -signal.SIGTERM
         controller.expect(Finished)

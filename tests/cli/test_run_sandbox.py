@@ -188,7 +188,7 @@ def limit_open_files(soft, hard):
     ("limit", "size", "said"),
     [
         (12, 2, "must be at least 24 to run a job, got 12. Type: ulimit -n 4096"),
-        (40, 10, "must be at least 54 for 10 ranks on a host, got 40. Type: ulimit -n"),
+        (40, 10, "must be at least 64 for 10 ranks on a host, got 40. Type: ulimit -n"),
     ],
 )
 def test_too_few_open_files_are_told_before_anything_starts(

@@ -11,6 +11,7 @@ ronde runs one training program on every GPU or CPU slot and keeps the copies in
 
 verbs:
   run    start a program once for every slot of one host or of many
+  ps     list the jobs that run here, and what their ranks do now
   bench  measure collectives and training steps; read others' results
   trace  show which rank waited for which, from a job's timeline
   check  show which hosts are ready, what is wrong on the others, and how to fix it

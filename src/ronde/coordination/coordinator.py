@@ -370,6 +370,7 @@ class Coordinator:
         self._channel, self._waiter = channel, channel.waiter
         self.waits = waits = waits or Waits()
         self._table = waits.table(set_id)
+        self._table.ranks = ranks
         self.watch = self._table.watch
         self._set_id, self._ranks = set_id, ranks
         self._state = CoordinatorState(

@@ -38,6 +38,8 @@ from ronde.coordination.messages import format_ranks
 from ronde.coordination.node import GiveWayCommand, ReportCommand, RootNode, StopCommand
 from ronde.coordination.requests import CONNECT_PREFIX, Entry, NamedOperation, OpKind
 from ronde.errors import CollectiveError, UnpairedError, UsageError, fresh
+from ronde.status.reporter import Part, add_source
+from ronde.status.values import PendingCollective
 
 _logger = logging.getLogger("ronde")
 _IN_FLIGHT = (
@@ -71,7 +73,9 @@ class PendingTable:
         self.failure: CollectiveError | None = None  # why nothing can be done any more
         self.has_joined = False  # this rank
         self.entries: dict[str, Entry] = {}
-        self.watches: list[tuple[str, int]] = []
+        # Name, when it began (``monotonic_ns``), number and bytes.
+        self.watches: list[tuple[str, int, int, int]] = []
+        self.ranks: tuple[int, ...] = ()  # of the process set; empty for all
         self._numbers = defaultdict[tuple[OpKind, bool], "count[int]"](count)
         self._lock = threading.Lock()
 
@@ -109,8 +113,8 @@ class PendingTable:
             entry.fail(self.failure)
 
     @contextmanager
-    def watch(self, name: str) -> Generator[None]:
-        watched = name, time.monotonic_ns()
+    def watch(self, name: str, number: int = 0, num_bytes: int = 0) -> Generator[None]:
+        watched = name, time.monotonic_ns(), number, num_bytes
         self.watches.append(watched)
         try:
             yield
@@ -127,9 +131,31 @@ class PendingTable:
             e.name: now if e.operation.kind is OpKind.CONNECT else e.submitted_ns
             for e in entries
         }
-        since |= dict(self.watches.copy())
+        since |= {name: at_ns for name, at_ns, *_ in self.watches.copy()}
         oldest_first = sorted(since.items(), key=lambda item: item[1])
         return {name: (now - at_ns) * 1e-9 for name, at_ns in oldest_first}
+
+    def collectives(self, group: str) -> list[PendingCollective]:
+        """Return what is not over; in any thread, without the lock."""
+        now = time.monotonic_ns()
+        found = [
+            PendingCollective(
+                name=entry.name,
+                group=group,
+                kind=entry.operation.kind.name.lower(),
+                sequence=0,
+                num_bytes=sum(t.nbytes for t in entry.operation.tensors),
+                age_s=(now - entry.submitted_ns) * 1e-9,
+                ranks=self.ranks,
+            )
+            for entry in list(self.entries.values())
+        ]
+        names = {each.name for each in found}  # who waits to connect watches that, too
+        for name, at_ns, number, num_bytes in self.watches.copy():
+            if name not in names:
+                facts = number, num_bytes, (now - at_ns) * 1e-9, self.ranks
+                found.append(PendingCollective(name, group, "allreduce", *facts))
+        return found
 
 
 class SyncPoint(NamedTuple):
@@ -227,6 +253,14 @@ class Waits:
         # Rounds that gave way and are not over: what makes progress on each, without
         # waiting, and the thread that is to call it when it waits.
         self.put_off: dict[Callable[[], None], int] = {}
+        add_source(self.report)
+
+    def report(self) -> Part:
+        """Return what this rank's status says of it."""
+        found: list[PendingCollective] = []
+        for set_id, table in list(self._tables.items()):
+            found += table.collectives(f"set {set_id}" if set_id else "all")
+        return Part(found)
 
     def add_user(self) -> None:
         self._users.add(threading.get_ident())

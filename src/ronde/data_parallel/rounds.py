@@ -626,7 +626,8 @@ def _watched(
         name = f"{name}.{bucket.gradients[0].name}"
     begun_ns = time.monotonic_ns()
     # One that has joined may wait for as long as the others like.
-    with nullcontext() if has_joined else coordinator.watch(name):
+    num_bytes = bucket.memory.nbytes
+    with nullcontext() if has_joined else coordinator.watch(name, number, num_bytes):
         yield from total
     recorder = coordinator.execution.recorder
     if recorder is not None:

@@ -42,6 +42,7 @@ __getattr__ = lazy_exports(
         "job.output": "Attempt ErrorFile NoOutput RankLogs attempt_dir",
         "job.plan": "JobPlan JobSpec make_facts",
         "job.programs": "Answer",
+        "job.status": "StatusService",
         "limits": "ELASTIC EXIT_INTERNAL Timeouts",
         "network": (
             "HostNetwork MeetingPoint choose_meeting_point "
@@ -49,12 +50,14 @@ __getattr__ = lazy_exports(
         ),
         "program": "resolve_program",
         "signals": "InterruptedStartError caught_signals wait_for",
+        "status": "find_sockets list_jobs watch",
         "wire.messages": (
             "Credit Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
             "MessageDecoder MessageWriter NodeJob Notice Output Ping PipeTransport "
             "Pong ProcessStack Ready Relayed SendToWorkers SignalWorker Start "
-            "StartWorkers Started StopWorkers Stream TO_AGENT WorkerEnding WorkerSpec "
-            "WorkerStopped WorkerText WorkerTexts decode_message encode encode_message"
+            "StartWorkers Started StatusText Statuses StopWorkers Stream TO_AGENT "
+            "WorkerEnding WorkerSpec WorkerStopped WorkerText WorkerTexts "
+            "decode_message encode encode_message"
         ),
         "wire.tls": (
             "MAGIC MIN_CHARACTERS NodeInfo authenticate_head decode_node_info "

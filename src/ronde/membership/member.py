@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from ronde.errors import LaunchError, MembershipError
+from ronde.errors import LaunchError, MembershipError, WorldError
 from ronde.membership.robust_mutex import lock_new_mutex
 from ronde.membership.view import (
     NEW,
@@ -35,7 +35,8 @@ from ronde.membership.view import (
     decode_text,
     encode_text,
 )
-from ronde.world.environment import read_member_channel, send_exit_notice
+from ronde.status.reporter import Part, add_source
+from ronde.world.environment import read_channel, send_exit_notice
 
 _READ_BYTES = 64 << 10
 _MAX_LINE_BYTES = 16 << 20
@@ -83,6 +84,10 @@ class Member:
     def is_over(self) -> bool:
         return bool(self.reason)
 
+    def report(self) -> Part:
+        """Return what this rank's status says of it."""
+        return Part(job_step=self.step)
+
     def join(self) -> tuple[View, ViewBegins]:
         """Wait for the first view; as ``settle``."""
         return self.settle(NEW)
@@ -107,7 +112,7 @@ class Member:
         if begun is not None:
             return self.view, begun
         if self._leave is None and not self._is_finished:
-            raise LaunchError(f"the launcher must be there, but {self._loss}.")
+            raise LaunchError(f"Lost the connection to the launcher: {self._loss}.")
         if self._leave:
             _logger.info("process %d ends: %s", self.number, self._leave)
         raise SystemExit(0)
@@ -172,7 +177,7 @@ class Member:
     def _say(self, message: FromRank) -> None:
         try:
             with self._sending:
-                self._send(encode_text(message).encode() + b"\n")
+                self._send(f"member {encode_text(message)}\n".encode())
         except OSError as error:
             self._lose(f"its channel broke ({error})")
 
@@ -189,7 +194,9 @@ class Member:
             while data := self._sock.recv(_READ_BYTES):
                 *lines, unread = (unread + data).split(b"\n")
                 for line in lines:
-                    self._take(decode_text(line.decode(), TO_RANK))
+                    kind, _, text = line.decode().partition(" ")
+                    if kind == "member":
+                        self._take(decode_text(text, TO_RANK))
                 if len(unread) > _MAX_LINE_BYTES:
                     break
             self._lose("it closed its channel")
@@ -254,12 +261,18 @@ def membership_error(view: int, reason: str) -> MembershipError:
 @functools.cache
 def own_member() -> Member | None:
     """Return what this process is of an elastic job; None outside of one."""
-    found = read_member_channel()
-    if found is None:
+    channel = read_channel()
+    if channel is None or not channel.is_elastic:
         return None
-    fd, number = found
-    os.set_inheritable(fd, False)  # noqa: FBT003  os's own
-    member = Member(socket.socket(fileno=fd), number)
+    if channel.fd < 0:
+        raise WorldError(
+            "RONDE_CHANNEL must name an open socket, got a closed one. A rank of an "
+            "elastic job must be started by nothing that closes descriptors, and calls "
+            "init() itself, not in a child."
+        )
+    os.set_inheritable(channel.fd, False)  # noqa: FBT003  os's own
+    member = Member(socket.socket(fileno=channel.fd), channel.worker)
+    add_source(member.report)
     sys.excepthook = functools.partial(
         _report_failure, member, sys.excepthook, os.getpid()
     )

@@ -36,6 +36,8 @@ class Attendance:
 
     def __init__(self, store: SideStore, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
+        # Calls that this rank has waited in for long, by name and number: since when.
+        self.waiting: dict[tuple[str, int], float] = {}
 
     def note(self, number: int) -> None:
         """Note that this rank waits in the collective of that number."""

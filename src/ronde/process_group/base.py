@@ -1,6 +1,7 @@
 """What a group is to torch, and how each of its calls begins."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,8 @@ from ronde.process_group.works import (
     Late,
     as_backend_error,
 )
+from ronde.status.reporter import Part, add_source
+from ronde.status.values import UNKNOWN, PendingCollective
 
 Options = Any  # those of torch's calls have no common type
 Works = Sequence[Work[Any]]
@@ -60,6 +63,7 @@ class GroupBase(_ProcessGroup):
         self._sequence = self._num_monitored = 0
         self._arena: Arena | None = None
         self._attendance = Attendance(side, self._rank, self._size)
+        add_source(self.report)
 
     # What it is called
 
@@ -144,7 +148,7 @@ class GroupBase(_ProcessGroup):
         limit_s = opts.timeout.total_seconds() if opts is not None else -1.0
         limit_s = limit_s if limit_s > 0 else self._timeout_s
         number = None if name in _MESSAGES else self.drift.count_call()
-        late = Late(self._attendance, self.abort, number)
+        late = Late(self._attendance, self.abort, name, number)
         work = GroupWork(self._drain, works, finish, limit_s, late)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -178,6 +182,21 @@ class GroupBase(_ProcessGroup):
                 f"got {os.getpid()}, a fork of it. Call init_process_group after the "
                 "fork."
             )
+
+    def report(self) -> Part:
+        """Return what this rank's status says of it: waits of a second and more."""
+        group = self._desc or self._name or "group"
+        try:
+            ranks = tuple(dist.get_process_group_ranks(self))
+        except (KeyError, RuntimeError, ValueError):
+            ranks = (UNKNOWN,)
+        now_s = time.monotonic()
+        return Part(
+            [
+                PendingCollective(name, group, name, number, 0, now_s - begun_s, ranks)
+                for (name, number), begun_s in self._attendance.waiting.copy().items()
+            ]
+        )
 
     def abort(self) -> None:
         self._require_own_process()

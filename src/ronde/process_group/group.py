@@ -92,7 +92,7 @@ class RondeProcessGroup(Reductions, Copies):
             work.source = source
             return list(tensors)
 
-        late = Late(self._attendance, self.abort)
+        late = Late(self._attendance, self.abort, "recv")
         work = GroupWork(self._drain, None, finish, self._timeout_s, late)
         return work
 
@@ -130,5 +130,5 @@ class RondeProcessGroup(Reductions, Copies):
             return [tensor for work in works for tensor in work.result()]
 
         own = [each for work in works for each in work.works or ()]
-        late = Late(self._attendance, self.abort)
+        late = Late(self._attendance, self.abort, "coalesced")
         return GroupWork(self._drain, own, finish, self._timeout_s, late)

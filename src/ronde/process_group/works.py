@@ -40,12 +40,17 @@ class Late(NamedTuple):
 
     attendance: Attendance
     abort: Callable[[], None]
+    name: str
     number: int | None = None
 
-    def note(self) -> None:
-        """Note that this rank waits in it."""
+    def note(self, begun_s: float) -> None:
+        """Note that this rank waits in it, and since when."""
+        self.attendance.waiting[self.name, self.number or 0] = begun_s
         if self.number is not None:
             self.attendance.note(self.number)
+
+    def note_end(self) -> None:
+        self.attendance.waiting.pop((self.name, self.number or 0), None)
 
     def expire(self, limit_s: float) -> NoReturn:
         """Abort the group, and raise an error that names the absent ranks."""
@@ -187,12 +192,16 @@ class GroupWork(dist.Work):
             nonlocal is_noted
             past_s = time.monotonic() - begun_s
             if past_s > note_s and not is_noted:
-                self._late.note()
+                self._late.note(begun_s)
                 is_noted = True
             return min(limit_s - past_s, _LOOK_EVERY_S) if past_s < limit_s else None
 
         works = self.works or ()
-        return all(work.is_done() or work.wait_watched(look) for work in works)
+        try:
+            return all(work.is_done() or work.wait_watched(look) for work in works)
+        finally:
+            if is_noted:
+                self._late.note_end()
 
     def is_completed(self) -> bool:
         """Return whether it is over; whoever asks may read the result without a wait.

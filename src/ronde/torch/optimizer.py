@@ -33,6 +33,7 @@ from ronde.session.session import (
     is_initialized,
     state_of,
 )
+from ronde.status.reporter import Part, add_source
 from ronde.torch.delta_step import DeltaStep
 from ronde.torch.mpi_ops import Adasum, Average, Sum, allreduce_async_, synchronize
 from ronde.torch.sharded_step import ShardedStep, require_elementwise
@@ -174,6 +175,8 @@ class DistributedOptimizer(OptimizerProxy):
         self._is_synchronized = False
         self._reducer = self._delta = self._sharded = None
         self._is_checked = False
+        self._num_steps = 0
+        add_source(self.report)
         if process_set.included():
             self._make_parts(named, options, process_set)
 
@@ -202,6 +205,7 @@ class DistributedOptimizer(OptimizerProxy):
     _is_synchronizing: bool
     _is_synchronized: bool
     _is_checked: bool
+    _num_steps: int
     _reducer: Reducer | None
     _delta: DeltaStep | None
     _sharded: ShardedStep | None
@@ -217,7 +221,9 @@ class DistributedOptimizer(OptimizerProxy):
                 _refuse_averaged(self._parameter_names)  # it may be wrapped since
             self._is_checked = True
         if self._delta is not None:
-            return self._delta.step(self.wrapped, closure)
+            result = self._delta.step(self.wrapped, closure)
+            self._num_steps += 1
+            return result
         if self._is_synchronizing and self._is_synchronized:
             warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
         self._is_synchronized = False
@@ -236,9 +242,14 @@ class DistributedOptimizer(OptimizerProxy):
             result = self.wrapped.step()
         else:
             result = self.wrapped.step(reduced)
+        self._num_steps += 1
         if self._reducer is not None:
             self._reducer.step_done(self.wrapped)
         return result
+
+    def report(self) -> Part:
+        """Return what this rank's status says of it."""
+        return Part(step=self._num_steps)
 
     @outside_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:

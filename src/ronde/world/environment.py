@@ -1,10 +1,12 @@
 """What the environment reports besides the ranks: engines, directories, this host."""
 
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ronde.errors import WorldError
 
@@ -16,8 +18,7 @@ ALGORITHMS = ("ring", "tree", "halving_doubling")
 """The schedules that the engine ``scheduled`` follows."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-_EXIT_PIPE = "RONDE_EXIT_PIPE"  # of the agent: descriptor, inode and rank, with colons
-_MEMBER = "RONDE_MEMBER"  # likewise, of an elastic job: with the member's number
+_CHANNEL = "RONDE_CHANNEL"
 _RANK = "RONDE_RANK"  # of a rank's children: the rank's process and what identifies it
 
 
@@ -140,17 +141,62 @@ def network_identity() -> str:
     return f"{boot_identity()}/{space}"
 
 
+class AgentChannel(NamedTuple):
+    """A rank's end of the socket to its agent.
+
+    Note [One channel a rank]
+        ``RONDE_CHANNEL`` names it by descriptor, inode, worker id and ``elastic`` or
+        ``plain``. Each line begins with its kind: ``exit``, ``status`` or ``member``;
+        the agent ignores all others. Several processes may write to it. That is safe
+        because the kernel takes a line of less than 16 KiB whole or not at all.
+
+        Two things do not use it. Stacks are asked for by a signal and written to a file
+        in memory (Note [Stacks] in ``launch.agent.diagnostics``): a rank that hangs in
+        C or holds the interpreter cannot write to a socket, and a rank's children,
+        which do not have it, answer too. The folder of timelines is a constant of the
+        job, and so a variable (``RONDE_TIMELINE``).
+    """
+
+    fd: int  # -1 if something has closed it
+    worker: int
+    is_elastic: bool
+
+
+def read_channel() -> AgentChannel | None:
+    """Return this process's channel; None if ``ronde run`` did not start it."""
+    with suppress(ValueError):
+        text, inode, worker, kind = own_or(None).get(_CHANNEL, "").split(":")
+        fd = int(text)
+        try:
+            # A wrapper may have closed it; the number may be another file's since.
+            is_there = os.fstat(fd).st_ino == int(inode)
+        except OSError:
+            is_there = False
+        return AgentChannel(fd if is_there else -1, int(worker), kind == "elastic")
+    return None
+
+
+def send_to_agent(line: str) -> bool:
+    """Write a line of at most 8 KiB; return False if it cannot be written now."""
+    channel, data = read_channel(), line.encode() + b"\n"
+    if channel is None or channel.fd < 0:
+        return False
+    with suppress(OSError):
+        sock = socket.socket(fileno=channel.fd)
+        try:
+            sock.settimeout(None)  # whatever the program's default is
+            return sock.send(data, socket.MSG_DONTWAIT) == len(data)
+        finally:
+            sock.detach()
+    return False
+
+
 def send_exit_notice() -> None:
     """Report to the launcher that this process has begun to exit.
 
     Ranks that lose it often end before it does, and would be taken for the cause.
     """
-    with suppress(OSError, ValueError):
-        fd, inode, rank = map(int, own_or(None).get(_EXIT_PIPE, "").split(":"))
-        # A wrapper may have closed the pipe; the number may be another file's since.
-        if os.fstat(fd).st_ino == inode:
-            notice = f"{rank} {time.monotonic()} {os.getpid()}\n"
-            os.write(fd, notice.encode())
+    send_to_agent(f"exit {time.monotonic()} {os.getpid()}")
 
 
 def mark_rank(identity: str) -> None:
@@ -174,19 +220,3 @@ def is_child_of_rank(identity: str) -> bool:
 def read_is_joining() -> bool:
     """Return whether others already train when this process is started."""
     return bool(own_or(None).get("RONDE_JOINS"))
-
-
-def read_member_channel() -> tuple[int, int] | None:
-    """Return the descriptor of an elastic job's channel and this member's number."""
-    text = own_or(None).get(_MEMBER)
-    if not text:
-        return None
-    with suppress(OSError, ValueError):
-        fd, inode, number = map(int, text.split(":"))
-        if os.fstat(fd).st_ino == inode:
-            return fd, number
-    raise WorldError(
-        f"{_MEMBER} must name a socket that this process has, got {text!r}. A rank of "
-        "an elastic job must be started by nothing that closes descriptors, and calls "
-        "init() itself, not in a child."
-    )

@@ -61,11 +61,10 @@ _USAGE_ERRORS = frozenset(
     {errno.ENOENT, errno.ENOEXEC, errno.EACCES, errno.ENOTDIR, errno.E2BIG}
 )
 
-_FDS_PER_RANK = 3
+_FDS_PER_RANK = 4
 _OTHER_FDS = 40
 _NOT_STARTED = 127  # as of a shell: the status of a rank that could not start
 _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
-_NOTICES_BYTES = 64 << 10
 
 
 @contextmanager
@@ -114,7 +113,7 @@ def start_rank(
     command: Sequence[str],
     env: dict[str, str],
     sender: OutputSender,
-    passed_fds: Sequence[int],
+    passed_fd: int,
 ) -> WorkerProcess:
     end_with_agent = end_with(os.getpid(), signal.SIGKILL)
 
@@ -132,7 +131,7 @@ def start_rank(
         stderr=subprocess.PIPE,
         bufsize=0,
         start_new_session=True,
-        pass_fds=passed_fds,
+        pass_fds=[passed_fd],
         # Other threads only wait for mutexes: code between fork and exec is safe.
         preexec_fn=before_exec,  # noqa: PLW1509
     )
@@ -142,13 +141,8 @@ def start_rank(
     return WorkerProcess(rank, process, pipes)
 
 
-def _name_descriptor(fd: int, rank: int) -> str:
-    """Name a descriptor to a rank such that another file there is not mistaken."""
-    return f"{fd}:{os.fstat(fd).st_ino}:{rank}"
-
-
-def _allow_ranks(num_ranks: int, *, is_elastic: bool) -> None:
-    least = num_ranks * (_FDS_PER_RANK + is_elastic) + LEAST_OPEN_FILES
+def _allow_ranks(num_ranks: int) -> None:
+    least = num_ranks * _FDS_PER_RANK + LEAST_OPEN_FILES
     require_open_files(least, _LIMIT_BEFORE[1], f"for {num_ranks} ranks on a host")
     raise_open_files_limit(least + max_connections(num_ranks) + _OTHER_FDS)
 
@@ -179,7 +173,8 @@ class LocalJob:
         self._is_elastic = job.max_ranks > 0
         self._max_ranks = max(len(job.workers), job.max_ranks)
         self._sender = sender
-        self.channels = RankChannels(sender, self._note_death)
+        on_death = self._note_death if self._is_elastic else None
+        self.channels = RankChannels(sender, on_death)
         self._by_pid: dict[int, WorkerProcess] = {}
         self._stacks = StackTaker()
         self._kernel = KernelDiagnostics()
@@ -188,8 +183,6 @@ class LocalJob:
         self._env: dict[str, str] = {}
         self._port: socket.socket | None = None
         self.store: StoreRelay | None = None  # the ranks' way to the store
-        self._notices = -1  # where ranks write that they begin to end
-        self._notices_in = -1
         self._poller: NoticePoller | None = None  # looks for notice of the host's end
         self._asked: set[tuple[int, int]] = set()  # processes that had the signal
         self._has_spared = False  # not all had, ...
@@ -206,7 +199,7 @@ class LocalJob:
     @property
     def due_s(self) -> float:
         """When ``advance`` must be called at the latest, on the monotonic clock."""
-        due_s = self._stacks.due_s
+        due_s = min(self._stacks.due_s, self.channels.due_s)
         if self.phase is not JobPhase.STOPPING:
             return due_s
         if self._running:
@@ -230,7 +223,7 @@ class LocalJob:
         own_path = own_environment().get("PATH", "")
         try:
             require_processes()
-            _allow_ranks(self._max_ranks, is_elastic=self._is_elastic)
+            _allow_ranks(self._max_ranks)
             if job.epoch or self._is_elastic:
                 require_empty(job.job_marker, _FENCE_S)
             self._directory = enter_directory(job.cwd)
@@ -257,7 +250,6 @@ class LocalJob:
             "MASTER_ADDR": order.master_addr,
             "MASTER_PORT": str(order.master_port),
         }
-        self._notices, self._notices_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             for spec in self._job.workers:
                 self._start_rank(spec)
@@ -316,15 +308,15 @@ class LocalJob:
         env = self._env | spec.env
         env |= malloc_environment(env, self._max_ranks)
         env |= self._stacks.environment(spec.worker, env)
-        env["RONDE_EXIT_PIPE"] = _name_descriptor(self._notices_in, spec.worker)
-        passed_fds = [self._notices_in]
+        kind = "elastic" if self._is_elastic else "plain"
         with ExitStack() as opened:
-            if self._is_elastic:
-                channel = opened.enter_context(self.channels.open(spec.worker))
-                env["RONDE_MEMBER"] = _name_descriptor(channel.fileno(), spec.worker)
-                passed_fds.append(channel.fileno())
+            channel = opened.enter_context(self.channels.open(spec.worker))
+            fd = channel.fileno()
+            # With its inode, so that another file of that number is not mistaken.
+            inode = os.fstat(fd).st_ino
+            env["RONDE_CHANNEL"] = f"{fd}:{inode}:{spec.worker}:{kind}"
             refused = opened.enter_context(inherited_binding(spec.cpus))
-            rank = start_rank(spec.worker, self._command, env, self._sender, passed_fds)
+            rank = start_rank(spec.worker, self._command, env, self._sender, fd)
         self._by_pid[rank.pid] = rank
         if refused:
             text = f"rank {spec.worker} is not bound: {refused}"
@@ -443,7 +435,7 @@ class LocalJob:
         rank.is_running = False
         if self._is_elastic:
             _signal_group(pid, signal.SIGKILL)
-            self.channels.finish(rank.rank)
+        self.channels.finish(rank.rank)
         # Popen must know: only the agent's own waitpid saw it.
         status = rank.process.returncode = os.waitstatus_to_exitcode(wait_status)
         if (status or self._is_elastic) and not self._stopped_s:
@@ -473,16 +465,14 @@ class LocalJob:
     def _look_for_ends(self) -> None:
         now_s = time.monotonic()
         by_rank = {rank.rank: rank for rank in self._by_pid.values()}
-        with suppress(BlockingIOError):
-            for line in os.read(self._notices, _NOTICES_BYTES).splitlines():
-                # Whoever has the pipe may write anything.
-                with suppress(ValueError, KeyError):
-                    number, at_s, pid = line.split()
-                    # What is in a time namespace has a clock of its own.
-                    rank, exit_s = by_rank[int(number)], min(float(at_s), now_s)
-                    is_there = int(pid) == rank.pid or is_alive(int(pid))
-                    if not rank.began_s and (is_there or not rank.is_running):
-                        rank.began_s = exit_s
+        for worker, at_s, pid in self.channels.take_exits():
+            rank = by_rank.get(worker)
+            if rank is None or rank.began_s:
+                continue
+            # A wrapper may go on after a program of its own that has ended.
+            if pid == rank.pid or is_alive(pid) or not rank.is_running:
+                # What is in a time namespace has a clock of its own.
+                rank.began_s = min(at_s, now_s)
         for rank in self._running:
             if not rank.began_s and is_dumping_core(rank.pid):
                 rank.began_s = now_s
@@ -501,10 +491,6 @@ class LocalJob:
         self._kernel.close()
         self._stacks.close()
         self.channels.close()
-        if self._notices >= 0:
-            os.close(self._notices)
-            os.close(self._notices_in)
-            self._notices = self._notices_in = -1
         if self.store is not None:
             self.store.close()
         if self._port is not None:

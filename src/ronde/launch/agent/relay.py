@@ -10,13 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from ronde.launch.wire import messages
-from ronde.membership.robust_mutex import await_owner_death
 from ronde.store.local_socket import (
     is_own,
     listen,
@@ -43,6 +42,9 @@ _PROGRAM = (
     "sys.path.append(sys.argv[1]); import_module(sys.argv[2]).main()"
 )
 MAX_LINE_BYTES = 16 << 20  # of what a program or its controller writes at once
+_MAX_STATUS_BYTES = 8 << 10
+_STATUS_EVERY_S = 1.0
+_MAX_EXIT_NOTICES = 16
 
 Watched = Iterator[tuple[int, int, Callable[[], object]]]
 """Descriptors to poll, the events of each, and what to call then."""
@@ -142,6 +144,53 @@ class OutputPipe:
                 return
 
 
+class PolledSocket:
+    """A socket that is never waited for, with what it has not taken yet."""
+
+    def __init__(self, sock: socket.socket, max_line_bytes: int = 0) -> None:
+        sock.setblocking(False)  # noqa: FBT003  the socket's own method
+        self.sock = sock
+        self.unsent = bytearray()
+        self.is_reading = True
+        self._max_line_bytes = max_line_bytes
+        self._unread = b""
+
+    def events(self, *, is_held_back: bool = False) -> int:
+        """Return what to poll it for."""
+        reading = select.POLLIN if self.is_reading and not is_held_back else 0
+        return reading | (select.POLLOUT if self.unsent else 0)
+
+    def send(self, data: bytes = b"") -> bool:
+        """Send what is taken now and keep the rest; False if the other end is gone."""
+        self.unsent += data
+        try:
+            while self.unsent:
+                del self.unsent[: self.sock.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.unsent.clear()
+            return False
+        return True
+
+    def receive_lines(self) -> tuple[list[bytes], list[int]] | None:
+        """Return complete lines, and descriptors sent along; None if nothing is there.
+
+        Reading ends with the other end, and with a line that is too long.
+        """
+        data, fds = b"", list[int]()
+        try:
+            if self.is_reading:
+                data, fds, *_ = socket.recv_fds(self.sock, _PIPE_BYTES, 1)
+        except BlockingIOError:
+            return None
+        except OSError:
+            pass
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        self.is_reading = bool(data) and len(self._unread) <= self._max_line_bytes
+        return lines, fds
+
+
 def name_directory() -> Path:
     """Return where an agent may make its sockets; nobody can guess it before."""
     return temporary_directory() / f"{_PREFIX}{os.urandom(8).hex()}"
@@ -160,7 +209,7 @@ class StoreRelay:
         self._epoch = epoch
         self._max_connections = max_connections(num_ranks)
         self._sender = sender
-        self._by_number: dict[int, tuple[socket.socket, bytearray]] = {}
+        self._by_number: dict[int, PolledSocket] = {}
         self._count = 0
         if not directory.exists():
             # Remove the sockets of agents that were killed together with their reapers.
@@ -174,10 +223,10 @@ class StoreRelay:
 
     def watched(self) -> Watched:
         yield self._listener.fileno(), select.POLLIN, self._accept
-        reading = 0 if self._is_held_back else select.POLLIN
-        for number, (sock, unsent) in self._by_number.items():
-            if events := reading | (select.POLLOUT if unsent else 0):
-                yield sock.fileno(), events, partial(self._serve, number)
+        is_held_back = self._is_held_back
+        for number, polled in self._by_number.items():
+            if events := polled.events(is_held_back=is_held_back):
+                yield polled.sock.fileno(), events, partial(self._serve, number)
 
     @property
     def _is_held_back(self) -> bool:
@@ -187,12 +236,10 @@ class StoreRelay:
         number = relayed.connection
         if relayed.epoch != self._epoch or number not in self._by_number:
             return
-        unsent = self._by_number[number][1]
-        unsent += relayed.data
-        if not relayed.data or len(unsent) > _MAX_UNSENT_BYTES:
+        polled = self._by_number[number]
+        is_open = bool(relayed.data) and polled.send(relayed.data)
+        if not is_open or len(polled.unsent) > _MAX_UNSENT_BYTES:
             self._close(number)
-        else:
-            self._write(number)
 
     def close(self) -> None:
         if self._listener.fileno() >= 0:
@@ -210,79 +257,74 @@ class StoreRelay:
         if not is_own(sock) or len(self._by_number) >= self._max_connections:
             sock.close()
             return
-        sock.setblocking(False)  # noqa: FBT003  the socket's own method
         self._count += 1
-        self._by_number[self._count] = sock, bytearray()
+        self._by_number[self._count] = PolledSocket(sock)
 
     def _serve(self, number: int) -> None:
-        self._write(number)
-        # It may have been closed, now or after the poll had seen it ready.
-        if number not in self._by_number or self._is_held_back:
-            return
-        try:
-            data = self._by_number[number][0].recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
+        polled = self._by_number.get(number)
+        if polled is None:
+            return  # it was closed after the poll had seen it ready
+        data = b""
+        if polled.send():
+            if self._is_held_back:
+                return
+            try:
+                data = polled.sock.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                pass
         if data:
             self._sender.relay(messages.Relayed(self._epoch, number, data))
         else:
             self._close(number)
 
-    def _write(self, number: int) -> None:
-        sock, unsent = self._by_number.get(number, (None, bytearray()))
-        try:
-            while sock is not None and unsent:
-                del unsent[: sock.send(unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._close(number)
-
     def _close(self, number: int) -> None:
         if number in self._by_number:
-            self._by_number.pop(number)[0].close()
+            self._by_number.pop(number).sock.close()
             self._sender.relay(messages.Relayed(self._epoch, number, b""))
 
 
-@dataclass(slots=True)
-class _Channel:
-    sock: socket.socket
-    unread: bytes = b""
-    unwritten: bytearray = field(default_factory=bytearray)
-    is_reading: bool = True
-
-
 class RankChannels:
-    """Passes lines on between an elastic job's ranks and its controller.
+    """The agent's ends of its ranks' channels: see Note [One channel a rank].
 
-    Each rank has a socket of its own. What the ranks write in one turn of the agent's
-    loop is one message. A rank that is sent more than is kept for it loses its channel.
-    ``on_death`` is called with a rank that has begun to die, unless it came too late.
+    Membership texts of an elastic job go to its controller, and back. What the ranks
+    write in one turn of the agent's loop is one message. A rank that is sent more than
+    is kept for it loses its channel. Of statuses the newest are sent once a second, and
+    notices of exits are kept until they are asked for. ``on_death`` is called with a
+    rank that the kernel has begun to take apart, unless it came too late.
     """
 
-    def __init__(self, sender: OutputSender, on_death: Callable[[int], object]) -> None:
+    def __init__(
+        self, sender: OutputSender, on_death: Callable[[int], object] | None
+    ) -> None:
+        """Begin; only an elastic job has ``on_death`` and membership texts."""
         self._sender = sender
-        self._by_rank: dict[int, _Channel] = {}
+        self._by_rank: dict[int, PolledSocket] = {}
         self._texts: list[messages.WorkerText] = []
         self._num_bytes = 0
+        self._statuses: dict[int, tuple[str, float]] = {}  # with when each was read
+        self._send_at_s = 0.0
+        self._exits: dict[int, deque[bytes]] = {}
         self._on_death = on_death
         self._deaths, self._deaths_in = socket.socketpair()
+
+    @property
+    def due_s(self) -> float:
+        """When ``flush`` must be called at the latest, on the monotonic clock."""
+        return self._send_at_s if self._statuses else float("inf")
 
     def open(self, rank: int) -> socket.socket:
         """Return the rank's end of its new channel."""
         own, other = socket.socketpair()
-        own.setblocking(False)  # noqa: FBT003  the socket's own method
-        self._by_rank[rank] = _Channel(own)
+        self._by_rank[rank] = PolledSocket(own, _MAX_TEXT_BYTES)
         return other
 
     def watched(self) -> Watched:
         yield self._deaths.fileno(), select.POLLIN, self._read_deaths
+        is_held_back = self._is_held_back
         for rank, channel in self._by_rank.items():
-            is_reading = channel.is_reading and not self._is_held_back
-            events = select.POLLIN if is_reading else 0
-            if events := events | (select.POLLOUT if channel.unwritten else 0):
+            if events := channel.events(is_held_back=is_held_back):
                 yield channel.sock.fileno(), events, partial(self._serve, rank)
 
     @property
@@ -290,13 +332,12 @@ class RankChannels:
         return self._sender.waiting_bytes >= _FULL_BYTES
 
     def send(self, ranks: Sequence[int], text: str) -> None:
-        """Write a line to ranks, to all without any; who is gone does not get it."""
-        line = text.encode() + b"\n"
+        """Write a text to ranks, to all without any; who is gone does not get it."""
+        line = b"member " + text.encode() + b"\n"
         for rank in ranks or list(self._by_rank):
             if channel := self._by_rank.get(rank):
-                channel.unwritten += line
-                self._write(channel)
-                if len(channel.unwritten) > _MAX_UNSENT_BYTES:
+                channel.send(line)
+                if len(channel.unsent) > _MAX_UNSENT_BYTES:
                     self.finish(rank)
 
     def flush(self) -> None:
@@ -304,10 +345,20 @@ class RankChannels:
             self._sender.send(messages.WorkerTexts(tuple(self._texts)))
             self._texts.clear()
             self._num_bytes = 0
+        now_s = time.monotonic()
+        if now_s >= self.due_s and not self._is_held_back:
+            found = [
+                messages.StatusText(rank, text, now_s - at_s)
+                for rank, (text, at_s) in self._statuses.items()
+            ]
+            self._sender.send(messages.Statuses(tuple(found)))
+            self._statuses.clear()
+            self._send_at_s = now_s + _STATUS_EVERY_S
 
     def finish(self, rank: int) -> None:
         """Pass on what a rank has written, and close its channel."""
         self.drain(rank)
+        self._statuses.pop(rank, None)
         if channel := self._by_rank.pop(rank, None):
             channel.sock.close()
 
@@ -319,6 +370,19 @@ class RankChannels:
                     break
             self.flush()
 
+    def take_exits(self) -> list[tuple[int, float, int]]:
+        """Return the new notices of exits: rank, when, and the process that exits."""
+        for rank, channel in self._by_rank.items():
+            self._read(rank, channel)
+        taken: list[tuple[int, float, int]] = []
+        for rank, notices in self._exits.items():
+            for notice in notices:
+                with suppress(ValueError):
+                    at_s, pid = notice.split()
+                    taken.append((rank, float(at_s), int(pid)))
+        self._exits.clear()
+        return taken
+
     def close(self) -> None:
         for channel in self._by_rank.values():
             channel.sock.close()
@@ -327,54 +391,53 @@ class RankChannels:
         self._deaths_in.close()
 
     def _await_death(self, rank: int, mutex: int) -> None:
+        # Imported where it is needed: a plain job starts without ctypes.
+        from ronde.membership.robust_mutex import await_owner_death
+
         if await_owner_death(mutex):
             with suppress(OSError):  # the job is over
                 self._deaths_in.send(b"%d\n" % rank)
 
     def _read_deaths(self) -> None:
         # It may have been closed after the poll had seen it ready.
-        if self._deaths.fileno() >= 0:
+        if self._deaths.fileno() >= 0 and self._on_death is not None:
             for word in self._deaths.recv(_READ_BYTES).split():
                 self._on_death(int(word))
 
     def _serve(self, rank: int) -> None:
         # It may have been closed after the poll had seen it ready.
         if channel := self._by_rank.get(rank):
-            self._write(channel)
+            channel.send()
             if not self._is_held_back:
                 self._read(rank, channel)
 
-    def _read(self, rank: int, channel: _Channel) -> bool:
-        data, mutexes = b"", list[int]()
-        try:
-            if channel.is_reading:
-                data, mutexes, *_ = socket.recv_fds(channel.sock, _PIPE_BYTES, 1)
-        except BlockingIOError:
+    def _read(self, rank: int, channel: PolledSocket) -> bool:
+        received = channel.receive_lines()
+        if received is None:
             return False
-        except OSError:
-            pass
-        for mutex in mutexes:
-            threading.Thread(
-                target=self._await_death, args=(rank, mutex), daemon=True
-            ).start()
-        *lines, channel.unread = (channel.unread + data).split(b"\n")
-        texts = [line.decode(errors="backslashreplace") for line in lines]
-        self._texts += [messages.WorkerText(rank, text) for text in texts]
-        self._num_bytes += len(data)
+        lines, fds = received
+        for fd in fds:
+            if self._on_death is None:
+                os.close(fd)
+            else:
+                threading.Thread(
+                    target=self._await_death, args=(rank, fd), daemon=True
+                ).start()
+        for line in lines:
+            # Whatever the rank starts may write anything.
+            kind, _, text = line.partition(b" ")
+            if kind == b"exit":
+                notices = self._exits.setdefault(rank, deque(maxlen=_MAX_EXIT_NOTICES))
+                notices.append(text)
+            elif kind == b"status" and len(text) <= _MAX_STATUS_BYTES:
+                self._statuses[rank] = text.decode(errors="replace"), time.monotonic()
+            elif kind == b"member" and self._on_death is not None:
+                decoded = text.decode(errors="backslashreplace")
+                self._texts.append(messages.WorkerText(rank, decoded))
+                self._num_bytes += len(text)
         if self._num_bytes >= _FULL_BYTES:
             self.flush()
-        channel.is_reading = bool(data) and len(channel.unread) <= _MAX_TEXT_BYTES
         return channel.is_reading
-
-    def _write(self, channel: _Channel) -> None:
-        try:
-            while channel.unwritten:
-                del channel.unwritten[: channel.sock.send(channel.unwritten)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            # It has closed its end.
-            channel.unwritten.clear()
 
 
 class RemoteProgram:
@@ -386,62 +449,44 @@ class RemoteProgram:
 
     def __init__(self, module: str, sender: OutputSender) -> None:
         self._sender = sender
-        self._unread = b""
-        self._unwritten = bytearray()
-        self._is_reading = True
+        own, other = socket.socketpair()
+        self._socket = PolledSocket(own, MAX_LINE_BYTES)
         package_dir = __file__.rpartition("/ronde/launch/")[0]
-        # Its group is its own, so that nothing typed at a terminal reaches it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, package_dir, module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        with other:
+            # Its group is its own, so that nothing typed at a terminal reaches it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, package_dir, module],
+                stdin=other.fileno(),
+                stdout=other.fileno(),
+                start_new_session=True,
+            )
         self.pid = self._process.pid
-        pipes = cast(
-            "tuple[IO[bytes], ...]", (self._process.stdout, self._process.stdin)
-        )
-        self._files = pipes
-        self._pipes = messages.PipeTransport(*(pipe.fileno() for pipe in pipes))
 
     def watched(self) -> Watched:
-        if self._is_reading:
-            yield self._pipes.read_fd, select.POLLIN, self._read
-        if self._unwritten:
-            yield self._pipes.write_fd, select.POLLOUT, self._write
+        if events := self._socket.events():
+            yield self._socket.sock.fileno(), events, self._serve
 
     def write(self, line: str) -> None:
-        self._unwritten += line.encode() + b"\n"
-        self._write()
+        # If it has ended, its end is reported when it is reaped.
+        self._socket.send(line.encode() + b"\n")
 
     def close(self) -> None:
-        while self._is_reading and self._read():
+        while self._socket.is_reading and self._read():
             pass
         # Something that it has started may hold its output.
-        self._is_reading = False
-        self._unwritten.clear()
-        for file in self._files:
-            file.close()
+        self._socket.is_reading = False
+        self._socket.sock.close()
         # The agent has reaped it, and nobody is to wait for it again.
         self._process.returncode = 0
 
+    def _serve(self) -> None:
+        if self._socket.sock.fileno() >= 0:
+            self._socket.send()
+            self._read()
+
     def _read(self) -> bool:
-        data = self._pipes.read() if self._is_reading else None
-        if data is None:
-            return False
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
+        received = self._socket.receive_lines()
+        for line in received[0] if received else ():
             text = line.decode(errors="backslashreplace")
             self._sender.send(messages.ProgramLine(text))
-        # More would fill the memory of both hosts.
-        self._is_reading = bool(data) and len(self._unread) <= MAX_LINE_BYTES
-        return True
-
-    def _write(self) -> None:
-        try:
-            with memoryview(self._unwritten) as unwritten:
-                written = self._pipes.write(unwritten)
-            del self._unwritten[:written]
-        except BrokenPipeError:
-            # Why it ended is reported when it is reaped.
-            self._unwritten.clear()
+        return received is not None

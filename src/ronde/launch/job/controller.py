@@ -145,6 +145,7 @@ class Controller(Handler):
         hosts = plan.hosts if plan.spec.elastic is None else ()
         self._output.begin(Attempt(plan.facts.job_id, jobs[0].epoch, hosts))
         loop = self._loop
+        loop.job_id = plan.facts.job_id
         loop.progress.begin("to be ready", lambda: ["the output"])
         loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))
         loop.progress.end("output ready")
@@ -240,6 +241,8 @@ class Controller(Handler):
         return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else float("inf"))
 
     def close(self) -> None:
+        if self._loop.status is not None:
+            self._loop.status.close()
         for node in self._loop.live_nodes:
             if node.hello is None:
                 # Whatever leads there need not end because nobody writes to it.

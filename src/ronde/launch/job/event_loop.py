@@ -1,11 +1,13 @@
 """The one place where the controller waits: for agents, user and output process."""
 
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ronde.errors import LaunchError, StoreError
 from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, HostLoss
@@ -24,6 +26,9 @@ from ronde.launch.signals import (
 from ronde.launch.wire.messages import Forward, FromAgent, Notice, Output, Pong, Relayed
 from ronde.store.protocol import Splitter, StoreState
 from ronde.units import format_duration, list_first
+
+if TYPE_CHECKING:
+    from ronde.launch.job.status import StatusService
 
 SLOW_S = 10.0  # after so long a step reports once what it waits for
 _VERBOSE_SLOW_S = _LONG_S = 2.0
@@ -174,6 +179,8 @@ class EventLoop:
     has_strays: bool = False  # a process was killed that may have left others
     # each generation has a new one
     store: StoreService = field(default_factory=StoreService)
+    job_id: str = ""
+    status: "StatusService | None" = None  # once ranks have run for a moment
 
     @property
     def live_nodes(self) -> list[AgentNode]:
@@ -194,6 +201,9 @@ class EventLoop:
             now_s, nodes = time.monotonic(), self.live_nodes
             due_s = min([deadline(), *(node.silent_by_s for node in nodes)])
             due_s = min([due_s, *(node.ping(now_s) for node in nodes)])
+            if self.status is not None:
+                self.status.advance()
+                due_s = min(due_s, self.status.due_s)
             self._serve_ready(handler, min(due_s, self.progress.due_s) - now_s)
             self.progress.look()
             if self.is_hurried or not self.is_held_back:
@@ -216,12 +226,19 @@ class EventLoop:
             readable += fds
             writable += [transport.write_fd] if node.is_writing else []
             by_fd |= dict.fromkeys((*fds, transport.write_fd), node)
+        readers = dict[int, Callable[[], object]]()
+        for fd, events, serve in self.status.watched() if self.status else ():
+            readers[fd] = serve
+            readable.append(fd)
+            writable += [fd] if events & select.POLLOUT else []
         for fd in wait_for(readable, writable, timeout_s):
             if fd == self.signal_fd:
                 self._on_signals(handler)
             elif fd == output.read_fd:
                 if number := output.read():
                     handler.on_broken_output(number)
+            elif fd in readers:
+                readers[fd]()
             elif fd not in by_fd:
                 output.flush()
             elif not by_fd[fd].is_over:

@@ -2,10 +2,11 @@
 
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.agent.diagnostics import ANSWER_S
@@ -25,11 +26,16 @@ from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interru
 from ronde.launch.wire import messages
 from ronde.units import counted
 
+if TYPE_CHECKING:
+    from ronde.status.table import WorkerInfo
+
 _CAUSE_WITHIN_S = 5.0
 """A worker that lost its peer may have ended by so much earlier than that peer."""
 _SWEEP_S = 10.0
 _STOP_SIGNALS = STOPPING | {signal.SIGKILL}
 _ALL_CREDIT_BYTES = 32 << 20
+_STATUS_AFTER_S = 0.5
+"""A job that is shorter needs no status, and starts and ends without importing it."""
 
 
 class JobView(Protocol):
@@ -102,6 +108,8 @@ class Generation(Handler):
         self._stacks_of: tuple[int, ...] = ()  # empty for all
         self._hung: list[int] = []  # to kill once their stacks are shown
         self._started_at_s = 0.0
+        self._argv = jobs[0].argv
+        self._has_status, self._status_by_s = False, inf
         self._view = make_view(self)
 
     def run(self, address: str, port: int) -> JobResult:
@@ -123,7 +131,9 @@ class Generation(Handler):
         return self._view.finish(self._judge())
 
     def _on_due(self) -> None:
-        if time.monotonic() > self._stacks_by_s:
+        if time.monotonic() > self._status_by_s:
+            self._serve_status()
+        elif time.monotonic() > self._stacks_by_s:
             self._show_stacks()
         elif not self.is_stopping:
             self._view.on_due()
@@ -158,7 +168,33 @@ class Generation(Handler):
             # The end of a job comes after its output, which nobody takes now.
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
         due_s = self._answer_by_s if self.is_stopping else self._view.due_s()
-        return min(due_s, self._stacks_by_s)
+        return min(due_s, self._stacks_by_s, self._status_by_s)
+
+    def _serve_status(self) -> None:
+        # Imported where it is needed: see ``_STATUS_AFTER_S``.
+        from ronde.launch.job.status import StatusService
+
+        self._has_status, self._status_by_s = True, inf
+        loop = self._loop
+        with suppress(OSError):  # no room for a socket: the job goes on without
+            loop.status = loop.status or StatusService(loop.job_id, self._argv)
+            loop.status.begin(self._epoch, self._rows)
+
+    def _rows(self) -> "Iterator[WorkerInfo]":
+        """Yield all workers, but those of an elastic job that have ended and left."""
+        from ronde.status.table import WorkerInfo
+
+        ranks = self._view.ranks
+        for number, worker in self.workers.items():
+            state, code = "running" if worker.pid else "starting", None
+            if worker.exited is not None:
+                state, code = "ended", worker.exited.status
+            elif worker.node.is_over:
+                state = "lost"
+            rank = ranks.get(number)
+            if rank is not None or state != "ended":
+                known = number, rank, worker.node.name, worker.pid, state, code
+                yield WorkerInfo(*known, status_age_s=0.0, status=None)
 
     # Hosts and workers come and go
 
@@ -221,12 +257,10 @@ class Generation(Handler):
                 node.require_own(message.worker)
                 self._stacks[message.worker] = message
                 self._look_for_stacks()
+            case messages.Statuses():
+                self._on_statuses(message)
             case messages.HostEnding():
-                if not self.is_stopping:
-                    name = signal_name(message.signal)
-                    self._loop.notice(node, f"{name}: the job ends")
-                    self._interrupted_by = message.signal
-                    self.stop(message.signal)
+                self._on_host_ending(node, message.signal)
             case messages.Finished():
                 self._finished[node.name] = message
                 node.watch(is_watched=False)
@@ -234,6 +268,18 @@ class Generation(Handler):
                 require_accepted([(node, message)], len(self.nodes))
             case _:
                 super().on_message(node, message)
+
+    def _on_statuses(self, statuses: messages.Statuses) -> None:
+        if not self._has_status:
+            self._serve_status()
+        if self._loop.status is not None:
+            self._loop.status.on_statuses(statuses)
+
+    def _on_host_ending(self, node: AgentNode, number: int) -> None:
+        if not self.is_stopping:
+            self._loop.notice(node, f"{signal_name(number)}: the job ends")
+            self._interrupted_by = number
+            self.stop(number)
 
     def _worker(self, node: AgentNode, number: int) -> RunningWorker:
         node.require_own(number)
@@ -244,6 +290,8 @@ class Generation(Handler):
             for node in self.nodes:
                 node.watch(is_watched=True)
             self._loop.progress.end(f"{counted(len(self.workers), 'rank')} started")
+            if not self._has_status:
+                self._status_by_s = time.monotonic() + _STATUS_AFTER_S
 
     def on_output(self, output: messages.Output) -> None:
         if self.is_stopping and not self._is_killing:

@@ -21,7 +21,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 13  # changes when a message changes; both sides must have the same
+PROTOCOL = 14  # changes when a message changes; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -228,6 +228,20 @@ class WorkerTexts(NamedTuple):
     texts: tuple[WorkerText, ...]
 
 
+class StatusText(NamedTuple):
+    """The newest status of one rank."""
+
+    worker: int
+    text: str  # as the rank wrote it: JSON of a ``ronde.status.RankStatus``, unchecked
+    age_s: float  # for how long the agent has had it
+
+
+class Statuses(NamedTuple):
+    """From the agent, at most once a second: statuses that are new."""
+
+    statuses: tuple[StatusText, ...]
+
+
 class WorkerStopped(NamedTuple):
     """From the agent of an elastic job: a rank was stopped, or goes on again."""
 
@@ -282,7 +296,7 @@ JobOrder = (
 ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Ping
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
 FromWorkers = Started | Exited | WorkerTexts | WorkerStopped | WorkerEnding | Stacks
-FromJob = FromWorkers | HostEnding | HostLeaving | Notice | Pong | Finished
+FromJob = FromWorkers | Statuses | HostEnding | HostLeaving | Notice | Pong | Finished
 FromAgent = FromStart | FromJob
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)

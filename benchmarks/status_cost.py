@@ -1,0 +1,219 @@
+"""What statuses cost: a step of training, and the controller of 1,000 ranks.
+
+    ronde run -n 2 python benchmarks/status_cost.py mnist_cnn mlp
+    python benchmarks/status_cost.py table
+
+The first trains with the reporter on and off in turn, some seconds each: the median
+over these pairs of the ratios of their median and of their mean steps. The second
+feeds the controller's table, once a second, the frames of 125 agents with 8 ranks
+each, while a reader takes every version, and shows its processor time. What one report
+takes of a rank, in microseconds a second, is shown with the first.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+from ronde.launch import (
+    FROM_AGENT,
+    MessageDecoder,
+    Statuses,
+    StatusService,
+    StatusText,
+    encode,
+    find_sockets,
+    wait_for,
+)
+from ronde.status import (
+    Part,
+    PendingCollective,
+    RankStatus,
+    StatusReporter,
+    WorkerInfo,
+    encode_status,
+)
+from ronde.world import own_or
+from ronde.world.environment import send_to_agent
+
+_PHASE_S = 3.0
+_WARM_S = 5.0
+_NUM_AGENTS, _RANKS_EACH, _REFRESHES = 125, 8, 20
+_CHANNEL = "RONDE_CHANNEL"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="+")
+    parser.add_argument("--pairs", type=int, default=15)
+    options = parser.parse_args()
+    for what in options.what:
+        record = measure_table() if what == "table" else measure(what, options.pairs)
+        if record:
+            print(json.dumps({"what": what, **record}), flush=True)
+
+
+def measure(model_name: str, num_pairs: int) -> dict[str, float]:
+    import torch
+    from ronde.torch.session import current_session
+    from training_step import Mlp, MnistNet
+
+    import ronde.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    torch.set_num_threads(1)
+    is_cnn = model_name == "mnist_cnn"
+    model = MnistNet() if is_cnn else Mlp()
+    inputs = torch.rand(100, 1, 28, 28) if is_cnn else torch.rand(32, 784)
+    targets = torch.randint(0, 10, (len(inputs),))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
+    )
+
+    def step() -> float:
+        begun_s = time.perf_counter()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        return time.perf_counter() - begun_s
+
+    ends_at_s, warm = time.monotonic() + _WARM_S, [step()]
+    while hvd.allreduce(torch.tensor([time.monotonic() < ends_at_s]), op=hvd.Max)[0]:
+        warm.append(step())
+    number = torch.tensor([int(_PHASE_S / statistics.median(warm))])
+    num_steps = int(hvd.broadcast(number, root_rank=0))
+    sources = optimizer.report, current_session().waits.report
+    ratios: list[tuple[float, float]] = []
+    for pair in range(num_pairs):
+        took: dict[bool, list[float]] = {}
+        for is_on in (True, False) if pair % 2 else (False, True):
+            switch(is_on=False)  # what reports ends within a second
+            for _ in range(num_steps // 2):
+                step()
+            if is_on:
+                switch(is_on=True)
+                start_reporter(sources)
+            took[is_on] = [step() for _ in range(num_steps)]
+        means = statistics.mean(took[True]) / statistics.mean(took[False])
+        medians = statistics.median(took[True]) / statistics.median(took[False])
+        ratios.append((medians, means))
+    switch(is_on=True)
+    reporter, begun_s = start_reporter(sources), time.thread_time()
+    for _ in range(100):
+        send_to_agent(f"status {encode_status(reporter.sample())}")
+    report_us = (time.thread_time() - begun_s) * 1e4
+    if hvd.rank():
+        return {}
+    return {
+        "median_step_ms": statistics.median(took[False]) * 1e3,
+        "ratio_of_medians": statistics.median(each for each, _ in ratios),
+        "ratio_of_means": statistics.median(each for _, each in ratios),
+        "quartiles_of_medians": statistics.quantiles([each for each, _ in ratios])[::2],
+        "num_pairs": num_pairs,
+        "report_us": report_us,
+    }
+
+
+_channel = own_or(None).get(_CHANNEL, "")
+
+
+def switch(*, is_on: bool) -> None:
+    """Give this process its channel, or take it away."""
+    os.environ[_CHANNEL] = _channel if is_on else ""  # noqa: TID251  as an agent does
+
+
+def start_reporter(sources: Sequence[Callable[[], Part]]) -> StatusReporter:
+    reporter = StatusReporter()
+    for source in sources:
+        reporter.add(source)
+    return reporter
+
+
+_READER = """
+import socket, sys
+sock = socket.socket(socket.AF_UNIX)
+sock.connect(sys.argv[1])
+while sock.recv(1 << 20):
+    pass
+"""
+
+
+def measure_table() -> dict[str, float]:
+    """Return the share of one core that the table of 1,000 ranks takes."""
+    size = _NUM_AGENTS * _RANKS_EACH
+    rows = [
+        WorkerInfo(n, n, f"node{n // 8:03}", 1000 + n, "running", None, 0.0, None)
+        for n in range(size)
+    ]
+    decoders = [MessageDecoder(FROM_AGENT) for _ in range(_NUM_AGENTS)]
+    with closing(StatusService("table", ("train.py",))) as service:
+        service.begin(0, lambda: rows)
+        (path,) = [p for p in find_sockets() if p.parent == service.directory]
+        with subprocess.Popen([sys.executable, "-c", _READER, str(path)]):
+            frames = [
+                [_frame(agent, refresh) for agent in range(_NUM_AGENTS)]
+                for refresh in range(_REFRESHES)
+            ]
+            _serve(service, time.monotonic() + 1.0)
+            begun_s, cpu_s = time.monotonic(), time.process_time()
+            for refresh, sent in enumerate(frames):
+                for decoder, frame in zip(decoders, sent, strict=True):
+                    for message in decoder.feed(frame):
+                        service.on_statuses(message)
+                _serve(service, begun_s + refresh + 1.0)
+            cpu_s = time.process_time() - cpu_s
+            wall_s = time.monotonic() - begun_s
+            service.close()
+    sizes = [len(frame) for frame in frames[0]]
+    return {
+        "ranks": size,
+        "share_of_a_core": cpu_s / wall_s,
+        "refreshes": _REFRESHES,
+        "bytes_a_second": sum(sizes),
+    }
+
+
+def _frame(agent: int, refresh: int) -> bytes:
+    found: list[StatusText] = []
+    for worker in range(agent * _RANKS_EACH, (agent + 1) * _RANKS_EACH):
+        collectives = tuple(
+            PendingCollective(
+                f"gradients.layers.{n}.weight",
+                "all",
+                "allreduce",
+                refresh,
+                1 << 22,
+                0.013 * n,
+            )
+            for n in range(2)
+        )
+        status = RankStatus(
+            1000 + worker, refresh, collectives, 2, 3 << 30, 40 << 30, {}
+        )
+        found.append(StatusText(worker, encode_status(status), 0.4))
+    return encode(Statuses(tuple(found)))
+
+
+def _serve(service: StatusService, until_s: float) -> None:
+    while (now_s := time.monotonic()) < until_s:
+        service.advance()
+        watched = list(service.watched())
+        writable = [fd for fd, events, _ in watched if events & 4]
+        due_s = min(service.due_s, until_s) - now_s
+        ready: Sequence[int] = wait_for(
+            [fd for fd, *_ in watched], writable, max(0.0, due_s)
+        )
+        calls = {fd: call for fd, _, call in watched}
+        for fd in ready:
+            calls[fd]()
+
+
+if __name__ == "__main__":
+    main()

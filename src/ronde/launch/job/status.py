@@ -1,0 +1,163 @@
+"""The table of what a job's workers report, and its readers on a unix socket.
+
+A reader gets the newest version of the table as a line of JSON, at most once a second:
+see ``ronde.launch.status``. One that does not read misses versions, and is dropped
+after some seconds. The loop never waits for a reader.
+"""
+
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from ronde.launch.wire import messages
+from ronde.status.table import JobInfo, WorkerInfo
+from ronde.store.local_socket import (
+    is_own,
+    listen,
+    own_directories,
+    remove,
+    remove_stale,
+    temporary_directory,
+)
+
+PREFIX = "ronde-job-"
+SOCKET = "status"
+_EVERY_S = 1.0
+_STALL_S = 10.0
+_MAX_READERS = 64
+_READ_BYTES = 4096
+
+
+class _Reader:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.unsent = memoryview(b"")
+        self.next_at_s = 0.0
+        self.took_at_s = time.monotonic()  # when it last took something
+
+
+class StatusService:
+    """Keeps the newest status of each worker, and serves the table of all."""
+
+    def __init__(
+        self, job_id: str, argv: Sequence[str], stall_s: float = _STALL_S
+    ) -> None:
+        head, pid = os.uname().nodename, os.getpid()
+        self._job = JobInfo(job_id, tuple(argv), time.time(), head, pid, restarts=0)
+        self._stall_s = stall_s
+        self._rows: Callable[[], Iterable[WorkerInfo]] = tuple
+        self._statuses: dict[int, tuple[str, float]] = {}  # with when it was true
+        self._version, self._line, self._built_at_s = 0, b"", 0.0
+        self._readers: list[_Reader] = []
+        for other in own_directories(PREFIX):
+            if remove_stale(other):
+                remove(other)
+        self.directory = temporary_directory() / f"{PREFIX}{os.urandom(8).hex()}"
+        self.directory.mkdir(mode=0o700)
+        try:
+            self._listener = listen(self.directory / SOCKET)
+        except OSError:
+            remove(self.directory)
+            raise
+        self._listener.setblocking(False)  # noqa: FBT003  the socket's own method
+
+    def begin(self, epoch: int, rows: Callable[[], Iterable[WorkerInfo]]) -> None:
+        """Serve another start of the job; ``rows`` returns its workers, no statuses."""
+        self._job, self._rows = self._job._replace(restarts=epoch), rows
+        self._statuses.clear()
+
+    def on_statuses(self, statuses: messages.Statuses) -> None:
+        now_s = time.monotonic()
+        for worker, text, age_s in statuses.statuses:
+            with suppress(ValueError, RecursionError):  # whatever a rank may write
+                if isinstance(json.loads(text, parse_constant=_refuse), dict):
+                    self._statuses[worker] = text, now_s - age_s
+
+    @property
+    def due_s(self) -> float:
+        """When ``advance`` must be called at the latest, on the monotonic clock."""
+        return min((self._due_of(each) for each in self._readers), default=float("inf"))
+
+    def watched(self) -> Iterator[tuple[int, int, Callable[[], object]]]:
+        yield self._listener.fileno(), select.POLLIN, self._accept
+        for reader in self._readers:
+            events = select.POLLIN | (select.POLLOUT if reader.unsent else 0)
+            yield reader.sock.fileno(), events, lambda of=reader: self._serve(of)
+
+    def advance(self) -> None:
+        """Give readers that have taken all the newest table; drop those that stall."""
+        now_s = time.monotonic()
+        for reader in [each for each in self._readers if now_s >= self._due_of(each)]:
+            if reader.unsent:
+                self._write(reader)  # it may have read since the loop's last turn
+                if now_s >= self._due_of(reader):
+                    self._drop(reader)
+                continue
+            if now_s >= self._built_at_s + _EVERY_S:
+                self._build(now_s)
+            reader.unsent = memoryview(self._line)
+            reader.next_at_s, reader.took_at_s = now_s + _EVERY_S, now_s
+            self._write(reader)
+
+    def close(self) -> None:
+        for reader in list(self._readers):
+            self._drop(reader)
+        self._listener.close()
+        remove(self.directory)
+
+    def _due_of(self, reader: _Reader) -> float:
+        return reader.took_at_s + self._stall_s if reader.unsent else reader.next_at_s
+
+    def _build(self, now_s: float) -> None:
+        self._version, self._built_at_s = self._version + 1, now_s
+        workers: list[str] = []
+        for row in self._rows():
+            text, at_s = self._statuses.get(row.worker, ("null", now_s))
+            aged = row._replace(status_age_s=round(now_s - at_s, 3))
+            # The status, which is last, stays the text that it came as.
+            known = json.dumps(aged._asdict()).removesuffix("null}")
+            workers.append(known + text + "}")
+        head = f'{{"version": {self._version}, "job": {json.dumps(self._job._asdict())}'
+        line = f'{head}, "workers": [{", ".join(workers)}]}}\n'
+        self._line = line.encode(errors="replace")
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it has gone again, or no descriptor is free
+            sock, _ = self._listener.accept()
+            if not is_own(sock) or len(self._readers) >= _MAX_READERS:
+                sock.close()
+                return
+            sock.setblocking(False)  # noqa: FBT003  the socket's own method
+            self._readers.append(_Reader(sock))
+
+    def _serve(self, reader: _Reader) -> None:
+        if reader not in self._readers:
+            return  # it was dropped after the poll had seen it ready
+        self._write(reader)
+        with suppress(BlockingIOError):
+            try:
+                is_there = bool(reader.sock.recv(_READ_BYTES))
+            except ConnectionError:
+                is_there = False
+            if not is_there:
+                self._drop(reader)
+
+    def _write(self, reader: _Reader) -> None:
+        with suppress(BlockingIOError, ConnectionError):  # its end is read
+            while reader.unsent:
+                reader.unsent = reader.unsent[reader.sock.send(reader.unsent) :]
+                reader.took_at_s = time.monotonic()
+
+    def _drop(self, reader: _Reader) -> None:
+        if reader in self._readers:
+            self._readers.remove(reader)
+            reader.sock.close()
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,76 @@
+"""What this user's jobs on this host do now: the library behind ``ronde ps``.
+
+    for job in list_jobs():
+        for now in watch(job.socket):  # about once a second, until the job is over
+            print(now.version, [row.status and row.status.step for row in now.workers])
+
+A controller serves its job's table on a unix socket in a private directory of its user.
+Each line there is one version: a JSON object of the fields of a ``JobStatus``.
+"""
+
+import json
+from collections.abc import Generator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from ronde.errors import LaunchError
+from ronde.launch.job.status import PREFIX, SOCKET
+from ronde.plain_values import PlainValueError, from_plain
+from ronde.status.table import JobInfo, JobStatus, WorkerInfo
+from ronde.status.values import decode_status
+from ronde.store.local_socket import dial, own_directories, remove, remove_stale
+
+_ANSWER_S = 10.0
+
+
+def find_sockets() -> list[Path]:
+    """Return the sockets of this user's jobs on this host; remove stale ones."""
+    found: list[Path] = []
+    for directory in own_directories(PREFIX):
+        if remove_stale(directory):
+            remove(directory)
+        elif (path := directory / SOCKET).is_socket():
+            found.append(path)
+    return sorted(found)
+
+
+def list_jobs() -> list[JobStatus]:
+    """Return the newest table of each of this user's jobs on this host.
+
+    A job that ends meanwhile is left out, and so is one that does not answer.
+    """
+    found: list[JobStatus] = []
+    for path in find_sockets():
+        with suppress(OSError), closing(watch(path)) as versions:
+            found += [next(versions)]
+    return sorted(found, key=lambda each: each.job.started_at)
+
+
+def watch(socket: Path) -> Generator[JobStatus]:
+    """Yield the newest version of a table, about once a second, until the job is over.
+
+    Raises:
+        OSError: The job is gone, another user's, or does not answer for 10 s.
+        LaunchError: What answers is another version of ronde.
+    """
+    with dial(str(socket), _ANSWER_S) as sock, sock.makefile("rb") as lines:
+        for line in lines:
+            yield _decode(socket, line)
+
+
+def _decode(socket: Path, line: bytes) -> JobStatus:
+    try:
+        plain: dict[str, Any] = json.loads(line)
+        workers = [
+            from_plain(WorkerInfo, {**row, "status": None})._replace(
+                status=decode_status(row["status"])
+            )
+            for row in plain["workers"]
+        ]
+        job = from_plain(JobInfo, plain["job"])
+        return JobStatus(socket, int(plain["version"]), job, tuple(workers))
+    except (ValueError, KeyError, TypeError, PlainValueError) as error:
+        raise LaunchError(
+            f"{socket} was written by another version of ronde: {error}"
+        ) from None

@@ -1,0 +1,151 @@
+"""Jobs that run and what their ranks do now, as text."""
+
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from ronde.launch.job.failure import signal_name
+from ronde.render.text import WIDTH, align, format_ranks, shorten
+from ronde.status.table import JobStatus, WorkerInfo
+from ronde.status.values import UNKNOWN
+from ronde.units import counted, format_duration, grouped
+
+_MOST_ROWS = 32
+_MOST_HOSTS = 20
+_MOST_OUTLIERS = 5
+_LONG_S = 1.0  # what a collective of a healthy job hardly takes
+_HOST_LETTERS = 14
+_DOING_LETTERS = 26
+_AWAITED_LETTERS = 16
+_RANK_TITLES = ("rank", "host", "pid", "step", "now", "for", "waits for")
+_HOST_TITLES = ("host", "ranks", "steps", "waiting", "longest", "waits for")
+_RIGHT = ("rank", "pid", "step", "for", "ranks", "steps", "waiting", "longest")
+
+Awaited = Mapping[int, Sequence[int]]
+
+
+def draw_jobs(jobs: Sequence[JobStatus], *, is_complete: bool = False) -> str:
+    """Return jobs with their ranks; of many only hosts and outliers."""
+    if not jobs:
+        return "No job of yours runs on this host.\n"
+    return "\n".join(_draw_job(job, is_complete=is_complete) for job in jobs)
+
+
+def _draw_job(job: JobStatus, *, is_complete: bool) -> str:
+    workers, awaited = job.workers, job.find_awaited()
+    hosts = dict.fromkeys(each.host for each in workers)
+    where = next(iter(hosts), "") if len(hosts) == 1 else counted(len(hosts), "host")
+    took = format_duration(max(0.0, time.time() - job.job.started_at))
+    restarts = counted(job.job.restarts, "restart")
+    text = f"job {job.job.job_id}: {shlex.join(job.job.command)}"
+    lines = [
+        shorten(text, WIDTH - 3),
+        f"{counted(len(workers), 'rank')} on {where}, for {took}"
+        + (f", {restarts}" if job.job.restarts else ""),
+        "",
+    ]
+    if is_complete or len(workers) <= _MOST_ROWS:
+        return "\n".join(lines) + "\n" + _draw_ranks(workers, awaited)
+    text = "\n".join(lines) + "\n" + _draw_hosts(workers, awaited)
+    if outliers := _find_outliers(workers, awaited):
+        text += "\nThe ranks to look at first:\n" + _draw_ranks(outliers, awaited)
+    return text + "ronde ps --all shows all ranks.\n"
+
+
+def _draw_ranks(workers: Iterable[WorkerInfo], awaited: Awaited) -> str:
+    ordered = sorted(workers, key=lambda w: (w.rank is None, w.rank, w.worker))
+    return align([_RANK_TITLES, *(_row(w, awaited) for w in ordered)], right=_RIGHT)
+
+
+def _row(worker: WorkerInfo, awaited: Awaited) -> tuple[str, ...]:
+    return (
+        "-" if worker.rank is None else str(worker.rank),
+        shorten(worker.host, _HOST_LETTERS),
+        str(worker.pid or "-"),
+        "-" if _step_of(worker) == UNKNOWN else str(_step_of(worker)),
+        shorten(_describe(worker), _DOING_LETTERS),
+        _format_age(worker.collective_age_s),
+        _format_awaited([worker], awaited),
+    )
+
+
+def _describe(worker: WorkerInfo) -> str:
+    """Return what a worker is in: a collective, or a state."""
+    code = worker.exit_code
+    if worker.state == "ended" and code is not None:
+        return signal_name(-code) if code < 0 else f"ended with {code}"
+    if worker.state != "running":
+        return "host lost" if worker.state == "lost" else worker.state
+    if worker.status is None:
+        return "reports nothing"
+    if worker.collective is None:
+        return "not in a collective"
+    return worker.collective.name
+
+
+def _format_age(age_s: float) -> str:
+    return format_duration(age_s) if age_s else ""
+
+
+def _awaited_by(workers: Iterable[WorkerInfo], awaited: Awaited) -> set[int]:
+    """Return the ranks that some workers have waited for long."""
+    late = [each for each in workers if each.collective_age_s >= _LONG_S]
+    return {rank for each in late for rank in awaited.get(each.worker, ())}
+
+
+def _format_awaited(workers: Iterable[WorkerInfo], awaited: Awaited) -> str:
+    ranks = _awaited_by(workers, awaited)
+    return shorten(format_ranks(ranks), _AWAITED_LETTERS) if ranks else ""
+
+
+def _step_of(worker: WorkerInfo) -> int:
+    return UNKNOWN if worker.status is None else worker.status.step
+
+
+def _draw_hosts(workers: Sequence[WorkerInfo], awaited: Awaited) -> str:
+    by_host = grouped((each.host, each) for each in workers)
+    longest = {
+        host: max(each.collective_age_s for each in own)
+        for host, own in by_host.items()
+    }
+    rows: list[tuple[str, ...]] = []
+    for host, own in by_host.items():
+        steps = [step for each in own if (step := _step_of(each)) != UNKNOWN]
+        span = (
+            f"{min(steps)}-{max(steps)}"
+            if len({*steps}) > 1
+            else f"{steps[0]}"
+            if steps
+            else "-"
+        )
+        waiting = sum(each.collective_age_s >= _LONG_S for each in own)
+        rows.append(
+            (
+                shorten(host, 24),
+                str(len(own)),
+                span,
+                str(waiting),
+                _format_age(longest[host]),
+                _format_awaited(own, awaited),
+            )
+        )
+    text = align([_HOST_TITLES, *rows[:_MOST_HOSTS]], right=_RIGHT)
+    if left := len(rows) - _MOST_HOSTS:
+        text += f"and {counted(left, 'more host')}\n" if left > 0 else ""
+    return text
+
+
+def _find_outliers(workers: Sequence[WorkerInfo], awaited: Awaited) -> list[WorkerInfo]:
+    """Return ranks that others wait for, that ended, lag in steps or wait longest."""
+    late = _awaited_by(workers, awaited)
+    steps = [_step_of(each) for each in workers if _step_of(each) != UNKNOWN]
+    least, most = min(steps, default=0), max(steps, default=0)
+    ordered = sorted(workers, key=lambda each: -each.collective_age_s)
+    groups = (
+        [each for each in workers if each.rank in late],
+        [each for each in workers if each.state in ("ended", "lost")],
+        [each for each in workers if _step_of(each) == least < most],
+        [each for each in ordered if each.collective_age_s >= _LONG_S],
+    )
+    found = {each.worker: each for own in groups for each in own[:_MOST_OUTLIERS]}
+    return list(found.values())

@@ -1,0 +1,12 @@
+"""What a rank is doing now, and the thread that reports it to the launcher."""
+
+from ronde.lazy_exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "reporter": "Part StatusReporter add_source",
+        "table": "JobInfo JobStatus WorkerInfo",
+        "values": "PendingCollective RankStatus UNKNOWN decode_status encode_status",
+    },
+)

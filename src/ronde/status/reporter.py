@@ -1,0 +1,118 @@
+"""The thread of a rank that reports its status to the launcher.
+
+Note [What a status costs]
+    One thread looks once a second at tables that are there anyway, and writes a line of
+    some hundred bytes if something has changed or five seconds have passed. It never
+    blocks: a line that the agent does not take now is dropped, and the next one
+    replaces it. Nothing on the path of an operation knows of it. Without a channel, or
+    with ``RONDE_STATUS=0``, there is no thread.
+"""
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from weakref import WeakMethod
+
+from ronde.status.values import UNKNOWN, PendingCollective, RankStatus, encode_status
+from ronde.world.environment import own_or, read_channel, send_to_agent
+
+_EVERY_S = 1.0
+_AT_LEAST_EVERY_S = 5.0
+_MOST_COLLECTIVES = 8
+_MOST_LETTERS = 120
+_NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+class Part(NamedTuple):
+    """What one source contributes to a status."""
+
+    collectives: Sequence[PendingCollective] = ()
+    step: int = UNKNOWN  # of an optimizer: how many it has applied here
+    job_step: int = UNKNOWN  # of an elastic job, which counts before an optimizer's
+    progress: Mapping[str, float] = _NOTHING
+
+
+class StatusReporter:
+    """Samples sources, which are bound methods and are not kept alive by it."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()  # a fork has no thread, and reports nothing
+        self._sources: list[WeakMethod[Callable[[], Part]]] = []
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        threading.Thread(target=self._run, name="ronde-status", daemon=True).start()
+
+    def add(self, source: Callable[[], Part]) -> None:
+        alive = [each for each in self._sources if each() is not None]
+        self._sources = [*alive, WeakMethod(source)]
+
+    def sample(self) -> RankStatus:
+        """Return the status of now."""
+        found = [source for each in self._sources if (source := each()) is not None]
+        parts = [source() for source in found]
+        collectives = [each for part in parts for each in part.collectives]
+        collectives.sort(key=lambda each: -each.age_s)
+        shown = [
+            each._replace(name=each.name[:_MOST_LETTERS])
+            for each in collectives[:_MOST_COLLECTIVES]
+        ]
+        step = max((part.step for part in parts), default=UNKNOWN)
+        job_step = max((part.job_step for part in parts), default=UNKNOWN)
+        progress = {n: v for part in parts for n, v in part.progress.items()}
+        return RankStatus(
+            pid=self.pid,
+            step=step if job_step == UNKNOWN else job_step,
+            collectives=tuple(shown),
+            num_collectives=len(collectives),
+            rss_bytes=self._read_rss(),
+            device_bytes=_read_device_bytes(),
+            progress=progress,
+        )
+
+    def _run(self) -> None:
+        with suppress(Exception):  # no rank fails, or writes a traceback, for this
+            pause = threading.Event()
+            sent, sent_at_s = None, 0.0
+            while (channel := read_channel()) is not None and channel.fd >= 0:
+                status, now_s = self.sample(), time.monotonic()
+                keys = [each.key for each in status.collectives]
+                news = status.step, keys, status.num_collectives, status.progress
+                is_due = news != sent or now_s >= sent_at_s + _AT_LEAST_EVERY_S
+                if is_due and send_to_agent(f"status {encode_status(status)}"):
+                    sent, sent_at_s = news, now_s
+                pause.wait(_EVERY_S)
+
+    def _read_rss(self) -> int:
+        try:
+            with open("/proc/self/statm", "rb") as file:  # noqa: PTH123  it is quicker
+                return int(file.read().split()[1]) * self._page_bytes
+        except (OSError, ValueError, IndexError):
+            return 0
+
+
+def _read_device_bytes() -> int:
+    # Never imported for this: a program without torch has none.
+    torch: Any = sys.modules.get("torch")
+    with suppress(AttributeError, RuntimeError):  # torch is being imported, or broken
+        if torch is not None and torch.cuda.is_initialized():
+            return torch.cuda.memory_allocated()
+    return 0
+
+
+def add_source(source: Callable[[], Part]) -> None:
+    """Have this rank's status include what a bound method returns, in any thread."""
+    reporter = _own_reporter()
+    if reporter is not None and reporter.pid == os.getpid():
+        reporter.add(source)
+
+
+@functools.cache
+def _own_reporter() -> StatusReporter | None:
+    channel = read_channel()
+    is_off = own_or(None).get("RONDE_STATUS") == "0"
+    return None if channel is None or channel.fd < 0 or is_off else StatusReporter()

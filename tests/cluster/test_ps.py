@@ -1,0 +1,61 @@
+"""``ronde ps`` on the host of ``ronde run``, for a job on three hosts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.limits import HANG_S
+from tests.timed import impatient_ronde
+
+pytestmark = pytest.mark.waits
+
+RANK = """
+import os, signal
+from ronde.status import RankStatus, encode_status
+from ronde.world.environment import send_to_agent
+step, progress = 7 + int(os.environ["RANK"]), {"loss": 0.5}
+status = RankStatus(os.getpid(), step, (), 0, 0, 0, progress)
+assert send_to_agent(f"status {encode_status(status)}")
+print("there", flush=True)
+signal.pause()
+"""
+ENV = {"PATH": os.defpath, "HOME": str(Path.home())}
+
+
+def ps(cluster, host):
+    words = [sys.executable, "-m", "ronde", "ps", "--json"]
+    done = cluster.run(host, words, env=ENV, timeout_s=HANG_S)
+    assert done.returncode == 0, done.stderr
+    jobs = json.loads(done.stdout)["jobs"]
+    return [job for job in jobs if job["command"][-1] == RANK]
+
+
+def test_ranks_of_all_hosts_are_listed_where_the_job_was_started(cluster):
+    words = [*impatient_ronde(), "run", "-H", "node1:1,node2:1,node3:1"]
+    words += ["--ssh-args", f"-F {cluster.ssh_config}", "--grace", "2s"]
+    with cluster.start(
+        cluster.hosts[0],
+        [*words, "--no-prefix", "--", sys.executable, "-c", RANK],
+        env=ENV,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert [process.stdout.readline() for _ in range(3)] == ["there\n"] * 3
+            workers = [{"status": None}]
+            while not all(each["status"] for each in workers):
+                assert process.poll() is None
+                workers = [
+                    w for job in ps(cluster, cluster.hosts[0]) for w in job["workers"]
+                ]
+            hosts = [each["host"] for each in workers]
+            assert hosts == ["node1", "node2", "node3"]
+            assert [each["status"]["step"] for each in workers] == [7, 8, 9]
+            assert workers[2]["status"]["progress"] == {"loss": 0.5}
+        finally:
+            process.terminate()
+            assert process.wait(HANG_S) == 143

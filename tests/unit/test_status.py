@@ -1,0 +1,216 @@
+"""Statuses as values, the table's readers, and what ``ronde ps`` draws of them."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from select import POLLOUT
+
+import pytest
+from tests.limits import HANG_S
+
+from ronde.errors import LaunchError
+from ronde.launch import (
+    Statuses,
+    StatusService,
+    StatusText,
+    find_sockets,
+    wait_for,
+    watch,
+)
+from ronde.render import draw_jobs
+from ronde.status import (
+    UNKNOWN,
+    JobInfo,
+    JobStatus,
+    PendingCollective,
+    RankStatus,
+    WorkerInfo,
+    decode_status,
+    encode_status,
+)
+
+JOB = JobInfo("20261129-1", ("python", "train.py"), 0.0, "node0", 7, 0)
+
+
+def collective(name="x", age_s=5.0, ranks=()):
+    return PendingCollective(name, "all", "allreduce", 0, 64, age_s, ranks)
+
+
+def status(*collectives, step=10):
+    num = len(collectives)
+    return RankStatus(9, step, tuple(collectives), num, 1 << 20, 0, {})
+
+
+def worker(rank, found=None, state="running", code=None, age_s=0.5):
+    host = f"node{rank // 8}"
+    return WorkerInfo(rank, rank, host, 100 + rank, state, code, age_s, found)
+
+
+def table(*workers):
+    return JobStatus(Path("socket"), 1, JOB, workers)
+
+
+def test_a_collective_waits_for_ranks_that_are_known_not_to_be_in_it():
+    job = table(
+        worker(0, status(collective())),
+        worker(1, status(collective())),
+        worker(2, status()),  # elsewhere
+        worker(3, status(collective("y"))),  # in another one
+        worker(4),  # reports nothing
+        worker(5, status(collective()), "ended", 3),
+        worker(6, status(), age_s=9.0),  # was elsewhere before it began
+        worker(7, None, "lost"),
+    )
+    awaited = job.find_awaited()
+    assert awaited[0] == awaited[1] == (2, 3, 5, 7)
+    assert awaited[3] == (0, 1, 2, 5, 7)
+    assert awaited.keys() == {0, 1, 3}
+
+
+def test_a_collective_of_some_ranks_waits_for_those_alone():
+    of_two, unknown = collective(ranks=(0, 2)), collective(ranks=(UNKNOWN,))
+    job = table(
+        worker(0, status(of_two)), worker(1, status()), worker(2, status(unknown))
+    )
+    assert job.find_awaited() == {0: ()}
+    job = table(worker(0, status(of_two)), worker(1, status()), worker(2, status()))
+    assert job.find_awaited() == {0: (2,)}
+
+
+def test_a_rank_is_in_a_collective_for_as_long_as_it_reports_no_other():
+    assert worker(0, status(collective(age_s=0.01))).collective_age_s == 0.01
+    silent = worker(0, status(collective(age_s=0.5)), age_s=4.0)
+    assert silent.collective_age_s == 4.5
+    assert worker(0, status()).collective_age_s == 0.0
+
+
+def test_a_status_is_one_line_that_the_kernel_takes_whole():
+    long = [collective(f"{'é' * 200}{n}", ranks=tuple(range(2000))) for n in range(8)]
+    whole, cut = status(collective()), encode_status(status(*long))
+    assert decode_status(json.loads(encode_status(whole))) == whole
+    assert len(cut) <= 8 << 10
+    found = decode_status(json.loads(cut))
+    assert found.num_collectives == 8
+    assert [each.ranks for each in found.collectives] == [(UNKNOWN,)]
+    assert decode_status({"step": 3}) is None
+
+
+def test_few_ranks_are_drawn_one_a_line():
+    drawn = draw_jobs(
+        [
+            table(
+                worker(0, status(collective("gradients.layer1.weight"))),
+                worker(1, status(step=9)),
+                worker(2),
+                worker(3, None, "ended", -9),
+            )
+        ]
+    )
+    assert max(map(len, drawn.splitlines())) <= 80
+    rows = [line.split() for line in drawn.splitlines()[4:]]
+    assert rows[0][:5] == ["0", "node0", "100", "10", "gradients.layer1.weight"]
+    assert rows[0][5:] == ["5s", "1,", "3"]
+    assert rows[1] == ["1", "node0", "101", "9", "not", "in", "a", "collective"]
+    assert rows[2][4:] == ["reports", "nothing"]
+    assert rows[3][4:] == ["SIGKILL"]
+    assert draw_jobs([]) == "No job of yours runs on this host.\n"
+
+
+def test_of_many_ranks_hosts_and_outliers_are_drawn():
+    own = [worker(n, status(collective(age_s=30.0))) for n in range(1000)]
+    own[612] = worker(612, status(step=9))
+    drawn = draw_jobs([table(*own)])
+    lines = drawn.splitlines()
+    assert len(lines) < 45
+    assert max(map(len, lines)) <= 80
+    assert "and 105 more hosts" in lines
+    outliers = lines[lines.index("The ranks to look at first:") + 2 : -1]
+    assert any(line.split()[:4] == ["612", "node76", "712", "9"] for line in outliers)
+    assert len(draw_jobs([table(*own)], is_complete=True).splitlines()) == 1004
+
+
+ROWS = tuple(worker(n, age_s=0.0) for n in range(2000))
+
+
+@pytest.fixture
+def service():
+    found = StatusService("a job", ("sleep", "100"), stall_s=0.5)
+    found.begin(1, lambda: ROWS)
+    with closing(found):
+        yield found
+
+
+def serve(service, is_done):
+    """Turn the service's loop, which never waits for a reader."""
+    ends_at_s = time.monotonic() + HANG_S
+    while not is_done():
+        assert time.monotonic() < ends_at_s
+        service.advance()
+        serving = {fd: call for fd, _, call in service.watched()}
+        writable = [fd for fd, events, _ in service.watched() if events & POLLOUT]
+        for fd in wait_for(list(serving), writable, 0.01):
+            serving[fd]()
+
+
+def own_socket(service):
+    return next(path for path in find_sockets() if path.parent == service.directory)
+
+
+def test_a_reader_that_stalls_or_dies_slows_nobody(service):
+    """One reads, one never reads, one dies at once: the first gets new versions."""
+    text = encode_status(status(collective()))
+    service.take(Statuses(tuple(StatusText(n, text, 0.5) for n in range(1000))))
+    for bad in ("[" * 4000, "[]", "no JSON", '{"step": NaN}'):
+        service.take(Statuses((StatusText(1999, bad, 0.0),)))
+    path, lines = own_socket(service), []
+    reading, stalled, dead = (socket.socket(socket.AF_UNIX) for _ in range(3))
+    with reading, stalled:
+        for each in (reading, stalled, dead):
+            each.connect(str(path))
+        dead.close()
+        reading.setblocking(False)
+        unread = b""
+
+        def has_read_three():
+            nonlocal unread
+            while wait_for([reading.fileno()], [], 0):
+                data = reading.recv(1 << 20)
+                assert data, "it was dropped"
+                *complete, unread = (unread + data).split(b"\n")
+                lines.extend(complete)
+            return len(lines) >= 3
+
+        serve(service, has_read_three)
+        # Of the one that stalled only what its socket took is left, and then its end.
+        serve(service, lambda: len(list(service.watched())) == 2)
+        rest = stalled.makefile("rb").read()
+    assert b"\n" not in rest
+    versions = [json.loads(line) for line in lines]
+    numbers = [each["version"] for each in versions]
+    assert numbers == sorted(set(numbers))
+    rows = versions[0]["workers"]
+    assert decode_status(rows[999]["status"]) == status(collective())
+    assert [rows[1000]["status"], rows[1999]["status"]] == [None, None]
+    assert versions[0]["job"]["restarts"] == 1
+
+
+def test_a_table_of_another_version_is_refused(tmp_path):
+    path = tmp_path / "status"
+    plain = {**JOB._asdict(), "new": 1}
+    line = json.dumps({"version": 1, "job": plain, "workers": []}) + "\n"
+
+    def answer():
+        with listener.accept()[0] as sock:
+            sock.sendall(line.encode())
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(LaunchError, match="another version of ronde"):
+            next(watch(path))
+        thread.join()
