@@ -162,7 +162,7 @@ def own_socket(service):
 def test_a_reader_that_stalls_or_dies_slows_nobody(service):
     """One reads, one never reads, one dies at once: the first gets new versions."""
     text = encode_status(status(collective()))
-    service.take(Statuses(tuple(StatusText(n, text, 0.5) for n in range(1000))))
+    service.on_statuses(Statuses(tuple(StatusText(n, text, 0.5) for n in range(1000))))
     for bad in ("[" * 4000, "[]", "no JSON", '{"step": NaN}'):
         service.take(Statuses((StatusText(1999, bad, 0.0),)))
     path, lines = own_socket(service), []
