@@ -128,7 +128,7 @@ def test_a_signal_amid_the_first_imports_has_its_exit_code(
 ):
     # It is imported in the place of Python's own.
     text = f"import os, signal; os.kill(os.getpid(), signal.SIG{name})"
-    (tmp_path / "resource.py").write_text(text)
+    (tmp_path / "select.py").write_text(text)
     done = ronde(verb, "true", env={"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stderr) == (code, b"")
 
