@@ -115,7 +115,7 @@ def test_few_ranks_are_drawn_one_a_line():
     assert rows[0][5:] == ["5s", "1,", "3"]
     assert rows[1] == ["1", "node0", "101", "9", "not", "in", "a", "collective"]
     assert rows[2][4:] == ["reports", "nothing"]
-    assert rows[3][4:] == ["SIGKILL"]
+    assert rows[3][4:] == ["killed", "by", "SIGKILL"]
     assert draw_jobs([]) == "No job of yours runs on this host.\n"
 
 
@@ -127,6 +127,7 @@ def test_of_many_ranks_hosts_and_outliers_are_drawn():
     assert len(lines) < 45
     assert max(map(len, lines)) <= 80
     assert "and 105 more hosts" in lines
+    assert lines[4].split() == ["node76", "8", "9-10", "7", "30s", "612"]
     outliers = lines[lines.index("The ranks to look at first:") + 2 : -1]
     assert any(line.split()[:4] == ["612", "node76", "712", "9"] for line in outliers)
     assert len(draw_jobs([table(*own)], is_complete=True).splitlines()) == 1004

@@ -46,8 +46,9 @@ def _draw_job(job: JobStatus, *, is_complete: bool) -> str:
     ]
     if is_complete or len(workers) <= _MOST_ROWS:
         return "\n".join(lines) + "\n" + _draw_ranks(workers, awaited)
-    text = "\n".join(lines) + "\n" + _draw_hosts(workers, awaited)
-    if outliers := _find_outliers(workers, awaited):
+    outliers = _find_outliers(workers, awaited)
+    text = "\n".join(lines) + "\n" + _draw_hosts(workers, outliers, awaited)
+    if outliers:
         text += "\nThe ranks to look at first:\n" + _draw_ranks(outliers, awaited)
     return text + "ronde ps --all shows all ranks.\n"
 
@@ -73,9 +74,9 @@ def _describe(worker: WorkerInfo) -> str:
     """Return what a worker is in: a collective, or a state."""
     code = worker.exit_code
     if worker.state == "ended" and code is not None:
-        return signal_name(-code) if code < 0 else f"ended with {code}"
+        return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
     if worker.state != "running":
-        return "host lost" if worker.state == "lost" else worker.state
+        return "lost with its host" if worker.state == "lost" else worker.state
     if worker.status is None:
         return "reports nothing"
     if worker.collective is None:
@@ -102,37 +103,32 @@ def _step_of(worker: WorkerInfo) -> int:
     return UNKNOWN if worker.status is None else worker.status.step
 
 
-def _draw_hosts(workers: Sequence[WorkerInfo], awaited: Awaited) -> str:
+def _draw_hosts(
+    workers: Sequence[WorkerInfo], outliers: Sequence[WorkerInfo], awaited: Awaited
+) -> str:
+    """Return a line a host; of too many, the hosts of outliers first."""
     by_host = grouped((each.host, each) for each in workers)
-    longest = {
-        host: max(each.collective_age_s for each in own)
-        for host, own in by_host.items()
-    }
-    rows: list[tuple[str, ...]] = []
-    for host, own in by_host.items():
-        steps = [step for each in own if (step := _step_of(each)) != UNKNOWN]
-        span = (
-            f"{min(steps)}-{max(steps)}"
-            if len({*steps}) > 1
-            else f"{steps[0]}"
-            if steps
-            else "-"
-        )
-        waiting = sum(each.collective_age_s >= _LONG_S for each in own)
-        rows.append(
-            (
-                shorten(host, 24),
-                str(len(own)),
-                span,
-                str(waiting),
-                _format_age(longest[host]),
-                _format_awaited(own, awaited),
-            )
-        )
-    text = align([_HOST_TITLES, *rows[:_MOST_HOSTS]], right=_RIGHT)
-    if left := len(rows) - _MOST_HOSTS:
-        text += f"and {counted(left, 'more host')}\n" if left > 0 else ""
-    return text
+    hosts, left = list(by_host), len(by_host) - _MOST_HOSTS
+    if left > 0:
+        hosts = list(dict.fromkeys([*(each.host for each in outliers), *hosts]))
+    rows = [_host_row(host, by_host[host], awaited) for host in hosts[:_MOST_HOSTS]]
+    text = align([_HOST_TITLES, *rows], right=_RIGHT)
+    return text + (f"and {counted(left, 'more host')}\n" if left > 0 else "")
+
+
+def _host_row(
+    host: str, own: Sequence[WorkerInfo], awaited: Awaited
+) -> tuple[str, ...]:
+    steps = sorted({step for each in own if (step := _step_of(each)) != UNKNOWN})
+    ages_s = [each.collective_age_s for each in own]
+    return (
+        shorten(host, _HOST_LETTERS),
+        str(len(own)),
+        "-".join(str(step) for step in dict.fromkeys((*steps[:1], *steps[-1:]))) or "-",
+        str(sum(age_s >= _LONG_S for age_s in ages_s)),
+        _format_age(max(ages_s)),
+        _format_awaited(own, awaited),
+    )
 
 
 def _find_outliers(workers: Sequence[WorkerInfo], awaited: Awaited) -> list[WorkerInfo]:

@@ -4,7 +4,8 @@ Note [Stacks]: an agent gives each rank the path of a file in memory, and a star
 module on its ``PYTHONPATH`` (``startup/sitecustomize.py``) that has ``faulthandler``
 write all stacks there on one signal. That works in a call into C too, and while another
 thread holds the interpreter. A process is signalled only if it holds that file open and
-catches that signal; of others the state in the kernel is shown.
+catches that signal; of others the state in the kernel is shown. A rank's channel would
+not do: see Note [One channel a rank] in ``world.environment``.
 """
 
 import os
