@@ -165,7 +165,7 @@ def test_a_reader_that_stalls_or_dies_slows_nobody(service):
     text = encode_status(status(collective()))
     service.on_statuses(Statuses(tuple(StatusText(n, text, 0.5) for n in range(1000))))
     for bad in ("[" * 4000, "[]", "no JSON", '{"step": NaN}'):
-        service.take(Statuses((StatusText(1999, bad, 0.0),)))
+        service.on_statuses(Statuses((StatusText(1999, bad, 0.0),)))
     path, lines = own_socket(service), []
     reading, stalled, dead = (socket.socket(socket.AF_UNIX) for _ in range(3))
     with reading, stalled:

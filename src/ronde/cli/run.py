@@ -47,13 +47,8 @@ from ronde.launch.host import (
 )
 from ronde.launch.hosts.node import EXIT_INTERNAL, AgentStarter
 from ronde.launch.job import controller
-from ronde.launch.job.output import (
-    ErrorFile,
-    JobFile,
-    OutputSink,
-    RankLogs,
-    write_report,
-)
+from ronde.launch.job.job_files import ErrorFile, RankLogs, write_report
+from ronde.launch.job.output import JobFile, OutputSink
 from ronde.launch.job.plan import JobSpec
 from ronde.launch.limits import ELASTIC, USUAL, Timeouts
 from ronde.launch.program import absolute_path
