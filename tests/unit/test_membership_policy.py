@@ -437,7 +437,7 @@ def test_three_failures_of_a_host_within_ten_minutes_bar_it():
     env.run(lambda: len(ranks(env)) == 4)
 
 
-def test_a_spare_on_a_barred_host_waits_until_that_ends():
+def test_a_spare_on_a_blacklisted_host_waits_until_that_ends():
     env = running(Rules(1, 3, spares=1), a=2, b=2)
     for _ in range(3):
         env.run(lambda: any(p.doing is Doing.WAITING for p in env.processes.values()))
