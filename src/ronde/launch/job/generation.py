@@ -24,7 +24,6 @@ from ronde.launch.job.failure import (
 )
 from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interrupter
 from ronde.launch.wire import messages
-from ronde.units import counted
 
 if TYPE_CHECKING:
     from ronde.status.table import WorkerInfo
@@ -289,7 +288,8 @@ class Generation(Handler):
         if all(worker.pid for worker in self.workers.values()):
             for node in self.nodes:
                 node.watch(is_watched=True)
-            self._loop.progress.end(f"{counted(len(self.workers), 'rank')} started")
+            size = len(self.workers)
+            self._loop.progress.end(f"{size} of {size} ranks started")
             if not self._has_status:
                 self._status_by_s = time.monotonic() + _STATUS_AFTER_S
 
