@@ -346,14 +346,15 @@ class RankChannels:
             self._texts.clear()
             self._num_bytes = 0
         now_s = time.monotonic()
-        if now_s >= self.due_s and not self._is_held_back:
-            found = [
-                messages.StatusText(rank, text, now_s - at_s)
-                for rank, (text, at_s) in self._statuses.items()
-            ]
-            self._sender.send(messages.Statuses(tuple(found)))
-            self._statuses.clear()
+        if now_s >= self.due_s:
             self._send_at_s = now_s + _STATUS_EVERY_S
+            if not self._is_held_back:
+                found = [
+                    messages.StatusText(rank, text, now_s - at_s)
+                    for rank, (text, at_s) in self._statuses.items()
+                ]
+                self._sender.send(messages.Statuses(tuple(found)))
+                self._statuses.clear()
 
     def finish(self, rank: int) -> None:
         """Pass on what a rank has written, and close its channel."""

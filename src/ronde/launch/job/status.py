@@ -139,16 +139,15 @@ class StatusService:
         if reader not in self._readers:
             return  # it was dropped after the poll had seen it ready
         self._write(reader)
-        with suppress(BlockingIOError):
-            try:
-                is_there = bool(reader.sock.recv(_READ_BYTES))
-            except ConnectionError:
-                is_there = False
-            if not is_there:
-                self._drop(reader)
+        try:
+            is_open = bool(reader.sock.recv(_READ_BYTES))
+        except OSError as error:
+            is_open = isinstance(error, BlockingIOError)
+        if not is_open:
+            self._drop(reader)
 
     def _write(self, reader: _Reader) -> None:
-        with suppress(BlockingIOError, ConnectionError):  # its end is read
+        with suppress(OSError):  # it takes no more now, or its end is read later
             while reader.unsent:
                 reader.unsent = reader.unsent[reader.sock.send(reader.unsent) :]
                 reader.took_at_s = time.monotonic()
