@@ -173,10 +173,11 @@ def test_a_spare_takes_the_lost_rank(ronde):
 
 
 def test_the_reset_limit_ends_the_job(ronde):
-    result = run(
-        ronde, {"1:3": "SIGKILL", "2:9": "SIGKILL"}, "--reset-limit", "1", last_view=9
-    )
-    assert result.returncode != 0
+    """The worker that took a rank is named by both."""
+    words = ("--reset-limit", "1", "--spares", "1", "-H", "localhost:5")
+    result = run(ronde, {"1:3": "SIGKILL", "4:9": "raise"}, *words, last_view=9)
+    assert result.returncode == 1
+    assert b"rank 1 (worker 4) failed first, after " in result.stderr
     assert any("exceeded limit: 1, the last time as" in line for line in lines(result))
 
 

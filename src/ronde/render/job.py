@@ -230,8 +230,9 @@ def _draw_cause(cause: RankEnd | LostHost) -> list[str]:
             f"it had {name_ranks(cause.ranks)}",
         ]
     how = "failed" if cause.status else "left"
+    also = f" (worker {cause.worker})" if cause.worker >= 0 else ""
     head = (
-        f"rank {cause.rank} {how} first, after {cause.at_s:.1f} s: "
+        f"rank {cause.rank}{also} {how} first, after {cause.at_s:.1f} s: "
         f"{describe_status(cause.status)} (pid {cause.pid} on {cause.host})"
     )
     if cause.was_stopped and not cause.is_crash:

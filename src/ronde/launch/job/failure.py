@@ -143,7 +143,7 @@ def _end(lines: Sequence[str], head: int) -> int:
 class RankEnd:
     """How one rank ended."""
 
-    rank: int
+    rank: int  # in an elastic job that of the last view
     host: str
     pid: int
     status: int  # exit code, or minus the number of the signal that ended it
@@ -153,6 +153,7 @@ class RankEnd:
     traceback: str = ""  # the Python traceback that is its last word there, or empty
     evidence: str = ""  # the kernel's, a core file or a lack of memory: half a sentence
     was_leaving: bool = False  # it was stopped, but seemed to end by itself before
+    worker: int = -1  # the id of a worker whose rank is another number
 
     @property
     def exit_code(self) -> int:

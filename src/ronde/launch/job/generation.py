@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
@@ -148,7 +148,12 @@ class Generation(Handler):
             for number, worker in self.workers.items()
             if worker.exited and number not in self.survived
         ]
-        lost = [host for host in self.lost if not self.survived >= {*host.ranks}]
+        rank_of = self._view.ranks
+        lost = [
+            replace(host, ranks=tuple(sorted(rank_of.get(n, n) for n in host.ranks)))
+            for host in self.lost
+            if not self.survived >= {*host.ranks}
+        ]
         return judge(ends, self._interrupted_by, lost)
 
     def _starting(self) -> list[str]:
@@ -394,7 +399,8 @@ class Generation(Handler):
 
     def end_of(self, exited: messages.Exited) -> RankEnd:
         """Return how a worker ended, by its agent and by its last words."""
-        worker = self.workers[exited.worker]
+        number, worker = exited.worker, self.workers[exited.worker]
+        rank = self._view.ranks.get(number, number)
         traceback, stopped_s = worker.tail.traceback(), exited.stopped_s
         began_s, was_leaving = exited.began_s, False
         if traceback and exited.status > 0 and not stopped_s:
@@ -406,7 +412,7 @@ class Generation(Handler):
             was_leaving = stopped_s - 2 * _CAUSE_WITHIN_S < first_s < stopped_s
             began_s = first_s if was_leaving else began_s
         return RankEnd(
-            rank=exited.worker,
+            rank=rank,
             host=worker.node.name,
             pid=worker.pid,
             status=exited.status,
@@ -416,6 +422,7 @@ class Generation(Handler):
             traceback=traceback,
             evidence=exited.evidence,
             was_leaving=was_leaving,
+            worker=-1 if rank == number else number,
         )
 
 
