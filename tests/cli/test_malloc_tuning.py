@@ -98,7 +98,7 @@ def malloc_variables(done):
 
 
 @pytest.mark.parametrize(
-    "size", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
+    "size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))]
 )
 def test_init_has_every_rank_keep_it(run_ranks_bare, size):
     counts = run_ranks_bare(size, count_of_rank, launcher="plain")

@@ -16,6 +16,8 @@ from ronde.launch import find_sockets, list_jobs, watch
 TRAIN = """
 import pathlib, sys, time
 import torch
+import torch.distributed as dist
+import ronde.process_group
 import ronde.torch as hvd
 
 hvd.init()
@@ -33,16 +35,11 @@ for step in range(6):
 while hvd.rank() == 0 and not pathlib.Path(sys.argv[2]).exists():
     time.sleep(0.01)
 hvd.allreduce(torch.ones(4), name="last")
-"""
-GROUP = """
-import pathlib, sys, time
-import torch.distributed as dist
-import ronde.process_group
 dist.init_process_group("ronde")
-group = dist.new_group([1, 3])
-while dist.get_rank() == 1 and not pathlib.Path(sys.argv[1]).exists():
+group = dist.new_group([0, 2])
+while dist.get_rank() == 0 and not pathlib.Path(sys.argv[3]).exists():
     time.sleep(0.01)
-if dist.get_rank() in (1, 3):
+if dist.get_rank() != 1:
     dist.barrier(group)
 dist.barrier()
 """
@@ -76,7 +73,7 @@ def statuses(table):
 
 
 def test_what_each_rank_does_is_listed_while_a_job_hangs(ronde, ronde_here, tmp_path):
-    script, files = tmp_path / "train.py", [tmp_path / "a", tmp_path / "b"]
+    script, files = tmp_path / "train.py", [tmp_path / name for name in "abc"]
     script.write_text(TRAIN)
     words = ("-n", "3", sys.executable, str(script), *map(str, files))
     with running(ronde, *words) as (process, path):
@@ -106,22 +103,15 @@ def test_what_each_rank_does_is_listed_while_a_job_hangs(ronde, ronde_here, tmp_
         last = table.workers[2].collective
         assert (last.name, last.num_bytes) == ("allreduce.last", 16)
         files[1].touch()
+        # Groups of torch.
+        expected = {1: (0, 2), 2: (0,)}
+        table = await_table(path, lambda each: each.find_awaited() == expected)
+        last = table.workers[2].collective
+        assert (last.kind, last.ranks, last.sequence) == ("barrier", (0, 2), 1)
+        files[2].touch()
         assert process.wait(HANG_S) == 0
     assert path not in find_sockets()
     assert not path.parent.exists()
-
-
-def test_groups_of_torch_show_what_they_wait_in(ronde, tmp_path):
-    script, file = tmp_path / "group.py", tmp_path / "file"
-    script.write_text(GROUP)
-    words = ("-n", "4", sys.executable, str(script), str(file))
-    with running(ronde, *words) as (process, path):
-        expected = {0: (1, 3), 2: (1, 3), 3: (1,)}
-        table = await_table(path, lambda each: each.find_awaited() == expected)
-        found = table.workers[3].collective
-        assert (found.kind, found.ranks, found.sequence) == ("barrier", (1, 3), 1)
-        file.touch()
-        assert process.wait(HANG_S) == 0
 
 
 def test_plain_programs_and_elastic_jobs_are_listed(ronde, ronde_here):

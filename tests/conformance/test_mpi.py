@@ -60,7 +60,8 @@ def assert_all_through(done, size):
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        *((3, "suite"), (4, "few")),
+        (3, "suite"),
+        pytest.param(4, "few", marks=pytest.mark.soak),
         *(pytest.param(size, "suite", marks=pytest.mark.long) for size in (1, 2, 4)),
     ],
 )
