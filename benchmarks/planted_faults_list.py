@@ -55,8 +55,8 @@ FAULTS = (
     ),
     Fault(
         "launch/host.py",
-        "replace(host, slots=num_each) if host.slots else host for host in hosts",
-        "replace(host, slots=num_each) for host in hosts",
+        "host._replace(slots=num_each) if host.slots else host for host in hosts",
+        "host._replace(slots=num_each) for host in hosts",
         "--nproc-per-node starts ranks on a host that 0 slots keep out",
     ),
     Fault(

@@ -1,7 +1,6 @@
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -103,10 +102,10 @@ def test_a_host_lost_while_the_user_ends_the_job_does_not_change_the_code():
 
 def test_what_a_rank_said_before_its_exception_is_no_secondary_failure():
     said = ("Connection closed by peer, trying again", "ValueError: no")
-    by_itself = replace(end(0, 1, tail=said), traceback="Traceback\nValueError: no")
+    by_itself = end(0, 1, tail=said)._replace(traceback="Traceback\nValueError: no")
     assert not by_itself.is_secondary
     assert end(0, 1, tail=said).is_secondary
-    assert replace(by_itself, status=3).is_secondary
+    assert by_itself._replace(status=3).is_secondary
 
 
 def test_who_aborts_because_of_its_peer_is_a_consequence():
@@ -139,7 +138,7 @@ def test_a_rank_began_to_end_before_those_that_name_it():
 def test_who_was_stopped_is_the_cause_of_those_that_lost_it(
     status, is_leaving, tail, cause
 ):
-    late = replace(end(1, status, 3.0, was_stopped=True), was_leaving=is_leaving)
+    late = end(1, status, 3.0, was_stopped=True)._replace(was_leaving=is_leaving)
     result = judge([end(0, 1, 1.0, tail=tail), late])
     assert (result.exit_code, result.cause.rank) == (1, cause)
 
@@ -212,9 +211,9 @@ def test_the_summary_says_who_why_and_where():
     result = judge(
         [
             end(0, -signal.SIGTERM, 2.0, was_stopped=True),
-            replace(cause, traceback=traceback, evidence="core dumped to /c"),
+            cause._replace(traceback=traceback, evidence="core dumped to /c"),
             end(2, -signal.SIGTERM, 2.0, was_stopped=True),
-            replace(end(3, -signal.SIGTERM, 2.0, was_stopped=True), host="i"),
+            end(3, -signal.SIGTERM, 2.0, was_stopped=True)._replace(host="i"),
             end(4, -signal.SIGKILL, 2.0, was_stopped=True),
             end(5, 1, 1.3, tail=RESET),
             end(6, 3, 1.3, tail=("other",)),
@@ -252,15 +251,14 @@ def test_a_lost_host_is_named_with_its_ranks():
 
 
 def test_what_survived_an_exception_is_not_blamed_on_it():
-    killed = replace(end(0, -9, tail=("last",)), traceback="Traceback\nKeyError: 1")
+    killed = end(0, -9, tail=("last",))._replace(traceback="Traceback\nKeyError: 1")
     assert "|     last" in summarize(judge([killed])).splitlines()
 
 
 def test_256_ranks_of_8_hosts_fit_one_screen():
     long = ["Traceback (most recent call last):", *map(str, range(500)), "x" * 5000]
     ends = [
-        replace(
-            end(r, 1 + r % 50, r / 1000, was_stopped=r % 3 == 0),
+        end(r, 1 + r % 50, r / 1000, was_stopped=r % 3 == 0)._replace(
             host=f"node{r % 8}",
             traceback="\n".join([*long, f"E: {r}"]),
         )

@@ -1,5 +1,4 @@
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -10,7 +9,7 @@ from ronde.launch import SLOTS_OPEN, Host, parse_hostfile, parse_hosts
 
 def read(text):
     """Return the hosts of a file without where they are said."""
-    return [replace(host, named_at="") for host in parse_hostfile(text, "hosts.txt")]
+    return [host._replace(named_at="") for host in parse_hostfile(text, "hosts.txt")]
 
 
 DIALECTS = {
@@ -164,6 +163,7 @@ HOSTS = st.builds(
     port=st.just(0) | st.integers(1, 65535),
     address=st.just("") | st.ip_addresses().map(str),
     gpus=st.lists(st.integers(0, 99).map(str), unique=True, max_size=3).map(tuple),
+    named_at=st.just(""),
 )
 
 
@@ -202,7 +202,7 @@ def written(draw, host):
 def test_what_is_written_is_read(data, hosts, between) -> None:
     lines = [data.draw(written(host)) for host in hosts]
     expected = [
-        replace(host, slots=len(host.gpus))
+        host._replace(slots=len(host.gpus))
         if host.gpus and host.slots == SLOTS_OPEN
         else host
         for host in hosts
@@ -226,7 +226,7 @@ SHORT_HOSTS = {
 
 @pytest.mark.parametrize(("text", "hosts"), SHORT_HOSTS.items())
 def test_hosts_in_one_word(text, hosts) -> None:
-    assert parse_hosts(text) == tuple(replace(host, named_at="-H") for host in hosts)
+    assert parse_hosts(text) == tuple(host._replace(named_at="-H") for host in hosts)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -192,7 +192,7 @@ def test_who_has_half_a_message_of_a_dead_rank_waits_no_longer(run_ranks, call, 
 
 def lose(claim, engine, case):
     """Break a communicator off in which the last rank is not where the others are."""
-    info = replace(claim, job_id=f"{claim.job_id}.{case}")
+    info = claim._replace(job_id=f"{claim.job_id}.{case}")
     scope = AbortScope(is_live=True)
     connections = Connections(info, timeout_s=NEVER_S, engine=engine, scope=scope)
     is_there, failure = claim.rank < claim.size - 1, CollectiveError("it broke off")
@@ -241,7 +241,7 @@ def be_late(claim):
     store.set(f"here {claim.rank}", "")
     store.wait(["here 0", "here 1"])
     communicators = [
-        connect(replace(claim, job_id=engine), timeout_s=LATE_S, engine=engine)
+        connect(claim._replace(job_id=engine), timeout_s=LATE_S, engine=engine)
         for engine in ENGINES
     ]
     if claim.rank == 1:

@@ -4,7 +4,6 @@ import os
 import socket
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,8 +41,8 @@ def test_ranks_meet_where_the_launcher_says(run_ranks_bare, launcher):
 
 def as_if_on_several_hosts(claim):
     """Use what torch finds by the host's own name, not the loopback."""
-    alone = replace(
-        claim, local_rank=0, local_size=1, cross_rank=claim.rank, cross_size=claim.size
+    alone = claim._replace(
+        local_rank=0, local_size=1, cross_rank=claim.rank, cross_size=claim.size
     )
     return sum_of_ranks(alone)
 
@@ -181,7 +180,7 @@ def test_an_absent_rank_is_named(run_ranks_bare):
 
 
 def say_why_rank_zero_is_missed(claim):
-    mine = replace(unmet(claim, "headless", 2), rank=1, local_rank=1)
+    mine = unmet(claim, "headless", 2)._replace(rank=1, local_rank=1)
     with pytest.raises(CollectiveError) as caught:
         connect(mine, timeout_s=0.5)
     return str(caught.value)

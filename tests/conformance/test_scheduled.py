@@ -2,7 +2,6 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
@@ -140,7 +139,7 @@ def test_other_devices_are_refused(run_ranks):
 def name_no_algorithm(claim):
     with pytest.raises(UsageError, match=r"one of ring, tree, halving_doubling, got"):
         connect(claim, engine="scheduled", algorithm="butterfly")
-    wanting = replace(claim, engine="scheduled", algorithm="tree")
+    wanting = claim._replace(engine="scheduled", algorithm="tree")
     communicator = connect(wanting, timeout_s=NEVER_S)
     name = communicator.algorithm
     communicator.close()

@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -310,7 +309,7 @@ def test_half_a_meeting_is_refused(half: dict[str, str], message: str) -> None:
         read_rank_info({"RANK": "0", "WORLD_SIZE": "2"} | half)
     alone = RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
     stray = tuple("=".join(item) for item in half.items())
-    assert read_rank_info(half) == replace(alone, stray=stray)
+    assert read_rank_info(half) == alone._replace(stray=stray)
 
 
 STRAYS = [
@@ -327,7 +326,7 @@ def test_what_is_left_over_does_not_count_and_is_listed(stray: dict[str, str]) -
     for launcher in ({}, SLURM, HOROVOD, mpi(1, 2, 1, 2)):
         info = read_rank_info(launcher | stray)
         assert set(info.stray) == said
-        assert replace(info, stray=()) == read_rank_info(launcher)
+        assert info._replace(stray=()) == read_rank_info(launcher)
 
 
 @pytest.mark.parametrize(
@@ -387,8 +386,8 @@ def test_any_launchers_ranks_are_told_the_engine(environ):
     info = read_rank_info(environ)
     assert (info.engine, info.algorithm) == ("auto", "")
     said = {"RONDE_ENGINE": "scheduled", "RONDE_ALGORITHM": "ring"}
-    assert read_rank_info(environ | said) == replace(
-        info, engine="scheduled", algorithm="ring"
+    assert read_rank_info(environ | said) == info._replace(
+        engine="scheduled", algorithm="ring"
     )
     assert read_rank_info(environ | {"RONDE_ENGINE": "", "RONDE_ALGORITHM": ""}) == info
 

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -113,8 +112,7 @@ def _group_info(
     members = [rank for rank, colour in enumerate(colours) if colour == mine]
     local = [rank for rank in members if hosts[rank] == hosts[info.rank]]
     meeting = info.meeting
-    return replace(
-        info,
+    return info._replace(
         rank=members.index(info.rank),
         size=len(members),
         local_rank=local.index(info.rank),
@@ -122,7 +120,7 @@ def _group_info(
         cross_rank=None,
         cross_size=None,
         # World rank 0 has opened the store already; here every rank is its client.
-        meeting=None if meeting is None else replace(meeting, is_hosted=True),
+        meeting=None if meeting is None else meeting._replace(is_hosted=True),
         job_id=f"{info.job_id}/group{mine}",
     )
 

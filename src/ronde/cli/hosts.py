@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,7 +47,7 @@ def find_run_hosts(
         # It is for other hosts: with a port, this machine would count as another one.
         own = next((host for host in hosts if is_here(host)), None)
         hosts = tuple(
-            host if host is own else replace(host, port=host.port or ssh_port)
+            host if host is own else host._replace(port=host.port or ssh_port)
             for host in hosts
         )
     if options.standalone:
@@ -118,7 +117,7 @@ def find_hosts(
             "Drop one of the two."
         )
     return tuple(
-        replace(host, slots=slots) if not named or host.slots == SLOTS_OPEN else host
+        host._replace(slots=slots) if not named or host.slots == SLOTS_OPEN else host
         for host in hosts
     )
 

@@ -168,7 +168,7 @@ class Connections:
             is_one_host = info.local_size == info.size or len(local) == len(ranks)
             rank, size = list(ranks).index(info.rank), len(ranks)
             local_size = size if is_one_host else max(len(local), 1)
-            info = replace(info, rank=rank, size=size, local_size=local_size)
+            info = info._replace(rank=rank, size=size, local_size=local_size)
         some = tuple(ranks) if is_part else ()
         config = replace(self._config, info=info, store=self.store(name), ranks=some)
         return _connect(self._engine, config)
@@ -315,14 +315,14 @@ def two_levels(config: EngineConfig, host: str) -> Engine:
     groups = HostGroups.from_hosts(exchange_hosts(Communicator(world), host))
     index, place = groups.of(config.info.rank)
     size = len(groups.ranks[index])
-    info = replace(config.info, rank=place, size=size, local_size=size)
+    info = config.info._replace(rank=place, size=size, local_size=size)
     own_host = replace(config, info=info).at(store, f"host{index}")
     local = SoloEngine() if size == 1 else _shared_memory_or_gloo(own_host)
     cross = None
     if groups.is_even or place == 0:
         size = len(groups.ranks)
         local_size = size if config.is_one_host else 1
-        info = replace(config.info, rank=index, size=size, local_size=local_size)
+        info = config.info._replace(rank=index, size=size, local_size=local_size)
         column = replace(config, info=info).at(store, f"place{place}")
         connect_hosts = _scheduled if config.algorithm else _torch_distributed
         cross = Communicator(SoloEngine() if size == 1 else connect_hosts(column))

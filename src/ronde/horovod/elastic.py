@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from threading import Condition, Event, Thread, current_thread
@@ -465,7 +465,7 @@ def _turn(event: _Said) -> float:
 
 def _infos(view: View) -> dict[int, SlotInfo]:
     return {
-        place.id: SlotInfo(place.host, **asdict(view.world_of(place.id)))
+        place.id: SlotInfo(place.host, **view.world_of(place.id)._asdict())
         for place in view.members
     }
 

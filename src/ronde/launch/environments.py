@@ -127,10 +127,7 @@ def _common_thresholds(num_ranks: int) -> MallocThresholds | None:
 
 
 def rank_environment(world: "World", job: JobFacts, node: NodeFacts) -> dict[str, str]:
-    # Imported by the controller alone: an agent must start at once.
-    from dataclasses import asdict
-
-    place = {name.upper(): str(number) for name, number in asdict(world).items()}
+    place = {name.upper(): str(number) for name, number in world._asdict().items()}
     size = place.pop("SIZE")
     return {
         **place,

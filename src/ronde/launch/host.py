@@ -5,7 +5,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from threading import Thread
@@ -28,8 +27,7 @@ _MAX_LOOKING_UP = 64
 LOOK_S = 0.05  # between two looks at whether they are looked up
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(NamedTuple):
     """A host that ranks may run on."""
 
     name: str  # host name or numeric address, as ssh is given it and as it is shown
@@ -128,7 +126,7 @@ def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
                 "give it more slots."
             )
     return tuple(
-        replace(host, slots=num_each) if host.slots else host for host in hosts
+        host._replace(slots=num_each) if host.slots else host for host in hosts
     )
 
 

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -499,5 +498,5 @@ class SelfLaunchConsole(Console):
         cause = result.cause
         is_own = isinstance(cause, RankEnd) and 0 <= cause.status <= MAX_OWN_CODE
         if cause is None or is_own or result.interrupted_by is not None:
-            result = replace(result, cause=None, also_failed=(), interrupted_by=None)
+            result = result._replace(cause=None, also_failed=(), interrupted_by=None)
         super().finished(result)

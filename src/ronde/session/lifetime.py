@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -194,7 +193,7 @@ def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
     """
     info = read_rank_info()
     alone = World(0, 1, 0, 1, 0, 1)
-    _connect(None, engine, replace(info, **asdict(alone)), expected=info.world)
+    _connect(None, engine, info._replace(**alone._asdict()), expected=info.world)
     current_session().process_sets.extend(sets)
     if info.world is not None:
         global_process_set.ranks = list(range(info.world.size))  # as they will be
@@ -239,7 +238,7 @@ def _enter_view(member: Member, engine: str, sets: SetTable, reason: str) -> Vie
         entry = _Entry(_scope_of(member), view, begins, sets)
         info = read_rank_info()
         job_id = f"{info.job_id}.{view.view}.{begins.key}"
-        info = replace(info, **asdict(view.world_of(member.number)), job_id=job_id)
+        info = info._replace(**view.world_of(member.number)._asdict(), job_id=job_id)
         try:
             _connect(None, engine, info, entry)
             sets.register(sessions[0], view)

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import eq, le, lt
 from typing import NamedTuple
@@ -41,8 +40,7 @@ class Launcher(StrEnum):
 _OF_MPI = (Launcher.OPEN_MPI, Launcher.PMI)
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """One rank's place among all ranks."""
 
     rank: int  # this process among all
@@ -77,8 +75,7 @@ class World:
         return worlds
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
+class Meeting(NamedTuple):
     """Where the ranks of a job meet, according to the launcher."""
 
     address: str  # of rank 0's node
@@ -88,8 +85,7 @@ class Meeting:
     attempt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RankInfo:
+class RankInfo(NamedTuple):
     """What the environment reports of this process; the numbers are as in ``World``.
 
     ``cross_rank`` and ``cross_size`` are None, on all ranks alike, where the launcher
@@ -433,7 +429,7 @@ def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
         rank_info = RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
         stray += meeting if len(meeting) < len(_MEETING) else []
     engine, algorithm = read_engine(environ), read_algorithm(environ)
-    return replace(rank_info, stray=tuple(stray), engine=engine, algorithm=algorithm)
+    return rank_info._replace(stray=tuple(stray), engine=engine, algorithm=algorithm)
 
 
 def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
@@ -89,18 +88,17 @@ def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
             os.sched_setaffinity(0, before)
 
 
-@dataclass(slots=True)
 class WorkerProcess:
     """A rank that was started; ``is_running`` until it was reaped."""
 
-    rank: int
-    process: "subprocess.Popen[bytes]"
-    pipes: list[OutputPipe]
-    is_running: bool = True
-    is_stopped: bool = False
-    # when it was seen to end by itself, monotonic; 0 for not before it was reaped
-    began_s: float = 0.0
-    evidence: str | None = None  # why it ends, where that was asked before it has
+    def __init__(
+        self, rank: int, process: "subprocess.Popen[bytes]", pipes: list[OutputPipe]
+    ) -> None:
+        self.rank, self.process, self.pipes = rank, process, pipes
+        self.is_running, self.is_stopped = True, False
+        # when it was seen to end by itself, monotonic; 0 for not before it was reaped
+        self.began_s = 0.0
+        self.evidence: str | None = None  # why it ends, if known before it has
 
     @property
     def pid(self) -> int:

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -104,20 +103,18 @@ class OutputSender(messages.MessageWriter):
             self.send(message)
 
 
-@dataclass(slots=True)
 class OutputPipe:
     """The agent's end of one of a rank's output streams."""
 
-    rank: int
-    stream: messages.Stream
-    file: IO[bytes]  # closed once all writers are gone and all is read
-    sender: OutputSender
-    # when the last Python traceback was read from stderr, monotonic; 0 for never
-    traceback_s: float = 0.0
-    _before: bytes = b""
-
-    def __post_init__(self) -> None:
-        os.set_blocking(self.file.fileno(), False)
+    def __init__(
+        self, rank: int, stream: messages.Stream, file: IO[bytes], sender: OutputSender
+    ) -> None:
+        self.rank, self.stream, self.sender = rank, stream, sender
+        self.file = file  # closed once all writers are gone and all is read
+        # when the last Python traceback was read from stderr, monotonic; 0 for never
+        self.traceback_s = 0.0
+        self._before = b""
+        os.set_blocking(file.fileno(), False)
 
     def read(self) -> bool:
         """Pass on what is there; False when nothing is now. Closes at the end."""

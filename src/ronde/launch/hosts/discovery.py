@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import IO
@@ -67,7 +66,7 @@ class HostChanges:
                 now = host
             if now is not None:
                 # Where it stands is no difference.
-                kept.append(replace(now, named_at=host.named_at))
+                kept.append(now._replace(named_at=host.named_at))
         hosts, self._shrunk = (*kept, *found.values()), shrunk
         is_same, self.hosts = hosts == self.hosts, hosts
         return None if is_same else hosts
@@ -171,7 +170,7 @@ class _Asking(Discovery):
             )
         port = host.port or self._ports.get(host.name, 0 if is_own else spec.ssh_port)
         slots = spec.slots if host.slots == SLOTS_OPEN else host.slots
-        return replace(host, slots=slots, port=port)
+        return host._replace(slots=slots, port=port)
 
 
 class _Command(_Asking):

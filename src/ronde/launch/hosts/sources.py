@@ -12,7 +12,6 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,14 +92,14 @@ def _count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     counted: list[Host] = []
     for first, *others in grouped((host.name, host) for host in hosts).values():
         for host in others:
-            is_same = replace(host, named_at=first.named_at) == first
+            is_same = host._replace(named_at=first.named_at) == first
             if not is_same or host.slots != SLOTS_OPEN:
                 places = dict.fromkeys((first.named_at, host.named_at))
                 raise UsageError(
                     f"{' and '.join(places)}: a host that has slots must be named "
                     f"once, got {host.name} twice. Name it once, with all of its slots."
                 )
-        counted.append(replace(first, slots=1 + len(others)) if others else first)
+        counted.append(first._replace(slots=1 + len(others)) if others else first)
     return tuple(counted)
 
 
@@ -162,7 +161,7 @@ def merge_repeated(
                 f"{first.named_at}: {name} must be named once, got it "
                 f"{1 + len(others)} times. It counts once, {shown}."
             )
-        merged.append(replace(first, slots=count))
+        merged.append(first._replace(slots=count))
     return tuple(merged), tuple(doubles)
 
 

@@ -4,7 +4,6 @@ import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
@@ -23,14 +22,13 @@ _PAUSE_S = 0.5
 _UNKNOWN = 255
 
 
-@dataclass(slots=True, eq=False)
 class _Attempt:
-    index: int
-    host: Host
-    patient_until_s: float
-    is_aside: bool  # its name is looked up in a thread
-    tries: int = 0
-    due_s: float = 0.0  # when to try it, or to give it up
+    def __init__(
+        self, index: int, host: Host, patient_until_s: float, *, is_aside: bool
+    ) -> None:
+        self.index, self.host, self.patient_until_s = index, host, patient_until_s
+        self.is_aside = is_aside  # its name is looked up in a thread
+        self.tries, self.due_s = 0, 0.0  # when to try it, or to give it up
 
     def __lt__(self, other: "_Attempt") -> bool:
         return (self.due_s, self.index) < (other.due_s, other.index)
@@ -88,7 +86,9 @@ class AgentConnector(Handler):
         raise_open_files_limit(num_fds + _OTHER_FDS)
         until_s = time.monotonic() + patience_s
         for host in hosts:
-            attempt = _Attempt(next(self._indices), host, until_s, known is None)
+            attempt = _Attempt(
+                next(self._indices), host, until_s, is_aside=known is None
+            )
             if known and host.name in known:
                 self._failed.append((attempt, known[host.name]))
             else:

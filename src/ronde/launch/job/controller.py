@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -387,7 +386,7 @@ def launch(
         raise
     unread = controller.write_out(is_hurried=result.interrupted_by is not None)
     if result.exit_code == 0 and unread:
-        return replace(result, exit_code=interruption_code(unread))
+        return result._replace(exit_code=interruption_code(unread))
     return result
 
 

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ronde.errors import LaunchError, StoreError
@@ -166,21 +165,24 @@ class Handler:
         """Nobody reads the job's standard output any more, which counts as a signal."""
 
 
-@dataclass(eq=False)
 class EventLoop:
     """All agents of a job, its user's signals and its output, waited for together."""
 
-    output: OutputProcess | NoOutput
-    signal_fd: int
-    progress: StartProgress
-    timeouts: Timeouts
-    nodes: list[AgentNode] = field(default_factory=list[AgentNode])
-    is_hurried: bool = False  # output that cannot be shown at once is dropped
-    has_strays: bool = False  # a process was killed that may have left others
-    # each generation has a new one
-    store: StoreService = field(default_factory=StoreService)
-    job_id: str = ""
-    status: "StatusService | None" = None  # once ranks have run for a moment
+    def __init__(
+        self,
+        output: OutputProcess | NoOutput,
+        signal_fd: int,
+        progress: StartProgress,
+        timeouts: Timeouts,
+    ) -> None:
+        self.output, self.signal_fd = output, signal_fd
+        self.progress, self.timeouts = progress, timeouts
+        self.nodes: list[AgentNode] = []
+        self.is_hurried = False  # output that cannot be shown at once is dropped
+        self.has_strays = False  # a process was killed that may have left others
+        self.store = StoreService()  # each generation has a new one
+        self.job_id = ""
+        self.status: StatusService | None = None  # once ranks have run for a moment
 
     @property
     def live_nodes(self) -> list[AgentNode]:

@@ -4,7 +4,6 @@ import re
 import signal
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ronde.launch.signals import interruption_code
@@ -139,8 +138,7 @@ def _end(lines: Sequence[str], head: int) -> int:
     return end
 
 
-@dataclass(frozen=True, slots=True)
-class RankEnd:
+class RankEnd(NamedTuple):
     """How one rank ended."""
 
     rank: int  # in an elastic job that of the last view
@@ -186,8 +184,7 @@ def has_lost_peer(last_words: str) -> bool:
     return bool(_PEER_LOST.search(last_words.lower()))
 
 
-@dataclass(frozen=True, slots=True)
-class LostHost:
+class LostHost(NamedTuple):
     """A host that went away while its ranks ran."""
 
     host: str
@@ -209,8 +206,7 @@ class ViewRecord(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobResult:
+class JobResult(NamedTuple):
     """Why a job ended as it did."""
 
     exit_code: int  # of the whole job
@@ -248,7 +244,7 @@ def judge(
     losses = [(end.at_s, end.lost_ranks) for end in ends if end.lost_ranks]
     noted = [[at_s for at_s, lost in losses if end.rank in lost] for end in ends]
     ends = [
-        replace(end, at_s=min(end.at_s, *known)) if known else end
+        end._replace(at_s=min(end.at_s, *known)) if known else end
         for end, known in zip(ends, noted, strict=True)
     ]
     failed = [end for end in ends if end.status != 0 and not end.was_stopped]
@@ -268,7 +264,9 @@ def judge(
     ended = tuple(e for e in by_rank if e.was_stopped and e is not cause)
     if interrupted_by is not None:
         exit_code = interruption_code(interrupted_by)
-    elif cause in left or (cause in late and not cause.is_crash):
+    elif isinstance(cause, RankEnd) and (
+        cause in left or (cause in late and not cause.is_crash)
+    ):
         exit_code = min(failed, key=_priority).exit_code
     elif cause is not None:
         exit_code = cause.exit_code

@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,14 +67,12 @@ class JobView(Protocol):
     def finish(self, result: JobResult) -> JobResult: ...
 
 
-@dataclass(slots=True)
 class RunningWorker:
     """A worker as it runs and ends."""
 
-    node: AgentNode
-    pid: int = 0
-    tail: Tail = field(default_factory=Tail)
-    exited: messages.Exited | None = None
+    def __init__(self, node: AgentNode) -> None:
+        self.node, self.pid, self.tail = node, 0, Tail()
+        self.exited: messages.Exited | None = None
 
 
 class Generation(Handler):
@@ -150,7 +147,7 @@ class Generation(Handler):
         ]
         rank_of = self._view.ranks
         lost = [
-            replace(host, ranks=tuple(sorted(rank_of.get(n, n) for n in host.ranks)))
+            host._replace(ranks=tuple(sorted(rank_of.get(n, n) for n in host.ranks)))
             for host in self.lost
             if not self.survived >= {*host.ranks}
         ]

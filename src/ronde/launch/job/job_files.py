@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from ronde.errors import UsageError
@@ -55,7 +54,7 @@ def _describe_end(end: RankEnd) -> dict[str, object]:
 
 def _describe_failure(failure: RankEnd | LostHost) -> dict[str, object]:
     if isinstance(failure, LostHost):
-        return {"kind": "host", **asdict(failure), "at_s": round(failure.at_s, 6)}
+        return {"kind": "host", **failure._asdict(), "at_s": round(failure.at_s, 6)}
     return {
         "kind": "rank",
         **_describe_end(failure),

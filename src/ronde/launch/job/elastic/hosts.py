@@ -1,7 +1,7 @@
 """Hosts that come into a job while it runs: connected, checked, ready for workers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ronde.errors import Failure
 from ronde.launch.environments import NodeFacts
@@ -147,7 +147,7 @@ class JobHosts:
     def _make_share(self, node: AgentNode, source: str) -> HostShare:
         spec, host = self._plan.spec, node.host
         if host.slots < 0:
-            host = replace(host, slots=count_slots_of(node, 2))
+            host = host._replace(slots=count_slots_of(node, 2))
         places, notices = place_on(spec, node, host.slots)
         for text in notices:
             self._notice(f"{node.name}: {text}")

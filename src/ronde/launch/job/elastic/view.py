@@ -4,7 +4,6 @@ import secrets
 import signal
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from math import inf
 
 from ronde.errors import HostError
@@ -300,7 +299,7 @@ class ElasticView:
         if stop and stop.is_too_few and result.interrupted_by is None:
             raise HostError(stop.reason)
         code = result.exit_code or int(stop is not None)
-        return replace(result, exit_code=code, views=tuple(self._log.records))
+        return result._replace(exit_code=code, views=tuple(self._log.records))
 
 
 def describe_blacklisted(order: events.Blacklisted) -> str:
