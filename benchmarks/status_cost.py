@@ -60,7 +60,7 @@ def main() -> None:
 
 def measure(model_name: str, num_pairs: int) -> dict[str, float]:
     import torch
-    from ronde.torch.session import current_session
+    from ronde.session import current_session
     from training_step import Mlp, MnistNet
 
     import ronde.torch as hvd
