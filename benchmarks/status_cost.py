@@ -60,10 +60,10 @@ def main() -> None:
 
 def measure(model_name: str, num_pairs: int) -> dict[str, float]:
     import torch
-    from ronde.session import current_session
     from training_step import Mlp, MnistNet
 
     import ronde.torch as hvd
+    from ronde.session import current_session
 
     hvd.init()
     torch.manual_seed(hvd.rank())
