@@ -1,7 +1,10 @@
 """Statuses as values, the table's readers, and what ``ronde ps`` draws of them."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -17,6 +20,7 @@ from ronde.launch import (
     StatusService,
     StatusText,
     find_sockets,
+    own_environment,
     wait_for,
     watch,
 )
@@ -215,3 +219,38 @@ def test_a_table_of_another_version_is_refused(tmp_path):
         with pytest.raises(LaunchError, match="another version of ronde"):
             next(watch(path))
         thread.join()
+
+
+FAILS_ONCE = """
+import threading
+from ronde.status import Part, add_source
+class Source:
+    num_looks = 0
+    def report(self):
+        self.num_looks += 1
+        if self.num_looks == 1:
+            raise RuntimeError("a table changed meanwhile")
+        return Part(step=7)
+source = Source()
+add_source(source.report)
+threading.Event().wait()
+"""
+
+
+def test_a_source_that_fails_once_ends_no_reports():
+    own, other = socket.socketpair()
+    with own, other:
+        inode = os.fstat(other.fileno()).st_ino
+        env = {
+            **own_environment(),
+            "RONDE_CHANNEL": f"{other.fileno()}:{inode}:0:plain",
+        }
+        words = [sys.executable, "-c", FAILS_ONCE]
+        with subprocess.Popen(words, env=env, pass_fds=[other.fileno()]) as process:
+            try:
+                own.settimeout(HANG_S)
+                with own.makefile() as lines:
+                    texts = (line.removeprefix("status ") for line in lines)
+                    assert any(json.loads(text)["step"] == 7 for text in texts)
+            finally:
+                process.kill()

@@ -19,20 +19,15 @@ from ronde.launch.job.status import PREFIX, SOCKET
 from ronde.plain_values import PlainValueError, from_plain
 from ronde.status.table import JobInfo, JobStatus, WorkerInfo
 from ronde.status.values import decode_status
-from ronde.store.local_socket import dial, own_directories, remove, remove_stale
+from ronde.store.local_socket import dial, live_directories
 
 _ANSWER_S = 10.0
 
 
 def find_sockets() -> list[Path]:
     """Return the sockets of this user's jobs on this host; remove stale ones."""
-    found: list[Path] = []
-    for directory in own_directories(PREFIX):
-        if remove_stale(directory):
-            remove(directory)
-        elif (path := directory / SOCKET).is_socket():
-            found.append(path)
-    return sorted(found)
+    paths = (directory / SOCKET for directory in live_directories(PREFIX))
+    return sorted(path for path in paths if path.is_socket())
 
 
 def list_jobs() -> list[JobStatus]:

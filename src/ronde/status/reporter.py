@@ -75,17 +75,18 @@ class StatusReporter:
         )
 
     def _run(self) -> None:
-        with suppress(Exception):  # no rank fails, or writes a traceback, for this
-            pause = threading.Event()
-            sent, sent_at_s = None, 0.0
-            while (channel := read_channel()) is not None and channel.fd >= 0:
+        pause = threading.Event()
+        sent, sent_at_s = None, 0.0
+        while (channel := read_channel()) is not None and channel.fd >= 0:
+            # No rank fails, or writes a traceback, for this; the next look may succeed.
+            with suppress(Exception):
                 status, now_s = self.sample(), time.monotonic()
                 keys = [each.key for each in status.collectives]
                 news = status.step, keys, status.num_collectives, status.progress
                 is_due = news != sent or now_s >= sent_at_s + _AT_LEAST_EVERY_S
                 if is_due and send_to_agent(f"status {encode_status(status)}"):
                     sent, sent_at_s = news, now_s
-                pause.wait(_EVERY_S)
+            pause.wait(_EVERY_S)
 
     def _read_rss(self) -> int:
         try:

@@ -66,6 +66,17 @@ def own_directories(prefix: str) -> Iterator[Path]:
                 yield path
 
 
+def live_directories(prefix: str) -> list[Path]:
+    """Return ``own_directories``; remove those whose listener was killed."""
+    found: list[Path] = []
+    for directory in own_directories(prefix):
+        if remove_stale(directory):
+            remove(directory)
+        else:
+            found.append(directory)
+    return found
+
+
 def remove(directory: Path) -> None:
     with suppress(OSError):
         for entry in directory.iterdir():

@@ -18,9 +18,7 @@ from ronde.launch.wire import messages
 from ronde.store.local_socket import (
     is_own,
     listen,
-    own_directories,
-    remove,
-    remove_stale,
+    live_directories,
     temporary_directory,
 )
 from ronde.store.protocol import MAX_FRAME_BYTES, max_connections
@@ -209,10 +207,8 @@ class StoreRelay:
         self._by_number: dict[int, PolledSocket] = {}
         self._count = 0
         if not directory.exists():
-            # Remove the sockets of agents that were killed together with their reapers.
-            for other in own_directories(_PREFIX):
-                if remove_stale(other):
-                    remove(other)
+            # Sockets of agents that were killed together with their reapers go.
+            live_directories(_PREFIX)
             directory.mkdir(mode=0o700)
         self.path = directory / f"store.{epoch}"
         self._listener = listen(self.path)

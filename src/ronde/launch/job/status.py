@@ -19,9 +19,8 @@ from ronde.status.table import JobInfo, WorkerInfo
 from ronde.store.local_socket import (
     is_own,
     listen,
-    own_directories,
+    live_directories,
     remove,
-    remove_stale,
     temporary_directory,
 )
 
@@ -54,9 +53,7 @@ class StatusService:
         self._statuses: dict[int, tuple[str, float]] = {}  # with when it was true
         self._version, self._line, self._built_at_s = 0, b"", 0.0
         self._readers: list[_Reader] = []
-        for other in own_directories(PREFIX):
-            if remove_stale(other):
-                remove(other)
+        live_directories(PREFIX)  # tables of controllers that were killed go
         self.directory = temporary_directory() / f"{PREFIX}{os.urandom(8).hex()}"
         self.directory.mkdir(mode=0o700)
         try:
