@@ -1,6 +1,7 @@
-"""A hook of mkdocs: files outside of docs/ become pages, or text where they are linked.
+"""A hook of mkdocs: pages made of other files, links that leave docs/, and drawings.
 
-The pages are read as files of the repository, too, so their links lead to files.
+The pages are also read as files of the repository, so their links lead to files. A
+drawing becomes part of its page, so that it follows the page's colours.
 """
 
 import re
@@ -17,6 +18,7 @@ _PAGES = {
     "results.md": _ROOT / "benchmarks" / "RESULTS.md",
     "contributing.md": _ROOT / "CONTRIBUTING.md",
 }
+_DRAWING = re.compile(r"^!\[[^]]*\]\(([^)]+\.svg)\)$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[([^]\[]*)\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 
 
@@ -47,4 +49,8 @@ def on_page_markdown(
             return link[0]  # mkdocs reports it
         return f"{text} (`{path.relative_to(_ROOT)}`)"
 
-    return _LINK.sub(replace, markdown)
+    def draw(image: re.Match[str]) -> str:
+        svg = (folder / image[1]).read_text().strip()
+        return f'<div class="drawing">\n{svg}\n</div>'
+
+    return _DRAWING.sub(draw, _LINK.sub(replace, markdown))

@@ -46,16 +46,10 @@ def assert_rows(rows: list[str], printed: str) -> None:
             ["4 B", "160 x 16 KiB", "160 copied", "64 MiB"],
         ),
         pytest.param(
-            "pipeline_idle.py --rounds 2",
-            ["GPipe", "1F1B", "Interleaved1F1B"],
-            marks=SOAK,
-        ),
-        pytest.param(
             "process_group.py --rounds 2 --only calls",
             ["all_reduce 4 B", "new_group"],
             marks=SOAK,
         ),
-        pytest.param("store_traffic.py", ['{"ranks"'], marks=SOAK),
         pytest.param(
             "timeline_cost.py --models named --rounds 2 --round-s 0.1",
             ["named"],
@@ -73,12 +67,6 @@ def test_all_reduce_beside_other_libraries() -> None:
     short = "--rounds 1 --seconds 0.01 --max-size 64 --copy-mib 8"
     printed = lines_of((), f"collectives.py --peers {peers} {short}")
     assert_rows(["4B", "64B"], printed)
-
-
-@SOAK
-def test_the_start_of_topo() -> None:
-    printed = lines_of((), "topology_start.py 1")
-    assert_rows(["ronde topo", "ronde topo lint H100.xml"], printed)
 
 
 @SOAK

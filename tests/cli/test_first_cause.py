@@ -1,6 +1,6 @@
 """Ranks of Horovod's API: the one that failed first is named, however slow its exit.
 
-Other programs: ``benchmarks/launch_fault_kinds.py``.
+Other programs: ``tests/soak/launch_fault_kinds.py``.
 """
 
 import json

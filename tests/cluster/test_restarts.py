@@ -1,6 +1,6 @@
 """``--max-restarts`` on three hosts: all ranks anew, and never beside those before.
 
-Ranks of a training that are killed at random steps: ``benchmarks/restarts.py``.
+Ranks of a training that are killed at random steps: ``tests/soak/restarts.py``.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What one must open to follow a call, counted by ``benchmarks/files_per_call``."""
+"""What one must open to follow a call, counted by ``files_per_call.py``."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.launchers import launcher_environment, launcher_words
 from tests.limits import HANG_S
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "files_per_call.py"
+SCRIPT = Path(__file__).with_name("files_per_call.py")
 MOST = {"named_allreduce": 15, "gradient": 14}
 
 

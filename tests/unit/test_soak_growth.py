@@ -1,8 +1,8 @@
-"""What ``benchmarks/soak.py`` takes for a leak."""
+"""What ``tests/soak/memory.py`` takes for a leak."""
 
 from dataclasses import replace
 
-from benchmarks.soak import Held, find_growth
+from tests.soak.memory import Held, find_growth
 
 
 def test_only_what_grows_to_the_end_is_a_leak():

@@ -143,6 +143,8 @@ def test_every_test_keeps_to_it(find):
     found = [
         f"{path.relative_to(TESTS)}:{line}"
         for path in sorted(TESTS.rglob("*.py"))
+        # The loops of the soak break jobs at moments that they choose.
+        if find is inner_imports or path.parent != TESTS / "soak"
         for line in sorted(set(find(ast.parse(path.read_text()))))
     ]
     assert not found

@@ -1,6 +1,6 @@
 """Plant faults in the product, one at a time, and see whether the tests find them.
 
-Run it as ``python benchmarks/planted_faults.py``: it takes as long as twenty runs of
+Run it as ``python -m tests.soak.planted_faults``: it takes as long as twenty runs of
 the tests. Each fault of ``planted_faults_list.py`` goes into a clone of this
 repository's HEAD, so commit first. Its ``.venv`` has the clone's ronde and the packages
 of this one's. There ``scripts/test`` runs until a first test fails. That test must fail
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from planted_faults_list import FAULTS, Fault
+from tests.soak.planted_faults_list import FAULTS, Fault
 
 from ronde.processes import (
     adopting_orphans,
@@ -30,7 +30,7 @@ from ronde.processes import (
     sweep,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FAILED = re.compile(
     r"(?:FAILED|ERROR)(?: collecting)? (tests/\S+?(?:\[.*\])?)(?: - .*| _+)?\s*$"
     r"|(tests/\S+::\S.*?) (?:FAILED|ERROR)\b",

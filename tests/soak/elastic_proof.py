@@ -1,4 +1,4 @@
-"""What the ranks of ``elastic_soak.py`` wrote, and whether it is as it must be.
+"""Check the records that the ranks of ``elastic_faults.py`` wrote.
 
 Every sample counted once in each epoch, and all ranks have the weights of one process
 that applies the same shares of the same batches in the same order, to the last bit.
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
-from benchmarks.elastic_soak_rank import (
+from tests import ledger
+from tests.ledger import Entry
+from tests.soak.elastic_rank import (
     BATCH,
     NUM_SAMPLES,
     Momentum,
@@ -22,8 +24,6 @@ from benchmarks.elastic_soak_rank import (
     make_samples,
     rounded,
 )
-from tests import ledger
-from tests.ledger import Entry
 
 
 class Mark(NamedTuple):

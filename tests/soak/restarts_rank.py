@@ -34,7 +34,7 @@ def main() -> None:
     import torch
 
     say("torch")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import digits
 
     say("imported")
@@ -42,11 +42,11 @@ def main() -> None:
     class Schedule(torch.optim.lr_scheduler.OneCycleLR):
         """Says that the ranks are connected, and each step."""
 
-        def __init__(self, *args: Any, **more: Any) -> None:  # noqa: ANN401
+        def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             say("met")
 
-        def step(self, *args: Any) -> None:  # noqa: ANN401
+        def step(self, *args: Any) -> None:
             super().step(*args)
             if self.last_epoch > 0:
                 say("step", step=self.last_epoch)

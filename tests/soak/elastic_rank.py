@@ -1,4 +1,4 @@
-"""A rank of what ``elastic_soak.py`` breaks: ``elastic_soak_rank.py FOLDER [zero]``.
+"""A rank that ``elastic_faults.py`` breaks: ``elastic_rank.py FOLDER [zero]``.
 
 Rank's own files in the folder, by its process's number: what it did to which samples
 (``ledger-*``), and when it was in which view and had applied which step, with a
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests import ledger  # noqa: E402  found by the line above
 
 import ronde.torch as hvd  # noqa: E402
-from ronde.membership.member import own_member  # noqa: E402
+from ronde.membership import own_member  # noqa: E402
 
 NUM_SAMPLES, BATCH = 100, 24  # the last batch of an epoch leaves some without samples
 _STEP_S = 0.01  # of other work, so that others have the processor too

@@ -2,13 +2,13 @@
 
 Hosts are namespaces with an sshd each; a fourth one has the controller. Ranks are
 killed and stopped, hosts and links lost, hosts added and removed, several at once and
-while ranks change: see ``elastic_soak_faults.py``. ``--faults`` are done in pieces,
+while ranks change: see ``elastic_job.py``. ``--faults`` are done in pieces,
 each one job. What must hold: a step at least every 30 s, no process left at the end,
 all samples once an epoch, the weights of one process to the last bit, and descriptors,
 threads and memory that do not grow. Shows how long the next step took after each kind
 of fault. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
 
-    python benchmarks/elastic_soak.py --faults 1000 --seed 1 --report report.md
+    python -m tests.soak.elastic_faults --faults 1000 --seed 1 --report report.md
 """
 
 import argparse
@@ -31,10 +31,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.elastic_soak_faults import (  # noqa: E402  found by the line above
+from tests.cluster.machines import Cluster, ClusterError, machines
+from tests.soak.elastic_job import (
     KINDS,
     PER_HOST,
     PLANNED,
@@ -42,8 +40,7 @@ from benchmarks.elastic_soak_faults import (  # noqa: E402  found by the line ab
     ImpossibleError,
     Job,
 )
-from benchmarks.elastic_soak_proof import Mark, problems_of, read_marks  # noqa: E402
-from tests.cluster.machines import Cluster, ClusterError, machines  # noqa: E402
+from tests.soak.elastic_proof import Mark, problems_of, read_marks
 
 HANG_S = 30.0
 NUM_HOSTS = 4  # with the controller's
@@ -55,7 +52,7 @@ _LOOK_S = 0.1
 _SAMPLE_S = 3.0
 _WINDOW_S = 12.0  # within which a fault that may pass has passed
 _GROWTH_MIB = 4.0
-_RANK = str(ROOT / "benchmarks" / "elastic_soak_rank.py")
+_RANK = str(Path(__file__).with_name("elastic_rank.py"))
 
 
 class Pace(NamedTuple):
@@ -442,7 +439,7 @@ def table_of(pieces: Sequence[Piece]) -> tuple[list[str], list[dict[str, object]
 def summary_of(pieces: Sequence[Piece]) -> dict[str, Any]:
     """Return what all pieces came to, for programs."""
     return {
-        "benchmark": "elastic_soak",
+        "benchmark": "elastic_faults",
         "seeds": [piece.seed for piece in pieces],
         "faults": sum(p.num_faults for p in pieces),
         "views": sum(p.num_views for p in pieces),
@@ -546,7 +543,7 @@ def main() -> int:
                     if not piece.num_faults:
                         break
         except ClusterError as error:
-            print(f"elastic_soak: {error}", file=sys.stderr)
+            print(f"elastic_faults: {error}", file=sys.stderr)
             return 2
     print("\n".join(table_of(pieces)[0]))
     told = summary_of(pieces)

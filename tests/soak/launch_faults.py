@@ -6,7 +6,7 @@ took. A process of the job is known by its environment: by the job's ``RONDE_COO
 and by a mark of the run that launcher and agent carry too. The last line is JSON. Exits
 with 1 if anything was wrong.
 
-    python benchmarks/launch_faults.py --rounds 11 --jobs 3
+    python -m tests.soak.launch_faults --rounds 11 --jobs 3
 """
 
 import argparse
@@ -27,10 +27,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch_fault_kinds import ANY, DEADLINE_S, FAULTS, Fault, Running, read_until
+from tests.soak.launch_fault_kinds import (
+    ANY,
+    DEADLINE_S,
+    FAULTS,
+    Fault,
+    Running,
+    read_until,
+)
 
-from ronde.launch.environments import own_environment
+from ronde.launch import own_environment
 from ronde.processes import ProcessStat, read_processes, signal_process
 
 _POLL_S = 0.002

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.elastic_soak_proof import Mark, parse_mark
 from tests.cluster.machines import Cluster, ClusterError, HostProcess, Machine
 from tests.cluster.observation import Process
+from tests.soak.elastic_proof import Mark, parse_mark
 
 PER_HOST = 2
 CUT_S = (6.5, 10.0)  # longer than a lease

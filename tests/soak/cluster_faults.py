@@ -5,7 +5,7 @@ drawn at random: whether the exit code and the summary were right, how long the 
 from then on (it may take the grace and 10 s), which processes were left on any host,
 and which files. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
 
-    python benchmarks/cluster_faults.py --runs 300 --seed 1
+    python -m tests.soak.cluster_faults --runs 300 --seed 1
 
 With ``--tallies FILE`` a run adds to those before it. With ``--quick`` hosts are missed
 sooner, and what stalls does so for less.
@@ -27,27 +27,25 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.cluster.machines import (  # noqa: E402  found by the line above
+from tests.cluster.machines import (
     Cluster,
     ClusterError,
     HostProcess,
     Machine,
     machines,
 )
-from tests.cluster.observation import Process  # noqa: E402
-from tests.timed import LEASE_S, impatient_ronde  # noqa: E402
+from tests.cluster.observation import Process
+from tests.timed import LEASE_S, impatient_ronde
 
-from ronde.launch.limits import USUAL  # noqa: E402
+from ronde.launch import Timeouts
 
+ROOT = Path(__file__).parents[2]
 GRACE_S = 2.0
 LIMIT_S = GRACE_S + 10.0
 _PER_HOST = 2
 _START_S = 60.0
 _POLL_S = 0.01
-_RANK = str(ROOT / "benchmarks" / "cluster_rank.py")
+_RANK = str(Path(__file__).with_name("cluster_rank.py"))
 _FULL = "/tmp/full"  # noqa: S108  each host has its own
 _DISK = "/tmp/disk"  # noqa: S108
 _OUTAGE = (0.5, 0.875)
@@ -318,7 +316,7 @@ def run_once(
         mount(cluster, disk)
     before = {host.name: survey(cluster, host) for host in cluster.hosts}
     launcher = start(cluster, fault, victim, is_quick=is_quick)
-    lease_s = LEASE_S if is_quick else USUAL.lease_s
+    lease_s = LEASE_S if is_quick else Timeouts().lease_s
     try:
         said = await_ready(launcher, len(cluster.hosts) * _PER_HOST)
         host = cluster.hosts[where]

@@ -14,8 +14,8 @@ where it went. What must hold, and is counted where it does not:
 ``--peer`` has torchrun do the same with two ranks here, the two in turn. The last line
 is JSON. Exits with 1 if anything was wrong with ronde.
 
-    python benchmarks/restarts.py --kills 50
-    python benchmarks/restarts.py --local --peer --kills 20
+    python -m tests.soak.restarts --kills 50
+    python -m tests.soak.restarts --local --peer --kills 20
 """
 
 import argparse
@@ -34,11 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.lives import MARK, TICK_S, Observer, now_s  # noqa: E402
-from tests.cluster.machines import ClusterError, machines  # noqa: E402
+from tests.cluster.machines import ClusterError, machines
+from tests.soak.lives import MARK, TICK_S, Observer, now_s
 
 RECOVERY_S = 120.0
 """A job that takes no step for so long is over."""
@@ -51,7 +48,7 @@ FURTHEST = 3 * EVERY
 
 _BATCH_SIZE = 8
 _NUM_IMAGES = 1437  # as many as digits.py has
-_RANK = str(ROOT / "benchmarks" / "restarts_rank.py")
+_RANK = str(Path(__file__).with_name("restarts_rank.py"))
 _PHASES = ("gone", "begun", "torch", "imported", "met", "step")
 
 Line = dict[str, Any]

@@ -15,7 +15,7 @@ Memory is what C's allocator has handed out and not got back, and the pages that
 process maps and that are no file's (RssAnon and RssShmem). The last line is JSON. Exits
 with 1 where anything grew.
 
-    python benchmarks/soak.py --ranks 2 3
+    python -m tests.soak.memory --ranks 2 3
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Count the files of ronde that a call enters: what a reader must open to follow it.
 
-    ronde run -n 2 python benchmarks/files_per_call.py
+    ronde run -n 2 python tests/coordination/files_per_call.py
 
 ``named_allreduce``: ``hvd.allreduce(x, name=...)``, from call to result. ``gradient``:
 one of a ``hvd.DistributedOptimizer``, from its hook in backward to its sum. Both when
