@@ -1,4 +1,4 @@
-"""Time ``ronde check`` on several hosts with nothing wrong, and name what it finds.
+"""Time ``ronde check`` on several healthy hosts, and print its findings.
 
 Hosts are namespaces, each with its own sshd and a link of 1 Gbit/s. Needs root.
 
@@ -31,7 +31,7 @@ FORMS: dict[str, Sequence[str]] = {
 
 
 def check(cluster: Cluster, words: Sequence[str]) -> tuple[float, list[str]]:
-    """Check all hosts from the first; return the seconds, and what was found."""
+    """Check all hosts from the first; return the seconds and the findings."""
     hosts = ",".join(host.name for host in cluster.hosts)
     command = [sys.executable, "-m", "ronde", "check", "-H", hosts, "--json", *words]
     begun = time.perf_counter()
@@ -43,15 +43,14 @@ def check(cluster: Cluster, words: Sequence[str]) -> tuple[float, list[str]]:
         stderr=subprocess.DEVNULL,
     )
     seconds = time.perf_counter() - begun
-    told = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     return seconds, [
         f"{each['severity']} {each['check']} {each['host']}"
-        for each in told["findings"]
+        for each in result["findings"]
     ]
 
 
 def main() -> int:
-    """Print medians and what was found; return the exit code."""
     parser = argparse.ArgumentParser(description="Time ronde check on several hosts.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hosts", type=int, default=3)

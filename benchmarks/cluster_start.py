@@ -35,7 +35,7 @@ RONDE = "ronde run"
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How one launcher starts ``/bin/true`` everywhere.
+    """A launcher's command to start ``/bin/true`` everywhere.
 
     Attributes:
         words: The command.
@@ -146,7 +146,7 @@ def main() -> int:
 
 
 def rounded_times(times: Sequence[float]) -> list[float | None]:
-    """Return what JSON can hold: None for a launcher that did not end in time."""
+    """Return a value for JSON: None for a launcher that did not end in time."""
     return [None if math.isinf(seconds) else round(seconds, 4) for seconds in times]
 
 

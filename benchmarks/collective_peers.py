@@ -17,7 +17,7 @@ WAIT_S = 120.0
 
 
 class Peer:
-    """How one library reduces the first elements of one buffer in place."""
+    """An all-reduce of one library: the first elements of a buffer, in place."""
 
     def __init__(self, name: str, max_numel: int) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class Peer:
         self.rank, self.size, self.values, self.reducing = make_peer(name, max_numel)
 
     def check(self, numel: int) -> bool:
-        """Say whether a reduction gives what it must, and leave zeros behind."""
+        """Return True if a reduction is right, and leave zeros behind."""
         ramp = np.arange(numel, dtype=np.float32) % 251
         own = self.values[:numel]
         own[:] = ramp * (self.rank + 1)

@@ -42,7 +42,7 @@ START_S = 120.0
 MPICH_PACKAGES = ("mpich", "mpi4py>=4", "numpy")
 KIB, MIB = 1 << 10, 1 << 20
 
-# From which size on shared memory is to be how much faster than the best other, where
+# The goal: the speed-up over the best other, from a size on, where
 # two ranks have a core each.
 BARS = {
     "shared_memory": (
@@ -58,7 +58,7 @@ SMALLEST_BAR_S = 15e-6
 
 @dataclass
 class Group:
-    """The ranks of one peer, and what was measured of them."""
+    """The ranks of one peer and their measurements."""
 
     name: str
     process: "subprocess.Popen[bytes]"
@@ -95,7 +95,6 @@ class Group:
 
 
 def command_of(name: str, ranks: int, mpich_python: str) -> list[str]:
-    """Return how the ranks of a peer are started."""
     if name == "mpich":
         mpiexec = str(Path(mpich_python).parent / "mpiexec")
         return [mpiexec, "-n", str(ranks), mpich_python]
@@ -125,7 +124,7 @@ def start(name: str, folder: str, options: argparse.Namespace) -> Group | None:
         )
         try:
             ranks = [accept(listener, process) for _ in range(options.ranks)]
-            told = sorted(
+            connected = sorted(
                 [(rank.recv(), rank) for rank in ranks], key=lambda pair: pair[0][1]
             )
         except (TimeoutError, EOFError, OSError):
@@ -133,7 +132,7 @@ def start(name: str, folder: str, options: argparse.Namespace) -> Group | None:
             process.wait()
             print(f"{name} is left out: it does not start")
             return None
-    return Group(name, process, [rank for _, rank in told], told[0][0][2])
+    return Group(name, process, [rank for _, rank in connected], connected[0][0][2])
 
 
 def accept(listener: Listener, process: "subprocess.Popen[bytes]") -> Connection:
@@ -208,7 +207,7 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
 
 
 def ratio(ours: Group, others: Sequence[Group], size: int) -> float:
-    """Return how much faster one is than the best of the others, the rounds' median."""
+    """Return the speed-up of one over the best of the others, the rounds' median."""
     best = min(others, key=lambda group: group.median_s(size))
     pairs = zip(best.times_s[size], ours.times_s[size], strict=True)
     return statistics.median(other / own for other, own in pairs)
@@ -233,14 +232,14 @@ def print_table(groups: Sequence[Group], options: argparse.Namespace) -> None:
 
 
 def bar_of(name: str, size: int, ranks: int) -> float:
-    """Return how much faster than the others we are to be; 0 where nothing is said."""
+    """Return the speed-up that is the goal; 0 without a goal."""
     if ranks > 2:
         return 1.0
     return next((b for least, b in reversed(BARS[name]) if size >= least), 0.0)
 
 
 def print_bars(groups: Sequence[Group], options: argparse.Namespace) -> None:
-    """Say where we are not as fast as we are to be: above 2 ranks, against Gloo."""
+    """Print the sizes that miss their goal: above 2 ranks, against Gloo."""
     rivals = [
         group
         for group in groups
@@ -261,12 +260,12 @@ def print_bars(groups: Sequence[Group], options: argparse.Namespace) -> None:
         smallest_s = group.median_s(min(options.sizes))
         if options.ranks == 2 and smallest_s > SMALLEST_BAR_S:
             missed.append(f"{smallest_s * 1e6:.1f} us of 15 us at 4 B")
-        told = f"missed: {', '.join(missed)}" if missed else "every bar is kept"
-        print(f"{group.name}: {told}")
+        verdict = f"missed: {', '.join(missed)}" if missed else "every bar is kept"
+        print(f"{group.name}: {verdict}")
 
 
 def print_bound(groups: Sequence[Group], options: argparse.Namespace) -> float:
-    """Measure the copy bandwidth and say how near the largest size is to its bound."""
+    """Measure the copy bandwidth; print the largest size's share of its bound."""
     ranks, size = options.ranks, max(options.sizes)
     bandwidth = copy_bandwidth(groups[0], options.copy_mib * MIB) / 1e9
     bound = bandwidth * (ranks - 1) / ranks**2

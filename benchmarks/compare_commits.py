@@ -133,7 +133,7 @@ def measure(is_quick: bool) -> None:  # noqa: FBT001
 
 
 def named_calls() -> dict[str, tuple[int, Callable[[], object]]]:
-    """Return the calls that go through the front end, with how often to make them."""
+    """Return the front end's calls and the number of repetitions of each."""
     import torch
 
     import ronde.torch as hvd

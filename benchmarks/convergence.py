@@ -40,7 +40,7 @@ COMPRESSIONS = {
 
 @dataclass
 class Course:
-    """How one training went.
+    """The losses and accuracies of one training.
 
     Attributes:
         losses: Mean training loss of each epoch, on rank 0's images.

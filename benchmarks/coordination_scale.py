@@ -1,4 +1,4 @@
-"""Print what agreeing on one training step costs, from 2 to 27,600 ranks.
+"""Print the cost of agreeing on one training step, from 2 to 27,600 ranks.
 
 The coordinators' own nodes run, all in this process; only the wires are not there. So
 bytes, messages and rounds are exact, and time is not measured at all.
@@ -24,7 +24,7 @@ _RANKS = "2,64,1024,27600"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one step costs.
+    """The cost of one step.
 
     Attributes:
         rounds: Messages one after the other, from the last submission to the last rank
@@ -64,7 +64,7 @@ class Simulator:
         self._edges = defaultdict[tuple[int, int], deque[bytes]](deque)
 
     def flush(self, rank: int) -> None:
-        """Have a node send what it has to, and take its commands."""
+        """Have a node send its messages, and carry out its commands."""
         node = self.nodes[rank]
         for to, message in node.flush():
             for end in (rank, to):
@@ -75,7 +75,7 @@ class Simulator:
         node.commands.clear()
 
     def deliver_any(self, choose: random.Random) -> bool:
-        """Deliver one message along some edge; return whether there was one."""
+        """Deliver one message along some edge; return True if there was one."""
         busy = [edge for edge, messages in self._edges.items() if messages]
         if not busy:
             return False
@@ -86,7 +86,7 @@ class Simulator:
         self.nodes[to].receive(sender, self._edges[sender, to].popleft())
 
     def deliver_round(self) -> bool:
-        """Deliver all that was sent before, at once; return whether there was any."""
+        """Deliver all earlier messages at once; return True if there were any."""
         under_way = [(edge, list(m)) for edge, m in self._edges.items() if m]
         self._edges.clear()
         for (sender, to), messages in under_way:

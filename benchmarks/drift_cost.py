@@ -22,7 +22,7 @@ STEPS_PER_BLOCK = 16
 
 
 def make(name: str, how: str) -> tuple[Callable[[], None], Callable[[bool], None]]:
-    """Return a step, and what turns the search on or off."""
+    """Return a step and a switch of the search."""
     build, shape = MODELS[name]
     torch.manual_seed(0)
     model = build()

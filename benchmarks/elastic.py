@@ -1,4 +1,4 @@
-"""How long the ranks of an elastic job stand still when one is lost, leaves or joins.
+"""Time the pause of an elastic job when a rank is lost, leaves or joins.
 
 Jobs of four ranks here train an MLP (``elastic_rank.py``); ranks are killed or stopped,
 or a host (``127.0.0.1``) comes and goes in a watched host file. What is timed is seen
@@ -58,7 +58,7 @@ _KINDS = ("kill", "stop", "spare", "plan", *_PEERS, "cost")
 
 @dataclass(slots=True)
 class Part:
-    """What one process did in one view."""
+    """The times of one process in one view."""
 
     rank: int
     size: int
@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(slots=True)
 class Process:
-    """What one process has noted."""
+    """The notes of one process."""
 
     parts: dict[int, Part] = field(default_factory=dict[int, Part])  # by view
     spans: list[tuple[str, float, float]] = field(default_factory=list)
@@ -134,7 +134,6 @@ class Job:
         return max((v for p in self.processes.values() for v in p.parts), default=-1)
 
     def members(self, view: int) -> dict[int, Part]:
-        """Return what each process did in a view."""
         every = self.processes.items()
         return {pid: p.parts[view] for pid, p in every if view in p.parts}
 
@@ -148,7 +147,7 @@ class Job:
         ]
 
     def read(self) -> None:
-        """Read what was noted since."""
+        """Read new notes."""
         for path in self._folder.iterdir():
             process = self.processes.setdefault(int(path.name), Process())
             with path.open("rb") as file:
@@ -160,7 +159,7 @@ class Job:
                 process.take(json.loads(line))
 
     def wait(self, what: str, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds of what was noted."""
+        """Wait until a condition holds of the notes."""
         due_s = time.monotonic() + LIMIT_S
         while True:
             self.read()
@@ -247,7 +246,7 @@ class TorchftJob(Job):
 
 
 def own_environment(folder: Path, engine: str) -> dict[str, str]:
-    """Return what a job is started with: one thread a rank."""
+    """Return the environment of a job: one thread a rank."""
     return {
         "PATH": os.defpath,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -259,7 +258,7 @@ def own_environment(folder: Path, engine: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody has."""
+    """Return a free port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -267,7 +266,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured."""
+    """The settings of a measurement."""
 
     kind: str
     engine: str
@@ -303,7 +302,7 @@ def write_hosts(path: Path, others: int) -> None:
 
 
 class Bench:
-    """Breaks jobs, and keeps what came of it."""
+    """Breaks jobs, and keeps the results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -385,7 +384,7 @@ class Bench:
         at_s: float = 0.0,
         number: int = -1,
     ) -> None:
-        """Keep how long it took from one view to another."""
+        """Keep the time from one view to another."""
         old, new = (job.members(view) for view in views)
         both = sorted(old.keys() & new.keys())
         took = {pid: new[pid].first_s - (at_s or old[pid].last_s) for pid in both}
@@ -440,7 +439,7 @@ class Bench:
 
 
 def bandwidth_of(job: Job, view: int) -> float | None:
-    """Return how long a plain broadcast of the state took in a view, on the slowest."""
+    """Return the seconds of a plain broadcast of the state, on the slowest rank."""
     found = [
         end_s - begin_s
         for process in job.processes.values()
@@ -455,7 +454,7 @@ def bandwidth_of(job: Job, view: int) -> float | None:
 def spans_of(
     job: Job, pid: int, begin_s: float, end_s: float
 ) -> dict[str, tuple[float, float]]:
-    """Return when the slowest did what, in ms since the beginning; the last of each."""
+    """Return the slowest's time of each event, in ms since the beginning."""
     spans = job.processes[pid].spans if pid else []
     return {
         name: (round((a - begin_s) * 1e3, 1), round((b - begin_s) * 1e3, 1))
@@ -498,7 +497,7 @@ def print_changes(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_costs(rows: Sequence[dict[str, Any]]) -> None:
-    """Print what elastic steps cost against plain ones."""
+    """Print the cost of elastic steps against plain ones."""
     for model in sorted({row["model"] for row in rows}):
         these = [row for row in rows if row["model"] == model]
         pairs: list[float] = []
@@ -537,7 +536,6 @@ def print_all(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Break jobs, and print what came of it; return the exit code."""
     parser = argparse.ArgumentParser(description="Time changes of an elastic job.")
     parser.add_argument("--faults", type=int, default=200, help="of each case")
     parser.add_argument("--each", type=int, default=25, help="faults in one job")

@@ -1,4 +1,4 @@
-"""What it costs to keep copies of ``zero=1``'s shares: a step beside a copy.
+"""Time a step and a copy of the shares of ``zero=1``.
 
     ronde run -H localhost:2 --min-ranks 1 python benchmarks/elastic_copies.py
 

@@ -34,12 +34,12 @@ WIDTHS = {2: (192, 96), 23: (1280, 704), 190: (4096, 3072)}
 BATCH = 32  # a rank's
 NUM_IMAGES = 4096
 _REST_S, _POLL_S = 0.4, 0.02
-_TRAINED_S = 0.5  # at full speed, before somebody joins
+_TRAINED_S = 0.5  # at full speed, before a rank joins
 _MEASURED_STEP = 3  # of a view, in which its bandwidth is measured
 
 
 class Notes:
-    """What this process has done, and when."""
+    """The events of this process and their times."""
 
     def __init__(self) -> None:
         folder = Path(os.environ["FOLDER"])  # noqa: TID251  a rank's own
@@ -47,7 +47,7 @@ class Notes:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, *values: float | str) -> None:
-        """Write one line, whole; then rest, where a new process is to be quick."""
+        """Write one line, whole; then sleep, if a new process needs the processor."""
         os.write(self._fd, f"{json.dumps(values)}\n".encode())
         if self._rest.exists():
             time.sleep(_REST_S)
@@ -84,7 +84,7 @@ class Notes:
 
 
 def make_mlp(state_mb: int) -> nn.Module:
-    """Return an MLP whose parameters and Adam's state have so many MB."""
+    """Return an MLP with this many MB of parameters and Adam's state."""
     first, second = WIDTHS[state_mb]
     torch.manual_seed(0)
     return nn.Sequential(

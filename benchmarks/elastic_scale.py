@@ -1,4 +1,4 @@
-"""Print what one loss among many ranks costs the controller of an elastic job.
+"""Print the controller's cost of one loss among many ranks of an elastic job.
 
 The real policy, messages and frames run in this process; there are no wires. What
 agents send is encoded beforehand, and what they get is not decoded, so only the
@@ -49,7 +49,7 @@ _STEP = 1000
 
 @dataclass(slots=True)
 class Cost:
-    """What one loss costs: seconds of each part, and bytes.
+    """The cost of one loss: seconds of each part, and bytes.
 
     ``frames`` and ``texts`` are decoding what agents and ranks report, ``end`` and
     ``begin`` encoding what ends the old view and begins the new one.
@@ -101,7 +101,7 @@ class Controller:
         return self.membership.apply(event, time.monotonic())
 
     def receive(self, host: str, frame: bytes) -> list[Order]:
-        """Follow what comes from an agent."""
+        """Follow an agent's messages."""
         with self.cost.count("frames"):
             messages = self._decoders[host].feed(frame)
         self.cost.num_frames += 1

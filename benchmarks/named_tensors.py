@@ -41,7 +41,7 @@ _MANY = 160
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is timed.
+    """The timed calls.
 
     Attributes:
         name: What it is.
@@ -190,7 +190,7 @@ def _time_all(cases: list[Case]) -> list[tuple[list[float], list[float]]]:
 
 
 def _time(call: Callable[[], None], repeats: int) -> list[float]:
-    """Return what some calls took, in ms."""
+    """Return the times of some calls, in ms."""
     hvd.barrier()
     taken: list[float] = []
     for _ in range(repeats):

@@ -50,7 +50,7 @@ _GBIT_BYTES = 1e9 / 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """The settings of a measurement.
 
     Attributes:
         rate_gbit: What the line lets through each way.
@@ -157,7 +157,7 @@ def _free_port() -> int:
 
 
 def measure_as_rank(plan: Plan) -> None:
-    """Measure all engines and sizes; rank 0 prints what it found, as JSON."""
+    """Measure all engines and sizes; rank 0 prints the results as JSON."""
     torch.set_num_threads(1)
     claim = read_rank_info()
     names = ENGINES[plan.per_side]
@@ -184,8 +184,8 @@ def _measure_size(
     """Return the slowest rank's seconds a call, for each engine and round."""
 
     def slowest(seconds: float) -> float:
-        told = torch.tensor([seconds], dtype=torch.float64)
-        return float(clock.all_reduce(told, ReduceOp.MAX).wait().item())
+        slowest = torch.tensor([seconds], dtype=torch.float64)
+        return float(clock.all_reduce(slowest, ReduceOp.MAX).wait().item())
 
     def time_calls(name: str, count: int) -> float:
         clock.barrier().wait()
@@ -214,7 +214,7 @@ def _measure_size(
 
 
 def report(plan: Plan, found: Mapping[str, Any], path: Path | None) -> None:
-    """Print medians, how near to the line they are, and ratios to Gloo."""
+    """Print medians, their shares of the line's rate, and ratios to Gloo."""
     size = NUM_SIDES * plan.per_side
     rows: list[dict[str, Any]] = []
     for num_bytes, times in found.items():
@@ -236,8 +236,8 @@ def report(plan: Plan, found: Mapping[str, Any], path: Path | None) -> None:
                     "seconds": seconds,
                 }
             )
-            told = f"{name} {busbw:.4f} GB/s {100 * share:5.1f} %line"
-            cells.append(told if name == "gloo" else f"{told} {ratio:.2f} x gloo")
+            cell = f"{name} {busbw:.4f} GB/s {100 * share:5.1f} %line"
+            cells.append(cell if name == "gloo" else f"{cell} {ratio:.2f} x gloo")
         print("  |  ".join(cells), flush=True)
     if path is not None:
         values = {

@@ -1,4 +1,4 @@
-"""What statuses cost: a step of training, and the controller of 1,000 ranks.
+"""Time the cost of statuses: a training step, and the controller of 1,000 ranks.
 
     ronde run -n 2 python benchmarks/status_cost.py mnist_cnn mlp
     python benchmarks/status_cost.py table

@@ -47,13 +47,13 @@ def named_step() -> Callable[[], None]:
 
 
 def tell(recorder: ThreadedRecorder | None) -> None:
-    """Have the coordinator tell a timeline, or nobody."""
+    """Switch the coordinator's timeline on or off."""
     for state in current_session().states.values():
         state.coordinator.execution.recorder = recorder
 
 
 def steps_in(round_s: float, step: Callable[[], None]) -> int:
-    """Return how many steps last about so long, equal on all ranks."""
+    """Return the number of steps in about ``seconds``, equal on all ranks."""
     start = time.perf_counter()
     for _ in range(5):
         step()

@@ -5,7 +5,7 @@ few steps of each variant, in an order that changes from round to round, so that
 machine that slows down slows all of them. Figures are medians over rounds, ratios are
 medians of the rounds' ratios. Everything is built anew several times: where its
 memory happens to lie makes one copy of the same code some percent faster than another.
-"none" is the ceiling: the same ranks, not reducing. A single rank has nobody to reduce
+"none" is the ceiling: the same ranks, not reducing. A single rank has no peer to reduce
 with, and ronde leaves the process group out; "ronde_group" has it take part all the
 same, as DDP's does. "ronde_copied" has every gradient copied into its bucket.
 """

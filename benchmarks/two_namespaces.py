@@ -83,7 +83,7 @@ def joined_namespaces(rate: str) -> Generator[tuple[Side, Side]]:
 
 @contextmanager
 def ended(processes: "Sequence[subprocess.Popen[str]]") -> Generator[None]:
-    """Kill at the end what still runs."""
+    """Kill remaining processes at the end."""
     try:
         yield
     finally:
@@ -96,7 +96,7 @@ def ended(processes: "Sequence[subprocess.Popen[str]]") -> Generator[None]:
 
 
 def _kill_all(namespace: str) -> None:
-    """End what runs there: a signal may have come in the middle of a start."""
+    """End all processes there: a signal may have come in the middle of a start."""
     asking = ("ip", "netns", "pids", namespace)
     listed = subprocess.run(asking, check=False, capture_output=True, text=True)
     for word in listed.stdout.split():

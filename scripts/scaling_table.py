@@ -1,4 +1,4 @@
-"""Print how training scales, from the records that the examples append."""
+"""Print the scaling of a training, from the records that the examples append."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -28,7 +28,6 @@ LEAST_S = 15.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the words ask for; return 0 only if all of it went well."""
     options = _parser().parse_args(words)
     try:
         if options.pack:
@@ -77,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
 def _parts(
     options: argparse.Namespace, scratch: Path, report: Report
 ) -> Iterator[Part]:
-    """Yield the parts; those after the first depend on what that has found."""
+    """Yield the parts; those after the first depend on its findings."""
     if options.parts is not None:
         yield from (Part(**each) for each in json.loads(options.parts.read_text()))
         return

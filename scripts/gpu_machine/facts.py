@@ -1,4 +1,4 @@
-"""Say what machine this is, and which modules are missing: ``facts.py FILE``.
+"""Report the machine and the missing modules: ``facts.py FILE``.
 
 Runs in the environment of the tests. Appends a record to FILE; exits with 1 where a
 module is missing.

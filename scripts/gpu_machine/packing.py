@@ -31,7 +31,7 @@ class PackingError(Exception):
 
 
 def pack(root: Path, folder: Path) -> str:
-    """Fill ``folder`` with the wheels of ``constraints.txt``; say what was packed.
+    """Fill ``folder`` with the wheels of ``constraints.txt``; return their names.
 
     Raises:
         PackingError: pip did not get one, or all together are too large.
@@ -76,7 +76,7 @@ def _pins(root: Path) -> list[str]:
 
 
 def _pin(wheel: Path) -> str:
-    """Return what a wheel's own name says it is, as ``name==version``."""
+    """Return ``name==version`` of a wheel, by its file's name."""
     name, version = wheel.name.split("-")[:2]
     return _normal(f"{name}=={version}")
 

@@ -1,4 +1,4 @@
-"""What runs on the machine: in the order of its worth, since the last may not fit."""
+"""The parts of a run, the most valuable first, since the last may not fit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ TRAIN = (*RONDE, "bench", "train", "--model")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One command, and how long it may take.
+    """One command and its time limit.
 
     Attributes:
         name: Of the part.
@@ -43,7 +43,7 @@ class Part:
 
 
 def facts_part(scratch: Path) -> Part:
-    """Look at the machine, and whether all modules are there."""
+    """Check the machine and the modules."""
     path = str(scratch / "facts.jsonl")
     words = [str(HERE / "facts.py"), path]
     return Part("facts", "facts", words, 90.0, records=path)

@@ -16,7 +16,7 @@ Values = Mapping[str, Any]
 
 
 class Report:
-    """Gathers what the parts left.
+    """Gathers the results of the parts.
 
     Args:
         folder: Made where it is missing; reports of an earlier run in it are removed.
@@ -40,7 +40,6 @@ class Report:
 
     @property
     def is_passed(self) -> bool:
-        """Whether every part has passed so far."""
         return all(each.result is Result.PASSED for each in self._outcomes)
 
     def add(self, part: Part, outcome: Outcome) -> None:
@@ -85,13 +84,13 @@ class Report:
         names = Counter(gpu["name"] for gpu in self.facts.get("gpus", ()))
         gpus = ", ".join(f"{count} x {name}" for name, count in names.items())
         keys = ("driver", "torch", "cuda", "nccl", "cudnn", "python", "num_cores")
-        told = [f"{key} {self.facts[key]}" for key in keys if self.facts.get(key)]
+        lines = [f"{key} {self.facts[key]}" for key in keys if self.facts.get(key)]
         yield f"- GPUs: {gpus or 'none'}"
-        yield f"- {', '.join(told)}"
+        yield f"- {', '.join(lines)}"
         for name, why in self.facts.get("missing", {}).items():
             yield f"- missing: {name}: {why}"
         rows = [
-            (o.name, o.result, f"{o.seconds:.1f}", self._told(o))
+            (o.name, o.result, f"{o.seconds:.1f}", self._summary(o))
             for o in self._outcomes
         ]
         yield from _table(("part", "result", "s", ""), rows)
@@ -110,8 +109,8 @@ class Report:
             figures = ["", f"records.jsonl cannot be drawn: {error!r}"]
         yield from figures
 
-    def _told(self, outcome: Outcome) -> str:
-        """Return a part's words, and of tests how many ended how."""
+    def _summary(self, outcome: Outcome) -> str:
+        """Return a part's summary; of tests the number of each outcome."""
         if outcome.name not in self._tests:
             return outcome.words
         counts = Counter(test["result"] for test in self._tests[outcome.name])

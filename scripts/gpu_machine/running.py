@@ -21,7 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Result(StrEnum):
-    """How a part ended."""
+    """The end of a part."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -126,7 +126,7 @@ def _result(part: Part, code: int, *, is_over: bool) -> Result:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, its group, and whatever it has left anywhere.
+    """End a process, its group, and all processes that it left.
 
     What the kernel does not let go of, as where a driver hangs, is not waited for.
     """
@@ -163,7 +163,7 @@ def _last_line(path: Path, begun_at: int) -> str:
 
 
 def _close_log(path: Path, begun_at: int, line: str) -> None:
-    """Cut a part's output to its end, and say how the part ended."""
+    """Cut a part's output to its last lines, and return the part's end."""
     with path.open("r+b") as log:
         size = log.seek(0, os.SEEK_END) - begun_at
         if size > MAX_LOG_BYTES:

@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
 
 
 def _try(variables: dict[str, str]) -> str:
-    """Print what two ranks say; return why they cannot meet, or an empty text."""
+    """Print the output of two ranks; return the reason if they cannot connect."""
     env = os.environ | variables  # noqa: TID251
     try:
         trial = subprocess.run(

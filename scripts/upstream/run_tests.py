@@ -95,7 +95,7 @@ TORCH_TESTS = (
 
 @dataclass(frozen=True)
 class Project:
-    """Whose tests they are.
+    """The project of the tests.
 
     Attributes:
         name: On GitHub.
@@ -141,7 +141,6 @@ class Run:
 
 
 def main() -> int:
-    """Run what is asked for; return 0 when nothing failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse_options()
     try:
@@ -241,7 +240,7 @@ def find_project(options: argparse.Namespace) -> Project:
 
 
 def environment() -> Path:
-    """Return a Python that has what the tests need beside all that ours has.
+    """Return a Python with our packages and those of the tests.
 
     It is made once, below the user's cache, and again when the packages change.
     """
@@ -268,7 +267,7 @@ def environment() -> Path:
 
 
 def launcher(run: Run) -> list[str]:
-    """Return what starts the ranks of Horovod's tests, up to Python's arguments."""
+    """Return the command that starts ranks, up to Python's arguments."""
     python, ranks = str(run.python), str(run.options.ranks)
     if run.options.elastic:
         limits = ["-np", ranks, "--min-np", "1", "--max-np", ranks]
@@ -281,12 +280,12 @@ def launcher(run: Run) -> list[str]:
 
 
 def run_horovod(run: Run) -> Iterator[bool]:
-    """Run each file of Horovod's tests; yield whether all of it passed."""
+    """Run each file of Horovod's tests; yield True if all of it passed."""
     options = run.options
     files = [(f"parallel/{name}", launcher(run), options.ranks) for name in PARALLEL]
     if not options.mpi:
         files += [(f"single/{name}", [str(run.python)], 1) for name in SINGLE]
-    left_out = dict.fromkeys(IMPOSSIBLE_AT_3, "nobody can pass it at 3 ranks")
+    left_out = dict.fromkeys(IMPOSSIBLE_AT_3, "it cannot pass at 3 ranks")
     left_out = left_out if options.ranks == 3 else {}
     if options.elastic:
         files = [(name, [str(run.python)], 1) for name in ELASTIC]
@@ -305,7 +304,7 @@ def run_horovod(run: Run) -> Iterator[bool]:
 
 
 def run_ignite(run: Run) -> bool:
-    """Run the tests of ignite that use Horovod; return whether all passed."""
+    """Run the tests of ignite that use Horovod; return True if all passed."""
     options = run.options
     words = [f"tests/ignite/{name}" for name in options.file] or ["tests/ignite"]
     for name, package in NEEDS_MORE.items():
@@ -319,7 +318,7 @@ def run_ignite(run: Run) -> bool:
 
 
 def run_torch(run: Run) -> Iterator[bool]:
-    """Run each file on Gloo and on ronde; yield whether ronde passes what Gloo does."""
+    """Run each file on Gloo and on ronde; yield True if ronde passes the same."""
     options, tests = run.options, Path("test", "distributed")
     shutil.copy(HERE / "distributed_test.py", run.scratch / tests)
     if not (run.scratch / tests / "tensor" / "test_dtensor.py").exists():
@@ -376,14 +375,13 @@ def read_outcomes(file: Path) -> dict[str, str]:
 
 
 def print_columns() -> None:
-    """Print what the columns of the table are."""
     print(f"{'tests':36} rank passed failed skipped", flush=True)
 
 
 def run_pytest(
     run: Run, name: str, command: Sequence[str], words: Sequence[str], ranks: int
 ) -> bool:
-    """Run pytest on each rank and print the outcomes; return whether all is well."""
+    """Run pytest on each rank and print the outcomes; return True if all passed."""
     outcomes = run.scratch / "outcomes" / name
     outcomes.mkdir(parents=True)
     log = read_cache_directory() / "upstream-tests" / f"{Path(name).stem}.log"
@@ -433,7 +431,7 @@ def execute(
 
 
 def print_outcomes(name: str, outcomes: Path, ranks: int) -> bool:
-    """Print the counts of each rank; return whether every rank has left some."""
+    """Print the counts of each rank; return True if every rank has left some."""
     for rank in range(ranks):
         tests = read_outcomes(outcomes / str(rank))
         sums = Counter(tests.values())

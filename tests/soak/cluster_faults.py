@@ -1,4 +1,4 @@
-"""Start jobs on three hosts, break them, and count what is wrong afterwards.
+"""Start jobs on three hosts, break them, and count wrong ends.
 
 The hosts are namespaces, each with its own sshd and a link of 1 Gbit/s. For each fault,
 drawn at random: whether the exit code and the summary were right, how long the end took
@@ -56,7 +56,7 @@ _RARE = 0.3
 
 @dataclass(slots=True)
 class Running:
-    """A job whose ranks are all ready.
+    """A job with all ranks ready.
 
     Attributes:
         cluster: Where.
@@ -123,7 +123,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Tally:
-    """What one fault came to."""
+    """The results of one kind of fault."""
 
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -243,7 +243,7 @@ FAULTS = (
         options=("--log-dir", _DISK), weight=_RARE,
     ),
     Fault(
-        "nobody reads for long, a rank exits 3", _read_nothing, (3,),
+        "output is not read for long, a rank exits 3", _read_nothing, (3,),
         _FAILED + "exit code 3", habit="noisy", weight=_RARE,
     ),
     Fault(
@@ -258,7 +258,6 @@ FAULTS = (
 
 
 def main() -> int:
-    """Break jobs and print what came of it; return the exit code."""
     # Behind a shell's ``&`` they are ignored, and the jobs would keep it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -308,7 +307,7 @@ def run_once(
     *,
     is_quick: bool,
 ) -> None:
-    """Run one job, break it, and note how it ended."""
+    """Run one job, break it, and record its end."""
     where = chance.choice(fault.where)
     victim = where * _PER_HOST + chance.randrange(_PER_HOST)
     disk = fault.options[1] if "--log-dir" in fault.options else ""
@@ -324,7 +323,7 @@ def run_once(
         begun = time.monotonic()
         errors = await_end(launcher)
         wrong = judge(fault, launcher.returncode, errors, victim, where)
-        left = await_nobody(cluster, before, begun)
+        left = await_end(cluster, before, begun)
         tally.seconds.append(time.monotonic() - begun)
     except TimeoutError as error:
         said = b""
@@ -418,7 +417,7 @@ def await_end(launcher: HostProcess) -> str:
 
 
 def judge(fault: Fault, code: int, errors: str, victim: int, where: int) -> list[str]:
-    """Return what is wrong with a job's end."""
+    """Return the faults of a job's end."""
     wrong: list[str] = []
     # nsenter ends with 128 and more where what it started was killed.
     codes = {*fault.exit_codes, *(128 - c for c in fault.exit_codes if c < 0)}
@@ -431,7 +430,7 @@ def judge(fault: Fault, code: int, errors: str, victim: int, where: int) -> list
 
 
 def survey(cluster: Cluster, host: Machine) -> tuple[set[int], set[str]]:
-    """Return what runs on a host and which files lie where programs leave them."""
+    """Return the processes of a host, and the files in its temporary folders."""
     listed = cluster.run(host, ["find", "/tmp", "/dev/shm", "/run"])  # noqa: S108
     files = {
         line
@@ -443,7 +442,7 @@ def survey(cluster: Cluster, host: Machine) -> tuple[set[int], set[str]]:
 
 
 def strangers(cluster: Cluster, host: Machine, known: set[int]) -> list[Process]:
-    """Return what runs on a host that did not before, but sessions of its sshd.
+    """Return the new processes of a host, without sessions of its sshd.
 
     A session whose connection was cut lives until TCP gives it up. What it had
     started is another matter.
@@ -455,10 +454,10 @@ def strangers(cluster: Cluster, host: Machine, known: set[int]) -> list[Process]
     ]
 
 
-def await_nobody(
+def await_end(
     cluster: Cluster, before: dict[str, tuple[set[int], set[str]]], begun_s: float
 ) -> list[str]:
-    """Wait until nothing of the job runs on any host; return what does too long."""
+    """Wait until no process of the job is left on any host; return those that stay."""
     while True:
         left = [
             f"left on {host.name}: {process.name} {' '.join(process.words)[:80]}"
@@ -484,7 +483,7 @@ def compare_files(
 def end_sessions(
     cluster: Cluster, before: dict[str, tuple[set[int], set[str]]]
 ) -> None:
-    """End sessions of an sshd whose other side was cut off."""
+    """End sessions of an sshd after the other side was cut off."""
     for host in cluster.hosts:
         for process in cluster.processes(host):
             is_session = process.name == "sshd" and "[listener]" not in " ".join(

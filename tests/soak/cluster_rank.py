@@ -1,4 +1,4 @@
-"""What a rank does in ``cluster_faults.py``: says that it is ready, and breaks.
+"""A rank of ``cluster_faults.py``: reports that it is ready, and breaks.
 
     python -I -S cluster_rank.py HABIT DEED VICTIM
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def have_children() -> None:
-    """Leave a child in its own session, and a daemon that nobody is the parent of."""
+    """Leave a child in its own session, and a daemon without a parent."""
     for is_daemon in (False, True):
         if os.fork() == 0:
             os.setsid()

@@ -56,7 +56,7 @@ _RANK = str(Path(__file__).with_name("elastic_rank.py"))
 
 
 class Pace(NamedTuple):
-    """How fast faults follow one another."""
+    """The pace of faults."""
 
     apart_s: tuple[float, float]
     patience: float  # how often a number of ranks is waited for first
@@ -72,7 +72,7 @@ QUICK = Pace((0.1, 1.0), 0.9, 3, 4.0, 4.0)
 
 
 class Plan(NamedTuple):
-    """What breaks how fast, and what is trained."""
+    """The kinds of faults, their pace, and the training."""
 
     kinds: Sequence[str] = tuple(KINDS)
     pace: Pace = USUAL
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The descriptors, threads and memory of a process."""
 
     at_s: float
     descriptors: int
@@ -91,7 +91,7 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """What one job came to."""
+    """The results of one job."""
 
     seed: int
     num_faults: int = 0
@@ -105,7 +105,7 @@ class Piece:
 
 
 class Sampler:
-    """Counts what the processes of a job hold, while what they connect is the same."""
+    """Counts the resources of a job's processes while its view is the same."""
 
     def __init__(self) -> None:
         self.samples: dict[str, dict[tuple[int, ...], list[Held]]] = defaultdict(
@@ -114,9 +114,9 @@ class Sampler:
 
     def sample(self, job: Job) -> None:
         """Look at the controller, all agents and all ranks."""
-        places = job.watcher.places
-        in_view = Counter(host for _, host, _ in places)
-        first = {host: number for number, host, _ in reversed(places)}
+        members = job.watcher.members
+        in_view = Counter(host for _, host, _ in members)
+        first = {host: number for number, host, _ in reversed(members)}
         sizes = tuple(sorted(in_view.values()))
         ranks = {host.name: job.rank_processes(host) for host in job.hosts}
         started = tuple(sorted(map(len, ranks.values())))
@@ -129,7 +129,9 @@ class Sampler:
                     key = (number == first[host], in_view[host], *sizes)
                     self._add(f"rank {number}", key, process.pid)
             # An agent has more for a rank that has come to it.
-            if processes and processes.keys() == {n for n, h, _ in places if h == host}:
+            if processes and processes.keys() == {
+                n for n, h, _ in members if h == host
+            }:
                 parent = next(iter(processes.values())).parent
                 self._add(f"agent {parent}", (len(processes),), parent)
 
@@ -138,7 +140,7 @@ class Sampler:
             self.samples[name][key].append(held_by(pid))
 
     def grown(self) -> list[str]:
-        """Return who held ever more.
+        """Return the processes that grew.
 
         That is: in the last third of the samples at least more than ever before.
         """
@@ -163,7 +165,7 @@ class Sampler:
         return wrong
 
     def first_and_last(self) -> dict[str, list[Held]]:
-        """Return what those held that lived longest, with the most ranks."""
+        """Return the samples of the longest-lived processes, with the most ranks."""
         long = {n: by[max(by)] for n, by in self.samples.items()}
         return {n: [s[0], s[-1]] for n, s in long.items() if len(s) >= 10}
 
@@ -240,7 +242,7 @@ class Breaker:
                 raise TimeoutError(f"the job has not ended after {_END_S:.0f} s")
 
     def _is_full(self, until_s: float) -> bool:
-        """Return whether enough ranks are there, or it is too late to wait."""
+        """Return True if enough ranks are there, or it is too late to wait."""
         job, pace = self.job, self.pace
         num_safe = len(job.safe(set(), set()))
         is_over = not (pace.is_one_by_one and job.members & job.doomed)
@@ -253,7 +255,7 @@ class Breaker:
         # Before there is one, shares that are lost with their copies end the job.
         checkpoints = self.job.folder / "checkpoints"
         while (
-            len(watcher.places) < size
+            len(watcher.members) < size
             or watcher.step_s == 0.0
             or (self.is_divided and not [*checkpoints.glob("step-*.pt")])
         ):
@@ -281,7 +283,7 @@ class Breaker:
             raise TimeoutError(f"no step for {HANG_S:.0f} s")
 
     def _break(self) -> bool:
-        """Break something; return whether that could be."""
+        """Break something; return True if that was possible."""
         job = self.job
         job.watcher.look()
         weights = [KINDS[kind][0] for kind in self.kinds]
@@ -298,17 +300,17 @@ class Breaker:
 
 
 def seconds_of(fault: Fault, marks: Sequence[Mark]) -> float | None:
-    """Return what passed from a fault to the next step; None if it is not known.
+    """Return the seconds from a fault to the next step; None if unknown.
 
-    Nothing is, where nobody of the view was lost. Where ranks change as planned, how
+    Nothing is, where no member of the view was lost. Where ranks change as planned, how
     long none was applied because of it. Where a fault may pass, the longest time
     without a step after it.
     """
     if not fault.is_in_view:
         return None
     steps = [m for m in marks if not (m.is_view or m.is_end)]
-    members = {m.view: {n for n, _, _ in m.places} for m in marks if m.is_view}
-    hosts = {m.view: {h for _, h, _ in m.places} for m in marks if m.is_view}
+    members = {m.view: {n for n, _, _ in m.members} for m in marks if m.is_view}
+    hosts = {m.view: {h for _, h, _ in m.members} for m in marks if m.is_view}
     if fault.may_pass:
         times = [m.at_s for m in steps if 0 <= m.at_s - fault.at_s <= _WINDOW_S]
         pairs = pairwise([fault.at_s, *times])
@@ -331,7 +333,7 @@ def seconds_of(fault: Fault, marks: Sequence[Mark]) -> float | None:
 
 
 def orphans(cluster: Cluster) -> list[str]:
-    """Wait until nothing of the job runs on any host; return what does too long."""
+    """Wait until no process of the job is left on any host; return those that stay."""
     ends_s = time.monotonic() + _ORPHAN_S
     while True:
         left = [
@@ -437,7 +439,6 @@ def table_of(pieces: Sequence[Piece]) -> tuple[list[str], list[dict[str, object]
 
 
 def summary_of(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Return what all pieces came to, for programs."""
     return {
         "benchmark": "elastic_faults",
         "seeds": [piece.seed for piece in pieces],
@@ -460,8 +461,8 @@ that hits processes outside of the view counts, but has no time."""
 
 def write_report(path: Path, pieces: Sequence[Piece]) -> None:
     """Write a page for people, and beside it all figures as JSON."""
-    told = summary_of(pieces)
-    wrong = [f"- {text}" for text in told["wrong"]] or ["- nothing"]
+    summary = summary_of(pieces)
+    wrong = [f"- {text}" for text in summary["wrong"]] or ["- nothing"]
     held = [
         f"| {piece.seed} | {name} | {first.descriptors} -> {last.descriptors} | "
         f"{first.threads} -> {last.threads} | {first.rss_mib} -> {last.rss_mib} |"
@@ -476,11 +477,11 @@ def write_report(path: Path, pieces: Sequence[Piece]) -> None:
     )
     jobs = (
         f"{len(pieces)} jobs of 3 hosts x 2 ranks, seeds {pieces[0].seed} to "
-        f"{pieces[-1].seed}: {told['views']} views, {told['steps']} steps, "
-        f"{told['took_s']} s."
+        f"{pieces[-1].seed}: {summary['views']} views, {summary['steps']} steps, "
+        f"{summary['took_s']} s."
     )
     lines = [
-        f"# {told['faults']} faults over an elastic training, {day}",
+        f"# {summary['faults']} faults over an elastic training, {day}",
         machine,
         jobs,
         "",
@@ -499,7 +500,7 @@ def write_report(path: Path, pieces: Sequence[Piece]) -> None:
         *held,
     ]
     path.write_text("\n".join(lines) + "\n")
-    figures = {**told, "pieces": [asdict(piece) for piece in pieces]}
+    figures = {**summary, "pieces": [asdict(piece) for piece in pieces]}
     path.with_suffix(".json").write_text(json.dumps(figures))
 
 
@@ -546,9 +547,9 @@ def main() -> int:
             print(f"elastic_faults: {error}", file=sys.stderr)
             return 2
     print("\n".join(table_of(pieces)[0]))
-    told = summary_of(pieces)
-    print(json.dumps(told))
-    return 1 if told["wrong"] else 0
+    summary = summary_of(pieces)
+    print(json.dumps(summary))
+    return 1 if summary["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""An elastic job on three hosts, what can be seen of it, and ways to break it.
+"""An elastic job on three hosts, its visible state, and ways to break it.
 
-Note [Who is spared]
-    One rank that has the state must live, or nobody could go on. It is one that has
+Note [The spared rank]
+    One rank that has the state must live, or the job could not go on. It is one that has
     applied a step in the newest view, on a host that nothing is wrong with.
 """
 
@@ -32,12 +32,12 @@ _DROP = (
 
 
 class ImpossibleError(Exception):
-    """This fault would leave nobody, or there is nothing that it could break."""
+    """This fault would leave no rank, or has no target."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """Something that went wrong, or a host that was wanted or not.
+    """A fault, or a host that was added or removed.
 
     Attributes:
         kind: Of ``KINDS``.
@@ -45,7 +45,7 @@ class Fault:
         members: Processes that were lost by it.
         hosts: Hosts that came by it.
         may_pass: Whether it may be over before anybody is lost.
-        is_in_view: Whether it was somebody of the view that was lost.
+        is_in_view: Whether a member of the view was lost.
     """
 
     kind: str
@@ -57,19 +57,19 @@ class Fault:
 
 
 class Watcher:
-    """Follows what the ranks write of their progress."""
+    """Follows the progress files of the ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._unread: dict[Path, tuple[int, bytes]] = {}
         self.view = -1
-        self.places: tuple[tuple[int, str, int], ...] = ()
+        self.members: tuple[tuple[int, str, int], ...] = ()
         self.stepped: dict[int, int] = {}  # of a member, the last view it did so in
         self.step_s = 0.0  # when the newest step was applied
         self.num_ended = 0
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read new lines."""
         for path in self._folder.glob("progress-*"):
             offset, rest = self._unread.get(path, (0, b""))
             with path.open("rb") as file:
@@ -84,7 +84,7 @@ class Watcher:
     def _take(self, mark: Mark) -> None:
         if mark.is_view:
             if mark.view > self.view:
-                self.view, self.places = mark.view, mark.places
+                self.view, self.members = mark.view, mark.members
         elif mark.is_end:
             self.num_ended += 1
         else:
@@ -139,16 +139,15 @@ class Job:
 
     @property
     def members(self) -> set[int]:
-        """Return who is in the newest view."""
-        return {number for number, _, _ in self.watcher.places}
+        return {number for number, _, _ in self.watcher.members}
 
     def safe(self, members: set[int], hosts: set[str]) -> list[int]:
-        """Return who has the state and lives on: see Note [Who is spared]."""
+        """Return the ranks that must live: see Note [The spared rank]."""
         watcher, bad = self.watcher, self.troubled | hosts
         gone = self.doomed | members
         return [
             number
-            for number, host, _ in watcher.places
+            for number, host, _ in watcher.members
             if host not in bad
             and number not in gone
             and watcher.stepped.get(number, -1) == watcher.view
@@ -166,7 +165,7 @@ class Job:
         self.later.append((time.monotonic() + wait_s, act))
 
     def act_due(self, *, is_end: bool = False) -> None:
-        """Do what is due; at the end all of it."""
+        """Do everything that is due; at the end all of it."""
         now_s = time.monotonic()
         due = [each for each in self.later if is_end or each[0] <= now_s]
         self.later = [each for each in self.later if each not in due]
@@ -213,7 +212,7 @@ def _signal_rank(job: Job, fault: Fault, sig: int) -> tuple[int, Process]:
 def _lose_host(job: Job, fault: Fault) -> Machine:
     """Choose a host that will be lost with all its ranks."""
     for host in job.well():
-        members = {n for n, name, _ in job.watcher.places if name == host.name}
+        members = {n for n, name, _ in job.watcher.members if name == host.name}
         members |= set(job.rank_processes(host))
         if members and job.safe(members, {host.name}):
             fault.members |= members

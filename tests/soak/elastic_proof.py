@@ -34,17 +34,17 @@ class Mark(NamedTuple):
     view: int
     step: int  # of a view: how many steps were applied at its beginning
     checksum: int
-    places: tuple[tuple[int, str, int], ...] = ()  # number, host and slot, by rank
+    members: tuple[tuple[int, str, int], ...] = ()  # number, host and slot, by rank
     is_view: bool = False
     is_end: bool = False
 
 
 def parse_mark(line: str, member: int) -> Mark:
-    """Return what a line of a rank's progress says."""
+    """Parse a line of a rank's progress."""
     kind, at_s, view, *values = json.loads(line)
     if kind == "view":
-        places, step, digest = values
-        own = tuple((number, host, slot) for number, host, slot in places)
+        members, step, digest = values
+        own = tuple((number, host, slot) for number, host, slot in members)
         return Mark(at_s, member, view, step, digest, own, is_view=True)
     step, digest = values
     return Mark(at_s, member, view, step, digest, is_end=kind == "end")
@@ -74,7 +74,7 @@ def find_undone(marks: Sequence[Mark]) -> dict[int, int]:
 def applied_for_good(
     entries: Sequence[Entry], marks: Sequence[Mark], *, is_divided: bool
 ) -> tuple[list[Entry], list[str]]:
-    """Return the entries without applied steps that were lost with all who had them.
+    """Return the entries without applied steps that were lost with all their ranks.
 
     A view that begins at a step undoes those from it on. Only ranks that are lost may
     have applied one of them, unless the optimizer's state is divided.
@@ -138,7 +138,7 @@ def replay(entries: Sequence[Entry]) -> tuple[list[int], int]:
 
 
 def problems_of(folder: Path, *, is_divided: bool = False) -> list[str]:
-    """Return what is wrong with a training that has ended, in words."""
+    """Return the faults of a training that has ended, as sentences."""
     marks = read_marks(folder)
     ends = [mark for mark in marks if mark.is_end]
     if not ends:
@@ -159,6 +159,6 @@ def problems_of(folder: Path, *, is_divided: bool = False) -> list[str]:
         # whose shares were lost with their copies.
         is_undone = is_divided and last >= undone_from[mark.view]
         if not (is_good or is_undone) and (mark.is_end or mark.is_view):
-            what = "at the end" if mark.is_end else f"at the beginning of {mark.view}"
-            wrong.append(f"process {mark.member} has other weights {what}")
+            moment = "at the end" if mark.is_end else f"at the beginning of {mark.view}"
+            wrong.append(f"process {mark.member} has other weights {moment}")
     return wrong

@@ -85,7 +85,7 @@ def rounded(gradient: Tensor, size: int) -> Tensor:
 
 @contextmanager
 def rounded_gradients(model: nn.Module, size: int) -> Generator[None]:
-    """Round what backward finds, after all hooks that are there."""
+    """Round the gradients of backward, after all other hooks."""
     hooks = [p.register_hook(lambda g: rounded(g, size)) for p in model.parameters()]
     try:
         yield
@@ -116,7 +116,7 @@ class Ending:
 
 
 def main(folder: Path, *, is_divided: bool) -> None:
-    """Train until all are told to finish; divided, each has a share of the velocity."""
+    """Train until ``finish`` appears; divided, each has a share of the velocity."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     torch.set_num_threads(1)
@@ -132,8 +132,8 @@ def main(folder: Path, *, is_divided: bool) -> None:
         progress.write(json.dumps(line) + "\n")
 
     def report_view() -> None:
-        places = [tuple(place) for place in member.view.members]
-        report("view", places, loop.num_applied, checksum(model))
+        members = [tuple(each) for each in member.view.members]
+        report("view", members, loop.num_applied, checksum(model))
 
     model = make_model()
     optimizer = hvd.DistributedOptimizer(

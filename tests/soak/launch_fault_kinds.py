@@ -1,4 +1,4 @@
-"""The ways in which ``launch_faults.py`` breaks jobs, and how each job must end.
+"""The faults of ``launch_faults.py``, and the end that each job must have.
 
 Programs are of the shell or of Python without its site, so that a rank starts in a few
 milliseconds. Unless it is said otherwise, rank 1 fails and the others wait for it.
@@ -18,7 +18,7 @@ from typing import IO
 
 DEADLINE_S = 40.0
 ANY = -1
-"""Stands for whatever cause, and for no report at all."""
+"""Stands for any cause, and for no report at all."""
 
 Ends = Sequence[tuple[int, int | None]]
 
@@ -127,7 +127,7 @@ os.wait()
 """
 
 # Every process lives a moment, forks the next one into a session of its own and ends:
-# whoever only looks at the process table and then kills always comes too late.
+# a killer that reads the process table first always comes too late.
 _COMET = """
 greet()
 if os.fork() == 0:
@@ -288,7 +288,6 @@ time.sleep(600)
 
 
 def _can_run(*words: str) -> bool:
-    """Whether programs can be run behind these words here."""
     done = subprocess.run(
         [*words, "true"],
         env={"FOLDER": "/", "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
@@ -815,7 +814,7 @@ _PLACES = (
 
 _OUTPUT = (
     Fault(
-        "nobody reads the output any more",
+        "output is not read any more",
         _shell(_HELLO + _GATE + "while :; do echo more || exit 9; done"),
         ((141, None),),
         _closes_output,

@@ -1,4 +1,4 @@
-"""Start jobs under ``ronde run``, break them, and count what is wrong afterwards.
+"""Start jobs under ``ronde run``, break them, and count wrong ends.
 
 For each fault of ``launch_fault_kinds``: how often exit code, first cause and the words
 quoted were right, how many processes and files were left behind, and how long the end
@@ -47,7 +47,7 @@ _SHOWN = 300
 
 @dataclass(slots=True)
 class Tally:
-    """What one fault came to."""
+    """The results of one kind of fault."""
 
     runs: int = 0
     right: int = 0
@@ -57,7 +57,6 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        """Whether all ended as they should and nothing was left."""
         return self.right == self.runs and self.leftovers == 0
 
 
@@ -96,7 +95,7 @@ def main() -> int:
 def run_all(
     faults: Sequence[Fault], num_rounds: int, num_jobs: int
 ) -> dict[str, Tally]:
-    """Run faults so often and so many at a time; return what came of each, by name."""
+    """Run faults, several at a time; return the results of each, by name."""
     possible = [fault for fault in faults if fault.is_possible()]
     tallies = {fault.name: Tally() for fault in possible}
     with ThreadPoolExecutor(num_jobs) as pool:
@@ -112,7 +111,7 @@ def run_all(
 
 
 def run_once(fault: Fault, tally: Tally) -> None:
-    """Run one job, break it, and note how it ended."""
+    """Run one job, break it, and record its end."""
     mark = f"{_MARK_NAME}={os.urandom(8).hex()}"
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
         folder = Path(name)
@@ -186,12 +185,12 @@ def _start(fault: Fault, folder: Path, mark: str) -> "subprocess.Popen[bytes]":
 def _break(
     fault: Fault, launcher: "subprocess.Popen[bytes]", folder: Path, mark: str
 ) -> tuple[int | None, str, Running, float]:
-    """Have the fault happen; return exit code, stderr, the job and how long it took."""
+    """Cause the fault; return exit code, stderr, the job and the seconds."""
     running = Running(launcher, (mark,), folder)
     if fault.is_early:
         time.sleep(random.uniform(0, _START_S))
     elif fault.act is not None:
-        running = _meet(fault, launcher, folder, mark)
+        running = _cause(fault, launcher, folder, mark)
     begun = time.monotonic()
     if fault.act is not None:
         fault.act(running)
@@ -206,7 +205,7 @@ def _break(
     return code, said.decode(errors="replace"), running, time.monotonic() - begun
 
 
-def _meet(
+def _cause(
     fault: Fault, launcher: "subprocess.Popen[bytes]", folder: Path, mark: str
 ) -> Running:
     """Wait until all ranks have said hello."""
@@ -227,7 +226,7 @@ def _meet(
 
 
 def _complain(fault: Fault, folder: Path, code: int | None, said: str) -> str:
-    """Say what is wrong with an end; nothing where it is right."""
+    """Return the fault of an end; empty if it is right."""
     cause, epoch = _read_report(folder / "report")
     is_right = any(
         code == expected and rank in (ANY, cause) for expected, rank in fault.ends

@@ -114,7 +114,7 @@ class Observer:
         folder = Path("/proc") / name
         try:
             environ = (folder / "environ").read_bytes().decode(errors="replace")
-            told = (folder / "stat").read_text().rpartition(")")[2].split()
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             return None
         entries = environ.split("\0")
@@ -122,4 +122,4 @@ class Observer:
         ranks = [e.split("=")[1] for e in entries if e.startswith("RANK=")]
         if self._mark not in entries or not epochs or not ranks:
             return None
-        return Life(int(name), int(epochs[0]), int(ranks[0]), int(told[19]) * TICK_S)
+        return Life(int(name), int(epochs[0]), int(ranks[0]), int(fields[19]) * TICK_S)

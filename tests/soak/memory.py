@@ -37,7 +37,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process holds.
+    """The descriptors, threads and memory of a process.
 
     Attributes:
         number: After so many steps, or cycles.
@@ -70,7 +70,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def held(number: int) -> Held:
-    """Count what this process holds, with all garbage thrown away."""
+    """Count this process's resources, after a garbage collection."""
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
@@ -108,7 +108,7 @@ class Soak:
         self._renew()
 
     def step(self, number: int) -> None:
-        """Take one step, and what is due after it."""
+        """Take one step, and the work that is due after it."""
         self._call(number)
         self._train()
         if number % 20 == 0:
@@ -211,7 +211,7 @@ class Soak:
 
 
 def be_rank(directory: Path, num_steps: int, every: int) -> None:
-    """Make all steps as one rank, and write down what was held."""
+    """Make all steps as one rank, and write the samples."""
     import torch
 
     torch.set_num_threads(1)
@@ -225,15 +225,15 @@ def be_rank(directory: Path, num_steps: int, every: int) -> None:
     for number in range(1, num_steps // every + 1):
         soak.meet_anew()
         cycles.append(held(number))
-    told = {"step": list(map(asdict, marks)), "cycle": list(map(asdict, cycles))}
-    (directory / f"rank{soak.hvd.rank()}").write_text(json.dumps(told))
+    samples = {"step": list(map(asdict, marks)), "cycle": list(map(asdict, cycles))}
+    (directory / f"rank{soak.hvd.rank()}").write_text(json.dumps(samples))
     soak.hvd.shutdown()
 
 
 def run(
     size: int, num_steps: int, every: int, engine: str
 ) -> list[dict[str, list[Held]]]:
-    """Run ``size`` ranks; return what each held, by steps and by cycles."""
+    """Run ``size`` ranks; return the samples of each, by steps and by cycles."""
     with tempfile.TemporaryDirectory(prefix="ronde-soak-") as folder:
         words = [sys.executable, "-m", "ronde", "run", "-n", str(size)]
         words += ["--engine", engine, "--"]
@@ -241,15 +241,15 @@ def run(
         own += ["--every", str(every), "--as-rank-in", folder]
         subprocess.run([*words, *own], check=True)
         files = [Path(folder) / f"rank{rank}" for rank in range(size)]
-        told = [json.loads(file.read_text()) for file in files]
+        samples = [json.loads(file.read_text()) for file in files]
     return [
         {name: [Held(**mark) for mark in marks] for name, marks in each.items()}
-        for each in told
+        for each in samples
     ]
 
 
 def find_growth(marks: Sequence[Held], allow_mib: float) -> list[str]:
-    """Return what is not flat; see the rule above."""
+    """Return the samples that grow; see the rule above."""
     half, quarter = len(marks) // 2, len(marks) // 4
     third, last = marks[half : half + quarter], marks[half + quarter :]
     grown: list[str] = []
@@ -284,13 +284,13 @@ def main() -> None:
     wrong: list[str] = []
     for size in options.ranks:
         begun = time.monotonic()
-        told = run(size, options.steps, options.every, options.engine)
+        samples = run(size, options.steps, options.every, options.engine)
         took_s = time.monotonic() - begun
         told_of = f"{size} ranks, {options.engine}, {options.steps} steps"
         print(f"\n{told_of}, {took_s:.0f} s\n")
         print("| rank | | allocated | memory | RSS, MiB | objects | threads | fds |")
         print("|---|---|---|---|---|---|---|---|")
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(samples):
             for name, marks in each.items():
                 for mark in marks:
                     values = " | ".join(map(str, asdict(mark).values()))

@@ -1,4 +1,4 @@
-"""Plant faults in the product, one at a time, and see whether the tests find them.
+"""Plant faults in the product, one at a time, and count those that tests find.
 
 Run it as ``python -m tests.soak.planted_faults``: it takes as long as twenty runs of
 the tests. Each fault of ``planted_faults_list.py`` goes into a clone of this
@@ -43,7 +43,7 @@ POLL_S = 0.5
 
 
 class SuiteRun(NamedTuple):
-    """What came of the tests."""
+    """The outcome of a run of the tests."""
 
     failed: str  # the first test that failed; empty for none
     exit_code: int | None  # None where the run was ended for that test
@@ -89,24 +89,24 @@ def main() -> int:
 
 
 def try_fault(number: int, tests: Sequence[str]) -> bool:
-    """Print the row of a fault; return whether a test finds it."""
+    """Print the row of a fault; return True if a test finds it."""
     fault = FAULTS[number - 1]
     with cloned() as checkout:
         file = checkout / "src" / "ronde" / fault.file
         right = file.read_text()
         file.write_text(planted(number, right))
         run = run_tests(checkout, tests)
-        what = run.failed or f"{fault.harm} (exit code {run.exit_code})"
+        text = run.failed or f"{fault.harm} (exit code {run.exit_code})"
         is_found = bool(run.failed)
         if is_found:
             again = run_tests(checkout, [run.failed])
             file.write_text(right)
             without = run_tests(checkout, [run.failed])
             is_found = bool(again.failed) and not without.failed
-            what += "" if is_found else " failed by chance"
+            text += "" if is_found else " failed by chance"
     word = "found" if is_found else "MISSED"
     print(
-        f"{number:2} {fault.file:32} {word:6} {run.took_s:5.0f} s  {what}", flush=True
+        f"{number:2} {fault.file:32} {word:6} {run.took_s:5.0f} s  {text}", flush=True
     )
     return is_found
 
@@ -156,7 +156,7 @@ def cloned() -> Generator[Path]:
 
 
 def mirror(source: Path, target: Path, checkout: Path) -> None:
-    """Link what is in a folder, and have ``checkout`` where this one is named."""
+    """Link a folder's files; replace this checkout's path by ``checkout`` in them."""
     target.mkdir()
     for entry in source.iterdir():
         new = target / entry.name
@@ -203,7 +203,7 @@ def run_tests(checkout: Path, tests: Sequence[str]) -> SuiteRun:
 
 
 def end(process: "subprocess.Popen[bytes]", *, is_script: bool) -> None:
-    """Interrupt pytest, which removes what it made; kill what is left."""
+    """Interrupt pytest, which removes its files; kill remaining processes."""
     interrupted = [process.pid]
     if is_script:  # which is to go on with nothing else meanwhile
         process.send_signal(signal.SIGSTOP)

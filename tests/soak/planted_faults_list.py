@@ -106,7 +106,7 @@ FAULTS = (
         "check/limits.py",
         "if left < _GOOD_RANK_BYTES * wanted:",
         "if left < _GOOD_RANK_BYTES:",
-        "ronde check passes a host with memory for one rank, whatever number is to run",
+        "ronde check passes a host with memory for one rank, for any number of ranks",
     ),
     Fault(
         "check/network/bandwidth.py",

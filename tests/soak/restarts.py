@@ -9,7 +9,7 @@ where it went. What must hold, and is counted where it does not:
 - no process of a generation lives when the next one's first begins, on any host;
 - no step of a generation is taken after one of the next, and each meets at a port of
   its own;
-- the end is, to the last bit, that of a training in which nobody was killed.
+- the end is, to the last bit, that of a training without a kill.
 
 ``--peer`` has torchrun do the same with two ranks here, the two in turn. The last line
 is JSON. Exits with 1 if anything was wrong with ronde.
@@ -57,7 +57,7 @@ Start = Callable[[Sequence[str], dict[str, str]], "subprocess.Popen[str]"]
 
 @dataclass(slots=True)
 class Restart:
-    """What one death came to.
+    """The results of one death.
 
     Attributes:
         parts: Seconds from the death on: until all of the old generation had ended
@@ -72,7 +72,7 @@ class Restart:
 
 @dataclass(slots=True)
 class Tally:
-    """What all deaths under one launcher came to."""
+    """The results of all deaths under one launcher."""
 
     restarts: list[Restart] = field(default_factory=list)
     num_lost: int = 0
@@ -80,7 +80,7 @@ class Tally:
     losses: list[str] = field(default_factory=list)
 
     def add(self, other: "Tally") -> None:
-        """Count what came to another one, too."""
+        """Add the results of another one."""
         self.restarts += other.restarts
         self.num_lost += other.num_lost
         self.wrong += other.wrong
@@ -88,7 +88,7 @@ class Tally:
 
 
 class Job:
-    """A training whose ranks are killed one by one.
+    """A training with ranks that are killed one by one.
 
     Args:
         process: The launcher.
@@ -128,7 +128,7 @@ class Job:
             if not text:
                 raise TimeoutError(f"the job ended in generation {epoch}")
             line = self._keep(text)
-            if line.get("what") == "step" and line["epoch"] == epoch:
+            if line.get("event") == "step" and line["epoch"] == epoch:
                 num_steps -= line["rank"] == 0
 
     def _keep(self, text: str) -> Line:
@@ -154,27 +154,27 @@ class Job:
             self._keep(text)
         return self._process.wait(RECOVERY_S)
 
-    def of(self, epoch: int, what: str) -> list[Line]:
-        """Return what the ranks of a generation said of one thing."""
-        return [o for o in self.lines if (o["epoch"], o["what"]) == (epoch, what)]
+    def of(self, epoch: int, event: str) -> list[Line]:
+        """Return the lines of one kind of a generation's ranks."""
+        return [o for o in self.lines if (o["epoch"], o["event"]) == (epoch, event)]
 
     def judge(self, epoch: int, died_s: float) -> Restart:
-        """Say how a generation followed the one in which a rank died."""
+        """Judge a generation after the one in which a rank died."""
         lives = self._observer.lives
         gone_s = max(life.ended_s for life in lives if life.epoch < epoch)
         began_s = min(life.begun_s for life in lives if life.epoch == epoch)
         times = {"gone": gone_s}
-        for what in _PHASES[1:]:
-            said = [line["at_s"] for line in self.of(epoch, what)]
-            times[what] = min(said) if what == "step" else max(said)
+        for phase in _PHASES[1:]:
+            said = [line["at_s"] for line in self.of(epoch, phase)]
+            times[phase] = min(said) if phase == "step" else max(said)
         wrong = self._compare(epoch)
         # A process is known to have begun within the tick after ``began_s``.
         if gone_s > began_s + TICK_S:
             wrong.append(f"generation {epoch} began while {epoch - 1} lived")
-        return Restart({what: at - died_s for what, at in times.items()}, wrong)
+        return Restart({phase: at - died_s for phase, at in times.items()}, wrong)
 
     def _compare(self, epoch: int) -> list[str]:
-        """Return what is wrong with a generation's steps after those before."""
+        """Return the faults of a generation's steps, given those before."""
         wrong: list[str] = []
         old, new = self.of(epoch - 1, "step"), self.of(epoch, "step")
         reached = max(line["step"] for line in old)
@@ -228,14 +228,14 @@ def torchrun_words(_hosts: Sequence[str], restarts: int, _mark: str) -> list[str
 
 
 def environment(mark: str) -> dict[str, str]:
-    """Return what a launcher is started with: one thread a rank."""
+    """Return the environment of a launcher: one thread a rank."""
     path = os.defpath
     return {"PATH": path, "HOME": "/tmp", "OMP_NUM_THREADS": "1", MARK: mark}  # noqa: S108
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and with what jobs run.
+    """The hosts and the command of the jobs.
 
     Attributes:
         start: Starts a launcher.
@@ -295,7 +295,7 @@ class Bench:
         job.await_step(kills, 1)
 
     def count_epochs(self, kills: int) -> int:
-        """Return how many are enough for ranks to be killed in so often."""
+        """Return the number of steps that is enough for this many kills."""
         steps_an_epoch = _NUM_IMAGES // (_BATCH_SIZE * self.size)
         return (kills + 1) * FURTHEST // steps_an_epoch + 1
 
@@ -309,17 +309,17 @@ def loss_of(record: Path) -> str:
 
 
 def report(name: str, tally: Tally) -> dict[str, Any]:
-    """Print what deaths under one launcher came to; return it."""
+    """Print and return the results of deaths under one launcher."""
     rows: dict[str, list[float]] = {}
-    for what in _PHASES:
-        ordered = sorted(restart.parts[what] for restart in tally.restarts)
+    for phase in _PHASES:
+        ordered = sorted(restart.parts[phase] for restart in tally.restarts)
         if ordered:
             p95 = ordered[round(0.95 * (len(ordered) - 1))]
-            rows[what] = [statistics.median(ordered), p95, ordered[-1]]
+            rows[phase] = [statistics.median(ordered), p95, ordered[-1]]
     print(f"\n{name}: {len(tally.restarts)} restarts, {tally.num_lost} jobs lost")
     print(f"{'s from the death until':24} {'median':>7} {'p95':>7} {'worst':>7}")
-    for what, figures in rows.items():
-        print(f"{what:24}", *(f"{figure:7.2f}" for figure in figures))
+    for phase, figures in rows.items():
+        print(f"{phase:24}", *(f"{figure:7.2f}" for figure in figures))
     for text in tally.wrong:
         print(f"WRONG: {text}")
     return {
@@ -360,7 +360,6 @@ def bench(options: argparse.Namespace) -> Generator[Bench]:
 
 
 def main() -> int:
-    """Kill ranks, and print what came of it; return the exit code."""
     parser = argparse.ArgumentParser(description="Kill ranks, and see training go on.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--local", action="store_true", help="two ranks here")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 
-def say(what: str, **more: int) -> None:
+def say(event: str, **more: int) -> None:
     """Write one line, whole."""
     environ = os.environ  # noqa: TID251  a rank's own
     epoch = environ.get("RONDE_EPOCH") or environ["TORCHELASTIC_RESTART_COUNT"]
     line = {
-        "what": what,
+        "event": event,
         "epoch": int(epoch),
         "rank": int(environ["RANK"]),
         "pid": os.getpid(),
@@ -29,7 +29,7 @@ def say(what: str, **more: int) -> None:
 
 
 def main() -> None:
-    """Train, and say when what is done."""
+    """Train, and report each phase."""
     say("begun")
     import torch
 
