@@ -323,7 +323,7 @@ def run_once(
         begun = time.monotonic()
         errors = await_end(launcher)
         wrong = judge(fault, launcher.returncode, errors, victim, where)
-        left = await_end(cluster, before, begun)
+        left = await_no_processes(cluster, before, begun)
         tally.seconds.append(time.monotonic() - begun)
     except TimeoutError as error:
         said = b""
@@ -454,7 +454,7 @@ def strangers(cluster: Cluster, host: Machine, known: set[int]) -> list[Process]
     ]
 
 
-def await_end(
+def await_no_processes(
     cluster: Cluster, before: dict[str, tuple[set[int], set[str]]], begun_s: float
 ) -> list[str]:
     """Wait until no process of the job is left on any host; return those that stay."""

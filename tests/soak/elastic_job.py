@@ -1,8 +1,8 @@
 """An elastic job on three hosts, its visible state, and ways to break it.
 
 Note [The spared rank]
-    One rank that has the state must live, or the job could not go on. It is one that has
-    applied a step in the newest view, on a host that nothing is wrong with.
+    One rank that has the state must live, or the job could not go on: one that has
+    applied a step in the newest view, on a healthy host.
 """
 
 import os
