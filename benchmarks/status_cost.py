@@ -49,13 +49,14 @@ _CHANNEL = "RONDE_CHANNEL"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="+")
+    parser.add_argument("subjects", nargs="+", metavar="MODEL|table")
     parser.add_argument("--pairs", type=int, default=15)
     options = parser.parse_args()
-    for what in options.what:
-        record = measure_table() if what == "table" else measure(what, options.pairs)
+    for subject in options.subjects:
+        is_table = subject == "table"
+        record = measure_table() if is_table else measure(subject, options.pairs)
         if record:
-            print(json.dumps({"what": what, **record}), flush=True)
+            print(json.dumps({"subject": subject, **record}), flush=True)
 
 
 def measure(model_name: str, num_pairs: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Benchmarks that no other test runs: each runs, in short, and prints every row.
+"""Benchmarks that no other test starts: each runs, in short, and prints every row.
 
 One is run for every change, the others by ``scripts/soak``.
 """
@@ -51,6 +51,11 @@ def assert_rows(rows: list[str], printed: str) -> None:
             marks=SOAK,
         ),
         pytest.param(
+            "drift_cost.py --blocks 20 --models mnist_cnn",
+            ["mnist_cnn hvd  off", "mnist_cnn ddp  off"],
+            marks=SOAK,
+        ),
+        pytest.param(
             "timeline_cost.py --models named --rounds 2 --round-s 0.1",
             ["named"],
             marks=SOAK,
@@ -67,6 +72,11 @@ def test_all_reduce_beside_other_libraries() -> None:
     short = "--rounds 1 --seconds 0.01 --max-size 64 --copy-mib 8"
     printed = lines_of((), f"collectives.py --peers {peers} {short}")
     assert_rows(["4B", "64B"], printed)
+
+
+@SOAK
+def test_statuses_of_a_thousand_ranks() -> None:
+    assert_rows(['{"subject": "table", "ranks"'], lines_of((), "status_cost.py table"))
 
 
 @SOAK
