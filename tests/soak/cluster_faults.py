@@ -7,8 +7,7 @@ and which files. The last line is JSON. Exits with 1 if anything was wrong. Need
 
     python -m tests.soak.cluster_faults --runs 300 --seed 1
 
-With ``--tallies FILE`` a run adds to those before it. With ``--quick`` hosts are missed
-sooner, and what stalls does so for less.
+With ``--quick`` hosts are missed sooner, and stalls are shorter.
 """
 
 import argparse
@@ -24,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.cluster.machines import (
@@ -265,7 +264,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Break jobs on three hosts.")
     parser.add_argument("--runs", type=int, default=45)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tallies", type=Path, metavar="FILE", help="add to these")
     parser.add_argument("--only", metavar="NAME", help="this fault only")
     parser.add_argument("--quick", action="store_true", help="miss hosts sooner")
     options = parser.parse_args()
@@ -275,9 +273,6 @@ def main() -> int:
     chance = random.Random(options.seed)
     weights = [fault.weight for fault in faults]
     tallies: dict[str, Tally] = {}
-    if options.tallies is not None and options.tallies.exists():
-        kept = json.loads(options.tallies.read_text())
-        tallies = {name: Tally(**values) for name, values in kept.items()}
     try:
         with machines(3) as cluster:
             for number in range(options.runs):
@@ -292,9 +287,6 @@ def main() -> int:
     except ClusterError as error:
         print(f"cluster_faults: {error}", file=sys.stderr)
         return 2
-    if options.tallies is not None:
-        kept = {name: asdict(tally) for name, tally in tallies.items()}
-        options.tallies.write_text(json.dumps(kept))
     print_table(tallies)
     return 1 if any(tally.wrong for tally in tallies.values()) else 0
 

@@ -8,13 +8,12 @@ all samples once an epoch, the weights of one process to the last bit, and descr
 threads and memory that do not grow. Shows how long the next step took after each kind
 of fault. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
 
-    python -m tests.soak.elastic_faults --faults 1000 --seed 1 --report report.md
+    python -m tests.soak.elastic_faults --faults 1000 --seed 1
 """
 
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import signal
@@ -26,7 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,7 +100,6 @@ class Piece:
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     passed: dict[str, int] = field(default_factory=dict[str, int])
     wrong: list[str] = field(default_factory=list[str])
-    grown: dict[str, list[Held]] = field(default_factory=dict[str, list[Held]])
 
 
 class Sampler:
@@ -163,11 +161,6 @@ class Sampler:
                             f"for {late[-1].at_s - late[0].at_s:.0f} s, {more}"
                         )
         return wrong
-
-    def first_and_last(self) -> dict[str, list[Held]]:
-        """Return the samples of the longest-lived processes, with the most ranks."""
-        long = {n: by[max(by)] for n, by in self.samples.items()}
-        return {n: [s[0], s[-1]] for n, s in long.items() if len(s) >= 10}
 
 
 def held_by(pid: int) -> Held:
@@ -387,7 +380,6 @@ def run_piece(
             piece.passed[fault.kind] = piece.passed.get(fault.kind, 0) + 1
         else:
             piece.seconds.setdefault(fault.kind, []).append(found_s)
-    piece.grown = breaker.sampler.first_and_last()
     piece.num_faults = len(breaker.faults)
     piece.num_views = max((m.view for m in marks), default=-1) + 1
     piece.num_steps = max((m.step for m in marks), default=-1) + 1
@@ -453,57 +445,6 @@ def summary_of(pieces: Sequence[Piece]) -> dict[str, Any]:
     }
 
 
-_WHAT = """\
-Seconds from a fault to the next step without who was lost; where ranks change as
-planned (host added, removed, ends with notice), how long no step was applied. A fault
-that hits processes outside of the view counts, but has no time."""
-
-
-def write_report(path: Path, pieces: Sequence[Piece]) -> None:
-    """Write a page for people, and beside it all figures as JSON."""
-    summary = summary_of(pieces)
-    wrong = [f"- {text}" for text in summary["wrong"]] or ["- nothing"]
-    held = [
-        f"| {piece.seed} | {name} | {first.descriptors} -> {last.descriptors} | "
-        f"{first.threads} -> {last.threads} | {first.rss_mib} -> {last.rss_mib} |"
-        for piece in pieces
-        for name, (first, last) in piece.grown.items()
-        if name == "controller"
-    ]
-    day = time.strftime("%Y-%m-%d")
-    machine = (
-        f"Machine: {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}."
-    )
-    jobs = (
-        f"{len(pieces)} jobs of 3 hosts x 2 ranks, seeds {pieces[0].seed} to "
-        f"{pieces[-1].seed}: {summary['views']} views, {summary['steps']} steps, "
-        f"{summary['took_s']} s."
-    )
-    lines = [
-        f"# {summary['faults']} faults over an elastic training, {day}",
-        machine,
-        jobs,
-        "",
-        _WHAT,
-        "",
-        *table_of(pieces)[0],
-        "",
-        "Wrong (hangs, processes left, samples lost or twice, other weights, growth):",
-        "",
-        *wrong,
-        "",
-        "What the controller held, first and last, with the same processes:",
-        "",
-        "| seed | process | descriptors | threads | MiB |",
-        "|---|---|---|---|---|",
-        *held,
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    figures = {**summary, "pieces": [asdict(piece) for piece in pieces]}
-    path.with_suffix(".json").write_text(json.dumps(figures))
-
-
 def main() -> int:
     """Run all pieces; return the exit code."""
     parser = argparse.ArgumentParser(description="Break an elastic training.")
@@ -516,7 +457,6 @@ def main() -> int:
     )
     parser.add_argument("--zero", action="store_true", help="train with zero=1")
     parser.add_argument("--keep", type=Path, help="keep all that ranks write here")
-    parser.add_argument("--report", type=Path, help="write the tables to this file")
     options = parser.parse_args()
     pace = ONE_BY_ONE if options.one_by_one else USUAL
     plan = Plan(options.only or tuple(KINDS), pace, options.zero)
@@ -533,8 +473,6 @@ def main() -> int:
                     count = min(options.piece, options.faults - num)
                     piece = run_piece(cluster, folder, seed, count, plan)
                     pieces.append(piece)
-                    if options.report is not None:
-                        write_report(options.report, pieces)
                     print(
                         f"seed {seed}: {piece.num_faults} faults, {piece.num_views} "
                         f"views, {piece.num_steps} steps, {piece.took_s:.0f} s; "

@@ -1,4 +1,4 @@
-"""When each process of a job began and ended, on all hosts of this machine."""
+"""The start and end of each process of a job, on all hosts of this machine."""
 
 import os
 import select
@@ -13,15 +13,15 @@ MARK = "RONDE_BENCHMARK"
 """Variable by which a job's processes are known."""
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-"""As exactly as the kernel tells when a process began."""
+"""The resolution of a process's start time."""
 
 _POLL_MS = 10
 _YOUNG_S = 5.0
-_EPOCHS = ("RONDE_EPOCH=", "TORCHELASTIC_RESTART_COUNT=")
+_EPOCH = "RONDE_EPOCH="
 
 
 def now_s() -> float:
-    """Return the time since boot, of which ``/proc`` and all ranks speak."""
+    """Return the time since boot, the clock of ``/proc`` and of all ranks."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -32,7 +32,7 @@ class Life:
     Attributes:
         pid: Its number, as seen from here.
         epoch: Its generation.
-        rank: Its rank, or what its parent's is.
+        rank: Its rank, or its parent's.
         begun_s: When it was forked, to the tick below.
         ended_s: When it was seen to have ended; infinity while it lives.
     """
@@ -47,7 +47,7 @@ class Life:
 class Observer:
     """Sees all processes that carry a mark and a generation, on all hosts.
 
-    The kernel says at once when one has ended; new ones are looked for all the time.
+    The kernel reports an end at once; new ones are looked for all the time.
     """
 
     def __init__(self, mark: str) -> None:
@@ -118,7 +118,7 @@ class Observer:
         except OSError:
             return None
         entries = environ.split("\0")
-        epochs = [e.split("=")[1] for e in entries if e.startswith(_EPOCHS)]
+        epochs = [e.split("=")[1] for e in entries if e.startswith(_EPOCH)]
         ranks = [e.split("=")[1] for e in entries if e.startswith("RANK=")]
         if self._mark not in entries or not epochs or not ranks:
             return None

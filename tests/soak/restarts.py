@@ -1,21 +1,18 @@
 """Kill ranks of a training at random steps, and see it go on from its checkpoint.
 
-A job on three hosts (namespaces, each with its own sshd; needs root) or, with
-``--local``, of two ranks here. A rank drawn at random gets SIGKILL at a step drawn at
-random, ``--kills`` times. For each: the time from the death to the first new step, and
-where it went. What must hold, and is counted where it does not:
+The job runs on three hosts: namespaces, each with its own sshd; needs root. A rank
+drawn at random gets SIGKILL at a step drawn at random, ``--kills`` times. For each: the
+parts of the time from the death to the first new step. These must hold:
 
 - training goes on after the last checkpoint that was written, on all ranks;
 - no process of a generation lives when the next one's first begins, on any host;
-- no step of a generation is taken after one of the next, and each meets at a port of
-  its own;
+- no step of a generation is taken after one of the next, and each connects at a port
+  of its own;
 - the end is, to the last bit, that of a training without a kill.
 
-``--peer`` has torchrun do the same with two ranks here, the two in turn. The last line
-is JSON. Exits with 1 if anything was wrong with ronde.
+The last line is JSON. Exits with 1 if anything was wrong.
 
     python -m tests.soak.restarts --kills 50
-    python -m tests.soak.restarts --local --peer --kills 20
 """
 
 import argparse
@@ -26,15 +23,13 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.machines import ClusterError, machines
+from tests.cluster.machines import Cluster, ClusterError, machines
 from tests.soak.lives import MARK, TICK_S, Observer, now_s
 
 RECOVERY_S = 120.0
@@ -52,7 +47,6 @@ _RANK = str(Path(__file__).with_name("restarts_rank.py"))
 _PHASES = ("gone", "begun", "torch", "imported", "met", "step")
 
 Line = dict[str, Any]
-Start = Callable[[Sequence[str], dict[str, str]], "subprocess.Popen[str]"]
 
 
 @dataclass(slots=True)
@@ -72,19 +66,12 @@ class Restart:
 
 @dataclass(slots=True)
 class Tally:
-    """The results of all deaths under one launcher."""
+    """The results of all deaths of one job."""
 
     restarts: list[Restart] = field(default_factory=list)
     num_lost: int = 0
     wrong: list[str] = field(default_factory=list)
-    losses: list[str] = field(default_factory=list)
-
-    def add(self, other: "Tally") -> None:
-        """Add the results of another one."""
-        self.restarts += other.restarts
-        self.num_lost += other.num_lost
-        self.wrong += other.wrong
-        self.losses += other.losses
+    loss: str = ""
 
 
 class Job:
@@ -200,31 +187,11 @@ class Job:
         return wrong
 
 
-def start_here(
-    words: Sequence[str], environment: dict[str, str]
-) -> "subprocess.Popen[str]":
-    """Start a launcher on this machine."""
-    return subprocess.Popen(
-        words,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def ronde_words(hosts: Sequence[str], restarts: int, mark: str) -> list[str]:
+def launcher_words(hosts: Sequence[str], restarts: int, mark: str) -> list[str]:
     """Return the command line of ``ronde run`` up to the program."""
     run = [sys.executable, "-m", "ronde", "run", "--nested", "--engine", "gloo"]
     options = ["--max-restarts", str(restarts), "-x", f"{MARK}={mark}"]
     return [*run, *hosts, *options, "--", sys.executable]
-
-
-def torchrun_words(_hosts: Sequence[str], restarts: int, _mark: str) -> list[str]:
-    """Return the command line of torchrun up to the program."""
-    run = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
-    return [*run, "--nproc-per-node=2", f"--max-restarts={restarts}"]
 
 
 def environment(mark: str) -> dict[str, str]:
@@ -235,39 +202,42 @@ def environment(mark: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The hosts and the command of the jobs.
+    """The hosts of the jobs; ``chance`` draws ranks and steps."""
 
-    Attributes:
-        start: Starts a launcher.
-        hosts: Options of ``ronde run`` that say where.
-        size: How many ranks.
-        folder: For checkpoints and records, seen by all hosts.
-        chance: Draws ranks and steps.
-    """
-
-    start: Start
-    hosts: tuple[str, ...]
-    size: int
-    folder: Path
+    cluster: Cluster
+    slots: int
     chance: random.Random
 
-    def run(
-        self,
-        make_words: Callable[[Sequence[str], int, str], list[str]],
-        epochs: int,
-        kills: int,
-    ) -> Tally:
-        """Run one job in which ranks are killed."""
+    @property
+    def size(self) -> int:
+        return self.slots * len(self.cluster.hosts)
+
+    def start(self, words: Sequence[str], mark: str) -> "subprocess.Popen[str]":
+        return self.cluster.start(
+            self.cluster.hosts[0],
+            words,
+            env=environment(mark),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, epochs: int, kills: int) -> Tally:
+        """Run one job and kill ranks of it."""
+        names = [f"{host.name}:{self.slots}" for host in self.cluster.hosts]
+        ssh = f"-F {self.cluster.ssh_config}"
+        hosts = ("-H", ",".join(names), "--ssh-args", ssh)
         mark, tally, deaths = os.urandom(8).hex(), Tally(), list[float]()
-        name = self.folder / mark
+        name = self.cluster.folder / mark
         words = [
-            *make_words(self.hosts, kills, mark),
+            *launcher_words(hosts, kills, mark),
             *(_RANK, "--epochs", str(epochs), "--batch-size", str(_BATCH_SIZE)),
             *("--checkpoint", f"{name}.pt", "--checkpoint-every", str(EVERY)),
             *("--json", f"{name}.json"),
         ]
         observer = Observer(mark)
-        process = self.start(words, environment(mark))
+        process = self.start(words, mark)
         with process, observer.watching():
             job = Job(process, observer, self.size)
             try:
@@ -284,7 +254,7 @@ class Bench:
             if job.of(epoch, "step"):
                 tally.restarts.append(job.judge(epoch, died_s))
                 tally.wrong += tally.restarts[-1].wrong
-        tally.losses.append(loss_of(Path(f"{name}.json")))
+        tally.loss = loss_of(Path(f"{name}.json"))
         return tally
 
     def _kill_ranks(self, job: Job, kills: int, deaths: list[float]) -> None:
@@ -308,92 +278,48 @@ def loss_of(record: Path) -> str:
     return float(json.loads(line)["values"]["loss"]).hex()
 
 
-def report(name: str, tally: Tally) -> dict[str, Any]:
-    """Print and return the results of deaths under one launcher."""
+def report(tally: Tally, seed: int) -> None:
     rows: dict[str, list[float]] = {}
+    print(f"{len(tally.restarts)} restarts, {tally.num_lost} jobs lost")
+    print(f"{'s from the death until':24} {'median':>7} {'p95':>7} {'worst':>7}")
     for phase in _PHASES:
         ordered = sorted(restart.parts[phase] for restart in tally.restarts)
         if ordered:
             p95 = ordered[round(0.95 * (len(ordered) - 1))]
             rows[phase] = [statistics.median(ordered), p95, ordered[-1]]
-    print(f"\n{name}: {len(tally.restarts)} restarts, {tally.num_lost} jobs lost")
-    print(f"{'s from the death until':24} {'median':>7} {'p95':>7} {'worst':>7}")
-    for phase, figures in rows.items():
-        print(f"{phase:24}", *(f"{figure:7.2f}" for figure in figures))
+            print(f"{phase:24}", *(f"{figure:7.2f}" for figure in rows[phase]))
     for text in tally.wrong:
         print(f"WRONG: {text}")
-    return {
-        "launcher": name,
+    result = {
+        "benchmark": "restarts",
+        "seed": seed,
         "restarts": len(tally.restarts),
         "lost": tally.num_lost,
         "wrong": len(tally.wrong),
         "median_p95_worst_s": {w: [round(f, 3) for f in r] for w, r in rows.items()},
     }
-
-
-@contextmanager
-def bench(options: argparse.Namespace) -> Generator[Bench]:
-    """Make the hosts."""
-    chance = random.Random(options.seed)
-    if options.local:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Bench(start_here, ("-n", "2"), 2, Path(folder), chance)
-        return
-    with machines(3) as cluster:
-        hosts = [f"{host.name}:{options.slots}" for host in cluster.hosts]
-
-        def start(
-            words: Sequence[str], environment: dict[str, str]
-        ) -> "subprocess.Popen[str]":
-            return cluster.start(
-                cluster.hosts[0],
-                words,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-
-        words = ("-H", ",".join(hosts), "--ssh-args", f"-F {cluster.ssh_config}")
-        yield Bench(start, words, 3 * options.slots, cluster.folder, chance)
+    print(json.dumps(result))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill ranks, and see training go on.")
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--local", action="store_true", help="two ranks here")
     parser.add_argument("--slots", type=int, default=2, help="ranks on each host")
-    parser.add_argument("--peer", action="store_true", help="torchrun, too, by turns")
-    parser.add_argument("--each", type=int, default=0, help="kills in a job (all)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    if options.peer and not options.local:
-        parser.error("--peer must come with --local: torchrun reaches no other host")
-    launchers = {"ronde run": ronde_words}
-    if options.peer:
-        launchers["torchrun"] = torchrun_words
-    tallies = {name: Tally() for name in launchers}
-    each = options.each or (5 if options.peer else options.kills)
     try:
-        with bench(options) as place:
-            epochs = place.count_epochs(each)
-            [undisturbed] = place.run(ronde_words, epochs, 0).losses
-            for _ in range(options.kills // each):
-                for name, make_words in launchers.items():
-                    tallies[name].add(place.run(make_words, epochs, each))
+        with machines(3) as cluster:
+            bench = Bench(cluster, options.slots, random.Random(options.seed))
+            epochs = bench.count_epochs(options.kills)
+            undisturbed = bench.run(epochs, 0).loss
+            tally = bench.run(epochs, options.kills)
     except ClusterError as error:
         print(f"restarts: {error}", file=sys.stderr)
         return 2
-    for tally in tallies.values():
-        tally.wrong += [
-            f"loss {loss}, undisturbed {undisturbed}"
-            for loss in tally.losses
-            if loss != undisturbed
-        ]
-    rows = [report(name, tally) for name, tally in tallies.items()]
-    print(json.dumps({"benchmark": "restarts", "seed": options.seed, "rows": rows}))
-    return 1 if tallies["ronde run"].wrong else 0
+    if tally.loss != undisturbed:
+        tally.wrong.append(f"loss {tally.loss}, undisturbed {undisturbed}")
+    report(tally, options.seed)
+    return 1 if tally.wrong else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 def say(event: str, **more: int) -> None:
     """Write one line, whole."""
     environ = os.environ  # noqa: TID251  a rank's own
-    epoch = environ.get("RONDE_EPOCH") or environ["TORCHELASTIC_RESTART_COUNT"]
+    epoch = environ["RONDE_EPOCH"]
     line = {
         "event": event,
         "epoch": int(epoch),
