@@ -71,7 +71,6 @@ WRONG = {
     "--engine ucc": "--engine must be one of auto, .*got 'ucc'",
     "--algorithm square": "--algorithm must be one of ring",
     "--compare gloo,shared_memory -J a.json": "-J must be left out",
-    "--plot picture.gif": "--plot must be a file that ends in",
     "-J /nowhere/at/all.json": "-J must be a file in a directory that exists",
     "-b 1P -e 1P --device cpu -g 2": r"-b must be at most \d+ \(.*\), for which every",
     "-x 3": "-x must be one of 0, 1, 2",

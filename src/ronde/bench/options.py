@@ -96,7 +96,6 @@ class Shown:
     link_rate_gb_per_s: float = 0.0  # of a host's link; 0 reads it
     json_path: str = ""  # file for nccl-tests' JSON, or empty
     record_path: str = ""  # file that a record is appended to, or empty
-    plot_path: str = ""  # file for a drawing, or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +212,6 @@ engines:
 
 further output and control:
   --json FILE           append a record to FILE
-  --plot FILE           draw a chart into FILE, an .svg or .png
   --[no-]limit          find the physical bound and add a column %limit (default: on)
   --link-rate GB/S      rate of a host's link, where it is unknown
   --duration TIME       end a soak after TIME, as 30s or 2h
@@ -247,7 +245,7 @@ _DEFAULTS = {
     "-o": "sum",
     "--engine": "auto",
     "--device": "auto",
-    **dict.fromkeys(("-J", "-x", "--algorithm", "--json", "--plot", "--parent"), ""),
+    **dict.fromkeys(("-J", "-x", "--algorithm", "--json", "--parent"), ""),
 }
 _NOT_HERE = {
     "-G": "replay of CUDA graphs",
@@ -367,7 +365,6 @@ def _shown(flags: _Flags, *, has_limit: bool) -> Shown:
         link_rate_gb_per_s=rate,
         json_path=path,
         record_path=flags["--json"],
-        plot_path=flags["--plot"],
     )
 
 

@@ -27,7 +27,6 @@ from ronde.launch.program import absolute_path
 from ronde.launch.signals import STOPPING, caught_signals
 from ronde.memory import available_memory, import_torch
 from ronde.render.console import SelfLaunchConsole
-from ronde.render.plot import check_path
 from ronde.topology.machine import count_cores, count_slots
 from ronde.world import Launcher, RankInfo, read_rank_info
 from ronde.world.environment import require_algorithm, require_engine
@@ -103,8 +102,6 @@ def _require_possible(options: Options) -> None:
             "-J must be left out with --compare: its form holds one engine. Give "
             "--json FILE for a record of each."
         )
-    if shown.plot_path:
-        check_path(Path(shown.plot_path))
     for name, path in (("-J", shown.json_path), ("--json", shown.record_path)):
         if path and not absolute_path(path).parent.is_dir():
             raise UsageError(

@@ -26,7 +26,6 @@ from ronde.collectives.choice import TableKey, explain, find_table, save
 from ronde.errors import CollectiveError, UsageError
 from ronde.records import append_record
 from ronde.render import bench as render
-from ronde.render.plot import Point, draw
 from ronde.units import format_size
 from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
@@ -159,8 +158,6 @@ def _compare(
             run = _run(heading, name, each, {})
             run = replace(run, is_complete=reason is results.Reason.COMPLETE)
             append_record(Path(shown.record_path), results.to_record(run))
-        if shown.plot_path:
-            _plot(heading, rows)
     if was_stopped:
         return Exit.INTERRUPTED
     sides = [each.side(engine) for each in compared for engine in each.rows]
@@ -194,7 +191,7 @@ def _explained(ranks: Ranks) -> list[str]:
 
 
 class Reporter:
-    """Shows what is measured as it comes; writes JSON, a record and a drawing."""
+    """Shows what is measured as it comes; writes JSON and a record."""
 
     def __init__(self, options: Options, *, is_shown: bool) -> None:
         self.totals = results.Totals()
@@ -275,8 +272,6 @@ class Reporter:
                 failures=ending.failures,
             )
             append_record(Path(shown.record_path), results.to_record(run))
-        if shown.plot_path:
-            _plot(heading, {heading.engine: self._rows})
 
     def expired(self, what: str) -> None:
         limit_s = self._options.loop.timeout_s
@@ -305,19 +300,6 @@ def _run(
     facts = {**facts, "words": list(heading.options.words)}
     test = heading.options.test.name
     return results.Run(test, ranks, tuple(rows), engine=engine, facts=facts)
-
-
-def _plot(heading: results.Heading, rows: Mapping[str, Sequence[results.Row]]) -> None:
-    series = {name: [_point(row) for row in own] for name, own in rows.items()}
-    if any(point.busbw_gb_per_s > 0 for own in series.values() for point in own):
-        path = Path(heading.options.shown.plot_path)
-        title = f"{heading.options.test.name}, {heading.size} ranks"
-        draw(series, heading.limit, path, title=title)
-
-
-def _point(row: results.Row) -> Point:
-    best = max(row.sides(), key=lambda side: side.busbw_gb_per_s or 0.0)
-    return Point(row.size_bytes, best.busbw_gb_per_s or 0.0, best.time_us)
 
 
 def _open_new(path: str) -> TextIO:

@@ -97,10 +97,6 @@ def make_samples(
     return tokens, torch.randint(model.num_classes, shape, generator=generator)
 
 
-AUXILIARY_WEIGHT = 0.3
-"""Of each auxiliary classifier in the loss. Source: Szegedy et al. 2015, section 5."""
-
-
 class Replica:
     """A model, its optimizer and data; collective where it communicates."""
 
@@ -156,11 +152,8 @@ class Replica:
         return int((torch.stack(sums) * weights).sum())
 
 
-def loss_of(outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return cross_entropy(outputs.flatten(0, -2), labels.flatten())
-    own, *auxiliary = (cross_entropy(each, labels) for each in outputs)
-    return own + AUXILIARY_WEIGHT * sum(auxiliary, torch.zeros_like(own))
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 @dataclass(frozen=True, slots=True)
