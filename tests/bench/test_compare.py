@@ -47,7 +47,7 @@ def test_ratios_are_the_second_by_the_first() -> None:
     a = result(row(8, busbw=2.0), row(16, busbw=4.0))
     b = result(row(8, busbw=4.0), row(16, busbw=2.0))
     found = compare(a, b)
-    assert [(p.key.size_bytes, p.place, p.ratio) for p in found.pairs] == [
+    assert [(p.key.size_bytes, p.half, p.ratio) for p in found.pairs] == [
         (8, "out_of_place", 2.0),
         (16, "out_of_place", 0.5),
     ]

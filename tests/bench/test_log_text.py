@@ -127,14 +127,6 @@ def test_one_half_may_be_missing_altogether() -> None:
     assert row.out_of_place is None
 
 
-def test_a_half_may_be_blank_in_one_row() -> None:
-    lines = log_lines("all_reduce", ROWS, Form())
-    at = first_row(lines)
-    lines[at] = lines[at][:52] + " " * 32 + lines[at][-33:]
-    row = read_one(join(lines)).rows[0]
-    assert row == replace(ROWS[0], out_of_place=None)
-
-
 def test_hypercube_leaves_the_operation_blank() -> None:
     half = side(100, 10, 10)
     rows = [Row(1 << 20, 1 << 16, "float", "", -1, half, half)]
@@ -197,7 +189,7 @@ def test_lines_of_others_are_passed_over_and_reported() -> None:
     run = read_one(join(lines))
     assert run.rows == tuple(ROWS)
     assert run.warnings == (
-        f"passed over what is no row: line {at + 1}: 'srun: job 12 is queued'",
+        f"lines that are no rows: line {at + 1}: 'srun: job 12 is queued'",
     )
 
 

@@ -1,8 +1,8 @@
-"""Results of benchmarks in whatever form they lie in a file: text, JSON or records.
+"""Reader of benchmark results: nccl-tests' text or JSON, or ronde's records.
 
 nccl-tests' JSON has versions 1 to 3 and is not always JSON: infinity stands there as a
 bare ``inf``, and early releases misspelled two keys. Its list of environment variables
-is passed over, for it holds whatever the user's environment held.
+is not read, as it may hold secrets.
 """
 
 import json
@@ -22,8 +22,8 @@ from ronde.bench.log_state import (
 )
 from ronde.bench.log_text import read_text
 from ronde.bench.results import (
+    HALVES,
     KIND,
-    PLACES,
     Extra,
     RankCount,
     RankSource,
@@ -37,11 +37,9 @@ from ronde.records import Record
 
 VERSIONS = (1, 2, 3)
 
-# A string that does not end is taken to the end of the text, in one pass.
-_STRING = r'"(?:[^"\\]|\\.)*+"?'
-_BARE = re.compile(rf"{_STRING}|-?\b(?:inf|nan)\b", re.DOTALL)
+# A string that does not end reaches to the end of the text, in one pass.
+_BARE = re.compile(r'"(?:[^"\\]|\\.)*+"?|-?\b(?:inf|nan)\b', re.DOTALL)
 _JSON_NAMES = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN", "-nan": "NaN"}
-_TOKEN = re.compile(rf"{_STRING}|[{{}}\[\]]", re.DOTALL)
 _SPELLINGS = {
     "average_bus_bandwidith": "average_bus_bandwidth",
     "bandwidith": "bandwidth",
@@ -51,76 +49,62 @@ _Object = Mapping[str, Any]
 T = TypeVar("T")
 
 
-def read_json(text: str, source: str, *, test: str = "") -> Log:
-    content, damage = _parse(text, source)
-    state = ParserState(source, 1, has_table="results" in content)
-    state.has_gap = bool(damage)
+def read_log(text: str, source: str, *, test: str = "") -> Log:
+    """Read nccl-tests' text or JSON, or records of ronde's.
+
+    Raises:
+        UsageError: There is nothing to read.
+    """
+    if not text.lstrip("\ufeff \t\r\n").startswith("{"):
+        return read_text(text, source, test=test)
+    if '"schema"' in text.strip().split("\n", 1)[0]:
+        return _read_records(text, source)
+    return _read_json(text, source, test)
+
+
+def _read_json(text: str, source: str, test: str) -> Log:
+    content = _parse(text, source)
+    state = ParserState(source, 1, is_json=True, has_table="results" in content)
     if content.get("version") not in VERSIONS:
         state.warnings.append(f"its version is {content.get('version')!r}, not 1 to 3")
     try:
         _read_head(content, state)
-        _read_footers(content, state, text)
+        _read_footers(content, state)
         results = _list(content, "results")
     except UsageError as error:
-        raise UsageError(f"{source}:1: {error}") from error
-    bad: dict[int, str] = {}
+        raise UsageError(f"{source}: {error}") from error
+    damage: list[str] = []
     for index, result in enumerate(results):
         try:
             _read_result(_object({"a result": result}, "a result"), state)
-            state.lines.append(index)
+            state.positions.append(index)
         except UsageError as error:
-            bad[index] = str(error)
-    spans: list[tuple[int, int]] = []
-
-    def line_of(index: int) -> int:
-        spans.extend(() if spans else _result_spans(text))
-        return _line_at(text, spans[index][0])
-
-    for index, why in bad.items():
-        state.has_gap = True
-        damage.append(f"{source}:{line_of(index)}: result {index} was left out: {why}")
+            state.has_gap = True
+            damage.append(f"{source}: result {index} was left out: {error}")
     if damage and not state.rows:
         raise UsageError(damage[0])
-    cuts = [f"{source}:{_line_at(text, len(text))}: run 1 {e}" for e in state.missing()]
-    return Log([state.finish(test, line_of)], damage, cuts)
+    cuts = [f"{source}: run 1 {each}" for each in state.missing()]
+    return Log([state.finish(test)], damage, cuts)
 
 
-def _line_at(text: str, position: int) -> int:
-    return 1 + text.count("\n", 0, max(position, 0))
-
-
-def _parse(text: str, source: str) -> tuple[_Object, list[str]]:
-    """Return the top object, and where the file is cut."""
-    try:
-        return _load(text), []
-    except json.JSONDecodeError as error:
-        spans = _result_spans(text)
-        problem = f"{source}:{error.lineno}: log must be whole JSON: {error.msg}"
-        problem += f" near character {error.colno}"
-        try:
-            if spans:
-                return _load(f"{text[: spans[-1][1]]}]}}"), [problem]
-        except (ValueError, RecursionError):
-            pass
-        raise UsageError(f"{problem}.") from error
-    except ValueError as error:
-        raise UsageError(f"{source}:1: log must be JSON: {error}.") from error
-    except RecursionError as error:
-        raise UsageError(f"{source}:1: log must not be nested so deep.") from error
-
-
-def _load(text: str) -> _Object:
-    """Parse JSON with bare ``inf`` and ``nan``; lines keep their numbers."""
-
+def _parse(text: str, source: str) -> _Object:
     def named(match: re.Match[str]) -> str:
         return _JSON_NAMES.get(match[0], match[0])
 
     def spelled(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {_SPELLINGS.get(key, key): value for key, value in pairs}
 
-    content = json.loads(_BARE.sub(named, text), object_pairs_hook=spelled)
-    if not isinstance(content, dict):
-        raise json.JSONDecodeError("the top must be an object", text, 0)
+    try:
+        content = json.loads(_BARE.sub(named, text), object_pairs_hook=spelled)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{source}:{error.lineno}: log must be whole JSON: {error.msg} near "
+            f"character {error.colno}."
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{source}: log must be JSON: {error}.") from error
+    except RecursionError as error:
+        raise UsageError(f"{source}: log must not be nested so deep.") from error
     return cast("_Object", content)
 
 
@@ -145,26 +129,19 @@ def _read_head(content: _Object, state: ParserState) -> None:
         state.listed.num_each = max(1, num_each)
 
 
-def _read_footers(content: _Object, state: ParserState, text: str) -> None:
-    def line_of(name: str) -> int:
-        return _line_at(text, text.rfind(f'"{name}'))
-
+def _read_footers(content: _Object, state: ParserState) -> None:
     bounds = _object(content, "out_of_bounds")
     if "count" in bounds:
         okay = "OK" if str(bounds.get("okay")).lower() == "true" else "FAILED"
-        state.add_footer(
-            OUT_OF_BOUNDS,
-            f"{_integer(bounds, 'count')} {okay}",
-            line_of("out_of_bounds"),
-        )
+        state.add_footer(OUT_OF_BOUNDS, f"{_integer(bounds, 'count')} {okay}", -1)
     average = _object(content, "average_bus_bandwidth")
     bandwidth = _number("bandwidth", average.get("bandwidth"))
     if bandwidth is not None:
         verdict = {"true": " OK", "false": " FAILED"}
         okay = verdict.get(str(average.get("okay")).lower(), "")
-        state.add_footer(AVERAGE, f"{bandwidth:g}{okay}", line_of("average_bus"))
+        state.add_footer(AVERAGE, f"{bandwidth:g}{okay}", -1)
     errors = _list(content, "errors")
-    state.failures += [(line_of("errors"), f"error: {each}") for each in errors]
+    state.failures += [(-1, f"error: {each}") for each in errors]
 
 
 def _read_result(result: _Object, state: ParserState) -> None:
@@ -179,7 +156,7 @@ def _read_result(result: _Object, state: ParserState) -> None:
             raise UsageError(f"{name} must be text, got {result.get(name)!r}.")
     size_bytes, count = _integer(result, "size"), _integer(result, "count")
     kinds = (result["type"].strip(), result["redop"].strip())
-    sides = [_side(result, place, extras) for place in PLACES]
+    sides = [_side(result, half, extras) for half in HALVES]
     row = Row(size_bytes, count, *kinds, root, sides[0], sides[1])
     if result.get("actual_iterations") is not None:
         extras["actual_iterations"] = float(_integer(result, "actual_iterations"))
@@ -190,8 +167,8 @@ def _read_result(result: _Object, state: ParserState) -> None:
     state.extras.append(extras)
 
 
-def _side(result: _Object, place: str, extras: dict[str, Extra]) -> Side | None:
-    side = _object(result, place)
+def _side(result: _Object, half: str, extras: dict[str, Extra]) -> Side | None:
+    side = _object(result, half)
     if not side:
         return None
     names = ("time", "alg_bw", "bus_bw", "nwrong")
@@ -199,20 +176,19 @@ def _side(result: _Object, place: str, extras: dict[str, Extra]) -> Side | None:
         _number(name, side.get(name)) for name in (*names, "cpu_time")
     )
     if cputime is not None:
-        extras[f"{place}.cputime_us"] = cputime
-    for name, value in _object(result, f"{place}_per_iter").items():
+        extras[f"{half}.cputime_us"] = cputime
+    for name, value in _object(result, f"{half}_per_iter").items():
         if not isinstance(value, list) and (number := _number(name, value)) is not None:
             spelled = "cv_percent" if name == "cv_pct" else name
-            extras[f"{place}.i_{spelled}"] = number
+            extras[f"{half}.i_{spelled}"] = number
     return Side(time, algbw, busbw, wrong)
 
 
 def _entry(entries: _Object, name: str, kind: type[T]) -> T:
-    """Return an entry of one kind, an empty one where there is none."""
     value = entries.get(name)
     if value is not None and not isinstance(value, kind):
-        what = "an object" if kind is dict else "a list"
-        raise UsageError(f"{name} must be {what}, got {str(value)[:60]!r}.")
+        rule = "an object" if kind is dict else "a list"
+        raise UsageError(f"{name} must be {rule}, got {str(value)[:60]!r}.")
     return kind() if value is None else value
 
 
@@ -232,7 +208,6 @@ def _integer(entries: _Object, name: str) -> int:
 
 
 def _number(name: str, value: object) -> float | None:
-    """Return a number; infinity and NaN may stand as text."""
     if isinstance(value, str) and value in _JSON_NAMES:
         value = float(value.removeprefix("-") if "nan" in value else value)
     if value is None or (isinstance(value, int | float) and type(value) is not bool):
@@ -241,48 +216,6 @@ def _number(name: str, value: object) -> float | None:
         except OverflowError:
             return math.inf
     raise UsageError(f"{name} must be a number, got {value!r}.")
-
-
-def _result_spans(text: str) -> list[tuple[int, int]]:
-    """Return where each whole object of ``results`` begins and ends."""
-    spans: list[tuple[int, int]] = []
-    depth, start, key, is_results = 0, 0, "", False
-    for match in _TOKEN.finditer(text):
-        mark = match[0]
-        if mark[0] == '"':
-            key = mark if depth == 1 else key
-        elif mark in "{[":
-            depth += 1
-            if depth == 2:
-                is_results = key == '"results"' and mark == "["
-            elif depth == 3:
-                start = match.start()
-        else:
-            if depth == 3 and is_results and mark == "}":
-                spans.append((start, match.end()))
-            depth -= 1
-    return spans
-
-
-def read_log(text: str, source: str, *, test: str = "") -> Log:
-    """Read nccl-tests' text or JSON, or records of ronde's."""
-    # Runs have warnings of what their log lacks; damage is what could not be read.
-    if not text.lstrip("\ufeff \t\r\n").startswith("{"):
-        return read_text(text, source, test=test)
-    if '"schema"' in text.strip().split("\n", 1)[0]:
-        return _read_records(text, source)
-    return read_json(text, source, test=test)
-
-
-def _with_failures(run: Run, at: str) -> Run:
-    failures = list(run.failures)
-    if not failures:
-        failures = [text for _, text in run.bad_values()]
-        if run.num_out_of_bounds:
-            failures.append(f"checks that failed: {run.num_out_of_bounds}")
-    # A run that was read from a log names that log's lines.
-    at = "" if "source" in run.facts else at
-    return replace(run, failures=tuple(f"{at}{each}" for each in failures))
 
 
 def _read_records(text: str, source: str) -> Log:
@@ -303,3 +236,14 @@ def _read_records(text: str, source: str) -> Log:
         last = f"{source}:{len(lines)}: records must hold one of kind {KIND}, got none."
         raise UsageError([*log.damage, last][0])
     return log
+
+
+def _with_failures(run: Run, at: str) -> Run:
+    failures = list(run.failures)
+    if not failures:
+        failures = [text for _, text in run.bad_values()]
+        if run.num_out_of_bounds:
+            failures.append(f"checks that failed: {run.num_out_of_bounds}")
+    # A run that was read from a log names that log's lines.
+    at = "" if "source" in run.facts else at
+    return replace(run, failures=tuple(f"{at}{each}" for each in failures))

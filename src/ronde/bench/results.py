@@ -53,7 +53,7 @@ class Row:
         return -1 if self.root is None else self.root
 
 
-PLACES = ("out_of_place", "in_place")
+HALVES = ("out_of_place", "in_place")
 Extra = float | str  # A cell that only some logs have
 
 

@@ -285,7 +285,7 @@ class JsonReport:
             "redop": row.redop,
             "root": f"{row.shown_root:6d}",
         }
-        for place in results.PLACES:
+        for place in results.HALVES:
             side, times, _ = getattr(measured, place)
             entry[place] = {
                 time: side.time_us,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ronde.bench.comparison import PEAK, Comparison, RowKey
-from ronde.bench.results import PLACES, Run, Side
+from ronde.bench.results import HALVES, Run, Side
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.outcome import Phase, TrainingOutcome, Variant
 from ronde.render.text import align
@@ -65,8 +65,8 @@ def _comparison_table(comparison: Comparison) -> str:
         titles = [key.test or "?", key.engine or _NONE, key.dtype, key.redop]
         size = "peak" if key.size_bytes == PEAK else format_size(key.size_bytes)
         titles += [str(key.root), size]
-        line = cells.setdefault(key, titles + [_NONE] * 3 * len(PLACES))
-        start = len(titles) + 3 * PLACES.index(pair.place)
+        line = cells.setdefault(key, titles + [_NONE] * 3 * len(HALVES))
+        start = len(titles) + 3 * HALVES.index(pair.half)
         line[start : start + 3] = [
             _number(pair.a_busbw_gb_per_s),
             _number(pair.b_busbw_gb_per_s),
