@@ -139,7 +139,7 @@ def test_small_rows_move_through_the_buffer_and_large_ones_stay():
         return CallSpec(test, DTYPES["float"], "sum", shape, 0, 2)
 
     def starts(num_bytes):
-        views = buffers.places(spec(num_bytes), is_in_place=False)
+        views = buffers.moving_views(spec(num_bytes), is_in_place=False)
         return [view.receive.data_ptr() for view in views]
 
     small = starts(256)

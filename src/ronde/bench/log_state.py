@@ -1,4 +1,4 @@
-"""A run while its log is being read, and what its figures show of ranks and test.
+"""State of the log parsers: one run, with its ranks and test inferred from figures.
 
 busbw is algbw times a factor that depends only on the collective and the number of
 ranks, so a log that names neither still shows much of them.
