@@ -35,7 +35,7 @@ def test_an_operation_looks_as_horovod_writes_it(tmp_path):
     live = open_live(tmp_path / "t.json")
     activity = Activity("GLOO_ALLREDUCE", BASE_NS + 21_000, BASE_NS + 29_000)
     times = {"submitted": 1000, "agreed": 10_000, "begun": 20_000, "ended": 30_000}
-    live.take([record(**times)._replace(activities=(activity,))], [BASE_NS + 31_000])
+    live.add([record(**times)._replace(activities=(activity,))], [BASE_NS + 31_000])
     live.close(0)
     events = json.loads((tmp_path / "t.json").read_text())[2:]
     assert events == [
@@ -63,7 +63,7 @@ def test_any_operation_can_be_written(tmp_path_factory, operations):
     live = open_live(path)
     for each in operations:
         # One tensor's operations never overlap; its parts are nested.
-        live.take([each._replace(activities=())])
+        live.add([each._replace(activities=())])
         json.loads(path.read_text())
     live.close(0)
     events = json.loads(path.read_text())
@@ -76,7 +76,7 @@ def test_operations_one_after_another_are_in_chromes_format(tmp_path):
     live = open_live(tmp_path / "t.json")
     for number in range(5):
         at = number * 100_000
-        live.take([record("x", number, at, at + 10_000, at + 20_000, at + 30_000)])
+        live.add([record("x", number, at, at + 10_000, at + 20_000, at + 30_000)])
     live.close(0)
     check_events(json.loads((tmp_path / "t.json").read_text()))
 
@@ -85,7 +85,7 @@ def test_the_file_grows_no_further_than_its_limit(tmp_path):
     path, limit = tmp_path / "t.json", 8 << 10
     live = open_live(path, limit)
     for number in range(200):
-        live.take([record("x", number)])
+        live.add([record("x", number)])
     live.close(0)
     assert limit / 2 < path.stat().st_size <= limit + 200
     assert json.loads(path.read_text())[-1]["name"] == "TIMELINE_LIMIT"

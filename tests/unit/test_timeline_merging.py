@@ -149,7 +149,7 @@ def test_lanes_never_overlap_and_are_few(spans):
     lanes, placed = Lanes(), []
     for begin, length in sorted(spans):
         end = begin + length
-        lane = lanes.place(begin, end)
+        lane = lanes.allocate(begin, end)
         others = [e for e in placed if e[2] == lane]
         assert all(end_before <= begin for _, end_before, _ in others)
         placed.append((begin, end, lane))

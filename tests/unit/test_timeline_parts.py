@@ -70,7 +70,7 @@ def test_a_part_given_twice_is_refused():
 @pytest.mark.parametrize(
     ("blob", "why"),
     [
-        (b"\x1f\x8bnothing", "cannot be unpacked"),
+        (b"\x1f\x8bnothing", "cannot be decompressed"),
         (gzip.compress(b'{"ronde_timeline": 99, "rank": 0}\n'), "got 99"),
         (gzip.compress(encode() + b"[1, 2]\n"), "damaged"),
         (gzip.compress(encode() + b"nonsense\n"), "damaged"),
@@ -93,7 +93,7 @@ def test_a_part_is_known_by_its_beginning():
 
 def test_files_hold_what_was_taken_before_they_are_closed(tmp_path):
     files = PartFiles(tmp_path / "parts", header(), 1 << 20)
-    files.take([record(sequence=number) for number in range(5)])
+    files.add([record(sequence=number) for number in range(5)])
     (track,) = read_parts([files.read()])
     assert (len(track.operations), track.is_whole) == (5, False)
     files.close(num_lost=2)
@@ -106,11 +106,11 @@ def test_files_hold_what_was_taken_before_they_are_closed(tmp_path):
 def test_files_stay_within_their_limit_and_count_what_went(tmp_path):
     limit = 16 << 10
     files = PartFiles(tmp_path, header(), limit)
-    files.take_bound(bound(0, -5, 5))
+    files.add_bound(bound(0, -5, 5))
     num_records = 20_000
     for first in range(0, num_records, 32):
         # Names that do not repeat are what packs worst.
-        files.take(
+        files.add(
             [
                 record(f"x{os.urandom(8).hex()}", sequence=number)
                 for number in range(first, min(first + 32, num_records))
@@ -136,7 +136,7 @@ class Memory:
         self.records, self.cycles, self.num_lost = [], [], None
         self.taken = threading.Event()
 
-    def take(self, records, cycles=()):
+    def add(self, records, cycles=()):
         self.records += records
         self.cycles += cycles
         self.taken.set()
@@ -190,8 +190,8 @@ def test_a_full_disk_ends_the_timeline_and_not_the_program(caplog):
     full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
 
     class Full(Memory):
-        def take(self, records, cycles=()):
-            super().take(records, cycles)
+        def add(self, records, cycles=()):
+            super().add(records, cycles)
             full.write(b"x")
 
     broken, sound = Full(), Memory()

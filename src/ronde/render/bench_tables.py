@@ -1,4 +1,4 @@
-"""Tables of benchmarks: read, compared, and of training steps."""
+"""Tables of results that were read, compared, or measured from training steps."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ _WIDTH = 10
 
 
 def draw_runs(runs: Sequence[tuple[str, Run]]) -> str:
-    """Return a line a run, each with the name of its log; bandwidths are in GB/s."""
+    """Return one line per run, with the name of its log; bandwidths are in GB/s."""
     return _table(_RUN_HEADINGS, [_run_cells(name, run) for name, run in runs])
 
 
@@ -44,8 +44,9 @@ def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
     lines = [f"A: {a}\n", f"B: {b}\n", *(f"{w}.\n" for w in comparison.warnings)]
     lines += ["\nbusbw in GB/s\n", _comparison_table(comparison)]
     mean = comparison.mean_ratio()
-    what = "no two rows can be compared"
-    lines.append(f"\n{what if mean is None else f'B/A, geometric mean: {mean:.3f}'}\n")
+    text = "no two rows can be compared"
+    text = text if mean is None else f"B/A, geometric mean: {mean:.3f}"
+    lines.append(f"\n{text}\n")
     tests = grouped((p.key.test or "?", p) for p in comparison.pairs if p.ratio)
     for test, pairs in tests.items():
         peak_a = max(pair.a_busbw_gb_per_s for pair in pairs)
@@ -122,7 +123,7 @@ def _run_cells(name: str, run: Run) -> list[str]:
 
 
 def _several(words: Iterable[str]) -> str:
-    """Return the one word that all are, or how many there are."""
+    """Return the word that all are, or the number of different ones."""
     different = list(dict.fromkeys(words)) or [_NONE]
     return different[0] if len(different) == 1 else f"{len(different)} kinds"
 
@@ -158,7 +159,7 @@ def draw_training(outcome: TrainingOutcome) -> str:
 
 
 def draw_models(models: list[ModelFacts]) -> str:
-    """Return a line a model: parameters, multiply-adds of a sample, usual batch."""
+    """Return one line per model: parameters, batch, multiply-adds of a sample."""
     lines = [f"{'name':12}{'parameters':>13}{'batch':>7}  forward"]
     lines += [
         f"{m.name:12}{m.num_parameters:13,}{m.batch:7}  {_macs(m)} for {_sample(m)}"
@@ -180,21 +181,21 @@ def _sample(model: ModelFacts) -> str:
 def _header(outcome: TrainingOutcome) -> list[str]:
     options, setting = outcome.options, outcome.setting
     model = options.model
-    what = f"{model.num_parameters:,} parameters, {_macs(model)} forward"
+    size = f"{model.num_parameters:,} parameters, {_macs(model)} forward"
     threads = counted(setting.num_threads, "thread")
     ranks = counted(setting.num_ranks, "rank")
     rounds = counted(len(outcome.rounds), "round")
-    how = f"{rounds} of {counted(outcome.num_steps, 'step')}"
+    blocks = f"{rounds} of {counted(outcome.num_steps, 'step')}"
     choices = [f"batch {options.batch} a rank", options.dtype, options.optimizer]
     choices += ["channels last"] if options.is_channels_last else []
     choices += ["compiled"] if options.is_compiled else []
     if setting.num_ranks > 1:
         choices += [f"engine {setting.engine}", f"compression {options.compression}"]
     lines = [
-        f"# {model.name}: {what} for {_sample(model)}",
+        f"# {model.name}: {size} for {_sample(model)}",
         f"# {ranks} on {setting.device}, {threads} each: {setting.device_name}",
         f"# {', '.join(choices)}",
-        f"# ms a step: medians over {how}, of the slowest rank",
+        f"# ms a step: medians over {blocks}, of the slowest rank",
     ]
     note = "# the split is of further steps, the device synchronised after each part"
     return lines if setting.device == "cpu" else [*lines, note]
