@@ -86,13 +86,6 @@ def test_wrong_words_are_refused_in_one_sentence(
     assert re.search(WRONG[words], said)
 
 
-def test_an_unknown_collective_is_answered_with_the_list(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    said = refusal(capsys, "bench", "all_sum", code=Exit.USAGE)
-    assert "all_reduce, all_gather" in said
-
-
 def test_help_does_not_wait_for_torch() -> None:
     code = (
         "import sys; from ronde.cli import main; main(['bench', '--help']); "

@@ -171,11 +171,6 @@ def test_numbers_that_are_no_json() -> None:
     assert math.isnan(row.in_place.busbw_gb_per_s or 0)
 
 
-def test_inf_and_nan_within_text_stay() -> None:
-    run = read(changed("errors", ['no inf, "nan" here'], upstream()))
-    assert run.failures == ('a.json: error: no inf, "nan" here',)
-
-
 def test_early_releases_misspelled_keys() -> None:
     text = json.dumps(upstream())
     text = text.replace("average_bus_bandwidth", "average_bus_bandwidith")
@@ -234,7 +229,6 @@ def test_a_run_that_did_not_end() -> None:
     ("path", "value", "damage"),
     [
         ("results.1.size", "big", "result 1 was left out: size must be an integer"),
-        ("results.1.size", -4, "result 1 was left out: size must be an integer"),
         ("results.1.count", None, "result 1 was left out: count must be an integer"),
         ("results.0.type", 7, "result 0 was left out: type must be text"),
         ("results.0.root", "x", "result 0 was left out: root must be an integer"),
@@ -295,22 +289,13 @@ def test_ours_is_valid() -> None:
     ("path", "value"),
     [
         ("version", 2),
-        ("start_time", "yesterday"),
-        ("env", ["no assignment"]),
         ("ronde", None),
         ("extra", 1),
         ("config.blocking_collectives", False),
         ("config.step_bytes", 8),
-        ("config.devices", []),
-        ("config.devices.0.pid", "4000"),
         ("results.0.root", -1),
-        ("results.0.redop", "add"),
-        ("results.0.in_place.time", None),
         ("results.0.in_place.cpu_time", 1.0),
         ("results.0.in_place.bus_bw", "much"),
-        ("results.0.in_place.nwrong", -1),
-        ("results.0.experiment_name", None),
-        ("average_bus_bandwidth.okay", True),
         ("ronde.limit", {"busbw_gb_per_s": 0, "link": "", "note": ""}),
     ],
 )

@@ -42,14 +42,6 @@ def test_a_part_that_was_cut_off_is_read_up_to_there(operations, data):
         assert tracks[0].operations == operations
 
 
-def test_segments_one_after_another_are_one_part():
-    blob = gzip.compress(encode(record(sequence=0), ended=False))
-    blob += gzip.compress(encode(record(sequence=1), num_before=1))
-    (track,) = read_parts([blob])
-    assert [each.sequence for each in track.operations] == [0, 1]
-    assert track.is_whole
-
-
 def test_ranks_and_sessions_are_told_apart():
     blobs = [
         gzip.compress(encode(record(), rank=rank, session=session))
@@ -165,16 +157,6 @@ def test_a_recorder_hands_everything_on_from_all_threads():
     assert sorted(each.sequence for each in sink.records) == list(range(8000))
     assert sorted(sink.cycles) == list(range(8000))
     assert sink.num_lost == 0
-
-
-def test_one_operation_is_handed_on_soon():
-    sink = Memory()
-    recorder = ThreadedRecorder([sink], gather_s=0.01)
-    recorder.operation(record())
-    recorder.cycle(1)
-    assert sink.taken.wait(HANG_S)
-    recorder.close()
-    assert (len(sink.records), sink.cycles) == (1, [])
 
 
 def test_what_cannot_wait_is_counted():
