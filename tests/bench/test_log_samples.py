@@ -76,7 +76,8 @@ def test_every_sample_is_read(expected: Expected) -> None:
     assert row.in_place is not None
     assert (row.size_bytes, row.in_place.busbw_gb_per_s) == expected.last
     assert run.average_busbw_gb_per_s == expected.average
-    assert run.num_out_of_bounds == 0
+    is_checked = "superbench" not in expected.name
+    assert run.num_out_of_bounds == (0 if is_checked else None)
     assert run.is_complete is expected.is_complete
 
 

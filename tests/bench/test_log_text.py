@@ -56,25 +56,12 @@ def test_forms_do_not_change_rows(form: Form) -> None:
     assert run.ranks.value == 2 or form.num_devices == 0
 
 
-def test_further_columns_are_kept_apart() -> None:
-    form = Form(has_timestamps=True, has_per_iteration=True, has_limit=True)
-    run = read_one(log("all_reduce", ROWS, form))
-    times = {"min_us": 1.0, "max_us": 3.0, "p99_us": 2.0, "cv_percent": 12.5}
-    halves = ("out_of_place", "in_place")
-    assert run.extras[0] == {
-        **{f"{half}.i_{name}": v for half in halves for name, v in times.items()},
-        "timestamp": "2026-11-21 18:30:00",
-        "%limit": 88.25,
-    }
-
-
 def test_the_time_of_the_cpu_is_not_that_of_the_operation() -> None:
     text = log("all_reduce", ROWS).replace("   time", "cputime")
     run = read_one(text)
     half = ROWS[0].in_place
     assert half is not None
     assert run.rows[0].in_place == replace(half, time_us=None)
-    assert run.extras[0]["in_place.cputime_us"] == half.time_us
 
 
 def test_an_old_error_is_no_number_of_elements() -> None:
@@ -82,7 +69,6 @@ def test_an_old_error_is_no_number_of_elements() -> None:
     run = read_one(text.replace("       0\n", "   2e-07\n"))
     assert run.rows[0].in_place is not None
     assert run.rows[0].in_place.num_wrong is None
-    assert run.extras[0]["in_place.error"] == 2e-07
     assert run.num_wrong() == 0
     # Without a number in its rows, 0 in the footer shows no check.
     unchecked = re.sub(r" {7}0(?=\s)", "     N/A", text)
@@ -146,15 +132,11 @@ def test_alltoallv_reports_its_traffic_within_a_row() -> None:
     assert read_one(join(lines)).rows == tuple(ROWS)
 
 
-def test_lines_of_others_are_passed_over_and_reported() -> None:
+def test_lines_of_others_are_passed_over() -> None:
     lines = log_lines("all_reduce", ROWS, Form())
-    at = first_row(lines) + 1
-    lines.insert(at, "srun: job 12 is queued")
+    lines.insert(first_row(lines) + 1, "srun: job 12 is queued")
     run = read_one(join(lines))
-    assert run.rows == tuple(ROWS)
-    assert run.warnings == (
-        f"lines that are no rows: line {at + 1}: 'srun: job 12 is queued'",
-    )
+    assert (run.rows, run.warnings) == (tuple(ROWS), ())
 
 
 def test_runs_follow_each_other() -> None:

@@ -6,11 +6,9 @@ is not read, as it may hold secrets.
 """
 
 import json
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from ronde.bench.log_state import (
     AVERAGE,
@@ -24,7 +22,6 @@ from ronde.bench.log_text import read_text
 from ronde.bench.results import (
     HALVES,
     KIND,
-    Extra,
     RankCount,
     RankSource,
     Row,
@@ -44,9 +41,6 @@ _SPELLINGS = {
     "average_bus_bandwidith": "average_bus_bandwidth",
     "bandwidith": "bandwidth",
 }
-_INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
-_Object = Mapping[str, Any]
-T = TypeVar("T")
 
 
 def read_log(text: str, source: str, *, test: str = "") -> Log:
@@ -63,159 +57,88 @@ def read_log(text: str, source: str, *, test: str = "") -> Log:
 
 
 def _read_json(text: str, source: str, test: str) -> Log:
-    content = _parse(text, source)
-    state = ParserState(source, 1, is_json=True, has_table="results" in content)
-    if content.get("version") not in VERSIONS:
-        state.warnings.append(f"its version is {content.get('version')!r}, not 1 to 3")
-    try:
-        _read_head(content, state)
-        _read_footers(content, state)
-        results = _list(content, "results")
-    except UsageError as error:
-        raise UsageError(f"{source}: {error}") from error
-    damage: list[str] = []
-    for index, result in enumerate(results):
-        try:
-            _read_result(_object({"a result": result}, "a result"), state)
-            state.positions.append(index)
-        except UsageError as error:
-            state.has_gap = True
-            damage.append(f"{source}: result {index} was left out: {error}")
-    if damage and not state.rows:
-        raise UsageError(damage[0])
-    cuts = [f"{source}: run 1 {each}" for each in state.missing()]
-    return Log([state.finish(test)], damage, cuts)
-
-
-def _parse(text: str, source: str) -> _Object:
     def named(match: re.Match[str]) -> str:
         return _JSON_NAMES.get(match[0], match[0])
 
     def spelled(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {_SPELLINGS.get(key, key): value for key, value in pairs}
 
+    state = ParserState(source, 1, is_json=True)
     try:
         content = json.loads(_BARE.sub(named, text), object_pairs_hook=spelled)
+        _read_head(content, state)
+        for index, result in enumerate(content.get("results", ())):
+            state.has_table = True
+            state.rows.append(_row(result))
+            state.positions.append(index)
+        _read_footers(content, state)
     except json.JSONDecodeError as error:
         raise UsageError(
             f"{source}:{error.lineno}: log must be whole JSON: {error.msg} near "
             f"character {error.colno}."
         ) from error
-    except ValueError as error:
-        raise UsageError(f"{source}: log must be JSON: {error}.") from error
-    except RecursionError as error:
-        raise UsageError(f"{source}: log must not be nested so deep.") from error
-    return cast("_Object", content)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise UsageError(
+            f"{source}: log must have the form of nccl-tests' JSON, got "
+            f"{type(error).__name__} at result {len(state.rows)}: {error}."
+        ) from error
+    cuts = [f"{source}: run 1 {each}" for each in state.missing()]
+    return Log([state.finish(test)], [], cuts)
 
 
-def _read_head(content: _Object, state: ParserState) -> None:
-    words = [str(each) for each in _list(content, "args")]
-    ours, config = _object(content, "ronde"), _object(content, "config")
-    state.title = name_in(str(ours.get("test") or (words[0] if words else "")))
+def _read_head(content: dict[str, Any], state: ParserState) -> None:
+    if content.get("version") not in VERSIONS:
+        state.warnings.append(f"its version is {content.get('version')!r}, not 1 to 3")
+    words: list[str] = content.get("args") or [""]
+    config: dict[str, Any] = content.get("config", {})
+    ours: dict[str, Any] = content.get("ronde") or {}
+    state.title = name_in(ours.get("test") or words[0])
     state.facts["arguments"] = " ".join(words[1:])
-    state.engine = str(ours.get("engine", ""))
+    state.engine = ours.get("engine", "")
     names = ("start_time", "end_time", "nccl_version")
     state.facts |= {n: content[n] for n in names if content.get(n) is not None}
-    for entry in _list(config, "devices"):
-        device = _object({"a device": entry}, "a device")
-        rank, group = _integer(device, "rank"), _integer(device, "group")
-        host, name = device.get("hostname", ""), device.get("device_info", "")
-        state.listed.devices.append(ListedDevice(rank, group, str(host), str(name)))
-    if ours.get("size") is not None:
-        size = _integer(ours, "size")
-        state.given = RankCount.exactly(size, RankSource.GIVEN)
+    for each in config.get("devices", ()):
+        names = (each.get("hostname", ""), each.get("device_info", ""))
+        device = ListedDevice(int(each["rank"]), int(each["group"]), *names)
+        state.listed.devices.append(device)
+    if "size" in ours:
+        state.given = RankCount.exactly(int(ours["size"]), RankSource.GIVEN)
     elif "nthreads" in config and "ngpus" in config:
-        num_each = _integer(config, "nthreads") * _integer(config, "ngpus")
-        state.listed.num_each = max(1, num_each)
+        state.listed.num_each = max(1, int(config["nthreads"]) * int(config["ngpus"]))
 
 
-def _read_footers(content: _Object, state: ParserState) -> None:
-    bounds = _object(content, "out_of_bounds")
-    if "count" in bounds:
-        okay = "OK" if str(bounds.get("okay")).lower() == "true" else "FAILED"
-        state.add_footer(OUT_OF_BOUNDS, f"{_integer(bounds, 'count')} {okay}", -1)
-    average = _object(content, "average_bus_bandwidth")
-    bandwidth = _number("bandwidth", average.get("bandwidth"))
-    if bandwidth is not None:
+def _read_footers(content: dict[str, Any], state: ParserState) -> None:
+    if bounds := content.get("out_of_bounds"):
+        okay = "OK" if str(bounds["okay"]).lower() == "true" else "FAILED"
+        state.add_footer(OUT_OF_BOUNDS, f"{int(bounds['count'])} {okay}", -1)
+    if average := content.get("average_bus_bandwidth"):
         verdict = {"true": " OK", "false": " FAILED"}
-        okay = verdict.get(str(average.get("okay")).lower(), "")
-        state.add_footer(AVERAGE, f"{bandwidth:g}{okay}", -1)
-    errors = _list(content, "errors")
-    state.failures += [(-1, f"error: {each}") for each in errors]
+        okay = verdict.get(str(average["okay"]).lower(), "")
+        state.add_footer(AVERAGE, f"{float(average['bandwidth']):g}{okay}", -1)
+    state.failures += [(-1, f"error: {each}") for each in content.get("errors", ())]
 
 
-def _read_result(result: _Object, state: ParserState) -> None:
-    extras: dict[str, Extra] = {}
-    root = result.get("root")
-    if isinstance(root, str) and _INTEGER.fullmatch(root):
-        root = int(root)
-    if root is not None and type(root) is not int:
-        raise UsageError(f"root must be an integer, got {root!r}.")
-    for name in ("type", "redop"):
-        if not isinstance(result.get(name), str):
-            raise UsageError(f"{name} must be text, got {result.get(name)!r}.")
-    size_bytes, count = _integer(result, "size"), _integer(result, "count")
-    kinds = (result["type"].strip(), result["redop"].strip())
-    sides = [_side(result, half, extras) for half in HALVES]
-    row = Row(size_bytes, count, *kinds, root, sides[0], sides[1])
-    if result.get("actual_iterations") is not None:
-        extras["actual_iterations"] = float(_integer(result, "actual_iterations"))
-    percent = _number("limit_percent", _object(result, "ronde").get("limit_percent"))
-    if percent is not None:
-        extras["%limit"] = percent
-    state.rows.append(row)
-    state.extras.append(extras)
+def _row(result: dict[str, Any]) -> Row:
+    size_bytes, count = int(result["size"]), int(result["count"])
+    root = None if result.get("root") is None else int(result["root"])
+    if size_bytes < 0 or count < 0:
+        raise ValueError(f"size {size_bytes} or count {count} is negative")
+    names = (result["type"].strip(), result["redop"].strip())
+    return Row(size_bytes, count, *names, root, *(_side(result.get(h)) for h in HALVES))
 
 
-def _side(result: _Object, half: str, extras: dict[str, Extra]) -> Side | None:
-    side = _object(result, half)
+def _side(side: dict[str, Any] | None) -> Side | None:
     if not side:
         return None
-    names = ("time", "alg_bw", "bus_bw", "nwrong")
-    time, algbw, busbw, wrong, cputime = (
-        _number(name, side.get(name)) for name in (*names, "cpu_time")
-    )
-    if cputime is not None:
-        extras[f"{half}.cputime_us"] = cputime
-    for name, value in _object(result, f"{half}_per_iter").items():
-        if not isinstance(value, list) and (number := _number(name, value)) is not None:
-            spelled = "cv_percent" if name == "cv_pct" else name
-            extras[f"{half}.i_{spelled}"] = number
-    return Side(time, algbw, busbw, wrong)
-
-
-def _entry(entries: _Object, name: str, kind: type[T]) -> T:
-    value = entries.get(name)
-    if value is not None and not isinstance(value, kind):
-        rule = "an object" if kind is dict else "a list"
-        raise UsageError(f"{name} must be {rule}, got {str(value)[:60]!r}.")
-    return kind() if value is None else value
-
-
-def _object(entries: _Object, name: str) -> _Object:
-    return cast("_Object", _entry(entries, name, dict))
-
-
-def _list(entries: _Object, name: str) -> list[Any]:
-    return cast("list[Any]", _entry(entries, name, list))
-
-
-def _integer(entries: _Object, name: str) -> int:
-    value = entries.get(name)
-    if type(value) is not int or value < 0:
-        raise UsageError(f"{name} must be an integer of at least 0, got {value!r}.")
-    return value
-
-
-def _number(name: str, value: object) -> float | None:
-    if isinstance(value, str) and value in _JSON_NAMES:
-        value = float(value.removeprefix("-") if "nan" in value else value)
-    if value is None or (isinstance(value, int | float) and type(value) is not bool):
-        try:
-            return None if value is None else float(value)
-        except OverflowError:
-            return math.inf
-    raise UsageError(f"{name} must be a number, got {value!r}.")
+    cells = [side.get(name) for name in ("time", "alg_bw", "bus_bw", "nwrong")]
+    return Side(*(None if cell is None else float(cell) for cell in cells))
 
 
 def _read_records(text: str, source: str) -> Log:

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from ronde.bench.catalog import COLLECTIVES, Factor
-from ronde.bench.results import Extra, RankCount, RankSource, Row, Run
+from ronde.bench.results import RankCount, RankSource, Row, Run
 from ronde.errors import UsageError
 
 
@@ -124,7 +124,7 @@ _DEVICE = re.compile(
     r"(?P<host>\S+)\s+device\s+\d+\s*(?:\[[^\]]*\])?\s*(?P<name>.*)"
 )
 _NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan|N/A)(?!\S)")
-_MAX_LISTED = 3
+_MAX_SIGNS = 3
 
 
 class Log(NamedTuple):
@@ -190,7 +190,6 @@ class ParserState:
     facts: dict[str, object] = field(default_factory=dict[str, object])
     engine: str = ""
     rows: list[Row] = field(default_factory=list[Row])
-    extras: list[dict[str, Extra]] = field(default_factory=list[dict[str, Extra]])
     footers: dict[str, str] = field(default_factory=dict[str, str])
     positions: list[int] = field(default_factory=list[int])  # of each row
     warnings: list[str] = field(default_factory=list[str])
@@ -199,8 +198,8 @@ class ParserState:
     signs: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     stray: tuple[int, str] | None = None  # a killed process, perhaps another program's
     nccl_warning: tuple[int, str] | None = None
-    passed_over: list[str] = field(default_factory=list[str])
     has_gap: bool = False
+    has_errors: bool = False  # rows have the old column ``error`` instead of ``#wrong``
     is_headless: bool = False  # whether rows below belong to no header
 
     @property
@@ -248,18 +247,17 @@ class ParserState:
         name = test or self._find_test(listed.num_ranks, warnings)
         ranks = self._count_ranks(name, listed.num_ranks, warnings)
         is_complete = self.is_over and not self.has_gap
-        if lines := self.passed_over:
-            more = len(lines) - _MAX_LISTED
-            text = f"lines that are no rows: {'; '.join(lines[:_MAX_LISTED])}"
-            warnings.append(f"{text} and {more} more" if more > 0 else text)
         facts = {"source": self.source, "line": self.first_line}
         facts |= {**listed.facts, **self.facts}
         bounds = self._number(OUT_OF_BOUNDS)
+        sides = [side for row in self.rows for side in row.sides()]
+        is_checked = self.has_errors or any(s.num_wrong is not None for s in sides)
+        if not (bounds or is_checked):
+            bounds = None  # 0 of no checks
         run = Run(
             test=name,
             ranks=ranks,
             rows=tuple(self.rows),
-            extras=tuple(self.extras) if any(self.extras) else (),
             footers=self.footers,
             average_busbw_gb_per_s=self._number(AVERAGE),
             num_out_of_bounds=None if bounds is None else int(bounds),
@@ -287,7 +285,7 @@ class ParserState:
 
     def _ending(self) -> list[tuple[int, str]]:
         """Return the failure that ended the run too early, with its line; or none."""
-        signs = self.signs[:_MAX_LISTED]
+        signs = self.signs[:_MAX_SIGNS]
         if self.stray and self.is_over:
             line, text = self.stray
             self.warnings.append(f"line {line}: {text}")

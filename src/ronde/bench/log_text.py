@@ -24,7 +24,7 @@ from ronde.bench.log_state import (
     ParserState,
     name_in,
 )
-from ronde.bench.results import HALVES, Extra, Row, Run, Side
+from ronde.bench.results import HALVES, Row, Run, Side
 from ronde.errors import UsageError
 
 _PREFIX = re.compile(
@@ -87,24 +87,14 @@ _SIGNS = re.compile(
 _REMARK = re.compile(
     r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)"
 )
-_MAX_PASSED_OVER = 1000
 _MAX_QUOTED = 300
 _MAX_COLUMNS = 64
 
 _OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
 _TIMES = ("time", "cputime")
-# What follows the rates and #wrong in a half; the old column `error` is the largest
-# deviation and no number of elements.
-_UNITS = {
-    "cputime": "cputime_us",
-    "i_min": "i_min_us",
-    "i_max": "i_max_us",
-    "i_p99": "i_p99_us",
-    "i_cv%": "i_cv_percent",
-    "error": "error",
-}
 _SIDE = ("time", "algbw", "busbw", "#wrong")
-_OF_A_SIDE = frozenset({*_SIDE, *_UNITS})
+# The old column `error` is the largest deviation and no number of elements.
+_OF_A_SIDE = {*_SIDE, "cputime", "i_min", "i_max", "i_p99", "i_cv%", "error"}
 _FIGURES = [tuple(f"{half}.{name}" for name in _SIDE) for half in HALVES]
 _DIGITS = r"-?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|inf|nan)"
 _NUMBER = re.compile(_DIGITS, re.IGNORECASE)
@@ -320,9 +310,6 @@ class _Reader:
         is_rest = self._row and all(map(_REST.fullmatch, words))
         if not (is_rest or (is_torn and _looks_like_row(words))):
             if not _looks_like_row(words):
-                if len(self._state.passed_over) < _MAX_PASSED_OVER:
-                    quoted = f"line {self._at}: {line.strip()[:50]!r}"
-                    self._state.passed_over.append(quoted)
                 return
             if self._row:
                 self._add_row(columns)
@@ -334,7 +321,7 @@ class _Reader:
 
     def _add_row(self, columns: "_Columns") -> None:
         try:
-            row, extras = _parse_row(self._row, columns)
+            row, has_errors = _parse_row(self._row, columns)
             above = self._state.rows[-1:]
             # The operation is blank in all rows of a table or in none.
             if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
@@ -348,7 +335,7 @@ class _Reader:
             self._row = []
         self._state.rows.append(row)
         self._state.positions.append(self._row_at)
-        self._state.extras.append(extras)
+        self._state.has_errors |= has_errors
 
 
 def _clean(raw: str) -> tuple[str, str]:
@@ -396,7 +383,6 @@ class _Columns(NamedTuple):
     has_root: bool
     # Of the numbers at the right end of a row: ``in_place.busbw``, ``%limit``, ...
     keys: tuple[str, ...]
-    further: tuple[str, ...]  # those that no ``Side`` has
     stamp_at: int  # among the numbers, the two words of a timestamp; -1 for none
     num_numbers: int  # words at the right end of a row, from the first half on
 
@@ -428,7 +414,7 @@ def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
     if len(titles) != len(halves):
         titles = HALVES[: len(halves)]
     keys = [
-        f"{title}.{_UNITS.get(name, name)}"
+        f"{title}.{name}"
         for title, half in zip(titles, halves, strict=True)
         for name in half
     ]
@@ -439,13 +425,13 @@ def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
         title = f"{titles[tail[:index].count(name)]}." if is_twice else ""
         keys += [f"{title}{name}"] if name != "timestamp" else []
     stamp_at = num_sides + tail.index("timestamp") if "timestamp" in tail else -1
-    further = tuple(key for key in keys if key not in itertools.chain(*_FIGURES))
     has_root = "root" in names[: starts[0]]
     num_numbers = len(keys) + (2 if stamp_at >= 0 else 0)
-    return _Columns(has_root, tuple(keys), further, stamp_at, num_numbers)
+    return _Columns(has_root, tuple(keys), stamp_at, num_numbers)
 
 
-def _parse_row(words: Sequence[str], columns: _Columns) -> tuple[Row, dict[str, Extra]]:
+def _parse_row(words: Sequence[str], columns: _Columns) -> tuple[Row, bool]:
+    """Return the row, and True if its old column ``error`` has a number."""
     needed = columns.num_words(words)
     # Old tables put a root where their header has no column for it.
     has_stray_root = not columns.has_root and len(words) == needed + 1
@@ -463,21 +449,15 @@ def _parse_row(words: Sequence[str], columns: _Columns) -> tuple[Row, dict[str, 
     dtype, (operation, root) = head[2], _operation_and_root(head[3:])
     if _WORD.fullmatch(dtype) is None or dtype in _OPERATIONS:
         raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
-    extras: dict[str, Extra] = {}
     if columns.stamp_at >= 0:
-        start = columns.stamp_at
-        extras["timestamp"] = " ".join(cells[start : start + 2])
-        del cells[start : start + 2]
+        del cells[columns.stamp_at : columns.stamp_at + 2]
     numbers = dict(zip(columns.keys, map(_number, columns.keys, cells), strict=True))
     halves = [
         Side(*map(numbers.get, figures)) if figures[2] in numbers else None
         for figures in _FIGURES
     ]
-    for key in columns.further:
-        if (number := numbers.get(key)) is not None:
-            extras[key] = number
-    size_bytes, count = int(head[0]), int(head[1])
-    return Row(size_bytes, count, dtype, operation, root, *halves), extras
+    row = Row(int(head[0]), int(head[1]), dtype, operation, root, *halves)
+    return row, any(numbers.get(f"{half}.error") is not None for half in HALVES)
 
 
 def _operation_and_root(words: Sequence[str]) -> tuple[str, int | None]:

@@ -54,7 +54,6 @@ class Row:
 
 
 HALVES = ("out_of_place", "in_place")
-Extra = float | str  # A cell that only some logs have
 
 
 class RankSource(StrEnum):
@@ -90,13 +89,10 @@ class Run:
     # In the order of measuring. Sizes repeat: with several dtypes, operations, roots or
     # cycles, and where rounding made them 0.
     rows: tuple[Row, ...]
-    # One mapping a row, or none at all: cells beyond a ``Row``, such as
-    # ``out_of_place.cputime_us``, ``in_place.i_p99_us`` or ``timestamp``.
-    extras: tuple[dict[str, Extra], ...] = ()
     # What followed the rows, such as ``Avg bus bandwidth``, as printed.
     footers: dict[str, str] = field(default_factory=dict[str, str])
     average_busbw_gb_per_s: float | None = None  # as printed
-    num_out_of_bounds: int | None = None  # failed checks, as printed
+    num_out_of_bounds: int | None = None  # failed checks, as printed; None without any
     is_complete: bool = True  # it ran to its end and all rows are here
     warnings: tuple[str, ...] = ()  # one sentence each
     failures: tuple[str, ...] = ()  # the reason of its end, and wrong values
@@ -108,16 +104,10 @@ class Run:
         return [value for value in values if value is not None]
 
     def num_wrong(self) -> float | None:
-        """Return the wrong elements of all rows; None where nothing was checked.
-
-        Old tables have a column ``error`` and the number of failed checks instead.
-        """
+        """Return the wrong elements, or failed checks of old logs; None without any."""
         counts = [side.num_wrong for row in self.rows for side in row.sides()]
         known = [count for count in counts if count is not None]
-        has_errors = any(key.endswith(".error") for each in self.extras for key in each)
-        if known:
-            return sum(known)
-        return self.num_out_of_bounds if has_errors or self.num_out_of_bounds else None
+        return sum(known) if known else self.num_out_of_bounds
 
     def bad_values(self) -> list[tuple[int, str]]:
         """Describe wrong elements and unreal figures, with the index of their row."""
@@ -139,7 +129,7 @@ class Run:
 
 
 KIND = "bench"
-_MEASURED = ("rows", "extras", "average_busbw_gb_per_s")
+_MEASURED = ("rows", "average_busbw_gb_per_s")
 _ELSEWHERE = MachineRecord(num_cores=0, cpu="", python="", platform="")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -154,9 +144,10 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
 def from_record(record: Record) -> Run:
     if record.kind != KIND:
         raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
-    values: dict[str, Any] = {"failures": []}  # records of before have none
+    values: dict[str, Any] = {"failures": []}  # missing in old records
     for name, value in record.values.items():
-        values[name] = _numbers(value) if name in _MEASURED else value
+        if name != "extras":  # of old records
+            values[name] = _numbers(value) if name in _MEASURED else value
     try:
         return from_plain(Run, values, "a run")
     except ValueError as error:

@@ -55,7 +55,7 @@ def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
         lines.append(f"{test}, B/A of the peaks: {peak_b / peak_a:.3f} ({peaks})\n")
     for name, keys in (("A", comparison.only_a), ("B", comparison.only_b)):
         if keys:
-            lines.append(f"only in {name}: {_name_keys(keys)}\n")
+            lines.append(f"only in {name}: {counted(len(keys), 'row')}\n")
     return "".join(lines)
 
 
@@ -80,22 +80,6 @@ def _comparison_table(comparison: Comparison) -> str:
         for line in lines:
             del line[1]
     return _table(lines[0], lines[1:])
-
-
-def _name_keys(keys: Sequence[RowKey]) -> str:
-    def kind_of(key: RowKey) -> str:
-        root = f"root {key.root}" if key.root >= 0 else ""
-        words = (key.test or "?", key.engine, key.dtype, key.redop, root)
-        return " ".join(word for word in words if word)
-
-    texts: list[str] = []
-    for kind, sizes in grouped((kind_of(key), key.size_bytes) for key in keys).items():
-        text = ", ".join(map(format_size, sizes))
-        if len(sizes) > 3:
-            low, high = format_size(min(sizes)), format_size(max(sizes))
-            text = f"{len(sizes)} sizes from {low} to {high}"
-        texts.append(f"{kind}: {text}")
-    return "; ".join(texts)
 
 
 def _run_cells(name: str, run: Run) -> list[str]:
