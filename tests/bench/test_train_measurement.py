@@ -10,7 +10,6 @@ import torch
 import ronde.torch as hvd
 from ronde.bench import (
     MODELS,
-    Footprint,
     Phase,
     Replica,
     TrainOptions,
@@ -131,14 +130,6 @@ def test_what_does_not_fit_is_refused_on_every_rank(run_ranks_bare):
     assert first == second
     assert "batch must fit the memory" in first
     assert "Type: --batch " in first
-
-
-def test_the_largest_batch_is_the_largest():
-    footprint = Footprint(fixed_bytes=1000, sample_bytes=7)
-    for num_bytes in (0, 999, 1000, 1007, 1013, 5000):
-        largest = footprint.largest_batch(num_bytes)
-        assert footprint.num_bytes(largest + 1) > num_bytes
-        assert largest == 0 or footprint.num_bytes(largest) <= num_bytes
 
 
 def test_what_backward_needs_is_counted_without_being_allocated():

@@ -94,7 +94,7 @@ class ReductionInputs:
     op: str  # nccl-tests' name of the operation
     size: int  # number of ranks
     seed: int  # another seed gives other numbers
-    device: torch.device  # where the tensors are made
+    device: torch.device
 
     @property
     def tolerance(self) -> int:

@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
     key: RowKey
     half: str  # ``out_of_place`` or ``in_place``
-    a_busbw_gb_per_s: float  # the median where the row came repeatedly
+    a_busbw_gb_per_s: float  # the median of repeated rows
     b_busbw_gb_per_s: float
     ratio: float | None  # b by a; None where either is 0 or no finite number
 
@@ -55,8 +55,8 @@ class _Figures(NamedTuple):
 
 def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
     """Set two results side by side."""
-    # A ratio is that of busbw. Where both have times and equally many ranks it is taken
-    # from these: of small sizes the printed busbw has but one digit.
+    # The ratio is of busbw, or of the times if both have them and the same number of
+    # ranks: at small sizes the printed busbw has only one digit.
     first, second = _collect(a), _collect(b)
     keys_a, keys_b = ({key for key, _ in each} for each in (first, second))
     warnings = _warnings(a, b)
@@ -66,7 +66,7 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
             first, second = peaks
             warnings.append("no size is in both: the highest busbw of each is compared")
     pairs: list[Pair] = []
-    # Out of place stands first in a log, and so here.
+    # Out of place first, as in a log.
     halves = first.keys() & second.keys()
     for key, half in sorted(halves, key=lambda each: (each[0], each[1] == HALVES[1])):
         left, right = first[key, half], second[key, half]

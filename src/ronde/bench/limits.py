@@ -52,7 +52,7 @@ _SHARE_OF_MEMORY = 8
 _NUM_ROUNDS = 5
 _ROUND_S = 0.06
 _PIECE_BYTES = 8 << 20
-_TOUCH_S = 0.4  # for a rank to get its pages; in a virtual machine that may be slow
+_TOUCH_S = 0.4  # limit for touching pages, which is slow in some virtual machines
 
 
 def cache_bytes(root: Path = _ROOT) -> int:
@@ -201,7 +201,7 @@ def _with_network(
     found = _interface_between(communicator, hosts)
     host = read_host()
     if not world.has_gpus:
-        # What adapters receive goes to the processors.
+        # Received bytes go to the processors.
         host = host._replace(gpus=())
     # Gloo speaks TCP; NCCL and MPI take RDMA adapters where there are any.
     if (world.has_gpus or communicator.engine == "mpi") and find_rdma_ports(host):

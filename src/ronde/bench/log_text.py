@@ -56,7 +56,7 @@ _HALF = re.compile(r"out-of-place|in-place")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
 _DOTS = ("...", "\u2026")
 _CONCLUDED = f"# {CONCLUDED}:"
-# What stands behind ``#``, where a table was pasted without.
+# Text after a ``#``, for tables that were pasted without it.
 _BARE_COMMENT = re.compile(
     r"""size\s+count\s+type\s | nThread\s+\d | Rank\s+\d+\s | (?:out-of|in)-place\b
     | (?:Out[ ]of[ ]bounds[ ]values|Avg[ ]bus[ ]bandwidth)\s*:
@@ -99,7 +99,7 @@ _FIGURES = [tuple(f"{half}.{name}" for name in _SIDE) for half in HALVES]
 _DIGITS = r"-?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|inf|nan)"
 _NUMBER = re.compile(_DIGITS, re.IGNORECASE)
 _CELLS = re.compile(rf"{_DIGITS}\**|N/A|--?", re.IGNORECASE)
-# What a row may go on with: its cells, a date and a time of day.
+# Words that continue a row: cells, a date and a time of day.
 _REST = re.compile(rf"{_CELLS.pattern}|\d{{4}}-\d\d-\d\d|\d\d:\d\d:\d\d", re.IGNORECASE)
 _INTEGER = re.compile(r"\d{1,18}")
 _ROOT = re.compile(r"-?\d{1,9}")
@@ -393,7 +393,7 @@ class _Columns(NamedTuple):
 
 
 def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
-    # Without its ``#`` where they were all taken away.
+    # ``#wrong`` may have lost its ``#`` too.
     names = ["#wrong" if word == "wrong" else word.lower() for word in words]
     starts = [index for index, name in enumerate(names) if name in _TIMES]
     problem = ""

@@ -240,7 +240,7 @@ class Heading:
     notes: tuple[str, ...] = ()
     shown_variables: tuple[str, ...] = ()  # the environment, as far as it may be quoted
     limit: Limit | None = None  # the physical bound, where one is known
-    call_overhead_us: float | None = None  # of an operation on next to nothing
+    call_overhead_us: float | None = None  # of an operation on almost no data
     nccl_version: int = 0  # as NCCL writes it in one number; 0 without it
     started_at: datetime = field(default_factory=datetime.now)
 

@@ -296,7 +296,7 @@ def _show_progress(num_done: int, num_blocks: int) -> None:
 
     text = f"\r{bar(num_done, num_blocks)} blocks of steps"
     if num_done == num_blocks:
-        # The launcher's console knows no escapes.
+        # The launcher's console handles no escape sequences.
         text = "\r\x1b[K" if sys.stderr.isatty() else "\r \r"
     print(text, end="", file=sys.stderr, flush=True)
 

@@ -27,7 +27,7 @@ from typing import Any, cast
 from ronde.errors import UsageError
 from ronde.timeline.events import Activity, ClockBound, Recorded
 
-FORMAT = 1  # a change that an older reader would misread raises it
+FORMAT = 1  # raised by incompatible changes
 MAGIC = b"\x1f\x8b"
 
 

@@ -4,11 +4,10 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -156,18 +155,11 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(NamedTuple):
     """Minimum memory of one rank."""
 
     fixed_bytes: int  # weights, gradients and the optimizer's state of all replicas
     sample_bytes: int  # inputs and saved activations of one sample
-
-    def num_bytes(self, batch: int) -> int:
-        return self.fixed_bytes + batch * self.sample_bytes
-
-    def largest_batch(self, num_bytes: int) -> int:
-        return max(0, (num_bytes - self.fixed_bytes) // self.sample_bytes)
 
 
 def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
@@ -213,23 +205,23 @@ def _identity(tensor: Tensor) -> int:
 
 def require_fit(options: TrainOptions, device: torch.device, num_replicas: int) -> None:
     """Raise a UsageError on all ranks if the model does not fit; collective."""
-    footprint = measure_footprint(options, num_replicas)
+    fixed_bytes, sample_bytes = measure_footprint(options, num_replicas)
     if device.type == "cuda":
         share, remedy = torch.cuda.mem_get_info(device)[0], "Take a smaller model."
     else:
         available = available_memory()
         share, remedy = available.num_bytes // hvd.local_size(), available.remedy
     least = int(hvd.allreduce(torch.tensor(share), op=hvd.Min))
-    needed = footprint.num_bytes(options.batch)
+    needed = fixed_bytes + options.batch * sample_bytes
     if needed <= least:
         return
-    largest = footprint.largest_batch(least)
-    remedy = f"Type: --batch {largest}" if largest else remedy
+    if largest := max(0, (least - fixed_bytes) // sample_bytes):
+        remedy = f"Type: --batch {largest}"
     raise UsageError(
         f"batch must fit the memory of a rank, which is {format_size(least)}, got "
         f"{options.batch}: {options.model.name} takes at least "
-        f"{format_size(footprint.fixed_bytes)} + {options.batch} * "
-        f"{format_size(footprint.sample_bytes)} = {format_size(needed)}. {remedy}"
+        f"{format_size(fixed_bytes)} + {options.batch} * {format_size(sample_bytes)} = "
+        f"{format_size(needed)}. {remedy}"
     )
 
 
@@ -242,21 +234,6 @@ def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def used(device: torch.device) -> Generator[None]:
-    """Make ``device`` current, with cuDNN's benchmark mode."""
-    if device.type != "cuda":
-        yield
-        return
-    was_searching = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        with torch.cuda.device(device):
-            yield
-    finally:
-        torch.backends.cudnn.benchmark = was_searching
 
 
 _MAX_PROFILED_STEPS = 10
@@ -328,7 +305,11 @@ def measure(
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     size = hvd.size()
-    with used(device):
+    with ExitStack() as settings:
+        if device.type == "cuda":
+            settings.enter_context(torch.cuda.device(device))
+            flags = torch.backends.cudnn.flags(enabled=True, benchmark=True)
+            settings.enter_context(flags)
         require_fit(options, device, num_replicas=min(size, 2))
         replicas = _make_replicas(options, device)
         num_steps = options.steps
