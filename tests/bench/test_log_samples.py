@@ -17,17 +17,13 @@ def read(name: str) -> Run:
 
 @dataclass(frozen=True)
 class Expected:
-    """Counted and read off by hand.
-
-    Attributes:
-        last: Size and in-place busbw of the last row.
-    """
+    """Counted and read off by hand."""
 
     name: str
     test: str
     num_rows: int
     ranks: tuple[int, str]
-    last: tuple[int, float]
+    last: tuple[int, float]  # size and in-place busbw
     average: float
     is_complete: bool = True
 
